@@ -1,0 +1,83 @@
+"""The command line: one file a command, each imported only when it is called."""
+
+import contextlib
+import io
+import os
+import re
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any, NoReturn
+
+COMMANDS = {
+    "demo": "train a small GPT dense and to 50 % sparsity by two scores, and compare them",
+    "train": "train a network, pruning it on the way",
+    "eval": "quality and sparsity of a checkpoint",
+    "bench": "each speed claim beside what it is compared with",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run ``prunus COMMAND ...``; bad input ends in one line and exit code 2."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if not args or args[0] in ("-h", "--help"):
+        print(_overview())
+        return
+    name, rest = args[0], args[1:]
+    if name == "--version":
+        from .. import __version__
+
+        print(f"prunus {__version__}")
+        return
+    if name not in COMMANDS:
+        _fail("prunus", f"there is no command {name!r}; the commands are {', '.join(COMMANDS)}")
+    try:
+        command = import_module(f"{__name__}.{name}")
+        command.run(_parse(command.Command, name, rest))
+    except (ValueError, OSError) as error:
+        _fail(f"prunus {name}", str(error))
+    except KeyboardInterrupt:
+        print(f"prunus {name}: interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
+def _overview() -> str:
+    rows = "\n".join(f"  {name:8} {text}" for name, text in COMMANDS.items())
+    return f"usage: prunus COMMAND [OPTIONS]\n\n{rows}\n\nprunus COMMAND --help shows every option with its default."
+
+
+def _parse(kind: type[Any], name: str, args: list[str]) -> Any:
+    """The command's dataclass from its options."""
+    import tyro
+
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return tyro.cli(kind, prog=f"prunus {name}", args=args)
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+    return _fail(f"prunus {name}", f"{_mistake(kind, args)} (prunus {name} --help lists the options)")
+
+
+def _mistake(kind: type[Any], args: list[str]) -> str:
+    """The line that matters of the page that the parser prints about a mistake."""
+    import tyro
+
+    said, columns = io.StringIO(), os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = "2000"  # unwrapped, so that a line is a line
+    try:
+        with contextlib.redirect_stderr(said), contextlib.suppress(SystemExit):
+            tyro.cli(kind, args=args)
+    finally:
+        os.environ.pop("COLUMNS") if columns is None else os.environ.update(COLUMNS=columns)
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", said.getvalue())
+    lines = [line.strip("│ ") for line in plain.splitlines() if line.strip("─-│ ")]
+    what = lines[1].removeprefix(f"Error parsing {kind.__name__}: ")  # line 0 is the page's title
+    near = [line.split()[0] for line in lines if re.match(r"--[a-z]", line)]
+    return f"{what}; did you mean {near[0]}?" if near and what.startswith("Unrecognized") else what
+
+
+def _fail(who: str, what: str) -> NoReturn:
+    print(f"{who}: {' '.join(what.split())}", file=sys.stderr)
+    raise SystemExit(2)

@@ -1,0 +1,42 @@
+"""A progress bar for a training, with what is known so far beside it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from ..lab.trainer import Progress as Report
+
+
+@contextmanager
+def progress_bar(title: str, total: int) -> Iterator[Report]:
+    """A function to call after each step; outside a terminal it prints a line at each evaluation."""
+    console = Console(stderr=True)
+    known: dict[str, Any] = {}
+    columns = (
+        TextColumn("{task.description:12}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[known]}"),
+    )
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task(title, total=total, known="")
+
+        def report(step: int, values: dict[str, Any]) -> None:
+            known.update(values)
+            bar.update(task, completed=step, known=_line(known))
+            if "eval" in values and not console.is_terminal:
+                console.print(f"{title}: step {step}/{total}, {_line(known)}", highlight=False, soft_wrap=True)
+
+        yield report
+
+
+def _line(known: dict[str, Any]) -> str:
+    parts = [f"loss {known['loss']:.3f}"] if "loss" in known else []
+    if "eval" in known:
+        parts.append(f"held-out {known['eval']['loss']:.3f}")
+        parts.append(f"sparsity {known['sparsity']:.1%}")
+    return ", ".join(parts)

@@ -1,0 +1,167 @@
+"""The exact cut: which of all scores of many weights are the k smallest.
+
+The smallest are dropped; among equal scores the first in the order of the weights, then of the
+positions, is dropped first. What is not live is dropped already: it is counted, never ranked.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from .ops import bits
+from .ops.digits import DIGIT, digit_counts, from_sortable, sortable
+from .ops.order import ascending
+from .ops.source import Lazy
+from .ops.sweep import Swept, check_finite, sweep
+
+Packed = Mapping[str, Tensor]  # packed bits by name; a name that is missing is wholly live
+
+SAMPLE = 1 << 18  # scores drawn to bracket the threshold
+SIGMAS = 5  # half width of the bracket, in standard errors of the sample
+
+
+def cut(sources: Sequence[Lazy], num_drop: int, live: Packed) -> dict[str, Tensor]:
+    """Packed masks that drop the ``num_drop`` smallest scores of all weights together.
+
+    One read of the scores: a sample brackets the threshold, and only what falls into the bracket
+    is sorted. Where the bracket misses or ties overfill it, a radix descent counts its way to the
+    same cut.
+    """
+    num_live = sum(num_kept(source, live) for source in sources)
+    num_drop -= sum(source.numel for source in sources) - num_live
+    if num_drop <= 0:
+        return {source.name: kept(source, live) for source in sources}
+    if num_drop >= num_live:
+        return {source.name: torch.zeros_like(kept(source, live)) for source in sources}
+
+    lo, hi, limit = bracket(sources, num_drop, num_live, live)
+    swept = _sweep_all(sources, lo, hi, limit, live)
+    if swept is not None:
+        num_inside = sum(len(part.scores) for part in swept)
+        num_below = num_live - num_inside - sum(part.num_above for part in swept)
+        if num_below <= num_drop <= num_below + num_inside:
+            _settle(swept, num_drop - num_below)
+            return {source.name: part.above for source, part in zip(sources, swept, strict=True)}
+    return _write(sources, *descend(sources, num_drop, live), live)
+
+
+def kept(source: Lazy, live: Packed) -> Tensor:
+    """Packed mask of the live elements of one weight, a copy."""
+    return live[source.name].clone() if source.name in live else bits.full(source.numel, source.device)
+
+
+def num_kept(source: Lazy, live: Packed) -> int:
+    return int(bits.count(live[source.name])) if source.name in live else source.numel
+
+
+def bracket(sources: Sequence[Lazy], num_drop: int, num_live: int, live: Packed) -> tuple[float, float, int]:
+    """Scores ``lo <= hi`` that very likely enclose the cut, and how many may lie between them.
+
+    Order statistics of a jittered sample, ``SIGMAS`` standard errors around the cut's rank.
+    """
+    lowest, highest = _range(sources[0].compared)
+    if num_live <= SAMPLE:
+        return lowest, highest, num_live
+    sample = ascending(_draw(sources, num_live, live))
+    share = num_drop / num_live
+    slack = SIGMAS * math.sqrt(len(sample) * share * (1 - share)) + 1
+    first, last = math.floor(share * len(sample) - slack), math.ceil(share * len(sample) + slack)
+    lo = sample[first].item() if first >= 0 else lowest
+    hi = sample[last].item() if last < len(sample) else highest
+    expected = num_live * (last - first) / max(1, len(sample))
+    return lo, hi, SAMPLE + 2 * math.ceil(expected)
+
+
+def descend(sources: Sequence[Lazy], num_drop: int, live: Packed) -> tuple[float, int]:
+    """The ``num_drop``-th smallest live score, and how many scores equal to it are dropped.
+
+    A radix descent: each pass fixes 16 bits of the score from counts, so nothing is sorted or kept.
+    """
+    prefix: int | None = None
+    dtype = sources[0].compared
+    for shift in range(8 * dtype.itemsize - DIGIT, -1, -DIGIT):
+        counts = torch.zeros(1 << DIGIT, dtype=torch.int64, device=sources[0].device)
+        for source in sources:
+            for _, scores, alive in _live_pieces(source, live):
+                keys = sortable(scores if alive is None else scores[alive])
+                counts += digit_counts(keys, prefix, shift).to(counts.device)
+        up_to = counts.cumsum(0)
+        digit = int(torch.searchsorted(up_to, num_drop))
+        num_drop -= int(up_to[digit - 1]) if digit else 0
+        prefix = digit - (1 << DIGIT - 1) if prefix is None else prefix << DIGIT | digit
+    assert prefix is not None
+    return from_sortable(prefix, dtype), num_drop
+
+
+def _sweep_all(sources: Sequence[Lazy], lo: float, hi: float, limit: int, live: Packed) -> list[Swept] | None:
+    swept = []
+    for source in sources:
+        part = sweep(source, live.get(source.name), lo, hi, limit)
+        if part is None:
+            return None
+        limit -= len(part.scores)
+        swept.append(part)
+    return swept
+
+
+def _draw(sources: Sequence[Lazy], num_live: int, live: Packed) -> Tensor:
+    """About ``SAMPLE`` live scores: one at a random place of each of as many equal strides."""
+    generator = torch.Generator().manual_seed(num_live)
+    total = sum(source.numel for source in sources)
+    rate = SAMPLE / total * min(4.0, total / num_live)
+    drawn = []
+    for source in sources:
+        num = min(source.numel, math.ceil(source.numel * rate))
+        jitter = torch.rand(num, generator=generator, dtype=torch.float64)
+        places = jitter.add_(torch.arange(num)).mul_(source.numel / max(1, num)).long().clamp_(max=source.numel - 1)
+        places = places.to(source.device)
+        if source.name in live:
+            places = places[bits.at(live[source.name], places)]
+        drawn.append(source.at(places))
+    sample = torch.cat(drawn)
+    return sample[torch.isfinite(sample)] if sample.is_floating_point() else sample
+
+
+def _settle(swept: Sequence[Swept], num_drop: int) -> None:
+    """Set the bits of all elements inside the bracket but the ``num_drop`` smallest."""
+    scores = torch.cat([part.scores for part in swept])
+    keep = torch.ones(len(scores), dtype=torch.bool, device=scores.device)
+    if num_drop:
+        threshold = ascending(scores)[num_drop - 1]
+        below, equal = scores < threshold, scores == threshold
+        keep = ~below & ~(equal & (equal.cumsum(0, dtype=torch.int32) <= num_drop - below.sum()))
+    for part, here in zip(swept, keep.split([len(part.scores) for part in swept]), strict=True):
+        bits.add_(part.above, part.positions[here])
+
+
+def _write(sources: Sequence[Lazy], threshold: float, num_equal: int, live: Packed) -> dict[str, Tensor]:
+    """Packed masks without what is below ``threshold`` and the first ``num_equal`` equal to it."""
+    masks = {}
+    for source in sources:
+        masks[source.name] = mask = kept(source, live)
+        for start, scores, alive in _live_pieces(source, live):
+            equal = scores == threshold
+            if alive is not None:
+                equal &= alive
+            seen = equal.cumsum(0)
+            dropped = (scores < threshold) | (equal & (seen <= num_equal))
+            num_equal -= min(num_equal, int(seen[-1]))
+            mask[start // 8 : start // 8 + bits.num_bytes(len(scores))] &= bits.pack(~dropped)
+    return masks
+
+
+def _live_pieces(source: Lazy, live: Packed) -> Iterator[tuple[int, Tensor, Tensor | None]]:
+    """Start, scores and boolean live mask (None for all) of each piece, checked to be finite."""
+    packed = live.get(source.name)
+    for start, scores in source.pieces():
+        part = None if packed is None else packed[start // 8 : start // 8 + bits.num_bytes(len(scores))]
+        check_finite(source.name, scores, part)
+        yield start, scores, None if part is None else bits.unpack(part, scores.shape)
+
+
+def _range(dtype: torch.dtype) -> tuple[float, float]:
+    if dtype.is_floating_point:
+        return -math.inf, math.inf
+    return torch.iinfo(dtype).min, torch.iinfo(dtype).max

@@ -1,0 +1,147 @@
+"""Which weights of a model may be pruned, and why others stay dense."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+WRAPPERS = ("module.", "_orig_mod.")
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight that may be pruned; ``outputs`` are its dimensions that count outputs."""
+
+    name: str
+    parameter: nn.Parameter
+    module: nn.Module
+    outputs: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Eligible:
+    """Weights to prune in model order, and the reason for each other weight matrix that stays dense."""
+
+    weights: list[Weight]
+    dense: dict[str, str]
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without the prefixes of DDP and ``torch.compile``."""
+    for prefix in WRAPPERS:
+        while name.startswith(prefix) or f".{prefix}" in name:
+            name = name.removeprefix(prefix).replace(f".{prefix}", ".")
+    return name
+
+
+def eligible(
+    model: nn.Module,
+    include: str | Sequence[str] = (),
+    exclude: str | Sequence[str] = (),
+    held: Iterable[nn.Parameter] | None = None,
+) -> Eligible:
+    """Linear and convolution weights but the head, and what ``include`` adds; ``exclude`` wins.
+
+    ``held`` are the parameters an optimizer trains; others stay dense. Patterns are globs over
+    parameter names or the names of their modules. Norms and biases are never pruned.
+    """
+    include, exclude = _patterns(include), _patterns(exclude)
+    owners = _owners(model)
+    names = {name: plain_name(name) for name, _ in model.named_parameters()}
+    check_patterns(include + exclude, names.values())
+    trained = None if held is None else {id(parameter) for parameter in held}
+    heads = _heads(model)
+    found = Eligible([], {})
+    for full, parameter in model.named_parameters():
+        name, module = names[full], owners[full]
+        asked = matches(name, include)
+        if matches(name, exclude):
+            reason = "excluded"
+        elif parameter.ndim < 2:
+            if asked:
+                raise ValueError(
+                    f"include asks for {name}, which has {parameter.ndim} dimension; weights have two or more"
+                )
+            continue
+        elif not asked and id(parameter) in heads:
+            reason = "embedding or head"
+        elif not asked and not prunable_kind(module, full):
+            reason = f"{type(module).__name__}, not a linear or convolution weight"
+        elif not parameter.requires_grad:
+            reason = "frozen"
+        elif trained is not None and id(parameter) not in trained:
+            reason = "not held by the optimizer"
+        else:
+            found.weights.append(Weight(name, parameter, module, outputs_of(module, parameter)))
+            continue
+        if parameter.ndim > 1:
+            found.dense[name] = reason
+    if not found.weights:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in found.dense.items()) or "it has no weight matrix"
+        raise ValueError(f"the model has no weight to prune ({reasons})")
+    return found
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a glob matches the parameter's name or its module's."""
+    module = name.rpartition(".")[0]
+    return any(fnmatchcase(name, pattern) or fnmatchcase(module, pattern) for pattern in patterns)
+
+
+def check_patterns(patterns: Iterable[str], names: Iterable[str]) -> None:
+    names = list(names)
+    for pattern in patterns:
+        if not any(matches(name, [pattern]) for name in names):
+            raise ValueError(f"the pattern {pattern!r} matches no parameter; the first of them is {names[0]!r}")
+
+
+def prunable_kind(module: nn.Module, name: str) -> bool:
+    return name.endswith("weight") and (
+        isinstance(module, (nn.Linear, *CONVOLUTIONS, *TRANSPOSED)) or is_conv1d(module)
+    )
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether it is Hugging Face's ``Conv1D``, a linear layer whose weight is (in, out)."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def outputs_of(module: nn.Module, parameter: nn.Parameter) -> tuple[int, ...]:
+    """Dimensions that count outputs; the others are the inputs of a row."""
+    if is_conv1d(module) or isinstance(module, TRANSPOSED):
+        return (1,)
+    if isinstance(module, CONVOLUTIONS):
+        return (0,)
+    return tuple(range(parameter.ndim - 1))
+
+
+def _owners(model: nn.Module) -> Mapping[str, nn.Module]:
+    """Module that holds each parameter; of a shared one the first that prunes it by default."""
+    owners: dict[str, nn.Module] = {}
+    by_id: dict[int, str] = {}
+    for path, module in model.named_modules():
+        for key, parameter in module.named_parameters(recurse=False):
+            name = by_id.setdefault(id(parameter), f"{path}.{key}" if path else key)
+            if name not in owners or not prunable_kind(owners[name], name):
+                owners[name] = module
+    return owners
+
+
+def _heads(model: nn.Module) -> set[int]:
+    """Ids of embedding weights, of heads tied to one, and of the model's own output embeddings."""
+    inner = model
+    while isinstance(wrapped := getattr(inner, "_orig_mod", getattr(inner, "module", None)), nn.Module):
+        inner = wrapped
+    heads = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
+    for getter in ("get_output_embeddings", "get_input_embeddings"):
+        module = getattr(inner, getter)() if hasattr(inner, getter) else None
+        if module is not None and getattr(module, "weight", None) is not None:
+            heads.add(id(module.weight))
+    return heads
+
+
+def _patterns(patterns: str | Sequence[str]) -> list[str]:
+    return [patterns] if isinstance(patterns, str) else list(patterns)

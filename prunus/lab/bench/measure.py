@@ -1,0 +1,79 @@
+"""Time and memory of a function, and the file that a benchmark leaves."""
+
+import ctypes
+import gc
+import json
+import re
+import statistics
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..files import write_json
+from ..tracking import commit, environment, machine
+
+STATUS = Path("/proc/self/status")
+
+
+def median_ms(function: Callable[[], object], repeat: int, device: torch.device, before: Callable[[], object]) -> float:
+    """Median milliseconds of ``repeat`` calls after one more to warm up; ``before`` runs untimed ahead of each."""
+    times = []
+    for _ in range(repeat + 1):
+        before()
+        synchronize(device)
+        started = time.perf_counter()
+        function()
+        synchronize(device)
+        times.append(1e3 * (time.perf_counter() - started))
+    return statistics.median(times[1:])
+
+
+def peak_extra_mib(function: Callable[[], object], device: torch.device) -> float | None:
+    """MiB that a call needs at its peak beyond what there is before it, its result included.
+
+    On CUDA the allocator's own count; on Linux the process's largest resident size, which counts
+    every temporary, numpy's too; None elsewhere.
+    """
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        base = torch.cuda.memory_allocated()
+        result = function()
+        synchronize(device)
+        del result
+        return (torch.cuda.max_memory_allocated() - base) / 2**20
+    if not STATUS.is_file():
+        return None
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    base = _status_kib("VmRSS")
+    result = function()
+    del result
+    return (_status_kib("VmHWM") - base) / 2**10
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _status_kib(key: str) -> int:
+    return int(re.findall(rf"{key}:\s+(\d+)", STATUS.read_text())[0])
+
+
+def record(what: str, settings: dict[str, Any], rows: list[dict[str, Any]], folder: Path) -> Path:
+    """Write ``<what>_<machine>_<date>_<commit>.json`` and return its path."""
+    slug = re.sub(r"[^a-z0-9]+", "-", machine().lower()).strip("-")
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{what}_{slug}_{date.today()}_{commit() or 'installed'}.json"
+    content = {"what": what, "date": str(date.today()), "environment": environment(), "settings": settings}
+    write_json(path, content | {"rows": rows})
+    return path
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text())

@@ -1,0 +1,195 @@
+"""How long it takes to find the masks: ours beside what others do."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import prune
+
+from ...ops import bits
+from ...ops.source import Lazy
+from ...score import Score
+from ...select import Global
+from ...stats import score_of
+from .measure import median_ms, peak_extra_mib
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Weights and Adam moments of one model, and the score to rank them by."""
+
+    weights: list[nn.Linear]
+    moments: list[dict[str, Tensor]]  # exp_avg and exp_avg_sq
+    score: Score
+    sparsity: float
+
+    @property
+    def num_weights(self) -> int:
+        return sum(layer.weight.numel() for layer in self.weights)
+
+    @property
+    def num_drop(self) -> int:
+        return round(self.sparsity * self.num_weights)
+
+    def scores(self) -> Iterator[Tensor]:
+        """The score of each weight, one at a time."""
+        for source in self.sources():
+            yield next(source.pieces(source.numel))[1].view(source.shape)
+
+    def sources(self) -> list[Lazy]:
+        return [
+            Lazy(
+                f"{i}",
+                layer.weight.detach(),
+                self.score.of,
+                {name: layer.weight.detach() if name == "weight" else state[name] for name in self.score.reads},
+            )
+            for i, (layer, state) in enumerate(zip(self.weights, self.moments, strict=True))
+        ]
+
+
+def problem(layers: int, dim: int, score: str, sparsity: float, device: torch.device) -> Problem:
+    """``layers`` square weights with moments as they look in training: small and of a wide range."""
+    row = score_of(score, {})
+    if unknown := set(row.reads) - {"weight", "exp_avg", "exp_avg_sq"}:
+        raise ValueError(f"the benchmark has weights and moments, but {score} reads {min(unknown)}")
+    torch.manual_seed(0)
+    weights, moments = [], []
+    for _ in range(layers):
+        layer = nn.Linear(dim, dim, bias=False, device=device)
+        nn.init.normal_(layer.weight, std=0.02)
+        grad = torch.randn_like(layer.weight) * torch.rand_like(layer.weight) * 1e-4
+        weights.append(layer)
+        moments.append({"exp_avg": 0.1 * grad, "exp_avg_sq": grad.square()})
+    return Problem(weights, moments, row, sparsity)
+
+
+def kthvalue(p: Problem) -> list[Tensor]:
+    """Exact but for ties: all scores in one tensor, its k-th value, masks."""
+    scores = torch.cat([score.flatten() for score in p.scores()])
+    edge = scores.kthvalue(max(1, p.num_drop)).values
+    return [score > edge for score in p.scores()]
+
+
+def topk(p: Problem) -> list[Tensor]:
+    """Exact: the indices of the largest scores."""
+    scores = torch.cat([score.flatten() for score in p.scores()])
+    keep = torch.zeros_like(scores, dtype=torch.bool)
+    keep[scores.topk(p.num_weights - p.num_drop, sorted=False).indices] = True
+    return list(keep.split([layer.weight.numel() for layer in p.weights]))
+
+
+def sampled_2_percent(p: Problem) -> list[Tensor]:
+    """Approximate: a quantile of 2 % of the concatenated scores."""
+    scores = torch.cat([score.flatten() for score in p.scores()])
+    sample = scores[torch.randint(0, len(scores), (len(scores) // 50,), device=scores.device)]
+    edge = sample.kthvalue(max(1, round(p.sparsity * len(sample)))).values
+    return [score > edge for score in scores.split([layer.weight.numel() for layer in p.weights])]
+
+
+def sampled_1_percent(p: Problem) -> list[Tensor]:
+    """Approximate: scores cached layer by layer, a quantile of 1 % of them."""
+    cache = list(p.scores())
+    draws = [torch.randint(0, s.numel(), (s.numel() // 100,), device=s.device) for s in cache]
+    sample = torch.cat([score.view(-1)[draw] for score, draw in zip(cache, draws, strict=True)])
+    edge = sample.kthvalue(max(1, round(p.sparsity * len(sample)))).values
+    return [score > edge for score in cache]
+
+
+def torch_prune(p: Problem) -> list[Tensor]:
+    """torch.nn.utils.prune.global_unstructured, which ranks by magnitude whatever the score is."""
+    prune.global_unstructured([(layer, "weight") for layer in p.weights], prune.L1Unstructured, amount=p.num_drop)
+    return [layer.get_buffer("weight_mask") for layer in p.weights]
+
+
+def ours(p: Problem) -> list[Tensor]:
+    """Packed masks by one read of what the score reads."""
+    return list(Global().packed(p.sources(), p.sparsity, {}).values())
+
+
+def ours_with_zeroing(p: Problem) -> list[Tensor]:
+    """The whole event: the masks, then weights and moments zeroed by them."""
+    masks = ours(p)
+    for layer, state, mask in zip(p.weights, p.moments, masks, strict=True):
+        for tensor in (layer.weight.detach(), *state.values()):
+            bits.zero_(tensor, mask)
+    return masks
+
+
+METHODS: dict[str, tuple[Callable[[Problem], list[Tensor]], bool]] = {  # and whether it claims to be exact
+    "exact: cat, kthvalue": (kthvalue, True),
+    "exact: cat, topk": (topk, True),
+    "sampled: 2 % of cat": (sampled_2_percent, False),
+    "sampled: 1 %, cached scores": (sampled_1_percent, False),
+    "torch.nn.utils.prune (magnitude)": (torch_prune, True),
+    "prunus, exact": (ours, True),
+    "prunus, exact, and zeroing w, m, v": (ours_with_zeroing, True),
+}
+
+
+def bench_select(p: Problem, repeat: int, device: torch.device) -> list[dict[str, Any]]:
+    """A row for each method: median time, peak extra memory, and how far its count is off."""
+    check_exact(p)
+    rows = []
+    for name, (method, is_exact) in METHODS.items():
+        restore = _restorer(p) if method is ours_with_zeroing else lambda: undo_torch_prune(p)
+        peak = peak_extra_mib(lambda method=method: method(p), device)
+        restore()
+        num_kept = count_kept(p, method(p))
+        restore()
+        time_ms = median_ms(lambda method=method: method(p), repeat, device, restore)
+        restore()
+        rows.append(
+            {
+                "method": name,
+                "exact": is_exact,
+                "ms": time_ms,
+                "extra_mib": peak,
+                "kept_too_many": num_kept - (p.num_weights - p.num_drop),
+            }
+        )
+    return rows
+
+
+def check_exact(p: Problem) -> None:
+    """Raise unless our masks keep the right number, and nothing smaller than what they drop."""
+    kept, lowest, highest = 0, torch.inf, -torch.inf
+    for score, mask in zip(p.scores(), ours(p), strict=True):
+        keep = bits.unpack(mask, score.shape)
+        kept += int(keep.sum())
+        lowest = min(lowest, score[keep].min().item() if keep.any() else torch.inf)
+        highest = max(highest, score[~keep].max().item() if not keep.all() else -torch.inf)
+    if kept != p.num_weights - p.num_drop or lowest < highest:
+        raise RuntimeError(
+            f"the masks are wrong, so no speed is reported: {kept} kept, {lowest} kept, {highest} dropped"
+        )
+
+
+def count_kept(p: Problem, masks: list[Tensor]) -> int:
+    """Weights kept by masks of any form: packed bits, booleans or floats."""
+    packed = all(len(m.shape) == 1 and m.dtype == torch.uint8 for m in masks)
+    return sum(int(bits.count(mask) if packed else mask.count_nonzero()) for mask in masks)
+
+
+def undo_torch_prune(p: Problem) -> None:
+    for layer in p.weights:
+        if prune.is_pruned(layer):
+            original = layer.get_parameter("weight_orig").detach().clone()
+            prune.remove(layer, "weight")
+            layer.weight.data = original
+
+
+def _restorer(p: Problem) -> Callable[[], None]:
+    saved = [
+        (tensor, tensor.clone())
+        for layer, state in zip(p.weights, p.moments, strict=True)
+        for tensor in (layer.weight.detach(), *state.values())
+    ]
+
+    def restore() -> None:
+        for tensor, value in saved:
+            tensor.copy_(value)
+
+    return restore

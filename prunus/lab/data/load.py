@@ -1,0 +1,68 @@
+"""From a name or a path to data. Nothing is downloaded, and nothing is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from .cifar10 import is_cifar10, read_cifar10
+from .digits import read_digits
+from .files import read_tokens
+from .images import ImageData, image_data
+from .mnist import is_mnist, read_mnist
+from .stdlib_text import read_stdlib
+from .tokens import TokenData, token_data
+
+HELD_OUT = 0.05  # of the tokens of a file, where no other file is given
+
+
+def load(
+    spec: str | Path,
+    *,
+    context: int,
+    validation: str | Path | None = None,
+    vocab_size: int | None = None,
+    augment: bool = False,
+) -> TokenData | ImageData:
+    """The data that ``spec`` names: "stdlib", "digits", a file of text or tokens, or a folder of images.
+
+    ``context``, ``validation`` and ``vocab_size`` are for tokens, ``augment`` (crops and flips) is for CIFAR-10.
+    Without a ``validation`` file the last 5 % of the tokens are held out; without a ``vocab_size`` bytes have 256,
+    and uint16 tokens the largest + 1, rounded up to a multiple of 64.
+    """
+    if str(spec) == "digits" or Path(spec).is_dir():
+        if validation is not None or vocab_size is not None:
+            raise ValueError(f"{spec} holds images, which take neither validation nor vocab_size; leave them out")
+        return _load_images(spec, augment)
+    if augment:
+        raise ValueError(f"augment crops and flips images, but {spec} holds tokens; leave it out")
+    train, held_out = _read_parts(spec, validation)
+    return token_data(train, held_out, context, vocab_size)
+
+
+def _read_parts(spec: str | Path, validation: str | Path | None) -> tuple[np.ndarray, np.ndarray]:
+    if str(spec) == "stdlib":
+        train, held_out = read_stdlib()
+        return train, held_out if validation is None else read_tokens(Path(validation))
+    tokens = read_tokens(Path(spec))
+    if validation is not None:
+        return tokens, read_tokens(Path(validation))
+    edge = len(tokens) - round(HELD_OUT * len(tokens))
+    return tokens[:edge], tokens[edge:]
+
+
+def _load_images(spec: str | Path, augment: bool) -> ImageData:
+    folder = Path(spec)
+    if str(spec) != "digits" and is_cifar10(folder):
+        return image_data(*read_cifar10(folder), augment=augment)
+    if augment:
+        raise ValueError(f"augment crops and flips as is usual for CIFAR-10, which {spec} is not; leave it out")
+    if str(spec) == "digits":
+        return image_data(*read_digits())
+    if is_mnist(folder):
+        return image_data(*read_mnist(folder))
+    raise ValueError(
+        f"{folder} is neither MNIST (train-images-idx3-ubyte.gz and three more)"
+        f" nor CIFAR-10 (data_batch_1.bin or .png and more); give the folder that holds these files"
+    )

@@ -1,0 +1,49 @@
+"""Quality on held-out data."""
+
+import math
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Mean cross-entropy in nats and fraction of right predictions, over every target."""
+
+    loss: float
+    accuracy: float
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy of logits (..., classes) at targets (...)."""
+    return cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    device: torch.device,
+    autocast: AbstractContextManager[object],
+) -> Quality:
+    """Quality of ``model`` in eval mode over all batches; the model goes back to the mode it was in."""
+    was_training = model.training
+    model.eval()
+    loss, right, total = 0.0, 0, 0
+    for inputs, targets in batches:
+        inputs, targets = inputs.to(device), targets.to(device)
+        with autocast:
+            logits = model(inputs)
+        loss += loss_of(logits, targets).item() * targets.numel()
+        right += int((logits.argmax(-1) == targets).sum())
+        total += targets.numel()
+    model.train(was_training)
+    return Quality(loss / total, right / total)

@@ -1,0 +1,173 @@
+"""A run is a value: everything that decides what a training does, without importing torch."""
+
+import json
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from ..schedule import Constant, OneShot, Ramp, Schedule, check_sparsity
+
+ScoreName = Literal[
+    "none",
+    "magnitude",
+    "bitter0",
+    "bitter1",
+    "bitter2",
+    "bitter3",
+    "bitter4",
+    "bitter5",
+    "bitter6",
+    "bitter7",
+    "bitter8",
+    "bitter9",
+    "fisher",
+    "movement",
+    "random",
+    "wanda",
+]
+ModelName = Literal[
+    "gpt2-tiny",
+    "gpt2-mini",
+    "gpt2-small8",
+    "gpt2",
+    "gpt2-medium",
+    "gpt2-large",
+    "gpt2-xl",
+    "lenet5",
+    "resnet18",
+    "resnet20",
+    "resnet50",
+]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Train a network, pruning it on the way, and write a run folder.
+
+    The folder holds run.json (configuration and environment), metrics.jsonl, checkpoint.pt and, at
+    the end, result.json. Interrupt it at any time: --resume continues to the same result, bit for bit.
+    """
+
+    # what is trained
+    model: ModelName = "gpt2-tiny"  # network to train
+    data: str = "stdlib"  # "stdlib", "digits", a file of text or uint16 tokens, or a folder of MNIST or CIFAR-10
+    validation: Path | None = None  # held-out file; without it the last 5 % of the data
+    vocab_size: int | None = None  # vocabulary of a token file; without it the largest token, rounded up
+    context: int = 128  # tokens a window
+    augment: bool = False  # shift and flip training images
+
+    # how it is pruned
+    score: ScoreName = "bitter7"  # what makes a weight matter; none trains densely
+    sparsity: float = 0.5  # fraction of the prunable weights to remove
+    schedule: Literal["linear", "cubic", "zhu_gupta", "constant", "one_shot"] = "linear"  # how sparsity grows
+    begin: int | float = 0.1  # first event: a step, or a fraction of the run if it has a decimal point
+    end: int | float = 0.85  # last event of a ramp, likewise
+    every: int = 50  # steps from one event to the next
+    allocate: Literal["global", "uniform", "depth", "erk", "row", "2:4"] = "global"  # where the sparsity goes
+    include: tuple[str, ...] = ()  # patterns of weights to prune beside linear and convolution weights
+    exclude: tuple[str, ...] = ()  # patterns of weights to leave dense
+    eps: float | None = None  # absolute eps of the score (older scripts: 1e-8); without it none under roots
+    exponent: float | None = None  # q of the score fisher: |w| v^q
+
+    # how it learns
+    optimizer: Literal["adamw", "adamwprune", "adam", "nadam", "sgd"] = "adamw"  # sgd has momentum 0.9
+    spam: bool = False  # clip spikes and reset moments (adamwprune only)
+    lr: float = 1e-3  # highest learning rate
+    min_lr: float = 0.1  # fraction of it that the cosine ends at
+    warmup: int = 50  # steps of linear warm-up
+    weight_decay: float = 0.1  # decay of weight matrices
+    beta1: float = 0.9  # decay of the first moment
+    beta2: float = 0.95  # decay of the second moment
+    clip: float = 1.0  # largest gradient norm; 0 does not clip
+    batch: int = 16  # windows or images a forward pass
+    accumulate: int = 1  # forward passes a step
+    steps: int = 1000  # optimizer steps
+    budget_scale: float = 1.0  # factor on the steps, for arms with a longer budget; it is in the result
+    seed: int = 0  # initial weights and order of the data
+
+    # how it runs
+    precision: Literal["float32", "bfloat16"] = "float32"  # bfloat16 by autocast
+    compile: bool = False  # torch.compile the model
+    device: str = "auto"  # cuda where there is one, else cpu
+    eval_every: int = 250  # steps from one evaluation to the next; the end is always evaluated
+    eval_size: int = 256  # held-out windows or images, the first ones; 0 takes all
+    save_every: int = 250  # steps from one checkpoint to the next; 0 writes only the last
+    log_every: int = 10  # steps from one line of metrics.jsonl to the next
+    out: Path = Path("runs/latest")  # run folder
+    resume: bool = False  # continue the run in --out; other options are taken from its run.json
+
+    def __post_init__(self) -> None:
+        check_sparsity(self.sparsity)
+        for name in ("steps", "batch", "accumulate", "every", "eval_every", "log_every", "context"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.budget_scale <= 0:
+            raise ValueError(f"budget_scale must be positive, got {self.budget_scale}")
+        if self.spam and self.optimizer != "adamwprune":
+            raise ValueError(
+                f"spam is part of adamwprune, but the optimizer is {self.optimizer}; pass --optimizer adamwprune"
+            )
+        if self.exponent is not None and self.score != "fisher":
+            raise ValueError(f"exponent belongs to the score fisher, but the score is {self.score}")
+        if self.eps is not None and self.score not in ("bitter0", *(f"bitter{i}" for i in range(3, 10))):
+            raise ValueError(
+                f"eps belongs to the scores that read moments, bitter0 and bitter3 to bitter9, not {self.score}"
+            )
+        if self.score != "none":
+            self.sparsity_schedule()
+
+    @property
+    def total_steps(self) -> int:
+        return round(self.steps * self.budget_scale)
+
+    def step_of(self, moment: int | float) -> int:
+        """A step given as such, or as a fraction of the run."""
+        if isinstance(moment, int):
+            return moment
+        if not 0 <= moment <= 1:
+            raise ValueError(f"a fraction of the run lies in [0, 1], got {moment}; give a whole number for a step")
+        return round(moment * self.total_steps)
+
+    def sparsity_schedule(self) -> Schedule:
+        if self.schedule == "constant":
+            return Constant(self.sparsity)
+        begin, end = self.step_of(self.begin), self.step_of(self.end)
+        if self.schedule == "one_shot":
+            self._check_within("begin", begin)
+            return OneShot(self.sparsity, begin)
+        ramp = Ramp(self.sparsity, begin, end, self.schedule)
+        self._check_within("end", end)
+        return ramp
+
+    def _check_within(self, name: str, step: int) -> None:
+        if step > self.total_steps:
+            raise ValueError(
+                f"{name} is step {step}, but the run has {self.total_steps}: it would end before its sparsity"
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        """Every field as JSON holds it, but for ``resume``, which is not part of what is computed."""
+        values = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
+        values.pop("resume")
+        return json.loads(json.dumps(values))
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "Run":
+        known = {field.name for field in fields(cls)}
+        if unknown := set(values) - known:
+            raise ValueError(f"run.json has an unknown field {min(unknown)!r}: was it written by another version?")
+        for name in ("out", "validation"):
+            values[name] = Path(values[name]) if values.get(name) is not None else None
+        values |= {name: tuple(values[name]) for name in ("include", "exclude") if name in values}
+        return cls(**values)
+
+    def continuing(self, saved: "Run") -> "Run":
+        """The saved run, to be resumed; an option given now must not contradict it."""
+        default = Run()
+        for name, value in self.to_json().items():
+            if name != "out" and value != default.to_json()[name] and value != saved.to_json()[name]:
+                raise ValueError(
+                    f"the run in {self.out} has {name} = {saved.to_json()[name]}, not {value}; "
+                    "a resumed run keeps its options: leave it off, or choose another --out"
+                )
+        return replace(saved, out=self.out, resume=True)

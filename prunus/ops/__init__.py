@@ -1,0 +1,1 @@
+"""The few operations that must be fast, each defined in plain torch first."""

@@ -1,0 +1,101 @@
+"""One bit a weight: masks packed eight to a byte, and tensors zeroed by them.
+
+Bit ``i % 8`` of byte ``i // 8`` says whether element ``i`` of the flattened tensor is kept;
+the unused bits of the last byte are zero. On the CPU numpy's (un)packing is used: it is vectorised.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+PIECE = 1 << 18  # elements worked on at a time: temporaries of a megabyte stay in the cache
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def num_bytes(numel: int) -> int:
+    """Bytes that hold one bit for each of ``numel`` elements."""
+    return -(-numel // 8)
+
+
+def full(numel: int, device: torch.device | str = "cpu") -> Tensor:
+    """Packed mask that keeps all of ``numel`` elements."""
+    bits = torch.full((num_bytes(numel),), 255, dtype=torch.uint8, device=device)
+    if numel % 8:
+        bits[-1] = (1 << numel % 8) - 1
+    return bits
+
+
+def pack_reference(keep: Tensor) -> Tensor:
+    """``sum_i keep_i 2^i`` over each run of eight elements of the flattened ``keep``."""
+    flat = keep.reshape(-1).to(torch.uint8)
+    padded = torch.nn.functional.pad(flat, (0, -len(flat) % 8)).view(-1, 8)
+    return (padded << torch.arange(8, dtype=torch.uint8, device=keep.device)).sum(1, dtype=torch.uint8)
+
+
+def pack(keep: Tensor) -> Tensor:
+    """``pack_reference``: a boolean tensor as uint8, eight elements to a byte."""
+    if keep.is_cpu:
+        return torch.from_numpy(np.packbits(keep.reshape(-1).numpy(), bitorder="little"))
+    return pack_reference(keep)
+
+
+def unpack_reference(bits: Tensor, numel: int) -> Tensor:
+    """``bits[i // 8] >> (i % 8) & 1`` as booleans, for i < numel."""
+    digits = bits.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8, device=bits.device)
+    return (digits & 1).view(-1)[:numel].bool()
+
+
+def unpack(bits: Tensor, shape: Sequence[int]) -> Tensor:
+    """Boolean tensor of ``shape`` from its packed bits."""
+    numel = math.prod(shape)
+    if bits.is_cpu:
+        flat = torch.from_numpy(np.unpackbits(bits.numpy(), count=numel, bitorder="little")).view(torch.bool)
+    else:
+        flat = unpack_reference(bits, numel)
+    return flat.view(*shape)
+
+
+def at(bits: Tensor, positions: Tensor) -> Tensor:
+    """Whether the elements at ``positions`` are kept."""
+    return (bits[positions >> 3] >> (positions & 7).to(torch.uint8) & 1).bool()
+
+
+def add_(bits: Tensor, positions: Tensor) -> None:
+    """Set the bits at ``positions``, which must be distinct and not set yet."""
+    values = torch.ones((), dtype=torch.uint8, device=bits.device) << (positions & 7).to(torch.uint8)
+    bits.index_add_(0, positions >> 3, values)
+
+
+def count(bits: Tensor) -> Tensor:
+    """Number of set bits, as a scalar on the device of ``bits``."""
+    pairs = bits - (bits >> 1 & 0x55)
+    nibbles = (pairs & 0x33) + (pairs >> 2 & 0x33)
+    return (nibbles + (nibbles >> 4) & 0x0F).sum(dtype=torch.int64)
+
+
+def zero_reference_(tensor: Tensor, bits: Tensor) -> None:
+    """Set to +0.0 the elements of ``tensor`` whose bit is not set, NaN and infinity too."""
+    tensor.masked_fill_(~unpack(bits, tensor.shape), 0)
+
+
+def zero_(tensor: Tensor, bits: Tensor) -> None:
+    """``zero_reference_``, on the CPU piece by piece without a boolean copy of the mask.
+
+    The elements are multiplied as integers of their width by 0 or 1, which is exact for every
+    value and several times faster than a masked fill.
+    """
+    if tensor.is_cpu and tensor.is_contiguous():
+        _zero_on_cpu_(tensor.detach().view(-1).view(_INTEGERS[tensor.element_size()]), bits.numpy())
+    else:
+        zero_reference_(tensor, bits)
+
+
+def _zero_on_cpu_(words: Tensor, packed: np.ndarray) -> None:
+    scratch = torch.empty(min(PIECE, len(words)), dtype=words.dtype)
+    for start in range(0, len(words), PIECE):
+        piece = words[start : start + PIECE]
+        ones = np.unpackbits(packed[start // 8 : (start + PIECE) // 8], count=len(piece), bitorder="little")
+        piece.mul_(scratch[: len(piece)].copy_(torch.from_numpy(ones)))

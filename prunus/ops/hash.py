@@ -1,0 +1,11 @@
+"""Integers that look random: hashes of positions."""
+
+from torch import Tensor
+
+
+def mixed(words: Tensor) -> Tensor:
+    """A well mixed int64 for each int64 (the finaliser of splitmix64; products wrap)."""
+    words = words * -7046029254386353131
+    words = (words ^ (words >> 30 & (1 << 34) - 1)) * -4658895280553007687
+    words = (words ^ (words >> 27 & (1 << 37) - 1)) * -7723592293110705685
+    return words ^ (words >> 31 & (1 << 33) - 1)

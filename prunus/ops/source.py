@@ -1,0 +1,125 @@
+"""Where the scores of one weight come from: they exist, or they are computed piece by piece."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .bits import PIECE
+
+
+@dataclass(frozen=True)
+class Lazy:
+    """Scores of the weight ``name``: ``of(**reads, **constants)``, evaluated where they are asked for.
+
+    ``reads`` are tensors that broadcast to ``weight``; they are cast to ``dtype`` and multiplied by
+    their factor in ``scales`` first. A score that takes ``position`` is handed the positions of its
+    elements in the flattened weight. ``outputs`` are the dimensions that count outputs; each index
+    of them is one row of inputs.
+    """
+
+    name: str
+    weight: Tensor
+    of: Callable[..., Tensor]
+    reads: Mapping[str, Tensor]
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    scales: Mapping[str, float] = field(default_factory=dict)
+    takes_position: bool = False
+    dtype: torch.dtype = torch.float32
+    outputs: tuple[int, ...] = (0,)
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.weight.shape
+
+    @property
+    def numel(self) -> int:
+        return self.weight.numel()
+
+    @property
+    def device(self) -> torch.device:
+        return self.weight.device
+
+    @property
+    def compared(self) -> torch.dtype:
+        """The dtype that the scores are compared in: half precision is compared as float32."""
+        return self.dtype if self.dtype in (torch.float64, torch.int64) else torch.float32
+
+    def pieces(self, size: int = PIECE) -> Iterator[tuple[int, Tensor]]:
+        """Start and scores of consecutive runs of ``size`` elements of the flattened weight."""
+        flat = {name: tensor.reshape(-1) for name, tensor in self.reads.items() if tensor.shape == self.shape}
+        for start in range(0, self.numel, size):
+            stop = min(start + size, self.numel)
+            reads = {
+                name: flat[name][start:stop] if name in flat else self._spread(tensor, start, stop)
+                for name, tensor in self.reads.items()
+            }
+            position = torch.arange(start, stop, device=self.device) if self.takes_position else None
+            yield start, self._score(reads, position)
+
+    def at(self, positions: Tensor) -> Tensor:
+        """Scores of the elements at ``positions`` of the flattened weight."""
+        return self._score({name: self._pick(tensor, positions) for name, tensor in self.reads.items()}, positions)
+
+    def rows_of(self, tensor: Tensor) -> Tensor:
+        """View of a tensor of the weight's shape as (row, inputs...)."""
+        inputs = [dim for dim in range(tensor.ndim) if dim not in self.outputs]
+        if not self.outputs:
+            return tensor.unsqueeze(0)
+        return tensor.permute(*self.outputs, *inputs).flatten(0, len(self.outputs) - 1)
+
+    def rows(self, size: int = PIECE) -> Iterator[tuple[slice, Tensor]]:
+        """Which rows, and their scores as a matrix (row, input): about ``size`` elements at a time."""
+        reads = {name: self.rows_of(tensor.expand(self.shape)) for name, tensor in self.reads.items()}
+        position = None
+        if self.takes_position:
+            position = self.rows_of(torch.arange(self.numel, device=self.device).view(self.shape))
+        num_rows = math.prod(self.shape[dim] for dim in self.outputs)
+        step = max(1, size * num_rows // max(1, self.numel))
+        for start in range(0, num_rows, step):
+            part = slice(start, min(start + step, num_rows))
+            here = {name: tensor[part].flatten(1) for name, tensor in reads.items()}
+            yield part, self._score(here, None if position is None else position[part].flatten(1))
+
+    def _score(self, reads: Mapping[str, Tensor], position: Tensor | None) -> Tensor:
+        extra = {"position": position} if self.takes_position else {}
+        cast = {
+            name: tensor.to(self.dtype) * self.scales[name] if name in self.scales else tensor.to(self.dtype)
+            for name, tensor in reads.items()
+        }
+        return self.of(**cast, **extra, **self.constants).to(self.compared)
+
+    def _pick(self, tensor: Tensor, positions: Tensor) -> Tensor:
+        if tensor.shape == self.shape and tensor.is_contiguous():
+            return tensor.view(-1)[positions]
+        return tensor.expand(self.shape)[torch.unravel_index(positions, self.shape)]
+
+    def _spread(self, tensor: Tensor, start: int, stop: int) -> Tensor:
+        """Elements ``start`` to ``stop`` of a tensor broadcast to the weight, copying only their rows."""
+        inner = self.shape[-1]
+        first = start // inner
+        rows = tensor.expand(self.shape).flatten(0, -2)[first : -(-stop // inner)]
+        return rows.reshape(-1)[start - first * inner : stop - first * inner]
+
+
+def stored(name: str, scores: Tensor) -> Lazy:
+    """Source of scores that exist already; float64 and integers are compared as they are."""
+    if scores.is_complex():
+        raise ValueError(f"scores are real numbers, but those of {name} are {scores.dtype}")
+    scores = scores.detach().view(1) if scores.ndim == 0 else scores.detach()
+    dtype = torch.int64 if not scores.is_floating_point() else torch.promote_types(scores.dtype, torch.float32)
+    return Lazy(name, scores, _itself, {"scores": scores}, dtype=dtype, outputs=(0,) if scores.ndim > 1 else ())
+
+
+def alike(sources: list[Lazy]) -> list[Lazy]:
+    """The same sources, compared in one dtype: float64 where they differ."""
+    if len({source.compared for source in sources}) < 2:
+        return sources
+    return [replace(source, dtype=torch.float64) for source in sources]
+
+
+def _itself(scores: Tensor) -> Tensor:
+    return scores

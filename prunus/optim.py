@@ -1,0 +1,144 @@
+"""AdamW that knows about masks: what is pruned stays zero because its gradient counts as zero."""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .ops import bits
+from .ops.adamw import Update, adamw_, spike_clipped
+
+
+@dataclass(frozen=True)
+class Spam:
+    """Spike-aware momentum reset (Huang et al. 2025, https://arxiv.org/abs/2501.06842).
+
+    Gradients with ``g^2 > theta v`` are clipped to ``sqrt(theta v)``. Every ``every`` steps the
+    moments and their step count start anew, and the learning rate rises again over ``warmup`` steps
+    by a cosine. A score that reads moments waits until ``hold`` steps after a reset.
+    """
+
+    theta: float = 5000.0
+    every: int = 500
+    warmup: int = 150
+    hold: int = 50
+
+    def __post_init__(self) -> None:
+        if self.theta <= 0 or self.every < 1 or self.warmup < 0 or not 0 <= self.hold < self.every:
+            raise ValueError(f"expected theta > 0, every >= 1, warmup >= 0 and 0 <= hold < every, got {self}")
+
+    def lr_scale(self, num_steps: int) -> float:
+        """Factor on the learning rate of the step that follows ``num_steps`` others."""
+        since = num_steps % self.every + 1
+        if num_steps < self.every or since > self.warmup:
+            return 1.0
+        return 0.5 * (1 - math.cos(math.pi * since / self.warmup))
+
+
+class AdamWPrune(torch.optim.Optimizer):
+    """``torch.optim.AdamW`` whose step is masked by ``state[p]["mask"]``, packed bits that a Pruner puts there.
+
+    Without masks its trajectories equal those of ``AdamW(foreach=False)`` to the bit. ``max_norm``
+    clips the norm of the masked gradients of all parameters together inside the step, as
+    ``clip_grad_norm_`` before it would, without writing to ``.grad`` where nothing is pruned.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        max_norm: float | None = None,
+        spam: Spam | None = None,
+    ) -> None:
+        if lr < 0 or eps < 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(
+                "lr, eps and weight_decay must not be negative and betas must lie in [0, 1), "
+                f"got lr={lr}, eps={eps}, weight_decay={weight_decay}, betas={betas}"
+            )
+        if max_norm is not None and max_norm <= 0:
+            raise ValueError(f"max_norm must be positive, or None for no clipping, got {max_norm}")
+        self.max_norm, self.spam = max_norm, spam
+        self.grad_norm: Tensor | None = None  # of the last step, before clipping; None without max_norm
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "num_steps": 0})
+
+    @property
+    def num_steps(self) -> int:
+        """Steps taken so far, whatever was reset: SPAM's one counter."""
+        return self.param_groups[0]["num_steps"]
+
+    @property
+    def steps_since_reset(self) -> int | None:
+        """Steps since SPAM last reset the moments; None if it never did."""
+        if self.spam is None or self.num_steps < self.spam.every:
+            return None
+        return self.num_steps % self.spam.every
+
+    @property
+    def lr_scale(self) -> float:
+        """Factor that the next step puts on every group's learning rate."""
+        return self.spam.lr_scale(self.num_steps) if self.spam else 1.0
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyrefly: ignore[bad-override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        parts = [(group, p, p.grad) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        for _, parameter, grad in parts:
+            mask = self._state_of(parameter).get("mask")
+            if mask is not None:
+                bits.zero_(grad, mask)
+        factor = self._clip_factor([grad for _, _, grad in parts])
+        scale = self.lr_scale
+        for group, parameter, grad in parts:
+            self._update(group, parameter, grad if factor is None else grad * factor.to(grad.device), scale)
+        for group in self.param_groups:
+            group["num_steps"] += 1
+        if self.steps_since_reset == 0:
+            self._reset()
+        return loss
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Loading casts every state tensor to the weight's dtype: packed bits are cast back."""
+        super().__setstate__(state)
+        for kept in self.state.values():
+            if isinstance(kept, dict) and "mask" in kept:
+                kept["mask"] = kept["mask"].to(torch.uint8)
+
+    def _state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
+        state = self.state[parameter]
+        if "exp_avg" not in state:
+            state["step"] = torch.zeros((), dtype=torch.get_default_dtype())
+            state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        return state
+
+    def _clip_factor(self, grads: list[Tensor]) -> Tensor | None:
+        if self.max_norm is None or not grads:
+            return None
+        self.grad_norm = nn.utils.get_total_norm(grads)
+        return (self.max_norm / (self.grad_norm + 1e-6)).clamp(max=1.0)
+
+    def _update(self, group: dict[str, Any], parameter: nn.Parameter, grad: Tensor, scale: float) -> None:
+        state = self.state[parameter]
+        if self.spam is not None:
+            grad = spike_clipped(grad, state["exp_avg_sq"], self.spam.theta)
+        state["step"] += 1
+        lr = float(group["lr"]) * scale
+        beta1, beta2 = group["betas"]
+        update = Update(lr, beta1, beta2, group["eps"], group["weight_decay"], state["step"].item())
+        adamw_(parameter, grad, state["exp_avg"], state["exp_avg_sq"], update)
+
+    def _reset(self) -> None:
+        for state in self.state.values():
+            for key in ("step", "exp_avg", "exp_avg_sq"):
+                if key in state:
+                    state[key].zero_()

@@ -1,0 +1,169 @@
+"""Scores to masks, exact to the weight.
+
+A selector takes scores by name, the sparsity, and the masks ``within`` which it must stay. A score
+may exist (a tensor) or be a ``Lazy`` source that is evaluated piece by piece and never stored; both
+give the same masks. The smallest are dropped; of equal scores the first in order is dropped first.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .allocate import Allocation, allocate
+from .cut import Packed, cut, kept, num_kept
+from .ops import bits
+from .ops.order import ascending
+from .ops.source import Lazy, alike, stored
+from .ops.sweep import check_finite
+from .schedule import Ramp, Schedule
+
+Scores = Mapping[str, Tensor | Lazy]
+Masks = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Global:
+    """One threshold over all weights: exactly ``round(s N)`` of all N scores are dropped."""
+
+    def __call__(self, scores: Scores, sparsity: float, within: Masks | None = None) -> dict[str, Tensor]:
+        return _unpacked(self, scores, sparsity, within)
+
+    def packed(self, sources: Sequence[Lazy], sparsity: float, live: Packed) -> dict[str, Tensor]:
+        return cut(sources, round(sparsity * sum(source.numel for source in sources)), live)
+
+
+@dataclass(frozen=True)
+class PerLayer:
+    """One threshold a weight; ``allocate`` says how the sparsity is spread over the weights.
+
+    ``"uniform"`` drops ``round(s n)`` of every weight; ``"depth"``, ``"erk"`` and a mapping from
+    name patterns to sparsities drop exactly ``round(s N)`` in all.
+    """
+
+    allocate: Allocation = "uniform"
+
+    def __call__(self, scores: Scores, sparsity: float, within: Masks | None = None) -> dict[str, Tensor]:
+        return _unpacked(self, scores, sparsity, within)
+
+    def packed(self, sources: Sequence[Lazy], sparsity: float, live: Packed) -> dict[str, Tensor]:
+        shapes = {source.name: source.shape for source in sources}
+        pruned = {source.name: source.numel - num_kept(source, live) for source in sources}
+        num_drop = allocate(shapes, sparsity, self.allocate, at_least=pruned)
+        return {source.name: cut([source], num_drop[source.name], live)[source.name] for source in sources}
+
+
+@dataclass(frozen=True)
+class PerRow:
+    """``round(s n)`` of every row of n are dropped; a row holds all inputs of one output."""
+
+    def __call__(self, scores: Scores, sparsity: float, within: Masks | None = None) -> dict[str, Tensor]:
+        return _unpacked(self, scores, sparsity, within)
+
+    def packed(self, sources: Sequence[Lazy], sparsity: float, live: Packed) -> dict[str, Tensor]:
+        def drop(_: Lazy, rows: Tensor) -> Tensor:
+            return smallest(rows, round(sparsity * rows.shape[1]))
+
+        return {source.name: by_rows(source, live, drop) for source in sources}
+
+
+@dataclass(frozen=True)
+class NofM:
+    """The ``n`` largest of every ``m`` consecutive inputs of a row are kept."""
+
+    n: int
+    m: int
+
+    def __post_init__(self) -> None:
+        if not 0 < self.n <= self.m:
+            raise ValueError(f"N:M keeps n of every m with 0 < n <= m, got {self.n}:{self.m}")
+
+    @property
+    def sparsity(self) -> float:
+        return 1 - self.n / self.m
+
+    def __call__(self, scores: Scores, sparsity: float | None = None, within: Masks | None = None) -> dict[str, Tensor]:
+        return _unpacked(self, scores, self.sparsity if sparsity is None else sparsity, within)
+
+    def packed(self, sources: Sequence[Lazy], sparsity: float, live: Packed) -> dict[str, Tensor]:
+        if sparsity == 0:
+            return {source.name: kept(source, live) for source in sources}
+        if abs(sparsity - self.sparsity) > 1e-9:
+            raise ValueError(
+                f"{self.n}:{self.m} is a sparsity of {self.sparsity:g}, but {sparsity:g} was asked for; "
+                f"use OneShot({self.sparsity:g}, at=...) or Constant({self.sparsity:g})"
+            )
+        return {source.name: by_rows(source, live, self.drop) for source in sources}
+
+    def check_schedule(self, schedule: Schedule) -> None:
+        """Raise ValueError unless the schedule goes to this pattern in one event."""
+        if isinstance(schedule, Ramp) or schedule.final not in (0, self.sparsity):
+            fitting = f"OneShot({self.sparsity:g}, at=...) or Constant({self.sparsity:g})"
+            raise ValueError(f"{self} has one sparsity and goes with {fitting}, got {schedule}")
+
+    def drop(self, source: Lazy, rows: Tensor) -> Tensor:
+        """Where the ``m - n`` smallest of each group stand."""
+        if rows.shape[1] % self.m:
+            raise ValueError(
+                f"{source.name} has rows of {rows.shape[1]} inputs, which {self.m} does not divide; "
+                "exclude it, or choose another N:M"
+            )
+        groups = rows.unflatten(1, (-1, self.m))
+        rank = torch.zeros(groups.shape, dtype=torch.int16, device=rows.device)
+        for j in range(self.m):
+            other = groups[..., j : j + 1]
+            rank[..., : j + 1] += other < groups[..., : j + 1]
+            rank[..., j + 1 :] += other <= groups[..., j + 1 :]
+        return (rank < self.m - self.n).flatten(1)
+
+
+Selector = Global | PerLayer | PerRow | NofM
+
+
+def smallest(rows: Tensor, num_drop: int) -> Tensor:
+    """Where the ``num_drop`` smallest of each row stand, the first of equal ones first."""
+    if num_drop == 0:
+        return torch.zeros_like(rows, dtype=torch.bool)
+    threshold = ascending(rows)[:, num_drop - 1 : num_drop]
+    below, equal = rows < threshold, rows == threshold
+    num_equal = num_drop - below.sum(1, keepdim=True)
+    crowded = (equal.sum(1, keepdim=True) > num_equal).squeeze(1).nonzero().squeeze(1)
+    equal[crowded] &= equal[crowded].cumsum(1) <= num_equal[crowded]
+    return below | equal
+
+
+def by_rows(source: Lazy, live: Packed, drop: Callable[[Lazy, Tensor], Tensor]) -> Tensor:
+    """Packed mask of one weight without what ``drop`` says of its rows; the dead are dropped first."""
+    keep = torch.empty(source.shape, dtype=torch.bool, device=source.device)
+    alive = bits.unpack(live[source.name], source.shape) if source.name in live else None
+    least = -torch.inf if source.compared.is_floating_point else torch.iinfo(source.compared).min
+    for part, rows in source.rows():
+        here = None if alive is None else source.rows_of(alive)[part].flatten(1)
+        check_finite(source.name, rows, None if here is None else bits.pack(here))
+        dropped = drop(source, rows if here is None else rows.masked_fill(~here, least))
+        keep_here = ~dropped if here is None else ~dropped & here
+        target = source.rows_of(keep)[part]
+        target.copy_(keep_here.view(target.shape))
+    return bits.pack(keep)
+
+
+def _unpacked(selector: Selector, scores: Scores, sparsity: float, within: Masks | None) -> dict[str, Tensor]:
+    """Boolean masks of scores given by name: the border where they are checked."""
+    if not 0 <= sparsity < 1:
+        raise ValueError(f"sparsity must lie in [0, 1), got {sparsity}")
+    within = within or {}
+    if unknown := sorted(set(within) - set(scores)):
+        raise ValueError(f"within names {unknown[0]}, which has no scores; the scores are of: {', '.join(scores)}")
+    sources = alike([value if isinstance(value, Lazy) else stored(name, value) for name, value in scores.items()])
+    live = {}
+    for source in sources:
+        mask = within.get(source.name)
+        if mask is not None:
+            if mask.numel() != source.numel or mask.dtype != torch.bool:
+                raise ValueError(f"within[{source.name!r}] must be boolean of shape {tuple(source.shape)}")
+            live[source.name] = bits.pack(mask.to(source.device))
+    if not sources:
+        return {}
+    masks = selector.packed(sources, sparsity, live)
+    return {name: bits.unpack(masks[name], value.shape) for name, value in scores.items()}

@@ -1,0 +1,212 @@
+"""What scores read: weights, Adam's moments, gradients, input norms, as sources of scores."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from .eligible import CONVOLUTIONS, TRANSPOSED, Weight, is_conv1d
+from .ops.source import Lazy
+from .score import SCORES, Score
+
+READS = ("weight", "grad", "exp_avg", "exp_avg_sq", "step", "movement", "input_norm", "position")
+SETTINGS = ("name", "beta1", "beta2", "adam_eps")
+MOMENTS = {"exp_avg": "beta1", "exp_avg_sq": "beta2"}
+
+
+def score_of(score: str | Callable[..., Tensor], options: Mapping[str, Any]) -> Score:
+    """The row of SCORES, or the row of a function, which reads what its arguments name."""
+    if isinstance(score, str):
+        if score not in SCORES:
+            raise ValueError(f"score must be one of {', '.join(SCORES)}, or a function, got {score!r}")
+        row = SCORES[score]
+    else:
+        arguments = inspect.signature(score).parameters
+        row = Score(
+            score, tuple(name for name in arguments if name in READS), tuple(n for n in arguments if n in SETTINGS)
+        )
+        needed = [n for n, a in arguments.items() if a.default is a.empty and a.kind is not a.VAR_KEYWORD]
+        if unknown := [n for n in needed if n not in (*READS, *SETTINGS, *options)]:
+            raise ValueError(f"a score may read {', '.join(READS + SETTINGS)}, but yours asks for {unknown[0]!r}")
+        if not set(row.reads) - {"step"}:
+            raise ValueError(f"a score must read at least one of {', '.join(READS)}")
+    taken = inspect.signature(row.of).parameters
+    if unknown := [n for n in options if n not in taken or n in row.reads]:
+        allowed = [n for n in taken if n not in row.reads and n not in row.settings]
+        raise ValueError(f"score option {unknown[0]!r} is not one of {allowed or 'none'} that {score} takes")
+    return row
+
+
+def sources(
+    weights: Sequence[Weight],
+    optimizer: torch.optim.Optimizer,
+    score: Score,
+    options: Mapping[str, Any],
+    *,
+    dtype: torch.dtype = torch.float32,
+    more: Mapping[str, Mapping[str, Tensor]],
+) -> list[Lazy]:
+    """Lazy scores of every weight; ``more`` holds statistics that no optimizer keeps, by kind and name.
+
+    Where weights took different numbers of Adam steps, their moments are made comparable by the
+    bias corrections; a score that takes ``step`` sees to that itself.
+    """
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    reads_moments = any(name in MOMENTS for name in score.reads)
+    steps = _steps(weights, optimizer) if reads_moments or "step" in score.reads else [0.0] * len(weights)
+    corrected = reads_moments and "step" not in score.reads and len(set(steps)) > 1
+    found = []
+    for weight, step in zip(weights, steps, strict=True):
+        settings = settings_of(weight.name, groups[id(weight.parameter)])
+        constants = {n: settings[n] for n in score.settings if n in settings} | dict(options)
+        if "step" in score.reads:
+            constants["step"] = step
+        scales = {n: 1 / (1 - settings[beta] ** step) for n, beta in MOMENTS.items() if corrected and n in score.reads}
+        found.append(
+            Lazy(
+                weight.name,
+                weight.parameter.detach(),
+                score.of,
+                {n: _read(n, weight, optimizer, more) for n in score.reads if n not in ("step", "position")},
+                constants,
+                scales,
+                "position" in score.reads,
+                dtype,
+                weight.outputs,
+            )
+        )
+    return found
+
+
+def settings_of(name: str, group: Mapping[str, Any]) -> dict[str, Any]:
+    """What a score may take beside statistics: the weight's name and Adam's constants for it."""
+    found: dict[str, Any] = {"name": name}
+    if "betas" in group:
+        found["beta1"], found["beta2"] = (float(beta) for beta in group["betas"])
+    if "eps" in group:
+        found["adam_eps"] = float(group["eps"])
+    return found
+
+
+def check_moments(weights: Sequence[Weight], optimizer: torch.optim.Optimizer, score: Score) -> None:
+    """Raise ValueError unless the optimizer keeps the moments that the score reads."""
+    for weight in weights:
+        for name in score.reads:
+            if name in MOMENTS:
+                moment(name, weight, optimizer)
+
+
+def moment(name: str, weight: Weight, optimizer: torch.optim.Optimizer) -> Tensor:
+    """``exp_avg`` or ``exp_avg_sq`` of a weight, plain and of its shape."""
+    state = optimizer.state.get(weight.parameter, {})
+    tensor = state.get(name)
+    if isinstance(tensor, Tensor) and tensor.shape == weight.parameter.shape and tensor.is_floating_point():
+        return tensor.detach()
+    kept = [key for key in state if key not in ("step", "mask")]
+    if not kept:
+        raise ValueError(
+            f"{weight.name} has no Adam state yet, since no gradient has reached it; "
+            f"begin later, or exclude it: a score that reads {name} cannot rank it against the others"
+        )
+    raise ValueError(
+        f"the score reads {name}, but {type(optimizer).__name__} keeps {', '.join(kept)} for {weight.name}; "
+        "use an optimizer with plain Adam moments (AdamW, Adam, NAdam, AdamWPrune), or the score magnitude or movement"
+    )
+
+
+def _steps(weights: Sequence[Weight], optimizer: torch.optim.Optimizer) -> list[float]:
+    """Adam's step count of every weight, brought to the host at once."""
+    steps = [optimizer.state.get(weight.parameter, {}).get("step", 0.0) for weight in weights]
+    return torch.stack([torch.as_tensor(step, dtype=torch.float32).reshape(()) for step in steps]).tolist()
+
+
+def _read(
+    name: str, weight: Weight, optimizer: torch.optim.Optimizer, more: Mapping[str, Mapping[str, Tensor]]
+) -> Tensor:
+    if name == "weight":
+        return weight.parameter.detach()
+    if name in MOMENTS:
+        return moment(name, weight, optimizer)
+    if name == "grad":
+        if weight.parameter.grad is None:
+            raise ValueError(f"the score reads the gradient, but {weight.name} has none at this event")
+        return weight.parameter.grad.detach()
+    if weight.name not in more.get(name, {}):
+        raise ValueError(f"the score reads {name}, but none was collected for {weight.name}: its module was not called")
+    return more[name][weight.name]
+
+
+class InputNorms(AbstractContextManager["InputNorms"]):
+    """L2 norms of the inputs of each weight's module, summed over every forward pass while open.
+
+    A norm broadcasts to its weight: (in,) for a linear layer, (in, 1) for ``Conv1D``, one for each
+    element of the kernel window for a convolution.
+    """
+
+    def __init__(self, weights: Sequence[Weight]) -> None:
+        self.weights = weights
+        self._squares: dict[str, Tensor] = {}
+        self._handles: list[RemovableHandle] = []
+
+    def __enter__(self) -> "InputNorms":
+        self._squares.clear()
+        self._handles = [weight.module.register_forward_pre_hook(self._hook(weight.name)) for weight in self.weights]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def norms(self) -> dict[str, Tensor]:
+        return {name: squares.sqrt() for name, squares in self._squares.items()}
+
+    def _hook(self, name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        @torch.no_grad()
+        def add(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+            squares = input_squares(module, inputs[0].detach())
+            self._squares[name] = self._squares[name] + squares if name in self._squares else squares
+
+        return add
+
+
+def input_squares(module: nn.Module, x: Tensor) -> Tensor:
+    """Sum of squares of each input feature, in a shape that broadcasts to the module's weight."""
+    squares = x.float().square()
+    if isinstance(module, TRANSPOSED):
+        channels = squares.movedim(-module.weight.ndim + 1, 0).flatten(1).sum(1)
+        return channels.view(-1, *[1] * (module.weight.ndim - 1))
+    if isinstance(module, CONVOLUTIONS):
+        return _window_squares(module, squares)
+    features = squares.flatten(0, -2).sum(0) if squares.ndim > 1 else squares
+    return features.unsqueeze(1) if is_conv1d(module) else features
+
+
+def _window_squares(conv: nn.Conv1d | nn.Conv2d | nn.Conv3d, squares: Tensor) -> Tensor:
+    """Sums over all positions of the window: (in, *kernel), or (out, in / groups, *kernel) with groups."""
+    spatial = len(conv.kernel_size)
+    if squares.ndim == spatial + 1:
+        squares = squares.unsqueeze(0)
+    mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
+    padded = nn.functional.pad(squares, conv._reversed_padding_repeated_twice, mode=mode)
+    sums = squares.new_empty((squares.shape[1], *conv.kernel_size))
+    lengths = [
+        (size - dilation * (kernel - 1) - 1) // stride * stride + 1
+        for size, kernel, stride, dilation in zip(
+            padded.shape[2:], conv.kernel_size, conv.stride, conv.dilation, strict=True
+        )
+    ]
+    for offset in product(*map(range, conv.kernel_size)):
+        window = padded
+        for dim, (at, length) in enumerate(zip(offset, lengths, strict=True)):
+            start = at * conv.dilation[dim]
+            window = window[(slice(None),) * (dim + 2) + (slice(start, start + length, conv.stride[dim]),)]
+        sums[(slice(None), *offset)] = window.flatten(2).sum((0, 2))
+    if conv.groups == 1:
+        return sums
+    return sums.unflatten(0, (conv.groups, -1)).repeat_interleave(conv.out_channels // conv.groups, 0)

@@ -1,0 +1,71 @@
+"""How sparse a model is, counted from its zeros."""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from .eligible import Eligible, plain_name
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One weight: how many elements it has, how many of them are zero, and why it stays dense if it does."""
+
+    name: str
+    shape: tuple[int, ...]
+    num_weights: int
+    num_zeros: int
+    dense: str | None = None
+
+    @property
+    def sparsity(self) -> float:
+        return self.num_zeros / self.num_weights if self.num_weights else 0.0
+
+
+@dataclass(frozen=True)
+class Report:
+    """Sparsity from the actual zeros: by weight, over prunable weights and over all parameters."""
+
+    layers: list[Layer]
+    num_parameters: int
+
+    @property
+    def num_prunable(self) -> int:
+        return sum(layer.num_weights for layer in self.layers if layer.dense is None)
+
+    @property
+    def num_zeros(self) -> int:
+        return sum(layer.num_zeros for layer in self.layers if layer.dense is None)
+
+    @property
+    def sparsity(self) -> float:
+        """Over prunable weights."""
+        return self.num_zeros / self.num_prunable
+
+    @property
+    def sparsity_of_all(self) -> float:
+        """Pruned weights over all parameters of the model."""
+        return self.num_zeros / self.num_parameters
+
+    def __str__(self) -> str:
+        rows = [
+            f"{layer.name:50} {'x'.join(map(str, layer.shape)):>16} {layer.sparsity:8.2%}"
+            + (f"  dense: {layer.dense}" if layer.dense else "")
+            for layer in self.layers
+        ]
+        total = (
+            f"{self.sparsity:.4%} of {self.num_prunable} prunable weights, {self.sparsity_of_all:.4%} of all are zero"
+        )
+        return "\n".join([*rows, total])
+
+
+def report(model: nn.Module, found: Eligible) -> Report:
+    """Zeros of every weight matrix that is pruned, and of those that stay dense, with the reason."""
+    parameters = {plain_name(name): p.detach() for name, p in model.named_parameters()}
+    reasons = {weight.name: None for weight in found.weights} | found.dense
+    layers = [
+        Layer(name, tuple(p.shape), p.numel(), p.numel() - int(p.count_nonzero()), reasons[name])
+        for name, p in parameters.items()
+        if name in reasons
+    ]
+    return Report(layers, sum(p.numel() for p in parameters.values()))

@@ -1,0 +1,288 @@
+"""Pruning while training: the optimizer's own step drives score, select, mask and apply."""
+
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from .eligible import eligible
+from .mask import Masks, digest, packed_masks, saved_bits
+from .ops import bits
+from .optim import AdamWPrune
+from .schedule import Schedule
+from .select import Global, NofM, Selector
+from .stats import MOMENTS, InputNorms, check_moments, score_of, sources
+from .summary import Report, report
+
+
+@dataclass(frozen=True)
+class Event:
+    """What an event did; ``on_event`` is called with it."""
+
+    step: int
+    sparsity: float  # asked for by the schedule
+    seconds: float
+    newly_pruned: int
+
+
+class Pruner:
+    """Holds the masks of a model in training; the optimizer's own step drives it.
+
+    At an event: score -> select -> mask -> apply. Between events nothing is done here but to mask
+    gradients, which keeps what is zero at zero through decay, momentum and clipping; with
+    ``AdamWPrune`` the step itself does that.
+
+    ``score`` is a name of SCORES or a function of what its arguments name (``weight``, ``grad``,
+    ``exp_avg``, ``exp_avg_sq``, ``step``, ...). ``masks`` are boolean masks by name to begin with, or
+    ``"zeros"`` for the zeros that the weights have; without ``schedule`` they are only held.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        score: str | Callable[..., Tensor] = "bitter7",
+        select: Selector = Global(),
+        schedule: Schedule | None = None,
+        every: int = 50,
+        masks: Mapping[str, Tensor] | Literal["zeros"] | None = None,
+        include: str | Sequence[str] = (),
+        exclude: str | Sequence[str] = (),
+        score_options: Mapping[str, Any] | None = None,
+        score_dtype: torch.dtype = torch.float32,
+        on_event: Callable[[Event], None] | None = None,
+    ) -> None:
+        if schedule is None and masks is None:
+            raise ValueError("say how sparse: pass schedule=Ramp(...), OneShot(...) or Constant(...), or masks to hold")
+        if every < 1:
+            raise ValueError(f"every is a number of steps, at least 1, got {every}")
+        if isinstance(select, NofM) and schedule is not None:
+            select.check_schedule(schedule)
+        self.model, self.optimizer = model, optimizer
+        self.select, self.schedule, self.every = select, schedule, every
+        self.score_options = dict(score_options or {})
+        self.score = score_of(score, self.score_options)
+        self.score_dtype, self.on_event = score_dtype, on_event
+        self.step = 0
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        self._eligible = eligible(model, include, exclude, held)
+        self._weights = {weight.name: weight.parameter for weight in self._eligible.weights}
+        self._bits: dict[str, Tensor] = {}
+        self._due = False
+        self._movement: dict[str, Tensor] = {}
+        if "movement" in self.score.reads:
+            self._movement = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in self._weights.items()}
+        self._inputs = InputNorms(self._eligible.weights) if "input_norm" in self.score.reads else None
+        self._masked: dict[str, tuple[weakref.ref[Tensor], int]] = {}  # gradients masked, and their version then
+        self._handles = self._attach()
+        self._adopt(masks)
+        self._collect_inputs()
+
+    @property
+    def masks(self) -> Masks:
+        """Boolean masks by name, True where the weight stays; all True before the first event."""
+        return Masks(self._weights, self._bits)
+
+    @property
+    def sparsity(self) -> float:
+        """Fraction of zeros in the prunable weights, counted."""
+        return self.report().sparsity
+
+    def report(self) -> Report:
+        """Sparsity of every weight matrix, from its zeros, and the reason where it stays dense."""
+        return report(self.model, self._eligible)
+
+    def digest(self) -> str:
+        """Hex string over all masks, the same for the same masks however they are stored."""
+        return digest(self.masks)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """One event: find the masks anew at the schedule's sparsity for this step, and apply them."""
+        self._due = False
+        sparsity = self.schedule(self.step) if self.schedule else 0.0
+        if sparsity == 0:
+            return
+        started = time.perf_counter()
+        more = {"movement": self._movement, "input_norm": self._inputs.norms() if self._inputs else {}}
+        weights = self._eligible.weights
+        scores = sources(weights, self.optimizer, self.score, self.score_options, dtype=self.score_dtype, more=more)
+        newly_pruned = self._hold(self.select.packed(scores, sparsity, self._bits))
+        if self._inputs:
+            self._inputs.__exit__()
+        if self.on_event:
+            self.on_event(Event(self.step, sparsity, time.perf_counter() - started, newly_pruned))
+
+    def remove(self) -> None:
+        """Take the hooks off; the weights keep their zeros, and nothing holds them any more."""
+        for handle in self._handles:
+            handle.remove()
+        if self._inputs:
+            self._inputs.__exit__()
+        for parameter in self._weights.values():
+            self.optimizer.state.get(parameter, {}).pop("mask", None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Step, masks as packed bits, and movement sums: plain tensors and numbers."""
+        return {
+            "step": self.step,
+            "due": self._due,
+            "masks": {name: packed.clone() for name, packed in self._bits.items()},
+            "movement": {name: sums.clone() for name, sums in self._movement.items()},
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from ``state_dict()``; what its masks prune is zeroed in weights and optimizer state."""
+        if missing := {"step", "due", "masks", "movement"} - set(state):
+            raise ValueError(f"this is not a Pruner's state: it lacks {', '.join(sorted(missing))}")
+        for kind in ("masks", "movement"):
+            if unknown := set(state[kind]) - set(self._weights):
+                raise ValueError(f"the state has {kind} of {min(unknown)}, which is no prunable weight of this model")
+        if set(state["movement"]) != set(self._movement):
+            raise ValueError("the state was saved with another score: one of the two is movement, which keeps sums")
+        masks = {name: saved_bits(name, packed, self._weights[name]) for name, packed in state["masks"].items()}
+        everything = {name: bits.full(p.numel(), p.device) for name, p in self._weights.items() if name in self._bits}
+        self._hold(everything | masks)
+        for name, sums in state["movement"].items():
+            self._movement[name].copy_(sums)
+        self.step, self._due = int(state["step"]), bool(state["due"])
+        self._collect_inputs()
+
+    def _attach(self) -> list[RemovableHandle]:
+        handles = [
+            self.optimizer.register_step_pre_hook(self._before_step),
+            self.optimizer.register_step_post_hook(self._after_step),
+            self.optimizer.register_load_state_dict_post_hook(self._after_load),
+        ]
+        if self._masks_gradients:
+            for name, parameter in self._weights.items():
+                handles.append(parameter.register_post_accumulate_grad_hook(self._masking_hook(name)))
+        return handles
+
+    @property
+    def _masks_gradients(self) -> bool:
+        """Whether gradients are masked here; AdamWPrune does it inside its step."""
+        return not isinstance(self.optimizer, AdamWPrune)
+
+    def _masking_hook(self, name: str) -> Callable[[Tensor], None]:
+        return lambda parameter: self._mask_grad(name, parameter)
+
+    @torch.no_grad()
+    def _mask_grad(self, name: str, parameter: Tensor) -> None:
+        """Zero the gradient of pruned elements, unless that was done and nothing has touched it since."""
+        grad, seen = parameter.grad, self._masked.get(name)
+        if grad is None or name not in self._bits:
+            return
+        if seen is None or seen[0]() is not grad or seen[1] != grad._version:
+            bits.zero_(grad, self._bits[name])
+            self._masked[name] = weakref.ref(grad), grad._version
+
+    @torch.no_grad()
+    def _before_step(self, *_: object) -> None:
+        if self._masks_gradients:
+            for name, parameter in self._weights.items():
+                self._mask_grad(name, parameter)
+        if self._movement and not self._is_skipped():
+            self._add_movement()
+
+    def _after_step(self, *_: object) -> None:
+        if self._is_skipped():
+            return
+        self.step += 1
+        if self.step == 1:
+            check_moments(self._eligible.weights, self.optimizer, self.score)
+        for name in self._bits:
+            self._store(name)
+        if self.schedule and self.schedule.is_event(self.step, self.every):
+            self._due = True
+        if self._due and not self._waits_for_moments():
+            self.update()
+        self._collect_inputs()
+
+    def _after_load(self, _: Optimizer) -> None:
+        """Take over the masks that came with an optimizer's state; loading cast them to the weights' dtype."""
+        for name, parameter in self._weights.items():
+            saved = self.optimizer.state.get(parameter, {}).get("mask")
+            if saved is not None:
+                self._set_bits(name, saved_bits(name, saved, parameter))
+            elif name in self._bits:
+                self._store(name)
+
+    def _is_skipped(self) -> bool:
+        """Whether a GradScaler lets a fused optimizer skip this step because of infinite gradients."""
+        found_inf = getattr(self.optimizer, "found_inf", None)
+        return found_inf is not None and bool(found_inf.item())
+
+    def _waits_for_moments(self) -> bool:
+        """Whether SPAM reset the moments too recently for a score that reads them."""
+        if not isinstance(self.optimizer, AdamWPrune) or not set(MOMENTS) & set(self.score.reads):
+            return False
+        since, spam = self.optimizer.steps_since_reset, self.optimizer.spam
+        return since is not None and spam is not None and since < spam.hold
+
+    def _collect_inputs(self) -> None:
+        """Listen to the modules' inputs during the step that an event follows."""
+        if self._inputs and self.schedule and (self._due or self.schedule.is_event(self.step + 1, self.every)):
+            self._inputs.__enter__()
+
+    def _add_movement(self) -> None:
+        """``movement -= lr g w``, with the gradient as the step sees it."""
+        scale = getattr(self.optimizer, "lr_scale", 1.0)
+        if getattr(self.optimizer, "grad_scale", None) is not None:
+            scale /= self.optimizer.grad_scale.item()
+        rates = {id(p): float(group["lr"]) * scale for group in self.optimizer.param_groups for p in group["params"]}
+        for name, parameter in self._weights.items():
+            if parameter.grad is not None:
+                self._movement[name].addcmul_(parameter.grad, parameter, value=-rates[id(parameter)])
+
+    def _adopt(self, masks: Mapping[str, Tensor] | Literal["zeros"] | None) -> None:
+        """Begin with the masks given, with the zeros there are, or with those in the optimizer's state."""
+        if isinstance(masks, str):
+            if masks != "zeros":
+                raise ValueError(f'masks must be boolean tensors by name or "zeros", got {masks!r}')
+            self._hold({name: bits.pack(p != 0) for name, p in self._weights.items()})
+        elif masks is not None:
+            self._hold(packed_masks(masks, self._weights))
+        else:
+            self._after_load(self.optimizer)
+
+    def _hold(self, packed: Mapping[str, Tensor]) -> int:
+        """Make these the masks, zero what they newly prune, and say how many that is."""
+        newly_pruned = 0
+        for name, new in packed.items():
+            parameter, old = self._weights[name], self._bits.get(name)
+            before = parameter.numel() if old is None else int(bits.count(old))
+            newly_pruned += before - int(bits.count(new))
+            self._set_bits(name, new)
+            bits.zero_(parameter.detach(), new)
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                if key != "mask" and isinstance(value, Tensor) and value.shape == parameter.shape:
+                    bits.zero_(value, new)
+        return newly_pruned
+
+    def _set_bits(self, name: str, packed: Tensor) -> None:
+        """Write in place where bits exist, so that a captured graph of the step sees the new mask."""
+        if name in self._bits:
+            self._bits[name].copy_(packed)
+        else:
+            self._bits[name] = packed.clone()
+        self._masked.pop(name, None)
+        self._store(name)
+
+    def _store(self, name: str) -> None:
+        """Keep the mask in the optimizer's state, so that whoever saves the one saves the other.
+
+        Torch's optimizers take a parameter without state for a new one, so theirs comes first.
+        """
+        parameter = self._weights[name]
+        stepped = self.step > 0 and parameter.grad is not None
+        if self.optimizer.state.get(parameter) or stepped or not self._masks_gradients:
+            self.optimizer.state[parameter]["mask"] = self._bits[name]

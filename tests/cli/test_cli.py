@@ -1,0 +1,140 @@
+"""The command line: help without torch, bad input in one line with exit code 2 and nothing written."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from prunus.cli import COMMANDS, main
+from prunus.lab.models import MODELS
+from prunus.lab.run import ModelName, ScoreName
+from prunus.score import SCORES
+
+FAST = "--model gpt2-tiny --context 8 --batch 2 --steps 6 --every 2 --eval-size 2 --warmup 1".split()
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "data.txt"
+    path.write_bytes(bytes(range(32, 127)) * 40)
+    return path
+
+
+def refused(capsys: pytest.CaptureFixture[str], *args: object) -> str:
+    """The one line on stderr of a call that is refused."""
+    with pytest.raises(SystemExit) as stop:
+        main([str(arg) for arg in args])
+    said = capsys.readouterr()
+    assert stop.value.code == 2
+    assert said.out == ""
+    assert len(said.err.strip().splitlines()) == 1
+    return said.err
+
+
+@pytest.mark.parametrize("args", [[], ["--help"], *([name, "--help"] for name in COMMANDS)], ids=str)
+def test_help_shows_itself_without_torch(args):
+    code = (
+        "import sys; from prunus.cli import main\ntry: main(sys.argv[1:])\nfinally: assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("usage: prunus")
+
+
+def test_every_option_of_train_is_shown_with_its_default(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    shown = capsys.readouterr().out
+    for name, default in [("--steps", "1000"), ("--score", "bitter7"), ("--schedule", "linear"), ("--resume", "False")]:
+        assert name in shown and f"(default: {default})" in shown
+
+
+def test_the_names_in_help_are_those_of_the_tables():
+    assert set(get_args(ScoreName)) == {"none", *SCORES}
+    assert set(get_args(ModelName)) == set(MODELS)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--stepz", "4"], "--steps"),
+        (["--steps", "many"], "--steps"),
+        (["--steps", "0"], "steps must be at least 1"),
+        (["--sparsity", "1.0"], "[0, 1)"),
+        (["--sparsity", "-0.1"], "[0, 1)"),
+        (["--begin", "5", "--end", "4"], "begin before it ends"),
+        (["--begin", "0.5", "--end", "0.5"], "begin before it ends"),
+        (["--end", "7"], "it would end before its sparsity"),
+        (["--score", "bitter10"], "bitter10"),
+        (["--exclude", "nowhere.*"], "nowhere.*"),
+        (["--include", "*.bias"], "dimension"),
+        (["--spam"], "adamwprune"),
+        (["--score", "magnitude", "--eps", "1e-8"], "eps"),
+        (["--model", "lenet5"], "lenet5"),
+        (["--budget-scale", "0"], "budget_scale"),
+    ],
+    ids=str,
+)
+def test_a_mistake_is_one_line_and_writes_nothing(options, said, text, tmp_path, capsys):
+    out = tmp_path / "run"
+    assert said in refused(capsys, "train", *FAST, "--data", text, "--out", out, *options)
+    assert not out.exists()
+
+
+def test_a_score_that_the_optimizer_cannot_serve_is_refused(text, tmp_path, capsys):
+    line = refused(capsys, "train", *FAST, "--data", text, "--out", tmp_path / "run", "--optimizer", "sgd")
+    assert "exp_avg_sq" in line and "magnitude" in line
+
+
+@pytest.mark.parametrize("content", [b"", b"abc"], ids=["empty", "too short"])
+def test_a_data_file_without_a_window_is_refused(content, tmp_path, capsys):
+    path = tmp_path / "data.txt"
+    path.write_bytes(content)
+    line = refused(capsys, "train", *FAST, "--data", path, "--out", tmp_path / "run")
+    assert ("holds 3 tokens" if content else "data.txt") in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_missing_data_and_unknown_commands_are_refused(tmp_path, capsys):
+    assert "nowhere.bin" in refused(capsys, "train", "--data", tmp_path / "nowhere.bin", "--out", tmp_path / "run")
+    assert "trian" in refused(capsys, "trian")
+    assert "no checkpoint" in refused(capsys, "eval", tmp_path / "nowhere.pt")
+    assert "run.json" in refused(capsys, "train", "--resume", "--out", tmp_path / "run")
+
+
+def test_a_folder_in_use_is_not_overwritten(text, tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "mine.txt").write_text("mine")
+    assert "--resume" in refused(capsys, "train", *FAST, "--data", text, "--out", tmp_path / "run")
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["mine.txt"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--score", "none"],
+        ["--optimizer", "adamwprune", "--spam"],
+        ["--allocate", "depth", "--budget-scale", "1.5"],
+        ["--score", "magnitude", "--optimizer", "sgd", "--schedule", "one_shot", "--begin", "3"],
+        ["--allocate", "2:4", "--schedule", "constant"],
+        ["--score", "movement", "--accumulate", "2", "--precision", "bfloat16", "--schedule", "cubic"],
+        ["--score", "wanda", "--allocate", "row", "--schedule", "zhu_gupta"],
+    ],
+    ids=str,
+)
+def test_train_reaches_the_sparsity_and_eval_agrees(options, text, tmp_path, capsys):
+    out = tmp_path / "run"
+    main(["train", *FAST, "--data", str(text), "--out", str(out), *options])
+    assert "prunable weights are zero" in capsys.readouterr().out
+    result = json.loads((out / "result.json").read_text())
+    assert result["sparsity"] == (0.0 if "none" in options else 0.5)
+    assert result["steps"] == (9 if "1.5" in options else 6)
+    last = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["sparsity"] == result["sparsity"] and last["eval"]["loss"] == result["loss"]
+
+    main(["eval", str(out), "--eval-size", "2", "--layers"])
+    said = capsys.readouterr().out
+    assert f"loss {result['loss']:.4f}" in said and f"{result['sparsity']:.4%} of" in said

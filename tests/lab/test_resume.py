@@ -1,0 +1,152 @@
+"""A run killed anywhere and resumed ends as the run that was never interrupted, bit for bit."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from prunus.lab.checkpoint import load_checkpoint
+
+OPTIONS = (
+    "--model gpt2-tiny --context 16 --batch 4 --steps 20 --every 3 --begin 4 --end 16 --eval-every 10 --eval-size 4 "
+    "--save-every 5 --log-every 1 --warmup 3"
+).split()
+
+# each kills the process that runs it: before the 13th update, between two zeroings of the third
+# event, with half of the third checkpoint written
+KILLERS = {
+    "step": """
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+calls = []
+def hook(*_):
+    calls.append(1)
+    if len(calls) == 13:
+        die()
+register_optimizer_step_pre_hook(hook)
+""",
+    "event": """
+import prunus.training as training
+inner, update, zeroed = training.bits.zero_, training.Pruner.update, []
+def marked(self):
+    zeroed.append(0)
+    update(self)
+    zeroed[-1] = -10**9
+def zero_(tensor, packed):
+    if len(zeroed) == 3:
+        zeroed[-1] += 1
+        if zeroed[-1] == 7:
+            die()
+    inner(tensor, packed)
+training.Pruner.update, training.bits.zero_ = marked, zero_
+""",
+    "checkpoint": """
+inner, calls = torch.save, []
+def save(state, file):
+    calls.append(1)
+    if len(calls) < 3:
+        return inner(state, file)
+    import io
+    buffer = io.BytesIO()
+    inner(state, buffer)
+    file.write(buffer.getvalue()[: len(buffer.getvalue()) // 2])
+    file.flush()
+    die()
+torch.save = save
+""",
+}
+PRELUDE = """
+import os, signal, sys, torch
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def prunus(*args: object, prelude: str = "") -> subprocess.CompletedProcess[str]:
+    code = PRELUDE + prelude + "\nfrom prunus.cli import main\nmain(sys.argv[1:])"
+    return subprocess.run([sys.executable, "-c", code, *map(str, args)], capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_bytes(bytes(torch.randint(32, 127, (8000,), generator=torch.Generator().manual_seed(0)).tolist()))
+    return path
+
+
+@pytest.fixture(scope="module")
+def unbroken(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("unbroken") / "run"
+    done = prunus("train", *OPTIONS, "--data", text, "--out", out)
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+def assert_same(a: object, b: object, where: str = "") -> None:
+    assert type(a) is type(b), where
+    if isinstance(a, torch.Tensor):
+        assert a.dtype == b.dtype and torch.equal(_bytes(a), _bytes(b)), where
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys(), where
+        for key in a:
+            assert_same(a[key], b[key], f"{where}/{key}")
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b), where
+        for i, (x, y) in enumerate(zip(a, b, strict=True)):
+            assert_same(x, y, f"{where}/{i}")
+    else:
+        assert a == b, where
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def metrics(folder: Path) -> list[dict]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        line.get("event", {}).pop("seconds", None)
+    return lines
+
+
+@pytest.mark.parametrize("moment", KILLERS)
+def test_a_run_killed_and_resumed_equals_the_unbroken_one(moment, text, unbroken, tmp_path):
+    out = tmp_path / "run"
+    killed = prunus("train", *OPTIONS, "--data", text, "--out", out, prelude=KILLERS[moment])
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert not (out / "result.json").exists()
+
+    resumed = prunus("train", "--resume", "--out", out)
+    assert resumed.returncode == 0, resumed.stderr
+
+    first, second = load_checkpoint(unbroken / "checkpoint.pt"), load_checkpoint(out / "checkpoint.pt")
+    for key in ("step", "model", "optimizer", "pruner", "rng"):
+        assert_same(first[key], second[key], key)
+    assert metrics(unbroken) == metrics(out)
+    one, other = (json.loads((folder / "result.json").read_text()) for folder in (unbroken, out))
+    assert {**one, "seconds": 0} == {**other, "seconds": 0}
+    assert one["sparsity"] == 0.5
+
+
+def test_a_resumed_run_refuses_an_option_that_contradicts_it(unbroken):
+    done = prunus("train", "--resume", "--out", unbroken, "--lr", "0.5")
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1 and "lr = 0.001, not 0.5" in done.stderr
+
+
+@pytest.mark.parametrize("damage", ["truncated", "foreign", "empty", "pickle"])
+def test_a_damaged_checkpoint_is_one_clear_line(damage, unbroken, tmp_path):
+    path = tmp_path / "checkpoint.pt"
+    whole = (unbroken / "checkpoint.pt").read_bytes()
+    if damage == "foreign":
+        torch.save({"model": {}}, path)
+    elif damage == "pickle":
+        torch.save(Path, path)
+    else:
+        path.write_bytes(whole[: len(whole) // 2] if damage == "truncated" else b"")
+    with pytest.raises(ValueError, match="checkpoint") as error:
+        load_checkpoint(path)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,98 @@
+"""Schedules take the values of their formula, never fall, and act at the steps they promise."""
+
+import pytest
+
+from prunus.schedule import SHAPES, Constant, OneShot, Ramp
+
+RAMP = {shape: Ramp(0.5, 100, 3000, shape) for shape in SHAPES}
+ALL = [*RAMP.values(), Ramp(0.9, 0, 1), Ramp(0.0, 5, 10), OneShot(0.7, at=40), OneShot(0.7, at=0), Constant(0.3)]
+
+
+def events(schedule, every, last):
+    return [step for step in range(1, last + 1) if schedule.is_event(step, every)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "percent"),
+    [("cubic", [1.5, 14.1, 28.3]), ("zhu_gupta", [33.6, 48.0, 49.7]), ("linear", [15.5, 32.8, 41.4])],
+)
+def test_ramps_have_the_published_values(shape, percent):
+    assert [100 * RAMP[shape](step) for step in (1000, 2000, 2500)] == pytest.approx(percent, abs=0.06)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_ramp_is_zero_up_to_its_begin_and_final_from_its_end_on(shape):
+    ramp = RAMP[shape]
+    assert [ramp(step) for step in (0, 1, 99, 100)] == [0.0] * 4
+    assert [ramp(step) for step in (3000, 3001, 10**9)] == [0.5] * 3
+    assert 0 < ramp(101) and ramp(2999) < 0.5
+
+
+def test_the_middle_of_a_ramp_is_its_shape_at_a_half():
+    ramps = {shape: Ramp(0.8, 10, 30, shape) for shape in SHAPES}
+    halves = {"linear": 0.4, "cubic": 0.1, "zhu_gupta": 0.7}
+    assert {shape: ramp(20) for shape, ramp in ramps.items()} == pytest.approx(halves)
+
+
+@pytest.mark.parametrize("schedule", ALL, ids=str)
+def test_sparsity_never_falls_and_stays_in_its_bounds(schedule):
+    values = [schedule(step) for step in range(3200)]
+    assert values == sorted(values)
+    assert values[0] >= 0 and values[-1] == schedule.final
+
+
+@pytest.mark.parametrize("schedule", ALL, ids=str)
+@pytest.mark.parametrize("every", [1, 7, 50, 10**6])
+def test_the_last_event_is_at_the_end_and_reaches_the_final_sparsity(schedule, every):
+    last = events(schedule, every, 3500)[-1]
+    assert last == schedule.end and schedule(last) == schedule.final
+
+
+def test_a_ramp_acts_at_begin_then_every_so_often_and_at_end():
+    assert events(Ramp(0.5, 10, 40), 10, 100) == [10, 20, 30, 40]
+    assert events(Ramp(0.5, 10, 45), 10, 100) == [10, 20, 30, 40, 45]
+    assert events(Ramp(0.5, 10, 12), 50, 100) == [10, 12]
+    assert events(Ramp(0.5, 0, 20), 8, 100) == [8, 16, 20]
+    assert events(Ramp(0.5, 3, 6), 1, 100) == [3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("every", [1, 50])
+def test_constant_acts_at_the_first_step_and_one_shot_once(every):
+    assert events(Constant(0.5), every, 200) == [1]
+    assert events(OneShot(0.5, at=120), every, 200) == [120]
+    assert events(OneShot(0.5, at=0), every, 200) == [1]
+
+
+def test_one_shot_is_dense_before_and_final_after():
+    assert [OneShot(0.5, at=7)(step) for step in (0, 6, 7, 8)] == [0.0, 0.0, 0.5, 0.5]
+    assert [Constant(0.5)(step) for step in (0, 1, 99)] == [0.5] * 3
+
+
+def test_schedules_are_values():
+    assert Ramp(0.5, 1, 2) == Ramp(0.5, 1, 2) and hash(Constant(0.5)) == hash(Constant(0.5))
+    with pytest.raises(AttributeError):
+        Constant(0.5).final = 0.6
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: Ramp(1.0, 0, 10), "1.0"),
+        (lambda: Ramp(-0.1, 0, 10), "-0.1"),
+        (lambda: Ramp(float("nan"), 0, 10), "nan"),
+        (lambda: OneShot(1.5, at=3), "1.5"),
+        (lambda: Constant(50), "50"),
+        (lambda: Ramp(0.5, 10, 10), "begin"),
+        (lambda: Ramp(0.5, 11, 10), "begin"),
+        (lambda: Ramp(0.5, -1, 10), "-1"),
+        (lambda: OneShot(0.5, at=-2), "-2"),
+        (lambda: Ramp(0.5, 0, 10, "quartic"), "quartic"),
+        (lambda: Ramp(0.5, 0.1, 0.85), "0.1"),
+        (lambda: OneShot(0.5, at=0.5), "0.5"),
+    ],
+)
+def test_what_is_no_schedule_is_one_line_that_says_what_came(make, text):
+    """A fraction of a run is no step: taken for one, it would leave the model dense in silence."""
+    with pytest.raises(ValueError, match=text) as error:
+        make()
+    assert "\n" not in str(error.value)

@@ -1,0 +1,176 @@
+"""Every score is its formula, in float32, finite on zeros, and changes nothing that it reads."""
+
+import inspect
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from prunus.score import SCORES, random
+
+STEP = 7.0
+ADAM = {"beta1": 0.9, "beta2": 0.999, "adam_eps": 1e-8}
+
+
+def direction(m, v, eps):
+    return m / (np.sqrt(v) + (1e-8 if eps is None else eps))
+
+
+def bitter3(w, m, eps):
+    return abs(w) * np.sqrt(abs(m) + (eps or 0))
+
+
+def bitter6(w, m, v, eps):
+    """Without ``eps`` the denominator is Adam's own, sqrt(v) + 1e-8; with it the published sqrt(v + eps)."""
+    coherence = abs(direction(m, v, None)) if eps is None else np.sqrt(m**2 / (v + eps))
+    return bitter3(w, m, eps) * coherence
+
+
+FORMULAS = {
+    "magnitude": lambda w, m, v, eps: abs(w),
+    "bitter0": lambda w, m, v, eps: w**2 * abs(direction(m, v, eps)),
+    "bitter1": lambda w, m, v, eps: abs(w),
+    "bitter2": lambda w, m, v, eps: abs(w),
+    "bitter3": lambda w, m, v, eps: bitter3(w, m, eps),
+    "bitter4": lambda w, m, v, eps: bitter3(w, m, eps),
+    "bitter5": lambda w, m, v, eps: np.sign(w) * direction(m, v, eps) + 0.1 * abs(w),
+    "bitter6": lambda w, m, v, eps: bitter6(w, m, v, eps),
+    "bitter7": lambda w, m, v, eps: abs(w) * (v + (eps or 0)) ** 0.25,
+    "bitter8": lambda w, m, v, eps: bitter3(w, m / (1 - 0.9**STEP), eps),
+    "bitter9": lambda w, m, v, eps: bitter3(w, m, eps) - 0.1 * (-np.sign(w) * direction(m, v, eps)),
+    "fisher": lambda w, m, v, eps: w**2 * v / (1 - 0.999**STEP),
+    "wanda": lambda w, m, v, eps: abs(w) * np.arange(1, w.shape[-1] + 1),
+    "movement": lambda w, m, v, eps: -3 * w,
+}
+SIGNED = {"bitter5", "bitter9", "movement"}
+TAKES_EPS = [name for name, score in SCORES.items() if "eps" in inspect.signature(score.of).parameters]
+
+
+def inputs(name, w, m, v):
+    values = {
+        "weight": w,
+        "exp_avg": m,
+        "exp_avg_sq": v,
+        "step": STEP,
+        "movement": -3 * w,
+        "input_norm": torch.arange(1, w.shape[-1] + 1).float(),
+        "position": torch.arange(w.numel()).view(w.shape),
+    }
+    score = SCORES[name]
+    return {n: values[n] for n in score.reads} | {n: {"name": "layer", **ADAM}[n] for n in score.settings}
+
+
+def drawn(shape=(40, 30), scale=1e-4):
+    """Weights and the moments of gradients of about ``scale``, with zeros among them."""
+    w, m, v = torch.randn(shape), torch.randn(shape) * scale, (torch.randn(shape) * scale).square()
+    w.view(-1)[:5], m.view(-1)[3:9], v.view(-1)[3:7] = 0, 0, 0
+    return w, m, v
+
+
+def test_every_row_has_a_formula_here():
+    assert set(FORMULAS) | {"random"} == set(SCORES)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-4, 1e-9])
+@pytest.mark.parametrize("eps", [None, 1e-8])
+@pytest.mark.parametrize("name", FORMULAS)
+def test_a_score_is_its_formula_to_the_rounding_of_float32(name, eps, scale):
+    if eps is not None and name not in TAKES_EPS:
+        pytest.skip("takes no eps")
+    w, m, v = drawn(scale=scale)
+    found = SCORES[name].of(**inputs(name, w, m, v), **({"eps": eps} if eps else {}))
+    expected = FORMULAS[name](*(x.double().numpy() for x in (w, m, v)), eps)
+    terms = np.abs(expected) + (abs(w.double().numpy()) if name in SIGNED else 0)  # signed terms may cancel
+    assert found.dtype == torch.float32
+    assert (np.abs(found.double().numpy() - expected) <= 2e-6 * terms + 1e-37).all()
+
+
+@pytest.mark.parametrize("eps", [None, 1e-8])
+@pytest.mark.parametrize("shape", [(1,), (5, 3), (2, 3, 4), (4, 2, 3, 3)], ids=str)
+@pytest.mark.parametrize("name", SCORES)
+def test_scores_are_finite_on_zeros_keep_the_shape_and_the_sign_they_promise(name, shape, eps):
+    option = {"eps": eps} if eps and name in TAKES_EPS else {}
+    zeros = torch.zeros(shape)
+    for w, m, v in (drawn(shape), (zeros, zeros, zeros), (torch.randn(shape), zeros, zeros)):
+        found = SCORES[name].of(**inputs(name, w, m, v), **option)
+        assert found.shape == shape and torch.isfinite(found).all()
+        assert name in SIGNED or (found >= 0).all()
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_scores_change_nothing_and_return_a_new_tensor(name):
+    given = inputs(name, *drawn())
+    before = {n: value.clone() for n, value in given.items() if isinstance(value, torch.Tensor)}
+    found = SCORES[name].of(**given)
+    found.fill_(7.0)
+    assert all(torch.equal(given[n], value) for n, value in before.items())
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_a_row_reads_and_takes_just_what_its_function_names(name):
+    score, arguments = SCORES[name], inspect.signature(SCORES[name].of).parameters
+    needed = {n for n, argument in arguments.items() if argument.default is argument.empty}
+    assert needed == set(score.reads)
+    assert set(score.settings) <= set(arguments) - needed
+
+
+@pytest.mark.parametrize("name", ["bitter5", "bitter9"])
+def test_signed_scores_are_lower_where_the_weight_and_its_momentum_differ_in_sign(name):
+    w, m = torch.tensor([1.0, 1.0, -1.0, -1.0]), torch.tensor([1.0, -1.0, 1.0, -1.0])
+    same, other, other_again, same_again = SCORES[name].of(w, m, torch.ones(4)).tolist()
+    assert same == same_again and other == other_again and other < same
+    assert name != "bitter5" or other < 0
+
+
+def test_a_clipped_models_moments_are_not_drowned_unless_eps_is_asked_for():
+    w, v = torch.tensor([1.0, 1.1]), torch.tensor([8e-9, 8e-11])
+    assert SCORES["bitter7"].of(w, v).argmax() == 0
+    assert SCORES["bitter7"].of(w, v, eps=1e-6).argmax() == 1
+
+
+@pytest.mark.parametrize("step", [1.0, 10.0, 1000.0])
+def test_bias_corrections_make_early_and_late_moments_alike(step):
+    w, g = torch.randn(50), torch.randn(50).abs()
+    m, v = g * (1 - 0.9**step), g.square() * (1 - 0.999**step)  # what Adam holds after equal gradients
+    assert torch.allclose(SCORES["bitter8"].of(w, m, step, beta1=0.9), w.abs() * g.sqrt(), rtol=1e-4)
+    assert torch.allclose(SCORES["fisher"].of(w, v, step, beta2=0.999), (w * g).square(), rtol=1e-4)
+
+
+@pytest.mark.parametrize("q", [0.0, 0.25, 0.5, 0.1, 1.0])
+def test_fisher_with_q_is_one_family(q):
+    w, _, v = drawn(scale=1.0)
+    v_hat = v.double() / (1 - 0.999**STEP)
+    found = SCORES["fisher"].of(w, v, STEP, q=q)
+    assert torch.allclose(found.double(), w.double().abs() * v_hat**q, rtol=2e-6, atol=0)
+
+
+def test_fisher_with_a_half_ranks_as_without_q():
+    w, _, v = drawn(scale=1.0)
+    plain, root = SCORES["fisher"].of(w, v, STEP), SCORES["fisher"].of(w, v, STEP, q=0.5)
+    assert torch.allclose(root.square(), plain, rtol=1e-5)
+
+
+def test_random_is_a_fixed_hash_of_seed_name_and_position():
+    where = torch.arange(1000)
+    noise = random(where, name="a", seed=1)
+    assert torch.equal(noise, random(where, name="a", seed=1))
+    assert torch.equal(noise[300:400], random(where[300:400], name="a", seed=1))
+    assert torch.equal(noise.view(10, 100).T, random(where.view(10, 100).T, name="a", seed=1))
+    for other in ({"name": "a", "seed": 2}, {"name": "b", "seed": 1}, {"name": "a", "seed": -1}, {"name": ""}):
+        assert float(torch.corrcoef(torch.stack([noise, random(where, **other)]))[0, 1]) == pytest.approx(0, abs=0.12)
+    assert noise[:3].tolist() == random(torch.arange(3), name="a", seed=1).tolist()
+
+
+@pytest.mark.parametrize(("name", "seed"), [("", 0), ("h.0.mlp.c_fc.weight", 0), ("h.1.mlp.c_fc.weight", 123456789)])
+def test_random_is_uniform(name, seed):
+    noise = random(torch.arange(1 << 18), name=name, seed=seed)
+    counts = torch.histc(noise, bins=64, min=0, max=1)
+    expected = len(noise) / 64
+    chi_square = float(((counts - expected).square() / expected).sum())
+    assert abs(chi_square - 63) < 6 * math.sqrt(2 * 63)
+    assert float(torch.corrcoef(torch.stack([noise[:-1], noise[1:]]))[0, 1]) == pytest.approx(0, abs=0.01)
+
+
+def test_random_stays_below_one_where_its_hash_is_nearly_one():
+    assert random(torch.tensor([1869154])).item() < 1

@@ -1,0 +1,289 @@
+"""Every selector drops exactly what it promises, and keeps nothing smaller than what it drops."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from reference import (
+    DRAWS,
+    draw,
+    is_subset,
+    keep_largest,
+    keep_largest_of_runs,
+    num_dropped,
+    same,
+    some_dead,
+)
+
+from prunus import Global, NofM, PerLayer, PerRow
+from prunus.allocate import allocate
+from prunus.ops.source import Lazy
+from prunus.score import bitter7, random
+
+SHAPES = {
+    "one element": [(1,)],
+    "ragged": [(7,), (1, 1), (13, 5), (3, 5, 2)],
+    "convolutions": [(4, 3, 3, 3), (8, 4, 1), (33, 17)],
+}
+SPARSITIES = [0.0, 0.1, 0.5, 0.625, 0.9, 0.99]
+SELECTORS = {
+    "global": Global(),
+    "uniform": PerLayer(),
+    "depth": PerLayer("depth"),
+    "erk": PerLayer("erk"),
+    "mapping": PerLayer({"*": 0.4}),
+    "row": PerRow(),
+}
+
+
+@pytest.fixture(params=[(shapes, kind) for shapes in SHAPES for kind in DRAWS], ids=" ".join)
+def scores(request):
+    shapes, kind = request.param
+    return draw(kind, *SHAPES[shapes])
+
+
+def num_weights(scores):
+    return sum(score.numel() for score in scores.values())
+
+
+def row_length(score):
+    return score[0].numel() if score.ndim > 1 else score.numel()
+
+
+@pytest.mark.parametrize("sparsity", SPARSITIES)
+def test_global_drops_the_rounded_share_of_all_and_the_smallest(scores, sparsity):
+    masks = Global()(scores, sparsity)
+    assert num_dropped(masks) == round(sparsity * num_weights(scores))
+    assert same(masks, keep_largest(scores, round(sparsity * num_weights(scores))))
+
+
+@pytest.mark.parametrize("sparsity", SPARSITIES)
+def test_a_layer_drops_its_rounded_share_and_its_smallest(scores, sparsity):
+    masks = PerLayer()(scores, sparsity)
+    for name, score in scores.items():
+        assert int((~masks[name]).sum()) == round(sparsity * score.numel())
+        assert torch.equal(masks[name], keep_largest({"": score}, round(sparsity * score.numel()))[""])
+
+
+@pytest.mark.parametrize("how", ["depth", "erk", {"layer0": 0.3, "layer*": 0.6}], ids=str)
+@pytest.mark.parametrize("sparsity", SPARSITIES[:-1])
+def test_layers_drop_what_is_allocated_to_them_and_the_total_in_all(scores, sparsity, how):
+    masks = PerLayer(how)(scores, sparsity)
+    expected = allocate({name: score.shape for name, score in scores.items()}, sparsity, how)
+    assert num_dropped(masks) == round(sparsity * num_weights(scores))
+    for name, score in scores.items():
+        assert torch.equal(masks[name], keep_largest({"": score}, expected[name])[""])
+
+
+@pytest.mark.parametrize("sparsity", SPARSITIES)
+def test_a_row_drops_its_rounded_share_and_its_smallest(scores, sparsity, small_pieces):
+    masks = PerRow()(scores, sparsity)
+    for name, score in scores.items():
+        length = row_length(score)
+        assert torch.equal(masks[name], keep_largest_of_runs(score, length, round(sparsity * length)))
+
+
+@pytest.mark.parametrize("kind", DRAWS)
+@pytest.mark.parametrize(("n", "m"), [(2, 4), (1, 4), (3, 4), (4, 4), (1, 12), (1, 1)])
+def test_n_of_m_keeps_the_n_largest_of_every_m(kind, n, m, small_pieces):
+    scores = draw(kind, (5, 24), (3, 12, 3, 3), (48,), (2, 4, 6))
+    masks = NofM(n, m)(scores)
+    for name, score in scores.items():
+        assert masks[name].view(-1, m).sum(1).eq(n).all()
+        assert torch.equal(masks[name], keep_largest_of_runs(score, m, m - n))
+
+
+@pytest.mark.parametrize("name", ["global", "uniform", "row"])
+def test_a_higher_sparsity_keeps_a_subset(scores, name):
+    masks = [SELECTORS[name](scores, sparsity) for sparsity in SPARSITIES]
+    assert all(is_subset(tight, loose) for loose, tight in zip(masks, masks[1:], strict=False))
+
+
+@pytest.mark.parametrize("name", SELECTORS)
+def test_events_that_build_on_one_another_keep_subsets_and_exact_counts(scores, name):
+    within = None
+    for sparsity in SPARSITIES[:-1]:
+        masks = SELECTORS[name](scores, sparsity, within)
+        assert within is None or is_subset(masks, within)
+        if name in ("uniform", "row"):
+            assert same(masks, SELECTORS[name](scores, sparsity))
+        else:
+            assert num_dropped(masks) == round(sparsity * num_weights(scores))
+        within = masks
+
+
+@pytest.mark.parametrize("sparsity", SPARSITIES)
+def test_the_dead_are_counted_not_ranked(scores, sparsity):
+    within = some_dead(scores)
+    total = round(sparsity * num_weights(scores))
+    assert same(Global()(scores, sparsity, within), keep_largest(scores, total, within))
+
+    by_layer, by_row = PerLayer()(scores, sparsity, within), PerRow()(scores, sparsity, within)
+    for name, score in scores.items():
+        share, length = round(sparsity * score.numel()), row_length(score)
+        assert torch.equal(by_layer[name], keep_largest({"": score}, share, {"": within[name]})[""])
+        in_rows = keep_largest_of_runs(score, length, round(sparsity * length), within[name])
+        assert torch.equal(by_row[name], in_rows)
+
+
+@pytest.mark.parametrize("kind", DRAWS)
+def test_n_of_m_stays_within(kind):
+    scores = draw(kind, (6, 16))
+    within = {"layer0": torch.rand(6, 16) < 0.6}
+    assert torch.equal(
+        NofM(2, 4)(scores, within=within)["layer0"], keep_largest_of_runs(scores["layer0"], 4, 2, within["layer0"])
+    )
+
+
+@pytest.mark.parametrize("selector", [*SELECTORS.values(), NofM(1, 2)], ids=str)
+def test_negative_scores_do_not_revive_the_dead(selector):
+    scores = {"a": -torch.rand(8, 8) - 1, "b": -torch.rand(4, 8) - 1}
+    within = some_dead(scores, 0.4)
+    for name, mask in within.items():
+        scores[name][~mask] = 0.0  # a pruned weight scores zero, above every live one
+    assert is_subset(selector(scores, 0.5, within), within)
+
+
+def test_a_mask_within_may_leave_tensors_out():
+    scores = draw("normal", (6, 4), (5, 5))
+    within = {"layer1": torch.rand(5, 5) < 0.5}
+    assert same(Global()(scores, 0.6, within), keep_largest(scores, round(0.6 * 49), within))
+
+
+def test_a_row_of_the_smallest_integers_does_not_take_a_dead_ones_place():
+    scores = {"a": torch.tensor([[-(2**63), 5, 6, 7]])}
+    within = {"a": torch.tensor([[True, False, True, True]])}
+    assert torch.equal(PerRow()(scores, 0.25, within)["a"], within["a"])
+
+
+def test_equal_scores_are_dropped_in_the_order_of_tensors_then_positions():
+    scores = {"b": torch.ones(2, 3), "a": torch.ones(4)}
+    masks = Global()(scores, 0.7)
+    assert masks["b"].sum() == 0 and masks["a"].tolist() == [False, True, True, True]
+
+
+def test_negative_zero_equals_zero():
+    scores = {"a": torch.tensor([0.0, -0.0, 0.0, -0.0])}
+    for selector in (Global(), PerLayer(), PerRow(), NofM(2, 4)):
+        assert selector(scores, 0.5)["a"].tolist() == [False, False, True, True]
+
+
+def test_tensors_of_different_dtypes_share_one_threshold():
+    scores = {
+        "a": torch.randn(9, 5).bfloat16(),
+        "b": torch.randn(30, dtype=torch.float64),
+        "c": torch.randint(-2, 3, (25,)),
+        "d": torch.randn(11),
+    }
+    for sparsity in SPARSITIES:
+        total = round(sparsity * num_weights(scores))
+        assert same(Global()(scores, sparsity), keep_largest(scores, total))
+
+
+@pytest.mark.parametrize("selector", [*SELECTORS.values(), NofM(1, 2)], ids=str)
+def test_no_scores_give_no_masks(selector):
+    assert selector({}, 0.5) == {}
+
+
+@pytest.mark.parametrize("selector", [Global(), PerLayer(), PerLayer("depth"), PerLayer("erk"), PerRow()], ids=str)
+def test_tensors_without_elements_and_without_dimensions_are_served(selector):
+    scores = {"empty": torch.empty(3, 0), "row": torch.randn(6, 4), "scalar": torch.tensor(0.5)}
+    masks = selector(scores, 0.5)
+    assert {name: mask.shape for name, mask in masks.items()} == {name: s.shape for name, s in scores.items()}
+    assert num_dropped(masks) == 12
+
+
+@pytest.mark.parametrize("selector", [*SELECTORS.values(), NofM(1, 2)], ids=str)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_a_score_that_is_not_finite_is_refused_by_name_only_where_it_is_live(selector, bad, dtype):
+    scores = {"first": torch.rand(4, 6).to(dtype), "second": torch.rand(6, 6).to(dtype)}
+    within = {"second": torch.rand(6, 6) < 0.9}
+    within["second"][3, 2] = False
+    clean = selector(scores, 0.5, within)
+    scores["second"][3, 2] = bad
+    with pytest.raises(ValueError, match=r"\bsecond\b") as error:
+        selector(scores, 0.5)
+    assert "first has" not in str(error.value) and "\n" not in str(error.value)
+    assert same(selector(scores, 0.5, within), clean)
+
+
+@pytest.mark.parametrize("selector", [*SELECTORS.values(), NofM(1, 2)], ids=str)
+def test_lazy_scores_give_the_masks_of_stored_ones(selector, small_pieces):
+    shapes = {"a": (8, 12), "b": (6, 4, 3, 3), "c": (5, 2, 6)}
+    weights = {name: torch.randn(shape) for name, shape in shapes.items()}
+    weights["b"] = weights["b"].to(memory_format=torch.channels_last)
+    moments = {name: torch.rand(shape) for name, shape in shapes.items()}
+    lazy = {
+        name: Lazy(name, weights[name], bitter7, {"weight": weights[name], "exp_avg_sq": moments[name]})
+        for name in shapes
+    }
+    stored = {name: bitter7(weights[name], moments[name]).contiguous() for name in shapes}
+    within = some_dead(stored)
+    assert same(selector(lazy, 0.5), selector(stored, 0.5))
+    assert same(selector(lazy, 0.5, within), selector(stored, 0.5, within))
+
+
+@pytest.mark.parametrize("norm_shape", [(12,), (1, 12), (8, 1), (1, 1)], ids=str)
+def test_lazy_scores_broadcast_what_they_read(norm_shape, small_pieces):
+    weight, norm = torch.randn(8, 12), torch.rand(norm_shape) + 0.1
+    source = Lazy("a", weight, lambda weight, norm: weight.abs() * norm, {"weight": weight, "norm": norm})
+    for selector in (Global(), PerRow(), NofM(1, 4)):
+        assert same(selector({"a": source}, 0.75), selector({"a": weight.abs() * norm}, 0.75))
+
+
+@pytest.mark.parametrize("selector", [Global(), PerRow(), NofM(2, 4)], ids=str)
+def test_lazy_scores_of_positions_and_transposed_rows(selector, small_pieces):
+    weight = torch.empty(12, 10)
+    noise = random(torch.arange(120), name="a", seed=3).view(12, 10)
+    source = Lazy("a", weight, random, {}, {"name": "a", "seed": 3}, takes_position=True, outputs=(1,))
+    expected = selector({"a": noise.T.contiguous()}, 0.5)["a"].T
+    if selector == Global():
+        expected = selector({"a": noise}, 0.5)["a"]
+    assert torch.equal(selector({"a": source}, 0.5)["a"], expected)
+
+
+def test_scores_and_masks_given_are_not_changed():
+    scores, before = draw("normal", (6, 8)), draw("normal", (6, 8))
+    scores["layer0"].copy_(before["layer0"])
+    within = {"layer0": torch.rand(6, 8) < 0.9}
+    dead = within["layer0"].clone()
+    for selector in (*SELECTORS.values(), NofM(1, 2)):
+        selector(scores, 0.5, within)
+    assert same(scores, before) and torch.equal(within["layer0"], dead)
+
+
+@given(
+    st.lists(st.lists(st.integers(-2, 2), min_size=1, max_size=30), min_size=1, max_size=4),
+    st.floats(0, 0.99),
+)
+def test_any_ties_at_any_sparsity_are_counted_exactly(values, sparsity):
+    scores = {str(i): torch.tensor(list(map(float, row))) for i, row in enumerate(values)}
+    total = round(sparsity * num_weights(scores))
+    assert same(Global()(scores, sparsity), keep_largest(scores, total))
+    for how in ("depth", "erk"):
+        assert num_dropped(PerLayer(how)(scores, sparsity)) == total
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda s: Global()(s, 1.0), "sparsity"),
+        (lambda s: Global()(s, -0.1), "sparsity"),
+        (lambda s: PerRow()(s, float("nan")), "sparsity"),
+        (lambda s: NofM(0, 4), "0:4"),
+        (lambda s: NofM(5, 4), "5:4"),
+        (lambda s: NofM(2, 4)(s), "layer0"),
+        (lambda s: NofM(1, 3)(s, 0.5), "1:3"),
+        (lambda s: PerLayer({"nothing": 0.5})(s, 0.5), "nothing"),
+        (lambda s: Global()(s, 0.5, {"layer9": torch.ones(2)}), "layer9"),
+        (lambda s: Global()(s, 0.5, {"layer0": torch.ones(6, 5)}), "layer0"),
+        (lambda s: Global()(s, 0.5, {"layer0": torch.ones(7, dtype=torch.bool)}), "layer0"),
+        (lambda s: Global()(s, 0.5, {"layer0": torch.ones(5, 6, dtype=torch.bool)}), "layer0"),
+        (lambda s: Global()({"a": torch.ones(3, dtype=torch.complex64)}, 0.5), "a"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line_that_names_it(call, text):
+    with pytest.raises(ValueError, match=text) as error:
+        call(draw("normal", (6, 5), (3, 3)))
+    assert "\n" not in str(error.value)
