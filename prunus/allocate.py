@@ -30,6 +30,8 @@ def allocate(
     sizes = {name: math.prod(shape) for name, shape in shapes.items()}
     floor = [(at_least or {}).get(name, 0) for name in sizes]
     target = round(sparsity * sum(sizes.values()))
+    if how != "uniform" and target <= sum(floor):
+        return dict(zip(sizes, floor, strict=True))
     if isinstance(how, Mapping):
         wish = [size * share for size, share in zip(sizes.values(), _matched(sizes, how), strict=True)]
         ceiling = [size if share else low for size, share, low in zip(sizes.values(), wish, floor, strict=True)]

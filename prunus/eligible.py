@@ -8,7 +8,6 @@ from torch import nn
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-WRAPPERS = ("module.", "_orig_mod.")
 
 
 @dataclass(frozen=True)
@@ -30,10 +29,10 @@ class Eligible:
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without the prefixes of DDP and ``torch.compile``."""
-    for prefix in WRAPPERS:
-        while name.startswith(prefix) or f".{prefix}" in name:
-            name = name.removeprefix(prefix).replace(f".{prefix}", ".")
+    """A parameter's name without the prefixes of ``torch.compile``, anywhere, and of DDP, in front."""
+    name = f".{name}".replace("._orig_mod.", ".")[1:]
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
     return name
 
 
@@ -52,6 +51,11 @@ def eligible(
     owners = _owners(model)
     names = {name: plain_name(name) for name, _ in model.named_parameters()}
     check_patterns(include + exclude, names.values())
+    for pattern in include:
+        found_by = {full: p for full, p in model.named_parameters() if matches(names[full], [pattern])}
+        if all(p.ndim < 2 for p in found_by.values()):
+            vectors = ", ".join(names[full] for full in found_by)
+            raise ValueError(f"include {pattern!r} matches only {vectors}; a weight has two or more dimensions")
     trained = None if held is None else {id(parameter) for parameter in held}
     heads = _heads(model)
     found = Eligible([], {})
@@ -61,10 +65,6 @@ def eligible(
         if matches(name, exclude):
             reason = "excluded"
         elif parameter.ndim < 2:
-            if asked:
-                raise ValueError(
-                    f"include asks for {name}, which has {parameter.ndim} dimension; weights have two or more"
-                )
             continue
         elif not asked and id(parameter) in heads:
             reason = "embedding or head"

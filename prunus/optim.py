@@ -46,6 +46,8 @@ class AdamWPrune(torch.optim.Optimizer):
     ``clip_grad_norm_`` before it would, without writing to ``.grad`` where nothing is pruned.
     """
 
+    watch: Callable[[nn.Parameter, Tensor, float], None] | None = None  # sees weight, gradient and rate of each update
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -106,6 +108,9 @@ class AdamWPrune(torch.optim.Optimizer):
             self._reset()
         return loss
 
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"max_norm": self.max_norm, "spam": self.spam, "grad_norm": self.grad_norm}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Loading casts every state tensor to the weight's dtype: packed bits are cast back."""
         super().__setstate__(state)
@@ -133,6 +138,8 @@ class AdamWPrune(torch.optim.Optimizer):
             grad = spike_clipped(grad, state["exp_avg_sq"], self.spam.theta)
         state["step"] += 1
         lr = float(group["lr"]) * scale
+        if self.watch is not None:
+            self.watch(parameter, grad, lr)
         beta1, beta2 = group["betas"]
         update = Update(lr, beta1, beta2, group["eps"], group["weight_decay"], state["step"].item())
         adamw_(parameter, grad, state["exp_avg"], state["exp_avg_sq"], update)

@@ -28,6 +28,7 @@ class Ramp:
     def __post_init__(self) -> None:
         check_sparsity(self.final)
         check_step("begin", self.begin)
+        check_step("end", self.end)
         if self.begin >= self.end:
             raise ValueError(f"the ramp must begin before it ends, got begin {self.begin} and end {self.end}")
         if self.shape not in SHAPES:
@@ -95,5 +96,5 @@ def check_sparsity(final: float) -> None:
 
 
 def check_step(name: str, step: int) -> None:
-    if step < 0:
-        raise ValueError(f"{name} is a step, counted from 1, got {step}")
+    if not isinstance(step, int) or step < 0:
+        raise ValueError(f"{name} is a whole number of steps, counted from 1, got {step}")

@@ -91,7 +91,8 @@ def movement(movement: Tensor) -> Tensor:
 def random(position: Tensor, *, name: str = "", seed: int = 0) -> Tensor:
     """Uniform noise in [0, 1): a hash of (seed, name, position), the same on every rank and at every event."""
     start = zlib.crc32(name.encode()) << 31 ^ (seed * 0x9E3779B1 & 0x7FFFFFFF)
-    return (mixed(position + start) >> 11 & (1 << 53) - 1).double().mul_(2.0**-53).float()
+    uniform = (mixed(position + start) >> 11 & (1 << 53) - 1).double().mul_(2.0**-53)
+    return uniform.float().clamp_(max=1 - 2.0**-24)  # rounding to float32 may reach 1
 
 
 def wanda(weight: Tensor, input_norm: Tensor) -> Tensor:

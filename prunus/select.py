@@ -17,7 +17,6 @@ from .ops import bits
 from .ops.order import ascending
 from .ops.source import Lazy, alike, stored
 from .ops.sweep import check_finite
-from .schedule import Ramp, Schedule
 
 Scores = Mapping[str, Tensor | Lazy]
 Masks = Mapping[str, Tensor]
@@ -89,18 +88,15 @@ class NofM:
     def packed(self, sources: Sequence[Lazy], sparsity: float, live: Packed) -> dict[str, Tensor]:
         if sparsity == 0:
             return {source.name: kept(source, live) for source in sources}
-        if abs(sparsity - self.sparsity) > 1e-9:
+        if not self.fits(sparsity):
             raise ValueError(
                 f"{self.n}:{self.m} is a sparsity of {self.sparsity:g}, but {sparsity:g} was asked for; "
                 f"use OneShot({self.sparsity:g}, at=...) or Constant({self.sparsity:g})"
             )
         return {source.name: by_rows(source, live, self.drop) for source in sources}
 
-    def check_schedule(self, schedule: Schedule) -> None:
-        """Raise ValueError unless the schedule goes to this pattern in one event."""
-        if isinstance(schedule, Ramp) or schedule.final not in (0, self.sparsity):
-            fitting = f"OneShot({self.sparsity:g}, at=...) or Constant({self.sparsity:g})"
-            raise ValueError(f"{self} has one sparsity and goes with {fitting}, got {schedule}")
+    def fits(self, sparsity: float) -> bool:
+        return sparsity == 0 or abs(sparsity - self.sparsity) < 1e-9
 
     def drop(self, source: Lazy, rows: Tensor) -> Tensor:
         """Where the ``m - n`` smallest of each group stand."""
@@ -137,11 +133,13 @@ def by_rows(source: Lazy, live: Packed, drop: Callable[[Lazy, Tensor], Tensor]) 
     """Packed mask of one weight without what ``drop`` says of its rows; the dead are dropped first."""
     keep = torch.empty(source.shape, dtype=torch.bool, device=source.device)
     alive = bits.unpack(live[source.name], source.shape) if source.name in live else None
-    least = -torch.inf if source.compared.is_floating_point else torch.iinfo(source.compared).min
     for part, rows in source.rows():
         here = None if alive is None else source.rows_of(alive)[part].flatten(1)
         check_finite(source.name, rows, None if here is None else bits.pack(here))
-        dropped = drop(source, rows if here is None else rows.masked_fill(~here, least))
+        if here is not None:
+            rows = rows if rows.is_floating_point() else rows.unique(return_inverse=True)[1]
+            rows = rows.masked_fill(~here, -torch.inf if rows.is_floating_point() else -1)
+        dropped = drop(source, rows)
         keep_here = ~dropped if here is None else ~dropped & here
         target = source.rows_of(keep)[part]
         target.copy_(keep_here.view(target.shape))
@@ -160,7 +158,7 @@ def _unpacked(selector: Selector, scores: Scores, sparsity: float, within: Masks
     for source in sources:
         mask = within.get(source.name)
         if mask is not None:
-            if mask.numel() != source.numel or mask.dtype != torch.bool:
+            if mask.shape != scores[source.name].shape or mask.dtype != torch.bool:
                 raise ValueError(f"within[{source.name!r}] must be boolean of shape {tuple(source.shape)}")
             live[source.name] = bits.pack(mask.to(source.device))
     if not sources:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from .eligible import CONVOLUTIONS, TRANSPOSED, Weight, is_conv1d
@@ -66,13 +67,16 @@ def sources(
         constants = {n: settings[n] for n in score.settings if n in settings} | dict(options)
         if "step" in score.reads:
             constants["step"] = step
+        reads = {n: _read(n, weight, optimizer, more) for n in score.reads if n not in ("step", "position")}
+        if step == 0 and (corrected or "step" in score.reads):
+            raise ValueError(f"{weight.name} has taken no Adam step since its moments were reset; exclude it, or wait")
         scales = {n: 1 / (1 - settings[beta] ** step) for n, beta in MOMENTS.items() if corrected and n in score.reads}
         found.append(
             Lazy(
                 weight.name,
                 weight.parameter.detach(),
                 score.of,
-                {n: _read(n, weight, optimizer, more) for n in score.reads if n not in ("step", "position")},
+                reads,
                 constants,
                 scales,
                 "position" in score.reads,
@@ -86,18 +90,18 @@ def sources(
 def settings_of(name: str, group: Mapping[str, Any]) -> dict[str, Any]:
     """What a score may take beside statistics: the weight's name and Adam's constants for it."""
     found: dict[str, Any] = {"name": name}
-    if "betas" in group:
+    if len(group.get("betas", ())) == 2:
         found["beta1"], found["beta2"] = (float(beta) for beta in group["betas"])
-    if "eps" in group:
+    if not isinstance(group.get("eps", ()), tuple | list):
         found["adam_eps"] = float(group["eps"])
     return found
 
 
 def check_moments(weights: Sequence[Weight], optimizer: torch.optim.Optimizer, score: Score) -> None:
-    """Raise ValueError unless the optimizer keeps the moments that the score reads."""
+    """Raise ValueError unless the optimizer keeps what the score reads of the weights that it has stepped."""
     for weight in weights:
         for name in score.reads:
-            if name in MOMENTS:
+            if name in MOMENTS and weight.parameter.grad is not None:
                 moment(name, weight, optimizer)
 
 
@@ -108,13 +112,14 @@ def moment(name: str, weight: Weight, optimizer: torch.optim.Optimizer) -> Tenso
     if isinstance(tensor, Tensor) and tensor.shape == weight.parameter.shape and tensor.is_floating_point():
         return tensor.detach()
     kept = [key for key in state if key not in ("step", "mask")]
-    if not kept:
+    if not kept and any(name in other for other in optimizer.state.values()):
         raise ValueError(
             f"{weight.name} has no Adam state yet, since no gradient has reached it; "
             f"begin later, or exclude it: a score that reads {name} cannot rank it against the others"
         )
     raise ValueError(
-        f"the score reads {name}, but {type(optimizer).__name__} keeps {', '.join(kept)} for {weight.name}; "
+        f"the score reads {name}, but {type(optimizer).__name__} keeps {', '.join(kept) or 'nothing'} for "
+        f"{weight.name}; "
         "use an optimizer with plain Adam moments (AdamW, Adam, NAdam, AdamWPrune), or the score magnitude or movement"
     )
 
@@ -142,37 +147,41 @@ def _read(
 
 
 class InputNorms(AbstractContextManager["InputNorms"]):
-    """L2 norms of the inputs of each weight's module, summed over every forward pass while open.
+    """L2 norms of the inputs of each weight's module, over every forward pass in training mode while open.
 
     A norm broadcasts to its weight: (in,) for a linear layer, (in, 1) for ``Conv1D``, one for each
-    element of the kernel window for a convolution.
+    element of the kernel window for a convolution. The modules themselves are left as they are.
     """
 
     def __init__(self, weights: Sequence[Weight]) -> None:
         self.weights = weights
         self._squares: dict[str, Tensor] = {}
-        self._handles: list[RemovableHandle] = []
+        self._handle: RemovableHandle | None = None
 
     def __enter__(self) -> "InputNorms":
+        """Begin anew."""
+        self.__exit__()
         self._squares.clear()
-        self._handles = [weight.module.register_forward_pre_hook(self._hook(weight.name)) for weight in self.weights]
+        names: dict[nn.Module, list[str]] = {}
+        for weight in self.weights:
+            names.setdefault(weight.module, []).append(weight.name)
+
+        @torch.no_grad()
+        def add(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+            for name in names.get(module, ()) if module.training else ():
+                squares = input_squares(module, inputs[0].detach())
+                self._squares[name] = self._squares[name] + squares if name in self._squares else squares
+
+        self._handle = register_module_forward_pre_hook(add)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        if self._handle is not None:
+            self._handle.remove()
+        self._handle = None
 
     def norms(self) -> dict[str, Tensor]:
         return {name: squares.sqrt() for name, squares in self._squares.items()}
-
-    def _hook(self, name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        @torch.no_grad()
-        def add(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-            squares = input_squares(module, inputs[0].detach())
-            self._squares[name] = self._squares[name] + squares if name in self._squares else squares
-
-        return add
 
 
 def input_squares(module: nn.Module, x: Tensor) -> Tensor:

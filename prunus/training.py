@@ -1,7 +1,6 @@
 """Pruning while training: the optimizer's own step drives score, select, mask and apply."""
 
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -12,10 +11,11 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from .eligible import eligible
+from .gradients import MaskedGradients, Movement, is_skipped
 from .mask import Masks, digest, packed_masks, saved_bits
 from .ops import bits
 from .optim import AdamWPrune
-from .schedule import Schedule
+from .schedule import Ramp, Schedule
 from .select import Global, NofM, Selector
 from .stats import MOMENTS, InputNorms, check_moments, score_of, sources
 from .summary import Report, report
@@ -63,8 +63,9 @@ class Pruner:
             raise ValueError("say how sparse: pass schedule=Ramp(...), OneShot(...) or Constant(...), or masks to hold")
         if every < 1:
             raise ValueError(f"every is a number of steps, at least 1, got {every}")
-        if isinstance(select, NofM) and schedule is not None:
-            select.check_schedule(schedule)
+        if isinstance(select, NofM) and (isinstance(schedule, Ramp) or (schedule and not select.fits(schedule.final))):
+            fitting = f"OneShot({select.sparsity:g}, at=...) or Constant({select.sparsity:g})"
+            raise ValueError(f"{select} has one sparsity and goes with {fitting}, got {schedule}")
         self.model, self.optimizer = model, optimizer
         self.select, self.schedule, self.every = select, schedule, every
         self.score_options = dict(score_options or {})
@@ -76,13 +77,11 @@ class Pruner:
         self._weights = {weight.name: weight.parameter for weight in self._eligible.weights}
         self._bits: dict[str, Tensor] = {}
         self._due = False
-        self._movement: dict[str, Tensor] = {}
-        if "movement" in self.score.reads:
-            self._movement = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in self._weights.items()}
+        self._movement = Movement(self._weights) if "movement" in self.score.reads else None
         self._inputs = InputNorms(self._eligible.weights) if "input_norm" in self.score.reads else None
-        self._masked: dict[str, tuple[weakref.ref[Tensor], int]] = {}  # gradients masked, and their version then
-        self._handles = self._attach()
+        self._gradients = MaskedGradients(self._weights, self._bits)
         self._adopt(masks)
+        self._handles = self._attach()
         self._collect_inputs()
 
     @property
@@ -111,7 +110,10 @@ class Pruner:
         if sparsity == 0:
             return
         started = time.perf_counter()
-        more = {"movement": self._movement, "input_norm": self._inputs.norms() if self._inputs else {}}
+        more = {
+            "movement": self._movement.sums if self._movement else {},
+            "input_norm": self._inputs.norms() if self._inputs else {},
+        }
         weights = self._eligible.weights
         scores = sources(weights, self.optimizer, self.score, self.score_options, dtype=self.score_dtype, more=more)
         newly_pruned = self._hold(self.select.packed(scores, sparsity, self._bits))
@@ -124,6 +126,8 @@ class Pruner:
         """Take the hooks off; the weights keep their zeros, and nothing holds them any more."""
         for handle in self._handles:
             handle.remove()
+        if isinstance(self.optimizer, AdamWPrune):
+            self.optimizer.watch = None
         if self._inputs:
             self._inputs.__exit__()
         for parameter in self._weights.values():
@@ -135,72 +139,54 @@ class Pruner:
             "step": self.step,
             "due": self._due,
             "masks": {name: packed.clone() for name, packed in self._bits.items()},
-            "movement": {name: sums.clone() for name, sums in self._movement.items()},
+            "movement": {name: s.clone() for name, s in self._movement.sums.items()} if self._movement else {},
         }
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state_dict()``; what its masks prune is zeroed in weights and optimizer state."""
-        if missing := {"step", "due", "masks", "movement"} - set(state):
-            raise ValueError(f"this is not a Pruner's state: it lacks {', '.join(sorted(missing))}")
-        for kind in ("masks", "movement"):
-            if unknown := set(state[kind]) - set(self._weights):
-                raise ValueError(f"the state has {kind} of {min(unknown)}, which is no prunable weight of this model")
-        if set(state["movement"]) != set(self._movement):
-            raise ValueError("the state was saved with another score: one of the two is movement, which keeps sums")
-        masks = {name: saved_bits(name, packed, self._weights[name]) for name, packed in state["masks"].items()}
+        masks = self._checked(state)
         everything = {name: bits.full(p.numel(), p.device) for name, p in self._weights.items() if name in self._bits}
         self._hold(everything | masks)
-        for name, sums in state["movement"].items():
-            self._movement[name].copy_(sums)
+        if self._movement:
+            self._movement.load(state["movement"])
         self.step, self._due = int(state["step"]), bool(state["due"])
         self._collect_inputs()
 
+    def _checked(self, state: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Packed masks of a state that fits this model and score; else one line and nothing changed."""
+        kinds = {"step": int, "due": bool, "masks": dict, "movement": dict}
+        if wrong := [key for key, kind in kinds.items() if not isinstance(state.get(key), kind)]:
+            raise ValueError(f"this is not a Pruner's state: it lacks {', '.join(wrong)}")
+        for kind in ("masks", "movement"):
+            if unknown := set(state[kind]) - set(self._weights):
+                raise ValueError(f"the state has {kind} of {min(unknown)}, which is no prunable weight of this model")
+        if set(state["movement"]) != set(self._movement.sums if self._movement else ()):
+            raise ValueError("the state was saved with another score: one of the two is movement, which keeps sums")
+        for name, sums in state["movement"].items():
+            if not isinstance(sums, Tensor) or sums.shape != self._weights[name].shape:
+                raise ValueError(f"the state's movement of {name} does not fit its shape {self._weights[name].shape}")
+        return {name: saved_bits(name, packed, self._weights[name]) for name, packed in state["masks"].items()}
+
     def _attach(self) -> list[RemovableHandle]:
+        optimizer = self.optimizer
         handles = [
-            self.optimizer.register_step_pre_hook(self._before_step),
-            self.optimizer.register_step_post_hook(self._after_step),
-            self.optimizer.register_load_state_dict_post_hook(self._after_load),
+            optimizer.register_step_post_hook(self._after_step),
+            optimizer.register_load_state_dict_post_hook(self._after_load),
         ]
-        if self._masks_gradients:
-            for name, parameter in self._weights.items():
-                handles.append(parameter.register_post_accumulate_grad_hook(self._masking_hook(name)))
-        return handles
-
-    @property
-    def _masks_gradients(self) -> bool:
-        """Whether gradients are masked here; AdamWPrune does it inside its step."""
-        return not isinstance(self.optimizer, AdamWPrune)
-
-    def _masking_hook(self, name: str) -> Callable[[Tensor], None]:
-        return lambda parameter: self._mask_grad(name, parameter)
-
-    @torch.no_grad()
-    def _mask_grad(self, name: str, parameter: Tensor) -> None:
-        """Zero the gradient of pruned elements, unless that was done and nothing has touched it since."""
-        grad, seen = parameter.grad, self._masked.get(name)
-        if grad is None or name not in self._bits:
-            return
-        if seen is None or seen[0]() is not grad or seen[1] != grad._version:
-            bits.zero_(grad, self._bits[name])
-            self._masked[name] = weakref.ref(grad), grad._version
-
-    @torch.no_grad()
-    def _before_step(self, *_: object) -> None:
-        if self._masks_gradients:
-            for name, parameter in self._weights.items():
-                self._mask_grad(name, parameter)
-        if self._movement and not self._is_skipped():
-            self._add_movement()
+        if isinstance(optimizer, AdamWPrune):
+            optimizer.watch = self._movement.add if self._movement else None
+            return handles
+        return handles + self._gradients.attach(optimizer, self._movement)
 
     def _after_step(self, *_: object) -> None:
-        if self._is_skipped():
+        if is_skipped(self.optimizer):
             return
         self.step += 1
-        if self.step == 1:
+        if self.step == 1 and self.schedule:
             check_moments(self._eligible.weights, self.optimizer, self.score)
         for name in self._bits:
-            self._store(name)
+            self._store(name, stepped=self._weights[name].grad is not None)
         if self.schedule and self.schedule.is_event(self.step, self.every):
             self._due = True
         if self._due and not self._waits_for_moments():
@@ -216,11 +202,6 @@ class Pruner:
             elif name in self._bits:
                 self._store(name)
 
-    def _is_skipped(self) -> bool:
-        """Whether a GradScaler lets a fused optimizer skip this step because of infinite gradients."""
-        found_inf = getattr(self.optimizer, "found_inf", None)
-        return found_inf is not None and bool(found_inf.item())
-
     def _waits_for_moments(self) -> bool:
         """Whether SPAM reset the moments too recently for a score that reads them."""
         if not isinstance(self.optimizer, AdamWPrune) or not set(MOMENTS) & set(self.score.reads):
@@ -232,16 +213,6 @@ class Pruner:
         """Listen to the modules' inputs during the step that an event follows."""
         if self._inputs and self.schedule and (self._due or self.schedule.is_event(self.step + 1, self.every)):
             self._inputs.__enter__()
-
-    def _add_movement(self) -> None:
-        """``movement -= lr g w``, with the gradient as the step sees it."""
-        scale = getattr(self.optimizer, "lr_scale", 1.0)
-        if getattr(self.optimizer, "grad_scale", None) is not None:
-            scale /= self.optimizer.grad_scale.item()
-        rates = {id(p): float(group["lr"]) * scale for group in self.optimizer.param_groups for p in group["params"]}
-        for name, parameter in self._weights.items():
-            if parameter.grad is not None:
-                self._movement[name].addcmul_(parameter.grad, parameter, value=-rates[id(parameter)])
 
     def _adopt(self, masks: Mapping[str, Tensor] | Literal["zeros"] | None) -> None:
         """Begin with the masks given, with the zeros there are, or with those in the optimizer's state."""
@@ -274,15 +245,14 @@ class Pruner:
             self._bits[name].copy_(packed)
         else:
             self._bits[name] = packed.clone()
-        self._masked.pop(name, None)
+        self._gradients.forget(name)
         self._store(name)
 
-    def _store(self, name: str) -> None:
+    def _store(self, name: str, stepped: bool = False) -> None:
         """Keep the mask in the optimizer's state, so that whoever saves the one saves the other.
 
         Torch's optimizers take a parameter without state for a new one, so theirs comes first.
         """
         parameter = self._weights[name]
-        stepped = self.step > 0 and parameter.grad is not None
-        if self.optimizer.state.get(parameter) or stepped or not self._masks_gradients:
+        if self.optimizer.state.get(parameter) or stepped or isinstance(self.optimizer, AdamWPrune):
             self.optimizer.state[parameter]["mask"] = self._bits[name]

@@ -112,6 +112,18 @@ def test_a_bracket_from_a_sample_holds_where_scores_differ(kind, monkeypatch, sm
     assert not descents
 
 
+@pytest.mark.parametrize("value", [0.0, float("nan")], ids=str)
+def test_a_bracket_from_a_sample_holds_where_most_are_dead(value, monkeypatch, descents):
+    monkeypatch.setattr(module, "SAMPLE", 256)
+    scores = draw("normal", (120, 50), (900,))
+    within = some_dead(scores, 0.7)
+    expected = {share: keep_largest(scores, round(share * 6900), within) for share in (0.7, 0.8, 0.95)}
+    for name, mask in within.items():
+        scores[name][~mask] = value
+    assert all(same(masks_of(scores, round(share * 6900), within), masks) for share, masks in expected.items())
+    assert not descents
+
+
 def test_ties_in_bulk_overfill_the_bracket_and_are_cut_by_counting(monkeypatch, descents):
     monkeypatch.setattr(module, "SAMPLE", 1024)
     scores = {"a": torch.randn(300, 200).relu(), "b": torch.randn(140_000).relu()}
@@ -172,9 +184,7 @@ def test_any_scores_any_mask_any_count_any_route(data):
         allow_nan=False, allow_infinity=False, width=32
     )
     sizes = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=3))
-    scores = {
-        str(i): torch.tensor(data.draw(st.lists(value, min_size=n, max_size=n))) for i, n in enumerate(sizes)
-    }
+    scores = {str(i): torch.tensor(data.draw(st.lists(value, min_size=n, max_size=n))) for i, n in enumerate(sizes)}
     within = {
         name: torch.tensor(data.draw(st.lists(st.booleans(), min_size=len(score), max_size=len(score))))
         for name, score in scores.items()

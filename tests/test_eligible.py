@@ -53,7 +53,9 @@ def test_a_row_is_all_inputs_of_one_output(layer, outputs):
     assert outputs_of(eligible(nn.Sequential(layer))) == {"0.weight": outputs}
 
 
-@pytest.mark.parametrize("layer", [nn.LayerNorm(6), nn.BatchNorm2d(6), nn.Embedding(5, 6), nn.Bilinear(3, 3, 2)], ids=str)
+@pytest.mark.parametrize(
+    "layer", [nn.LayerNorm(6), nn.BatchNorm2d(6), nn.Embedding(5, 6), nn.Bilinear(3, 3, 2)], ids=str
+)
 def test_norms_biases_embeddings_and_other_modules_are_not_pruned(layer):
     found = eligible(nn.Sequential(nn.Linear(4, 6), layer))
     assert names_of(found) == ["0.weight"]

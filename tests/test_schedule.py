@@ -25,7 +25,7 @@ def test_a_ramp_is_zero_up_to_its_begin_and_final_from_its_end_on(shape):
     ramp = RAMP[shape]
     assert [ramp(step) for step in (0, 1, 99, 100)] == [0.0] * 4
     assert [ramp(step) for step in (3000, 3001, 10**9)] == [0.5] * 3
-    assert 0 < ramp(101) and ramp(2999) < 0.5
+    assert ramp(101) > 0 and ramp(2999) < 0.5
 
 
 def test_the_middle_of_a_ramp_is_its_shape_at_a_half():

@@ -103,7 +103,7 @@ def test_the_rate_is_whole_before_the_first_reset_and_after_each_warm_up():
     assert spam.lr_scale(500) == pytest.approx(0.5 * (1 - math.cos(math.pi / 150)))
     assert spam.lr_scale(574) == pytest.approx(0.5) and spam.lr_scale(1500) == spam.lr_scale(500)
     scales = [spam.lr_scale(n) for n in range(500, 650)]
-    assert scales == sorted(scales) and 0 < scales[0]
+    assert scales == sorted(scales) and scales[0] > 0
 
 
 def test_no_warm_up_leaves_the_rate_alone():

@@ -206,7 +206,7 @@ def test_a_weight_without_adam_state_is_named():
     backward(model, 0)
     model.hidden.weight.grad = None
     optimizer.step()
-    with pytest.raises(ValueError, match="hidden.weight") as error:
+    with pytest.raises(ValueError, match=r"hidden\.weight") as error:
         events_of(SCORES["bitter7"], optimizer, model)
     assert "\n" not in str(error.value) and "gradient" in str(error.value)
 

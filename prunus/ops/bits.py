@@ -55,7 +55,7 @@ def unpack(bits: Tensor, shape: Sequence[int]) -> Tensor:
         flat = torch.from_numpy(np.unpackbits(bits.numpy(), count=numel, bitorder="little")).view(torch.bool)
     else:
         flat = unpack_reference(bits, numel)
-    return flat.view(*shape)
+    return flat.view(tuple(shape))
 
 
 def at(bits: Tensor, positions: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ class Lazy:
 
     ``reads`` are tensors that broadcast to ``weight``; they are cast to ``dtype`` and multiplied by
     their factor in ``scales`` first. A score that takes ``position`` is handed the positions of its
-    elements in the flattened weight. ``outputs`` are the dimensions that count outputs; each index
+    elements in the flattened weight. ``formula`` names a score that kernels know. ``outputs`` are the dimensions that count outputs; each index
     of them is one row of inputs.
     """
 
@@ -29,6 +29,7 @@ class Lazy:
     scales: Mapping[str, float] = field(default_factory=dict)
     takes_position: bool = False
     dtype: torch.dtype = torch.float32
+    formula: str | None = None
     outputs: tuple[int, ...] = (0,)
 
     @property

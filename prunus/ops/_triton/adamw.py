@@ -1,0 +1,186 @@
+"""The masked AdamW step over all tensors: norm, numbers of the step, update."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .plan import PROGRAMS_PER_SM, TILE, TYPES, is_live, locate, num_multiprocessors
+
+BLOCK = 1024
+COLUMNS = 8
+W, G, M, V, MASK, NUMEL, STEP, FIRST = (tl.constexpr(i) for i in range(COLUMNS))
+LR, BETA1, BETA2, EPS, DECAY, LR_AT = (tl.constexpr(i) for i in range(6))
+NUMBERS = tl.constexpr(8)  # of each tensor, float64: given LR .. LR_AT, derived SHRINK, SIZE
+SHRINK, SIZE, SCALE = (tl.constexpr(i) for i in range(3))
+
+
+@triton.jit
+def norm_kernel(table, num_tensors, num_tiles, partial, GT: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """Sum of squares of the kept gradients, one partial sum a program."""
+    total = tl.zeros((BLOCK,), tl.float32)
+    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        row = table + locate(table, num_tensors, tile, DEPTH) * 8
+        first, numel, mask = (tile - tl.load(row + FIRST)) * TILE, tl.load(row + NUMEL), tl.load(row + MASK)
+        grad = tl.load(row + G).to(tl.pointer_type(GT))
+        for start in range(0, TILE, BLOCK):
+            at = first + start + tl.arange(0, BLOCK)
+            g = tl.load(grad + at, mask=is_live(mask, at, at < numel), other=0.0).to(tl.float32)
+            total += g * g
+    tl.store(partial + tl.program_id(0), tl.sum(total))
+
+
+@triton.jit
+def prepare_kernel(
+    table, given, derived, partial, norm, grad_scale, found_inf, max_norm, num_partial,
+    CLIPS: tl.constexpr, SCALES: tl.constexpr, SKIPS: tl.constexpr, CHUNK: tl.constexpr,
+):
+    """Advance a tensor's step and derive its numbers: 1 - lr decay, lr / (1 - beta1^t), sqrt(1 - beta2^t), factor on g."""
+    tensor = tl.program_id(0)
+    numbers = given + tensor * 8
+    step_at = tl.load(table + tensor * 8 + STEP).to(tl.pointer_type(tl.float32))
+    step = tl.load(step_at)
+    if SKIPS:
+        step += tl.where(tl.load(found_inf) != 0, 0.0, 1.0)
+    else:
+        step += 1.0
+    tl.store(step_at, step)
+    lr_at = tl.load(numbers + LR_AT).to(tl.int64)
+    lr = tl.load(numbers + LR)
+    if lr_at != 0:
+        lr = tl.load(lr_at.to(tl.pointer_type(tl.float32))).to(tl.float64)
+    t = step.to(tl.float64)
+    factor = 1.0
+    if SCALES:
+        factor = 1.0 / tl.load(grad_scale).to(tl.float32)
+    if CLIPS:
+        total = 0.0
+        for start in range(0, num_partial, CHUNK):
+            at = start + tl.arange(0, CHUNK)
+            total += tl.sum(tl.load(partial + at, mask=at < num_partial, other=0.0))
+        length = tl.sqrt(total) * factor
+        tl.store(norm, length)
+        factor *= tl.minimum(1.0, max_norm / (length + 1e-6))
+    out = derived + tensor * 4
+    tl.store(out + SHRINK, (1 - lr * tl.load(numbers + DECAY)).to(tl.float32))
+    tl.store(out + SIZE, (lr / (1 - tl.exp(t * tl.log(tl.load(numbers + BETA1))))).to(tl.float32))
+    tl.store(out + SCALE, tl.sqrt(1 - tl.exp(t * tl.log(tl.load(numbers + BETA2)))).to(tl.float32))
+    tl.store(out + 3, factor)
+
+
+@triton.jit
+def update_kernel(
+    table, num_tensors, num_tiles, given, derived, found_inf, theta,
+    WT: tl.constexpr, GT: tl.constexpr, MT: tl.constexpr, SPAM: tl.constexpr, SCALED: tl.constexpr,
+    SKIPS: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+):
+    """``w <- shrink w - size m / (sqrt(v) / scale + eps)`` with the gradient of pruned elements zero."""
+    last = num_tiles
+    if SKIPS:
+        last = tl.where(tl.load(found_inf) != 0, 0, num_tiles)
+    for tile in range(tl.program_id(0), last, tl.num_programs(0)):
+        tensor = locate(table, num_tensors, tile, DEPTH)
+        row, numbers, out = table + tensor * 8, given + tensor * 8, derived + tensor * 4
+        first, numel, mask = (tile - tl.load(row + FIRST)) * TILE, tl.load(row + NUMEL), tl.load(row + MASK)
+        w_at, g_at = tl.load(row + W).to(tl.pointer_type(WT)), tl.load(row + G).to(tl.pointer_type(GT))
+        m_at, v_at = tl.load(row + M).to(tl.pointer_type(MT)), tl.load(row + V).to(tl.pointer_type(MT))
+        beta1, beta2 = tl.load(numbers + BETA1), tl.load(numbers + BETA2)
+        keep1, keep2 = (1 - beta1).to(tl.float32), (1 - beta2).to(tl.float32)
+        beta2, eps = beta2.to(tl.float32), tl.load(numbers + EPS).to(tl.float32)
+        shrink, size, scale = tl.load(out + SHRINK), tl.load(out + SIZE), tl.load(out + SCALE)
+        for start in range(0, TILE, BLOCK):
+            at = first + start + tl.arange(0, BLOCK)
+            valid = at < numel
+            live = is_live(mask, at, valid)
+            g = tl.load(g_at + at, mask=valid, other=0.0).to(tl.float32)
+            m = tl.load(m_at + at, mask=valid, other=0.0).to(tl.float32)
+            v = tl.load(v_at + at, mask=valid, other=0.0).to(tl.float32)
+            w = tl.load(w_at + at, mask=valid, other=0.0).to(tl.float32)
+            g = tl.where(live, g, 0.0)
+            if SCALED:
+                g = g * tl.load(out + 3)
+            if SPAM:
+                limit = tl.sqrt_rn(v * theta)
+                g = tl.where((tl.abs(g) > limit) & (v > 0), tl.where(g > 0, limit, -limit), g)
+            m = m + keep1 * (g - m)
+            v = v * beta2 + keep2 * g * g
+            w = w * shrink - size * (m / (tl.sqrt_rn(v) / scale + eps))
+            tl.store(m_at + at, m.to(MT), mask=valid)
+            tl.store(v_at + at, v.to(MT), mask=valid)
+            tl.store(w_at + at, w.to(WT), mask=valid)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor of a step: weight, gradient, moments, step count on its device, mask, and its group's numbers."""
+
+    weight: Tensor
+    grad: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    step: Tensor
+    mask: Tensor | None
+    numbers: tuple[float, float, float, float, float]  # lr, beta1, beta2, eps, weight decay
+    lr_at: int  # address of a float32 learning rate on the device, or 0
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What a step may do beside the update."""
+
+    max_norm: float | None = None
+    theta: float | None = None  # of SPAM's clipping
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
+
+
+class Step:
+    """Launches of the step; tables stay on the device until an address or a number changes."""
+
+    def __init__(self) -> None:
+        self._tables: dict[str, tuple[tuple, Tensor]] = {}
+
+    def __call__(self, parts: Sequence[Part], extras: Extras, tile: int = TILE) -> Tensor | None:
+        """Update all parts; the norm of the kept gradients, on the device, if they are clipped."""
+        device = parts[0].weight.device
+        rows, num_tiles = [], 0
+        for p in parts:
+            addresses = (t.data_ptr() if t is not None else 0 for t in (p.weight, p.grad, p.exp_avg, p.exp_avg_sq, p.mask))
+            rows.append((*addresses, p.weight.numel(), p.step.data_ptr(), num_tiles))
+            num_tiles += triton.cdiv(p.weight.numel(), tile)
+        table = self._table("addresses", tuple(rows), torch.int64, device)
+        numbers = tuple((*p.numbers, float(p.lr_at), 0.0, 0.0) for p in parts)
+        given = self._table("numbers", numbers, torch.float64, device)
+        derived = torch.empty(len(parts), 4, device=device)
+        num_programs = max(1, min(num_tiles, PROGRAMS_PER_SM * num_multiprocessors(device)))
+        depth = max(1, (len(parts) - 1).bit_length())
+        partial = torch.empty(num_programs, device=device)
+        norm = torch.empty((), device=device)
+        clips, scales, skips = extras.max_norm is not None, extras.grad_scale is not None, extras.found_inf is not None
+        kinds = {"DEPTH": depth, "BLOCK": min(BLOCK, tile), "TILE": tile}
+        grad_type = TYPES[parts[0].grad.dtype]
+        if clips:
+            norm_kernel[(num_programs,)](table, len(parts), num_tiles, partial, GT=grad_type, **kinds)
+        grad_scale = extras.grad_scale if extras.grad_scale is not None else norm
+        found_inf = extras.found_inf if extras.found_inf is not None else norm
+        prepare_kernel[(len(parts),)](
+            table, given, derived, partial, norm, grad_scale, found_inf, extras.max_norm or 0.0, num_programs,
+            CLIPS=clips, SCALES=scales, SKIPS=skips, CHUNK=1024,
+        )
+        update_kernel[(num_programs,)](
+            table, len(parts), num_tiles, given, derived, found_inf, extras.theta or 0.0,
+            WT=TYPES[parts[0].weight.dtype], GT=grad_type, MT=TYPES[parts[0].exp_avg.dtype],
+            SPAM=extras.theta is not None, SCALED=clips or scales, SKIPS=skips, **kinds,
+        )
+        return norm if clips else None
+
+    def _table(self, kind: str, rows: tuple, dtype: torch.dtype, device: torch.device) -> Tensor:
+        known = self._tables.get(kind)
+        if known is None or known[0] != rows:
+            host = torch.tensor(rows, dtype=dtype)
+            pinned = host.pin_memory() if device.type == "cuda" else host
+            self._tables[kind] = known = (rows, pinned.to(device, non_blocking=True))
+        return known[1]

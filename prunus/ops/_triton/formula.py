@@ -1,0 +1,110 @@
+"""The scores on the device: one formula a name, each tested against its definition.
+
+A formula works on registers: ``w``, ``m`` and ``v`` hold what the score reads, ``a`` and ``b`` are two
+constants. ``lower`` says what a score fills them with. ``random`` finds its noise in ``w``.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+import triton.language as tl
+
+
+@dataclass(frozen=True)
+class Formula:
+    """A name that ``evaluate`` knows, what its registers hold, and its two constants."""
+
+    name: str
+    registers: Mapping[str, str]  # "w", "m", "v" to what the score reads
+    a: float = 0.0
+    b: float = 0.0
+
+
+def lower(score: str, constants: Mapping[str, Any]) -> Formula | None:
+    """The formula of a score of the table with its options filled in, or None where there is none."""
+    eps, adam_eps = constants.get("eps"), constants.get("adam_eps", 1e-8)
+    below = adam_eps if eps is None else eps  # in denominators
+    under = eps or 0.0  # under roots
+    weight, first, second = {"w": "weight"}, {"m": "exp_avg"}, {"v": "exp_avg_sq"}
+    if score == "magnitude":
+        return Formula("magnitude", weight)
+    if score in ("bitter0", "bitter5", "bitter9"):
+        return Formula(score, weight | first | second, below, under)
+    if score == "bitter3":
+        return Formula("bitter3", weight | first, under, 1.0)
+    if score == "bitter6":
+        name, a = ("bitter6", below) if eps is None else ("bitter6_eps", eps)
+        return Formula(name, weight | first | second, a)
+    if score == "bitter7":
+        return Formula("bitter7", weight | second, under)
+    if score == "bitter8":
+        return Formula("bitter8", weight | first, under, 1 - constants.get("beta1", 0.9) ** constants["step"])
+    if score == "fisher":
+        names = {None: "fisher", 0: "magnitude", 0.25: "fisher_quarter", 0.5: "fisher_half"}
+        q, b = constants.get("q"), 1 - constants.get("beta2", 0.999) ** constants["step"]
+        return Formula(names[q], weight | (second if q != 0 else {}), 0.0, b) if q in names else None
+    if score == "wanda":
+        return Formula("wanda", weight | {"v": "input_norm"})
+    if score == "movement":
+        return Formula("itself", {"w": "movement"})
+    return Formula("random", {}) if score == "random" else None
+
+
+@triton.jit
+def evaluate(NAME: tl.constexpr, w, m, v, a, b):
+    """The score; square roots are rounded correctly, as torch's are."""
+    if NAME == "magnitude":
+        s = tl.abs(w)
+    elif NAME == "bitter0":
+        s = w * w * tl.abs(m / (tl.sqrt_rn(v) + a))
+    elif NAME == "bitter3":
+        s = tl.sqrt_rn(tl.abs(m) + a) * tl.abs(w)
+    elif NAME == "bitter5":
+        s = sign(w) * (m / (tl.sqrt_rn(v) + a)) + 0.1 * tl.abs(w)
+    elif NAME == "bitter6":
+        s = tl.sqrt_rn(tl.abs(m)) * tl.abs(w) * tl.abs(m / (tl.sqrt_rn(v) + a))
+    elif NAME == "bitter6_eps":
+        s = tl.sqrt_rn(tl.abs(m) + a) * tl.abs(w) * (tl.abs(m) / tl.sqrt_rn(v + a))
+    elif NAME == "bitter7":
+        s = tl.sqrt_rn(tl.sqrt_rn(v + a)) * tl.abs(w)
+    elif NAME == "bitter8":
+        s = tl.sqrt_rn(tl.abs(m / b) + a) * tl.abs(w)
+    elif NAME == "bitter9":
+        s = tl.sqrt_rn(tl.abs(m) + b) * tl.abs(w) + 0.1 * sign(w) * (m / (tl.sqrt_rn(v) + a))
+    elif NAME == "fisher":
+        s = v / b * (w * w)
+    elif NAME == "fisher_quarter":
+        s = tl.sqrt_rn(tl.sqrt_rn(v / b)) * tl.abs(w)
+    elif NAME == "fisher_half":
+        s = tl.sqrt_rn(v / b) * tl.abs(w)
+    elif NAME == "wanda":
+        s = tl.abs(w) * v
+    else:
+        tl.static_assert(NAME == "itself" or NAME == "random", "unknown formula")
+        s = w
+    return s + 0.0  # -0.0 becomes 0.0
+
+
+@triton.jit
+def sign(w):
+    return tl.where(w > 0, 1.0, tl.where(w < 0, -1.0, 0.0))
+
+
+@triton.jit
+def sortable(s):
+    """Signed integers in the order of the scores."""
+    word = s.to(tl.int32, bitcast=True)
+    return word ^ ((word >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def uniform(position, start):
+    """Noise in [0, 1) by hashing ``position + start``: the definition is ``prunus.score.random``."""
+    h = (position + start) * -7046029254386353131
+    h = (h ^ ((h >> 30) & ((1 << 34) - 1))) * -4658895280553007687
+    h = (h ^ ((h >> 27) & ((1 << 37) - 1))) * -7723592293110705685
+    h = h ^ ((h >> 31) & ((1 << 33) - 1))
+    noise = (((h >> 11) & ((1 << 53) - 1)).to(tl.float64) * (2.0**-53)).to(tl.float32)
+    return tl.minimum(noise, 1 - 2.0**-24)

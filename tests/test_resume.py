@@ -1,0 +1,194 @@
+"""A run that was saved, and continued elsewhere, is the unbroken run to the bit."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from toys import NAMES, adamw, adamw_prune, assert_pruned_are_zero, net, through_a_file, train
+
+from prunus import Constant, Pruner, Ramp, Spam
+
+LAST = 18
+RUNS = {
+    "adamw": (adamw, "bitter7"),
+    "fused": (lambda m: adamw(m, fused=True), "bitter8"),
+    "amsgrad": (lambda m: adamw(m, amsgrad=True), "magnitude"),
+    "sgd": (lambda m: torch.optim.SGD(m.parameters(), 0.05), "magnitude"),
+    "sgd momentum": (lambda m: torch.optim.SGD(m.parameters(), 0.05, momentum=0.9), "random"),
+    "movement": (adamw, "movement"),
+    "wanda": (adamw, "wanda"),
+    "adamw prune": (lambda m: adamw_prune(m, max_norm=0.5), "bitter7"),
+    "adamw prune movement": (adamw_prune, "movement"),
+    "spam": (lambda m: adamw_prune(m, spam=Spam(theta=20.0, every=5, warmup=3, hold=2)), "bitter7"),
+}
+
+
+class Run:
+    """A model, its optimizer and its pruner, and everything a checkpoint holds of them."""
+
+    def __init__(self, name, seed=0, dtype=torch.float32, pruner=True):
+        make, score = RUNS[name]
+        self.model = net(seed, dtype)
+        self.optimizer = make(self.model)
+        schedule = Ramp(0.7, 2, 14)
+        self.pruner = Pruner(self.model, self.optimizer, score=score, schedule=schedule, every=4) if pruner else None
+
+    def train(self, steps):
+        train(self.model, self.optimizer, steps)
+        return self
+
+    def save(self):
+        parts = {"model": self.model, "optimizer": self.optimizer, "pruner": self.pruner}
+        return through_a_file({name: part.state_dict() for name, part in parts.items()})
+
+    def load(self, saved, order=("model", "optimizer", "pruner")):
+        for part in order:
+            getattr(self, part).load_state_dict(saved[part])
+        return self
+
+
+def assert_alike(first, second):
+    """Weights, masks, optimizer state and digest are equal to the bit."""
+    assert first.pruner.step == second.pruner.step
+    assert first.pruner.digest() == second.pruner.digest()
+    assert_equal(first.save(), second.save())
+
+
+def assert_equal(first, second):
+    if isinstance(first, dict):
+        assert set(first) == set(second)
+        for key in first:
+            assert_equal(first[key], second[key])
+    elif isinstance(first, list | tuple):
+        assert len(first) == len(second)
+        for a, b in zip(first, second, strict=True):
+            assert_equal(a, b)
+    elif isinstance(first, torch.Tensor):
+        assert first.dtype == second.dtype and torch.equal(first, second)
+    else:
+        assert first == second
+
+
+@pytest.fixture(scope="module")
+def unbroken():
+    return {name: Run(name).train(range(LAST)) for name in RUNS}
+
+
+@pytest.mark.parametrize("stop", [0, 1, 2, 3, 6, 7, 10, 12, 14, 16])
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_resumed_at_any_step_ends_as_the_unbroken_one(name, stop, unbroken):
+    saved = Run(name).train(range(stop)).save()
+    assert_alike(Run(name, seed=9).load(saved).train(range(stop, LAST)), unbroken[name])
+
+
+@pytest.mark.parametrize("stop", [0, 1, 7, 12])
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_rewound_in_place_ends_as_the_unbroken_one(name, stop, unbroken):
+    run = Run(name).train(range(stop))
+    saved = run.save()
+    run.train(range(100, 116))
+    assert_alike(run.load(saved).train(range(stop, LAST)), unbroken[name])
+
+
+@pytest.mark.parametrize("order", itertools.permutations(["model", "optimizer", "pruner"]), ids="-".join)
+@pytest.mark.parametrize("name", ["adamw", "sgd", "movement", "adamw prune", "spam"])
+def test_the_order_of_loading_does_not_matter(name, order, unbroken):
+    saved = Run(name).train(range(9)).save()
+    assert_alike(Run(name, seed=9).load(saved, order).train(range(9, LAST)), unbroken[name])
+
+
+@pytest.mark.parametrize("name", ["adamw", "spam", "movement"])
+def test_a_run_saved_and_resumed_at_every_step_ends_as_the_unbroken_one(name, unbroken):
+    run = Run(name)
+    for step in range(LAST):
+        run = Run(name, seed=step).load(run.save()).train([step])
+    assert_alike(run, unbroken[name])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["adamw", "fused", "sgd", "sgd momentum", "adamw prune"])
+def test_masks_come_along_with_the_optimizers_state_alone(name, dtype):
+    first = Run(name, dtype=dtype).train(range(12))
+    saved = first.save()
+    second = Run(name, seed=9, dtype=dtype).load(saved, ["model", "optimizer"])
+    assert second.pruner.digest() == first.pruner.digest()
+    second.train(range(12, 14))
+    assert_pruned_are_zero(second.pruner)
+
+    later = Run(name, seed=9, dtype=dtype, pruner=False).load(saved, ["model", "optimizer"])
+    pruner = Pruner(later.model, later.optimizer, score="magnitude", schedule=Constant(0.1))
+    assert pruner.digest() == first.pruner.digest()
+    later.train(range(12, 14))
+    assert_pruned_are_zero(pruner)
+
+
+def test_bfloat16_runs_resume_to_the_bit():
+    whole = Run("adamw", dtype=torch.bfloat16).train(range(LAST))
+    saved = Run("adamw", dtype=torch.bfloat16).train(range(9)).save()
+    assert_alike(Run("adamw", seed=9, dtype=torch.bfloat16).load(saved).train(range(9, LAST)), whole)
+
+
+@pytest.mark.parametrize("name", ["adamw", "movement", "adamw prune"])
+def test_a_state_is_a_copy_of_plain_tensors_and_numbers(name):
+    run = Run(name).train(range(8))
+    state, before = run.pruner.state_dict(), copy.deepcopy(run.pruner.state_dict())
+    run.train(range(8, 16))
+    assert_equal(state, before)
+    assert all(packed.dtype == torch.uint8 for packed in state["masks"].values())
+
+
+def changed(state, **parts):
+    return copy.deepcopy(state) | parts
+
+
+def with_mask(state, name, value):
+    return changed(state, masks=state["masks"] | {name: value})
+
+
+WRONG = {
+    "nothing": lambda s: {},
+    "a model's state": lambda s: net().state_dict(),
+    "no step": lambda s: {key: value for key, value in s.items() if key != "step"},
+    "a mask of no weight": lambda s: with_mask(s, "typo.weight", torch.zeros(4, dtype=torch.uint8)),
+    "a mask of another size": lambda s: with_mask(s, "out.weight", torch.zeros(3, dtype=torch.uint8)),
+    "a mask that is none": lambda s: with_mask(s, "out.weight", None),
+    "a movement of another shape": lambda s: changed(s, movement=s["movement"] | {"out.weight": torch.zeros(3, 3)}),
+    "a movement that is missing": lambda s: changed(s, movement={"out.weight": torch.zeros(4, 13)}),
+    "a step that is none": lambda s: changed(s, step="seven"),
+    "masks that are none": lambda s: changed(s, masks=None),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_state_is_refused_in_one_line_and_changes_nothing(wrong):
+    run = Run("movement").train(range(8))
+    other = Run("movement", seed=5).train(range(11))
+    before = run.save()
+    with pytest.raises(ValueError, match=r"^[^\n]+$"):
+        run.pruner.load_state_dict(WRONG[wrong](other.pruner.state_dict()))
+    assert_equal(run.save(), before)
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [("movement", "adamw"), ("adamw", "movement")])
+def test_a_state_of_another_score_is_refused_where_sums_are_missing(saved, loaded):
+    state, run = Run(saved).train(range(8)).pruner.state_dict(), Run(loaded)
+    with pytest.raises(ValueError, match="movement"):
+        run.pruner.load_state_dict(state)
+    assert run.pruner.step == 0 and all(mask.all() for mask in run.pruner.masks.values())
+
+
+def test_an_optimizer_state_with_masks_of_another_model_is_refused():
+    run = Run("adamw")
+    saved = Run("adamw").train(range(8)).save()["optimizer"]
+    saved["state"][0]["mask"] = torch.zeros(99)
+    with pytest.raises(ValueError, match=r"conv\.weight"):
+        run.optimizer.load_state_dict(saved)
+
+
+def test_loading_zeroes_what_its_masks_prune():
+    state = Run("adamw").train(range(12)).pruner.state_dict()
+    run = Run("adamw", seed=9).train(range(3))
+    run.pruner.load_state_dict(state)
+    assert_pruned_are_zero(run.pruner)
+    assert list(run.pruner.masks) == NAMES

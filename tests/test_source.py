@@ -1,0 +1,102 @@
+"""Scores of one weight are the same however they are asked for: in pieces, at positions, by rows."""
+
+import pytest
+import torch
+
+from prunus.ops.source import Lazy, alike, stored
+from prunus.score import random
+
+SHAPES = [(1,), (130,), (7, 19), (3, 5, 11), (4, 3, 3, 5)]
+STRIDES = {
+    "contiguous": lambda x: x,
+    "transposed": lambda x: x.transpose(0, -1).contiguous().transpose(0, -1),
+    "sliced": lambda x: torch.cat([x, x], -1)[..., : x.shape[-1]],
+}
+
+
+def by_pieces(source, size=None):
+    parts = list(source.pieces(size) if size else source.pieces())
+    assert [start for start, _ in parts] == list(range(0, source.numel, size or 64))
+    return torch.cat([scores for _, scores in parts]).view(source.shape)
+
+
+@pytest.mark.parametrize("strided", STRIDES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_pieces_and_positions_agree_with_the_whole(shape, strided, small_pieces):
+    weight, moment = STRIDES[strided](torch.randn(shape)), torch.rand(shape)
+    source = Lazy("a", weight, lambda weight, moment: weight * moment, {"weight": weight, "moment": moment})
+    assert torch.equal(by_pieces(source), weight * moment)
+    assert torch.equal(by_pieces(source, 8), weight * moment)
+    positions = torch.randperm(weight.numel())
+    assert torch.equal(source.at(positions), (weight * moment).reshape(-1)[positions])
+
+
+@pytest.mark.parametrize("norm_shape", [(5,), (11, 1, 5), (6, 1, 5), (1, 1, 1), (6, 11, 1)], ids=str)
+def test_what_is_read_is_broadcast_to_the_weight(norm_shape, small_pieces):
+    weight = torch.randn(6, 11, 5)
+    norm = torch.rand(norm_shape) if norm_shape != (11, 1, 5) else torch.rand(11, 5)
+    source = Lazy("a", weight, lambda weight, norm: weight * norm, {"weight": weight, "norm": norm})
+    positions = torch.randint(0, weight.numel(), (99,))
+    assert torch.equal(by_pieces(source), weight * norm)
+    assert torch.equal(source.at(positions), (weight * norm).reshape(-1)[positions])
+    assert torch.equal(torch.cat([scores for _, scores in source.rows()]), (weight * norm).flatten(1))
+
+
+def test_positions_are_those_in_the_flattened_weight(small_pieces):
+    source = Lazy("a", torch.empty(9, 20), random, {}, {"name": "a", "seed": 1}, takes_position=True)
+    whole = random(torch.arange(180), name="a", seed=1)
+    assert torch.equal(by_pieces(source).view(-1), whole)
+    assert torch.equal(source.at(torch.tensor([3, 179, 0])), whole[[3, 179, 0]])
+    assert torch.equal(torch.cat([scores for _, scores in source.rows()]).view(-1), whole)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "expected"),
+    [
+        ((0,), lambda w: w.flatten(1)),
+        ((1,), lambda w: w.transpose(0, 1).flatten(1)),
+        ((0, 1), lambda w: w.flatten(0, 1)),
+        ((), lambda w: w.reshape(1, -1)),
+    ],
+    ids=str,
+)
+def test_rows_are_the_inputs_of_each_output(outputs, expected, small_pieces):
+    weight = torch.randn(12, 8, 5)
+    source = Lazy("a", weight, lambda weight: weight, {"weight": weight}, outputs=outputs)
+    parts = list(source.rows())
+    assert torch.equal(torch.cat([scores for _, scores in parts]), expected(weight))
+    assert parts[0][0].start == 0 and all(a.stop == b.start for (a, _), (b, _) in zip(parts, parts[1:], strict=False))
+
+
+def test_what_is_read_is_cast_and_scaled_before_it_is_scored():
+    weight = torch.randn(5, 4).bfloat16()
+    source = Lazy("a", weight, lambda weight: weight, {"weight": weight}, scales={"weight": 0.3})
+    assert torch.equal(by_pieces(source, 64), weight.float() * 0.3)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "compared"),
+    [
+        (torch.float16, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+        (torch.int64, torch.int64),
+        (torch.int32, torch.int64),
+        (torch.bool, torch.int64),
+        (torch.uint8, torch.int64),
+    ],
+    ids=str,
+)
+def test_stored_scores_are_compared_without_loss(dtype, compared):
+    scores = torch.randint(0, 2, (6,)).to(dtype)
+    source = stored("a", scores)
+    assert source.compared == compared
+    assert torch.equal(by_pieces(source, 64), scores.to(compared))
+
+
+def test_scores_of_different_kinds_are_compared_as_float64():
+    mixed = alike([stored("a", torch.ones(2)), stored("b", torch.ones(2).long())])
+    assert {source.compared for source in mixed} == {torch.float64}
+    alone = [stored("a", torch.ones(2).half()), stored("b", torch.ones(2).bfloat16())]
+    assert alike(alone) == alone

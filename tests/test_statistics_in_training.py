@@ -1,0 +1,212 @@
+"""Movement sums and input norms are gathered while training, at the right steps, and leave no hooks behind."""
+
+import copy
+import io
+
+import pytest
+import torch
+from reference import keep_largest, same
+from torch import nn
+from toys import NAMES, NUM_WEIGHTS, adamw, adamw_prune, assert_pruned_are_zero, backward, net, num_pruned, train
+
+from prunus import OneShot, Pruner, Ramp, Spam
+
+
+def parameters_of(model):
+    return {name: dict(model.named_parameters())[name] for name in NAMES}
+
+
+def sums_of(pruner):
+    return pruner.state_dict()["movement"]
+
+
+def assert_close(first, second):
+    assert list(first) == list(second)
+    assert all(torch.allclose(first[name], second[name], rtol=1e-4, atol=1e-9) for name in first)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        adamw,
+        lambda m: adamw(m, fused=True),
+        adamw_prune,
+        lambda m: adamw_prune(m, spam=Spam(every=4, warmup=3, hold=1)),
+        lambda m: torch.optim.SGD(m.parameters(), 0.05, momentum=0.9),
+    ],
+    ids=["adamw", "fused", "adamw prune", "spam", "sgd"],
+)
+def test_movement_is_the_sum_of_minus_rate_gradient_weight(make):
+    model = net()
+    optimizer = make(model)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    pruner = Pruner(model, optimizer, score="movement", schedule=OneShot(0.6, at=8))
+    sums = {name: torch.zeros_like(p) for name, p in parameters_of(model).items()}
+    for step in range(8):
+        optimizer.zero_grad()
+        backward(model, step)
+        rate = optimizer.param_groups[0]["lr"] * getattr(optimizer, "lr_scale", 1.0)
+        for name, p in parameters_of(model).items():
+            sums[name] -= rate * p.grad * p.detach()
+        optimizer.step()
+        scheduler.step()
+    assert_close(sums_of(pruner), sums)
+    assert same(dict(pruner.masks), keep_largest(sums_of(pruner), round(0.6 * NUM_WEIGHTS)))
+    train(model, optimizer, range(8, 12))
+    assert_pruned_are_zero(pruner)
+
+
+def movement_after(make, step_with, steps=5):
+    model = net()
+    optimizer = make(model)
+    pruner = Pruner(model, optimizer, score="movement", schedule=OneShot(0.5, at=100))
+    for step in range(steps):
+        step_with(model, optimizer, step)
+    return sums_of(pruner)
+
+
+def plainly(model, optimizer, step):
+    optimizer.zero_grad()
+    backward(model, step)
+    optimizer.step()
+
+
+def with_a_closure(model, optimizer, step):
+    def closure():
+        optimizer.zero_grad()
+        backward(model, step)
+        return torch.zeros(())
+
+    optimizer.step(closure)
+
+
+@pytest.mark.parametrize("make", [adamw, adamw_prune])
+def test_movement_is_the_same_where_a_closure_computes_the_gradient(make):
+    assert_close(movement_after(make, with_a_closure), movement_after(make, plainly))
+
+
+def test_movement_sees_the_gradient_that_is_clipped_inside_the_step():
+    def clipping(model, optimizer, step):
+        optimizer.zero_grad()
+        backward(model, step)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+
+    inside = movement_after(lambda m: adamw_prune(m, max_norm=0.01), plainly)
+    assert_close(inside, movement_after(adamw_prune, clipping))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_movement_is_free_of_a_scalers_factor_and_of_skipped_steps(fused):
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+
+    def scaled(model, optimizer, step):
+        for broken in (True, False):
+            optimizer.zero_grad()
+            backward(model, step, scaler)
+            if broken and step == 2:
+                model.hidden.weight.grad[0, 0] = float("inf")
+            if not broken or step == 2:
+                scaler.step(optimizer)
+                scaler.update()
+
+    def make(model):
+        return adamw(model, fused=fused)
+
+    assert_close(movement_after(make, scaled), movement_after(make, plainly))
+
+
+def num_hooks(model):
+    return sum(len(module._forward_pre_hooks) for module in model.modules())
+
+
+@pytest.mark.parametrize("make", [adamw, adamw_prune])
+def test_wanda_reads_the_inputs_of_the_steps_own_forward_passes(make):
+    model, seen = net(), {}
+    optimizer = make(model)
+    optimizer.register_step_post_hook(
+        lambda *_: seen.update({n: p.detach().abs() for n, p in parameters_of(model).items()})
+    )
+    pruner = Pruner(model, optimizer, score="wanda", schedule=OneShot(0.6, at=3))
+    train(model, optimizer, range(2))
+    squares, handles = torch.zeros(75), []
+    handles.append(model.hidden.register_forward_pre_hook(lambda _, x: squares.add_(x[0].detach().square().sum(0))))
+    optimizer.zero_grad()
+    backward(model, 2)
+    backward(model, 3)  # two forward passes add up
+    collected = pruner._inputs.norms()
+    optimizer.step()
+    assert torch.allclose(collected["hidden.weight"], squares.sqrt(), rtol=1e-5)
+    scores = {name: weight * collected[name] for name, weight in seen.items()}
+    assert same(dict(pruner.masks), keep_largest(scores, round(0.6 * NUM_WEIGHTS)))
+    assert_pruned_are_zero(pruner)
+
+
+def test_inputs_are_collected_in_the_steps_before_events_alone():
+    model = net()
+    pruner = Pruner(model, adamw(model), score="wanda", schedule=Ramp(0.6, 2, 8), every=3)
+    listening = []
+    for step in range(12):
+        listening.append(num_hooks(model))
+        train(model, pruner.optimizer, [step])
+    listened = {step for step, hooks in enumerate(listening, start=1) if hooks}
+    assert {5, 8} <= listened <= {2, 5, 8}  # at step 2 the sparsity is still zero
+    assert set(listening) == {0, len(NAMES)} and num_hooks(model) == 0
+    assert num_pruned(pruner) == round(0.6 * NUM_WEIGHTS)
+
+
+def test_removing_and_resuming_leave_no_hook_behind():
+    model = net()
+    pruner = Pruner(model, adamw(model), score="wanda", schedule=OneShot(0.5, at=1))
+    pruner.load_state_dict(pruner.state_dict())
+    assert num_hooks(model) == len(NAMES)
+    pruner.remove()
+    assert num_hooks(model) == 0
+
+    other = net()
+    first = Pruner(other, adamw(other), score="wanda", schedule=OneShot(0.5, at=1))
+    train(other, first.optimizer, range(3))
+    late = net()
+    second = Pruner(late, adamw(late), score="wanda", schedule=OneShot(0.5, at=1))
+    second.load_state_dict(first.state_dict())
+    assert num_hooks(late) == 0  # its only event has been
+
+
+def test_an_event_that_waits_for_moments_does_not_listen_twice():
+    model = net()
+
+    def mine(weight, exp_avg_sq, input_norm):
+        return weight.abs() * exp_avg_sq.sqrt() * input_norm
+
+    optimizer = adamw_prune(model, spam=Spam(every=5, warmup=2, hold=3))
+    pruner = Pruner(model, optimizer, score=mine, schedule=OneShot(0.5, at=5))
+    for step in range(9):
+        assert num_hooks(model) <= len(NAMES)
+        train(model, optimizer, [step])
+    assert num_pruned(pruner) == round(0.5 * NUM_WEIGHTS) and num_hooks(model) == 0
+
+
+def test_a_copy_of_the_model_adds_nothing_to_the_norms():
+    model = net()
+    pruner = Pruner(model, adamw(model), score="wanda", schedule=OneShot(0.5, at=1))
+    backward(model, 0)
+    before = pruner._inputs.norms()
+    backward(copy.deepcopy(model), 1)
+    after = pruner._inputs.norms()
+    assert all(torch.equal(before[name], after[name]) for name in NAMES)
+
+
+def test_a_model_can_be_saved_whole_while_its_inputs_are_collected():
+    model = net()
+    Pruner(model, adamw(model), score="wanda", schedule=OneShot(0.5, at=1))
+    torch.save(model, io.BytesIO())
+
+
+def test_a_module_that_was_not_called_is_named():
+    model = net()
+    optimizer = adamw(model)
+    Pruner(model, optimizer, score="wanda", schedule=OneShot(0.5, at=1))
+    model.out(torch.randn(2, 13)).sum().backward()
+    with pytest.raises(ValueError, match=r"conv\.weight") as error:
+        optimizer.step()
+    assert "\n" not in str(error.value)
