@@ -121,6 +121,11 @@ class Score:
     reads: tuple[str, ...]
     settings: tuple[str, ...] = ()
 
+    @property
+    def formula(self) -> str | None:
+        """The name by which kernels know it; None for a function of somebody else's."""
+        return self.of.__name__ if self.of.__module__ == __name__ else None
+
 
 _ALL = ("weight", "exp_avg", "exp_avg_sq")
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import product
 from typing import Any
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 from torch import Tensor, nn
@@ -77,11 +78,12 @@ def sources(
                 weight.parameter.detach(),
                 score.of,
                 reads,
-                constants,
-                scales,
-                "position" in score.reads,
-                dtype,
-                weight.outputs,
+                constants=constants,
+                scales=scales,
+                takes_position="position" in score.reads,
+                dtype=dtype,
+                formula=score.formula,
+                outputs=weight.outputs,
             )
         )
     return found
@@ -162,17 +164,19 @@ class InputNorms(AbstractContextManager["InputNorms"]):
         """Begin anew."""
         self.__exit__()
         self._squares.clear()
-        names: dict[nn.Module, list[str]] = {}
+        names = WeakKeyDictionary[nn.Module, list[str]]()
         for weight in self.weights:
             names.setdefault(weight.module, []).append(weight.name)
+        sums = self._squares
 
         @torch.no_grad()
         def add(module: nn.Module, inputs: tuple[Any, ...]) -> None:
             for name in names.get(module, ()) if module.training else ():
                 squares = input_squares(module, inputs[0].detach())
-                self._squares[name] = self._squares[name] + squares if name in self._squares else squares
+                sums[name] = sums[name] + squares if name in sums else squares
 
         self._handle = register_module_forward_pre_hook(add)
+        finalize(self, self._handle.remove)  # the hook is global: it must not outlive what it collects for
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -107,6 +107,8 @@ class Pruner:
         """One event: find the masks anew at the schedule's sparsity for this step, and apply them."""
         self._due = False
         sparsity = self.schedule(self.step) if self.schedule else 0.0
+        if self._inputs:
+            self._inputs.__exit__()
         if sparsity == 0:
             return
         started = time.perf_counter()
@@ -117,8 +119,6 @@ class Pruner:
         weights = self._eligible.weights
         scores = sources(weights, self.optimizer, self.score, self.score_options, dtype=self.score_dtype, more=more)
         newly_pruned = self._hold(self.select.packed(scores, sparsity, self._bits))
-        if self._inputs:
-            self._inputs.__exit__()
         if self.on_event:
             self.on_event(Event(self.step, sparsity, time.perf_counter() - started, newly_pruned))
 
@@ -211,8 +211,10 @@ class Pruner:
 
     def _collect_inputs(self) -> None:
         """Listen to the modules' inputs during the step that an event follows."""
-        if self._inputs and self.schedule and (self._due or self.schedule.is_event(self.step + 1, self.every)):
-            self._inputs.__enter__()
+        if self._inputs:
+            self._inputs.__exit__()
+            if self.schedule and (self._due or self.schedule.is_event(self.step + 1, self.every)):
+                self._inputs.__enter__()
 
     def _adopt(self, masks: Mapping[str, Tensor] | Literal["zeros"] | None) -> None:
         """Begin with the masks given, with the zeros there are, or with those in the optimizer's state."""

@@ -18,6 +18,7 @@ CORE = {
     "score": {"ops"},
     "mask": {"ops", "shard"},
     "cut": {"ops", "shard"},
+    "gradients": {"ops", "optim"},
     "select": {"ops", "allocate", "cut", "mask", "shard"},
     "stats": {"ops", "eligible", "score", "shard"},
     "summary": {"eligible"},

@@ -1,23 +1,15 @@
 """Every selector drops exactly what it promises, and keeps nothing smaller than what it drops."""
 
+import math
 from itertools import pairwise
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from reference import (
-    DRAWS,
-    draw,
-    is_subset,
-    keep_largest,
-    keep_largest_of_runs,
-    num_dropped,
-    same,
-    some_dead,
-)
+from reference import DRAWS, draw, is_subset, keep_largest, keep_largest_of_runs, num_dropped, same, some_dead
 
-from prunus import Global, NofM, PerLayer, PerRow
+from prunus import Global, NofM, PerLayer, PerRow, cut
 from prunus.allocate import allocate
 from prunus.ops.source import Lazy
 from prunus.score import bitter7, random
@@ -146,6 +138,15 @@ def test_negative_scores_do_not_revive_the_dead(selector):
     assert is_subset(selector(scores, 0.5, within), within)
 
 
+@pytest.mark.parametrize("how", ["depth", "erk", {"*": 0.4}], ids=str)
+def test_layers_lose_the_total_in_all_whatever_each_has_lost_before(how):
+    scores = draw("normal", (20, 30), (40, 25), (7, 5))
+    within = {"layer0": torch.rand(20, 30) < 0.1, "layer2": torch.zeros(7, 5, dtype=torch.bool)}
+    masks = PerLayer(how)(scores, 0.5, within)
+    assert num_dropped(masks) == round(0.5 * num_weights(scores))
+    assert is_subset({name: masks[name] for name in within}, within)
+
+
 def test_a_mask_within_may_leave_tensors_out():
     scores = draw("normal", (6, 4), (5, 5))
     within = {"layer1": torch.rand(5, 5) < 0.5}
@@ -170,7 +171,10 @@ def test_negative_zero_equals_zero():
         assert selector(scores, 0.5)["a"].tolist() == [False, False, True, True]
 
 
-def test_tensors_of_different_dtypes_share_one_threshold():
+@pytest.mark.parametrize("counted", [False, True], ids=["sorted", "counted"])
+def test_tensors_of_different_dtypes_share_one_threshold(counted, monkeypatch):
+    if counted:
+        monkeypatch.setattr(cut, "bracket", lambda *_: (-math.inf, math.inf, 0))
     scores = {
         "a": torch.randn(9, 5).bfloat16(),
         "b": torch.randn(30, dtype=torch.float64),

@@ -1,5 +1,7 @@
 """Scores of one weight are the same however they are asked for: in pieces, at positions, by rows."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -58,14 +60,14 @@ def test_positions_are_those_in_the_flattened_weight(small_pieces):
         ((0, 1), lambda w: w.flatten(0, 1)),
         ((), lambda w: w.reshape(1, -1)),
     ],
-    ids=str,
+    ids=["first", "second", "both", "none"],
 )
 def test_rows_are_the_inputs_of_each_output(outputs, expected, small_pieces):
     weight = torch.randn(12, 8, 5)
     source = Lazy("a", weight, lambda weight: weight, {"weight": weight}, outputs=outputs)
     parts = list(source.rows())
     assert torch.equal(torch.cat([scores for _, scores in parts]), expected(weight))
-    assert parts[0][0].start == 0 and all(a.stop == b.start for (a, _), (b, _) in zip(parts, parts[1:], strict=False))
+    assert parts[0][0].start == 0 and all(a.stop == b.start for (a, _), (b, _) in pairwise(parts))
 
 
 def test_what_is_read_is_cast_and_scaled_before_it_is_scored():

@@ -108,7 +108,6 @@ def test_collecting_stops_with_the_context_and_begins_anew_with_the_next():
             layer(x)
         layer(x * 100)
         assert torch.allclose(inputs.norms()["0.weight"], x.norm(dim=0))
-    assert not layer._forward_pre_hooks
 
 
 def test_opening_twice_counts_once_and_closes_for_good():
@@ -118,8 +117,8 @@ def test_opening_twice_counts_once_and_closes_for_good():
     inputs.__enter__()
     layer(x)
     inputs.__exit__(None, None, None)
+    layer(x)
     assert torch.allclose(inputs.norms()["0.weight"], x.norm(dim=0))
-    assert not layer._forward_pre_hooks
 
 
 @pytest.fixture

@@ -8,18 +8,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .plan import PROGRAMS_PER_SM, TILE, TYPES, is_live, locate, num_multiprocessors
+from .plan import PROGRAMS_PER_SM, TILE, TYPES, alignment, is_live, load, locate, num_multiprocessors, typed
 
 BLOCK = 1024
-COLUMNS = 8
-W, G, M, V, MASK, NUMEL, STEP, FIRST = (tl.constexpr(i) for i in range(COLUMNS))
+W, G, M, V, MASK, NUMEL, STEP, FIRST = (tl.constexpr(i) for i in range(8))
 LR, BETA1, BETA2, EPS, DECAY, LR_AT = (tl.constexpr(i) for i in range(6))
-NUMBERS = tl.constexpr(8)  # of each tensor, float64: given LR .. LR_AT, derived SHRINK, SIZE
 SHRINK, SIZE, SCALE = (tl.constexpr(i) for i in range(3))
 
 
 @triton.jit
-def norm_kernel(table, num_tensors, num_tiles, partial, GT: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
+def norm_kernel(
+    table,
+    num_tensors,
+    num_tiles,
+    partial,
+    GT: tl.constexpr,
+    DEPTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+):
     """Sum of squares of the kept gradients, one partial sum a program."""
     total = tl.zeros((BLOCK,), tl.float32)
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
@@ -35,8 +42,19 @@ def norm_kernel(table, num_tensors, num_tiles, partial, GT: tl.constexpr, DEPTH:
 
 @triton.jit
 def prepare_kernel(
-    table, given, derived, partial, norm, grad_scale, found_inf, max_norm, num_partial,
-    CLIPS: tl.constexpr, SCALES: tl.constexpr, SKIPS: tl.constexpr, CHUNK: tl.constexpr,
+    table,
+    given,
+    derived,
+    partial,
+    norm,
+    grad_scale,
+    found_inf,
+    max_norm,
+    num_partial,
+    CLIPS: tl.constexpr,
+    SCALES: tl.constexpr,
+    SKIPS: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
     """Advance a tensor's step and derive its numbers: 1 - lr decay, lr / (1 - beta1^t), sqrt(1 - beta2^t), factor on g."""
     tensor = tl.program_id(0)
@@ -72,11 +90,45 @@ def prepare_kernel(
 
 
 @triton.jit
+def update_block(
+    w_at, g_at, m_at, v_at, mask_at, out, start, left, keep1, beta2, keep2, eps, shrink, size, scale, theta,
+    FULL: tl.constexpr, SPAM: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One block of a tile; what the pointers and numbers are is said in ``update_kernel``."""
+    lane = start + tl.arange(0, BLOCK)
+    valid = lane < left
+    g, m = load(g_at + lane, valid, FULL), load(m_at + lane, valid, FULL)
+    v, w = load(v_at + lane, valid, FULL), load(w_at + lane, valid, FULL)
+    if mask_at.to(tl.int64) != 0:
+        bits = tl.load(
+            mask_at + start // 8 + tl.arange(0, BLOCK // 8), mask=(start + tl.arange(0, BLOCK // 8) * 8) < left, other=0
+        )
+        kept = (bits.to(tl.int32)[:, None] >> tl.arange(0, 8)[None, :]) & 1
+        g = tl.where(tl.reshape(kept, (BLOCK,)) != 0, g, 0.0)
+    if SCALED:
+        g = g * tl.load(out + 3)
+    if SPAM:
+        limit = tl.sqrt_rn(v * theta)
+        g = tl.where((tl.abs(g) > limit) & (v > 0), tl.where(g > 0, limit, -limit), g)
+    m = m + keep1 * (g - m)
+    v = v * beta2 + keep2 * g * g
+    w = w * shrink - size * (m / (tl.sqrt_rn(v) / scale + eps))
+    if FULL:
+        tl.store(m_at + lane, m.to(m_at.dtype.element_ty))
+        tl.store(v_at + lane, v.to(v_at.dtype.element_ty))
+        tl.store(w_at + lane, w.to(w_at.dtype.element_ty))
+    else:
+        tl.store(m_at + lane, m.to(m_at.dtype.element_ty), mask=valid)
+        tl.store(v_at + lane, v.to(v_at.dtype.element_ty), mask=valid)
+        tl.store(w_at + lane, w.to(w_at.dtype.element_ty), mask=valid)
+
+
+@triton.jit
 def update_kernel(
     table, num_tensors, num_tiles, given, derived, found_inf, theta,
-    WT: tl.constexpr, GT: tl.constexpr, MT: tl.constexpr, SPAM: tl.constexpr, SCALED: tl.constexpr,
-    SKIPS: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
-):
+    WT: tl.constexpr, GT: tl.constexpr, MT: tl.constexpr, ALIGN: tl.constexpr, SPAM: tl.constexpr,
+    SCALED: tl.constexpr, SKIPS: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """``w <- shrink w - size m / (sqrt(v) / scale + eps)`` with the gradient of pruned elements zero."""
     last = num_tiles
     if SKIPS:
@@ -84,33 +136,27 @@ def update_kernel(
     for tile in range(tl.program_id(0), last, tl.num_programs(0)):
         tensor = locate(table, num_tensors, tile, DEPTH)
         row, numbers, out = table + tensor * 8, given + tensor * 8, derived + tensor * 4
-        first, numel, mask = (tile - tl.load(row + FIRST)) * TILE, tl.load(row + NUMEL), tl.load(row + MASK)
-        w_at, g_at = tl.load(row + W).to(tl.pointer_type(WT)), tl.load(row + G).to(tl.pointer_type(GT))
-        m_at, v_at = tl.load(row + M).to(tl.pointer_type(MT)), tl.load(row + V).to(tl.pointer_type(MT))
+        first = (tile - tl.load(row + FIRST)) * TILE
+        left, mask = tl.load(row + NUMEL) - first, tl.load(row + MASK)
+        w_at, g_at = typed(tl.load(row + W), WT, ALIGN) + first, typed(tl.load(row + G), GT, ALIGN) + first
+        m_at, v_at = typed(tl.load(row + M), MT, ALIGN) + first, typed(tl.load(row + V), MT, ALIGN) + first
+        mask_at = tl.where(mask != 0, mask + first // 8, 0).to(tl.pointer_type(tl.uint8))
         beta1, beta2 = tl.load(numbers + BETA1), tl.load(numbers + BETA2)
         keep1, keep2 = (1 - beta1).to(tl.float32), (1 - beta2).to(tl.float32)
         beta2, eps = beta2.to(tl.float32), tl.load(numbers + EPS).to(tl.float32)
         shrink, size, scale = tl.load(out + SHRINK), tl.load(out + SIZE), tl.load(out + SCALE)
-        for start in range(0, TILE, BLOCK):
-            at = first + start + tl.arange(0, BLOCK)
-            valid = at < numel
-            live = is_live(mask, at, valid)
-            g = tl.load(g_at + at, mask=valid, other=0.0).to(tl.float32)
-            m = tl.load(m_at + at, mask=valid, other=0.0).to(tl.float32)
-            v = tl.load(v_at + at, mask=valid, other=0.0).to(tl.float32)
-            w = tl.load(w_at + at, mask=valid, other=0.0).to(tl.float32)
-            g = tl.where(live, g, 0.0)
-            if SCALED:
-                g = g * tl.load(out + 3)
-            if SPAM:
-                limit = tl.sqrt_rn(v * theta)
-                g = tl.where((tl.abs(g) > limit) & (v > 0), tl.where(g > 0, limit, -limit), g)
-            m = m + keep1 * (g - m)
-            v = v * beta2 + keep2 * g * g
-            w = w * shrink - size * (m / (tl.sqrt_rn(v) / scale + eps))
-            tl.store(m_at + at, m.to(MT), mask=valid)
-            tl.store(v_at + at, v.to(MT), mask=valid)
-            tl.store(w_at + at, w.to(WT), mask=valid)
+        if left >= TILE:
+            for start in range(0, TILE, BLOCK):
+                update_block(
+                    w_at, g_at, m_at, v_at, mask_at, out, start, left, keep1, beta2, keep2, eps, shrink, size, scale,
+                    theta, True, SPAM, SCALED, BLOCK,
+                )  # fmt: skip
+        else:
+            for start in range(0, TILE, BLOCK):
+                update_block(
+                    w_at, g_at, m_at, v_at, mask_at, out, start, left, keep1, beta2, keep2, eps, shrink, size, scale,
+                    theta, False, SPAM, SCALED, BLOCK,
+                )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -148,7 +194,9 @@ class Step:
         device = parts[0].weight.device
         rows, num_tiles = [], 0
         for p in parts:
-            addresses = (t.data_ptr() if t is not None else 0 for t in (p.weight, p.grad, p.exp_avg, p.exp_avg_sq, p.mask))
+            addresses = (
+                t.data_ptr() if t is not None else 0 for t in (p.weight, p.grad, p.exp_avg, p.exp_avg_sq, p.mask)
+            )
             rows.append((*addresses, p.weight.numel(), p.step.data_ptr(), num_tiles))
             num_tiles += triton.cdiv(p.weight.numel(), tile)
         table = self._table("addresses", tuple(rows), torch.int64, device)
@@ -167,13 +215,36 @@ class Step:
         grad_scale = extras.grad_scale if extras.grad_scale is not None else norm
         found_inf = extras.found_inf if extras.found_inf is not None else norm
         prepare_kernel[(len(parts),)](
-            table, given, derived, partial, norm, grad_scale, found_inf, extras.max_norm or 0.0, num_programs,
-            CLIPS=clips, SCALES=scales, SKIPS=skips, CHUNK=1024,
+            table,
+            given,
+            derived,
+            partial,
+            norm,
+            grad_scale,
+            found_inf,
+            extras.max_norm or 0.0,
+            num_programs,
+            CLIPS=clips,
+            SCALES=scales,
+            SKIPS=skips,
+            CHUNK=1024,
         )
         update_kernel[(num_programs,)](
-            table, len(parts), num_tiles, given, derived, found_inf, extras.theta or 0.0,
-            WT=TYPES[parts[0].weight.dtype], GT=grad_type, MT=TYPES[parts[0].exp_avg.dtype],
-            SPAM=extras.theta is not None, SCALED=clips or scales, SKIPS=skips, **kinds,
+            table,
+            len(parts),
+            num_tiles,
+            given,
+            derived,
+            found_inf,
+            extras.theta or 0.0,
+            WT=TYPES[parts[0].weight.dtype],
+            GT=grad_type,
+            MT=TYPES[parts[0].exp_avg.dtype],
+            ALIGN=alignment(address for row in rows for address in row[:4]),
+            SPAM=extras.theta is not None,
+            SCALED=clips or scales,
+            SKIPS=skips,
+            **kinds,
         )
         return norm if clips else None
 

@@ -4,6 +4,7 @@ import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import triton
@@ -54,24 +55,24 @@ def _is_readable(source: Lazy, name: str) -> bool:
     return shape == source.shape or (name == "input_norm" and shape == source.shape[len(source.shape) - len(shape) :])
 
 
-def planned(low: Lowered, live: Mapping[str, Tensor], out: Mapping[str, Tensor], tile: int) -> Plan:
-    """The table of addresses of all sources, their live masks and the masks to write."""
+def planned(low: Lowered, live: Mapping[str, Tensor], offsets: Sequence[int], tile: int) -> Plan:
+    """The table of addresses of all sources and live masks, and of offsets of the masks to write."""
     rows, constants = [], []
-    for source, formula in zip(low.sources, low.formulas, strict=True):
+    for source, formula, offset in zip(low.sources, low.formulas, offsets, strict=True):
         reads = {register: source.reads[name] for register, name in formula.registers.items()}
         mask = live.get(source.name)
         rows.append(
-            [
+            (
                 *(reads[register].data_ptr() if register in reads else 0 for register in "wmv"),
                 0 if mask is None else mask.data_ptr(),
-                out[source.name].data_ptr() if source.name in out else 0,
+                offset,
                 source.numel,
                 _extra(source, formula),
-            ]
+            )
         )
         scales = [source.scales.get(formula.registers.get(register, ""), 1.0) for register in "mv"]
-        constants.append([formula.a, formula.b, *scales])
-    return plan(rows, constants, low.sources[0].device, tile)
+        constants.append((formula.a, formula.b, *scales))
+    return plan(tuple(rows), tuple(constants), low.sources[0].device, tile)
 
 
 def _extra(source: Lazy, formula: Formula) -> int:
@@ -82,23 +83,19 @@ def _extra(source: Lazy, formula: Formula) -> int:
     return source.reads["input_norm"].numel() if formula.name == "wanda" else 0
 
 
-def empty_masks(sources: Sequence[Lazy]) -> dict[str, Tensor]:
-    """Uninitialised packed masks, side by side in one allocation."""
-    sizes = [-(-bits.num_bytes(source.numel) // ALIGN) * ALIGN for source in sources]
-    flat = torch.empty(sum(sizes), dtype=torch.uint8, device=sources[0].device)
-    parts = zip(sources, flat.split(sizes), strict=True)
-    return {source.name: part[: bits.num_bytes(source.numel)] for source, part in parts}
-
-
 def launch_cut(low: Lowered, num_drop: int, num_live: int, live: Mapping[str, Tensor], tile: int = TILE) -> "Pending":
     """Start the cut of ``num_drop`` of ``num_live`` elements; the host does not wait."""
     device = low.sources[0].device
-    out = empty_masks(low.sources)
-    p = planned(low, live, out, tile)
+    sizes = [-(-bits.num_bytes(source.numel) // ALIGN) * ALIGN for source in low.sources]
+    offsets = [0, *accumulate(sizes)]
+    out = torch.empty(offsets[-1], dtype=torch.uint8, device=device)  # all masks side by side
+    p = planned(low, live, offsets[:-1], tile)
     lanes = max(1, min(256, tile, 1 << (SAMPLE // p.num_tiles).bit_length() - 1 if p.num_tiles <= SAMPLE else 1))
     share = num_drop / num_live
     num_sampled = p.num_tiles * lanes * num_live / sum(source.numel for source in low.sources)
-    expected = num_live * 2 * (SIGMAS * math.sqrt(share * (1 - share) / max(1.0, num_sampled)) + 1 / max(1.0, num_sampled))
+    expected = (
+        num_live * 2 * (SIGMAS * math.sqrt(share * (1 - share) / max(1.0, num_sampled)) + 1 / max(1.0, num_sampled))
+    )
     per_program = -(-min(expected, num_live) // p.num_programs)
     capacity = min(int(1.15 * per_program) + 256, -(-p.num_tiles // p.num_programs) * tile)
 
@@ -106,34 +103,76 @@ def launch_cut(low: Lowered, num_drop: int, num_live: int, live: Mapping[str, Te
     scratch = torch.empty(space, dtype=torch.int32, device=device)  # the sample, then what lies inside the bracket
     keys, places = scratch[: p.num_programs * capacity], scratch[p.num_programs * capacity :]
     bins, fine, buckets = (kernels.BINS.value, 2 * kernels.FINE.value, kernels.BUCKETS.value)
-    zeros = torch.zeros(bins + fine + buckets + p.num_programs, dtype=torch.int32, device=device)
-    histogram, fine_counts, bucket_counts, counters = zeros.split([bins, fine, buckets, p.num_programs])
-    state = torch.zeros(kernels.STATE + 4 + 2 * kernels.LIST.value, dtype=torch.int64, device=device)
-    coarse = state[kernels.STATE : kernels.STATE + 4]
-    listed_keys, listed_orders = state[kernels.STATE + 4 :].chunk(2)
+    num_listed = 2 * kernels.LIST.value
+    num_counts = bins + fine + buckets + p.num_programs
+    zeros = torch.zeros(kernels.STATE + 4 + num_listed + -(-num_counts // 2), dtype=torch.int64, device=device)
+    state, coarse, listed = zeros[: kernels.STATE], zeros[kernels.STATE :], zeros[kernels.STATE + 4 :]
+    listed_keys, listed_orders = listed, listed[kernels.LIST.value :]
+    histogram = listed[num_listed:].view(torch.int32)
+    fine_counts, bucket_counts = histogram[bins:], histogram[bins + fine :]
+    counters = bucket_counts[buckets:]
 
     read = {"NAME": low.formulas[0].name, "WT": low.types["w"], "MT": low.types["m"], "VT": low.types["v"]}
-    tensors, num = (p.table, p.constants, len(p.table), p.num_tiles), p.num_tiles * lanes
-    kernels.sample_kernel[(p.num_programs,)](
-        *tensors, scratch, histogram, state, **read, DEPTH=p.depth, LANES=lanes, TILE=tile, num_warps=max(1, min(4, lanes // 32))
+    read["ALIGN"] = p.align
+    num = p.num_tiles * lanes
+    kernels.sample_kernel[(p.num_tiles,)](
+        p.table,
+        p.constants,
+        len(p.table),
+        scratch,
+        histogram,
+        state,
+        **read,
+        DEPTH=p.depth,
+        LANES=lanes,
+        TILE=tile,
+        num_warps=max(1, min(4, lanes // 32)),
     )
     kernels.coarse_kernel[(2,)](histogram, state, coarse, share, SIGMAS, CHUNK=4096, num_warps=8)
     kernels.fine_kernel[(triton.cdiv(num, BLOCK),)](scratch, num, coarse, fine_counts, BLOCK=BLOCK)
     kernels.bracket_kernel[(1,)](coarse, fine_counts, state, num_warps=8)
     kernels.sweep_kernel[(p.num_programs,)](
-        *tensors, bucket_counts, keys, places, counters, state, capacity, **read, DEPTH=p.depth, BLOCK=min(BLOCK, tile), TILE=tile
+        p.table,
+        p.constants,
+        len(p.table),
+        p.num_tiles,
+        out,
+        bucket_counts,
+        keys,
+        places,
+        counters,
+        state,
+        capacity,
+        **read,
+        DEPTH=p.depth,
+        BLOCK=min(BLOCK, tile),
+        TILE=tile,
     )
     kernels.decide_kernel[(1,)](
         bucket_counts, counters, p.num_programs, capacity, state, num_live, num_drop, CHUNK=4096, num_warps=8
     )
     kernels.settle_kernel[(p.num_programs, 2)](
-        p.table, len(p.table), keys, places, counters, state, listed_keys, listed_orders, capacity, p.num_programs,
-        DEPTH=p.depth, BLOCK=BLOCK, TILE=tile,
+        p.table,
+        len(p.table),
+        out,
+        keys,
+        places,
+        counters,
+        state,
+        listed_keys,
+        listed_orders,
+        capacity,
+        p.num_programs,
+        DEPTH=p.depth,
+        BLOCK=BLOCK,
+        TILE=tile,
     )
     kernels.finish_kernel[(1,)](
-        p.table, len(p.table), listed_keys, listed_orders, state, DEPTH=p.depth, TILE=tile, num_warps=8
+        p.table, len(p.table), out, listed_keys, listed_orders, state, DEPTH=p.depth, TILE=tile, num_warps=8
     )
-    return Pending(low, out, state[: kernels.STATE], p)
+    parts = zip(low.sources, offsets, strict=False)
+    masks = {source.name: out[offset : offset + bits.num_bytes(source.numel)] for source, offset in parts}
+    return Pending(low, masks, state, p)
 
 
 @dataclass(frozen=True)
@@ -150,7 +189,9 @@ class Pending:
         state = self.state.tolist()
         if state[kernels.NOT_FINITE.value]:
             name = self.low.sources[state[kernels.NOT_FINITE.value] - 1].name
-            raise ValueError(f"scores must be finite, but {name} has some that are not; look for NaN in weight and moments")
+            raise ValueError(
+                f"scores must be finite, but {name} has some that are not; look for NaN in weight and moments"
+            )
         if not state[kernels.FOUND.value] or state[kernels.OVERFLOW.value]:
             return None
         return self.masks

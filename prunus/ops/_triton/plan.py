@@ -1,6 +1,6 @@
 """One launch over many tensors: a table of addresses, and tiles that are dealt out to resident programs."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,8 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 TILE = 16384  # elements of one tensor that a program works on before it takes the next tile
-COLUMNS = 8  # of the table: w, m, v, live, out, numel, extra, first tile
-W, M, V, LIVE, OUT, NUMEL, EXTRA, FIRST = (tl.constexpr(i) for i in range(COLUMNS))
+COLUMNS = tl.constexpr(8)  # of the table: w, m, v, live, out, numel, extra, first tile
+W, M, V, LIVE, OUT, NUMEL, EXTRA, FIRST = (tl.constexpr(i) for i in range(8))
 PROGRAMS_PER_SM = 8
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -22,6 +22,7 @@ class Plan:
     table: Tensor  # (num_tensors, COLUMNS) int64
     constants: Tensor  # (num_tensors, 4) float32: a, b, factor of m, factor of v
     num_tiles: int
+    align: int  # bytes that all addresses of w, m and v are multiples of
 
     @property
     def depth(self) -> int:
@@ -33,16 +34,32 @@ class Plan:
         return max(1, min(self.num_tiles, PROGRAMS_PER_SM * num_multiprocessors(self.table.device)))
 
 
+_PLANS: dict[tuple, Plan] = {}  # the last few; a training asks for the same one at every event
+
+
 def plan(
-    rows: Sequence[Sequence[int]], constants: Sequence[Sequence[float]], device: torch.device, tile: int
+    rows: tuple[tuple[int, ...], ...], constants: tuple[tuple[float, ...], ...], device: torch.device, tile: int
 ) -> Plan:
-    """Plan for tensors given as rows of addresses (w, m, v, live, out), numel and extra."""
+    """Plan for tensors given as rows of addresses (w, m, v, live), offset of the mask, numel and extra."""
+    key = (rows, constants, device, tile)
+    if key in _PLANS:
+        return _PLANS[key]
     filled, num_tiles = [], 0
     for row in rows:
         filled.append([*row, num_tiles])
         num_tiles += triton.cdiv(row[5], tile)
-    table = torch.tensor(filled, dtype=torch.int64).to(device, non_blocking=True)
-    return Plan(table, torch.tensor(constants, dtype=torch.float32).to(device, non_blocking=True), num_tiles)
+    table = torch.tensor(filled, dtype=torch.int64).to(device)
+    numbers = torch.tensor(constants, dtype=torch.float32).to(device)
+    made = Plan(table, numbers, num_tiles, alignment(address for row in rows for address in row[:3]))
+    if len(_PLANS) >= 8:
+        _PLANS.pop(next(iter(_PLANS)))
+    _PLANS[key] = made
+    return made
+
+
+def alignment(addresses: Iterable[int]) -> int:
+    """16 where every address allows loads of 16 bytes, else 1."""
+    return 16 if all(address % 16 == 0 for address in addresses) else 1
 
 
 def num_multiprocessors(device: torch.device) -> int:
@@ -66,3 +83,16 @@ def is_live(live, at, valid):
     """Whether the bit of each element is set; all are live where there is no mask (address 0)."""
     bits = tl.load(live.to(tl.pointer_type(tl.uint8)) + at // 8, mask=valid & (at * 0 + live != 0), other=255)
     return valid & (((bits.to(tl.int32) >> (at % 8).to(tl.int32)) & 1) != 0)
+
+
+@triton.jit
+def typed(address, KIND: tl.constexpr, ALIGN: tl.constexpr):
+    """Pointer from an address that is a multiple of ``ALIGN``: knowing that, loads are 16 bytes wide."""
+    return tl.multiple_of(address.to(tl.pointer_type(KIND)), ALIGN)
+
+
+@triton.jit
+def load(pointer, valid, FULL: tl.constexpr):
+    if FULL:
+        return tl.load(pointer).to(tl.float32)
+    return tl.load(pointer, mask=valid, other=0.0).to(tl.float32)

@@ -15,7 +15,9 @@ MASK, NUMEL, FIRST = tl.constexpr(1), tl.constexpr(2), tl.constexpr(7)
 
 
 @triton.jit
-def zero_kernel(table, num_tensors, num_tiles, KIND: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
+def zero_kernel(
+    table, num_tensors, num_tiles, KIND: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr
+):
     """Write zero where the bit is not set; what stays is not touched."""
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         row = table + locate(table, num_tensors, tile, DEPTH) * 8
