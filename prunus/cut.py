@@ -22,20 +22,24 @@ SAMPLE = 1 << 18  # scores drawn to bracket the threshold
 SIGMAS = 5  # half width of the bracket, in standard errors of the sample
 
 
-def cut(sources: Sequence[Lazy], num_drop: int, live: Packed) -> dict[str, Tensor]:
+def cut(sources: Sequence[Lazy], num_drop: int, live: Packed, num_live: int | None = None) -> dict[str, Tensor]:
     """Packed masks that drop the ``num_drop`` smallest scores of all weights together.
 
     One read of the scores: a sample brackets the threshold, and only what falls into the bracket
     is sorted. Where the bracket misses or ties overfill it, a radix descent counts its way to the
-    same cut.
+    same cut. ``num_live`` spares the counting of ``live`` to who knows it.
     """
-    num_live = sum(num_kept(source, live) for source in sources)
+    if num_live is None:
+        num_live = sum(num_kept(source, live) for source in sources)
     num_drop -= sum(source.numel for source in sources) - num_live
     if num_drop <= 0:
         return {source.name: kept(source, live) for source in sources}
     if num_drop >= num_live:
         return {source.name: torch.zeros_like(kept(source, live)) for source in sources}
 
+    if sources[0].device.type == "cuda":
+        masks = _cut_by_kernels(sources, num_drop, num_live, live)
+        return masks or _write(sources, *descend(sources, num_drop, live), live)
     lo, hi, limit = bracket(sources, num_drop, num_live, live)
     swept = _sweep_all(sources, lo, hi, limit, live)
     if swept is not None:
@@ -93,6 +97,14 @@ def descend(sources: Sequence[Lazy], num_drop: int, live: Packed) -> tuple[float
         prefix = digit - (1 << DIGIT - 1) if prefix is None else prefix << DIGIT | digit
     assert prefix is not None
     return from_sortable(prefix, dtype), num_drop
+
+
+def _cut_by_kernels(sources: Sequence[Lazy], num_drop: int, num_live: int, live: Packed) -> dict[str, Tensor] | None:
+    """The same on a GPU with one word to the host; None where the bracket missed or a score has no kernel."""
+    from .ops._triton.driver import launch_cut, lowered
+
+    low = lowered(sources)
+    return launch_cut(low, num_drop, num_live, live).wait() if low else None
 
 
 def _sweep_all(sources: Sequence[Lazy], lo: float, hi: float, limit: int, live: Packed) -> list[Swept] | None:

@@ -17,7 +17,7 @@ class Weight:
     name: str
     parameter: nn.Parameter
     module: nn.Module
-    outputs: tuple[int, ...]
+    outputs: tuple[int, ...] | None
 
 
 @dataclass(frozen=True)
@@ -109,9 +109,11 @@ def is_conv1d(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
-def outputs_of(module: nn.Module, parameter: nn.Parameter) -> tuple[int, ...]:
-    """Dimensions that count outputs; the others are the inputs of a row."""
-    if is_conv1d(module) or isinstance(module, TRANSPOSED):
+def outputs_of(module: nn.Module, parameter: nn.Parameter) -> tuple[int, ...] | None:
+    """Dimensions that count outputs, the others being the inputs of a row; None where there are no such."""
+    if isinstance(module, TRANSPOSED):
+        return (1,) if module.groups == 1 else None
+    if is_conv1d(module):
         return (1,)
     if isinstance(module, CONVOLUTIONS):
         return (0,)

@@ -27,8 +27,8 @@ class Spam:
     hold: int = 50
 
     def __post_init__(self) -> None:
-        if self.theta <= 0 or self.every < 1 or self.warmup < 0 or not 0 <= self.hold < self.every:
-            raise ValueError(f"expected theta > 0, every >= 1, warmup >= 0 and 0 <= hold < every, got {self}")
+        if self.theta <= 0 or self.warmup < 0 or not 1 <= self.hold < self.every:
+            raise ValueError(f"expected theta > 0, warmup >= 0 and 1 <= hold < every, got {self}")
 
     def lr_scale(self, num_steps: int) -> float:
         """Factor on the learning rate of the step that follows ``num_steps`` others."""
@@ -43,7 +43,12 @@ class AdamWPrune(torch.optim.Optimizer):
 
     Without masks its trajectories equal those of ``AdamW(foreach=False)`` to the bit. ``max_norm``
     clips the norm of the masked gradients of all parameters together inside the step, as
-    ``clip_grad_norm_`` before it would, without writing to ``.grad`` where nothing is pruned.
+    ``clip_grad_norm_`` before it would. Gradients are masked inside the step alone: what looks at them
+    before it, a ``GradScaler`` or a clipping of your own, sees those of pruned weights too.
+    ``moment_dtype`` keeps moments in another dtype than the weights', as float32 beside bfloat16.
+
+    On a GPU the step is one kernel over all tensors; a CUDA graph of it stays valid when masks change,
+    since they change in place, as long as learning rates are tensors and there is no ``spam``.
     """
 
     watch: Callable[[nn.Parameter, Tensor, float], None] | None = None  # sees weight, gradient and rate of each update
@@ -58,6 +63,7 @@ class AdamWPrune(torch.optim.Optimizer):
         *,
         max_norm: float | None = None,
         spam: Spam | None = None,
+        moment_dtype: torch.dtype | None = None,
     ) -> None:
         if lr < 0 or eps < 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
             raise ValueError(
@@ -66,9 +72,11 @@ class AdamWPrune(torch.optim.Optimizer):
             )
         if max_norm is not None and max_norm <= 0:
             raise ValueError(f"max_norm must be positive, or None for no clipping, got {max_norm}")
-        self.max_norm, self.spam = max_norm, spam
+        self.max_norm, self.spam, self.moment_dtype = max_norm, spam, moment_dtype
         self.grad_norm: Tensor | None = None  # of the last step, before clipping; None without max_norm
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "num_steps": 0})
+        on_gpu = all(p.is_cuda for group in self.param_groups for p in group["params"])
+        self._step_supports_amp_scaling = on_gpu  # there a GradScaler leaves unscaling and skipping to the step
 
     @property
     def num_steps(self) -> int:
@@ -94,6 +102,17 @@ class AdamWPrune(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         parts = [(group, p, p.grad) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if parts and self._step_supports_amp_scaling and self.watch is None:
+            self._step_by_kernels(parts)
+        else:
+            self._step_plainly(parts)
+        for group in self.param_groups:
+            group["num_steps"] += 1
+        if self.steps_since_reset == 0:
+            self._reset()
+        return loss
+
+    def _step_plainly(self, parts: list[tuple[dict[str, Any], nn.Parameter, Tensor]]) -> None:
         for _, parameter, grad in parts:
             mask = self._state_of(parameter).get("mask")
             if mask is not None:
@@ -102,28 +121,60 @@ class AdamWPrune(torch.optim.Optimizer):
         scale = self.lr_scale
         for group, parameter, grad in parts:
             self._update(group, parameter, grad if factor is None else grad * factor.to(grad.device), scale)
-        for group in self.param_groups:
-            group["num_steps"] += 1
-        if self.steps_since_reset == 0:
-            self._reset()
-        return loss
+
+    def _step_by_kernels(self, parts: list[tuple[dict[str, Any], nn.Parameter, Tensor]]) -> None:
+        """All tensors in one launch: mask, clipping, SPAM, moments and decay; gradients are only read."""
+        from .ops._triton.adamw import Extras, Part, Step
+
+        self._kernels = getattr(self, "_kernels", None) or Step()
+        scale, rows = self.lr_scale, []
+        for group, parameter, grad in parts:
+            state, lr = self._state_of(parameter), group["lr"]
+            on_device = isinstance(lr, Tensor) and lr.is_cuda and scale == 1.0
+            numbers = (0.0 if on_device else float(lr) * scale, *group["betas"], group["eps"], group["weight_decay"])
+            moments = (state["exp_avg"], state["exp_avg_sq"], state["step"], state.get("mask"))
+            rows.append(Part(parameter, grad, *moments, numbers, lr.data_ptr() if on_device else 0))
+        extras = Extras(
+            self.max_norm,
+            self.spam.theta if self.spam else None,
+            getattr(self, "grad_scale", None),
+            getattr(self, "found_inf", None),
+        )
+        self.grad_norm = self._kernels(rows, extras)
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"max_norm": self.max_norm, "spam": self.spam, "grad_norm": self.grad_norm}
+        kept = ("max_norm", "spam", "moment_dtype", "grad_norm", "_step_supports_amp_scaling")
+        return super().__getstate__() | {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Loading casts every state tensor to the weight's dtype: packed bits are cast back."""
         super().__setstate__(state)
-        for kept in self.state.values():
-            if isinstance(kept, dict) and "mask" in kept:
+        for parameter, kept in self.state.items():
+            if "mask" in kept:
                 kept["mask"] = kept["mask"].to(torch.uint8)
+            if "step" in kept and parameter.is_cuda:
+                kept["step"] = kept["step"].to(parameter.device, torch.float32)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, but moments of a dtype of their own are not rounded to the weights'."""
+        super().load_state_dict(state_dict)
+        if self.moment_dtype is None:
+            return
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
+        for index, parameter in zip(saved, parameters, strict=True):
+            for key in ("exp_avg", "exp_avg_sq"):
+                if key in state_dict["state"].get(index, {}):
+                    value = state_dict["state"][index][key]
+                    self.state[parameter][key] = value.to(parameter.device, self.moment_dtype, copy=True)
 
     def _state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
         state = self.state[parameter]
         if "exp_avg" not in state:
-            state["step"] = torch.zeros((), dtype=torch.get_default_dtype())
-            state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            device = parameter.device if parameter.is_cuda else "cpu"
+            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+            for key in ("exp_avg", "exp_avg_sq"):
+                state[key] = torch.zeros_like(parameter, dtype=self.moment_dtype, memory_format=torch.preserve_format)
         return state
 
     def _clip_factor(self, grads: list[Tensor]) -> Tensor | None:
@@ -135,14 +186,20 @@ class AdamWPrune(torch.optim.Optimizer):
     def _update(self, group: dict[str, Any], parameter: nn.Parameter, grad: Tensor, scale: float) -> None:
         state = self.state[parameter]
         if self.spam is not None:
-            grad = spike_clipped(grad, state["exp_avg_sq"], self.spam.theta)
+            grad = spike_clipped(grad.to(state["exp_avg_sq"].dtype), state["exp_avg_sq"], self.spam.theta)
         state["step"] += 1
         lr = float(group["lr"]) * scale
         if self.watch is not None:
             self.watch(parameter, grad, lr)
         beta1, beta2 = group["betas"]
         update = Update(lr, beta1, beta2, group["eps"], group["weight_decay"], state["step"].item())
-        adamw_(parameter, grad, state["exp_avg"], state["exp_avg_sq"], update)
+        moments = (state["exp_avg"], state["exp_avg_sq"])
+        if moments[0].dtype == parameter.dtype:
+            adamw_(parameter, grad, *moments, update)
+        else:
+            wide = parameter.to(moments[0].dtype)
+            adamw_(wide, grad.to(wide.dtype), *moments, update)
+            parameter.copy_(wide)
 
     def _reset(self) -> None:
         for state in self.state.values():

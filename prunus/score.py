@@ -38,7 +38,7 @@ def bitter3(weight: Tensor, exp_avg: Tensor, *, eps: float | None = None) -> Ten
 def bitter5(
     weight: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *, eps: float | None = None, adam_eps: float = 1e-8
 ) -> Tensor:
-    """``sign(w) m / (sqrt(v) + eps) + 0.1 |w|``: low where Adam pushes the weight to zero; may be negative."""
+    """``sign(w) m / (sqrt(v) + eps) + 0.1 |w|``: low where Adam pushes the weight away from zero; may be negative."""
     return weight.sign() * direction(exp_avg, exp_avg_sq, eps, adam_eps) + 0.1 * weight.abs()
 
 
@@ -66,7 +66,7 @@ def bitter8(weight: Tensor, exp_avg: Tensor, step: float, *, beta1: float = 0.9,
 def bitter9(
     weight: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *, eps: float | None = None, adam_eps: float = 1e-8
 ) -> Tensor:
-    """``|w| sqrt(|m| + eps) + 0.1 sign(w) m / (sqrt(v) + eps)``: bitter3 less what moves to zero; may be negative."""
+    """``|w| sqrt(|m| + eps) - 0.1 movement``, ``movement = -sign(w) m / (sqrt(v) + eps)``; may be negative."""
     return bitter3(weight, exp_avg, eps=eps) + 0.1 * weight.sign() * direction(exp_avg, exp_avg_sq, eps, adam_eps)
 
 

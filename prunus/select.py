@@ -29,8 +29,11 @@ class Global:
     def __call__(self, scores: Scores, sparsity: float, within: Masks | None = None) -> dict[str, Tensor]:
         return _unpacked(self, scores, sparsity, within)
 
-    def packed(self, sources: Sequence[Lazy], sparsity: float, live: Packed) -> dict[str, Tensor]:
-        return cut(sources, round(sparsity * sum(source.numel for source in sources)), live)
+    def packed(
+        self, sources: Sequence[Lazy], sparsity: float, live: Packed, num_live: int | None = None
+    ) -> dict[str, Tensor]:
+        """Packed masks; ``num_live`` is how many elements of all sources are live, if that is known."""
+        return cut(sources, round(sparsity * sum(source.numel for source in sources)), live, num_live)
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,9 @@ class PerLayer:
     def __call__(self, scores: Scores, sparsity: float, within: Masks | None = None) -> dict[str, Tensor]:
         return _unpacked(self, scores, sparsity, within)
 
-    def packed(self, sources: Sequence[Lazy], sparsity: float, live: Packed) -> dict[str, Tensor]:
+    def packed(
+        self, sources: Sequence[Lazy], sparsity: float, live: Packed, num_live: int | None = None
+    ) -> dict[str, Tensor]:
         shapes = {source.name: source.shape for source in sources}
         pruned = {source.name: source.numel - num_kept(source, live) for source in sources}
         num_drop = allocate(shapes, sparsity, self.allocate, at_least=pruned)
@@ -60,7 +65,9 @@ class PerRow:
     def __call__(self, scores: Scores, sparsity: float, within: Masks | None = None) -> dict[str, Tensor]:
         return _unpacked(self, scores, sparsity, within)
 
-    def packed(self, sources: Sequence[Lazy], sparsity: float, live: Packed) -> dict[str, Tensor]:
+    def packed(
+        self, sources: Sequence[Lazy], sparsity: float, live: Packed, num_live: int | None = None
+    ) -> dict[str, Tensor]:
         def drop(_: Lazy, rows: Tensor) -> Tensor:
             return smallest(rows, round(sparsity * rows.shape[1]))
 
@@ -85,7 +92,9 @@ class NofM:
     def __call__(self, scores: Scores, sparsity: float | None = None, within: Masks | None = None) -> dict[str, Tensor]:
         return _unpacked(self, scores, self.sparsity if sparsity is None else sparsity, within)
 
-    def packed(self, sources: Sequence[Lazy], sparsity: float, live: Packed) -> dict[str, Tensor]:
+    def packed(
+        self, sources: Sequence[Lazy], sparsity: float, live: Packed, num_live: int | None = None
+    ) -> dict[str, Tensor]:
         if sparsity == 0:
             return {source.name: kept(source, live) for source in sources}
         if not self.fits(sparsity):

@@ -10,13 +10,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from .allocate import allocate
 from .eligible import eligible
 from .gradients import MaskedGradients, Movement, is_skipped
 from .mask import Masks, digest, packed_masks, saved_bits
 from .ops import bits
 from .optim import AdamWPrune
 from .schedule import Ramp, Schedule
-from .select import Global, NofM, Selector
+from .select import Global, NofM, PerLayer, Selector
 from .stats import MOMENTS, InputNorms, check_moments, score_of, sources
 from .summary import Report, report
 
@@ -75,7 +76,11 @@ class Pruner:
         held = [p for group in optimizer.param_groups for p in group["params"]]
         self._eligible = eligible(model, include, exclude, held)
         self._weights = {weight.name: weight.parameter for weight in self._eligible.weights}
+        if isinstance(select, PerLayer) and schedule:
+            allocate({name: p.shape for name, p in self._weights.items()}, schedule.final, select.allocate)
+        self._check_eps()
         self._bits: dict[str, Tensor] = {}
+        self._num_kept = self._count_kept()
         self._due = False
         self._movement = Movement(self._weights) if "movement" in self.score.reads else None
         self._inputs = InputNorms(self._eligible.weights) if "input_norm" in self.score.reads else None
@@ -118,7 +123,14 @@ class Pruner:
         }
         weights = self._eligible.weights
         scores = sources(weights, self.optimizer, self.score, self.score_options, dtype=self.score_dtype, more=more)
-        newly_pruned = self._hold(self.select.packed(scores, sparsity, self._bits))
+        before = self._num_kept
+        self._hold(self.select.packed(scores, sparsity, self._bits, before))
+        if isinstance(self.select, Global):  # which is exact: no need to count
+            total = sum(p.numel() for p in self._weights.values())
+            self._num_kept = min(before, total - round(sparsity * total))
+        else:
+            self._num_kept = self._count_kept()
+        newly_pruned = before - self._num_kept
         if self.on_event:
             self.on_event(Event(self.step, sparsity, time.perf_counter() - started, newly_pruned))
 
@@ -148,6 +160,7 @@ class Pruner:
         masks = self._checked(state)
         everything = {name: bits.full(p.numel(), p.device) for name, p in self._weights.items() if name in self._bits}
         self._hold(everything | masks)
+        self._num_kept = self._count_kept()
         if self._movement:
             self._movement.load(state["movement"])
         self.step, self._due = int(state["step"]), bool(state["due"])
@@ -167,6 +180,18 @@ class Pruner:
             if not isinstance(sums, Tensor) or sums.shape != self._weights[name].shape:
                 raise ValueError(f"the state's movement of {name} does not fit its shape {self._weights[name].shape}")
         return {name: saved_bits(name, packed, self._weights[name]) for name, packed in state["masks"].items()}
+
+    def _check_eps(self) -> None:
+        """Refuse an eps that is zero: Adam would divide zero by zero where a weight is pruned."""
+        names = {id(p): name for name, p in self._weights.items()}
+        for group in self.optimizer.param_groups:
+            for p in group["params"]:
+                eps = group.get("eps")
+                if id(p) in names and isinstance(eps, float | int) and not torch.tensor(eps, dtype=p.dtype):
+                    raise ValueError(
+                        f"eps = {eps} is 0 in {p.dtype}, so a pruned element of {names[id(p)]} would become 0 / 0; "
+                        "give the optimizer a larger eps"
+                    )
 
     def _attach(self) -> list[RemovableHandle]:
         optimizer = self.optimizer
@@ -201,6 +226,7 @@ class Pruner:
                 self._set_bits(name, saved_bits(name, saved, parameter))
             elif name in self._bits:
                 self._store(name)
+        self._num_kept = self._count_kept()
 
     def _waits_for_moments(self) -> bool:
         """Whether SPAM reset the moments too recently for a score that reads them."""
@@ -226,20 +252,21 @@ class Pruner:
             self._hold(packed_masks(masks, self._weights))
         else:
             self._after_load(self.optimizer)
+        self._num_kept = self._count_kept()
 
-    def _hold(self, packed: Mapping[str, Tensor]) -> int:
-        """Make these the masks, zero what they newly prune, and say how many that is."""
-        newly_pruned = 0
+    def _count_kept(self) -> int:
+        """How many prunable weights the masks keep."""
+        return sum(int(bits.count(self._bits[n])) if n in self._bits else p.numel() for n, p in self._weights.items())
+
+    def _hold(self, packed: Mapping[str, Tensor]) -> None:
+        """Make these the masks and zero what they prune, in weights and optimizer state."""
         for name, new in packed.items():
-            parameter, old = self._weights[name], self._bits.get(name)
-            before = parameter.numel() if old is None else int(bits.count(old))
-            newly_pruned += before - int(bits.count(new))
+            parameter = self._weights[name]
             self._set_bits(name, new)
             bits.zero_(parameter.detach(), new)
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 if key != "mask" and isinstance(value, Tensor) and value.shape == parameter.shape:
                     bits.zero_(value, new)
-        return newly_pruned
 
     def _set_bits(self, name: str, packed: Tensor) -> None:
         """Write in place where bits exist, so that a captured graph of the step sees the new mask."""

@@ -91,7 +91,7 @@ def test_a_run_rewound_in_place_ends_as_the_unbroken_one(name, stop, unbroken):
     assert_alike(run.load(saved).train(range(stop, LAST)), unbroken[name])
 
 
-@pytest.mark.parametrize("order", itertools.permutations(["model", "optimizer", "pruner"]), ids="-".join)
+@pytest.mark.parametrize("order", [*itertools.permutations(["model", "optimizer", "pruner"])], ids="-".join)
 @pytest.mark.parametrize("name", ["adamw", "sgd", "movement", "adamw prune", "spam"])
 def test_the_order_of_loading_does_not_matter(name, order, unbroken):
     saved = Run(name).train(range(9)).save()

@@ -107,7 +107,7 @@ def test_the_rate_is_whole_before_the_first_reset_and_after_each_warm_up():
 
 
 def test_no_warm_up_leaves_the_rate_alone():
-    assert {Spam(every=5, warmup=0, hold=0).lr_scale(n) for n in range(20)} == {1.0}
+    assert {Spam(every=5, warmup=0, hold=1).lr_scale(n) for n in range(20)} == {1.0}
 
 
 @pytest.mark.parametrize(
@@ -139,6 +139,16 @@ def test_the_last_event_waits_too_and_reaches_the_final_sparsity(score):
     assert steps == [5, 13, 15, 23]
     assert num_pruned(pruner) == round(0.5 * sum(mask.numel() for mask in pruner.masks.values()))
     assert_pruned_are_zero(pruner)
+
+
+def test_an_event_never_ranks_moments_that_were_just_reset():
+    """At step 10 all moments are zero: ranked then, the first weights of the model would go, whatever they are."""
+    try:
+        pruner, _ = events_with("bitter7", OneShot(0.5, at=10), hold=0)
+    except ValueError as error:
+        assert "hold" in str(error)
+    else:
+        assert pruner.masks["conv.weight"].any() and not pruner.masks["out.weight"].all()
 
 
 def test_an_event_in_the_hold_is_taken_together_with_the_one_before():

@@ -216,6 +216,36 @@ def test_a_step_that_a_scaler_skips_is_not_counted_and_its_event_moves(name, uns
     assert_pruned_are_zero(pruner)
 
 
+@pytest.mark.parametrize("name", [name for name in FEW if name != "adamw prune"])  # which masks inside its step alone
+def test_a_scaler_skips_no_step_for_a_pruned_weights_gradient(name):
+    model = net()
+    pruner = pruner_for(name, model, schedule=Constant(0.5))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    train(model, pruner.optimizer, [0])
+    mask = pruner.masks["hidden.weight"]
+    model.hidden.weight.register_hook(lambda grad: grad.masked_fill(~mask, float("inf")))
+    for step in range(1, 4):
+        pruner.optimizer.zero_grad()
+        backward(model, step, scaler)
+        scaler.step(pruner.optimizer)
+        scaler.update()
+    assert pruner.step == 4 and scaler.get_scale() == 2.0**10
+    assert_pruned_are_zero(pruner)
+
+
+@pytest.mark.parametrize("make", [adamw, adamw_prune])
+def test_an_eps_of_zero_is_refused_or_divides_nothing_by_zero(make):
+    model = net()
+    try:
+        pruner = Pruner(model, make(model, eps=0.0), schedule=Constant(0.5))
+    except ValueError as error:
+        assert "eps" in str(error)
+    else:
+        train(model, pruner.optimizer, range(3))
+        assert_pruned_are_zero(pruner)
+        assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
 @pytest.mark.parametrize("name", FEW)
 def test_the_pruned_are_zero_the_kept_are_trained(name):
     model = net()

@@ -82,12 +82,16 @@ def zero_reference_(tensor: Tensor, bits: Tensor) -> None:
 
 
 def zero_(tensor: Tensor, bits: Tensor) -> None:
-    """``zero_reference_``, on the CPU piece by piece without a boolean copy of the mask.
+    """``zero_reference_``, without a boolean copy of the mask.
 
-    The elements are multiplied as integers of their width by 0 or 1, which is exact for every
-    value and several times faster than a masked fill.
+    On the CPU the elements are multiplied, piece by piece, as integers of their width by 0 or 1, which
+    is exact for every value and several times faster than a masked fill.
     """
-    if tensor.is_cpu and tensor.is_contiguous():
+    if tensor.is_cuda and tensor.is_contiguous():
+        from ._triton.zero import zero_ as kernel
+
+        kernel(tensor, bits)
+    elif tensor.is_cpu and tensor.is_contiguous():
         _zero_on_cpu_(tensor.detach().view(-1).view(_INTEGERS[tensor.element_size()]), bits.numpy())
     else:
         zero_reference_(tensor, bits)

@@ -1,6 +1,5 @@
 """Where the scores of one weight come from: they exist, or they are computed piece by piece."""
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,8 +16,9 @@ class Lazy:
 
     ``reads`` are tensors that broadcast to ``weight``; they are cast to ``dtype`` and multiplied by
     their factor in ``scales`` first. A score that takes ``position`` is handed the positions of its
-    elements in the flattened weight. ``formula`` names a score that kernels know. ``outputs`` are the dimensions that count outputs; each index
-    of them is one row of inputs.
+    elements in the flattened weight. ``formula`` names a score of ours, which is element-wise and known
+    to kernels; any other function is handed whole tensors, and its scores of one weight are stored for
+    a while. ``outputs`` are the dimensions that count outputs; each index of them is one row of inputs.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Lazy:
     takes_position: bool = False
     dtype: torch.dtype = torch.float32
     formula: str | None = None
-    outputs: tuple[int, ...] = (0,)
+    outputs: tuple[int, ...] | None = (0,)
 
     @property
     def shape(self) -> torch.Size:
@@ -49,8 +49,18 @@ class Lazy:
         """The dtype that the scores are compared in: half precision is compared as float32."""
         return self.dtype if self.dtype in (torch.float64, torch.int64) else torch.float32
 
-    def pieces(self, size: int = PIECE) -> Iterator[tuple[int, Tensor]]:
+    @property
+    def piece(self) -> int:
+        """Elements worked on at a time: what a CPU's cache holds, or what makes a GPU's launches worth while."""
+        return PIECE if self.device.type == "cpu" else 1 << 24
+
+    def pieces(self, size: int | None = None) -> Iterator[tuple[int, Tensor]]:
         """Start and scores of consecutive runs of ``size`` elements of the flattened weight."""
+        size = size or self.piece
+        if self.formula is None:
+            whole = self.whole().reshape(-1)
+            yield from ((start, whole[start : start + size]) for start in range(0, self.numel, size))
+            return
         flat = {name: tensor.reshape(-1) for name, tensor in self.reads.items() if tensor.shape == self.shape}
         for start in range(0, self.numel, size):
             stop = min(start + size, self.numel)
@@ -63,25 +73,40 @@ class Lazy:
 
     def at(self, positions: Tensor) -> Tensor:
         """Scores of the elements at ``positions`` of the flattened weight."""
+        if self.formula is None:
+            return self.whole().reshape(-1)[positions]
         return self._score({name: self._pick(tensor, positions) for name, tensor in self.reads.items()}, positions)
+
+    def whole(self) -> Tensor:
+        """Scores in the shape of the weight, all at once."""
+        position = torch.arange(self.numel, device=self.device).view(self.shape) if self.takes_position else None
+        return self._score(self.reads, position).expand(self.shape)
 
     def rows_of(self, tensor: Tensor) -> Tensor:
         """View of a tensor of the weight's shape as (row, inputs...)."""
-        inputs = [dim for dim in range(tensor.ndim) if dim not in self.outputs]
+        if self.outputs is None:
+            raise ValueError(
+                f"{self.name} has no rows: a grouped transposed convolution; exclude it, or select by layer or globally"
+            )
         if not self.outputs:
             return tensor.unsqueeze(0)
+        inputs = [dim for dim in range(tensor.ndim) if dim not in self.outputs]
         return tensor.permute(*self.outputs, *inputs).flatten(0, len(self.outputs) - 1)
 
-    def rows(self, size: int = PIECE) -> Iterator[tuple[slice, Tensor]]:
-        """Which rows, and their scores as a matrix (row, input): about ``size`` elements at a time."""
+    def rows(self) -> Iterator[tuple[slice, Tensor]]:
+        """Which rows, and their scores as a matrix (row, input): about ``piece`` elements at a time."""
+        num_rows = len(self.rows_of(self.weight))
+        step = max(1, self.piece * num_rows // max(1, self.numel))
+        parts = [slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
+        if self.formula is None:
+            whole = self.rows_of(self.whole())
+            yield from ((part, whole[part].flatten(1)) for part in parts)
+            return
         reads = {name: self.rows_of(tensor.expand(self.shape)) for name, tensor in self.reads.items()}
         position = None
         if self.takes_position:
             position = self.rows_of(torch.arange(self.numel, device=self.device).view(self.shape))
-        num_rows = math.prod(self.shape[dim] for dim in self.outputs)
-        step = max(1, size * num_rows // max(1, self.numel))
-        for start in range(0, num_rows, step):
-            part = slice(start, min(start + step, num_rows))
+        for part in parts:
             here = {name: tensor[part].flatten(1) for name, tensor in reads.items()}
             yield part, self._score(here, None if position is None else position[part].flatten(1))
 
@@ -112,7 +137,15 @@ def stored(name: str, scores: Tensor) -> Lazy:
         raise ValueError(f"scores are real numbers, but those of {name} are {scores.dtype}")
     scores = scores.detach().view(1) if scores.ndim == 0 else scores.detach()
     dtype = torch.int64 if not scores.is_floating_point() else torch.promote_types(scores.dtype, torch.float32)
-    return Lazy(name, scores, _itself, {"scores": scores}, dtype=dtype, outputs=(0,) if scores.ndim > 1 else ())
+    return Lazy(
+        name,
+        scores,
+        _itself,
+        {"scores": scores},
+        dtype=dtype,
+        formula="itself",
+        outputs=(0,) if scores.ndim > 1 else (),
+    )
 
 
 def alike(sources: list[Lazy]) -> list[Lazy]:

@@ -45,6 +45,7 @@ class Problem:
                 layer.weight.detach(),
                 self.score.of,
                 {name: layer.weight.detach() if name == "weight" else state[name] for name in self.score.reads},
+                formula=self.score.formula,
             )
             for i, (layer, state) in enumerate(zip(self.weights, self.moments, strict=True))
         ]

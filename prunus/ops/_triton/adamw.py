@@ -8,35 +8,52 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .plan import PROGRAMS_PER_SM, TILE, TYPES, alignment, is_live, load, locate, num_multiprocessors, typed
+from .plan import PROGRAMS_PER_SM, TILE, TYPES, alignment, load, locate, num_multiprocessors, typed
 
 BLOCK = 1024
+UPDATED = 512  # elements a program updates: one block of 128 threads, so that many loads are under way
 W, G, M, V, MASK, NUMEL, STEP, FIRST = (tl.constexpr(i) for i in range(8))
 LR, BETA1, BETA2, EPS, DECAY, LR_AT = (tl.constexpr(i) for i in range(6))
 SHRINK, SIZE, SCALE = (tl.constexpr(i) for i in range(3))
 
 
 @triton.jit
+def kept_only(g, mask_at, start, left, BLOCK: tl.constexpr):
+    """Gradients with zeros where the bit is not set; an address of 0 stands for no mask."""
+    if mask_at.to(tl.int64) != 0:
+        byte = tl.arange(0, BLOCK // 8)
+        bits = tl.load(mask_at + start // 8 + byte, mask=start + byte * 8 < left, other=0)
+        kept = (bits.to(tl.int32)[:, None] >> tl.arange(0, 8)[None, :]) & 1
+        g = tl.where(tl.reshape(kept, (BLOCK,)) != 0, g, 0.0)
+    return g
+
+
+@triton.jit
+def squares_of(g_at, mask_at, start, left, FULL: tl.constexpr, BLOCK: tl.constexpr):
+    lane = start + tl.arange(0, BLOCK)
+    g = kept_only(load(g_at + lane, lane < left, FULL), mask_at, start, left, BLOCK)
+    return g * g
+
+
+@triton.jit
 def norm_kernel(
-    table,
-    num_tensors,
-    num_tiles,
-    partial,
-    GT: tl.constexpr,
-    DEPTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    table, num_tensors, num_tiles, partial,
+    GT: tl.constexpr, ALIGN: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Sum of squares of the kept gradients, one partial sum a program."""
     total = tl.zeros((BLOCK,), tl.float32)
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         row = table + locate(table, num_tensors, tile, DEPTH) * 8
-        first, numel, mask = (tile - tl.load(row + FIRST)) * TILE, tl.load(row + NUMEL), tl.load(row + MASK)
-        grad = tl.load(row + G).to(tl.pointer_type(GT))
-        for start in range(0, TILE, BLOCK):
-            at = first + start + tl.arange(0, BLOCK)
-            g = tl.load(grad + at, mask=is_live(mask, at, at < numel), other=0.0).to(tl.float32)
-            total += g * g
+        first = (tile - tl.load(row + FIRST)) * TILE
+        left, mask = tl.load(row + NUMEL) - first, tl.load(row + MASK)
+        g_at = typed(tl.load(row + G), GT, ALIGN) + first
+        mask_at = tl.where(mask != 0, mask + first // 8, 0).to(tl.pointer_type(tl.uint8))
+        if left >= TILE:
+            for start in range(0, TILE, BLOCK):
+                total += squares_of(g_at, mask_at, start, left, True, BLOCK)
+        else:
+            for start in range(0, TILE, BLOCK):
+                total += squares_of(g_at, mask_at, start, left, False, BLOCK)
     tl.store(partial + tl.program_id(0), tl.sum(total))
 
 
@@ -56,7 +73,7 @@ def prepare_kernel(
     SKIPS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Advance a tensor's step and derive its numbers: 1 - lr decay, lr / (1 - beta1^t), sqrt(1 - beta2^t), factor on g."""
+    """Advance a tensor's step; derive 1 - lr decay, lr / (1 - beta1^t), 1 / sqrt(1 - beta2^t) and the factor on g."""
     tensor = tl.program_id(0)
     numbers = given + tensor * 8
     step_at = tl.load(table + tensor * 8 + STEP).to(tl.pointer_type(tl.float32))
@@ -85,7 +102,7 @@ def prepare_kernel(
     out = derived + tensor * 4
     tl.store(out + SHRINK, (1 - lr * tl.load(numbers + DECAY)).to(tl.float32))
     tl.store(out + SIZE, (lr / (1 - tl.exp(t * tl.log(tl.load(numbers + BETA1))))).to(tl.float32))
-    tl.store(out + SCALE, tl.sqrt(1 - tl.exp(t * tl.log(tl.load(numbers + BETA2)))).to(tl.float32))
+    tl.store(out + SCALE, (1 / tl.sqrt(1 - tl.exp(t * tl.log(tl.load(numbers + BETA2))))).to(tl.float32))
     tl.store(out + 3, factor)
 
 
@@ -99,12 +116,7 @@ def update_block(
     valid = lane < left
     g, m = load(g_at + lane, valid, FULL), load(m_at + lane, valid, FULL)
     v, w = load(v_at + lane, valid, FULL), load(w_at + lane, valid, FULL)
-    if mask_at.to(tl.int64) != 0:
-        bits = tl.load(
-            mask_at + start // 8 + tl.arange(0, BLOCK // 8), mask=(start + tl.arange(0, BLOCK // 8) * 8) < left, other=0
-        )
-        kept = (bits.to(tl.int32)[:, None] >> tl.arange(0, 8)[None, :]) & 1
-        g = tl.where(tl.reshape(kept, (BLOCK,)) != 0, g, 0.0)
+    g = kept_only(g, mask_at, start, left, BLOCK)
     if SCALED:
         g = g * tl.load(out + 3)
     if SPAM:
@@ -112,7 +124,7 @@ def update_block(
         g = tl.where((tl.abs(g) > limit) & (v > 0), tl.where(g > 0, limit, -limit), g)
     m = m + keep1 * (g - m)
     v = v * beta2 + keep2 * g * g
-    w = w * shrink - size * (m / (tl.sqrt_rn(v) / scale + eps))
+    w = w * shrink - size * (m / (tl.sqrt(v) * scale + eps))
     if FULL:
         tl.store(m_at + lane, m.to(m_at.dtype.element_ty))
         tl.store(v_at + lane, v.to(v_at.dtype.element_ty))
@@ -129,7 +141,7 @@ def update_kernel(
     WT: tl.constexpr, GT: tl.constexpr, MT: tl.constexpr, ALIGN: tl.constexpr, SPAM: tl.constexpr,
     SCALED: tl.constexpr, SKIPS: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """``w <- shrink w - size m / (sqrt(v) / scale + eps)`` with the gradient of pruned elements zero."""
+    """``w <- shrink w - size m / (scale sqrt(v) + eps)`` with the gradient of pruned elements zero."""
     last = num_tiles
     if SKIPS:
         last = tl.where(tl.load(found_inf) != 0, 0, num_tiles)
@@ -170,12 +182,22 @@ class Part:
     step: Tensor
     mask: Tensor | None
     numbers: tuple[float, float, float, float, float]  # lr, beta1, beta2, eps, weight decay
-    lr_at: int  # address of a float32 learning rate on the device, or 0
+    lr_at: int = 0  # address of a float32 learning rate on the device
+
+    @property
+    def kind(self) -> tuple[torch.device, torch.dtype, torch.dtype, torch.dtype]:
+        """What parts of one launch have in common."""
+        return self.weight.device, self.weight.dtype, self.grad.dtype, self.exp_avg.dtype
+
+    def row(self, first_tile: int) -> tuple[int, ...]:
+        tensors = (self.weight, self.grad, self.exp_avg, self.exp_avg_sq, self.mask)
+        addresses = (0 if tensor is None else tensor.data_ptr() for tensor in tensors)
+        return (*addresses, self.weight.numel(), self.step.data_ptr(), first_tile)
 
 
 @dataclass(frozen=True)
 class Extras:
-    """What a step may do beside the update."""
+    """What a step may do beside the update; ``norm`` is where the norm of all gradients is kept."""
 
     max_norm: float | None = None
     theta: float | None = None  # of SPAM's clipping
@@ -187,71 +209,69 @@ class Step:
     """Launches of the step; tables stay on the device until an address or a number changes."""
 
     def __init__(self) -> None:
-        self._tables: dict[str, tuple[tuple, Tensor]] = {}
+        self._tables: dict[tuple, tuple[tuple, Tensor]] = {}
 
-    def __call__(self, parts: Sequence[Part], extras: Extras, tile: int = TILE) -> Tensor | None:
+    def __call__(self, parts: Sequence[Part], extras: Extras, tile: int = UPDATED) -> Tensor | None:
         """Update all parts; the norm of the kept gradients, on the device, if they are clipped."""
         device = parts[0].weight.device
-        rows, num_tiles = [], 0
-        for p in parts:
-            addresses = (
-                t.data_ptr() if t is not None else 0 for t in (p.weight, p.grad, p.exp_avg, p.exp_avg_sq, p.mask)
-            )
-            rows.append((*addresses, p.weight.numel(), p.step.data_ptr(), num_tiles))
-            num_tiles += triton.cdiv(p.weight.numel(), tile)
-        table = self._table("addresses", tuple(rows), torch.int64, device)
-        numbers = tuple((*p.numbers, float(p.lr_at), 0.0, 0.0) for p in parts)
-        given = self._table("numbers", numbers, torch.float64, device)
-        derived = torch.empty(len(parts), 4, device=device)
-        num_programs = max(1, min(num_tiles, PROGRAMS_PER_SM * num_multiprocessors(device)))
-        depth = max(1, (len(parts) - 1).bit_length())
-        partial = torch.empty(num_programs, device=device)
+        kinds: dict[tuple, list[Part]] = {}
+        for part in parts:
+            kinds.setdefault(part.kind, []).append(part)
         norm = torch.empty((), device=device)
-        clips, scales, skips = extras.max_norm is not None, extras.grad_scale is not None, extras.found_inf is not None
-        kinds = {"DEPTH": depth, "BLOCK": min(BLOCK, tile), "TILE": tile}
-        grad_type = TYPES[parts[0].grad.dtype]
-        if clips:
-            norm_kernel[(num_programs,)](table, len(parts), num_tiles, partial, GT=grad_type, **kinds)
+        partial = self._squares(kinds, max(tile, TILE if device.type == "cuda" else tile)) if extras.max_norm else norm
+        for kind, alike in kinds.items():
+            self._update(kind, alike, extras, partial, norm, tile)
+        return norm if extras.max_norm else None
+
+    def _squares(self, kinds: dict[tuple, list[Part]], tile: int) -> Tensor:
+        """Partial sums of squares of the kept gradients of all parts."""
+        sums = []
+        for kind, parts in kinds.items():
+            table, num_tiles, align = self._addresses(("norm", *kind), parts, tile)
+            num_programs = max(1, min(num_tiles, PROGRAMS_PER_SM * num_multiprocessors(table.device)))
+            sums.append(torch.empty(num_programs, device=table.device))
+            norm_kernel[(num_programs,)](
+                table, len(parts), num_tiles, sums[-1], GT=TYPES[kind[2]], ALIGN=align,
+                DEPTH=_depth(parts), BLOCK=min(BLOCK, tile), TILE=tile,
+            )  # fmt: skip
+        return torch.cat(sums) if len(sums) > 1 else sums[0]
+
+    def _update(self, kind: tuple, parts: list[Part], extras: Extras, partial: Tensor, norm: Tensor, tile: int) -> None:
+        table, num_tiles, align = self._addresses(("update", *kind), parts, tile)
+        numbers = tuple((*p.numbers, float(p.lr_at), 0.0, 0.0) for p in parts)
+        given = self._table(("numbers", *kind), numbers, torch.float64, table.device)
+        derived = torch.empty(len(parts), 4, device=table.device)
         grad_scale = extras.grad_scale if extras.grad_scale is not None else norm
         found_inf = extras.found_inf if extras.found_inf is not None else norm
+        skips = extras.found_inf is not None
         prepare_kernel[(len(parts),)](
-            table,
-            given,
-            derived,
-            partial,
-            norm,
-            grad_scale,
-            found_inf,
-            extras.max_norm or 0.0,
-            num_programs,
-            CLIPS=clips,
-            SCALES=scales,
-            SKIPS=skips,
-            CHUNK=1024,
-        )
-        update_kernel[(num_programs,)](
-            table,
-            len(parts),
-            num_tiles,
-            given,
-            derived,
-            found_inf,
-            extras.theta or 0.0,
-            WT=TYPES[parts[0].weight.dtype],
-            GT=grad_type,
-            MT=TYPES[parts[0].exp_avg.dtype],
-            ALIGN=alignment(address for row in rows for address in row[:4]),
-            SPAM=extras.theta is not None,
-            SCALED=clips or scales,
-            SKIPS=skips,
-            **kinds,
-        )
-        return norm if clips else None
+            table, given, derived, partial, norm, grad_scale, found_inf, extras.max_norm or 0.0, partial.numel(),
+            CLIPS=extras.max_norm is not None, SCALES=extras.grad_scale is not None, SKIPS=skips, CHUNK=1024,
+        )  # fmt: skip
+        update_kernel[(num_tiles,)](
+            table, len(parts), num_tiles, given, derived, found_inf, extras.theta or 0.0,
+            WT=TYPES[kind[1]], GT=TYPES[kind[2]], MT=TYPES[kind[3]], ALIGN=align, SPAM=extras.theta is not None,
+            SCALED=extras.max_norm is not None or extras.grad_scale is not None, SKIPS=skips,
+            DEPTH=_depth(parts), BLOCK=tile, TILE=tile,
+        )  # fmt: skip
 
-    def _table(self, kind: str, rows: tuple, dtype: torch.dtype, device: torch.device) -> Tensor:
-        known = self._tables.get(kind)
+    def _addresses(self, key: tuple, parts: list[Part], tile: int) -> tuple[Tensor, int, int]:
+        """The table of addresses, the number of tiles, and what all addresses are multiples of."""
+        rows, num_tiles = [], 0
+        for part in parts:
+            rows.append(part.row(num_tiles))
+            num_tiles += triton.cdiv(part.weight.numel(), tile)
+        table = self._table(key, tuple(rows), torch.int64, parts[0].weight.device)
+        return table, num_tiles, alignment(address for row in rows for address in row[:4])
+
+    def _table(self, key: tuple, rows: tuple, dtype: torch.dtype, device: torch.device) -> Tensor:
+        known = self._tables.get(key)
         if known is None or known[0] != rows:
             host = torch.tensor(rows, dtype=dtype)
             pinned = host.pin_memory() if device.type == "cuda" else host
-            self._tables[kind] = known = (rows, pinned.to(device, non_blocking=True))
+            self._tables[key] = known = (rows, pinned.to(device, non_blocking=True))
         return known[1]
+
+
+def _depth(parts: Sequence[Part]) -> int:
+    return max(1, (len(parts) - 1).bit_length())

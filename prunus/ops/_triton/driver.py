@@ -17,9 +17,11 @@ from . import cut as kernels
 from .formula import Formula, lower
 from .plan import TILE, TYPES, Plan, plan
 
-SAMPLE = 1 << 21  # scores drawn at the most to bracket the threshold
-SIGMAS = 4.0  # half width of the bracket in standard errors; a miss costs time, never exactness
-BLOCK = 1024
+SAMPLE = 1 << 20  # scores drawn at the most to bracket the threshold
+SIGMAS = 3.5  # half width of the bracket in standard errors; a miss costs time, never exactness
+BLOCK = 1024  # elements of a tile in registers at a time
+SAMPLED = 256  # samples a program
+BYTES = 128  # entries of a list that a program expands at a time
 ALIGN = 128  # bytes; masks are written in words
 
 
@@ -92,87 +94,38 @@ def launch_cut(low: Lowered, num_drop: int, num_live: int, live: Mapping[str, Te
     p = planned(low, live, offsets[:-1], tile)
     lanes = max(1, min(256, tile, 1 << (SAMPLE // p.num_tiles).bit_length() - 1 if p.num_tiles <= SAMPLE else 1))
     share = num_drop / num_live
-    num_sampled = p.num_tiles * lanes * num_live / sum(source.numel for source in low.sources)
-    expected = (
-        num_live * 2 * (SIGMAS * math.sqrt(share * (1 - share) / max(1.0, num_sampled)) + 1 / max(1.0, num_sampled))
-    )
+    num_sampled = max(1.0, p.num_tiles * lanes * num_live / sum(source.numel for source in low.sources))
+    expected = num_live * 2 * (SIGMAS * math.sqrt(share * (1 - share) / num_sampled) + 1 / num_sampled)
     per_program = -(-min(expected, num_live) // p.num_programs)
-    capacity = min(int(1.15 * per_program) + 256, -(-p.num_tiles // p.num_programs) * tile)
+    capacity = min(int(1.15 * per_program) + 256, -(-p.num_tiles // p.num_programs) * tile // 8)
 
-    space = max(p.num_tiles * lanes, 2 * p.num_programs * capacity)
-    scratch = torch.empty(space, dtype=torch.int32, device=device)  # the sample, then what lies inside the bracket
-    keys, places = scratch[: p.num_programs * capacity], scratch[p.num_programs * capacity :]
-    bins, fine, buckets = (kernels.BINS.value, 2 * kernels.FINE.value, kernels.BUCKETS.value)
-    num_listed = 2 * kernels.LIST.value
-    num_counts = bins + fine + buckets + p.num_programs
-    zeros = torch.zeros(kernels.STATE + 4 + num_listed + -(-num_counts // 2), dtype=torch.int64, device=device)
-    state, coarse, listed = zeros[: kernels.STATE], zeros[kernels.STATE :], zeros[kernels.STATE + 4 :]
-    listed_keys, listed_orders = listed, listed[kernels.LIST.value :]
-    histogram = listed[num_listed:].view(torch.int32)
-    fine_counts, bucket_counts = histogram[bins:], histogram[bins + fine :]
-    counters = bucket_counts[buckets:]
+    num, size = p.num_tiles * lanes, p.num_programs * capacity
+    scratch = torch.empty(max(num, 2 * size), dtype=torch.int32, device=device)  # the sample, then lists and keys
+    keys = scratch[size:]
+    counts = torch.zeros(kernels.COUNTERS_AT.value + p.num_programs, dtype=torch.int32, device=device)
+    state = torch.zeros(kernels.STATE, dtype=torch.int64, device=device)
 
     read = {"NAME": low.formulas[0].name, "WT": low.types["w"], "MT": low.types["m"], "VT": low.types["v"]}
-    read["ALIGN"] = p.align
-    num = p.num_tiles * lanes
-    kernels.sample_kernel[(p.num_tiles,)](
-        p.table,
-        p.constants,
-        len(p.table),
-        scratch,
-        histogram,
-        state,
-        **read,
-        DEPTH=p.depth,
-        LANES=lanes,
-        TILE=tile,
-        num_warps=max(1, min(4, lanes // 32)),
+    tensors, shape = (p.table, p.constants, len(p.table)), {"DEPTH": p.depth, "TILE": tile}
+    at_once, grid = max(1, SAMPLED // lanes), (p.num_programs, 4)
+    kernels.sample_kernel[(triton.cdiv(p.num_tiles, at_once),)](
+        *tensors, p.num_tiles, scratch, counts, **read, **shape, LANES=lanes, TILES=at_once
     )
-    kernels.coarse_kernel[(2,)](histogram, state, coarse, share, SIGMAS, CHUNK=4096, num_warps=8)
-    kernels.fine_kernel[(triton.cdiv(num, BLOCK),)](scratch, num, coarse, fine_counts, BLOCK=BLOCK)
-    kernels.bracket_kernel[(1,)](coarse, fine_counts, state, num_warps=8)
+    kernels.coarse_kernel[(2,)](counts, state, share, SIGMAS, CHUNK=4096, num_warps=8)
+    kernels.fine_kernel[(triton.cdiv(num, BLOCK),)](scratch, num, state, counts, BLOCK=BLOCK)
+    kernels.bracket_kernel[(1,)](state, counts, num_warps=8)
     kernels.sweep_kernel[(p.num_programs,)](
-        p.table,
-        p.constants,
-        len(p.table),
-        p.num_tiles,
-        out,
-        bucket_counts,
-        keys,
-        places,
-        counters,
-        state,
-        capacity,
-        **read,
-        DEPTH=p.depth,
-        BLOCK=min(BLOCK, tile),
-        TILE=tile,
-    )
-    kernels.decide_kernel[(1,)](
-        bucket_counts, counters, p.num_programs, capacity, state, num_live, num_drop, CHUNK=4096, num_warps=8
-    )
-    kernels.settle_kernel[(p.num_programs, 2)](
-        p.table,
-        len(p.table),
-        out,
-        keys,
-        places,
-        counters,
-        state,
-        listed_keys,
-        listed_orders,
-        capacity,
-        p.num_programs,
-        DEPTH=p.depth,
-        BLOCK=BLOCK,
-        TILE=tile,
-    )
-    kernels.finish_kernel[(1,)](
-        p.table, len(p.table), out, listed_keys, listed_orders, state, DEPTH=p.depth, TILE=tile, num_warps=8
-    )
+        *tensors, p.num_tiles, out, scratch, counts, state, capacity,
+        **read, **shape, FAST=low.formulas[0].has_fast_roots, ALIGN=p.align, BLOCK=min(BLOCK, tile),
+    )  # fmt: skip
+    inside = (scratch, keys, state, counts, capacity, p.num_programs)
+    kernels.spread_kernel[grid](*tensors, *inside, **read, **shape, BYTES=BYTES)
+    kernels.decide_kernel[(1,)](counts, p.num_programs, capacity, state, num_live, num_drop, CHUNK=4096, num_warps=8)
+    kernels.settle_kernel[grid](*tensors, out, *inside, **read, **shape, BYTES=BYTES)
+    kernels.finish_kernel[(1,)](p.table, len(p.table), out, state, **shape, num_warps=8)
     parts = zip(low.sources, offsets, strict=False)
     masks = {source.name: out[offset : offset + bits.num_bytes(source.numel)] for source, offset in parts}
-    return Pending(low, masks, state, p)
+    return Pending(low, masks, state[:16], p)
 
 
 @dataclass(frozen=True)

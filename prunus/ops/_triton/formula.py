@@ -21,6 +21,11 @@ class Formula:
     a: float = 0.0
     b: float = 0.0
 
+    @property
+    def has_fast_roots(self) -> bool:
+        """Whether roots may be approximate in the pass: in a product their error stays an error of a few ulp."""
+        return self.name not in ("bitter5", "bitter9", "magnitude", "fisher", "wanda", "itself", "random")
+
 
 def lower(score: str, constants: Mapping[str, Any]) -> Formula | None:
     """The formula of a score of the table with its options filled in, or None where there is none."""
@@ -53,32 +58,39 @@ def lower(score: str, constants: Mapping[str, Any]) -> Formula | None:
 
 
 @triton.jit
-def evaluate(NAME: tl.constexpr, w, m, v, a, b):
-    """The score; square roots are rounded correctly, as torch's are."""
+def root(FAST: tl.constexpr, x):
+    if FAST:  # the hardware's root takes subnormal numbers for zero: x is brought out of their range
+        return tl.sqrt(x * 4294967296.0) * (1.0 / 65536)
+    return tl.sqrt_rn(x)
+
+
+@triton.jit
+def evaluate(NAME: tl.constexpr, FAST: tl.constexpr, w, m, v, a, b):
+    """The score; ``FAST`` roots are off by an ulp or two, else they are rounded correctly, as torch's are."""
     if NAME == "magnitude":
         s = tl.abs(w)
     elif NAME == "bitter0":
-        s = w * w * tl.abs(m / (tl.sqrt_rn(v) + a))
+        s = w * w * tl.abs(m / (root(FAST, v) + a))
     elif NAME == "bitter3":
-        s = tl.sqrt_rn(tl.abs(m) + a) * tl.abs(w)
+        s = root(FAST, tl.abs(m) + a) * tl.abs(w)
     elif NAME == "bitter5":
-        s = sign(w) * (m / (tl.sqrt_rn(v) + a)) + 0.1 * tl.abs(w)
+        s = sign(w) * (m / (root(FAST, v) + a)) + 0.1 * tl.abs(w)
     elif NAME == "bitter6":
-        s = tl.sqrt_rn(tl.abs(m)) * tl.abs(w) * tl.abs(m / (tl.sqrt_rn(v) + a))
+        s = root(FAST, tl.abs(m)) * tl.abs(w) * tl.abs(m / (root(FAST, v) + a))
     elif NAME == "bitter6_eps":
-        s = tl.sqrt_rn(tl.abs(m) + a) * tl.abs(w) * (tl.abs(m) / tl.sqrt_rn(v + a))
+        s = root(FAST, tl.abs(m) + a) * tl.abs(w) * (tl.abs(m) / root(FAST, v + a))
     elif NAME == "bitter7":
-        s = tl.sqrt_rn(tl.sqrt_rn(v + a)) * tl.abs(w)
+        s = root(FAST, root(FAST, v + a)) * tl.abs(w)
     elif NAME == "bitter8":
-        s = tl.sqrt_rn(tl.abs(m / b) + a) * tl.abs(w)
+        s = root(FAST, tl.abs(m / b) + a) * tl.abs(w)
     elif NAME == "bitter9":
-        s = tl.sqrt_rn(tl.abs(m) + b) * tl.abs(w) + 0.1 * sign(w) * (m / (tl.sqrt_rn(v) + a))
+        s = root(FAST, tl.abs(m) + b) * tl.abs(w) + 0.1 * sign(w) * (m / (root(FAST, v) + a))
     elif NAME == "fisher":
         s = v / b * (w * w)
     elif NAME == "fisher_quarter":
-        s = tl.sqrt_rn(tl.sqrt_rn(v / b)) * tl.abs(w)
+        s = root(FAST, root(FAST, v / b)) * tl.abs(w)
     elif NAME == "fisher_half":
-        s = tl.sqrt_rn(v / b) * tl.abs(w)
+        s = root(FAST, v / b) * tl.abs(w)
     elif NAME == "wanda":
         s = tl.abs(w) * v
     else:

@@ -1,6 +1,6 @@
 """One launch over many tensors: a table of addresses, and tiles that are dealt out to resident programs."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -87,8 +87,11 @@ def is_live(live, at, valid):
 
 @triton.jit
 def typed(address, KIND: tl.constexpr, ALIGN: tl.constexpr):
-    """Pointer from an address that is a multiple of ``ALIGN``: knowing that, loads are 16 bytes wide."""
-    return tl.multiple_of(address.to(tl.pointer_type(KIND)), ALIGN)
+    """Pointer from an address that is a multiple of ``ALIGN``; told of 16, the compiler loads 16 bytes at a time."""
+    pointer = address.to(tl.pointer_type(KIND))
+    if ALIGN > 1:
+        pointer = tl.multiple_of(pointer, ALIGN)
+    return pointer
 
 
 @triton.jit
