@@ -1,11 +1,15 @@
 """One thread a worker, the same seed before every test, and a skip where a test needs a GPU."""
 
+import os
+
 import pytest
 import torch
 from hypothesis import settings
 
-from prunus.ops import bits
-from prunus.ops.source import Lazy
+from prunus.ops import bits, source
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # kernels run in the interpreter; read when triton is first imported
 
 settings.register_profile("prunus", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("prunus")
@@ -32,5 +36,4 @@ def _seed() -> None:
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Work on 64 elements at a time, so that a small tensor is many pieces."""
     monkeypatch.setattr(bits, "PIECE", 64)
-    monkeypatch.setattr(Lazy.pieces, "__defaults__", (64,))
-    monkeypatch.setattr(Lazy.rows, "__defaults__", (64,))
+    monkeypatch.setattr(source, "PIECE", 64)

@@ -242,7 +242,7 @@ def expand(
     BYTES: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """What entries of a list stand for: the bits inside, row and number of the tensor, first element of the tile and of the byte."""
+    """What entries of a list stand for: bits inside, tensor's row and number, tile, its first element, byte in it."""
     at = start + tl.arange(0, BYTES)
     entry = tl.load(listed + at, mask=at < num, other=0)
     byte = (entry >> 8) & 0xFFFFFF

@@ -1,0 +1,226 @@
+"""Kernels compute what their definitions say: in Triton's interpreter here, compiled where there is a GPU."""
+
+import math
+
+import pytest
+import torch
+from reference import keep_largest
+
+from prunus import cut
+from prunus.ops import bits
+from prunus.ops.adamw import Update, adamw_, spike_clipped
+from prunus.ops.source import Lazy, stored
+from prunus.score import SCORES
+
+triton = pytest.importorskip("triton", reason="kernels need triton")
+
+from prunus.ops._triton import driver  # noqa: E402
+from prunus.ops._triton.adamw import Extras, Part, Step  # noqa: E402
+from prunus.ops._triton.zero import zero_  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TILE = 1024  # small, so that little data makes many tiles
+SHAPES = [(37, 41), (8, 128), (3,), (5, 5, 7)]
+OPTIONS = [
+    *((name, {}) for name in SCORES if name not in ("bitter1", "bitter2", "bitter4")),
+    *((name, {"eps": 1e-8}) for name in ("bitter0", "bitter3", "bitter5", "bitter6", "bitter7", "bitter8", "bitter9")),
+    *(("fisher", {"q": q}) for q in (0, 0.25, 0.5)),
+]
+
+
+@pytest.fixture(autouse=True)
+def few_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small sample, so that the bracket is narrower than the data."""
+    monkeypatch.setattr(driver, "SAMPLE", 512)
+
+
+def sources(name: str, shapes=SHAPES, weight=torch.float32, moment=torch.float32, **options) -> list[Lazy]:
+    generator = torch.Generator().manual_seed(len(name))
+    score, found = SCORES[name], []
+    for i, shape in enumerate(shapes):
+        normal = torch.randn(shape, generator=generator)
+        grad = torch.randn(shape, generator=generator) * 1e-4
+        tensors = {
+            "weight": (normal * 0.02).to(DEVICE, weight),
+            "exp_avg": (torch.randn(shape, generator=generator) * 1e-5).to(DEVICE, moment),
+            "exp_avg_sq": grad.square().to(DEVICE, moment),
+            "movement": grad.to(DEVICE),
+            "input_norm": torch.rand(shape[-1:], generator=generator).to(DEVICE),
+        }
+        found.append(
+            Lazy(
+                f"layer{i}",
+                tensors["weight"],
+                score.of,
+                {read: tensors[read] for read in score.reads if read in tensors},
+                constants=options | ({"step": 7.0} if "step" in score.reads else {}),
+                takes_position="position" in score.reads,
+                formula=score.formula,
+            )
+        )
+    return found
+
+
+def by_kernel(given: list[Lazy], num_drop: int, live: dict | None = None) -> dict | None:
+    low = driver.lowered(given)
+    assert low is not None
+    num_live = sum(cut.num_kept(source, live or {}) for source in given)
+    num_dead = sum(source.numel for source in given) - num_live
+    return driver.launch_cut(low, num_drop - num_dead, num_live, live or {}, tile=TILE).wait()
+
+
+def by_definition(given: list[Lazy], num_drop: int, live: dict | None = None) -> dict:
+    scores = {source.name: next(source.pieces(source.numel))[1].view(source.shape).cpu() for source in given}
+    within = {name: bits.unpack(mask.cpu(), scores[name].shape) for name, mask in (live or {}).items()}
+    return keep_largest(scores, num_drop, within)
+
+
+def assert_agrees(masks: dict, wanted: dict, given: list[Lazy]) -> None:
+    """Equal, but for scores that the compiler's fused arithmetic may put into another order by an ulp."""
+    for source in given:
+        mask = bits.unpack(masks[source.name], source.shape).cpu()
+        if DEVICE == "cpu":
+            assert torch.equal(mask, wanted[source.name]), source.name
+    assert sum(int(bits.count(mask)) for mask in masks.values()) == sum(int(mask.sum()) for mask in wanted.values())
+
+
+@pytest.mark.parametrize(("name", "options"), OPTIONS, ids=str)
+def test_every_score_is_cut_as_its_definition_says(name, options):
+    given = sources(name, **options)
+    num_drop = round(0.6 * sum(source.numel for source in given))
+    masks = by_kernel(given, num_drop)
+    assert masks is not None
+    assert_agrees(masks, by_definition(given, num_drop), given)
+
+
+@pytest.mark.parametrize("types", [(torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)], ids=str)
+def test_half_precision_ties_in_bulk_and_is_cut_exactly_or_handed_back(types):
+    given = sources("magnitude", [(64, 100)], *types)
+    masks = by_kernel(given, 3200)
+    if masks is not None:
+        assert_agrees(masks, by_definition(given, 3200), given)
+
+
+@pytest.mark.parametrize("sparsity", [0.01, 0.3, 0.97])
+def test_a_second_cut_stays_within_the_first(sparsity):
+    given = sources("bitter7")
+    total = sum(source.numel for source in given)
+    first = by_kernel(given, round(0.005 * total)) or by_definition_packed(given, round(0.005 * total))
+    second = by_kernel(given, round(sparsity * total), first)
+    if second is None:
+        pytest.skip("the bracket missed, which the caller mends")
+    assert all(bool((second[name] & ~first[name] == 0).all()) for name in first)
+    assert_agrees(second, by_definition(given, round(sparsity * total), first), given)
+
+
+def by_definition_packed(given: list[Lazy], num_drop: int) -> dict:
+    return {name: bits.pack(mask).to(DEVICE) for name, mask in by_definition(given, num_drop).items()}
+
+
+def test_signed_scores_do_not_revive_the_dead():
+    given = sources("bitter5")
+    total = sum(source.numel for source in given)
+    first = by_definition_packed(given, round(0.4 * total))
+    second = by_kernel(given, round(0.7 * total), first)
+    assert second is not None
+    assert_agrees(second, by_definition(given, round(0.7 * total), first), given)
+
+
+@pytest.mark.parametrize("values", [[0.0], [1.0, 2.0, 3.0]], ids=str)
+def test_ties_that_overfill_the_last_bucket_are_handed_back(values):
+    scores = torch.tensor(values, device=DEVICE).repeat(6000 // len(values)).view(60, 100)
+    given = [Lazy("a", scores, SCORES["magnitude"].of, {"weight": scores}, formula="magnitude")]
+    assert by_kernel(given, 3000) is None
+
+
+def test_a_bracket_that_misses_is_handed_back(monkeypatch):
+    monkeypatch.setattr(driver, "SIGMAS", -40.0)
+    assert by_kernel(sources("magnitude", [(64, 100)]), 3200) is None
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_score_that_is_not_finite_is_refused_by_name(value):
+    given = sources("magnitude")
+    given[1].weight.view(-1)[5] = value
+    with pytest.raises(ValueError, match="layer1"):
+        by_kernel(given, 100)
+    dead = torch.ones(given[1].numel, dtype=torch.bool, device=DEVICE)
+    dead[5] = False
+    by_kernel(given, 100, {"layer1": bits.pack(dead)})
+
+
+def test_moments_of_the_smallest_numbers_are_not_taken_for_zero():
+    weight = torch.rand(40, 64, device=DEVICE) + 0.5
+    tiny = torch.rand(40, 64, device=DEVICE) * 1e-39  # subnormal
+    given = [Lazy("a", weight, SCORES["bitter7"].of, {"weight": weight, "exp_avg_sq": tiny}, formula="bitter7")]
+    masks = by_kernel(given, 1280)
+    if masks is not None:
+        assert_agrees(masks, by_definition(given, 1280), given)
+
+
+def test_what_kernels_cannot_read_is_left_to_the_definition():
+    weight = torch.rand(4, 6, device=DEVICE)
+    assert driver.lowered([stored("a", weight)]) is None
+    assert driver.lowered([Lazy("a", weight, torch.abs, {"weight": weight})]) is None
+    assert driver.lowered([Lazy("a", weight.T, torch.abs, {"weight": weight.T}, formula="magnitude")]) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("numel", [1, 7, 8, 1024, 1025, 3001])
+def test_zeroing_is_its_definition(dtype, numel):
+    tensor = torch.randn(numel).to(DEVICE, dtype)
+    tensor[::3] = math.nan
+    keep = (torch.arange(numel) % 5 > 1).to(DEVICE)
+    wanted = tensor.clone()
+    bits.zero_reference_(wanted, bits.pack(keep))
+    zero_(tensor, bits.pack(keep))
+    assert torch.equal(tensor.nan_to_num(9.0), wanted.nan_to_num(9.0))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("extras", [Extras(), Extras(max_norm=0.5), Extras(theta=2.0)], ids=["plain", "clip", "spam"])
+@pytest.mark.parametrize("types", [(torch.float32, torch.float32), (torch.bfloat16, torch.float32)], ids=str)
+def test_the_step_is_its_definition(masked, extras, types):
+    weight_type, moment_type = types
+    numbers = (1e-2, 0.9, 0.99, 1e-8, 0.1)
+    torch.manual_seed(0)
+    weights = [torch.randn(shape).to(DEVICE, weight_type) for shape in SHAPES]
+    keeps = [torch.rand(shape, device=DEVICE) > 0.5 for shape in SHAPES]
+    moments = [[torch.zeros(shape, dtype=moment_type, device=DEVICE) for shape in SHAPES] for _ in range(2)]
+    counts = [torch.zeros((), device=DEVICE) for _ in SHAPES]
+    wide, wide_moments = [w.float() for w in weights], [[m.clone() for m in part] for part in moments]
+    step = Step()
+    for number in range(1, 4):
+        grads = [torch.randn(shape).to(DEVICE, weight_type) for shape in SHAPES]
+        masks = [bits.pack(keep) if masked else None for keep in keeps]
+        rows = zip(weights, grads, *moments, counts, masks, strict=True)
+        norm = step([Part(*row, numbers) for row in rows], extras, tile=512)
+        seen = [g.float() * keep if masked else g.float() for g, keep in zip(grads, keeps, strict=True)]
+        if extras.max_norm:
+            length = torch.stack([g.norm() for g in seen]).norm()
+            assert torch.allclose(norm, length, rtol=1e-5)
+            seen = [g * min(1.0, extras.max_norm / (length.item() + 1e-6)) for g in seen]
+        for i, grad in enumerate(seen):
+            m, v = wide_moments[0][i], wide_moments[1][i]
+            grad = spike_clipped(grad, v, extras.theta) if extras.theta else grad
+            adamw_(wide[i], grad, m, v, Update(*numbers, number))
+            if weight_type == torch.bfloat16:
+                wide[i] = wide[i].to(weight_type).float()
+            ulp = torch.finfo(weight_type).eps
+            assert torch.allclose(weights[i].float(), wide[i], rtol=4 * ulp, atol=ulp)
+            assert torch.allclose(moments[0][i], m, rtol=1e-5, atol=1e-7)
+            assert torch.allclose(moments[1][i], v, rtol=1e-5, atol=1e-9)
+            assert counts[i].item() == number
+
+
+def test_a_step_with_infinite_gradients_is_skipped_and_scales_are_taken_off():
+    weight, grad = torch.ones(40, device=DEVICE), torch.full((40,), 8.0, device=DEVICE)
+    moments = [torch.zeros(40, device=DEVICE) for _ in range(2)]
+    count, step = torch.zeros((), device=DEVICE), Step()
+    part = Part(weight, grad, *moments, count, None, (0.1, 0.9, 0.99, 1e-8, 0.0))
+    step([part], Extras(grad_scale=torch.tensor(8.0, device=DEVICE), found_inf=torch.ones((), device=DEVICE)), tile=512)
+    assert count.item() == 0 and torch.equal(weight, torch.ones_like(weight)) and not moments[0].any()
+    step(
+        [part], Extras(grad_scale=torch.tensor(8.0, device=DEVICE), found_inf=torch.zeros((), device=DEVICE)), tile=512
+    )
+    assert count.item() == 1 and torch.allclose(moments[0], torch.full_like(weight, 0.1))
