@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
+from ..lab.run import ModelName
+
 if TYPE_CHECKING:
     import torch
 
@@ -14,15 +16,24 @@ if TYPE_CHECKING:
 class Command:
     """Measure a speed claim beside what it is compared with, in one process, and write the figures as JSON.
 
-    select: finding masks. step: keeping them in a training step. page: docs/benchmarks.md from all results.
+    select: finding masks. step: keeping them, on a CPU in a training step, on a GPU in the optimizer's step.
+    train: whole training steps of GPT-2 124M. page: docs/benchmarks.md from all results.
     """
 
-    what: tyro.conf.Positional[Literal["select", "step", "page"]]  # what to measure
-    layers: int = 12  # select: number of weights
-    dim: int = 2048  # select: rows and columns of each
+    what: tyro.conf.Positional[Literal["select", "step", "train", "page"]]  # what to measure
+    layers: int = 12  # select, step: number of weights
+    dim: int = 2048  # select, step: rows and columns of each
+    shapes: Literal["gpt2", "mistral-7b"] | None = None  # select, step: a model's weights instead
+    dtype: Literal["float32", "bfloat16"] = "float32"  # select: of weights and moments
     score: str = "bitter7"  # select: what makes a weight matter
     sparsity: float = 0.5  # fraction removed
-    tokens: tuple[int, ...] = (256, 2048)  # step: tokens a step
+    tokens: tuple[int, ...] = (256, 2048)  # step on a CPU: tokens a step
+    data: str = "stdlib"  # train: what to read
+    model: ModelName = "gpt2"  # train: network
+    context: int = 1024  # train: tokens a window
+    batch: int = 32  # train: windows a step
+    compile: bool = True  # train: torch.compile the model
+    precision: Literal["float32", "bfloat16"] = "bfloat16"  # train: bfloat16 by autocast
     repeat: int = 15  # calls or rounds that the median is taken over
     threads: int = 0  # CPU threads; 0 leaves torch's choice
     device: str = "cpu"  # cpu or cuda
@@ -43,19 +54,31 @@ def run(command: Command) -> None:
         return
     if command.threads:
         torch.set_num_threads(command.threads)
-    settings, rows = MEASURES[command.what](command, torch.device(command.device))
-    _finish(command, settings, rows)
+    device = torch.device(command.device)
+    if command.what == "step" and device.type == "cuda":
+        _finish(command, "update", *_update(command, device))
+    else:
+        _finish(command, command.what, *MEASURES[command.what](command, device))
 
 
-def _select(command: Command, device: "torch.device") -> tuple[dict[str, Any], list[dict[str, Any]]]:
+Measured = tuple[dict[str, Any], list[dict[str, Any]]]
+
+
+def _select(command: Command, device: "torch.device") -> Measured:
+    import torch
+
+    from ..lab.bench.measure import copy_gb_s
     from ..lab.bench.select import bench_select, problem
+    from ..lab.bench.shapes import shapes_of
 
-    p = problem(command.layers, command.dim, command.score, command.sparsity, device)
-    settings = {name: getattr(command, name) for name in ("layers", "dim", "score", "sparsity", "repeat")}
-    return settings | {"num_weights": p.num_weights}, bench_select(p, command.repeat, device)
+    shapes = shapes_of(command.shapes, command.layers, command.dim)
+    p = problem(shapes, command.score, command.sparsity, device, getattr(torch, command.dtype))
+    settings = {"score": command.score, "sparsity": command.sparsity, "repeat": command.repeat, "dtype": command.dtype}
+    settings |= {"num_weights": p.num_weights, "weights": _said(command, shapes), "num_bytes": p.num_bytes}
+    return settings | {"copy_gb_s": copy_gb_s(device)}, bench_select(p, command.repeat, device)
 
 
-def _step(command: Command, device: "torch.device") -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def _step(command: Command, device: "torch.device") -> Measured:
     from ..lab.bench.step import bench_step, size
 
     rows = [
@@ -69,19 +92,58 @@ def _step(command: Command, device: "torch.device") -> tuple[dict[str, Any], lis
     return settings | {"num_weights": num_weights, "num_prunable": num_prunable}, rows
 
 
-MEASURES = {"select": _select, "step": _step}
+def _update(command: Command, device: "torch.device") -> Measured:
+    from ..lab.bench.measure import copy_gb_s
+    from ..lab.bench.shapes import shapes_of
+    from ..lab.bench.update import bench_update
+
+    shapes = shapes_of(command.shapes, command.layers, command.dim)
+    settings = {"sparsity": command.sparsity, "repeat": command.repeat, "weights": _said(command, shapes)}
+    settings |= {"num_weights": sum(a * b for a, b in shapes), "copy_gb_s": copy_gb_s(device)}
+    return settings, bench_update(shapes, command.sparsity, command.repeat, device)
 
 
-def _finish(command: Command, settings: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+def _train(command: Command, device: "torch.device") -> Measured:
+    from ..lab.bench.train import bench_train
+    from ..lab.run import Run
+
+    rounds = max(3, command.repeat // 3)
+    base = Run(
+        model=command.model,
+        data=command.data,
+        context=command.context,
+        batch=command.batch,
+        compile=command.compile,
+        precision=command.precision,
+        device=command.device,
+        sparsity=command.sparsity,
+        steps=50 * (rounds + 2),
+        begin=1,
+        end=50 * (rounds + 2),
+    )
+    settings = {name: getattr(base, name) for name in ("model", "context", "batch", "compile", "precision", "every")}
+    return settings | {"sparsity": command.sparsity, "rounds": rounds}, bench_train(base, 51, rounds)
+
+
+def _said(command: Command, shapes: list[tuple[int, int]]) -> str:
+    if command.shapes:
+        return f"{len(shapes)} weights of {command.shapes}"
+    return f"{command.layers} weights of {command.dim} x {command.dim}"
+
+
+MEASURES = {"select": _select, "step": _step, "train": _train}
+
+
+def _finish(command: Command, what: str, settings: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
     from ..lab.bench.measure import record
 
-    table = Table(title=f"prunus bench {command.what}")
+    table = Table(title=f"prunus bench {what}")
     for heading in rows[0]:
         table.add_column(heading)
     for row in rows:
         table.add_row(*(f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()))
     Console().print(table)
-    print(f"written to {record(command.what, settings, rows, command.results)}")
+    print(f"written to {record(what, settings, rows, command.results)}")

@@ -1,6 +1,7 @@
 """A run folder: what was run, on what, and what was measured."""
 
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -42,7 +43,12 @@ def machine() -> str:
 
 
 def commit() -> str | None:
-    """Commit of the checkout that this package stands in, with a mark if it is changed; None elsewhere."""
+    """Commit of the checkout that this package stands in, with a mark if it is changed; None elsewhere.
+
+    PRUNUS_COMMIT says it for a copy of a checkout without its history.
+    """
+    if said := os.environ.get("PRUNUS_COMMIT"):
+        return said
     folder = Path(__file__).resolve().parents[2]
     if not (folder / ".git").exists():
         return None

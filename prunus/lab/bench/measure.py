@@ -21,8 +21,8 @@ STATUS = Path("/proc/self/status")
 
 def median_ms(function: Callable[[], object], repeat: int, device: torch.device, before: Callable[[], object]) -> float:
     """Median milliseconds of ``repeat`` calls after one more to warm up; ``before`` runs untimed ahead of each."""
-    times = []
-    for _ in range(repeat + 1):
+    times: list[float] = []
+    while len(times) <= repeat and (len(times) < 4 or sum(times) < 20_000):  # a slow rival is measured fewer times
         before()
         synchronize(device)
         started = time.perf_counter()
@@ -54,6 +54,31 @@ def peak_extra_mib(function: Callable[[], object], device: torch.device) -> floa
     result = function()
     del result
     return (_status_kib("VmHWM") - base) / 2**10
+
+
+def queued_ms(function: Callable[[], object], repeat: int, device: torch.device) -> float:
+    """Median milliseconds of a call among ten queued ones: what it costs where the host runs ahead."""
+    if device.type != "cuda":
+        return median_ms(function, repeat, device, lambda: None)
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    times = []
+    for _ in range(max(4, repeat // 3)):
+        begin.record()
+        for _ in range(10):
+            function()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) / 10)
+    return statistics.median(times[1:])
+
+
+def copy_gb_s(device: torch.device) -> float | None:
+    """Measured bandwidth of a large copy on a GPU, bytes read and written together."""
+    if device.type != "cuda":
+        return None
+    source = torch.empty(1 << 30, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / queued_ms(lambda: target.copy_(source), 9, device) / 1e6
 
 
 def synchronize(device: torch.device) -> None:

@@ -10,12 +10,14 @@ INTRODUCTION = """# Benchmarks
 
 This page is made by `prunus bench page` from the JSON files in `benchmarks/results/`; nothing in it is
 typed. All methods of a table ran in one process, one after the other or in turns. Run them on your
-own machine with `prunus bench select` and `prunus bench step`.
+own machine with `prunus bench select`, `step` and `train` (`--device cuda` on a GPU).
 """
 
-SELECT = """Masks of {num_weights:,} weights ({layers} layers of {dim} x {dim}) at {sparsity:.0%} by {score}, \
-median of {repeat}. Extra memory is the peak beyond weights and moments, the masks included. "Off by" is \
-how many more weights than asked are kept (negative: fewer); torch.nn.utils.prune ranks by magnitude, which reads less.
+SELECT = """Masks of {num_weights:,} weights ({weights}, {dtype}) at {sparsity:.0%} by {score}, median of up to \
+{repeat} calls. Extra memory is the peak beyond weights and moments, the masks included. "Off by" is how many more weights than \
+asked are kept (negative: fewer), "edge" how far the smallest score kept lies from the exact one. \
+torch.nn.utils.prune ranks by magnitude, which reads less. "From half pruned on" is a later event: half are pruned, \
+and half of the rest goes.
 """
 
 STEP = """A step of a GPT with {num_weights:,} weights, {num_prunable:,} of them prunable, at {sparsity:.0%}, \
@@ -23,16 +25,25 @@ no event among the steps; medians over {repeat} rounds in which the arms take tu
 over rounds of the time beyond the arm it stands beside, in the same round.
 """
 
+UPDATE = """The optimizer's step alone on {num_weights:,} float32 weights ({weights}), {sparsity:.0%} of them masked; \
+medians of queued calls, the ratio is to torch's fused step without masks.
+"""
+
+TRAIN = """Training {model}, context {context}, batch {batch}, {precision}, compile {compile}, an event every {every} \
+steps counted in; medians of {rounds} rounds of {every} steps, to {sparsity:.0%}.
+"""
+
 
 def page(folder: Path) -> str:
     """The page for all records in ``folder``, the newest of each kind and machine."""
-    newest: dict[tuple[str, str], dict[str, Any]] = {}
+    newest: dict[tuple[str, str, str], dict[str, Any]] = {}
     for path in sorted(folder.glob("*.json"), key=lambda path: (read_record(path)["date"], path.stat().st_mtime)):
         record = read_record(path)
-        newest[record["what"], record["environment"]["machine"]] = record | {"file": path.name}
+        about = record["settings"].get("weights", "")
+        newest[record["what"], record["environment"]["machine"], about] = record | {"file": path.name}
     if not newest:
         raise ValueError(f"there are no results in {folder}; run prunus bench select first")
-    sections = [SECTIONS[what](record) for (what, _), record in sorted(newest.items())]
+    sections = [SECTIONS[what](record) for (what, *_), record in sorted(newest.items())]
     return "\n".join([INTRODUCTION, *sections])
 
 
@@ -42,15 +53,51 @@ def _select(record: dict[str, Any]) -> str:
     lines = [
         (
             row["method"],
-            f"{row['ms']:.1f}",
+            f"{row['ms']:.2f}",
             f"{row['ms'] / ours['ms']:.2f}",
             "not measured" if row["extra_mib"] is None else f"{row['extra_mib']:.1f}",
             f"{row['kept_too_many']:,}",
+            "" if row["edge_error"] is None else f"{row['edge_error']:+.2%}",
         )
         for row in rows
     ]
-    headings = ("method", "ms", "times ours", "extra MiB", "off by")
-    return _section("Finding the masks", record, SELECT, table(headings, lines))
+    headings = ("method", "ms", "times ours", "extra MiB", "off by", "edge")
+    body = table(headings, lines)
+    if record["settings"]["copy_gb_s"]:
+        floor = record["settings"]["num_bytes"] / record["settings"]["copy_gb_s"] / 1e6
+        body += (
+            f"\n\nThe least that must be read is {record['settings']['num_bytes'] / 1e9:.2f} GB: {floor:.2f} ms at the "
+            f"{record['settings']['copy_gb_s']:,.0f} GB/s of a copy measured in the same run. Ours reads "
+            f"{ours['read_gb_s']:,.0f} GB/s over the whole event, "
+            f"{ours['read_gb_s'] / record['settings']['copy_gb_s']:.0%} of that."
+        )
+    return _section("Finding the masks", record, SELECT, body)
+
+
+def _update(record: dict[str, Any]) -> str:
+    lines = [(row["way"], f"{row['ms']:.3f}", f"{row['ratio']:.3f}") for row in record["rows"]]
+    body = table(("way", "ms", "ratio"), lines)
+    ulps = record["rows"][0]["ulps_from_torch"]
+    body += f"\n\nOne step from equal state differs from torch's by at most {ulps:.2f} ulp of a weight."
+    return _section("Keeping them: the optimizer's step", record, UPDATE, body)
+
+
+def _train(record: dict[str, Any]) -> str:
+    lines = [
+        (
+            row["arm"],
+            f"{row['ms']:.2f}",
+            f"{row['ratio']:.4f}",
+            f"{row['spread']:.2f}",
+            f"{row['tokens_a_second']:,.0f}",
+            "" if row["peak_mib"] is None else f"{row['peak_mib']:,.0f}",
+            "" if row["steady_mib"] is None else f"{row['steady_mib']:,.1f}",
+            "" if row["event_ms"] is None else f"{row['event_ms']:.1f}",
+        )
+        for row in record["rows"]
+    ]
+    headings = ("arm", "ms a step", "ratio", "spread", "tokens/s", "peak MiB", "steady MiB", "event ms")
+    return _section("Whole training", record, TRAIN, table(headings, lines))
 
 
 def _step(record: dict[str, Any]) -> str:
@@ -69,7 +116,7 @@ def _step(record: dict[str, Any]) -> str:
     return _section("Keeping them: a training step", record, STEP, table(headings, lines))
 
 
-SECTIONS = {"select": _select, "step": _step}
+SECTIONS = {"select": _select, "step": _step, "train": _train, "update": _update}
 
 
 def _section(title: str, record: dict[str, Any], text: str, body: str) -> str:

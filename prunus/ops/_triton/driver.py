@@ -21,7 +21,7 @@ SAMPLE = 1 << 20  # scores drawn at the most to bracket the threshold
 SIGMAS = 3.5  # half width of the bracket in standard errors; a miss costs time, never exactness
 BLOCK = 1024  # elements of a tile in registers at a time
 SAMPLED = 256  # samples a program
-BYTES = 128  # entries of a list that a program expands at a time
+BYTES = 256  # entries of a list that a program expands at a time
 ALIGN = 128  # bytes; masks are written in words
 
 
@@ -36,43 +36,43 @@ class Lowered:
 
 def lowered(sources: Sequence[Lazy]) -> Lowered | None:
     """The sources as kernels read them, or None where only their definition can be evaluated."""
-    formulas = [lower(s.formula, s.constants) if s.formula and s.dtype == torch.float32 else None for s in sources]
-    if any(f is None or f.name != formulas[0].name for f in formulas):
-        return None
+    formulas: list[Formula] = []
+    for i, source in enumerate(sources):
+        same = i > 0 and source.formula == sources[i - 1].formula and source.constants == sources[i - 1].constants
+        formula = formulas[-1] if same else source.formula and lower(source.formula, source.constants)
+        if not formula or source.dtype != torch.float32 or (formulas and formula.name != formulas[0].name):
+            return None
+        formulas.append(formula)
     types: dict[str, tl.dtype | None] = {"w": None, "m": None, "v": None}
     for register, name in formulas[0].registers.items():
         dtypes = {source.reads[name].dtype for source in sources}
-        if len(dtypes) > 1 or not dtypes <= set(TYPES):
+        if len(dtypes) > 1 or not dtypes <= set(TYPES) or not all(_is_readable(source, name) for source in sources):
             return None
         types[register] = TYPES[dtypes.pop()]
-        for source in sources:
-            if not source.reads[name].is_contiguous() or not _is_readable(source, name):
-                return None
     return Lowered(sources, formulas, types)
 
 
 def _is_readable(source: Lazy, name: str) -> bool:
     """Whether a statistic has an element for each of the weight's, or repeats along its leading dimensions."""
-    shape = source.reads[name].shape
-    return shape == source.shape or (name == "input_norm" and shape == source.shape[len(source.shape) - len(shape) :])
+    tensor = source.reads[name]
+    if not tensor.is_contiguous():
+        return False
+    return tensor.shape == source.shape or (
+        name == "input_norm" and tensor.shape == source.shape[len(source.shape) - tensor.ndim :]
+    )
 
 
 def planned(low: Lowered, live: Mapping[str, Tensor], offsets: Sequence[int], tile: int) -> Plan:
     """The table of addresses of all sources and live masks, and of offsets of the masks to write."""
     rows, constants = [], []
+    names = [low.formulas[0].registers.get(register) for register in "wmv"]
+    has_extra = low.formulas[0].name in ("random", "wanda")
     for source, formula, offset in zip(low.sources, low.formulas, offsets, strict=True):
-        reads = {register: source.reads[name] for register, name in formula.registers.items()}
-        mask = live.get(source.name)
-        rows.append(
-            (
-                *(reads[register].data_ptr() if register in reads else 0 for register in "wmv"),
-                0 if mask is None else mask.data_ptr(),
-                offset,
-                source.numel,
-                _extra(source, formula),
-            )
-        )
-        scales = [source.scales.get(formula.registers.get(register, ""), 1.0) for register in "mv"]
+        reads, mask = source.reads, live.get(source.name)
+        addresses = [reads[name].data_ptr() if name else 0 for name in names]
+        extra = _extra(source, formula) if has_extra else 0
+        rows.append((*addresses, 0 if mask is None else mask.data_ptr(), offset, source.numel, extra))
+        scales = [source.scales.get(name, 1.0) for name in names[1:]] if source.scales else (1.0, 1.0)
         constants.append((formula.a, formula.b, *scales))
     return plan(tuple(rows), tuple(constants), low.sources[0].device, tile)
 

@@ -1,0 +1,61 @@
+"""Whole training steps: dense with torch's fused AdamW, ours with our optimizer, ours by hooks on torch's."""
+
+import statistics
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..run import Run
+from ..trainer import Training
+from .measure import synchronize
+
+ARMS: dict[str, dict[str, Any]] = {
+    "dense, torch AdamW(fused=True)": {"score": "none", "optimizer": "adamw"},
+    "Pruner + AdamWPrune": {"score": "bitter7", "optimizer": "adamwprune"},
+    "Pruner by hooks on AdamW(fused=True)": {"score": "bitter7", "optimizer": "adamw"},
+}
+
+
+def bench_train(base: Run, warm: int, rounds: int) -> list[dict[str, Any]]:
+    """A row for each arm: milliseconds a step over rounds of ``every`` steps, each round with one event, and memory."""
+    rows: list[dict[str, Any]] = []
+    for name, fields in ARMS.items():
+        torch.cuda.empty_cache()
+        training = Training(replace(base, **fields))
+        for _ in range(warm):
+            training.train_step()
+        synchronize(training.device)
+        if training.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        times = [_timed_round(training, base.every) for _ in range(rounds)]
+        rows.append(
+            {
+                "arm": name,
+                "ms": statistics.median(times),
+                "ratio": statistics.median(times) / (rows[0]["ms"] if rows else statistics.median(times)),
+                "spread": max(times) - min(times),
+                "tokens_a_second": 1e3 * base.batch * base.accumulate * base.context / statistics.median(times),
+                "peak_mib": _mib(torch.cuda.max_memory_allocated) if training.device.type == "cuda" else None,
+                "steady_mib": _mib(torch.cuda.memory_allocated) if training.device.type == "cuda" else None,
+                "event_ms": 1e3 * statistics.median([e.seconds for e in training.events]) if training.events else None,
+                "sparsity": training.sparsity(),
+            }
+        )
+        del training
+    return rows
+
+
+def _timed_round(training: Training, steps: int) -> float:
+    """Milliseconds a step."""
+    synchronize(training.device)
+    started = time.perf_counter()
+    for _ in range(steps):
+        training.train_step()
+    synchronize(training.device)
+    return 1e3 * (time.perf_counter() - started) / steps
+
+
+def _mib(measure: Any) -> float:
+    return measure() / 2**20
