@@ -18,7 +18,7 @@ from .ops.sweep import Swept, check_finite, sweep
 
 Packed = Mapping[str, Tensor]  # packed bits by name; a name that is missing is wholly live
 
-SAMPLE = 1 << 18  # scores drawn to bracket the threshold
+SAMPLE = 1 << 19  # scores drawn to bracket the threshold
 SIGMAS = 5  # half width of the bracket, in standard errors of the sample
 
 
@@ -37,10 +37,15 @@ def cut(sources: Sequence[Lazy], num_drop: int, live: Packed, num_live: int | No
     if num_drop >= num_live:
         return {source.name: torch.zeros_like(kept(source, live)) for source in sources}
 
+    lo, hi, limit = -math.inf, math.inf, 0
     if sources[0].device.type == "cuda":
-        masks = _cut_by_kernels(sources, num_drop, num_live, live)
-        return masks or _write(sources, *descend(sources, num_drop, live), live)
-    lo, hi, limit = bracket(sources, num_drop, num_live, live)
+        found = _cut_by_kernels(sources, num_drop, num_live, live)
+        if isinstance(found, dict):
+            return found
+        if found:  # ties: they lie within a bracket so narrow that it holds little else
+            (lo, hi), limit = found, num_live // 8
+    else:
+        lo, hi, limit = bracket(sources, num_drop, num_live, live)
     swept = _sweep_all(sources, lo, hi, limit, live)
     if swept is not None:
         num_inside = sum(len(part.scores) for part in swept)
@@ -99,8 +104,10 @@ def descend(sources: Sequence[Lazy], num_drop: int, live: Packed) -> tuple[float
     return from_sortable(prefix, dtype), num_drop
 
 
-def _cut_by_kernels(sources: Sequence[Lazy], num_drop: int, num_live: int, live: Packed) -> dict[str, Tensor] | None:
-    """The same on a GPU with one word to the host; None where the bracket missed or a score has no kernel."""
+def _cut_by_kernels(
+    sources: Sequence[Lazy], num_drop: int, num_live: int, live: Packed
+) -> dict[str, Tensor] | tuple[float, float] | None:
+    """The same on a GPU with one word to the host; a narrow bracket where ties are too many for it, or None."""
     from .ops._triton.driver import launch_cut, lowered
 
     low = lowered(sources)

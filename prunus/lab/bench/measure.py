@@ -92,12 +92,16 @@ def _status_kib(key: str) -> int:
 
 def record(what: str, settings: dict[str, Any], rows: list[dict[str, Any]], folder: Path) -> Path:
     """Write ``<what>_<machine>_<date>_<commit>.json`` and return its path."""
-    slug = re.sub(r"[^a-z0-9]+", "-", machine().lower()).strip("-")
+    about = _slug(what + " " + str(settings.get("weights", "")))
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{what}_{slug}_{date.today()}_{commit() or 'installed'}.json"
+    path = folder / f"{about}_{_slug(machine())}_{date.today()}_{commit() or 'installed'}.json"
     content = {"what": what, "date": str(date.today()), "environment": environment(), "settings": settings}
     write_json(path, content | {"rows": rows})
     return path
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
 def read_record(path: Path) -> dict[str, Any]:

@@ -14,8 +14,8 @@ own machine with `prunus bench select`, `step` and `train` (`--device cuda` on a
 """
 
 SELECT = """Masks of {num_weights:,} weights ({weights}, {dtype}) at {sparsity:.0%} by {score}, median of up to \
-{repeat} calls. Extra memory is the peak beyond weights and moments, the masks included. "Off by" is how many more weights than \
-asked are kept (negative: fewer), "edge" how far the smallest score kept lies from the exact one. \
+{repeat} calls. Extra memory is the peak beyond weights and moments, the masks included. "Off by" is how many more \
+weights than asked are kept (negative: fewer), "edge" how far the smallest score kept lies from the exact one. \
 torch.nn.utils.prune ranks by magnitude, which reads less. "From half pruned on" is a later event: half are pruned, \
 and half of the rest goes.
 """

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import bits
+from ..digits import from_sortable
 from ..source import Lazy
 from . import cut as kernels
 from .formula import Formula, lower
@@ -137,14 +138,21 @@ class Pending:
     state: Tensor
     plan: Plan  # kept until the kernels have read it
 
-    def wait(self) -> dict[str, Tensor] | None:
-        """The masks, or None where the bracket missed or ties overfilled it: the one word from the device."""
+    def wait(self) -> "dict[str, Tensor] | tuple[float, float] | None":
+        """The masks, after the one word from the device.
+
+        Where ties overfilled the last bucket: the scores that bound it. Where the bracket missed: None.
+        """
         state = self.state.tolist()
         if state[kernels.NOT_FINITE.value]:
             name = self.low.sources[state[kernels.NOT_FINITE.value] - 1].name
             raise ValueError(
                 f"scores must be finite, but {name} has some that are not; look for NaN in weight and moments"
             )
-        if not state[kernels.FOUND.value] or state[kernels.OVERFLOW.value]:
+        if not state[kernels.FOUND.value]:
             return None
+        if state[kernels.OVERFLOW.value]:
+            shift, bucket = state[kernels.SHIFT.value], state[kernels.BUCKET.value]
+            first = state[kernels.BASE.value] + (bucket << shift)
+            return from_sortable(first, torch.float32), from_sortable(first + (1 << shift) - 1, torch.float32)
         return self.masks
