@@ -78,7 +78,7 @@ def _update(record: dict[str, Any]) -> str:
     lines = [(row["way"], f"{row['ms']:.3f}", f"{row['ratio']:.3f}") for row in record["rows"]]
     body = table(("way", "ms", "ratio"), lines)
     ulps = record["rows"][0]["ulps_from_torch"]
-    body += f"\n\nOne step from equal state differs from torch's by at most {ulps:.2f} ulp of a weight."
+    body += f"\n\nOne step from equal state differs from torch's by at most {ulps:.2f} ulp, counted at the larger of the weight and the learning rate."
     return _section("Keeping them: the optimizer's step", record, UPDATE, body)
 
 
@@ -92,11 +92,10 @@ def _train(record: dict[str, Any]) -> str:
             f"{row['tokens_a_second']:,.0f}",
             "" if row["peak_mib"] is None else f"{row['peak_mib']:,.0f}",
             "" if row["steady_mib"] is None else f"{row['steady_mib']:,.1f}",
-            "" if row["event_ms"] is None else f"{row['event_ms']:.1f}",
         )
         for row in record["rows"]
     ]
-    headings = ("arm", "ms a step", "ratio", "spread", "tokens/s", "peak MiB", "steady MiB", "event ms")
+    headings = ("arm", "ms a step", "ratio", "spread", "tokens/s", "peak MiB", "steady MiB")
     return _section("Whole training", record, TRAIN, table(headings, lines))
 
 

@@ -1,5 +1,6 @@
 """Whole training steps: dense with torch's fused AdamW, ours with our optimizer, ours by hooks on torch's."""
 
+import gc
 import statistics
 import time
 from dataclasses import replace
@@ -22,6 +23,8 @@ def bench_train(base: Run, warm: int, rounds: int) -> list[dict[str, Any]]:
     """A row for each arm: milliseconds a step over rounds of ``every`` steps, each round with one event, and memory."""
     rows: list[dict[str, Any]] = []
     for name, fields in ARMS.items():
+        torch.compiler.reset()  # so that no arm inherits what the one before left
+        gc.collect()
         torch.cuda.empty_cache()
         training = Training(replace(base, **fields))
         for _ in range(warm):
@@ -39,7 +42,6 @@ def bench_train(base: Run, warm: int, rounds: int) -> list[dict[str, Any]]:
                 "tokens_a_second": 1e3 * base.batch * base.accumulate * base.context / statistics.median(times),
                 "peak_mib": _mib(torch.cuda.max_memory_allocated) if training.device.type == "cuda" else None,
                 "steady_mib": _mib(torch.cuda.memory_allocated) if training.device.type == "cuda" else None,
-                "event_ms": 1e3 * statistics.median([e.seconds for e in training.events]) if training.events else None,
                 "sparsity": training.sparsity(),
             }
         )
