@@ -78,7 +78,8 @@ def _update(record: dict[str, Any]) -> str:
     lines = [(row["way"], f"{row['ms']:.3f}", f"{row['ratio']:.3f}") for row in record["rows"]]
     body = table(("way", "ms", "ratio"), lines)
     ulps = record["rows"][0]["ulps_from_torch"]
-    body += f"\n\nOne step from equal state differs from torch's by at most {ulps:.2f} ulp, counted at the larger of the weight and the learning rate."
+    body += f"\n\nOne step from equal state differs from torch's by at most {ulps:.2f} ulp, "
+    body += "counted at the larger of the weight and the learning rate."
     return _section("Keeping them: the optimizer's step", record, UPDATE, body)
 
 

@@ -124,7 +124,7 @@ def update_block(
         g = tl.where((tl.abs(g) > limit) & (v > 0), tl.where(g > 0, limit, -limit), g)
     m = m + keep1 * (g - m)
     v = v * beta2 + keep2 * g * g
-    w = w * shrink - size * tl.div_rn(m, tl.sqrt_rn(v) * scale + eps)
+    w = w * shrink - size * (m / (tl.sqrt(v) * scale + eps))
     if FULL:
         tl.store(m_at + lane, m.to(m_at.dtype.element_ty))
         tl.store(v_at + lane, v.to(v_at.dtype.element_ty))

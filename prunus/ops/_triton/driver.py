@@ -98,7 +98,7 @@ def launch_cut(low: Lowered, num_drop: int, num_live: int, live: Mapping[str, Te
     num_sampled = max(1.0, p.num_tiles * lanes * num_live / sum(source.numel for source in low.sources))
     expected = num_live * 2 * (SIGMAS * math.sqrt(share * (1 - share) / num_sampled) + 1 / num_sampled)
     per_program = -(-min(expected, num_live) // p.num_programs)
-    capacity = min(int(1.15 * per_program) + 256, -(-p.num_tiles // p.num_programs) * tile // 8)
+    capacity = min(int(1.1 * per_program) + 256, -(-p.num_tiles // p.num_programs) * tile // 8)
 
     num, size = p.num_tiles * lanes, p.num_programs * capacity
     scratch = torch.empty(max(num, 2 * size), dtype=torch.int32, device=device)  # the sample, then lists and keys
