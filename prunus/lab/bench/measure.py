@@ -32,12 +32,21 @@ def median_ms(function: Callable[[], object], repeat: int, device: torch.device,
     return statistics.median(times[1:])
 
 
-def peak_extra_mib(function: Callable[[], object], device: torch.device) -> float | None:
+def peak_extra_mib(function: Callable[[], object], device: torch.device, after: Callable[[], object]) -> float | None:
     """MiB that a call needs at its peak beyond what there is before it, its result included.
 
     On CUDA the allocator's own count; on Linux the process's largest resident size, which counts
-    every temporary, numpy's too; None elsewhere.
+    every temporary, numpy's too; None elsewhere. The least of three calls, each followed by ``after``:
+    what else the process touches can only add.
     """
+    peaks = []
+    for _ in range(3):
+        peaks.append(_peak_of_call(function, device))
+        after()
+    return min((peak for peak in peaks if peak is not None), default=None)
+
+
+def _peak_of_call(function: Callable[[], object], device: torch.device) -> float | None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()

@@ -160,8 +160,7 @@ def bench_select(p: Problem, repeat: int, device: torch.device) -> list[dict[str
         if p.num_weights > LARGEST and not name.startswith("prunus"):
             continue
         restore = _restorer(p) if method is ours_with_zeroing else lambda: undo_torch_prune(p)
-        peak = peak_extra_mib(lambda method=method: method(p), device)
-        restore()
+        peak = peak_extra_mib(lambda method=method: method(p), device, restore)
         num_wanted = p.num_weights - (round(0.75 * p.num_weights) if method is ours_again else p.num_drop)
         masks = method(p)
         num_kept, edge_error = count_kept(masks), None if is_exact else error_of_edge(p, masks, edge)
