@@ -143,7 +143,7 @@ def test_the_sample_is_a_sample_and_brackets_the_cut(monkeypatch):
 
 @pytest.mark.parametrize("sparsity", [0.02, 0.5, 0.97])
 def test_more_scores_than_one_sample_are_cut_in_one_read(sparsity, descents):
-    scores = {"a": torch.randn(700, 500), "b": torch.randn(9), "c": torch.randn(300, 130, 3)}
+    scores = {"a": torch.randn(1100, 500), "b": torch.randn(9), "c": torch.randn(300, 130, 3)}
     num_drop = round(sparsity * len(flat(scores)))
     assert len(flat(scores)) > module.SAMPLE
     assert same(masks_of(scores, num_drop), keep_largest(scores, num_drop))
@@ -152,7 +152,7 @@ def test_more_scores_than_one_sample_are_cut_in_one_read(sparsity, descents):
 
 @pytest.mark.parametrize("kind", ["bfloat16", "half zero", "all zero", "few integers"])
 def test_more_scores_than_one_sample_with_ties_are_cut_exactly(kind):
-    scores = draw(kind, (700, 500), (9,), (300, 70, 3))
+    scores = draw(kind, (1100, 700), (9,), (300, 70, 3))
     within = some_dead(scores)
     num_drop = round(0.45 * len(flat(scores)))
     assert same(masks_of(scores, num_drop), keep_largest(scores, num_drop))
