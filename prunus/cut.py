@@ -115,9 +115,12 @@ def _cut_by_kernels(
 
 
 def _sweep_all(sources: Sequence[Lazy], lo: float, hi: float, limit: int, live: Packed) -> list[Swept] | None:
+    # masks side by side, before the pass: allocated in between, they would pin the heap that its temporaries leave
+    sizes = [bits.num_bytes(source.numel) for source in sources]
+    masks = torch.empty(sum(sizes), dtype=torch.uint8, device=sources[0].device).split(sizes)
     swept = []
-    for source in sources:
-        part = sweep(source, live.get(source.name), lo, hi, limit)
+    for source, mask in zip(sources, masks, strict=True):
+        part = sweep(source, live.get(source.name), lo, hi, limit, mask)
         if part is None:
             return None
         limit -= len(part.scores)

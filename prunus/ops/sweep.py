@@ -25,13 +25,16 @@ class Swept:
     positions: Tensor
 
 
-def sweep(source: Lazy, live: Tensor | None, lo: float, hi: float, limit: int) -> Swept | None:
+def sweep(
+    source: Lazy, live: Tensor | None, lo: float, hi: float, limit: int, above: Tensor | None = None
+) -> Swept | None:
     """One read of ``source``, or None once more than ``limit`` elements lie in [lo, hi].
 
     ``live`` are packed bits of the elements that are ranked; None ranks all. A live score that is
-    not finite is a ValueError.
+    not finite is a ValueError. The bits are written to ``above`` where it is given.
     """
-    above = torch.empty(bits.num_bytes(source.numel), dtype=torch.uint8, device=source.device)
+    if above is None:
+        above = torch.empty(bits.num_bytes(source.numel), dtype=torch.uint8, device=source.device)
     found = [(torch.empty(0, dtype=source.compared, device=source.device), above[:0].long())]
     split = _split_on_cpu() if source.device.type == "cpu" else split_reference
     for start, scores in source.pieces():
