@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .oneshot import Probe, prune
     from .optim import AdamWPrune, Spam
     from .schedule import Constant, OneShot, Ramp
     from .score import SCORES
@@ -21,10 +22,12 @@ _HOME = {
     "OneShot": "schedule",
     "PerLayer": "select",
     "PerRow": "select",
+    "Probe": "oneshot",
     "Pruner": "training",
     "Ramp": "schedule",
     "SCORES": "score",
     "Spam": "optim",
+    "prune": "oneshot",
 }
 __all__ = [
     "SCORES",
@@ -36,9 +39,11 @@ __all__ = [
     "OneShot",
     "PerLayer",
     "PerRow",
+    "Probe",
     "Pruner",
     "Ramp",
     "Spam",
+    "prune",
 ]
 
 

@@ -17,9 +17,11 @@ NAMES = {
     "OneShot": "schedule",
     "PerLayer": "select",
     "PerRow": "select",
+    "Probe": "oneshot",
     "Pruner": "training",
     "Ramp": "schedule",
     "Spam": "optim",
+    "prune": "oneshot",
 }
 HEAVY = ["triton", "transformers", "lightning", "pytorch_lightning", "matplotlib", "pandas", "sklearn", "PIL"]
 

@@ -1,0 +1,191 @@
+"""Gradient records: for each weight a statistic of its per-sample gradients, many samples a pass.
+
+Decisions are those of one sample at a time. Layers whose gradients cannot be rebuilt from a batch are found by
+comparing a pass over two samples with two passes over one, and get theirs from autograd, one sample at a time.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..eligible import Weight
+from .chain import Prefix, block_of, blocks_of
+from .inspection import Findings, holders, inspect
+from .memory import batch_size, is_out_of_memory
+from .objective import Objective
+from .samples import Chunk, Samples, Tree, moved
+from .session import swapped
+from .taps import NotRows, Taps, Variant
+
+Statistic = Literal["largest", "mean square"]
+Records = dict[str, Tensor]
+
+
+class Engine:
+    """Records of a model's gradients over the calibration samples."""
+
+    def __init__(self, objective: Objective, weights: Sequence[Weight], samples: Samples, size: int | None) -> None:
+        self.objective = objective
+        self.weights = {weight.name: weight for weight in weights}
+        self.samples = samples
+        self.device = weights[0].parameter.device
+        self.blocks = blocks_of(objective.model, weights)
+        self.passes = 0  # forward and backward passes of one sample
+        self.forwards = 0  # forward passes of one sample alone
+        self.modules = {weight.name: holders(objective.model, weight) for weight in weights}
+        self.findings: Findings = inspect(objective, self.modules, self.blocks, samples, self.device)
+        self.passes += 4
+        self.prefix = Prefix(self.blocks if self.findings.chained else [], samples)
+        largest = max(group.size for group in samples.groups)
+        self.size = min(size or batch_size(self.findings.saved_bytes, self.device), largest)
+
+    def start(self, name: str) -> int:
+        """How many blocks a pass for this weight may skip: those that have ended when its layer is first called."""
+        if not self.findings.chained:
+            return 0
+        if name in self.findings.starts:
+            return self.findings.starts[name]
+        return block_of(self.weights[name].module, self.blocks) or 0
+
+    def changed(self, names: Sequence[str]) -> None:
+        """Say that these weights have other values now."""
+        self.prefix.drop_after(min(map(self.start, names)))
+
+    def records(
+        self, names: Sequence[str], variants: Sequence[Variant], statistic: Statistic = "largest"
+    ) -> list[Records]:
+        """The statistic over samples of ``|dLoss / dW|`` for each variant and weight, in float32 or float64."""
+        while True:
+            quick = [name for name in names if name in self.findings.quick]
+            try:
+                found = self._batched(quick, variants, statistic) if quick else [{} for _ in variants]
+                break
+            except NotRows as what:
+                self.findings.quick.discard(str(what))
+        slow = [name for name in names if name not in quick]
+        if slow:
+            for record, more in zip(found, self._one_by_one(slow, variants, statistic), strict=True):
+                record.update(more)
+        return found
+
+    def _batched(self, names: Sequence[str], variants: Sequence[Variant], statistic: Statistic) -> list[Records]:
+        found = [{name: self._zeros(name) for name in names} for _ in variants]
+        start = min(map(self.start, names))
+        self._have(start)
+        pending = list(self.samples.chunks(self._rows(len(variants))))
+        while pending:
+            chunk = pending.pop(0)
+            if not self._tried(found, start, chunk, variants, statistic):
+                self._shrink()
+                middle = (chunk.start + chunk.stop + 1) // 2
+                pending[:0] = [Chunk(chunk.group, chunk.start, middle), Chunk(chunk.group, middle, chunk.stop)]
+        return [_finished(record, statistic, len(self.samples)) for record in found]
+
+    def _tried(
+        self, found: list[Records], start: int, chunk: Chunk, variants: Sequence[Variant], statistic: Statistic
+    ) -> bool:
+        """Whether memory was enough for a chunk; where it was not, the records are as before."""
+        before = None if statistic == "largest" else [{n: r.clone() for n, r in record.items()} for record in found]
+        try:
+            self._add_chunk(found, start, chunk, variants, statistic)
+        except Exception as error:
+            if not is_out_of_memory(error) or chunk.size == 1:
+                raise
+            found[:] = found if before is None else before  # a maximum does not mind what it has seen already
+            return False
+        return True
+
+    def _add_chunk(
+        self, found: list[Records], start: int, chunk: Chunk, variants: Sequence[Variant], statistic: Statistic
+    ) -> None:
+        modules = {name: self.modules[name] for name in found[0]}
+        times = len(variants)
+        taps = Taps(modules, chunk.size * times, variants)
+        tree = moved(self.samples.tree(chunk, times), self.device)
+        with torch.enable_grad(), self.prefix.skipping(start, chunk, times), taps.open():
+            total = self.objective.summed(tree, chunk.size * times, self.findings.form)
+            gradients = taps.gradients(total) if total.requires_grad else [None] * len(taps.calls)
+        with torch.no_grad():
+            for name, number, each in taps.per_sample(gradients):
+                _add(found[number][name], each, statistic)
+        self.passes += chunk.size * times
+
+    def _one_by_one(self, names: Sequence[str], variants: Sequence[Variant], statistic: Statistic) -> list[Records]:
+        found = [{name: self._zeros(name) for name in names} for _ in variants]
+        parameters = [self.weights[name].parameter for name in names]
+        start = min(map(self.start, names))
+        self._have(start)
+        for chunk in self.samples.chunks(1):
+            tree = moved(self.samples.tree(chunk), self.device)
+            for record, variant in zip(found, variants, strict=True):
+                for name, each in zip(names, self._alone(tree, chunk, start, parameters, variant), strict=True):
+                    if each is not None:
+                        _add(record[name], each.unsqueeze(0), statistic)
+        return [_finished(record, statistic, len(self.samples)) for record in found]
+
+    def _alone(
+        self, tree: Tree, chunk: Chunk, start: int, parameters: list[nn.Parameter], variant: Variant
+    ) -> Sequence[Tensor | None]:
+        """Gradients of one sample's loss by autograd."""
+        self.passes += 1
+        values = {self.weights[name].parameter: value for name, value in variant.items()}
+        with torch.enable_grad(), swapped(values), self.prefix.skipping(start, chunk):
+            for parameter in parameters:
+                parameter.requires_grad_(True)
+            try:
+                return torch.autograd.grad(self.objective.alone(tree), parameters, allow_unused=True)
+            finally:
+                for parameter in parameters:
+                    parameter.requires_grad_(False)
+
+    def sweep(self, look: Callable[[Tree], object] | None = None) -> None:
+        """Run every sample forward, in its own batch or more; ``look`` is told of each batch before it is run."""
+        for chunk in self.samples.chunks(self._rows(1)):
+            tree = moved(self.samples.tree(chunk), self.device)
+            with torch.no_grad():
+                if look is not None:
+                    look(tree)
+                self._forward(tree, chunk.size)
+
+    def _have(self, start: int) -> None:
+        """Have the outputs of the blocks before ``start``."""
+
+        def forward(chunk: Chunk) -> None:
+            self._forward(moved(self.samples.tree(chunk), self.device), chunk.size)
+
+        self.forwards += self.prefix.ensure(start, forward, self._rows(1))
+
+    def _forward(self, tree: Tree, size: int) -> None:
+        if self.findings.batched:
+            self.objective.summed(tree, size, self.findings.form)
+        else:
+            self.objective.alone(tree)
+
+    def _rows(self, times: int) -> int:
+        return max(1, self.size // times) if self.findings.batched else 1
+
+    def _shrink(self) -> None:
+        self.size = max(1, self.size // 2)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _zeros(self, name: str) -> Tensor:
+        weight = self.weights[name].parameter
+        return torch.zeros(weight.shape, dtype=torch.promote_types(weight.dtype, torch.float32), device=weight.device)
+
+
+def _add(record: Tensor, each: Tensor, statistic: Statistic) -> None:
+    """Take the gradients (samples, *shape) into a running record."""
+    each = each.to(record.dtype)
+    if statistic == "largest":
+        largest = each[0].abs() if len(each) == 1 else torch.linalg.vector_norm(each, torch.inf, dim=0)
+        torch.maximum(record, largest, out=record)
+    else:
+        for one in each:  # one after the other, so that the size of a batch does not change the sum
+            record.addcmul_(one, one)
+
+
+def _finished(record: Records, statistic: Statistic, num_samples: int) -> Records:
+    return record if statistic == "largest" else {name: value / num_samples for name, value in record.items()}

@@ -1,0 +1,172 @@
+"""What may be batched and what may be skipped, found by comparing passes over two samples with passes over one.
+
+Nothing is concluded from the names of classes: a layer whose rows are not samples, a loss that mixes samples, or a
+model that reads more of its blocks than the last one's output shows itself in the numbers.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from ..eligible import Weight
+from .chain import Prefix
+from .kinds import rebuildable
+from .memory import counted_saves
+from .objective import FORMS, Objective
+from .samples import Chunk, Group, Samples, Tree, moved, repeated, rows
+from .taps import Taps
+
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}  # relative; half precision takes 0.25: a mix-up is of order 1
+
+Modules = Mapping[str, Sequence[nn.Module]]
+
+
+@dataclass
+class Findings:
+    """What was found of a model and its samples."""
+
+    batched: bool = False  # the sum of losses of two samples is that of their own losses
+    form: str | None = None  # formula of the model's own loss
+    chained: bool = False  # a pass may start behind any block
+    quick: set[str] = field(default_factory=set)  # weights whose gradients can be rebuilt from a batch
+    starts: dict[str, int] = field(default_factory=dict)  # blocks that have ended when a weight is first used
+    saved_bytes: int = 0  # that one sample leaves for its backward
+
+
+@dataclass
+class Seen:
+    """One observed pass: its loss, the blocks in the order they were called, and what the layers saw."""
+
+    loss: Tensor
+    order: list[int]
+    starts: dict[str, int]
+    sketches: dict[str, list[list[Tensor]]]  # for each call of a weight's layers: of input and gradient
+    saved_bytes: int
+
+
+def holders(model: nn.Module, weight: Weight) -> list[nn.Module]:
+    """Modules that hold the weight, if its gradient can be rebuilt in all of them; else none."""
+    found = []
+    for module in model.modules():
+        keys = [key for key, parameter in module.named_parameters(recurse=False) if parameter is weight.parameter]
+        if keys and (keys != ["weight"] or not rebuildable(module)):
+            return []
+        found += [module] * len(keys)
+    return found
+
+
+def inspect(
+    objective: Objective, modules: Modules, blocks: Sequence[nn.Module], samples: Samples, device: torch.device
+) -> Findings:
+    """What holds for these samples; a doubt makes the passes slower, never wrong."""
+    group = next((group for group in samples.groups if group.size > 1), samples.groups[0])
+    two = moved(rows(group.tree, 0, 2, group.size) if group.size > 1 else repeated(group.tree, 2, 1), device)
+    tapped = {name: held for name, held in modules.items() if held}
+    alone = [_observe(lambda tree: objective.alone(tree), rows(two, i, i + 1, 2), tapped, blocks) for i in (0, 1)]
+    tolerance = TOLERANCE.get(alone[0].loss.dtype, 0.25)
+    if any(parameter.dtype.itemsize == 2 for parameter in objective.model.parameters()):
+        tolerance = 0.25
+    found = Findings(starts=alone[0].starts, saved_bytes=max(seen.saved_bytes for seen in alone))
+    found.form = _form(objective, two, alone, tolerance)
+    found.chained = _is_chain(objective, blocks, two, alone, tolerance)
+    if objective.loss is None and found.form is None:
+        return found
+    together = _observe(lambda tree: objective.summed(tree, 2, found.form), two, tapped, blocks)
+    found.batched = _near(together.loss, alone[0].loss + alone[1].loss, tolerance)
+    if found.batched:
+        found.quick = {name for name in tapped if _agree(name, together, alone, tolerance)}
+    return found
+
+
+def _observe(loss: Callable[[Tree], Tensor], tree: Tree, modules: Modules, blocks: Sequence[nn.Module]) -> Seen:
+    order: list[int] = []
+    starts: dict[str, int] = {}
+    ended = [0]
+
+    def end(*_: object) -> None:
+        ended[0] += 1
+
+    def begin(name: str) -> None:
+        starts.setdefault(name, ended[0])
+
+    handles = [block.register_forward_pre_hook(lambda *_, i=i: order.append(i)) for i, block in enumerate(blocks)]
+    handles += [block.register_forward_hook(end) for block in blocks]
+    taps = Taps(modules, 0, strict=False, on_call=begin)
+    try:
+        with torch.enable_grad(), taps.open(), counted_saves() as saved:
+            total = loss(tree)
+    finally:
+        for handle in handles:
+            handle.remove()
+    if total.numel() != 1:
+        raise ValueError(f"the loss of a sample must be one number, got a tensor of shape {tuple(total.shape)}")
+    gradients = [None] * len(taps.calls)
+    if total.requires_grad:
+        gradients = torch.autograd.grad(total, [call.out for call in taps.calls], allow_unused=True)
+    sketches: dict[str, list[list[Tensor]]] = {}
+    for call, d in zip(taps.calls, gradients, strict=True):
+        both = _sketches(call.x) + _sketches(torch.zeros_like(call.out) if d is None else d)
+        sketches.setdefault(call.name, []).append(both)
+    return Seen(total.detach().reshape(()), order, starts, sketches, sum(saved))
+
+
+def _sketches(x: Tensor) -> list[Tensor]:
+    """Sums of absolute values over all but the first and one other dimension: (rows, length) each."""
+    size = x.detach().abs().double().nan_to_num(posinf=1e300)
+    dims = range(1, max(2, x.ndim))
+    return [size.sum([other for other in dims if other != dim]) if x.ndim > 2 else size for dim in dims]
+
+
+def _agree(name: str, together: Seen, alone: Sequence[Seen], tolerance: float) -> bool:
+    """Whether each row of what a layer saw in a batch is what it saw of that sample alone."""
+    calls = together.sketches.get(name, [])
+    if not calls or any(len(seen.sketches.get(name, [])) != len(calls) for seen in alone):
+        return False
+    for number, tensors in enumerate(calls):
+        for which, batch in enumerate(tensors):
+            single = [seen.sketches[name][number][which] for seen in alone]
+            if any(len(one) != 1 or one.shape[1:] != batch.shape[1:] for one in single) or len(batch) != 2:
+                return False
+            if not all(_near(batch[i], single[i][0], tolerance) for i in (0, 1)):
+                return False
+    return True
+
+
+def _near(value: Tensor, expected: Tensor, tolerance: float) -> bool:
+    difference = (value - expected).abs().max() if value.numel() else torch.zeros(())
+    return bool(difference <= tolerance * expected.abs().max()) if value.numel() else True
+
+
+def _form(objective: Objective, two: Tree, alone: Sequence[Seen], tolerance: float) -> str | None:
+    """The formula by which the model's own loss of a sample follows from its logits, if it is one we know."""
+    if objective.loss is not None:
+        return None
+    for form in FORMS:
+        try:
+            with torch.no_grad():
+                found = [objective.summed(rows(two, i, i + 1, 2), 1, form) for i in (0, 1)]
+        except (RuntimeError, ValueError, IndexError, KeyError, AttributeError):
+            continue
+        if all(_near(value, seen.loss, min(tolerance, 1e-2)) for value, seen in zip(found, alone, strict=True)):
+            return form
+    return None
+
+
+def _is_chain(
+    objective: Objective, blocks: Sequence[nn.Module], two: Tree, alone: Sequence[Seen], tolerance: float
+) -> bool:
+    """Whether passes that start in the middle and at the end of the blocks give the losses of whole passes."""
+    if len(blocks) < 2 or any(seen.order != list(range(len(blocks))) for seen in alone):
+        return False
+    samples = Samples([Group(rows(two, i, i + 1, 2), 1) for i in (0, 1)])
+    prefix = Prefix(blocks, samples)
+    for number, seen in enumerate(alone):
+        chunk = Chunk(number, 0, 1)
+        for k in (len(blocks) // 2, len(blocks)):
+            prefix.ensure(k, lambda chunk: objective.alone(samples.tree(chunk)), 1)
+            with torch.no_grad(), prefix.skipping(k, chunk):
+                if not _near(objective.alone(samples.tree(chunk)), seen.loss, min(tolerance, 1e-2)):
+                    return False
+    return True

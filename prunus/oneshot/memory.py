@@ -1,0 +1,72 @@
+"""How many samples fit into a pass, and what to do when they do not."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+SHARE = {"cpu": 0.25, "cuda": 0.7}  # of the free memory that a pass may take
+CACHED = 1 << 28  # bytes of a pass on a CPU beyond which larger batches only leave the cache
+SLACK = 2.5  # a pass takes this many times what it saves for its backward
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that can still be had on ``device``."""
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
+    found = [line.split()[1] for line in _lines("/proc/meminfo") if line.startswith("MemAvailable")]
+    return int(found[0]) << 10 if found else 1 << 32
+
+
+def batch_size(saved_bytes: int, device: torch.device) -> int:
+    """Samples a pass, from what one sample saves for its backward."""
+    room = SHARE.get(device.type, 0.25) * free_bytes(device) / SLACK
+    if device.type == "cpu":
+        room = min(room, CACHED)
+    return max(1, int(room / max(1, saved_bytes)))
+
+
+@contextmanager
+def counted_saves() -> Iterator[list[int]]:
+    """A list whose sum is the bytes that autograd saves meanwhile, parameters aside."""
+    sizes: list[int] = []
+    seen: set[int] = set()
+
+    def pack(tensor: Tensor) -> Tensor:
+        address = tensor.untyped_storage().data_ptr()
+        if address not in seen and not isinstance(tensor, torch.nn.Parameter):
+            seen.add(address)
+            sizes.append(tensor.untyped_storage().nbytes())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield sizes
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+class Peak:
+    """Most bytes that were in use on a device since it was made: the allocator's on CUDA, the process's elsewhere."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+
+    def bytes(self) -> int:
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        found = [line.split()[1] for line in _lines("/proc/self/status") if line.startswith("VmHWM")]
+        return int(found[0]) << 10 if found else 0
+
+
+def _lines(path: str) -> list[str]:
+    file = Path(path)
+    return file.read_text().splitlines() if file.is_file() else []

@@ -1,0 +1,209 @@
+"""The gradient probe: candidates are reduced to a tenth, and those whose gradient then grows too much stay."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from torch import Tensor, nn
+
+from ..eligible import Weight
+from ..ops import bits
+from .chain import block_of
+from .decide import Ratios, Tau, ZeroGradient, check_tau, ratios, smallest_ratios, taus, within
+from .engine import Engine, Records
+from .result import prune_
+from .session import Originals
+from .strategy import reduced_weight
+
+Order = Literal["reverse", "forward", "size"]
+Schedule = Literal["joint", "sequential", "block", "jacobi"]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """How candidates are probed.
+
+    - ``joint``: all weights reduced at once, two records in all.
+    - ``sequential``: one weight after another, gradients recorded anew after each has been pruned.
+    - ``block``: the weights of one block together, then the next block; weights in no block one by one.
+    - ``jacobi``: every weight probed against the unpruned model, all applied together.
+
+    ``order`` is that of ``sequential`` and ``block``: from the last to the first, from the first, or the largest
+    first. With tau ``target`` the candidates are those at sparsity ``pool`` (by default a fifth more than is asked
+    for), and the ones with the smallest ratios are pruned until the sparsity is exact.
+    """
+
+    tau: Tau = 1.0
+    order: Order = "reverse"
+    schedule: Schedule = "sequential"
+    reduction: float = 0.1
+    zero_gradient: ZeroGradient = "prune"
+    base: float = 1.0  # tau of a weight of mean size where tau is adaptive
+    pool: float | None = None
+
+    def __post_init__(self) -> None:
+        check_tau(self.tau)
+        for name, kind in (("order", Order), ("schedule", Schedule), ("zero_gradient", ZeroGradient)):
+            if getattr(self, name) not in get_args(kind):
+                raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, got {getattr(self, name)!r}")
+        if not 0 <= self.reduction < 1:
+            raise ValueError(f"reduction is what candidates are reduced to, in [0, 1), got {self.reduction}")
+        if self.pool is not None and not (self.tau == "target" and 0 < self.pool < 1):
+            raise ValueError(f"pool is a sparsity in (0, 1) that goes with tau='target', got {self.pool}")
+
+    def pool_sparsity(self, sparsity: float) -> float:
+        """Sparsity of the candidates."""
+        if self.tau != "target":
+            return sparsity
+        found = min(1.2 * sparsity, (1 + sparsity) / 2) if self.pool is None else self.pool
+        if found < sparsity:
+            raise ValueError(f"pool must be at least the sparsity {sparsity}, got {found}")
+        return found
+
+
+@dataclass
+class Probed:
+    """What a probe has found: candidates as packed bits, their ratios, and the tau that decided."""
+
+    candidates: dict[str, Tensor] = field(default_factory=dict)
+    ratios: dict[str, Ratios] = field(default_factory=dict)
+    taus: dict[str, float] = field(default_factory=dict)
+    pruned: dict[str, Tensor] = field(default_factory=dict)  # packed
+
+
+Finished = Callable[[Sequence[str], Probed], None]
+
+
+class Prober:
+    """One probe of one model: the schedule over the engine's records.
+
+    ``candidates`` are packed bits of what a strategy would prune; ``num_prune`` is how many of each weight it would
+    prune at the sparsity itself, read where tau is ``target``.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        probe: Probe,
+        candidates: Mapping[str, Tensor],
+        num_prune: Mapping[str, int],
+        undo: Originals,
+    ) -> None:
+        self.engine = engine
+        self.probe = probe
+        self.weights = engine.weights
+        self.num_prune = num_prune
+        self.undo = undo
+        self.found = Probed(candidates=dict(candidates))
+        sizes = {name: weight.parameter.numel() for name, weight in self.weights.items()}
+        self.found.taus = {} if probe.tau == "target" else taus(probe.tau, sizes, probe.base)
+
+    def groups(self) -> list[list[str]]:
+        """Names of the weights that are probed together, in the order they are."""
+        return grouped(self.weights, self.engine.blocks, self.probe)
+
+    def run(self, finished: Finished, done: Sequence[str] = ()) -> Probed:
+        """Probe and prune; ``finished`` is told of every group, those whose weights are ``done`` are passed over."""
+        groups = [group for group in self.groups() if not set(group) <= set(done)]
+        if self.probe.schedule in ("joint", "jacobi") and groups:
+            names = [name for group in groups for name in group]
+            self._joint(names) if self.probe.schedule == "joint" else self._jacobi(groups)
+            self._decide(names)
+            finished(names, self.found)
+            return self.found
+        for i, group in enumerate(groups):
+            self._want(groups[i:])
+            self._store(group, *self.engine.records(group, [{}, self._reduced(group)]))
+            self._decide(group)
+            finished(group, self.found)
+        return self.found
+
+    def _want(self, groups: Sequence[Sequence[str]]) -> None:
+        """Keep of the blocks' outputs what these groups will start from."""
+        self.engine.prefix.want({min(map(self.engine.start, group)) for group in groups})
+
+    def _where(self, name: str) -> Tensor:
+        return bits.unpack(self.found.candidates[name], self.weights[name].parameter.shape)
+
+    def _reduced(self, names: Sequence[str]) -> dict[str, Tensor]:
+        return {n: reduced_weight(self.weights[n].parameter, self._where(n), self.probe.reduction) for n in names}
+
+    def _joint(self, names: Sequence[str]) -> None:
+        """Records of the model and of the model with all candidates reduced, in place: there is one copy of it."""
+        (before,) = self.engine.records(names, [{}])
+        before = {name: record[self._where(name)] for name, record in before.items()}
+        changed = Originals()
+        try:
+            for name in names:
+                where, parameter = self._where(name), self.weights[name].parameter
+                values = changed.save(parameter, where)
+                parameter.detach()[where] = values * self.probe.reduction
+            self.engine.changed(names)
+            (after,) = self.engine.records(names, [{}])
+        finally:
+            changed.restore_()
+            self.engine.changed(names)
+        for name in names:
+            self._keep_ratios(name, before[name], after[name][self._where(name)])
+
+    def _jacobi(self, groups: Sequence[Sequence[str]]) -> None:
+        """One record of the model for all, then one for each weight reduced alone."""
+        names = [name for group in groups for name in group]
+        (before,) = self.engine.records(names, [{}])
+        at_candidates = {name: record[self._where(name)] for name, record in before.items()}
+        for i, group in enumerate(groups):
+            self._want(groups[i:])
+            (after,) = self.engine.records(group, [self._reduced(group)])
+            for name in group:
+                self._keep_ratios(name, at_candidates[name], after[name][self._where(name)])
+
+    def _store(self, names: Sequence[str], before: Records, after: Records) -> None:
+        for name in names:
+            where = self._where(name)
+            self._keep_ratios(name, before[name][where], after[name][where])
+
+    def _keep_ratios(self, name: str, before: Tensor, after: Tensor) -> None:
+        self.found.ratios[name] = ratios(before, after, self.probe.zero_gradient)
+
+    def _decide(self, names: Sequence[str]) -> None:
+        q = [self.found.ratios[name].q for name in names]
+        if self.probe.tau == "target":
+            chosen = smallest_ratios(q, sum(self.num_prune[name] for name in names))
+            reached = max(
+                (float(part[take].max()) for part, take in zip(q, chosen, strict=True) if take.any()), default=1.0
+            )
+            self.found.taus.update(dict.fromkeys(names, reached - 1))
+        else:
+            chosen = [within(part, self.found.taus[name]) for part, name in zip(q, names, strict=True)]
+        for name, take in zip(names, chosen, strict=True):
+            self._prune(name, take)
+        self.engine.changed(names)
+
+    def _prune(self, name: str, take: Tensor) -> None:
+        where = self._where(name)
+        where[where.clone()] = take
+        prune_(self.weights[name].parameter, where, self.undo)
+        self.found.pruned[name] = bits.pack(where)
+
+    def take(self, done: Probed) -> None:
+        """Prune what an earlier run of this probe has decided already."""
+        for name, packed in done.pruned.items():
+            prune_(self.weights[name].parameter, bits.unpack(packed, self.weights[name].parameter.shape), self.undo)
+        self.found.pruned.update(done.pruned)
+        self.found.ratios.update(done.ratios)
+        self.found.taus.update(done.taus)
+        self.engine.changed(list(self.weights))
+
+
+def grouped(weights: Mapping[str, Weight], blocks: Sequence[nn.Module], probe: Probe) -> list[list[str]]:
+    """Names that are probed together, in order of the schedule."""
+    if probe.schedule == "joint":
+        return [list(weights)]
+    groups: dict[object, list[str]] = {}
+    for name, weight in weights.items():
+        block = block_of(weight.module, blocks) if probe.schedule == "block" else None
+        groups.setdefault(name if block is None else block, []).append(name)
+    found = list(groups.values())
+    if probe.order == "size":
+        return sorted(found, key=lambda group: -sum(weights[name].parameter.numel() for name in group))
+    return found[::-1] if probe.order == "reverse" else found

@@ -1,0 +1,180 @@
+"""Prune a trained model: a strategy says which weights, a probe may say no to some of them."""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..eligible import eligible
+from ..ops import bits
+from ..select import Selector
+from .engine import Engine
+from .memory import Peak
+from .objective import Loss, Objective
+from .probe import Probe, Probed, Prober
+from .result import Result, prune_
+from .samples import Samples, samples_of
+from .session import quiet, unwrapped
+from .strategy import ScoreLike, Strategy, default_select
+
+Progress = Callable[[int, int, str], None]  # how many of how many weights are done, and the last one's name
+Finished = Callable[[Sequence[str], Probed], None]
+
+
+def prune(
+    model: nn.Module,
+    batches: Iterable[Any] = (),
+    sparsity: float = 0.5,
+    score: ScoreLike = "magnitude",
+    select: Selector | None = None,
+    probe: Probe | None = None,
+    loss: Loss | None = None,
+    *,
+    include: str | Sequence[str] = (),
+    exclude: str | Sequence[str] = (),
+    batch_size: int | None = None,
+    progress: Progress | None = None,
+) -> Result:
+    """Prune ``model`` in place to ``sparsity`` of its prunable weights, and say what was done.
+
+    ``batches`` are tensors, pairs (input, target) or dicts, read once; a sample is one index of dimension 0, and
+    its loss is that of a batch which holds it alone. They may be left out where nothing reads them: magnitude
+    without a probe. ``loss(output, target)`` defaults to the model's own for Hugging Face models. ``select``
+    defaults to ``PerRow`` for wanda and to ``Global`` for the rest.
+
+    A probe vetoes some of what the strategy proposes, so that the sparsity ends below the one asked for, unless its
+    tau is ``target``. The model comes back in the mode and with the statistics that it had; after an exception
+    with its weights too.
+    """
+    job = Job(model, batches, Plan(score, select, loss, include, exclude, batch_size))
+    with quiet(job.model):
+        return job.prune(sparsity, probe, progress=progress)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is the same for every level: strategy, loss, and which weights."""
+
+    score: ScoreLike = "magnitude"
+    select: Selector | None = None
+    loss: Loss | None = None
+    include: str | Sequence[str] = ()
+    exclude: str | Sequence[str] = ()
+    batch_size: int | None = None
+
+
+@dataclass
+class Start:
+    """Where a level begins: what is pruned already, and the weights of this level that are done."""
+
+    live: Mapping[str, Tensor] = field(default_factory=dict)  # packed; a name that is missing is wholly live
+    done: Probed | None = None
+
+
+class Job:
+    """A model with its samples and strategy; levels of pruning can be run on it one after another."""
+
+    def __init__(self, model: nn.Module, batches: Iterable[Any], plan: Plan) -> None:
+        self.model = unwrapped(model)
+        self.plan = plan
+        found = eligible(self.model, plan.include, plan.exclude)
+        self.weights = {weight.name: weight for weight in found.weights}
+        self.device = found.weights[0].parameter.device
+        select = plan.select or default_select(plan.score)
+        self.strategy = Strategy(self.engine, found.weights, plan.score, select)
+        self._batches = list(batches)
+        self._samples: Samples | None = None
+        self._engine: Engine | None = None
+
+    @property
+    def samples(self) -> Samples:
+        if self._samples is None:
+            self._samples = samples_of(self._batches)
+        return self._samples
+
+    def engine(self) -> Engine:
+        """The engine, made when something reads a sample."""
+        if self._engine is None:
+            objective = Objective(self.model, self.plan.loss)
+            self._engine = Engine(objective, list(self.weights.values()), self.samples, self.plan.batch_size)
+        return self._engine
+
+    def changed(self) -> None:
+        """Say that weights were changed from outside."""
+        if self._engine is not None:
+            self._engine.changed(list(self.weights))
+
+    def prune(
+        self,
+        sparsity: float,
+        probe: Probe | None = None,
+        start: Start | None = None,
+        *,
+        progress: Progress | None = None,
+        finished: Finished | None = None,
+    ) -> Result:
+        """One level: candidates once, then the probe; on an exception the weights are as before."""
+        if not 0 <= sparsity < 1:
+            raise ValueError(f"sparsity must lie in [0, 1), got {sparsity}")
+        began, peak, start = time.perf_counter(), Peak(self.device), start or Start()
+        passes, forwards = (self._engine.passes, self._engine.forwards) if self._engine else (0, 0)
+        result = Result(self.weights, {}, {})
+        try:
+            self._level(result, sparsity, probe, start, _told(self.weights, progress, finished))
+        except BaseException:
+            result.undo_()
+            self.changed()
+            raise
+        if self._engine is not None:
+            result.passes, result.forwards = self._engine.passes - passes, self._engine.forwards - forwards
+        result.seconds, result.peak_bytes = time.perf_counter() - began, peak.bytes()
+        return result
+
+    @torch.no_grad()
+    def _level(self, result: Result, sparsity: float, probe: Probe | None, start: Start, finished: Finished) -> None:
+        live = self._live(start.live)
+        pool = probe.pool_sparsity(sparsity) if probe else sparsity
+        keep = self.strategy.keep(pool, start.live)
+        result.candidates = {name: live[name] & ~keep[name] for name in self.weights}
+        if probe is None:
+            result.packed = keep
+            self._apply(result)
+            finished(list(self.weights), Probed())
+            return
+        exact = self.strategy.keep(sparsity, start.live) if pool != sparsity else keep
+        num_prune = {name: int(bits.count(live[name] & ~exact[name])) for name in self.weights}
+        prober = Prober(self.engine(), probe, result.candidates, num_prune, result.originals)
+        done = list(start.done.pruned) if start.done else []
+        if start.done:
+            prober.take(start.done)
+        found = prober.run(finished, done)
+        result.ratios, result.taus = found.ratios, found.taus
+        result.packed = {name: live[name] & ~found.pruned[name] for name in self.weights}
+
+    def _live(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {
+            name: given[name] if name in given else bits.full(weight.parameter.numel(), weight.parameter.device)
+            for name, weight in self.weights.items()
+        }
+
+    def _apply(self, result: Result) -> None:
+        for name, weight in self.weights.items():
+            prune_(weight.parameter, bits.unpack(result.candidates[name], weight.parameter.shape), result.originals)
+        self.changed()
+
+
+def _told(weights: Mapping[str, Any], progress: Progress | None, finished: Finished | None) -> Finished:
+    """Tells both who shows progress and who saves it of every group that is done."""
+    num_done = [0]
+
+    def tell(names: Sequence[str], found: Probed) -> None:
+        num_done[0] += len(names)
+        if finished is not None:
+            finished(names, found)
+        if progress is not None:
+            progress(num_done[0], len(weights), names[-1])
+
+    return tell

@@ -1,0 +1,123 @@
+"""What pruning a trained model came to."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from ..eligible import Weight
+from ..mask import Masks
+from ..ops import bits
+from .decide import Ratios, Tau, check_tau, taus, within
+from .session import Originals
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One weight: how many elements a strategy proposed and how many were pruned, in all and at this level."""
+
+    name: str
+    shape: tuple[int, ...]
+    num_weights: int
+    num_pruned: int
+    num_candidates: int
+    num_zero_gradient: int = 0  # candidates with no gradient before and after: no evidence
+    num_not_finite: int = 0  # candidates kept because a gradient was NaN or infinite
+    tau: float | None = None
+
+    @property
+    def sparsity(self) -> float:
+        return self.num_pruned / self.num_weights if self.num_weights else 0.0
+
+
+@dataclass
+class Result:
+    """Masks, one row a weight, and what they cost. ``undo_`` gives the model back as it was before."""
+
+    weights: Mapping[str, Weight]
+    packed: dict[str, Tensor]
+    candidates: dict[str, Tensor]  # packed bits of what the strategy proposed at this level
+    ratios: dict[str, Ratios] = field(default_factory=dict)
+    taus: dict[str, float] = field(default_factory=dict)
+    passes: int = 0  # forward and backward passes of one sample
+    forwards: int = 0  # forward passes of one sample without a backward
+    seconds: float = 0.0
+    peak_bytes: int = 0
+    originals: Originals = field(default_factory=Originals)
+
+    @property
+    def masks(self) -> Masks:
+        """Boolean masks by name, True where the weight stays."""
+        return Masks({name: weight.parameter for name, weight in self.weights.items()}, self.packed)
+
+    @property
+    def layers(self) -> list[Layer]:
+        return [self._layer(name, weight.parameter) for name, weight in self.weights.items()]
+
+    @property
+    def num_pruned(self) -> int:
+        return sum(layer.num_pruned for layer in self.layers)
+
+    @property
+    def sparsity(self) -> float:
+        """Over the prunable weights."""
+        return self.num_pruned / sum(weight.parameter.numel() for weight in self.weights.values())
+
+    def undo_(self) -> None:
+        """Give every weight that was pruned its old value, bit for bit."""
+        self.originals.restore_()
+
+    def packed_at(self, tau: Tau, base: float = 1.0) -> dict[str, Tensor]:
+        """Packed masks that another tau gives with the ratios as they were recorded: no new pass.
+
+        For ``joint`` and ``jacobi`` these are the masks of a probe with that tau. For ``sequential`` and ``block``
+        later ratios were recorded with the earlier weights pruned by the tau of the run, not by this one.
+        """
+        if tau == "target":
+            raise ValueError("target is a rule for a whole probe; give a number, a mapping, a list or 'adaptive'")
+        check_tau(tau)
+        if not self.ratios:
+            raise ValueError("there are no ratios to read: the model was pruned without a probe")
+        by_name = taus(tau, {name: weight.parameter.numel() for name, weight in self.weights.items()}, base)
+        return {name: self._with_tau(name, by_name[name]) for name in self.weights}
+
+    def retake_(self, tau: Tau, base: float = 1.0) -> None:
+        """Make masks, model and ``taus`` those of another tau, from the stored ratios."""
+        packed = self.packed_at(tau, base)
+        self.undo_()
+        for name, weight in self.weights.items():
+            where = bits.unpack(self._live(name) & ~packed[name], weight.parameter.shape)
+            prune_(weight.parameter, where, self.originals)
+        self.packed = packed
+        self.taus = taus(tau, {name: weight.parameter.numel() for name, weight in self.weights.items()}, base)
+
+    def _with_tau(self, name: str, tau: float) -> Tensor:
+        shape = self.weights[name].parameter.shape
+        where = bits.unpack(self.candidates[name], shape)
+        where[where.clone()] = within(self.ratios[name].q, tau)
+        return self._live(name) & ~bits.pack(where)
+
+    def _live(self, name: str) -> Tensor:
+        """Packed bits of what was not pruned before this level: what is kept now, and the candidates."""
+        return self.packed[name] | self.candidates[name]
+
+    def _layer(self, name: str, parameter: nn.Parameter) -> Layer:
+        ratios = self.ratios.get(name)
+        return Layer(
+            name,
+            tuple(parameter.shape),
+            parameter.numel(),
+            parameter.numel() - int(bits.count(self.packed[name])),
+            int(bits.count(self.candidates[name])),
+            ratios.num_zero if ratios else 0,
+            ratios.num_not_finite if ratios else 0,
+            self.taus.get(name),
+        )
+
+
+@torch.no_grad()
+def prune_(parameter: nn.Parameter, where: Tensor, originals: Originals) -> None:
+    """Set the elements at the boolean ``where`` to zero; ``originals`` remember them."""
+    originals.save(parameter, where)
+    parameter.detach()[where] = 0.0

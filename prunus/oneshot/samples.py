@@ -1,0 +1,142 @@
+"""Calibration samples: read once, kept in their order, and run in batches of any size.
+
+A sample is one index of dimension 0. A batch is a tree of tensors (a tensor, a pair of input and target,
+a dict); its size is the first dimension of its first tensor, and every tensor of that length has a row a sample.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+Tree = Any  # tensors in tuples, lists and dicts
+
+
+@dataclass(frozen=True)
+class Group:
+    """Samples of equal shapes, side by side."""
+
+    tree: Tree
+    size: int
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Samples ``start`` to ``stop`` of one group."""
+
+    group: int
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Samples:
+    """All calibration samples, in their order."""
+
+    groups: list[Group]
+
+    def __len__(self) -> int:
+        return sum(group.size for group in self.groups)
+
+    def chunks(self, size: int) -> Iterator[Chunk]:
+        """At most ``size`` samples at a time, in order."""
+        for number, group in enumerate(self.groups):
+            for start in range(0, group.size, size):
+                yield Chunk(number, start, min(start + size, group.size))
+
+    def tree(self, chunk: Chunk, times: int = 1) -> Tree:
+        """The samples of a chunk, ``times`` over."""
+        group = self.groups[chunk.group]
+        return repeated(rows(group.tree, chunk.start, chunk.stop, group.size), times, chunk.size)
+
+
+def samples_of(batches: Iterable[Any]) -> Samples:
+    """All samples of ``batches``, which are read once: a loader that shuffles does not shuffle here."""
+    if isinstance(batches, Tensor | Mapping):
+        raise ValueError("batches must be a sequence of batches, got a single one; put it into a list")
+    found = Samples(_merged([_group(batch) for batch in batches]))
+    if not found.groups:
+        raise ValueError("no calibration samples were given; batches must hold at least one sample")
+    return found
+
+
+def rows(tree: Tree, start: int, stop: int, size: int) -> Tree:
+    """The same tree with rows ``start`` to ``stop`` of every tensor that has ``size`` rows."""
+    return pytree.tree_map(lambda leaf: leaf[start:stop] if has_rows(leaf, size) else leaf, tree)
+
+
+def repeated(tree: Tree, times: int, size: int) -> Tree:
+    """The same tree with all rows ``times`` over."""
+    if times == 1:
+        return tree
+    return pytree.tree_map(lambda leaf: torch.cat([leaf] * times) if has_rows(leaf, size) else leaf, tree)
+
+
+def joined(trees: list[Tree], sizes: list[int]) -> Tree:
+    """One tree with the rows of all; what has no rows is taken from the first."""
+    if len(trees) == 1:
+        return trees[0]
+    leaves = [pytree.tree_flatten(tree)[0] for tree in trees]
+    columns = [
+        torch.cat(column) if all(map(has_rows, column, sizes)) else column[0] for column in zip(*leaves, strict=True)
+    ]
+    return pytree.tree_unflatten(columns, pytree.tree_flatten(trees[0])[1])
+
+
+def moved(tree: Tree, device: torch.device) -> Tree:
+    return pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def has_rows(leaf: Any, size: int) -> bool:
+    return isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == size
+
+
+def _group(batch: Any) -> Group:
+    tree = _plain(batch)
+    sizes = [len(leaf) for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.ndim]
+    if not sizes or sizes[0] == 0:
+        raise ValueError(
+            f"a batch must be a tensor, a pair (input, target) or a dict of tensors with a sample in each row, "
+            f"got {type(batch).__name__} {'without rows' if sizes else 'without a tensor'}"
+        )
+    return Group(tree, sizes[0])
+
+
+def _plain(batch: Any) -> Tree:
+    """A tensor, a dict or a pair of such, however the loader named its classes."""
+    if isinstance(batch, Mapping):
+        return {key: value for key, value in batch.items() if value is not None}
+    if isinstance(batch, tuple | list):
+        if len(batch) not in (1, 2):
+            raise ValueError(f"a batch of several parts is a pair (input, target), got {len(batch)} parts")
+        return _plain(batch[0]) if len(batch) == 1 else tuple(_plain(part) for part in batch)
+    return batch
+
+
+def _merged(groups: list[Group]) -> list[Group]:
+    """Neighbours whose tensors differ in the number of rows alone become one group."""
+    runs: list[list[Group]] = []
+    for group in groups:
+        if runs and _form(runs[-1][0]) == _form(group) is not None:
+            runs[-1].append(group)
+        else:
+            runs.append([group])
+    return [
+        Group(joined([group.tree for group in run], [group.size for group in run]), sum(group.size for group in run))
+        for run in runs
+    ]
+
+
+def _form(group: Group) -> tuple[Any, ...] | None:
+    """What two groups must share to be merged; None where a part has no rows and so belongs to its batch."""
+    leaves, spec = pytree.tree_flatten(group.tree)
+    if not all(has_rows(leaf, group.size) for leaf in leaves):
+        return None
+    return spec, *((leaf.shape[1:], leaf.dtype, leaf.device) for leaf in leaves)

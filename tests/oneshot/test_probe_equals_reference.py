@@ -1,0 +1,67 @@
+"""The engine decides what one sample and one layer at a time decide, element for element, in float64."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+from probe_models import CASES, needs_data, stories260k
+from probe_reference import probe_reference
+
+from prunus import Global, PerLayer, PerRow, Probe, prune
+
+ORDERS = [
+    ("joint", "reverse"),
+    ("jacobi", "reverse"),
+    *[(schedule, order) for schedule in ("sequential", "block") for order in ("reverse", "forward", "size")],
+]
+
+
+def both(case, score, select, probe, sparsity=0.5, **options):
+    """Result of ``prune``, masks of the reference, and the two pruned models."""
+    fast, slow = deepcopy(case.model), deepcopy(case.model)
+    settings = {
+        "score": score,
+        "select": select,
+        "sparsity": sparsity,
+        "schedule": probe.schedule,
+        "order": probe.order,
+        "tau": probe.tau,
+        "reduction": probe.reduction,
+    }
+    expected = probe_reference(slow, case.loss_of, case.batches, settings, case.blocks)
+    result = prune(fast, case.batches, sparsity, score, select, probe, case.loss, **options)
+    return result, expected, fast, slow
+
+
+def assert_equal(result, expected, fast, slow):
+    for name, mask in expected.items():
+        assert torch.equal(result.masks[name], mask), name
+    for (name, a), b in zip(fast.state_dict().items(), slow.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+    vetoed = sum(layer.num_candidates - layer.num_pruned for layer in result.layers)
+    assert 0 < vetoed < sum(layer.num_candidates for layer in result.layers)
+
+
+@pytest.mark.parametrize(("schedule", "order"), ORDERS, ids=["-".join(pair) for pair in ORDERS])
+@pytest.mark.parametrize("case", CASES)
+def test_masks_are_those_of_the_reference(case, schedule, order):
+    probe = Probe(tau=0.02, order=order, schedule=schedule)
+    assert_equal(*both(CASES[case](), "magnitude", Global(), probe))
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("score", "select"), [("wanda", PerRow()), ("wanda", Global()), ("magnitude", PerLayer())])
+def test_strategies_and_scopes_give_the_candidates_of_the_reference(case, score, select):
+    assert_equal(*both(CASES[case](), score, select, Probe(tau=0.005, schedule="sequential")))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 64])
+@pytest.mark.parametrize("case", CASES)
+def test_the_size_of_a_batch_changes_no_decision(case, size):
+    assert_equal(*both(CASES[case](), "wanda", PerRow(), Probe(tau=0.02), batch_size=size))
+
+
+@needs_data
+@pytest.mark.parametrize(("schedule", "order"), ORDERS, ids=["-".join(pair) for pair in ORDERS])
+def test_masks_of_a_trained_gpt_are_those_of_the_reference(schedule, order):
+    assert_equal(*both(stories260k(), "wanda", PerRow(), Probe(tau=0.02, order=order, schedule=schedule)))
