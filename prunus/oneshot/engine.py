@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..eligible import Weight
-from .chain import Prefix, block_of, blocks_of
+from .chain import Prefix, blocks_of
 from .inspection import Findings, holders, inspect
 from .memory import batch_size, is_out_of_memory
 from .objective import Objective
@@ -38,16 +38,11 @@ class Engine:
         self.findings: Findings = inspect(objective, self.modules, self.blocks, samples, self.device)
         self.passes += 4
         self.prefix = Prefix(self.blocks if self.findings.chained else [], samples)
-        largest = max(group.size for group in samples.groups)
-        self.size = min(size or batch_size(self.findings.saved_bytes, self.device), largest)
+        self.size = size or batch_size(self.findings.saved_bytes, self.device)  # rows a pass
 
     def start(self, name: str) -> int:
         """How many blocks a pass for this weight may skip: those that have ended when its layer is first called."""
-        if not self.findings.chained:
-            return 0
-        if name in self.findings.starts:
-            return self.findings.starts[name]
-        return block_of(self.weights[name].module, self.blocks) or 0
+        return self.findings.starts.get(name, 0) if self.findings.chained else 0
 
     def changed(self, names: Sequence[str]) -> None:
         """Say that these weights have other values now."""
@@ -135,7 +130,10 @@ class Engine:
             for parameter in parameters:
                 parameter.requires_grad_(True)
             try:
-                return torch.autograd.grad(self.objective.alone(tree), parameters, allow_unused=True)
+                loss = self.objective.alone(tree)
+                if not loss.requires_grad:  # none of these weights has a part in it
+                    return [None] * len(parameters)
+                return torch.autograd.grad(loss, parameters, allow_unused=True)
             finally:
                 for parameter in parameters:
                     parameter.requires_grad_(False)

@@ -4,7 +4,8 @@ Nothing is concluded from the names of classes: a layer whose rows are not sampl
 model that reads more of its blocks than the last one's output shows itself in the numbers.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -12,13 +13,16 @@ from torch import Tensor, nn
 
 from ..eligible import Weight
 from .chain import Prefix
-from .kinds import rebuildable
+from .kinds import rebuildable, weight_of
 from .memory import counted_saves
 from .objective import FORMS, Objective
 from .samples import Chunk, Group, Samples, Tree, moved, repeated, rows
 from .taps import Taps
 
-TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}  # relative; half precision takes 0.25: a mix-up is of order 1
+# relative: what rounding may do where a batch is run by other kernels than a sample; a mix-up is of order 1
+ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.25}
+# relative: two losses from the same operations
+SAME = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 
 Modules = Mapping[str, Sequence[nn.Module]]
 
@@ -43,6 +47,7 @@ class Seen:
     order: list[int]
     starts: dict[str, int]
     sketches: dict[str, list[list[Tensor]]]  # for each call of a weight's layers: of input and gradient
+    elsewhere: set[str]  # weights that are used other than by a call of their layers
     saved_bytes: int
 
 
@@ -65,18 +70,20 @@ def inspect(
     two = moved(rows(group.tree, 0, 2, group.size) if group.size > 1 else repeated(group.tree, 2, 1), device)
     tapped = {name: held for name, held in modules.items() if held}
     alone = [_observe(lambda tree: objective.alone(tree), rows(two, i, i + 1, 2), tapped, blocks) for i in (0, 1)]
-    tolerance = TOLERANCE.get(alone[0].loss.dtype, 0.25)
-    if any(parameter.dtype.itemsize == 2 for parameter in objective.model.parameters()):
-        tolerance = 0.25
-    found = Findings(starts=alone[0].starts, saved_bytes=max(seen.saved_bytes for seen in alone))
-    found.form = _form(objective, two, alone, tolerance)
-    found.chained = _is_chain(objective, blocks, two, alone, tolerance)
+    dtypes = {alone[0].loss.dtype, *(p.dtype for p in objective.model.parameters() if p.is_floating_point())}
+    tolerance = max(ROUNDING.get(dtype, 0.25) for dtype in dtypes)
+    elsewhere = alone[0].elsewhere | alone[1].elsewhere
+    starts = {name: min(seen.starts.get(name, start) for seen in alone) for name, start in alone[0].starts.items()}
+    found = Findings(saved_bytes=max(seen.saved_bytes for seen in alone))
+    found.starts = {name: start for name, start in starts.items() if name not in elsewhere}
+    found.form = _form(objective, two, alone, min(tolerance, 1e-2))
+    found.chained = _is_chain(objective, blocks, two, alone)
     if objective.loss is None and found.form is None:
         return found
     together = _observe(lambda tree: objective.summed(tree, 2, found.form), two, tapped, blocks)
     found.batched = _near(together.loss, alone[0].loss + alone[1].loss, tolerance)
     if found.batched:
-        found.quick = {name for name in tapped if _agree(name, together, alone, tolerance)}
+        found.quick = {name for name in found.starts if _agree(name, together, alone, tolerance)}
     return found
 
 
@@ -95,21 +102,42 @@ def _observe(loss: Callable[[Tree], Tensor], tree: Tree, modules: Modules, block
     handles += [block.register_forward_hook(end) for block in blocks]
     taps = Taps(modules, 0, strict=False, on_call=begin)
     try:
-        with torch.enable_grad(), taps.open(), counted_saves() as saved:
+        with torch.enable_grad(), taps.open(), _asking(modules), counted_saves() as saved:
             total = loss(tree)
+            gradients, others = _gradients(total, taps, [weight_of(held[0]) for held in modules.values()])
     finally:
         for handle in handles:
             handle.remove()
-    if total.numel() != 1:
-        raise ValueError(f"the loss of a sample must be one number, got a tensor of shape {tuple(total.shape)}")
-    gradients = [None] * len(taps.calls)
-    if total.requires_grad:
-        gradients = torch.autograd.grad(total, [call.out for call in taps.calls], allow_unused=True)
+    elsewhere = {name for name, gradient in zip(modules, others, strict=True) if gradient is not None}
     sketches: dict[str, list[list[Tensor]]] = {}
     for call, d in zip(taps.calls, gradients, strict=True):
         both = _sketches(call.x) + _sketches(torch.zeros_like(call.out) if d is None else d)
         sketches.setdefault(call.name, []).append(both)
-    return Seen(total.detach().reshape(()), order, starts, sketches, sum(saved))
+    return Seen(total.detach().reshape(()), order, starts, sketches, elsewhere, sum(saved))
+
+
+def _gradients(total: Tensor, taps: Taps, weights: list[Tensor]) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    """Gradients of the outputs of all calls, and those that reach a weight by another way."""
+    if total.numel() != 1:
+        raise ValueError(f"the loss of a sample must be one number, got a tensor of shape {tuple(total.shape)}")
+    outputs = [call.out for call in taps.calls]
+    if not total.requires_grad:
+        return [None] * len(outputs), [None] * len(weights)
+    found: list[Tensor | None] = [*torch.autograd.grad(total.sum(), outputs + weights, allow_unused=True)]
+    return found[: len(outputs)], found[len(outputs) :]
+
+
+@contextmanager
+def _asking(modules: Modules) -> Iterator[None]:
+    """The weights ask for gradients, which the taps keep from them."""
+    weights = [weight_of(held[0]) for held in modules.values()]
+    try:
+        for weight in weights:
+            weight.requires_grad_(True)
+        yield
+    finally:
+        for weight in weights:
+            weight.requires_grad_(False)
 
 
 def _sketches(x: Tensor) -> list[Tensor]:
@@ -149,24 +177,29 @@ def _form(objective: Objective, two: Tree, alone: Sequence[Seen], tolerance: flo
                 found = [objective.summed(rows(two, i, i + 1, 2), 1, form) for i in (0, 1)]
         except (RuntimeError, ValueError, IndexError, KeyError, AttributeError):
             continue
-        if all(_near(value, seen.loss, min(tolerance, 1e-2)) for value, seen in zip(found, alone, strict=True)):
+        if all(_near(value, seen.loss, tolerance) for value, seen in zip(found, alone, strict=True)):
             return form
     return None
 
 
-def _is_chain(
-    objective: Objective, blocks: Sequence[nn.Module], two: Tree, alone: Sequence[Seen], tolerance: float
-) -> bool:
+def _is_chain(objective: Objective, blocks: Sequence[nn.Module], two: Tree, alone: Sequence[Seen]) -> bool:
     """Whether passes that start in the middle and at the end of the blocks give the losses of whole passes."""
     if len(blocks) < 2 or any(seen.order != list(range(len(blocks))) for seen in alone):
         return False
     samples = Samples([Group(rows(two, i, i + 1, 2), 1) for i in (0, 1)])
-    prefix = Prefix(blocks, samples)
+    try:
+        return _skips_well(objective, Prefix(blocks, samples), alone, SAME.get(alone[0].loss.dtype, 1e-2))
+    except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError):
+        return False  # the model does more with its blocks than hand a state from one to the next
+
+
+def _skips_well(objective: Objective, prefix: Prefix, alone: Sequence[Seen], tolerance: float) -> bool:
+    samples, num = prefix.samples, len(prefix.blocks)
     for number, seen in enumerate(alone):
         chunk = Chunk(number, 0, 1)
-        for k in (len(blocks) // 2, len(blocks)):
+        for k in (num // 2, num):
             prefix.ensure(k, lambda chunk: objective.alone(samples.tree(chunk)), 1)
             with torch.no_grad(), prefix.skipping(k, chunk):
-                if not _near(objective.alone(samples.tree(chunk)), seen.loss, min(tolerance, 1e-2)):
+                if not _near(objective.alone(samples.tree(chunk)), seen.loss, tolerance):
                     return False
     return True

@@ -85,7 +85,7 @@ class Job:
         self.device = found.weights[0].parameter.device
         select = plan.select or default_select(plan.score)
         self.strategy = Strategy(self.engine, found.weights, plan.score, select)
-        self._batches = list(batches)
+        self._batches = batches
         self._samples: Samples | None = None
         self._engine: Engine | None = None
 

@@ -70,7 +70,7 @@ class Taps:
             raise NotRows(name)
 
     def _output(self, name: str, module: nn.Module, x: Tensor) -> Tensor:
-        own = weight_of(module)
+        own = weight_of(module).detach()  # so that a gradient which still reaches the weight is that of another use
         weights = [variant.get(name, own) for variant in self.variants]
         if all(weight is own for weight in weights):
             return output(module, x, own)

@@ -31,8 +31,9 @@ def record(model, loss_of, samples, weight):
     for sample in samples:
         for parameter in model.parameters():
             parameter.requires_grad_(parameter is weight)
-        (gradient,) = torch.autograd.grad(loss_of(model, sample), [weight], allow_unused=True)
-        if gradient is not None:
+        loss = loss_of(model, sample)
+        if loss.requires_grad:  # else the weight has no part in it
+            (gradient,) = torch.autograd.grad(loss, [weight])
             largest = torch.maximum(largest, gradient.abs())
     return largest
 

@@ -8,6 +8,7 @@ from probe_models import CASES, needs_data, stories260k
 from probe_reference import probe_reference
 
 from prunus import Global, PerLayer, PerRow, Probe, prune
+from prunus.ops import bits
 
 ORDERS = [
     ("joint", "reverse"),
@@ -33,13 +34,13 @@ def both(case, score, select, probe, sparsity=0.5, **options):
     return result, expected, fast, slow
 
 
-def assert_equal(result, expected, fast, slow):
+def assert_equal(result, expected, fast, slow, some_are_kept=True):
     for name, mask in expected.items():
         assert torch.equal(result.masks[name], mask), name
     for (name, a), b in zip(fast.state_dict().items(), slow.state_dict().values(), strict=True):
         assert torch.equal(a, b), name
     vetoed = sum(layer.num_candidates - layer.num_pruned for layer in result.layers)
-    assert 0 < vetoed < sum(layer.num_candidates for layer in result.layers)
+    assert (vetoed > 0 or not some_are_kept) and vetoed < sum(layer.num_candidates for layer in result.layers)
 
 
 @pytest.mark.parametrize(("schedule", "order"), ORDERS, ids=["-".join(pair) for pair in ORDERS])
@@ -52,7 +53,7 @@ def test_masks_are_those_of_the_reference(case, schedule, order):
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("score", "select"), [("wanda", PerRow()), ("wanda", Global()), ("magnitude", PerLayer())])
 def test_strategies_and_scopes_give_the_candidates_of_the_reference(case, score, select):
-    assert_equal(*both(CASES[case](), score, select, Probe(tau=0.005, schedule="sequential")))
+    assert_equal(*both(CASES[case](), score, select, Probe(tau=0.005)), some_are_kept=case != "cnn")
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 64])
@@ -65,3 +66,14 @@ def test_the_size_of_a_batch_changes_no_decision(case, size):
 @pytest.mark.parametrize(("schedule", "order"), ORDERS, ids=["-".join(pair) for pair in ORDERS])
 def test_masks_of_a_trained_gpt_are_those_of_the_reference(schedule, order):
     assert_equal(*both(stories260k(), "wanda", PerRow(), Probe(tau=0.02, order=order, schedule=schedule)))
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("schedule", ["joint", "block", "jacobi"])
+def test_in_float32_only_what_lies_on_the_edge_may_differ(case, schedule):
+    probe = Probe(tau=0.02, schedule=schedule)
+    result, expected, *_ = both(CASES[case](torch.float32), "magnitude", Global(), probe)
+    for name, mask in expected.items():
+        candidates = bits.unpack(result.candidates[name], mask.shape)
+        edge = (result.ratios[name].q - 1.02).abs() < 1e-4
+        assert edge[(result.masks[name] != mask)[candidates]].all(), name

@@ -1,0 +1,25 @@
+"""Everything of a model that must come back, and the comparison of two such."""
+
+import torch
+
+
+def bits_of(tensor):
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def snapshot(model):
+    """Everything of a model that must come back: bits, dtypes, modes, flags, hooks and patched methods."""
+    tensors = {name: (t.dtype, t.device, bits_of(t).clone()) for name, t in model.state_dict(keep_vars=True).items()}
+    flags = [(p.requires_grad, p.grad) for p in model.parameters()]
+    modules = [
+        (m.training, dict(m._forward_hooks), dict(m._forward_pre_hooks), "forward" in vars(m)) for m in model.modules()
+    ]
+    return tensors, flags, modules
+
+
+def assert_same(before, after, weights_too=True):
+    for name, (dtype, device, value) in before[0].items():
+        assert after[0][name][:2] == (dtype, device)
+        if weights_too or "running" in name or "num_batches" in name:
+            assert torch.equal(after[0][name][2], value), name
+    assert before[1:] == after[1:]

@@ -1,0 +1,135 @@
+"""Models that do not call their layers in the ordinary way get their per-sample gradients too, never wrong ones."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+from probe_models import Case, entropy, own_loss, pair_loss
+from probe_odd import (
+    MODELS,
+    TIME,
+    WIDTH,
+    Attention,
+    BatchStatistics,
+    Encoder,
+    FaintSkips,
+    Flat,
+    Functional,
+    FunctionalEarly,
+    Keyword,
+    Reversed,
+    Routed,
+    SharedBlock,
+    Skips,
+    Solid,
+    Subclass,
+    Tied,
+    TimeFirst,
+    Twice,
+    Unused,
+)
+from probe_reference import probe_reference
+
+from prunus import Global, Probe, prune
+from prunus.oneshot.prune import Job, Plan
+from prunus.oneshot.session import quiet
+
+
+def case_of(kind):
+    torch.manual_seed(3)
+    model = kind().double()
+    batches = [(torch.randn(n, TIME, WIDTH).double(), torch.randint(0, 3, (n,))) for n in (3, TIME, 1)]
+    return Case(model, batches, entropy, pair_loss, None)
+
+
+def assert_as_reference(case, schedule, order="reverse", tau=0.02):
+    fast, slow = deepcopy(case.model), deepcopy(case.model)
+    settings = {"score": "magnitude", "select": Global(), "sparsity": 0.5, "schedule": schedule, "order": order}
+    expected = probe_reference(slow, case.loss_of, case.batches, settings | {"tau": tau})
+    result = prune(fast, case.batches, 0.5, "magnitude", Global(), Probe(tau, order, schedule), case.loss)
+    for name, mask in expected.items():
+        assert torch.equal(result.masks[name], mask), name
+    for a, b in zip(fast.parameters(), slow.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert any(layer.num_pruned < layer.num_candidates for layer in result.layers)
+
+
+@pytest.mark.parametrize(("schedule", "order"), [("joint", "reverse"), ("sequential", "reverse"), ("jacobi", "size")])
+@pytest.mark.parametrize("kind", MODELS)
+def test_an_odd_model_is_probed_as_one_sample_at_a_time_would_be(kind, schedule, order):
+    assert_as_reference(case_of(kind), schedule, order)
+
+
+SLOW = {
+    Attention: {"mix.out_proj.weight"},
+    TimeFirst: {"mid.weight"},
+    Flat: {"mid.weight"},
+    Routed: {f"experts.{i}.weight" for i in range(3)},
+    Reversed: {"mid.weight"},
+    Twice: set(),
+    Tied: set(),
+    Functional: {"mid.weight"},
+    FunctionalEarly: {"blocks.2.weight"},
+    Skips: set(),
+    BatchStatistics: {"first.weight", "mid.weight", "head.weight"},
+    Subclass: {"mid.weight"},
+    Keyword: set(),
+    Unused: {"spare.weight"},
+    Solid: {"up.weight", "cube.weight"},
+}
+CHAINED = {
+    FunctionalEarly: True,
+    Skips: False,
+    FaintSkips: False,
+    SharedBlock: False,
+    Encoder: True,
+    Tied: True,
+    Routed: False,
+}
+
+
+def findings(case):
+    job = Job(case.model, case.batches, Plan(loss=case.loss))
+    with quiet(job.model):
+        return job.engine().findings, set(job.weights)
+
+
+@pytest.mark.parametrize("kind", SLOW)
+def test_only_what_cannot_be_rebuilt_from_a_batch_is_run_alone(kind):
+    found, names = findings(case_of(kind))
+    assert names - found.quick == SLOW[kind]
+
+
+@pytest.mark.parametrize("kind", CHAINED)
+def test_blocks_are_skipped_only_where_the_model_reads_the_last_one_alone(kind):
+    assert findings(case_of(kind))[0].chained == CHAINED[kind]
+
+
+def test_conv1d_of_a_gpt2_with_tied_head_is_rebuilt():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(4)
+    config = transformers.GPT2Config(vocab_size=29, n_positions=16, n_embd=12, n_layer=2, n_head=2)
+    model = transformers.GPT2LMHeadModel(config).double()
+    case = Case(model, [torch.randint(0, 29, (3, 8))], None, own_loss, None)
+    found, names = findings(case)
+    assert found.quick == names and found.chained and found.form == "next token" and len(names) == 8
+    assert_as_reference(case, "sequential", tau=0.001)
+
+
+@pytest.mark.parametrize("num_labels", [1, 3], ids=["regression", "classes"])
+def test_a_classifier_of_hugging_face_is_probed_by_its_own_loss(num_labels):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(5)
+    config = transformers.BertConfig(
+        vocab_size=29, hidden_size=12, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16,
+        max_position_embeddings=16, num_labels=num_labels,
+    )  # fmt: skip
+    model = transformers.BertForSequenceClassification(config).double()
+    labels = torch.randn(4).double() if num_labels == 1 else torch.tensor([0, 2, 1, 0])
+    mask = torch.ones(4, 7, dtype=torch.long)
+    mask[1, 4:] = 0
+    batch = {"input_ids": torch.randint(0, 29, (4, 7)), "attention_mask": mask, "labels": labels}
+    case = Case(model, [batch], None, own_loss, None)
+    found, names = findings(case)
+    assert found.batched and found.quick == names and found.chained
+    assert_as_reference(case, "sequential", tau=0.0005)

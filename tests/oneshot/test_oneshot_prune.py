@@ -1,0 +1,178 @@
+"""``prune``: what it promises of the model, the strategies, the rules for tau, and its errors."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+from probe_checks import assert_same, bits_of, snapshot
+from probe_models import CASES, cnn, entropy, llama, mlp
+from torch import nn
+
+from prunus import NofM, PerRow, Probe, prune
+from prunus.oneshot.objective import Objective
+
+SCHEDULES = ["joint", "sequential", "block", "jacobi"]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("case", CASES)
+def test_the_model_keeps_mode_statistics_flags_and_every_weight_that_is_not_pruned(case, schedule):
+    case = CASES[case](torch.float32)
+    case.model.train()
+    list(case.model.modules())[-1].eval()
+    frozen = next(p for p in case.model.parameters() if p.ndim == 1)
+    frozen.requires_grad_(False)
+    first = next(iter(case.model.parameters()))
+    first.grad = torch.ones_like(first)
+    before, dense = snapshot(case.model), deepcopy(dict(case.model.named_parameters()))
+    result = prune(case.model, case.batches, 0.4, "wanda", None, Probe(0.05, schedule=schedule), case.loss)
+    assert_same(before, snapshot(case.model), weights_too=False)
+    for name, parameter in case.model.named_parameters():
+        keep = result.masks[name] if name in result.masks else torch.ones_like(parameter, dtype=torch.bool)
+        assert torch.equal(bits_of(parameter[keep]), bits_of(dense[name][keep])), name
+        assert not parameter[~keep].any() and not parameter[~keep].signbit().any()
+    result.undo_()
+    assert_same(before, snapshot(case.model))
+
+
+def interrupted(num_calls):
+    """A loss that is interrupted at that call, and the list of its calls."""
+    calls = []
+
+    def loss(output, target):
+        calls.append(1)
+        if len(calls) == num_calls:
+            raise KeyboardInterrupt
+        return entropy(output, target)
+
+    return loss, calls
+
+
+@pytest.mark.parametrize("at", [0.02, 0.3, 0.6, 0.95])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_after_an_exception_the_model_is_as_before(schedule, at):
+    case = cnn(torch.float32)
+    case.model.train()
+    before = snapshot(case.model)
+    loss, calls = interrupted(None)
+    prune(deepcopy(case.model), case.batches, 0.5, "wanda", None, Probe(10.0, schedule=schedule), loss)
+    with pytest.raises(KeyboardInterrupt):
+        loss = interrupted(max(1, round(at * len(calls))))[0]
+        prune(case.model, case.batches, 0.5, "wanda", None, Probe(10.0, schedule=schedule), loss)
+    assert_same(before, snapshot(case.model))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_half_precision_models_are_probed_without_rounding_a_kept_weight(schedule, dtype):
+    case = llama(dtype)
+    weight = case.model.model.layers[0].mlp.up_proj.weight
+    with torch.no_grad():
+        weight[0, :4] = torch.tensor([-0.0, 6e-8, -6e-8, 1e-30])
+    dense = deepcopy(dict(case.model.named_parameters()))
+    result = prune(case.model, case.batches, 0.5, "magnitude", PerRow(), Probe(0.05, schedule=schedule))
+    vetoed = 0
+    for name, mask in result.masks.items():
+        parameter = case.model.get_parameter(name)
+        assert parameter.dtype == dtype
+        assert torch.equal(bits_of(parameter[mask]), bits_of(dense[name][mask]))
+        vetoed += int(mask.sum()) - parameter.numel() // 2
+    assert vetoed > 0 and 0 < result.sparsity < 0.5
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3])
+@pytest.mark.parametrize("score", ["magnitude", "fisher"])
+def test_out_of_memory_halves_the_batch_and_changes_nothing(limit, score, monkeypatch):
+    case = llama()
+    expected = prune(deepcopy(case.model), case.batches, 0.5, score, probe=Probe(0.05, schedule="block"))
+    summed, refused = Objective.summed, []
+
+    def crowded(self, tree, size, form=None):
+        found = summed(self, tree, size, form)
+        if size > 2 * limit:
+            refused.append(size)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return found
+
+    monkeypatch.setattr(Objective, "summed", crowded)
+    result = prune(case.model, case.batches, 0.5, score, probe=Probe(0.05, schedule="block"), batch_size=64)
+    assert refused or limit == 3
+    assert all(torch.equal(result.masks[name], mask) for name, mask in expected.masks.items())
+
+
+def test_tensors_pairs_and_dicts_of_the_same_samples_are_the_same(monkeypatch):
+    tokens = torch.randint(0, 31, (5, 8))
+    ones = torch.ones_like(tokens)
+    kinds = [
+        [tokens],
+        [tokens[:2], tokens[2:]],
+        [(tokens, tokens)],
+        [{"input_ids": tokens}],
+        [{"input_ids": tokens, "attention_mask": ones, "labels": tokens}],
+        ({"input_ids": row[None]} for row in tokens),
+    ]
+    found = [prune(llama().model, batches, 0.5, "wanda", probe=Probe(0.05)).masks for batches in kinds]
+    for masks in found[1:]:
+        assert all(torch.equal(masks[name], mask) for name, mask in found[0].items())
+
+
+def test_a_sample_counts_by_its_own_mean_however_long_its_neighbours_are():
+    """Padding a sample changes nothing, and neither does company."""
+    tokens = torch.randint(0, 31, (2, 8))
+    mask = torch.ones_like(tokens)
+    mask[1, 5:] = 0
+    together = [{"input_ids": tokens, "attention_mask": mask}]
+    apart = [{"input_ids": tokens[:1]}, {"input_ids": tokens[1:, :5]}]
+    first = prune(llama().model, together, 0.5, probe=Probe(0.05))
+    second = prune(llama().model, apart, 0.5, probe=Probe(0.05))
+    assert all(torch.equal(first.masks[name], mask) for name, mask in second.masks.items())
+
+
+def test_a_wrapped_model_is_pruned_inside():
+    case = mlp()
+    inner = deepcopy(case.model)
+    wrapped = nn.Module()
+    wrapped.module = case.model
+    prune(torch.compile(wrapped), case.batches, 0.5, probe=Probe(0.05), loss=case.loss)
+    prune(inner, case.batches, 0.5, probe=Probe(0.05), loss=case.loss)
+    assert all(torch.equal(a, b) for a, b in zip(inner.parameters(), case.model.parameters(), strict=True))
+
+
+def test_progress_is_told_of_every_weight():
+    case, said = mlp(), []
+    prune(case.model, case.batches, 0.5, probe=Probe(), loss=case.loss, progress=lambda *what: said.append(what))
+    assert said == [(1, 3, "4.weight"), (2, 3, "2.weight"), (3, 3, "0.weight")]
+
+
+def test_the_result_counts_passes_time_and_memory():
+    case = mlp()
+    result = prune(case.model, case.batches, 0.5, probe=Probe(), loss=case.loss)
+    assert result.passes == 2 * 3 * 8 + 4 and result.seconds > 0 and result.peak_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"sparsity": 1.0}, r"\[0, 1\)"),
+        ({"sparsity": -0.1}, r"\[0, 1\)"),
+        ({"score": "bitter7"}, "optimizer"),
+        ({"score": "wandas"}, "wandas"),
+        ({"batches": []}, "no calibration samples"),
+        ({"batches": [torch.zeros(0, 9)]}, "without rows"),
+        ({"batches": [5]}, "without a tensor"),
+        ({"batches": torch.zeros(3, 9)}, "put it into a list"),
+        ({"batches": [(1, 2, 3)]}, "3 parts"),
+        ({"loss": None}, "no loss of its own"),
+        ({"loss": lambda output, target: output}, "one number"),
+        ({"exclude": "nowhere"}, "nowhere"),
+        ({"select": NofM(2, 4), "sparsity": 0.3}, "2:4"),
+    ],
+)
+def test_bad_input_is_one_line_and_leaves_the_model_alone(options, said):
+    case = mlp()
+    before = snapshot(case.model)
+    settings = {"batches": case.batches, "sparsity": 0.5, "score": "wanda", "probe": Probe(), "loss": entropy} | options
+    with pytest.raises(ValueError, match=said) as error:
+        prune(case.model, **settings)
+    assert "\n" not in str(error.value)
+    assert_same(before, snapshot(case.model))

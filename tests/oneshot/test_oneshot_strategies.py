@@ -1,0 +1,100 @@
+"""Strategies: the scores that their formulas say, at the sparsity that was asked for."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+from probe_checks import assert_same, snapshot
+from probe_models import CASES, entropy, llama, mlp
+from probe_reference import split
+from torch import nn
+
+from prunus import Global, NofM, PerLayer, PerRow, prune
+from prunus.eligible import eligible
+from prunus.oneshot.strategy import path
+
+
+@pytest.mark.parametrize("score", ["magnitude", "wanda", "random"])
+@pytest.mark.parametrize("select", [Global(), PerLayer(), PerRow(), PerLayer("erk"), NofM(2, 4)], ids=str)
+def test_a_strategy_alone_reaches_the_sparsity_exactly(score, select):
+    case = llama(torch.float32)
+    result = prune(case.model, case.batches, 0.5, score, select)
+    total = sum(layer.num_weights for layer in result.layers)
+    assert result.num_pruned == round(0.5 * total) and result.sparsity == 0.5
+    zeros = sum(int((case.model.get_parameter(name) == 0).sum()) for name in result.masks)
+    assert zeros == result.num_pruned
+
+
+def test_magnitude_without_a_probe_reads_no_sample_and_needs_no_loss():
+    case = mlp(torch.float32)
+    dense = {name: p.detach().clone() for name, p in case.model.named_parameters()}
+    result = prune(case.model, sparsity=0.3)
+    names = [weight.name for weight in eligible(case.model).weights]
+    assert set(result.masks) == set(names) and result.passes == 0
+    expected = Global()({name: dense[name].abs() for name in names}, 0.3)
+    assert all(torch.equal(result.masks[name], expected[name]) for name in names)
+
+
+def test_wanda_is_by_rows_unless_said_and_leaves_out_what_is_masked():
+    case = llama(torch.float32)
+    inputs = []
+    layer = case.model.model.layers[1].mlp.down_proj
+    handle = layer.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+    case.model.eval()
+    with torch.no_grad():
+        for batch in case.batches:
+            case.model(**batch)
+    handle.remove()
+    admitted = torch.cat([x[batch["attention_mask"].bool()] for x, batch in zip(inputs, case.batches, strict=True)])
+    scores = layer.weight.detach().abs() * admitted.norm(dim=0)
+    expected = PerRow()({"w": scores}, 0.5)["w"]
+    result = prune(case.model, case.batches, 0.5, "wanda")
+    assert torch.equal(result.masks["model.layers.1.mlp.down_proj.weight"], expected)
+
+
+def gradients(case, statistic):
+    """For each weight a statistic over the gradients of samples one by one."""
+    found = {}
+    case.model.eval()
+    for sample in split(case.batches):
+        weights = {w.name: w.parameter for w in eligible(case.model).weights}
+        each = torch.autograd.grad(case.loss_of(case.model, sample), list(weights.values()))
+        for name, gradient in zip(weights, each, strict=True):
+            found.setdefault(name, []).append(gradient)
+    return {name: statistic(torch.stack(values)) for name, values in found.items()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_fisher_is_the_square_of_the_weight_times_the_mean_square_of_sample_gradients(case):
+    case = CASES[case]()
+    squares = gradients(case, lambda g: g.square().mean(0))
+    scores = {name: case.model.get_parameter(name).detach() ** 2 * value for name, value in squares.items()}
+    expected = Global()(scores, 0.5)
+    result = prune(case.model, case.batches, 0.5, "fisher", loss=case.loss)
+    assert all(torch.equal(result.masks[name], mask) for name, mask in expected.items())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_path_adds_the_gradients_before_and_after_the_shrink_of_what_magnitude_would_prune(case):
+    case = CASES[case]()
+    before = gradients(case, lambda g: g.abs().amax(0))
+    shrunk = deepcopy(case)
+    shrunk.model = deepcopy(case.model)
+    chosen = prune(deepcopy(case.model), sparsity=0.5).masks
+    with torch.no_grad():
+        for name, mask in chosen.items():
+            shrunk.model.get_parameter(name)[~mask] *= 0.1
+    after = gradients(shrunk, lambda g: g.abs().amax(0))
+    scores = {n: path(case.model.get_parameter(n).detach(), before[n], after[n]) for n in before}
+    expected = Global()(scores, 0.5)
+    result = prune(case.model, case.batches, 0.5, "path", loss=case.loss)
+    assert all(torch.equal(result.masks[name], mask) for name, mask in expected.items())
+
+
+def test_a_layer_no_sample_reached_is_an_error_for_wanda():
+    model = nn.ModuleDict({"used": nn.Linear(4, 4), "spare": nn.Linear(4, 4)})
+    model.forward = lambda x: model["used"](x)
+    before = snapshot(model)
+    with pytest.raises(ValueError, match=r"spare\.weight.*not called"):
+        prune(model, [(torch.randn(2, 4), torch.tensor([0, 1]))], 0.5, "wanda", loss=entropy)
+    assert_same(before, snapshot(model))
