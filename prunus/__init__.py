@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .oneshot import Probe, prune
+    from .oneshot import Bisection, Levels, Limit, Probe, SearchOptions, Tune, prune, search
     from .optim import AdamWPrune, Spam
     from .schedule import Constant, OneShot, Ramp
     from .score import SCORES
@@ -15,11 +15,15 @@ __version__ = "0.1.0"
 
 _HOME = {
     "AdamWPrune": "optim",
+    "Bisection": "oneshot",
     "Constant": "schedule",
     "Event": "training",
     "Global": "select",
+    "Levels": "oneshot",
+    "Limit": "oneshot",
     "NofM": "select",
     "OneShot": "schedule",
+    "SearchOptions": "oneshot",
     "PerLayer": "select",
     "PerRow": "select",
     "Probe": "oneshot",
@@ -27,14 +31,19 @@ _HOME = {
     "Ramp": "schedule",
     "SCORES": "score",
     "Spam": "optim",
+    "Tune": "oneshot",
     "prune": "oneshot",
+    "search": "oneshot",
 }
 __all__ = [
     "SCORES",
     "AdamWPrune",
+    "Bisection",
     "Constant",
     "Event",
     "Global",
+    "Levels",
+    "Limit",
     "NofM",
     "OneShot",
     "PerLayer",
@@ -42,8 +51,11 @@ __all__ = [
     "Probe",
     "Pruner",
     "Ramp",
+    "SearchOptions",
     "Spam",
+    "Tune",
     "prune",
+    "search",
 ]
 
 

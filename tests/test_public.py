@@ -10,18 +10,24 @@ import prunus
 NAMES = {
     "SCORES": "score",
     "AdamWPrune": "optim",
+    "Bisection": "oneshot",
     "Constant": "schedule",
     "Event": "training",
     "Global": "select",
+    "Levels": "oneshot",
+    "Limit": "oneshot",
     "NofM": "select",
     "OneShot": "schedule",
+    "SearchOptions": "oneshot",
     "PerLayer": "select",
     "PerRow": "select",
     "Probe": "oneshot",
     "Pruner": "training",
     "Ramp": "schedule",
     "Spam": "optim",
+    "Tune": "oneshot",
     "prune": "oneshot",
+    "search": "oneshot",
 }
 HEAVY = ["triton", "transformers", "lightning", "pytorch_lightning", "matplotlib", "pandas", "sklearn", "PIL"]
 

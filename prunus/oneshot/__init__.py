@@ -1,7 +1,22 @@
 """Pruning after training: by a strategy, with or without the gradient probe, and the search for how far to go."""
 
+from .limit import Bisection, Levels, Limit, Trial, Tune
 from .probe import Probe
 from .prune import prune
 from .result import Layer, Result
+from .search import Found, SearchOptions, search
 
-__all__ = ["Layer", "Probe", "Result", "prune"]
+__all__ = [
+    "Bisection",
+    "Found",
+    "Layer",
+    "Levels",
+    "Limit",
+    "Probe",
+    "Result",
+    "SearchOptions",
+    "Trial",
+    "Tune",
+    "prune",
+    "search",
+]

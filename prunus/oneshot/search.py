@@ -1,0 +1,299 @@
+"""How sparse can a model get within a limit on its quality: levels of pruning, each kept or taken back exactly."""
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..mask import Masks
+from ..ops import bits
+from ..select import Selector
+from .decide import taus
+from .limit import Bisection, Levels, Limit, Trial, Tune
+from .objective import Loss
+from .probe import Probe, Probed
+from .prune import Job, Plan, Progress, Start
+from .result import Result, prune_
+from .session import Originals, quiet
+from .state import State
+from .strategy import ScoreLike
+
+Evaluate = Callable[[nn.Module], float]
+Packed = Mapping[str, Tensor]
+
+
+@dataclass
+class Found:
+    """What a search came to; the model is pruned by ``masks``.
+
+    ``alone`` is the metric of the same strategy without the probe, in one shot from the dense model, at the sparsity
+    ``alone_sparsity``: that of the result, up to the rounding of its scope.
+    """
+
+    masks: Masks
+    sparsity: float
+    metric: float
+    dense: float
+    trials: list[Trial]
+    alone: float | None = None
+    alone_sparsity: float = 0.0
+    passes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """What a search does beside its limit: how it steps and tunes, and where it keeps its state."""
+
+    steps: Levels | Bisection = field(default_factory=Levels)
+    tune: Tune | None = None
+    state: Path | None = None
+    compare: bool = True  # evaluate the strategy without the probe at the sparsity that was found
+    progress: Progress | None = None
+    on_trial: Callable[[Trial], None] | None = None
+
+
+def search(
+    model: nn.Module,
+    batches: Iterable[Any],
+    evaluate: Evaluate,
+    limit: Limit = Limit(relative=0.05),
+    probe: Probe | None = None,
+    *,
+    score: ScoreLike = "magnitude",
+    select: Selector | None = None,
+    loss: Loss | None = None,
+    include: str | Sequence[str] = (),
+    exclude: str | Sequence[str] = (),
+    batch_size: int | None = None,
+    options: SearchOptions = SearchOptions(),
+) -> Found:
+    """Prune ``model`` in place as far as ``limit`` allows for ``evaluate(model)``, a number from held-out data.
+
+    Masks are cumulative: a level prunes within what the one before it kept. A level that fails is taken back bit for
+    bit; if the first fails, the model comes back dense. With ``options.state``, a folder, a search that was
+    killed goes on from its last finished group of weights when it is called again with the same dense model.
+    """
+    if options.tune and probe and probe.tau == "target":
+        raise ValueError("tau='target' cannot be tuned: it follows from the sparsity; give a number, or no tune")
+    job = Job(model, batches, Plan(score, select, loss, include, exclude, batch_size))
+    with quiet(job.model):
+        return _Search(job, evaluate, limit, probe, options).run()
+
+
+@dataclass
+class _Kept:
+    """A level that was kept: what it changed, and the masks after it."""
+
+    asked: float
+    originals: Originals
+    packed: Packed
+    trial: Trial | None = None
+
+
+@dataclass
+class _Search:
+    job: Job
+    evaluate: Evaluate
+    limit: Limit
+    probe: Probe | None
+    options: SearchOptions
+    kept: list[_Kept] = field(default_factory=list)
+    trials: list[Trial] = field(default_factory=list)
+    passes: int = 0
+    evaluations: int = 0
+
+    def run(self) -> Found:
+        began = time.perf_counter()
+        try:
+            dense = self._metric()
+            if not math.isfinite(dense):
+                raise ValueError(f"the metric of the dense model is {dense}; a limit has nothing to go by")
+            state = self._state()
+            while (asked := self.options.steps.next(self.trials)) is not None:
+                self._try(asked, dense, state)
+            found = self._found(dense)
+        except BaseException:
+            while self.kept:
+                self.kept.pop().originals.restore_()
+            raise
+        found.passes, found.seconds = self.passes, time.perf_counter() - began
+        return found
+
+    @property
+    def live(self) -> Packed:
+        return self.kept[-1].packed if self.kept else {}
+
+    def _state(self) -> State | None:
+        """The folder of the search, with the model where it was left."""
+        if self.options.state is None:
+            return None
+        plan = self.job.plan
+        settings = {"limit": self.limit, "probe": self.probe, "steps": self.options.steps, "tune": self.options.tune}
+        settings |= {"score": plan.score, "select": self.job.strategy.select, "samples": len(self.job.samples)}
+        state = State(self.options.state, {k: str(v) for k, v in settings.items()}, self.job.weights)
+        self.trials = state.trials()
+        for number, trial in enumerate(self.trials):
+            if trial.accepted:
+                self._replay(trial, state.levels(number))
+        return state
+
+    def _replay(self, trial: Trial, levels: Sequence[Packed]) -> None:
+        """Prune as a finished trial did, which may have changed the level before it too."""
+        if len(levels) > 1 and any(not torch.equal(mask, self.live[name]) for name, mask in levels[0].items()):
+            before = self.kept[-1]
+            self._take_back()
+            self._apply(before.asked, levels[0], before.trial)
+        self._apply(trial.asked, levels[-1], trial)
+
+    def _apply(self, asked: float, packed: Packed, trial: Trial | None) -> None:
+        """Prune to masks that are known, as one level."""
+        level = _Kept(asked, Originals(), packed, trial)
+        self.kept.append(level)
+        for name, weight in self.job.weights.items():
+            before = self.kept[-2].packed[name] if len(self.kept) > 1 else bits.full(weight.parameter.numel())
+            gone = before.to(packed[name].device) & ~packed[name]
+            prune_(weight.parameter, bits.unpack(gone, weight.parameter.shape), level.originals)
+        self.job.changed()
+
+    def _try(self, asked: float, dense: float, state: State | None) -> None:
+        """One trial: probe, evaluate, tune if that fails, and keep it or take it back."""
+        began, number = time.perf_counter(), len(self.trials)
+        passes, evaluations = self.passes, self.evaluations
+        result = self._level(asked, self.probe, state)
+        tried, metric, scale = result.sparsity, self._metric(), 1.0
+        accepted = self.limit.allows(dense, metric)
+        if not accepted and self.options.tune and result.ratios:
+            scale, metric = self._tuned(result, asked, dense, metric)
+            accepted = scale < 1.0
+        sparsity = self._sparsity() if accepted else tried
+        if not accepted:
+            self._take_back()
+        cost = (self.passes - passes, self.evaluations - evaluations, time.perf_counter() - began)
+        trial = Trial(asked, sparsity, metric, accepted, scale, *cost)
+        self.trials.append(trial)
+        if accepted:
+            self.kept[-1].trial = trial
+        if state is not None:
+            state.finish(number, trial, [level.packed for level in self.kept])
+        if self.options.on_trial is not None:
+            self.options.on_trial(trial)
+
+    def _level(self, asked: float, probe: Probe | None, state: State | None = None) -> Result:
+        """Prune to ``asked`` within what was kept, and put it on top of that."""
+        number = len(self.trials)
+        start = Start(self.live, state.groups(number) if state else None)
+        self.job.strategy.refresh()
+
+        def save(names: Sequence[str], found: Probed) -> None:
+            if state is not None and found.ratios:
+                state.save_group(number, names, found)
+
+        result = self.job.prune(asked, probe, start, progress=self.options.progress, finished=save)
+        self.passes += result.passes
+        self.kept.append(_Kept(asked, result.originals, result.packed))
+        return result
+
+    def _take_back(self) -> None:
+        self.kept.pop().originals.restore_()
+        self.job.changed()
+
+    def _tuned(self, result: Result, asked: float, dense: float, metric: float) -> tuple[float, float]:
+        """The largest factor of tau found that passes (1 if none), and its metric; the model is pruned by it."""
+        tune = self.options.tune
+        assert tune is not None
+        both = tune.both_steps and len(self.kept) > 1
+        attempt = self._both if both else self._single
+        before = self.kept[-2] if both else None
+        low, high, scale, best = 0.0, 1.0, 0.0, (1.0, metric)
+        last = 1.0
+        for _ in range(tune.steps):
+            value, last = attempt(result, asked, scale), scale
+            if self.limit.allows(dense, value):
+                low, best = scale, (scale, value)
+            elif scale == 0.0:
+                break  # not even with no increase allowed
+            else:
+                high = scale
+            scale = (low + high) / 2
+        if best[0] == 1.0:
+            if before is not None:
+                self._restore_level(before, asked)
+        elif last != best[0]:
+            attempt(result, asked, best[0])
+        return best
+
+    def _single(self, result: Result, asked: float, scale: float) -> float:
+        """Metric of the level with tau scaled, from its stored ratios."""
+        assert self.probe is not None
+        scaled = self._scaled(scale)
+        assert not isinstance(scaled.tau, str)
+        result.retake_(scaled.tau)
+        self.kept[-1].packed = result.packed
+        self.job.changed()
+        return self._metric()
+
+    def _both(self, result: Result, asked: float, scale: float) -> float:
+        """Metric after this level and the one before it have been probed again with tau scaled."""
+        before = self.kept[-2].asked
+        self._take_back()
+        self._take_back()
+        scaled = self._scaled(scale)
+        self._level(before, scaled)
+        self._level(asked, scaled)
+        return self._metric()
+
+    def _restore_level(self, before: _Kept, asked: float) -> None:
+        """Put the level before back as it was; this one, which failed, on top of it, empty."""
+        self._take_back()
+        self._take_back()
+        self._apply(before.asked, before.packed, before.trial)
+        self.kept.append(_Kept(asked, Originals(), before.packed))
+
+    def _scaled(self, scale: float) -> Probe:
+        assert self.probe is not None
+        sizes = {name: weight.parameter.numel() for name, weight in self.job.weights.items()}
+        by_name = taus(self.probe.tau, sizes, self.probe.base)
+        return replace(self.probe, tau={name: scale * tau for name, tau in by_name.items()})
+
+    @torch.no_grad()
+    def _metric(self) -> float:
+        self.evaluations += 1
+        return float(self.evaluate(self.job.model))
+
+    def _sparsity(self) -> float:
+        packed = self.live or self._all_kept()
+        num_weights = sum(weight.parameter.numel() for weight in self.job.weights.values())
+        return 1 - sum(int(bits.count(mask)) for mask in packed.values()) / num_weights
+
+    def _all_kept(self) -> dict[str, Tensor]:
+        return {
+            name: bits.full(weight.parameter.numel(), weight.parameter.device)
+            for name, weight in self.job.weights.items()
+        }
+
+    def _found(self, dense: float) -> Found:
+        trial = self.kept[-1].trial if self.kept else None
+        packed = dict(self.live or self._all_kept())
+        masks = Masks({name: weight.parameter for name, weight in self.job.weights.items()}, packed)
+        found = Found(masks, self._sparsity(), trial.metric if trial else dense, dense, self.trials)
+        if trial and self.probe and self.options.compare:
+            found.alone, found.alone_sparsity = self._alone(found.sparsity)
+        return found
+
+    def _alone(self, sparsity: float) -> tuple[float, float]:
+        """Metric and sparsity of the strategy without the probe, one shot from the dense model."""
+        levels = list(self.kept)
+        while self.kept:
+            self._take_back()
+        result = self._level(sparsity, None)
+        metric = self._metric()
+        self._take_back()
+        for level in levels:
+            self._apply(level.asked, level.packed, level.trial)
+        return metric, result.sparsity

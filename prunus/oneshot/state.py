@@ -1,0 +1,133 @@
+"""The state of a search on disk: each finished group of weights and each finished trial is a file, whole or absent."""
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from ..eligible import Weight
+from .decide import Ratios
+from .limit import Trial
+from .probe import Probed
+
+FORMAT = "prunus-search-1"
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class State:
+    """A folder that belongs to one search: a model with these weights and settings."""
+
+    def __init__(self, folder: Path, settings: Mapping[str, str], weights: Mapping[str, Weight]) -> None:
+        self.folder = folder
+        self.weights = weights
+        folder.mkdir(parents=True, exist_ok=True)
+        self._own({"format": FORMAT, "settings": dict(settings), "weights": fingerprint(weights)})
+
+    def _own(self, about: dict[str, Any]) -> None:
+        """Claim the folder, or make sure that it is this search's own."""
+        path = self.folder / "search.json"
+        if not path.is_file():
+            if any(path.suffix != ".part" for path in self.folder.iterdir()):
+                raise ValueError(f"{self.folder} holds other things; give a folder that is new or a search's own")
+            _write(path, lambda file: file.write(json.dumps(about, indent=2).encode()))
+            return
+        before = json.loads(path.read_text())
+        if before.get("format") != FORMAT:
+            raise ValueError(f"{self.folder} is not the state of a search: it lacks the mark {FORMAT!r}")
+        for name, value in about["settings"].items():
+            if before["settings"].get(name) != value:
+                was = before["settings"].get(name)
+                raise ValueError(f"the search in {self.folder} has {name} = {was}, not {value}; give another folder")
+        if before["weights"] != about["weights"]:
+            raise ValueError(f"the search in {self.folder} began with other weights; load the same model, still dense")
+
+    def trials(self) -> list[Trial]:
+        """Finished trials, in order."""
+        found = []
+        while (path := self._path(len(found))).is_file():
+            found.append(Trial(**_read(path)["trial"]))
+        return found
+
+    def levels(self, number: int) -> list[dict[str, Tensor]]:
+        """Packed masks of the last two levels, or the only one, that were kept after trial ``number``."""
+        return [self._on_device(masks) for masks in _read(self._path(number))["levels"]]
+
+    def finish(self, number: int, trial: Trial, levels: Sequence[Mapping[str, Tensor]]) -> None:
+        """Save a trial with the levels kept after it; what its groups had saved is no longer needed."""
+        last = [{name: mask.cpu() for name, mask in masks.items()} for masks in levels[-2:]]
+        content = {"trial": asdict(trial), "levels": last}
+        _write(self._path(number), lambda file: torch.save(content, file))
+        for path in self.folder.glob("group_*.pt"):
+            path.unlink()
+
+    def save_group(self, number: int, names: Sequence[str], found: Probed) -> None:
+        """Save what the probe of trial ``number`` has decided of these weights."""
+        content = {name: _packed(name, found) for name in names}
+        path = self.folder / f"group_{number:04}_{len(list(self.folder.glob('group_*.pt'))):05}.pt"
+        _write(path, lambda file: torch.save(content, file))
+
+    def groups(self, number: int) -> Probed:
+        """What was decided in trial ``number`` before the search was broken off."""
+        found = Probed()
+        for path in sorted(self.folder.glob(f"group_{number:04}_*.pt")):
+            for name, saved in _read(path).items():
+                device = self.weights[name].parameter.device
+                found.pruned[name] = saved["pruned"].to(device)
+                found.ratios[name] = Ratios(saved["q"].to(device), saved["num_zero"], saved["num_not_finite"])
+                found.taus[name] = saved["tau"]
+        return found
+
+    def _path(self, number: int) -> Path:
+        return self.folder / f"trial_{number:04}.pt"
+
+    def _on_device(self, masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: mask.to(self.weights[name].parameter.device) for name, mask in masks.items()}
+
+
+def fingerprint(weights: Mapping[str, Weight]) -> dict[str, list[int]]:
+    """Shape and an exact sum of the bits of every weight."""
+    found = {}
+    for name, weight in weights.items():
+        words = weight.parameter.detach().reshape(-1).view(_WORDS[weight.parameter.element_size()])
+        found[name] = [*weight.parameter.shape, int(words.sum(dtype=torch.int64))]
+    return found
+
+
+def _packed(name: str, found: Probed) -> dict[str, Any]:
+    ratios = found.ratios[name]
+    return {
+        "pruned": found.pruned[name].cpu(),
+        "q": ratios.q.cpu(),
+        "num_zero": ratios.num_zero,
+        "num_not_finite": ratios.num_not_finite,
+        "tau": found.taus[name],
+    }
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise ValueError(
+            f"{path} cannot be read back ({type(error).__name__}); delete it to do its part anew"
+        ) from error
+
+
+def _write(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Write beside ``path`` and move it there, so that a file is whole or absent."""
+    part = path.with_name(path.name + ".part")
+    with part.open("wb") as file:
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

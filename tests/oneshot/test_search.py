@@ -1,0 +1,314 @@
+"""A search goes as far as its limit allows, takes back exactly what fails, and goes on where it was killed."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from copy import deepcopy
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from probe_checks import assert_same, snapshot
+from probe_models import entropy, mlp
+
+from prunus import Bisection, Levels, Limit, PerRow, Probe, SearchOptions, Tune, prune, search
+from prunus.oneshot.limit import Trial
+
+
+def held_out(case):
+    """One and how far the outputs are from the dense model's, on samples that are not those of the calibration."""
+    x = torch.randn(64, 9, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    with torch.no_grad():
+        dense = deepcopy(case.model)(x)
+    return lambda model: 1 + (model(x) - dense).square().mean().item()
+
+
+def zeros(model):
+    weights = [p for p in model.parameters() if p.ndim > 1]
+    return sum(int((p == 0).sum()) for p in weights) / sum(p.numel() for p in weights)
+
+
+def searched(case, limit, probe=None, evaluate=None, **options):
+    names = {"steps", "tune", "state", "compare", "progress", "on_trial"}
+    chosen = SearchOptions(**{key: value for key, value in options.items() if key in names})
+    others = {key: value for key, value in options.items() if key not in names}
+    evaluate = evaluate or held_out(case)
+    return search(case.model, case.batches, evaluate, limit, probe, loss=case.loss, options=chosen, **others)
+
+
+@pytest.mark.parametrize("probe", [None, Probe(0.5), Probe(0.5, schedule="joint")], ids=str)
+def test_levels_climb_until_one_fails_and_the_last_good_one_stays(probe):
+    case = mlp()
+    limit, evaluate = Limit(relative=0.02), held_out(case)
+    found = searched(case, limit, probe)
+    assert [trial.asked for trial in found.trials] == [round(0.1 * (i + 1), 9) for i in range(len(found.trials))]
+    assert [trial.accepted for trial in found.trials] == [True] * (len(found.trials) - 1) + [False]
+    assert found.trials[-2].metric == found.metric == evaluate(case.model) <= found.dense * 1.02
+    assert not limit.allows(found.dense, found.trials[-1].metric)
+    assert found.sparsity == pytest.approx(zeros(case.model)) and found.sparsity > 0
+    assert all(torch.equal(case.model.get_parameter(name) != 0, mask) for name, mask in found.masks.items())
+
+
+def test_masks_are_cumulative_and_kept_weights_untouched():
+    case, seen = mlp(), []
+    dense = deepcopy(case.model)
+
+    def evaluate(model):
+        seen.append([p.detach().clone() for p in model.parameters()])
+        return 1.0
+
+    searched(case, Limit(absolute=0.0), Probe(0.3), evaluate, steps=Levels(0.2, 0.2, 0.8), compare=False)
+    assert len(seen) == 5
+    for before, after in pairwise(seen):
+        assert all(((b == a) | (a == 0)).all() for b, a in zip(before, after, strict=True))
+        assert any((b != a).any() for b, a in zip(before, after, strict=True))
+    for original, last in zip(dense.parameters(), case.model.parameters(), strict=True):
+        assert torch.equal(original[last != 0], last[last != 0])
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e9])
+@pytest.mark.parametrize("steps", [Levels(), Bisection(0.8, 0.3)], ids=str)
+def test_where_every_level_fails_the_model_comes_back_dense(bad, steps):
+    case = mlp()
+    case.model.train()
+    before = snapshot(case.model)
+
+    def evaluate(model):
+        return bad if zeros(model) else 1.0
+
+    found = searched(case, Limit(absolute=100.0), Probe(1e9), evaluate, steps=steps)
+    assert_same(before, snapshot(case.model))
+    assert found.sparsity == 0.0 and found.metric == found.dense == 1.0 and found.alone is None
+    assert all(mask.all() for mask in found.masks.values())
+    assert len(found.trials) == (1 if isinstance(steps, Levels) else 3)
+
+
+def test_a_dense_metric_that_is_no_number_is_refused():
+    case = mlp()
+    before = snapshot(case.model)
+    with pytest.raises(ValueError, match="dense model is nan"):
+        searched(case, Limit(relative=0.1), None, lambda model: math.nan)
+    assert_same(before, snapshot(case.model))
+
+
+@pytest.mark.parametrize("when", [2, 3, 5])
+def test_an_exception_of_the_evaluation_gives_the_dense_model_back(when):
+    case, calls = mlp(), []
+    before = snapshot(case.model)
+
+    def evaluate(model):
+        calls.append(1)
+        if len(calls) == when:
+            raise RuntimeError("disk full")
+        return 1.0
+
+    with pytest.raises(RuntimeError, match="disk full"):
+        searched(case, Limit(relative=0.1), Probe(0.5), evaluate)
+    assert_same(before, snapshot(case.model))
+
+
+@pytest.mark.parametrize("edge", [0.0, 0.137, 0.5, 0.83, 0.95])
+def test_bisection_closes_in_on_the_sparsity_that_the_limit_allows(edge):
+    case = mlp()
+    found = searched(
+        case, Limit(absolute=0.0), None, lambda m: float(zeros(m) > edge), steps=Bisection(0.9, 0.02), select=PerRow()
+    )
+    assert found.sparsity <= edge
+    if 0 < edge < 0.9:
+        assert edge - found.sparsity < 0.02 + 0.1  # rows of about ten weights
+    assert found.metric == 0.0
+    if edge > 0.9:
+        assert len(found.trials) == 1
+
+
+def test_accuracy_is_better_when_higher():
+    limit = Limit(absolute=0.1, better="higher")
+    assert limit.allows(0.9, 0.8001) and limit.allows(0.9, 0.95) and not limit.allows(0.9, 0.79)
+    assert Limit(relative=0.1, better="higher").allows(0.9, 0.8101)
+    assert not Limit(relative=0.1, better="higher").allows(0.9, 0.8)
+    for limit in (Limit(relative=1e9), Limit(absolute=1e9), Limit(absolute=1e9, better="higher")):
+        assert not any(limit.allows(1.0, bad) for bad in (math.nan, math.inf, -math.inf))
+
+
+def test_levels_and_bisection_follow_from_their_trials():
+    def trials(*pairs):
+        return [Trial(asked, asked, 0.0, accepted) for asked, accepted in pairs]
+
+    levels = Levels(0.3, 0.3, 0.9)
+    assert levels.next([]) == 0.3 and levels.next(trials((0.3, True), (0.6, True))) == 0.9
+    assert levels.next(trials((0.3, True), (0.6, False))) is None
+    assert levels.next(trials((0.3, True), (0.6, True), (0.9, True))) is None
+    halves = Bisection(0.8, 0.15)
+    assert halves.next([]) == 0.8 and halves.next(trials((0.8, True))) is None
+    assert halves.next(trials((0.8, False))) == 0.4
+    assert halves.next(trials((0.8, False), (0.4, True))) == pytest.approx(0.6)
+    assert halves.next(trials((0.8, False), (0.4, True), (0.6, False))) == pytest.approx(0.5)
+    assert halves.next(trials((0.8, False), (0.4, True), (0.6, False), (0.5, True))) is None
+
+
+def count_limited(num):
+    """A metric that allows at most a fraction of zeros, so that a smaller tau is what helps."""
+    return lambda model: float(zeros(model) > num)
+
+
+@pytest.mark.parametrize("schedule", ["joint", "sequential"])
+def test_tuning_finds_a_smaller_tau_without_a_new_pass(schedule):
+    plain, tuned = mlp(), mlp()
+    limit, probe, steps = Limit(absolute=0.0), Probe(5.0, schedule=schedule), Levels(0.3, 0.3, 0.6)
+    without = searched(plain, limit, probe, count_limited(0.5), steps=steps)
+    found = searched(tuned, limit, probe, count_limited(0.5), steps=steps, tune=Tune(6))
+    assert not without.trials[-1].accepted and found.trials[-1].accepted
+    assert 0 <= found.trials[-1].scale < 1 and found.trials[-1].evaluations <= 8
+    assert found.trials[-1].passes == without.trials[-1].passes
+    assert without.sparsity < found.sparsity <= 0.5
+    assert found.sparsity == pytest.approx(zeros(tuned.model))
+    if schedule == "joint":
+        fresh = mlp()
+        first = prune(fresh.model, fresh.batches, 0.3, probe=probe, loss=entropy)
+        assert first.sparsity == pytest.approx(found.trials[0].sparsity)
+
+
+def test_tuning_that_finds_nothing_takes_the_level_back_exactly():
+    case = mlp()
+    without = searched(case, Limit(absolute=0.0), Probe(5.0), count_limited(0.29), steps=Levels(0.3, 0.3, 0.6))
+    other = mlp()
+    before = snapshot(other.model)
+
+    def evaluate(model):
+        return float(zeros(model) > 0)
+
+    found = searched(other, Limit(absolute=0.0), Probe(5.0), evaluate, tune=Tune(3))
+    assert_same(before, snapshot(other.model))
+    assert found.sparsity == 0 and without.sparsity >= 0
+
+
+@pytest.mark.parametrize("allowed", [0.3, None])
+def test_tuning_both_steps_probes_the_level_before_again_or_puts_it_back(allowed):
+    """Zeros in the first layer are what is limited, which the level before may have used up."""
+    case, seen = mlp(), []
+
+    def evaluate(model):
+        seen.append([p.detach().clone() for p in model.parameters()])
+        return float(len(seen) > 2 and (allowed is None or zeros(model[0]) > allowed))
+
+    probe, steps = Probe(5.0), Levels(0.35, 0.3, 0.65)
+    found = searched(case, Limit(absolute=0.0), probe, evaluate, steps=steps, tune=Tune(4, True), compare=False)
+    assert found.trials[-1].passes >= 2 * 2 * 3 * 8
+    assert found.trials[-1].accepted == (allowed is not None)
+    if found.trials[-1].accepted:
+        assert found.trials[-1].scale < 1 and zeros(case.model[0]) <= allowed
+        assert any(((a == 0) & (b != 0)).any() for a, b in zip(seen[1], case.model.parameters(), strict=True))
+    else:
+        assert all(torch.equal(a, b) for a, b in zip(seen[1], case.model.parameters(), strict=True))
+    assert found.sparsity == pytest.approx(zeros(case.model))
+
+
+def test_beside_it_stands_the_strategy_alone_at_the_same_sparsity_and_scope():
+    case, dense = mlp(), mlp()
+    found = searched(case, Limit(relative=0.03), Probe(0.3))
+    alone = prune(dense.model, dense.batches, found.sparsity, loss=dense.loss)
+    assert found.alone_sparsity == alone.sparsity == pytest.approx(found.sparsity)
+    assert found.alone == held_out(mlp())(dense.model)
+    assert all(torch.equal(case.model.get_parameter(name) != 0, mask) for name, mask in found.masks.items())
+
+
+@pytest.mark.parametrize(
+    ("build", "said"),
+    [
+        (lambda: Limit(), "either relative or absolute"),
+        (lambda: Limit(0.1, 0.1), "either relative or absolute"),
+        (lambda: Limit(math.nan), "either relative or absolute"),
+        (lambda: Limit(-0.1), "0 or more"),
+        (lambda: Limit(0.1, better="more"), "lower or higher"),
+        (lambda: Levels(0.5, 0.1, 0.4), "initial <= final"),
+        (lambda: Levels(0.1, 0.0), "step"),
+        (lambda: Bisection(1.0), "final"),
+        (lambda: Tune(0), "one step"),
+        (lambda: searched(mlp(), Limit(0.1), Probe("target"), tune=Tune()), "cannot be tuned"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(build, said):
+    with pytest.raises(ValueError, match=said):
+        build()
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import torch
+from prunus import *
+sys.path.insert(0, {here!r})
+from probe_models import mlp
+from test_search import held_out
+case, tune, schedule, kill_at = mlp(), Tune(3, {both}), {schedule!r}, int(sys.argv[2])
+events = []
+def event(*_):
+    events.append(1)
+    if len(events) == kill_at:
+        os.kill(os.getpid(), signal.SIGKILL)
+inner = held_out(case)
+def evaluate(model):
+    event()
+    return inner(model)
+options = SearchOptions(Levels(0.2, 0.2, 0.8), tune, Path(sys.argv[1]), progress=event)
+found = search(case.model, case.batches, evaluate, Limit(relative=0.003), Probe(2.0, schedule=schedule),
+               loss=case.loss, options=options)
+trials = [(t.asked, t.sparsity, t.metric, t.accepted, t.scale) for t in found.trials]
+torch.save({{"model": case.model.state_dict(), "masks": dict(found.masks)}}, Path(sys.argv[1]).with_suffix(".out"))
+import json
+print(json.dumps([len(events), trials, found.metric, found.sparsity, found.alone]))
+"""
+
+
+def run(script, folder, kill_at):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", script, str(folder), str(kill_at)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+
+
+@pytest.mark.parametrize(("schedule", "both"), [("sequential", False), ("sequential", True), ("joint", False)])
+def test_a_search_killed_anywhere_goes_on_and_ends_as_the_unbroken_one(schedule, both, tmp_path):
+    script = KILLED.format(here=str(Path(__file__).parent), both=both, schedule=schedule)
+    done = run(script, tmp_path / "whole", 0)
+    assert done.returncode == 0, done.stderr
+    num_events, *expected = json.loads(done.stdout)
+    assert num_events > 8
+    folder, tries = tmp_path / "broken", 0
+    for kill_at in (3, 5, 8, num_events // 2, 2):
+        killed = run(script, folder, kill_at)
+        if killed.returncode == 0:
+            break
+        assert killed.returncode == -signal.SIGKILL, killed.stderr
+        tries += 1
+    assert tries >= 2
+    resumed = run(script, folder, 0)
+    assert resumed.returncode == 0, resumed.stderr
+    num_left, *found = json.loads(resumed.stdout)
+    assert found == expected and num_left < num_events
+    first, second = (torch.load(f"{tmp_path / name}.out", weights_only=True) for name in ("whole", "broken"))
+    for part in ("model", "masks"):
+        assert all(torch.equal(first[part][key], second[part][key]) for key in first[part])
+
+
+def test_a_folder_of_another_search_is_refused(tmp_path):
+    options = {"steps": Levels(0.2, 0.2, 0.2), "state": tmp_path / "state"}
+    searched(mlp(), Limit(relative=0.5), Probe(1.0), **options)
+    with pytest.raises(ValueError, match=r"probe = .*tau=1.0.*not .*tau=2.0"):
+        searched(mlp(), Limit(relative=0.5), Probe(2.0), **options)
+    other = mlp()
+    with torch.no_grad():
+        other.model[0].weight[0, 0] += 1
+    with pytest.raises(ValueError, match="other weights"):
+        searched(other, Limit(relative=0.5), Probe(1.0), **options)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="holds other things"):
+        searched(mlp(), Limit(relative=0.5), Probe(1.0), **options | {"state": tmp_path / "mine"})
+    trial = next((tmp_path / "state").glob("trial_*.pt"))
+    trial.write_bytes(trial.read_bytes()[:100])
+    with pytest.raises(ValueError, match="cannot be read back"):
+        searched(mlp(), Limit(relative=0.5), Probe(1.0), **options)
