@@ -69,7 +69,7 @@ def inspect(
     group = next((group for group in samples.groups if group.size > 1), samples.groups[0])
     two = moved(rows(group.tree, 0, 2, group.size) if group.size > 1 else repeated(group.tree, 2, 1), device)
     tapped = {name: held for name, held in modules.items() if held}
-    alone = [_observe(lambda tree: objective.alone(tree), rows(two, i, i + 1, 2), tapped, blocks) for i in (0, 1)]
+    alone = [_observe(objective, objective.alone, rows(two, i, i + 1, 2), tapped, blocks) for i in (0, 1)]
     dtypes = {alone[0].loss.dtype, *(p.dtype for p in objective.model.parameters() if p.is_floating_point())}
     tolerance = max(ROUNDING.get(dtype, 0.25) for dtype in dtypes)
     elsewhere = alone[0].elsewhere | alone[1].elsewhere
@@ -80,14 +80,16 @@ def inspect(
     found.chained = _is_chain(objective, blocks, two, alone)
     if objective.loss is None and found.form is None:
         return found
-    together = _observe(lambda tree: objective.summed(tree, 2, found.form), two, tapped, blocks)
+    together = _observe(objective, lambda tree: objective.summed(tree, 2, found.form), two, tapped, blocks)
     found.batched = _near(together.loss, alone[0].loss + alone[1].loss, tolerance)
     if found.batched:
         found.quick = {name for name in found.starts if _agree(name, together, alone, tolerance)}
     return found
 
 
-def _observe(loss: Callable[[Tree], Tensor], tree: Tree, modules: Modules, blocks: Sequence[nn.Module]) -> Seen:
+def _observe(
+    objective: Objective, loss: Callable[[Tree], Tensor], tree: Tree, modules: Modules, blocks: Sequence[nn.Module]
+) -> Seen:
     order: list[int] = []
     starts: dict[str, int] = {}
     ended = [0]
@@ -102,7 +104,7 @@ def _observe(loss: Callable[[Tree], Tensor], tree: Tree, modules: Modules, block
     handles += [block.register_forward_hook(end) for block in blocks]
     taps = Taps(modules, 0, strict=False, on_call=begin)
     try:
-        with torch.enable_grad(), taps.open(), _asking(modules), counted_saves() as saved:
+        with torch.enable_grad(), taps.open(), _asking(modules), counted_saves(objective.model) as saved:
             total = loss(tree)
             gradients, others = _gradients(total, taps, [weight_of(held[0]) for held in modules.values()])
     finally:

@@ -5,11 +5,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 SHARE = {"cpu": 0.25, "cuda": 0.7}  # of the free memory that a pass may take
 CACHED = 1 << 28  # bytes of a pass on a CPU beyond which larger batches only leave the cache
-SLACK = 2.5  # a pass takes this many times what it saves for its backward
+SLACK = {"cpu": 2.5, "cuda": 1.6}  # a pass takes this many times what it saves for its backward
 
 
 def free_bytes(device: torch.device) -> int:
@@ -23,21 +23,21 @@ def free_bytes(device: torch.device) -> int:
 
 def batch_size(saved_bytes: int, device: torch.device) -> int:
     """Samples a pass, from what one sample saves for its backward."""
-    room = SHARE.get(device.type, 0.25) * free_bytes(device) / SLACK
+    room = SHARE.get(device.type, 0.25) * free_bytes(device) / SLACK.get(device.type, 2.5)
     if device.type == "cpu":
         room = min(room, CACHED)
     return max(1, int(room / max(1, saved_bytes)))
 
 
 @contextmanager
-def counted_saves() -> Iterator[list[int]]:
-    """A list whose sum is the bytes that autograd saves meanwhile, parameters aside."""
+def counted_saves(model: nn.Module) -> Iterator[list[int]]:
+    """A list whose sum is the bytes that autograd saves meanwhile, the model's own tensors aside."""
     sizes: list[int] = []
-    seen: set[int] = set()
+    seen = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
 
     def pack(tensor: Tensor) -> Tensor:
         address = tensor.untyped_storage().data_ptr()
-        if address not in seen and not isinstance(tensor, torch.nn.Parameter):
+        if address not in seen:
             seen.add(address)
             sizes.append(tensor.untyped_storage().nbytes())
         return tensor

@@ -6,6 +6,7 @@ a dict); its size is the first dimension of its first tensor, and every tensor o
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -46,10 +47,11 @@ class Samples:
         return sum(group.size for group in self.groups)
 
     def chunks(self, size: int) -> Iterator[Chunk]:
-        """At most ``size`` samples at a time, in order."""
+        """At most ``size`` samples at a time, in order and in parts of nearly equal size."""
         for number, group in enumerate(self.groups):
-            for start in range(0, group.size, size):
-                yield Chunk(number, start, min(start + size, group.size))
+            num_parts = -(-group.size // size)
+            edges = [group.size * i // num_parts for i in range(num_parts + 1)]
+            yield from (Chunk(number, start, stop) for start, stop in pairwise(edges))
 
     def tree(self, chunk: Chunk, times: int = 1) -> Tree:
         """The samples of a chunk, ``times`` over."""
