@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 COMMANDS = {
     "demo": "train a small GPT dense and to 50 % sparsity by two scores, and compare them",
     "train": "train a network, pruning it on the way",
+    "prune": "prune a trained model, with or without the gradient probe",
     "eval": "quality and sparsity of a checkpoint",
     "bench": "each speed claim beside what it is compared with",
 }

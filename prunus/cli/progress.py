@@ -1,6 +1,6 @@
 """A progress bar for a training, with what is known so far beside it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,6 +30,26 @@ def progress_bar(title: str, total: int) -> Iterator[Report]:
             bar.update(task, completed=step, known=_line(known))
             if "eval" in values and not console.is_terminal:
                 console.print(f"{title}: step {step}/{total}, {_line(known)}", highlight=False, soft_wrap=True)
+
+        yield report
+
+
+@contextmanager
+def weights_bar(title: str) -> Iterator[Callable[[int, int, str], None]]:
+    """A function to call after each weight that is done, with how many there are and its name."""
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description:18}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[known]}"),
+    )
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task(title, total=None, known="")
+
+        def report(done: int, total: int, name: str) -> None:
+            bar.update(task, completed=done, total=total, known=name)
 
         yield report
 

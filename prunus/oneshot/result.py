@@ -68,6 +68,13 @@ class Result:
         """Give every weight that was pruned its old value, bit for bit."""
         self.originals.restore_()
 
+    def apply_(self) -> None:
+        """Prune again what ``undo_`` gave back."""
+        self.undo_()
+        for name, weight in self.weights.items():
+            where = bits.unpack(self._live(name) & ~self.packed[name], weight.parameter.shape)
+            prune_(weight.parameter, where, self.originals)
+
     def packed_at(self, tau: Tau, base: float = 1.0) -> dict[str, Tensor]:
         """Packed masks that another tau gives with the ratios as they were recorded: no new pass.
 
@@ -84,12 +91,8 @@ class Result:
 
     def retake_(self, tau: Tau, base: float = 1.0) -> None:
         """Make masks, model and ``taus`` those of another tau, from the stored ratios."""
-        packed = self.packed_at(tau, base)
-        self.undo_()
-        for name, weight in self.weights.items():
-            where = bits.unpack(self._live(name) & ~packed[name], weight.parameter.shape)
-            prune_(weight.parameter, where, self.originals)
-        self.packed = packed
+        self.packed = self.packed_at(tau, base)
+        self.apply_()
         self.taus = taus(tau, {name: weight.parameter.numel() for name, weight in self.weights.items()}, base)
 
     def _with_tau(self, name: str, tau: float) -> Tensor:

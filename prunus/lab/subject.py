@@ -1,0 +1,170 @@
+"""What ``prunus prune`` works on: a trained model with samples, a measure of its quality and a way to write it back."""
+
+import math
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .checkpoint import load_checkpoint, save_checkpoint
+from .data.files import read_tokens
+from .evaluate import loss_of
+
+TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "*.model", "chat_template*")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """``evaluate`` gives the metric on held-out data, ``save`` writes the model into an empty folder."""
+
+    model: nn.Module
+    batches: list[Any]
+    evaluate: Callable[[nn.Module], float]
+    save: Callable[[Path], None]
+    loss: Callable[[Any, Any], Tensor] | None = None
+    metric: str = "perplexity"
+
+
+@dataclass(frozen=True)
+class Request:
+    """Which model and data; ``samples`` windows of ``length`` tokens are drawn by ``seed`` for calibration."""
+
+    model: str
+    tokens: Path | None = None
+    eval_tokens: Path | None = None
+    samples: int = 32
+    length: int = 0  # 0 takes 256, or the longest that the model reads if that is less
+    eval_windows: int = 0  # 0 takes all
+    seed: int = 0
+    gguf_file: str | None = None
+    dtype: str = "auto"
+    device: str = "cpu"
+
+
+def subject_of(request: Request) -> Subject:
+    """The model that a folder of Hugging Face's, a checkpoint of ours, or ``module:function`` names."""
+    if request.samples < 1:
+        raise ValueError(f"samples must be at least 1, got {request.samples}")
+    path = Path(request.model)
+    if (path.is_dir() and (path / "config.json").is_file()) or request.gguf_file:
+        return _hugging_face(request, path)
+    if path.is_file() or (path / "checkpoint.pt").is_file():
+        return _checkpoint(request, path / "checkpoint.pt" if path.is_dir() else path)
+    if ":" in request.model:
+        return _function(request.model)
+    raise ValueError(
+        f"{request.model} is neither a folder with config.json, nor a checkpoint of prunus, nor module:function"
+    )
+
+
+def _hugging_face(request: Request, folder: Path) -> Subject:
+    try:
+        from transformers import AutoModelForCausalLM
+    except ImportError as missing:
+        raise ValueError(f"reading {folder} takes transformers: pip install prunus[hf]") from missing
+    if request.tokens is None or request.eval_tokens is None:
+        raise ValueError("a model from a folder needs --tokens to calibrate and --eval-tokens to evaluate on")
+    calibration, held_out = read_tokens(request.tokens), read_tokens(request.eval_tokens)
+    from_gguf = {"gguf_file": request.gguf_file} if request.gguf_file else {"use_safetensors": True}
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=request.dtype, local_files_only=True, **from_gguf)
+    model.to(request.device).eval()
+    vocabulary, longest = model.config.vocab_size, getattr(model.config, "max_position_embeddings", 256)
+    for path, tokens in ((request.tokens, calibration), (request.eval_tokens, held_out)):
+        if int(tokens.max()) >= vocabulary:
+            raise ValueError(f"{path} holds token {int(tokens.max())}, but the model knows {vocabulary}")
+    length = request.length or min(256, longest)
+    drawn = _drawn(calibration, request.samples, length, request.seed)
+    kept = _windows(held_out, length, request.eval_windows)
+    return Subject(model, [drawn], lambda m: token_perplexity(m, kept), lambda out: _save(model, folder, out))
+
+
+def _drawn(tokens: np.ndarray, num: int, length: int, seed: int) -> Tensor:
+    """``num`` different windows (num, length), side by side in the file, chosen by ``seed``."""
+    available = len(tokens) // length
+    if available < num:
+        raise ValueError(f"{num} windows of {length} tokens were asked for, but there are {available}; take fewer")
+    chosen = np.random.default_rng(seed).permutation(available)[:num]
+    return torch.from_numpy(np.stack([tokens[i * length : (i + 1) * length] for i in chosen]).astype(np.int64))
+
+
+def _windows(tokens: np.ndarray, length: int, limit: int) -> Tensor:
+    num = min(len(tokens) // length, limit or sys.maxsize)
+    if num == 0:
+        raise ValueError(f"the held-out file has {len(tokens)} tokens, fewer than a window of {length}")
+    return torch.from_numpy(tokens[: num * length].reshape(num, length).astype(np.int64))
+
+
+@torch.no_grad()
+def token_perplexity(model: nn.Module, windows: Tensor, size: int = 8) -> float:
+    """``exp`` of the mean cross-entropy of every token but the first of each window."""
+    device, total, mode = next(model.parameters()).device, 0.0, model.training
+    model.eval()
+    for batch in windows.split(size):
+        batch = batch.to(device)
+        logits = model(input_ids=batch, use_cache=False).logits[:, :-1].flatten(0, 1).float()
+        total += F.cross_entropy(logits, batch[:, 1:].flatten(), reduction="sum").double().item()
+    model.train(mode)
+    mean = total / (windows.shape[0] * (windows.shape[1] - 1))
+    return math.exp(mean) if mean < 700 else math.inf
+
+
+def _save(model: Any, source: Path, out: Path) -> None:
+    """A folder that ``from_pretrained`` reads, with the tokenizer's files as they were."""
+    model.save_pretrained(out)
+    for pattern in TOKENIZER:
+        for path in source.glob(pattern):
+            if path.is_file() and not (out / path.name).exists():
+                shutil.copy(path, out / path.name)
+
+
+def _checkpoint(request: Request, path: Path) -> Subject:
+    """A checkpoint of our own, calibrated on its training data and evaluated on what it held out."""
+    from .run import Run
+    from .trainer import Training
+
+    state = load_checkpoint(path)
+    run = replace(Run.from_json(deepcopy(state["run"])), compile=False, device=request.device, eval_size=request.eval_windows)
+    training = Training(replace(run, score="none"))
+    training.model.load_state_dict(state["model"])
+    batch = training.data.train.batch(0, request.samples, request.seed)
+    images = training.data.shape.kind == "images"
+
+    def evaluate(model: nn.Module) -> float:
+        quality = training.evaluate()
+        return quality.accuracy if images else quality.perplexity
+
+    def save(out: Path) -> None:
+        save_checkpoint(out / "checkpoint.pt", state | {"model": training.model.state_dict()})
+
+    metric = "accuracy" if images else "perplexity"
+    return Subject(training.model, [batch], evaluate, save, loss_of, metric)
+
+
+def _function(name: str) -> Subject:
+    """What a user's function returns: a dict with model, batches, evaluate and, if it has no loss of its own, loss."""
+    module, _, function = name.partition(":")
+    sys.path.insert(0, "")
+    try:
+        found = getattr(import_module(module), function)()
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{name} names no function that can be imported: {error}") from error
+    finally:
+        sys.path.remove("")
+    if not isinstance(found, Mapping) or not {"model", "batches", "evaluate"} <= set(found):
+        raise ValueError(f"{name} must return a dict with model, batches and evaluate, and loss where it needs one")
+    model = found["model"]
+
+    def save(out: Path) -> None:
+        torch.save(model.state_dict(), out / "model.pt")
+
+    metric = found.get("metric", "metric")
+    return Subject(model, list(found["batches"]), found["evaluate"], save, found.get("loss"), metric)

@@ -1,0 +1,179 @@
+"""``prunus prune``: the folder it writes, the comparison it prints, and its errors."""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from prunus.cli import main
+from prunus.lab.subject import token_perplexity
+
+DATA = os.environ.get("PRUNUS_DATA")
+FAST = "--samples 4 --length 12 --eval-windows 6".split()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A tiny Llama in a Hugging Face folder, with token files beside it."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=32, initializer_range=0.2,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    draw = np.random.default_rng(0)
+    for name in ("calib", "valid"):
+        draw.integers(0, 40, 400).astype("<u2").tofile(tmp_path / f"{name}.u16")
+    return tmp_path
+
+
+def prune(folder, *args, out="out"):
+    data = ["--tokens", folder / "calib.u16", "--eval-tokens", folder / "valid.u16"]
+    options = [*FAST, *data, "--out", folder / out, *args]
+    main([str(arg) for arg in ["prune", folder / "model", *options]])
+    return folder / out, json.loads((folder / out / "result.json").read_text())
+
+
+def refused(capsys, *args):
+    with pytest.raises(SystemExit) as stop:
+        main([str(arg) for arg in args])
+    said = capsys.readouterr().err.strip().splitlines()
+    assert stop.value.code == 2
+    return said[-1]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--score", "magnitude"],
+        ["--score", "wanda", "--scope", "2:4"],
+        ["--score", "wanda", "--probe", "block", "--tau", "0.05"],
+        ["--score", "magnitude", "--probe", "sequential", "--tau", "target"],
+        ["--score", "fisher", "--probe", "joint", "--tau", "adaptive", "--scope", "layer"],
+    ],
+    ids=" ".join,
+)
+def test_a_hugging_face_folder_comes_back_as_one_that_transformers_reads(folder, options, capsys):
+    transformers = pytest.importorskip("transformers")
+    out, result = prune(folder, *options)
+    said = capsys.readouterr().out
+    model = transformers.AutoModelForCausalLM.from_pretrained(out)
+    dense = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
+    zeros = {row["name"]: int((model.get_parameter(row["name"]) == 0).sum()) for row in result["layers"]}
+    assert zeros == {row["name"]: row["num_pruned"] for row in result["layers"]}
+    for name, parameter in model.named_parameters():
+        kept = parameter != 0
+        assert torch.equal(parameter[kept], dense.get_parameter(name)[kept])
+    assert (out / "tokenizer.json").is_file() and not (folder / "out.part").exists()
+    last = list(result["rows"].values())[-1]
+    windows = torch.from_numpy(np.fromfile(folder / "valid.u16", "<u2")[: 6 * 12].reshape(6, 12).astype(np.int64))
+    assert token_perplexity(model, windows) == pytest.approx(last["perplexity"], rel=1e-6)
+    assert token_perplexity(dense, windows) == pytest.approx(result["rows"]["dense"]["perplexity"], rel=1e-6)
+    assert ("probed" in result["rows"]) == ("--probe" in options) and "dense" in said
+    if "target" in options or "--probe" not in options:
+        assert last["sparsity"] == pytest.approx(0.5, abs=1e-3)
+    if "--probe" in options:
+        (alone,) = [row for name, row in result["rows"].items() if name.endswith("alone")]
+        assert alone["sparsity"] == pytest.approx(last["sparsity"], abs=0.04)
+
+
+def test_bfloat16_stays_bfloat16(folder):
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model").bfloat16()
+    model.save_pretrained(folder / "model")
+    out, _ = prune(folder, "--probe", "block", "--tau", "0.05")
+    again = transformers.AutoModelForCausalLM.from_pretrained(out, dtype="auto")
+    assert all(parameter.dtype == torch.bfloat16 for parameter in again.parameters())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--sparsity", "1.0"], "[0, 1)"),
+        (["--probe", "block", "--tau", "much"], "much"),
+        (["--probe", "block", "--tau", "-1"], "0 or more"),
+        (["--samples", "4000"], "there are 33"),
+        (["--tokens", "nowhere.u16"], "nowhere.u16"),
+        (["--exclude", "nothing.*"], "nothing.*"),
+        (["--scope", "2:4", "--sparsity", "0.3"], "2:4"),
+        (["--samples", "0"], "at least 1"),
+    ],
+    ids=str,
+)
+def test_a_mistake_is_one_line_and_writes_nothing(folder, options, said, capsys):
+    data = ["--tokens", folder / "calib.u16", "--eval-tokens", folder / "valid.u16"]
+    line = refused(capsys, "prune", folder / "model", *FAST, *data, "--out", folder / "out", *options)
+    assert said in line
+    assert sorted(path.name for path in folder.iterdir()) == ["calib.u16", "model", "valid.u16"]
+
+
+def test_what_is_there_is_not_overwritten_and_what_is_not_there_is_named(folder, capsys):
+    (folder / "out").mkdir()
+    assert "is there already" in refused(capsys, "prune", folder / "model", "--out", folder / "out")
+    assert "neither a folder" in refused(capsys, "prune", folder / "nowhere", "--out", folder / "new")
+    assert "--tokens" in refused(capsys, "prune", folder / "model", "--out", folder / "new")
+    assert "nomodule" in refused(capsys, "prune", "nomodule:f", "--out", folder / "new")
+    large = np.full(400, 50).astype("<u2")
+    large.tofile(folder / "calib.u16")
+    data = ["--tokens", folder / "calib.u16", "--eval-tokens", folder / "valid.u16"]
+    assert "token 50" in refused(capsys, "prune", folder / "model", *data, "--out", folder / "new")
+
+
+def test_a_checkpoint_of_our_own_is_pruned_and_evaluated(tmp_path, capsys):
+    text = tmp_path / "data.txt"
+    text.write_bytes(bytes(range(32, 127)) * 40)
+    train = "--model gpt2-tiny --context 8 --batch 2 --steps 2 --eval-size 2 --warmup 1 --score none".split()
+    main(["train", *train, "--data", str(text), "--out", str(tmp_path / "run")])
+    options = ["--samples", "4", "--eval-windows", "2", "--probe", "block", "--tau", "0.05", "--score", "magnitude"]
+    main(["prune", str(tmp_path / "run"), *options, "--out", str(tmp_path / "out")])
+    result = json.loads((tmp_path / "out" / "result.json").read_text())
+    capsys.readouterr()
+    main(["eval", str(tmp_path / "out"), "--eval-size", "2"])
+    said = capsys.readouterr().out
+    probed = result["rows"]["probed"]
+    assert f"perplexity {probed['perplexity']:.3f}" in said and f"{probed['sparsity']:.4%} of" in said
+
+
+MINE = """
+import torch
+from torch import nn
+
+def subject():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    x, y = torch.randn(6, 4), torch.randint(0, 3, (6,))
+    return {
+        "model": model, "batches": [(x, y)], "loss": nn.functional.cross_entropy,
+        "evaluate": lambda m: nn.functional.cross_entropy(m(x), y).item(), "metric": "loss",
+    }
+
+def nothing():
+    return 5
+"""
+
+
+def test_a_function_of_a_users_own_gives_model_and_data(tmp_path, monkeypatch, capsys):
+    (tmp_path / "mine.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    main(["prune", "mine:subject", "--probe", "sequential", "--tau", "0.2", "--out", "out"])
+    saved = torch.load(tmp_path / "out" / "model.pt", weights_only=True)
+    rows = json.loads((tmp_path / "out" / "result.json").read_text())["rows"]
+    zeros = sum(int((saved[name] == 0).sum()) for name in ("0.weight", "2.weight"))
+    assert zeros == round(rows["probed"]["sparsity"] * 56) and set(rows["dense"]) == {"sparsity", "loss"}
+    assert "must return a dict" in refused(capsys, "prune", "mine:nothing", "--out", "new")
+
+
+@pytest.mark.skipif(not DATA, reason="needs PRUNUS_DATA, the folder of real models and tokens")
+def test_a_trained_model_keeps_its_perplexity_at_a_low_sparsity(tmp_path):
+    data = Path(DATA)
+    tokens = data / "tokens/tinystories_calib.tok512.u16", data / "tokens/tinystories_valid.tok512.u16"
+    options = ["--samples", 8, "--length", 64, "--eval-windows", 40, "--sparsity", 0.2, "--out", tmp_path / "out"]
+    command = ["prune", data / "models/stories260K", "--tokens", tokens[0], "--eval-tokens", tokens[1], *options]
+    main([str(part) for part in command])
+    rows = json.loads((tmp_path / "out" / "result.json").read_text())["rows"]
+    assert rows["dense"]["perplexity"] < rows["wanda"]["perplexity"] < 1.15 * rows["dense"]["perplexity"]
