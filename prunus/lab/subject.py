@@ -132,7 +132,9 @@ def _checkpoint(request: Request, path: Path) -> Subject:
     from .trainer import Training
 
     state = load_checkpoint(path)
-    run = replace(Run.from_json(deepcopy(state["run"])), compile=False, device=request.device, eval_size=request.eval_windows)
+    run = replace(
+        Run.from_json(deepcopy(state["run"])), compile=False, device=request.device, eval_size=request.eval_windows
+    )
     training = Training(replace(run, score="none"))
     training.model.load_state_dict(state["model"])
     batch = training.data.train.batch(0, request.samples, request.seed)

@@ -4,7 +4,7 @@ Decisions are those of one sample at a time. Layers whose gradients cannot be re
 comparing a pass over two samples with two passes over one, and get theirs from autograd, one sample at a time.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -23,6 +23,13 @@ Statistic = Literal["largest", "mean square"]
 Records = dict[str, Tensor]
 
 
+SCALE = 2.0**12  # of the loss of float16 models, whose gradients would vanish; what overflows keeps its weight
+
+
+class _TooLarge(Exception):
+    """Memory does not hold one sample seen by several weights."""
+
+
 class Engine:
     """Records of a model's gradients over the calibration samples."""
 
@@ -32,12 +39,15 @@ class Engine:
         self.samples = samples
         self.device = weights[0].parameter.device
         self.blocks = blocks_of(objective.model, weights)
+        half = any(parameter.dtype == torch.float16 for parameter in objective.model.parameters())
+        self.scale = SCALE if half else 1.0
         self.passes = 0  # forward and backward passes of one sample
         self.forwards = 0  # forward passes of one sample alone
         self.modules = {weight.name: holders(objective.model, weight) for weight in weights}
         self.findings: Findings = inspect(objective, self.modules, self.blocks, samples, self.device)
         self.passes += 4
         self.prefix = Prefix(self.blocks if self.findings.chained else [], samples)
+        self.together = True  # all variants of a sample fit into one pass
         self.size = size or batch_size(self.findings.saved_bytes, self.device)  # rows a pass
 
     def start(self, name: str) -> int:
@@ -52,6 +62,8 @@ class Engine:
         self, names: Sequence[str], variants: Sequence[Variant], statistic: Statistic = "largest"
     ) -> list[Records]:
         """The statistic over samples of ``|dLoss / dW|`` for each variant and weight, in float32 or float64."""
+        if not self.together and len(variants) > 1:
+            return [self.records(names, [variant], statistic)[0] for variant in variants]
         while True:
             quick = [name for name in names if name in self.findings.quick]
             try:
@@ -59,6 +71,9 @@ class Engine:
                 break
             except NotRows as what:
                 self.findings.quick.discard(str(what))
+            except _TooLarge:
+                self.together = False
+                return self.records(names, variants, statistic)
         slow = [name for name in names if name not in quick]
         if slow:
             for record, more in zip(found, self._one_by_one(slow, variants, statistic), strict=True):
@@ -86,8 +101,10 @@ class Engine:
         try:
             self._add_chunk(found, start, chunk, variants, statistic)
         except Exception as error:
-            if not is_out_of_memory(error) or chunk.size == 1:
+            if not is_out_of_memory(error) or chunk.size == len(variants) == 1:
                 raise
+            if chunk.size == 1:
+                raise _TooLarge from error
             found[:] = found if before is None else before  # a maximum does not mind what it has seen already
             return False
         return True
@@ -101,10 +118,10 @@ class Engine:
         tree = moved(self.samples.tree(chunk, times), self.device)
         with torch.enable_grad(), self.prefix.skipping(start, chunk, times), taps.open():
             total = self.objective.summed(tree, chunk.size * times, self.findings.form)
-            gradients = taps.gradients(total) if total.requires_grad else [None] * len(taps.calls)
+            gradients = taps.gradients(total * self.scale) if total.requires_grad else [None] * len(taps.calls)
         with torch.no_grad():
             for name, number, each in taps.per_sample(gradients):
-                _add(found[number][name], each, statistic)
+                _add(found[number][name], each, statistic, self.scale)
         self.passes += chunk.size * times
 
     def _one_by_one(self, names: Sequence[str], variants: Sequence[Variant], statistic: Statistic) -> list[Records]:
@@ -117,7 +134,7 @@ class Engine:
             for record, variant in zip(found, variants, strict=True):
                 for name, each in zip(names, self._alone(tree, chunk, start, parameters, variant), strict=True):
                     if each is not None:
-                        _add(record[name], each.unsqueeze(0), statistic)
+                        _add(record[name], each.unsqueeze(0), statistic, self.scale)
         return [_finished(record, statistic, len(self.samples)) for record in found]
 
     def _alone(
@@ -133,19 +150,10 @@ class Engine:
                 loss = self.objective.alone(tree)
                 if not loss.requires_grad:  # none of these weights has a part in it
                     return [None] * len(parameters)
-                return torch.autograd.grad(loss, parameters, allow_unused=True)
+                return torch.autograd.grad(loss * self.scale, parameters, allow_unused=True)
             finally:
                 for parameter in parameters:
                     parameter.requires_grad_(False)
-
-    def sweep(self, look: Callable[[Tree], object] | None = None) -> None:
-        """Run every sample forward, in its own batch or more; ``look`` is told of each batch before it is run."""
-        for chunk in self.samples.chunks(self._rows(1)):
-            tree = moved(self.samples.tree(chunk), self.device)
-            with torch.no_grad():
-                if look is not None:
-                    look(tree)
-                self._forward(tree, chunk.size)
 
     def _have(self, start: int) -> None:
         """Have the outputs of the blocks before ``start``."""
@@ -153,7 +161,14 @@ class Engine:
         def forward(chunk: Chunk) -> None:
             self._forward(moved(self.samples.tree(chunk), self.device), chunk.size)
 
-        self.forwards += self.prefix.ensure(start, forward, self._rows(1))
+        while True:
+            try:
+                self.forwards += self.prefix.ensure(start, forward, self._rows(1))
+                return
+            except Exception as error:
+                if not is_out_of_memory(error) or self.size == 1:
+                    raise
+            self._shrink()
 
     def _forward(self, tree: Tree, size: int) -> None:
         if self.findings.batched:
@@ -174,9 +189,10 @@ class Engine:
         return torch.zeros(weight.shape, dtype=torch.promote_types(weight.dtype, torch.float32), device=weight.device)
 
 
-def _add(record: Tensor, each: Tensor, statistic: Statistic) -> None:
-    """Take the gradients (samples, *shape) into a running record."""
+def _add(record: Tensor, each: Tensor, statistic: Statistic, scale: float) -> None:
+    """Take the gradients (samples, *shape), which are ``scale`` times too large, into a running record."""
     each = each.to(record.dtype)
+    each = each if scale == 1.0 else each / scale
     if statistic == "largest":
         largest = each[0].abs() if len(each) == 1 else torch.linalg.vector_norm(each, torch.inf, dim=0)
         torch.maximum(record, largest, out=record)

@@ -56,6 +56,13 @@ class Objective:
         return FORMS[form](self.model(**_quiet(self.model, inputs)).logits, labels)
 
 
+def outputs(model: nn.Module, tree: Tree) -> Any:
+    """What the model says to a batch, its labels aside."""
+    if isinstance(tree, tuple):
+        tree = tree[0]
+    return _call(model, {k: v for k, v in tree.items() if k != "labels"} if isinstance(tree, Mapping) else tree)
+
+
 def has_own_loss(model: nn.Module) -> bool:
     """Whether it is a model of Hugging Face's kind, which takes labels and returns a loss."""
     return hasattr(model, "config") and "labels" in inspect.signature(model.forward).parameters

@@ -18,7 +18,7 @@ from .probe import Probe, Probed, Prober
 from .result import Result, prune_
 from .samples import Samples, samples_of
 from .session import quiet, unwrapped
-from .strategy import ScoreLike, Strategy, default_select
+from .strategy import ScoreLike, Strategy, Work, default_select
 
 Progress = Callable[[int, int, str], None]  # how many of how many weights are done, and the last one's name
 Finished = Callable[[Sequence[str], Probed], None]
@@ -84,12 +84,11 @@ class Job:
         self.weights = {weight.name: weight for weight in found.weights}
         self.device = found.weights[0].parameter.device
         select = plan.select or default_select(plan.score)
-        self.strategy = Strategy(self.engine, found.weights, plan.score, select)
+        self.strategy = Strategy(Work(self.model, self.samples, self.engine), found.weights, plan.score, select)
         self._batches = batches
         self._samples: Samples | None = None
         self._engine: Engine | None = None
 
-    @property
     def samples(self) -> Samples:
         if self._samples is None:
             self._samples = samples_of(self._batches)
@@ -99,8 +98,13 @@ class Job:
         """The engine, made when something reads a sample."""
         if self._engine is None:
             objective = Objective(self.model, self.plan.loss)
-            self._engine = Engine(objective, list(self.weights.values()), self.samples, self.plan.batch_size)
+            self._engine = Engine(objective, list(self.weights.values()), self.samples(), self.plan.batch_size)
         return self._engine
+
+    def _counts(self) -> tuple[int, int]:
+        """Passes of one sample so far: forward and backward, forward alone."""
+        engine = self._engine
+        return (engine.passes if engine else 0, self.strategy.forwards + (engine.forwards if engine else 0))
 
     def changed(self) -> None:
         """Say that weights were changed from outside."""
@@ -120,7 +124,7 @@ class Job:
         if not 0 <= sparsity < 1:
             raise ValueError(f"sparsity must lie in [0, 1), got {sparsity}")
         began, peak, start = time.perf_counter(), Peak(self.device), start or Start()
-        passes, forwards = (self._engine.passes, self._engine.forwards) if self._engine else (0, 0)
+        passes, forwards = self._counts()
         result = Result(self.weights, {}, {})
         try:
             self._level(result, sparsity, probe, start, _told(self.weights, progress, finished))
@@ -128,8 +132,7 @@ class Job:
             result.undo_()
             self.changed()
             raise
-        if self._engine is not None:
-            result.passes, result.forwards = self._engine.passes - passes, self._engine.forwards - forwards
+        result.passes, result.forwards = self._counts()[0] - passes, self._counts()[1] - forwards
         result.seconds, result.peak_bytes = time.perf_counter() - began, peak.bytes()
         return result
 

@@ -135,7 +135,7 @@ class _Search:
             return None
         plan = self.job.plan
         settings = {"limit": self.limit, "probe": self.probe, "steps": self.options.steps, "tune": self.options.tune}
-        settings |= {"score": plan.score, "select": self.job.strategy.select, "samples": len(self.job.samples)}
+        settings |= {"score": plan.score, "select": self.job.strategy.select, "samples": len(self.job.samples())}
         state = State(self.options.state, {k: str(v) for k, v in settings.items()}, self.job.weights)
         self.trials = state.trials()
         for number, trial in enumerate(self.trials):

@@ -1,26 +1,26 @@
 """Which weights a strategy would prune: scores from weights, inputs or gradients of a trained model, and a selector."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..eligible import CONVOLUTIONS, Weight
+from ..eligible import Weight
 from ..ops import bits
 from ..ops.source import Lazy
 from ..score import Score, fisher, magnitude
 from ..select import Global, PerRow, Selector
-from ..stats import input_squares, score_of
+from ..stats import score_of
 from .engine import Engine
-from .objective import mask_of
+from .norms import input_norms
+from .samples import Samples
 
 ScoreLike = str | Callable[..., Tensor]
 Packed = Mapping[str, Tensor]
 READABLE = {"weight", "input_norm", "position"}
-ROWS = 1024  # that are summed one by one; more are tokens of no known sample
 
 
 def path(weight: Tensor, before: Tensor, after: Tensor) -> Tensor:
@@ -45,14 +45,22 @@ def checked(score: ScoreLike) -> Score | None:
     return row
 
 
+@dataclass(frozen=True)
+class Work:
+    """The model, its samples, and the engine of its gradients, both made when they are first asked for."""
+
+    model: nn.Module
+    samples: Callable[[], Samples]
+    engine: Callable[[], Engine]
+
+
 class Strategy:
     """Masks of one strategy at any sparsity; what it reads of the model is gathered once, until it is refreshed."""
 
-    def __init__(
-        self, engine: Callable[[], Engine], weights: Sequence[Weight], score: ScoreLike, select: Selector
-    ) -> None:
-        self.engine = engine
+    def __init__(self, work: Work, weights: Sequence[Weight], score: ScoreLike, select: Selector) -> None:
+        self.model, self.samples, self.engine = work.model, work.samples, work.engine
         self.weights = weights
+        self.forwards = 0  # forward passes of one sample
         self.score = score
         self.select = select
         self.row = checked(score)
@@ -84,7 +92,8 @@ class Strategy:
 
     def _norm(self, weight: Weight) -> Tensor:
         if self._norms is None:
-            self._norms = input_norms(self.engine(), self.weights)
+            self._norms, num = input_norms(self.model, self.weights, self.samples())
+            self.forwards += num
         return self._norms[weight.name]
 
     def _path(self, sparsity: float, live: Packed) -> list[Lazy]:
@@ -126,48 +135,3 @@ def _lazy(
         formula=row.formula if row else "magnitude" if of is magnitude else None,
         outputs=weight.outputs,
     )
-
-
-def input_norms(engine: Engine, weights: Sequence[Weight]) -> dict[str, Tensor]:
-    """L2 norm of every input feature of each weight's module over all tokens that the attention masks admit."""
-    sums: dict[str, Tensor] = {}
-    masks: list[Tensor | None] = [None]
-    with _listening(weights, sums, masks):
-        engine.sweep(lambda tree: masks.__setitem__(0, mask_of(tree)))
-    for weight in weights:
-        if weight.name not in sums:
-            raise ValueError(
-                f"wanda reads input norms, but no sample reached {weight.name}: its module was not called; "
-                "exclude it, give samples that use it, or take magnitude"
-            )
-    return {name: squares.sqrt().to(torch.float32) for name, squares in sums.items()}
-
-
-@contextmanager
-def _listening(weights: Sequence[Weight], sums: dict[str, Tensor], masks: list[Tensor | None]) -> Iterator[None]:
-    def hook(name: str) -> Callable[..., None]:
-        def add(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            (x,) = args or kwargs.values()
-            for part in _parts(module, x.detach(), masks[0]):
-                squares = input_squares(module, part).double()
-                sums[name] = sums[name].add_(squares) if name in sums else squares
-
-        return add
-
-    handles = [w.module.register_forward_pre_hook(hook(w.name), with_kwargs=True) for w in weights]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _parts(module: nn.Module, x: Tensor, mask: Tensor | None) -> list[Tensor]:
-    """The input sample by sample, so that the sums do not depend on the size of a batch; without what is masked."""
-    if isinstance(module, CONVOLUTIONS):
-        return list(x) if x.ndim == module.weight.ndim else [x]
-    if x.ndim < 3:
-        return list(x) if x.ndim == 2 and len(x) <= ROWS else [x]
-    if mask is None or mask.shape != x.shape[:2]:
-        return list(x)
-    return [one[admitted.bool()] for one, admitted in zip(x, mask, strict=True)]

@@ -9,7 +9,7 @@ from probe_models import CASES, entropy, llama, mlp
 from probe_reference import split
 from torch import nn
 
-from prunus import Global, NofM, PerLayer, PerRow, prune
+from prunus import Global, NofM, PerLayer, PerRow, Probe, prune
 from prunus.eligible import eligible
 from prunus.oneshot.strategy import path
 
@@ -98,3 +98,39 @@ def test_a_layer_no_sample_reached_is_an_error_for_wanda():
     with pytest.raises(ValueError, match=r"spare\.weight.*not called"):
         prune(model, [(torch.randn(2, 4), torch.tensor([0, 1]))], 0.5, "wanda", loss=entropy)
     assert_same(before, snapshot(model))
+
+
+def test_wanda_alone_needs_no_loss_and_no_backward():
+    case = mlp()
+    result = prune(case.model, [inputs for inputs, _ in case.batches], 0.5, "wanda")
+    assert result.passes == 0 and result.forwards == 8
+    assert all(not mask.all() for mask in result.masks.values())
+
+
+def test_norms_of_a_model_that_mixes_its_samples_are_those_of_samples_alone():
+    def masks(batches):
+        torch.manual_seed(0)
+        norm = nn.BatchNorm1d(6, track_running_stats=False)
+        model = nn.Sequential(
+            nn.Flatten(), nn.Linear(8, 24), nn.Unflatten(1, (6, 4)), norm, nn.Flatten(), nn.Linear(24, 6)
+        )
+        return prune(model, batches, 0.5, "wanda").masks
+
+    x = torch.randn(7, 2, 4) * torch.arange(1, 8)[:, None, None]
+    together, alone = masks([x]), masks([row[None] for row in x])
+    assert all(torch.equal(together[name], mask) for name, mask in alone.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_gradients_too_small_for_half_precision_are_recorded(dtype):
+    """A loss divided by a million leaves gradients that float16 alone would round to nothing."""
+    case = mlp(dtype)
+    result = prune(
+        case.model,
+        case.batches,
+        0.5,
+        probe=Probe(0.5),
+        loss=lambda output, target: entropy(output.float(), target) * 1e-6,
+    )
+    dead = sum(layer.num_zero_gradient for layer in result.layers)
+    assert dead < 0.3 * sum(layer.num_candidates for layer in result.layers)
