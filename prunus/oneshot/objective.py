@@ -9,9 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .head import entropy_in_parts, head_of
 from .samples import Tree, rows
+from .session import replaced
 
 Loss = Callable[[Any, Any], Tensor]
+IN_PARTS = "next token, in parts"
 IGNORED = -100  # the label that Hugging Face's losses leave out
 
 
@@ -53,6 +56,11 @@ class Objective:
         assert form is not None
         inputs = with_labels(tree)
         labels = inputs.pop("labels")
+        if form == IN_PARTS:
+            head = head_of(self.model)
+            with replaced({head: lambda hidden: hidden}):
+                hidden = self.model(**_quiet(self.model, inputs)).logits
+            return entropy_in_parts(hidden, head.weight, shifted(labels), IGNORED)
         return FORMS[form](self.model(**_quiet(self.model, inputs)).logits, labels)
 
 
@@ -90,7 +98,12 @@ def mask_of(tree: Tree) -> Tensor | None:
 
 def next_token(logits: Tensor, labels: Tensor) -> Tensor:
     """Sum over samples of the mean cross-entropy of each next token."""
-    return same_token(logits, F.pad(labels, (0, 1), value=IGNORED)[:, 1:])
+    return same_token(logits, shifted(labels))
+
+
+def shifted(labels: Tensor) -> Tensor:
+    """The label that each token is to predict."""
+    return F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
 
 
 def same_token(logits: Tensor, labels: Tensor) -> Tensor:
@@ -105,7 +118,7 @@ def squared_error(logits: Tensor, labels: Tensor) -> Tensor:
     return (logits.reshape(len(labels), -1) - labels.reshape(len(labels), -1)).square().mean(1).sum()
 
 
-FORMS = {"next token": next_token, "same token": same_token, "squared error": squared_error}
+FORMS = {IN_PARTS: next_token, "next token": next_token, "same token": same_token, "squared error": squared_error}
 
 
 def _split(tree: Tree) -> tuple[Tree, Tree]:
