@@ -1,0 +1,27 @@
+"""Where the kernels of a cut leave numbers for one another.
+
+``counts``, int32: a histogram of the sample's leading digits, two of its next digits, one of the
+bracket's buckets, and a counter for each program of the pass. ``state``, int64: the numbers below.
+"""
+
+import triton.language as tl
+
+BINS = tl.constexpr(1 << 14)  # of the sample's leading digit
+FINE = tl.constexpr(1 << 12)  # of its next digit
+COARSE_SHIFT, FINE_SHIFT = tl.constexpr(18), tl.constexpr(6)
+BUCKETS = tl.constexpr(1 << 14)  # of the bracket
+FINE_AT, BUCKETS_AT = tl.constexpr(1 << 14), tl.constexpr((1 << 14) + (2 << 12))
+COUNTERS_AT = tl.constexpr((2 << 14) + (2 << 12))
+
+LIST = tl.constexpr(1024)  # elements that are ranked by comparing all with all
+OWN = 1 << 16  # elements of the cut's own bucket that are ranked at all
+MARGIN = tl.constexpr(32)  # keys by which the pass sees the bracket wider: more than its roots can be off
+DIGITS = tl.constexpr(1 << 11)  # of a descent
+
+# numbers in ``state``
+LO, HI, BASE, SHIFT, SURE_FROM, SURE_TO, BUCKET, NEED, NUM_LISTED, NUM_ABOVE, FOUND, NOT_FINITE, CROWDED, SPAN = (
+    tl.constexpr(i) for i in range(14)
+)
+COARSE = tl.constexpr(16)  # for each side of the bracket: leading digit, rank in it, samples before it
+NUM_SAMPLED = tl.constexpr(22)
+STATE = 24
