@@ -57,21 +57,18 @@ def cut_each(
     sources: Sequence[Lazy], num_drop: Mapping[str, int], live: Packed, num_live: Mapping[str, int]
 ) -> dict[str, Tensor]:
     """Packed masks that drop the ``num_drop`` smallest scores of each weight; on a GPU the host waits once for all."""
-    masks, pending = {}, []
+    masks: dict[str, Tensor] = {}
+    if sources[0].device.type == "cuda":
+        from .ops._triton.driver import launch_each, lowered, wait_all
+
+        drops = {s.name: num_drop[s.name] - s.numel + num_live[s.name] for s in sources}
+        cuts = [s for s in sources if 0 < drops[s.name] < num_live[s.name]]
+        if cuts and (low := lowered(cuts)):
+            pending = launch_each(low, [drops[s.name] for s in cuts], [num_live[s.name] for s in cuts], live)
+            masks = {name: mask for found in wait_all(pending) for name, mask in found.items()}
     for source in sources:
-        drop = num_drop[source.name] - source.numel + num_live[source.name]
-        if source.device.type == "cuda" and 0 < drop < num_live[source.name]:
-            from .ops._triton.driver import launch_cut, lowered
-
-            if low := lowered([source]):
-                pending.append(launch_cut(low, drop, num_live[source.name], live))
-                continue
-        masks |= cut([source], num_drop[source.name], live, num_live[source.name])
-    if pending:
-        from .ops._triton.driver import wait_all
-
-        for found in wait_all(pending):
-            masks |= found
+        if source.name not in masks:
+            masks |= cut([source], num_drop[source.name], live, num_live[source.name])
     return masks
 
 

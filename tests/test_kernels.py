@@ -135,7 +135,8 @@ def descents(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("num_drop", [2000, 2999, 4000])
-def test_ties_in_a_narrow_bracket_need_no_descent(num_drop, descents):
+def test_ties_in_a_narrow_bracket_need_no_descent(num_drop, descents, monkeypatch):
+    monkeypatch.setattr(driver, "LEAST_OWN", 1 << 14)
     given = magnitudes(torch.zeros(6000), 60, 100)
     assert_agrees(by_kernel(given, num_drop), by_definition(given, num_drop), given)
     assert not descents
@@ -155,13 +156,14 @@ def test_bulk_ties_are_cut_by_position(values, num_drop):
 
 def test_ties_that_the_lists_do_not_hold_are_descended_into_without_a_pass(descents, monkeypatch):
     monkeypatch.setattr(driver, "SIGMAS", 0.5)
-    given = magnitudes(torch.zeros(60000), 600, 100)
-    assert_agrees(by_kernel(given, 30001), by_definition(given, 30001), given)
+    given = magnitudes(torch.zeros(1 << 20), 1024, 1024)
+    assert_agrees(by_kernel(given, 300001), by_definition(given, 300001), given)
     assert len(descents) == 1 and descents[0][1] - descents[0][0] < 1 << 11
 
 
 def test_more_ties_than_are_compared_with_each_other_are_ranked_by_digits(descents, monkeypatch):
     monkeypatch.setattr(driver, "SIGMAS", 60.0)  # so that the lists have room for all
+    monkeypatch.setattr(driver, "LEAST_OWN", 1 << 14)
     values = torch.cat([torch.rand(3000), torch.full((2500,), 0.5), torch.rand(3000) * 1e-3 + 0.5])
     given = magnitudes(values[torch.randperm(8500, generator=torch.Generator().manual_seed(0))], 85, 100)
     below = int((values < 0.5).sum())
@@ -172,7 +174,7 @@ def test_more_ties_than_are_compared_with_each_other_are_ranked_by_digits(descen
 
 def test_an_own_bucket_without_room_is_descended_into(descents, monkeypatch):
     monkeypatch.setattr(driver, "SIGMAS", 60.0)
-    monkeypatch.setattr(driver, "OWN", 512)
+    monkeypatch.setattr(driver, "LEAST_OWN", 512)
     given = magnitudes(torch.cat([torch.rand(3000), torch.full((2500,), 0.5)]), 55, 100)
     assert_agrees(by_kernel(given, 3000), by_definition(given, 3000), given)
     assert len(descents) == 1 and descents[0][1] - descents[0][0] < 1 << 20

@@ -11,7 +11,9 @@ from torch import Tensor
 from .bits import PIECE
 
 
-@dataclass(frozen=True)
+@dataclass(
+    slots=True, eq=False
+)  # not frozen: an event makes one for every weight, and a frozen one takes thrice the time
 class Lazy:
     """Scores of the weight ``name``: ``of(**reads, **constants)``, evaluated where they are asked for.
 

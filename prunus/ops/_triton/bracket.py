@@ -10,6 +10,7 @@ from .layout import (
     BUCKETS,
     COARSE,
     COARSE_SHIFT,
+    COPIES,
     CROWDED,
     FINE,
     FINE_AT,
@@ -47,7 +48,8 @@ def sample_kernel(
     live = is_live(tl.load(row + LIVE), at, known & (at < tl.load(row + NUMEL)))
     key = sortable(scores_of(row, constants + tensor * 4, at, 0, live, False, False, NAME, WT, MT, VT, 1))
     tl.store(sample + place, tl.where(live, key, 0x7FFFFFFF), mask=known)
-    tl.atomic_add(counts + slot_of((key >> COARSE_SHIFT) + BINS // 2, BINS), 1, mask=live, sem="relaxed")
+    slot = slot_of((key >> COARSE_SHIFT) + BINS // 2, BINS)
+    tl.atomic_add(counts + (tl.program_id(0) % COPIES) * BINS + slot, 1, mask=live, sem="relaxed")
 
 
 @triton.jit
@@ -57,11 +59,11 @@ def coarse_kernel(counts, state, share, sigmas):
     Program 0 finds the lower one, program 1 the upper one; a rank outside the sample is digit -1.
     """
     side = tl.program_id(0)
-    num = total_of(counts, BINS)
+    num = total_of(counts, BINS, COPIES)
     slack = sigmas * tl.sqrt(num.to(tl.float32) * share * (1 - share)) + 1
     centre = share * num.to(tl.float32)
     rank = tl.where(side == 0, tl.floor(centre - slack), tl.ceil(centre + slack)).to(tl.int32)
-    digit, before = rank_in(counts, BINS, rank)
+    digit, before = rank_in(counts, BINS, COPIES, rank)
     outside = (rank < 0) | (rank >= num)
     tl.store(state + COARSE + side * 3, tl.where(outside, -1, digit))
     tl.store(state + COARSE + side * 3 + 1, rank - before)
@@ -88,8 +90,8 @@ def bracket_kernel(state, counts, num_live, room):
     ``room`` is how many elements the lists of the pass hold.
     """
     low_digit, high_digit = tl.load(state + COARSE), tl.load(state + COARSE + 3)
-    low, before_low = rank_in(counts + FINE_AT, FINE, tl.load(state + COARSE + 1).to(tl.int32))
-    high, before_high = rank_in(counts + FINE_AT + FINE, FINE, tl.load(state + COARSE + 4).to(tl.int32))
+    low, before_low = rank_in(counts + FINE_AT, FINE, 1, tl.load(state + COARSE + 1).to(tl.int32))
+    high, before_high = rank_in(counts + FINE_AT + FINE, FINE, 1, tl.load(state + COARSE + 4).to(tl.int32))
     low_key = ((low_digit - BINS // 2) << COARSE_SHIFT) + (low.to(tl.int64) << FINE_SHIFT)
     high_key = ((high_digit - BINS // 2) << COARSE_SHIFT) + ((high.to(tl.int64) + 1) << FINE_SHIFT) - 1
     infinity = 0x7F800000

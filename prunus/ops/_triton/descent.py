@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from .formula import sortable
-from .layout import BASE, DIGITS, FOUND, NEED, NOT_FINITE, NUM_ABOVE, SHIFT, SPAN
+from .layout import BASE, DIGIT, DIGITS, FOUND, NEED, NOT_FINITE, NUM_ABOVE, SHIFT, SPAN
 from .plan import COLUMNS, FIRST, LIVE, NUMEL, OUT, is_live, locate
 from .read import is_strange, packed, scores_of
 
@@ -16,11 +16,12 @@ from .read import is_strange, packed, scores_of
 def count_kernel(
     table, constants, num_tensors, num_tiles, state, counts,
     NAME: tl.constexpr, WT: tl.constexpr, MT: tl.constexpr, VT: tl.constexpr, ALIGN: tl.constexpr,
-    DEPTH: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    FULL: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Counts by digit of the keys from base to base + span, and of those above."""
     base, span = tl.load(state + BASE), tl.load(state + SPAN)
-    lo, hi, shift = base.to(tl.int32), (base + span).to(tl.int32), tl.load(state + SHIFT).to(tl.uint32)
+    lo, hi = base.to(tl.int32), tl.minimum(base + span, 0x7FFFFFFF).to(tl.int32)
+    shift = tl.load(state + SHIFT).to(tl.uint32)
     digits, above = tl.zeros((DIGITS,), tl.int32), tl.zeros((BLOCK,), tl.int32)
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         tensor = locate(table, num_tensors, tile, DEPTH)
@@ -30,7 +31,7 @@ def count_kernel(
         for start in range(0, TILE, BLOCK):
             lane = start + tl.arange(0, BLOCK)
             valid = is_live(live, first + lane, lane < left)
-            s = scores_of(row, constants + tensor * 4, first, lane, lane < left, False, False, NAME, WT, MT, VT, ALIGN)
+            s = scores_of(row, constants + tensor * 4, first, lane, lane < left, FULL, False, NAME, WT, MT, VT, ALIGN)
             key = sortable(s)
             offset = (key.to(tl.uint32, bitcast=True) - lo.to(tl.uint32, bitcast=True)) >> shift
             inside = valid & (key >= lo) & (key <= hi)
@@ -54,14 +55,14 @@ def pick_kernel(state, counts, num_live, num_drop, IS_FIRST: tl.constexpr):
     tl.store(state + BASE, tl.load(state + BASE) + (tl.sum((up_to < need).to(tl.int64)) << shift))
     tl.store(state + NEED, need - tl.max(tl.where(up_to < need, up_to, 0)))
     tl.store(state + SPAN, (tl.full((), 1, tl.int64) << shift) - 1)
-    tl.store(state + SHIFT, tl.maximum(shift - 11, 0))
+    tl.store(state + SHIFT, tl.maximum(shift - DIGIT, 0))
 
 
 @triton.jit
 def tally_kernel(
     table, constants, num_tensors, num_tiles, state, tallies,
     NAME: tl.constexpr, WT: tl.constexpr, MT: tl.constexpr, VT: tl.constexpr, ALIGN: tl.constexpr,
-    DEPTH: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    FULL: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """How many live elements of each tile equal the threshold."""
     threshold = tl.load(state + BASE).to(tl.int32)
@@ -74,7 +75,7 @@ def tally_kernel(
         for start in range(0, TILE, BLOCK):
             lane = start + tl.arange(0, BLOCK)
             valid = is_live(live, first + lane, lane < left)
-            s = scores_of(row, constants + tensor * 4, first, lane, lane < left, False, False, NAME, WT, MT, VT, ALIGN)
+            s = scores_of(row, constants + tensor * 4, first, lane, lane < left, FULL, False, NAME, WT, MT, VT, ALIGN)
             equal += (valid & (sortable(s) == threshold)).to(tl.int32)
         tl.store(tallies + tile, tl.sum(equal))
 
@@ -83,7 +84,7 @@ def tally_kernel(
 def write_kernel(
     table, constants, num_tensors, num_tiles, masks, state, tallies, up_to,
     NAME: tl.constexpr, WT: tl.constexpr, MT: tl.constexpr, VT: tl.constexpr, ALIGN: tl.constexpr,
-    DEPTH: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    FULL: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Bits of what lies above the threshold, and of what equals it but the first ``NEED`` in order."""
     threshold, need = tl.load(state + BASE).to(tl.int32), tl.load(state + NEED)
@@ -98,7 +99,7 @@ def write_kernel(
         for start in range(0, TILE, BLOCK):
             lane = start + tl.arange(0, BLOCK)
             valid = is_live(live, first + lane, lane < left)
-            s = scores_of(row, constants + tensor * 4, first, lane, lane < left, False, False, NAME, WT, MT, VT, ALIGN)
+            s = scores_of(row, constants + tensor * 4, first, lane, lane < left, FULL, False, NAME, WT, MT, VT, ALIGN)
             key = sortable(s)
             equal = valid & (key == threshold)
             keep = valid & (key > threshold)

@@ -6,24 +6,25 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
-import triton
 from torch import Tensor
 
 from .. import bits
+from ..source import Lazy
 from .bracket import CLUSTER, bracket_kernel, coarse_kernel, fine_kernel, sample_kernel
 from .descent import count_kernel, pick_kernel, tally_kernel, write_kernel
+from .launch import launch
 from .layout import (
     BASE,
     BUCKET,
     COUNTERS_AT,
     CROWDED,
+    DIGIT,
     DIGITS,
     FOUND,
     HI,
     LO,
     NOT_FINITE,
     NUM_LISTED,
-    OWN,
     SHIFT,
     SPAN,
     STATE,
@@ -33,13 +34,14 @@ from .plan import TILE, Plan
 from .settle import decide_kernel, finish_kernel, settle_kernel, spread_kernel
 from .sweep import sweep_kernel
 
-__all__ = ["launch_cut", "lowered", "wait_all"]
+__all__ = ["launch_cut", "launch_each", "lowered", "wait_all"]
 
 SIGMAS = 5.0  # half width of the bracket in standard errors of independent samples; a miss costs time, not exactness
 BLOCK = 1024  # elements of a tile in registers at a time
 SAMPLED = 256  # samples a program
 BYTES = 256  # entries of a list that a program expands at a time
 ALIGN = 128  # bytes; masks are written in words
+LEAST_OWN, MOST_OWN = 1 << 12, 1 << 18  # elements of the cut's own bucket that are ranked
 LOWEST, HIGHEST = -0x7F800001, 0x7F800000  # keys of the infinities
 
 
@@ -60,14 +62,6 @@ class Cut:
     offsets: Sequence[int]
     tile: int
 
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor, int]:
-        return self.plan.table, self.plan.constants, len(self.plan.table)
-
-    @property
-    def shape(self) -> dict[str, int]:
-        return {"DEPTH": self.plan.depth, "TILE": self.tile}
-
     def masks(self) -> dict[str, Tensor]:
         parts = zip(self.low.sources, self.offsets, strict=False)
         return {source.name: self.out[at : at + bits.num_bytes(source.numel)] for source, at in parts}
@@ -75,11 +69,27 @@ class Cut:
 
 def launch_cut(low: Lowered, num_drop: int, num_live: int, live: Mapping[str, Tensor], tile: int = TILE) -> "Pending":
     """Start the cut of ``num_drop`` of ``num_live`` elements; the host does not wait."""
-    sizes = [-(-source.weight.numel() // (8 * ALIGN)) * ALIGN for source in low.sources]
-    offsets = [0, *accumulate(sizes)]
+    offsets = offsets_of(low.sources)
     p = low.planned(live, offsets, tile)
     out = torch.empty(offsets[-1], dtype=torch.uint8, device=p.table.device)
     return by_one_pass(Cut(low, num_drop, num_live, p, out, offsets, tile))
+
+
+def launch_each(
+    low: Lowered, num_drop: Sequence[int], num_live: Sequence[int], live: Mapping[str, Tensor], tile: int = TILE
+) -> "list[Pending]":
+    """Start the cut of each source by itself."""
+    offsets = offsets_of(low.sources)
+    plans = low.planned_each(live, offsets, tile)
+    out = torch.empty(offsets[-1], dtype=torch.uint8, device=plans[0].table.device)
+    return [
+        by_one_pass(Cut(low.only(i), num_drop[i], num_live[i], p, out, offsets[i:], tile)) for i, p in enumerate(plans)
+    ]
+
+
+def offsets_of(sources: Sequence[Lazy]) -> list[int]:
+    """Where the mask of each source begins if all stand side by side, and where the last one ends."""
+    return [0, *accumulate(-(-source.weight.numel() // (8 * ALIGN)) * ALIGN for source in sources)]
 
 
 def by_one_pass(cut: Cut) -> "Pending":
@@ -101,26 +111,27 @@ def by_one_pass(cut: Cut) -> "Pending":
     scratch = torch.empty(max(num, 2 * size), dtype=torch.int32, device=device)  # the sample, then lists and keys
     zeros = torch.zeros(2 * STATE + COUNTERS_AT.value + p.num_programs, dtype=torch.int32, device=device)
     state, counts = zeros[: 2 * STATE].view(torch.int64), zeros[2 * STATE :]
-    own = torch.empty(OWN, dtype=torch.int64, device=device)
-    read, shape, tensors = low.read, cut.shape, cut.tensors
-    at_once, grid = max(1, SAMPLED // lanes), (p.num_programs, 4)
-    sample_kernel[(triton.cdiv(p.num_tiles, at_once),)](
-        *tensors, p.num_tiles, scratch, counts, **read, **shape, LANES=lanes, TILES=at_once
-    )
-    coarse_kernel[(2,)](counts, state, share, SIGMAS, num_warps=8)
-    fine_kernel[(triton.cdiv(num, BLOCK),)](scratch, num, state, counts, BLOCK=BLOCK)
-    bracket_kernel[(1,)](state, counts, cut.num_live, room)
-    sweep_kernel[(p.num_programs,)](
-        *tensors, p.num_tiles, cut.out, scratch, counts, state, capacity,
-        **read, **shape, FAST=low.formulas[0].has_fast_roots, ALIGN=p.align, BLOCK=min(BLOCK, tile),
-    )  # fmt: skip
+    own = torch.empty(min(MOST_OWN, max(LEAST_OWN, size // 16)), dtype=torch.int64, device=device)
+
+    read, shape = {**low.read, "DEPTH": p.depth, "TILE": tile}, {"DEPTH": p.depth, "TILE": tile}
+    tensors, at_once = (p.table, p.constants, len(p.table)), max(1, SAMPLED // lanes)
+    drawn = {**read, "LANES": lanes, "TILES": at_once}
+    launch(sample_kernel, (-(-p.num_tiles // at_once),), (*tensors, p.num_tiles, scratch, counts), drawn)
+    launch(coarse_kernel, (2,), (counts, state, share, SIGMAS), {"num_warps": 8})
+    launch(fine_kernel, (-(-num // BLOCK),), (scratch, num, state, counts), {"BLOCK": BLOCK})
+    launch(bracket_kernel, (1,), (state, counts, cut.num_live, room), {})
+    swept = {**read, "FAST": low.formulas[0].has_fast_roots, "ALIGN": p.align, "BLOCK": min(BLOCK, tile)}
+    passed = (*tensors, p.num_tiles, cut.out, scratch, counts, state, capacity)
+    launch(sweep_kernel, (p.num_programs,), passed, swept)
     inside = (scratch, scratch[size:], state, counts, capacity, p.num_programs)
-    last = (own, OWN, (p.num_tiles * tile).bit_length())
-    spread_kernel[grid](*tensors, *inside, **read, **shape, BYTES=BYTES)
-    decide_kernel[(1,)](counts, p.num_programs, capacity, state, cut.num_live, cut.num_drop, CHUNK=2048, num_warps=8)
-    settle_kernel[grid](*tensors, cut.out, *last, *inside, **read, **shape, BYTES=BYTES)
-    finish_kernel[(1,)](p.table, len(p.table), cut.out, *last, state, **shape, num_warps=8)
-    return Pending(cut, cut.masks(), state)
+    last = (own, len(own), (p.num_tiles * tile).bit_length())
+    grid, listed = (p.num_programs, 4), {**read, "BYTES": BYTES}
+    launch(spread_kernel, grid, (*tensors, *inside), listed)
+    numbers = (counts, p.num_programs, capacity, state, cut.num_live, cut.num_drop)
+    launch(decide_kernel, (1,), numbers, {"CHUNK": 2048, "num_warps": 8})
+    launch(settle_kernel, grid, (*tensors, cut.out, *last, *inside), listed)
+    launch(finish_kernel, (1,), (p.table, len(p.table), cut.out, *last, state), {**shape, "num_warps": 8})
+    return Pending(cut, cut.masks(), state, len(own))
 
 
 def by_descent(cut: Cut, lo: int, hi: int) -> "Pending":
@@ -128,20 +139,21 @@ def by_descent(cut: Cut, lo: int, hi: int) -> "Pending":
     p, device = cut.plan, cut.plan.table.device
     lo, hi = max(lo, LOWEST), min(hi, HIGHEST)
     width = (hi - lo).bit_length()
-    passes = max(1, -(-width // 11))
+    passes = max(1, -(-width // DIGIT.value))
     start = [0] * STATE
-    start[BASE.value], start[SPAN.value], start[SHIFT.value] = lo, hi - lo, max(0, width - 11)
+    start[BASE.value], start[SPAN.value], start[SHIFT.value] = lo, hi - lo, max(0, width - DIGIT.value)
     state = torch.tensor(start, dtype=torch.int64).to(device)
     counts = torch.zeros(passes, DIGITS.value, dtype=torch.int64, device=device)
     tallies = torch.empty(p.num_tiles, dtype=torch.int32, device=device)
-    grid, tensors = (p.num_programs,), (*cut.tensors, p.num_tiles)
-    how = {**cut.low.read, **cut.shape, "ALIGN": p.align, "BLOCK": min(BLOCK, cut.tile)}
+    grid, tensors = (p.num_programs,), (p.table, p.constants, len(p.table), p.num_tiles)
+    shape = {"ALIGN": p.align, "FULL": p.is_full, "DEPTH": p.depth, "BLOCK": min(BLOCK, cut.tile), "TILE": cut.tile}
+    how = {**cut.low.read, **shape}
     for i in range(passes):
-        count_kernel[grid](*tensors, state, counts[i], **how)
-        pick_kernel[(1,)](state, counts[i], cut.num_live, cut.num_drop, IS_FIRST=i == 0)
-    tally_kernel[grid](*tensors, state, tallies, **how)
-    write_kernel[grid](*tensors, cut.out, state, tallies, tallies.cumsum(0), **how)
-    return Pending(cut, cut.masks(), state)
+        launch(count_kernel, grid, (*tensors, state, counts[i]), how)
+        launch(pick_kernel, (1,), (state, counts[i], cut.num_live, cut.num_drop), {"IS_FIRST": i == 0})
+    launch(tally_kernel, grid, (*tensors, state, tallies), how)
+    launch(write_kernel, grid, (*tensors, cut.out, state, tallies, tallies.cumsum(0)), how)
+    return Pending(cut, cut.masks(), state, 0)
 
 
 @dataclass(frozen=True)
@@ -151,6 +163,7 @@ class Pending:
     cut: Cut  # its plan is kept until the kernels have read it
     masks: dict[str, Tensor]
     state: Tensor
+    room: int  # for the elements of the cut's own bucket
 
     def wait(self) -> dict[str, Tensor]:
         """The masks, after the one word from the device."""
@@ -163,7 +176,7 @@ class Pending:
             raise ValueError(
                 f"scores must be finite, but {name} has some that are not; look for NaN in weight and moments"
             )
-        if state[FOUND.value] and state[NUM_LISTED.value] <= OWN:
+        if state[FOUND.value] and state[NUM_LISTED.value] <= self.room:
             return self.masks
         if state[FOUND.value]:  # too many in the cut's own bucket
             first = state[BASE.value] + (state[BUCKET.value] << state[SHIFT.value])

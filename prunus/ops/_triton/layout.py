@@ -1,22 +1,23 @@
 """Where the kernels of a cut leave numbers for one another.
 
-``counts``, int32: a histogram of the sample's leading digits, two of its next digits, one of the
+``counts``, int32: histograms of the sample's leading digits, two of its next digits, one of the
 bracket's buckets, and a counter for each program of the pass. ``state``, int64: the numbers below.
 """
 
 import triton.language as tl
 
 BINS = tl.constexpr(1 << 14)  # of the sample's leading digit
+COPIES = tl.constexpr(8)  # of that histogram: atomics on one counter wait for each other
 FINE = tl.constexpr(1 << 12)  # of its next digit
 COARSE_SHIFT, FINE_SHIFT = tl.constexpr(18), tl.constexpr(6)
 BUCKETS = tl.constexpr(1 << 14)  # of the bracket
-FINE_AT, BUCKETS_AT = tl.constexpr(1 << 14), tl.constexpr((1 << 14) + (2 << 12))
-COUNTERS_AT = tl.constexpr((2 << 14) + (2 << 12))
+FINE_AT = tl.constexpr(8 << 14)
+BUCKETS_AT = tl.constexpr((8 << 14) + (2 << 12))
+COUNTERS_AT = tl.constexpr((9 << 14) + (2 << 12))
 
 LIST = tl.constexpr(1024)  # elements that are ranked by comparing all with all
-OWN = 1 << 16  # elements of the cut's own bucket that are ranked at all
 MARGIN = tl.constexpr(32)  # keys by which the pass sees the bracket wider: more than its roots can be off
-DIGITS = tl.constexpr(1 << 11)  # of a descent
+DIGIT, DIGITS = tl.constexpr(6), tl.constexpr(1 << 6)  # of a descent; a block's histogram costs by its bins
 
 # numbers in ``state``
 LO, HI, BASE, SHIFT, SURE_FROM, SURE_TO, BUCKET, NEED, NUM_LISTED, NUM_ABOVE, FOUND, NOT_FINITE, CROWDED, SPAN = (

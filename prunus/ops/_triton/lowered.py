@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..source import Lazy
 from .formula import Formula, lower
-from .plan import TYPES, Plan, plan
+from .plan import TYPES, Plan, plan, plan_each
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,18 @@ class Lowered:
         """What says to a kernel how to compute scores."""
         return {"NAME": self.formulas[0].name, "WT": self.types["w"], "MT": self.types["m"], "VT": self.types["v"]}
 
+    def only(self, i: int) -> "Lowered":
+        """One of the sources."""
+        return Lowered(self.sources[i : i + 1], self.formulas[i : i + 1], self.types)
+
     def planned(self, live: Mapping[str, Tensor], offsets: Iterable[int], tile: int) -> Plan:
-        """The table of addresses of all sources and live masks, and of offsets of the masks to write."""
+        return plan(*self._rows(live, offsets), self.sources[0].device, tile)
+
+    def planned_each(self, live: Mapping[str, Tensor], offsets: Iterable[int], tile: int) -> list[Plan]:
+        return plan_each(*self._rows(live, offsets), self.sources[0].device, tile)
+
+    def _rows(self, live: Mapping[str, Tensor], offsets: Iterable[int]) -> tuple[tuple, tuple]:
+        """Addresses of all sources and live masks, offsets of the masks to write, and constants."""
         w, m, v = (self.formulas[0].registers.get(register) for register in "wmv")
         has_extra = self.formulas[0].name in ("random", "wanda")
         rows, constants = [], []
@@ -45,38 +55,42 @@ class Lowered:
             ))  # fmt: skip
             scales = source.scales
             constants.append((formula.a, formula.b, scales.get(m, 1.0), scales.get(v, 1.0)))
-        return plan(tuple(rows), tuple(constants), self.sources[0].device, tile)
+        return tuple(rows), tuple(constants)
 
 
 def lowered(sources: Sequence[Lazy]) -> Lowered | None:
     """The sources as kernels read them, or None where only their definition can be evaluated."""
-    formulas: list[Formula] = []
-    kind, constants = None, None
+    kind, constants = sources[0].formula, sources[0].constants
+    formula = lower(kind, constants) if kind else None
+    if formula is None:
+        return None
+    names = tuple(formula.registers.values())
+    dtypes = tuple(sources[0].reads[name].dtype for name in names)
+    formulas = []
     for source in sources:
-        if not formulas or source.formula != kind or source.constants != constants:
-            kind, constants = source.formula, source.constants
-            formula = lower(kind, constants) if kind else None
-        if formula is None or source.dtype != torch.float32 or (formulas and formula.name != formulas[0].name):
+        if source.formula != kind or source.dtype != torch.float32:
             return None
+        if source.constants != constants:
+            constants = source.constants
+            formula = lower(kind, constants)
+            if formula is None or tuple(formula.registers.values()) != names:
+                return None
         formulas.append(formula)
-    types: dict[str, tl.dtype | None] = {"w": None, "m": None, "v": None}
-    for register, name in formulas[0].registers.items():
-        read = [source.reads[name] for source in sources]
-        dtype = read[0].dtype
-        if dtype not in TYPES or any(tensor.dtype != dtype for tensor in read):
-            return None
-        if not all(_is_readable(tensor, source.weight, name) for tensor, source in zip(read, sources, strict=True)):
-            return None
-        types[register] = TYPES[dtype]
+        weight = source.weight
+        for name, dtype in zip(names, dtypes, strict=True):
+            tensor = source.reads[name]
+            if tensor.dtype != dtype or not tensor.is_contiguous():
+                return None
+            if tensor is not weight and tensor.shape != weight.shape and not _repeats(tensor, weight, name):
+                return None
+    if any(dtype not in TYPES for dtype in dtypes) or any(f.name != formula.name for f in formulas):
+        return None
+    types = dict.fromkeys("wmv") | {r: TYPES[dtype] for r, dtype in zip(formula.registers, dtypes, strict=True)}
     return Lowered(sources, formulas, types)
 
 
-def _is_readable(tensor: Tensor, weight: Tensor, name: str) -> bool:
-    """Whether a statistic has an element for each of the weight's, or repeats along its leading dimensions."""
-    if not tensor.is_contiguous():
-        return False
-    if tensor is weight or tensor.shape == weight.shape:
-        return True
+def _repeats(tensor: Tensor, weight: Tensor, name: str) -> bool:
+    """Whether a statistic repeats along the leading dimensions of the weight."""
     return name == "input_norm" and tensor.shape == weight.shape[weight.ndim - tensor.ndim :]
 
 

@@ -62,17 +62,27 @@ def slot_of(bin, NUM: tl.constexpr):
 
 
 @triton.jit
-def total_of(counts, NUM: tl.constexpr):
-    return tl.sum(tl.load(counts + tl.arange(0, NUM)))
+def added(counts, slot, NUM: tl.constexpr, COPIES: tl.constexpr):
+    """Counts at ``slot`` of a histogram that was made in copies."""
+    total = tl.load(counts + slot)
+    for copy in tl.static_range(1, COPIES):
+        total += tl.load(counts + copy * NUM + slot)
+    return total
 
 
 @triton.jit
-def rank_in(counts, NUM: tl.constexpr, rank):
+def total_of(counts, NUM: tl.constexpr, COPIES: tl.constexpr):
+    return tl.sum(added(counts, tl.arange(0, NUM), NUM, COPIES))
+
+
+@triton.jit
+def rank_in(counts, NUM: tl.constexpr, COPIES: tl.constexpr, rank):
     """Bin of the element of 0-based ``rank`` in a histogram by ``slot_of``, and how many stand before it."""
     line, column = tl.arange(0, NUM // 128), tl.arange(0, 128)
-    lines = tl.cumsum(tl.sum(tl.load(counts + slot_of(line[:, None] * 128 + column[None, :], NUM)), axis=1))
+    grid = added(counts, slot_of(line[:, None] * 128 + column[None, :], NUM), NUM, COPIES)
+    lines = tl.cumsum(tl.sum(grid, axis=1))
     at = tl.minimum(tl.sum((lines <= rank).to(tl.int32)), NUM // 128 - 1)
     before = tl.max(tl.where((lines <= rank) & (line < at), lines, 0))
-    up_to = tl.cumsum(tl.load(counts + slot_of(at * 128 + column, NUM))) + before
+    up_to = tl.cumsum(added(counts, slot_of(at * 128 + column, NUM), NUM, COPIES)) + before
     before = tl.maximum(before, tl.max(tl.where(up_to <= rank, up_to, 0)))
     return at * 128 + tl.sum((up_to <= rank).to(tl.int32)), before

@@ -11,6 +11,7 @@ from .layout import (
     BUCKETS_AT,
     COUNTERS_AT,
     CROWDED,
+    DIGIT,
     DIGITS,
     FOUND,
     LIST,
@@ -85,10 +86,10 @@ def decide_kernel(counts, num_programs, capacity, state, num_live, num_drop, CHU
         at = start + tl.arange(0, CHUNK)
         largest = tl.maximum(largest, tl.max(tl.load(counts + COUNTERS_AT + at, mask=at < num_programs, other=0)))
     crowded = (tl.load(state + CROWDED) != 0) | (largest > capacity)
-    num_inside = total_of(counts + BUCKETS_AT, BUCKETS).to(tl.int64)
+    num_inside = total_of(counts + BUCKETS_AT, BUCKETS, 1).to(tl.int64)
     need = num_drop - (num_live - num_inside - tl.load(state + NUM_ABOVE))
     holds = (need > 0) & (need <= num_inside) & (crowded == 0)
-    bucket, before = rank_in(counts + BUCKETS_AT, BUCKETS, tl.where(holds, need - 1, 0).to(tl.int32))
+    bucket, before = rank_in(counts + BUCKETS_AT, BUCKETS, 1, tl.where(holds, need - 1, 0).to(tl.int32))
     sure = (bucket >= tl.load(state + SURE_FROM)) & (bucket < tl.load(state + SURE_TO))
     tl.store(state + BUCKET, bucket.to(tl.int64))
     tl.store(state + NEED, need - before)
@@ -159,12 +160,13 @@ def finish_kernel(
         keep_above(table, num_tensors, masks, entry, valid & (rank >= need), order_bits, DEPTH, TILE)
     else:
         prefix, left = tl.zeros((), tl.int64), tl.load(state + SHIFT) + order_bits
+        many = tl.arange(0, 4 * LIST)
         while left > 0:
-            low = tl.maximum(left - 11, 0)
+            low = tl.maximum(left - DIGIT, 0)
             counts = tl.zeros((DIGITS,), tl.int32)
-            for start in range(0, num, LIST):
-                entry = tl.load(own + start + at, mask=start + at < num, other=0)
-                here = (start + at < num) & ((entry >> left) == prefix)
+            for start in range(0, num, 4 * LIST):
+                entry = tl.load(own + start + many, mask=start + many < num, other=0)
+                here = (start + many < num) & ((entry >> left) == prefix)
                 digit = (entry >> low) - (prefix << (left - low))
                 counts += tl.histogram((digit & (DIGITS - 1)).to(tl.int32), DIGITS, mask=here)
             up_to = tl.cumsum(counts)

@@ -11,6 +11,8 @@ from torch import Tensor
 from .. import bits
 from ..source import Lazy
 from .formula import sortable
+from .launch import launch
+from .layout import DIGIT, DIGITS
 from .lowered import lowered
 from .plan import COLUMNS, FIRST, LIVE, NUMEL, OUT, TILE, is_live, locate
 from .read import is_strange, packed, scores_of
@@ -21,15 +23,20 @@ BLOCK = 1024
 
 
 @triton.jit
+def narrowed(keys, here, base, num, LOW: tl.constexpr):
+    """Which key, without its lowest ``LOW`` bits, the ``num``-th smallest has, and its rank among these."""
+    up_to = tl.cumsum(tl.histogram(((keys >> LOW) - base) & (DIGITS - 1), DIGITS, mask=here))
+    return base + tl.sum((up_to < num).to(tl.int32)), num - tl.max(tl.where(up_to < num, up_to, 0))
+
+
+@triton.jit
 def kth_smallest(keys, valid, num):
-    """The ``num``-th smallest of the valid keys (from 1), bit by bit: each bit is settled by one count."""
-    words = keys.to(tl.uint32, bitcast=True) ^ 0x80000000
-    found, bit = tl.zeros((), tl.uint32), tl.full((), 0x80000000, tl.uint32)
-    for _ in range(32):
-        trial = found | bit
-        found = tl.where(tl.sum((valid & (words < trial)).to(tl.int32)) < num, trial, found)
-        bit = bit >> 1
-    return (found ^ 0x80000000).to(tl.int32, bitcast=True)
+    """The ``num``-th smallest of the valid keys (from 1), digit by digit from counts."""
+    found, num = narrowed(keys, valid, -DIGITS // 2, num, 32 - DIGIT)
+    for i in tl.static_range(1, 5):
+        found, num = narrowed(keys, valid & (keys >> (32 - DIGIT * i) == found), found << DIGIT, num, 26 - DIGIT * i)
+    found, _ = narrowed(keys, valid & (keys >> 2 == found), found << 2, num, 0)
+    return found
 
 
 @triton.jit
@@ -59,7 +66,7 @@ def row_kernel(
 def group_kernel(
     table, constants, num_tensors, masks, strange, num_drop,
     NAME: tl.constexpr, WT: tl.constexpr, MT: tl.constexpr, VT: tl.constexpr, ALIGN: tl.constexpr,
-    DEPTH: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    FULL: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Bits of a tile without the ``num_drop`` smallest of every ``GROUP`` elements."""
     tile = tl.program_id(0)
@@ -70,7 +77,7 @@ def group_kernel(
     for start in range(0, TILE, BLOCK):
         lane = start + tl.arange(0, BLOCK)
         live = is_live(tl.load(row + LIVE), first + lane, lane < left)
-        s = scores_of(row, numbers, first, lane, lane < left, False, False, NAME, WT, MT, VT, ALIGN)
+        s = scores_of(row, numbers, first, lane, lane < left, FULL, False, NAME, WT, MT, VT, ALIGN)
         keys = tl.reshape(tl.where(live, sortable(s), -0x7FFFFFFF), (BLOCK // GROUP, GROUP))
         place = tl.arange(0, GROUP)
         rank = tl.zeros((BLOCK // GROUP, GROUP), tl.int32)
@@ -85,20 +92,24 @@ def group_kernel(
 
 def drop_in_rows(sources: Sequence[Lazy], num_drop: Sequence[int], live: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Packed masks without the ``num_drop`` smallest of every row, of the sources whose rows kernels can read."""
-    masks: dict[str, Tensor] = {}
-    strange = torch.zeros(len(sources), dtype=torch.int32, device=sources[0].device)
-    for i, source in enumerate(sources):
-        low, n = lowered([source]), num_inputs(source)
-        if low is None or n % 8 or not 0 < n <= LONGEST or num_drop[i] == 0:
-            continue
-        p, block = low.planned(live, [0], TILE), triton.next_power_of_2(n)
-        masks[source.name] = torch.empty(source.numel // 8, dtype=torch.uint8, device=source.device)
-        row_kernel[(source.numel // n,)](
-            p.table, p.constants, masks[source.name], strange[i:], n, num_drop[i],
-            **low.read, ALIGN=p.align, BLOCK=block, num_warps=max(1, min(16, block // 512)),
-        )  # fmt: skip
-    refuse(sources, strange)
-    return masks
+    rows = [
+        (source, n, drop)
+        for source, drop in zip(sources, num_drop, strict=True)
+        if drop > 0 and 0 < (n := num_inputs(source)) <= LONGEST and n % 8 == 0
+    ]
+    low = lowered([source for source, _, _ in rows]) if rows else None
+    if low is None:
+        return {}
+    offsets = [0, *accumulate(source.numel // 8 for source in low.sources)]
+    out = torch.empty(offsets[-1], dtype=torch.uint8, device=sources[0].device)
+    strange = torch.zeros(len(rows), dtype=torch.int32, device=out.device)
+    for i, p in enumerate(low.planned_each(live, offsets, TILE)):
+        source, n, drop = rows[i]
+        block = max(64, triton.next_power_of_2(n))
+        constants = {**low.read, "ALIGN": p.align, "BLOCK": block, "num_warps": max(1, min(16, block // 512))}
+        launch(row_kernel, (source.numel // n,), (p.table, p.constants, out, strange[i:], n, drop), constants)
+    refuse(low.sources, strange)
+    return _split(low.sources, out, offsets)
 
 
 def drop_in_groups(
@@ -112,11 +123,14 @@ def drop_in_groups(
     out = torch.empty(offsets[-1], dtype=torch.uint8, device=sources[0].device)
     strange = torch.zeros(len(sources), dtype=torch.int32, device=out.device)
     p = low.planned(live, offsets, tile)
-    group_kernel[(p.num_tiles,)](
-        p.table, p.constants, len(p.table), out, strange, num_drop,
-        **low.read, ALIGN=p.align, DEPTH=p.depth, GROUP=group, BLOCK=min(BLOCK, tile), TILE=tile,
-    )  # fmt: skip
+    shape = {"ALIGN": p.align, "FULL": p.is_full, "DEPTH": p.depth, "GROUP": group}
+    constants = {**low.read, **shape, "BLOCK": min(BLOCK, tile), "TILE": tile}
+    launch(group_kernel, (p.num_tiles,), (p.table, p.constants, len(p.table), out, strange, num_drop), constants)
     refuse(sources, strange)
+    return _split(sources, out, offsets)
+
+
+def _split(sources: Sequence[Lazy], out: Tensor, offsets: Sequence[int]) -> dict[str, Tensor]:
     return {source.name: out[start:stop] for source, (start, stop) in zip(sources, pairwise(offsets), strict=True)}
 
 
