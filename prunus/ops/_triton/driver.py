@@ -117,7 +117,7 @@ def by_one_pass(cut: Cut) -> "Pending":
     tensors, at_once = (p.table, p.constants, len(p.table)), max(1, SAMPLED // lanes)
     drawn = {**read, "LANES": lanes, "TILES": at_once}
     launch(sample_kernel, (-(-p.num_tiles // at_once),), (*tensors, p.num_tiles, scratch, counts), drawn)
-    launch(coarse_kernel, (2,), (counts, state, share, SIGMAS), {"num_warps": 8})
+    launch(coarse_kernel, (2,), (counts, state, share, SIGMAS), {"num_warps": 32})
     launch(fine_kernel, (-(-num // BLOCK),), (scratch, num, state, counts), {"BLOCK": BLOCK})
     launch(bracket_kernel, (1,), (state, counts, cut.num_live, room), {})
     swept = {**read, "FAST": low.formulas[0].has_fast_roots, "ALIGN": p.align, "BLOCK": min(BLOCK, tile)}

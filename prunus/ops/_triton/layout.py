@@ -6,14 +6,14 @@ bracket's buckets, and a counter for each program of the pass. ``state``, int64:
 
 import triton.language as tl
 
-BINS = tl.constexpr(1 << 14)  # of the sample's leading digit
+BINS = tl.constexpr(1 << 13)  # of the sample's leading digit
 COPIES = tl.constexpr(8)  # of that histogram: atomics on one counter wait for each other
 FINE = tl.constexpr(1 << 12)  # of its next digit
-COARSE_SHIFT, FINE_SHIFT = tl.constexpr(18), tl.constexpr(6)
+COARSE_SHIFT, FINE_SHIFT = tl.constexpr(19), tl.constexpr(7)
 BUCKETS = tl.constexpr(1 << 14)  # of the bracket
-FINE_AT = tl.constexpr(8 << 14)
-BUCKETS_AT = tl.constexpr((8 << 14) + (2 << 12))
-COUNTERS_AT = tl.constexpr((9 << 14) + (2 << 12))
+FINE_AT = tl.constexpr(8 << 13)
+BUCKETS_AT = tl.constexpr((8 << 13) + (2 << 12))
+COUNTERS_AT = tl.constexpr((8 << 13) + (2 << 12) + (1 << 14))
 
 LIST = tl.constexpr(1024)  # elements that are ranked by comparing all with all
 MARGIN = tl.constexpr(32)  # keys by which the pass sees the bracket wider: more than its roots can be off

@@ -61,31 +61,29 @@ class Lowered:
 def lowered(sources: Sequence[Lazy]) -> Lowered | None:
     """The sources as kernels read them, or None where only their definition can be evaluated."""
     kind, constants = sources[0].formula, sources[0].constants
-    formula = lower(kind, constants) if kind else None
-    if formula is None:
+    formula = first = lower(kind, constants) if kind else None
+    if first is None:
         return None
-    names = tuple(formula.registers.values())
-    dtypes = tuple(sources[0].reads[name].dtype for name in names)
-    formulas = []
-    for source in sources:
-        if source.formula != kind or source.dtype != torch.float32:
-            return None
+    names = tuple(first.registers.values())
+    dtypes = [sources[0].reads[name].dtype for name in names]
+    formulas, read = [], [(name, dtype) for name, dtype in zip(names, dtypes, strict=True) if dtype in TYPES]
+    if len(read) < len(names):
+        return None
+    for source in sources:  # an event runs through here: what follows is written for speed
         if source.constants != constants:
             constants = source.constants
             formula = lower(kind, constants)
-            if formula is None or tuple(formula.registers.values()) != names:
-                return None
+        if formula is None or source.formula != kind or source.dtype != torch.float32 or formula.name != first.name:
+            return None
         formulas.append(formula)
-        weight = source.weight
-        for name, dtype in zip(names, dtypes, strict=True):
-            tensor = source.reads[name]
+        weight, reads = source.weight, source.reads
+        for name, dtype in read:
+            tensor = reads[name]
             if tensor.dtype != dtype or not tensor.is_contiguous():
                 return None
             if tensor is not weight and tensor.shape != weight.shape and not _repeats(tensor, weight, name):
                 return None
-    if any(dtype not in TYPES for dtype in dtypes) or any(f.name != formula.name for f in formulas):
-        return None
-    types = dict.fromkeys("wmv") | {r: TYPES[dtype] for r, dtype in zip(formula.registers, dtypes, strict=True)}
+    types = dict.fromkeys("wmv") | {r: TYPES[dtype] for r, dtype in zip(first.registers, dtypes, strict=True)}
     return Lowered(sources, formulas, types)
 
 

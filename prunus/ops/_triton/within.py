@@ -12,7 +12,6 @@ from .. import bits
 from ..source import Lazy
 from .formula import sortable
 from .launch import launch
-from .layout import DIGIT, DIGITS
 from .lowered import lowered
 from .plan import COLUMNS, FIRST, LIVE, NUMEL, OUT, TILE, is_live, locate
 from .read import is_strange, packed, scores_of
@@ -23,20 +22,16 @@ BLOCK = 1024
 
 
 @triton.jit
-def narrowed(keys, here, base, num, LOW: tl.constexpr):
-    """Which key, without its lowest ``LOW`` bits, the ``num``-th smallest has, and its rank among these."""
-    up_to = tl.cumsum(tl.histogram(((keys >> LOW) - base) & (DIGITS - 1), DIGITS, mask=here))
-    return base + tl.sum((up_to < num).to(tl.int32)), num - tl.max(tl.where(up_to < num, up_to, 0))
-
-
-@triton.jit
 def kth_smallest(keys, valid, num):
-    """The ``num``-th smallest of the valid keys (from 1), digit by digit from counts."""
-    found, num = narrowed(keys, valid, -DIGITS // 2, num, 32 - DIGIT)
-    for i in tl.static_range(1, 5):
-        found, num = narrowed(keys, valid & (keys >> (32 - DIGIT * i) == found), found << DIGIT, num, 26 - DIGIT * i)
-    found, _ = narrowed(keys, valid & (keys >> 2 == found), found << 2, num, 0)
-    return found
+    """The ``num``-th smallest of the valid keys (from 1), bit by bit: each bit is settled by one count."""
+    words = keys.to(tl.uint32, bitcast=True) ^ 0x80000000
+    words = tl.where(valid, words, 0xFFFFFFFF)
+    found, bit = tl.zeros((), tl.uint32), tl.full((), 0x80000000, tl.uint32)
+    for _ in range(32):
+        trial = found | bit
+        found = tl.where(tl.sum((words < trial).to(tl.int32)) < num, trial, found)
+        bit = bit >> 1
+    return (found ^ 0x80000000).to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -106,7 +101,7 @@ def drop_in_rows(sources: Sequence[Lazy], num_drop: Sequence[int], live: Mapping
     for i, p in enumerate(low.planned_each(live, offsets, TILE)):
         source, n, drop = rows[i]
         block = max(64, triton.next_power_of_2(n))
-        constants = {**low.read, "ALIGN": p.align, "BLOCK": block, "num_warps": max(1, min(16, block // 512))}
+        constants = {**low.read, "ALIGN": p.align, "BLOCK": block, "num_warps": max(1, min(8, block // 2048))}
         launch(row_kernel, (source.numel // n,), (p.table, p.constants, out, strange[i:], n, drop), constants)
     refuse(low.sources, strange)
     return _split(low.sources, out, offsets)
