@@ -30,22 +30,19 @@ def cut(sources: Sequence[Lazy], num_drop: int, live: Packed, num_live: int | No
     same cut. ``num_live`` spares the counting of ``live`` to who knows it.
     """
     if num_live is None:
-        num_live = sum(num_kept(source, live) for source in sources)
+        num_live = sum(num_kept_each(sources, live).values())
     num_drop -= sum(source.numel for source in sources) - num_live
     if num_drop <= 0:
         return {source.name: kept(source, live) for source in sources}
     if num_drop >= num_live:
         return {source.name: torch.zeros_like(kept(source, live)) for source in sources}
 
-    lo, hi, limit = -math.inf, math.inf, 0
     if sources[0].device.type == "cuda":
-        found = _cut_by_kernels(sources, num_drop, num_live, live)
-        if isinstance(found, dict):
-            return found
-        if found:  # ties: they lie within a bracket so narrow that it holds little else
-            (lo, hi), limit = found, num_live // 8
-    else:
-        lo, hi, limit = bracket(sources, num_drop, num_live, live)
+        from .ops._triton.driver import launch_cut, lowered
+
+        if low := lowered(sources):
+            return launch_cut(low, num_drop, num_live, live).wait()
+    lo, hi, limit = bracket(sources, num_drop, num_live, live)
     swept = _sweep_all(sources, lo, hi, limit, live)
     if swept is not None:
         num_inside = sum(len(part.scores) for part in swept)
@@ -56,6 +53,25 @@ def cut(sources: Sequence[Lazy], num_drop: int, live: Packed, num_live: int | No
     return _write(sources, *descend(sources, num_drop, live), live)
 
 
+def cut_each(
+    sources: Sequence[Lazy], num_drop: Mapping[str, int], live: Packed, num_live: Mapping[str, int]
+) -> dict[str, Tensor]:
+    """Packed masks that drop the ``num_drop`` smallest scores of each weight; on a GPU the host waits once for all."""
+    masks: dict[str, Tensor] = {}
+    if sources[0].device.type == "cuda":
+        from .ops._triton.driver import launch_each, lowered, wait_all
+
+        drops = {s.name: num_drop[s.name] - s.numel + num_live[s.name] for s in sources}
+        cuts = [s for s in sources if 0 < drops[s.name] < num_live[s.name]]
+        if cuts and (low := lowered(cuts)):
+            pending = launch_each(low, [drops[s.name] for s in cuts], [num_live[s.name] for s in cuts], live)
+            masks = {name: mask for found in wait_all(pending) for name, mask in found.items()}
+    for source in sources:
+        if source.name not in masks:
+            masks |= cut([source], num_drop[source.name], live, num_live[source.name])
+    return masks
+
+
 def kept(source: Lazy, live: Packed) -> Tensor:
     """Packed mask of the live elements of one weight, a copy."""
     return live[source.name].clone() if source.name in live else bits.full(source.numel, source.device)
@@ -63,6 +79,13 @@ def kept(source: Lazy, live: Packed) -> Tensor:
 
 def num_kept(source: Lazy, live: Packed) -> int:
     return int(bits.count(live[source.name])) if source.name in live else source.numel
+
+
+def num_kept_each(sources: Sequence[Lazy], live: Packed) -> dict[str, int]:
+    """Live elements of each weight, brought to the host at once."""
+    counts = {source.name: bits.count(live[source.name]) for source in sources if source.name in live}
+    numbers = torch.stack(list(counts.values())).tolist() if counts else []
+    return {source.name: source.numel for source in sources} | dict(zip(counts, numbers, strict=True))
 
 
 def bracket(sources: Sequence[Lazy], num_drop: int, num_live: int, live: Packed) -> tuple[float, float, int]:
@@ -102,16 +125,6 @@ def descend(sources: Sequence[Lazy], num_drop: int, live: Packed) -> tuple[float
         prefix = digit - (1 << DIGIT - 1) if prefix is None else prefix << DIGIT | digit
     assert prefix is not None
     return from_sortable(prefix, dtype), num_drop
-
-
-def _cut_by_kernels(
-    sources: Sequence[Lazy], num_drop: int, num_live: int, live: Packed
-) -> dict[str, Tensor] | tuple[float, float] | None:
-    """The same on a GPU with one word to the host; a narrow bracket where ties are too many for it, or None."""
-    from .ops._triton.driver import launch_cut, lowered
-
-    low = lowered(sources)
-    return launch_cut(low, num_drop, num_live, live).wait() if low else None
 
 
 def _sweep_all(sources: Sequence[Lazy], lo: float, hi: float, limit: int, live: Packed) -> list[Swept] | None:

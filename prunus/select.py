@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .allocate import Allocation, allocate
-from .cut import Packed, cut, kept, num_kept
+from .cut import Packed, cut, cut_each, kept, num_kept_each
 from .ops import bits
 from .ops.order import ascending
 from .ops.source import Lazy, alike, stored
@@ -53,9 +53,10 @@ class PerLayer:
         self, sources: Sequence[Lazy], sparsity: float, live: Packed, num_live: int | None = None
     ) -> dict[str, Tensor]:
         shapes = {source.name: source.shape for source in sources}
-        pruned = {source.name: source.numel - num_kept(source, live) for source in sources}
+        kept_now = num_kept_each(sources, live)
+        pruned = {source.name: source.numel - kept_now[source.name] for source in sources}
         num_drop = allocate(shapes, sparsity, self.allocate, at_least=pruned)
-        return {source.name: cut([source], num_drop[source.name], live)[source.name] for source in sources}
+        return cut_each(sources, num_drop, live, kept_now)
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,12 @@ class PerRow:
         def drop(_: Lazy, rows: Tensor) -> Tensor:
             return smallest(rows, round(sparsity * rows.shape[1]))
 
-        return {source.name: by_rows(source, live, drop) for source in sources}
+        masks: dict[str, Tensor] = {}
+        if sources[0].device.type == "cuda":
+            from .ops._triton.within import drop_in_rows
+
+            masks = drop_in_rows(sources, [round(sparsity * source.num_inputs) for source in sources], live)
+        return masks | {source.name: by_rows(source, live, drop) for source in sources if source.name not in masks}
 
 
 @dataclass(frozen=True)
@@ -102,18 +108,24 @@ class NofM:
                 f"{self.n}:{self.m} is a sparsity of {self.sparsity:g}, but {sparsity:g} was asked for; "
                 f"use OneShot({self.sparsity:g}, at=...) or Constant({self.sparsity:g})"
             )
-        return {source.name: by_rows(source, live, self.drop) for source in sources}
+        for source in sources:
+            if source.outputs is not None and source.num_inputs % self.m:
+                raise ValueError(
+                    f"{source.name} has rows of {source.num_inputs} inputs, which {self.m} does not divide; "
+                    "exclude it, or choose another N:M"
+                )
+        masks: dict[str, Tensor] = {}
+        if sources[0].device.type == "cuda":
+            from .ops._triton.within import drop_in_groups
+
+            masks = drop_in_groups(sources, self.m - self.n, self.m, live)
+        return masks | {source.name: by_rows(source, live, self.drop) for source in sources if source.name not in masks}
 
     def fits(self, sparsity: float) -> bool:
         return sparsity == 0 or abs(sparsity - self.sparsity) < 1e-9
 
-    def drop(self, source: Lazy, rows: Tensor) -> Tensor:
+    def drop(self, _: Lazy, rows: Tensor) -> Tensor:
         """Where the ``m - n`` smallest of each group stand."""
-        if rows.shape[1] % self.m:
-            raise ValueError(
-                f"{source.name} has rows of {rows.shape[1]} inputs, which {self.m} does not divide; "
-                "exclude it, or choose another N:M"
-            )
         groups = rows.unflatten(1, (-1, self.m))
         rank = torch.zeros(groups.shape, dtype=torch.int16, device=rows.device)
         for j in range(self.m):

@@ -31,7 +31,7 @@ OPTIONS = [
 @pytest.fixture(autouse=True)
 def few_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """A small sample, so that the bracket is narrower than the data."""
-    monkeypatch.setattr(driver, "SAMPLE", 512)
+    monkeypatch.setattr(driver, "num_samples", lambda num_live: 512)
 
 
 def sources(name: str, shapes=SHAPES, weight=torch.float32, moment=torch.float32, **options) -> list[Lazy]:
@@ -61,7 +61,7 @@ def sources(name: str, shapes=SHAPES, weight=torch.float32, moment=torch.float32
     return found
 
 
-def by_kernel(given: list[Lazy], num_drop: int, live: dict | None = None) -> dict | tuple | None:
+def by_kernel(given: list[Lazy], num_drop: int, live: dict | None = None) -> dict:
     low = driver.lowered(given)
     assert low is not None
     num_live = sum(cut.num_kept(source, live or {}) for source in given)
@@ -88,31 +88,23 @@ def assert_agrees(masks: dict, wanted: dict, given: list[Lazy]) -> None:
 def test_every_score_is_cut_as_its_definition_says(name, options):
     given = sources(name, **options)
     num_drop = round(0.6 * sum(source.numel for source in given))
-    masks = by_kernel(given, num_drop)
-    assert isinstance(masks, dict)
-    assert_agrees(masks, by_definition(given, num_drop), given)
+    assert_agrees(by_kernel(given, num_drop), by_definition(given, num_drop), given)
 
 
 @pytest.mark.parametrize("types", [(torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)], ids=str)
-def test_half_precision_ties_in_bulk_and_is_cut_exactly_or_handed_back(types):
-    given = sources("magnitude", [(64, 100)], *types)
-    masks = by_kernel(given, 3200)
-    if isinstance(masks, tuple):
-        edge = given[0].weight.float().abs().flatten().sort().values[3199].item()
-        assert masks[0] <= edge <= masks[1]
-    else:
-        assert masks is not None
-        assert_agrees(masks, by_definition(given, 3200), given)
+@pytest.mark.parametrize("name", ["magnitude", "bitter7", "bitter5"])
+def test_half_precision_ties_in_bulk_and_is_cut_exactly(name, types):
+    given = sources(name, [(64, 100), (33, 7)], *types)
+    for num_drop in (1, 3200, 6000):
+        assert_agrees(by_kernel(given, num_drop), by_definition(given, num_drop), given)
 
 
 @pytest.mark.parametrize("sparsity", [0.01, 0.3, 0.97])
 def test_a_second_cut_stays_within_the_first(sparsity):
     given = sources("bitter7")
     total = sum(source.numel for source in given)
-    first = by_kernel(given, round(0.005 * total)) or by_definition_packed(given, round(0.005 * total))
+    first = by_kernel(given, round(0.005 * total))
     second = by_kernel(given, round(sparsity * total), first)
-    if not isinstance(second, dict):
-        pytest.skip("the bracket missed, which the caller mends")
     assert all(bool((second[name] & ~first[name] == 0).all()) for name in first)
     assert_agrees(second, by_definition(given, round(sparsity * total), first), given)
 
@@ -126,21 +118,103 @@ def test_signed_scores_do_not_revive_the_dead():
     total = sum(source.numel for source in given)
     first = by_definition_packed(given, round(0.4 * total))
     second = by_kernel(given, round(0.7 * total), first)
-    assert isinstance(second, dict)
     assert_agrees(second, by_definition(given, round(0.7 * total), first), given)
 
 
-@pytest.mark.parametrize("values", [[0.0], [1.0, 2.0, 3.0]], ids=str)
-def test_ties_that_overfill_the_last_bucket_are_handed_back(values):
-    scores = torch.tensor(values, device=DEVICE).repeat(6000 // len(values)).view(60, 100)
-    given = [Lazy("a", scores, SCORES["magnitude"].of, {"weight": scores}, formula="magnitude")]
-    edges = by_kernel(given, 3000)
-    assert edges is None or (isinstance(edges, tuple) and edges[0] <= values[len(values) // 2] <= edges[1])
+@pytest.fixture
+def descents(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """The ranges of keys that descents were asked for."""
+    asked, original = [], driver.by_descent
+
+    def by_descent(task, lo, hi):
+        asked.append((lo, hi))
+        return original(task, lo, hi)
+
+    monkeypatch.setattr(driver, "by_descent", by_descent)
+    return asked
 
 
-def test_a_bracket_that_misses_is_handed_back(monkeypatch):
+@pytest.mark.parametrize("num_drop", [2000, 2999, 4000])
+def test_ties_in_a_narrow_bracket_need_no_descent(num_drop, descents, monkeypatch):
+    monkeypatch.setattr(driver, "LEAST_OWN", 1 << 14)
+    given = magnitudes(torch.zeros(6000), 60, 100)
+    assert_agrees(by_kernel(given, num_drop), by_definition(given, num_drop), given)
+    assert not descents
+
+
+def magnitudes(values: torch.Tensor, *shape: int) -> list[Lazy]:
+    scores = values.to(DEVICE).view(shape)
+    return [Lazy("a", scores, SCORES["magnitude"].of, {"weight": scores}, formula="magnitude")]
+
+
+@pytest.mark.parametrize("values", [[0.0], [1.0, 2.0, 3.0], [0.0, 1.0], [1e-39, 1e-38, 3e38]], ids=str)
+@pytest.mark.parametrize("num_drop", [1, 2999, 3000, 5999])
+def test_bulk_ties_are_cut_by_position(values, num_drop):
+    given = magnitudes(torch.tensor(values).repeat(6000 // len(values)), 60, 100)
+    assert_agrees(by_kernel(given, num_drop), by_definition(given, num_drop), given)
+
+
+def test_ties_that_the_lists_do_not_hold_are_descended_into_without_a_pass(descents, monkeypatch):
+    monkeypatch.setattr(driver, "SIGMAS", 0.5)
+    given = magnitudes(torch.zeros(1 << 20), 1024, 1024)
+    assert_agrees(by_kernel(given, 300001), by_definition(given, 300001), given)
+    assert len(descents) == 1 and descents[0][1] - descents[0][0] < 1 << 11
+
+
+def test_more_ties_than_are_compared_with_each_other_are_ranked_by_digits(descents, monkeypatch):
+    monkeypatch.setattr(driver, "SIGMAS", 60.0)  # so that the lists have room for all
+    monkeypatch.setattr(driver, "LEAST_OWN", 1 << 14)
+    values = torch.cat([torch.rand(3000), torch.full((2500,), 0.5), torch.rand(3000) * 1e-3 + 0.5])
+    given = magnitudes(values[torch.randperm(8500, generator=torch.Generator().manual_seed(0))], 85, 100)
+    below = int((values < 0.5).sum())
+    for num_drop in (below + 1, below + 1200, below + 2499):
+        assert_agrees(by_kernel(given, num_drop), by_definition(given, num_drop), given)
+    assert not descents
+
+
+def test_an_own_bucket_without_room_is_descended_into(descents, monkeypatch):
+    monkeypatch.setattr(driver, "SIGMAS", 60.0)
+    monkeypatch.setattr(driver, "LEAST_OWN", 512)
+    given = magnitudes(torch.cat([torch.rand(3000), torch.full((2500,), 0.5)]), 55, 100)
+    assert_agrees(by_kernel(given, 3000), by_definition(given, 3000), given)
+    assert len(descents) == 1 and descents[0][1] - descents[0][0] < 1 << 20
+
+
+@pytest.mark.parametrize("name", ["magnitude", "bitter5", "random"])
+@pytest.mark.parametrize("sparsity", [0.001, 0.5, 0.999])
+def test_a_bracket_that_missed_is_followed_by_a_whole_descent(name, sparsity, descents, monkeypatch):
     monkeypatch.setattr(driver, "SIGMAS", -40.0)
-    assert by_kernel(sources("magnitude", [(64, 100)]), 3200) is None
+    given = sources(name)
+    num_drop = max(1, round(sparsity * sum(source.numel for source in given)))
+    assert_agrees(by_kernel(given, num_drop), by_definition(given, num_drop), given)
+    assert descents[-1] == (driver.LOWEST, driver.HIGHEST)
+
+
+def test_a_descent_in_a_range_that_lacks_the_cut_widens(descents):
+    given = sources("magnitude")
+    low = driver.lowered(given)
+    pending = driver.launch_cut(low, 1000, sum(source.numel for source in given), {}, tile=TILE)
+    assert_agrees(driver.by_descent(pending.cut, 5, 70).wait(), by_definition(given, 1000), given)
+    assert len(descents) == 2
+
+
+def test_a_descent_stays_within_live_masks(monkeypatch):
+    monkeypatch.setattr(driver, "SIGMAS", -40.0)
+    given = sources("bitter5", SHAPES, torch.bfloat16, torch.bfloat16)
+    total = sum(source.numel for source in given)
+    first = by_definition_packed(given, round(0.4 * total))
+    assert_agrees(by_kernel(given, round(0.7 * total), first), by_definition(given, round(0.7 * total), first), given)
+
+
+def test_cuts_of_many_weights_wait_once_and_agree_with_cuts_of_each():
+    given = sources("bitter7")
+    num_drop = [source.numel // 2 for source in given]
+    pending = [
+        driver.launch_cut(driver.lowered([source]), drop, source.numel, {}, tile=TILE)
+        for source, drop in zip(given, num_drop, strict=True)
+    ]
+    for source, drop, masks in zip(given, num_drop, driver.wait_all(pending), strict=True):
+        assert_agrees(masks, by_definition([source], drop), [source])
 
 
 @pytest.mark.gpu
@@ -169,14 +243,12 @@ def test_moments_of_the_smallest_numbers_are_not_taken_for_zero():
     weight = torch.rand(40, 64, device=DEVICE) + 0.5
     tiny = torch.rand(40, 64, device=DEVICE) * 1e-39  # subnormal
     given = [Lazy("a", weight, SCORES["bitter7"].of, {"weight": weight, "exp_avg_sq": tiny}, formula="bitter7")]
-    masks = by_kernel(given, 1280)
-    if isinstance(masks, dict):
-        assert_agrees(masks, by_definition(given, 1280), given)
+    assert_agrees(by_kernel(given, 1280), by_definition(given, 1280), given)
 
 
 def test_what_kernels_cannot_read_is_left_to_the_definition():
     weight = torch.rand(4, 6, device=DEVICE)
-    assert driver.lowered([stored("a", weight)]) is None
+    assert driver.lowered([stored("a", weight.double())]) is None
     assert driver.lowered([Lazy("a", weight, torch.abs, {"weight": weight})]) is None
     assert driver.lowered([Lazy("a", weight.T, torch.abs, {"weight": weight.T}, formula="magnitude")]) is None
 

@@ -1,5 +1,6 @@
 """Where the scores of one weight come from: they exist, or they are computed piece by piece."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,7 +11,9 @@ from torch import Tensor
 from .bits import PIECE
 
 
-@dataclass(frozen=True)
+@dataclass(
+    slots=True, eq=False
+)  # not frozen: an event makes one for every weight, and a frozen one takes thrice the time
 class Lazy:
     """Scores of the weight ``name``: ``of(**reads, **constants)``, evaluated where they are asked for.
 
@@ -81,6 +84,12 @@ class Lazy:
         """Scores in the shape of the weight, all at once."""
         position = torch.arange(self.numel, device=self.device).view(self.shape) if self.takes_position else None
         return self._score(self.reads, position).expand(self.shape)
+
+    @property
+    def num_inputs(self) -> int:
+        """Elements of a row."""
+        outputs = self.outputs or ()
+        return math.prod(size for dim, size in enumerate(self.shape) if dim not in outputs)
 
     def rows_of(self, tensor: Tensor) -> Tensor:
         """View of a tensor of the weight's shape as (row, inputs...)."""

@@ -21,14 +21,14 @@ from .measure import median_ms, peak_extra_mib
 class Problem:
     """Weights and Adam moments of one model, and the score to rank them by."""
 
-    weights: list[nn.Linear]
+    weights: list[Tensor]
     moments: list[dict[str, Tensor]]  # exp_avg and exp_avg_sq
     score: Score
     sparsity: float
 
     @property
     def num_weights(self) -> int:
-        return sum(layer.weight.numel() for layer in self.weights)
+        return sum(weight.numel() for weight in self.weights)
 
     @property
     def num_bytes(self) -> int:
@@ -53,12 +53,12 @@ class Problem:
         return [
             Lazy(
                 f"{i}",
-                layer.weight.detach(),
+                weight,
                 self.score.of,
-                {name: layer.weight.detach() if name == "weight" else state[name] for name in self.score.reads},
+                {name: weight if name == "weight" else state[name] for name in self.score.reads},
                 formula=self.score.formula,
             )
-            for i, (layer, state) in enumerate(zip(self.weights, self.moments, strict=True))
+            for i, (weight, state) in enumerate(zip(self.weights, self.moments, strict=True))
         ]
 
 
@@ -72,10 +72,9 @@ def problem(
     torch.manual_seed(0)
     weights, moments = [], []
     for outputs, inputs in shapes:
-        layer = nn.Linear(inputs, outputs, bias=False, device=device, dtype=dtype)
-        nn.init.normal_(layer.weight, std=0.02)
-        grad = torch.randn_like(layer.weight) * torch.rand_like(layer.weight) * 1e-4
-        weights.append(layer)
+        weight = torch.empty(outputs, inputs, device=device, dtype=dtype).normal_(std=0.02)
+        grad = torch.randn_like(weight) * torch.rand_like(weight) * 1e-4
+        weights.append(weight)
         moments.append({"exp_avg": 0.1 * grad, "exp_avg_sq": grad.square()})
     return Problem(weights, moments, row, sparsity)
 
@@ -92,7 +91,7 @@ def topk(p: Problem) -> list[Tensor]:
     scores = torch.cat([score.flatten() for score in p.scores()])
     keep = torch.zeros_like(scores, dtype=torch.bool)
     keep[scores.topk(p.num_weights - p.num_drop, sorted=False).indices] = True
-    return list(keep.split([layer.weight.numel() for layer in p.weights]))
+    return list(keep.split([weight.numel() for weight in p.weights]))
 
 
 def sampled_2_percent(p: Problem) -> list[Tensor]:
@@ -100,7 +99,7 @@ def sampled_2_percent(p: Problem) -> list[Tensor]:
     scores = torch.cat([score.flatten() for score in p.scores()])
     sample = scores[torch.randint(0, len(scores), (len(scores) // 50,), device=scores.device)]
     edge = sample.kthvalue(max(1, round(p.sparsity * len(sample)))).values
-    return [score > edge for score in scores.split([layer.weight.numel() for layer in p.weights])]
+    return [score > edge for score in scores.split([weight.numel() for weight in p.weights])]
 
 
 def sampled_1_percent(p: Problem) -> list[Tensor]:
@@ -114,8 +113,11 @@ def sampled_1_percent(p: Problem) -> list[Tensor]:
 
 def torch_prune(p: Problem) -> list[Tensor]:
     """torch.nn.utils.prune.global_unstructured, which ranks by magnitude whatever the score is."""
-    prune.global_unstructured([(layer, "weight") for layer in p.weights], prune.L1Unstructured, amount=p.num_drop)
-    return [layer.get_buffer("weight_mask") for layer in p.weights]
+    layers = [nn.Linear(*reversed(weight.shape), bias=False, device="meta") for weight in p.weights]
+    for layer, weight in zip(layers, p.weights, strict=True):
+        layer.weight = nn.Parameter(weight)
+    prune.global_unstructured([(layer, "weight") for layer in layers], prune.L1Unstructured, amount=p.num_drop)
+    return [layer.get_buffer("weight_mask") for layer in layers]
 
 
 def ours(p: Problem) -> list[Tensor]:
@@ -132,8 +134,8 @@ def ours_again(p: Problem) -> list[Tensor]:
 def ours_with_zeroing(p: Problem) -> list[Tensor]:
     """The whole event: the masks, then weights and moments zeroed by them."""
     masks = ours(p)
-    for layer, state, mask in zip(p.weights, p.moments, masks, strict=True):
-        for tensor in (layer.weight.detach(), *state.values()):
+    for weight, state, mask in zip(p.weights, p.moments, masks, strict=True):
+        for tensor in (weight, *state.values()):
             bits.zero_(tensor, mask)
     return masks
 
@@ -159,7 +161,7 @@ def bench_select(p: Problem, repeat: int, device: torch.device) -> list[dict[str
     for name, (method, is_exact) in METHODS.items():
         if p.num_weights > LARGEST and not name.startswith("prunus"):
             continue
-        restore = _restorer(p) if method is ours_with_zeroing else lambda: undo_torch_prune(p)
+        restore = _restorer(p) if method is ours_with_zeroing else _nothing
         peak = peak_extra_mib(lambda method=method: method(p), device, restore)
         num_wanted = p.num_weights - (round(0.75 * p.num_weights) if method is ours_again else p.num_drop)
         masks = method(p)
@@ -209,19 +211,14 @@ def count_kept(masks: list[Tensor]) -> int:
     return sum(int(bits.count(mask) if packed else mask.count_nonzero()) for mask in masks)
 
 
-def undo_torch_prune(p: Problem) -> None:
-    for layer in p.weights:
-        if prune.is_pruned(layer):
-            original = layer.get_parameter("weight_orig").detach().clone()
-            prune.remove(layer, "weight")
-            layer.weight.data = original
+def _nothing() -> None: ...
 
 
 def _restorer(p: Problem) -> Callable[[], None]:
     saved = [
         (tensor, tensor.clone())
-        for layer, state in zip(p.weights, p.moments, strict=True)
-        for tensor in (layer.weight.detach(), *state.values())
+        for weight, state in zip(p.weights, p.moments, strict=True)
+        for tensor in (weight, *state.values())
     ]
 
     def restore() -> None:

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import launch
 from .plan import PROGRAMS_PER_SM, TILE, TYPES, alignment, load, locate, num_multiprocessors, typed
 
 BLOCK = 1024
@@ -230,10 +231,9 @@ class Step:
             table, num_tiles, align = self._addresses(("norm", *kind), parts, tile)
             num_programs = max(1, min(num_tiles, PROGRAMS_PER_SM * num_multiprocessors(table.device)))
             sums.append(torch.empty(num_programs, device=table.device))
-            norm_kernel[(num_programs,)](
-                table, len(parts), num_tiles, sums[-1], GT=TYPES[kind[2]], ALIGN=align,
-                DEPTH=_depth(parts), BLOCK=min(BLOCK, tile), TILE=tile,
-            )  # fmt: skip
+            shape = {"ALIGN": align, "DEPTH": _depth(parts), "BLOCK": min(BLOCK, tile), "TILE": tile}
+            args = (table, len(parts), num_tiles, sums[-1])
+            launch(norm_kernel, (num_programs,), args, {"GT": TYPES[kind[2]], **shape})
         return torch.cat(sums) if len(sums) > 1 else sums[0]
 
     def _update(self, kind: tuple, parts: list[Part], extras: Extras, partial: Tensor, norm: Tensor, tile: int) -> None:
@@ -244,16 +244,16 @@ class Step:
         grad_scale = extras.grad_scale if extras.grad_scale is not None else norm
         found_inf = extras.found_inf if extras.found_inf is not None else norm
         skips = extras.found_inf is not None
-        prepare_kernel[(len(parts),)](
-            table, given, derived, partial, norm, grad_scale, found_inf, extras.max_norm or 0.0, partial.numel(),
-            CLIPS=extras.max_norm is not None, SCALES=extras.grad_scale is not None, SKIPS=skips, CHUNK=1024,
-        )  # fmt: skip
-        update_kernel[(num_tiles,)](
-            table, len(parts), num_tiles, given, derived, found_inf, extras.theta or 0.0,
-            WT=TYPES[kind[1]], GT=TYPES[kind[2]], MT=TYPES[kind[3]], ALIGN=align, SPAM=extras.theta is not None,
-            SCALED=extras.max_norm is not None or extras.grad_scale is not None, SKIPS=skips,
-            DEPTH=_depth(parts), BLOCK=tile, TILE=tile,
-        )  # fmt: skip
+        clips, scales = extras.max_norm is not None, extras.grad_scale is not None
+        max_norm, theta = extras.max_norm or 0.0, extras.theta or 0.0
+        sums = (partial, norm, grad_scale, found_inf, max_norm, partial.numel())
+        does = {"CLIPS": clips, "SCALES": scales, "SKIPS": skips, "CHUNK": 1024}
+        launch(prepare_kernel, (len(parts),), (table, given, derived, *sums), does)
+        types = {"WT": TYPES[kind[1]], "GT": TYPES[kind[2]], "MT": TYPES[kind[3]], "ALIGN": align}
+        does = {"SPAM": extras.theta is not None, "SCALED": clips or scales, "SKIPS": skips}
+        shape = {"DEPTH": _depth(parts), "BLOCK": tile, "TILE": tile}
+        args = (table, len(parts), num_tiles, given, derived, found_inf, theta)
+        launch(update_kernel, (num_tiles,), args, {**types, **does, **shape})
 
     def _addresses(self, key: tuple, parts: list[Part], tile: int) -> tuple[Tensor, int, int]:
         """The table of addresses, the number of tiles, and what all addresses are multiples of."""

@@ -1,158 +1,192 @@
 """Launches of the exact cut: what ``prunus.cut`` calls for tensors on a GPU."""
 
 import math
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from .. import bits
-from ..digits import from_sortable
 from ..source import Lazy
-from . import cut as kernels
-from .formula import Formula, lower
-from .plan import TILE, TYPES, Plan, plan
+from .bracket import CLUSTER, bracket_kernel, coarse_kernel, fine_kernel, sample_kernel
+from .descent import count_kernel, pick_kernel, tally_kernel, write_kernel
+from .launch import launch
+from .layout import (
+    BASE,
+    BUCKET,
+    COUNTERS_AT,
+    CROWDED,
+    DIGIT,
+    DIGITS,
+    FOUND,
+    HI,
+    LO,
+    NOT_FINITE,
+    NUM_LISTED,
+    SHIFT,
+    SPAN,
+    STATE,
+)
+from .lowered import Lowered, lowered
+from .plan import TILE, Plan
+from .settle import decide_kernel, finish_kernel, settle_kernel, spread_kernel
+from .sweep import sweep_kernel
 
-SAMPLE = 1 << 20  # scores drawn at the most to bracket the threshold
-SIGMAS = 3.5  # half width of the bracket in standard errors; a miss costs time, never exactness
+__all__ = ["launch_cut", "launch_each", "lowered", "wait_all"]
+
+SIGMAS = 5.0  # half width of the bracket in standard errors of independent samples; a miss costs time, not exactness
 BLOCK = 1024  # elements of a tile in registers at a time
 SAMPLED = 256  # samples a program
 BYTES = 256  # entries of a list that a program expands at a time
 ALIGN = 128  # bytes; masks are written in words
+LEAST_OWN, MOST_OWN = 1 << 12, 1 << 18  # elements of the cut's own bucket that are ranked
+LOWEST, HIGHEST = -0x7F800001, 0x7F800000  # keys of the infinities
+
+
+def num_samples(num_live: int) -> int:
+    """Scores drawn to bracket the threshold: as many as the bracket will hold, so that both cost the same."""
+    return min(1 << 23, round(4 * num_live ** (2 / 3)))
 
 
 @dataclass(frozen=True)
-class Lowered:
-    """Sources that one launch can read: one formula, one dtype a register."""
+class Cut:
+    """What is to be cut, and where its masks are written."""
 
-    sources: Sequence[Lazy]
-    formulas: Sequence[Formula]
-    types: dict[str, tl.dtype | None]
+    low: Lowered
+    num_drop: int  # of the live
+    num_live: int
+    plan: Plan
+    out: Tensor  # all masks side by side
+    offsets: Sequence[int]
+    tile: int
 
-
-def lowered(sources: Sequence[Lazy]) -> Lowered | None:
-    """The sources as kernels read them, or None where only their definition can be evaluated."""
-    formulas: list[Formula] = []
-    for i, source in enumerate(sources):
-        same = i > 0 and source.formula == sources[i - 1].formula and source.constants == sources[i - 1].constants
-        formula = formulas[-1] if same else source.formula and lower(source.formula, source.constants)
-        if not formula or source.dtype != torch.float32 or (formulas and formula.name != formulas[0].name):
-            return None
-        formulas.append(formula)
-    types: dict[str, tl.dtype | None] = {"w": None, "m": None, "v": None}
-    for register, name in formulas[0].registers.items():
-        dtypes = {source.reads[name].dtype for source in sources}
-        if len(dtypes) > 1 or not dtypes <= set(TYPES) or not all(_is_readable(source, name) for source in sources):
-            return None
-        types[register] = TYPES[dtypes.pop()]
-    return Lowered(sources, formulas, types)
-
-
-def _is_readable(source: Lazy, name: str) -> bool:
-    """Whether a statistic has an element for each of the weight's, or repeats along its leading dimensions."""
-    tensor = source.reads[name]
-    if not tensor.is_contiguous():
-        return False
-    return tensor.shape == source.shape or (
-        name == "input_norm" and tensor.shape == source.shape[len(source.shape) - tensor.ndim :]
-    )
-
-
-def planned(low: Lowered, live: Mapping[str, Tensor], offsets: Sequence[int], tile: int) -> Plan:
-    """The table of addresses of all sources and live masks, and of offsets of the masks to write."""
-    rows, constants = [], []
-    names = [low.formulas[0].registers.get(register) for register in "wmv"]
-    has_extra = low.formulas[0].name in ("random", "wanda")
-    for source, formula, offset in zip(low.sources, low.formulas, offsets, strict=True):
-        reads, mask = source.reads, live.get(source.name)
-        addresses = [reads[name].data_ptr() if name else 0 for name in names]
-        extra = _extra(source, formula) if has_extra else 0
-        rows.append((*addresses, 0 if mask is None else mask.data_ptr(), offset, source.numel, extra))
-        scales = [source.scales.get(name, 1.0) for name in names[1:]] if source.scales else (1.0, 1.0)
-        constants.append((formula.a, formula.b, *scales))
-    return plan(tuple(rows), tuple(constants), low.sources[0].device, tile)
-
-
-def _extra(source: Lazy, formula: Formula) -> int:
-    """What random adds to positions, and after how many elements wanda's norms repeat."""
-    if formula.name == "random":
-        name, seed = source.constants.get("name", ""), source.constants.get("seed", 0)
-        return zlib.crc32(name.encode()) << 31 ^ (seed * 0x9E3779B1 & 0x7FFFFFFF)
-    return source.reads["input_norm"].numel() if formula.name == "wanda" else 0
+    def masks(self) -> dict[str, Tensor]:
+        parts = zip(self.low.sources, self.offsets, strict=False)
+        return {source.name: self.out[at : at + bits.num_bytes(source.numel)] for source, at in parts}
 
 
 def launch_cut(low: Lowered, num_drop: int, num_live: int, live: Mapping[str, Tensor], tile: int = TILE) -> "Pending":
     """Start the cut of ``num_drop`` of ``num_live`` elements; the host does not wait."""
-    device = low.sources[0].device
-    sizes = [-(-bits.num_bytes(source.numel) // ALIGN) * ALIGN for source in low.sources]
-    offsets = [0, *accumulate(sizes)]
-    out = torch.empty(offsets[-1], dtype=torch.uint8, device=device)  # all masks side by side
-    p = planned(low, live, offsets[:-1], tile)
-    lanes = max(1, min(256, tile, 1 << (SAMPLE // p.num_tiles).bit_length() - 1 if p.num_tiles <= SAMPLE else 1))
-    share = num_drop / num_live
-    num_sampled = max(1.0, p.num_tiles * lanes * num_live / sum(source.numel for source in low.sources))
-    expected = num_live * 2 * (SIGMAS * math.sqrt(share * (1 - share) / num_sampled) + 1 / num_sampled)
-    per_program = -(-min(expected, num_live) // p.num_programs)
-    capacity = min(int(1.1 * per_program) + 256, -(-p.num_tiles // p.num_programs) * tile // 8)
+    offsets = offsets_of(low.sources)
+    p = low.planned(live, offsets, tile)
+    out = torch.empty(offsets[-1], dtype=torch.uint8, device=p.table.device)
+    return by_one_pass(Cut(low, num_drop, num_live, p, out, offsets, tile))
 
-    num, size = p.num_tiles * lanes, p.num_programs * capacity
+
+def launch_each(
+    low: Lowered, num_drop: Sequence[int], num_live: Sequence[int], live: Mapping[str, Tensor], tile: int = TILE
+) -> "list[Pending]":
+    """Start the cut of each source by itself."""
+    offsets = offsets_of(low.sources)
+    plans = low.planned_each(live, offsets, tile)
+    out = torch.empty(offsets[-1], dtype=torch.uint8, device=plans[0].table.device)
+    return [
+        by_one_pass(Cut(low.only(i), num_drop[i], num_live[i], p, out, offsets[i:], tile)) for i, p in enumerate(plans)
+    ]
+
+
+def offsets_of(sources: Sequence[Lazy]) -> list[int]:
+    """Where the mask of each source begins if all stand side by side, and where the last one ends."""
+    return [0, *accumulate(-(-source.weight.numel() // (8 * ALIGN)) * ALIGN for source in sources)]
+
+
+def by_one_pass(cut: Cut) -> "Pending":
+    """Sample, bracket, pass, finish."""
+    p, low, tile = cut.plan, cut.low, cut.tile
+    device = p.table.device
+    wanted = num_samples(cut.num_live) * (p.num_tiles * tile) // cut.num_live
+    lanes = max(CLUSTER.value, min(256, tile, 1 << max(1, wanted // p.num_tiles).bit_length() - 1))
+    share = cut.num_drop / cut.num_live
+    num = p.num_tiles * lanes
+    num_sampled = max(1.0, num * cut.num_live / (p.num_tiles * tile))
+    expected = cut.num_live * 2 * (SIGMAS * math.sqrt(share * (1 - share) / num_sampled) + 1 / num_sampled)
+    per_program = -(-min(expected, cut.num_live) // p.num_programs)
+    all_bytes = -(-p.num_tiles // p.num_programs) * tile // 8
+    capacity = min(int(1.1 * per_program) + 256, all_bytes)
+
+    size = p.num_programs * capacity
+    room = size if capacity < all_bytes else cut.num_live
     scratch = torch.empty(max(num, 2 * size), dtype=torch.int32, device=device)  # the sample, then lists and keys
-    keys = scratch[size:]
-    counts = torch.zeros(kernels.COUNTERS_AT.value + p.num_programs, dtype=torch.int32, device=device)
-    state = torch.zeros(kernels.STATE, dtype=torch.int64, device=device)
+    zeros = torch.zeros(2 * STATE + COUNTERS_AT.value + p.num_programs, dtype=torch.int32, device=device)
+    state, counts = zeros[: 2 * STATE].view(torch.int64), zeros[2 * STATE :]
+    own = torch.empty(min(MOST_OWN, max(LEAST_OWN, size // 16)), dtype=torch.int64, device=device)
 
-    read = {"NAME": low.formulas[0].name, "WT": low.types["w"], "MT": low.types["m"], "VT": low.types["v"]}
-    tensors, shape = (p.table, p.constants, len(p.table)), {"DEPTH": p.depth, "TILE": tile}
-    at_once, grid = max(1, SAMPLED // lanes), (p.num_programs, 4)
-    kernels.sample_kernel[(triton.cdiv(p.num_tiles, at_once),)](
-        *tensors, p.num_tiles, scratch, counts, **read, **shape, LANES=lanes, TILES=at_once
-    )
-    kernels.coarse_kernel[(2,)](counts, state, share, SIGMAS, CHUNK=4096, num_warps=8)
-    kernels.fine_kernel[(triton.cdiv(num, BLOCK),)](scratch, num, state, counts, BLOCK=BLOCK)
-    kernels.bracket_kernel[(1,)](state, counts, num_warps=8)
-    kernels.sweep_kernel[(p.num_programs,)](
-        *tensors, p.num_tiles, out, scratch, counts, state, capacity,
-        **read, **shape, FAST=low.formulas[0].has_fast_roots, ALIGN=p.align, BLOCK=min(BLOCK, tile),
-    )  # fmt: skip
-    inside = (scratch, keys, state, counts, capacity, p.num_programs)
-    kernels.spread_kernel[grid](*tensors, *inside, **read, **shape, BYTES=BYTES)
-    kernels.decide_kernel[(1,)](counts, p.num_programs, capacity, state, num_live, num_drop, CHUNK=4096, num_warps=8)
-    kernels.settle_kernel[grid](*tensors, out, *inside, **read, **shape, BYTES=BYTES)
-    kernels.finish_kernel[(1,)](p.table, len(p.table), out, state, **shape, num_warps=8)
-    parts = zip(low.sources, offsets, strict=False)
-    masks = {source.name: out[offset : offset + bits.num_bytes(source.numel)] for source, offset in parts}
-    return Pending(low, masks, state[:16], p)
+    read, shape = {**low.read, "DEPTH": p.depth, "TILE": tile}, {"DEPTH": p.depth, "TILE": tile}
+    tensors, at_once = (p.table, p.constants, len(p.table)), max(1, SAMPLED // lanes)
+    drawn = {**read, "LANES": lanes, "TILES": at_once}
+    launch(sample_kernel, (-(-p.num_tiles // at_once),), (*tensors, p.num_tiles, scratch, counts), drawn)
+    launch(coarse_kernel, (2,), (counts, state, share, SIGMAS), {"num_warps": 32})
+    launch(fine_kernel, (-(-num // BLOCK),), (scratch, num, state, counts), {"BLOCK": BLOCK})
+    launch(bracket_kernel, (1,), (state, counts, cut.num_live, room), {})
+    swept = {**read, "FAST": low.formulas[0].has_fast_roots, "ALIGN": p.align, "BLOCK": min(BLOCK, tile)}
+    passed = (*tensors, p.num_tiles, cut.out, scratch, counts, state, capacity)
+    launch(sweep_kernel, (p.num_programs,), passed, swept)
+    inside = (scratch, scratch[size:], state, counts, capacity, p.num_programs)
+    last = (own, len(own), (p.num_tiles * tile).bit_length())
+    grid, listed = (p.num_programs, 4), {**read, "BYTES": BYTES}
+    launch(spread_kernel, grid, (*tensors, *inside), listed)
+    numbers = (counts, p.num_programs, capacity, state, cut.num_live, cut.num_drop)
+    launch(decide_kernel, (1,), numbers, {"CHUNK": 2048, "num_warps": 8})
+    launch(settle_kernel, grid, (*tensors, cut.out, *last, *inside), listed)
+    launch(finish_kernel, (1,), (p.table, len(p.table), cut.out, *last, state), {**shape, "num_warps": 8})
+    return Pending(cut, cut.masks(), state, len(own))
+
+
+def by_descent(cut: Cut, lo: int, hi: int) -> "Pending":
+    """The cut of which it is said that its key lies from ``lo`` to ``hi``: digits, ties by tile, masks."""
+    p, device = cut.plan, cut.plan.table.device
+    lo, hi = max(lo, LOWEST), min(hi, HIGHEST)
+    width = (hi - lo).bit_length()
+    passes = max(1, -(-width // DIGIT.value))
+    start = [0] * STATE
+    start[BASE.value], start[SPAN.value], start[SHIFT.value] = lo, hi - lo, max(0, width - DIGIT.value)
+    state = torch.tensor(start, dtype=torch.int64).to(device)
+    counts = torch.zeros(passes, DIGITS.value, dtype=torch.int64, device=device)
+    tallies = torch.empty(p.num_tiles, dtype=torch.int32, device=device)
+    grid, tensors = (p.num_programs,), (p.table, p.constants, len(p.table), p.num_tiles)
+    shape = {"ALIGN": p.align, "FULL": p.is_full, "DEPTH": p.depth, "BLOCK": min(BLOCK, cut.tile), "TILE": cut.tile}
+    how = {**cut.low.read, **shape}
+    for i in range(passes):
+        launch(count_kernel, grid, (*tensors, state, counts[i]), how)
+        launch(pick_kernel, (1,), (state, counts[i], cut.num_live, cut.num_drop), {"IS_FIRST": i == 0})
+    launch(tally_kernel, grid, (*tensors, state, tallies), how)
+    launch(write_kernel, grid, (*tensors, cut.out, state, tallies, tallies.cumsum(0)), how)
+    return Pending(cut, cut.masks(), state, 0)
 
 
 @dataclass(frozen=True)
 class Pending:
     """A cut under way on the device."""
 
-    low: Lowered
+    cut: Cut  # its plan is kept until the kernels have read it
     masks: dict[str, Tensor]
     state: Tensor
-    plan: Plan  # kept until the kernels have read it
+    room: int  # for the elements of the cut's own bucket
 
-    def wait(self) -> "dict[str, Tensor] | tuple[float, float] | None":
-        """The masks, after the one word from the device.
+    def wait(self) -> dict[str, Tensor]:
+        """The masks, after the one word from the device."""
+        return self.settled(self.state.tolist())
 
-        Where ties overfilled the last bucket: the scores that bound it. Where the bracket missed: None.
-        """
-        state = self.state.tolist()
-        if state[kernels.NOT_FINITE.value]:
-            name = self.low.sources[state[kernels.NOT_FINITE.value] - 1].name
+    def settled(self, state: Sequence[int]) -> dict[str, Tensor]:
+        """The masks; where ``state`` says that they were not found, they are by another way."""
+        if bad := state[NOT_FINITE.value]:
+            name = self.cut.low.sources[bad - 1].name
             raise ValueError(
                 f"scores must be finite, but {name} has some that are not; look for NaN in weight and moments"
             )
-        if not state[kernels.FOUND.value]:
-            return None
-        if state[kernels.OVERFLOW.value]:
-            shift, bucket = state[kernels.SHIFT.value], state[kernels.BUCKET.value]
-            first = state[kernels.BASE.value] + (bucket << shift)
-            return from_sortable(first, torch.float32), from_sortable(first + (1 << shift) - 1, torch.float32)
-        return self.masks
+        if state[FOUND.value] and state[NUM_LISTED.value] <= self.room:
+            return self.masks
+        if state[FOUND.value]:  # too many in the cut's own bucket
+            first = state[BASE.value] + (state[BUCKET.value] << state[SHIFT.value])
+            return by_descent(self.cut, first, first + (1 << state[SHIFT.value]) - 1).wait()
+        if state[CROWDED.value]:
+            return by_descent(self.cut, state[LO.value], state[HI.value]).wait()
+        return by_descent(self.cut, LOWEST, HIGHEST).wait()
+
+
+def wait_all(pending: Sequence[Pending]) -> list[dict[str, Tensor]]:
+    """Masks of many cuts, after one word from the device."""
+    states = torch.stack([part.state for part in pending]).tolist()
+    return [part.settled(state) for part, state in zip(pending, states, strict=True)]

@@ -54,6 +54,8 @@ def lower(score: str, constants: Mapping[str, Any]) -> Formula | None:
         return Formula("wanda", weight | {"v": "input_norm"})
     if score == "movement":
         return Formula("itself", {"w": "movement"})
+    if score == "itself":
+        return Formula("itself", {"w": "scores"})
     return Formula("random", {}) if score == "random" else None
 
 

@@ -23,6 +23,7 @@ class Plan:
     constants: Tensor  # (num_tensors, 4) float32: a, b, factor of m, factor of v
     num_tiles: int
     align: int  # bytes that all addresses of w, m and v are multiples of
+    is_full: bool  # whether all tiles are
 
     @property
     def depth(self) -> int:
@@ -50,11 +51,24 @@ def plan(
         num_tiles += triton.cdiv(row[5], tile)
     table = torch.tensor(filled, dtype=torch.int64).to(device)
     numbers = torch.tensor(constants, dtype=torch.float32).to(device)
-    made = Plan(table, numbers, num_tiles, alignment(address for row in rows for address in row[:3]))
+    align = alignment(address for row in rows for address in row[:3])
+    made = Plan(table, numbers, num_tiles, align, all(row[5] % tile == 0 for row in rows))
     if len(_PLANS) >= 8:
         _PLANS.pop(next(iter(_PLANS)))
     _PLANS[key] = made
     return made
+
+
+def plan_each(
+    rows: tuple[tuple[int, ...], ...], constants: tuple[tuple[float, ...], ...], device: torch.device, tile: int
+) -> list[Plan]:
+    """A plan of its own for each tensor, brought to the device together."""
+    filled = torch.tensor([[*row, 0] for row in rows], dtype=torch.int64).to(device)
+    numbers = torch.tensor(constants, dtype=torch.float32).to(device)
+    return [
+        Plan(filled[i : i + 1], numbers[i : i + 1], triton.cdiv(row[5], tile), alignment(row[:3]), row[5] % tile == 0)
+        for i, row in enumerate(rows)
+    ]
 
 
 def alignment(addresses: Iterable[int]) -> int:

@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import launch
+
 BLOCK = 1024
 WIDTHS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -22,4 +24,4 @@ def zero_(tensor: Tensor, packed: Tensor) -> None:
     """Zero a contiguous tensor where its packed mask is not set."""
     if tensor.numel():
         words = tensor.detach().view(-1).view(WIDTHS[tensor.element_size()])
-        zero_kernel[(triton.cdiv(words.numel(), BLOCK),)](words, packed, words.numel(), BLOCK=BLOCK)
+        launch(zero_kernel, (triton.cdiv(words.numel(), BLOCK),), (words, packed, words.numel()), {"BLOCK": BLOCK})

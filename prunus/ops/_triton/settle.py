@@ -1,0 +1,179 @@
+"""The finish: what lies inside the bracket, counted by buckets, and the cut's own bucket ranked."""
+
+import triton
+import triton.language as tl
+
+from .formula import sortable
+from .layout import (
+    BASE,
+    BUCKET,
+    BUCKETS,
+    BUCKETS_AT,
+    COUNTERS_AT,
+    CROWDED,
+    DIGIT,
+    DIGITS,
+    FOUND,
+    LIST,
+    NEED,
+    NUM_ABOVE,
+    NUM_LISTED,
+    SHIFT,
+    SURE_FROM,
+    SURE_TO,
+)
+from .plan import COLUMNS, FIRST, locate
+from .read import ones_in, rank_in, scores_of, set_bits, slot_of, total_of
+
+
+@triton.jit
+def expand(
+    table, num_tensors, listed, start, num, program, num_programs,
+    DEPTH: tl.constexpr, BYTES: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """What entries of a list stand for: bits inside, tensor's row and number, tile, its first element, byte in it."""
+    at = start + tl.arange(0, BYTES)
+    entry = tl.load(listed + at, mask=at < num, other=0)
+    byte = (entry >> 8) & 0xFFFFFF
+    tile = program + (byte // (TILE // 8)) * num_programs
+    tensor = locate(table, num_tensors, tile, DEPTH)
+    row = table + tensor * COLUMNS
+    return entry & 255, row, tensor, tile, (tile - tl.load(row + FIRST)) * TILE, (byte % (TILE // 8)) * 8
+
+
+@triton.jit
+def lowest(bits):
+    """Place of the lowest set bit of each byte."""
+    return ones_in((bits & -bits) - 1)
+
+
+@triton.jit
+def spread_kernel(
+    table, constants, num_tensors, listed, keys, state, counts, capacity, num_programs, NAME: tl.constexpr,
+    WT: tl.constexpr, MT: tl.constexpr, VT: tl.constexpr, DEPTH: tl.constexpr, BYTES: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Counts of what lies inside the bracket by bucket, and the key of the first element of each entry."""
+    program = tl.program_id(0)
+    num, shift = tl.minimum(tl.load(counts + COUNTERS_AT + program), capacity), tl.load(state + SHIFT)
+    listed += program.to(tl.int64) * capacity
+    keys += program.to(tl.int64) * capacity
+    base = tl.load(state + BASE)
+    for start in range(tl.program_id(1) * BYTES, num, tl.num_programs(1) * BYTES):
+        left, row, tensor, _, first, byte = expand(
+            table, num_tensors, listed, start, num, program, num_programs, DEPTH, BYTES, TILE
+        )
+        at = start + tl.arange(0, BYTES)
+        is_first = left >= 0
+        while tl.max(left) > 0:
+            s = scores_of(
+                row, constants + tensor * 4, first, byte + lowest(left), left != 0, False, False, NAME, WT, MT, VT, 1
+            )
+            offset = sortable(s).to(tl.int64) - base
+            tl.store(
+                keys + at, (offset & 0xFFFFFFFF).to(tl.uint32).to(tl.int32, bitcast=True), mask=(left != 0) & is_first
+            )
+            bucket = slot_of((offset >> shift).to(tl.int32), BUCKETS)
+            tl.atomic_add(counts + BUCKETS_AT + bucket, 1, mask=left != 0, sem="relaxed")
+            left = left & (left - 1)
+            is_first = left < 0
+
+
+@triton.jit
+def decide_kernel(counts, num_programs, capacity, state, num_live, num_drop, CHUNK: tl.constexpr):
+    """Which bucket holds the cut and how many of it are dropped; or that the bracket missed, or its lists are full."""
+    largest = tl.zeros((), tl.int32)
+    for start in range(0, num_programs, CHUNK):
+        at = start + tl.arange(0, CHUNK)
+        largest = tl.maximum(largest, tl.max(tl.load(counts + COUNTERS_AT + at, mask=at < num_programs, other=0)))
+    crowded = (tl.load(state + CROWDED) != 0) | (largest > capacity)
+    num_inside = total_of(counts + BUCKETS_AT, BUCKETS, 1).to(tl.int64)
+    need = num_drop - (num_live - num_inside - tl.load(state + NUM_ABOVE))
+    holds = (need > 0) & (need <= num_inside) & (crowded == 0)
+    bucket, before = rank_in(counts + BUCKETS_AT, BUCKETS, 1, tl.where(holds, need - 1, 0).to(tl.int32))
+    sure = (bucket >= tl.load(state + SURE_FROM)) & (bucket < tl.load(state + SURE_TO))
+    tl.store(state + BUCKET, bucket.to(tl.int64))
+    tl.store(state + NEED, need - before)
+    tl.store(state + CROWDED, crowded.to(tl.int64))
+    tl.store(state + FOUND, (holds & sure).to(tl.int64))
+
+
+@triton.jit
+def settle_kernel(
+    table, constants, num_tensors, masks, own, room, order_bits, listed, keys, state, counts, capacity, num_programs,
+    NAME: tl.constexpr, WT: tl.constexpr, MT: tl.constexpr, VT: tl.constexpr,
+    DEPTH: tl.constexpr, BYTES: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Set the bits of the buckets above the cut's, and list what its own bucket holds by key, then order."""
+    program = tl.program_id(0)
+    num = tl.where(tl.load(state + FOUND) != 0, tl.load(counts + COUNTERS_AT + program), 0)
+    bucket, shift, base = tl.load(state + BUCKET), tl.load(state + SHIFT), tl.load(state + BASE)
+    listed += program.to(tl.int64) * capacity
+    keys += program.to(tl.int64) * capacity
+    for start in range(tl.program_id(1) * BYTES, num, tl.num_programs(1) * BYTES):
+        left, row, tensor, tile, first, byte = expand(
+            table, num_tensors, listed, start, num, program, num_programs, DEPTH, BYTES, TILE
+        )
+        at = start + tl.arange(0, BYTES)
+        offset = tl.load(keys + at, mask=left != 0, other=0).to(tl.int64) & 0xFFFFFFFF
+        while tl.max(left) > 0:
+            place = byte + lowest(left)
+            set_bits(row, masks, first + place, (left != 0) & ((offset >> shift) > bucket))
+            mine = (left != 0) & ((offset >> shift) == bucket)
+            slot = tl.atomic_add(state + NUM_LISTED + place * 0, 1, mask=mine)
+            order = tile.to(tl.int64) * TILE + place
+            tl.store(
+                own + slot, ((offset - (bucket << shift)) << order_bits.to(tl.int64)) | order, mask=mine & (slot < room)
+            )
+            left = left & (left - 1)
+            if tl.max(left) > 0:  # a second element of a byte is rare: its key was not kept
+                s = scores_of(
+                    row, constants + tensor * 4, first, byte + lowest(left), left != 0, False, False,
+                    NAME, WT, MT, VT, 1,
+                )  # fmt: skip
+                offset = sortable(s).to(tl.int64) - base
+
+
+@triton.jit
+def keep_above(table, num_tensors, masks, entry, wanted, order_bits, DEPTH: tl.constexpr, TILE: tl.constexpr):
+    order = entry & ((tl.full((), 1, tl.int64) << order_bits.to(tl.int64)) - 1)
+    row = table + locate(table, num_tensors, order // TILE, DEPTH) * COLUMNS
+    set_bits(row, masks, order - tl.load(row + FIRST) * TILE, wanted)
+
+
+@triton.jit
+def finish_kernel(
+    table, num_tensors, masks, own, room, order_bits, state, DEPTH: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    """Set the bits of the bucket's elements but the smallest, the first of equal ones first.
+
+    Few are compared all with all; many are ranked by a radix descent over key and order.
+    """
+    num, need = tl.load(state + NUM_LISTED), tl.load(state + NEED)
+    num = tl.where((tl.load(state + FOUND) == 0) | (num > room), 0, num)
+    at = tl.arange(0, LIST)
+    if num <= LIST:
+        valid = at < num
+        entry = tl.load(own + at, mask=valid, other=0)
+        rank = tl.zeros((LIST,), tl.int32)
+        for j in range(num):
+            rank += (tl.load(own + j) < entry).to(tl.int32)
+        keep_above(table, num_tensors, masks, entry, valid & (rank >= need), order_bits, DEPTH, TILE)
+    else:
+        prefix, left = tl.zeros((), tl.int64), tl.load(state + SHIFT) + order_bits
+        many = tl.arange(0, 4 * LIST)
+        while left > 0:
+            low = tl.maximum(left - DIGIT, 0)
+            counts = tl.zeros((DIGITS,), tl.int32)
+            for start in range(0, num, 4 * LIST):
+                entry = tl.load(own + start + many, mask=start + many < num, other=0)
+                here = (start + many < num) & ((entry >> left) == prefix)
+                digit = (entry >> low) - (prefix << (left - low))
+                counts += tl.histogram((digit & (DIGITS - 1)).to(tl.int32), DIGITS, mask=here)
+            up_to = tl.cumsum(counts)
+            prefix = (prefix << (left - low)) + tl.sum((up_to < need).to(tl.int64))
+            need -= tl.max(tl.where(up_to < need, up_to, 0))
+            left = low
+        for start in range(0, num, LIST):
+            valid = start + at < num
+            entry = tl.load(own + start + at, mask=valid, other=0)
+            keep_above(table, num_tensors, masks, entry, valid & (entry > prefix), order_bits, DEPTH, TILE)

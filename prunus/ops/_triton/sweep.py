@@ -1,0 +1,78 @@
+"""The pass: one read of all that the scores read."""
+
+import triton
+import triton.language as tl
+
+from .layout import COUNTERS_AT, CROWDED, HI, LO, MARGIN, NOT_FINITE, NUM_ABOVE
+from .plan import COLUMNS, FIRST, LIVE, NUMEL, OUT, locate
+from .read import is_strange, ones_in, scores_of
+
+
+@triton.jit
+def edge(state, margin):
+    """A score of the bracket from its key, moved outwards by ``margin`` of the numbers that float32 has."""
+    key = tl.minimum(tl.maximum(tl.load(state) + margin, -0x7F800001), 0x7F800000).to(tl.int32)
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def sweep_block(
+    row, numbers, first, start, left, live, turn, lo, hi, tensor, masks, list_at, counter, state, capacity,
+    FULL: tl.constexpr, FAST: tl.constexpr, NAME: tl.constexpr, WT: tl.constexpr, MT: tl.constexpr, VT: tl.constexpr,
+    ALIGN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One block of a tile: writes its bits, lists the bytes with anything inside, returns the set bits of each byte."""
+    lane = start + tl.arange(0, BLOCK)
+    valid = lane < left
+    s = scores_of(row, numbers, first, lane, valid, FULL, FAST, NAME, WT, MT, VT, ALIGN)
+    over, least, strange = s > hi, s >= lo, is_strange(s)
+    if not FULL:
+        over, least, strange = over & valid, least & valid, strange & valid
+    # three bits an element, side by side in the three bytes of a word for each eight elements
+    flags = over.to(tl.int32) + least.to(tl.int32) * 256 + strange.to(tl.int32) * 65536
+    words = tl.sum(tl.reshape(flags, (BLOCK // 8, 8)) << tl.arange(0, 8)[None, :], axis=1)
+    byte = start // 8 + tl.arange(0, BLOCK // 8)
+    real = byte * 8 < left
+    if live != 0:
+        alive = tl.load(live.to(tl.pointer_type(tl.uint8)) + first // 8 + byte, mask=real, other=0).to(tl.int32)
+        words &= alive * 0x010101
+    bits = words & 255
+    inside = ((words >> 8) & 255) ^ bits
+    tl.store(masks + tl.load(row + OUT) + first // 8 + byte, bits.to(tl.uint8), mask=real)
+    slot = tl.atomic_add(counter + byte * 0, 1, mask=inside != 0, sem="relaxed")
+    tl.store(list_at + slot, ((turn + byte) << 8) | inside, mask=(inside != 0) & (slot < capacity))
+    tl.store(state + NOT_FINITE + byte * 0, tensor + 1, mask=(words >> 16) != 0)
+    return ones_in(bits)
+
+
+@triton.jit
+def sweep_kernel(
+    table, constants, num_tensors, num_tiles, masks, listed, counts, state, capacity,
+    FAST: tl.constexpr, NAME: tl.constexpr, WT: tl.constexpr, MT: tl.constexpr, VT: tl.constexpr, ALIGN: tl.constexpr,
+    DEPTH: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Bits of what lies above the bracket, and for each program a list of bytes with what lies in it."""
+    program = tl.program_id(0).to(tl.int64)
+    lo, hi = edge(state + LO, -MARGIN), edge(state + HI, MARGIN)
+    num_above = tl.zeros((BLOCK // 8,), tl.int32)
+    turn = 0
+    last = tl.where(tl.load(state + CROWDED) != 0, 0, num_tiles)
+    for tile in range(tl.program_id(0), last, tl.num_programs(0)):
+        tensor = locate(table, num_tensors, tile, DEPTH)
+        row, numbers = table + tensor * COLUMNS, constants + tensor * 4
+        first = (tile - tl.load(row + FIRST)) * TILE
+        left, live = tl.load(row + NUMEL) - first, tl.load(row + LIVE)
+        if left >= TILE:
+            for start in range(0, TILE, BLOCK):
+                num_above += sweep_block(
+                    row, numbers, first, start, left, live, turn, lo, hi, tensor, masks, listed + program * capacity,
+                    counts + COUNTERS_AT + program, state, capacity, True, FAST, NAME, WT, MT, VT, ALIGN, BLOCK,
+                )  # fmt: skip
+        else:
+            for start in range(0, TILE, BLOCK):
+                num_above += sweep_block(
+                    row, numbers, first, start, left, live, turn, lo, hi, tensor, masks, listed + program * capacity,
+                    counts + COUNTERS_AT + program, state, capacity, False, FAST, NAME, WT, MT, VT, ALIGN, BLOCK,
+                )  # fmt: skip
+        turn += TILE // 8
+    tl.atomic_add(state + NUM_ABOVE, tl.sum(num_above).to(tl.int64))

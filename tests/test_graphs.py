@@ -1,0 +1,68 @@
+"""A CUDA graph of the step stays valid: masks, learning rate and step count change under it in place."""
+
+import pytest
+import torch
+from torch import nn
+
+from prunus import AdamWPrune, Pruner, Ramp
+
+pytestmark = pytest.mark.gpu
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(48, 64), nn.ReLU(), nn.Linear(64, 24)).cuda()
+
+
+def trained(graphed: bool, steps: int = 24, **options) -> tuple[nn.Sequential, Pruner]:
+    """A network after ``steps`` steps with an event after every sixth, and its pruner."""
+    model = network()
+    rate = torch.tensor(1e-2, device="cuda")
+    optimizer = AdamWPrune(model.parameters(), lr=rate, **options)
+    pruner = Pruner(model, optimizer, schedule=Ramp(0.8, 0, 24), every=10**6, score="magnitude")
+    aims = [torch.randn_like(parameter) for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+    def approach() -> None:  # a loss whose gradients are rounded the same in a graph and without
+        for parameter, aim in zip(model.parameters(), aims, strict=True):
+            parameter.grad.copy_(parameter.detach() - aim)
+        optimizer.step()
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        approach()
+        approach()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    if graphed:
+        with torch.cuda.graph(graph):
+            approach()
+    for step in range(steps):
+        rate.fill_(1e-2 * (1 - step / steps))
+        graph.replay() if graphed else approach()
+        if step % 6 == 5:
+            pruner.step = step
+            pruner.update()
+    return model, pruner
+
+
+@pytest.mark.parametrize("options", [{}, {"max_norm": 0.1}], ids=["plain", "clipped"])
+def test_a_replayed_step_trains_as_a_plain_one_and_keeps_the_zeros(options):
+    plain, plain_pruner = trained(False, **options)
+    graphed, graphed_pruner = trained(True, **options)
+    assert graphed_pruner.sparsity > 0.5
+    assert graphed_pruner.digest() == plain_pruner.digest()
+    for a, b in zip(plain.parameters(), graphed.parameters(), strict=True):
+        assert torch.equal(a, b)
+    for name, mask in graphed_pruner.masks.items():
+        assert not graphed.get_parameter(name)[~mask].any()
+
+
+def test_the_step_takes_whichever_device_its_tensors_are_on():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    layer = nn.Linear(8, 8, device="cuda:1")
+    layer(torch.ones(1, 8, device="cuda:1")).sum().backward()
+    AdamWPrune(layer.parameters()).step()
