@@ -1,10 +1,10 @@
 """Pruning after training: by a strategy, with or without the gradient probe, and the search for how far to go."""
 
-from .limit import Bisection, Levels, Limit, Trial, Tune
+from .limit import Bisection, Levels, Limit, SearchOptions, Trial, Tune
 from .probe import Probe
 from .prune import prune
-from .result import Layer, Result
-from .search import Found, SearchOptions, search
+from .result import Found, Layer, Result
+from .search import search
 
 __all__ = [
     "Bisection",

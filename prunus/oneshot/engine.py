@@ -4,7 +4,8 @@ Decisions are those of one sample at a time. Layers whose gradients cannot be re
 comparing a pass over two samples with two passes over one, and get theirs from autograd, one sample at a time.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -13,8 +14,9 @@ from torch import Tensor, nn
 from ..eligible import Weight
 from .chain import Prefix, blocks_of
 from .inspection import Findings, holders, inspect
-from .memory import batch_size, is_out_of_memory
+from .memory import batch_size, is_out_of_memory, release
 from .objective import Objective
+from .offload import gradients, saving
 from .samples import Chunk, Samples, Tree, moved
 from .session import swapped
 from .taps import NotRows, Taps, Variant
@@ -37,7 +39,7 @@ class Engine:
         self.objective = objective
         self.weights = {weight.name: weight for weight in weights}
         self.samples = samples
-        self.device = weights[0].parameter.device
+        self.device = objective.offload.device if objective.offload else weights[0].parameter.device
         self.blocks = blocks_of(objective.model, weights)
         half = any(parameter.dtype == torch.float16 for parameter in objective.model.parameters())
         self.scale = SCALE if half else 1.0
@@ -62,7 +64,7 @@ class Engine:
         self, names: Sequence[str], variants: Sequence[Variant], statistic: Statistic = "largest"
     ) -> list[Records]:
         """The statistic over samples of ``|dLoss / dW|`` for each variant and weight, in float32 or float64."""
-        if not self.together and len(variants) > 1:
+        if len(variants) > 1 and not (self.together and self._all_tapped(variants)):
             return [self.records(names, [variant], statistic)[0] for variant in variants]
         while True:
             quick = [name for name in names if name in self.findings.quick]
@@ -80,6 +82,10 @@ class Engine:
                 record.update(more)
         return found
 
+    def _all_tapped(self, variants: Sequence[Variant]) -> bool:
+        """Whether a pass can show each part of its batch another variant: all that differs is seen by a tap."""
+        return all(name in self.findings.quick for variant in variants for name in variant)
+
     def _batched(self, names: Sequence[str], variants: Sequence[Variant], statistic: Statistic) -> list[Records]:
         found = [{name: self._zeros(name) for name in names} for _ in variants]
         start = min(map(self.start, names))
@@ -89,9 +95,8 @@ class Engine:
             chunk = pending.pop(0)
             if not self._tried(found, start, chunk, variants, statistic):
                 self._shrink()
-                middle = (chunk.start + chunk.stop + 1) // 2
-                pending[:0] = [Chunk(chunk.group, chunk.start, middle), Chunk(chunk.group, middle, chunk.stop)]
-        return [_finished(record, statistic, len(self.samples)) for record in found]
+                pending[:0] = chunk.halves()
+        return [self._finished(record, statistic) for record in found]
 
     def _tried(
         self, found: list[Records], start: int, chunk: Chunk, variants: Sequence[Variant], statistic: Statistic
@@ -116,7 +121,8 @@ class Engine:
         times = len(variants)
         taps = Taps(modules, chunk.size * times, variants)
         tree = moved(self.samples.tree(chunk, times), self.device)
-        with torch.enable_grad(), self.prefix.skipping(start, chunk, times), taps.open():
+        others = {n: value for variant in variants for n, value in variant.items() if n not in modules}
+        with torch.enable_grad(), self.prefix.skipping(start, chunk, times), taps.open(), self._running(others):
             total = self.objective.summed(tree, chunk.size * times, self.findings.form)
             gradients = taps.gradients(total * self.scale) if total.requires_grad else [None] * len(taps.calls)
         with torch.no_grad():
@@ -135,25 +141,31 @@ class Engine:
                 for name, each in zip(names, self._alone(tree, chunk, start, parameters, variant), strict=True):
                     if each is not None:
                         _add(record[name], each.unsqueeze(0), statistic, self.scale)
-        return [_finished(record, statistic, len(self.samples)) for record in found]
+        return [self._finished(record, statistic) for record in found]
 
     def _alone(
         self, tree: Tree, chunk: Chunk, start: int, parameters: list[nn.Parameter], variant: Variant
     ) -> Sequence[Tensor | None]:
         """Gradients of one sample's loss by autograd."""
         self.passes += 1
-        values = {self.weights[name].parameter: value for name, value in variant.items()}
-        with torch.enable_grad(), swapped(values), self.prefix.skipping(start, chunk):
+        with torch.enable_grad(), self.prefix.skipping(start, chunk), self._running(variant):
             for parameter in parameters:
                 parameter.requires_grad_(True)
             try:
                 loss = self.objective.alone(tree)
                 if not loss.requires_grad:  # none of these weights has a part in it
                     return [None] * len(parameters)
-                return torch.autograd.grad(loss * self.scale, parameters, allow_unused=True)
+                return gradients(self.objective.offload, loss * self.scale, parameters)
             finally:
                 for parameter in parameters:
                     parameter.requires_grad_(False)
+
+    @contextmanager
+    def _running(self, variant: Variant) -> Iterator[None]:
+        """The model with these weights, whose graph holds no more than it must."""
+        values = {self.weights[name].parameter: value for name, value in variant.items()}
+        with swapped(values), saving(self.objective.offload):
+            yield
 
     def _have(self, start: int) -> None:
         """Have the outputs of the blocks before ``start``."""
@@ -181,12 +193,17 @@ class Engine:
 
     def _shrink(self) -> None:
         self.size = max(1, self.size // 2)
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        release(self.device)
+
+    def _finished(self, record: Records, statistic: Statistic) -> Records:
+        """The record where its weights are."""
+        num = 1 if statistic == "largest" else len(self.samples)
+        homes = {name: self.weights[name].parameter.device for name in record}
+        return {name: (value if num == 1 else value / num).to(homes[name]) for name, value in record.items()}
 
     def _zeros(self, name: str) -> Tensor:
         weight = self.weights[name].parameter
-        return torch.zeros(weight.shape, dtype=torch.promote_types(weight.dtype, torch.float32), device=weight.device)
+        return torch.zeros(weight.shape, dtype=torch.promote_types(weight.dtype, torch.float32), device=self.device)
 
 
 def _add(record: Tensor, each: Tensor, statistic: Statistic, scale: float) -> None:
@@ -199,7 +216,3 @@ def _add(record: Tensor, each: Tensor, statistic: Statistic, scale: float) -> No
     else:
         for one in each:  # one after the other, so that the size of a batch does not change the sum
             record.addcmul_(one, one)
-
-
-def _finished(record: Records, statistic: Statistic, num_samples: int) -> Records:
-    return record if statistic == "largest" else {name: value / num_samples for name, value in record.items()}

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from ..eligible import Weight
 from .chain import Prefix
 from .kinds import rebuildable, weight_of
-from .memory import counted_saves
-from .objective import FORMS, Objective
+from .memory import counted_saves, is_out_of_memory, release
+from .objective import FORMS, Objective, num_tokens, shortened
+from .offload import Offload, gradients
 from .samples import Chunk, Group, Samples, Tree, moved, repeated, rows
 from .taps import Taps
 
@@ -23,6 +24,8 @@ from .taps import Taps
 ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.25}
 # relative: two losses from the same operations
 SAME = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
+
+TOKENS = 64  # of each sample that are looked at
 
 Modules = Mapping[str, Sequence[nn.Module]]
 
@@ -65,9 +68,27 @@ def holders(model: nn.Module, weight: Weight) -> list[nn.Module]:
 def inspect(
     objective: Objective, modules: Modules, blocks: Sequence[nn.Module], samples: Samples, device: torch.device
 ) -> Findings:
-    """What holds for these samples; a doubt makes the passes slower, never wrong."""
+    """What holds for these samples; a doubt makes the passes slower, never wrong.
+
+    A few tokens of two samples are enough to see it, fewer where memory runs out.
+    """
     group = next((group for group in samples.groups if group.size > 1), samples.groups[0])
     two = moved(rows(group.tree, 0, 2, group.size) if group.size > 1 else repeated(group.tree, 2, 1), device)
+    whole = num_tokens(two) if objective.loss is None else 0
+    length = min(whole, TOKENS) or 1
+    while True:
+        try:
+            found = _inspected(objective, modules, blocks, shortened(two, length) if whole else two)
+            found.saved_bytes *= -(-whole // length) if whole else 1
+            return found
+        except Exception as error:
+            if not is_out_of_memory(error) or length < 4:
+                raise
+        length //= 2
+        release(device)
+
+
+def _inspected(objective: Objective, modules: Modules, blocks: Sequence[nn.Module], two: Tree) -> Findings:
     tapped = {name: held for name, held in modules.items() if held}
     alone = [_observe(objective, objective.alone, rows(two, i, i + 1, 2), tapped, blocks) for i in (0, 1)]
     dtypes = {alone[0].loss.dtype, *(p.dtype for p in objective.model.parameters() if p.is_floating_point())}
@@ -80,7 +101,12 @@ def inspect(
     found.chained = _is_chain(objective, blocks, two, alone)
     if objective.loss is None and found.form is None:
         return found
-    together = _observe(objective, lambda tree: objective.summed(tree, 2, found.form), two, tapped, blocks)
+    try:
+        together = _observe(objective, lambda tree: objective.summed(tree, 2, found.form), two, tapped, blocks)
+    except Exception as error:
+        if not is_out_of_memory(error) or num_tokens(two) > 3:
+            raise
+        return found  # there is room for one sample only, and no shorter one to be had
     found.batched = _near(together.loss, alone[0].loss + alone[1].loss, tolerance)
     if found.batched:
         found.quick = {name for name in found.starts if _agree(name, together, alone, tolerance)}
@@ -104,28 +130,35 @@ def _observe(
     handles += [block.register_forward_hook(end) for block in blocks]
     taps = Taps(modules, 0, strict=False, on_call=begin)
     try:
-        with torch.enable_grad(), taps.open(), _asking(modules), counted_saves(objective.model) as saved:
+        with (
+            torch.enable_grad(),
+            taps.open(),
+            _asking(modules),
+            counted_saves(objective.model, objective.offload) as saved,
+        ):
             total = loss(tree)
-            gradients, others = _gradients(total, taps, [weight_of(held[0]) for held in modules.values()])
+            asked = [call.out for call in taps.calls], [weight_of(held[0]) for held in modules.values()]
+            outputs, others = _gradients(total, *asked, objective.offload)
     finally:
         for handle in handles:
             handle.remove()
     elsewhere = {name for name, gradient in zip(modules, others, strict=True) if gradient is not None}
     sketches: dict[str, list[list[Tensor]]] = {}
-    for call, d in zip(taps.calls, gradients, strict=True):
+    for call, d in zip(taps.calls, outputs, strict=True):
         both = _sketches(call.x) + _sketches(torch.zeros_like(call.out) if d is None else d)
         sketches.setdefault(call.name, []).append(both)
     return Seen(total.detach().reshape(()), order, starts, sketches, elsewhere, sum(saved))
 
 
-def _gradients(total: Tensor, taps: Taps, weights: list[Tensor]) -> tuple[list[Tensor | None], list[Tensor | None]]:
+def _gradients(
+    total: Tensor, outputs: list[Tensor], weights: list[Tensor], offload: Offload | None
+) -> tuple[list[Tensor | None], list[Tensor | None]]:
     """Gradients of the outputs of all calls, and those that reach a weight by another way."""
     if total.numel() != 1:
         raise ValueError(f"the loss of a sample must be one number, got a tensor of shape {tuple(total.shape)}")
-    outputs = [call.out for call in taps.calls]
     if not total.requires_grad:
         return [None] * len(outputs), [None] * len(weights)
-    found: list[Tensor | None] = [*torch.autograd.grad(total.sum(), outputs + weights, allow_unused=True)]
+    found = gradients(offload, total.sum(), outputs + weights)
     return found[: len(outputs)], found[len(outputs) :]
 
 

@@ -1,9 +1,12 @@
 """How far a search may go, and by which steps."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
+
+Progress = Callable[[int, int, str], None]  # how many of how many weights are done, and the last one's name
 
 
 @dataclass(frozen=True)
@@ -100,3 +103,16 @@ class Tune:
     def __post_init__(self) -> None:
         if self.steps < 1:
             raise ValueError(f"tuning takes at least one step, got {self.steps}")
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """What a search does beside its limit: how it steps and tunes, and where it keeps its state."""
+
+    steps: Levels | Bisection = field(default_factory=Levels)
+    tune: Tune | None = None
+    state: Path | None = None
+    offload: str | None = None  # device on which the model is run block by block
+    compare: bool = True  # evaluate the strategy without the probe at the sparsity that was found
+    progress: Progress | None = None
+    on_trial: Callable[[Trial], None] | None = None

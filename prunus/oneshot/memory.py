@@ -7,6 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from .offload import Offload, saving
+
 SHARE = {"cpu": 0.25, "cuda": 0.7}  # of the free memory that a pass may take
 CACHED = 1 << 28  # bytes of a pass on a CPU beyond which larger batches only leave the cache
 SLACK = {"cpu": 2.5, "cuda": 1.6}  # a pass takes this many times what it saves for its backward
@@ -30,19 +32,18 @@ def batch_size(saved_bytes: int, device: torch.device) -> int:
 
 
 @contextmanager
-def counted_saves(model: nn.Module) -> Iterator[list[int]]:
+def counted_saves(model: nn.Module, offload: Offload | None = None) -> Iterator[list[int]]:
     """A list whose sum is the bytes that autograd saves meanwhile, the model's own tensors aside."""
     sizes: list[int] = []
     seen = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
 
-    def pack(tensor: Tensor) -> Tensor:
+    def count(tensor: Tensor) -> None:
         address = tensor.untyped_storage().data_ptr()
         if address not in seen:
             seen.add(address)
             sizes.append(tensor.untyped_storage().nbytes())
-        return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with saving(offload, count):
         yield sizes
 
 
@@ -52,8 +53,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
+def release(device: torch.device) -> None:
+    """Give back what the allocator holds for later."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 class Peak:
-    """Most bytes that were in use on a device since it was made: the allocator's on CUDA, the process's elsewhere."""
+    """Most bytes in use: on CUDA the allocator's since this was made, elsewhere the process's since it began."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 
 from .head import entropy_in_parts, head_of
+from .offload import Offload
 from .samples import Tree, rows
 from .session import replaced
 
@@ -24,6 +26,7 @@ class Objective:
 
     model: nn.Module
     loss: Loss | None = None
+    offload: Offload | None = None  # how the model is run, where it is not all on its device
 
     def __post_init__(self) -> None:
         if self.loss is None and not has_own_loss(self.model):
@@ -94,6 +97,20 @@ def mask_of(tree: Tree) -> Tensor | None:
     inputs = tree[0] if isinstance(tree, tuple) else tree
     mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
     return mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
+
+
+def num_tokens(tree: Tree) -> int:
+    """Tokens of each sample where all are admitted and counted, so that samples may be cut; 0 for all else."""
+    leaves = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.ndim != 1]
+    if any(leaf.ndim != 2 or leaf.is_floating_point() or (leaf == IGNORED).any() for leaf in leaves):
+        return 0
+    lengths, mask = {leaf.shape[1] for leaf in leaves}, mask_of(tree)
+    return lengths.pop() if len(lengths) == 1 and (mask is None or bool(mask.all())) else 0
+
+
+def shortened(tree: Tree, length: int) -> Tree:
+    """The first tokens of each sample."""
+    return pytree.tree_map(lambda leaf: leaf[:, :length] if isinstance(leaf, Tensor) and leaf.ndim == 2 else leaf, tree)
 
 
 def next_token(logits: Tensor, labels: Tensor) -> Tensor:

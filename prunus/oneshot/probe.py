@@ -13,7 +13,7 @@ from .decide import Ratios, Tau, ZeroGradient, check_tau, ratios, smallest_ratio
 from .engine import Engine, Records
 from .result import prune_
 from .session import Originals
-from .strategy import reduced_weight
+from .strategy import reduced_in_place, reduced_weight
 
 Order = Literal["reverse", "forward", "size"]
 Schedule = Literal["joint", "sequential", "block", "jacobi"]
@@ -129,20 +129,12 @@ class Prober:
         return {n: reduced_weight(self.weights[n].parameter, self._where(n), self.probe.reduction) for n in names}
 
     def _joint(self, names: Sequence[str]) -> None:
-        """Records of the model and of the model with all candidates reduced, in place: there is one copy of it."""
+        """Records of the model and of the model with all candidates reduced."""
         (before,) = self.engine.records(names, [{}])
         before = {name: record[self._where(name)] for name, record in before.items()}
-        changed = Originals()
-        try:
-            for name in names:
-                where, parameter = self._where(name), self.weights[name].parameter
-                values = changed.save(parameter, where)
-                parameter.detach()[where] = values * self.probe.reduction
-            self.engine.changed(names)
+        where = {name: self.found.candidates[name] for name in names}
+        with reduced_in_place(self.engine, where, self.probe.reduction):
             (after,) = self.engine.records(names, [{}])
-        finally:
-            changed.restore_()
-            self.engine.changed(names)
         for name in names:
             self._keep_ratios(name, before[name], after[name][self._where(name)])
 

@@ -1,7 +1,8 @@
 """Prune a trained model: a strategy says which weights, a probe may say no to some of them."""
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,16 +12,18 @@ from torch import Tensor, nn
 from ..eligible import eligible
 from ..ops import bits
 from ..select import Selector
+from .clock import Clock
 from .engine import Engine
+from .limit import Progress
 from .memory import Peak
 from .objective import Loss, Objective
+from .offload import Offload
 from .probe import Probe, Probed, Prober
 from .result import Result, prune_
 from .samples import Samples, samples_of
-from .session import quiet, unwrapped
+from .session import Originals, quiet, unwrapped
 from .strategy import ScoreLike, Strategy, Work, default_select
 
-Progress = Callable[[int, int, str], None]  # how many of how many weights are done, and the last one's name
 Finished = Callable[[Sequence[str], Probed], None]
 
 
@@ -36,6 +39,7 @@ def prune(
     include: str | Sequence[str] = (),
     exclude: str | Sequence[str] = (),
     batch_size: int | None = None,
+    offload: str | torch.device | None = None,
     progress: Progress | None = None,
 ) -> Result:
     """Prune ``model`` in place to ``sparsity`` of its prunable weights, and say what was done.
@@ -46,11 +50,13 @@ def prune(
     defaults to ``PerRow`` for wanda and to ``Global`` for the rest.
 
     A probe vetoes some of what the strategy proposes, so that the sparsity ends below the one asked for, unless its
-    tau is ``target``. The model comes back in the mode and with the statistics that it had; after an exception
-    with its weights too.
+    tau is ``target``. With ``offload``, a device, the model's blocks are moved there one at a time, and everything
+    else for as long as it takes: the masks are the same.
+
+    The model comes back in the mode and with the statistics that it had; after an exception with its weights too.
     """
-    job = Job(model, batches, Plan(score, select, loss, include, exclude, batch_size))
-    with quiet(job.model):
+    job = Job(model, batches, Plan(score, select, loss, include, exclude, batch_size, offload))
+    with job.open():
         return job.prune(sparsity, probe, progress=progress)
 
 
@@ -64,6 +70,7 @@ class Plan:
     include: str | Sequence[str] = ()
     exclude: str | Sequence[str] = ()
     batch_size: int | None = None
+    offload: str | torch.device | None = None  # where blocks go one at a time
 
 
 @dataclass
@@ -82,12 +89,22 @@ class Job:
         self.plan = plan
         found = eligible(self.model, plan.include, plan.exclude)
         self.weights = {weight.name: weight for weight in found.weights}
-        self.device = found.weights[0].parameter.device
+        device = None if plan.offload is None else torch.device(plan.offload)
+        self.offload = None if device is None else Offload(self.model, found.weights, device)
+        self.device = device or found.weights[0].parameter.device
+        self.clock = Clock(self.device)
         select = plan.select or default_select(plan.score)
-        self.strategy = Strategy(Work(self.model, self.samples, self.engine), found.weights, plan.score, select)
+        work = Work(self.model, self.device, self.samples, self.engine)
+        self.strategy = Strategy(work, found.weights, plan.score, select)
         self._batches = batches
         self._samples: Samples | None = None
         self._engine: Engine | None = None
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """The model as it is worked on: it comes back as it was."""
+        with quiet(self.model), self.offload.open() if self.offload else nullcontext():
+            yield
 
     def samples(self) -> Samples:
         if self._samples is None:
@@ -97,8 +114,9 @@ class Job:
     def engine(self) -> Engine:
         """The engine, made when something reads a sample."""
         if self._engine is None:
-            objective = Objective(self.model, self.plan.loss)
-            self._engine = Engine(objective, list(self.weights.values()), self.samples(), self.plan.batch_size)
+            objective = Objective(self.model, self.plan.loss, self.offload)
+            with self.clock.part("inspection"):
+                self._engine = Engine(objective, list(self.weights.values()), self.samples(), self.plan.batch_size)
         return self._engine
 
     def _counts(self) -> tuple[int, int]:
@@ -125,35 +143,45 @@ class Job:
             raise ValueError(f"sparsity must lie in [0, 1), got {sparsity}")
         began, peak, start = time.perf_counter(), Peak(self.device), start or Start()
         passes, forwards = self._counts()
+        self.clock.seconds = {}
         result = Result(self.weights, {}, {})
         try:
             self._level(result, sparsity, probe, start, _told(self.weights, progress, finished))
         except BaseException:
-            result.undo_()
-            self.changed()
+            self.undo_(result.originals)
             raise
         result.passes, result.forwards = self._counts()[0] - passes, self._counts()[1] - forwards
         result.seconds, result.peak_bytes = time.perf_counter() - began, peak.bytes()
+        result.parts = dict(self.clock.seconds)
         return result
+
+    def undo_(self, originals: Originals) -> None:
+        """Take changes back."""
+        if self.offload is not None:
+            self.offload.settle()
+        originals.restore_()
+        self.changed()
 
     @torch.no_grad()
     def _level(self, result: Result, sparsity: float, probe: Probe | None, start: Start, finished: Finished) -> None:
         live = self._live(start.live)
         pool = probe.pool_sparsity(sparsity) if probe else sparsity
-        keep = self.strategy.keep(pool, start.live)
+        with self.clock.part("strategy"):
+            keep = self.strategy.keep(pool, start.live)
+            exact = self.strategy.keep(sparsity, start.live) if pool != sparsity else keep
         result.candidates = {name: live[name] & ~keep[name] for name in self.weights}
         if probe is None:
             result.packed = keep
             self._apply(result)
             finished(list(self.weights), Probed())
             return
-        exact = self.strategy.keep(sparsity, start.live) if pool != sparsity else keep
         num_prune = {name: int(bits.count(live[name] & ~exact[name])) for name in self.weights}
         prober = Prober(self.engine(), probe, result.candidates, num_prune, result.originals)
         done = list(start.done.pruned) if start.done else []
         if start.done:
             prober.take(start.done)
-        found = prober.run(finished, done)
+        with self.clock.part("records"):
+            found = prober.run(finished, done)
         result.ratios, result.taus = found.ratios, found.taus
         result.packed = {name: live[name] & ~found.pruned[name] for name in self.weights}
 

@@ -10,6 +10,7 @@ from ..eligible import Weight
 from ..mask import Masks
 from ..ops import bits
 from .decide import Ratios, Tau, check_tau, taus, within
+from .limit import Trial
 from .session import Originals
 
 
@@ -43,6 +44,7 @@ class Result:
     passes: int = 0  # forward and backward passes of one sample
     forwards: int = 0  # forward passes of one sample without a backward
     seconds: float = 0.0
+    parts: dict[str, float] = field(default_factory=dict)  # seconds by what they were spent on
     peak_bytes: int = 0
     originals: Originals = field(default_factory=Originals)
 
@@ -117,6 +119,25 @@ class Result:
             ratios.num_not_finite if ratios else 0,
             self.taus.get(name),
         )
+
+
+@dataclass
+class Found:
+    """What a search came to; the model is pruned by ``masks``.
+
+    ``alone`` is the metric of the same strategy without the probe, in one shot from the dense model, at the sparsity
+    ``alone_sparsity``: that of the result, up to the rounding of its scope.
+    """
+
+    masks: Masks
+    sparsity: float
+    metric: float
+    dense: float
+    trials: list[Trial]
+    alone: float | None = None
+    alone_sparsity: float = 0.0
+    passes: int = 0
+    seconds: float = 0.0
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ A sample is one index of dimension 0. A batch is a tree of tensors (a tensor, a 
 a dict); its size is the first dimension of its first tensor, and every tensor of that length has a row a sample.
 """
 
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -36,6 +37,10 @@ class Chunk:
     def size(self) -> int:
         return self.stop - self.start
 
+    def halves(self) -> "list[Chunk]":
+        middle = (self.start + self.stop + 1) // 2
+        return [Chunk(self.group, self.start, middle), Chunk(self.group, middle, self.stop)]
+
 
 @dataclass(frozen=True)
 class Samples:
@@ -67,6 +72,17 @@ def samples_of(batches: Iterable[Any]) -> Samples:
     if not found.groups:
         raise ValueError("no calibration samples were given; batches must hold at least one sample")
     return found
+
+
+def fingerprint(samples: Samples) -> str:
+    """Hex string that is the same for the same samples."""
+    found = hashlib.sha256()
+    for leaf in pytree.tree_leaves([group.tree for group in samples.groups]):
+        if isinstance(leaf, Tensor):
+            found.update(repr((leaf.dtype, tuple(leaf.shape))).encode())
+            leaf = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        found.update(leaf if isinstance(leaf, bytes) else repr(leaf).encode())
+    return found.hexdigest()
 
 
 def rows(tree: Tree, start: int, stop: int, size: int) -> Tree:

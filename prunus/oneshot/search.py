@@ -4,7 +4,6 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,48 +13,18 @@ from ..mask import Masks
 from ..ops import bits
 from ..select import Selector
 from .decide import taus
-from .limit import Bisection, Levels, Limit, Trial, Tune
+from .limit import Limit, SearchOptions, Trial
 from .objective import Loss
 from .probe import Probe, Probed
-from .prune import Job, Plan, Progress, Start
-from .result import Result, prune_
-from .session import Originals, quiet
+from .prune import Job, Plan, Start
+from .result import Found, Result, prune_
+from .samples import fingerprint
+from .session import Originals
 from .state import State
 from .strategy import ScoreLike
 
 Evaluate = Callable[[nn.Module], float]
 Packed = Mapping[str, Tensor]
-
-
-@dataclass
-class Found:
-    """What a search came to; the model is pruned by ``masks``.
-
-    ``alone`` is the metric of the same strategy without the probe, in one shot from the dense model, at the sparsity
-    ``alone_sparsity``: that of the result, up to the rounding of its scope.
-    """
-
-    masks: Masks
-    sparsity: float
-    metric: float
-    dense: float
-    trials: list[Trial]
-    alone: float | None = None
-    alone_sparsity: float = 0.0
-    passes: int = 0
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class SearchOptions:
-    """What a search does beside its limit: how it steps and tunes, and where it keeps its state."""
-
-    steps: Levels | Bisection = field(default_factory=Levels)
-    tune: Tune | None = None
-    state: Path | None = None
-    compare: bool = True  # evaluate the strategy without the probe at the sparsity that was found
-    progress: Progress | None = None
-    on_trial: Callable[[Trial], None] | None = None
 
 
 def search(
@@ -81,8 +50,8 @@ def search(
     """
     if options.tune and probe and probe.tau == "target":
         raise ValueError("tau='target' cannot be tuned: it follows from the sparsity; give a number, or no tune")
-    job = Job(model, batches, Plan(score, select, loss, include, exclude, batch_size))
-    with quiet(job.model):
+    job = Job(model, batches, Plan(score, select, loss, include, exclude, batch_size, options.offload))
+    with job.open():
         return _Search(job, evaluate, limit, probe, options).run()
 
 
@@ -120,7 +89,7 @@ class _Search:
             found = self._found(dense)
         except BaseException:
             while self.kept:
-                self.kept.pop().originals.restore_()
+                self._take_back()
             raise
         found.passes, found.seconds = self.passes, time.perf_counter() - began
         return found
@@ -135,7 +104,11 @@ class _Search:
             return None
         plan = self.job.plan
         settings = {"limit": self.limit, "probe": self.probe, "steps": self.options.steps, "tune": self.options.tune}
-        settings |= {"score": plan.score, "select": self.job.strategy.select, "samples": len(self.job.samples())}
+        settings |= {
+            "score": plan.score,
+            "select": self.job.strategy.select,
+            "samples": fingerprint(self.job.samples()),
+        }
         state = State(self.options.state, {k: str(v) for k, v in settings.items()}, self.job.weights)
         self.trials = state.trials()
         for number, trial in enumerate(self.trials):
@@ -200,8 +173,7 @@ class _Search:
         return result
 
     def _take_back(self) -> None:
-        self.kept.pop().originals.restore_()
-        self.job.changed()
+        self.job.undo_(self.kept.pop().originals)
 
     def _tuned(self, result: Result, asked: float, dense: float, metric: float) -> tuple[float, float]:
         """The largest factor of tau found that passes (1 if none), and its metric; the model is pruned by it."""

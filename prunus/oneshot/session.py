@@ -12,9 +12,13 @@ from ..ops import bits
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The module inside ``torch.compile`` and DDP: what they trace or wrap cannot be run in part."""
-    while isinstance(inner := getattr(model, "_orig_mod", getattr(model, "module", None)), nn.Module):
-        model = inner
-    return model
+    while True:
+        if isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        elif isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            model = model.module
+        else:
+            return model
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """Which weights a strategy would prune: scores from weights, inputs or gradients of a trained model, and a selector."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from ..stats import score_of
 from .engine import Engine
 from .norms import input_norms
 from .samples import Samples
+from .session import Originals
 
 ScoreLike = str | Callable[..., Tensor]
 Packed = Mapping[str, Tensor]
@@ -50,6 +52,7 @@ class Work:
     """The model, its samples, and the engine of its gradients, both made when they are first asked for."""
 
     model: nn.Module
+    device: torch.device  # where it runs
     samples: Callable[[], Samples]
     engine: Callable[[], Engine]
 
@@ -58,7 +61,7 @@ class Strategy:
     """Masks of one strategy at any sparsity; what it reads of the model is gathered once, until it is refreshed."""
 
     def __init__(self, work: Work, weights: Sequence[Weight], score: ScoreLike, select: Selector) -> None:
-        self.model, self.samples, self.engine = work.model, work.samples, work.engine
+        self.work = work
         self.weights = weights
         self.forwards = 0  # forward passes of one sample
         self.score = score
@@ -66,10 +69,11 @@ class Strategy:
         self.row = checked(score)
         self.reduction = 0.1
         self._norms: dict[str, Tensor] | None = None
+        self._squares: dict[str, Tensor] | None = None
 
     def refresh(self) -> None:
-        """Gather input norms anew at the next call."""
-        self._norms = None
+        """Gather input norms and gradients anew at the next call."""
+        self._norms = self._squares = None
 
     def keep(self, sparsity: float, live: Packed) -> dict[str, Tensor]:
         """Packed masks at ``sparsity`` within ``live``."""
@@ -77,8 +81,7 @@ class Strategy:
 
     def _sources(self, sparsity: float, live: Packed) -> list[Lazy]:
         if self.score == "fisher":
-            names = [weight.name for weight in self.weights]
-            (squares,) = self.engine().records(names, [{}], "mean square")
+            squares = self._mean_squares()
             return [_lazy(w, fisher, {"exp_avg_sq": squares[w.name]}, {"step": math.inf}) for w in self.weights]
         if self.score == "path":
             return self._path(sparsity, live)
@@ -92,19 +95,25 @@ class Strategy:
 
     def _norm(self, weight: Weight) -> Tensor:
         if self._norms is None:
-            self._norms, num = input_norms(self.model, self.weights, self.samples())
-            self.forwards += num
+            found = input_norms(self.work.model, self.weights, self.work.samples(), self.work.device)
+            self._norms = found.of
+            self.forwards += found.forwards
         return self._norms[weight.name]
+
+    def _mean_squares(self) -> dict[str, Tensor]:
+        if self._squares is None:
+            names = [weight.name for weight in self.weights]
+            (self._squares,) = self.work.engine().records(names, [{}], "mean square")
+        return self._squares
 
     def _path(self, sparsity: float, live: Packed) -> list[Lazy]:
         """G1 is recorded where all that magnitude would prune is reduced at once."""
-        engine, names = self.engine(), [weight.name for weight in self.weights]
+        engine, names = self.work.engine(), [weight.name for weight in self.weights]
         (before,) = engine.records(names, [{}])
         plain = [_lazy(weight, magnitude, {}, {}) for weight in self.weights]
         masks = self.select.packed(plain, sparsity, live)
-        kept = {weight: bits.unpack(masks[weight.name], weight.parameter.shape) for weight in self.weights}
-        reduced = {w.name: reduced_weight(w.parameter, ~keep, self.reduction) for w, keep in kept.items()}
-        (after,) = engine.records(names, [reduced])
+        with reduced_in_place(engine, {name: ~mask for name, mask in masks.items()}, self.reduction):
+            (after,) = engine.records(names, [{}])
         return [_lazy(w, path, {"before": before[w.name], "after": after[w.name]}, {}) for w in self.weights]
 
 
@@ -113,6 +122,22 @@ def reduced_weight(weight: Tensor, where: Tensor, reduction: float) -> Tensor:
     """A copy of the weight with the elements ``where`` multiplied by ``reduction``."""
     weight = weight.detach()
     return torch.where(where, weight * reduction, weight)
+
+
+@contextmanager
+def reduced_in_place(engine: Engine, where: Packed, reduction: float) -> Iterator[None]:
+    """The engine's model with these elements, as packed bits, reduced: there is one copy of it."""
+    before = Originals()
+    try:
+        for name, packed in where.items():
+            parameter = engine.weights[name].parameter
+            here = bits.unpack(packed, parameter.shape)
+            parameter.detach()[here] = before.save(parameter, here) * reduction
+        engine.changed(list(where))
+        yield
+    finally:
+        before.restore_()
+        engine.changed(list(where))
 
 
 def _lazy(

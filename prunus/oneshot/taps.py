@@ -71,7 +71,7 @@ class Taps:
 
     def _output(self, name: str, module: nn.Module, x: Tensor) -> Tensor:
         own = weight_of(module).detach()  # so that a gradient which still reaches the weight is that of another use
-        weights = [variant.get(name, own) for variant in self.variants]
+        weights = [variant[name].to(x.device) if name in variant else own for variant in self.variants]
         if all(weight is own for weight in weights):
             return output(module, x, own)
         parts = x.chunk(len(weights))

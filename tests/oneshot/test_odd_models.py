@@ -31,6 +31,7 @@ from probe_odd import (
 from probe_reference import probe_reference
 
 from prunus import Global, Probe, prune
+from prunus.eligible import eligible
 from prunus.oneshot.prune import Job, Plan
 from prunus.oneshot.session import quiet
 
@@ -42,10 +43,10 @@ def case_of(kind):
     return Case(model, batches, entropy, pair_loss, None)
 
 
-def assert_as_reference(case, schedule, order="reverse", tau=0.02):
+def assert_as_reference(case, schedule, order="reverse", tau=0.02, blocks=None):
     fast, slow = deepcopy(case.model), deepcopy(case.model)
     settings = {"score": "magnitude", "select": Global(), "sparsity": 0.5, "schedule": schedule, "order": order}
-    expected = probe_reference(slow, case.loss_of, case.batches, settings | {"tau": tau})
+    expected = probe_reference(slow, case.loss_of, case.batches, settings | {"tau": tau}, blocks)
     result = prune(fast, case.batches, 0.5, "magnitude", Global(), Probe(tau, order, schedule), case.loss)
     for name, mask in expected.items():
         assert torch.equal(result.masks[name], mask), name
@@ -58,6 +59,17 @@ def assert_as_reference(case, schedule, order="reverse", tau=0.02):
 @pytest.mark.parametrize("kind", MODELS)
 def test_an_odd_model_is_probed_as_one_sample_at_a_time_would_be(kind, schedule, order):
     assert_as_reference(case_of(kind), schedule, order)
+
+
+def test_what_is_run_alone_is_reduced_with_its_block_in_the_passes_of_the_others():
+    case = case_of(Encoder)
+    names = [weight.name for weight in eligible(case.model).weights]
+    blocks = {}
+    for name in names:
+        number = next((part for part in name.split(".") if part.isdigit()), name)
+        blocks.setdefault(number, []).append(name)
+    assert any("out_proj" in name for name in names) and max(map(len, blocks.values())) > 1
+    assert_as_reference(case, "block", blocks=list(blocks.values()))
 
 
 SLOW = {

@@ -1,14 +1,8 @@
 """A search goes as far as its limit allows, takes back exactly what fails, and goes on where it was killed."""
 
-import json
 import math
-import os
-import signal
-import subprocess
-import sys
 from copy import deepcopy
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -234,81 +228,3 @@ def test_beside_it_stands_the_strategy_alone_at_the_same_sparsity_and_scope():
 def test_what_makes_no_sense_is_refused(build, said):
     with pytest.raises(ValueError, match=said):
         build()
-
-
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-import torch
-from prunus import *
-sys.path.insert(0, {here!r})
-from probe_models import mlp
-from test_search import held_out
-case, tune, schedule, kill_at = mlp(), Tune(3, {both}), {schedule!r}, int(sys.argv[2])
-events = []
-def event(*_):
-    events.append(1)
-    if len(events) == kill_at:
-        os.kill(os.getpid(), signal.SIGKILL)
-inner = held_out(case)
-def evaluate(model):
-    event()
-    return inner(model)
-options = SearchOptions(Levels(0.2, 0.2, 0.8), tune, Path(sys.argv[1]), progress=event)
-found = search(case.model, case.batches, evaluate, Limit(relative=0.003), Probe(2.0, schedule=schedule),
-               loss=case.loss, options=options)
-trials = [(t.asked, t.sparsity, t.metric, t.accepted, t.scale) for t in found.trials]
-torch.save({{"model": case.model.state_dict(), "masks": dict(found.masks)}}, Path(sys.argv[1]).with_suffix(".out"))
-import json
-print(json.dumps([len(events), trials, found.metric, found.sparsity, found.alone]))
-"""
-
-
-def run(script, folder, kill_at):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", script, str(folder), str(kill_at)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
-
-
-@pytest.mark.parametrize(("schedule", "both"), [("sequential", False), ("sequential", True), ("joint", False)])
-def test_a_search_killed_anywhere_goes_on_and_ends_as_the_unbroken_one(schedule, both, tmp_path):
-    script = KILLED.format(here=str(Path(__file__).parent), both=both, schedule=schedule)
-    done = run(script, tmp_path / "whole", 0)
-    assert done.returncode == 0, done.stderr
-    num_events, *expected = json.loads(done.stdout)
-    assert num_events > 8
-    folder, tries = tmp_path / "broken", 0
-    for kill_at in (3, 5, 8, num_events // 2, 2):
-        killed = run(script, folder, kill_at)
-        if killed.returncode == 0:
-            break
-        assert killed.returncode == -signal.SIGKILL, killed.stderr
-        tries += 1
-    assert tries >= 2
-    resumed = run(script, folder, 0)
-    assert resumed.returncode == 0, resumed.stderr
-    num_left, *found = json.loads(resumed.stdout)
-    assert found == expected and num_left < num_events
-    first, second = (torch.load(f"{tmp_path / name}.out", weights_only=True) for name in ("whole", "broken"))
-    for part in ("model", "masks"):
-        assert all(torch.equal(first[part][key], second[part][key]) for key in first[part])
-
-
-def test_a_folder_of_another_search_is_refused(tmp_path):
-    options = {"steps": Levels(0.2, 0.2, 0.2), "state": tmp_path / "state"}
-    searched(mlp(), Limit(relative=0.5), Probe(1.0), **options)
-    with pytest.raises(ValueError, match=r"probe = .*tau=1.0.*not .*tau=2.0"):
-        searched(mlp(), Limit(relative=0.5), Probe(2.0), **options)
-    other = mlp()
-    with torch.no_grad():
-        other.model[0].weight[0, 0] += 1
-    with pytest.raises(ValueError, match="other weights"):
-        searched(other, Limit(relative=0.5), Probe(1.0), **options)
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match="holds other things"):
-        searched(mlp(), Limit(relative=0.5), Probe(1.0), **options | {"state": tmp_path / "mine"})
-    trial = next((tmp_path / "state").glob("trial_*.pt"))
-    trial.write_bytes(trial.read_bytes()[:100])
-    with pytest.raises(ValueError, match="cannot be read back"):
-        searched(mlp(), Limit(relative=0.5), Probe(1.0), **options)

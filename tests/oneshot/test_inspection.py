@@ -1,0 +1,143 @@
+"""The inspection of a model looks at few tokens, survives a lack of memory, and sizes the passes for whole samples."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+from probe_models import cnn, llama
+from torch import nn
+
+from prunus import Probe, prune
+from prunus.oneshot import inspection
+from prunus.oneshot.clock import Clock
+from prunus.oneshot.norms import _Reader
+from prunus.oneshot.objective import num_tokens, shortened
+from prunus.oneshot.prune import Job, Plan
+from prunus.oneshot.session import quiet, unwrapped
+
+
+def findings(case, batches):
+    job = Job(case.model, batches, Plan(loss=case.loss))
+    with quiet(job.model):
+        return job.engine().findings
+
+
+def crowded(limit, monkeypatch):
+    """Memory that holds passes of at most that many tokens, and the lengths that were seen."""
+    observe, seen = inspection._observe, []
+
+    def observing(objective, loss, tree, *rest):
+        tokens = tree.numel() if torch.is_tensor(tree) else len(tree[1])
+        seen.append(tokens)
+        if tokens > limit:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return observe(objective, loss, tree, *rest)
+
+    monkeypatch.setattr(inspection, "_observe", observing)
+    return seen
+
+
+@pytest.mark.parametrize("limit", [8, 20, 40])
+def test_out_of_memory_halves_the_tokens_that_are_looked_at(limit, monkeypatch):
+    case, tokens = llama(), torch.randint(0, 31, (3, 24))
+    expected = prune(deepcopy(case.model), [tokens], 0.5, probe=Probe(0.05))
+    plain = findings(case, [tokens])
+    seen = crowded(limit, monkeypatch)
+    found = findings(case, [tokens])
+    assert max(seen) > limit and min(seen) <= limit
+    assert found.batched and found.quick == plain.quick and found.starts == plain.starts and found.chained
+    assert 0.5 < found.saved_bytes / plain.saved_bytes < 2
+    result = prune(case.model, [tokens], 0.5, probe=Probe(0.05))
+    assert all(torch.equal(result.masks[name], mask) for name, mask in expected.masks.items())
+
+
+def test_room_for_one_sample_that_cannot_be_cut_is_enough(monkeypatch):
+    case = cnn()
+    expected = prune(deepcopy(case.model), case.batches, 0.5, probe=Probe(0.05), loss=case.loss)
+    crowded(1, monkeypatch)
+    result = prune(case.model, case.batches, 0.5, probe=Probe(0.05), loss=case.loss)
+    assert all(torch.equal(result.masks[name], mask) for name, mask in expected.masks.items())
+
+
+def test_no_room_for_one_sample_is_said(monkeypatch):
+    crowded(0, monkeypatch)
+    with pytest.raises(torch.OutOfMemoryError):
+        findings(cnn(), cnn().batches)
+    with pytest.raises(torch.OutOfMemoryError):
+        findings(llama(), [torch.randint(0, 31, (3, 24))])
+
+
+def test_long_samples_are_looked_at_in_part(monkeypatch):
+    monkeypatch.setattr(inspection, "TOKENS", 6)
+    seen = crowded(1000, monkeypatch)
+    found = findings(llama(), [torch.randint(0, 31, (3, 24))])
+    assert max(seen) == 12 and found.batched and found.chained and len(found.quick) == 21
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+def test_norms_survive_a_lack_of_memory(limit, monkeypatch):
+    case = llama()
+    expected = prune(deepcopy(case.model), case.batches, 0.5, "wanda").masks
+    squares, refused = _Reader._squares, []
+
+    def reading(self, chunk):
+        if chunk.size > limit:
+            refused.append(chunk)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return squares(self, chunk)
+
+    monkeypatch.setattr(_Reader, "_squares", reading)
+    result = prune(case.model, case.batches, 0.5, "wanda")
+    assert refused and all(torch.equal(result.masks[name], mask) for name, mask in expected.items())
+
+
+TOKENS = torch.randint(0, 9, (2, 5))
+ONES = torch.ones(2, 5, dtype=torch.long)
+
+
+@pytest.mark.parametrize(
+    ("tree", "num"),
+    [
+        (TOKENS, 5),
+        ({"input_ids": TOKENS, "attention_mask": ONES}, 5),
+        ({"input_ids": TOKENS, "attention_mask": ONES.tril()}, 0),
+        (({"input_ids": TOKENS}, TOKENS), 5),
+        ({"input_ids": TOKENS, "labels": TOKENS.masked_fill(TOKENS > 0, -100)}, 0),
+        ({"input_ids": TOKENS, "labels": torch.tensor([0, 1])}, 5),
+        ({"input_ids": TOKENS, "bias": torch.zeros(2, 1, 5, 5)}, 0),
+        ({"input_ids": TOKENS, "more": TOKENS[:, :3]}, 0),
+        (torch.randn(2, 5), 0),
+        ({}, 0),
+    ],
+)
+def test_only_plain_tokens_are_cut(tree, num):
+    assert num_tokens(tree) == num
+    if num:
+        assert num_tokens(shortened(tree, 3)) == 3
+
+
+def test_a_users_model_with_a_part_called_module_is_not_taken_for_a_wrapper():
+    class Mine(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.module, self.head = nn.Linear(4, 6), nn.Linear(6, 3)
+
+        def forward(self, x):
+            return self.head(self.module(x).tanh())
+
+    model = Mine()
+    assert unwrapped(model) is model and unwrapped(nn.DataParallel(model)) is model
+    batches = [(torch.randn(5, 4), torch.randint(0, 3, (5,)))]
+    result = prune(model, batches, 0.5, "wanda", probe=Probe(1e9), loss=nn.functional.cross_entropy)
+    assert len(result.layers) == 2 and result.num_pruned == 21
+
+
+def test_time_is_booked_on_the_innermost_part():
+    case = llama()
+    result = prune(case.model, case.batches, 0.5, "fisher", probe=Probe(0.05))
+    assert set(result.parts) == {"strategy", "inspection", "records"}
+    assert all(seconds > 0 for seconds in result.parts.values()) and sum(result.parts.values()) <= result.seconds
+    clock = Clock()
+    with pytest.raises(KeyError), clock.part("outer"), clock.part("inner"):
+        raise KeyError
+    assert set(clock.seconds) == {"outer", "inner"} and not clock._parts

@@ -1,0 +1,165 @@
+"""One block on the accelerator at a time: the same masks, and never more than one block there.
+
+The CPU plays the accelerator: what is moved is copied even so, and the model's own tensors must not be read in between.
+"""
+
+from copy import deepcopy
+
+import pytest
+import torch
+from probe_checks import assert_same, snapshot
+from probe_models import CASES, cnn, entropy, llama, mlp
+from probe_odd import Attention, Encoder, Functional, SharedBlock, Tied
+from test_odd_models import case_of
+from torch import nn
+
+from prunus import Levels, Limit, Probe, SearchOptions, prune, search
+from prunus.eligible import eligible
+from prunus.oneshot.offload import Offload
+
+SCHEDULES = ["joint", "sequential", "block", "jacobi"]
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """Units on the device at each load, and how often homes were poisoned while their copies were in use."""
+    seen, load = [], Offload._load
+
+    def watching(self, unit, *args):
+        load(self, unit, *args)
+        owners = {self._owners[tensor] for tensor in self._homes}
+        assert len(owners) <= 1
+        seen.append(len(owners))
+
+    monkeypatch.setattr(Offload, "_load", watching)
+    return seen
+
+
+def poisoned(monkeypatch):
+    """While a unit is on the device, its home holds NaN: whoever reads the home shows it."""
+    load, settle = Offload._load, Offload.settle
+
+    def loading(self, unit, *args):
+        load(self, unit, *args)
+        self.saved = {t: home.clone() for t, home in self._homes.items()}
+        for home in self._homes.values():
+            if home.is_floating_point():
+                home.fill_(torch.nan)
+
+    def settling(self):
+        for tensor, home in self._homes.items():
+            home.copy_(self.saved[tensor])
+        settle(self)
+
+    monkeypatch.setattr(Offload, "_load", loading)
+    monkeypatch.setattr(Offload, "settle", settling)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("case", CASES)
+def test_masks_are_those_of_a_model_that_is_there_whole(case, schedule, watched, monkeypatch):
+    case = CASES[case](torch.float32)
+    dense, before = deepcopy(case.model), snapshot(case.model)
+    probe = Probe(0.02, schedule=schedule)
+    expected = prune(dense, case.batches, 0.5, "wanda", None, probe, case.loss)
+    poisoned(monkeypatch)
+    result = prune(case.model, case.batches, 0.5, "wanda", None, probe, case.loss, offload="cpu")
+    assert all(torch.equal(result.masks[name], mask) for name, mask in expected.masks.items())
+    assert all(torch.equal(a, b) for a, b in zip(case.model.parameters(), dense.parameters(), strict=True))
+    assert max(watched) == 1
+    result.undo_()
+    assert_same(before, snapshot(case.model))
+
+
+@pytest.mark.parametrize("score", ["fisher", "path", "magnitude"])
+@pytest.mark.parametrize("kind", [Attention, Encoder, Functional, SharedBlock, Tied])
+def test_models_that_use_their_weights_in_odd_ways_too(kind, score):
+    case = case_of(kind)
+    dense = deepcopy(case.model)
+    options = {"score": score, "probe": Probe(0.02), "loss": case.loss}
+    expected = prune(dense, case.batches, 0.5, **options)
+    if kind in (Attention, Functional):
+        with pytest.raises(ValueError, match="list of blocks"):
+            prune(case.model, case.batches, 0.5, **options, offload="cpu")
+        return
+    result = prune(case.model, case.batches, 0.5, **options, offload="cpu")
+    assert all(torch.equal(result.masks[name], mask) for name, mask in expected.masks.items())
+
+
+def test_a_graph_holds_none_of_the_blocks_weights_and_the_backward_fetches_them_one_block_at_a_time():
+    case = llama(torch.float32)
+    weights = [m for block in case.model.model.layers for m in block.modules() if isinstance(m, nn.Linear)]
+    offload, held = Offload(case.model, eligible(case.model).weights, torch.device("cpu")), []
+    shapes = {shape for m in weights for shape in (m.weight.shape, m.weight.t().shape)}
+    with offload.open(), offload.saving(held.append):
+        loss = case.model(**case.batches[0], labels=case.batches[0]["input_ids"]).loss
+        assert held and not any(t.shape in shapes for t in held)
+        assert offload.num_moves == 3
+        loss.backward()
+        assert offload.num_moves == 6
+    plain = llama(torch.float32)
+    plain.model(**plain.batches[0], labels=plain.batches[0]["input_ids"]).loss.backward()
+    embedding = case.model.model.embed_tokens.weight, plain.model.model.embed_tokens.weight
+    assert torch.equal(embedding[0].grad, embedding[1].grad)
+
+
+def test_blocks_whose_output_is_known_are_not_moved(monkeypatch):
+    case = llama(torch.float32)
+    moves, opened = [], Offload.open
+
+    def counting(self):
+        moves.append(self)
+        return opened(self)
+
+    monkeypatch.setattr(Offload, "open", counting)
+    prune(case.model, case.batches, 0.5, probe=Probe(1.0), offload="cpu")
+    assert len(moves) == 1
+    # 21 weights, 2 groups of samples: whole passes would load each of the 3 blocks twice, forward and backward
+    assert 0 < moves[0].num_moves < 21 * 2 * 3 * 2
+
+
+@pytest.mark.parametrize("at", [3, 8, 14])
+def test_an_interruption_gives_back_the_model_as_it_was(at):
+    case, calls = cnn(torch.float32), []
+    case.model.blocks[1].conv2.register_forward_hook(lambda *_: calls.append(1))
+    before = snapshot(case.model)
+
+    def loss(output, target):
+        if len(calls) >= at:
+            raise KeyboardInterrupt
+        return entropy(output, target)
+
+    with pytest.raises(KeyboardInterrupt):
+        prune(case.model, case.batches, 0.5, "wanda", None, Probe(10.0), loss, offload="cpu")
+    assert_same(before, snapshot(case.model))
+
+
+@pytest.mark.parametrize("at", range(1, 16, 2))
+def test_an_interruption_within_a_block_loses_no_change_that_is_taken_back(at):
+    case, calls = cnn(torch.float32), []
+    before = snapshot(case.model)
+
+    def interrupt(*_):
+        calls.append(1)
+        if len(calls) == at:
+            raise KeyboardInterrupt
+
+    handle = case.model.blocks[1].norm.register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        prune(case.model, case.batches, 0.5, "magnitude", None, Probe(10.0), case.loss, offload="cpu")
+    handle.remove()
+    assert_same(before, snapshot(case.model))
+
+
+def test_a_search_runs_offloaded_as_it_does_whole():
+    case, other = mlp(), mlp()
+    limit, steps = Limit(absolute=0.02), Levels(0.2, 0.2, 0.6)
+
+    def evaluate(model):
+        return float(sum(case.loss(model(x), y) for x, y in case.batches))
+
+    plain = search(case.model, case.batches, evaluate, limit, Probe(0.5), loss=entropy, options=SearchOptions(steps))
+    options = SearchOptions(steps, offload="cpu")
+    moved = search(other.model, other.batches, evaluate, limit, Probe(0.5), loss=entropy, options=options)
+    assert moved.sparsity == plain.sparsity and moved.metric == plain.metric and moved.alone == plain.alone
+    assert all(torch.equal(a, b) for a, b in zip(case.model.parameters(), other.model.parameters(), strict=True))
