@@ -1,13 +1,16 @@
 """``prunus prune``"""
 
-import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
 if TYPE_CHECKING:
+    import torch
+
+    from ..lab.prune_profile import Profile
+    from ..lab.subject import Request
     from ..oneshot import Probe, Result
     from ..select import Selector
 
@@ -44,6 +47,8 @@ class Command:
     gguf_file: str | None = None  # file in the folder to read the weights from
     dtype: str = "auto"  # auto keeps the model's own
     device: str = "cpu"  # cpu or cuda
+    offload: bool = False  # keep the model in main memory, one block at a time on the device
+    profile: bool = False  # say where time and memory went, and what to change
 
 
 def run(command: Command) -> None:
@@ -51,15 +56,107 @@ def run(command: Command) -> None:
         raise ValueError(f"{command.out} is there already; choose another --out")
     if not 0 <= command.sparsity < 1:
         raise ValueError(f"sparsity must lie in [0, 1), got {command.sparsity}")
-    _write(command, *_pruned(command))
+    from .prune_tables import print_profile, print_result
+
+    outcome = _pruned(command)
+    _write(command, outcome)
+    print_result(command, outcome)
+    if outcome.profile is not None:
+        print_profile(outcome.profile)
 
 
-def _pruned(command: Command) -> "tuple[Any, Result, dict[str, Any]]":
-    """The subject, pruned, and the figures."""
-    from ..lab.subject import Request, subject_of
+@dataclass(frozen=True)
+class Outcome:
+    """What was done to the subject, and the figures."""
+
+    subject: Any
+    result: "Result"
+    rows: dict[str, dict[str, float]]  # sparsity and metric by name of the model
+    profile: "Profile | None" = None
+
+
+def _pruned(command: Command) -> Outcome:
+    """The subject, pruned, beside the dense model and the strategy alone."""
+    import time
+
+    import torch
+
+    from ..lab.prune_profile import Sampler, utilisation_reader
+    from ..lab.subject import subject_of
     from ..oneshot import prune
 
-    request = Request(
+    probe, select, device = _probe(command), _selector(command.scope), torch.device(command.device)
+    subject = subject_of(_request(command))
+    settings: dict[str, Any] = {"score": command.score, "select": select, "loss": subject.loss}
+    settings |= {"include": command.include, "exclude": command.exclude, "batch_size": command.batch or None}
+    settings |= {"offload": device if command.offload else None}
+    began, measured = time.perf_counter(), _Measured(command, subject, device)
+    sampler = Sampler(utilisation_reader(device) if command.profile else None)
+    with sampler.running(), _bar(command.probe) as progress:
+        rows = {"dense": measured(0.0)}
+        result = prune(subject.model, subject.batches, command.sparsity, probe=probe, progress=progress, **settings)
+        reached = measured(result.sparsity)
+        if probe is not None:
+            result.undo_()
+            alone = prune(subject.model, subject.batches, result.sparsity, **settings)
+            rows[f"{command.score} alone"] = measured(alone.sparsity)
+            alone.undo_()
+            result.apply_()
+    rows["probed" if probe else command.score] = reached
+    if not command.profile:
+        return Outcome(subject, result, rows)
+    seconds = result.parts | {"evaluation": measured.seconds}
+    return Outcome(subject, result, rows, _profile(command, result, seconds, time.perf_counter() - began, sampler.mean))
+
+
+class _Measured:
+    """The metric of the subject as it is, beside its sparsity; ``seconds`` is what that took in all."""
+
+    def __init__(self, command: Command, subject: Any, device: "torch.device") -> None:
+        from ..oneshot.clock import Clock
+
+        self.command, self.subject, self.device, self.clock = command, subject, device, Clock(device)
+
+    def __call__(self, sparsity: float) -> dict[str, float]:
+        with self.clock.part("evaluation"), self._placed():
+            return {"sparsity": sparsity, self.subject.metric: self.subject.evaluate(self.subject.model)}
+
+    def _placed(self) -> Any:
+        from contextlib import nullcontext
+
+        from ..eligible import eligible
+        from ..oneshot.offload import Offload
+
+        if not self.command.offload:
+            return nullcontext()
+        weights = eligible(self.subject.model, self.command.include, self.command.exclude).weights
+        return Offload(self.subject.model, weights, self.device).open()
+
+    @property
+    def seconds(self) -> float:
+        return self.clock.seconds.get("evaluation", 0.0)
+
+
+def _profile(
+    command: Command, result: "Result", parts: dict[str, float], total: float, utilisation: float | None
+) -> "Profile":
+    import torch
+
+    from ..lab.prune_profile import Profile, split
+    from ..oneshot.memory import free_bytes
+
+    device = torch.device(command.device)
+    left = free_bytes(device)
+    if device.type == "cuda":
+        left -= result.peak_bytes - torch.cuda.memory_allocated(device)
+    state = (result.rows, result.halved, result.peak_bytes, max(0, left))
+    return Profile(split(parts, total), *state, command.device, command.probe, utilisation)
+
+
+def _request(command: Command) -> "Request":
+    from ..lab.subject import Request
+
+    return Request(
         command.model,
         command.tokens,
         command.eval_tokens,
@@ -70,26 +167,8 @@ def _pruned(command: Command) -> "tuple[Any, Result, dict[str, Any]]":
         command.gguf_file,
         command.dtype,
         command.device,
+        command.offload,
     )
-    probe, select = _probe(command), _selector(command.scope)
-    subject = subject_of(request)
-    settings: dict[str, Any] = {"score": command.score, "select": select, "loss": subject.loss}
-    settings |= {"include": command.include, "exclude": command.exclude, "batch_size": command.batch or None}
-    rows = {"dense": {"sparsity": 0.0, subject.metric: subject.evaluate(subject.model)}}
-    with _bar(command.probe) as progress:
-        result = prune(subject.model, subject.batches, command.sparsity, probe=probe, progress=progress, **settings)
-    reached = {"sparsity": result.sparsity, subject.metric: subject.evaluate(subject.model)}
-    if probe is not None:
-        result.undo_()
-        alone = prune(subject.model, subject.batches, result.sparsity, **settings)
-        rows[f"{command.score} alone"] = {
-            "sparsity": alone.sparsity,
-            subject.metric: subject.evaluate(subject.model),
-        }
-        alone.undo_()
-        result.apply_()
-    rows["probed" if probe else command.score] = reached
-    return subject, result, rows
 
 
 def _probe(command: Command) -> "Probe | None":
@@ -116,27 +195,32 @@ def _bar(title: str) -> Any:
     return weights_bar("prune" if title == "none" else f"probe, {title}")
 
 
-def _write(command: Command, subject: Any, result: "Result", rows: dict[str, Any]) -> None:
-    """The folder, whole or not at all, and the tables."""
-    from dataclasses import asdict
+def _write(command: Command, outcome: Outcome) -> None:
+    """The folder, whole or not at all."""
+    import shutil
 
     from ..lab.files import write_json
 
     part = command.out.with_name(command.out.name + ".part")
     part.mkdir(parents=True)
     try:
-        subject.save(part)
-        settings = {key: value for key, value in asdict(command).items() if key != "out"}
-        layers = [asdict(layer) | {"sparsity": layer.sparsity} for layer in result.layers]
-        figures = {"passes": result.passes, "seconds": result.seconds, "peak_bytes": result.peak_bytes}
-        write_json(part / "result.json", _plain({"settings": settings, "rows": rows, "layers": layers} | figures))
+        outcome.subject.save(part)
+        write_json(part / "result.json", _plain(_figures(command, outcome)))
         part.rename(command.out)
     except BaseException:
-        import shutil
-
         shutil.rmtree(part, ignore_errors=True)
         raise
-    _print(command, subject.metric, result, rows)
+
+
+def _figures(command: Command, outcome: Outcome) -> dict[str, Any]:
+    from ..lab.prune_profile import advice
+
+    result, profile = outcome.result, outcome.profile
+    settings = {key: value for key, value in asdict(command).items() if key != "out"}
+    layers = [asdict(layer) | {"sparsity": layer.sparsity} for layer in result.layers]
+    cost = {"passes": result.passes, "forwards": result.forwards, "seconds": result.seconds}
+    found = {"settings": settings, "rows": outcome.rows, "layers": layers, "peak_bytes": result.peak_bytes} | cost
+    return found | ({} if profile is None else {"profile": asdict(profile) | {"advice": advice(profile)}})
 
 
 def _plain(value: Any) -> Any:
@@ -146,27 +230,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return str(value) if isinstance(value, Path) else value
-
-
-def _print(command: Command, metric: str, result: "Result", rows: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    layers = Table(title="what was pruned in each weight")
-    for heading in ("weight", "shape", "proposed", "pruned", "sparsity", "no gradient", "not finite", "tau"):
-        layers.add_column(heading, justify="left" if heading == "weight" else "right", no_wrap=True)
-    for layer in result.layers:
-        shape, tau = "x".join(map(str, layer.shape)), "" if layer.tau is None else f"{layer.tau:.4g}"
-        counts = (f"{layer.num_candidates:,}", f"{layer.num_pruned:,}", f"{layer.sparsity:.2%}")
-        layers.add_row(layer.name, shape, *counts, str(layer.num_zero_gradient), str(layer.num_not_finite), tau)
-    table = Table(title=f"{command.model}, on held-out data")
-    for heading in ("model", "sparsity", metric):
-        table.add_column(heading)
-    for name, row in rows.items():
-        table.add_row(name, f"{row['sparsity']:.4%}", f"{row[metric]:.4f}")
-    console = Console() if sys.stdout.isatty() else Console(width=160)
-    console.print(layers)
-    console.print(table)
-    if command.score == "wanda" and command.scope == "global":
-        print("One threshold for all layers suits wanda badly: on small GPTs it was far worse than by rows.")
-    print(f"{command.out}: written in {result.seconds:.1f} s of pruning, {result.passes:,} passes of one sample")

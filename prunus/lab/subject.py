@@ -48,6 +48,7 @@ class Request:
     gguf_file: str | None = None
     dtype: str = "auto"
     device: str = "cpu"
+    offload: bool = False  # the weights stay in main memory
 
 
 def subject_of(request: Request) -> Subject:
@@ -76,7 +77,7 @@ def _hugging_face(request: Request, folder: Path) -> Subject:
     calibration, held_out = read_tokens(request.tokens), read_tokens(request.eval_tokens)
     from_gguf = {"gguf_file": request.gguf_file} if request.gguf_file else {"use_safetensors": True}
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=request.dtype, local_files_only=True, **from_gguf)
-    model.to(request.device).eval()
+    model.to("cpu" if request.offload else request.device).eval()
     vocabulary, longest = model.config.vocab_size, getattr(model.config, "max_position_embeddings", 256)
     for path, tokens in ((request.tokens, calibration), (request.eval_tokens, held_out)):
         if int(tokens.max()) >= vocabulary:
@@ -131,6 +132,8 @@ def _checkpoint(request: Request, path: Path) -> Subject:
     from .run import Run
     from .trainer import Training
 
+    if request.offload:
+        raise ValueError(f"{path} is a checkpoint of prunus, which fits where it was trained; leave out --offload")
     state = load_checkpoint(path)
     run = replace(
         Run.from_json(deepcopy(state["run"])), compile=False, device=request.device, eval_size=request.eval_windows

@@ -49,6 +49,7 @@ class Engine:
         self.findings: Findings = inspect(objective, self.modules, self.blocks, samples, self.device)
         self.passes += 4
         self.prefix = Prefix(self.blocks if self.findings.chained else [], samples)
+        self.halved = 0  # how often memory ran out
         self.together = True  # all variants of a sample fit into one pass
         self.size = size or batch_size(self.findings.saved_bytes, self.device)  # rows a pass
 
@@ -75,6 +76,7 @@ class Engine:
                 self.findings.quick.discard(str(what))
             except _TooLarge:
                 self.together = False
+                self.halved += 1
                 return self.records(names, variants, statistic)
         slow = [name for name in names if name not in quick]
         if slow:
@@ -193,6 +195,7 @@ class Engine:
 
     def _shrink(self) -> None:
         self.size = max(1, self.size // 2)
+        self.halved += 1
         release(self.device)
 
     def _finished(self, record: Records, statistic: Statistic) -> Records:

@@ -153,6 +153,8 @@ class Job:
         result.passes, result.forwards = self._counts()[0] - passes, self._counts()[1] - forwards
         result.seconds, result.peak_bytes = time.perf_counter() - began, peak.bytes()
         result.parts = dict(self.clock.seconds)
+        if self._engine is not None:
+            result.rows, result.halved = self._engine.size, self._engine.halved
         return result
 
     def undo_(self, originals: Originals) -> None:

@@ -46,6 +46,8 @@ class Result:
     seconds: float = 0.0
     parts: dict[str, float] = field(default_factory=dict)  # seconds by what they were spent on
     peak_bytes: int = 0
+    rows: int = 0  # of a pass at the end: samples times the weights that each is seen with
+    halved: int = 0  # how often memory ran out
     originals: Originals = field(default_factory=Originals)
 
     @property

@@ -82,6 +82,27 @@ def test_a_hugging_face_folder_comes_back_as_one_that_transformers_reads(folder,
         assert alone["sparsity"] == pytest.approx(last["sparsity"], abs=0.04)
 
 
+def test_a_profile_says_where_the_time_went_and_what_to_change(folder, capsys):
+    _, result = prune(folder, "--probe", "sequential", "--tau", "0.05", "--profile")
+    said, profile = capsys.readouterr().out, result["profile"]
+    assert set(profile["seconds"]) == {"strategy", "inspection", "records", "evaluation", "other"}
+    assert profile["rows"] > 0 and profile["used_bytes"] > 0 and profile["left_bytes"] > 0
+    assert profile["utilisation"] is None and "GPU busy" not in said
+    assert all(line in said for line in profile["advice"]) and any("CPU thread" in line for line in profile["advice"])
+    assert all(part in said for part in ("where time and memory went", "memory left", *profile["seconds"]))
+    _, plain = prune(folder, "--probe", "sequential", out="plain")
+    assert "profile" not in plain
+
+
+@pytest.mark.parametrize("options", [["--probe", "block", "--tau", "0.05"], ["--score", "wanda"]], ids=" ".join)
+def test_offloaded_it_comes_to_the_same(folder, options):
+    transformers = pytest.importorskip("transformers")
+    (whole, first), (moved, second) = prune(folder, *options), prune(folder, *options, "--offload", out="moved")
+    assert first["rows"] == second["rows"] and first["layers"] == second["layers"]
+    models = [transformers.AutoModelForCausalLM.from_pretrained(out) for out in (whole, moved)]
+    assert all(torch.equal(a, b) for a, b in zip(*(model.parameters() for model in models), strict=True))
+
+
 def test_bfloat16_stays_bfloat16(folder):
     transformers = pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model").bfloat16()
@@ -133,6 +154,7 @@ def test_a_checkpoint_of_our_own_is_pruned_and_evaluated(tmp_path, capsys):
     main(["prune", str(tmp_path / "run"), *options, "--out", str(tmp_path / "out")])
     result = json.loads((tmp_path / "out" / "result.json").read_text())
     capsys.readouterr()
+    assert "leave out --offload" in refused(capsys, "prune", tmp_path / "run", "--offload", "--out", tmp_path / "new")
     main(["eval", str(tmp_path / "out"), "--eval-size", "2"])
     said = capsys.readouterr().out
     probed = result["rows"]["probed"]
