@@ -36,7 +36,7 @@ from .sweep import sweep_kernel
 
 __all__ = ["launch_cut", "launch_each", "lowered", "wait_all"]
 
-SIGMAS = 5.0  # half width of the bracket in standard errors of independent samples; a miss costs time, not exactness
+SIGMAS = 4.5  # half width of the bracket in standard errors of independent samples; a miss costs time, not exactness
 BLOCK = 1024  # elements of a tile in registers at a time
 SAMPLED = 256  # samples a program
 BYTES = 256  # entries of a list that a program expands at a time
