@@ -28,7 +28,12 @@ CORE = {
 ALL_BUT_TRAINING = set(CORE) - {"export"}
 CORE["training"] = CORE["oneshot"] = ALL_BUT_TRAINING
 CORE["integrations"] = {"training"}
-MAY_IMPORT = CORE | {"lab": set(CORE), "cli": {*CORE, "lab"}, "__main__": {"cli"}}
+MAY_IMPORT = CORE | {
+    "lab": set(CORE),
+    "doctor": {"ops", "mask", "eligible", "schedule", "export"},
+    "cli": {*CORE, "lab", "doctor"},
+    "__main__": {"cli"},
+}
 HEAVY = {"triton": "ops/_triton"}  # what else than torch and numpy the core may load, and where
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 MODULES = [path for path in FILES if path != Path("__init__.py")]
