@@ -60,10 +60,10 @@ def _whole_lines(counts: Counts) -> str | None:
 
 
 def _groups(counts: Counts) -> str | None:
-    """N:M of the smallest M that all groups obey and nearly all fill."""
+    """N:M of the smallest M, shorter than a row, that all groups obey and nearly all fill."""
     for m in GROUPS:
         n = counts.most.get(m, m)
-        num_groups = counts.num // m
+        num_groups = counts.num // m if counts.shape[1] > m else 0
         if 0 < n < m and num_groups >= MIN_GROUPS and counts.num_kept >= (1 - NEARLY) * n * num_groups:
             return f"{n}:{m}"
     return None

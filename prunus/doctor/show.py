@@ -48,7 +48,7 @@ def _table(layers: list[Layer]) -> Table:
     table.add_column("dead r/c", justify="right", no_wrap=True)
     table.add_column("notes", overflow="fold", ratio=2)
     for layer in layers:
-        cells = [layer.name, shape_text(layer.shape), percent(layer.num_zeros, layer.num), layer.pattern]
+        cells = [_name(layer), shape_text(layer.shape), percent(layer.num_zeros, layer.num), layer.pattern]
         table.add_row(*map(Text, [*cells, _dead(layer), _notes(layer)]), style=_style(layer))
     return table
 
@@ -59,8 +59,13 @@ def _lines(layers: list[Layer]) -> Group:
     for layer in layers:
         cells = [shape_text(layer.shape), percent(layer.num_zeros, layer.num), layer.pattern]
         cells += [f"dead {_dead(layer)}" if _dead(layer) else "", _notes(layer)]
-        rows += [Text(layer.name, style=_style(layer), overflow="fold"), Text("  " + "  ".join(filter(None, cells)))]
+        rows += [Text(_name(layer), style=_style(layer), overflow="fold"), Text("  " + "  ".join(filter(None, cells)))]
     return Group(*rows)
+
+
+def _name(layer: Layer) -> str:
+    """The module's name where the tensor is its weight: the line stays short."""
+    return layer.name.removesuffix(".weight")
 
 
 def _dead(layer: Layer) -> str:
