@@ -7,6 +7,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from prunus.mask import digest
+from prunus.ops import bits
+
 CONFIG = {"model_type": "llama", "num_hidden_layers": 3, "hidden_size": 16, "num_attention_heads": 4}
 LAYERS = 3
 WEIGHTS = {
@@ -71,6 +74,13 @@ def prune_groups_(tensors, n=2, m=4):
         lowest = groups.abs().float().argsort(1)[:, : m - n]
         groups.scatter_(1, lowest, torch.zeros_like(groups))
     return tensors
+
+
+def state_of(tensors):
+    """A Pruner's state with the masks of the zeros, and its digest."""
+    masks = {name: tensors[name] != 0 for name in weights_of(tensors)}
+    packed = {name: bits.pack(mask) for name, mask in masks.items()}
+    return {"step": 9, "due": False, "masks": packed, "movement": {}, "digest": digest(masks)}
 
 
 def folder(path: Path, tensors, config=None, shards=1):
