@@ -1,6 +1,7 @@
 """A report for people: one table, then the findings, then the verdict."""
 
 import os
+from typing import Literal
 
 from rich.console import Console, Group
 from rich.padding import Padding
@@ -9,13 +10,15 @@ from rich.text import Text
 
 from .report import Layer, Report, percent, shape_text
 
-WIDE = 80  # columns from which a layer's name and its numbers share a line
-PIPED = 140
+PIPED = 240  # columns of a file or a pipe: one line a layer
+NOTES = 12  # columns that notes need at least, folded
+HEADS = ("tensor", "shape", "zeros", "pattern", "dead r/c")
+SIDES: tuple[Literal["left", "right"], ...] = ("left", "right", "right", "left", "right")
 SHOWN = 40  # findings printed; the machine-readable form has all
 
 
 def console() -> Console:
-    """Standard output; into a file or a pipe, wide enough for one line a layer."""
+    """Standard output, wide where it is no terminal and nobody said how wide it is."""
     made = Console(highlight=False)
     is_told = made.is_terminal or "COLUMNS" in os.environ
     return made if is_told else Console(highlight=False, width=PIPED)
@@ -25,7 +28,7 @@ def show(report: Report, console: Console) -> None:
     """Print the table, the findings, the notes, and last the verdict."""
     layers = [layer for layer in report.layers if len(layer.shape) > 1 or layer.num_not_finite]
     if layers:
-        console.print(_table(layers) if console.width >= WIDE else _lines(layers))
+        console.print(_table(layers) if _width(layers) <= console.width else _lines(layers))
     hidden = len(report.layers) - len(layers)
     if hidden:
         console.print(Text(f"and {hidden} vector{'s' if hidden > 1 else ''}: biases, norms and the like", style="dim"))
@@ -41,24 +44,31 @@ def show(report: Report, console: Console) -> None:
 
 def _table(layers: list[Layer]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("tensor", overflow="fold", ratio=3)
-    for name in ("shape", "zeros"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("pattern", no_wrap=True)
-    table.add_column("dead r/c", justify="right", no_wrap=True)
-    table.add_column("notes", overflow="fold", ratio=2)
+    for name, side in zip(HEADS, SIDES, strict=True):
+        table.add_column(name, justify=side, no_wrap=True)
+    table.add_column("notes", overflow="fold")
     for layer in layers:
-        cells = [_name(layer), shape_text(layer.shape), percent(layer.num_zeros, layer.num), layer.pattern]
-        table.add_row(*map(Text, [*cells, _dead(layer), _notes(layer)]), style=_style(layer))
+        table.add_row(*map(Text, [*_cells(layer), _notes(layer)]), style=_style(layer))
     return table
+
+
+def _width(layers: list[Layer]) -> int:
+    """Columns that a table needs without cutting a name."""
+    rows = [HEADS, *(_cells(layer) for layer in layers)]
+    return sum(max(map(len, column)) + 2 for column in zip(*rows, strict=True)) + NOTES
+
+
+def _cells(layer: Layer) -> tuple[str, ...]:
+    zeros = percent(layer.num_zeros, layer.num)
+    return _name(layer), shape_text(layer.shape), zeros, layer.pattern, _dead(layer)
 
 
 def _lines(layers: list[Layer]) -> Group:
     """Two lines a layer, for a narrow terminal: the name, and its numbers below it."""
     rows = []
     for layer in layers:
-        cells = [shape_text(layer.shape), percent(layer.num_zeros, layer.num), layer.pattern]
-        cells += [f"dead {_dead(layer)}" if _dead(layer) else "", _notes(layer)]
+        _, *cells, dead = _cells(layer)
+        cells += [f"dead {dead}" if dead else "", _notes(layer)]
         rows += [Text(_name(layer), style=_style(layer), overflow="fold"), Text("  " + "  ".join(filter(None, cells)))]
     return Group(*rows)
 
