@@ -14,6 +14,7 @@ COMMANDS = {
     "train": "train a network, pruning it on the way",
     "eval": "quality and sparsity of a checkpoint",
     "doctor": "check what a pruned model promises",
+    "export": "a smaller file that gives every bit back, and back to a plain one",
     "bench": "each speed claim beside what it is compared with",
 }
 
