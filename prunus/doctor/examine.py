@@ -38,11 +38,11 @@ def examine(
     """
     given = Asked(sparsity, pattern, _tuple(include), _tuple(exclude), _tuple(allow))
     source = open_source(Path(path))
-    if masks is not None:
-        source.masks = _read_masks(Path(masks))
-    _undo_parametrization(source)
-    asked = _merged(given, of_run(source))
-    return _report(source, asked)
+    with source.stack:
+        if masks is not None:
+            source.masks = _read_masks(Path(masks))
+        _undo_parametrization(source)
+        return _report(source, _merged(given, of_run(source)))
 
 
 def _report(source: Source, asked: Asked) -> Report:

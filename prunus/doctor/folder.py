@@ -3,28 +3,17 @@
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 from ..eligible import plain_name
-from .source import Source, Stored
+from ..export.dtypes import DTYPES
+from . import small
+from .source import Source, Stored, dtype_name
 
-DTYPES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "BOOL": "bool",
-    "U8": "uint8",
-    "I8": "int8",
-    "I16": "int16",
-    "I32": "int32",
-    "I64": "int64",
-}
 INDEX = ".safetensors.index.json"
 SERIES = re.compile(r"^(.*)-(\d+)-of-(\d+)\.safetensors$")
 
@@ -36,6 +25,8 @@ def read(path: Path) -> Source:
     if not files and not index:
         raise ValueError(f"{path} holds no safetensors file{_others(path)}")
     source = Source(path, "folder", config=_json(path / "config.json"))
+    if small.is_small(path):
+        return small.read(path, replace(source, kind="small folder"))
     if index and "model.safetensors" not in files:
         return _by_index(source, index[0], files)
     chosen = ["model.safetensors"] if "model.safetensors" in files else files
@@ -53,6 +44,8 @@ def read(path: Path) -> Source:
 
 def read_file(path: Path) -> Source:
     """The tensors of one safetensors file, or of the shards that an index names."""
+    if small.is_small(path):
+        return small.read(path, Source(path, "small file", config=_json(path.parent / "config.json")))
     if path.name.endswith(INDEX):
         source = Source(path, "folder", config=_json(path.parent / "config.json"))
         return _by_index(source, path, sorted(file.name for file in path.parent.glob("*.safetensors")))
@@ -75,7 +68,7 @@ def tensors_of(path: Path) -> dict[str, Stored]:
         found[name] = Stored(
             plain_name(name),
             tuple(piece.get_shape()),
-            DTYPES.get(dtype, dtype),
+            dtype_name(DTYPES[dtype]) if dtype in DTYPES else dtype,
             path.name,
             lambda name=name: file.get_tensor(name),
         )

@@ -1,6 +1,7 @@
 """Where tensors come from: names and shapes first, values one at a time."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ class Source:
     digests: dict[str, str] = field(default_factory=dict)  # by the place that stores them
     findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    stack: ExitStack = field(default_factory=ExitStack)  # files that stay open until all is read
 
     def find(self, kind: str, where: str, what: str, todo: str) -> None:
         self.findings.append(Finding(kind, where, what, todo))
