@@ -3,6 +3,7 @@
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from .report import Finding
 from .source import Source
 
 NUMBER = re.compile(r"\.(\d+)\.")
-LISTS = ("layers", "h", "blocks", "layer", "block")  # of equal blocks, one after the other
+LISTS = ("layers", "h", "blocks", "layer", "block", "experts")  # of equal blocks; stages of a network differ
 
 
 def check_ties(source: Source, chosen: Mapping[str, Role], seen: Mapping[str, Seen]) -> Iterator[Finding]:
@@ -53,11 +54,12 @@ def check_neighbours(names: Iterable[str], config: Mapping[str, Any]) -> Iterato
     A block with tensors of its own is of another kind, and is left alone.
     """
     names = sorted(names)
-    lists: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+    found: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     for name in names:
         for match in NUMBER.finditer(f".{name}"):
-            lists[f".{name}"[1 : match.start()]][int(match[1])].add(f".{name}"[match.end() :])
+            found[f".{name}"[1 : match.start()]][int(match[1])].add(f".{name}"[match.end() :])
     missing: dict[str, str] = {}
+    lists = {stem: blocks for stem, blocks in found.items() if stem.rpartition(".")[2] in LISTS}
     for stem, blocks in lists.items():
         if len(blocks) > 2:
             missing |= _lacking(stem, blocks)
@@ -82,19 +84,20 @@ def _lacking(stem: str, blocks: Mapping[int, set[str]]) -> dict[str, str]:
 
 
 def _gaps(lists: Mapping[str, Mapping[int, set[str]]], config: Mapping[str, Any]) -> Iterator[Finding]:
-    stacks = {stem: blocks for stem, blocks in lists.items() if stem.rpartition(".")[2] in LISTS}
+    """Blocks left out; every second number may be left out by right: of a Sequential with activations between."""
     todo = "copy them from where the model was saved, or save it anew"
-    for stem, blocks in stacks.items():
-        first, last = min(blocks), max(blocks)
-        if gone := sorted(set(range(first, last + 1)) - set(blocks)):
-            steps = {after - before for before, after in zip(sorted(blocks), sorted(blocks)[1:], strict=False)}
-            if len(steps) > 1:
-                yield Finding("missing", f"{stem}.{gone[0]}", f"blocks {gone} of {first} to {last} are not there", todo)
+    gaps = {stem: sorted(set(range(min(blocks), max(blocks) + 1)) - set(blocks)) for stem, blocks in lists.items()}
+    for stem, gone in gaps.items():
+        there = sorted(lists[stem])
+        if gone and len({after - before for before, after in pairwise(there)}) > 1:
+            what = f"blocks {gone} of {there[0]} to {there[-1]} are not there"
+            yield Finding("missing", f"{stem}.{gone[0]}", what, todo)
     said = next((config[key] for key in ("num_hidden_layers", "n_layer") if isinstance(config.get(key), int)), None)
+    stacks = [stem for stem in lists if not stem.endswith("experts")]
     if said and stacks:
-        stem = max(stacks, key=lambda stem: len(stacks[stem]))
-        if max(stacks[stem]) + 1 < said:
-            what = f"config.json says {said} blocks, and the last one stored is number {max(stacks[stem])}"
+        stem = max(stacks, key=lambda stem: len(lists[stem]))
+        if len(lists[stem]) + len(gaps[stem]) < said or (len(lists[stem]) == 2 < said):
+            what = f"config.json says {said} blocks, and {len(lists[stem])} are stored"
             yield Finding("missing", stem, what, todo)
 
 
