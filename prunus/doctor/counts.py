@@ -49,8 +49,7 @@ def count(keep: Tensor) -> Counts:
     most = {m: 0 for m in GROUPS if num_columns and num_columns % m == 0}
     widths = set(most)
     for start, piece in pieces(keep):
-        rows[start : start + len(piece)] = piece.sum(1)
-        columns += piece.sum(0)
+        columns += _sum_of_rows(piece.view(torch.uint8))
         groups = piece.view(torch.uint8)
         for m in (2, *most) if most else ():
             groups = groups[:, 0::2] + groups[:, 1::2]
@@ -58,7 +57,21 @@ def count(keep: Tensor) -> Counts:
                 most[m] = max(most[m], int(groups.max()))
             if m in widths and not ((groups == 0) | (groups == m)).all():
                 widths.discard(m)
+        rows[start : start + len(piece)] = groups.sum(1)
     return Counts((num_rows, num_columns), rows, columns, most, _tile(keep, widths))
+
+
+def _sum_of_rows(bytes_: Tensor) -> Tensor:
+    """``bytes_.sum(0)`` of zeros and ones, in bytes while their sums fit, which is many times faster."""
+    for _ in range(7):
+        if len(bytes_) < 2:
+            break
+        half = len(bytes_) // 2
+        odd = bytes_[2 * half :]
+        bytes_ = bytes_[:half] + bytes_[half : 2 * half]
+        if len(odd):
+            bytes_[0] += odd[0]
+    return bytes_.sum(0)
 
 
 def pieces(matrix: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -80,6 +93,8 @@ def num_not_finite(tensor: Tensor) -> int:
     for start in range(0, len(flat), PIECE):
         piece = flat[start : start + PIECE]
         piece = piece.float() if piece.element_size() == 1 else piece
+        if piece.sum(dtype=torch.float64).isfinite():
+            continue  # one value that is not finite would have shown; a sum is cheap
         found += int((~piece.isfinite()).sum())
     return found
 

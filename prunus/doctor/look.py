@@ -52,7 +52,7 @@ def look(stored: Stored, view: View) -> Seen:
     tensor, role = stored.load(), view.role
     alive = nonzero(tensor)
     findings = list(_not_finite(stored, num := num_not_finite(tensor)))
-    facts: dict[str, Any] = {"num": tensor.numel(), "num_zeros": tensor.numel() - int(alive.sum())}
+    facts: dict[str, Any] = {"num": tensor.numel(), "num_zeros": tensor.numel() - int(alive.count_nonzero())}
     facts["num_not_finite"] = num
     hashed = _hash(tensor) if role.kind in ABSENT_ROWS else None
     if tensor.ndim < 2:
@@ -100,11 +100,11 @@ def _misfit(stored: Stored, mask: Stored) -> Finding:
 
 
 def _against_mask(alive: Tensor, mask: Tensor) -> dict[str, int]:
-    kept, both = int(mask.sum()), int((alive & mask).sum())
+    kept, both = int(mask.count_nonzero()), int((alive & mask).count_nonzero())
     return {
         "num_pruned": mask.numel() - kept,
         "num_live_zeros": kept - both,
-        "num_came_back": int(alive.sum()) - both,
+        "num_came_back": int(alive.count_nonzero()) - both,
     }
 
 

@@ -161,6 +161,18 @@ def test_zeros_and_values_that_are_not_finite_are_counted_in_every_dtype(dtype):
     assert num_not_finite(tensor) == 1
 
 
+def test_the_largest_numbers_are_finite_though_their_sum_is_not():
+    huge = torch.full((1000,), 1.7e308, dtype=torch.float64)
+    assert num_not_finite(huge) == 0
+    huge[3], huge[4] = float("inf"), -float("inf")
+    assert num_not_finite(huge) == 2
+
+
+def test_columns_of_ones_are_counted_for_every_number_of_rows():
+    for num_rows in (*range(1, 40), 127, 128, 255, 256, 257, 383, 511, 1000):
+        assert count(torch.ones(num_rows, 2, dtype=torch.bool)).columns.tolist() == [num_rows] * 2
+
+
 def test_the_smallest_numbers_are_not_zero():
     tiny = torch.tensor([5e-324, 0.0], dtype=torch.float64)
     assert nonzero(tiny).tolist() == [True, False]
