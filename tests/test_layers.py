@@ -23,7 +23,7 @@ CORE = {
     "stats": {"ops", "eligible", "score", "shard"},
     "summary": {"eligible"},
     "optim": {"ops", "mask", "shard"},
-    "export": {"ops", "mask"},
+    "export": {"ops", "mask", "eligible"},
 }
 ALL_BUT_TRAINING = set(CORE) - {"export"}
 CORE["training"] = CORE["oneshot"] = ALL_BUT_TRAINING
