@@ -112,7 +112,7 @@ def check_moments(source: Source) -> Iterator[Finding]:
             what = "its mask is none of the pruner's masks"
             yield Finding("masks-disagree", where, what, "go back to a checkpoint whose masks agree")
         for key, value in row.items():
-            if key != "mask" and isinstance(value, Tensor) and bits.num_bytes(value.numel()) == len(packed):
+            if isinstance(value, Tensor) and value.ndim > 1 and bits.num_bytes(value.numel()) == len(packed):
                 alive = int(((value != 0) & ~bits.unpack(packed, value.shape)).sum())
                 if alive:
                     what = f"{alive:,} values of {key} are not zero where the weight is pruned"

@@ -161,6 +161,13 @@ def test_zeros_and_values_that_are_not_finite_are_counted_in_every_dtype(dtype):
     assert num_not_finite(tensor) == 1
 
 
+def test_values_that_are_not_finite_are_counted_in_every_piece(piece):
+    tensor = torch.ones(100)
+    tensor[[50, 99]] = float("nan")
+    tensor[17] = float("inf")
+    assert num_not_finite(tensor) == 3
+
+
 def test_the_largest_numbers_are_finite_though_their_sum_is_not():
     huge = torch.full((1000,), 1.7e308, dtype=torch.float64)
     assert num_not_finite(huge) == 0
