@@ -131,6 +131,14 @@ def test_the_pattern_of_another_tools_model_is_named(name, prune, dtype, tmp_pat
     assert {layer.pattern for layer in report.layers if layer.is_prunable} == {own}
 
 
+def test_one_weight_alone_is_uniform_with_nothing(tmp_path):
+    weight = torch.randn(20, 20)
+    weight[weight.abs() < 0.5] = 0
+    save_file({"a.weight": weight, "b.weight": torch.randn(20, 20)}, tmp_path / "a.safetensors")
+    report = examine(tmp_path / "a.safetensors")
+    assert report.pattern == "global" and [layer.pattern for layer in report.layers] == ["unstructured", "dense"]
+
+
 def test_different_patterns_are_mixed(tmp_path):
     tensors, groups = prune_layers_(healthy()), prune_groups_(healthy())
     name = "model.layers.0.mlp.up_proj.weight"
