@@ -105,9 +105,8 @@ def _fill_(model: nn.Module, tensors: Tensors, device: torch.device) -> None:
             raise ValueError(f"{tensors.path} holds {name!r}, which the model does not have")
         place = places[name]
         if place.shape != record.layout.shape:
-            raise ValueError(
-                f"{name} is {list(record.layout.shape)} in {tensors.path}, {list(place.shape)} in the model"
-            )
+            shapes = f"{list(record.layout.shape)} in {tensors.path}, {list(place.shape)} in the model"
+            raise ValueError(f"the shape of {name} is {shapes}")
         if record.same_as is not None:
             if place is not places[record.same_as]:
                 _tie_(model, name, places[record.same_as])

@@ -112,6 +112,10 @@ DESCRIPTIONS = {
     "no pattern": (lambda d, _: d["tensors"]["b"].update(shape=[64, 2]), "cannot be 2:4"),
     "left out": (lambda d, _: (d["tensors"].pop("tied"), d["tensors"].pop("a")), "belongs to no tensor"),
     "invented": (lambda d, _: d["tensors"].update(new=d["tensors"]["bias"]), "missing"),
+    "entry of two": (
+        lambda d, _: d["tensors"].update({"a.bits": {"dtype": "U8", "shape": [48], "encoding": "dense", "crc32": ""}}),
+        "used twice",
+    ),
     "checksum": (lambda d, _: d["tensors"]["a"].update(crc32="12345678"), "do not match their checksum"),
     "shard": (lambda d, _: d.update(shard=[2, 1]), "number of this file"),
 }
@@ -146,12 +150,13 @@ def test_a_mask_that_does_not_fit_its_values_is_refused_though_the_checksums_hol
         load_sparse(small)
 
 
-def test_bits_behind_the_last_element_are_refused(tmp_path):
+@pytest.mark.parametrize("end", [b"\x10\0\0\0", b"\0\0\0\x01"], ids=["last byte", "behind it"])
+def test_bits_behind_the_last_element_are_refused(end, tmp_path):
     path = tmp_path / "a.safetensors"
     tensor = torch.zeros(100)
     tensor[:3] = 1
     save_sparse({"a": tensor}, path)
-    replaced(path, "a", "a.bits", b"\x03" + bytes(11) + b"\x10" + bytes(3))
+    replaced(path, "a", "a.bits", b"\x07" + bytes(11) + end)
     with pytest.raises(ValueError, match="bits behind the last element"):
         load_sparse(path)
 
@@ -172,6 +177,15 @@ def test_what_is_no_safetensors_file_is_refused(head, tmp_path):
     path.write_bytes(head)
     with pytest.raises(ValueError, match=r"a\.safetensors cannot be read"):
         load_sparse(path)
+
+
+def test_a_name_that_occurs_twice_is_refused(small):
+    header, rest = fuzzing.parse(bytearray(small.read_bytes()))
+    written = json.dumps(header).encode()
+    twice = written[:-1] + b',"bias":' + json.dumps(header["bias"]).encode() + b"}"
+    small.write_bytes(struct.pack("<Q", len(twice)) + twice + rest)
+    with pytest.raises(ValueError, match="occurs twice"):
+        load_sparse(small)
 
 
 def test_a_header_beyond_the_limit_is_not_read(tmp_path):
@@ -224,6 +238,20 @@ def test_an_index_names_only_files_beside_it(name, shards):
     del index["metadata"]["prunus"]
     (shards / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ValueError, match="files lie beside it"):
+        load_sparse(shards)
+
+
+def test_an_index_that_lacks_a_tensor_is_refused_even_with_its_checksum_mended(shards):
+    index = index_of(shards)
+    del index["weight_map"]["bias"]
+    path = shards / "model.safetensors.index.json"
+    path.write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="does not match its checksum"):
+        load_sparse(shards)
+    content = [sorted(index["metadata"]["prunus"]["files"].items()), sorted(index["weight_map"].items())]
+    index["metadata"]["prunus"]["crc32"] = f"{zlib.crc32(json.dumps(content).encode()):08x}"
+    path.write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="do not agree about 'bias'"):
         load_sparse(shards)
 
 
