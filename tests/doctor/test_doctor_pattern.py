@@ -131,6 +131,12 @@ def test_the_pattern_of_another_tools_model_is_named(name, prune, dtype, tmp_pat
     assert {layer.pattern for layer in report.layers if layer.is_prunable} == {own}
 
 
+def test_a_few_zeros_are_no_groups():
+    keep = torch.rand(64, 64) > 0.005
+    assert 0.001 < 1 - keep.float().mean() < 0.01
+    assert pattern_of(count(keep)) == "unstructured"
+
+
 def test_one_weight_alone_is_uniform_with_nothing(tmp_path):
     weight = torch.randn(20, 20)
     weight[weight.abs() < 0.5] = 0

@@ -215,6 +215,14 @@ def test_ties_that_came_apart_are_found(sick, said, same):
     assert any("lm_head.weight" in note for note in report.notes) == (said is not False and (same or said is None))
 
 
+def test_a_head_is_tied_to_the_tokens_and_not_to_the_positions(sick):
+    def add(tensors):
+        tensors["model.embed_positions.weight"] = torch.randn(32, 16)
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    assert sick(add).is_healthy
+
+
 def test_a_tied_head_of_another_shape_is_found(sick):
     def resize(tensors):
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"][:-1].clone()
