@@ -6,6 +6,7 @@ import pytest
 import torch
 from patients import folder, found, healthy, kinds, layer, prune_rows_, state_of, weights_of
 from safetensors.torch import save_file
+from torch.nn.utils import prune
 
 from prunus import Global, Pruner, Ramp
 from prunus.doctor import examine
@@ -95,6 +96,15 @@ def test_a_plain_state_dict_agrees_with_a_folder(tmp_path):
 
 
 # --- masks and digests ---
+
+
+def test_pruning_left_in_two_tensors_is_found(tmp_path):
+    linear = torch.nn.Linear(8, 8)
+    prune.l1_unstructured(linear, "weight", 0.5)
+    save_file({k: v.contiguous() for k, v in linear.state_dict().items()}, tmp_path / "a.safetensors")
+    report = examine(tmp_path / "a.safetensors", sparsity=0.5, allow=("dead-rows", "dead-columns"))
+    assert {(f.kind, f.where) for f in report.findings} == {("not-removed", "weight")}
+    assert layer(report, "weight").num_zeros == 32
 
 
 def test_the_digest_is_that_of_the_masks_however_they_are_stored():
