@@ -83,7 +83,7 @@ def sparsity_at(run: Mapping[str, Any], state: Mapping[str, Any]) -> float | Non
     if run.get("spam"):
         return None  # an event waits for moments that were reset, and then asks for more
     event = begin + (step - begin) // int(run.get("every", 1)) * int(run.get("every", 1))
-    return final * SHAPES[schedule]((event - begin) / (end - begin)) if event >= 1 else 0.0
+    return final * SHAPES[schedule]((event - begin) / (end - begin))
 
 
 def _step(run: Mapping[str, Any], name: str) -> int | None:

@@ -86,8 +86,10 @@ def test_counts_are_rounded_as_python_does(tmp_path):
     tensors = {"a.weight": torch.ones(1, 5)}
     tensors["a.weight"][0, :2] = 0  # round(0.5 * 5) is 2
     save_file(tensors, tmp_path / "a.safetensors")
-    assert examine(tmp_path / "a.safetensors", sparsity=0.5).is_healthy
+    for pattern in ("global", "layer", "row", None):
+        assert examine(tmp_path / "a.safetensors", sparsity=0.5, pattern=pattern).is_healthy
     assert kinds(examine(tmp_path / "a.safetensors", sparsity=0.6)) == {"too-dense"}
+    assert kinds(examine(tmp_path / "a.safetensors", sparsity=0.55, pattern="row")) == {"rows"}  # round(2.75) is 3
 
 
 def test_a_model_pruned_by_layer_with_another_total_is_what_was_asked(tmp_path):

@@ -10,6 +10,7 @@ from torch.nn.utils import prune
 
 from prunus import Global, Pruner, Ramp
 from prunus.doctor import examine
+from prunus.doctor.asked import sparsity_at
 from prunus.doctor.digests import digest_of
 from prunus.doctor.source import Stored
 from prunus.mask import digest
@@ -231,6 +232,15 @@ def test_mistakes_are_refused(tmp_path, options, said):
 
 
 # --- training ---
+
+
+def test_an_event_that_was_put_off_asks_for_nothing():
+    run = {"sparsity": 0.5, "schedule": "linear", "begin": 2, "end": 10, "steps": 20, "every": 4}
+    assert sparsity_at(run, {"step": 7, "due": False}) == 0.25
+    assert sparsity_at(run, {"step": 7, "due": True}) is None
+    assert sparsity_at(run | {"spam": True}, {"step": 7, "due": False}) is None
+    assert sparsity_at(run | {"spam": True}, {"step": 10, "due": False}) == 0.5
+    assert sparsity_at(run | {"begin": 0.1, "end": 0.5, "budget_scale": 2.0}, {"step": 8}) == 0.125
 
 
 def test_a_pruner_in_a_script_is_healthy_until_someone_trains_on(tmp_path):
