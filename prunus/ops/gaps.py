@@ -42,6 +42,10 @@ class Gaps:
     def nbytes(self) -> int:
         return self.values.nbytes + self.codes.nbytes + self.heads.nbytes + self.rows.nbytes
 
+    def clone(self) -> "Gaps":
+        parts = (part.clone() for part in (self.values, self.codes, self.heads, self.rows))
+        return Gaps(*parts, shape=self.shape)
+
 
 def gaps_of(packed: Tensor, values: Tensor, shape: Sequence[int]) -> Gaps:
     """The matrix of ``shape`` that keeps ``values``, in row-major order, where the bits of ``packed`` are set."""

@@ -190,7 +190,7 @@ def test_types_and_sizes_that_the_hardware_does_not_take(make, match):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so():
-    with pytest.raises(ValueError, match="NVIDIA GPUs.*is on cpu"):
+    with pytest.raises(ValueError, match=r"NVIDIA GPUs.*is on cpu"):
         semi_structured_(structured())
 
 
