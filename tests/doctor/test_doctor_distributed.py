@@ -65,6 +65,16 @@ def test_a_file_of_a_rank_that_is_lost_or_cut_is_found(distributed):
         examine(path)
 
 
+@pytest.mark.parametrize(("size", "said"), [((2**40, 16), "cannot hold"), ((41, 16), "640 of the 656")])
+def test_a_description_that_promises_more_than_there_is_is_refused(distributed, size, said):
+    path = distributed()
+    described = pickle.loads((path / ".metadata").read_bytes())
+    described.state_dict_metadata["model.model.layers.0.mlp.up_proj.weight"].size = torch.Size(size)
+    (path / ".metadata").write_bytes(pickle.dumps(described))
+    with pytest.raises(ValueError, match=said):
+        examine(path)
+
+
 RANK = """
 import os, sys, torch, warnings
 import torch.distributed as dist, torch.distributed.checkpoint as dcp
