@@ -108,6 +108,7 @@ def test_values_that_do_not_fit_their_mask_are_refused(num_values, threads):
 def test_kernels_equal_their_definitions(size, dtype, monkeypatch):
     kernels = pytest.importorskip("prunus.ops._triton.compact", reason="kernels need triton")
     monkeypatch.setattr(kernels, "BLOCK", 256)
+    monkeypatch.setattr(kernels, "SCANNED", 512)
     tensor = drawn(size, dtype)
     words = compact.words_of(tensor).to(DEVICE)
     packed = kernels.nonzero(words)

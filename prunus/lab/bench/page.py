@@ -10,7 +10,7 @@ INTRODUCTION = """# Benchmarks
 
 This page is made by `prunus bench page` from the JSON files in `benchmarks/results/`; nothing in it is
 typed. All methods of a table ran in one process, one after the other or in turns. Run them on your
-own machine with `prunus bench select`, `step` and `train` (`--device cuda` on a GPU).
+own machine with `prunus bench select`, `step`, `train` and `export` (`--device cuda` on a GPU).
 """
 
 SELECT = """Masks of {num_weights:,} weights ({weights}, {dtype}) at {sparsity:.0%} by {score}, median of up to \
@@ -31,6 +31,12 @@ medians of queued calls, the ratio is to torch's fused step without masks.
 
 TRAIN = """Training {model}, context {context}, batch {batch}, {precision}, compile {compile}, an event every {every} \
 steps counted in; medians of {rounds} rounds of {every} steps, to {sparsity:.0%}.
+"""
+
+EXPORT = """A pruned weight of {megabytes} MB without its zeros and back, medians of up to {repeat} calls; GB/s count \
+dense bytes, whatever is moved. Every way gave each bit back before it was timed. In memory: finding the non-zeros and \
+compacting them, then expanding. Files lie in memory where the machine has such a place; ours are summed, flushed \
+and checked, dense ones are not. Size is relative to dense, beside the goal.
 """
 
 
@@ -116,7 +122,29 @@ def _step(record: dict[str, Any]) -> str:
     return _section("Keeping them: a training step", record, STEP, table(headings, lines))
 
 
-SECTIONS = {"select": _select, "step": _step, "train": _train, "update": _update}
+def _export(record: dict[str, Any]) -> str:
+    lines = [
+        (
+            row["way"],
+            row["dtype"],
+            f"{row['sparsity']:.0%}",
+            f"{row['pack_gb_s']:.2f}",
+            f"{row['unpack_gb_s']:.2f}",
+            f"{row['size']:.4f}",
+            "" if row["size_goal"] is None else f"{row['size_goal']:g}",
+        )
+        for row in record["rows"]
+    ]
+    headings = ("way", "type", "zeros", "pack GB/s", "unpack GB/s", "size", "goal")
+    body = table(headings, lines)
+    if record["settings"]["copy_gb_s"]:
+        body += (
+            f"\n\nA copy on this device moves {record['settings']['copy_gb_s']:,.0f} GB/s, read and written together."
+        )
+    return _section("Small files", record, EXPORT, body)
+
+
+SECTIONS = {"export": _export, "select": _select, "step": _step, "train": _train, "update": _update}
 
 
 def _section(title: str, record: dict[str, Any], text: str, body: str) -> str:

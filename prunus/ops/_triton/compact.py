@@ -12,8 +12,11 @@ from torch import Tensor
 from ..bits import num_bytes
 from ..compact import check_count
 
-BLOCK = 4096  # elements a program moves
-NUM_WARPS = 8
+# measured on an H200, where a copy moves 4.2 TB/s: finding 4.1 (3.9 in bfloat16), compacting 2.7 (1.8), whose stores are
+# scattered and bound by their number, expanding 3.8 (2.7)
+SCANNED = 4096  # elements a program finds the non-zeros of
+BLOCK = 1024  # elements a program moves
+COMPACT_WARPS, EXPAND_WARPS = 4, 1
 
 
 @triton.jit
@@ -37,34 +40,36 @@ def count_kernel(packed, counts, size, BYTES: tl.constexpr):
 
 
 @triton.jit
-def places(packed, starts, numel, BLOCK: tl.constexpr):
-    """Of each element of a block: where it stands, whether it is kept, and the place of its value."""
+def places(packed, numel, BLOCK: tl.constexpr):
+    """Of each element of a block: where it stands, whether it is kept, and how many of the block are before it."""
     byte = tl.program_id(0).to(tl.int64) * (BLOCK // 8) + tl.arange(0, BLOCK // 8)
     b = tl.load(packed + byte, mask=byte * 8 < numel, other=0).to(tl.int32)
     kept = (b[:, None] >> tl.arange(0, 8)[None, :]) & 1
     of_byte = tl.sum(kept, 1)
     before = (tl.cumsum(of_byte, 0) - of_byte)[:, None] + tl.cumsum(kept, 1) - kept
     at = byte[:, None] * 8 + tl.arange(0, 8)[None, :]
-    return at, (kept != 0) & (at < numel), tl.load(starts + tl.program_id(0)) + before
+    return at, (kept != 0) & (at < numel), before
 
 
 @triton.jit
 def compact_kernel(words, packed, starts, values, numel, BLOCK: tl.constexpr):
-    at, kept, place = places(packed, starts, numel, BLOCK)
-    tl.store(values + place, tl.load(words + at, mask=kept), mask=kept)
+    at, kept, before = places(packed, numel, BLOCK)
+    here = values + tl.load(starts + tl.program_id(0))
+    tl.store(here + before, tl.load(words + at, mask=at < numel), mask=kept)
 
 
 @triton.jit
 def expand_kernel(words, packed, starts, values, numel, BLOCK: tl.constexpr):
-    at, kept, place = places(packed, starts, numel, BLOCK)
-    tl.store(words + at, tl.load(values + place, mask=kept, other=0), mask=at < numel)
+    at, kept, before = places(packed, numel, BLOCK)
+    here = values + tl.load(starts + tl.program_id(0))
+    tl.store(words + at, tl.load(here + before, mask=kept, other=0), mask=at < numel)
 
 
 def nonzero(words: Tensor) -> Tensor:
     """Packed bits of ``words != 0``."""
     packed = torch.empty(num_bytes(len(words)), dtype=torch.uint8, device=words.device)
     if len(words):
-        nonzero_kernel[(triton.cdiv(len(words), BLOCK),)](words, packed, len(words), BLOCK=BLOCK)
+        nonzero_kernel[(triton.cdiv(len(words), SCANNED),)](words, packed, len(words), BLOCK=SCANNED)
     return packed
 
 
@@ -74,7 +79,7 @@ def compact(words: Tensor, packed: Tensor) -> Tensor:
     values = torch.empty(num_kept, dtype=words.dtype, device=words.device)
     if num_kept:
         compact_kernel[(len(starts),)](
-            words, packed, starts, values, len(words), BLOCK=BLOCK, num_warps=NUM_WARPS
+            words, packed, starts, values, len(words), BLOCK=BLOCK, num_warps=COMPACT_WARPS
         )  # fmt: skip
     return values
 
@@ -86,7 +91,7 @@ def expand(values: Tensor, packed: Tensor, numel: int) -> Tensor:
     words = torch.empty(numel, dtype=values.dtype, device=values.device)
     if numel:
         expand_kernel[(len(starts),)](
-            words, packed, starts, values, numel, BLOCK=BLOCK, num_warps=NUM_WARPS
+            words, packed, starts, values, numel, BLOCK=BLOCK, num_warps=EXPAND_WARPS
         )  # fmt: skip
     return words
 
