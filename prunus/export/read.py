@@ -3,6 +3,7 @@
 A file may be small or plain safetensors; a folder holds one file, or several and their index.
 """
 
+import mmap
 import os
 import zlib
 from collections.abc import Iterator
@@ -43,7 +44,7 @@ class TensorFile:
             entries, sums = {}, []
             for suffix, full in zip(record.layout.entries(0), entry_names(name, record), strict=True):
                 entry = self.header.entries[full]
-                data, crcs = read_bytes(self.fd, entry)
+                data, crcs = read_bytes(self.fd, entry, bool(suffix))
                 entries[suffix] = data.view(DTYPES[entry.dtype]).view(entry.shape)
                 sums += crcs
             if record.crc32 not in (None, hexadecimal(b"".join(crc.to_bytes(4, "little") for crc in sums))):
@@ -102,9 +103,10 @@ def open_tensors(path: Path) -> Iterator[Tensors]:
         yield Tensors(path, files, homes)
 
 
-def read_bytes(fd: int, entry: Entry) -> tuple[Tensor, list[int]]:
-    """An entry's bytes and the checksums of their pieces."""
-    data = torch.empty(entry.end - entry.begin, dtype=torch.uint8)
+def read_bytes(fd: int, entry: Entry, passing: bool) -> tuple[Tensor, list[int]]:
+    """An entry's bytes, ``passing`` if they are not needed for long, and the checksums of their pieces."""
+    size = entry.end - entry.begin
+    data = _passing(size) if passing and size > PIECE else torch.empty(size, dtype=torch.uint8)
     view = data.numpy().data
 
     def work(start: int) -> int:
@@ -118,6 +120,11 @@ def read_bytes(fd: int, entry: Entry) -> tuple[Tensor, list[int]]:
         return zlib.crc32(piece)
 
     return data, in_threads(work, range(0, len(data), PIECE))
+
+
+def _passing(size: int) -> Tensor:
+    """Bytes that go back to the system when they are done with, where the heap would keep a hole between tensors."""
+    return torch.frombuffer(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
 
 
 @contextmanager

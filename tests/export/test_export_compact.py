@@ -109,6 +109,7 @@ def test_kernels_equal_their_definitions(size, dtype, monkeypatch):
     kernels = pytest.importorskip("prunus.ops._triton.compact", reason="kernels need triton")
     monkeypatch.setattr(kernels, "BLOCK", 256)
     monkeypatch.setattr(kernels, "SCANNED", 512)
+    monkeypatch.setattr(kernels, "COUNTED", 4)
     tensor = drawn(size, dtype)
     words = compact.words_of(tensor).to(DEVICE)
     packed = kernels.nonzero(words)

@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -226,3 +228,32 @@ def test_saving_twice_gives_the_same_bytes(tmp_path):
     for name in ("a", "b"):
         save_sparse(tensors, tmp_path / f"{name}.safetensors")
     assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
+
+
+MEMORY = """
+import re, sys, torch
+from pathlib import Path
+from prunus.export import load_sparse
+
+def kib(key):
+    return int(re.findall(rf"{key}:\\s+(\\d+)", Path("/proc/self/status").read_text())[0])
+
+torch.set_num_threads(1)
+load_sparse(sys.argv[2])  # what is loaded and made but once
+Path("/proc/self/clear_refs").write_text("5")
+before = kib("VmRSS")
+found = load_sparse(sys.argv[1])
+print(kib("VmHWM") - before, sum(tensor.nbytes for tensor in found.values()) // 1024)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").is_file(), reason="measures memory as Linux does")
+def test_loading_takes_little_more_than_one_tensor_beside_the_model(tmp_path):
+    tensors = {f"{i}": torch.randn(1024, 2048) * (torch.rand(1024, 2048) < 0.5) for i in range(16)}
+    save_sparse(tensors, tmp_path / "a.safetensors")
+    save_sparse({"a": tensors["0"]}, tmp_path / "one.safetensors")
+    run = [sys.executable, "-c", MEMORY, str(tmp_path / "a.safetensors"), str(tmp_path / "one.safetensors")]
+    done = subprocess.run(run, capture_output=True, text=True, check=True)
+    peak, model = map(int, done.stdout.split())
+    assert model == 16 * 8192
+    assert peak < model + 2.5 * 8192
