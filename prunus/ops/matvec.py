@@ -29,10 +29,10 @@ def product(x: Tensor, gaps: Gaps, bias: Tensor | None = None) -> Tensor:
 
     Vectors must be finite: a zero that bridges a gap times infinity is NaN, as in the dense product.
     """
-    if x.is_cuda and len(x) <= MOST and x.dtype != torch.float64:
+    if x.is_cuda and len(x) <= MOST and x.dtype != torch.float64 and x.numel():
         from ._triton.matvec import product as kernel
 
-        num = 1 << (len(x) - 1).bit_length() if len(x) else 0
+        num = 1 << (len(x) - 1).bit_length()
         padded = x if num == len(x) else torch.nn.functional.pad(x, (0, 0, 0, num - len(x)))
         return kernel(padded.contiguous(), gaps, bias)[: len(x)]
     return torch.nn.functional.linear(x, dense(gaps).to(x.dtype), bias)

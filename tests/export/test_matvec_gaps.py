@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from prunus.ops import bits, gaps
-from prunus.ops.gaps import LONGEST, TILE, UNIT, check_gaps, columns_of, dense_reference, gaps_of, gaps_of_dense
+from prunus.ops.gaps import BLOCK, LONGEST, UNIT, check_gaps, dense_reference, gaps_of, gaps_of_dense, slots_of
 
 WORDS = {2: torch.int16, 4: torch.int32}
-SHAPES = [(1, 1), (3, 7), (16, 301), (9, 5000), (20, 2 * TILE), (2, 65536), (0, 5), (5, 0)]
+SHAPES = [(1, 1), (3, 7), (16, 301), (9, 5000), (20, 2 * BLOCK), (2, 65536), (0, 5), (5, 0)]
 MASKS = {
     "none kept": lambda shape: torch.zeros(shape, dtype=torch.bool),
     "all kept": lambda shape: torch.ones(shape, dtype=torch.bool),
@@ -17,8 +17,8 @@ MASKS = {
     "one in five": lambda shape: torch.rand(shape) < 0.2,
     "one in a hundred": lambda shape: torch.rand(shape) < 0.01,
     "last column": lambda shape: torch.arange(shape[1]).expand(shape) == shape[1] - 1,
-    "long gaps": lambda shape: torch.arange(shape[1]).expand(shape) % (LONGEST + 1) == 0,
-    "just too long": lambda shape: torch.arange(shape[1]).expand(shape) % (LONGEST + 2) == 0,
+    "long gaps": lambda shape: torch.arange(shape[1]).expand(shape) % LONGEST == 0,
+    "just too long": lambda shape: torch.arange(shape[1]).expand(shape) % (LONGEST + 1) == 0,
     "rows unlike": lambda shape: torch.rand(shape) < torch.rand(shape[0], 1) ** 4,
 }
 
@@ -67,17 +67,18 @@ def test_kept_values_of_any_kind_stay(value):
 
 
 def test_a_row_is_a_list_of_entries_in_order_of_their_columns():
-    _, weight = matrix((6, 4000), "one in a hundred", torch.float32)
-    row, column, value = columns_of(gaps_of_dense(weight), 0, 6)
+    _, weight = matrix((6, 9000), "one in five", torch.float32)
+    slots = slots_of(gaps_of_dense(weight), 0, 6)
+    row = slots.row[:, None, None, None].expand_as(slots.column)[slots.is_entry]
+    column, value = slots.column[slots.is_entry], slots.value[slots.is_entry]
 
-    inside = row[1:] == row[:-1]
-    steps = (column[1:] - column[:-1])[inside]
-    assert steps.min() >= 1 and steps.max() <= LONGEST + 1
+    steps = (column[1:] - column[:-1])[row[1:] == row[:-1]]
+    assert steps.min() == 1 and steps.max() == LONGEST
     assert torch.equal(value, weight[row, column])
-    assert (row >= 0).all() and (column < 4000).all()
+    assert (slots.column < 9000).all()  # where there is no entry too: products read there
 
 
-@pytest.mark.parametrize(("sparsity", "most"), [(0.5, 0.63), (0.6, 0.505), (0.7, 0.385), (0.8, 0.265), (0.9, 0.165)])
+@pytest.mark.parametrize(("sparsity", "most"), [(0.5, 0.632), (0.6, 0.505), (0.7, 0.385), (0.8, 0.265), (0.9, 0.166)])
 def test_it_takes_the_promised_part_of_the_dense_bytes(sparsity, most):
     weight = torch.randn(64, 8192, dtype=torch.bfloat16) * (torch.rand(64, 8192) >= sparsity)
     assert gaps_of_dense(weight).nbytes <= most * weight.nbytes
@@ -104,7 +105,7 @@ def test_what_does_not_fit_is_refused():
 def broken(form, what):
     if what == "a column too far":
         heads = form.heads.clone()
-        heads[-2] = 299  # the last row's first tile
+        heads[-2] = 299  # of the last row's first run
         return replace(form, heads=heads)
     if what == "wrong table":
         rows = form.rows.clone()

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from prunus.ops import matvec
-from prunus.ops.gaps import TILE, dense_reference, gaps_of_dense
+from prunus.ops.gaps import BLOCK, dense_reference, gaps_of_dense
 
 pytest.importorskip("triton")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SHAPES = [(1, 1), (5, 31), (3, 300), (2, 1500), (1, 5 * TILE)]
+SHAPES = [(1, 1), (5, 31), (3, 300), (1, 5 * BLOCK + 3)]
 SPARSITIES = [0.0, 0.5, 0.8, 0.97, 1.0]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -30,13 +30,14 @@ def close(y, weight, x, bias=None):
     return bool(((y.double() - exact).abs() <= 4e-6 * size + ulp * exact.abs() + torch.finfo(y.dtype).tiny).all())
 
 
+@pytest.mark.parametrize("warps", [1, 2])
 @pytest.mark.parametrize("sparsity", SPARSITIES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_product_with_one_vector(shape, sparsity):
+def test_a_product_with_one_vector(shape, sparsity, warps):
     from prunus.ops._triton.matvec import product
 
     weight, x = sparse(shape, sparsity), torch.randn(1, shape[1], device=DEVICE)
-    y = product(x, gaps_of_dense(weight), None)
+    y = product(x, gaps_of_dense(weight), None, warps=warps)
 
     assert y.shape == (1, shape[0])
     assert close(y, weight, x)

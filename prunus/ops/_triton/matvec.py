@@ -1,9 +1,9 @@
 """Products of a matrix in gap form with a few vectors, and the matrix with its zeros.
 
-One warp computes one row, so that a tensor of 32 elements is one for each lane. A lane takes a unit of eight
-entries: its codes are spread to bytes, whose sums by ``dp4a`` are columns; where its unit begins, a sum over the
-lanes says, of two tiles at once in the two halves of a word. Memory bounds it: what an entry costs is a handful of
-instructions and a read of ``x``, which stays in the L1 cache.
+One program computes one row; its tensors have one element for each lane of its warps, and each warp takes a
+block at a time. A lane's codes are spread to bytes, whose sums by ``dp4a`` are columns; where its entries begin,
+a sum over the lanes says, of both runs at once in the two halves of a word. An entry costs a handful of instructions
+and a read of ``x``, which stays in the L1 cache: reads are cheap as long as the lanes' columns are close together.
 """
 
 import torch
@@ -11,10 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..gaps import LANES, TILE, UNIT, Gaps
+from ..gaps import BLOCK, LANES, RUN, RUNS, UNIT, Gaps
 
-L, U, T = tl.constexpr(LANES), tl.constexpr(UNIT), tl.constexpr(TILE)
+L, U, B, R = tl.constexpr(LANES), tl.constexpr(UNIT), tl.constexpr(BLOCK), tl.constexpr(RUN)
 ONES = tl.constexpr(0x01010101)
+WARPS = 2  # a row
+assert (RUN, RUNS) == (4, 2)  # four bytes are a word, and two sums
 
 
 @triton.jit
@@ -33,7 +35,7 @@ def dot4(bytes4, FACTORS: tl.constexpr, start, ASM: tl.constexpr):
 
 @triton.jit
 def sum_before(n, ASM: tl.constexpr):
-    """For each lane the sum over the lanes before it."""
+    """For each lane the sum over the lanes before it in its warp."""
     if ASM:
         return tl.inline_asm_elementwise(
             """{
@@ -53,19 +55,23 @@ def sum_before(n, ASM: tl.constexpr):
             pack=1,
         )
     else:
-        return tl.cumsum(n, 0) - n
+        warps = tl.reshape(n, (n.shape[0] // L, L))
+        return tl.reshape(tl.cumsum(warps, 1) - warps, (n.shape[0],))
 
 
 @triton.jit
 def spread(codes):
-    """A unit's eight codes as bytes: the first four, the other four."""
+    """A unit's codes as bytes: those of the first run, those of the second."""
     return codes & 0x0F0F0F0F, (codes >> 4) & 0x0F0F0F0F
 
 
 @triton.jit
-def sum_of(codes, ASM: tl.constexpr):
-    first, other = spread(codes)
-    return dot4(other, ONES, dot4(first, ONES, codes * 0, ASM), ASM)
+def starts_of(codes, heads, ASM: tl.constexpr):
+    """Columns that the first and the second run of each lane start from; ``heads`` has those of the warp."""
+    first, second = spread(codes)
+    sums = dot4(first, ONES, codes * 0, ASM) | (dot4(second, ONES, codes * 0, ASM) << 16)
+    starts = sum_before(sums, ASM) + heads
+    return starts & 0xFFFF, (starts >> 16) & 0xFFFF
 
 
 @triton.jit
@@ -84,16 +90,36 @@ def floats_of(word, KIND: tl.constexpr):
 
 
 @triton.jit
+def places(values, unit, N: tl.constexpr):
+    """Addresses of the first 16 bytes of N units, as two words of 64 bits each."""
+    WORDS: tl.constexpr = U * values.dtype.element_ty.primitive_bitwidth // 64  # of a unit's values
+    wide = tl.arange(0, 2 * N)
+    if WORDS > 2:
+        wide = wide // 2 * WORDS + wide % 2
+    return values.to(tl.pointer_type(tl.int64)) + unit * WORDS + wide
+
+
+@triton.jit
+def words_at(at, left, KIND: tl.constexpr, MASKED: tl.constexpr):
+    """The words of units, of the first ``left`` ones where MASKED: two of each at a time."""
+    found = ()
+    for i in tl.static_range(0, KIND.primitive_bitwidth // 16):
+        if MASKED:
+            valid = tl.arange(0, at.shape[0]) < 2 * left
+            found += (tl.load(at + 2 * i, mask=valid, other=0, eviction_policy="evict_first"),)
+        else:
+            found += (tl.load(at + 2 * i, eviction_policy="evict_first"),)
+    return found
+
+
+@triton.jit
 def values_of(words, KIND: tl.constexpr):
     """The eight values of each lane's unit from the words that hold them."""
-    if KIND.is_fp32():
-        even, odd = tl.split(tl.reshape(words, (L, 2, 2)))
-        a, c = tl.split(even)
-        b, d = tl.split(odd)
-        return floats_of(a, KIND) + floats_of(b, KIND) + floats_of(c, KIND) + floats_of(d, KIND)
-    else:
-        a, b = tl.split(tl.reshape(words, (L, 2)))
-        return floats_of(a, KIND) + floats_of(b, KIND)
+    found = ()
+    for i in tl.static_range(0, KIND.primitive_bitwidth // 16):
+        a, b = tl.split(tl.reshape(words[i], (words[i].shape[0] // 2, 2)))
+        found += floats_of(a, KIND) + floats_of(b, KIND)
+    return found
 
 
 @triton.jit
@@ -122,75 +148,57 @@ def added(sums, value, numbers, BATCH: tl.constexpr):
 
 
 @triton.jit
-def unit_product(sums, x, codes, values, offset, SCALE: tl.constexpr, BATCH: tl.constexpr, ASM: tl.constexpr):
-    """Sums plus eight entries a lane; ``offset`` in ``x`` is where its first entry is if that one's gap is 0."""
-    first, other = spread(codes)
-    middle = dot4(first, SCALE * ONES, offset, ASM)
-    for i in tl.static_range(4):
-        at = dot4(first, (SCALE * ONES) >> (24 - 8 * i), offset, ASM)  # the bytes up to i
-        sums = added(sums, values[i], taken(x + i * BATCH, at, BATCH), BATCH)
-    for i in tl.static_range(4):
-        at = dot4(other, (SCALE * ONES) >> (24 - 8 * i), middle, ASM)
-        sums = added(sums, values[4 + i], taken(x + (4 + i) * BATCH, at, BATCH), BATCH)
+def run_product(sums, x, bytes4, values, FROM: tl.constexpr, offset, BATCH: tl.constexpr, ASM: tl.constexpr):
+    """Sums plus four entries a lane, whose values are those from FROM on; ``offset`` is in bytes of ``x``."""
+    SCALE: tl.constexpr = BATCH * x.dtype.element_ty.primitive_bitwidth // 8
+    for i in tl.static_range(R):
+        at = dot4(bytes4, (SCALE * ONES) >> (24 - 8 * i), offset, ASM)  # the bytes up to i
+        sums = added(sums, values[FROM + i], taken(x, at, BATCH), BATCH)
     return sums
 
 
 @triton.jit
-def tail_columns(codes, heads, unit, tile, left, ASM: tl.constexpr):
-    """Codes of a tile that may end early, and the column before each lane's unit."""
-    lane = tl.arange(0, L)
-    word = tl.load(codes.to(tl.pointer_type(tl.int32)) + unit + lane, mask=lane * U < left, other=0)
-    start = (tl.load(heads + tile).to(tl.int32) & 0xFFFF) + sum_before(sum_of(word, ASM), ASM) + lane * U - 1
-    return word, start
-
-
-@triton.jit
-def code_at(word, i: tl.constexpr):
-    return (word >> ((i % 4) * 8 + (i // 4) * 4)) & 15
+def block_product(sums, x, codes, words, heads, KIND: tl.constexpr, BATCH: tl.constexpr, ASM: tl.constexpr):
+    """Sums plus a block for each warp."""
+    SCALE: tl.constexpr = BATCH * x.dtype.element_ty.primitive_bitwidth // 8
+    first, second = spread(codes)
+    start, other = starts_of(codes, heads, ASM)
+    values = values_of(words, KIND)
+    sums = run_product(sums, x, first, values, 0, start * SCALE, BATCH, ASM)
+    return run_product(sums, x, second, values, R, other * SCALE, BATCH, ASM)
 
 
 @triton.jit
 def product_kernel(
     x, values, codes, heads, rows, bias, y,
-    BATCH: tl.constexpr, BIASED: tl.constexpr, ASM: tl.constexpr, UNROLL: tl.constexpr,
+    BATCH: tl.constexpr, BIASED: tl.constexpr, ASM: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """``y = W x + bias``; x is (in, BATCH), y is (BATCH, out)."""
+    """``y = W x + bias``; x is (in, BATCH), y is (BATCH, out). The last blocks are asked for first, and used last."""
     KIND: tl.constexpr = values.dtype.element_ty
-    SCALE: tl.constexpr = BATCH * x.dtype.element_ty.primitive_bitwidth // 8
-    WORDS: tl.constexpr = U * KIND.primitive_bitwidth // 64  # of a unit's values
-    lane, wide = tl.arange(0, L), tl.arange(0, L * WORDS)
+    N: tl.constexpr = L * W
+    lane = tl.arange(0, N)
     row = tl.program_id(0)
-    unit, tile, count = tl.load(rows + row * 3), tl.load(rows + row * 3 + 1), tl.load(rows + row * 3 + 2)
-    code_at_ = codes.to(tl.pointer_type(tl.int32)) + unit + lane
-    value_at = values.to(tl.pointer_type(tl.int64)) + unit * WORDS + wide
-    head_at = heads.to(tl.pointer_type(tl.int32)) + tile // 2 + lane * 0
+    unit, block = tl.load(rows + row * 3), tl.load(rows + row * 3 + 1)
+    end, last = tl.load(rows + row * 3 + 3), tl.load(rows + row * 3 + 4)
+    code_at = codes.to(tl.pointer_type(tl.int32)) + unit + lane
+    head_at = heads.to(tl.pointer_type(tl.int32)) + block + lane // L
+    value_at = places(values, unit, N)
+    full = (end - unit) // N
+    left = end - unit - full * N
+    c = tl.load(code_at + full * N, mask=lane < left, other=0, eviction_policy="evict_first")
+    v = words_at(places(values, unit + full * N, N), left, KIND, True)
+    h = tl.load(head_at + full * W, mask=block + full * W + lane // L < last, other=0)
     sums = ()
     for _ in tl.static_range(BATCH):
-        sums += (tl.zeros((L,), tl.float32),)
-    pairs = count // (2 * T)
-    for _ in tl.range(0, pairs, loop_unroll_factor=UNROLL):
-        c0, c1 = tl.load(code_at_, eviction_policy="evict_first"), tl.load(code_at_ + L, eviction_policy="evict_first")
-        v0 = tl.load(value_at, eviction_policy="evict_first")
-        v1 = tl.load(value_at + L * WORDS, eviction_policy="evict_first")
-        start = tl.load(head_at) + sum_before(sum_of(c0, ASM) | (sum_of(c1, ASM) << 16), ASM)
-        at0 = (start & 0xFFFF) * SCALE + lane * (U * SCALE)
-        at1 = ((start >> 16) & 0xFFFF) * SCALE + lane * (U * SCALE)
-        sums = unit_product(sums, x, c0, values_of(v0, KIND), at0, SCALE, BATCH, ASM)
-        sums = unit_product(sums, x, c1, values_of(v1, KIND), at1, SCALE, BATCH, ASM)
-        code_at_ += 2 * L
-        value_at += 2 * L * WORDS
-        head_at += 1
-    for k in range(2 * pairs, tl.cdiv(count, T)):
-        left = count - k * T
-        word, column = tail_columns(codes, heads, unit + k * L, tile + k, left, ASM)
-        for i in tl.static_range(U):
-            column += code_at(word, i) + 1
-            valid = lane * U + i < left
-            value = tl.load(values + (unit + k * L + lane) * U + i, mask=valid, other=0.0).to(tl.float32)
-            numbers = ()
-            for b in tl.static_range(BATCH):
-                numbers += (tl.load(x + column * BATCH + b, mask=valid, other=0.0).to(tl.float32),)
-            sums = added(sums, value, numbers, BATCH)
+        sums += (tl.zeros((N,), tl.float32),)
+    for _ in tl.range(0, full):
+        codes_here = tl.load(code_at, eviction_policy="evict_first")
+        words = words_at(value_at, 0, KIND, False)
+        sums = block_product(sums, x, codes_here, words, tl.load(head_at), KIND, BATCH, ASM)
+        code_at += N
+        value_at += N * (U * KIND.primitive_bitwidth // 64)
+        head_at += W
+    sums = block_product(sums, x, c, v, h, KIND, BATCH, ASM)
     for b in tl.static_range(BATCH):
         total = tl.sum(sums[b])
         if BIASED:
@@ -202,27 +210,31 @@ def product_kernel(
 def dense_kernel(values, codes, heads, rows, out, width, ASM: tl.constexpr):
     """Write the entries of one row where they belong, among zeros that are there already."""
     lane, row = tl.arange(0, L), tl.program_id(0)
-    unit, tile, count = tl.load(rows + row * 3), tl.load(rows + row * 3 + 1), tl.load(rows + row * 3 + 2)
+    unit, block, count = tl.load(rows + row * 3), tl.load(rows + row * 3 + 1), tl.load(rows + row * 3 + 2)
     out += row.to(tl.int64) * width
-    for k in range(tl.cdiv(count, T)):
-        left = count - k * T
-        word, column = tail_columns(codes, heads, unit + k * L, tile + k, left, ASM)
-        for i in tl.static_range(U):
-            column += code_at(word, i) + 1
-            valid = lane * U + i < left
-            value = tl.load(values + (unit + k * L + lane) * U + i, mask=valid)
-            tl.store(out + column, value, mask=valid)
+    for k in range(tl.cdiv(count, B)):
+        left = count - k * B
+        lanes = tl.minimum(tl.cdiv(left, U), L)
+        at = unit + k * L + lane
+        word = tl.load(codes.to(tl.pointer_type(tl.int32)) + at, mask=lane < lanes, other=0)
+        column, other = starts_of(word, tl.load(heads.to(tl.pointer_type(tl.int32)) + block + k), ASM)
+        for run in tl.static_range(2):
+            for i in tl.static_range(4):
+                column += (word >> (8 * i + 4 * run)) & 15
+                valid = (lane < lanes) & (4 * run * lanes + 4 * lane + i < left)
+                tl.store(out + column, tl.load(values + at * U + 4 * run + i, mask=valid), mask=valid)
+            column = other
 
 
-def product(x: Tensor, gaps: Gaps, bias: Tensor | None, unroll: int = 1) -> Tensor:
+def product(x: Tensor, gaps: Gaps, bias: Tensor | None, warps: int = WARPS) -> Tensor:
     """``x W^T + bias`` for a contiguous x of 1, 2, 4 or 8 rows."""
     batch, num_rows = len(x), gaps.shape[0]
     y = torch.empty(batch, num_rows, dtype=x.dtype, device=x.device)
-    if num_rows:
+    if y.numel():
         columns = x if batch == 1 else x.t().contiguous()
         product_kernel[(num_rows,)](
             columns, gaps.values, gaps.codes, gaps.heads, gaps.rows, x if bias is None else bias, y,
-            BATCH=batch, BIASED=bias is not None, ASM=_is_nvidia(x), UNROLL=unroll, num_warps=1,
+            BATCH=batch, BIASED=bias is not None, ASM=_is_nvidia(x), W=warps, num_warps=warps,
         )  # fmt: skip
     return y
 
