@@ -39,7 +39,7 @@ def show(report: Report, console: Console) -> None:
         console.print(f"and {len(report.findings) - SHOWN} more; --json lists all")
     for note in report.notes:
         console.print(Text(f"note: {note}", style="dim"))
-    console.print(Text(report.verdict, style="bold green" if report.is_healthy else "bold red"))
+    console.print(Text(report.verdict, style="bold green" if report.is_healthy else "bold red"), soft_wrap=True)
 
 
 def _table(layers: list[Layer]) -> Table:

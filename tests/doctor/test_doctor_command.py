@@ -79,7 +79,8 @@ def test_json_is_one_object_and_nothing_else(model, doctor):
 def test_the_table_is_readable_at_every_width(model, doctor, monkeypatch, width):
     monkeypatch.setenv("COLUMNS", str(width))
     _, out, _ = doctor(model(spoil))
-    assert all(len(line.rstrip()) <= width for line in out.splitlines())
+    *lines, verdict = out.splitlines()
+    assert all(len(line.rstrip()) <= width for line in lines) and verdict.startswith("not healthy: 1 finding")
     together = "".join(line.strip() for line in out.splitlines())
     assert "model.layers.2.self_attn.o_proj" in together.replace(" ", "")
     assert out.count("row-uniform") >= 12 and "50.00%" in out and "not-finite" in out
