@@ -116,7 +116,8 @@ def _is_alias(value: Any) -> bool:
 def _record(name: str, value: Any) -> Record:
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "encoding", "crc32"}:
         raise ValueError(f"the record of {name!r} must have dtype, shape, encoding and crc32")
-    if value["dtype"] not in DTYPES or value["encoding"] not in ENCODINGS or not isinstance(value["crc32"], str):
+    named = all(isinstance(value[key], str) for key in ("dtype", "encoding", "crc32"))
+    if not named or value["dtype"] not in DTYPES or value["encoding"] not in ENCODINGS:
         raise ValueError(f"the record of {name!r} has an unknown dtype or encoding, or no checksum")
     shape = shape_of(value["shape"])
     if value["encoding"] in NOFM and not NOFM[value["encoding"]].fits(shape):
