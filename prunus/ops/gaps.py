@@ -119,12 +119,13 @@ def _is_entry(left: Tensor, lanes: Tensor) -> Tensor:
 def dense_reference(gaps: Gaps) -> Tensor:
     """The matrix with its zeros."""
     num_rows, width = gaps.shape
-    dense = torch.zeros(gaps.shape, dtype=gaps.values.dtype, device=gaps.values.device)
+    flat = torch.zeros(num_rows * width + 1, dtype=gaps.values.dtype, device=gaps.values.device)
     for first, last in _pieces(num_rows, width) if len(gaps.values) else ():
         slots = slots_of(gaps, first, last)
         place = slots.column + (slots.row * width)[:, None, None, None]
-        dense.view(-1)[place[slots.is_entry]] = slots.value[slots.is_entry]
-    return dense
+        place.masked_fill_(~slots.is_entry, num_rows * width)  # what is no entry goes behind the matrix
+        flat.scatter_(0, place.view(-1), slots.value.reshape(-1))
+    return flat[:-1].view(num_rows, width)
 
 
 def check_gaps(gaps: Gaps) -> None:
