@@ -23,10 +23,31 @@ class Command:
     form: Literal["sparse", "dense"] = "sparse"  # small, or plain zeros
     check: bool = False  # read back what was written and compare every bit
     max_shard: str = "5GB"  # largest file, as a number with B, KB, MB or GB; larger models take several
+    advise: bool = False  # write nothing; measure here, layer by layer, whether the sparse model will be faster
+    device: str = "cpu"  # advise: where the model will run, cpu or cuda
+    batch: int = 1  # advise: sequences decoded at a time
+    tokens: int = 4096  # advise: of a prompt
 
 
 def run(command: Command) -> None:
-    _convert(command)
+    if command.advise:
+        _advise(command)
+    else:
+        _convert(command)
+
+
+def _advise(command: Command) -> None:
+    from ..export.advise import Load, advise
+
+    if command.out is not None:
+        raise ValueError("--advise measures and writes nothing; leave --out away, or --advise")
+    load, checkpoint = Load(command.batch, command.tokens), _checkpoint(command.source)
+    if checkpoint is None:
+        print(advise(command.source, command.device, load))
+    else:
+        from ..lab.checkpoint import load_checkpoint
+
+        print(advise(load_checkpoint(checkpoint)["model"], command.device, load))
 
 
 def _convert(command: Command) -> None:

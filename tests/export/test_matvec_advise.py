@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from prunus import save_sparse
+from prunus.cli import main
 from prunus.export import advise as module
 from prunus.export.advise import Advice, Load, Row, advise, winner
 from prunus.export.timing import microseconds, num_copies
@@ -116,3 +117,23 @@ def test_copies_go_round():
 
     assert calls[:3] == [0, 1, 0]
     assert num_copies(10**12) == 2
+
+
+def test_the_command_prints_a_table_and_a_verdict_and_writes_nothing(tmp_path, capsys):
+    save_sparse(weights(), tmp_path / "model.safetensors")
+    before = sorted(tmp_path.rglob("*"))
+    main(["export", str(tmp_path), "--advise", "--tokens", "4"])
+    said = capsys.readouterr().out
+
+    assert "64 x 128" in said and "3" in said
+    assert "faster" in said
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_the_command_refuses_what_makes_no_sense(tmp_path, capsys):
+    save_sparse(weights(), tmp_path / "model.safetensors")
+    for args in (["--advise", "--out", str(tmp_path / "out")], ["--advise", "--batch", "0"]):
+        with pytest.raises(SystemExit) as stop:
+            main(["export", str(tmp_path), *args])
+        assert stop.value.code == 2
+        assert len(capsys.readouterr().err.splitlines()) == 1

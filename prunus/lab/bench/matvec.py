@@ -1,5 +1,6 @@
 """Products with a pruned weight: as it is kept sparse, dense, and as others keep it."""
 
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -51,11 +52,13 @@ def cases(device: torch.device) -> list[Case]:
 
 def csr(weight: Tensor) -> Way:
     """torch's own sparse rows with 32-bit columns."""
+    warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta")
     rows = weight.to_sparse_csr()
     crow, columns = rows.crow_indices().int(), rows.col_indices().int()
 
     def copy() -> Callable[[Tensor], Tensor]:
-        kept = torch.sparse_csr_tensor(crow.clone(), columns.clone(), rows.values().clone(), tuple(weight.shape))
+        parts = (crow.clone(), columns.clone(), rows.values().clone())
+        kept = torch.sparse_csr_tensor(*parts, tuple(weight.shape), check_invariants=False)
         return lambda x: torch.mv(kept, x[0])[None] if len(x) == 1 else (kept @ x.t()).t()
 
     return Way(rows.values().nbytes + crow.nbytes + columns.nbytes, copy)
