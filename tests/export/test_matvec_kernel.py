@@ -30,14 +30,13 @@ def close(y, weight, x, bias=None):
     return bool(((y.double() - exact).abs() <= 4e-6 * size + ulp * exact.abs() + torch.finfo(y.dtype).tiny).all())
 
 
-@pytest.mark.parametrize("warps", [1, 2])
 @pytest.mark.parametrize("sparsity", SPARSITIES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_product_with_one_vector(shape, sparsity, warps):
+def test_a_product_with_one_vector(shape, sparsity):
     from prunus.ops._triton.matvec import product
 
     weight, x = sparse(shape, sparsity), torch.randn(1, shape[1], device=DEVICE)
-    y = product(x, gaps_of_dense(weight), None, warps=warps)
+    y = product(x, gaps_of_dense(weight), None)
 
     assert y.shape == (1, shape[0])
     assert close(y, weight, x)

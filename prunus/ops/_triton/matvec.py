@@ -1,9 +1,9 @@
 """Products of a matrix in gap form with a few vectors, and the matrix with its zeros.
 
-One program computes one row; its tensors have one element for each lane of its warps, and each warp takes a
-block at a time. A lane's codes are spread to bytes, whose sums by ``dp4a`` are columns; where its entries begin,
-a sum over the lanes says, of both runs at once in the two halves of a word. An entry costs a handful of instructions
-and a read of ``x``, which stays in the L1 cache: reads are cheap as long as the lanes' columns are close together.
+One warp computes one row, so that a tensor of 32 elements is one for each lane. A lane's codes are spread to bytes,
+whose sums by ``dp4a`` are columns; where its entries begin, a sum over the lanes says, of both runs at once in the two
+halves of a word. An entry costs a handful of instructions and a read of ``x``, which stays in the L1 cache: such reads
+are cheap as long as the lanes' columns are close together. Blocks are loaded before the ones ahead of them are used.
 """
 
 import torch
@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ..gaps import BLOCK, LANES, RUN, RUNS, UNIT, Gaps
 
-L, U, B, R = tl.constexpr(LANES), tl.constexpr(UNIT), tl.constexpr(BLOCK), tl.constexpr(RUN)
+L, U, B = tl.constexpr(LANES), tl.constexpr(UNIT), tl.constexpr(BLOCK)
 ONES = tl.constexpr(0x01010101)
-WARPS = 2  # a row
+AHEAD = tl.constexpr(2)  # blocks that are taken at a time, while as many are on their way
 assert (RUN, RUNS) == (4, 2)  # four bytes are a word, and two sums
 
 
@@ -35,7 +35,7 @@ def dot4(bytes4, FACTORS: tl.constexpr, start, ASM: tl.constexpr):
 
 @triton.jit
 def sum_before(n, ASM: tl.constexpr):
-    """For each lane the sum over the lanes before it in its warp."""
+    """For each lane the sum over the lanes before it."""
     if ASM:
         return tl.inline_asm_elementwise(
             """{
@@ -55,8 +55,7 @@ def sum_before(n, ASM: tl.constexpr):
             pack=1,
         )
     else:
-        warps = tl.reshape(n, (n.shape[0] // L, L))
-        return tl.reshape(tl.cumsum(warps, 1) - warps, (n.shape[0],))
+        return tl.cumsum(n, 0) - n
 
 
 @triton.jit
@@ -90,26 +89,22 @@ def floats_of(word, KIND: tl.constexpr):
 
 
 @triton.jit
-def places(values, unit, N: tl.constexpr):
-    """Addresses of the first 16 bytes of N units, as two words of 64 bits each."""
-    WORDS: tl.constexpr = U * values.dtype.element_ty.primitive_bitwidth // 64  # of a unit's values
-    wide = tl.arange(0, 2 * N)
+def block_at(values, codes, heads, unit, end, block, last):
+    """Codes, heads and values, as words of 64 bits, of a block; zeros beyond the row's last unit and block."""
+    KIND: tl.constexpr = values.dtype.element_ty
+    WORDS: tl.constexpr = U * KIND.primitive_bitwidth // 64  # of a unit's values; two of them are one read
+    lane, wide = tl.arange(0, L), tl.arange(0, 2 * L)
+    code_at, head_at = codes.to(tl.pointer_type(tl.int32)) + unit + lane, heads.to(tl.pointer_type(tl.int32)) + block
+    code = tl.load(code_at, mask=unit + lane < end, other=0, eviction_policy="evict_first")
+    head = tl.load(head_at + lane * 0, mask=block + lane * 0 < last, other=0, eviction_policy="evict_first")
+    place = wide
     if WORDS > 2:
-        wide = wide // 2 * WORDS + wide % 2
-    return values.to(tl.pointer_type(tl.int64)) + unit * WORDS + wide
-
-
-@triton.jit
-def words_at(at, left, KIND: tl.constexpr, MASKED: tl.constexpr):
-    """The words of units, of the first ``left`` ones where MASKED: two of each at a time."""
-    found = ()
-    for i in tl.static_range(0, KIND.primitive_bitwidth // 16):
-        if MASKED:
-            valid = tl.arange(0, at.shape[0]) < 2 * left
-            found += (tl.load(at + 2 * i, mask=valid, other=0, eviction_policy="evict_first"),)
-        else:
-            found += (tl.load(at + 2 * i, eviction_policy="evict_first"),)
-    return found
+        place = wide // 2 * WORDS + wide % 2
+    value_at = values.to(tl.pointer_type(tl.int64)) + unit * WORDS + place
+    words = ()
+    for i in tl.static_range(0, WORDS, 2):
+        words += (tl.load(value_at + i, mask=unit * 2 + wide < end * 2, other=0, eviction_policy="evict_first"),)
+    return code, head, words
 
 
 @triton.jit
@@ -151,54 +146,46 @@ def added(sums, value, numbers, BATCH: tl.constexpr):
 def run_product(sums, x, bytes4, values, FROM: tl.constexpr, offset, BATCH: tl.constexpr, ASM: tl.constexpr):
     """Sums plus four entries a lane, whose values are those from FROM on; ``offset`` is in bytes of ``x``."""
     SCALE: tl.constexpr = BATCH * x.dtype.element_ty.primitive_bitwidth // 8
-    for i in tl.static_range(R):
+    for i in tl.static_range(4):
         at = dot4(bytes4, (SCALE * ONES) >> (24 - 8 * i), offset, ASM)  # the bytes up to i
         sums = added(sums, values[FROM + i], taken(x, at, BATCH), BATCH)
     return sums
 
 
 @triton.jit
-def block_product(sums, x, codes, words, heads, KIND: tl.constexpr, BATCH: tl.constexpr, ASM: tl.constexpr):
-    """Sums plus a block for each warp."""
+def block_product(sums, x, block, KIND: tl.constexpr, BATCH: tl.constexpr, ASM: tl.constexpr):
+    """Sums plus the entries of a block."""
     SCALE: tl.constexpr = BATCH * x.dtype.element_ty.primitive_bitwidth // 8
-    first, second = spread(codes)
-    start, other = starts_of(codes, heads, ASM)
-    values = values_of(words, KIND)
+    first, second = spread(block[0])
+    start, other = starts_of(block[0], block[1], ASM)
+    values = values_of(block[2], KIND)
     sums = run_product(sums, x, first, values, 0, start * SCALE, BATCH, ASM)
-    return run_product(sums, x, second, values, R, other * SCALE, BATCH, ASM)
+    return run_product(sums, x, second, values, 4, other * SCALE, BATCH, ASM)
 
 
 @triton.jit
 def product_kernel(
-    x, values, codes, heads, rows, bias, y,
-    BATCH: tl.constexpr, BIASED: tl.constexpr, ASM: tl.constexpr, W: tl.constexpr,
+    x, values, codes, heads, rows, bias, y, BATCH: tl.constexpr, BIASED: tl.constexpr, ASM: tl.constexpr
 ):  # fmt: skip
-    """``y = W x + bias``; x is (in, BATCH), y is (BATCH, out). The last blocks are asked for first, and used last."""
+    """``y = W x + bias``; x is (in, BATCH), y is (BATCH, out)."""
     KIND: tl.constexpr = values.dtype.element_ty
-    N: tl.constexpr = L * W
-    lane = tl.arange(0, N)
     row = tl.program_id(0)
     unit, block = tl.load(rows + row * 3), tl.load(rows + row * 3 + 1)
     end, last = tl.load(rows + row * 3 + 3), tl.load(rows + row * 3 + 4)
-    code_at = codes.to(tl.pointer_type(tl.int32)) + unit + lane
-    head_at = heads.to(tl.pointer_type(tl.int32)) + block + lane // L
-    value_at = places(values, unit, N)
-    full = (end - unit) // N
-    left = end - unit - full * N
-    c = tl.load(code_at + full * N, mask=lane < left, other=0, eviction_policy="evict_first")
-    v = words_at(places(values, unit + full * N, N), left, KIND, True)
-    h = tl.load(head_at + full * W, mask=block + full * W + lane // L < last, other=0)
     sums = ()
     for _ in tl.static_range(BATCH):
-        sums += (tl.zeros((N,), tl.float32),)
-    for _ in tl.range(0, full):
-        codes_here = tl.load(code_at, eviction_policy="evict_first")
-        words = words_at(value_at, 0, KIND, False)
-        sums = block_product(sums, x, codes_here, words, tl.load(head_at), KIND, BATCH, ASM)
-        code_at += N
-        value_at += N * (U * KIND.primitive_bitwidth // 64)
-        head_at += W
-    sums = block_product(sums, x, c, v, h, KIND, BATCH, ASM)
+        sums += (tl.zeros((L,), tl.float32),)
+    coming = ()
+    for i in tl.static_range(AHEAD):
+        coming += (block_at(values, codes, heads, unit + L * i, end, block + i, last),)
+    for at in tl.range(block, last, AHEAD):
+        here = coming
+        unit += L * AHEAD
+        coming = ()
+        for i in tl.static_range(AHEAD):
+            coming += (block_at(values, codes, heads, unit + L * i, end, at + AHEAD + i, last),)
+        for i in tl.static_range(AHEAD):
+            sums = block_product(sums, x, here[i], KIND, BATCH, ASM)
     for b in tl.static_range(BATCH):
         total = tl.sum(sums[b])
         if BIASED:
@@ -226,7 +213,7 @@ def dense_kernel(values, codes, heads, rows, out, width, ASM: tl.constexpr):
             column = other
 
 
-def product(x: Tensor, gaps: Gaps, bias: Tensor | None, warps: int = WARPS) -> Tensor:
+def product(x: Tensor, gaps: Gaps, bias: Tensor | None) -> Tensor:
     """``x W^T + bias`` for a contiguous x of 1, 2, 4 or 8 rows."""
     batch, num_rows = len(x), gaps.shape[0]
     y = torch.empty(batch, num_rows, dtype=x.dtype, device=x.device)
@@ -234,7 +221,7 @@ def product(x: Tensor, gaps: Gaps, bias: Tensor | None, warps: int = WARPS) -> T
         columns = x if batch == 1 else x.t().contiguous()
         product_kernel[(num_rows,)](
             columns, gaps.values, gaps.codes, gaps.heads, gaps.rows, x if bias is None else bias, y,
-            BATCH=batch, BIASED=bias is not None, ASM=_is_nvidia(x), W=warps, num_warps=warps,
+            BATCH=batch, BIASED=bias is not None, ASM=_is_nvidia(x), num_warps=1,
         )  # fmt: skip
     return y
 
