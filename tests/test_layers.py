@@ -34,7 +34,8 @@ MAY_IMPORT = CORE | {
     "cli": {*CORE, "lab", "doctor"},
     "__main__": {"cli"},
 }
-HEAVY = {"triton": "ops/_triton", "transformers": "export/huggingface"}  # what else than torch and numpy the core may load, and where
+# what else than torch and numpy the core may load, and where
+HEAVY = {"triton": "ops/_triton", "transformers": "export/huggingface"}
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 MODULES = [path for path in FILES if path != Path("__init__.py")]
 
