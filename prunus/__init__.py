@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .export import load_model, load_sparse, save_model, save_sparse
     from .optim import AdamWPrune, Spam
     from .schedule import Constant, OneShot, Ramp
     from .score import SCORES
@@ -25,6 +26,10 @@ _HOME = {
     "Ramp": "schedule",
     "SCORES": "score",
     "Spam": "optim",
+    "load_model": "export",
+    "load_sparse": "export",
+    "save_model": "export",
+    "save_sparse": "export",
 }
 __all__ = [
     "SCORES",
@@ -39,6 +44,10 @@ __all__ = [
     "Pruner",
     "Ramp",
     "Spam",
+    "load_model",
+    "load_sparse",
+    "save_model",
+    "save_sparse",
 ]
 
 

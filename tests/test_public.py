@@ -20,6 +20,10 @@ NAMES = {
     "Pruner": "training",
     "Ramp": "schedule",
     "Spam": "optim",
+    "load_model": "export",
+    "load_sparse": "export",
+    "save_model": "export",
+    "save_sparse": "export",
 }
 HEAVY = ["triton", "transformers", "lightning", "pytorch_lightning", "matplotlib", "pandas", "sklearn", "PIL"]
 

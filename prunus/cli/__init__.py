@@ -13,6 +13,8 @@ COMMANDS = {
     "demo": "train a small GPT dense and to 50 % sparsity by two scores, and compare them",
     "train": "train a network, pruning it on the way",
     "eval": "quality and sparsity of a checkpoint",
+    "doctor": "check what a pruned model promises",
+    "export": "a smaller file that gives every bit back, and back to a plain one",
     "bench": "each speed claim beside what it is compared with",
 }
 
