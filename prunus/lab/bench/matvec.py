@@ -38,6 +38,9 @@ class Case:
         return weight.masked_fill_(torch.rand(self.shape, device=device) < self.sparsity, 0)
 
 
+RIVAL = "torch sparse CSR"
+
+
 def cases(device: torch.device) -> list[Case]:
     """On a GPU the shapes of the claims and where they end; on a CPU, what takes a minute."""
     if device.type != "cuda":
@@ -75,7 +78,7 @@ def _rows(case: Case, repeat: int, weight: Tensor) -> Iterator[dict[str, Any]]:
     wide = torch.float64 if case.vectors <= 8 else torch.float32
     exact = x.to(wide) @ weight.to(wide).t()
     found = {NAMES[name]: way for name, way in ways_of(weight).items()}
-    found["torch sparse CSR"] = csr(weight)
+    found[RIVAL] = csr(weight)
     dense_us = None
     for name, way in found.items():
         try:
@@ -86,7 +89,10 @@ def _rows(case: Case, repeat: int, weight: Tensor) -> Iterator[dict[str, Any]]:
             yield _row(case, name) | {"problem": str(problem).splitlines()[0]}
             continue
         if not error < CLOSE[weight.dtype]:
-            raise RuntimeError(f"{name} is off by {error:.1e} for {case}, so no speed is reported")
+            if name != RIVAL:
+                raise RuntimeError(f"{name} is off by {error:.1e} for {case}, so no speed is reported")
+            yield _row(case, name) | {"problem": f"off by {error:.1e}, so no speed is reported"}
+            continue
         dense_us = dense_us or us
         launched = launched_us(partial(copies[0], x), repeat) if weight.device.type == "cuda" else None
         yield _row(case, name) | {
