@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .export import load_model, load_sparse, save_model, save_sparse
     from .oneshot import Bisection, Levels, Limit, Probe, SearchOptions, Tune, prune, search
     from .optim import AdamWPrune, Spam
     from .schedule import Constant, OneShot, Ramp
@@ -32,7 +33,11 @@ _HOME = {
     "SCORES": "score",
     "Spam": "optim",
     "Tune": "oneshot",
+    "load_model": "export",
+    "load_sparse": "export",
     "prune": "oneshot",
+    "save_model": "export",
+    "save_sparse": "export",
     "search": "oneshot",
 }
 __all__ = [
@@ -54,7 +59,11 @@ __all__ = [
     "SearchOptions",
     "Spam",
     "Tune",
+    "load_model",
+    "load_sparse",
     "prune",
+    "save_model",
+    "save_sparse",
     "search",
 ]
 

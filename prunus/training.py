@@ -109,7 +109,11 @@ class Pruner:
 
     @torch.no_grad()
     def update(self) -> None:
-        """One event: find the masks anew at the schedule's sparsity for this step, and apply them."""
+        """One event: find the masks anew at the schedule's sparsity for this step, and apply them.
+
+        The optimizer's own step calls it. Who replays a CUDA graph of the step counts ``pruner.step`` and calls
+        it when ``pruner.schedule.is_event(pruner.step, pruner.every)``; the graph stays valid.
+        """
         self._due = False
         sparsity = self.schedule(self.step) if self.schedule else 0.0
         if self._inputs:
@@ -207,6 +211,9 @@ class Pruner:
     def _after_step(self, *_: object) -> None:
         if is_skipped(self.optimizer):
             return
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            self._check_captured()
+            return
         self.step += 1
         if self.step == 1 and self.schedule:
             check_moments(self._eligible.weights, self.optimizer, self.score)
@@ -217,6 +224,14 @@ class Pruner:
         if self._due and not self._waits_for_moments():
             self.update()
         self._collect_inputs()
+
+    def _check_captured(self) -> None:
+        """Refuse a graph that would know nothing of the masks; nothing is counted, since nothing is run."""
+        if self.schedule and any(name not in self._bits for name in self._weights):
+            raise ValueError(
+                "a graph of this step would not hold the masks, since there are none yet; "
+                "capture it after the first event, or use AdamWPrune"
+            )
 
     def _after_load(self, _: Optimizer) -> None:
         """Take over the masks that came with an optimizer's state; loading cast them to the weights' dtype."""
@@ -252,6 +267,10 @@ class Pruner:
             self._hold(packed_masks(masks, self._weights))
         else:
             self._after_load(self.optimizer)
+        if isinstance(self.optimizer, AdamWPrune):  # whose step reads masks at no cost: a graph of it must find them
+            for name, p in self._weights.items():
+                if p.is_cuda and name not in self._bits:
+                    self._set_bits(name, bits.full(p.numel(), p.device))
         self._num_kept = self._count_kept()
 
     def _count_kept(self) -> int:

@@ -23,13 +23,19 @@ CORE = {
     "stats": {"ops", "eligible", "score", "shard"},
     "summary": {"eligible"},
     "optim": {"ops", "mask", "shard"},
-    "export": {"ops", "mask"},
+    "export": {"ops", "mask", "eligible"},
 }
 ALL_BUT_TRAINING = set(CORE) - {"export"}
 CORE["training"] = CORE["oneshot"] = ALL_BUT_TRAINING
 CORE["integrations"] = {"training"}
-MAY_IMPORT = CORE | {"lab": set(CORE), "cli": {*CORE, "lab"}, "__main__": {"cli"}}
-HEAVY = {"triton": "ops/_triton"}  # what else than torch and numpy the core may load, and where
+MAY_IMPORT = CORE | {
+    "lab": set(CORE),
+    "doctor": {"ops", "mask", "eligible", "schedule", "export"},
+    "cli": {*CORE, "lab", "doctor"},
+    "__main__": {"cli"},
+}
+# what else than torch and numpy the core may load, and where
+HEAVY = {"triton": "ops/_triton", "transformers": "export/huggingface"}
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 MODULES = [path for path in FILES if path != Path("__init__.py")]
 

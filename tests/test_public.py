@@ -26,7 +26,11 @@ NAMES = {
     "Ramp": "schedule",
     "Spam": "optim",
     "Tune": "oneshot",
+    "load_model": "export",
+    "load_sparse": "export",
     "prune": "oneshot",
+    "save_model": "export",
+    "save_sparse": "export",
     "search": "oneshot",
 }
 HEAVY = ["triton", "transformers", "lightning", "pytorch_lightning", "matplotlib", "pandas", "sklearn", "PIL"]

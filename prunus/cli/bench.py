@@ -17,14 +17,15 @@ class Command:
     """Measure a speed claim beside what it is compared with, in one process, and write the figures as JSON.
 
     select: finding masks. step: keeping them, on a CPU in a training step, on a GPU in the optimizer's step.
-    train: whole training steps of GPT-2 124M. page: docs/benchmarks.md from all results.
+    train: whole training steps of GPT-2 124M. export: the small file form. matvec: products with a pruned weight.
+    page: docs/benchmarks.md from all results.
     """
 
-    what: tyro.conf.Positional[Literal["select", "step", "train", "page"]]  # what to measure
+    what: tyro.conf.Positional[Literal["select", "step", "train", "export", "matvec", "page"]]  # what to measure
     layers: int = 12  # select, step: number of weights
     dim: int = 2048  # select, step: rows and columns of each
     shapes: Literal["gpt2", "mistral-7b"] | None = None  # select, step: a model's weights instead
-    dtype: Literal["float32", "bfloat16"] = "float32"  # select: of weights and moments
+    dtype: Literal["float32", "bfloat16"] = "float32"  # select, matvec: of weights and moments
     score: str = "bitter7"  # select: what makes a weight matter
     sparsity: float = 0.5  # fraction removed
     tokens: tuple[int, ...] = (256, 2048)  # step on a CPU: tokens a step
@@ -34,6 +35,7 @@ class Command:
     batch: int = 32  # train: windows a step
     compile: bool = True  # train: torch.compile the model
     precision: Literal["float32", "bfloat16"] = "bfloat16"  # train: bfloat16 by autocast
+    megabytes: int = 256  # export: of the weight that is packed
     repeat: int = 15  # calls or rounds that the median is taken over
     threads: int = 0  # CPU threads; 0 leaves torch's choice
     device: str = "cpu"  # cpu or cuda
@@ -125,13 +127,31 @@ def _train(command: Command, device: "torch.device") -> Measured:
     return settings | {"sparsity": command.sparsity, "rounds": rounds}, bench_train(base, 51, rounds)
 
 
+def _export(command: Command, device: "torch.device") -> Measured:
+    from ..lab.bench.export import bench_export
+    from ..lab.bench.measure import copy_gb_s
+
+    settings = {"megabytes": command.megabytes, "repeat": command.repeat, "copy_gb_s": copy_gb_s(device)}
+    return settings, bench_export(command.megabytes * 10**6, command.repeat, device)
+
+
+def _matvec(command: Command, device: "torch.device") -> Measured:
+    import torch
+
+    from ..lab.bench.matvec import bench_matvec
+    from ..lab.bench.measure import copy_gb_s
+
+    settings = {"dtype": command.dtype, "repeat": command.repeat, "copy_gb_s": copy_gb_s(device)}
+    return settings, bench_matvec(command.repeat, device, getattr(torch, command.dtype))
+
+
 def _said(command: Command, shapes: list[tuple[int, int]]) -> str:
     if command.shapes:
         return f"{len(shapes)} weights of {command.shapes}"
     return f"{command.layers} weights of {command.dim} x {command.dim}"
 
 
-MEASURES = {"select": _select, "step": _step, "train": _train}
+MEASURES = {"select": _select, "step": _step, "train": _train, "export": _export, "matvec": _matvec}
 
 
 def _finish(command: Command, what: str, settings: dict[str, Any], rows: list[dict[str, Any]]) -> None:

@@ -10,7 +10,7 @@ INTRODUCTION = """# Benchmarks
 
 This page is made by `prunus bench page` from the JSON files in `benchmarks/results/`; nothing in it is
 typed. All methods of a table ran in one process, one after the other or in turns. Run them on your
-own machine with `prunus bench select`, `step` and `train` (`--device cuda` on a GPU).
+own machine with `prunus bench select`, `step`, `train`, `export` and `matvec` (`--device cuda` on a GPU).
 """
 
 SELECT = """Masks of {num_weights:,} weights ({weights}, {dtype}) at {sparsity:.0%} by {score}, median of up to \
@@ -31,6 +31,18 @@ medians of queued calls, the ratio is to torch's fused step without masks.
 
 TRAIN = """Training {model}, context {context}, batch {batch}, {precision}, compile {compile}, an event every {every} \
 steps counted in; medians of {rounds} rounds of {every} steps, to {sparsity:.0%}.
+"""
+
+EXPORT = """A pruned weight of {megabytes} MB without its zeros and back, medians of up to {repeat} calls; GB/s count \
+dense bytes, whatever is moved. Every way gave each bit back before it was timed. In memory: finding the non-zeros and \
+compacting them, then expanding. Files lie in memory where the machine has such a place; ours are summed, flushed \
+and checked, dense ones are not. Size is relative to dense, beside the goal.
+"""
+
+MATVEC = """Products of a pruned {dtype} weight with some vectors; medians of {repeat} rounds. On a GPU calls are made \
+within a CUDA graph and go round copies of more than 200 MB, so that none is read from a cache; "launched" is without \
+the graph, by the host. Times faster and size are relative to dense in the same table. Every way agreed with \
+the product in higher precision before it was timed.
 """
 
 
@@ -116,7 +128,51 @@ def _step(record: dict[str, Any]) -> str:
     return _section("Keeping them: a training step", record, STEP, table(headings, lines))
 
 
-SECTIONS = {"select": _select, "step": _step, "train": _train, "update": _update}
+def _export(record: dict[str, Any]) -> str:
+    lines = [
+        (
+            row["way"],
+            row["dtype"],
+            f"{row['sparsity']:.0%}",
+            f"{row['pack_gb_s']:.2f}",
+            f"{row['unpack_gb_s']:.2f}",
+            f"{row['size']:.4f}",
+            "" if row["size_goal"] is None else f"{row['size_goal']:g}",
+        )
+        for row in record["rows"]
+    ]
+    headings = ("way", "type", "zeros", "pack GB/s", "unpack GB/s", "size", "goal")
+    body = table(headings, lines)
+    if record["settings"]["copy_gb_s"]:
+        body += (
+            f"\n\nA copy on this device moves {record['settings']['copy_gb_s']:,.0f} GB/s, read and written together."
+        )
+    return _section("Small files", record, EXPORT, body)
+
+
+def _matvec(record: dict[str, Any]) -> str:
+    lines = [
+        (
+            row["way"],
+            row["shape"],
+            row["zeros"],
+            f"{row['vectors']:,}",
+            row["problem"] if row["us"] is None else f"{row['us']:,.1f}",
+            *(_number(row[name], "{:.2f}") for name in ("times_faster", "size")),
+            _number(row["launched_us"], "{:,.1f}"),
+            _number(row["read_gb_s"], "{:,.0f}"),
+        )
+        for row in record["rows"]
+    ]
+    headings = ("way", "weight", "zeros", "vectors", "us", "times faster", "size", "launched us", "GB/s of it")
+    return _section("Products with a pruned weight", record, MATVEC, table(headings, lines))
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else form.format(value)
+
+
+SECTIONS = {"export": _export, "matvec": _matvec, "select": _select, "step": _step, "train": _train, "update": _update}
 
 
 def _section(title: str, record: dict[str, Any], text: str, body: str) -> str:

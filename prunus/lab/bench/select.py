@@ -12,7 +12,7 @@ from torch.nn.utils import prune
 from ...ops import bits
 from ...ops.source import Lazy
 from ...score import Score
-from ...select import Global
+from ...select import Global, NofM, PerLayer, PerRow
 from ...stats import score_of
 from .measure import median_ms, peak_extra_mib
 
@@ -140,6 +140,21 @@ def ours_with_zeroing(p: Problem) -> list[Tensor]:
     return masks
 
 
+def ours_by_layer(p: Problem) -> list[Tensor]:
+    """The same sparsity in every weight."""
+    return list(PerLayer().packed(p.sources(), p.sparsity, {}).values())
+
+
+def ours_by_row(p: Problem) -> list[Tensor]:
+    """The same sparsity in every row."""
+    return list(PerRow().packed(p.sources(), p.sparsity, {}).values())
+
+
+def ours_2_of_4(p: Problem) -> list[Tensor]:
+    """Two of every four are kept, whatever the sparsity asked for."""
+    return list(NofM(2, 4).packed(p.sources(), 0.5, {}).values())
+
+
 METHODS: dict[str, tuple[Callable[[Problem], list[Tensor]], bool]] = {  # and whether it claims to be exact
     "exact: cat, kthvalue": (kthvalue, True),
     "exact: cat, topk": (topk, True),
@@ -149,6 +164,9 @@ METHODS: dict[str, tuple[Callable[[Problem], list[Tensor]], bool]] = {  # and wh
     "prunus, exact": (ours, True),
     "prunus, exact, from half pruned on": (ours_again, True),
     "prunus, exact, and zeroing w, m, v": (ours_with_zeroing, True),
+    "prunus, by layer": (ours_by_layer, True),
+    "prunus, by row": (ours_by_row, True),
+    "prunus, 2:4": (ours_2_of_4, True),
 }
 LARGEST = 1 << 31  # weights that the rivals, which put all scores into one tensor, are run on
 
@@ -163,7 +181,7 @@ def bench_select(p: Problem, repeat: int, device: torch.device) -> list[dict[str
             continue
         restore = _restorer(p) if method is ours_with_zeroing else _nothing
         peak = peak_extra_mib(lambda method=method: method(p), device, restore)
-        num_wanted = p.num_weights - (round(0.75 * p.num_weights) if method is ours_again else p.num_drop)
+        num_wanted = p.num_weights - num_dropped(p, method)
         masks = method(p)
         num_kept, edge_error = count_kept(masks), None if is_exact else error_of_edge(p, masks, edge)
         del masks
@@ -182,6 +200,17 @@ def bench_select(p: Problem, repeat: int, device: torch.device) -> list[dict[str
             }
         )
     return rows
+
+
+def num_dropped(p: Problem, method: Callable[[Problem], list[Tensor]]) -> int:
+    """How many weights a method is to drop."""
+    shapes = [weight.shape for weight in p.weights]
+    if method is ours_by_layer:
+        return sum(round(p.sparsity * rows * inputs) for rows, inputs in shapes)
+    if method is ours_by_row:
+        return sum(rows * round(p.sparsity * inputs) for rows, inputs in shapes)
+    shares = {ours_again: 0.75, ours_2_of_4: 0.5}
+    return round(shares[method] * p.num_weights) if method in shares else p.num_drop
 
 
 def check_exact(p: Problem) -> float:

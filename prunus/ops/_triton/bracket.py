@@ -29,7 +29,7 @@ from .read import rank_in, scores_of, slot_of, total_of
 CLUSTER = tl.constexpr(8)  # neighbours that are sampled together: a read from memory brings them all
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tensors", "num_tiles"])
 def sample_kernel(
     table, constants, num_tensors, num_tiles, sample, counts,
     NAME: tl.constexpr, WT: tl.constexpr, MT: tl.constexpr, VT: tl.constexpr,
@@ -71,7 +71,7 @@ def coarse_kernel(counts, state, share, sigmas):
     tl.store(state + NUM_SAMPLED, num.to(tl.int64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num"])
 def fine_kernel(sample, num, state, counts, BLOCK: tl.constexpr):
     """Counts of the next digit among the sampled keys that begin with either leading digit."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -83,7 +83,7 @@ def fine_kernel(sample, num, state, counts, BLOCK: tl.constexpr):
         tl.atomic_add(counts + FINE_AT + side * FINE + slot_of(next, FINE), 1, mask=here, sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_live", "room"])
 def bracket_kernel(state, counts, num_live, room):
     """The scores lo and hi, the shift that spreads what lies between them over the buckets, whether that is too much.
 

@@ -12,7 +12,7 @@ from .. import bits
 from ..source import Lazy
 from .bracket import CLUSTER, bracket_kernel, coarse_kernel, fine_kernel, sample_kernel
 from .descent import count_kernel, pick_kernel, tally_kernel, write_kernel
-from .launch import launch
+from .launch import At, launch, launch_as
 from .layout import (
     BASE,
     BUCKET,
@@ -36,7 +36,7 @@ from .sweep import sweep_kernel
 
 __all__ = ["launch_cut", "launch_each", "lowered", "wait_all"]
 
-SIGMAS = 5.0  # half width of the bracket in standard errors of independent samples; a miss costs time, not exactness
+SIGMAS = 4.5  # half width of the bracket in standard errors of independent samples; a miss costs time, not exactness
 BLOCK = 1024  # elements of a tile in registers at a time
 SAMPLED = 256  # samples a program
 BYTES = 256  # entries of a list that a program expands at a time
@@ -94,44 +94,70 @@ def offsets_of(sources: Sequence[Lazy]) -> list[int]:
 
 def by_one_pass(cut: Cut) -> "Pending":
     """Sample, bracket, pass, finish."""
-    p, low, tile = cut.plan, cut.low, cut.tile
-    device = p.table.device
-    wanted = num_samples(cut.num_live) * (p.num_tiles * tile) // cut.num_live
+    p, low, tile, num_live = cut.plan, cut.low, cut.tile, cut.num_live
+    wanted = num_samples(num_live) * (p.num_tiles * tile) // num_live
     lanes = max(CLUSTER.value, min(256, tile, 1 << max(1, wanted // p.num_tiles).bit_length() - 1))
-    share = cut.num_drop / cut.num_live
+    share = cut.num_drop / num_live
     num = p.num_tiles * lanes
-    num_sampled = max(1.0, num * cut.num_live / (p.num_tiles * tile))
-    expected = cut.num_live * 2 * (SIGMAS * math.sqrt(share * (1 - share) / num_sampled) + 1 / num_sampled)
-    per_program = -(-min(expected, cut.num_live) // p.num_programs)
+    num_sampled = max(1.0, num * num_live / (p.num_tiles * tile))
+    expected = num_live * 2 * (SIGMAS * math.sqrt(share * (1 - share) / num_sampled) + 1 / num_sampled)
     all_bytes = -(-p.num_tiles // p.num_programs) * tile // 8
-    capacity = min(int(1.1 * per_program) + 256, all_bytes)
-
+    capacity = min((int(1.1 * min(expected, num_live) / p.num_programs) + 256) // 4 * 4, all_bytes)
     size = p.num_programs * capacity
-    room = size if capacity < all_bytes else cut.num_live
-    scratch = torch.empty(max(num, 2 * size), dtype=torch.int32, device=device)  # the sample, then lists and keys
-    zeros = torch.zeros(2 * STATE + COUNTERS_AT.value + p.num_programs, dtype=torch.int32, device=device)
-    state, counts = zeros[: 2 * STATE].view(torch.int64), zeros[2 * STATE :]
-    own = torch.empty(min(MOST_OWN, max(LEAST_OWN, size // 16)), dtype=torch.int64, device=device)
+    w = workspace(p, size, max(num, 2 * size))
 
-    read, shape = {**low.read, "DEPTH": p.depth, "TILE": tile}, {"DEPTH": p.depth, "TILE": tile}
+    kind = (low.kind, p.kind, tile, num_live >= 1 << 31)
+    read = {**low.read, "DEPTH": p.depth, "TILE": tile}
     tensors, at_once = (p.table, p.constants, len(p.table)), max(1, SAMPLED // lanes)
-    drawn = {**read, "LANES": lanes, "TILES": at_once}
-    launch(sample_kernel, (-(-p.num_tiles // at_once),), (*tensors, p.num_tiles, scratch, counts), drawn)
-    launch(coarse_kernel, (2,), (counts, state, share, SIGMAS), {"num_warps": 32})
-    launch(fine_kernel, (-(-num // BLOCK),), (scratch, num, state, counts), {"BLOCK": BLOCK})
-    launch(bracket_kernel, (1,), (state, counts, cut.num_live, room), {})
+    drawn, tiles = {**read, "LANES": lanes, "TILES": at_once}, (*tensors, p.num_tiles)
+    grid = (-(-p.num_tiles // at_once),)
+    launch_as((kind, lanes), sample_kernel, grid, (*tiles, w.scratch, w.counts), drawn)
+    launch_as(kind, coarse_kernel, (2,), (w.counts, w.state, share, SIGMAS), {"num_warps": 32})
+    launch_as(kind, fine_kernel, (-(-num // BLOCK),), (w.scratch, num, w.state, w.counts), {"BLOCK": BLOCK})
+    room = size if capacity < all_bytes else num_live
+    launch_as(kind, bracket_kernel, (1,), (w.state, w.counts, num_live, room), {})
     swept = {**read, "FAST": low.formulas[0].has_fast_roots, "ALIGN": p.align, "BLOCK": min(BLOCK, tile)}
-    passed = (*tensors, p.num_tiles, cut.out, scratch, counts, state, capacity)
-    launch(sweep_kernel, (p.num_programs,), passed, swept)
-    inside = (scratch, scratch[size:], state, counts, capacity, p.num_programs)
-    last = (own, len(own), (p.num_tiles * tile).bit_length())
+    passed = (*tiles, cut.out, w.scratch, w.counts, w.state, capacity)
+    launch_as(kind, sweep_kernel, (p.num_programs,), passed, swept)
+    inside = (w.scratch, w.keys, w.state, w.counts, capacity, p.num_programs)
+    last = (w.own, w.room, (p.num_tiles * tile).bit_length())
     grid, listed = (p.num_programs, 4), {**read, "BYTES": BYTES}
-    launch(spread_kernel, grid, (*tensors, *inside), listed)
-    numbers = (counts, p.num_programs, capacity, state, cut.num_live, cut.num_drop)
-    launch(decide_kernel, (1,), numbers, {"CHUNK": 2048, "num_warps": 8})
-    launch(settle_kernel, grid, (*tensors, cut.out, *last, *inside), listed)
-    launch(finish_kernel, (1,), (p.table, len(p.table), cut.out, *last, state), {**shape, "num_warps": 8})
-    return Pending(cut, cut.masks(), state, len(own))
+    launch_as(kind, spread_kernel, grid, (*tensors, *inside), listed)
+    numbers = (w.counts, p.num_programs, capacity, w.state, num_live, cut.num_drop)
+    launch_as(kind, decide_kernel, (1,), numbers, {"CHUNK": 2048, "num_warps": 8})
+    launch_as(kind, settle_kernel, grid, (*tensors, cut.out, *last, *inside), listed)
+    shape = {"DEPTH": p.depth, "TILE": tile, "num_warps": 8}
+    launch_as(kind, finish_kernel, (1,), (p.table, len(p.table), cut.out, *last, w.state), shape)
+    return Pending(cut, cut.masks(), w.state.view()[:STATE], w.room)
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Parts of two buffers: state and counts begin as zeros; the sample, then lists and their keys, need not."""
+
+    state: At
+    counts: At
+    own: At
+    room: int  # of own
+    scratch: At
+    keys: At
+
+
+def workspace(p: Plan, size: int, num_scratch: int) -> Workspace:
+    """Room for lists of ``size`` entries in all, and for the sample."""
+    device, room = p.table.device, min(MOST_OWN, max(LEAST_OWN, size // 16)) // 2 * 2
+    zeros = torch.zeros(2 * STATE + COUNTERS_AT.value + p.num_programs, dtype=torch.int32, device=device)
+    work = torch.empty(2 * room + num_scratch, dtype=torch.int32, device=device)
+    first, own = zeros.data_ptr(), work.data_ptr()
+    scratch = own + 8 * room
+    return Workspace(
+        At(first, zeros, torch.int64),
+        At(first + 8 * STATE, zeros, torch.int32),
+        At(own, work, torch.int64),
+        room,
+        At(scratch, work, torch.int32),
+        At(scratch + 4 * size, work, torch.int32),
+    )
 
 
 def by_descent(cut: Cut, lo: int, hi: int) -> "Pending":

@@ -1,7 +1,7 @@
 """Sources as kernels read them: one formula, one dtype a register, a table of addresses."""
 
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,11 @@ class Lowered:
     types: dict[str, tl.dtype | None]
 
     @property
+    def kind(self) -> tuple:
+        """What compiled forms depend on."""
+        return self.formulas[0].name, *self.types.values()
+
+    @property
     def read(self) -> dict[str, Any]:
         """What says to a kernel how to compute scores."""
         return {"NAME": self.formulas[0].name, "WT": self.types["w"], "MT": self.types["m"], "VT": self.types["v"]}
@@ -31,59 +36,53 @@ class Lowered:
         """One of the sources."""
         return Lowered(self.sources[i : i + 1], self.formulas[i : i + 1], self.types)
 
-    def planned(self, live: Mapping[str, Tensor], offsets: Iterable[int], tile: int) -> Plan:
+    def planned(self, live: Mapping[str, Tensor], offsets: Sequence[int], tile: int) -> Plan:
         return plan(*self._rows(live, offsets), self.sources[0].device, tile)
 
-    def planned_each(self, live: Mapping[str, Tensor], offsets: Iterable[int], tile: int) -> list[Plan]:
+    def planned_each(self, live: Mapping[str, Tensor], offsets: Sequence[int], tile: int) -> list[Plan]:
         return plan_each(*self._rows(live, offsets), self.sources[0].device, tile)
 
-    def _rows(self, live: Mapping[str, Tensor], offsets: Iterable[int]) -> tuple[tuple, tuple]:
+    def _rows(self, live: Mapping[str, Tensor], offsets: Sequence[int]) -> tuple[tuple, tuple]:
         """Addresses of all sources and live masks, offsets of the masks to write, and constants."""
-        w, m, v = (self.formulas[0].registers.get(register) for register in "wmv")
-        has_extra = self.formulas[0].name in ("random", "wanda")
-        rows, constants = [], []
-        for source, formula, offset in zip(self.sources, self.formulas, offsets, strict=False):
-            reads, mask = source.reads, live.get(source.name)
-            rows.append((
-                reads[w].data_ptr() if w else 0,
-                reads[m].data_ptr() if m else 0,
-                reads[v].data_ptr() if v else 0,
-                0 if mask is None else mask.data_ptr(),
-                offset,
-                source.weight.numel(),
-                _extra(source, formula) if has_extra else 0,
-            ))  # fmt: skip
-            scales = source.scales
-            constants.append((formula.a, formula.b, scales.get(m, 1.0), scales.get(v, 1.0)))
-        return tuple(rows), tuple(constants)
+        sources, first = self.sources, self.formulas[0]
+        w, m, v = (first.registers.get(register) for register in "wmv")
+        nothing = [0] * len(sources)
+        columns = [[s.reads[n].data_ptr() for s in sources] if n else nothing for n in (w, m, v)]
+        masks = [live[s.name].data_ptr() if s.name in live else 0 for s in sources] if live else nothing
+        numels = [s.weight.numel() for s in sources]
+        has_extra = first.name in ("random", "wanda")
+        extras = [_extra(s, f) for s, f in zip(sources, self.formulas, strict=True)] if has_extra else nothing
+        constants = tuple(
+            (f.a, f.b, s.scales.get(m, 1.0), s.scales.get(v, 1.0)) if s.scales else (f.a, f.b, 1.0, 1.0)
+            for s, f in zip(sources, self.formulas, strict=True)
+        )
+        return tuple(zip(*columns, masks, offsets, numels, extras, strict=False)), constants
 
 
 def lowered(sources: Sequence[Lazy]) -> Lowered | None:
-    """The sources as kernels read them, or None where only their definition can be evaluated."""
+    """The sources as kernels read them, or None where only their definition can be evaluated.
+
+    An event runs through here, so it is written by columns, which is fast.
+    """
     kind, constants = sources[0].formula, sources[0].constants
-    formula = first = lower(kind, constants) if kind else None
-    if first is None:
+    first = lower(kind, constants) if kind else None
+    if first is None or any(s.formula != kind or s.dtype != torch.float32 for s in sources):
         return None
-    names = tuple(first.registers.values())
-    dtypes = [sources[0].reads[name].dtype for name in names]
-    formulas, read = [], [(name, dtype) for name, dtype in zip(names, dtypes, strict=True) if dtype in TYPES]
-    if len(read) < len(names):
-        return None
-    for source in sources:  # an event runs through here: what follows is written for speed
-        if source.constants != constants:
-            constants = source.constants
-            formula = lower(kind, constants)
-        if formula is None or source.formula != kind or source.dtype != torch.float32 or formula.name != first.name:
+    formulas: list[Formula | None] = [first] * len(sources)
+    if any(s.constants != constants for s in sources):
+        formulas = [lower(kind, s.constants) for s in sources]
+        if any(f is None or f.name != first.name for f in formulas):
             return None
-        formulas.append(formula)
-        weight, reads = source.weight, source.reads
-        for name, dtype in read:
-            tensor = reads[name]
-            if tensor.dtype != dtype or not tensor.is_contiguous():
-                return None
-            if tensor is not weight and tensor.shape != weight.shape and not _repeats(tensor, weight, name):
-                return None
-    types = dict.fromkeys("wmv") | {r: TYPES[dtype] for r, dtype in zip(first.registers, dtypes, strict=True)}
+    types: dict[str, tl.dtype | None] = {"w": None, "m": None, "v": None}
+    for register, name in first.registers.items():
+        read = [s.reads[name] for s in sources]
+        dtype = read[0].dtype
+        if dtype not in TYPES or any(t.dtype != dtype for t in read) or not all(map(Tensor.is_contiguous, read)):
+            return None
+        odd = [(t, s.weight) for t, s in zip(read, sources, strict=True) if t is not s.weight]
+        if any(t.shape != weight.shape and not _repeats(t, weight, name) for t, weight in odd):
+            return None
+        types[register] = TYPES[dtype]
     return Lowered(sources, formulas, types)
 
 

@@ -26,6 +26,11 @@ class Plan:
     is_full: bool  # whether all tiles are
 
     @property
+    def kind(self) -> tuple:
+        """What compiled forms depend on."""
+        return self.table.device, self.align, self.depth
+
+    @property
     def depth(self) -> int:
         """Halvings that find a tile's tensor."""
         return max(1, (len(self.table) - 1).bit_length())

@@ -47,7 +47,7 @@ def lowest(bits):
     return ones_in((bits & -bits) - 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tensors", "capacity", "num_programs"])
 def spread_kernel(
     table, constants, num_tensors, listed, keys, state, counts, capacity, num_programs, NAME: tl.constexpr,
     WT: tl.constexpr, MT: tl.constexpr, VT: tl.constexpr, DEPTH: tl.constexpr, BYTES: tl.constexpr, TILE: tl.constexpr,
@@ -78,7 +78,7 @@ def spread_kernel(
             is_first = left < 0
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_programs", "capacity", "num_live", "num_drop"])
 def decide_kernel(counts, num_programs, capacity, state, num_live, num_drop, CHUNK: tl.constexpr):
     """Which bucket holds the cut and how many of it are dropped; or that the bracket missed, or its lists are full."""
     largest = tl.zeros((), tl.int32)
@@ -97,7 +97,7 @@ def decide_kernel(counts, num_programs, capacity, state, num_live, num_drop, CHU
     tl.store(state + FOUND, (holds & sure).to(tl.int64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tensors", "room", "order_bits", "capacity", "num_programs"])
 def settle_kernel(
     table, constants, num_tensors, masks, own, room, order_bits, listed, keys, state, counts, capacity, num_programs,
     NAME: tl.constexpr, WT: tl.constexpr, MT: tl.constexpr, VT: tl.constexpr,
@@ -140,7 +140,7 @@ def keep_above(table, num_tensors, masks, entry, wanted, order_bits, DEPTH: tl.c
     set_bits(row, masks, order - tl.load(row + FIRST) * TILE, wanted)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tensors", "room", "order_bits"])
 def finish_kernel(
     table, num_tensors, masks, own, room, order_bits, state, DEPTH: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip

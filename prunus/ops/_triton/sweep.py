@@ -45,7 +45,7 @@ def sweep_block(
     return ones_in(bits)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tensors", "num_tiles", "capacity"])
 def sweep_kernel(
     table, constants, num_tensors, num_tiles, masks, listed, counts, state, capacity,
     FAST: tl.constexpr, NAME: tl.constexpr, WT: tl.constexpr, MT: tl.constexpr, VT: tl.constexpr, ALIGN: tl.constexpr,

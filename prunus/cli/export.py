@@ -1,0 +1,119 @@
+"""``prunus export``"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import tyro
+
+if TYPE_CHECKING:
+    from ..export.convert import Done
+
+
+@dataclass(frozen=True)
+class Command:
+    """Write a model in the small form, which gives every bit back, or in the plain form that any tool loads.
+
+    The source is a Hugging Face folder or a .safetensors file, small or plain, or a checkpoint of prunus train.
+    """
+
+    source: tyro.conf.Positional[Path]  # folder, .safetensors file, checkpoint.pt, or the run folder that holds it
+    out: Path | None = None  # folder to make, or .safetensors file to write
+    form: Literal["sparse", "dense"] = "sparse"  # small, or plain zeros
+    check: bool = False  # read back what was written and compare every bit
+    max_shard: str = "5GB"  # largest file, as a number with B, KB, MB or GB; larger models take several
+    advise: bool = False  # write nothing; measure here, layer by layer, whether the sparse model will be faster
+    device: str = "cpu"  # advise: where the model will run, cpu or cuda
+    batch: int = 1  # advise: sequences decoded at a time
+    tokens: int = 4096  # advise: of a prompt
+
+
+def run(command: Command) -> None:
+    if command.advise:
+        _advise(command)
+    else:
+        _convert(command)
+
+
+def _advise(command: Command) -> None:
+    from ..export.advise import Load, advise
+
+    if command.out is not None:
+        raise ValueError("--advise measures and writes nothing; leave --out away, or --advise")
+    load, checkpoint = Load(command.batch, command.tokens), _checkpoint(command.source)
+    if checkpoint is None:
+        print(advise(command.source, command.device, load))
+    else:
+        from ..lab.checkpoint import load_checkpoint
+
+        print(advise(load_checkpoint(checkpoint)["model"], command.device, load))
+
+
+def _convert(command: Command) -> None:
+    from ..export.convert import Job, convert
+
+    if command.out is None:
+        raise ValueError("there is no place to write to; pass --out with a new folder or a .safetensors file")
+    job = Job(command.out, command.form == "sparse", command.check, num_bytes(command.max_shard))
+    checkpoint = _checkpoint(command.source)
+    if checkpoint is None:
+        done = convert(command.source, job)
+    else:
+        from ..lab.exported import export_checkpoint
+
+        if job.out.suffix == ".safetensors":
+            raise ValueError(f"a checkpoint becomes a folder with its run.json, but --out is the file {job.out}")
+        done = export_checkpoint(checkpoint, job)
+    _show(command, done)
+
+
+def num_bytes(text: str) -> int:
+    """Bytes from a number with a unit; units are powers of a thousand."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([KMG]?)B?\s*", text.upper())
+    size = int(float(found[1]) * {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}[found[2]]) if found else 0
+    if size < 1:
+        raise ValueError(f"a size is a positive number with B, KB, MB or GB, as in 5GB; got {text!r}")
+    return size
+
+
+def _checkpoint(path: Path) -> Path | None:
+    """The training checkpoint that ``path`` is or holds, if it is one."""
+    inside = path / "checkpoint.pt"
+    if path.is_dir():
+        return inside if inside.is_file() else None
+    return path if path.suffix == ".pt" else None
+
+
+def _show(command: Command, done: "Done") -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title=escape(f"{command.source} to {command.out}"), title_justify="left")
+    table.add_column("stored as")
+    for heading in ("tensors", "elements", "non-zero", "dense MB", "stored MB", "ratio"):
+        table.add_column(heading, justify="right")
+    rows = done.saved.rows
+    for encoding in dict.fromkeys(row.encoding for row in rows):
+        table.add_row(encoding, *_cells([row for row in rows if row.encoding == encoding]))
+    table.add_section()
+    table.add_row("all", *_cells(rows))
+    Console().print(table)
+    checked = "" if done.check_seconds is None else f", every bit read back and compared in {done.check_seconds:.2f} s"
+    print(
+        f"{command.out}: {done.bytes_before:,} bytes became {done.bytes_after:,} in {len(done.saved.files)} file"
+        f"{'s' if len(done.saved.files) > 1 else ''} ({_ratio(done.bytes_after, done.bytes_before)}), "
+        f"written in {done.write_seconds:.2f} s{checked}"
+    )
+
+
+def _cells(rows: list[Any]) -> list[str]:
+    numel, kept = sum(row.numel for row in rows), sum(row.num_nonzero for row in rows)
+    dense, stored = sum(row.dense_bytes for row in rows), sum(row.stored_bytes for row in rows)
+    share = f"{kept / numel:.2%}" if numel else ""
+    return [f"{len(rows):,}", f"{numel:,}", share, f"{dense / 1e6:,.2f}", f"{stored / 1e6:,.2f}", _ratio(stored, dense)]
+
+
+def _ratio(part: int, whole: int) -> str:
+    return f"{part / whole:.4f}" if whole else ""

@@ -1,0 +1,144 @@
+"""What the doctor says: layers as they are, findings that need a hand, and notes that do not."""
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+# every kind of finding, and what it breaks; --allow takes these names
+KINDS = {
+    "too-dense": "fewer zeros than asked for",
+    "too-sparse": "more zeros than asked for",
+    "rows": "rows whose zeros are not the asked number",
+    "groups": "groups of M that hold more than N non-zeros",
+    "dead-rows": "outputs whose weights are all zero",
+    "dead-columns": "inputs that nothing reads",
+    "came-back": "weights that are not zero where the mask says pruned",
+    "moments": "optimizer state that is not zero where the mask says pruned",
+    "bad-mask": "masks that do not fit their tensor, or have none",
+    "masks-disagree": "masks of one checkpoint that differ from each other",
+    "untied": "tied weights that differ",
+    "excluded": "tensors that should be dense but hold many zeros",
+    "not-finite": "NaN or infinity",
+    "duplicate": "a tensor stored twice",
+    "missing": "a tensor, shard or layer that is not there",
+    "digest": "digests that differ from each other or from the masks",
+    "not-removed": "pruning that was left as weight_orig and weight_mask",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is not as promised: its kind, the tensor or file, what was found and what to do."""
+
+    kind: str
+    where: str
+    what: str
+    todo: str
+
+    def __post_init__(self) -> None:
+        assert self.kind in KINDS, self.kind
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.where}: {self.what}; {self.todo}"
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One tensor as it was found; rows are outputs, columns inputs.
+
+    ``num_pruned``, ``num_live_zeros`` and ``num_came_back`` are counted where there is a mask.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    role: str  # weight, or why it is not pruned: embedding, head, excluded, ...
+    num: int
+    num_zeros: int
+    pattern: str
+    num_dead_rows: int = 0
+    num_dead_columns: int = 0
+    num_not_finite: int = 0
+    num_pruned: int | None = None
+    num_live_zeros: int | None = None
+    num_came_back: int | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def is_prunable(self) -> bool:
+        return self.role == "weight"
+
+    @property
+    def num_removed(self) -> int:
+        """What the mask prunes; without a mask, the zeros."""
+        return self.num_zeros if self.num_pruned is None else self.num_pruned
+
+    @property
+    def sparsity(self) -> float:
+        return self.num_zeros / self.num if self.num else 0.0
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that was found in ``path``; it is healthy if ``findings`` is empty."""
+
+    path: str
+    kind: str
+    pattern: str
+    layers: list[Layer]
+    findings: list[Finding]
+    notes: list[str] = field(default_factory=list)
+    asked: dict[str, Any] = field(default_factory=dict)
+    digest: str | None = None
+
+    @property
+    def is_healthy(self) -> bool:
+        return not self.findings
+
+    @property
+    def num_prunable(self) -> int:
+        return sum(layer.num for layer in self.layers if layer.is_prunable)
+
+    @property
+    def num_zeros(self) -> int:
+        """Zeros in the prunable weights."""
+        return sum(layer.num_zeros for layer in self.layers if layer.is_prunable)
+
+    @property
+    def sparsity(self) -> float:
+        """Over prunable weights, from the zeros."""
+        return self.num_zeros / self.num_prunable if self.num_prunable else 0.0
+
+    @property
+    def verdict(self) -> str:
+        counted = f"{self.sparsity:.4%} of {self.num_prunable:,} prunable weights are zero ({self.pattern})"
+        if self.is_healthy:
+            return f"healthy: {counted}"
+        kinds = ", ".join(dict.fromkeys(finding.kind for finding in self.findings))
+        number = f"{len(self.findings)} finding{'s' if len(self.findings) > 1 else ''}"
+        return f"not healthy: {number} ({kinds}); {counted}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, all of them finite."""
+        own = {"healthy": self.is_healthy, "verdict": self.verdict, "sparsity": self.sparsity}
+        counts = {"num_prunable": self.num_prunable, "num_zeros": self.num_zeros}
+        layers = [asdict(layer) | {"sparsity": layer.sparsity} for layer in self.layers]
+        return own | counts | asdict(self) | {"layers": layers}
+
+
+def total(layers: Iterable[Layer], what: str) -> int:
+    return sum(getattr(layer, what) or 0 for layer in layers)
+
+
+def percent(part: int, whole: int) -> str:
+    """A percentage that never rounds something to nothing or to all."""
+    if not whole:
+        return "-"
+    shown = f"{part / whole:.2%}"
+    if part and shown == "0.00%":
+        return "<0.01%"
+    return ">99.99%" if part < whole and shown == "100.00%" else shown
+
+
+def shape_text(shape: Iterable[int]) -> str:
+    return "x".join(map(str, shape)) or "scalar"

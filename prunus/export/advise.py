@@ -1,0 +1,188 @@
+"""Whether a sparse model will be faster, measured on the machine at hand before time is spent on it.
+
+Each kind of layer, its shape, type, sparsity and pattern, is measured once, with its own weight: dense, as it is
+kept by ``SparseLinear``, and where it is 2:4 and the GPU can, as a semi-structured tensor.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ..ops.gaps import Gaps, gaps_of_dense
+from ..ops.matvec import product
+from . import linear, semi_structured
+from .read import open_tensors
+from .timing import microseconds, num_copies
+
+AnySource = str | os.PathLike[str] | nn.Module | Mapping[str, Tensor]
+WORTH = 1.03  # times faster: less is noise
+SPARSE_FROM = 0.1  # layers with fewer zeros were not pruned, and stay dense
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is measured: a product with ``batch`` vectors, as in decoding, and with ``tokens``, as in a prompt."""
+
+    batch: int = 1
+    tokens: int = 4096
+
+    def __post_init__(self) -> None:
+        if self.batch < 1 or self.tokens < 1:
+            raise ValueError(f"batch and tokens must be at least 1, got {self.batch} and {self.tokens}")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kind of layer: how many there are, and microseconds of each way; a way that cannot be has none."""
+
+    shape: tuple[int, int]
+    dtype: str
+    sparsity: float
+    two_of_four: bool
+    layers: list[str]
+    decode: dict[str, float]
+    prefill: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Advice:
+    machine: str
+    load: Load
+    rows: list[Row]
+
+    def __str__(self) -> str:
+        return "\n".join([*_table(self.rows, self.load), "", *self.verdict])
+
+    @property
+    def verdict(self) -> list[str]:
+        """What to do, in plain words."""
+        if not self.rows:
+            return [f"no linear layer has {SPARSE_FROM:.0%} zeros or more: there is nothing to gain; prune first"]
+        if not any(winner(times) != "dense" for row in self.rows for times in (row.decode, row.prefill)):
+            return [f"no layer is faster on {self.machine}: keep the dense file to run, the small file to store"]
+        decode = _said(f"decoding, {self.load.batch} at a time", [(row, row.decode) for row in self.rows])
+        prefill = _said(f"a prompt of {self.load.tokens} tokens", [(row, row.prefill) for row in self.rows])
+        return [decode, prefill, f"measured on {self.machine}; attention, norms and the host's launches are not in it"]
+
+
+def advise(source: AnySource, device: torch.device | str = "cpu", load: Load = Load()) -> Advice:
+    """What is faster for each kind of linear layer of a model, a mapping of weights, or a folder or file of them."""
+    device = torch.device(device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("there is no CUDA device here; leave the device away to measure on the CPU")
+    rows: dict[tuple, Row] = {}
+    with torch.no_grad():
+        for name, weight in _weights(source):
+            sparsity = linear.sparsity_of(weight)
+            if sparsity < SPARSE_FROM or linear.why_not(weight):
+                continue
+            two_of_four = semi_structured.is_two_of_four(weight)
+            kind = (weight.shape, weight.dtype, round(sparsity, 1), two_of_four)
+            if kind in rows:
+                rows[kind].layers.append(name)
+            else:
+                rows[kind] = replace(_measured(name, weight.to(device), load), sparsity=sparsity)
+    return Advice(_machine(device), load, list(rows.values()))
+
+
+def winner(times: Mapping[str, float]) -> str:
+    """The fastest way, or dense if none is worth it."""
+    best = min(times, key=lambda way: times[way])
+    return best if times["dense"] >= WORTH * times[best] else "dense"
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to keep a weight: the bytes it takes, and a function that makes a copy of it to multiply by."""
+
+    num_bytes: int
+    copy: Callable[[], Callable[[Tensor], Tensor]]
+
+
+def ways_of(weight: Tensor) -> dict[str, Way]:
+    """The ways that this weight can be kept on its device."""
+    gaps = gaps_of_dense(weight)
+    found = {
+        "dense": Way(weight.nbytes, lambda: _dense(weight.clone())),
+        "sparse": Way(gaps.nbytes, lambda: _sparse(gaps)),
+    }
+    if semi_structured.can_run(weight.device) and semi_structured.why_not(weight) is None:
+        packed_bytes = weight.nbytes * 9 // 16  # half of the values, two bits for each
+        found["2:4"] = Way(packed_bytes, lambda: _dense(torch.sparse.to_sparse_semi_structured(weight)))
+    return found
+
+
+def _dense(weight: Tensor) -> Callable[[Tensor], Tensor]:
+    return lambda x: nn.functional.linear(x, weight)
+
+
+def _sparse(gaps: Gaps) -> Callable[[Tensor], Tensor]:
+    mine = gaps.clone()
+    return lambda x: product(x, mine)
+
+
+def _measured(name: str, weight: Tensor, load: Load) -> Row:
+    one, many = (torch.randn(n, weight.shape[1], device=weight.device) for n in (load.batch, load.tokens))
+    decode: dict[str, float] = {}
+    prefill: dict[str, float] = {}
+    for label, way in ways_of(weight).items():
+        copies = [way.copy() for _ in range(num_copies(way.num_bytes))]
+        for times, x in ((decode, one.to(weight.dtype)), (prefill, many.to(weight.dtype))):
+            times[label] = microseconds([partial(copy, x) for copy in copies], weight.device)
+    shape, dtype = (weight.shape[0], weight.shape[1]), str(weight.dtype).removeprefix("torch.")
+    return Row(shape, dtype, 0.0, semi_structured.is_two_of_four(weight), [name], decode, prefill)
+
+
+def _weights(source: AnySource) -> Iterator[tuple[str, Tensor]]:
+    """Matrices by name that may be weights of linear layers, one at a time."""
+    if isinstance(source, nn.Module):
+        for name, layer in linear.chosen(source, (), ()).items():
+            yield f"{name}.weight", linear.linear_weight(layer)
+    elif isinstance(source, Mapping):
+        yield from ((name, weight.detach()) for name, weight in source.items() if weight.ndim == 2)
+    else:
+        with open_tensors(Path(source)) as tensors:
+            for name, record in tensors.records.items():
+                if record.same_as is None and len(record.layout.shape) == 2 and name.endswith("weight"):
+                    yield name, tensors.read(name)
+
+
+def _table(rows: list[Row], load: Load) -> list[str]:
+    ways = [way for way in ("dense", "sparse", "2:4") if any(way in row.decode for row in rows)]
+    lines = [["layer", "type", "layers", "zeros", *(f"{w}, {n}" for n in (load.batch, load.tokens) for w in ways)]]
+    for row in rows:
+        zeros = f"{row.sparsity:.1%}" + (" 2:4" if row.two_of_four else "")
+        about = [f"{row.shape[0]} x {row.shape[1]}", row.dtype, str(len(row.layers)), zeros]
+        lines.append(about + [_cell(times, way) for times in (row.decode, row.prefill) for way in ways])
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+
+
+def _cell(times: Mapping[str, float], way: str) -> str:
+    if way not in times:
+        return "-"
+    gain = "" if way == "dense" else f" ({times['dense'] / times[way]:.2f}x)"
+    return f"{times[way]:,.1f} us{gain}"
+
+
+def _said(what: str, timed: list[tuple[Row, dict[str, float]]]) -> str:
+    """One line: how many layers gain by what, and the linear layers as a whole."""
+    before = sum(len(row.layers) * times["dense"] for row, times in timed)
+    after = sum(len(row.layers) * times[winner(times)] for row, times in timed)
+    gains = {way: sum(len(row.layers) for row, times in timed if winner(times) == way) for way in ("sparse", "2:4")}
+    kinds = " and ".join(f"{num} as {way}" for way, num in gains.items() if num)
+    if not kinds:
+        return f"{what}: no layer is faster than dense"
+    total = sum(len(row.layers) for row, _ in timed)
+    return f"{what}: of {total} sparse layers {kinds} are faster; together {before / after:.2f} times"
+
+
+def _machine(device: torch.device) -> str:
+    return (
+        torch.cuda.get_device_name(device) if device.type == "cuda" else f"this CPU ({torch.get_num_threads()} threads)"
+    )

@@ -1,0 +1,89 @@
+"""From plain to small and back, file to file or folder to folder."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from ..ops.compact import words_of
+from .files import new_folder
+from .folder import PLAIN, SMALL, copy_beside, ties_words
+from .read import open_tensors
+from .source import Source, from_files
+from .write import MAX_SHARD_BYTES, Plan, Saved, write
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to write: ``out`` is a new folder, or a file that ends in .safetensors."""
+
+    out: Path
+    small: bool = True
+    check: bool = False  # read back what was written and compare every bit
+    max_shard_bytes: int = MAX_SHARD_BYTES
+
+
+@dataclass(frozen=True)
+class Done:
+    """What was written, how many bytes the source's and the new files have, and how long it took."""
+
+    saved: Saved
+    bytes_before: int
+    bytes_after: int
+    write_seconds: float
+    check_seconds: float | None
+
+
+def convert(path: Path, job: Job) -> Done:
+    """Write the tensors of a file or folder, small or plain, as ``job`` says."""
+    with open_tensors(path) as tensors:
+        before = sum(file.path.stat().st_size for file in tensors.files)
+        source = from_files(tensors)
+        if job.out.suffix == ".safetensors":
+            return to_file(source, job, before)
+        folder = path if path.is_dir() else None
+        if folder and not job.small and ties_words(folder):
+            source = replace(source, aliases={}, order=[name for name in source.order if name in source.specs])
+        return to_folder(source, job, before, lambda part: copy_beside(folder, part) if folder else None)
+
+
+def to_file(source: Source, job: Job, before: int) -> Done:
+    """One file, or several beside each other if it would be too large."""
+    return _written(source, job, before, job.out)
+
+
+def to_folder(source: Source, job: Job, before: int, beside: Callable[[Path], None]) -> Done:
+    """A new folder with the tensors and what ``beside`` puts there; it appears when it is whole and checked."""
+    with new_folder(job.out) as part:
+        beside(part)
+        done = _written(source, job, before, part / (SMALL if job.small else PLAIN))
+    files = [job.out / path.name for path in done.saved.files]
+    return replace(done, saved=Saved(files, done.saved.rows))
+
+
+def check_same(source: Source, path: Path) -> None:
+    """ValueError unless ``path`` holds just the tensors of ``source``, bit for bit."""
+    with open_tensors(path) as tensors:
+        if set(tensors.records) != set(source.order):
+            odd = min(set(tensors.records) ^ set(source.order))
+            raise ValueError(f"{path} and its source do not both have {odd!r}")
+        for name in source.order:
+            wanted, found = source.fetch(source.aliases.get(name, name)), tensors.read(name)
+            alike = (wanted.dtype, wanted.shape) == (found.dtype, found.shape)
+            if not alike or not torch.equal(words_of(wanted.cpu()), words_of(found)):
+                raise ValueError(f"{path} differs from its source in {name!r}; the disk or memory may be damaged")
+
+
+def _written(source: Source, job: Job, before: int, path: Path) -> Done:
+    if not job.small:
+        source = replace(source, metadata={"format": "pt"} | source.metadata)
+    started = time.perf_counter()
+    saved = write(source, Plan(path, job.small, job.max_shard_bytes))
+    written = time.perf_counter()
+    after = sum(file.stat().st_size for file in saved.files)
+    if job.check:
+        check_same(source, path if len(saved.files) == 1 else path.with_name(path.name + ".index.json"))
+    checked = time.perf_counter() - written if job.check else None
+    return Done(saved, before, after, written - started, checked)

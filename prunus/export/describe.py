@@ -1,0 +1,136 @@
+"""What a small file says of its tensors, in the metadata of an ordinary safetensors file.
+
+``prunus`` holds JSON with the version and a record for each tensor, ``prunus_crc32`` its checksum, and
+``format`` is ``prunus`` too, so that one broken mark does not make a plain file of it. docs/format.md has the whole.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .checksum import hexadecimal
+from .dtypes import DTYPES
+from .encode import BITMASK, DENSE, SAME, Layout
+from .header import Entry, Header, shape_of, strict_json
+from .nofm import NOFM
+
+VERSION = 1
+ENCODINGS = (DENSE, BITMASK, *NOFM)
+
+
+@dataclass(frozen=True)
+class Record:
+    """One tensor: its type, its layout, the checksum of its bytes, and of which tensor it is another name."""
+
+    dtype: str
+    layout: Layout
+    crc32: str | None = None  # a plain file has none
+    same_as: str | None = None
+
+    @property
+    def dense_bytes(self) -> int:
+        return 0 if self.same_as else self.layout.numel * DTYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True)
+class Description:
+    records: dict[str, Record]
+    metadata: dict[str, str]  # what the user gave
+    shard: tuple[int, int] = (1, 1)  # this file's number among how many
+    crc32: str | None = None
+
+    def to_metadata(self) -> dict[str, str]:
+        """The metadata of the file."""
+        tensors = {name: _to_json(record) for name, record in self.records.items()}
+        value = {"version": VERSION, "shard": list(self.shard), "metadata": self.metadata, "tensors": tensors}
+        text = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+        return {"format": "prunus", "prunus": text, "prunus_crc32": hexadecimal(text.encode())}
+
+
+def is_marked(header: Header) -> bool:
+    """Whether a file says that it is of this format, however damaged."""
+    return header.metadata.get("format") == "prunus" or any(key.startswith("prunus") for key in header.metadata)
+
+
+def description_of(header: Header) -> Description:
+    """What the file says of itself, checked against its entries; of a plain file, that all is dense."""
+    if not is_marked(header):
+        records = {name: Record(e.dtype, Layout(DENSE, e.shape)) for name, e in header.entries.items()}
+        return Description(records, header.metadata)
+    text, crc32 = header.metadata.get("prunus", ""), header.metadata.get("prunus_crc32", "")
+    if header.metadata.get("format") != "prunus" or hexadecimal(text.encode()) != crc32:
+        raise ValueError("the description of its tensors does not match its checksum")
+    value = strict_json(text)
+    if not isinstance(value, dict) or value.get("version") != VERSION:
+        raise ValueError(f"it is not of version {VERSION} of the format; a newer prunus may read it")
+    if set(value) != {"version", "shard", "metadata", "tensors"} or not isinstance(value["tensors"], dict):
+        raise ValueError("the description of its tensors is incomplete")
+    metadata, shard = value["metadata"], value["shard"]
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+        raise ValueError("the description's metadata is no mapping of strings")
+    if not isinstance(shard, list) or [type(n) for n in shard] != [int, int] or not 1 <= shard[0] <= shard[1]:
+        raise ValueError("the description has no number of this file among how many")
+    records = _records(value["tensors"])
+    check_entries(header.entries, records)
+    return Description(records, metadata, (shard[0], shard[1]), crc32)
+
+
+def entry_names(name: str, record: Record) -> list[str]:
+    """Names of a tensor's entries, in the order of their bytes in the checksum."""
+    return [name + suffix for suffix in record.layout.entries(0)]
+
+
+def check_entries(entries: Mapping[str, Entry], records: Mapping[str, Record]) -> None:
+    """Every tensor must have just the entries that its encoding asks for, and none may be left over."""
+    used: set[str] = set()
+    for name, record in records.items():
+        for suffix, (dtype, shape) in record.layout.entries(-1).items():
+            entry = entries.get(name + suffix)
+            free = shape == (-1,) and entry is not None and len(entry.shape) == 1
+            if entry is None or name + suffix in used:
+                raise ValueError(f"the entry {name + suffix!r} is missing, or used twice")
+            if entry.dtype != (dtype or record.dtype) or not (free or entry.shape == shape):
+                raise ValueError(f"the entry {name + suffix!r} is not what {record.layout.encoding} asks for")
+            used.add(name + suffix)
+    if left := set(entries) - used:
+        raise ValueError(f"the entry {min(left)!r} belongs to no tensor")
+
+
+def _records(tensors: Mapping[str, Any]) -> dict[str, Record]:
+    """Records by name; another name of a tensor has that tensor's type and shape."""
+    found = {name: _record(name, value) for name, value in tensors.items() if not _is_alias(value)}
+    for name, value in tensors.items():
+        if _is_alias(value):
+            if value["as"] not in found or _is_alias(tensors[value["as"]]):
+                raise ValueError(f"{name!r} is another name of a tensor that is not there")
+            other = found[value["as"]]
+            found[name] = Record(other.dtype, Layout(SAME, other.layout.shape), None, value["as"])
+    return {name: found[name] for name in tensors}
+
+
+def _is_alias(value: Any) -> bool:
+    return isinstance(value, dict) and value.get("encoding") == SAME and isinstance(value.get("as"), str)
+
+
+def _record(name: str, value: Any) -> Record:
+    if not isinstance(value, dict) or set(value) != {"dtype", "shape", "encoding", "crc32"}:
+        raise ValueError(f"the record of {name!r} must have dtype, shape, encoding and crc32")
+    named = all(isinstance(value[key], str) for key in ("dtype", "encoding", "crc32"))
+    if not named or value["dtype"] not in DTYPES or value["encoding"] not in ENCODINGS:
+        raise ValueError(f"the record of {name!r} has an unknown dtype or encoding, or no checksum")
+    shape = shape_of(value["shape"])
+    if value["encoding"] in NOFM and not NOFM[value["encoding"]].fits(shape):
+        raise ValueError(f"{name!r} of shape {list(shape)} cannot be {value['encoding']}")
+    return Record(value["dtype"], Layout(value["encoding"], shape), value["crc32"])
+
+
+def _to_json(record: Record) -> dict[str, Any]:
+    if record.same_as is not None:
+        return {"encoding": SAME, "as": record.same_as}
+    return {
+        "dtype": record.dtype,
+        "shape": list(record.layout.shape),
+        "encoding": record.layout.encoding,
+        "crc32": record.crc32,
+    }

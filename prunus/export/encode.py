@@ -1,0 +1,118 @@
+"""A tensor as the fewest bytes that give it back bit for bit: dense, bitmask, or N:M."""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ..ops import bits
+from ..ops.compact import compact, expand, nonzero, words_of
+from .nofm import NOFM, Pattern, indices_of, mask_of, obeys, padded
+
+DENSE, BITMASK, SAME = "dense", "bitmask", "same"
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What is stored of a tensor: entries by suffix, each with its type (None: the tensor's own) and shape."""
+
+    encoding: str
+    shape: Shape
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def entries(self, num_values: int) -> dict[str, tuple[str | None, Shape]]:
+        """Entries in the order of their bytes; an N:M tensor has a fixed number of values."""
+        if self.encoding == SAME:
+            return {}
+        if self.encoding == DENSE:
+            return {"": (None, self.shape)}
+        if self.encoding == BITMASK:
+            return {".bits": ("U8", (8 * -(-self.numel // 64),)), ".values": (None, (num_values,))}
+        pattern = NOFM[self.encoding]
+        indices = (pattern.num_bytes(self.numel),)
+        return {".indices": ("U8", indices), ".values": (None, (pattern.num_values(self.numel),))}
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A tensor's entries by suffix, on the CPU, and how many of its elements are not zero."""
+
+    encoding: str
+    entries: dict[str, Tensor]
+    num_nonzero: int
+
+    @cached_property
+    def parts(self) -> list[Tensor]:
+        """The entries' bytes in order."""
+        return [raw(entry) for entry in self.entries.values()]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(len(part) for part in self.parts)
+
+
+def raw(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor, in order."""
+    return words_of(tensor).view(torch.uint8)
+
+
+def encode(tensor: Tensor, packs: bool = True) -> Encoded:
+    """The smallest form; dense if none is smaller, or without ``packs``."""
+    mask = nonzero(tensor)
+    host = mask.cpu()
+    num_nonzero = int(bits.count(host))
+    encoding = smallest(host, num_nonzero, tensor) if packs else DENSE
+    if encoding == DENSE:
+        return Encoded(DENSE, {"": tensor.contiguous().cpu()}, num_nonzero)
+    if encoding == BITMASK:
+        entries = {".bits": _words(host), ".values": compact(tensor, mask).cpu()}
+    else:
+        full = padded(mask, NOFM[encoding])
+        entries = {".indices": indices_of(full.cpu(), NOFM[encoding]), ".values": compact(tensor, full).cpu()}
+    return Encoded(encoding, entries, num_nonzero)
+
+
+def smallest(mask: Tensor, num_nonzero: int, tensor: Tensor) -> str:
+    """The encoding of the fewest bytes; of equal ones N:M, whose place of a value is known without a sum."""
+    shape, width = tuple(tensor.shape), tensor.element_size()
+    by_mask = 8 * -(-tensor.numel() // 64) + num_nonzero * width
+
+    def size(pattern: Pattern) -> int:
+        return pattern.num_bytes(tensor.numel()) + pattern.num_values(tensor.numel()) * width
+
+    for pattern in sorted((p for p in NOFM.values() if p.fits(shape)), key=size):
+        if size(pattern) <= by_mask and size(pattern) < tensor.nbytes and obeys(mask, pattern):
+            return str(pattern)
+    return BITMASK if by_mask < tensor.nbytes else DENSE
+
+
+def decode(layout: Layout, entries: dict[str, Tensor], device: torch.device) -> Tensor:
+    """The tensor on ``device`` from its entries on the CPU; they travel packed and are expanded there."""
+    if layout.encoding == DENSE:
+        return entries[""].to(device)
+    numel, values = layout.numel, entries[".values"]
+    if layout.encoding == BITMASK:
+        mask = _checked(entries[".bits"], numel)
+    else:
+        mask = mask_of(entries[".indices"], NOFM[layout.encoding], numel)
+    return expand(values.to(device), mask.to(device), layout.shape)
+
+
+def _words(mask: Tensor) -> Tensor:
+    """The mask filled up to whole words of 64 bits, so that what follows stays aligned."""
+    return torch.nn.functional.pad(mask, (0, -len(mask) % 8))
+
+
+def _checked(words: Tensor, numel: int) -> Tensor:
+    """The mask without what fills the last word up, which must be zero."""
+    size = bits.num_bytes(numel)
+    mask, rest = words[:size], words[size:]
+    if rest.any() or (numel % 8 and int(mask[-1]) >> numel % 8):
+        raise ValueError("its mask has bits behind the last element")
+    return mask

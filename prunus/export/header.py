@@ -1,0 +1,140 @@
+"""The head of a safetensors file, believed only as far as it is checked.
+
+Eight bytes give its length, JSON names each entry's type, shape and place. Nothing is allocated by what it
+says: sizes must add up to the file's own.
+"""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from .dtypes import DTYPES
+
+LARGEST = 100_000_000  # bytes of a header, as in the safetensors library
+MOST_DIMS = 32
+ALIGN = 64  # the data begins at a multiple of this
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An array of the file: its type and shape, and where its bytes begin and end in the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Header:
+    entries: dict[str, Entry]
+    metadata: dict[str, str]
+
+
+def read_header(file: BinaryIO) -> Header:
+    """The checked header of an open file; ValueError says what is wrong with it."""
+    size = os.fstat(file.fileno()).st_size
+    start = file.read(8)
+    length = int.from_bytes(start, "little")
+    if len(start) < 8 or length > size - 8:
+        raise ValueError("it is cut short, or no safetensors file")
+    if length > LARGEST:
+        raise ValueError(f"its header of {length} bytes is larger than the {LARGEST} that are allowed")
+    top = strict_json(file.read(length))
+    if not isinstance(top, dict):
+        raise ValueError("its header is no JSON object")
+    metadata = top.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError("its metadata is no mapping of strings")
+    entries = {name: _entry(name, value, 8 + length) for name, value in top.items()}
+    _check_places(entries, 8 + length, size)
+    return Header(entries, metadata)
+
+
+def strict_json(data: bytes | str) -> Any:
+    """JSON without repeated keys, NaN and what UTF-8 cannot hold; any mistake is a ValueError."""
+    try:
+        text = data if isinstance(data, str) else data.decode()
+        text.encode()
+        return json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
+    except RecursionError:
+        raise ValueError("its JSON is nested too deep") from None
+    except ValueError as error:
+        raise ValueError(f"its JSON is damaged: {error}") from None
+
+
+def shape_of(value: Any) -> tuple[int, ...]:
+    """A shape from JSON: a short list of whole numbers that are not negative."""
+    if not isinstance(value, list) or len(value) > MOST_DIMS or not all(_is_size(n) for n in value):
+        raise ValueError(f"a shape is a list of up to {MOST_DIMS} whole numbers from 0 on, got {str(value)[:80]}")
+    if math.prod(n for n in value if n) >= 1 << 60:  # also of an empty one, so that strides stay in 64 bits
+        raise ValueError(f"the shape {value} is too large")
+    return tuple(value)
+
+
+def header_text(header: Header) -> bytes:
+    """The JSON of a header whose entries' places count from the end of it."""
+    top: dict[str, Any] = {"__metadata__": header.metadata} if header.metadata else {}
+    for name, entry in header.entries.items():
+        top[name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": (entry.begin, entry.end)}
+    return json.dumps(top, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def check_names(names: Mapping[str, Any]) -> None:
+    """Names that a header can hold."""
+    for name in names:
+        if not isinstance(name, str) or name == "__metadata__":
+            raise ValueError(f"a tensor's name is a string other than __metadata__, got {name!r}")
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"the name {name!r} cannot be written as UTF-8") from None
+
+
+def file_error(path: Path, error: Exception) -> ValueError:
+    return ValueError(f"{path} cannot be read: {error}")
+
+
+def _entry(name: str, value: Any, data: int) -> Entry:
+    if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"the entry {name!r} must have dtype, shape and data_offsets")
+    dtype, places = value["dtype"], value["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise ValueError(f"the entry {name!r} has the unknown type {str(dtype)[:40]!r}")
+    if not isinstance(places, list) or len(places) != 2 or not all(_is_size(n) for n in places):
+        raise ValueError(f"the entry {name!r} has no begin and end in data_offsets")
+    shape, (begin, end) = shape_of(value["shape"]), places
+    if end - begin != math.prod(shape) * DTYPES[dtype].itemsize:
+        raise ValueError(f"the entry {name!r} of type {dtype} and shape {list(shape)} does not fit its place")
+    return Entry(dtype, shape, data + begin, data + end)
+
+
+def _check_places(entries: Mapping[str, Entry], begin: int, size: int) -> None:
+    """The entries must fill the file, one behind the other."""
+    for entry in sorted(entries.values(), key=lambda entry: (entry.begin, entry.end)):
+        if entry.begin != begin:
+            raise ValueError("its entries overlap or leave a gap")
+        begin = entry.end
+    if begin != size:
+        raise ValueError(f"its entries end at byte {begin}, but the file has {size}")
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 62
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name occurs twice")
+    for name in found:
+        name.encode()
+    return found
+
+
+def _constant(name: str) -> Any:
+    raise ValueError(f"{name} is no number of JSON")

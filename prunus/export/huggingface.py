@@ -1,0 +1,149 @@
+"""Hugging Face models, to a small folder and back."""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..ops.compact import words_of
+from .dtypes import DTYPES
+from .files import new_folder
+from .folder import SMALL, copy_beside
+from .read import Tensors, open_tensors
+from .source import check_masks, in_memory
+from .write import MAX_SHARD_BYTES, Plan, Saved, write
+
+AnyPath = str | os.PathLike[str]
+
+
+def save_model(
+    model: nn.Module,
+    folder: AnyPath,
+    *,
+    masks: Mapping[str, Tensor] | None = None,
+    source: AnyPath | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> Saved:
+    """Write a model to a new folder in the small form; what became of each tensor is returned.
+
+    ``source`` is a folder whose tokenizer and other small files are copied. With ``masks``, a model that has
+    a non-zero weight where its mask says pruned is refused. The folder appears when it is whole.
+    """
+    inner = _unwrapped(model)
+    tensors = inner.state_dict()
+    if masks is not None:
+        check_masks(tensors, masks)
+    with new_folder(Path(folder)) as part:
+        for name in ("config", "generation_config"):
+            if hasattr(getattr(inner, name, None), "save_pretrained"):
+                getattr(inner, name).save_pretrained(part)
+        _name_the_class(part / "config.json", type(inner).__name__)
+        if source is not None:
+            copy_beside(Path(source), part)
+        saved = write(in_memory(tensors, {"format": "pt"}), Plan(part / SMALL, max_shard_bytes=max_shard_bytes))
+    return Saved([Path(folder) / path.name for path in saved.files], saved.rows)
+
+
+def load_model(folder: AnyPath, device: torch.device | str = "cpu") -> Any:
+    """The transformers model of a folder, in evaluation mode, on ``device``.
+
+    Its tensors travel there packed, one at a time; no code that lies in the folder is run.
+    """
+    folder = Path(folder)
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} is no folder of a Hugging Face model: it has no config.json")
+    with open_tensors(folder) as tensors:
+        model = _empty(folder, tensors, torch.device(device))
+        _fill_(model, tensors, torch.device(device))
+    return model.eval()
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside ``torch.compile`` and DDP."""
+    while isinstance(inner := getattr(model, "_orig_mod", None) or getattr(model, "module", None), nn.Module):
+        model = inner
+    return model
+
+
+def _name_the_class(path: Path, name: str) -> None:
+    """Say in config.json which class is saved: a model made from a configuration may not have said."""
+    if path.is_file() and (config := json.loads(path.read_text())).get("architectures") != [name]:
+        path.write_text(json.dumps(config | {"architectures": [name]}, indent=2) + "\n")
+
+
+def _empty(folder: Path, tensors: Tensors, device: torch.device) -> Any:
+    """The model as its configuration says, on the device, its weights not initialised."""
+    try:
+        import transformers
+    except ImportError:
+        raise ValueError("load_model needs transformers: pip install prunus[hf]") from None
+
+    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    name = (getattr(config, "architectures", None) or [""])[0]
+    kind = getattr(transformers, name, None) if name.isidentifier() else None
+    if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
+        raise ValueError(f"{folder / 'config.json'} names the class {name!r}, which transformers does not have")
+    with _without_initialisation(transformers), _default_dtype(tensors), device:
+        model = kind(config)
+    if (folder / "generation_config.json").is_file() and hasattr(model, "generation_config"):
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
+    return model
+
+
+def _fill_(model: nn.Module, tensors: Tensors, device: torch.device) -> None:
+    """Put every tensor in its place, once; one that is missing, too many or of another shape is a ValueError."""
+    places = model.state_dict(keep_vars=True)
+    names = {id(place): name for name, place in reversed(places.items())}  # of shared ones the first
+    filled: dict[int, str] = {}
+    for name, record in tensors.records.items():
+        if name not in places:
+            raise ValueError(f"{tensors.path} holds {name!r}, which the model does not have")
+        place = places[name]
+        if place.shape != record.layout.shape:
+            shapes = f"{list(record.layout.shape)} in {tensors.path}, {list(place.shape)} in the model"
+            raise ValueError(f"the shape of {name} is {shapes}")
+        if record.same_as is not None:
+            if place is not places[record.same_as]:
+                _tie_(model, name, places[record.same_as])
+            filled[id(place)] = name
+        elif id(place) not in filled:
+            place.data = tensors.read(name, device)
+            filled[id(place)] = name
+        elif not torch.equal(words_of(place), words_of(tensors.read(name, device))):
+            raise ValueError(f"the model ties {name} to {filled[id(place)]}, but {tensors.path} holds two that differ")
+    if missing := [name for key, name in names.items() if key not in filled]:
+        raise ValueError(f"{tensors.path} lacks {missing[0]!r}, which the model has")
+
+
+def _tie_(model: nn.Module, name: str, parameter: Tensor) -> None:
+    path, _, key = name.rpartition(".")
+    setattr(model.get_submodule(path), key, parameter)
+
+
+@contextmanager
+def _without_initialisation(transformers: Any) -> Iterator[None]:
+    """Leave out the drawing of weights that are overwritten."""
+    place = getattr(transformers, "initialization", None) or transformers.modeling_utils
+    if not hasattr(place, "no_init_weights"):
+        yield
+        return
+    with place.no_init_weights():
+        yield
+
+
+@contextmanager
+def _default_dtype(tensors: Tensors) -> Iterator[None]:
+    """Make the model in the type of its largest tensor, so that it is not held twice over."""
+    kinds = {DTYPES[r.dtype]: r.layout.numel for r in sorted(tensors.records.values(), key=lambda r: r.layout.numel)}
+    wide = [dtype for dtype in kinds if dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)]
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(max(wide, key=lambda dtype: kinds[dtype], default=before))
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

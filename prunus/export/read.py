@@ -1,0 +1,158 @@
+"""Files and folders of tensors, read one tensor at a time.
+
+A file may be small or plain safetensors; a folder holds one file, or several and their index.
+"""
+
+import mmap
+import os
+import zlib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..ops.threads import in_threads
+from .checksum import PIECE, hexadecimal
+from .describe import Description, Record, description_of, entry_names, is_marked
+from .dtypes import DTYPES
+from .encode import decode
+from .folder import located
+from .header import Entry, Header, file_error, read_header
+from .index import Index, read_index
+
+
+@dataclass(frozen=True)
+class TensorFile:
+    """An open file, its checked header, and what it says of its tensors."""
+
+    path: Path
+    fd: int
+    header: Header
+    description: Description
+
+    @property
+    def is_small(self) -> bool:
+        return is_marked(self.header)
+
+    def read(self, name: str, device: torch.device) -> Tensor:
+        """The tensor, after its bytes were held against their checksum."""
+        record = self.description.records[name]
+        try:
+            entries, sums = {}, []
+            for suffix, full in zip(record.layout.entries(0), entry_names(name, record), strict=True):
+                entry = self.header.entries[full]
+                data, crcs = read_bytes(self.fd, entry, bool(suffix))
+                entries[suffix] = data.view(DTYPES[entry.dtype]).view(entry.shape)
+                sums += crcs
+            if record.crc32 not in (None, hexadecimal(b"".join(crc.to_bytes(4, "little") for crc in sums))):
+                raise ValueError("its bytes do not match their checksum")
+            return decode(record.layout, entries, device)
+        except ValueError as error:
+            raise ValueError(f"{self.path} is damaged in {name!r}: {error}") from None
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """Tensors of one file or of many, by name; another name of a tensor gives the same tensor."""
+
+    path: Path
+    files: list[TensorFile]
+    homes: dict[str, TensorFile]  # the file of each tensor
+
+    @property
+    def is_small(self) -> bool:
+        return any(file.is_small for file in self.files)
+
+    @property
+    def records(self) -> dict[str, Record]:
+        return {name: file.description.records[name] for name, file in self.homes.items()}
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        return self.files[0].description.metadata if self.files else {}
+
+    def stored_bytes(self, name: str) -> int:
+        file = self.homes[name]
+        entries = (file.header.entries[full] for full in entry_names(name, file.description.records[name]))
+        return sum(entry.end - entry.begin for entry in entries)
+
+    def read(self, name: str, device: torch.device | str = "cpu") -> Tensor:
+        file = self.homes[name]
+        record = file.description.records[name]
+        return file.read(name if record.same_as is None else record.same_as, torch.device(device))
+
+
+@contextmanager
+def open_tensors(path: Path) -> Iterator[Tensors]:
+    """The tensors of a file, of an index, or of a folder with either; ValueError if they are not whole."""
+    path = located(path)
+    with ExitStack() as stack:
+        if path.name.endswith(".index.json"):
+            index = read_index(path)
+            files = [stack.enter_context(_open(path.with_name(name))) for name in index.files]
+            _check_set(path, index, files)
+        else:
+            files = [stack.enter_context(_open(path))]
+            if files[0].description.shard[1] > 1:
+                number, total = files[0].description.shard
+                raise ValueError(f"{path} is file {number} of {total}; give the folder or the index instead")
+        homes = {name: file for file in files for name in file.description.records}
+        yield Tensors(path, files, homes)
+
+
+def read_bytes(fd: int, entry: Entry, passing: bool) -> tuple[Tensor, list[int]]:
+    """An entry's bytes, ``passing`` if they are not needed for long, and the checksums of their pieces."""
+    size = entry.end - entry.begin
+    data = _passing(size) if passing and size > PIECE else torch.empty(size, dtype=torch.uint8)
+    view = data.numpy().data
+
+    def work(start: int) -> int:
+        piece = view[start : start + PIECE]
+        done = 0
+        while done < len(piece):
+            count = os.preadv(fd, [piece[done:]], entry.begin + start + done)
+            if not count:
+                raise ValueError("the file is cut short")
+            done += count
+        return zlib.crc32(piece)
+
+    return data, in_threads(work, range(0, len(data), PIECE))
+
+
+def _passing(size: int) -> Tensor:
+    """Bytes that go back to the system when they are done with, where the heap would keep a hole between tensors."""
+    return torch.frombuffer(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
+
+
+@contextmanager
+def _open(path: Path) -> Iterator[TensorFile]:
+    if not path.is_file():
+        raise ValueError(f"{path} is missing")
+    with path.open("rb", buffering=0) as file:
+        try:
+            header = read_header(file)
+            description = description_of(header)
+        except ValueError as error:
+            raise file_error(path, error) from None
+        yield TensorFile(path, file.fileno(), header, description)
+
+
+def _check_set(path: Path, index: Index, files: list[TensorFile]) -> None:
+    """The files must be those that the index was written with, and hold what it says."""
+    found: dict[str, str] = {}
+    for number, file in enumerate(files, 1):
+        if any(file.is_small != other.is_small for other in files):
+            raise ValueError(f"{path} names small and plain files; one save writes only one kind")
+        if file.is_small and file.description.crc32 != index.checksums.get(file.path.name):
+            raise ValueError(f"{file.path} is not the file that {path.name} was written with")
+        if file.is_small and file.description.shard != (number, len(files)):
+            raise ValueError(f"{file.path} is file {file.description.shard}, expected {(number, len(files))}")
+        if twice := found.keys() & file.header.entries.keys():
+            raise ValueError(f"{min(twice)!r} is in {file.path.name} and in {found[min(twice)]}")
+        found |= dict.fromkeys(file.header.entries, file.path.name)
+    if found != index.weight_map:
+        wrong = min(set(found.items()) ^ set(index.weight_map.items()))
+        raise ValueError(f"{path} and its files do not agree about {wrong[0]!r}")

@@ -1,0 +1,68 @@
+"""2:4 models on NVIDIA GPUs: weights as PyTorch's semi-structured tensors, whose products cuSPARSELt computes."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from .linear import chosen, sparsity_of
+
+DTYPES = (torch.bfloat16, torch.float16)
+OLDEST = (8, 0)  # compute capability of the first GPUs with sparse matrix units
+MULTIPLES = (32, 64)  # of which a weight (out, in) must be, in 16 bits
+
+
+def is_two_of_four(weight: Tensor) -> bool:
+    """Whether of every four neighbouring inputs of an output at most two are not zero."""
+    if weight.ndim != 2 or weight.shape[1] % 4:
+        return False
+    return not bool((weight.detach().reshape(-1, 4).count_nonzero(1) > 2).any())
+
+
+def semi_structured_(
+    model: nn.Module, *, include: str | Sequence[str] = (), exclude: str | Sequence[str] = ()
+) -> list[str]:
+    """Turn the weights of 2:4 linear layers into semi-structured tensors, in place; the names of those layers.
+
+    Without ``include``, globs over names, layers with half of their weights zero are taken. If one of those taken
+    is not 2:4, it is named in a ValueError, and the model is as it was. Run it under CUDA graphs: where the host
+    launches each product, cuSPARSELt plans it anew, for about half a millisecond, which only large ones outlast.
+    """
+    layers = {name: layer for name, layer in chosen(model, include, exclude).items() if isinstance(layer, nn.Linear)}
+    if not include:
+        layers = {name: layer for name, layer in layers.items() if sparsity_of(layer.weight) >= 0.5}
+    if not layers:
+        raise ValueError("no linear layer has half of its weights zero: prune to 2:4 first, with NofM(2, 4)")
+    for name, layer in layers.items():
+        if reason := why_not(layer.weight):
+            raise ValueError(f"{name}.weight {reason}; exclude the layer, or prune it with NofM(2, 4)")
+    _check_device(next(iter(layers.values())).weight.device)
+    for layer in layers.values():
+        layer.weight = nn.Parameter(torch.sparse.to_sparse_semi_structured(layer.weight.detach()), requires_grad=False)
+    return list(layers)
+
+
+def why_not(weight: Tensor) -> str | None:
+    """What keeps a weight from being a semi-structured tensor; None if nothing does."""
+    if weight.dtype not in DTYPES:
+        return f"is {str(weight.dtype).removeprefix('torch.')}, not bfloat16 or float16"
+    if any(size % multiple for size, multiple in zip(weight.shape, MULTIPLES, strict=True)):
+        return f"is {weight.shape[0]} x {weight.shape[1]}, which is no multiple of {MULTIPLES[0]} x {MULTIPLES[1]}"
+    if not is_two_of_four(weight):
+        return "is not 2:4: some four neighbouring inputs keep more than two"
+    return None
+
+
+def can_run(device: torch.device) -> bool:
+    """Whether the device multiplies semi-structured tensors."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= OLDEST
+
+
+def _check_device(device: torch.device) -> None:
+    if not can_run(device):
+        raise ValueError(
+            f"semi-structured tensors run on NVIDIA GPUs from compute capability 8.0 on, but the model is on {device}; "
+            'move it there with model.to("cuda") first'
+        )

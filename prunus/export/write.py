@@ -1,0 +1,202 @@
+"""Writing tensors one at a time, into one file or several.
+
+What a file will say of its tensors is known only when they are packed, so room is left for its head, which
+is written last. All stands under other names until everything is on the disk; an index comes last.
+"""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch import Tensor
+
+from .checksum import checksum
+from .describe import Description, Record
+from .dtypes import DTYPES
+from .encode import SAME, Encoded, Layout, encode
+from .files import flushed, part_of
+from .header import LARGEST
+from .index import Index
+from .part import Part, open_part
+from .source import Source
+
+SUFFIXES = (".bits", ".indices", ".values")
+MAX_SHARD_BYTES = 5_000_000_000
+
+
+@dataclass(frozen=True)
+class Row:
+    """What became of one tensor."""
+
+    name: str
+    encoding: str
+    numel: int
+    num_nonzero: int
+    dense_bytes: int
+    stored_bytes: int
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Files that were written, and a row for each tensor."""
+
+    files: list[Path]
+    rows: list[Row]
+
+    @property
+    def dense_bytes(self) -> int:
+        return sum(row.dense_bytes for row in self.rows)
+
+    @property
+    def stored_bytes(self) -> int:
+        return sum(row.stored_bytes for row in self.rows)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where to write, and how: ``small`` packs, else plain safetensors are written."""
+
+    path: Path  # of the one file; several take their names from it
+    small: bool = True
+    max_shard_bytes: int = MAX_SHARD_BYTES
+
+    def __post_init__(self) -> None:
+        if self.max_shard_bytes < 1:
+            raise ValueError(f"max_shard_bytes must be positive, got {self.max_shard_bytes}")
+        if self.path.suffix != ".safetensors":
+            raise ValueError(f"a file of tensors must end in .safetensors, got {self.path}")
+        if self.path.is_dir() or not self.path.parent.is_dir():
+            raise ValueError(f"{self.path} cannot be written: it is a folder, or its folder is not there")
+        if self.index.exists():
+            raise ValueError(f"{self.index} is there: remove that model first, or choose another place")
+
+    @property
+    def index(self) -> Path:
+        return self.path.with_name(self.path.name + ".index.json")
+
+    def names(self, total: int) -> list[Path]:
+        """The files' final names."""
+        if total == 1:
+            return [self.path]
+        return [self.path.with_name(f"{self.path.stem}-{i:05}-of-{total:05}.safetensors") for i in range(1, total + 1)]
+
+
+class Writer:
+    """Fills one file after the other; ``finish`` gives them their names, ``abandon`` leaves nothing."""
+
+    def __init__(self, plan: Plan, source: Source) -> None:
+        self.plan, self.source = plan, source
+        self.parts: list[Part] = []
+        self.rows: list[Row] = []
+        self.all_names = set(source.order)
+        self.left = {name: _room(name, source) for name in source.specs}  # of tensors not yet written
+        self.shared = sum(_room(name, source) for name in source.aliases)
+
+    def add(self, name: str) -> None:
+        spec, tensor = self.source.specs[name], self.source.fetch(name)
+        packs = self.plan.small and not any(name + suffix in self.all_names for suffix in SUFFIXES)
+        encoded = encode(tensor, packs)
+        crc32 = checksum(encoded.parts) if self.plan.small else None
+        if not self.parts or (self.parts[-1].size and self.parts[-1].size + encoded.num_bytes > self.limit):
+            self._open()
+        self.parts[-1].add(name, encoded, Record(spec.dtype, Layout(encoded.encoding, spec.shape), crc32))
+        self.left.pop(name)
+        self.rows.append(_row(name, encoded, tensor.numel(), tensor.nbytes))
+
+    @property
+    def limit(self) -> int:
+        return self.plan.max_shard_bytes
+
+    def finish(self) -> Saved:
+        if not self.parts:
+            self._open()
+        self._add_aliases()
+        names = self.plan.names(len(self.parts))
+        if len(names) > 1 and (taken := [path for path in (self.plan.path, *names) if path.exists()]):
+            raise ValueError(f"{taken[0]} is there: remove that model first, or choose another place")
+        checksums = [self._finish_part(i) for i in range(len(self.parts))]
+        for part, path in zip(self.parts, names, strict=True):
+            part.path.replace(path)
+        flushed(self.plan.path.parent)
+        if len(names) > 1:
+            self._write_index([path.name for path in names], checksums)
+        return Saved(names, self.rows)
+
+    def abandon(self) -> None:
+        for part in self.parts:
+            part.file.close()
+            part.path.unlink(missing_ok=True)
+
+    def _open(self) -> None:
+        if self.parts:
+            self.parts[-1].file.flush()
+        room = 512 + len(json.dumps(json.dumps(self.source.metadata))) + self.shared + sum(self.left.values())
+        if room > LARGEST:
+            raise ValueError(f"{len(self.left)} tensors are too many for one header; save them in several sets")
+        name = f"{self.plan.path.stem}-{len(self.parts) + 1:05}.safetensors"
+        self.parts.append(open_part(part_of(self.plan.path.with_name(name)), room))
+
+    def _add_aliases(self) -> None:
+        for name, other in self.source.aliases.items():
+            part = next(part for part in self.parts if other in part.records)
+            record = part.records[other]
+            if self.plan.small:
+                part.records[name] = Record(record.dtype, Layout(SAME, record.layout.shape), None, other)
+                self.rows.append(Row(name, SAME, 0, 0, 0, 0))
+
+    def _finish_part(self, number: int) -> str | None:
+        """Complete one file; the checksum of its description."""
+        part = self.parts[number]
+        if not self.plan.small:
+            part.finish(self.source.metadata)
+            return None
+        ordered = {name: part.records[name] for name in self.source.order if name in part.records}
+        described = Description(ordered, self.source.metadata, (number + 1, len(self.parts))).to_metadata()
+        part.finish(described)
+        return described["prunus_crc32"]
+
+    def _write_index(self, files: list[str], checksums: list[str | None]) -> None:
+        pairs = zip(files, self.parts, strict=True)
+        weight_map = {name: file for file, part in pairs for name in part.entries}
+        sums = {file: crc for file, crc in zip(files, checksums, strict=True) if crc is not None}
+        path = part_of(self.plan.index)
+        path.write_bytes(Index(weight_map, sums, sum(row.stored_bytes for row in self.rows)).to_json())
+        flushed(path)
+        path.replace(self.plan.index)
+        flushed(path.parent)
+
+
+def write(source: Source, plan: Plan) -> Saved:
+    """Write all tensors: those of wide elements first, so that every entry is aligned."""
+    if not plan.small:
+        source = _without_aliases(source)
+    writer = Writer(plan, source)
+    try:
+        for name in sorted(source.specs, key=lambda name: -DTYPES[source.specs[name].dtype].itemsize):
+            writer.add(name)
+        return writer.finish()
+    except BaseException:
+        writer.abandon()
+        raise
+
+
+def _without_aliases(source: Source) -> Source:
+    """Plain files hold a tensor under each of its names."""
+    specs = {name: source.specs[source.aliases.get(name, name)] for name in source.order}
+
+    def fetch(name: str) -> Tensor:
+        return source.fetch(source.aliases.get(name, name))
+
+    return replace(source, specs=specs, aliases={}, fetch=fetch)
+
+
+def _room(name: str, source: Source) -> int:
+    """Bytes of the head that a tensor may take."""
+    spec = source.specs[source.aliases.get(name, name)]
+    quoted, twice = json.dumps(name), json.dumps(json.dumps(name))
+    shape = len(str(spec.shape))
+    return 2 * len(quoted.encode()) + len(twice.encode()) + 2 * shape + 260
+
+
+def _row(name: str, encoded: Encoded, numel: int, dense_bytes: int) -> Row:
+    return Row(name, encoded.encoding, numel, encoded.num_nonzero, dense_bytes, encoded.num_bytes)

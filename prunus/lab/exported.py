@@ -1,0 +1,59 @@
+"""Training checkpoints as folders of weights: the tensors in the small or plain form, and run.json."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..export.convert import Done, Job, to_folder
+from ..export.read import open_tensors
+from ..export.source import check_pruned, in_memory
+from ..export.sparse import loaded
+from .checkpoint import load_checkpoint
+from .data.shape import ImageShape, TokenShape
+from .files import write_json
+from .models import MODELS, build
+from .run import Run
+
+
+def export_checkpoint(path: Path, job: Job) -> Done:
+    """Write the model of a checkpoint to a new folder, with the run that made it.
+
+    A non-zero weight where the checkpoint's mask says pruned is refused. Optimizer and masks are left out.
+    """
+    state = load_checkpoint(path)
+    tensors: dict[str, Tensor] = state["model"]
+    for name, packed in ((state["pruner"] or {}).get("masks") or {}).items():
+        check_pruned(name, tensors[name], packed)
+    description = {"run": state["run"], "step": state["step"], "shape": _shape(state["run"]["model"], tensors)}
+    source = in_memory(tensors)
+    return to_folder(source, job, path.stat().st_size, lambda part: write_json(part / "run.json", description))
+
+
+def load_exported(folder: Path, device: torch.device | str = "cpu") -> nn.Module:
+    """The model that ``export_checkpoint`` wrote, in evaluation mode."""
+    path = folder / "run.json"
+    try:
+        description = json.loads(path.read_text())
+        run, shape = Run.from_json(description["run"]), description["shape"]
+        kind = TokenShape if MODELS[run.model].kind == "tokens" else ImageShape
+        model = build(run.model, kind(**shape)).to(device)
+    except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} does not describe a model: {error}") from error
+    with open_tensors(folder) as tensors:
+        model.load_state_dict(loaded(tensors, device))
+    return model.eval()
+
+
+def _shape(model: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """What the model must know of its data, from the shapes of its weights."""
+    if MODELS[model].kind == "tokens":
+        return {
+            "vocab_size": tensors["embedding.weight"].shape[0],
+            "context": tensors["positions.weight"].shape[0],
+        }
+    matrices = [tensor for tensor in tensors.values() if tensor.ndim > 1]
+    size = 224 if matrices[0].shape[-1] == 7 else 32  # only the stem depends on it: 7 x 7 for large images
+    return {"channels": matrices[0].shape[1], "size": size, "num_classes": matrices[-1].shape[0]}

@@ -1,0 +1,61 @@
+"""Names and shapes tell of real architectures what their modules tell: what is pruned, and which way round."""
+
+import pytest
+import torch
+from patients import folder
+
+from prunus.doctor import examine
+from prunus.doctor.names import Choice, roles
+from prunus.doctor.source import open_source
+from prunus.eligible import eligible
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 64}
+WIDE = SMALL | {"intermediate_size": 64}
+SEQ = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
+MODELS = {
+    "GPT2LMHeadModel": ("GPT2Config", {"n_embd": 32, "n_layer": 4, "n_head": 4, "vocab_size": 64}),
+    "LlamaForCausalLM": ("LlamaConfig", WIDE),
+    "Gemma3ForCausalLM": ("Gemma3TextConfig", WIDE | {"head_dim": 8, "num_key_value_heads": 2}),
+    "OPTForCausalLM": ("OPTConfig", SMALL | {"ffn_dim": 64, "word_embed_proj_dim": 16}),
+    "GPTNeoXForCausalLM": ("GPTNeoXConfig", WIDE),
+    "FalconForCausalLM": ("FalconConfig", SMALL),
+    "MambaForCausalLM": ("MambaConfig", {"hidden_size": 32, "num_hidden_layers": 4, "vocab_size": 64}),
+    "T5ForConditionalGeneration": (
+        "T5Config",
+        {"d_model": 32, "d_ff": 64, "num_layers": 3, "num_heads": 4, "d_kv": 8, "vocab_size": 64},
+    ),
+    "BartForConditionalGeneration": (
+        "BartConfig",
+        SEQ | {"d_model": 32, "encoder_layers": 3, "decoder_layers": 3, "vocab_size": 64},
+    ),
+    "BertForMaskedLM": ("BertConfig", WIDE),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_names_agree_with_modules(name, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    kind, options = MODELS[name]
+    model = getattr(transformers, name)(getattr(transformers, kind)(**options))
+    model.save_pretrained(tmp_path)
+    source = open_source(tmp_path)
+    told = {name: role.outputs for name, role in roles(source.tensors, Choice()).items() if role.kind == "weight"}
+    assert told == {weight.name: weight.outputs for weight in eligible(model).weights}
+    assert examine(tmp_path).findings == []
+
+
+def test_stages_that_differ_miss_nothing(tmp_path):
+    tensors = {}
+    for stage in range(4):
+        for layer in range(3):
+            tensors[f"encoder.stages.{stage}.layers.{layer}.conv.a.weight"] = torch.randn(8, 8, 3, 3)
+        if stage:
+            tensors[f"encoder.stages.{stage}.down.conv.weight"] = torch.randn(8, 8, 2, 2)
+    assert examine(folder(tmp_path, tensors)).is_healthy
+
+
+def test_a_missing_expert_is_missed_once(tmp_path):
+    experts = {(layer, expert) for layer in range(4) for expert in range(4)} - {(2, 1)}
+    tensors = {f"model.layers.{i}.mlp.experts.{j}.up.weight": torch.randn(4, 4) for i, j in experts}
+    report = examine(folder(tmp_path, tensors, {"num_hidden_layers": 4}))
+    assert [finding.where for finding in report.findings].count("model.layers.2.mlp.experts.1.up.weight") == 1

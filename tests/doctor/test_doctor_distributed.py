@@ -1,0 +1,151 @@
+"""Folders of torch.distributed.checkpoint: ranks' pieces put together, digests compared, nothing executed."""
+
+import os
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from patients import folder, found, healthy, kinds, prune_rows_, state_of
+
+from prunus.doctor import examine
+from prunus.doctor.plain_pickle import plain
+from prunus.doctor.source import open_source
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed is disabled", "ignore:.*existing checkpoint")
+
+
+@pytest.fixture
+def distributed(tmp_path):
+    def made(change=lambda state: None, tensors=None):
+        tensors = tensors or prune_rows_(healthy())
+        state = {"model": tensors, "pruner": state_of(tensors), "optimizer": {"exp_avg": torch.randn(3)}}
+        change(state)
+        dcp.save(state, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+        return tmp_path / "dcp"
+
+    return made
+
+
+def test_a_distributed_checkpoint_is_read_like_the_model(distributed, tmp_path):
+    report = examine(distributed(), sparsity=0.5, pattern="row")
+    assert report.is_healthy and report.kind == "distributed checkpoint"
+    assert report.digest == state_of(prune_rows_(healthy()))["digest"]
+    expected = examine(folder(tmp_path / "model", prune_rows_(healthy())))
+    assert {layer.name: layer.num_zeros for layer in report.layers} == {
+        layer.name: layer.num_zeros for layer in expected.layers
+    }
+
+
+def test_a_distributed_checkpoint_of_dtypes_is_read(distributed):
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        report = examine(distributed(tensors=prune_rows_(healthy(dtype))))
+        assert report.is_healthy and report.layers[0].dtype == str(dtype).removeprefix("torch.")
+
+
+def test_digests_of_ranks_in_a_distributed_checkpoint_are_compared(distributed):
+    def set_digests(state):
+        own = state["pruner"]["digest"]
+        state["pruner"]["digests"] = {"rank0": own, "rank1": own[::-1]}
+
+    finding = found(examine(distributed(set_digests)), "digest")
+    assert finding.where.endswith("pruner.digests.rank1")
+
+
+def test_a_file_of_a_rank_that_is_lost_or_cut_is_found(distributed):
+    path = distributed()
+    (file,) = path.glob("*.distcp")
+    os.truncate(file, file.stat().st_size // 2)
+    report = examine(path)
+    assert kinds(report) >= {"missing"} and any("cut short" in f.what for f in report.findings)
+    file.unlink()
+    with pytest.raises(ValueError, match="holds no tensors"):
+        examine(path)
+
+
+@pytest.mark.parametrize(("size", "said"), [((2**40, 16), "cannot hold"), ((41, 16), "640 of the 656")])
+def test_a_description_that_promises_more_than_there_is_is_refused(distributed, size, said):
+    path = distributed()
+    described = pickle.loads((path / ".metadata").read_bytes())
+    described.state_dict_metadata["model.model.layers.0.mlp.up_proj.weight"].size = torch.Size(size)
+    (path / ".metadata").write_bytes(pickle.dumps(described))
+    with pytest.raises(ValueError, match=said):
+        examine(path)
+
+
+RANK = """
+import os, sys, torch, warnings
+import torch.distributed as dist, torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+warnings.simplefilter("ignore")
+folder = sys.argv[1]
+rank = 0 if os.fork() else 1  # torch is imported once
+dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+mesh = init_device_mesh("cpu", (2,))
+tensors = torch.load(f"{folder}/tensors.pt")
+places = [Shard(0), Shard(1), Replicate()]
+model = {name: distribute_tensor(t, mesh, [places[i % 3]]) for i, (name, t) in enumerate(tensors["model"].items())}
+dcp.save({"model": model, "pruner": tensors["pruner"]}, checkpoint_id=f"{folder}/dcp")
+dist.destroy_process_group()
+if rank == 0:
+    os.wait()
+"""
+
+
+def test_pieces_of_ranks_are_put_together(tmp_path):
+    tensors = prune_rows_({f"{name}.proj.weight": torch.randn(7, 12) for name in ("rows", "columns", "whole")})
+    tensors["one.proj.weight"] = torch.randn(1, 12)  # the second rank has nothing of it
+    torch.save({"model": tensors, "pruner": state_of(tensors)}, tmp_path / "tensors.pt")
+    done = subprocess.run([sys.executable, "-c", RANK, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    source = open_source(tmp_path / "dcp")
+    assert len(list((tmp_path / "dcp").glob("*.distcp"))) == 2
+    for name, tensor in tensors.items():
+        assert torch.equal(source.tensors[name].load(), tensor)
+    report = examine(tmp_path / "dcp", allow=("dead-rows", "dead-columns"))
+    assert report.is_healthy and report.digest == state_of(tensors)["digest"]
+
+
+class Evil:
+    def __reduce__(self):
+        return os.mkdir, ("evil-was-here",)
+
+
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+def test_nothing_in_a_description_is_executed(distributed, tmp_path, monkeypatch, protocol):
+    monkeypatch.chdir(tmp_path)
+    path = distributed()
+    (path / ".metadata").write_bytes(pickle.dumps({"a": Evil()}, protocol))
+    with pytest.raises(ValueError, match=r"\.metadata"):
+        examine(path)
+    (tmp_path / "a.pt").write_bytes(pickle.dumps(Evil(), protocol))
+    with pytest.raises(ValueError, match="not a whole file"):
+        examine(tmp_path / "a.pt")
+    torch.save({"a": Evil()}, tmp_path / "b.pt")
+    with pytest.raises(ValueError, match="not a whole file"):
+        examine(tmp_path / "b.pt")
+    assert not (tmp_path / "evil-was-here").exists()
+
+
+def test_a_description_is_read_as_plain_data():
+    value = {"a": [1, 2**40, -3, 1.5, None, True, "x" * 300], "b": (1, (2, 3), (), (1, 2, 3, 4)), 3: {"c": {}}}
+    assert plain(pickle.dumps(value, 4)) == value
+    again = [1]
+    assert plain(pickle.dumps([again, again], 5)) == [[1], [1]]
+    assert plain(pickle.dumps(Evil(), 4)).name.endswith(".mkdir")
+
+
+@pytest.mark.parametrize("step", [2, 3, 7])
+def test_damaged_descriptions_are_refused_or_found(distributed, step):
+    path = distributed()
+    whole = (path / ".metadata").read_bytes()
+    for at in range(0, len(whole), step * 41):
+        for damaged in (whole[:at], whole[:at] + bytes([whole[at] ^ step]) + whole[at + 1 :]):
+            (path / ".metadata").write_bytes(damaged)
+            try:
+                examine(path)
+            except (ValueError, OSError):
+                continue

@@ -1,0 +1,71 @@
+"""The small form is examined like the plain one, and a damaged one is not examined at all."""
+
+import json
+
+import pytest
+import torch
+from patients import CONFIG, folder, found, healthy, kinds, prune_groups_, prune_rows_
+
+from prunus.cli import main
+from prunus.doctor import examine
+from prunus.export import save_sparse
+
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+def small(path, tensors, **options):
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(CONFIG | {"tie_word_embeddings": True}))
+    save_sparse(tensors, path / "sparse.safetensors", **options)
+    return path
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("prune", [prune_rows_, prune_groups_])
+@pytest.mark.parametrize("limit", [10**9, 3000], ids=["one file", "shards"])
+def test_the_small_form_agrees_with_the_plain_one(tmp_path, prune, dtype, limit):
+    tensors = prune(healthy(dtype))
+    plain = examine(folder(tmp_path / "plain", tensors), sparsity=0.5)
+    path = small(tmp_path / "small", tensors, max_shard_bytes=limit)
+    report = examine(path, sparsity=0.5)
+    assert report.is_healthy and report.kind == "small folder" and report.pattern == plain.pattern
+    assert {one.name: one for one in report.layers} == {one.name: one for one in plain.layers}
+    assert len(list(path.glob("*.safetensors"))) == 1 or limit == 3000
+
+
+def test_one_small_file_is_a_path_too(tmp_path):
+    save_sparse(prune_rows_(healthy()), tmp_path / "a.safetensors")
+    report = examine(tmp_path / "a.safetensors", sparsity=0.5)
+    assert report.is_healthy and report.kind == "small file" and "where plain tensors take" in report.notes[0]
+
+
+def test_what_is_sick_is_found_in_the_small_form(tmp_path):
+    tensors = prune_rows_(healthy())
+    tensors[UP][0, tensors[UP][0].nonzero()[0]] = float("inf")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
+    report = examine(small(tmp_path / "small", tensors), sparsity=0.5, pattern="row")
+    assert kinds(report) == {"not-finite", "untied"} and found(report, "not-finite").where == UP
+
+
+def test_tied_tensors_are_one(tmp_path):
+    tensors = prune_rows_(healthy())
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    report = examine(small(tmp_path / "small", tensors))
+    assert report.is_healthy and any("one tensor under two names" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "lost shard"])
+def test_damage_is_one_line_and_exit_code_2(tmp_path, capsys, damage):
+    path = small(tmp_path / "small", prune_rows_(healthy()), max_shard_bytes=3000)
+    file = sorted(path.glob("*.safetensors"))[1]
+    data = bytearray(file.read_bytes())
+    if damage == "flip":
+        data[-3] ^= 4
+    file.write_bytes(data[:-5] if damage == "cut" else data)
+    if damage == "lost shard":
+        file.unlink()
+    with pytest.raises(SystemExit) as stop:
+        main(["doctor", str(path)])
+    said = capsys.readouterr()
+    assert stop.value.code == 2 and said.out == "" and len(said.err.strip().splitlines()) == 1
+    assert file.name in said.err

@@ -1,0 +1,272 @@
+"""Every kind of file is read alike; what files disagree about is found; hostile files are one clear line."""
+
+import json
+
+import pytest
+import torch
+from patients import folder, found, healthy, kinds, layer, prune_rows_, state_of, weights_of
+from safetensors.torch import save_file
+from torch.nn.utils import prune
+
+from prunus import Global, Pruner, Ramp
+from prunus.doctor import examine
+from prunus.doctor.asked import sparsity_at
+from prunus.doctor.digests import digest_of
+from prunus.doctor.source import Stored
+from prunus.mask import digest
+from prunus.ops import bits
+
+UP = "model.layers.1.mlp.up_proj.weight"
+SHARD = "model-00002-of-00003.safetensors"
+
+
+@pytest.fixture
+def sharded(tmp_path):
+    return folder(tmp_path / "model", prune_rows_(healthy()), shards=3)
+
+
+def index_of(path):
+    file = path / "model.safetensors.index.json"
+    return file, json.loads(file.read_text())
+
+
+def test_a_shard_that_is_not_there_is_found(sharded):
+    (sharded / SHARD).unlink()
+    report = examine(sharded)
+    assert any(f.kind == "missing" and f.where == SHARD for f in report.findings)
+
+
+def test_a_tensor_in_two_shards_is_found(sharded):
+    (sharded / SHARD).unlink()
+    tensors = prune_rows_(healthy())
+    _, index = index_of(sharded)
+    twice = next(name for name, file in index["weight_map"].items() if file != SHARD)
+    here = {name: tensors[name] for name, file in index["weight_map"].items() if file == SHARD}
+    save_file(here | {twice: tensors[twice]}, sharded / SHARD)
+    report = examine(sharded)
+    assert {(f.kind, f.where) for f in report.findings} == {("duplicate", twice)}
+
+
+@pytest.mark.parametrize("change", ["drop", "move", "add"])
+def test_an_index_that_differs_from_its_shards_is_found(sharded, change):
+    file, index = index_of(sharded)
+    names = index["weight_map"]
+    if change == "drop":
+        names.pop(UP)
+    else:
+        name = UP if change == "move" else "model.other.weight"
+        names[name] = next(other for other in names.values() if other != names.get(UP))
+    file.write_text(json.dumps(index))
+    finding = found(examine(sharded), "missing")
+    assert finding.where == ("model.other.weight" if change == "add" else UP)
+    assert {"drop": "lacks it", "move": "but it is in", "add": "which lacks it"}[change] in finding.what
+
+
+def test_shards_without_an_index_or_a_neighbour_are_found(sharded):
+    index_of(sharded)[0].unlink()
+    assert kinds(examine(sharded)) == {"missing"}
+    (sharded / SHARD).unlink()
+    whats = [f.what for f in examine(sharded).findings if f.where == "model-*-of-00003.safetensors"]
+    assert whats == ["1 of 3 shards are not there, the first is number 2"]
+
+
+def test_two_models_in_one_folder_are_found(sharded):
+    save_file(prune_rows_(healthy()), sharded / "model.safetensors")
+    report = examine(sharded)
+    assert kinds(report) == {"duplicate"} and any("not read" in note for note in report.notes)
+
+
+def test_an_index_is_a_path_too_and_files_beside_it_are_noted(sharded):
+    save_file({"x": torch.ones(1)}, sharded / "consolidated.safetensors")
+    report = examine(sharded / "model.safetensors.index.json")
+    assert report.is_healthy and "consolidated.safetensors" in report.notes[0]
+
+
+def test_one_file_and_its_folder_agree(tmp_path):
+    path = folder(tmp_path, prune_rows_(healthy()))
+    assert examine(path).layers == examine(path / "model.safetensors").layers
+
+
+def test_a_plain_state_dict_agrees_with_a_folder(tmp_path):
+    tensors = prune_rows_(healthy())
+    torch.save(tensors, tmp_path / "a.pt")
+    torch.save({"state_dict": {f"_orig_mod.{name}": t for name, t in tensors.items()}}, tmp_path / "b.pt")
+    expected = {layer.name: layer for layer in examine(folder(tmp_path / "model", tensors)).layers}
+    for name in ("a.pt", "b.pt"):
+        assert {layer.name: layer for layer in examine(tmp_path / name).layers} == expected
+
+
+# --- masks and digests ---
+
+
+def test_pruning_left_in_two_tensors_is_found(tmp_path):
+    linear = torch.nn.Linear(8, 8)
+    prune.l1_unstructured(linear, "weight", 0.5)
+    save_file({k: v.contiguous() for k, v in linear.state_dict().items()}, tmp_path / "a.safetensors")
+    report = examine(tmp_path / "a.safetensors", sparsity=0.5, allow=("dead-rows", "dead-columns"))
+    assert {(f.kind, f.where) for f in report.findings} == {("not-removed", "weight")}
+    assert layer(report, "weight").num_zeros == 32
+
+
+def test_the_digest_is_that_of_the_masks_however_they_are_stored():
+    tensors = prune_rows_(healthy())
+    masks = {name: tensors[name] != 0 for name in weights_of(tensors)}
+    stored = {name: Stored.of(name, t, "") for name, t in tensors.items()}
+    for form in (lambda mask: mask, bits.pack, lambda mask: mask.float(), lambda mask: bits.pack(mask).float()):
+        assert digest_of({n: Stored.of(n, form(m), "") for n, m in masks.items()}, stored) == digest(masks)
+
+
+def test_a_stored_digest_is_held_to_the_masks(tmp_path):
+    tensors = prune_rows_(healthy())
+    state = {"model": tensors, "pruner": state_of(tensors)}
+    torch.save(state, tmp_path / "a.pt")
+    report = examine(tmp_path / "a.pt", sparsity=0.5, pattern="row")
+    assert report.is_healthy and report.digest == state["pruner"]["digest"]
+    assert layer(report, UP).num_pruned == layer(report, UP).num // 2
+
+    keep = tensors[UP] != 0
+    kept, pruned = keep[0].nonzero()[0], (~keep[0]).nonzero()[0]
+    keep[0, kept], keep[0, pruned] = False, True  # the same number of others
+    state["pruner"]["masks"][UP] = bits.pack(keep)
+    torch.save(state, tmp_path / "a.pt")
+    assert kinds(examine(tmp_path / "a.pt", sparsity=0.5)) == {"digest", "came-back"}
+
+
+@pytest.mark.parametrize("bad", ["short", "stray"])
+def test_packed_bits_of_another_tensor_are_found(tmp_path, bad):
+    tensors = {"a.weight": torch.randn(3, 3), "b.weight": torch.randn(4, 4)}
+    masks = {name: bits.full(t.numel()) for name, t in tensors.items()}
+    if bad == "short":
+        masks["b.weight"] = masks["b.weight"][:1]
+    else:
+        masks["a.weight"][-1] = 255
+    torch.save({"model": tensors, "pruner": {"masks": masks}}, tmp_path / "a.pt")
+    finding = found(examine(tmp_path / "a.pt"), "bad-mask")
+    assert finding.where == ("b.weight" if bad == "short" else "a.weight")
+
+
+@pytest.mark.parametrize("form", ["pruner state", "checkpoint", "plain", "safetensors"])
+def test_masks_come_from_any_file_that_holds_them(tmp_path, form):
+    tensors = prune_rows_(healthy())
+    path = folder(tmp_path / "model", tensors)
+    state = state_of(tensors)
+    file = tmp_path / ("masks.safetensors" if form == "safetensors" else "masks.pt")
+    if form == "safetensors":
+        save_file(state["masks"], file)
+    else:
+        held = {"pruner state": state, "checkpoint": {"pruner": state, "model": tensors}, "plain": state["masks"]}
+        torch.save(held[form], file)
+    report = examine(path, masks=file, sparsity=0.5, pattern="row")
+    assert report.is_healthy and report.digest == state["digest"]
+
+
+def test_ranks_that_parted_are_found(tmp_path):
+    tensors = prune_rows_(healthy())
+    for rank in range(3):
+        torch.save({"model": tensors, "pruner": state_of(tensors)}, tmp_path / f"checkpoint-rank{rank}.pt")
+    assert examine(tmp_path).is_healthy
+    other = state_of(tensors) | {"digest": "0" * 64}
+    torch.save({"model": tensors, "pruner": other}, tmp_path / "checkpoint-rank2.pt")
+    assert "rank2" in found(examine(tmp_path), "digest").where
+    tensors[UP][0, 0] = 1.0 - tensors[UP][0, 0].sign().abs()
+    torch.save({"model": tensors, "pruner": state_of(tensors)}, tmp_path / "checkpoint-rank2.pt")
+    assert all("rank2" in f.where for f in examine(tmp_path).findings) and kinds(examine(tmp_path)) == {"digest"}
+
+
+# --- files that are none ---
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.safetensors", b"", "not a whole safetensors"),
+        ("a.safetensors", b"\xff" * 64, "not a whole safetensors"),
+        ("a.safetensors", (2**62).to_bytes(8, "little") + b"{}", "not a whole safetensors"),
+        ("a.pt", b"PK\x03\x04 no", "not a whole file"),
+        ("a.safetensors.index.json", b"[1]", "JSON object"),
+        ("a.safetensors.index.json", b"{", "not JSON"),
+        ("a.safetensors.index.json", b"{}", "weight_map"),
+        ("a.safetensors.index.json", b"[" * 100_000, "not JSON"),
+        ("a.safetensors.index.json", b'{"weight_map": {"a": "../b.safetensors"}}', "no file of its folder"),
+        ("a.safetensors.index.json", b'{"weight_map": {"a": 3}}', "no file of its folder"),
+    ],
+)
+def test_what_is_no_model_is_refused(tmp_path, name, content, said):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=said):
+        examine(tmp_path / name)
+
+
+def test_folders_without_a_model_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="no safetensors file"):
+        examine(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ValueError, match="safe_serialization"):
+        examine(tmp_path)
+    torch.save({"step": 3}, tmp_path / "a.pt")
+    with pytest.raises(ValueError, match="no tensors"):
+        examine(tmp_path / "a.pt")
+    torch.save([1], tmp_path / "a.pt")
+    with pytest.raises(ValueError, match="expected a mapping"):
+        examine(tmp_path / "a.pt")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"sparsity": 1.0}, r"\[0, 1\)"),
+        ({"sparsity": float("nan")}, r"\[0, 1\)"),
+        ({"pattern": "4:2"}, "N:M"),
+        ({"pattern": "rows"}, "N:M"),
+        ({"pattern": "2:4", "sparsity": 0.3}, "a sparsity of 0.5"),
+        ({"allow": "everything"}, "kinds of findings"),
+        ({"exclude": "nowhere.*"}, "nowhere"),
+        ({"masks": "nowhere.pt"}, "no file of masks"),
+    ],
+    ids=str,
+)
+def test_mistakes_are_refused(tmp_path, options, said):
+    path = folder(tmp_path, healthy())
+    with pytest.raises(ValueError, match=said):
+        examine(path, **options)
+
+
+# --- training ---
+
+
+def test_an_event_that_was_put_off_asks_for_nothing():
+    run = {"sparsity": 0.5, "schedule": "linear", "begin": 2, "end": 10, "steps": 20, "every": 4}
+    assert sparsity_at(run, {"step": 7, "due": False}) == 0.25
+    assert sparsity_at(run, {"step": 7, "due": True}) is None
+    assert sparsity_at(run | {"spam": True}, {"step": 7, "due": False}) is None
+    assert sparsity_at(run | {"spam": True}, {"step": 10, "due": False}) == 0.5
+    assert sparsity_at(run | {"begin": 0.1, "end": 0.5, "budget_scale": 2.0}, {"step": 8}) == 0.125
+
+
+def test_a_pruner_in_a_script_is_healthy_until_someone_trains_on(tmp_path):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 48), torch.nn.ReLU(), torch.nn.Linear(48, 32))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    pruner = Pruner(model, optimizer, select=Global(), schedule=Ramp(0.5, begin=1, end=4), every=1)
+
+    def train(steps):
+        for _ in range(steps):
+            model(torch.randn(16, 32)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def save():
+        parts = {"model": model, "optimizer": optimizer, "pruner": pruner}
+        torch.save({name: part.state_dict() for name, part in parts.items()}, tmp_path / "a.pt")
+        return examine(tmp_path / "a.pt", sparsity=0.5, allow=("dead-rows", "dead-columns"))
+
+    train(6)
+    report = save()
+    assert report.is_healthy and report.digest == pruner.digest()
+    optimizer.state[model[0].weight]["exp_avg"].fill_(1.0)
+    assert {(f.kind, f.where) for f in save().findings} == {("moments", "0.weight")}
+    optimizer.state[model[0].weight]["mask"] = bits.full(32 * 48)
+    assert kinds(save()) == {"masks-disagree"}
+    pruner.remove()
+    train(1)
+    assert "came-back" in kinds(save())

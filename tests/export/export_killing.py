@@ -1,0 +1,120 @@
+"""Saves killed at every write, flush and move; run as a program, which prints what was left each time.
+
+Each save runs in a process of its own, which kills itself, for real, at its k-th moment.
+"""
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from prunus.export import load_sparse, save_model, save_sparse
+from prunus.export.part import Part
+
+
+class Toy(torch.nn.Module):
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        for name, tensor in tensors(value).items():
+            self.register_buffer(name, tensor)
+
+
+def tensors(value: float) -> dict[str, torch.Tensor]:
+    """Equal shapes for each value, so that files of two saves look alike."""
+    sparse = torch.full((64, 64), value)
+    sparse[::2, ::3] = 0
+    return {"a": sparse, "b": torch.full((1000,), value), "c": torch.full((30, 30), value, dtype=torch.bfloat16)}
+
+
+def killing(moment: int, save: Callable[[], object]) -> bool:
+    """Whether a save in a process of its own was killed at its ``moment``-th write, flush or move."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    left = [moment]
+
+    def counted(function: Callable) -> Callable:
+        def call(*args, **kwargs):
+            left[0] -= 1
+            if not left[0]:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args, **kwargs)
+
+        return call
+
+    os.fsync, Path.replace, Part.add = counted(os.fsync), counted(Path.replace), counted(Part.add)
+    save()
+    os._exit(0)
+
+
+def left_behind(path: Path) -> str:
+    """Which save ``path`` holds whole, or that it is refused, or not there."""
+    if not path.exists():
+        return "nothing"
+    try:
+        found = load_sparse(path)
+    except ValueError:
+        return "refused"
+    for value in (1.0, 2.0):
+        if all(torch.equal(found[name], tensor) for name, tensor in tensors(value).items()):
+            return {1.0: "old", 2.0: "new"}[value]
+    return "a mixture"
+
+
+def every_moment(folder: Path, path: Path, save: Callable[[], object], before: Callable[[], object]) -> list[str]:
+    found = []
+    for moment in range(1, 1000):
+        for file in sorted(folder.rglob("*"), reverse=True):
+            file.rmdir() if file.is_dir() else file.unlink()
+        before()
+        killed = killing(moment, save)
+        found.append(left_behind(path))
+        if not killed:
+            save_sparse(tensors(1.0), folder / "later.safetensors")  # what was left is in nobody's way
+            return found
+    raise AssertionError("the save never ended")
+
+
+def at_any_time(path: Path, seconds: float) -> list[str]:
+    """Kill, from outside, a process that saves without end."""
+    found, rng, end = [], random.Random(0), time.monotonic() + seconds
+    save_sparse(tensors(1.0), path)
+    while time.monotonic() < end:
+        child = os.fork()
+        if not child:
+            for i in range(10**6):
+                save_sparse(tensors(float(1 + i % 2)), path)
+            os._exit(1)
+        time.sleep(rng.uniform(0.005, 0.05))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        found.append(left_behind(path))
+    return found
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    path = folder / "model.safetensors"
+
+    def old() -> None:
+        save_sparse(tensors(1.0), path)
+
+    results = {
+        "file": every_moment(folder, path, lambda: save_sparse(tensors(2.0), path), old),
+        "files": every_moment(
+            folder, folder, lambda: save_sparse(tensors(2.0), path, max_shard_bytes=2000), lambda: None
+        ),
+        "folder": every_moment(folder, folder / "new", lambda: save_model(Toy(2.0), folder / "new"), lambda: None),
+        "any time": at_any_time(folder / "busy.safetensors", 2.0),
+    }
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

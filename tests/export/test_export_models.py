@@ -1,0 +1,160 @@
+"""Hugging Face models come back from a small folder, with their ties; what does not fit is refused."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from test_export_compact import same
+
+from prunus import load_model, load_sparse, save_model
+
+transformers = pytest.importorskip("transformers", reason="needs pip install prunus[hf]")
+
+TINY = {"vocab_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 24}
+
+
+def pruned(model: torch.nn.Module) -> torch.nn.Module:
+    """The model with half of each weight matrix zero."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter[torch.rand(parameter.shape) < 0.5] = 0
+    return model.eval()
+
+
+def llama(tied: bool = True) -> torch.nn.Module:
+    return pruned(transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY, tie_word_embeddings=tied)))
+
+
+def gpt2() -> torch.nn.Module:
+    return pruned(transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=64, n_embd=16, n_layer=2, n_head=2)))
+
+
+def bert() -> torch.nn.Module:
+    return pruned(transformers.BertForSequenceClassification(transformers.BertConfig(**TINY)))
+
+
+def assert_same_model(found: torch.nn.Module, wanted: torch.nn.Module) -> None:
+    a, b = found.state_dict(), wanted.state_dict()
+    assert list(a) == list(b) and all(same(a[name], b[name]) for name in b)
+    tokens = torch.arange(10)[None]
+    assert torch.equal(found(tokens).logits, wanted(tokens).logits)
+    assert not found.training and type(found) is type(wanted)
+    assert len(list(found.parameters())) == len(list(wanted.parameters()))
+
+
+@pytest.mark.parametrize("make", [llama, lambda: llama(False), gpt2, bert], ids=["tied", "untied", "gpt2", "bert"])
+@pytest.mark.parametrize("limit", [10**9, 5000], ids=["one file", "several"])
+def test_a_model_comes_back_with_its_ties(make, limit, tmp_path):
+    model = make()
+    saved = save_model(model, tmp_path / "small", max_shard_bytes=limit)
+    assert_same_model(load_model(tmp_path / "small"), model)
+    assert all(path.is_file() for path in saved.files)
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    assert saved.dense_bytes >= size and saved.stored_bytes < 0.75 * size
+
+
+def test_parts_in_half_precision_stay_so(tmp_path):
+    model = llama().bfloat16()
+    model.model.norm.float()
+    save_model(model, tmp_path / "small")
+    found = load_model(tmp_path / "small")
+    assert {name: p.dtype for name, p in found.named_parameters()} == {n: p.dtype for n, p in model.named_parameters()}
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_ties_of_the_users_own_stay(tmp_path):
+    model = llama(False)
+    model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
+    save_model(model, tmp_path / "small")
+    found = load_model(tmp_path / "small")
+    assert found.model.layers[1].mlp.up_proj.weight is found.model.layers[0].mlp.up_proj.weight
+    assert_same_model(found, model)
+
+
+def test_compiled_and_wrapped_models_are_saved_under_their_own_names(tmp_path):
+    model = llama()
+    save_model(torch.nn.DataParallel(torch.compile(model)), tmp_path / "small")
+    assert_same_model(load_model(tmp_path / "small"), model)
+
+
+def test_tokenizer_and_generation_settings_travel_with_the_model(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "merges.txt", "LICENSE", "model.safetensors", "evil.py"):
+        (source / name).write_text("{}")
+    model = llama()
+    model.generation_config.max_new_tokens = 7
+    save_model(model, tmp_path / "small", source=source)
+    names = {path.name for path in (tmp_path / "small").iterdir()}
+    beside = {"tokenizer.json", "tokenizer_config.json", "merges.txt", "LICENSE"}
+    assert names == beside | {"config.json", "generation_config.json", "sparse.safetensors"}
+    assert load_model(tmp_path / "small").generation_config.max_new_tokens == 7
+
+
+def test_a_model_with_a_weight_that_its_mask_says_is_pruned_is_refused(tmp_path):
+    model = llama()
+    masks = {name: p != 0 for name, p in model.named_parameters() if "proj" in name}
+    save_model(model, tmp_path / "small", masks=masks)
+    name = "model.layers.1.mlp.up_proj.weight"
+    masks[name] &= torch.rand(masks[name].shape) < 0.5
+    with pytest.raises(ValueError, match=re.escape(name)):
+        save_model(model, tmp_path / "other", masks=masks)
+    assert [path.name for path in tmp_path.iterdir()] == ["small"]
+
+
+def test_a_folder_in_use_is_not_touched(tmp_path):
+    (tmp_path / "mine.txt").write_text("mine")
+    with pytest.raises(ValueError, match="not empty"):
+        save_model(llama(), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_transformers_refuses_a_small_folder_and_does_not_invent_weights(tmp_path):
+    save_model(llama(), tmp_path / "small")
+    with pytest.raises(OSError, match=r"model\.safetensors"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "small")
+
+
+def config_of(folder: Path, **values: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"architectures": ["os"]}, "names the class 'os'"),
+        ({"architectures": ["LlamaConfig"]}, "names the class"),
+        ({"architectures": []}, "names the class"),
+        ({"num_hidden_layers": 1}, "which the model does not have"),
+        ({"num_hidden_layers": 3}, "which the model has"),
+        ({"intermediate_size": 32}, "shape of"),
+    ],
+    ids=str,
+)
+def test_a_configuration_that_does_not_fit_is_refused(values, said, tmp_path):
+    save_model(llama(), tmp_path / "small")
+    config_of(tmp_path / "small", **values)
+    with pytest.raises(ValueError, match=said):
+        load_model(tmp_path / "small")
+
+
+def test_a_tie_that_the_file_contradicts_is_refused(tmp_path):
+    save_model(llama(False), tmp_path / "small")
+    config_of(tmp_path / "small", tie_word_embeddings=True)
+    with pytest.raises(ValueError, match="holds two that differ"):
+        load_model(tmp_path / "small")
+
+
+@pytest.mark.gpu
+def test_a_model_goes_straight_to_the_gpu(tmp_path):
+    model = llama()
+    save_model(model.cuda(), tmp_path / "small")
+    found = load_model(tmp_path / "small", device="cuda")
+    assert all(parameter.is_cuda for parameter in found.parameters())
+    a, b = found.state_dict(), model.state_dict()
+    assert all(same(a[name].cpu(), b[name].cpu()) for name in b)
+    assert all(tensor.is_cuda for tensor in load_sparse(tmp_path / "small", device="cuda").values())

@@ -1,0 +1,90 @@
+"""A model in several files is whole or refused: a damaged index, files of two saves, one file missing."""
+
+import json
+import random
+import shutil
+import zlib
+from pathlib import Path
+
+import export_fuzzing as fuzzing
+import pytest
+import torch
+
+from prunus import load_sparse, save_sparse
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    save_sparse(fuzzing.tensors(), tmp_path / "model.safetensors", max_shard_bytes=600)
+    assert len(list(tmp_path.iterdir())) > 3
+    return tmp_path
+
+
+def test_any_change_of_an_index_is_refused_or_harmless(shards):
+    wanted, path = fuzzing.tensors(), shards / "model.safetensors.index.json"
+    whole, refused = path.read_bytes(), 0
+    for seed in range(600):
+        data, rng = bytearray(whole), random.Random(seed)
+        rng.choice([fuzzing.flip, fuzzing.scramble, fuzzing.truncate, fuzzing.remove, fuzzing.exchange])(data, rng)
+        path.write_bytes(data)
+        refused += fuzzing.outcome(shards, wanted, None) == "refused"
+    assert refused > 400
+
+
+def index_of(folder: Path) -> dict:
+    return json.loads((folder / "model.safetensors.index.json").read_text())
+
+
+@pytest.mark.parametrize(
+    "name", ["../a.safetensors", "/etc/passwd", "a/b.safetensors", ".a.safetensors", "a.bin", "nul\0"]
+)
+def test_an_index_names_only_files_beside_it(name, shards):
+    index = index_of(shards)
+    index["weight_map"]["bias"] = name
+    del index["metadata"]["prunus"]
+    (shards / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="files lie beside it"):
+        load_sparse(shards)
+
+
+def test_an_index_that_lacks_a_tensor_is_refused_even_with_its_checksum_mended(shards):
+    index = index_of(shards)
+    del index["weight_map"]["bias"]
+    path = shards / "model.safetensors.index.json"
+    path.write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="does not match its checksum"):
+        load_sparse(shards)
+    content = [sorted(index["metadata"]["prunus"]["files"].items()), sorted(index["weight_map"].items())]
+    index["metadata"]["prunus"]["crc32"] = f"{zlib.crc32(json.dumps(content).encode()):08x}"
+    path.write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="do not agree about 'bias'"):
+        load_sparse(shards)
+
+
+def test_files_of_two_saves_are_not_mixed(shards, tmp_path_factory):
+    other = tmp_path_factory.mktemp("other")
+    tensors = {name: tensor * 2 for name, tensor in fuzzing.tensors().items() if name != "tied"}
+    save_sparse(tensors | {"tied": tensors["a"]}, other / "model.safetensors", max_shard_bytes=600)
+    file = sorted(shards.glob("*.safetensors"))[1]
+    shutil.copyfile(other / file.name, file)
+    with pytest.raises(ValueError, match=r"not the file that .*index\.json was written with"):
+        load_sparse(shards)
+    file.unlink()
+    with pytest.raises(ValueError, match="is missing"):
+        load_sparse(shards)
+
+
+def test_a_save_that_would_leave_two_models_in_one_place_is_refused(shards):
+    before = {path.name: path.read_bytes() for path in shards.iterdir()}
+    for options in ({}, {"max_shard_bytes": 600}):
+        with pytest.raises(ValueError, match="remove that model first"):
+            save_sparse({"a": torch.ones(3)}, shards / "model.safetensors", **options)
+    assert {path.name: path.read_bytes() for path in shards.iterdir()} == before
+
+
+def test_one_file_is_not_replaced_by_several(tmp_path):
+    path = tmp_path / "model.safetensors"
+    save_sparse({"a": torch.ones(3)}, path)
+    with pytest.raises(ValueError, match="remove that model first"):
+        save_sparse(fuzzing.tensors(), path, max_shard_bytes=600)
+    assert load_sparse(path)["a"].tolist() == [1, 1, 1] and len(list(tmp_path.iterdir())) == 1

@@ -1,0 +1,139 @@
+"""Advice is measured, counts each kind of layer once, and says in plain words what to do."""
+
+import pytest
+import torch
+from torch import nn
+
+from prunus import save_sparse
+from prunus.cli import main
+from prunus.export import advise as module
+from prunus.export.advise import Advice, Load, Row, advise, winner
+from prunus.export.timing import microseconds, num_copies
+
+SMALL = Load(batch=1, tokens=4)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr("prunus.export.timing.PATIENCE", 0.0)
+    monkeypatch.setattr("prunus.export.timing.MOST_COPIES", 2)
+
+
+def weights():
+    def sparse(shape, sparsity):
+        return torch.randn(shape).masked_fill_(torch.rand(shape) < sparsity, 0)
+
+    found = {f"layers.{i}.up.weight": sparse((64, 128), 0.6) for i in range(3)}
+    found |= {"layers.0.down.weight": sparse((128, 64), 0.6), "layers.1.down.weight": sparse((128, 64), 0.9)}
+    found |= {"head.weight": torch.randn(100, 64), "norm.weight": torch.zeros(64), "conv.weight": torch.zeros(4, 4, 3)}
+    return found
+
+
+def row(decode, prefill, num=2):
+    return Row((64, 128), "bfloat16", 0.5, False, [f"{i}" for i in range(num)], decode, prefill)
+
+
+def test_each_kind_is_measured_once_and_counted(monkeypatch):
+    measured = []
+    inner = module._measured
+    monkeypatch.setattr(module, "_measured", lambda name, *rest: measured.append(name) or inner(name, *rest))
+    advice = advise(weights(), load=SMALL)
+
+    assert measured == ["layers.0.up.weight", "layers.0.down.weight", "layers.1.down.weight"]
+    assert [len(row.layers) for row in advice.rows] == [3, 1, 1]
+    assert [row.shape for row in advice.rows] == [(64, 128), (128, 64), (128, 64)]
+    assert all(set(row.decode) == set(row.prefill) == {"dense", "sparse"} for row in advice.rows)
+    assert all(time > 0 for row in advice.rows for time in (*row.decode.values(), *row.prefill.values()))
+
+
+def test_models_files_and_mappings_give_the_same_kinds(tmp_path):
+    model = nn.Sequential(nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 128))
+    model[0].weight.data[torch.rand(64, 128) < 0.7] = 0
+    save_sparse(model.state_dict(), tmp_path / "model.safetensors")
+    sources = (model, dict(model.named_parameters()), tmp_path / "model.safetensors", str(tmp_path))
+
+    for source in sources:
+        (found,) = advise(source, load=SMALL).rows
+        assert (found.shape, found.layers, found.dtype) == ((64, 128), ["0.weight"], "float32")
+        assert found.sparsity == pytest.approx(0.7, abs=0.05)
+
+
+def test_a_pattern_of_two_in_four_is_a_kind_of_its_own():
+    half = torch.zeros(64, 64)
+    half[:, ::2] = 1
+    other = torch.zeros(64, 64)
+    other[:, :32] = 1
+    rows = advise({"a.weight": half, "b.weight": other}, load=SMALL).rows
+
+    assert [row.two_of_four for row in rows] == [True, False]
+
+
+def test_the_verdict_says_when_nothing_is_gained():
+    slower = {"dense": 10.0, "sparse": 30.0}
+    text = str(Advice("this CPU", Load(), [row(slower, slower)]))
+
+    assert "no layer is faster on this CPU: keep the dense file to run, the small file to store" in text
+    assert "30.0 us (0.33x)" in text
+    assert "nothing to gain" in str(Advice("this CPU", Load(), []))
+
+
+def test_the_verdict_counts_layers_and_weighs_them():
+    rows = [
+        row({"dense": 30.0, "sparse": 20.0}, {"dense": 100.0, "sparse": 120.0, "2:4": 80.0}, num=3),
+        row({"dense": 10.0, "sparse": 10.0}, {"dense": 50.0, "sparse": 60.0}, num=1),
+    ]
+    decode, prefill, *_ = Advice("a GPU", Load(1, 4096), rows).verdict
+
+    assert decode == "decoding, 1 at a time: of 4 sparse layers 3 as sparse are faster; together 1.43 times"
+    assert prefill == "a prompt of 4096 tokens: of 4 sparse layers 3 as 2:4 are faster; together 1.21 times"
+
+
+@pytest.mark.parametrize(
+    ("times", "best"),
+    [
+        ({"dense": 10.0, "sparse": 5.0}, "sparse"),
+        ({"dense": 10.0, "sparse": 9.9}, "dense"),
+        ({"dense": 10.0, "sparse": 8.0, "2:4": 7.0}, "2:4"),
+        ({"dense": 10.0}, "dense"),
+    ],
+)
+def test_what_wins_must_be_worth_it(times, best):
+    assert winner(times) == best
+
+
+def test_bad_input_is_refused():
+    with pytest.raises(ValueError, match="at least 1"):
+        Load(batch=0)
+    with pytest.raises(ValueError, match="there is no file or folder"):
+        advise("nowhere")
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="no CUDA device"):
+            advise({}, device="cuda")
+
+
+def test_copies_go_round():
+    calls = []
+    microseconds([lambda i=i: calls.append(i) for i in range(2)], torch.device("cpu"), 3)
+
+    assert calls[:3] == [0, 1, 0]
+    assert num_copies(10**12) == 2
+
+
+def test_the_command_prints_a_table_and_a_verdict_and_writes_nothing(tmp_path, capsys):
+    save_sparse(weights(), tmp_path / "model.safetensors")
+    before = sorted(tmp_path.rglob("*"))
+    main(["export", str(tmp_path), "--advise", "--tokens", "4"])
+    said = capsys.readouterr().out
+
+    assert "64 x 128" in said and "3" in said
+    assert "faster" in said
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_the_command_refuses_what_makes_no_sense(tmp_path, capsys):
+    save_sparse(weights(), tmp_path / "model.safetensors")
+    for args in (["--advise", "--out", str(tmp_path / "out")], ["--advise", "--batch", "0"]):
+        with pytest.raises(SystemExit) as stop:
+            main(["export", str(tmp_path), *args])
+        assert stop.value.code == 2
+        assert len(capsys.readouterr().err.splitlines()) == 1

@@ -1,0 +1,109 @@
+"""The kernels compute what their definitions say: in the interpreter, and on a GPU where there is one."""
+
+import pytest
+import torch
+
+from prunus.ops import matvec
+from prunus.ops.gaps import BLOCK, dense_reference, gaps_of_dense
+
+pytest.importorskip("triton")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SHAPES = [(1, 1), (5, 31), (3, 300), (1, 5 * BLOCK + 3)]
+SPARSITIES = [0.0, 0.5, 0.8, 0.97, 1.0]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def sparse(shape, sparsity, dtype=torch.float32):
+    weight = torch.randn(shape).to(dtype).masked_fill_(torch.rand(shape) < sparsity, 0)
+    if shape[0] > 2:
+        weight[1] = 0  # a dead row
+        weight[2, : shape[1] // 2] = 0
+    return weight.to(DEVICE)
+
+
+def close(y, weight, x, bias=None):
+    """Within the rounding of a sum in float32, and of the type of ``y``; the interpreter cuts bfloat16 off."""
+    exact = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
+    size = x.double().abs() @ weight.double().abs().t() + (0 if bias is None else bias.double().abs())
+    ulp = torch.finfo(y.dtype).eps
+    return bool(((y.double() - exact).abs() <= 4e-6 * size + ulp * exact.abs() + torch.finfo(y.dtype).tiny).all())
+
+
+@pytest.mark.parametrize("sparsity", SPARSITIES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_product_with_one_vector(shape, sparsity):
+    from prunus.ops._triton.matvec import product
+
+    weight, x = sparse(shape, sparsity), torch.randn(1, shape[1], device=DEVICE)
+    y = product(x, gaps_of_dense(weight), None)
+
+    assert y.shape == (1, shape[0])
+    assert close(y, weight, x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("batch", [1, 2, 4, 8])
+def test_products_with_several_vectors_of_any_type(batch, dtype):
+    from prunus.ops._triton.matvec import product
+
+    weight, bias = sparse((3, 1500), 0.6, dtype), torch.randn(3, device=DEVICE).to(dtype)
+    x = torch.randn(batch, 1500, device=DEVICE).to(dtype)
+
+    assert close(product(x, gaps_of_dense(weight), bias), weight, x, bias)
+    assert close(product(x, gaps_of_dense(weight), None), weight, x)
+
+
+def test_the_widest_row():
+    from prunus.ops._triton.matvec import product
+
+    weight = torch.zeros(1, 65536, device=DEVICE)
+    weight[0, 40000:40600] = 1.0  # columns that 16 bits hold only without a sign
+    weight[0, -1] = 7.0
+    x = torch.randn(1, 65536, device=DEVICE)
+
+    assert close(product(x, gaps_of_dense(weight), None), weight, x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_each_entry_finds_its_own_column(dtype):
+    """With x of powers of two and a single one a row, any misplaced column would show."""
+    from prunus.ops._triton.matvec import product
+
+    columns = [0, 1, 16, 17, 300, 1023, 1498, 1499]
+    weight = torch.zeros(len(columns), 1500, dtype=dtype, device=DEVICE)
+    weight[range(len(columns)), columns] = 1
+    x = torch.arange(1500, device=DEVICE).to(dtype).view(1, -1)
+
+    assert torch.equal(product(x, gaps_of_dense(weight), None)[0], x[0, columns])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sparsity", SPARSITIES)
+def test_the_dense_matrix_comes_back_bit_for_bit(sparsity, dtype):
+    from prunus.ops._triton.matvec import dense
+
+    weight = sparse((7, 1300), sparsity, dtype)
+    assert torch.equal(dense(gaps_of_dense(weight)), weight)
+
+
+def test_the_definition_sums_in_float32_and_rounds_once():
+    weight = torch.ones(1, 4096, dtype=torch.bfloat16)
+    x = torch.full((1, 4096), 1.0, dtype=torch.bfloat16)
+    x[0, 0] = 2.0**13  # adding ones to it in bfloat16 would be lost
+    y = matvec.product_reference(x, gaps_of_dense(weight))
+
+    assert y.item() == torch.tensor(2.0**13 + 4095).bfloat16().item()
+
+
+@pytest.mark.parametrize("num", [0, 1, 3, 8, 9, 40])
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+def test_any_number_of_vectors_on_any_device(num, dtype):
+    weight, bias = sparse((6, 200), 0.5), torch.randn(6, device=DEVICE).to(dtype)
+    x = torch.randn(num, 200, device=DEVICE).to(dtype)
+    weight = weight.to(dtype) if dtype != torch.float64 else weight
+    y = matvec.product(x, gaps_of_dense(weight), bias)
+
+    assert y.shape == (num, 6) and y.dtype == dtype
+    assert torch.allclose(y.double(), x.double() @ weight.double().t() + bias.double(), atol=0.2, rtol=0.02)
+    assert torch.equal(matvec.dense(gaps_of_dense(weight)), dense_reference(gaps_of_dense(weight)))

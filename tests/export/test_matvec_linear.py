@@ -1,0 +1,203 @@
+"""A sparse layer is the layer it was made from, wherever it goes; only those are replaced that it is for."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from prunus.export.linear import SparseLinear, sparsify_
+from prunus.export.semi_structured import is_two_of_four, semi_structured_
+from prunus.ops import bits
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def linear(outputs=24, inputs=100, sparsity=0.6, dtype=torch.float32, bias=True):
+    layer = nn.Linear(inputs, outputs, bias=bias, dtype=dtype, device=DEVICE).requires_grad_(False)
+    layer.weight[torch.rand(outputs, inputs, device=DEVICE) < sparsity] = 0
+    return layer
+
+
+def near(first, second):
+    return torch.allclose(first.double(), second.double(), atol=1e-5 if first.dtype == torch.float32 else 0.03)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(100,), (1, 100), (2, 3, 100), (0, 100), (50, 100)], ids=str)
+def test_it_computes_what_the_dense_layer_does(shape, bias, dtype):
+    layer = linear(bias=bias, dtype=dtype)
+    sparse, x = SparseLinear.from_linear(layer), torch.randn(shape, device=DEVICE).to(dtype)
+
+    y = sparse(x)
+    assert y.shape == (*shape[:-1], 24) and y.dtype == dtype
+    assert near(y, layer(x))
+    assert torch.equal(sparse.weight, layer.weight)
+
+
+def test_from_bits_and_values_as_a_file_has_them():
+    layer = linear()
+    keep = layer.weight != 0
+    sparse = SparseLinear.from_packed(bits.pack(keep), layer.weight[keep], layer.weight.shape, layer.bias)
+    x = torch.randn(3, 100, device=DEVICE)
+
+    assert near(sparse(x), layer(x))
+
+
+def test_a_state_dict_goes_into_a_layer_with_other_zeros():
+    first, second = SparseLinear.from_linear(linear(sparsity=0.5)), SparseLinear.from_linear(linear(sparsity=0.9))
+    second.load_state_dict(first.state_dict())
+
+    assert torch.equal(first.weight, second.weight)
+    assert torch.equal(first.bias, second.bias)
+    assert set(first.state_dict()) == {"values", "codes", "heads", "rows", "bias"}
+
+
+@pytest.mark.parametrize("name", ["values", "codes", "heads", "rows"])
+def test_a_damaged_state_dict_is_refused_and_nothing_is_lost(name):
+    layer = SparseLinear.from_linear(linear())
+    before, state = layer.weight, dict(layer.state_dict())
+    state[name] = state[name][:-1]
+    with pytest.raises(ValueError, match="save it anew"):
+        layer.load_state_dict(state)
+    assert torch.equal(layer.weight, before)
+
+
+def test_it_can_be_copied_cast_and_saved(tmp_path):
+    layer = SparseLinear.from_linear(linear())
+    torch.save(layer.state_dict(), tmp_path / "layer.pt")
+    loaded = copy.deepcopy(layer)
+    loaded.load_state_dict(torch.load(tmp_path / "layer.pt", weights_only=True))
+    half = copy.deepcopy(layer).to(torch.bfloat16)
+
+    assert torch.equal(loaded.weight, layer.weight)
+    assert torch.equal(half.weight, layer.weight.bfloat16())
+    assert half.codes.dtype == torch.uint8 and half.rows.dtype == torch.int32
+
+
+def test_gradients_reach_the_input():
+    layer, x = linear(), torch.randn(2, 100, device=DEVICE, requires_grad=True)
+    SparseLinear.from_linear(layer)(x).sum().backward()
+    (expected,) = torch.autograd.grad(layer(x).sum(), x)
+
+    assert torch.allclose(x.grad, expected, atol=1e-5)
+
+
+def test_autocast_is_followed():
+    layer, x = linear(), torch.randn(2, 100, device=DEVICE)
+    with torch.autocast(DEVICE, torch.bfloat16), torch.no_grad():
+        assert SparseLinear.from_linear(layer)(x).dtype == layer(x).dtype == torch.bfloat16
+
+
+def test_a_layer_of_a_type_it_cannot_hold_is_refused():
+    with pytest.raises(ValueError, match=r"float64.*keep it dense"):
+        SparseLinear.from_linear(linear(dtype=torch.float64))
+
+
+class Conv1D(nn.Module):
+    """As in transformers: a linear layer whose weight is (in, out)."""
+
+    def __init__(self, nf, nx):
+        super().__init__()
+        self.nf = nf
+        self.weight, self.bias = nn.Parameter(torch.randn(nx, nf)), nn.Parameter(torch.randn(nf))
+
+    def forward(self, x):
+        return x @ self.weight + self.bias
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(50, 16)
+        self.sparse, self.dense, self.transposed = nn.Linear(16, 16), nn.Linear(16, 16), Conv1D(16, 16)
+        self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 50, bias=False)
+        self.head.weight = self.embed.weight
+        for module in (self.sparse, self.transposed, self.head):
+            module.weight.data[torch.rand_like(module.weight) < 0.7] = 0
+
+    def forward(self, x):
+        return self.head(self.norm(self.transposed(self.dense(self.sparse(self.embed(x))))))
+
+
+def test_sparse_layers_are_replaced_and_tied_and_dense_ones_stay():
+    model, x = Model().eval(), torch.arange(50).view(5, 10)
+    with torch.no_grad():
+        expected = model(x)
+        names = sparsify_(model)
+        got = model(x)
+
+    assert names == ["sparse", "transposed"]
+    assert type(model.dense) is nn.Linear and model.head.weight is model.embed.weight
+    assert not model.sparse.training
+    assert torch.allclose(got, expected, atol=1e-5)
+
+
+def test_patterns_and_the_least_sparsity_choose():
+    assert sparsify_(Model(), include="sparse") == ["sparse"]
+    assert sparsify_(Model(), exclude="sparse") == ["transposed"]
+    assert sparsify_(Model(), least=0.95) == []
+    assert sparsify_(Model(), least=0.0) == ["sparse", "dense", "transposed"]
+    with pytest.raises(ValueError, match="matches no parameter"):
+        sparsify_(Model(), include="nothing")
+    with pytest.raises(ValueError, match="from_linear"):
+        sparsify_(linear())
+
+
+def two_of_four(outputs, inputs, dtype=torch.bfloat16):
+    weight = torch.randn(outputs, inputs)
+    keep = torch.zeros(outputs * inputs // 4, 4).scatter_(1, weight.abs().view(-1, 4).topk(2, 1).indices, 1)
+    return (weight * keep.view_as(weight)).to(dtype)
+
+
+def structured():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64)).to(torch.bfloat16).to(DEVICE)
+    for layer in model[:2]:
+        layer.weight.data = two_of_four(64, 64).to(DEVICE)
+    return model
+
+
+def test_two_of_four_is_told_from_the_rest():
+    weight = two_of_four(8, 64)
+    assert is_two_of_four(weight)
+    assert is_two_of_four(torch.zeros(4, 8))
+    assert not is_two_of_four(torch.zeros(4, 6))
+    assert not is_two_of_four(torch.tensor([[0.0, 1, 1, 1]]))
+    assert not is_two_of_four(weight.t().contiguous())
+
+
+def test_a_layer_that_is_not_two_of_four_is_named_before_anything_is_done():
+    model = structured()
+    model[1].weight.data[0, :4] = 1
+    model[1].weight.data[1:3] = 0
+    with pytest.raises(ValueError, match=r"^1\.weight is not 2:4"):
+        semi_structured_(model)
+    with pytest.raises(ValueError, match=r"^2\.weight is not 2:4"):
+        semi_structured_(model, include="2")
+    with pytest.raises(ValueError, match="no linear layer"):
+        semi_structured_(model[2:])
+    assert all(type(layer.weight) is nn.Parameter for layer in model)
+
+
+@pytest.mark.parametrize(("make", "match"), [(lambda m: m.float(), "float32, not"), (lambda m: m, "multiple of")])
+def test_types_and_sizes_that_the_hardware_does_not_take(make, match):
+    model = make(nn.Sequential(nn.Linear(36, 64)).to(torch.bfloat16))
+    model[0].weight.data.zero_()
+    with pytest.raises(ValueError, match=match):
+        semi_structured_(model)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so():
+    with pytest.raises(ValueError, match=r"NVIDIA GPUs.*is on cpu"):
+        semi_structured_(structured())
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_outputs_agree():
+    model, x = structured(), torch.randn(32, 64, device=DEVICE, dtype=torch.bfloat16)
+    with torch.no_grad():
+        expected = model(x)
+        assert semi_structured_(model) == ["0", "1"]
+        assert torch.allclose(model(x), expected, atol=0.05, rtol=0.05)
