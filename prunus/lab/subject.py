@@ -77,6 +77,7 @@ def _hugging_face(request: Request, folder: Path) -> Subject:
     calibration, held_out = read_tokens(request.tokens), read_tokens(request.eval_tokens)
     from_gguf = {"gguf_file": request.gguf_file} if request.gguf_file else {"use_safetensors": True}
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=request.dtype, local_files_only=True, **from_gguf)
+    _forget_quantization(model)
     model.to("cpu" if request.offload else request.device).eval()
     vocabulary, longest = model.config.vocab_size, getattr(model.config, "max_position_embeddings", 256)
     for path, tokens in ((request.tokens, calibration), (request.eval_tokens, held_out)):
@@ -86,6 +87,13 @@ def _hugging_face(request: Request, folder: Path) -> Subject:
     drawn = _drawn(calibration, request.samples, length, request.seed)
     kept = _windows(held_out, length, request.eval_windows)
     return Subject(model, [drawn], lambda m: token_perplexity(m, kept), lambda out: _save(model, folder, out))
+
+
+def _forget_quantization(model: Any) -> None:
+    """What was read from a quantised file is plain weights by now, and is to be moved and saved as such."""
+    for name in ("hf_quantizer", "quantization_method", "is_quantized"):
+        vars(model).pop(name, None)
+    vars(model.config).pop("quantization_config", None)
 
 
 def _drawn(tokens: np.ndarray, num: int, length: int, seed: int) -> Tensor:

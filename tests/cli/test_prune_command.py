@@ -112,6 +112,53 @@ def test_bfloat16_stays_bfloat16(folder):
     assert all(parameter.dtype == torch.bfloat16 for parameter in again.parameters())
 
 
+def write_gguf(path, model):
+    """The weights of a small Llama as a GGUF file; the rows of queries and keys stand in llama.cpp's order."""
+    gguf = pytest.importorskip("gguf")
+    config, writer = model.config, gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    parts = {"self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate"}
+    parts |= {"mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}
+    parts |= {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
+    parts |= {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k"}
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    names = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+    for i in range(config.num_hidden_layers):
+        names |= {f"model.layers.{i}.{there}": f"blk.{i}.{here}" for there, here in parts.items()}
+    for there, here in names.items():
+        value = model.get_parameter(f"{there}.weight").detach()
+        if num := heads.get(here.split(".")[-1]):
+            value = value.view(num, 2, -1, value.shape[1]).swapaxes(1, 2).reshape(value.shape)
+        writer.add_tensor(f"{here}.weight", value.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_a_gguf_file_comes_back_as_a_folder_of_plain_weights(folder):
+    transformers = pytest.importorskip("transformers")
+    dense = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
+    (folder / "packed").mkdir()
+    write_gguf(folder / "packed" / "small.gguf", dense)
+    _, expected = prune(folder, "--probe", "block", "--tau", "0.05")
+    (folder / "model").rename(folder / "first")
+    (folder / "packed").rename(folder / "model")
+    out, result = prune(folder, "--probe", "block", "--tau", "0.05", "--gguf-file", "small.gguf", out="from_gguf")
+    assert result["layers"] == expected["layers"] and result["rows"] == expected["rows"]
+    again = transformers.AutoModelForCausalLM.from_pretrained(out)
+    first = transformers.AutoModelForCausalLM.from_pretrained(folder / "out")
+    for (name, a), b in zip(again.named_parameters(), first.parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
