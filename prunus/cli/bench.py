@@ -12,17 +12,20 @@ if TYPE_CHECKING:
     import torch
 
 
+What = Literal["select", "step", "train", "export", "matvec", "prune", "page"]
+
+
 @dataclass(frozen=True)
 class Command:
     """Measure a speed claim beside what it is compared with, in one process, and write the figures as JSON.
 
     select: finding masks. step: keeping them, on a CPU in a training step, on a GPU in the optimizer's step.
     train: whole training steps of GPT-2 124M. export: the small file form. matvec: products with a pruned weight.
-    page: docs/benchmarks.md from all results.
+    prune: WANDA and the gradient probe after training. page: docs/benchmarks.md from all results.
     """
 
-    what: tyro.conf.Positional[Literal["select", "step", "train", "export", "matvec", "page"]]  # what to measure
-    layers: int = 12  # select, step: number of weights
+    what: tyro.conf.Positional[What]  # what to measure
+    layers: int = 12  # select, step: number of weights; prune: how many of the model's are probed
     dim: int = 2048  # select, step: rows and columns of each
     shapes: Literal["gpt2", "mistral-7b"] | None = None  # select, step: a model's weights instead
     dtype: Literal["float32", "bfloat16"] = "float32"  # select, matvec: of weights and moments
@@ -35,6 +38,10 @@ class Command:
     batch: int = 32  # train: windows a step
     compile: bool = True  # train: torch.compile the model
     precision: Literal["float32", "bfloat16"] = "bfloat16"  # train: bfloat16 by autocast
+    checkpoint: Path | None = None  # prune: Hugging Face folder; without it, random weights of stories15M's shape
+    calibration: Path | None = None  # prune: its tokens; without it, random ones
+    windows: int = 32  # prune: calibration windows
+    length: int = 256  # prune: tokens of each
     megabytes: int = 256  # export: of the weight that is packed
     repeat: int = 15  # calls or rounds that the median is taken over
     threads: int = 0  # CPU threads; 0 leaves torch's choice
@@ -151,7 +158,18 @@ def _said(command: Command, shapes: list[tuple[int, int]]) -> str:
     return f"{command.layers} weights of {command.dim} x {command.dim}"
 
 
-MEASURES = {"select": _select, "step": _step, "train": _train, "export": _export, "matvec": _matvec}
+def _prune(command: Command, device: "torch.device") -> Measured:
+    from ..lab.bench.prune import Place, bench_prune, task_of
+
+    place = Place(command.checkpoint, command.calibration, device)
+    task = task_of(place, command.windows, command.length, command.layers, command.sparsity)
+    about = command.checkpoint.name if command.checkpoint else "random weights of the shape of stories15M"
+    settings = {"model": about, "probed": len(task.names), "sparsity": command.sparsity}
+    settings |= {"windows": command.windows, "length": command.length}
+    return settings, bench_prune(task, command.repeat, device)
+
+
+MEASURES = {"select": _select, "step": _step, "train": _train, "export": _export, "matvec": _matvec, "prune": _prune}
 
 
 def _finish(command: Command, what: str, settings: dict[str, Any], rows: list[dict[str, Any]]) -> None:

@@ -28,7 +28,8 @@ def input_norms(model: nn.Module, weights: Sequence[Weight], samples: Samples, d
     A norm broadcasts to its weight. Samples are batched where that does not change what the layers see.
     """
     reader = _Reader(model, weights, samples, device)
-    pending = list(samples.chunks(SIZE.get(device.type, 4) if reader.may_batch() else 1))
+    size = SIZE.get(device.type, 4) if reader.may_batch() else 1
+    pending = [chunk.behind(reader.done) for chunk in samples.chunks(size) if chunk.behind(reader.done).size]
     while pending:
         chunk = pending.pop(0)
         if not reader.tried(chunk):
@@ -60,6 +61,7 @@ class _Reader:
     device: torch.device
     sums: Sums = field(default_factory=dict)
     forwards: int = 0
+    done: Chunk = field(default_factory=lambda: Chunk(-1, 0, 0))  # samples that are in the sums already
     skipped: dict[nn.Module, Callable[..., Any]] = field(default_factory=dict)
 
     def may_batch(self) -> bool:
@@ -68,6 +70,9 @@ class _Reader:
         if number is None:
             return False
         parts = [self._squares(Chunk(number, i, i + 1)) for i in (0, 1)]
+        self.done = Chunk(number, 0, 2)
+        for part in parts:
+            _add(self.sums, {name: squares.clone() for name, squares in part.items()})
         for skipped in ([head] if (head := self._head()) else []), []:
             self.skipped = dict.fromkeys(skipped, lambda hidden: hidden)
             try:

@@ -37,6 +37,12 @@ class Chunk:
     def size(self) -> int:
         return self.stop - self.start
 
+    def behind(self, other: "Chunk") -> "Chunk":
+        """What is left of it behind ``other``, which holds the first samples of a group."""
+        if self.group != other.group:
+            return self
+        return Chunk(self.group, min(max(self.start, other.stop), self.stop), self.stop)
+
     def halves(self) -> "list[Chunk]":
         middle = (self.start + self.stop + 1) // 2
         return [Chunk(self.group, self.start, middle), Chunk(self.group, middle, self.stop)]

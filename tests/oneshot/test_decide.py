@@ -6,9 +6,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from probe_models import mlp
+from probe_reference import split
 
 from prunus import Limit
 from prunus.oneshot.decide import ratios, smallest_ratios, taus, within
+from prunus.oneshot.prune import Job, Plan
 
 NASTY = [0.0, 1e-45, 1e-30, 0.5, 1.0, 1.5, 2.0, 2.0000002, 3.0, 1e30, 3e38, math.inf, math.nan]
 
@@ -63,3 +66,21 @@ def test_a_limit_is_kept_to_the_edge_on_the_side_that_is_worse():
     assert Limit(absolute=0.25, better="higher").allows(0.75, 0.5)
     assert not Limit(absolute=0.25, better="higher").allows(0.75, 0.49)
     assert Limit(absolute=0.0).allows(1.0, -5.0)
+
+
+@pytest.mark.parametrize("statistic", ["largest", "mean square"])
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-9), (torch.float16, 0.1)], ids=str)
+def test_records_are_the_statistics_of_sample_gradients_themselves(statistic, dtype, rtol):
+    case, exact = mlp(dtype), mlp()
+    batches = [(x.to(dtype), target) for x, target in exact.batches]
+    job = Job(case.model, batches, Plan(loss=lambda y, target: exact.loss(y.double(), target)))
+    with job.open():
+        (found,) = job.engine().records(list(job.weights), [{}], statistic)
+    for name, record in found.items():
+        each = [
+            torch.autograd.grad(exact.loss_of(exact.model, sample), exact.model.get_parameter(name))[0]
+            for sample in split(exact.batches)
+        ]
+        stacked = torch.stack(each)
+        expected = stacked.abs().amax(0) if statistic == "largest" else stacked.square().mean(0)
+        assert (record.double() - expected).abs().max() <= rtol * expected.max(), name

@@ -77,6 +77,7 @@ def test_long_samples_are_looked_at_in_part(monkeypatch):
 @pytest.mark.parametrize("limit", [1, 2])
 def test_norms_survive_a_lack_of_memory(limit, monkeypatch):
     case = llama()
+    case.batches.append({key: value.repeat(3, 1) for key, value in case.batches[-1].items()})
     expected = prune(deepcopy(case.model), case.batches, 0.5, "wanda").masks
     squares, refused = _Reader._squares, []
 

@@ -10,7 +10,7 @@ INTRODUCTION = """# Benchmarks
 
 This page is made by `prunus bench page` from the JSON files in `benchmarks/results/`; nothing in it is
 typed. All methods of a table ran in one process, one after the other or in turns. Run them on your
-own machine with `prunus bench select`, `step`, `train`, `export` and `matvec` (`--device cuda` on a GPU).
+own machine with `prunus bench select`, `step`, `train`, `export`, `matvec` and `prune` (`--device cuda` on a GPU).
 """
 
 SELECT = """Masks of {num_weights:,} weights ({weights}, {dtype}) at {sparsity:.0%} by {score}, median of up to \
@@ -43,6 +43,13 @@ MATVEC = """Products of a pruned {dtype} weight with some vectors; medians of {r
 within a CUDA graph and go round copies of more than 200 MB, so that none is read from a cache; "launched" is without \
 the graph, by the host. Times faster and size are relative to dense in the same table. Every way agreed with \
 the product in higher precision before it was timed.
+"""
+
+PRUNE = """{model}, {probed} of its weights, {windows} windows of {length} tokens, to {sparsity:.0%}, in float32. \
+Plainly is WANDA as its authors' code does it, a sample at a time with a sort and a scatter, and the probe by its \
+definition: two passes for each weight and sample, all others frozen. Operations are those of matrix products, as \
+torch counts them over eight windows; no way to run the same decisions can be faster than by their ratio, unless it \
+runs them more efficiently.
 """
 
 
@@ -172,7 +179,30 @@ def _number(value: float | None, form: str) -> str:
     return "" if value is None else form.format(value)
 
 
-SECTIONS = {"export": _export, "matvec": _matvec, "select": _select, "step": _step, "train": _train, "update": _update}
+def _prune(record: dict[str, Any]) -> str:
+    lines = [
+        (
+            row["task"],
+            *(f"{row[name]:.3f}" for name in ("seconds", "plain_seconds")),
+            f"{row['times_faster']:.2f}",
+            _number(row["times_fewer_operations"], "{:.2f}"),
+            f"{row['different']:,} of {row['num_weights']:,}",
+        )
+        for row in record["rows"]
+    ]
+    headings = ("task", "s", "plainly, s", "times faster", "times fewer operations", "mask elements that differ")
+    return _section("Pruning after training", record, PRUNE, table(headings, lines))
+
+
+SECTIONS = {
+    "export": _export,
+    "matvec": _matvec,
+    "prune": _prune,
+    "select": _select,
+    "step": _step,
+    "train": _train,
+    "update": _update,
+}
 
 
 def _section(title: str, record: dict[str, Any], text: str, body: str) -> str:
