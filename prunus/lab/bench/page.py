@@ -53,6 +53,13 @@ runs them more efficiently.
 """
 
 
+PARTS = """Where the time of one event goes ({weights}, bitter7, 50 %). Events queued one behind the other take \
+{queued_ms:.2f} ms each on the device, a CUDA graph of one with the wait {replayed_ms:.2f} ms; called one by one, \
+{total_ms:.2f} ms in the median of the stamped calls and {least_ms:.2f} ms at best: the rest is the host before the \
+pass is launched, which the device waits for. What the host does after that is hidden behind the pass.
+"""
+
+
 def page(folder: Path) -> str:
     """The page for all records in ``folder``, the newest of each kind and machine."""
     newest: dict[tuple[str, str, str], dict[str, Any]] = {}
@@ -91,6 +98,11 @@ def _select(record: dict[str, Any]) -> str:
             f"{ours['read_gb_s'] / record['settings']['copy_gb_s']:.0%} of that."
         )
     return _section("Finding the masks", record, SELECT, body)
+
+
+def _parts(record: dict[str, Any]) -> str:
+    lines = [(row["part"], row["where"], f"{row['us']:,.1f}") for row in record["rows"]]
+    return _section("Finding the masks: what bounds it", record, PARTS, table(("part", "where", "us"), lines))
 
 
 def _update(record: dict[str, Any]) -> str:
@@ -197,6 +209,7 @@ def _prune(record: dict[str, Any]) -> str:
 SECTIONS = {
     "export": _export,
     "matvec": _matvec,
+    "parts": _parts,
     "prune": _prune,
     "select": _select,
     "step": _step,
@@ -212,7 +225,8 @@ def _section(title: str, record: dict[str, Any], text: str, body: str) -> str:
         f"{environment['machine']}; Python {environment['python']}, {versions}; "
         f"{record['date']}, commit {environment['commit']}; `{record['file']}`"
     )
-    return f"## {title}\n\n{origin}\n\n{text.format(**record['settings'])}\n{body}\n"
+    note = f"{record['settings']['note']}\n\n" if "note" in record["settings"] else ""
+    return f"## {title}\n\n{origin}\n\n{text.format(**record['settings'])}\n{note}{body}\n"
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

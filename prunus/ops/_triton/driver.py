@@ -102,7 +102,7 @@ def by_one_pass(cut: Cut) -> "Pending":
     num_sampled = max(1.0, num * num_live / (p.num_tiles * tile))
     expected = num_live * 2 * (SIGMAS * math.sqrt(share * (1 - share) / num_sampled) + 1 / num_sampled)
     all_bytes = -(-p.num_tiles // p.num_programs) * tile // 8
-    capacity = min((int(1.1 * min(expected, num_live) / p.num_programs) + 256) // 4 * 4, all_bytes)
+    capacity = min((int(1.1 * min(expected, num_live) / p.num_programs) + 128) // 4 * 4, all_bytes)
     size = p.num_programs * capacity
     w = workspace(p, size, max(num, 2 * size))
 
