@@ -29,7 +29,7 @@ SCALE = 2.0**12  # of the loss of float16 models, whose gradients would vanish; 
 
 
 class _TooLarge(Exception):
-    """Memory does not hold one sample seen by several weights."""
+    """Memory does not hold one sample seen by several weights, or what the blocks return."""
 
 
 class Engine:
@@ -68,17 +68,19 @@ class Engine:
         if len(variants) > 1 and not (self.together and self._all_tapped(variants)):
             return [self.records(names, [variant], statistic)[0] for variant in variants]
         while True:
-            quick = [name for name in names if name in self.findings.quick]
             try:
-                found = self._batched(quick, variants, statistic) if quick else [{} for _ in variants]
-                break
+                return self._recorded(names, variants, statistic)
             except NotRows as what:
                 self.findings.quick.discard(str(what))
             except _TooLarge:
                 self.together = False
                 self.halved += 1
                 return self.records(names, variants, statistic)
+
+    def _recorded(self, names: Sequence[str], variants: Sequence[Variant], statistic: Statistic) -> list[Records]:
+        quick = [name for name in names if name in self.findings.quick]
         slow = [name for name in names if name not in quick]
+        found = self._batched(quick, variants, statistic) if quick else [{} for _ in variants]
         if slow:
             for record, more in zip(found, self._one_by_one(slow, variants, statistic), strict=True):
                 record.update(more)
@@ -180,8 +182,12 @@ class Engine:
                 self.forwards += self.prefix.ensure(start, forward, self._rows(1))
                 return
             except Exception as error:
-                if not is_out_of_memory(error) or self.size == 1:
+                if not is_out_of_memory(error):
                     raise
+                if self.size == 1:  # there is no room to keep what blocks return, so that passes must be whole
+                    self.findings.chained = False
+                    self.prefix.want(())
+                    raise _TooLarge from error
             self._shrink()
 
     def _forward(self, tree: Tree, size: int) -> None:

@@ -9,6 +9,7 @@ from torch import nn
 
 from prunus import Probe, prune
 from prunus.oneshot import inspection
+from prunus.oneshot.chain import Prefix
 from prunus.oneshot.clock import Clock
 from prunus.oneshot.norms import _Reader
 from prunus.oneshot.objective import num_tokens, shortened
@@ -142,3 +143,21 @@ def test_time_is_booked_on_the_innermost_part():
     with pytest.raises(KeyError), clock.part("outer"), clock.part("inner"):
         raise KeyError
     assert set(clock.seconds) == {"outer", "inner"} and not clock._parts
+
+
+@pytest.mark.parametrize("schedule", ["sequential", "block"])
+def test_no_room_for_what_blocks_return_makes_passes_whole(schedule, monkeypatch):
+    case = llama()
+    expected = prune(deepcopy(case.model), case.batches, 0.5, probe=Probe(0.05, schedule=schedule)).masks
+    ensure, refused = Prefix.ensure, []
+
+    def crowded(self, k, forward, size):
+        if k and len(self.samples) == 5:  # not the two samples of the inspection
+            refused.append(size)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return ensure(self, k, forward, size)
+
+    monkeypatch.setattr(Prefix, "ensure", crowded)
+    result = prune(case.model, case.batches, 0.5, probe=Probe(0.05, schedule=schedule))
+    assert refused[-1] == 1 and result.halved > 0
+    assert all(torch.equal(result.masks[name], mask) for name, mask in expected.items())
