@@ -10,6 +10,7 @@ from torch import nn
 
 from prunus import NofM, PerRow, Probe, prune
 from prunus.oneshot.engine import Engine
+from prunus.oneshot.session import Originals
 
 SCHEDULES = ["joint", "sequential", "block", "jacobi"]
 
@@ -33,6 +34,16 @@ def test_the_model_keeps_mode_statistics_flags_and_every_weight_that_is_not_prun
         assert not parameter[~keep].any() and not parameter[~keep].signbit().any()
     result.undo_()
     assert_same(before, snapshot(case.model))
+
+
+def test_changes_are_taken_back_the_last_one_first():
+    weight, originals = nn.Parameter(torch.tensor([1.0, -0.0, float("nan")])), Originals()
+    before, where = bits_of(weight).clone(), torch.ones(3, dtype=torch.bool)
+    for value in (2.0, 3.0):
+        originals.save(weight, where)
+        weight.detach().fill_(value)
+    originals.restore_()
+    assert torch.equal(bits_of(weight), before)
 
 
 def interrupted(num_calls):
