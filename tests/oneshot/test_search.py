@@ -9,8 +9,9 @@ import torch
 from probe_checks import assert_same, snapshot
 from probe_models import entropy, mlp
 
-from prunus import Bisection, Levels, Limit, PerRow, Probe, SearchOptions, Tune, prune, search
+from prunus import Bisection, Global, Levels, Limit, PerRow, Probe, SearchOptions, Tune, prune, search
 from prunus.oneshot.limit import Trial
+from prunus.oneshot.prune import Job, Plan, Start
 
 
 def held_out(case):
@@ -228,3 +229,17 @@ def test_beside_it_stands_the_strategy_alone_at_the_same_sparsity_and_scope():
 def test_what_makes_no_sense_is_refused(build, said):
     with pytest.raises(ValueError, match=said):
         build()
+
+
+def test_every_level_reads_the_inputs_of_the_model_as_it_is_then():
+    case, again = mlp(), mlp()
+    found = searched(
+        case, Limit(absolute=0.0), None, lambda _: 1.0, steps=Levels(0.4, 0.4, 0.8), score="wanda", select=Global()
+    )
+    first = prune(again.model, again.batches, 0.4, "wanda", Global())
+    job = Job(again.model, again.batches, Plan("wanda", Global()))
+    with job.open():
+        second = job.prune(0.8, start=Start(first.packed))
+    assert all(torch.equal(found.masks[name], mask) for name, mask in second.masks.items())
+    stale = prune(mlp().model, again.batches, 0.8, "wanda", Global())
+    assert any(not torch.equal(stale.masks[name], mask) for name, mask in second.masks.items())
