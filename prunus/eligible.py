@@ -1,6 +1,7 @@
 """Which weights of a model may be pruned, and why others stay dense."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -139,7 +140,9 @@ def _heads(model: nn.Module) -> set[int]:
         inner = wrapped
     heads = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
     for getter in ("get_output_embeddings", "get_input_embeddings"):
-        module = getattr(inner, getter)() if hasattr(inner, getter) else None
+        module = None
+        with suppress(NotImplementedError):  # what transformers raises for models of images and sound
+            module = getattr(inner, getter)() if hasattr(inner, getter) else None
         if module is not None and getattr(module, "weight", None) is not None:
             heads.add(id(module.weight))
     return heads

@@ -107,6 +107,19 @@ def check_moments(weights: Sequence[Weight], optimizer: torch.optim.Optimizer, s
                 moment(name, weight, optimizer)
 
 
+def check_eps(weights: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an eps that is zero: Adam would divide zero by zero where a weight is pruned."""
+    names = {id(p): name for name, p in weights.items()}
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            eps = group.get("eps")
+            if id(p) in names and isinstance(eps, float | int) and not torch.tensor(eps, dtype=p.dtype):
+                raise ValueError(
+                    f"eps = {eps} is 0 in {p.dtype}, so a pruned element of {names[id(p)]} would become 0 / 0; "
+                    "give the optimizer a larger eps"
+                )
+
+
 def moment(name: str, weight: Weight, optimizer: torch.optim.Optimizer) -> Tensor:
     """``exp_avg`` or ``exp_avg_sq`` of a weight, plain and of its shape."""
     state = optimizer.state.get(weight.parameter, {})

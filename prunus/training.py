@@ -18,7 +18,7 @@ from .ops import bits
 from .optim import AdamWPrune
 from .schedule import Ramp, Schedule
 from .select import Global, NofM, PerLayer, Selector
-from .stats import MOMENTS, InputNorms, check_moments, score_of, sources
+from .stats import MOMENTS, InputNorms, check_eps, check_moments, score_of, sources
 from .summary import Report, report
 
 
@@ -78,7 +78,7 @@ class Pruner:
         self._weights = {weight.name: weight.parameter for weight in self._eligible.weights}
         if isinstance(select, PerLayer) and schedule:
             allocate({name: p.shape for name, p in self._weights.items()}, schedule.final, select.allocate)
-        self._check_eps()
+        check_eps(self._weights, optimizer)
         self._bits: dict[str, Tensor] = {}
         self._num_kept = self._count_kept()
         self._due = False
@@ -184,18 +184,6 @@ class Pruner:
             if not isinstance(sums, Tensor) or sums.shape != self._weights[name].shape:
                 raise ValueError(f"the state's movement of {name} does not fit its shape {self._weights[name].shape}")
         return {name: saved_bits(name, packed, self._weights[name]) for name, packed in state["masks"].items()}
-
-    def _check_eps(self) -> None:
-        """Refuse an eps that is zero: Adam would divide zero by zero where a weight is pruned."""
-        names = {id(p): name for name, p in self._weights.items()}
-        for group in self.optimizer.param_groups:
-            for p in group["params"]:
-                eps = group.get("eps")
-                if id(p) in names and isinstance(eps, float | int) and not torch.tensor(eps, dtype=p.dtype):
-                    raise ValueError(
-                        f"eps = {eps} is 0 in {p.dtype}, so a pruned element of {names[id(p)]} would become 0 / 0; "
-                        "give the optimizer a larger eps"
-                    )
 
     def _attach(self) -> list[RemovableHandle]:
         optimizer = self.optimizer

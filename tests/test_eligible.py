@@ -212,3 +212,12 @@ def test_what_cannot_be_pruned_is_one_line_that_names_it(model, options, text):
     with pytest.raises(ValueError, match=text) as error:
         eligible(model, **options)
     assert "\n" not in str(error.value)
+
+
+def test_a_model_that_says_it_has_no_embeddings_is_taken_at_its_word():
+    class Images(nn.Sequential):
+        def get_input_embeddings(self):
+            raise NotImplementedError
+
+    found = eligible(Images(nn.Conv2d(1, 2, 3), nn.Linear(2, 2), nn.Linear(2, 3)))
+    assert [weight.name for weight in found.weights] == ["0.weight", "1.weight", "2.weight"]
