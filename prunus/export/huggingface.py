@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.compact import words_of
+from ..ops.device import device_of
 from .dtypes import DTYPES
 from .files import new_folder
 from .folder import SMALL, copy_beside
@@ -54,12 +55,12 @@ def load_model(folder: AnyPath, device: torch.device | str = "cpu") -> Any:
 
     Its tensors travel there packed, one at a time; no code that lies in the folder is run.
     """
-    folder = Path(folder)
+    folder, device = Path(folder), device_of(device)
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} is no folder of a Hugging Face model: it has no config.json")
     with open_tensors(folder) as tensors:
-        model = _empty(folder, tensors, torch.device(device))
-        _fill_(model, tensors, torch.device(device))
+        model = _empty(folder, tensors, device)
+        _fill_(model, tensors, device)
     return model.eval()
 
 
