@@ -24,7 +24,7 @@ def located(path: Path) -> Path:
     names = [name + end for name in (SMALL, PLAIN) for end in ("", ".index.json")]
     found = [path / name for name in names if (path / name).is_file()]
     if not found:
-        raise ValueError(f"{path} has none of {', '.join(names)}; a file of another name is given by its path")
+        raise ValueError(f"{path} holds no tensors: none of {', '.join(names)}; a file of another name is given itself")
     if found[0].name.startswith("sparse") and found[-1].name.startswith("model"):
         raise ValueError(f"{path} holds both {found[0].name} and {found[-1].name}; name the one that is meant")
     return found[0]
