@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -98,19 +99,19 @@ def _empty(folder: Path, tensors: Tensors, device: torch.device) -> Any:
 
 def _fill_(model: nn.Module, tensors: Tensors, device: torch.device) -> None:
     """Put every tensor in its place, once; one that is missing, too many or of another shape is a ValueError."""
-    places = model.state_dict(keep_vars=True)
-    names = {id(place): name for name, place in reversed(places.items())}  # of shared ones the first
+    own = model.state_dict(keep_vars=True)
+    names = {id(place): name for name, place in reversed(own.items())}  # of shared ones the first
+    inside, records = _names_inside(model, tensors), tensors.records
+    places = {name: own[inner] for name, inner in inside.items()}
     filled: dict[int, str] = {}
-    for name, record in tensors.records.items():
-        if name not in places:
-            raise ValueError(f"{tensors.path} holds {name!r}, which the model does not have")
-        place = places[name]
+    for name, place in places.items():
+        record = records[name]
         if place.shape != record.layout.shape:
             shapes = f"{list(record.layout.shape)} in {tensors.path}, {list(place.shape)} in the model"
             raise ValueError(f"the shape of {name} is {shapes}")
-        if record.same_as is not None:
+        if record.same_as in places:
             if place is not places[record.same_as]:
-                _tie_(model, name, places[record.same_as])
+                _tie_(model, inside[name], places[record.same_as])
             filled[id(place)] = name
         elif id(place) not in filled:
             place.data = tensors.read(name, device)
@@ -119,6 +120,24 @@ def _fill_(model: nn.Module, tensors: Tensors, device: torch.device) -> None:
             raise ValueError(f"the model ties {name} to {filled[id(place)]}, but {tensors.path} holds two that differ")
     if missing := [name for key, name in names.items() if key not in filled]:
         raise ValueError(f"{tensors.path} lacks {missing[0]!r}, which the model has")
+
+
+def _names_inside(model: nn.Module, tensors: Tensors) -> dict[str, str]:
+    """The model's name for each stored one.
+
+    Files saved from the inner model lack its prefix, or have one too many; old files hold buffers that the
+    class says are none of its own any more.
+    """
+    known, prefix = model.state_dict(), f"{getattr(model, 'base_model_prefix', '')}."
+    old = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    found = {}
+    for name in tensors.records:
+        inner = next((one for one in (name, prefix + name, name.removeprefix(prefix)) if one in known), None)
+        if inner is not None:
+            found[name] = inner
+        elif not any(pattern.search(name) for pattern in old):
+            raise ValueError(f"{tensors.path} holds {name!r}, which the model does not have")
+    return found
 
 
 def _tie_(model: nn.Module, name: str, parameter: Tensor) -> None:

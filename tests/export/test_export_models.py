@@ -8,7 +8,7 @@ import pytest
 import torch
 from test_export_compact import same
 
-from prunus import load_model, load_sparse, save_model
+from prunus import load_model, load_sparse, save_model, save_sparse
 
 transformers = pytest.importorskip("transformers", reason="needs pip install prunus[hf]")
 
@@ -78,6 +78,24 @@ def test_compiled_and_wrapped_models_are_saved_under_their_own_names(tmp_path):
     model = llama()
     save_model(torch.nn.DataParallel(torch.compile(model)), tmp_path / "small")
     assert_same_model(load_model(tmp_path / "small"), model)
+
+
+@pytest.mark.parametrize("name", ["gpt2 of before", "a prefix too many"])
+def test_names_that_transformers_knows_to_translate_are_found(name, tmp_path):
+    model = gpt2()
+    tensors = model.state_dict()
+    if name == "gpt2 of before":  # saved from the inner model, with buffers that are computed today
+        tensors = {
+            name.removeprefix("transformer."): tensor for name, tensor in tensors.items() if "lm_head" not in name
+        }
+        tensors["h.0.attn.bias"] = tensors["h.1.attn.bias"] = torch.ones(1, 1, 4, 4)
+    else:
+        model = model.transformer
+        tensors = {f"transformer.{name}": tensor for name, tensor in model.state_dict().items()}
+    save_model(model, tmp_path / "small")
+    save_sparse(tensors, tmp_path / "small" / "sparse.safetensors")
+    found, wanted = load_model(tmp_path / "small").state_dict(), model.state_dict()
+    assert list(found) == list(wanted) and all(same(found[name], wanted[name]) for name in wanted)
 
 
 def test_tokenizer_and_generation_settings_travel_with_the_model(tmp_path):
