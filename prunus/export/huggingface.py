@@ -92,6 +92,7 @@ def _empty(folder: Path, tensors: Tensors, device: torch.device) -> Any:
         raise ValueError(f"{folder / 'config.json'} names the class {name!r}, which transformers does not have")
     with _without_initialisation(transformers), _default_dtype(tensors), device:
         model = kind(config)
+    model.tie_weights()  # transformers ties while it initialises, which was left out
     if (folder / "generation_config.json").is_file() and hasattr(model, "generation_config"):
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
     return model

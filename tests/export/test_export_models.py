@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from test_export_compact import same
 
 from prunus import load_model, load_sparse, save_model, save_sparse
+from prunus.cli import main
 
 transformers = pytest.importorskip("transformers", reason="needs pip install prunus[hf]")
 
@@ -63,6 +66,15 @@ def test_parts_in_half_precision_stay_so(tmp_path):
     found = load_model(tmp_path / "small")
     assert {name: p.dtype for name, p in found.named_parameters()} == {n: p.dtype for n, p in model.named_parameters()}
     assert torch.get_default_dtype() == torch.float32
+
+
+def test_a_plain_folder_that_stores_a_tied_weight_once_is_loaded_by_a_process_that_only_loads(tmp_path):
+    llama().save_pretrained(tmp_path / "plain")
+    main(["export", str(tmp_path / "plain"), "--out", str(tmp_path / "small")])
+    code = "import sys; from prunus import load_model\nmodel = load_model(sys.argv[1])\n"
+    code += "assert model.lm_head.weight is model.model.embed_tokens.weight"
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "small")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_ties_of_the_users_own_stay(tmp_path):
