@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -90,9 +91,9 @@ def _empty(folder: Path, tensors: Tensors, device: torch.device) -> Any:
     kind = getattr(transformers, name, None) if name.isidentifier() else None
     if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
         raise ValueError(f"{folder / 'config.json'} names the class {name!r}, which transformers does not have")
-    with _without_initialisation(transformers), _default_dtype(tensors), device:
+    with _without_initialisation(), _default_dtype(tensors), device:
         model = kind(config)
-    model.tie_weights()  # transformers ties while it initialises, which was left out
+    model.tie_weights()
     if (folder / "generation_config.json").is_file() and hasattr(model, "generation_config"):
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
     return model
@@ -147,9 +148,12 @@ def _tie_(model: nn.Module, name: str, parameter: Tensor) -> None:
 
 
 @contextmanager
-def _without_initialisation(transformers: Any) -> Iterator[None]:
-    """Leave out the drawing of weights that are overwritten."""
-    place = getattr(transformers, "initialization", None) or transformers.modeling_utils
+def _without_initialisation() -> Iterator[None]:
+    """Leave out the drawing of weights that are overwritten; ties, which it makes too, are left out with it."""
+    try:
+        place = import_module("transformers.initialization")
+    except ImportError:  # before version 5
+        place = import_module("transformers.modeling_utils")
     if not hasattr(place, "no_init_weights"):
         yield
         return
