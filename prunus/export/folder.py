@@ -3,7 +3,7 @@
 import shutil
 from pathlib import Path
 
-from .header import strict_json
+from .header import file_error, strict_json
 
 # A small model has a name of its own: a tool that knows only model.safetensors then says that there is none,
 # where it would otherwise warn of unknown names and go on with random weights.
@@ -41,5 +41,8 @@ def copy_beside(source: Path, target: Path) -> None:
 def ties_words(folder: Path) -> bool:
     """Whether the model's configuration ties its head to its embedding, so that one of them need not be stored."""
     path = folder / "config.json"
-    config = strict_json(path.read_bytes()) if path.is_file() else {}
+    try:
+        config = strict_json(path.read_bytes()) if path.is_file() else {}
+    except ValueError as error:
+        raise file_error(path, error) from None
     return bool(config.get("tie_word_embeddings")) if isinstance(config, dict) else False

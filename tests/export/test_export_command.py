@@ -182,3 +182,11 @@ def test_the_table_is_whole_on_a_narrow_terminal(tmp_path, capsys, monkeypatch):
     main(["export", str(tmp_path / "plain.safetensors"), "--out", str(tmp_path / "small.safetensors")])
     table = capsys.readouterr().out.splitlines()[:3]
     assert all(len(line) <= 60 and "…" not in line for line in table) and "stored as" in table[0]
+
+
+def test_a_configuration_that_is_damaged_is_named(tmp_path, capsys):
+    save_model(llama(), tmp_path / "small")
+    (tmp_path / "small" / "config.json").write_text("{")
+    with pytest.raises(SystemExit):
+        main(["export", str(tmp_path / "small"), "--out", str(tmp_path / "plain"), "--form", "dense"])
+    assert "config.json cannot be read" in capsys.readouterr().err and not (tmp_path / "plain").exists()
