@@ -76,6 +76,8 @@ def _mistake(kind: type[Any], args: list[str]) -> str:
         os.environ.pop("COLUMNS") if columns is None else os.environ.update(COLUMNS=columns)
     plain = re.sub(r"\x1b\[[0-9;]*m", "", said.getvalue())
     lines = [line.strip("│ ") for line in plain.splitlines() if line.strip("─-│ ")]
+    if len(lines) > 3 and lines[1].startswith("Missing from"):
+        return f"{lines[2].split()[0]} is missing: {lines[3].removesuffix('(required)').strip()}"
     what = lines[1].removeprefix(f"Error parsing {kind.__name__}: ")  # line 0 is the page's title
     near = [line.split()[0] for line in lines if re.match(r"--[a-z]", line)]
     return f"{what}; did you mean {near[0]}?" if near and what.startswith("Unrecognized") else what

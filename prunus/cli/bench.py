@@ -53,6 +53,8 @@ class Command:
 def run(command: Command) -> None:
     import torch
 
+    from ..ops.device import device_of
+
     if command.what == "page":
         from ..lab.bench.page import page
 
@@ -63,7 +65,7 @@ def run(command: Command) -> None:
         return
     if command.threads:
         torch.set_num_threads(command.threads)
-    device = torch.device(command.device)
+    device = device_of(command.device)
     if command.what == "step" and device.type == "cuda":
         _finish(command, "update", *_update(command, device))
     else:

@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from ..export.convert import Done
 
 
+HEADS = ("stored as", "tensors", "non-zero", "dense MB", "stored MB", "ratio")
+
+
 @dataclass(frozen=True)
 class Command:
     """Write a model in the small form, which gives every bit back, or in the plain form that any tool loads.
@@ -86,20 +89,19 @@ def _checkpoint(path: Path) -> Path | None:
 
 
 def _show(command: Command, done: "Done") -> None:
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table(title=escape(f"{command.source} to {command.out}"), title_justify="left")
-    table.add_column("stored as")
-    for heading in ("tensors", "elements", "non-zero", "dense MB", "stored MB", "ratio"):
-        table.add_column(heading, justify="right")
     rows = done.saved.rows
-    for encoding in dict.fromkeys(row.encoding for row in rows):
-        table.add_row(encoding, *_cells([row for row in rows if row.encoding == encoding]))
-    table.add_section()
-    table.add_row("all", *_cells(rows))
-    Console().print(table)
+    names = dict.fromkeys(row.encoding for row in rows)
+    kinds = {encoding: [row for row in rows if row.encoding == encoding] for encoding in names}
+    lines = [HEADS, *((kind, *_cells(some)) for kind, some in kinds.items()), ("all", *_cells(rows))]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        cells = (cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True))
+        print("  ".join([line[0].ljust(widths[0]), *cells]))
+    if (negative := sum(row.num_negative_zeros for row in rows)) and command.form == "sparse":
+        print(
+            f"{negative:,} elements are -0.0, which takes the room of a value, since every bit comes back; "
+            "weight * mask makes them: weight[weight == 0] = 0 before the export makes the file smaller"
+        )
     checked = "" if done.check_seconds is None else f", every bit read back and compared in {done.check_seconds:.2f} s"
     print(
         f"{command.out}: {done.bytes_before:,} bytes became {done.bytes_after:,} in {len(done.saved.files)} file"
@@ -112,7 +114,7 @@ def _cells(rows: list[Any]) -> list[str]:
     numel, kept = sum(row.numel for row in rows), sum(row.num_nonzero for row in rows)
     dense, stored = sum(row.dense_bytes for row in rows), sum(row.stored_bytes for row in rows)
     share = f"{kept / numel:.2%}" if numel else ""
-    return [f"{len(rows):,}", f"{numel:,}", share, f"{dense / 1e6:,.2f}", f"{stored / 1e6:,.2f}", _ratio(stored, dense)]
+    return [f"{len(rows):,}", share, f"{dense / 1e6:,.2f}", f"{stored / 1e6:,.2f}", _ratio(stored, dense)]
 
 
 def _ratio(part: int, whole: int) -> str:

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..eligible import plain_name
+from ..ops.saved import read_saved
 from .source import Source, Stored
 
 MODELS = ("model", "state_dict", "model_state_dict")  # where scripts put the model's weights
@@ -58,10 +58,9 @@ def read_ranks(folder: Path, files: Sequence[Path]) -> Source:
 def load(path: Path) -> Mapping[str, Any]:
     """The mapping that a file holds; whatever else it is, it is a ValueError."""
     try:
-        state = torch.load(str(path), map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ValueError(f"{path} is not a whole file of torch.save with plain tensors: {reason[:160]}") from error
+        state = read_saved(path, mmap=True)
+    except ValueError as error:
+        raise ValueError(f"{path} is not a whole file of torch.save with plain tensors: {error}") from error
     if not isinstance(state, Mapping):
         raise ValueError(f"{path} holds {type(state).__name__}, expected a mapping from names to tensors")
     return state

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..eligible import plain_name
+from ..ops.saved import read_saved
 from .checkpoint import MODELS, strings
 from .plain_pickle import Thing, plain
 from .source import Source, Stored
@@ -107,10 +108,9 @@ def _load_piece(folder: Path, piece: Piece) -> Any:
         file.seek(piece.start)
         data = file.read(piece.length)
     try:
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except Exception as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ValueError(f"{piece.file} is damaged at byte {piece.start}: {reason[:120]}") from error
+        return read_saved(io.BytesIO(data))
+    except ValueError as error:
+        raise ValueError(f"{piece.file} is damaged at byte {piece.start}: {error}") from error
 
 
 def _assembled(folder: Path, entry: Entry) -> Tensor:

@@ -69,7 +69,7 @@ def _report(source: Source, asked: Asked) -> Report:
         pattern=pattern,
         layers=layers,
         findings=[finding for finding in findings if finding.kind not in asked.allow],
-        notes=source.notes + [f"allowed: {finding}" for finding in allowed],
+        notes=source.notes + [f"allowed: {one.kind}: {one.where}: {one.what}" for one in allowed],
         asked={name: value for name, value in asdict(asked).items() if value not in (None, ())},
         digest=digest,
     )

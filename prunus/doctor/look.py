@@ -142,8 +142,8 @@ def _dead(layer: Layer, counts: Counts) -> Iterator[Finding]:
     ):
         if number:
             first = ", ".join(str(int(i)) for i in (lines == 0).nonzero()[:3, 0])
-            name = "outputs" if kind == "dead-rows" else "inputs"
-            what = f"{number:,} {name} have only zeros ({kind[5:]} {first}{', ...' if number > 3 else ''} of {of:,})"
+            name, verb = ("output" if kind == "dead-rows" else "input"), ("s have" if number > 1 else " has")
+            what = f"{number:,} {name}{verb} only zeros ({kind[5:]} {first}{', ...' if number > 3 else ''} of {of:,})"
             todo = f"prune less or per row, or cut them out for good; --allow {kind} if they are meant"
             yield Finding(kind, layer.name, what, todo)
 

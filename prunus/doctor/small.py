@@ -6,11 +6,10 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ..export.describe import is_marked
 from ..export.dtypes import DTYPES
 from ..export.read import Tensors, open_tensors
 from .source import Source, Stored, dtype_name
-
-MARK = "prunus"
 
 
 def is_small(path: Path) -> bool:
@@ -43,7 +42,6 @@ def _loader(tensors: Tensors, name: str) -> Callable[[], Tensor]:
 def _is_marked(file: Path) -> bool:
     try:
         with safe_open(str(file), framework="pt") as opened:
-            metadata = opened.metadata() or {}
+            return is_marked(opened.metadata() or {})
     except (SafetensorError, OSError):
         return False
-    return any(key.startswith(MARK) for key in metadata) or metadata.get("format") == MARK

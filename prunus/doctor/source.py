@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..export.folder import located
 from .report import Finding
 
 
@@ -69,8 +70,7 @@ def open_source(path: Path) -> Source:
         if ranks := checkpoint.rank_files(path):
             return checkpoint.read_ranks(path, ranks)
         return folder.read(path)
-    if not path.is_file():
-        raise ValueError(f"there is no file or folder {path}")
+    path = located(path)
     if path.name.endswith((".safetensors", ".safetensors.index.json")):
         return folder.read_file(path)
     return checkpoint.read(path)

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from ..ops.device import device_of
 from ..ops.gaps import Gaps, gaps_of_dense
 from ..ops.matvec import product
 from . import linear, semi_structured
@@ -56,7 +57,8 @@ class Advice:
     rows: list[Row]
 
     def __str__(self) -> str:
-        return "\n".join([*_table(self.rows, self.load), "", *self.verdict])
+        table = [*_table(self.rows, self.load), ""] if self.rows else []
+        return "\n".join([*table, *self.verdict])
 
     @property
     def verdict(self) -> list[str]:
@@ -72,9 +74,7 @@ class Advice:
 
 def advise(source: AnySource, device: torch.device | str = "cpu", load: Load = Load()) -> Advice:
     """What is faster for each kind of linear layer of a model, a mapping of weights, or a folder or file of them."""
-    device = torch.device(device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("there is no CUDA device here; leave the device away to measure on the CPU")
+    device = device_of(device)
     rows: dict[tuple, Row] = {}
     with torch.no_grad():
         for name, weight in _weights(source):
@@ -183,6 +183,7 @@ def _said(what: str, timed: list[tuple[Row, dict[str, float]]]) -> str:
 
 
 def _machine(device: torch.device) -> str:
-    return (
-        torch.cuda.get_device_name(device) if device.type == "cuda" else f"this CPU ({torch.get_num_threads()} threads)"
-    )
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    num = torch.get_num_threads()
+    return f"this CPU ({num} thread{'s' if num > 1 else ''})"

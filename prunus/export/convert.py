@@ -27,7 +27,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Done:
-    """What was written, how many bytes the source's and the new files have, and how long it took."""
+    """What was written, how many bytes the source's tensors or files and the new files have, and how long it took."""
 
     saved: Saved
     bytes_before: int

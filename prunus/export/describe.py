@@ -48,14 +48,14 @@ class Description:
         return {"format": "prunus", "prunus": text, "prunus_crc32": hexadecimal(text.encode())}
 
 
-def is_marked(header: Header) -> bool:
-    """Whether a file says that it is of this format, however damaged."""
-    return header.metadata.get("format") == "prunus" or any(key.startswith("prunus") for key in header.metadata)
+def is_marked(metadata: Mapping[str, str]) -> bool:
+    """Whether a file's metadata says that it is of this format, however damaged."""
+    return metadata.get("format") == "prunus" or any(key.startswith("prunus") for key in metadata)
 
 
 def description_of(header: Header) -> Description:
     """What the file says of itself, checked against its entries; of a plain file, that all is dense."""
-    if not is_marked(header):
+    if not is_marked(header.metadata):
         records = {name: Record(e.dtype, Layout(DENSE, e.shape)) for name, e in header.entries.items()}
         return Description(records, header.metadata)
     text, crc32 = header.metadata.get("prunus", ""), header.metadata.get("prunus_crc32", "")

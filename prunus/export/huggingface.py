@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.compact import words_of
+from ..ops.device import device_of
 from .dtypes import DTYPES
 from .files import new_folder
 from .folder import SMALL, copy_beside
@@ -54,12 +57,12 @@ def load_model(folder: AnyPath, device: torch.device | str = "cpu") -> Any:
 
     Its tensors travel there packed, one at a time; no code that lies in the folder is run.
     """
-    folder = Path(folder)
+    folder, device = Path(folder), device_of(device)
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} is no folder of a Hugging Face model: it has no config.json")
     with open_tensors(folder) as tensors:
-        model = _empty(folder, tensors, torch.device(device))
-        _fill_(model, tensors, torch.device(device))
+        model = _empty(folder, tensors, device)
+        _fill_(model, tensors, device)
     return model.eval()
 
 
@@ -88,8 +91,9 @@ def _empty(folder: Path, tensors: Tensors, device: torch.device) -> Any:
     kind = getattr(transformers, name, None) if name.isidentifier() else None
     if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
         raise ValueError(f"{folder / 'config.json'} names the class {name!r}, which transformers does not have")
-    with _without_initialisation(transformers), _default_dtype(tensors), device:
+    with _without_initialisation(), _default_dtype(tensors), device:
         model = kind(config)
+    model.tie_weights()
     if (folder / "generation_config.json").is_file() and hasattr(model, "generation_config"):
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
     return model
@@ -97,19 +101,19 @@ def _empty(folder: Path, tensors: Tensors, device: torch.device) -> Any:
 
 def _fill_(model: nn.Module, tensors: Tensors, device: torch.device) -> None:
     """Put every tensor in its place, once; one that is missing, too many or of another shape is a ValueError."""
-    places = model.state_dict(keep_vars=True)
-    names = {id(place): name for name, place in reversed(places.items())}  # of shared ones the first
+    own = model.state_dict(keep_vars=True)
+    names = {id(place): name for name, place in reversed(own.items())}  # of shared ones the first
+    inside, records = _names_inside(model, tensors), tensors.records
+    places = {name: own[inner] for name, inner in inside.items()}
     filled: dict[int, str] = {}
-    for name, record in tensors.records.items():
-        if name not in places:
-            raise ValueError(f"{tensors.path} holds {name!r}, which the model does not have")
-        place = places[name]
+    for name, place in places.items():
+        record = records[name]
         if place.shape != record.layout.shape:
             shapes = f"{list(record.layout.shape)} in {tensors.path}, {list(place.shape)} in the model"
             raise ValueError(f"the shape of {name} is {shapes}")
-        if record.same_as is not None:
+        if record.same_as in places:
             if place is not places[record.same_as]:
-                _tie_(model, name, places[record.same_as])
+                _tie_(model, inside[name], places[record.same_as])
             filled[id(place)] = name
         elif id(place) not in filled:
             place.data = tensors.read(name, device)
@@ -120,15 +124,36 @@ def _fill_(model: nn.Module, tensors: Tensors, device: torch.device) -> None:
         raise ValueError(f"{tensors.path} lacks {missing[0]!r}, which the model has")
 
 
+def _names_inside(model: nn.Module, tensors: Tensors) -> dict[str, str]:
+    """The model's name for each stored one.
+
+    Files saved from the inner model lack its prefix, or have one too many; old files hold buffers that the
+    class says are none of its own any more.
+    """
+    known, prefix = model.state_dict(), f"{getattr(model, 'base_model_prefix', '')}."
+    old = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    found = {}
+    for name in tensors.records:
+        inner = next((one for one in (name, prefix + name, name.removeprefix(prefix)) if one in known), None)
+        if inner is not None:
+            found[name] = inner
+        elif not any(pattern.search(name) for pattern in old):
+            raise ValueError(f"{tensors.path} holds {name!r}, which the model does not have")
+    return found
+
+
 def _tie_(model: nn.Module, name: str, parameter: Tensor) -> None:
     path, _, key = name.rpartition(".")
     setattr(model.get_submodule(path), key, parameter)
 
 
 @contextmanager
-def _without_initialisation(transformers: Any) -> Iterator[None]:
-    """Leave out the drawing of weights that are overwritten."""
-    place = getattr(transformers, "initialization", None) or transformers.modeling_utils
+def _without_initialisation() -> Iterator[None]:
+    """Leave out the drawing of weights that are overwritten; ties, which it makes too, are left out with it."""
+    try:
+        place = import_module("transformers.initialization")
+    except ImportError:  # before version 5
+        place = import_module("transformers.modeling_utils")
     if not hasattr(place, "no_init_weights"):
         yield
         return

@@ -35,7 +35,7 @@ class TensorFile:
 
     @property
     def is_small(self) -> bool:
-        return is_marked(self.header)
+        return is_marked(self.header.metadata)
 
     def read(self, name: str, device: torch.device) -> Tensor:
         """The tensor, after its bytes were held against their checksum."""

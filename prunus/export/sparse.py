@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..ops.device import device_of
 from .read import Tensors, open_tensors
 from .source import check_masks, in_memory
 from .write import MAX_SHARD_BYTES, Plan, Saved, write
@@ -37,6 +38,7 @@ def load_sparse(path: AnyPath, device: torch.device | str = "cpu") -> dict[str, 
 
     ValueError or OSError if anything of them is missing or damaged.
     """
+    device = device_of(device)
     with open_tensors(Path(path)) as tensors:
         if not tensors.is_small:
             raise ValueError(f"{path} is plain safetensors, not written by save_sparse; safetensors.torch loads it")

@@ -34,6 +34,7 @@ class Row:
     num_nonzero: int
     dense_bytes: int
     stored_bytes: int
+    num_negative_zeros: int = 0  # -0.0 comes back as it is, and takes the room of a value
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ class Writer:
             self._open()
         self.parts[-1].add(name, encoded, Record(spec.dtype, Layout(encoded.encoding, spec.shape), crc32))
         self.left.pop(name)
-        self.rows.append(_row(name, encoded, tensor.numel(), tensor.nbytes))
+        self.rows.append(_row(name, encoded, tensor))
 
     @property
     def limit(self) -> int:
@@ -198,5 +199,9 @@ def _room(name: str, source: Source) -> int:
     return 2 * len(quoted.encode()) + len(twice.encode()) + 2 * shape + 260
 
 
-def _row(name: str, encoded: Encoded, numel: int, dense_bytes: int) -> Row:
-    return Row(name, encoded.encoding, numel, encoded.num_nonzero, dense_bytes, encoded.num_bytes)
+def _row(name: str, encoded: Encoded, tensor: Tensor) -> Row:
+    values = list(encoded.entries.values())[-1]
+    has_sign = values.is_floating_point() and values.element_size() > 1
+    negative = encoded.num_nonzero - int(values.count_nonzero()) if has_sign else 0
+    counts = tensor.numel(), encoded.num_nonzero, tensor.nbytes, encoded.num_bytes
+    return Row(name, encoded.encoding, *counts, negative)

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from ..ops.saved import read_saved
 from .files import write_atomically
 
 FORMAT = "prunus-checkpoint-1"
@@ -19,10 +20,9 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"there is no checkpoint at {path}")
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ValueError(f"{path} is not a whole checkpoint of prunus: {reason[:160]}") from error
+        state = read_saved(path)
+    except ValueError as error:
+        raise ValueError(f"{path} is not a whole checkpoint of prunus: {error}") from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise ValueError(f"{path} is not a checkpoint of prunus: it lacks the mark {FORMAT!r}")
     return state

@@ -29,7 +29,8 @@ def export_checkpoint(path: Path, job: Job) -> Done:
         check_pruned(name, tensors[name], packed)
     description = {"run": state["run"], "step": state["step"], "shape": _shape(state["run"]["model"], tensors)}
     source = in_memory(tensors)
-    return to_folder(source, job, path.stat().st_size, lambda part: write_json(part / "run.json", description))
+    before = sum(tensors[name].nbytes for name in source.specs)  # not the file's bytes: most are the optimizer's
+    return to_folder(source, job, before, lambda part: write_json(part / "run.json", description))
 
 
 def load_exported(folder: Path, device: torch.device | str = "cpu") -> nn.Module:

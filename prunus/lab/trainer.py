@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..eligible import eligible
+from ..ops.device import device_of
 from ..optim import AdamWPrune, Spam
 from ..select import Global, NofM, PerLayer, PerRow, Selector
 from ..summary import Report, report
@@ -50,7 +51,7 @@ class Training:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.device = torch.device(_device(run.device))
+        self.device = device_of(_device(run.device))
         self.data: TokenData | ImageData = load(
             run.data,
             context=run.context,

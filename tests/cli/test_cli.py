@@ -105,6 +105,12 @@ def test_missing_data_and_unknown_commands_are_refused(tmp_path, capsys):
     assert "run.json" in refused(capsys, "train", "--resume", "--out", tmp_path / "run")
 
 
+@pytest.mark.parametrize("command", ["eval", "export", "doctor"])
+def test_an_argument_that_is_missing_is_named(command, capsys):
+    line = refused(capsys, command)
+    assert "PATH is missing" in line and ".venv" not in line
+
+
 def test_a_folder_in_use_is_not_overwritten(text, tmp_path, capsys):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "mine.txt").write_text("mine")

@@ -163,3 +163,30 @@ def test_a_real_model_at_half_comes_back_and_is_as_small_as_promised(name, tmp_p
     assert small <= all_bytes - sparse + 0.535 * sparse + 20_000
     wanted = transformers.AutoModelForCausalLM.from_pretrained(plain)
     assert_same_model(load_model(tmp_path / "small"), wanted.eval())
+
+
+def test_zeros_with_a_sign_are_counted_and_named(tmp_path, capsys):
+    weight = torch.randn(64, 64)
+    save_file({"w": weight * (weight.abs() > 0.7), "b": torch.tensor([-0.0])}, tmp_path / "plain.safetensors")
+    main(["export", str(tmp_path / "plain.safetensors"), "--out", str(tmp_path / "small.safetensors"), "--check"])
+    number = int(((weight < 0) & (weight.abs() <= 0.7)).sum()) + 1
+    assert f"{number:,} elements are -0.0" in capsys.readouterr().out
+    save_file({"w": weight}, tmp_path / "plain.safetensors")
+    main(["export", str(tmp_path / "plain.safetensors"), "--out", str(tmp_path / "small.safetensors"), "--check"])
+    assert "-0.0" not in capsys.readouterr().out
+
+
+def test_the_table_is_whole_on_a_narrow_terminal(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    save_file({"w": torch.eye(512)}, tmp_path / "plain.safetensors")
+    main(["export", str(tmp_path / "plain.safetensors"), "--out", str(tmp_path / "small.safetensors")])
+    table = capsys.readouterr().out.splitlines()[:3]
+    assert all(len(line) <= 60 and "…" not in line for line in table) and "stored as" in table[0]
+
+
+def test_a_configuration_that_is_damaged_is_named(tmp_path, capsys):
+    save_model(llama(), tmp_path / "small")
+    (tmp_path / "small" / "config.json").write_text("{")
+    with pytest.raises(SystemExit):
+        main(["export", str(tmp_path / "small"), "--out", str(tmp_path / "plain"), "--form", "dense"])
+    assert "config.json cannot be read" in capsys.readouterr().err and not (tmp_path / "plain").exists()

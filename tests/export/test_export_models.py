@@ -2,13 +2,16 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from test_export_compact import same
 
-from prunus import load_model, load_sparse, save_model
+from prunus import load_model, load_sparse, save_model, save_sparse
+from prunus.cli import main
 
 transformers = pytest.importorskip("transformers", reason="needs pip install prunus[hf]")
 
@@ -65,6 +68,15 @@ def test_parts_in_half_precision_stay_so(tmp_path):
     assert torch.get_default_dtype() == torch.float32
 
 
+def test_a_plain_folder_that_stores_a_tied_weight_once_is_loaded_by_a_process_that_only_loads(tmp_path):
+    llama().save_pretrained(tmp_path / "plain")
+    main(["export", str(tmp_path / "plain"), "--out", str(tmp_path / "small")])
+    code = "import sys; from prunus import load_model\nmodel = load_model(sys.argv[1])\n"
+    code += "assert model.lm_head.weight is model.model.embed_tokens.weight"
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "small")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_ties_of_the_users_own_stay(tmp_path):
     model = llama(False)
     model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
@@ -78,6 +90,24 @@ def test_compiled_and_wrapped_models_are_saved_under_their_own_names(tmp_path):
     model = llama()
     save_model(torch.nn.DataParallel(torch.compile(model)), tmp_path / "small")
     assert_same_model(load_model(tmp_path / "small"), model)
+
+
+@pytest.mark.parametrize("name", ["gpt2 of before", "a prefix too many"])
+def test_names_that_transformers_knows_to_translate_are_found(name, tmp_path):
+    model = gpt2()
+    tensors = model.state_dict()
+    if name == "gpt2 of before":  # saved from the inner model, with buffers that are computed today
+        tensors = {
+            name.removeprefix("transformer."): tensor for name, tensor in tensors.items() if "lm_head" not in name
+        }
+        tensors["h.0.attn.bias"] = tensors["h.1.attn.bias"] = torch.ones(1, 1, 4, 4)
+    else:
+        model = model.transformer
+        tensors = {f"transformer.{name}": tensor for name, tensor in model.state_dict().items()}
+    save_model(model, tmp_path / "small")
+    save_sparse(tensors, tmp_path / "small" / "sparse.safetensors")
+    found, wanted = load_model(tmp_path / "small").state_dict(), model.state_dict()
+    assert list(found) == list(wanted) and all(same(found[name], wanted[name]) for name in wanted)
 
 
 def test_tokenizer_and_generation_settings_travel_with_the_model(tmp_path):

@@ -9,6 +9,7 @@ from pathlib import Path
 import export_fuzzing as fuzzing
 import pytest
 import torch
+from test_export_compact import same
 
 from prunus import load_sparse, save_sparse
 
@@ -18,6 +19,11 @@ def shards(tmp_path: Path) -> Path:
     save_sparse(fuzzing.tensors(), tmp_path / "model.safetensors", max_shard_bytes=600)
     assert len(list(tmp_path.iterdir())) > 3
     return tmp_path
+
+
+def test_what_was_saved_under_a_name_is_found_under_it(shards):
+    found, wanted = load_sparse(shards / "model.safetensors"), fuzzing.tensors()
+    assert set(found) == set(wanted) and all(same(found[name], wanted[name]) for name in wanted)
 
 
 def test_any_change_of_an_index_is_refused_or_harmless(shards):
