@@ -1,7 +1,7 @@
 """``prunus export``"""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -32,18 +32,32 @@ class Command:
     tokens: int = 4096  # advise: of a prompt
 
 
+ADVICE, WRITING = ("device", "batch", "tokens"), ("out", "form", "check", "max_shard")
+
+
 def run(command: Command) -> None:
+    _refuse_unread(command)
     if command.advise:
         _advise(command)
     else:
         _convert(command)
 
 
+def _refuse_unread(command: Command) -> None:
+    """An option that this way of calling would not read is a mistake."""
+    unread = WRITING if command.advise else ADVICE
+    defaults = {field.name: field.default for field in fields(command)}
+    for name in unread:
+        if getattr(command, name) != defaults[name]:
+            option = "--" + name.replace("_", "-")
+            if command.advise:
+                raise ValueError(f"--advise measures and writes nothing; leave {option} away, or --advise")
+            raise ValueError(f"{option} says what --advise measures; add --advise, or leave {option} away")
+
+
 def _advise(command: Command) -> None:
     from ..export.advise import Load, advise
 
-    if command.out is not None:
-        raise ValueError("--advise measures and writes nothing; leave --out away, or --advise")
     load, checkpoint = Load(command.batch, command.tokens), _checkpoint(command.source)
     if checkpoint is None:
         print(advise(command.source, command.device, load))

@@ -105,6 +105,9 @@ def _read_masks(path: Path) -> dict[str, Stored]:
         found = source.masks or masks_of({"masks": state}, path.name)
     if not found:
         raise ValueError(f"{path} holds no masks; expected booleans or packed bits by the names of the weights")
+    for stored in found.values():
+        if stored.is_float and not ((values := stored.load()).eq(0) | values.eq(1)).all():
+            raise ValueError(f"{stored.name} in {path} is no mask: expected booleans, packed bits, or zeros and ones")
     return found
 
 

@@ -222,3 +222,10 @@ def test_a_real_model_that_was_pruned_is_what_was_asked(pattern, doctor, tmp_pat
     code, out, _ = doctor(made, "--pattern", pattern, "--sparsity", "0.5", "--json", *CHANCE)
     assert code == 0, json.loads(out)["findings"]
     assert json.loads(out)["pattern"] == {"row": "row-uniform"}.get(pattern, pattern)
+
+
+def test_weights_are_not_taken_for_masks(model, doctor):
+    path = model()
+    code, _, said = doctor(path, "--masks", path / "model.safetensors")
+    assert code == 2
+    assert "is no mask" in said

@@ -132,7 +132,9 @@ def test_the_command_prints_a_table_and_a_verdict_and_writes_nothing(tmp_path, c
 
 def test_the_command_refuses_what_makes_no_sense(tmp_path, capsys):
     save_sparse(weights(), tmp_path / "model.safetensors")
-    for args in (["--advise", "--out", str(tmp_path / "out")], ["--advise", "--batch", "0"]):
+    out = ["--out", str(tmp_path / "out")]
+    unread = (["--advise", *out], ["--advise", "--check"], ["--advise", "--form", "dense"], [*out, "--tokens", "8"])
+    for args in (*unread, ["--advise", "--batch", "0"]):
         with pytest.raises(SystemExit) as stop:
             main(["export", str(tmp_path), *args])
         assert stop.value.code == 2
