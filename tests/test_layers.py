@@ -11,6 +11,7 @@ import prunus
 PACKAGE = Path(prunus.__file__).parent
 CORE = {
     "ops": set(),
+    "files": set(),
     "schedule": set(),
     "allocate": set(),
     "eligible": set(),
@@ -23,7 +24,7 @@ CORE = {
     "stats": {"ops", "eligible", "score", "shard"},
     "summary": {"eligible"},
     "optim": {"ops", "mask", "shard"},
-    "export": {"ops", "mask", "eligible"},
+    "export": {"ops", "mask", "eligible", "files"},
 }
 ALL_BUT_TRAINING = set(CORE) - {"export"}
 CORE["training"] = CORE["oneshot"] = ALL_BUT_TRAINING

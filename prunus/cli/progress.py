@@ -15,14 +15,7 @@ def progress_bar(title: str, total: int) -> Iterator[Report]:
     """A function to call after each step; outside a terminal it prints a line at each evaluation."""
     console = Console(stderr=True)
     known: dict[str, Any] = {}
-    columns = (
-        TextColumn("{task.description:12}"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[known]}"),
-    )
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+    with _bar(console, 12) as bar:
         task = bar.add_task(title, total=total, known="")
 
         def report(step: int, values: dict[str, Any]) -> None:
@@ -38,14 +31,7 @@ def progress_bar(title: str, total: int) -> Iterator[Report]:
 def weights_bar(title: str) -> Iterator[Callable[[int, int, str], None]]:
     """A function to call after each weight that is done, with how many there are and its name."""
     console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description:18}"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[known]}"),
-    )
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+    with _bar(console, 18) as bar:
         task = bar.add_task(title, total=None, known="")
 
         def report(done: int, total: int, name: str) -> None:
@@ -60,3 +46,15 @@ def _line(known: dict[str, Any]) -> str:
         parts.append(f"held-out {known['eval']['loss']:.3f}")
         parts.append(f"sparsity {known['sparsity']:.1%}")
     return ", ".join(parts)
+
+
+def _bar(console: Console, width: int) -> Progress:
+    """A bar with a title of ``width``, shown in a terminal alone."""
+    columns = (
+        TextColumn(f"{{task.description:{width}}}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[known]}"),
+    )
+    return Progress(*columns, console=console, disable=not console.is_terminal)

@@ -1,19 +1,11 @@
-"""Files and folders that are whole or not there."""
+"""Folders that are whole or not there."""
 
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-
-def flushed(file_or_folder: Path) -> None:
-    """Wait until the disk has it."""
-    fd = os.open(file_or_folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+from ..files import flushed
 
 
 def part_of(path: Path) -> Path:

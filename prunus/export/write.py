@@ -10,11 +10,12 @@ from pathlib import Path
 
 from torch import Tensor
 
+from ..files import flushed
 from .checksum import checksum
 from .describe import Description, Record
 from .dtypes import DTYPES
 from .encode import SAME, Encoded, Layout, encode
-from .files import flushed, part_of
+from .files import part_of
 from .header import LARGEST
 from .index import Index
 from .part import Part, open_part

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
+from ..files import write_atomically
 from ..ops.saved import read_saved
-from .files import write_atomically
 
 FORMAT = "prunus-checkpoint-1"
 

@@ -1,16 +1,16 @@
 """The state of a search on disk: each finished group of weights and each finished trial is a file, whole or absent."""
 
 import json
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..eligible import Weight
+from ..files import write_atomically
 from .decide import Ratios
 from .limit import Trial
 from .probe import Probed
@@ -34,7 +34,7 @@ class State:
         if not path.is_file():
             if any(path.suffix != ".part" for path in self.folder.iterdir()):
                 raise ValueError(f"{self.folder} holds other things; give a folder that is new or a search's own")
-            _write(path, lambda file: file.write(json.dumps(about, indent=2).encode()))
+            write_atomically(path, lambda file: file.write(json.dumps(about, indent=2).encode()))
             return
         before = json.loads(path.read_text())
         if before.get("format") != FORMAT:
@@ -61,7 +61,7 @@ class State:
         """Save a trial with the levels kept after it; what its groups had saved is no longer needed."""
         last = [{name: mask.cpu() for name, mask in masks.items()} for masks in levels[-2:]]
         content = {"trial": asdict(trial), "levels": last}
-        _write(self._path(number), lambda file: torch.save(content, file))
+        write_atomically(self._path(number), lambda file: torch.save(content, file))
         for path in self.folder.glob("group_*.pt"):
             path.unlink()
 
@@ -69,7 +69,7 @@ class State:
         """Save what the probe of trial ``number`` has decided of these weights."""
         content = {name: _packed(name, found) for name in names}
         path = self.folder / f"group_{number:04}_{len(list(self.folder.glob('group_*.pt'))):05}.pt"
-        _write(path, lambda file: torch.save(content, file))
+        write_atomically(path, lambda file: torch.save(content, file))
 
     def groups(self, number: int) -> Probed:
         """What was decided in trial ``number`` before the search was broken off."""
@@ -116,18 +116,3 @@ def _read(path: Path) -> dict[str, Any]:
         raise ValueError(
             f"{path} cannot be read back ({type(error).__name__}); delete it to do its part anew"
         ) from error
-
-
-def _write(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Write beside ``path`` and move it there, so that a file is whole or absent."""
-    part = path.with_name(path.name + ".part")
-    with part.open("wb") as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

@@ -9,7 +9,8 @@ from .measure import read_record
 INTRODUCTION = """# Benchmarks
 
 This page is made by `prunus bench page` from the JSON files in `benchmarks/results/`; nothing in it is
-typed. All methods of a table ran in one process, one after the other or in turns. Run them on your
+typed. Where a record was not written by a command, its section says so. All
+methods of a table ran in one process, one after the other or in turns. Run them on your
 own machine with `prunus bench select`, `step`, `train`, `export`, `matvec` and `prune` (`--device cuda` on a GPU).
 """
 
