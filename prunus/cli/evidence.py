@@ -53,11 +53,14 @@ def _prepare(command: Command) -> None:
 
 
 def _run(command: Command) -> None:
+    import torch
+
     from ..lab.evidence.cases import CASES, smaller, subject_for
     from ..lab.evidence.study import Design, Study
     from ..ops.device import device_of
 
     device = device_of(command.device)
+    torch.backends.cudnn.allow_tf32 = False  # float32 is to mean it in convolutions too
     design = Design((0.5,), (1.0,)) if command.small else Design()
     for name in command.models:
         case = smaller(CASES[name]) if command.small else CASES[name]

@@ -25,6 +25,8 @@ ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.25, torc
 # relative: two losses from the same operations
 SAME = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 
+TF32 = 0.03  # relative: products of float32 that a GPU may round to 10 bits, as it does in convolutions unless told
+
 TOKENS = 64  # of each sample that are looked at
 
 Modules = Mapping[str, Sequence[nn.Module]]
@@ -92,7 +94,7 @@ def _inspected(objective: Objective, modules: Modules, blocks: Sequence[nn.Modul
     tapped = {name: held for name, held in modules.items() if held}
     alone = [_observe(objective, objective.alone, rows(two, i, i + 1, 2), tapped, blocks) for i in (0, 1)]
     dtypes = {alone[0].loss.dtype, *(p.dtype for p in objective.model.parameters() if p.is_floating_point())}
-    tolerance = max(ROUNDING.get(dtype, 0.25) for dtype in dtypes)
+    tolerance = max([ROUNDING.get(dtype, 0.25) for dtype in dtypes] + [TF32] * _rounds_products(alone[0].loss))
     elsewhere = alone[0].elsewhere | alone[1].elsewhere
     starts = {name: min(seen.starts.get(name, start) for seen in alone) for name, start in alone[0].starts.items()}
     found = Findings(saved_bytes=max(seen.saved_bytes for seen in alone))
@@ -111,6 +113,13 @@ def _inspected(objective: Objective, modules: Modules, blocks: Sequence[nn.Modul
     if found.batched:
         found.quick = {name for name in found.starts if _agree(name, together, alone, tolerance)}
     return found
+
+
+def _rounds_products(loss: Tensor) -> bool:
+    """Whether the products behind it may have been rounded to TF32."""
+    if not loss.is_cuda:
+        return False
+    return bool(torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32)
 
 
 def _observe(
