@@ -46,7 +46,7 @@ class Engine:
         self.scale = SCALE if half else 1.0
         self.passes = 0  # forward and backward passes of one sample
         self.forwards = 0  # forward passes of one sample alone
-        self.modules = {weight.name: holders(objective.model, weight) for weight in weights}
+        self.modules = holders(objective.model, weights)
         self.findings: Findings = inspect(objective, self.modules, self.blocks, samples, self.device)
         self.passes += 4
         self.prefix = Prefix(self.blocks if self.findings.chained else [], samples)
