@@ -59,7 +59,8 @@ class Training:
         self.optimizer = make_optimizer(run, self.model)
         self.events: list[Event] = []
         self.pruner = make_pruner(run, self.model, self.optimizer, self.events.append)
-        self.forward: Callable[..., torch.Tensor] = torch.compile(self.model) if run.compile else self.model
+        # the loss is compiled too: by itself it would read and write the logits in float32 several times over
+        self.loss: Callable[..., torch.Tensor] = torch.compile(self._loss) if run.compile else self._loss
         self.step = 0
         self.seconds = 0.0
 
@@ -67,6 +68,11 @@ class Training:
         if self.run.precision == "float32":
             return nullcontext()
         return torch.autocast(self.device.type, dtype=torch.bfloat16)
+
+    def _loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        with self.autocast():
+            logits = self.model(inputs)
+        return loss_of(logits, targets)
 
     def train_step(self) -> tuple[torch.Tensor, float]:
         """One optimizer step; its mean loss, still on the device, and the learning rate used."""
@@ -78,9 +84,8 @@ class Training:
         total = torch.zeros((), device=self.device)
         for part in range(run.accumulate):
             inputs, targets = self.data.train.batch(self.step * run.accumulate + part, run.batch, run.seed)
-            with self.autocast():
-                logits = self.forward(inputs.to(self.device, non_blocking=True))
-            loss = loss_of(logits, targets.to(self.device, non_blocking=True)) / run.accumulate
+            inputs, targets = (x.to(self.device, non_blocking=True) for x in (inputs, targets))
+            loss = self.loss(inputs, targets) / run.accumulate
             loss.backward()
             total += loss.detach()
         if run.clip and not isinstance(self.optimizer, AdamWPrune):
