@@ -68,9 +68,13 @@ def _run(command: Command) -> None:
         return
     try:
         work(folder, asked, command)
-    finally:
-        if folder.exists:
-            print_table(update(folder))
+    except KeyboardInterrupt:
+        print_table(update(folder))
+        raise
+    values = update(folder)
+    print_table(values)
+    if values["failed"]:
+        raise SystemExit(1)
 
 
 def planned(command: Command) -> "Plan":

@@ -92,7 +92,12 @@ def _copy(source: Path, target: Path, slim: bool) -> None:
             shutil.copy2(source / name, target / name)
     if slim and (target / "metrics.jsonl").is_file():
         lines = (target / "metrics.jsonl").read_text().splitlines(keepends=True)
-        (target / "metrics.jsonl").write_text("".join(line for line in lines if "eval" in json.loads(line)))
+        (target / "metrics.jsonl").write_text("".join(filter(_is_kept, lines)))
+
+
+def _is_kept(line: str) -> bool:
+    values = json.loads(line)
+    return "eval" in values or "layers" in values
 
 
 def without_places(value: Any) -> Any:

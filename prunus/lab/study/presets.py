@@ -96,6 +96,7 @@ PRESETS: dict[PresetName, Preset] = {
         GPT,
         arms_of(
             " ".join(f"bitter{number}" for number in range(10)) + " movement",
+            "bitter4 depth: score=bitter4 allocate=depth",
             "fisher q=0.25: score=fisher exponent=0.25",
             "fisher q=0.5: score=fisher exponent=0.5",
         )

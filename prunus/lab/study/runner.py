@@ -83,8 +83,8 @@ class Worker:
         except Exception as error:  # whatever it is, the other arms go on
             line = self._failed(run.out, error)
         self.num_done += 1
-        free_memory()
         self.show.done(f"{title}: {line}", update(self.folder))
+        free_memory()
 
     def _prepared(self, cell: Cell) -> Run:
         """The run of a cell, its folder emptied unless a checkpoint in it can be taken up."""
@@ -172,9 +172,14 @@ def estimate(folder: Folder, run: Run, *, cold: bool) -> float | None:
 
 
 def free_memory() -> None:
+    """Give back what the last run held; a GPU that a fault has made unusable to this process ends it."""
     gc.collect()
     if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+        try:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+        except RuntimeError as error:
+            raise ValueError(f"the GPU cannot be used by this process any more: {error}; start again") from error
 
 
 def now() -> str:
