@@ -87,7 +87,7 @@ class MaskedGradients:
         self._seen.pop(name, None)
 
 
-def call(method: "weakref.WeakMethod[Callable[[str], None]]", name: str) -> None:
+def call(method: "weakref.WeakMethod[Any]", name: str) -> None:
     if alive := method():
         alive(name)
 

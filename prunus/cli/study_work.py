@@ -1,12 +1,15 @@
 """The workers of ``prunus study``: one in this process, or one process a device."""
 
+import contextlib
+import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from multiprocessing import get_context
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -63,32 +66,39 @@ def _devices(text: str) -> list[str]:
 
 def _in_processes(folder: Folder, cells: tuple[Cell, ...], options: Options, devices: list[str]) -> None:
     """One worker process a device; they claim runs one by one. A worker that dies stops no other."""
-    context, before, processes = get_context("spawn"), os.environ.get("CUDA_VISIBLE_DEVICES"), []
-    try:
-        for device in devices:
-            if device != "cpu":
-                os.environ["CUDA_VISIBLE_DEVICES"] = device  # read by the child when it starts
-            mine = replace(options, device="cpu" if device == "cpu" else "cuda")
-            processes.append(context.Process(target=_worker, args=(folder, cells, mine, device)))
-            processes[-1].start()
-    finally:
-        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-        os.environ.update({} if before is None else {"CUDA_VISIBLE_DEVICES": before})
+    processes = [_started(folder, cells, options, device) for device in devices]
     try:
         for device, process in zip(devices, processes, strict=True):
-            process.join()
-            if process.exitcode:
-                print(f"the worker on {device} ended with code {process.exitcode}", file=sys.stderr)
+            if code := process.wait():
+                print(f"the worker on {device} ended with code {code}", file=sys.stderr)
     finally:
         for process in processes:
             process.terminate()
+            process.wait()
 
 
-def _worker(folder: Folder, cells: tuple[Cell, ...], options: Options, device: str) -> None:
+def _started(folder: Folder, cells: tuple[Cell, ...], options: Options, device: str) -> "subprocess.Popen[str]":
+    own = replace(options, device="cpu" if device == "cpu" else "cuda")
+    task = {"folder": str(folder.path), "cells": [asdict(cell) for cell in cells], "options": asdict(own)}
+    environment = os.environ | ({} if device == "cpu" else {"CUDA_VISIBLE_DEVICES": device})
+    command = [sys.executable, "-m", "prunus.cli.study_work"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, env=environment)
+    assert process.stdin
+    with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # it may have died already
+        pipe.write(json.dumps(task | {"device": device}))
+    return process
+
+
+def worker() -> None:
+    """What a worker process does with the task on its standard input."""
+    task = json.load(sys.stdin)
+    cells = [Cell(**cell) for cell in task["cells"]]
     try:
-        Worker(folder, options, Lines(f"[{device}] ")).work(cells)
+        Worker(Folder(Path(task["folder"])), Options(**task["options"]), Lines(f"[{task['device']}] ")).work(cells)
     except (ValueError, OSError) as error:
         raise SystemExit(f"prunus study: {' '.join(str(error).split())}") from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
 
 
 @dataclass(frozen=True)
@@ -114,3 +124,7 @@ class Lines:
         )
         if values["round_ends"] and values["num_finished"] < values["num_runs"] and not self.prefix:
             print_table(values)
+
+
+if __name__ == "__main__":
+    worker()
