@@ -3,7 +3,7 @@
 import tomllib
 import types
 from collections.abc import Iterable
-from dataclasses import fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -74,8 +74,8 @@ def _table_arm(table: dict[str, Any]) -> Arm:
 def typed(name: str, value: Any, who: str) -> Any:
     """``value`` as the field ``name`` of Run holds it, or one line that says what it takes."""
     if name not in TYPES or name in ("out", "resume"):
-        near = ", ".join(f.name for f in fields(Run) if name[:3] and f.name.startswith(name[:3]))
-        raise ValueError(f"{who}: a run has no field {name!r}{f'; did you mean {near}?' if near else ''}")
+        near = get_close_matches(name, TYPES, n=1)
+        raise ValueError(f"{who}: a run has no field {name!r}{f'; did you mean {near[0]}?' if near else ''}")
     for kind in _kinds(TYPES[name]):
         if get_origin(kind) is Literal and value in get_args(kind):
             return value

@@ -17,7 +17,7 @@ from ..files import write_json
 from ..run import Run
 from ..tracking import machine
 from ..trainer import Data, Progress, Training, data_of, train
-from .folder import Folder, read_json
+from .folder import Folder, read_json, read_run
 from .masks import keep_masks
 from .plan import Cell, key_of, num_examples
 from .results import update
@@ -88,14 +88,14 @@ class Worker:
 
     def _prepared(self, cell: Cell) -> Run:
         """The run of a cell, its folder emptied unless a checkpoint in it can be taken up."""
-        out = self.folder.run(cell)
-        resumes = (out / "checkpoint.pt").is_file() and not (out / "failed.json").exists()
-        if out.exists() and not resumes:
+        out, run = self.folder.run(cell), self.plan.run_of(cell)
+        if (out / "checkpoint.pt").is_file() and not (out / "failed.json").exists():
+            saved = read_run(out)
+            if key_of(saved) == key_of(run):
+                return replace(saved, out=out, resume=True)
+        if out.exists():
             shutil.rmtree(out)
-        options = self.options
-        return replace(
-            self.plan.run_of(cell), out=out, device=options.device, save_every=options.save_every, resume=resumes
-        )
+        return replace(run, out=out, device=self.options.device, save_every=self.options.save_every)
 
     def _trained(self, cell: Cell, run: Run, progress: Progress) -> str:
         cold = self._settle(run)
