@@ -1,7 +1,7 @@
 """Gradients of pruned weights count as zero, whatever optimizer reads them."""
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -46,8 +46,10 @@ class MaskedGradients:
     write through ``grad.data`` hides itself from autograd, and from this.)
     """
 
-    def __init__(self, weights: Mapping[str, nn.Parameter], packed: Mapping[str, Tensor]) -> None:
-        self.weights, self.packed = weights, packed
+    def __init__(
+        self, weights: Mapping[str, nn.Parameter], packed: Mapping[str, Tensor], is_off: Callable[[], bool]
+    ) -> None:
+        self.weights, self.packed, self.is_off = weights, packed, is_off
         self._seen: dict[str, tuple[weakref.ref[Tensor], int]] = {}  # gradients masked, and their version then
 
     def attach(self, optimizer: Optimizer, movement: Movement | None) -> list[RemovableHandle]:
@@ -76,7 +78,7 @@ class MaskedGradients:
     @torch.no_grad()
     def mask(self, name: str) -> None:
         grad, seen = self.weights[name].grad, self._seen.get(name)
-        if grad is None or name not in self.packed:
+        if grad is None or name not in self.packed or self.is_off():
             return
         if seen is None or seen[0]() is not grad or seen[1] != grad._version:
             bits.zero_(grad, self.packed[name])
@@ -90,6 +92,19 @@ class MaskedGradients:
 def call(method: "weakref.WeakMethod[Any]", name: str) -> None:
     if alive := method():
         alive(name)
+
+
+def check_captured(weights: Collection[str], packed: Collection[str], regrowing: bool) -> None:
+    """Refuse a graph of a step that would know nothing of the masks, or that the ramp's end makes wrong."""
+    if any(name not in packed for name in weights):
+        raise ValueError(
+            "a graph of this step would not hold the masks, since there are none yet; "
+            "capture it after the first event, or use AdamWPrune"
+        )
+    if regrowing:
+        raise ValueError(
+            "a graph of this step would not mask gradients after the ramp; with regrow, capture it after that"
+        )
 
 
 def is_skipped(optimizer: Optimizer) -> bool:

@@ -52,6 +52,7 @@ class AdamWPrune(torch.optim.Optimizer):
     """
 
     watch: Callable[[nn.Parameter, Tensor, float], None] | None = None  # sees weight, gradient and rate of each update
+    masked: bool = True  # off while pruned weights may come back: their gradients count, and the Pruner zeroes them
 
     def __init__(
         self,
@@ -91,6 +92,12 @@ class AdamWPrune(torch.optim.Optimizer):
         return self.num_steps % self.spam.every
 
     @property
+    def is_holding(self) -> bool:
+        """Whether SPAM reset the moments too recently to rank weights by them."""
+        since = self.steps_since_reset
+        return since is not None and self.spam is not None and since < self.spam.hold
+
+    @property
     def lr_scale(self) -> float:
         """Factor that the next step puts on every group's learning rate."""
         return self.spam.lr_scale(self.num_steps) if self.spam else 1.0
@@ -115,7 +122,7 @@ class AdamWPrune(torch.optim.Optimizer):
     def _step_plainly(self, parts: list[tuple[dict[str, Any], nn.Parameter, Tensor]]) -> None:
         for _, parameter, grad in parts:
             mask = self._state_of(parameter).get("mask")
-            if mask is not None:
+            if mask is not None and self.masked:
                 bits.zero_(grad, mask)
         factor = self._clip_factor([grad for _, _, grad in parts])
         scale = self.lr_scale
@@ -132,7 +139,7 @@ class AdamWPrune(torch.optim.Optimizer):
             state, lr = self._state_of(parameter), group["lr"]
             on_device = isinstance(lr, Tensor) and lr.is_cuda and scale == 1.0
             numbers = (0.0 if on_device else float(lr) * scale, *group["betas"], group["eps"], group["weight_decay"])
-            moments = (state["exp_avg"], state["exp_avg_sq"], state["step"], state.get("mask"))
+            moments = (state["exp_avg"], state["exp_avg_sq"], state["step"], state.get("mask") if self.masked else None)
             rows.append(Part(parameter, grad, *moments, numbers, lr.data_ptr() if on_device else 0))
         extras = Extras(
             self.max_norm,

@@ -8,6 +8,17 @@ from .eligible import Eligible, plain_name
 
 
 @dataclass(frozen=True)
+class Event:
+    """What an event did; ``on_event`` is called with it."""
+
+    step: int
+    sparsity: float  # asked for by the schedule
+    seconds: float
+    newly_pruned: int
+    regrown: int = 0  # weights that came back
+
+
+@dataclass(frozen=True)
 class Layer:
     """One weight: how many elements it has, how many of them are zero, and why it stays dense if it does."""
 

@@ -1,8 +1,8 @@
 """Pruning while training: the optimizer's own step drives score, select, mask and apply."""
 
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -12,24 +12,15 @@ from torch.utils.hooks import RemovableHandle
 
 from .allocate import allocate
 from .eligible import eligible
-from .gradients import MaskedGradients, Movement, is_skipped
+from .gradients import MaskedGradients, Movement, check_captured, is_skipped
 from .mask import Masks, digest, packed_masks, saved_bits
 from .ops import bits
 from .optim import AdamWPrune
+from .regrow import Regrow, keep_warm, selected
 from .schedule import Ramp, Schedule
 from .select import Global, NofM, PerLayer, Selector
 from .stats import MOMENTS, InputNorms, check_eps, check_moments, score_of, sources
-from .summary import Report, report
-
-
-@dataclass(frozen=True)
-class Event:
-    """What an event did; ``on_event`` is called with it."""
-
-    step: int
-    sparsity: float  # asked for by the schedule
-    seconds: float
-    newly_pruned: int
+from .summary import Event, Report, report
 
 
 class Pruner:
@@ -41,7 +32,8 @@ class Pruner:
 
     ``score`` is a name of SCORES or a function of what its arguments name (``weight``, ``grad``,
     ``exp_avg``, ``exp_avg_sq``, ``step``, ...). ``masks`` are boolean masks by name to begin with, or
-    ``"zeros"`` for the zeros that the weights have; without ``schedule`` they are only held.
+    ``"zeros"`` for the zeros that the weights have; without ``schedule`` they are only held. ``regrow`` lets
+    pruned weights come back until the ramp ends.
     """
 
     def __init__(
@@ -53,6 +45,7 @@ class Pruner:
         select: Selector = Global(),
         schedule: Schedule | None = None,
         every: int = 50,
+        regrow: Regrow | None = None,
         masks: Mapping[str, Tensor] | Literal["zeros"] | None = None,
         include: str | Sequence[str] = (),
         exclude: str | Sequence[str] = (),
@@ -67,7 +60,9 @@ class Pruner:
         if isinstance(select, NofM) and (isinstance(schedule, Ramp) or (schedule and not select.fits(schedule.final))):
             fitting = f"OneShot({select.sparsity:g}, at=...) or Constant({select.sparsity:g})"
             raise ValueError(f"{select} has one sparsity and goes with {fitting}, got {schedule}")
-        self.model, self.optimizer = model, optimizer
+        if regrow:
+            regrow.check(schedule, select)
+        self.model, self.optimizer, self.regrow = model, optimizer, regrow
         self.select, self.schedule, self.every = select, schedule, every
         self.score_options = dict(score_options or {})
         self.score = score_of(score, self.score_options)
@@ -84,7 +79,8 @@ class Pruner:
         self._due = False
         self._movement = Movement(self._weights) if "movement" in self.score.reads else None
         self._inputs = InputNorms(self._eligible.weights) if "input_norm" in self.score.reads else None
-        self._gradients = MaskedGradients(self._weights, self._bits)
+        me = weakref.ref(self)  # what hangs on the parameters must not keep the model alive
+        self._gradients = MaskedGradients(self._weights, self._bits, lambda: (it := me()) is not None and it._regrowing)
         self._adopt(masks)
         self._handles = self._attach()
         self._collect_inputs()
@@ -128,15 +124,17 @@ class Pruner:
         weights = self._eligible.weights
         scores = sources(weights, self.optimizer, self.score, self.score_options, dtype=self.score_dtype, more=more)
         before = self._num_kept
-        self._hold(self.select.packed(scores, sparsity, self._bits, before))
+        swap = self.regrow.swap(self.schedule, self.step, weights, self.optimizer) if self.regrow else None
+        masks, regrown = selected(self.select, scores, sparsity, (self._bits, before), swap)
+        self._hold(masks)
         if isinstance(self.select, Global):  # which is exact: no need to count
             total = sum(p.numel() for p in self._weights.values())
             self._num_kept = min(before, total - round(sparsity * total))
         else:
             self._num_kept = self._count_kept()
-        newly_pruned = before - self._num_kept
+        newly_pruned = before - self._num_kept + regrown
         if self.on_event:
-            self.on_event(Event(self.step, sparsity, time.perf_counter() - started, newly_pruned))
+            self.on_event(Event(self.step, sparsity, time.perf_counter() - started, newly_pruned, regrown))
 
     def remove(self) -> None:
         """Take the hooks off; the weights keep their zeros, and nothing holds them any more."""
@@ -162,12 +160,12 @@ class Pruner:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state_dict()``; what its masks prune is zeroed in weights and optimizer state."""
         masks = self._checked(state)
+        self.step, self._due = int(state["step"]), bool(state["due"])
         everything = {name: bits.full(p.numel(), p.device) for name, p in self._weights.items() if name in self._bits}
         self._hold(everything | masks)
         self._num_kept = self._count_kept()
         if self._movement:
             self._movement.load(state["movement"])
-        self.step, self._due = int(state["step"]), bool(state["due"])
         self._collect_inputs()
 
     def _checked(self, state: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -186,8 +184,9 @@ class Pruner:
         return {name: saved_bits(name, packed, self._weights[name]) for name, packed in state["masks"].items()}
 
     def _attach(self) -> list[RemovableHandle]:
-        optimizer = self.optimizer
+        optimizer, regrowing = self.optimizer, lambda: self._regrowing
         handles = [
+            *(keep_warm(optimizer, self._weights, self._bits, regrowing) if self.regrow else ()),
             optimizer.register_step_post_hook(self._after_step),
             optimizer.register_load_state_dict_post_hook(self._after_load),
         ]
@@ -200,11 +199,13 @@ class Pruner:
         if is_skipped(self.optimizer):
             return
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            self._check_captured()
-            return
+            check_captured(self._weights if self.schedule else (), self._bits, self._regrowing)
+            return  # nothing is counted, since nothing is run
         self.step += 1
         if self.step == 1 and self.schedule:
             check_moments(self._eligible.weights, self.optimizer, self.score)
+            if self.regrow:
+                self.regrow.check_moments(self.optimizer)
         for name in self._bits:
             self._store(name, stepped=self._weights[name].grad is not None)
         if self.schedule and self.schedule.is_event(self.step, self.every):
@@ -213,13 +214,10 @@ class Pruner:
             self.update()
         self._collect_inputs()
 
-    def _check_captured(self) -> None:
-        """Refuse a graph that would know nothing of the masks; nothing is counted, since nothing is run."""
-        if self.schedule and any(name not in self._bits for name in self._weights):
-            raise ValueError(
-                "a graph of this step would not hold the masks, since there are none yet; "
-                "capture it after the first event, or use AdamWPrune"
-            )
+    @property
+    def _regrowing(self) -> bool:
+        """Whether weights may still come back, so that the moments of pruned ones are kept."""
+        return self.regrow is not None and self.schedule is not None and (self._due or self.step < self.schedule.end)
 
     def _after_load(self, _: Optimizer) -> None:
         """Take over the masks that came with an optimizer's state; loading cast them to the weights' dtype."""
@@ -232,11 +230,9 @@ class Pruner:
         self._num_kept = self._count_kept()
 
     def _waits_for_moments(self) -> bool:
-        """Whether SPAM reset the moments too recently for a score that reads them."""
-        if not isinstance(self.optimizer, AdamWPrune) or not set(MOMENTS) & set(self.score.reads):
-            return False
-        since, spam = self.optimizer.steps_since_reset, self.optimizer.spam
-        return since is not None and spam is not None and since < spam.hold
+        """Whether SPAM reset the moments too recently for what reads them."""
+        reads = {*self.score.reads, *(self.regrow.reads if self.regrow else ())}
+        return isinstance(self.optimizer, AdamWPrune) and self.optimizer.is_holding and not reads.isdisjoint(MOMENTS)
 
     def _collect_inputs(self) -> None:
         """Listen to the modules' inputs during the step that an event follows."""
@@ -266,13 +262,14 @@ class Pruner:
         return sum(int(bits.count(self._bits[n])) if n in self._bits else p.numel() for n, p in self._weights.items())
 
     def _hold(self, packed: Mapping[str, Tensor]) -> None:
-        """Make these the masks and zero what they prune, in weights and optimizer state."""
+        """Make these the masks and zero what they prune, in weights and, unless it may come back, optimizer state."""
+        warm = self._regrowing
         for name, new in packed.items():
             parameter = self._weights[name]
             self._set_bits(name, new)
             bits.zero_(parameter.detach(), new)
             for key, value in self.optimizer.state.get(parameter, {}).items():
-                if key != "mask" and isinstance(value, Tensor) and value.shape == parameter.shape:
+                if key != "mask" and isinstance(value, Tensor) and value.shape == parameter.shape and not warm:
                     bits.zero_(value, new)
 
     def _set_bits(self, name: str, packed: Tensor) -> None:

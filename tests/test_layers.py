@@ -24,6 +24,7 @@ CORE = {
     "stats": {"ops", "eligible", "score", "shard"},
     "summary": {"eligible"},
     "optim": {"ops", "mask", "shard"},
+    "regrow": {"ops", "allocate", "cut", "eligible", "optim", "schedule", "score", "select", "stats"},
     "export": {"ops", "mask", "eligible", "files"},
 }
 ALL_BUT_TRAINING = set(CORE) - {"export"}

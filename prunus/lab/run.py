@@ -66,6 +66,8 @@ class Run:
     allocate: Literal["global", "uniform", "depth", "erk", "row", "2:4"] = "global"  # where the sparsity goes
     include: tuple[str, ...] = ()  # patterns of weights to prune beside linear and convolution weights
     exclude: tuple[str, ...] = ()  # patterns of weights to leave dense
+    regrow: float = 0.0  # fraction of the live weights that changes places with pruned ones, falling to 0 over the ramp
+    regrow_by: Literal["snr", "momentum", "gradient"] = "snr"  # what makes a pruned weight come back
     eps: float | None = None  # absolute eps of the score (older scripts: 1e-8); without it none under roots
     exponent: float | None = None  # q of the score fisher: |w| v^q
 
@@ -113,8 +115,23 @@ class Run:
             raise ValueError(
                 f"eps belongs to the scores that read moments, bitter0 and bitter3 to bitter9, not {self.score}"
             )
+        self._check_regrowth()
         if self.score != "none":
             self.sparsity_schedule()
+
+    def _check_regrowth(self) -> None:
+        if not 0 <= self.regrow < 1:
+            raise ValueError(f"regrow is a fraction in [0, 1), got {self.regrow}")
+        if not self.regrow and self.regrow_by != "snr":
+            raise ValueError(f"nothing comes back by {self.regrow_by}, since regrow is 0; pass --regrow 0.1")
+        if not self.regrow:
+            return
+        if self.score == "none" or not self.sparsity or self.schedule in ("constant", "one_shot"):
+            raise ValueError("regrow goes with a score and a ramp to a sparsity above 0: linear, cubic or zhu_gupta")
+        if self.allocate == "2:4":
+            raise ValueError("regrow goes with every allocation but 2:4")
+        if self.optimizer == "sgd" and self.regrow_by == "snr":
+            raise ValueError("sgd keeps no second moment; pass --regrow-by momentum or gradient")
 
     @property
     def total_steps(self) -> int:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from ..eligible import eligible
 from ..ops.device import device_of
 from ..optim import AdamWPrune, Spam
+from ..regrow import Regrow
 from ..select import Global, NofM, PerLayer, PerRow, Selector
 from ..summary import Report, report
 from ..training import Event, Pruner
@@ -269,6 +270,7 @@ def make_pruner(run: Run, model: nn.Module, optimizer: Optimizer, on_event: Call
         select=SELECTORS[run.allocate],
         schedule=run.sparsity_schedule(),
         every=run.every,
+        regrow=Regrow(run.regrow, run.regrow_by) if run.regrow else None,
         include=run.include,
         exclude=run.exclude,
         score_options={name: value for name, value in options.items() if value is not None}
