@@ -22,7 +22,7 @@ class Command:
 
     The same command again continues with what is not finished; more arms, sparsities or seeds extend the study.
     prunus study merge A B --out C joins studies of several machines, prunus study show A prints the table,
-    prunus study page A B writes docs/results.md.
+    prunus study page A B writes docs/results.md, of all in studies/ if none is named.
     """
 
     words: tyro.conf.Positional[tuple[str, ...]] = ()  # merge, show or page, and the folders of studies
@@ -126,6 +126,8 @@ def _found(command: Command) -> Start:
         raise ValueError("--base and --preset both name a base run; give one of them")
     if command.preset:
         preset = PRESETS[command.preset]
+        if command.data is None:
+            raise ValueError(f"the preset {command.preset} needs --data: {preset.reads}")
         return Start(preset.base, preset.arms, preset.sparsities)
     if command.base:
         base, arms = read_base(command.base)
@@ -177,7 +179,7 @@ def _show(command: Command, folders: list[Path]) -> None:
 def _page(command: Command, folders: list[Path]) -> None:
     from ..lab.study.page import page
 
-    text = page(folders)
+    text = page(folders or sorted(path.parent for path in Path("studies").glob("*/study.json")))
     command.page.parent.mkdir(parents=True, exist_ok=True)
     command.page.write_text(text)
     print(f"{command.page} written")

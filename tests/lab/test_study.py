@@ -133,8 +133,9 @@ def test_the_same_command_again_redoes_nothing(copy, base):
 def test_a_folder_alone_is_continued(copy, capsys):
     shutil.rmtree(copy / "runs" / "bitter7-0.5-s1")
     before = stamps(copy)
-    main(["study", "--out", str(copy), "--devices", "cpu"])
+    main(["study", "--out", str(copy), "--devices", "cpu", "--keep-checkpoints"])
     assert set(stamps(copy)) - set(before) == {"bitter7-0.5-s1"}
+    assert [path.parent.name for path in copy.glob("runs/*/checkpoint.pt")] == ["bitter7-0.5-s1"]
     assert "8 of 8 runs" in capsys.readouterr().out
 
 
@@ -401,6 +402,23 @@ def test_a_run_leaves_no_weights_behind(copy, monkeypatch):
     gc.collect()
     assert len(seen) >= 3
     assert not [ref for ref in seen if ref() is not None]
+
+
+def test_compiled_code_for_other_shapes_is_forgotten(copy, monkeypatch):
+    resets = []
+    monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append(1))
+    worker, run = Worker(Folder(copy), Options(device="cpu"), Quiet([])), Run(compile=True)
+    cold = []
+    for each in (run, run, replace(run, batch=3), replace(run, batch=3, compile=False), replace(run, batch=3)):
+        cold.append(worker._settle(each))
+        worker.num_done += 1
+    assert cold == [True, False, True, False, False]
+    assert len(resets) == 1
+
+
+def test_a_dense_variant_is_held_against_dense(copy, base):
+    assert study(base, copy, "--arm", "dense fast: score=none lr=3e-3", "--seeds", "1") == 0
+    assert rows(copy)["dense fast"]["against"] == "dense"
 
 
 def test_mistakes_are_one_line(base, tmp_path, capsys):

@@ -58,8 +58,8 @@ class Folder:
             if not (folder / "result.json").is_file():
                 continue
             here, asked = canonical(read_run(folder)), canonical(plan.run_of(cell))
-            if (folder / "cell.json").is_file():
-                here, asked = here | read_json(folder / "cell.json")["data"], asked | dict(plan.data)
+            if data := self.about(folder).get("data"):
+                here, asked = here | data, asked | dict(plan.data)
             for name in sorted(here.keys() | asked.keys()):
                 if here.get(name) != asked.get(name):
                     raise ValueError(
@@ -71,6 +71,11 @@ class Folder:
         """Folders of the runs with a result, by what they compute."""
         found = (path.parent for path in sorted(self.path.glob("runs/*/result.json")))
         return {key_of(read_run(folder)): folder for folder in found}
+
+    @staticmethod
+    def about(run: Path) -> dict[str, Any]:
+        """What ``cell.json`` says of a run; nothing for a run that no study made."""
+        return read_json(run / "cell.json") if (run / "cell.json").is_file() else {}
 
     def failure(self, cell: Cell) -> dict[str, Any] | None:
         path = self.run(cell) / "failed.json"

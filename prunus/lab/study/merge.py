@@ -36,7 +36,7 @@ def merge(paths: Sequence[Path], out: Path, *, slim: bool = False) -> dict[str, 
     part = out.with_name(out.name + ".part")
     shutil.rmtree(part, ignore_errors=True)
     whole = Folder(part)
-    whole.write(plan, _environments(folders))
+    whole.write(plan, _environment(folders))
     for source in runs.values():
         _copy(source, part / "runs" / source.name, slim)
     values = update(whole)
@@ -79,10 +79,9 @@ def _check_agree(first: Path, second: Path) -> None:
             )
 
 
-def _environments(folders: Sequence[Folder]) -> dict[str, Any]:
-    """The first study's environment, and all machines and commits."""
-    every = [read_json(folder.path / "study.json")["environment"] for folder in folders]
-    return {**every[0], "merged": [str(folder.path) for folder in folders], "environments": every}
+def _environment(folders: Sequence[Folder]) -> dict[str, Any]:
+    """The first study's environment; each run has its own in its run.json."""
+    return read_json(folders[0].path / "study.json")["environment"] | {"merged": [str(f.path) for f in folders]}
 
 
 def _copy(source: Path, target: Path, slim: bool) -> None:

@@ -1,8 +1,7 @@
 """``docs/results.md`` from study folders: no figure in it is typed."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from ..bench.page import table
 from .folder import Folder, read_json
@@ -35,7 +34,7 @@ def _section(folder: Folder) -> str:
     rows = [cells_of(row) for row in values["rows"]]
     parts = [
         f"## {folder.path.name}",
-        _environment(read_json(folder.path / "study.json")["environment"]),
+        _environments(folder),
         _configuration(plan),
         *([notes.read_text().strip()] if notes.is_file() else []),
         f"**{title_of(values)}**",
@@ -46,16 +45,16 @@ def _section(folder: Folder) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _environment(values: Mapping[str, Any]) -> str:
-    """Machines, versions and commits, each once."""
-    every = values.get("environments", [values])
+def _environments(folder: Folder) -> str:
+    """Machines, versions and commits of the finished runs, each once."""
+    every = [read_json(run / "run.json")["environment"] for run in sorted(folder.finished().values())]
     lines = [
         f"{one['machine']}; Python {one['python']}, "
         + ", ".join(f"{name} {version}" for name, version in one["versions"].items())
         + f"; commit {one['commit']}"
         for one in every
     ]
-    return "  \n".join(dict.fromkeys(lines))
+    return "  \n".join(f"{line}; {lines.count(line)} runs" for line in dict.fromkeys(lines))
 
 
 def _configuration(plan: Plan) -> str:

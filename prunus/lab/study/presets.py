@@ -16,6 +16,7 @@ class Preset:
     base: Run
     arms: tuple[Arm, ...]
     sparsities: tuple[float, ...]
+    reads: str = "a file of tokens, and --validation its held-out file"  # what --data is
 
 
 # one pass over 59 M tokens with 8 layers of width 512
@@ -119,8 +120,8 @@ PRESETS: dict[PresetName, Preset] = {
         (0.8,),
     ),
     "beta2": Preset(GPT, crossed(("none", "magnitude", "bitter7"), BETAS), (0.8,)),
-    "lenet-mnist": Preset(LENET, VISION, (0.7, 0.9, 0.95)),
-    "resnet-cifar10": Preset(RESNET, VISION, (0.5, 0.7, 0.9)),
+    "lenet-mnist": Preset(LENET, VISION, (0.7, 0.9, 0.95), "the folder of MNIST"),
+    "resnet-cifar10": Preset(RESNET, VISION, (0.5, 0.7, 0.9), "the folder of CIFAR-10"),
     "compile": Preset(
         GPT,
         (

@@ -80,8 +80,7 @@ def finished_cells(folder: Folder, plan: Plan) -> Iterator[Finished]:
     paths = folder.finished()
     for cell in plan.ordered():
         if path := paths.get(key_of(plan.run_of(cell))):
-            about = path / "cell.json"
-            yield Finished(cell, path, read_json(path / "result.json"), read_json(about) if about.is_file() else {})
+            yield Finished(cell, path, read_json(path / "result.json"), folder.about(path))
 
 
 def metric_of(finished: Sequence[Finished]) -> Metric:
@@ -97,7 +96,7 @@ def _rows(plan: Plan, finished: Sequence[Finished], metric: Metric) -> Iterator[
         group = groups[arm, sparsity]
         if not group:
             continue
-        against = plan.arm[arm].against
+        against = plan.arm[arm].against if sparsity else "dense"
         other = values.get((against, sparsity)) if against != arm else None
         yield {
             "arm": arm,

@@ -67,7 +67,7 @@ class Worker:
         if key_of(self.plan.run_of(cell)) in self.folder.finished():
             return False
         failure = self.folder.failure(cell)
-        if failure and failure["session"] == self.options.session:
+        if failure and failure.get("session") == self.options.session:
             return False
         left = math.inf if self.options.deadline is None else self.options.deadline - time.time()
         expected = estimate(self.folder, self.plan.run_of(cell), cold=self.num_done == 0)
@@ -164,7 +164,7 @@ def about(cell: Cell, run: Run, seconds: float, cold: bool) -> dict[str, Any]:
 def estimate(folder: Folder, run: Run, *, cold: bool) -> float | None:
     """Seconds that ``run`` will take at most, by the runs done on this machine; None if there are none."""
     notes = [read_json(path) for path in folder.path.glob("runs/*/cell.json")]
-    here = [note for note in notes if note["machine"] == machine()]
+    here = [note for note in notes if note.get("machine") == machine()]
     alike = [note for note in here if note["cold"] == cold] or here
     if not alike:
         return None
