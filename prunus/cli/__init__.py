@@ -13,6 +13,7 @@ COMMANDS = {
     "demo": "train a small GPT dense and to 50 % sparsity by two scores, and compare them",
     "train": "train a network, pruning it on the way",
     "prune": "prune a trained model, with or without the gradient probe",
+    "study": "compare scores fairly: arms x sparsities x seeds, and what they say",
     "eval": "quality and sparsity of a checkpoint",
     "doctor": "check what a pruned model promises",
     "export": "a smaller file that gives every bit back, and back to a plain one",

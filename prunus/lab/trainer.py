@@ -27,6 +27,7 @@ from .run import Run
 from .tracking import Tracker, read_run
 
 Progress = Callable[[int, dict[str, Any]], None]  # called after each step with what is known then
+Data = TokenData | ImageData
 
 
 @dataclass(frozen=True)
@@ -50,22 +51,17 @@ class Result:
 class Training:
     """All that a run needs, built and checked before anything is written."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, data: Data | None = None) -> None:
         self.run = run
         self.device = device_of(_device(run.device))
-        self.data: TokenData | ImageData = load(
-            run.data,
-            context=run.context,
-            validation=run.validation,
-            vocab_size=run.vocab_size,
-            augment=run.augment,
-        )
+        self.data: Data = data or data_of(run)
         torch.manual_seed(run.seed)
         self.model = build(run.model, self.data.shape).to(self.device)
         self.optimizer = make_optimizer(run, self.model)
         self.events: list[Event] = []
         self.pruner = make_pruner(run, self.model, self.optimizer, self.events.append)
-        self.forward: Callable[..., torch.Tensor] = torch.compile(self.model) if run.compile else self.model
+        # the loss is compiled too: by itself it would read and write the logits in float32 several times over
+        self.loss: Callable[..., torch.Tensor] = torch.compile(self._loss) if run.compile else self._loss
         self.step = 0
         self.seconds = 0.0
 
@@ -73,6 +69,11 @@ class Training:
         if self.run.precision == "float32":
             return nullcontext()
         return torch.autocast(self.device.type, dtype=torch.bfloat16)
+
+    def _loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        with self.autocast():
+            logits = self.model(inputs)
+        return loss_of(logits, targets)
 
     def train_step(self) -> tuple[torch.Tensor, float]:
         """One optimizer step; its mean loss, still on the device, and the learning rate used."""
@@ -84,9 +85,8 @@ class Training:
         total = torch.zeros((), device=self.device)
         for part in range(run.accumulate):
             inputs, targets = self.data.train.batch(self.step * run.accumulate + part, run.batch, run.seed)
-            with self.autocast():
-                logits = self.forward(inputs.to(self.device, non_blocking=True))
-            loss = loss_of(logits, targets.to(self.device, non_blocking=True)) / run.accumulate
+            inputs, targets = (x.to(self.device, non_blocking=True) for x in (inputs, targets))
+            loss = self.loss(inputs, targets) / run.accumulate
             loss.backward()
             total += loss.detach()
         if run.clip and not isinstance(self.optimizer, AdamWPrune):
@@ -127,18 +127,41 @@ class Training:
             torch.cuda.set_rng_state_all(state["cuda_rng"])
 
 
-def train(run: Run, progress: Progress = lambda step, values: None) -> Result:
-    """Train as ``run`` says, or continue it, and leave its folder complete."""
+def data_of(run: Run) -> Data:
+    """The data that a run reads."""
+    return load(
+        run.data,
+        context=run.context,
+        validation=run.validation,
+        vocab_size=run.vocab_size,
+        augment=run.augment,
+    )
+
+
+def train(
+    run: Run,
+    progress: Progress = lambda step, values: None,
+    *,
+    data: Data | None = None,
+    finish: Callable[[Training], None] | None = None,
+) -> Result:
+    """Train as ``run`` says, or continue it, and leave its folder complete.
+
+    ``data`` is what ``data_of(run)`` gave, for many runs that share it. ``finish`` keeps what it wants of
+    the trained model and is called in place of writing the last checkpoint.
+    """
     checkpoint = run.out / "checkpoint.pt"
     if run.resume:
         run = run.continuing(read_run(run.out))
     elif run.out.exists() and any(run.out.iterdir()):
         raise ValueError(f"{run.out} is not empty; pass --resume to continue the run in it, or choose another --out")
-    training = Training(run)
+    training = Training(run, data)
     if run.resume and checkpoint.exists():
         training.load(load_checkpoint(checkpoint))
     tracker = Tracker.open(run, training.step)
-    quality = _loop(training, tracker, checkpoint, progress) or training.evaluate()
+    quality = _loop(training, tracker, checkpoint, progress, saves_last=finish is None) or training.evaluate()
+    if finish:
+        finish(training)
     result = _result(training, quality)
     tracker.result(asdict(result))
     return result
@@ -161,7 +184,9 @@ def evaluated(
     )
 
 
-def _loop(training: Training, tracker: Tracker, checkpoint: Path, progress: Progress) -> Quality | None:
+def _loop(
+    training: Training, tracker: Tracker, checkpoint: Path, progress: Progress, *, saves_last: bool
+) -> Quality | None:
     """Step until the budget is spent; the quality at the end, if there was a step to take."""
     run, quality = training.run, None
     while training.step < run.total_steps:
@@ -180,7 +205,7 @@ def _loop(training: Training, tracker: Tracker, checkpoint: Path, progress: Prog
             values |= {"sparsity": training.sparsity(), "eval": asdict(quality) | {"perplexity": quality.perplexity}}
         if values:
             tracker.log(step=step, **values)
-        if last or (run.save_every and step % run.save_every == 0):
+        if saves_last if last else run.save_every and step % run.save_every == 0:
             save_checkpoint(checkpoint, training.state())
         progress(step, values)
     return quality
