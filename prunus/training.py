@@ -64,6 +64,7 @@ class Pruner:
             raise ValueError("say how sparse: pass schedule=Ramp(...), OneShot(...) or Constant(...), or masks to hold")
         if every < 1:
             raise ValueError(f"every is a number of steps, at least 1, got {every}")
+        schedule = schedule and schedule.over(None)  # fractions are for those who know the length of the run
         if isinstance(select, NofM) and (isinstance(schedule, Ramp) or (schedule and not select.fits(schedule.final))):
             fitting = f"OneShot({select.sparsity:g}, at=...) or Constant({select.sparsity:g})"
             raise ValueError(f"{select} has one sparsity and goes with {fitting}, got {schedule}")
