@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .allocate import allocate
 from .eligible import eligible
-from .gradients import MaskedGradients, Movement, is_skipped
+from .gradients import MaskedGradients, Movement, is_skipped, unwrapped
 from .mask import Masks, digest, packed_masks, saved_bits
 from .ops import bits
 from .optim import AdamWPrune
@@ -68,7 +68,7 @@ class Pruner:
         if isinstance(select, NofM) and (isinstance(schedule, Ramp) or (schedule and not select.fits(schedule.final))):
             fitting = f"OneShot({select.sparsity:g}, at=...) or Constant({select.sparsity:g})"
             raise ValueError(f"{select} has one sparsity and goes with {fitting}, got {schedule}")
-        self.model, self.optimizer = model, optimizer
+        self.model, self.optimizer = model, (optimizer := unwrapped(optimizer))
         self.select, self.schedule, self.every = select, schedule, every
         self.score_options = dict(score_options or {})
         self.score = score_of(score, self.score_options)
