@@ -64,11 +64,12 @@ class Pruner:
             raise ValueError("say how sparse: pass schedule=Ramp(...), OneShot(...) or Constant(...), or masks to hold")
         if every < 1:
             raise ValueError(f"every is a number of steps, at least 1, got {every}")
+        optimizer = unwrapped(optimizer)
         schedule = schedule and schedule.over(None)  # fractions are for those who know the length of the run
         if isinstance(select, NofM) and (isinstance(schedule, Ramp) or (schedule and not select.fits(schedule.final))):
             fitting = f"OneShot({select.sparsity:g}, at=...) or Constant({select.sparsity:g})"
             raise ValueError(f"{select} has one sparsity and goes with {fitting}, got {schedule}")
-        self.model, self.optimizer = model, (optimizer := unwrapped(optimizer))
+        self.model, self.optimizer = model, optimizer
         self.select, self.schedule, self.every = select, schedule, every
         self.score_options = dict(score_options or {})
         self.score = score_of(score, self.score_options)
