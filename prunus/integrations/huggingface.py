@@ -39,10 +39,10 @@ class PruneCallback(TrainerCallback):
     ) -> None:
         check_whole(str(AcceleratorState().distributed_type))
         model, optimizer = parts["model"], unwrapped(parts["optimizer"])
-        saved = optimizer.param_groups[0].pop(KEY, None) if state.global_step else None
+        saved = optimizer.param_groups[0].pop(KEY, None)
         check_saved(saved, state.global_step)
         self.pruner = self._begin(model, optimizer, state.max_steps)
-        if saved:
+        if state.global_step:  # else a new run, whatever its optimizer went through before
             self.pruner.load_state_dict(saved)
 
     def _begin(self, model: nn.Module, optimizer: Optimizer, num_steps: int) -> Pruner:
