@@ -1,0 +1,186 @@
+"""The parts of a page, in the order of reading: the finding first, the configuration last."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..run import Run
+from .compare import cost_panels, difference_panels, overlap_panels, quality_panel, ranking
+from .curves import compared_panels, run_panels, sparsity_panel
+from .layers import compared_maps, run_map
+from .numbers import fixed, plain, short_percent, signed
+from .panel import Mark, Number, Section, Table, Word, marks_of
+from .read import changed
+from .source import Row, Source
+
+NO_LAYERS = "Not recorded: the runs were made by a version that did not count zeros by layer, or have not begun."
+
+
+def sections(source: Source) -> list[Section]:
+    return [*(_compared(source) if source.is_comparison else _of_run(source)), _configuration(source)]
+
+
+def _of_run(source: Source) -> list[Section]:
+    record, heat = source.record, run_map(source.record)
+    lines = [("training", Mark("var(--muted)", width=1.2)), ("held-out", Mark("var(--arm-1)"))]
+    parts = [
+        Section(
+            "training",
+            "Training",
+            f"Loss and quality over {record.unit}. The frame leaves out what the first tenth of the run has above it.",
+            run_panels(record),
+            legend=lines,
+        )
+    ]
+    if record.config.get("score") != "none":
+        panel = sparsity_panel({source.cells[0].arm: record}, {source.cells[0].arm: Mark("var(--arm-1)")})
+        text = "The line is what the schedule asked for at each event; points are zeros counted in the weights."
+        parts.append(Section("sparsity", "Sparsity", text, [panel]))
+        text = "Share of each layer that is zero, counted at every evaluation." if heat else NO_LAYERS
+        parts.append(Section("layers", "Layers", text, [heat] if heat else []))
+    return parts
+
+
+def _compared(source: Source) -> list[Section]:
+    marks = marks_of(source.arms, [arm for arm in ranking(source) if arm not in ("dense", "magnitude", "random")])
+    legend = [(arm, mark) for arm, mark in marks.items() if mark.width > 1]
+    others = ", ".join(arm for arm, mark in marks.items() if mark.width <= 1)
+    shared = {"legend": legend, "others": others}
+    heat, overlaps = compared_maps(source), overlap_panels(source, marks)
+    return [
+        _verdicts(source, marks),
+        Section("quality", "Quality against sparsity", _error_bars(source), [quality_panel(source, marks)], **shared),
+        Section("training", "Training", _means(source), _curves(source, marks), **shared),
+        Section("sparsity", "Sparsity", SPARSITY, _paths(source, marks), **shared),
+        Section("layers", "Layers", LAYERS if heat else NO_LAYERS, heat),
+        Section("overlap", "Mask overlap", OVERLAP if overlaps else NO_OVERLAP, overlaps),
+        Section("cost", "Time and memory", _cost_text(source), cost_panels(source, marks)),
+    ]
+
+
+SPARSITY = (
+    "Lines are what the schedule asked for at each event, points are zeros counted in the weights. Arms that took the "
+    "same path are one line."
+)
+LAYERS = "Share of each layer that is zero at the end of the run, mean over seeds."
+OVERLAP = (
+    "Of the weights that an arm or magnitude removed, the share that both removed (Jaccard). An arm near 1 is "
+    "magnitude under another name; the dotted line is what two masks share by chance."
+)
+NO_OVERLAP = "Not known here: prunus study compares the masks of its runs, and this folder holds no such comparison."
+
+
+def _error_bars(source: Source) -> str:
+    seeds = sorted({len(row.values) for row in source.rows if row.values})
+    many = f"{seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else f"{seeds[0] if seeds else 0}"
+    return f"Mean on held-out data at the end of the run; bars are one standard deviation over seeds ({many} an arm)."
+
+
+def _means(source: Source) -> str:
+    unit = source.record.unit
+    return (
+        f"Mean over seeds, by {unit} read; the shaded area spans the seeds. The frame leaves out what the first tenth "
+        "of the run has above it."
+    )
+
+
+def _curves(source: Source, marks: Mapping[str, Mark]) -> list[Any]:
+    loss, quality = (compared_panels(source, marks, what) for what in ("loss", "quality"))
+    return [panel for pair in zip(loss, quality, strict=True) for panel in pair]
+
+
+def _paths(source: Source, marks: Mapping[str, Mark]) -> list[Any]:
+    found = [
+        ({arm: runs[0] for arm in source.arms if (runs := source.runs(arm, sparsity))}, sparsity)
+        for sparsity in source.sparsities
+    ]
+    return [sparsity_panel(records, marks, f", {short_percent(sparsity)} at the end") for records, sparsity in found]
+
+
+def _cost_text(source: Source) -> str:
+    machines = sorted({str(cell.record.environment.get("machine", "an unknown machine")) for cell in source.cells})
+    where = f"on {machines[0]}" if len(machines) == 1 else f"on different machines ({'; '.join(machines)})"
+    cold = " Runs that were the first of their process, and so compiled, are left out of the time."
+    first = any(cell.more.get("cold") for cell in source.cells)
+    return f"Bars are means, points single runs, {where}. Time is that of steps, without evaluation.{cold * first}"
+
+
+def _verdicts(source: Source, marks: Mapping[str, Mark]) -> Section:
+    metric = source.record.metric
+    order = ranking(source)
+    rows = sorted(source.rows, key=lambda r: (r.sparsity, order.index(r.arm) if r.arm in order else len(order)))
+    best = {s: next((r for r in _sorted(rows, s, metric) if r.mean is not None), None) for s in source.sparsities}
+    is_study = any(row.verdict for row in rows)
+    columns = ["arm", "sparsity", metric, "± sd", "seeds"] + (["to magnitude", "95 %", "verdict"] if is_study else [])
+    table = Table(
+        f"Held-out {metric} at the end; the best of each sparsity in bold",
+        columns,
+        [_verdict_row(row, is_study) for row in rows],
+        best=tuple(i for i, row in enumerate(rows) if best.get(row.sparsity) is row),
+    )
+    text = (
+        "Differences are paired: the same seed has the same first weights and the same batches."
+        if is_study
+        else ("These runs are no study, so there are no verdicts: nothing holds them to the same budget and data.")
+    )
+    legend = [(arm, mark) for arm, mark in marks.items() if mark.width > 1]
+    panels = difference_panels(source, marks)
+    return Section("verdicts", "Verdicts", text, panels, tables=[table], legend=legend if panels else ())
+
+
+def _sorted(rows: Sequence[Row], sparsity: float, metric: str) -> list[Row]:
+    sign = 1 if metric == "perplexity" else -1
+    return sorted((row for row in rows if row.sparsity == sparsity), key=lambda row: sign * (row.mean or 0))
+
+
+def _verdict_row(row: Row, is_study: bool) -> list[Any]:
+    seeds = len(row.values)
+    cells: list[Any] = [
+        row.arm + (f" ({row.note})" if row.note else ""),
+        Number(short_percent(row.sparsity) if row.sparsity else "dense", row.sparsity),
+        Number(plain(row.mean), row.mean),
+        Number(plain(row.spread, 2), row.spread),
+        Number(str(seeds), seeds),
+    ]
+    if not is_study:
+        return cells
+    kind = next((word for word in ("better", "worse") if row.verdict.startswith(word)), "none")
+    half = Number(f"± {fixed(row.half_width, 2)}" if row.half_width is not None else "–", row.half_width)
+    return [*cells, Number(signed(row.difference), row.difference), half, Word(row.verdict, kind)]
+
+
+def _configuration(source: Source) -> Section:
+    base = source.study.get("base") if isinstance(source.study.get("base"), dict) else source.record.config
+    own = changed(base, Run().to_json())
+    rows = [[name, _said(value)] for name, value in base.items()]
+    title = "Configuration of every run" if source.is_comparison else "Configuration"
+    tables = [Table(f"{title}; bold differs from the default", ["field", "value"], rows, changed=tuple(own))]
+    if source.is_comparison:
+        tables.append(_differences(source, base))
+    environment = source.record.environment
+    rows = [[name, _said(value)] for name, value in environment.items()]
+    tables.append(Table("Environment", ["what", "value"], rows, changed=("",)))
+    return Section("configuration", "Configuration and environment", _hash(source), tables=tables)
+
+
+def _differences(source: Source, base: Mapping[str, Any]) -> Table:
+    """What each arm changes, from its runs themselves."""
+    rows = []
+    for arm in source.arms:
+        config = next(cell.record.config for cell in source.cells if cell.arm == arm)
+        names = [n for n in config if n not in ("out", "seed", "sparsity") and config[n] != base.get(n)]
+        rows.append([arm, ", ".join(f"{name} = {_said(config[name])}" for name in names) or "nothing"])
+    return Table("What each arm changes of it, apart from sparsity, seed and folder", ["arm", "changes"], rows)
+
+
+def _hash(source: Source) -> str:
+    if found := source.study.get("hash"):
+        return f"Everything that all arms share has the hash {found}."
+    return "As the folder says it." if source.is_comparison else "All that decides what this run computes."
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {one}" for name, one in value.items())
+    if isinstance(value, list):
+        return " ".join(map(str, value)) or "none"
+    return "none" if value is None else str(value)
