@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
+from typing import Any
 
 from .numbers import duration, fixed, memory, percent, plain, short_percent, signed
 from .panel import GRID, INK, MUTED, Mark, Number, Panel, Table, Trace, axis, layout
@@ -80,6 +81,7 @@ def difference_panels(source: Source, marks: Mapping[str, Mark]) -> list[Panel]:
 
 def _differences(rows: Sequence[Row], marks: Mapping[str, Mark], source: Source, sparsity: float) -> Panel:
     unit = "perplexity" if source.record.metric == "perplexity" else "accuracy, points"
+    low, high = _extent(rows)
     better = "left" if source.record.metric == "perplexity" else "right"
     said = [f"{escape(row.arm)}: {escape(row.verdict)}" for row in rows]
     trace = {
@@ -101,13 +103,30 @@ def _differences(rows: Sequence[Row], marks: Mapping[str, Mark], source: Source,
         f"Paired difference in {unit} with 95 % intervals: {'; '.join(f'{row.arm} {row.verdict}' for row in rows)}.",
         [trace],
         layout(
-            axis(unit, zeroline=True, zerolinecolor=INK, zerolinewidth=1),
+            axis(unit, zeroline=True, zerolinecolor=INK, zerolinewidth=1, range=[low, high]),
             axis("", type="category", showgrid=True, dtick=1),
             hovermode="closest",
+            annotations=[_beyond(row, low, high) for row in rows if not low <= (row.difference or 0) <= high],
         ),
         Table("Paired differences", ["arm", "difference", "± (95 %)", "verdict"], [_difference_row(r) for r in rows]),
         height=80 + BAR * len(rows),
     )
+
+
+def _extent(rows: Sequence[Row]) -> tuple[float, float]:
+    """From the smallest to the largest interval; random, which is far away most often, does not count."""
+    near = [row for row in rows if row.arm != "random"] or rows
+    ends = [0.0] + [(row.difference or 0) + side * (row.half_width or 0) for row in near for side in (-1, 1)]
+    pad = 0.12 * (max(ends) - min(ends)) or 1.0
+    return min(ends) - pad, max(ends) + pad
+
+
+def _beyond(row: Row, low: float, high: float) -> dict[str, Any]:
+    """A word at the edge for an arm that lies outside the frame."""
+    right = (row.difference or 0) > high
+    text = f"{signed(row.difference)} →" if right else f"← {signed(row.difference)}"
+    at = {"x": high if right else low, "xanchor": "right" if right else "left"}
+    return at | {"y": escape(_against(row)), "text": text, "showarrow": False, "font": {"color": MUTED}}
 
 
 def _against(row: Row) -> str:

@@ -6,7 +6,7 @@ from html import escape
 from typing import Any
 
 from .numbers import count, percent, plain, short_percent
-from .panel import INK, MUTED, Mark, Number, Panel, Table, Trace, axis, layout
+from .panel import MUTED, Mark, Number, Panel, Table, Trace, axis, layout
 from .read import Json, Record, number
 from .source import Source, mean_of, scale_of
 
@@ -60,9 +60,9 @@ def thinned(items: Sequence[Any], limit: int) -> list[Any]:
 
 
 def frame(series: Sequence[Sequence[Point]]) -> list[float] | None:
-    """Range of y without the first tenth of the run, whose values would flatten the rest."""
+    """Range of y over the last three quarters of the run: what comes before would flatten the rest."""
     end = max((p.x for one in series for p in one), default=0)
-    late = [p for one in series for p in one if p.x >= end / 10]
+    late = [p for one in series for p in one if p.x >= end / 4]
     if not late:
         return None
     low, high = min(p.low for p in late), max(p.high for p in late)
@@ -214,18 +214,24 @@ def _band(line: Sequence[Point], mark: Mark) -> list[Trace]:
     ]
 
 
+def shared_paths(records: Mapping[str, Record]) -> dict[tuple[tuple[int, float], ...], list[str]]:
+    """Arms by the path that their sparsity took."""
+    paths: dict[tuple[tuple[int, float], ...], list[str]] = {}
+    for arm, record in records.items():
+        paths.setdefault(_path(record), []).append(arm)
+    return paths
+
+
 def sparsity_panel(records: Mapping[str, Record], marks: Mapping[str, Mark], title: str = "") -> Panel:
     """Sparsity over steps: asked for at events as a line, counted from the zeros at evaluations as points.
 
     Arms that took the same path are one line.
     """
-    paths: dict[tuple[tuple[int, float], ...], list[str]] = {}
-    for arm, record in records.items():
-        paths.setdefault(_path(record), []).append(arm)
+    paths = shared_paths(records)
     traces: list[Trace] = []
     rows: list[list[str | Number]] = []
     for path, arms in paths.items():
-        mark, name = marks[arms[0]] if len(arms) == 1 else Mark(INK), ", ".join(arms)
+        mark, name = path_mark(arms, marks), ", ".join(arms)
         traces += _path_traces(path, records[arms[0]], mark, name)
         rows += [[name, _count(step), _number(asked, _exact)] for step, asked in path[1:-1]]
     said = "; ".join(f"{', '.join(arms)}: {percent(path[-1][1])} at step {path[-1][0]}" for path, arms in paths.items())
@@ -236,6 +242,11 @@ def sparsity_panel(records: Mapping[str, Record], marks: Mapping[str, Mark], tit
         layout(axis("step", rangemode="tozero"), axis("", tickformat=".0%", rangemode="tozero"), hovermode="closest"),
         Table("Sparsity asked for at every event", ["arm", "step", "sparsity"], thinned(rows, MAX_ROWS)),
     )
+
+
+def path_mark(arms: Sequence[str], marks: Mapping[str, Mark]) -> Mark:
+    """The look of the first arm with a colour that took the path."""
+    return max((marks[arm] for arm in arms), key=lambda mark: mark.width)
 
 
 def _path(record: Record) -> tuple[tuple[int, float], ...]:

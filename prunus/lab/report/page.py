@@ -73,4 +73,4 @@ def _json(value: Any) -> str:
 
 
 def _file(name: str) -> str:
-    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+    return resources.files("prunus.lab.report").joinpath(name).read_text(encoding="utf-8")

@@ -38,7 +38,8 @@ class Table:
     columns: Sequence[str]
     rows: Sequence[Sequence[Any]]
     best: Sequence[int] = ()  # rows that stand out
-    changed: Sequence[str] = ()  # first cells of rows that differ from a default
+    kind: str = ""  # config: names and values
+    folded: str = ""  # what a reader opens to see it
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ def marks_of(arms: Sequence[str], ranked: Sequence[str]) -> dict[str, Mark]:
 
 def axis(title: str, **more: Any) -> dict[str, Any]:
     return {
-        "title": {"text": title, "standoff": 8},
+        "title": {"text": title, "standoff": 8, "font": {"size": 12}},
         "gridcolor": GRID,
         "zeroline": False,
         "linecolor": GRID,

@@ -1,17 +1,19 @@
 """The parts of a page, in the order of reading: the finding first, the configuration last."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..run import Run
 from .compare import cost_panels, difference_panels, overlap_panels, quality_panel, ranking
-from .curves import compared_panels, run_panels, sparsity_panel
+from .curves import compared_panels, path_mark, run_panels, shared_paths, sparsity_panel
 from .layers import compared_maps, run_map
 from .numbers import fixed, plain, short_percent, signed
 from .panel import Mark, Number, Section, Table, Word, marks_of
 from .read import changed
-from .source import Row, Source
+from .source import CONTROLS, Row, Source
 
+FRAME = "The frame is that of the last three quarters of the run."
 NO_LAYERS = "Not recorded: the runs were made by a version that did not count zeros by layer, or have not begun."
 
 
@@ -26,7 +28,7 @@ def _of_run(source: Source) -> list[Section]:
         Section(
             "training",
             "Training",
-            f"Loss and quality over {record.unit}. The frame leaves out what the first tenth of the run has above it.",
+            f"Loss and quality over {record.unit}. {FRAME}",
             run_panels(record),
             legend=lines,
         )
@@ -41,7 +43,7 @@ def _of_run(source: Source) -> list[Section]:
 
 
 def _compared(source: Source) -> list[Section]:
-    marks = marks_of(source.arms, [arm for arm in ranking(source) if arm not in ("dense", "magnitude", "random")])
+    marks = marks_of(source.arms, [arm for arm in ranking(source) if arm in source.arms and arm not in CONTROLS])
     legend = [(arm, mark) for arm, mark in marks.items() if mark.width > 1]
     others = ", ".join(arm for arm, mark in marks.items() if mark.width <= 1)
     shared = {"legend": legend, "others": others}
@@ -50,7 +52,7 @@ def _compared(source: Source) -> list[Section]:
         _verdicts(source, marks),
         Section("quality", "Quality against sparsity", _error_bars(source), [quality_panel(source, marks)], **shared),
         Section("training", "Training", _means(source), _curves(source, marks), **shared),
-        Section("sparsity", "Sparsity", SPARSITY, _paths(source, marks), **shared),
+        Section("sparsity", "Sparsity", SPARSITY, _paths(source, marks), legend=_path_legend(source, marks)),
         Section("layers", "Layers", LAYERS if heat else NO_LAYERS, heat),
         Section("overlap", "Mask overlap", OVERLAP if overlaps else NO_OVERLAP, overlaps),
         Section("cost", "Time and memory", _cost_text(source), cost_panels(source, marks)),
@@ -77,10 +79,7 @@ def _error_bars(source: Source) -> str:
 
 def _means(source: Source) -> str:
     unit = source.record.unit
-    return (
-        f"Mean over seeds, by {unit} read; the shaded area spans the seeds. The frame leaves out what the first tenth "
-        "of the run has above it."
-    )
+    return f"Mean over seeds, by {unit} read; the shaded area spans the seeds. {FRAME}"
 
 
 def _curves(source: Source, marks: Mapping[str, Mark]) -> list[Any]:
@@ -94,6 +93,14 @@ def _paths(source: Source, marks: Mapping[str, Mark]) -> list[Any]:
         for sparsity in source.sparsities
     ]
     return [sparsity_panel(records, marks, f", {short_percent(sparsity)} at the end") for records, sparsity in found]
+
+
+def _path_legend(source: Source, marks: Mapping[str, Mark]) -> list[tuple[str, Mark]]:
+    """One entry a path at the highest sparsity; none if there is but one."""
+    top = source.sparsities[-1] if source.sparsities else 0.0
+    records = {arm: runs[0] for arm in source.arms if (runs := source.runs(arm, top))}
+    paths = shared_paths(records)
+    return [(", ".join(arms), path_mark(arms, marks)) for arms in paths.values()] if len(paths) > 1 else []
 
 
 def _cost_text(source: Source) -> str:
@@ -110,7 +117,8 @@ def _verdicts(source: Source, marks: Mapping[str, Mark]) -> Section:
     rows = sorted(source.rows, key=lambda r: (r.sparsity, order.index(r.arm) if r.arm in order else len(order)))
     best = {s: next((r for r in _sorted(rows, s, metric) if r.mean is not None), None) for s in source.sparsities}
     is_study = any(row.verdict for row in rows)
-    columns = ["arm", "sparsity", metric, "± sd", "seeds"] + (["to magnitude", "95 %", "verdict"] if is_study else [])
+    study = ["difference, 95 %", "verdict"] if is_study else []
+    columns = ["arm", "sparsity", metric, *study, "± sd", "seeds"]
     table = Table(
         f"Held-out {metric} at the end; the best of each sparsity in bold",
         columns,
@@ -122,9 +130,7 @@ def _verdicts(source: Source, marks: Mapping[str, Mark]) -> Section:
         if is_study
         else ("These runs are no study, so there are no verdicts: nothing holds them to the same budget and data.")
     )
-    legend = [(arm, mark) for arm, mark in marks.items() if mark.width > 1]
-    panels = difference_panels(source, marks)
-    return Section("verdicts", "Verdicts", text, panels, tables=[table], legend=legend if panels else ())
+    return Section("verdicts", "Verdicts", text, difference_panels(source, marks), tables=[table])
 
 
 def _sorted(rows: Sequence[Row], sparsity: float, metric: str) -> list[Row]:
@@ -136,29 +142,32 @@ def _verdict_row(row: Row, is_study: bool) -> list[Any]:
     seeds = len(row.values)
     cells: list[Any] = [
         row.arm + (f" ({row.note})" if row.note else ""),
-        Number(short_percent(row.sparsity) if row.sparsity else "dense", row.sparsity),
+        Number(short_percent(row.sparsity) if row.sparsity else "–", row.sparsity),
         Number(plain(row.mean), row.mean),
-        Number(plain(row.spread, 2), row.spread),
-        Number(str(seeds), seeds),
     ]
-    if not is_study:
-        return cells
-    kind = next((word for word in ("better", "worse") if row.verdict.startswith(word)), "none")
-    half = Number(f"± {fixed(row.half_width, 2)}" if row.half_width is not None else "–", row.half_width)
-    return [*cells, Number(signed(row.difference), row.difference), half, Word(row.verdict, kind)]
+    if is_study:
+        kind = next((word for word in ("better", "worse") if row.verdict.startswith(word)), "none")
+        half = f" ± {fixed(row.half_width, 2)}" if row.half_width is not None else ""
+        said = re.sub(r"-(?=\d)", "−", row.verdict)
+        cells += [Number(signed(row.difference) + half, row.difference), Word(said, kind)]
+    return [*cells, Number(plain(row.spread, 2), row.spread), Number(str(seeds), seeds)]
+
+
+FIELD = ("field", "value")
 
 
 def _configuration(source: Source) -> Section:
     base = source.study.get("base") if isinstance(source.study.get("base"), dict) else source.record.config
     own = changed(base, Run().to_json())
     rows = [[name, _said(value)] for name, value in base.items()]
-    title = "Configuration of every run" if source.is_comparison else "Configuration"
-    tables = [Table(f"{title}; bold differs from the default", ["field", "value"], rows, changed=tuple(own))]
+    title = "Shared by all runs" if source.is_comparison else "This run"
+    tables = [
+        Table(f"{title}: what differs from the defaults", FIELD, [[n, _said(base[n])] for n in own], kind="config"),
+        Table("Environment", FIELD, [[n, _said(v)] for n, v in source.record.environment.items()], kind="config"),
+        Table(f"{title}: all fields", FIELD, rows, kind="config", folded=f"All {len(rows)} fields"),
+    ]
     if source.is_comparison:
-        tables.append(_differences(source, base))
-    environment = source.record.environment
-    rows = [[name, _said(value)] for name, value in environment.items()]
-    tables.append(Table("Environment", ["what", "value"], rows, changed=("",)))
+        tables.insert(1, _differences(source, base))
     return Section("configuration", "Configuration and environment", _hash(source), tables=tables)
 
 
@@ -169,7 +178,7 @@ def _differences(source: Source, base: Mapping[str, Any]) -> Table:
         config = next(cell.record.config for cell in source.cells if cell.arm == arm)
         names = [n for n in config if n not in ("out", "seed", "sparsity") and config[n] != base.get(n)]
         rows.append([arm, ", ".join(f"{name} = {_said(config[name])}" for name in names) or "nothing"])
-    return Table("What each arm changes of it, apart from sparsity, seed and folder", ["arm", "changes"], rows)
+    return Table("What each arm changes, apart from sparsity and seed", ["arm", "changes"], rows, kind="config")
 
 
 def _hash(source: Source) -> str:

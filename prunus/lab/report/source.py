@@ -38,6 +38,8 @@ class Row:
     against: str = ""
     verdict: str = ""
     overlap: float | None = None
+    cost: float | None = None  # paired difference to dense
+    same_as: str = ""  # the arm whose runs these are
     note: str = ""
 
 
@@ -54,7 +56,11 @@ class Source:
 
     @property
     def record(self) -> Record:
-        return self.cells[0].record
+        """The first run, or what a study says of all of them where its runs are not at hand."""
+        if self.cells:
+            return self.cells[0].record
+        environment = self.study.get("environment")
+        return Record(self.title, self.study["base"], environment if isinstance(environment, dict) else {}, [])
 
     @property
     def is_comparison(self) -> bool:
@@ -62,14 +68,15 @@ class Source:
 
     @cached_property
     def arms(self) -> list[str]:
-        """Names of arms: the controls, then the others in the order of the study."""
-        found = list(dict.fromkeys(cell.arm for cell in self.cells))
+        """Names of arms that are a computation of their own: the controls, then the others in the study's order."""
+        own = [row.arm for row in self.rows if not row.same_as]
+        found = list(dict.fromkeys([*(cell.arm for cell in self.cells), *own]))
         return [name for name in CONTROLS if name in found] + [name for name in found if name not in CONTROLS]
 
     @cached_property
     def sparsities(self) -> list[float]:
         """Those that are compared, dense apart."""
-        return sorted({cell.sparsity for cell in self.cells} - {0.0})
+        return sorted({one.sparsity for one in [*self.cells, *self.rows]} - {0.0})
 
     def runs(self, arm: str, sparsity: float) -> list[Record]:
         return [cell.record for cell in self.cells if cell.arm == arm and cell.sparsity == sparsity]

@@ -1,7 +1,7 @@
 """What the numbers say, in sentences: the headline, the lines below it, and the figures that stand out."""
 
 from .compare import memory_of, ranking
-from .numbers import count, duration, memory, percent, plain, short_percent
+from .numbers import count, duration, memory, percent, plain, short_percent, signed
 from .read import Record
 from .source import Row, Source, mean_of, scale_of
 
@@ -92,10 +92,23 @@ def lede(source: Source) -> str:
         seeds = len({cell.seed for cell in source.cells})
         said.append(f"{len(source.arms)} arms, {len(source.cells)} runs, {seeds} seed{'s' * (seeds > 1)}.")
         if dense := source.row("dense", 0.0):
-            said.append(f"Dense: {_quality(dense.mean, record)}.")
+            said.append(f"Dense ends at {_quality(dense.mean, record)}.")
+        said += _costs(source)
     if where:
-        said.append(f"{where}.")
+        said.append(f"Measured on {where}.")
     return " ".join(said)
+
+
+def _costs(source: Source) -> list[str]:
+    """What the best arm of each sparsity loses against dense."""
+    said = []
+    for sparsity in source.sparsities:
+        rows = [row for row in _ended(source, sparsity) if row.cost is not None]
+        if rows:
+            sign = 1 if source.record.metric == "perplexity" else -1
+            best = min(rows, key=lambda row: sign * (row.mean or 0))
+            said.append(f"{best.arm}, the best at {short_percent(sparsity)}, is {signed(best.cost)} from it.")
+    return said
 
 
 def _data(config: dict) -> str:
@@ -113,7 +126,7 @@ def figures(source: Source) -> list[tuple[str, str]]:
     pruning = mean_of([event.get("seconds") for event in record.events])
     found = {
         f"held-out {record.metric}": plain(last and last * scale_of(record)) if evals else "",
-        "of prunable weights removed": percent(evals[-1].get("sparsity"), 2) if evals else "",
+        "weights removed": percent(evals[-1].get("sparsity"), 2) if evals else "",
         f"{record.unit} read": count(done),
         "training time": duration(seconds) if seconds else "",
         f"{record.unit} a second": count(done / seconds) if seconds else "",
