@@ -40,7 +40,7 @@ def quality_panel(source: Source, marks: Mapping[str, Mark]) -> Panel:
         f"{name} on held-out data by sparsity: {words}.",
         traces,
         layout(
-            axis("sparsity", tickformat=".0%", rangemode="tozero"),
+            axis("sparsity", tickformat=".0%", range=[-0.02, max(source.sparsities or [0.5]) + 0.04]),
             axis(name.lower()),
             hovermode="closest",
         ),
@@ -51,15 +51,21 @@ def quality_panel(source: Source, marks: Mapping[str, Mark]) -> Panel:
 
 def _quality_trace(arm: str, rows: Sequence[Row], mark: Mark) -> Trace:
     said = [f"{escape(row.arm)}, {short_percent(row.sparsity)}: {plain(row.mean)}{_spread(row)}" for row in rows]
+    own = [row.arm == arm for row in rows]  # the dense point is drawn once
     return {
         "type": "scatter",
         "mode": "lines+markers",
         "name": escape(arm),
         "x": [row.sparsity for row in rows],
         "y": [row.mean for row in rows],
-        "error_y": {"array": [row.spread or 0 for row in rows], "color": mark.colour, "thickness": 1.3, "width": 4},
+        "error_y": {
+            "array": [(row.spread or 0) * mine for row, mine in zip(rows, own, strict=True)],
+            "color": mark.colour,
+            "thickness": 1.3,
+            "width": 4,
+        },
         "line": {"color": mark.colour, "width": mark.width, "dash": mark.dash},
-        "marker": {"color": mark.colour, "symbol": mark.symbol, "size": 5 + 2 * mark.width},
+        "marker": {"color": mark.colour, "symbol": mark.symbol, "size": [(5 + 2 * mark.width) * mine for mine in own]},
         "text": said,
         "hovertemplate": "%{text}<extra></extra>",
     }

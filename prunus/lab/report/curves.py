@@ -1,12 +1,12 @@
 """What happened during training: loss, quality and sparsity, of one run or of arms side by side."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from typing import Any
 
 from .numbers import count, percent, plain, short_percent
-from .panel import MUTED, Mark, Number, Panel, Table, Trace, axis, layout
+from .panel import INK, MUTED, Mark, Number, Panel, Table, Trace, axis, layout
 from .read import Json, Record, number
 from .source import Source, mean_of, scale_of
 
@@ -77,7 +77,7 @@ def metric_name(record: Record) -> str:
 def run_panels(record: Record) -> list[Panel]:
     """Loss and quality of one run."""
     logged, held = points([record], loss_at), points([record], _held_loss)
-    x = axis(record.unit, rangemode="tozero")
+    x = axis(record.unit, rangemode="tozero", unifiedhovertitle={"text": f"%{{x:,}} {record.unit}"})
     hover = "%{y:.4g}<extra>%{fullData.name}</extra>"
     traces: list[Trace] = [
         _line("training", logged, Mark(MUTED, width=1.2), hover),
@@ -165,7 +165,7 @@ def _compared(
         f"{name} over {record.unit}; at the end: {ends}.",
         traces,
         layout(
-            axis(record.unit, rangemode="tozero"),
+            axis(record.unit, rangemode="tozero", unifiedhovertitle={"text": f"%{{x:,}} {record.unit}"}),
             axis("", range=frame([line for arm, line in series.items() if arm != "random"])),
             hovermode="x unified" if few else "closest",
         ),
@@ -245,8 +245,10 @@ def sparsity_panel(records: Mapping[str, Record], marks: Mapping[str, Mark], tit
 
 
 def path_mark(arms: Sequence[str], marks: Mapping[str, Mark]) -> Mark:
-    """The look of the first arm with a colour that took the path."""
-    return max((marks[arm] for arm in arms), key=lambda mark: mark.width)
+    """Ink for the path that most arms take, magnitude among them; else the look of the first arm with a colour."""
+    if len(arms) > 1 and "magnitude" in arms:
+        return Mark(INK)
+    return replace(max((marks[arm] for arm in arms), key=lambda mark: mark.width), dash="solid")
 
 
 def _path(record: Record) -> tuple[tuple[int, float], ...]:

@@ -65,7 +65,7 @@ def _map(title: str, what: str, columns: Grid, scale: tuple[float, float] | None
             hovermode="closest",
         ),
         _table(title, layers, columns),
-        height=max(240, 15 * len(layers) + 90),
+        height=15 * len(layers) + 80 + (7 * max(map(len, columns)) if len(columns) > 5 and not what else 0),
     )
 
 

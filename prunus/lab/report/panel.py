@@ -1,7 +1,7 @@
 """A panel is a chart with its words: caption, description for those who do not see it, and its numbers as a table."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 Trace = dict[str, Any]
@@ -10,8 +10,8 @@ Trace = dict[str, Any]
 INK, MUTED, OTHER, GRID = "var(--ink)", "var(--muted)", "var(--other)", "var(--grid)"
 COLOURS = {"dense": INK, "magnitude": "var(--magnitude)", "random": "var(--random)"}
 DASHES = {"dense": "solid", "magnitude": "dash", "random": "dot"}
-SYMBOLS = ("circle", "square", "diamond", "triangle-up", "pentagon", "star")
-NUM_COLOURS = 6
+SYMBOLS = ("circle", "square", "diamond", "triangle-up")
+NUM_COLOURS = 4
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Table:
     caption: str
     columns: Sequence[str]
     rows: Sequence[Sequence[Any]]
-    best: Sequence[int] = ()  # rows that stand out
+    looks: Mapping[int, str] = field(default_factory=dict)  # rows that stand out: best, first of a group
     kind: str = ""  # config: names and values
     folded: str = ""  # what a reader opens to see it
 
@@ -103,7 +103,7 @@ def layout(x: Mapping[str, Any], y: Mapping[str, Any], **more: Any) -> dict[str,
     return {
         "xaxis": dict(x),
         "yaxis": dict(y),
-        "margin": {"l": 8, "r": 12, "t": 8, "b": 8},
+        "margin": {"l": 8, "r": 18, "t": 8, "b": 8},
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
         "showlegend": False,

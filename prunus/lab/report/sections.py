@@ -48,6 +48,12 @@ def _compared(source: Source) -> list[Section]:
     others = ", ".join(arm for arm, mark in marks.items() if mark.width <= 1)
     shared = {"legend": legend, "others": others}
     heat, overlaps = compared_maps(source), overlap_panels(source, marks)
+    if not source.cells:  # a study whose runs lie elsewhere
+        return [
+            _verdicts(source, marks),
+            Section("quality", "Quality against sparsity", _error_bars(source), [quality_panel(source, marks)]),
+            Section("overlap", "Mask overlap", OVERLAP if overlaps else NO_OVERLAP, overlaps),
+        ]
     return [
         _verdicts(source, marks),
         Section("quality", "Quality against sparsity", _error_bars(source), [quality_panel(source, marks)], **shared),
@@ -123,7 +129,7 @@ def _verdicts(source: Source, marks: Mapping[str, Mark]) -> Section:
         f"Held-out {metric} at the end; the best of each sparsity in bold",
         columns,
         [_verdict_row(row, is_study) for row in rows],
-        best=tuple(i for i, row in enumerate(rows) if best.get(row.sparsity) is row),
+        looks={i: _look(rows, i, best.get(row.sparsity) is row) for i, row in enumerate(rows)},
     )
     text = (
         "Differences are paired: the same seed has the same first weights and the same batches."
@@ -131,6 +137,12 @@ def _verdicts(source: Source, marks: Mapping[str, Mark]) -> Section:
         else ("These runs are no study, so there are no verdicts: nothing holds them to the same budget and data.")
     )
     return Section("verdicts", "Verdicts", text, difference_panels(source, marks), tables=[table])
+
+
+def _look(rows: Sequence[Row], i: int, best: bool) -> str:
+    """Best of its sparsity, first of its sparsity, or both."""
+    first = i > 0 and rows[i - 1].sparsity != rows[i].sparsity
+    return " ".join(["best"] * best + ["first"] * first)
 
 
 def _sorted(rows: Sequence[Row], sparsity: float, metric: str) -> list[Row]:
@@ -154,11 +166,12 @@ def _verdict_row(row: Row, is_study: bool) -> list[Any]:
 
 
 FIELD = ("field", "value")
+OWN = ("out", "seed", "sparsity", "resume")  # what every run has for itself
 
 
 def _configuration(source: Source) -> Section:
     base = source.study.get("base") if isinstance(source.study.get("base"), dict) else source.record.config
-    own = changed(base, Run().to_json())
+    own = [name for name in changed(base, Run().to_json()) if source.kind != "runs" or _is_shared(source, name)]
     rows = [[name, _said(value)] for name, value in base.items()]
     title = "Shared by all runs" if source.is_comparison else "This run"
     tables = [
@@ -171,13 +184,22 @@ def _configuration(source: Source) -> Section:
     return Section("configuration", "Configuration and environment", _hash(source), tables=tables)
 
 
+def _is_shared(source: Source, name: str) -> bool:
+    return name not in OWN and len({str(cell.record.config.get(name)) for cell in source.cells}) == 1
+
+
 def _differences(source: Source, base: Mapping[str, Any]) -> Table:
-    """What each arm changes, from its runs themselves."""
+    """What each arm changes: as the study says, or as its first run differs."""
+    planned = {
+        str(arm.get("name")): arm.get("changes") for arm in source.study.get("arms", []) if isinstance(arm, dict)
+    }
     rows = []
     for arm in source.arms:
-        config = next(cell.record.config for cell in source.cells if cell.arm == arm)
-        names = [n for n in config if n not in ("out", "seed", "sparsity") and config[n] != base.get(n)]
-        rows.append([arm, ", ".join(f"{name} = {_said(config[name])}" for name in names) or "nothing"])
+        changes = planned.get(arm)
+        if not isinstance(changes, dict):
+            config = next((cell.record.config for cell in source.cells if cell.arm == arm), {})
+            changes = {n: v for n, v in config.items() if n not in OWN and v != base.get(n)}
+        rows.append([arm, ", ".join(f"{name} = {_said(value)}" for name, value in changes.items()) or "nothing"])
     return Table("What each arm changes, apart from sparsity and seed", ["arm", "changes"], rows, kind="config")
 
 
