@@ -24,6 +24,7 @@ from .data import ImageData, TokenData, load
 from .evaluate import Quality, evaluate, loss_of
 from .models import build
 from .run import Run
+from .trackers import check_installed
 from .tracking import Tracker, read_run
 
 Progress = Callable[[int, dict[str, Any]], None]  # called after each step with what is known then
@@ -148,6 +149,7 @@ def train(run: Run, progress: Progress = lambda step, values: None) -> Result:
         run = run.continuing(read_run(run.out))
     elif run.out.exists() and any(run.out.iterdir()):
         raise ValueError(f"{run.out} is not empty; pass --resume to continue the run in it, or choose another --out")
+    check_installed(run.track)
     training = Training(run)
     if run.resume and checkpoint.exists():
         training.load(load_checkpoint(checkpoint))
