@@ -1,17 +1,14 @@
 """What must hold on every rank: each check is run by all of them together, in this order."""
 
-import os
-import tempfile
-
+import checkpoint_checks
 import torch
-import torch.distributed as dist
+import training_checks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from toys import Net, adamw, adamw_prune, assert_pruned_are_zero, batch
+from toys import adamw, adamw_prune
 
-from prunus import Constant, Global, NofM, OneShot, PerLayer, PerRow, Pruner, Ramp
+from prunus import Global, NofM, OneShot, PerLayer, PerRow, Pruner, Ramp
 
 SHAPES = {"a": (1, 8), "b": (13, 8), "c": (24, 40), "d": (3, 4, 2), "e": (9, 4, 2, 2)}
 WEIGHTS = {  # what masks are hard to find for
@@ -116,4 +113,5 @@ def masks_are_those_of_one_process(rank, world):
             assert not isinstance(run[2], Global) or 0 < events[-1].bytes_exchanged < 1 << 20
 
 
-CHECKS = {check.__name__: check for check in [masks_are_those_of_one_process]}
+FIRST = [masks_are_those_of_one_process]
+CHECKS = {check.__name__: check for check in FIRST + training_checks.CHECKS + checkpoint_checks.CHECKS}
