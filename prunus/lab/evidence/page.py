@@ -56,8 +56,8 @@ def _check_equal(cases: Sequence[Figures]) -> None:
     """Raise RuntimeError where two models that the page calls equally sparse are not."""
     for case in cases:
         for (strategy, level, way, tau), rows in case.rows.items():
-            other = {"probed": ("alone, as sparse", tau), "exact": ("alone", None), "target": ("alone", None)}.get(way)
-            beside = case.rows[strategy, level, *other] if other else rows
+            other = {"probed": "alone, as sparse", "exact": "alone", "target": "alone"}.get(way, way)
+            beside = case.rows[strategy, level, other, None if other == "alone" else tau]
             if any(abs(row.sparsity - beside[seed].sparsity) > 1e-6 for seed, row in rows.items()):
                 raise RuntimeError(f"{case.name}, {strategy} at {level}: {way} and {other} are not equally sparse")
 
