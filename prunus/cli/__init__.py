@@ -16,6 +16,7 @@ COMMANDS = {
     "eval": "quality and sparsity of a checkpoint",
     "doctor": "check what a pruned model promises",
     "export": "a smaller file that gives every bit back, and back to a plain one",
+    "profile": "where the time and memory of a training step go",
     "bench": "each speed claim beside what it is compared with",
 }
 
