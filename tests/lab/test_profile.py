@@ -115,6 +115,7 @@ def test_on_a_gpu_both_sides_add_up_and_memory_is_the_allocators(options, text):
     assert 0 < profile.busy <= 1 and profile.step.device["backward"] > 0
     assert profile.memory.limits["reserved"] >= sum(profile.memory.peak.values())
     assert profile.memory.peak["activations"] > 0 and profile.memory.steady["rest"] >= 0
+    assert {"weights", "moments", "masks"} <= set(profile.memory.steady)
 
 
 SPLIT = Split(1.0, {"forward": 0.5, "other": 0.5}, {"forward": 0.9, "idle": 0.1})

@@ -99,6 +99,7 @@ def measure(run: Run, window: Window, progress: Callable[[str], None] = lambda w
     pinned = due[0] if due else 0
     progress("steps")
     seconds, loss = _seconds(training, window.measured, pinned)
+    counted = compiled() if run.compile else None  # before hooks of ours can make it compile again
     utilisation = _utilisation(training, pinned)
     instrument(training)
     progress("events")
@@ -120,7 +121,7 @@ def measure(run: Run, window: Window, progress: Callable[[str], None] = lambda w
         utilisation,
         startup,
         loss,
-        compiled() if run.compile else None,
+        counted,
         fused(training),
     )
 

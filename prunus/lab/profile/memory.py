@@ -71,8 +71,8 @@ def held(training: Training) -> dict[str, int]:
 
 def _bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
     """Of the memory under the tensors on this device, each counted once."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.device == device}
-    return sum(storages.values())
+    there = [t.untyped_storage() for t in tensors if t.device.type == device.type]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in there}.values())
 
 
 def measured_memory(training: Training, before_event: Callable[[], None] | None) -> Memory:
