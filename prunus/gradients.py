@@ -68,9 +68,11 @@ class MaskedGradients:
                 return before_update()
             return (args[0],), {**kwargs, "closure": _followed(closure, before_update)}
 
-        handles = [optimizer.register_step_pre_hook(before_step)]
+        handles = [optimizer.register_step_pre_hook(before_step)]  # which keeps this alive
+        # a tensor's hook that held its tensor would never be freed: the collector does not see through it
+        mask = weakref.WeakMethod(self.mask)
         for name, parameter in self.weights.items():
-            handles.append(parameter.register_post_accumulate_grad_hook(lambda _, name=name: self.mask(name)))
+            handles.append(parameter.register_post_accumulate_grad_hook(lambda _, name=name: call(mask, name)))
         return handles
 
     @torch.no_grad()
@@ -85,6 +87,11 @@ class MaskedGradients:
     def forget(self, name: str) -> None:
         """The mask of ``name`` has changed."""
         self._seen.pop(name, None)
+
+
+def call(method: "weakref.WeakMethod[Any]", name: str) -> None:
+    if alive := method():
+        alive(name)
 
 
 def check_captured(weights: Collection[str], packed: Collection[str], regrowing: bool) -> None:
@@ -104,6 +111,13 @@ def is_skipped(optimizer: Optimizer) -> bool:
     """Whether a GradScaler lets a fused optimizer skip this step because of infinite gradients."""
     found_inf = getattr(optimizer, "found_inf", None)
     return found_inf is not None and bool(found_inf.item())
+
+
+def unwrapped(optimizer: Optimizer) -> Optimizer:
+    """The optimizer whose step is taken, without wrappers such as Accelerate's, which know no hooks."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = inner
+    return optimizer
 
 
 def _followed(closure: Callable[[], Any], then: Callable[[], None]) -> Callable[[], Any]:

@@ -19,14 +19,17 @@ from ..regrow import Regrow
 from ..select import Global, NofM, PerLayer, PerRow, Selector
 from ..summary import Report, report
 from ..training import Event, Pruner
+from . import memory
 from .checkpoint import load_checkpoint, save_checkpoint
 from .data import ImageData, TokenData, load
 from .evaluate import Quality, evaluate, loss_of
 from .models import build
 from .run import Run
+from .trackers import check_installed
 from .tracking import Tracker, read_run
 
 Progress = Callable[[int, dict[str, Any]], None]  # called after each step with what is known then
+Data = TokenData | ImageData
 
 
 @dataclass(frozen=True)
@@ -45,27 +48,24 @@ class Result:
     seconds: float
     budget_scale: float
     digest: str | None
+    peak_memory: int = 0  # bytes: allocated on the GPU, or held by the process on a CPU
 
 
 class Training:
     """All that a run needs, built and checked before anything is written."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, data: Data | None = None) -> None:
         self.run = run
         self.device = device_of(_device(run.device))
-        self.data: TokenData | ImageData = load(
-            run.data,
-            context=run.context,
-            validation=run.validation,
-            vocab_size=run.vocab_size,
-            augment=run.augment,
-        )
+        memory.reset_peak(self.device)
+        self.data: Data = data or data_of(run)
         torch.manual_seed(run.seed)
         self.model = build(run.model, self.data.shape).to(self.device)
         self.optimizer = make_optimizer(run, self.model)
         self.events: list[Event] = []
         self.pruner = make_pruner(run, self.model, self.optimizer, self.events.append)
-        self.forward: Callable[..., torch.Tensor] = torch.compile(self.model) if run.compile else self.model
+        # the loss is compiled too: by itself it would read and write the logits in float32 several times over
+        self.loss: Callable[..., torch.Tensor] = torch.compile(self._loss) if run.compile else self._loss
         self.step = 0
         self.seconds = 0.0
         self.mark: Callable[[str], None] = lambda part: None  # told which part of a step begins
@@ -74,6 +74,11 @@ class Training:
         if self.run.precision == "float32":
             return nullcontext()
         return torch.autocast(self.device.type, dtype=torch.bfloat16)
+
+    def _loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        with self.autocast():
+            logits = self.model(inputs)
+        return loss_of(logits, targets)
 
     def train_step(self) -> tuple[torch.Tensor, float]:
         """One optimizer step; its mean loss, still on the device, and the learning rate used."""
@@ -87,9 +92,8 @@ class Training:
             self.mark("data")
             inputs, targets = self.data.train.batch(self.step * run.accumulate + part, run.batch, run.seed)
             self.mark("forward")
-            with self.autocast():
-                logits = self.forward(inputs.to(self.device, non_blocking=True))
-            loss = loss_of(logits, targets.to(self.device, non_blocking=True)) / run.accumulate
+            inputs, targets = (x.to(self.device, non_blocking=True) for x in (inputs, targets))
+            loss = self.loss(inputs, targets) / run.accumulate
             self.mark("backward")
             loss.backward()
             total += loss.detach()
@@ -109,6 +113,18 @@ class Training:
 
     def sparsity(self) -> float:
         return self.pruner.sparsity if self.pruner else 0.0
+
+    def zeros(self) -> dict[str, Any]:
+        """Sparsity now and the zeros of each prunable layer, counted; a dense run has none to count."""
+        if not self.pruner:
+            return {"sparsity": 0.0}
+        counted = self.pruner.report()
+        return {"sparsity": counted.sparsity, "zeros": [layer.num_zeros for layer in counted.layers if not layer.dense]}
+
+    def layers(self) -> dict[str, int]:
+        """Number of weights of each prunable layer, in the order of ``zeros``."""
+        layers = self.pruner.report().layers if self.pruner else []
+        return {layer.name: layer.num_weights for layer in layers if not layer.dense}
 
     def state(self) -> dict[str, Any]:
         """Everything that the rest of the run depends on; the order of the data is a function of seed and step."""
@@ -134,18 +150,44 @@ class Training:
             torch.cuda.set_rng_state_all(state["cuda_rng"])
 
 
-def train(run: Run, progress: Progress = lambda step, values: None) -> Result:
-    """Train as ``run`` says, or continue it, and leave its folder complete."""
+def data_of(run: Run) -> Data:
+    """The data that a run reads."""
+    return load(
+        run.data,
+        context=run.context,
+        validation=run.validation,
+        vocab_size=run.vocab_size,
+        augment=run.augment,
+    )
+
+
+def train(
+    run: Run,
+    progress: Progress = lambda step, values: None,
+    *,
+    data: Data | None = None,
+    finish: Callable[[Training], None] | None = None,
+) -> Result:
+    """Train as ``run`` says, or continue it, and leave its folder complete.
+
+    ``data`` is what ``data_of(run)`` gave, for many runs that share it. ``finish`` keeps what it wants of
+    the trained model and is called in place of writing the last checkpoint.
+    """
     checkpoint = run.out / "checkpoint.pt"
     if run.resume:
         run = run.continuing(read_run(run.out))
     elif run.out.exists() and any(run.out.iterdir()):
         raise ValueError(f"{run.out} is not empty; pass --resume to continue the run in it, or choose another --out")
-    training = Training(run)
+    check_installed(run.track)
+    training = Training(run, data)
     if run.resume and checkpoint.exists():
         training.load(load_checkpoint(checkpoint))
     tracker = Tracker.open(run, training.step)
-    quality = _loop(training, tracker, checkpoint, progress) or training.evaluate()
+    if not training.step and training.pruner:
+        tracker.log(step=0, layers=training.layers())
+    quality = _loop(training, tracker, checkpoint, progress, saves_last=finish is None) or training.evaluate()
+    if finish:
+        finish(training)
     result = _result(training, quality)
     tracker.result(asdict(result))
     return result
@@ -168,7 +210,9 @@ def evaluated(
     )
 
 
-def _loop(training: Training, tracker: Tracker, checkpoint: Path, progress: Progress) -> Quality | None:
+def _loop(
+    training: Training, tracker: Tracker, checkpoint: Path, progress: Progress, *, saves_last: bool
+) -> Quality | None:
     """Step until the budget is spent; the quality at the end, if there was a step to take."""
     run, quality = training.run, None
     while training.step < run.total_steps:
@@ -184,10 +228,10 @@ def _loop(training: Training, tracker: Tracker, checkpoint: Path, progress: Prog
         training.seconds += time.perf_counter() - started
         if step % run.eval_every == 0 or last:
             quality = training.evaluate()
-            values |= {"sparsity": training.sparsity(), "eval": asdict(quality) | {"perplexity": quality.perplexity}}
+            values |= {**training.zeros(), "eval": asdict(quality) | {"perplexity": quality.perplexity}}
         if values:
             tracker.log(step=step, **values)
-        if last or (run.save_every and step % run.save_every == 0):
+        if saves_last if last else run.save_every and step % run.save_every == 0:
             save_checkpoint(checkpoint, training.state())
         progress(step, values)
     return quality
@@ -210,6 +254,7 @@ def _result(training: Training, quality: Quality) -> Result:
         seconds=training.seconds,
         budget_scale=run.budget_scale,
         digest=training.pruner.digest() if training.pruner else None,
+        peak_memory=memory.peak(training.device),
     )
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from prunus.cli import main
+from prunus.lab.profile import measure as profile_measure
 from prunus.lab.profile import memory as profile_memory
 from prunus.lab.profile.compare import _in_a_process, compare_compile, compared, said
 from prunus.lab.profile.compiled import Compiled
@@ -103,6 +104,16 @@ def test_the_allocators_moments_add_up_to_its_highest(text, monkeypatch):
     assert sum(found.peak.values()) == 10**9 + 500 and found.part == "backward"
     assert 0 < found.peak["gradients"] < sum(sizes)
     assert sum(found.event.values()) == 10**9 and found.event["gradients"] == sum(sizes)
+
+
+def test_events_that_wait_for_moments_are_left_out(text):
+    training = Training(small(text, optimizer="adamwprune", spam=True))
+    training.train_step()
+    for group in training.optimizer.param_groups:
+        group["num_steps"] = 505
+    instrument(training)
+    assert profile_measure._event(training, profile_measure._events(training)) is None
+    assert measured_memory(training, lambda: None).event is None
 
 
 @pytest.mark.gpu

@@ -5,13 +5,13 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
 from ...training import Pruner
+from ..memory import peak
 from ..trainer import Training
 from .trace import allocated, traced, wait_for
 
@@ -89,8 +89,8 @@ def measured_memory(training: Training, before_event: Callable[[], None] | None)
     if before_event:
         before_event()
         found = [m for m in _moments_of(training, total) if m.part in ("score and select", "apply")]
-        highest = max(found, key=lambda moment: moment.peak)
-        event = _split(steady, highest, "event scratch")
+        if found:  # none where SPAM makes events wait
+            event = _split(steady, max(found, key=lambda moment: moment.peak), "event scratch")
     return Memory(
         steady, _split(steady, top, "activations"), event, top.part, HOW[training.device.type], _limits(training)
     )
@@ -190,7 +190,4 @@ def _limits(training: Training) -> dict[str, int]:
     if training.device.type == "cuda":
         free, size = torch.cuda.mem_get_info(training.device)
         return {"reserved": torch.cuda.max_memory_reserved(training.device), "device": size, "free": free}
-    status = Path("/proc/self/status")
-    lines = status.read_text().splitlines() if status.is_file() else []
-    peak = [int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")]
-    return {"resident": peak[0]} if peak else {}
+    return {"resident": peak(training.device)}
