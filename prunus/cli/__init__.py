@@ -18,6 +18,7 @@ COMMANDS = {
     "report": "one HTML page of a run or a study, with its charts",
     "doctor": "check what a pruned model promises",
     "export": "a smaller file that gives every bit back, and back to a plain one",
+    "profile": "where the time and memory of a training step go",
     "evidence": "does the gradient probe help? the study behind docs/probe.md",
     "bench": "each speed claim beside what it is compared with",
 }

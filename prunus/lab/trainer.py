@@ -68,6 +68,7 @@ class Training:
         self.loss: Callable[..., torch.Tensor] = torch.compile(self._loss) if run.compile else self._loss
         self.step = 0
         self.seconds = 0.0
+        self.mark: Callable[[str], None] = lambda part: None  # told which part of a step begins
 
     def autocast(self) -> Any:
         if self.run.precision == "float32":
@@ -88,14 +89,20 @@ class Training:
         lr *= getattr(self.optimizer, "lr_scale", 1.0)
         total = torch.zeros((), device=self.device)
         for part in range(run.accumulate):
+            self.mark("data")
             inputs, targets = self.data.train.batch(self.step * run.accumulate + part, run.batch, run.seed)
+            self.mark("forward")
             inputs, targets = (x.to(self.device, non_blocking=True) for x in (inputs, targets))
             loss = self.loss(inputs, targets) / run.accumulate
+            self.mark("backward")
             loss.backward()
             total += loss.detach()
         if run.clip and not isinstance(self.optimizer, AdamWPrune):
+            self.mark("clipping")
             nn.utils.clip_grad_norm_(self.model.parameters(), run.clip)
+        self.mark("optimizer")
         self.optimizer.step()
+        self.mark("other")
         self.optimizer.zero_grad()
         self.step += 1
         return total, lr
