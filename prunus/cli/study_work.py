@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -27,9 +26,8 @@ if TYPE_CHECKING:
     from .study import Command
 
 
-def work(folder: Folder, asked: Plan, command: "Command") -> None:
-    """Do what is asked and not done, on all devices."""
-    started = time.time()
+def work(folder: Folder, asked: Plan, command: "Command", started: float) -> None:
+    """Do what is asked and not done, on all devices; the time limit counts from ``started``."""
     devices = _devices(command.devices)
     folder.join(asked, environment())
     options = Options(
