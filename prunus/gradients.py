@@ -113,6 +113,13 @@ def is_skipped(optimizer: Optimizer) -> bool:
     return found_inf is not None and bool(found_inf.item())
 
 
+def unwrapped(optimizer: Optimizer) -> Optimizer:
+    """The optimizer whose step is taken, without wrappers such as Accelerate's, which know no hooks."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = inner
+    return optimizer
+
+
 def _followed(closure: Callable[[], Any], then: Callable[[], None]) -> Callable[[], Any]:
     def both() -> Any:
         loss = closure()

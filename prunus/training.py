@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .allocate import allocate
 from .eligible import eligible
-from .gradients import MaskedGradients, Movement, check_captured, is_skipped
+from .gradients import MaskedGradients, Movement, check_captured, is_skipped, unwrapped
 from .mask import Masks, digest, packed_masks, saved_bits
 from .ops import bits
 from .optim import AdamWPrune
@@ -57,6 +57,8 @@ class Pruner:
             raise ValueError("say how sparse: pass schedule=Ramp(...), OneShot(...) or Constant(...), or masks to hold")
         if every < 1:
             raise ValueError(f"every is a number of steps, at least 1, got {every}")
+        optimizer = unwrapped(optimizer)
+        schedule = schedule and schedule.over(None)  # fractions are for those who know the length of the run
         if isinstance(select, NofM) and (isinstance(schedule, Ramp) or (schedule and not select.fits(schedule.final))):
             fitting = f"OneShot({select.sparsity:g}, at=...) or Constant({select.sparsity:g})"
             raise ValueError(f"{select} has one sparsity and goes with {fitting}, got {schedule}")

@@ -29,7 +29,7 @@ CORE = {
 }
 ALL_BUT_TRAINING = set(CORE) - {"export"}
 CORE["training"] = CORE["oneshot"] = ALL_BUT_TRAINING
-CORE["integrations"] = {"training"}
+CORE["integrations"] = {"training", "gradients", "eligible"}
 MAY_IMPORT = CORE | {
     "lab": set(CORE),
     "doctor": {"ops", "mask", "eligible", "schedule", "export"},

@@ -15,8 +15,10 @@ COMMANDS = {
     "prune": "prune a trained model, with or without the gradient probe",
     "study": "compare scores fairly: arms x sparsities x seeds, and what they say",
     "eval": "quality and sparsity of a checkpoint",
+    "report": "one HTML page of a run or a study, with its charts",
     "doctor": "check what a pruned model promises",
     "export": "a smaller file that gives every bit back, and back to a plain one",
+    "evidence": "does the gradient probe help? the study behind docs/probe.md",
     "bench": "each speed claim beside what it is compared with",
 }
 

@@ -38,6 +38,7 @@ ModelName = Literal[
     "resnet20",
     "resnet50",
 ]
+TRACKERS = ("wandb", "tensorboard", "trackio")
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,7 @@ class Run:
     save_every: int = 250  # steps from one checkpoint to the next; 0 writes only the last
     log_every: int = 10  # steps from one line of metrics.jsonl to the next
     out: Path = Path("runs/latest")  # run folder
+    track: tuple[str, ...] = ()  # trackers that get the metrics too: wandb, tensorboard, trackio
     resume: bool = False  # continue the run in --out; other options are taken from its run.json
 
     def __post_init__(self) -> None:
@@ -116,6 +118,9 @@ class Run:
                 f"eps belongs to the scores that read moments, bitter0 and bitter3 to bitter9, not {self.score}"
             )
         self._check_regrowth()
+        object.__setattr__(self, "track", tuple(name for names in self.track for name in names.split(",") if name))
+        if unknown := [name for name in self.track if name not in TRACKERS]:
+            raise ValueError(f"there is no tracker {unknown[0]!r}; the trackers are {', '.join(TRACKERS)}")
         if self.score != "none":
             self.sparsity_schedule()
 
@@ -175,7 +180,7 @@ class Run:
             raise ValueError(f"run.json has an unknown field {min(unknown)!r}: was it written by another version?")
         for name in ("out", "validation"):
             values[name] = Path(values[name]) if values.get(name) is not None else None
-        values |= {name: tuple(values[name]) for name in ("include", "exclude") if name in values}
+        values |= {name: tuple(values[name]) for name in ("include", "exclude", "track") if name in values}
         return cls(**values)
 
     def continuing(self, saved: "Run") -> "Run":

@@ -19,11 +19,13 @@ from ..regrow import Regrow
 from ..select import Global, NofM, PerLayer, PerRow, Selector
 from ..summary import Report, report
 from ..training import Event, Pruner
+from . import memory
 from .checkpoint import load_checkpoint, save_checkpoint
 from .data import ImageData, TokenData, load
 from .evaluate import Quality, evaluate, loss_of
 from .models import build
 from .run import Run
+from .trackers import check_installed
 from .tracking import Tracker, read_run
 
 Progress = Callable[[int, dict[str, Any]], None]  # called after each step with what is known then
@@ -46,6 +48,7 @@ class Result:
     seconds: float
     budget_scale: float
     digest: str | None
+    peak_memory: int = 0  # bytes: allocated on the GPU, or held by the process on a CPU
 
 
 class Training:
@@ -54,6 +57,7 @@ class Training:
     def __init__(self, run: Run, data: Data | None = None) -> None:
         self.run = run
         self.device = device_of(_device(run.device))
+        memory.reset_peak(self.device)
         self.data: Data = data or data_of(run)
         torch.manual_seed(run.seed)
         self.model = build(run.model, self.data.shape).to(self.device)
@@ -102,6 +106,18 @@ class Training:
 
     def sparsity(self) -> float:
         return self.pruner.sparsity if self.pruner else 0.0
+
+    def zeros(self) -> dict[str, Any]:
+        """Sparsity now and the zeros of each prunable layer, counted; a dense run has none to count."""
+        if not self.pruner:
+            return {"sparsity": 0.0}
+        counted = self.pruner.report()
+        return {"sparsity": counted.sparsity, "zeros": [layer.num_zeros for layer in counted.layers if not layer.dense]}
+
+    def layers(self) -> dict[str, int]:
+        """Number of weights of each prunable layer, in the order of ``zeros``."""
+        layers = self.pruner.report().layers if self.pruner else []
+        return {layer.name: layer.num_weights for layer in layers if not layer.dense}
 
     def state(self) -> dict[str, Any]:
         """Everything that the rest of the run depends on; the order of the data is a function of seed and step."""
@@ -155,10 +171,13 @@ def train(
         run = run.continuing(read_run(run.out))
     elif run.out.exists() and any(run.out.iterdir()):
         raise ValueError(f"{run.out} is not empty; pass --resume to continue the run in it, or choose another --out")
+    check_installed(run.track)
     training = Training(run, data)
     if run.resume and checkpoint.exists():
         training.load(load_checkpoint(checkpoint))
     tracker = Tracker.open(run, training.step)
+    if not training.step and training.pruner:
+        tracker.log(step=0, layers=training.layers())
     quality = _loop(training, tracker, checkpoint, progress, saves_last=finish is None) or training.evaluate()
     if finish:
         finish(training)
@@ -202,7 +221,7 @@ def _loop(
         training.seconds += time.perf_counter() - started
         if step % run.eval_every == 0 or last:
             quality = training.evaluate()
-            values |= {"sparsity": training.sparsity(), "eval": asdict(quality) | {"perplexity": quality.perplexity}}
+            values |= {**training.zeros(), "eval": asdict(quality) | {"perplexity": quality.perplexity}}
         if values:
             tracker.log(step=step, **values)
         if saves_last if last else run.save_every and step % run.save_every == 0:
@@ -228,6 +247,7 @@ def _result(training: Training, quality: Quality) -> Result:
         seconds=training.seconds,
         budget_scale=run.budget_scale,
         digest=training.pruner.digest() if training.pruner else None,
+        peak_memory=memory.peak(training.device),
     )
 
 

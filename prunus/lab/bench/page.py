@@ -11,7 +11,8 @@ INTRODUCTION = """# Benchmarks
 This page is made by `prunus bench page` from the JSON files in `benchmarks/results/`; nothing in it is
 typed. Where a record was not written by a command, its section says so. All
 methods of a table ran in one process, one after the other or in turns. Run them on your
-own machine with `prunus bench select`, `step`, `train`, `export`, `matvec` and `prune` (`--device cuda` on a GPU).
+own machine with `prunus bench select`, `step`, `train`, `export`, `matvec`, `prune` and `level` (`--device cuda` on
+a GPU).
 """
 
 SELECT = """Masks of {num_weights:,} weights ({weights}, {dtype}) at {sparsity:.0%} by {score}, median of up to \
@@ -53,6 +54,14 @@ torch counts them over eight windows, the inspection of the model included: what
 from running them better, not from leaving them out.
 """
 
+
+LEVEL = """One level, WANDA candidates and the probe at {sparsity:.0%}, on a random bfloat16 model of Mistral-7B's \
+shape ({num_weights:,} weights, {blocks} blocks, {windows} samples of {length} tokens): what a level costs, nothing \
+about quality. Plainly is the probe by its definition, one sample a pass, all other weights frozen, two records a \
+weight; it was timed for three weights over four samples and scaled to all. The first level of a process also compiles \
+kernels, which stay on disk. Busy is the driver's figure; the share of peak counts matrix products alone, against 989 \
+TFLOP/s.
+"""
 
 PARTS = """Where the time of one event goes ({weights}, bitter7, 50 %). Events queued one behind the other take \
 {queued_ms:.2f} ms each on the device, a CUDA graph of one with the wait {replayed_ms:.2f} ms; called one by one, \
@@ -207,7 +216,27 @@ def _prune(record: dict[str, Any]) -> str:
     return _section("Pruning after training", record, PRUNE, table(headings, lines))
 
 
+def _level(record: dict[str, Any]) -> str:
+    plain = record["rows"][0]["seconds"]
+    lines = [
+        (
+            row["way"],
+            f"{row['seconds']:.1f}",
+            f"{plain / row['seconds']:.1f}",
+            _number(row.get("utilisation"), "{:.0%}"),
+            _number(row.get("share_of_peak"), "{:.0%}"),
+            _number(row.get("peak_gib"), "{:.1f}"),
+            f"{row['passes']:,}",
+            _number(row.get("sparsity"), "{:.2%}"),
+        )
+        for row in record["rows"]
+    ]
+    headings = ("way", "s a level", "times faster", "busy", "of peak", "peak GiB", "passes", "sparsity")
+    return _section("The gradient probe: a level of a 7 B model", record, LEVEL, table(headings, lines))
+
+
 SECTIONS = {
+    "level": _level,
     "export": _export,
     "matvec": _matvec,
     "parts": _parts,
