@@ -104,7 +104,8 @@ class Start:
     cells: "tuple[Cell, ...]" = ()
 
     def plan(self) -> "Plan":
-        from ..lab.study.plan import Plan, data_digests
+        from ..lab.study.keys import data_digests
+        from ..lab.study.plan import Plan
 
         return Plan(self.base, self.arms, self.cells, data_digests(self.base))
 

@@ -24,7 +24,6 @@ from prunus.lab.study.plan import make_plan
 from prunus.lab.study.results import summary
 from prunus.lab.study.runner import Options, Worker, estimate
 from prunus.lab.trainer import train
-from prunus.ops import bits
 
 BASE = """model = "gpt2-tiny"
 data = "{data}"
@@ -366,12 +365,14 @@ def test_overlap_is_the_jaccard_index_of_what_was_pruned(numel, tmp_path):
     for number, masks in enumerate(keep):
         folders.append(tmp_path / str(number))
         folders[-1].mkdir()
-        packed = {name: bits.pack(mask) for name, mask in masks.items()}
-        save_masks(folders[-1], packed, {name: mask.shape for name, mask in masks.items()})
+        save_masks(folders[-1], masks)
     first, second = (torch.cat([~mask.flatten() for mask in masks.values()]) for masks in keep)
     assert jaccard(*folders) == pytest.approx(int((first & second).sum()) / int((first | second).sum()))
     assert jaccard(folders[0], folders[0]) == 1.0
     assert jaccard(folders[0], tmp_path) is None
+    (folders[1] / "masks.safetensors").write_bytes(b"short")
+    with pytest.raises(ValueError, match="cannot be read"):
+        jaccard(*folders)
 
 
 def test_images_are_compared_by_accuracy(tmp_path):

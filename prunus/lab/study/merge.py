@@ -8,7 +8,8 @@ from typing import Any
 
 from ..files import write_json
 from .folder import Folder, read_json, read_run
-from .plan import extended, key_of
+from .keys import key_of
+from .plan import extended
 from .results import update
 
 KEPT = ("run.json", "metrics.jsonl", "result.json", "cell.json", "failed.json")
