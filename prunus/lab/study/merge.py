@@ -40,6 +40,8 @@ def merge(paths: Sequence[Path], out: Path, *, slim: bool = False) -> dict[str, 
     whole.write(plan, _environment(folders))
     for source in runs.values():
         _copy(source, part / "runs" / source.name, slim)
+    for notes in [folder.path / "notes.md" for folder in folders if (folder.path / "notes.md").is_file()][:1]:
+        shutil.copy2(notes, part / "notes.md")
     values = update(whole)
     if slim:
         for path in (part / "study.json", *part.glob("runs/*/run.json")):
