@@ -53,6 +53,7 @@ class Source:
     rows: Sequence[Row] = ()
     study: Json = field(default_factory=dict)
     notes: Sequence[str] = ()
+    num_open: int = 0  # runs that have neither ended nor failed, as far as the folder says
 
     @property
     def record(self) -> Record:
@@ -92,7 +93,8 @@ def read_source(folder: Path) -> Source:
     title = folder.resolve().name
     if is_run(folder):
         record = read_record(folder)
-        return Source(title, "run", [_cell(record)], notes=[f"This run {note}." for note in record.notes])
+        notes = [f"This run {note}." for note in record.notes]
+        return Source(title, "run", [_cell(record)], notes=notes, num_open=int(record.result is None))
     if (folder / "study.json").is_file():
         from .study import read_study
 
@@ -100,7 +102,8 @@ def read_source(folder: Path) -> Source:
     cells, notes = read_cells(folder)
     if not cells:
         raise ValueError(f"{folder} holds neither a run (run.json) nor a study (study.json) nor folders of runs")
-    return Source(title, "runs", cells, rows_of(cells), notes=notes)
+    num_open = sum(cell.record.result is None for cell in cells)
+    return Source(title, "runs", cells, rows_of(cells), notes=notes, num_open=num_open)
 
 
 def read_cells(folder: Path) -> tuple[list[Cell], list[str]]:

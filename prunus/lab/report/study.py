@@ -23,7 +23,18 @@ def read_study(folder: Path) -> Source:
     else:
         rows = rows_of(cells)
         notes.insert(0, "There is no study_result.json: means are taken from the runs, and there are no verdicts.")
-    return Source(folder.resolve().name, "study", _ordered(cells, study), rows, study, notes)
+    return Source(
+        folder.resolve().name, "study", _ordered(cells, study), rows, study, notes, _num_open(study, cells, result)
+    )
+
+
+def _num_open(study: Json, cells: Sequence[Cell], result: Any) -> int:
+    """Runs to come: by the result, which knows arms that share one, else by the plan."""
+    if isinstance(result, dict) and isinstance(result.get("num_runs"), int):
+        done = result.get("num_finished")
+        return result["num_runs"] - (done if isinstance(done, int) else 0) - len(_dicts(result.get("failed")))
+    planned = sum(len(arm["cells"]) for arm in _dicts(study.get("arms")) if isinstance(arm.get("cells"), list))
+    return max(1, planned - sum(cell.record.result is not None for cell in cells))
 
 
 def _ordered(cells: Sequence[Cell], study: Json) -> list[Cell]:
