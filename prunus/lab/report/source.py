@@ -110,6 +110,7 @@ def read_cells(folder: Path) -> tuple[list[Cell], list[str]]:
     """Cells of the runs right below ``folder``; one that cannot be read is noted and left out."""
     cells: list[Cell] = []
     notes: list[str] = []
+    noted: dict[str, list[str]] = {}
     for path in sorted(path for path in folder.iterdir() if path.is_dir() and is_run(path)):
         try:
             record = read_record(path)
@@ -118,8 +119,13 @@ def read_cells(folder: Path) -> tuple[list[Cell], list[str]]:
             notes.append(f"{path.name} is left out: {error}.")
             continue
         cells.append(_cell(record, more if isinstance(more, dict) else {}))
-        notes += [f"{path.name} {note}." for note in record.notes]
-    return cells, notes
+        for note in record.notes:
+            noted.setdefault(note, []).append(path.name)
+    return cells, notes + [f"{_several(names)} {note}." for note, names in noted.items()]
+
+
+def _several(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"Each of {len(names)} runs ({names[0]}, ...)"
 
 
 def _cell(record: Record, more: Json | None = None) -> Cell:

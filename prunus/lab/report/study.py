@@ -47,22 +47,21 @@ def _row(row: Mapping[str, Any]) -> Row:
     difference, cost = (row.get(name) if isinstance(row.get(name), dict) else {} for name in ("difference", "cost"))
     values = row.get("values")
     budget = number(row.get("budget_scale"))
-    notes = [f"the same as {row['same_as']}"] if row.get("same_as") else []
-    notes += [f"budget × {plain(budget, 3)}"] if budget not in (None, 1.0) else []
+    same = str(row.get("same_as") or "")
     return Row(
         arm=row["arm"],
         sparsity=number(row.get("sparsity")) or 0.0,
         values=[v for v in values if number(v) is not None] if isinstance(values, list) else [],
         mean=number(row.get("mean")),
         spread=number(row.get("sd")),
-        difference=number((difference or {}).get("mean")),
+        difference=None if same else number((difference or {}).get("mean")),
         half_width=number((difference or {}).get("half_width")),
         against=str(row.get("against") or ""),
-        verdict=str(row.get("verdict") or ""),
-        overlap=number(row.get("overlap")),
+        verdict=f"the same computation as {same}" if same else str(row.get("verdict") or ""),
+        overlap=None if same else number(row.get("overlap")),
         cost=number((cost or {}).get("mean")),
-        same_as=str(row.get("same_as") or ""),
-        note=", ".join(notes),
+        same_as=same,
+        note=f"budget × {plain(budget, 3)}" if budget not in (None, 1.0) else "",
     )
 
 
