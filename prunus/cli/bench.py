@@ -163,14 +163,15 @@ def _said(command: Command, shapes: list[tuple[int, int]]) -> str:
 
 
 def _prune(command: Command, device: "torch.device") -> Measured:
-    from ..lab.bench.prune import Place, bench_prune, task_of
+    from ..lab.bench.prune import Place, bench_prune, head_share, probe_parts, task_of
 
     place = Place(command.checkpoint, command.calibration, device)
     task = task_of(place, command.windows, command.length, command.layers, command.sparsity)
     about = command.checkpoint.name if command.checkpoint else "random weights of the shape of stories15M"
     settings = {"model": about, "probed": len(task.names), "sparsity": command.sparsity}
-    settings |= {"windows": command.windows, "length": command.length}
-    return settings, bench_prune(task, command.repeat, device)
+    settings |= {"windows": command.windows, "length": command.length, "head_share": head_share(task)}
+    rows = bench_prune(task, command.repeat, device)
+    return settings | {"parts": probe_parts(task, device)}, rows
 
 
 def _level(command: Command, device: "torch.device") -> Measured:

@@ -63,6 +63,11 @@ kernels, which stay on disk. Busy is the driver's figure; the share of peak coun
 TFLOP/s.
 """
 
+HEAD = """The head takes {head_share:.0%} of the products of a record that starts at the probed weight, and either \
+side runs it once for each record and sample: a record is taken with other weights than the one before it, so that its \
+logits are new ones, and no decision is kept without them. What can be saved is the blocks before the probed weight, \
+and the time that batches and a head in parts save. The parts below are of a run of its own, with clocks."""
+
 PARTS = """Where the time of one event goes ({weights}, bitter7, 50 %). Events queued one behind the other take \
 {queued_ms:.2f} ms each on the device, a CUDA graph of one with the wait {replayed_ms:.2f} ms; called one by one, \
 {total_ms:.2f} ms in the median of the stamped calls and {least_ms:.2f} ms at best: the rest is the host before the \
@@ -213,7 +218,12 @@ def _prune(record: dict[str, Any]) -> str:
         for row in record["rows"]
     ]
     headings = ("task", "s", "plainly, s", "times faster", "times fewer operations", "mask elements that differ")
-    return _section("Pruning after training", record, PRUNE, table(headings, lines))
+    body = table(headings, lines)
+    if parts := record["settings"].get("parts"):
+        body += f"\n\n{HEAD.format(**record['settings'])}\n\n"
+        shares = [(row["part"], f"{row['seconds']:.3f}", f"{row['share']:.0%}") for row in parts]
+        body += table(("part of our probe", "s", "share"), shares)
+    return _section("Pruning after training", record, PRUNE, body)
 
 
 def _level(record: dict[str, Any]) -> str:
