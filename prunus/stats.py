@@ -103,7 +103,7 @@ def sources(
 def check_elementwise(source: Lazy) -> None:
     """Raise ValueError if a part of the weight gets other scores when it is scored alone: so would a rank's."""
     dim = next((dim for dim, size in enumerate(source.shape) if size > 1), None)
-    if dim is None or source.takes_position:
+    if dim is None or source.takes_position or source.part is None:
         return
     size = [length - length // 2 if i == dim else length for i, length in enumerate(source.shape)]
     half = replace(source.part, whole=tuple(source.shape), start=(0,) * len(size), size=tuple(size))
