@@ -1,5 +1,7 @@
 """``prunus train``"""
 
+import os
+
 from ..lab.run import Run
 
 Command = Run
@@ -12,6 +14,9 @@ def run(command: Run) -> None:
 
     if command.resume:
         command = command.continuing(read_run(command.out))
+    if os.environ.get("RANK", "0") != "0":  # the first rank speaks for all
+        train(command)
+        return
     with progress_bar(command.score if command.score != "none" else "dense", command.total_steps) as report:
         result = train(command, report)
     print(

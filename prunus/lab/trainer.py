@@ -18,12 +18,14 @@ from ..optim import AdamWPrune, Spam
 from ..select import Global, NofM, PerLayer, PerRow, Selector
 from ..summary import Report, report
 from ..training import Event, Pruner
-from .checkpoint import load_checkpoint, save_checkpoint
+from .checkpoint import load_checkpoint
 from .data import ImageData, TokenData, load
-from .evaluate import Quality, evaluate, loss_of
+from .evaluate import Quality, loss_of, measured, summed
+from .keeping import resume, save
 from .models import build
-from .run import Run
-from .tracking import Tracker, read_run
+from .parallel import Team, team_of
+from .run import Run, is_restarted
+from .tracking import Silent, Tracker, read_run
 
 Progress = Callable[[int, dict[str, Any]], None]  # called after each step with what is known then
 
@@ -49,22 +51,17 @@ class Result:
 class Training:
     """All that a run needs, built and checked before anything is written."""
 
-    def __init__(self, run: Run) -> None:
-        self.run = run
-        self.device = device_of(_device(run.device))
-        self.data: TokenData | ImageData = load(
-            run.data,
-            context=run.context,
-            validation=run.validation,
-            vocab_size=run.vocab_size,
-            augment=run.augment,
-        )
+    def __init__(self, run: Run, team: Team = Team()) -> None:
+        self.run, self.team = run, team
+        self.device = team.place(device_of(_device(run.device)))
+        self.data: TokenData | ImageData = team.each(lambda: _data(run))
         torch.manual_seed(run.seed)
         self.model = build(run.model, self.data.shape).to(self.device)
+        self.wrapped = team.wrap(self.model, self.device)
         self.optimizer = make_optimizer(run, self.model)
         self.events: list[Event] = []
         self.pruner = make_pruner(run, self.model, self.optimizer, self.events.append)
-        self.forward: Callable[..., torch.Tensor] = torch.compile(self.model) if run.compile else self.model
+        self.forward: Callable[..., torch.Tensor] = torch.compile(self.wrapped) if run.compile else self.wrapped
         self.step = 0
         self.seconds = 0.0
 
@@ -82,11 +79,13 @@ class Training:
         lr *= getattr(self.optimizer, "lr_scale", 1.0)
         total = torch.zeros((), device=self.device)
         for part in range(run.accumulate):
-            inputs, targets = self.data.train.batch(self.step * run.accumulate + part, run.batch, run.seed)
-            with self.autocast():
-                logits = self.forward(inputs.to(self.device, non_blocking=True))
-            loss = loss_of(logits, targets.to(self.device, non_blocking=True)) / run.accumulate
-            loss.backward()
+            own, size = self.team.slice_of(self.step * run.accumulate + part, run.batch)
+            inputs, targets = self.data.train.batch(own, size, run.seed)
+            with self.team.syncing(self.wrapped, last=part == run.accumulate - 1):
+                with self.autocast():
+                    logits = self.forward(inputs.to(self.device, non_blocking=True))
+                loss = loss_of(logits, targets.to(self.device, non_blocking=True)) / run.accumulate
+                loss.backward()
             total += loss.detach()
         if run.clip and not isinstance(self.optimizer, AdamWPrune):
             nn.utils.clip_grad_norm_(self.model.parameters(), run.clip)
@@ -96,8 +95,10 @@ class Training:
         return total, lr
 
     def evaluate(self) -> Quality:
+        """Quality on held-out data; ranks share the batches, and every number is that of one process."""
+        self.team.average_buffers_(self.model)
         batches = self.data.validation(self.run.batch, self.run.eval_size or None)
-        return evaluate(self.model, batches, self.device, self.autocast())
+        return summed(self.team.shared(batches, lambda own: measured(self.model, own, self.device, self.autocast())))
 
     def sparsity(self) -> float:
         return self.pruner.sparsity if self.pruner else 0.0
@@ -112,7 +113,7 @@ class Training:
             "optimizer": self.optimizer.state_dict(),
             "pruner": self.pruner.state_dict() if self.pruner else None,
             "rng": torch.get_rng_state(),
-            "cuda_rng": torch.cuda.get_rng_state_all() if self.device.type == "cuda" else [],
+            "cuda_rng": [torch.cuda.get_rng_state(device) for device in self.team.gpus(self.device)],
         }
 
     def load(self, state: dict[str, Any]) -> None:
@@ -122,25 +123,33 @@ class Training:
             self.pruner.load_state_dict(state["pruner"])
         self.step, self.seconds = state["step"], state["seconds"]
         torch.set_rng_state(state["rng"])
-        if state["cuda_rng"]:
-            torch.cuda.set_rng_state_all(state["cuda_rng"])
+        for device, rng in zip(self.team.gpus(self.device), state["cuda_rng"], strict=False):
+            torch.cuda.set_rng_state(rng, device)
 
 
 def train(run: Run, progress: Progress = lambda step, values: None) -> Result:
     """Train as ``run`` says, or continue it, and leave its folder complete."""
-    checkpoint = run.out / "checkpoint.pt"
-    if run.resume:
-        run = run.continuing(read_run(run.out))
-    elif run.out.exists() and any(run.out.iterdir()):
-        raise ValueError(f"{run.out} is not empty; pass --resume to continue the run in it, or choose another --out")
-    training = Training(run)
-    if run.resume and checkpoint.exists():
-        training.load(load_checkpoint(checkpoint))
-    tracker = Tracker.open(run, training.step)
-    quality = _loop(training, tracker, checkpoint, progress) or training.evaluate()
-    result = _result(training, quality)
-    tracker.result(asdict(result))
+    with team_of(run) as team:
+        run = team.first(lambda: _begun(run))
+        training = Training(run, team)
+        if run.resume:
+            resume(training)
+        tracker = Tracker.open(run, training.step) if team.is_first else Silent()
+        quality = _loop(training, tracker, progress) or training.evaluate()
+        result = _result(training, quality)
+        tracker.result(asdict(result))
     return result
+
+
+def _begun(run: Run) -> Run:
+    """The run to take up in its folder: a new one, or the one in it if that was asked for or torchrun restarts it."""
+    if run.resume:
+        return run.continuing(read_run(run.out))
+    if not run.out.exists() or not any(run.out.iterdir()):
+        return run
+    if is_restarted() and read_run(run.out).to_json() == run.to_json():
+        return replace(run, resume=True)
+    raise ValueError(f"{run.out} is not empty; pass --resume to continue the run in it, or choose another --out")
 
 
 def evaluated(
@@ -160,7 +169,7 @@ def evaluated(
     )
 
 
-def _loop(training: Training, tracker: Tracker, checkpoint: Path, progress: Progress) -> Quality | None:
+def _loop(training: Training, tracker: Tracker | Silent, progress: Progress) -> Quality | None:
     """Step until the budget is spent; the quality at the end, if there was a step to take."""
     run, quality = training.run, None
     while training.step < run.total_steps:
@@ -172,7 +181,7 @@ def _loop(training: Training, tracker: Tracker, checkpoint: Path, progress: Prog
             tracker.log(step=step, event=asdict(event))
         training.events.clear()
         if step % run.log_every == 0 or last:
-            values = {"loss": loss.item(), "lr": lr, "examples": step * run.batch * run.accumulate}
+            values = {"loss": training.team.mean(loss).item(), "lr": lr, "examples": step * run.batch * run.accumulate}
         training.seconds += time.perf_counter() - started
         if step % run.eval_every == 0 or last:
             quality = training.evaluate()
@@ -180,7 +189,7 @@ def _loop(training: Training, tracker: Tracker, checkpoint: Path, progress: Prog
         if values:
             tracker.log(step=step, **values)
         if last or (run.save_every and step % run.save_every == 0):
-            save_checkpoint(checkpoint, training.state())
+            save(training, last)
         progress(step, values)
     return quality
 
@@ -260,6 +269,16 @@ SELECTORS: dict[str, Selector] = {
     "row": PerRow(),
     "2:4": NofM(2, 4),
 }
+
+
+def _data(run: Run) -> TokenData | ImageData:
+    return load(
+        run.data,
+        context=run.context,
+        validation=run.validation,
+        vocab_size=run.vocab_size,
+        augment=run.augment,
+    )
 
 
 def _device(name: str) -> str:
