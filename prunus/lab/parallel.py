@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .run import Parallel, Run, is_launched
+from .run import Parallel, Run
 
 T = TypeVar("T")
 Row = tuple[float, int, int]  # of a batch: summed loss, right predictions, targets
@@ -150,21 +150,10 @@ def _tried(make: Callable[[], T]) -> tuple[T | None, str | None]:
 @contextmanager
 def team_of(run: Run) -> Iterator[Team]:
     """The ranks that ``run`` asks for, joined while the context lasts; a launch that does not fit is a ValueError."""
-    world = int(os.environ.get("WORLD_SIZE", "1")) if is_launched() else 1
+    run.check_launch()
     if run.parallel == "none":
-        if world > 1:
-            raise ValueError(
-                f"{world} ranks were started, but parallel is none: pass --parallel ddp or --parallel fsdp"
-            )
         yield Team()
         return
-    if not is_launched():
-        raise ValueError(
-            f"parallel is {run.parallel}, but this process is alone; start it by torchrun --nproc-per-node N "
-            f"-m prunus train, or leave out --parallel"
-        )
-    if run.batch % world:
-        raise ValueError(f"batch is split over the ranks, and {run.batch} is no multiple of {world}; choose another")
     joined = dist.is_initialized()
     if not joined:
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")

@@ -130,6 +130,21 @@ class Run:
         if self.score != "none":
             self.sparsity_schedule()
 
+    def check_launch(self) -> None:
+        """A ValueError where the ranks that were started are not those that the run asks for."""
+        ranks = int(os.environ["WORLD_SIZE"]) if is_launched() else 1
+        if self.parallel == "none" and ranks > 1:
+            raise ValueError(
+                f"{ranks} ranks were started, but parallel is none; pass --parallel ddp or --parallel fsdp"
+            )
+        if self.parallel != "none" and not is_launched():
+            raise ValueError(
+                f"parallel is {self.parallel}, but this process is alone; start it by "
+                "torchrun --nproc-per-node N -m prunus train ..., or leave out --parallel"
+            )
+        if self.batch % ranks:
+            raise ValueError(f"batch is split over the {ranks} ranks, but {self.batch} is no multiple; choose another")
+
     @property
     def total_steps(self) -> int:
         return round(self.steps * self.budget_scale)

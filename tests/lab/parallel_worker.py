@@ -1,0 +1,124 @@
+"""What the ranks of test_parallel do, each job in one launch: torchrun parallel_worker.py JOB DATA FOLDER."""
+
+import os
+import signal
+import sys
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from prunus.cli import main
+from prunus.lab import pieces
+from prunus.lab.checkpoint import save_checkpoint
+from prunus.lab.keeping import resume, save
+from prunus.lab.parallel import Team
+from prunus.lab.run import Parallel, Run
+from prunus.lab.tracking import read_run
+from prunus.lab.trainer import Training, train
+
+KINDS: tuple[Parallel, ...] = ("ddp", "fsdp")
+STOP = 12  # the step after which an interrupted run ends; its last checkpoint is of step 10
+
+
+# five batches of evaluation are no multiple of 2, 3 or 4 ranks, and with accumulation gradients wait
+NAMES = "context batch accumulate steps every begin end warmup log_every eval_every eval_size save_every".split()
+OPTIONS: dict[str, Any] = dict(zip(NAMES, (16, 12, 2, 20, 3, 4, 16, 3, 1, 10, 60, 5), strict=True))
+
+
+class Interrupted(Exception):
+    pass
+
+
+def options(data: Path, out: Path, parallel: Parallel = "none") -> Run:
+    return Run(data=str(data), out=out, parallel=parallel, **OPTIONS)
+
+
+def until_stop(step: int, _: object) -> None:
+    if step == STOP:
+        raise Interrupted
+
+
+def interrupted(run: Run) -> None:
+    with suppress(Interrupted):
+        train(run, until_stop)
+    dist.barrier()
+
+
+def resaved(folder: Path, out: Path, parallel: Parallel) -> None:
+    """Read a run's checkpoint and write it anew, without a step in between."""
+    run = replace(read_run(folder), out=folder, parallel=parallel)
+    training = Training(run, Team(run.parallel, dist.get_rank(), dist.get_world_size()))
+    resume(training)
+    training.run = replace(training.run, out=out)
+    if training.team.is_first:
+        out.mkdir()
+    dist.barrier()
+    save(training, last=False)
+
+
+def gathered(run: Run, out: Path) -> None:
+    """What one rank puts together from the ranks' tensors, without the checkpoint's own files."""
+    training = Training(replace(run, resume=True), Team(run.parallel, dist.get_rank(), dist.get_world_size()))
+    resume(training)
+    state = training.state()
+    for tensors in (state["model"], *state["optimizer"]["state"].values()):
+        for name, value in tensors.items():
+            tensors[name] = value.full_tensor() if hasattr(value, "full_tensor") else value
+    if training.team.is_first:
+        save_checkpoint(out, state)
+    dist.barrier()
+
+
+def four(data: Path, folder: Path) -> None:
+    for kind in KINDS:
+        interrupted(options(data, folder / f"{kind}4", parallel=kind))
+
+
+def three(data: Path, folder: Path) -> None:
+    resaved(folder / "ddp4", folder / "ddp4-fsdp3", "fsdp")
+    resaved(folder / "fsdp4", folder / "fsdp4-ddp3", "ddp")
+    train(Run(out=folder / "fsdp4", resume=True))
+
+
+def two(data: Path, folder: Path) -> None:
+    for kind in KINDS:
+        run = options(data, folder / f"{kind}2", parallel=kind)
+        train(run)
+        broken = replace(run, out=folder / f"{kind}2-broken")
+        interrupted(broken)
+        gathered(broken, folder / f"{kind}2-gathered.pt")
+        resaved(broken.out, folder / f"{kind}2-saved", kind)
+        train(replace(broken, resume=True))
+    resaved(folder / "fsdp4", folder / "fsdp4-fsdp2", "fsdp")
+    resaved(folder / "one", folder / "one-fsdp2", "fsdp")
+
+
+def kill(data: Path, folder: Path) -> None:
+    """In the first attempt a rank is killed with half of its second checkpoint written."""
+    if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        write, calls = pieces.dcp.FileSystemWriter.write_data, []
+
+        def write_data(self, plan, planner):
+            calls.append(1)
+            done = write(self, plan, planner)
+            if len(calls) == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return done
+
+        pieces.dcp.FileSystemWriter.write_data = write_data
+    words = [word for name, value in OPTIONS.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    main(["train", "--data", str(data), "--out", str(folder / "killed"), "--parallel", "fsdp", *words])
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    job, data, folder = sys.argv[1:]
+    if job != "kill":  # there the command joins the ranks itself
+        dist.init_process_group("gloo")
+    globals()[job](Path(data), Path(folder))
+    if job != "kill":
+        dist.destroy_process_group()
