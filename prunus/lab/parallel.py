@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.rendezvous import rendezvous
 
 from .run import Parallel, Run
 
@@ -156,10 +157,21 @@ def team_of(run: Run) -> Iterator[Team]:
         return
     joined = dist.is_initialized()
     if not joined:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        _join()
     yield Team(run.parallel, dist.get_rank(), dist.get_world_size())
     if not joined:  # not after an error, when others may wait for what will not come
         dist.destroy_process_group()
+
+
+def _join() -> None:
+    """Meet the other ranks in a place of this attempt's own.
+
+    torchrun keeps one store over its restarts (seen in 2.13), where a rank would find the addresses of the dead.
+    """
+    store, rank, size = next(rendezvous("env://"))
+    attempt = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=attempt, rank=rank, world_size=size)
 
 
 def _sharded(model: nn.Module, device: torch.device, size: int) -> nn.Module:
