@@ -1,7 +1,7 @@
 """Gradients of pruned weights count as zero, whatever optimizer reads them."""
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from .ops import bits
+from .shard import local, waits_for_copy
 
 
 class Movement:
@@ -21,11 +22,11 @@ class Movement:
 
     def load(self, sums: Mapping[str, Tensor]) -> None:
         for name, values in sums.items():
-            self.sums[name].copy_(values)
+            local(self.sums[name]).copy_(values)
 
     def add(self, parameter: Tensor, grad: Tensor, lr: float) -> None:
         if (name := self._names.get(id(parameter))) is not None:
-            self.sums[name].addcmul_(grad, parameter, value=-lr)
+            local(self.sums[name]).addcmul_(local(grad), local(parameter), value=-lr)
 
     def add_all(self, optimizer: Optimizer) -> None:
         """Add the update that ``optimizer`` is about to make, without a GradScaler's factor."""
@@ -43,7 +44,8 @@ class MaskedGradients:
     """Masks gradients by hooks: as they are accumulated, so that clipping sees them masked, and before the step.
 
     The second time costs nothing where nothing has written to the gradient since the first. (A
-    write through ``grad.data`` hides itself from autograd, and from this.)
+    write through ``grad.data`` hides itself from autograd, and from this.) Gradients that FSDP2 still copies
+    to the CPU when it accumulates them are masked before the step alone.
     """
 
     def __init__(self, weights: Mapping[str, nn.Parameter], packed: Mapping[str, Tensor]) -> None:
@@ -55,8 +57,7 @@ class MaskedGradients:
 
         @torch.no_grad()
         def before_update() -> None:
-            for name in self.packed:
-                self.mask(name)
+            self.mask_all()
             if movement:
                 movement.add_all(optimizer)
 
@@ -68,14 +69,21 @@ class MaskedGradients:
 
         handles = [optimizer.register_step_pre_hook(before_step)]
         for name, parameter in self.weights.items():
+            if waits_for_copy(parameter):
+                continue
             handles.append(parameter.register_post_accumulate_grad_hook(lambda _, name=name: self.mask(name)))
         return handles
+
+    def mask_all(self) -> None:
+        for name in self.packed:
+            self.mask(name)
 
     @torch.no_grad()
     def mask(self, name: str) -> None:
         grad, seen = self.weights[name].grad, self._seen.get(name)
         if grad is None or name not in self.packed:
             return
+        grad = local(grad)
         if seen is None or seen[0]() is not grad or seen[1] != grad._version:
             bits.zero_(grad, self.packed[name])
             self._seen[name] = weakref.ref(grad), grad._version
@@ -85,10 +93,28 @@ class MaskedGradients:
         self._seen.pop(name, None)
 
 
+def check_captured(weights: Collection[str], packed: Collection[str]) -> None:
+    """Refuse a graph of a step that would know nothing of the masks; nothing is counted, since nothing is run."""
+    if any(name not in packed for name in weights):
+        raise ValueError(
+            "a graph of this step would not hold the masks, since there are none yet; "
+            "capture it after the first event, or use AdamWPrune"
+        )
+
+
 def is_skipped(optimizer: Optimizer) -> bool:
     """Whether a GradScaler lets a fused optimizer skip this step because of infinite gradients."""
     found_inf = getattr(optimizer, "found_inf", None)
     return found_inf is not None and bool(found_inf.item())
+
+
+def is_initialising(optimizer: Optimizer) -> bool:
+    """Whether this is no step but ``torch.distributed.checkpoint`` making room for a state: no rate, no gradient."""
+    rates = [group.get("lr", 1.0) for group in optimizer.param_groups]
+    if any((isinstance(rate, Tensor) and rate.is_cuda) or float(rate) for rate in rates):
+        return False
+    grads = (p.grad for group in optimizer.param_groups for p in group["params"])
+    return not any(bool(local(grad).any()) for grad in grads if grad is not None)
 
 
 def _followed(closure: Callable[[], Any], then: Callable[[], None]) -> Callable[[], Any]:
