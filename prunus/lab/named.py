@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..ops import bits
+
 State = dict[str, Any]
 
 
@@ -34,10 +36,16 @@ def to_names(state: State, model: nn.Module, optimizer: Optimizer) -> State:
 
 
 def from_names(named: State, whole: bool = False) -> State:
-    """The state as the optimizer numbers its weights; a ``whole`` one has its masks with the optimizer's too."""
+    """The state as the optimizer numbers its weights.
+
+    A ``whole`` one is that of one process: masks are packed bits, and the optimizer's rows have them too.
+    """
     groups = [named["optimizer"]["groups"][key] for key in sorted(named["optimizer"]["groups"], key=int)]
     number = {name: i for i, name in enumerate(name for group in groups for name in group["params"])}
-    masks: Mapping[str, Tensor] = (named["pruner"] or {}).get("masks", {}) if whole else {}
+    masks: dict[str, Tensor] = {}
+    if whole and named["pruner"]:
+        masks = {name: bits.pack(mask != 0) for name, mask in named["pruner"]["masks"].items()}
+        named = named | {"pruner": named["pruner"] | {"masks": masks}}
     rows = {
         number[name]: row | ({"mask": masks[name]} if name in masks else {})
         for name, row in named["optimizer"]["state"].items()

@@ -16,8 +16,9 @@ from ..eligible import eligible
 from ..ops.device import device_of
 from ..optim import AdamWPrune, Spam
 from ..select import Global, NofM, PerLayer, PerRow, Selector
-from ..summary import Report, report
-from ..training import Event, Pruner
+from ..shard import ranks_of
+from ..summary import Event, Report, report
+from ..training import Pruner
 from .checkpoint import load_checkpoint
 from .data import ImageData, TokenData, load
 from .evaluate import Quality, loss_of, measured, summed
@@ -196,7 +197,8 @@ def _loop(training: Training, tracker: Tracker | Silent, progress: Progress) -> 
 
 def _result(training: Training, quality: Quality) -> Result:
     run = training.run
-    counted = report(training.model, eligible(training.model, run.include, run.exclude))
+    ranks = ranks_of(dict(training.model.named_parameters())) if training.team.kind == "fsdp" else None
+    counted = report(training.model, eligible(training.model, run.include, run.exclude), ranks)
     examples = training.step * run.batch * run.accumulate
     return Result(
         steps=training.step,

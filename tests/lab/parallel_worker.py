@@ -19,6 +19,7 @@ from prunus.lab.parallel import Team
 from prunus.lab.run import Parallel, Run
 from prunus.lab.tracking import read_run
 from prunus.lab.trainer import Training, train
+from prunus.ops import bits
 
 KINDS: tuple[Parallel, ...] = ("ddp", "fsdp")
 STOP = 12  # the step after which an interrupted run ends; its last checkpoint is of step 10
@@ -68,8 +69,10 @@ def gathered(run: Run, out: Path) -> None:
     for tensors in (state["model"], *state["optimizer"]["state"].values()):
         for name, value in tensors.items():
             tensors[name] = value.full_tensor() if hasattr(value, "full_tensor") else value
+    assert training.pruner is not None
+    masks = {name: bits.pack(mask) for name, mask in training.pruner.full_masks().items()}
     if training.team.is_first:
-        save_checkpoint(out, state)
+        save_checkpoint(out, state | {"pruner": state["pruner"] | {"masks": masks}})
     dist.barrier()
 
 
