@@ -157,13 +157,13 @@ def team_of(run: Run) -> Iterator[Team]:
         return
     joined = dist.is_initialized()
     if not joined:
-        _join()
+        join()
     yield Team(run.parallel, dist.get_rank(), dist.get_world_size())
     if not joined:  # not after an error, when others may wait for what will not come
         dist.destroy_process_group()
 
 
-def _join() -> None:
+def join() -> None:
     """Meet the other ranks in a place of this attempt's own.
 
     torchrun keeps one store over its restarts (seen in 2.13), where a rank would find the addresses of the dead.

@@ -130,6 +130,8 @@ class Training:
 
 def train(run: Run, progress: Progress = lambda step, values: None) -> Result:
     """Train as ``run`` says, or continue it, and leave its folder complete."""
+    if run.resume:
+        run = run.continuing(read_run(run.out))
     with team_of(run) as team:
         run = team.first(lambda: _begun(run))
         training = Training(run, team)
@@ -144,9 +146,7 @@ def train(run: Run, progress: Progress = lambda step, values: None) -> Result:
 
 def _begun(run: Run) -> Run:
     """The run to take up in its folder: a new one, or the one in it if that was asked for or torchrun restarts it."""
-    if run.resume:
-        return run.continuing(read_run(run.out))
-    if not run.out.exists() or not any(run.out.iterdir()):
+    if run.resume or not run.out.exists() or not any(run.out.iterdir()):
         return run
     if is_restarted() and read_run(run.out).to_json() == run.to_json():
         return replace(run, resume=True)

@@ -15,19 +15,19 @@ from prunus.cli import main
 from prunus.lab import pieces
 from prunus.lab.checkpoint import save_checkpoint
 from prunus.lab.keeping import resume, save
-from prunus.lab.parallel import Team
+from prunus.lab.parallel import Team, join
 from prunus.lab.run import Parallel, Run
 from prunus.lab.tracking import read_run
 from prunus.lab.trainer import Training, train
 from prunus.ops import bits
 
 KINDS: tuple[Parallel, ...] = ("ddp", "fsdp")
-STOP = 12  # the step after which an interrupted run ends; its last checkpoint is of step 10
+STOP = 7  # the step after which an interrupted run ends; its last checkpoint is of step 6
 
 
-# five batches of evaluation are no multiple of 2, 3 or 4 ranks, and with accumulation gradients wait
+# five batches of evaluation are no multiple of 2 or 3 ranks, and with accumulation gradients wait
 NAMES = "context batch accumulate steps every begin end warmup log_every eval_every eval_size save_every".split()
-OPTIONS: dict[str, Any] = dict(zip(NAMES, (16, 12, 2, 20, 3, 4, 16, 3, 1, 10, 60, 5), strict=True))
+OPTIONS: dict[str, Any] = dict(zip(NAMES, (16, 6, 2, 12, 2, 2, 10, 3, 1, 6, 30, 3), strict=True))
 
 
 class Interrupted(Exception):
@@ -76,33 +76,26 @@ def gathered(run: Run, out: Path) -> None:
     dist.barrier()
 
 
-def four(data: Path, folder: Path) -> None:
-    for kind in KINDS:
-        interrupted(options(data, folder / f"{kind}4", parallel=kind))
-
-
 def three(data: Path, folder: Path) -> None:
-    resaved(folder / "ddp4", folder / "ddp4-fsdp3", "fsdp")
-    resaved(folder / "fsdp4", folder / "fsdp4-ddp3", "ddp")
-    train(Run(out=folder / "fsdp4", resume=True))
+    """Interrupted runs on a number of ranks that does not divide the weights."""
+    for kind in KINDS:
+        interrupted(options(data, folder / f"{kind}-three", kind))
 
 
 def two(data: Path, folder: Path) -> None:
+    """All that two ranks do; in the first attempt one is killed."""
+    killed(data, folder / "killed")
     for kind in KINDS:
-        run = options(data, folder / f"{kind}2", parallel=kind)
-        train(run)
-        broken = replace(run, out=folder / f"{kind}2-broken")
-        interrupted(broken)
-        gathered(broken, folder / f"{kind}2-gathered.pt")
-        resaved(broken.out, folder / f"{kind}2-saved", kind)
-        train(replace(broken, resume=True))
-    resaved(folder / "fsdp4", folder / "fsdp4-fsdp2", "fsdp")
-    resaved(folder / "one", folder / "one-fsdp2", "fsdp")
+        whole_and_broken(options(data, folder / kind, kind), folder)
+    resaved(folder / "ddp-three", folder / "ddp-fsdp", "fsdp")
+    resaved(folder / "fsdp-three", folder / "fsdp-ddp", "ddp")
+    resaved(folder / "none", folder / "none-fsdp", "fsdp")
+    train(Run(out=folder / "fsdp-three", resume=True))
 
 
-def kill(data: Path, folder: Path) -> None:
-    """In the first attempt a rank is killed with half of its second checkpoint written."""
-    if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+def killed(data: Path, out: Path) -> None:
+    """The command line's run, in whose first attempt a rank dies with half of its second checkpoint written."""
+    if dist.get_rank() == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         write, calls = pieces.dcp.FileSystemWriter.write_data, []
 
         def write_data(self, plan, planner):
@@ -114,14 +107,22 @@ def kill(data: Path, folder: Path) -> None:
 
         pieces.dcp.FileSystemWriter.write_data = write_data
     words = [word for name, value in OPTIONS.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    main(["train", "--data", str(data), "--out", str(folder / "killed"), "--parallel", "fsdp", *words])
+    main(["train", "--data", str(data), "--out", str(out), "--parallel", "fsdp", *words])
+
+
+def whole_and_broken(run: Run, folder: Path) -> None:
+    """An unbroken run, and one that is interrupted and resumed, with what the ranks hold in between."""
+    train(run)
+    broken = replace(run, out=folder / f"{run.parallel}-broken")
+    interrupted(broken)
+    gathered(broken, folder / f"{run.parallel}-gathered.pt")
+    resaved(broken.out, folder / f"{run.parallel}-pieces", run.parallel)
+    train(replace(broken, resume=True))
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    join()
     job, data, folder = sys.argv[1:]
-    if job != "kill":  # there the command joins the ranks itself
-        dist.init_process_group("gloo")
     globals()[job](Path(data), Path(folder))
-    if job != "kill":
-        dist.destroy_process_group()
+    dist.destroy_process_group()
