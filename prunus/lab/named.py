@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..ops import bits
+from ..shard import is_dtensor
 
 State = dict[str, Any]
 
@@ -64,7 +65,7 @@ def cut_as(state: State, model: nn.Module, optimizer: Optimizer) -> State:
     like = model.state_dict()
     weights = [p for group in optimizer.param_groups for p in group["params"]]
     rows = {
-        i: {key: _cut(value, weights[i]) for key, value in row.items() if key != "mask" or not _is_cut(weights[i])}
+        i: {key: _cut(value, weights[i]) for key, value in row.items() if key != "mask" or not is_dtensor(weights[i])}
         for i, row in state["optimizer"]["state"].items()
     }
     return state | {
@@ -73,13 +74,8 @@ def cut_as(state: State, model: nn.Module, optimizer: Optimizer) -> State:
     }
 
 
-def _is_cut(weight: Any) -> bool:
-    """Whether it is a DTensor, whose module takes a second to import and is there only where one is."""
-    return hasattr(weight, "placements")
-
-
 def _cut(value: Any, weight: Any) -> Any:
-    if not _is_cut(weight) or not isinstance(value, Tensor) or value.shape != weight.shape:
+    if not is_dtensor(weight) or not isinstance(value, Tensor) or value.shape != weight.shape:
         return value
     from torch.distributed.tensor import distribute_tensor
 

@@ -16,7 +16,7 @@ from ..eligible import eligible
 from ..ops.device import device_of
 from ..optim import AdamWPrune, Spam
 from ..select import Global, NofM, PerLayer, PerRow, Selector
-from ..shard import ranks_of
+from ..shard import is_dtensor, ranks_of
 from ..summary import Event, Report, report
 from ..training import Pruner
 from .checkpoint import load_checkpoint
@@ -241,7 +241,8 @@ def make_optimizer(run: Run, model: nn.Module) -> Optimizer:
         return torch.optim.Adam(groups, lr=run.lr, betas=betas, fused=True)
     if run.optimizer == "nadam":
         return torch.optim.NAdam(groups, lr=run.lr, betas=betas, decoupled_weight_decay=True)
-    return torch.optim.SGD(groups, lr=run.lr, momentum=0.9, fused=True)
+    fused = not any(map(is_dtensor, parameters))  # which the fused one does not take
+    return torch.optim.SGD(groups, lr=run.lr, momentum=0.9, fused=fused)
 
 
 def make_pruner(run: Run, model: nn.Module, optimizer: Optimizer, on_event: Callable[[Event], None]) -> Pruner | None:
