@@ -7,6 +7,7 @@ what has a weight's shape and placement, so that is what it is handed: zeros and
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -23,10 +24,8 @@ Weights = Mapping[str, nn.Parameter]
 def unpacked(weight: Tensor, packed: Tensor | None) -> Tensor:
     """A mask as zeros and ones in the weight's shape and placement; all ones where there are no bits yet."""
     here = local(weight)
-    keep = (
-        here.new_ones(here.shape, dtype=bits.BYTE) if packed is None else bits.unpack(packed, here.shape).to(bits.BYTE)
-    )
-    return like(keep, weight)
+    keep = torch.ones_like(here, dtype=torch.bool) if packed is None else bits.unpack(packed, here.shape)
+    return like(keep.to(torch.uint8), weight)
 
 
 def saved_masks(weights: Weights, packed: Mapping[str, Tensor], whole: bool) -> dict[str, Tensor]:
@@ -36,18 +35,19 @@ def saved_masks(weights: Weights, packed: Mapping[str, Tensor], whole: bool) -> 
     return {name: mask.clone() for name, mask in packed.items()}
 
 
-def resharded_masks(
-    optimizer: Optimizer, state: dict[str, Any], weights: Weights, packed: Mapping[str, Tensor]
-) -> None:
-    """Put masks that can be resharded into an optimizer's state dict, where there is a process group or a DTensor."""
-    names = {id(weight): name for name, weight in weights.items()}
+def is_resharded(weight: Tensor) -> bool:
+    """Whether a checkpoint of this weight may be loaded by another number of ranks."""
+    return is_dtensor(weight) or (dist.is_available() and dist.is_initialized())
+
+
+def reshard_masks(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Put masks that can be resharded into an optimizer's state dict in place of packed bits."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     indices = [index for group in state["param_groups"] for index in group["params"]]
-    is_group = dist.is_available() and dist.is_initialized()
     for index, parameter in zip(indices, parameters, strict=True):
-        name, kept = names.get(id(parameter)), state["state"].get(index)
-        if name is not None and kept is not None and (is_group or is_dtensor(parameter)):
-            state["state"][index] = {**kept, "mask": unpacked(parameter, packed.get(name))}
+        kept = state["state"].get(index, {})
+        if "mask" in kept and is_resharded(parameter):
+            state["state"][index] = {**kept, "mask": unpacked(parameter, kept["mask"])}
 
 
 def checked_masks(

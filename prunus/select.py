@@ -20,6 +20,7 @@ from .ops.order import ascending
 from .ops.part import attempt
 from .ops.source import Lazy, alike, stored
 from .ops.sweep import check_finite
+from .schedule import Ramp, Schedule
 
 Scores = Mapping[str, Tensor | Lazy]
 Masks = Mapping[str, Tensor]
@@ -132,6 +133,12 @@ class NofM:
 
             masks = drop_in_groups(sources, self.m - self.n, self.m, live)
         return masks | {source.name: by_rows(source, live, self.drop) for source in sources if source.name not in masks}
+
+    def check(self, schedule: Schedule) -> None:
+        """Refuse a schedule that asks for another sparsity than the one there is."""
+        if isinstance(schedule, Ramp) or not self.fits(schedule.final):
+            fitting = f"OneShot({self.sparsity:g}, at=...) or Constant({self.sparsity:g})"
+            raise ValueError(f"{self} has one sparsity and goes with {fitting}, got {schedule}")
 
     def fits(self, sparsity: float) -> bool:
         return sparsity == 0 or abs(sparsity - self.sparsity) < 1e-9

@@ -217,6 +217,10 @@ class InputNorms(AbstractContextManager["InputNorms"]):
             self._handle.remove()
         self._handle = None
 
+    def listen(self, on: bool) -> None:
+        """Begin anew, or stop."""
+        self.__enter__() if on else self.__exit__()
+
     def norms(self) -> dict[str, Tensor]:
         """Norms by weight; collective where there are several ranks."""
         squares = self._squares

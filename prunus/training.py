@@ -16,8 +16,8 @@ from .gradients import MaskedGradients, Movement, check_captured, is_initialisin
 from .mask import Masks, check_copies, digest, full_masks, packed_masks, saved_bits
 from .ops import bits
 from .optim import AdamWPrune
-from .saved import checked_masks, resharded_masks, saved_masks, taken_sums
-from .schedule import Ramp, Schedule
+from .saved import checked_masks, is_resharded, reshard_masks, saved_masks, taken_sums
+from .schedule import Schedule
 from .select import Global, NofM, PerLayer, Selector
 from .shard import is_dtensor, local, parts_of, ranks_of, together
 from .stats import MOMENTS, InputNorms, check_eps, check_moments, check_parameters, score_of, sources
@@ -61,9 +61,8 @@ class Pruner:
             raise ValueError("say how sparse: pass schedule=Ramp(...), OneShot(...) or Constant(...), or masks to hold")
         if every < 1:
             raise ValueError(f"every is a number of steps, at least 1, got {every}")
-        if isinstance(select, NofM) and (isinstance(schedule, Ramp) or (schedule and not select.fits(schedule.final))):
-            fitting = f"OneShot({select.sparsity:g}, at=...) or Constant({select.sparsity:g})"
-            raise ValueError(f"{select} has one sparsity and goes with {fitting}, got {schedule}")
+        if isinstance(select, NofM) and schedule:
+            select.check(schedule)
         self.model, self.optimizer = model, optimizer
         self.select, self.schedule, self.every = select, schedule, every
         self.score_options = dict(score_options or {})
@@ -195,7 +194,8 @@ class Pruner:
         handles = [
             optimizer.register_step_post_hook(self._after_step),
             optimizer.register_load_state_dict_post_hook(self._after_load),
-            optimizer.register_state_dict_post_hook(lambda o, s: resharded_masks(o, s, self._weights, self._bits)),
+            optimizer.register_state_dict_pre_hook(self._before_save),
+            optimizer.register_state_dict_post_hook(reshard_masks),
         ]
         if isinstance(optimizer, AdamWPrune):
             optimizer.watch = self._movement.add if self._movement else None
@@ -232,16 +232,20 @@ class Pruner:
                 self._store(name)
         self._num_kept = self._count_kept()
 
+    def _before_save(self, _: Optimizer) -> None:
+        """Have a mask for every weight that is resharded: who loads a checkpoint asks for what is there already."""
+        for name, p in self._weights.items():
+            if name not in self._bits and is_resharded(p):
+                self._set_bits(name, bits.full(local(p).numel(), p.device))
+
     def _waits_for_moments(self) -> bool:
         reads_moments = bool(set(MOMENTS) & set(self.score.reads))
         return reads_moments and isinstance(self.optimizer, AdamWPrune) and self.optimizer.is_cold
 
     def _collect_inputs(self) -> None:
         """Listen to the modules' inputs during the step that an event follows."""
-        if self._inputs:
-            self._inputs.__exit__()
-            if self.schedule and (self._due or self.schedule.is_event(self.step + 1, self.every)):
-                self._inputs.__enter__()
+        if self._inputs and self.schedule:
+            self._inputs.listen(self._due or self.schedule.is_event(self.step + 1, self.every))
 
     def _adopt(self, masks: Mapping[str, Tensor] | Literal["zeros"] | None) -> None:
         """Begin with the masks given, with the zeros there are, or with those in the optimizer's state."""

@@ -22,7 +22,7 @@ CORE = {
     "mask": {"ops", "shard"},
     "cut": {"ops", "across"},
     "gradients": {"ops", "optim", "shard"},
-    "select": {"ops", "allocate", "across", "across_rows", "cut", "mask", "shard"},
+    "select": {"ops", "allocate", "across", "across_rows", "cut", "mask", "schedule", "shard"},
     "stats": {"ops", "eligible", "score", "shard"},
     "summary": {"eligible", "shard"},
     "optim": {"ops", "mask", "shard"},

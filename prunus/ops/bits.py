@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 PIECE = 1 << 18  # elements worked on at a time: temporaries of a megabyte stay in the cache
-BYTE = torch.uint8
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
