@@ -1,6 +1,7 @@
 """A run is a value: everything that decides what a training does, without importing torch."""
 
 import json
+import os
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -39,6 +40,17 @@ ModelName = Literal[
     "resnet50",
 ]
 TRACKERS = ("wandb", "tensorboard", "trackio")
+Parallel = Literal["none", "ddp", "fsdp"]
+
+
+def is_launched() -> bool:
+    """Whether torchrun, or what sets the same variables, started this process as one of several or as the only one."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def is_restarted() -> bool:
+    """Whether torchrun started this process in place of one that failed."""
+    return is_launched() and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
 @dataclass(frozen=True)
@@ -47,6 +59,7 @@ class Run:
 
     The folder holds run.json (configuration and environment), metrics.jsonl, checkpoint.pt and, at
     the end, result.json. Interrupt it at any time: --resume continues to the same result, bit for bit.
+    On several GPUs or processes: torchrun --nproc-per-node N -m prunus train --parallel fsdp ...
     """
 
     # what is trained
@@ -82,7 +95,7 @@ class Run:
     beta1: float = 0.9  # decay of the first moment
     beta2: float = 0.95  # decay of the second moment
     clip: float = 1.0  # largest gradient norm; 0 does not clip
-    batch: int = 16  # windows or images a forward pass
+    batch: int = 16  # windows or images a forward pass, over all ranks together
     accumulate: int = 1  # forward passes a step
     steps: int = 1000  # optimizer steps
     budget_scale: float = 1.0  # factor on the steps, for arms with a longer budget; it is in the result
@@ -90,6 +103,7 @@ class Run:
 
     # how it runs
     precision: Literal["float32", "bfloat16"] = "float32"  # bfloat16 by autocast
+    parallel: Parallel = "none"  # under torchrun: every rank holds the model (ddp), or a part of each weight (fsdp)
     compile: bool = False  # torch.compile the model
     device: str = "auto"  # cuda where there is one, else cpu
     eval_every: int = 250  # steps from one evaluation to the next; the end is always evaluated
@@ -137,6 +151,21 @@ class Run:
             raise ValueError("regrow goes with every allocation but 2:4")
         if self.optimizer == "sgd" and self.regrow_by == "snr":
             raise ValueError("sgd keeps no second moment; pass --regrow-by momentum or gradient")
+
+    def check_launch(self) -> None:
+        """A ValueError where the ranks that were started are not those that the run asks for."""
+        ranks = int(os.environ["WORLD_SIZE"]) if is_launched() else 1
+        if self.parallel == "none" and ranks > 1:
+            raise ValueError(
+                f"{ranks} ranks were started, but parallel is none; pass --parallel ddp or --parallel fsdp"
+            )
+        if self.parallel != "none" and not is_launched():
+            raise ValueError(
+                f"parallel is {self.parallel}, but this process is alone; start it by "
+                "torchrun --nproc-per-node N -m prunus train ..., or leave out --parallel"
+            )
+        if self.batch % ranks:
+            raise ValueError(f"batch is split over the {ranks} ranks, but {self.batch} is no multiple; choose another")
 
     @property
     def total_steps(self) -> int:
@@ -187,9 +216,10 @@ class Run:
         """The saved run, to be resumed; an option given now must not contradict it."""
         default = Run()
         for name, value in self.to_json().items():
-            if name != "out" and value != default.to_json()[name] and value != saved.to_json()[name]:
+            if name not in ("out", "parallel") and value != default.to_json()[name] and value != saved.to_json()[name]:
                 raise ValueError(
                     f"the run in {self.out} has {name} = {saved.to_json()[name]}, not {value}; "
                     "a resumed run keeps its options: leave it off, or choose another --out"
                 )
-        return replace(saved, out=self.out, resume=True)
+        kept = saved.parallel if self.parallel == "none" and is_launched() else self.parallel
+        return replace(saved, out=self.out, resume=True, parallel=kept)

@@ -25,6 +25,7 @@ def environment() -> dict[str, Any]:
         "platform": platform.platform(),
         "machine": machine(),
         "threads": torch.get_num_threads(),
+        "ranks": int(os.environ.get("WORLD_SIZE", "1")),
         "versions": {name: version for name in packages if (version := _version(name))},
         "commit": commit(),
         "command": sys.argv[1:],
@@ -112,6 +113,16 @@ class Tracker:
             except (json.JSONDecodeError, KeyError):
                 break
         self.metrics.write_text("".join(kept))
+
+
+class Silent:
+    """The tracker of a rank whose numbers another one writes."""
+
+    def log(self, **values: Any) -> None:
+        pass
+
+    def result(self, values: dict[str, Any]) -> None:
+        pass
 
 
 def read_run(folder: Path) -> Run:

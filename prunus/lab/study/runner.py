@@ -14,9 +14,10 @@ import torch
 
 from ..checkpoint import save_checkpoint
 from ..files import write_json
+from ..recipe import Data, data_of
 from ..run import Run
 from ..tracking import machine
-from ..trainer import Data, Progress, Training, data_of, train
+from ..trainer import Progress, Training, train
 from .folder import Folder, read_json, read_run
 from .keys import key_of, num_examples
 from .masks import keep_masks
