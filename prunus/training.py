@@ -15,11 +15,11 @@ from torch.utils.hooks import RemovableHandle
 from .allocate import allocate
 from .eligible import eligible
 from .gradients import MaskedGradients, Movement, check_captured, is_initialising, is_skipped, unwrapped
-from .mask import Masks, check_copies, digest, full_masks, packed_masks, saved_bits
-from .ops import bits
+from .held import HeldMasks
+from .mask import Masks, check_copies, digest, full_masks
 from .optim import AdamWPrune
 from .regrow import Regrow, keep_warm, selected
-from .saved import checked_masks, is_resharded, reshard_masks, saved_masks, taken_sums
+from .saved import checked_masks, reshard_masks, saved_masks, taken_sums
 from .schedule import Schedule
 from .select import Global, NofM, PerLayer, Selector
 from .shard import is_dtensor, local, parts_of, ranks_of, together
@@ -86,13 +86,15 @@ class Pruner:
         if isinstance(select, PerLayer) and schedule:
             allocate({name: p.shape for name, p in self._weights.items()}, schedule.final, select.allocate)
         check_eps(self._weights, optimizer)
-        self._bits: dict[str, Tensor] = {}
+        self._held = HeldMasks(self._weights, optimizer, self._ranks, self._parts)
+        self._bits = self._held.bits
         self._due = False
         self._movement = Movement(self._weights) if "movement" in self.score.reads else None
         self._inputs = InputNorms(self._eligible.weights, self._ranks) if "input_norm" in self.score.reads else None
         me = weakref.ref(self)  # what hangs on the parameters must not keep the model alive
         self._gradients = MaskedGradients(self._weights, self._bits, lambda: (it := me()) is not None and it._regrowing)
-        self._adopt(masks)
+        self._held.forget = self._gradients.forget
+        self._held.adopt(masks, self._regrowing)
         self._handles = self._attach()
         self._collect_inputs()
 
@@ -147,7 +149,7 @@ class Pruner:
         }
         weights, how = self._eligible.weights, {"dtype": self.score_dtype, "more": more, "parts": self._parts}
         scores = together(self._ranks, lambda: sources(weights, self.optimizer, self.score, self.score_options, **how))
-        before = self._num_kept
+        before = self._held.num_kept
         live, swap = (self._bits, before), None
         if self.regrow:
             swap = self.regrow.swap(
@@ -156,13 +158,13 @@ class Pruner:
         masks, regrown = together(self._ranks, lambda: selected(self.select, scores, sparsity, live, swap))
         if self._ranks:
             check_copies(self._ranks, self._weights, masks)
-        self._hold(masks)
+        self._held.hold(masks, self._regrowing)
         if isinstance(self.select, Global):  # which is exact: no need to count
             total = sum(p.numel() for p in self._weights.values())
-            self._num_kept = min(before, total - round(sparsity * total))
+            self._held.num_kept = min(before, total - round(sparsity * total))
         else:
-            self._num_kept = self._count_kept()
-        newly_pruned = before - self._num_kept + regrown
+            self._held.count()
+        newly_pruned = before - self._held.num_kept + regrown
         if self.on_event:
             num_bytes = self._ranks.num_bytes if self._ranks else 0
             self.on_event(Event(self.step, sparsity, time.perf_counter() - started, newly_pruned, regrown, num_bytes))
@@ -175,8 +177,7 @@ class Pruner:
             self.optimizer.watch = None
         if self._inputs:
             self._inputs.__exit__()
-        for parameter in self._weights.values():
-            self.optimizer.state.get(parameter, {}).pop("mask", None)
+        self._held.release()
 
     def state_dict(self, *, unpacked: bool | None = None) -> dict[str, Any]:
         """Step, masks and movement sums: tensors and numbers.
@@ -198,11 +199,7 @@ class Pruner:
         ranks = self._ranks if self._parts else None
         masks = together(ranks, lambda: checked_masks(state, self._weights, self._movement, self._parts))
         self.step, self._due = int(state["step"]), bool(state["due"])
-        everything = {
-            n: bits.full(local(p).numel(), local(p).device) for n, p in self._weights.items() if n in self._bits
-        }
-        self._hold(everything | masks)
-        self._num_kept = self._count_kept()
+        self._held.load(masks, self._regrowing)
         if self._movement:
             self._movement.load(taken_sums(state["movement"], self._weights, self._parts))
         self._collect_inputs()
@@ -212,8 +209,8 @@ class Pruner:
         handles = [
             *(keep_warm(optimizer, self._weights, self._bits, regrowing) if self.regrow else ()),
             optimizer.register_step_post_hook(self._after_step),
-            optimizer.register_load_state_dict_post_hook(self._after_load),
-            optimizer.register_state_dict_pre_hook(self._before_save),
+            optimizer.register_load_state_dict_post_hook(self._held.take_over),
+            optimizer.register_state_dict_pre_hook(self._held.before_save),
             optimizer.register_state_dict_post_hook(reshard_masks),
         ]
         if isinstance(optimizer, AdamWPrune):
@@ -234,8 +231,7 @@ class Pruner:
             check_moments(self._eligible.weights, self.optimizer, self.score)
             if self.regrow:
                 self.regrow.check_moments(self.optimizer)
-        for name in self._bits:
-            self._store(name, stepped=self._weights[name].grad is not None)
+        self._held.store()
         if self.schedule and self.schedule.is_event(self.step, self.every):
             self._due = True
         if self._due and not self._waits_for_moments():
@@ -247,22 +243,6 @@ class Pruner:
         """Whether weights may still come back, so that the moments of pruned ones are kept."""
         return self.regrow is not None and self.schedule is not None and (self._due or self.step < self.schedule.end)
 
-    def _after_load(self, _: Optimizer) -> None:
-        """Take over the masks that came with an optimizer's state; loading cast them to the weights' dtype."""
-        for name, parameter in self._weights.items():
-            saved = self.optimizer.state.get(parameter, {}).get("mask")
-            if saved is not None:
-                self._set_bits(name, saved_bits(name, saved, parameter, self._parts[name] if self._parts else None))
-            elif name in self._bits:
-                self._store(name)
-        self._num_kept = self._count_kept()
-
-    def _before_save(self, _: Optimizer) -> None:
-        """Have a mask for every weight that is resharded: who loads a checkpoint asks for what is there already."""
-        for name, p in self._weights.items():
-            if name not in self._bits and is_resharded(p):
-                self._set_bits(name, bits.full(local(p).numel(), local(p).device))
-
     def _waits_for_moments(self) -> bool:
         """Whether SPAM reset the moments too recently for what reads them."""
         reads = {*self.score.reads, *(self.regrow.reads if self.regrow else ())}
@@ -272,54 +252,3 @@ class Pruner:
         """Listen to the modules' inputs during the step that an event follows."""
         if self._inputs and self.schedule:
             self._inputs.listen(self._due or self.schedule.is_event(self.step + 1, self.every))
-
-    def _adopt(self, masks: Mapping[str, Tensor] | Literal["zeros"] | None) -> None:
-        """Begin with the masks given, with the zeros there are, or with those in the optimizer's state."""
-        if isinstance(masks, str):
-            if masks != "zeros":
-                raise ValueError(f'masks must be boolean tensors by name or "zeros", got {masks!r}')
-            self._hold({name: bits.pack(local(p) != 0) for name, p in self._weights.items()})
-        elif masks is not None:
-            self._hold(packed_masks(masks, self._weights, self._parts))
-        else:
-            self._after_load(self.optimizer)
-        if isinstance(self.optimizer, AdamWPrune):  # whose step reads masks at no cost: a graph of it must find them
-            for name, p in self._weights.items():
-                if p.is_cuda and name not in self._bits:
-                    self._set_bits(name, bits.full(local(p).numel(), local(p).device))
-        self._num_kept = self._count_kept()
-
-    def _count_kept(self) -> int:
-        """How many prunable weights the masks keep, on all ranks."""
-        counted = [(n, p) for n, p in self._weights.items() if not self._parts or self._parts[n].counts]
-        here = sum(int(bits.count(self._bits[n])) if n in self._bits else local(p).numel() for n, p in counted)
-        return int(self._ranks.total(torch.tensor([here]))) if self._ranks and self._parts else here
-
-    def _hold(self, packed: Mapping[str, Tensor]) -> None:
-        """Make these the masks and zero what they prune, in weights and, unless it may come back, optimizer state."""
-        warm = self._regrowing
-        for name, new in packed.items():
-            parameter = self._weights[name]
-            self._set_bits(name, new)
-            bits.zero_(local(parameter), new)
-            for key, value in self.optimizer.state.get(parameter, {}).items():
-                if key != "mask" and isinstance(value, Tensor) and value.shape == parameter.shape and not warm:
-                    bits.zero_(local(value), new)
-
-    def _set_bits(self, name: str, packed: Tensor) -> None:
-        """Write in place where bits exist, so that a captured graph of the step sees the new mask."""
-        if name in self._bits:
-            self._bits[name].copy_(packed)
-        else:
-            self._bits[name] = packed.clone()
-        self._gradients.forget(name)
-        self._store(name)
-
-    def _store(self, name: str, stepped: bool = False) -> None:
-        """Keep the mask in the optimizer's state, so that whoever saves the one saves the other.
-
-        Torch's optimizers take a parameter without state for a new one, so theirs comes first.
-        """
-        parameter = self._weights[name]
-        if self.optimizer.state.get(parameter) or stepped or isinstance(self.optimizer, AdamWPrune):
-            self.optimizer.state[parameter]["mask"] = self._bits[name]

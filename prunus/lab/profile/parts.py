@@ -43,7 +43,7 @@ def instrument(training: Training) -> None:
     pruner = training.pruner
     if pruner is None:
         return
-    masked, held, updated = pruner._gradients.mask, pruner._hold, pruner.update
+    masked, held, updated = pruner._gradients.mask, pruner._held.hold, pruner.update
 
     def update() -> None:
         wait_for(training.device)  # what the step has under way is not the event's
@@ -52,7 +52,7 @@ def instrument(training: Training) -> None:
             wait_for(training.device)
 
     pruner._gradients.mask = _inside("gradient masking", masked)
-    pruner._hold = _inside("apply", held)
+    pruner._held.hold = _inside("apply", held)
     pruner.update = update
 
 
