@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from .ops import bits
+from .shard import local, waits_for_copy
 
 
 class Movement:
@@ -21,11 +22,11 @@ class Movement:
 
     def load(self, sums: Mapping[str, Tensor]) -> None:
         for name, values in sums.items():
-            self.sums[name].copy_(values)
+            local(self.sums[name]).copy_(values)
 
     def add(self, parameter: Tensor, grad: Tensor, lr: float) -> None:
         if (name := self._names.get(id(parameter))) is not None:
-            self.sums[name].addcmul_(grad, parameter, value=-lr)
+            local(self.sums[name]).addcmul_(local(grad), local(parameter), value=-lr)
 
     def add_all(self, optimizer: Optimizer) -> None:
         """Add the update that ``optimizer`` is about to make, without a GradScaler's factor."""
@@ -43,7 +44,8 @@ class MaskedGradients:
     """Masks gradients by hooks: as they are accumulated, so that clipping sees them masked, and before the step.
 
     The second time costs nothing where nothing has written to the gradient since the first. (A
-    write through ``grad.data`` hides itself from autograd, and from this.)
+    write through ``grad.data`` hides itself from autograd, and from this.) Gradients that FSDP2 still copies
+    to the CPU when it accumulates them are masked before the step alone.
     """
 
     def __init__(
@@ -57,8 +59,7 @@ class MaskedGradients:
 
         @torch.no_grad()
         def before_update() -> None:
-            for name in self.packed:
-                self.mask(name)
+            self.mask_all()
             if movement:
                 movement.add_all(optimizer)
 
@@ -72,14 +73,20 @@ class MaskedGradients:
         # a tensor's hook that held its tensor would never be freed: the collector does not see through it
         mask = weakref.WeakMethod(self.mask)
         for name, parameter in self.weights.items():
-            handles.append(parameter.register_post_accumulate_grad_hook(lambda _, name=name: call(mask, name)))
+            if not waits_for_copy(parameter):
+                handles.append(parameter.register_post_accumulate_grad_hook(lambda _, name=name: call(mask, name)))
         return handles
+
+    def mask_all(self) -> None:
+        for name in self.packed:
+            self.mask(name)
 
     @torch.no_grad()
     def mask(self, name: str) -> None:
         grad, seen = self.weights[name].grad, self._seen.get(name)
         if grad is None or name not in self.packed or self.is_off():
             return
+        grad = local(grad)
         if seen is None or seen[0]() is not grad or seen[1] != grad._version:
             bits.zero_(grad, self.packed[name])
             self._seen[name] = weakref.ref(grad), grad._version
@@ -118,6 +125,15 @@ def unwrapped(optimizer: Optimizer) -> Optimizer:
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = inner
     return optimizer
+
+
+def is_initialising(optimizer: Optimizer) -> bool:
+    """Whether this is no step but ``torch.distributed.checkpoint`` making room for a state: no rate, no gradient."""
+    rates = [group.get("lr", 1.0) for group in optimizer.param_groups]
+    if any((isinstance(rate, Tensor) and rate.is_cuda) or float(rate) for rate in rates):
+        return False
+    grads = (p.grad for group in optimizer.param_groups for p in group["params"])
+    return not any(bool(local(grad).any()) for grad in grads if grad is not None)
 
 
 def _followed(closure: Callable[[], Any], then: Callable[[], None]) -> Callable[[], Any]:

@@ -7,7 +7,6 @@ the weights are zeroed after each step. A weight that comes back takes an ordina
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
@@ -18,11 +17,13 @@ from .allocate import allocate
 from .cut import Packed, cut_each, kept, num_kept_each
 from .eligible import Weight
 from .ops import bits
+from .ops.part import Part
 from .ops.source import Lazy
 from .optim import AdamWPrune
 from .schedule import Ramp, Schedule
 from .score import REGROWTH
 from .select import Global, NofM, PerLayer, PerRow, Selector
+from .shard import local
 from .stats import sources
 
 By = Literal["snr", "momentum", "gradient"]
@@ -56,7 +57,7 @@ class Regrow:
         progress = (step - schedule.begin) / (schedule.end - schedule.begin)
         return self.fraction * 0.5 * (1 + math.cos(math.pi * min(max(progress, 0.0), 1.0)))
 
-    def check(self, schedule: Schedule | None, select: Selector) -> None:
+    def check(self, schedule: Schedule | None, select: Selector, is_sharded: bool = False) -> None:
         """Refuse what it cannot go with."""
         if not isinstance(schedule, Ramp) or not schedule.final:
             raise ValueError(
@@ -64,6 +65,8 @@ class Regrow:
             )
         if isinstance(select, NofM):
             raise ValueError(f"regrowth goes with Global, PerLayer and PerRow, not with {select}")
+        if isinstance(select, PerRow) and is_sharded:
+            raise ValueError("regrowth by rows needs whole weights; over shards it goes with Global and PerLayer")
 
     def check_moments(self, optimizer: Optimizer) -> None:
         """Refuse an optimizer that keeps nothing to rank pruned weights by."""
@@ -79,31 +82,33 @@ class Regrow:
             "use AdamW, Adam, NAdam or AdamWPrune, or by='gradient'"
         )
 
-    def swap(
-        self, schedule: Schedule | None, step: int, weights: Sequence[Weight], optimizer: Optimizer
-    ) -> "Swap | None":
-        """What the event of this step swaps; None if that is nothing."""
+    def swap(self, schedule: Schedule | None, step: int, back: Callable[[], list[Lazy]]) -> "Swap | None":
+        """What the event of this step swaps, ranked by the sources that ``back`` gives; None if that is nothing."""
         share = self.share(schedule, step)
-        return Swap(share, partial(self.sources, weights, optimizer)) if share else None
+        return Swap(share, back) if share else None
 
-    def sources(self, weights: Sequence[Weight], optimizer: Optimizer) -> list[Lazy]:
-        """Lazy scores of every weight by which pruned ones are ranked."""
+    def sources(
+        self, weights: Sequence[Weight], optimizer: Optimizer, parts: Mapping[str, Part] | None = None
+    ) -> list[Lazy]:
+        """Lazy scores of every weight by which pruned ones are ranked; ``parts`` are what this rank holds of them."""
         row = REGROWTH[self.by]
         buffers = {w.name: optimizer.state.get(w.parameter, {}).get("momentum_buffer") for w in weights}
         if self.by != "momentum" or all(buffer is None for buffer in buffers.values()):
-            return sources(weights, optimizer, row, {}, more={})
+            return sources(weights, optimizer, row, {}, more={}, parts=parts)
         if missing := [name for name, buffer in buffers.items() if buffer is None]:
             raise ValueError(f"{missing[0]} has no momentum yet, since no gradient has reached it; exclude it, or wait")
         return [
             Lazy(
                 w.name,
-                w.parameter.detach(),
+                local(w.parameter),
                 row.of,
-                {"exp_avg": buffers[w.name]},
+                {"exp_avg": local(buffer)},
                 formula=row.formula,
                 outputs=w.outputs,
+                part=parts[w.name] if parts else None,
             )
             for w in weights
+            if (buffer := buffers[w.name]) is not None
         ]
 
 
@@ -144,7 +149,7 @@ def selected(
 
 
 def _globally(scores: Sequence[Lazy], sparsity: float, live: Live, dead: Packed, swap: Swap) -> Found:
-    total = sum(source.numel for source in scores)
+    total = sum(source.whole_numel for source in scores)
     num_pruned = total - live[1]
     num_drop = max(round(sparsity * total), num_pruned)
     num = swap.num(total - num_drop, num_pruned)
@@ -156,9 +161,9 @@ def _globally(scores: Sequence[Lazy], sparsity: float, live: Live, dead: Packed,
 def _by_layer(
     select: PerLayer, scores: Sequence[Lazy], sparsity: float, sides: tuple[Packed, Packed], swap: Swap
 ) -> Found:
-    sizes, num_live = {source.name: source.numel for source in scores}, num_kept_each(scores, sides[0])
+    sizes, num_live = {source.name: source.whole_numel for source in scores}, num_kept_each(scores, sides[0])
     num_pruned = {name: size - num_live[name] for name, size in sizes.items()}
-    asked = allocate({s.name: s.shape for s in scores}, sparsity, select.allocate, at_least=num_pruned)
+    asked = allocate({s.name: s.whole_shape for s in scores}, sparsity, select.allocate, at_least=num_pruned)
     num_drop = {name: max(asked[name], num_pruned[name]) for name in asked}
     num = {name: swap.num(sizes[name] - num_drop[name], num_pruned[name]) for name in sizes}
     keep = cut_each(scores, {name: num_drop[name] + num[name] for name in sizes}, sides[0], num_live)
@@ -199,6 +204,6 @@ def keep_warm(
         if isinstance(optimizer, AdamWPrune):
             optimizer.masked = True
         for name, mask in packed.items() if is_on() else ():
-            bits.zero_(weights[name].detach(), mask)
+            bits.zero_(local(weights[name]), mask)
 
     return [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]

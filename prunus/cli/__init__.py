@@ -15,6 +15,7 @@ COMMANDS = {
     "prune": "prune a trained model, with or without the gradient probe",
     "study": "compare scores fairly: arms x sparsities x seeds, and what they say",
     "eval": "quality and sparsity of a checkpoint",
+    "watch": "the charts of a run or a study in the terminal while it goes on",
     "report": "one HTML page of a run or a study, with its charts",
     "doctor": "check what a pruned model promises",
     "export": "a smaller file that gives every bit back, and back to a plain one",

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
 
 
-What = Literal["select", "step", "train", "export", "matvec", "prune", "level", "page"]
+What = Literal["select", "step", "train", "export", "matvec", "prune", "level", "distributed", "page"]
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,8 @@ class Command:
     select: finding masks. step: keeping them, on a CPU in a training step, on a GPU in the optimizer's step.
     train: whole training steps of GPT-2 124M. export: the small file form. matvec: products with a pruned weight.
     prune: WANDA and the gradient probe after training. level: a level of the probe on a random model of Mistral-7B's
-    shape. page: docs/benchmarks.md from all results.
+    shape. distributed: 1, 2 and 4 ranks on a CPU, one on a GPU beside none. page: docs/benchmarks.md and
+    docs/distributed.md from all results.
     """
 
     what: tyro.conf.Positional[What]  # what to measure
@@ -58,12 +59,17 @@ def run(command: Command) -> None:
     from ..ops.device import device_of
 
     if command.what == "page":
+        from ..lab.bench.distributed_page import distributed_page
         from ..lab.bench.page import page
 
         text = page(command.results)
         command.page.parent.mkdir(parents=True, exist_ok=True)
         command.page.write_text(text)
         print(f"{command.page} written")
+        if text := distributed_page(command.results):
+            beside = command.page.with_name("distributed.md")
+            beside.write_text(text)
+            print(f"{beside} written")
         return
     if command.threads:
         torch.set_num_threads(command.threads)
@@ -156,6 +162,16 @@ def _matvec(command: Command, device: "torch.device") -> Measured:
     return settings, bench_matvec(command.repeat, device, getattr(torch, command.dtype))
 
 
+def _distributed(command: Command, device: "torch.device") -> Measured:
+    from ..lab.bench.distributed import TOKENS, bench_one_rank, bench_ranks
+
+    asked = (command.layers, command.dim, command.sparsity, command.repeat)
+    settings = {"sparsity": command.sparsity, "repeat": command.repeat, "tokens": TOKENS}
+    settings |= {"num_weights": command.layers * command.dim**2, "weights": _said(command, [])}
+    rows = bench_ranks(*asked) if device.type == "cpu" else []
+    return settings, rows + bench_one_rank(*asked, device)
+
+
 def _said(command: Command, shapes: list[tuple[int, int]]) -> str:
     if command.shapes:
         return f"{len(shapes)} weights of {command.shapes}"
@@ -163,14 +179,15 @@ def _said(command: Command, shapes: list[tuple[int, int]]) -> str:
 
 
 def _prune(command: Command, device: "torch.device") -> Measured:
-    from ..lab.bench.prune import Place, bench_prune, task_of
+    from ..lab.bench.prune import Place, bench_prune, head_share, probe_parts, task_of
 
     place = Place(command.checkpoint, command.calibration, device)
     task = task_of(place, command.windows, command.length, command.layers, command.sparsity)
     about = command.checkpoint.name if command.checkpoint else "random weights of the shape of stories15M"
     settings = {"model": about, "probed": len(task.names), "sparsity": command.sparsity}
-    settings |= {"windows": command.windows, "length": command.length}
-    return settings, bench_prune(task, command.repeat, device)
+    settings |= {"windows": command.windows, "length": command.length, "head_share": head_share(task)}
+    rows = bench_prune(task, command.repeat, device)
+    return settings | {"parts": probe_parts(task, device)}, rows
 
 
 def _level(command: Command, device: "torch.device") -> Measured:
@@ -190,6 +207,7 @@ MEASURES = {
     "matvec": _matvec,
     "prune": _prune,
     "level": _level,
+    "distributed": _distributed,
 }
 
 

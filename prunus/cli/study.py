@@ -1,5 +1,6 @@
 """``prunus study``"""
 
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -47,8 +48,9 @@ class Command:
 
 
 def run(command: Command) -> None:
+    started = time.time()
     if not command.words:
-        _run(command)
+        _run(command, started)
         return
     what, folders = command.words[0], [Path(word) for word in command.words[1:]]
     if what not in WORDS:
@@ -56,7 +58,7 @@ def run(command: Command) -> None:
     WORDS[what](command, folders)
 
 
-def _run(command: Command) -> None:
+def _run(command: Command, started: float) -> None:
     from ..lab.study.folder import Folder
     from ..lab.study.results import update
     from .study_show import print_plan, print_table
@@ -67,7 +69,7 @@ def _run(command: Command) -> None:
         print_plan(folder, asked)
         return
     try:
-        work(folder, asked, command)
+        work(folder, asked, command, started)
     except KeyboardInterrupt:
         print_table(update(folder))
         raise
@@ -102,7 +104,8 @@ class Start:
     cells: "tuple[Cell, ...]" = ()
 
     def plan(self) -> "Plan":
-        from ..lab.study.plan import Plan, data_digests
+        from ..lab.study.keys import data_digests
+        from ..lab.study.plan import Plan
 
         return Plan(self.base, self.arms, self.cells, data_digests(self.base))
 

@@ -7,7 +7,8 @@ from rich.console import Console
 from rich.table import Table
 
 from ..lab.study.folder import Folder
-from ..lab.study.plan import Plan, key_of, num_examples
+from ..lab.study.keys import key_of, num_examples
+from ..lab.study.plan import Plan
 from ..lab.study.table import HEADINGS, cells_of, notes_of, title_of
 
 

@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -27,10 +26,9 @@ if TYPE_CHECKING:
     from .study import Command
 
 
-def work(folder: Folder, asked: Plan, command: "Command") -> None:
-    """Do what is asked and not done, on all devices."""
-    started = time.time()
-    devices = _devices(command.devices)
+def work(folder: Folder, asked: Plan, command: "Command", started: float) -> None:
+    """Do what is asked and not done, on all devices; the time limit counts from ``started``."""
+    devices = devices_of(command.devices)
     folder.join(asked, environment())
     options = Options(
         device="cpu" if devices[0] == "cpu" else "auto",
@@ -45,8 +43,8 @@ def work(folder: Folder, asked: Plan, command: "Command") -> None:
         _in_processes(folder, asked.cells, options, devices)
 
 
-def _devices(text: str) -> list[str]:
-    """Names as CUDA_VISIBLE_DEVICES has them, or cpu; auto is what this process sees."""
+def devices_of(text: str) -> list[str]:
+    """A name for each worker, as CUDA_VISIBLE_DEVICES has it, or cpu; auto is what this process sees."""
     import torch
 
     visible = [part for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
@@ -80,13 +78,17 @@ def _in_processes(folder: Folder, cells: tuple[Cell, ...], options: Options, dev
 def _started(folder: Folder, cells: tuple[Cell, ...], options: Options, device: str) -> "subprocess.Popen[str]":
     own = replace(options, device="cpu" if device == "cpu" else "cuda")
     task = {"folder": str(folder.path), "cells": [asdict(cell) for cell in cells], "options": asdict(own)}
-    environment = os.environ | ({} if device == "cpu" else {"CUDA_VISIBLE_DEVICES": device})
     command = [sys.executable, "-m", "prunus.cli.study_work"]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, env=environment_of(device))
     assert process.stdin
     with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # it may have died already
         pipe.write(json.dumps(task | {"device": device}))
     return process
+
+
+def environment_of(device: str) -> dict[str, str]:
+    """The environment of a worker that is to see one GPU, or of one that works on the CPU."""
+    return os.environ | ({} if device == "cpu" else {"CUDA_VISIBLE_DEVICES": device})
 
 
 def worker() -> None:

@@ -41,6 +41,7 @@ class Taps:
     strict: bool = True
     calls: list[Call] = field(default_factory=list)
     on_call: Callable[[str], None] | None = None
+    recording: bool = True  # no more once the backward runs, which may call layers again
 
     @contextmanager
     def open(self) -> Iterator["Taps"]:
@@ -59,7 +60,8 @@ class Taps:
             out = self._output(name, module, x)
             # without a gradient that passes through it, the graph of the pass begins here
             out = out if out.requires_grad else out.detach().requires_grad_()
-            self.calls.append(Call(name, module, x.detach(), x._version, out))
+            if self.recording:
+                self.calls.append(Call(name, module, x.detach(), x._version, out))
             return out.clone()  # which the model may change in place
 
         return forward
@@ -85,6 +87,7 @@ class Taps:
         for call in self.calls:
             if call.x._version != call.version:
                 raise NotRows(call.name)  # its input was changed in place since
+        self.recording = False
         return list(torch.autograd.grad(total, [call.out for call in self.calls], allow_unused=True))
 
     def layers(self, gradients: Sequence[Tensor | None]) -> Iterator[tuple[str, int, list[Reached]]]:

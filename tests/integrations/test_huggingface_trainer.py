@@ -191,3 +191,13 @@ def test_a_schedule_beyond_the_run_is_refused_before_the_first_step(tmp_path):
     with pytest.raises(ValueError, match=r"17.*16 steps"):
         trainer_of(tmp_path, model, callback_of(schedule=Ramp(0.5, 1, 17))).train()
     assert same_weights(weights(model), weights(gpt2()))
+
+
+def test_a_new_run_with_an_old_optimizer_counts_from_its_own_begin_and_keeps_the_masks(tmp_path):
+    trainer_of(tmp_path, gpt2(), first := callback_of(), save_strategy="steps", save_steps=STEPS).train()
+    model = GPT2LMHeadModel.from_pretrained(tmp_path / f"checkpoint-{STEPS}")
+    trainer = trainer_of(tmp_path, model, second := callback_of())
+    saved = torch.load(tmp_path / f"checkpoint-{STEPS}" / "optimizer.pt", weights_only=True)
+    trainer.create_optimizer().load_state_dict(saved)
+    trainer.train()
+    assert second.pruner.step == STEPS and second.pruner.digest() == first.pruner.digest()

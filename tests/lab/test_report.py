@@ -90,22 +90,28 @@ def test_the_figures_hold_the_same_numbers(tmp_path):
     losses = [line["loss"] for line in lines_of(folder) if "loss" in line]
     assert figures[0]["data"][0]["y"] == losses
     assert figures[1]["data"][0]["y"] == [line["eval"]["perplexity"] for line in lines_of(folder) if "eval" in line]
+    last = lines_of(folder)[-1]
+    assert [row[-1] for row in figures[3]["data"][0]["z"]] == [zero / 4096 for zero in last["zeros"]]
     assert figures[2]["data"][0]["x"][1:-1] == [line["step"] for line in lines_of(folder) if "event" in line]
 
 
 def figures_of(folder: Path) -> list[dict]:
     text = render(read_source(folder))
-    return json.loads(re.search(r'id="figures">(.*?)</script>', text, re.S)[1])
+    data = re.search(r'id="figures">(.*?)</script>', text, re.S)[1]
+    assert "<" not in data  # nothing in it could end its element
+    return json.loads(data)
 
 
 def test_a_study_shows_its_verdicts_and_says_the_finding(tmp_path):
     page = page_of(make_study(tmp_path / "study", ARMS))
     assert "At 80 % sparsity, bitter7 beats magnitude by 1.6 ± 0.50 perplexity over 3 seeds" in page.texts["h1"]
-    rows = page.tables["Held-out perplexity at the end; the best of each sparsity in bold"][1:]
+    rows = page.tables["Held-out perplexity at the end, from the best to the worst of each sparsity"][1:]
     result = json.loads((tmp_path / "study" / "study_result.json").read_text())
     assert {(row[0], float(row[1]), float(row[2])) for row in rows} == {
         (row["arm"], row["sparsity"], row["mean"]) for row in result["rows"]
     }
+    means = [float(row[2]) for row in rows if row[1] == "0.8"]
+    assert means == sorted(means) and len(means) == 4
     assert [row[4] for row in rows if row[0] == "bitter3"][-1].startswith("no difference seen with 3 seeds: −0.30")
     best = [tag for tag, attrs in page.tags if tag == "tr" and "best" in (attrs.get("class") or "")]
     assert len(best) == 2
@@ -223,9 +229,30 @@ def test_a_study_without_a_part_of_it_is_shown(missing, tmp_path):
     if missing == "study.json":
         folder = folder / "runs"  # a folder of runs
     page = page_of(folder)
-    tables = page.tables["Held-out perplexity at the end; the best of each sparsity in bold"]
+    tables = page.tables["Held-out perplexity at the end, from the best to the worst of each sparsity"]
     assert len(tables) == 10
     assert ("verdict" in tables[0]) == (missing == "runs")
+
+
+def test_an_arm_that_is_another_says_so_and_is_drawn_once(tmp_path):
+    folder = make_study(tmp_path / "study", ARMS)
+    result = json.loads((folder / "study_result.json").read_text())
+    twins = [row | {"arm": "bitter1", "same_as": "magnitude"} for row in result["rows"] if row["arm"] == "magnitude"]
+    (folder / "study_result.json").write_text(json.dumps(result | {"rows": result["rows"] + twins}))
+    rows = page_of(folder).tables["Held-out perplexity at the end, from the best to the worst of each sparsity"]
+    assert [row[4] for row in rows if row[0] == "bitter1"] == ["the same computation as magnitude"] * 2
+    assert "bitter1" not in json.dumps(figures_of(folder))
+
+
+def test_long_runs_are_thinned_to_their_last_line(tmp_path):
+    folder = make_run(tmp_path / "run")
+    more = [{"step": 201 + i, "loss": 4.0 + i, "lr": 0.1} for i in range(4000)]
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write("".join(json.dumps(line) + "\n" for line in more))
+    drawn = figures_of(folder)[0]["data"][0]["y"]
+    assert drawn[-1] == 4.0 + 3999 and drawn[0] == lines_of(folder)[2]["loss"] and 1000 < len(drawn) <= 1501
+    table = next(rows for caption, rows in page_of(folder).tables.items() if "of 4020 lines" in caption)
+    assert float(table[-1][2]) == 4.0 + 3999 and len(table) <= 253
 
 
 def test_a_page_of_images_speaks_of_accuracy(tmp_path):

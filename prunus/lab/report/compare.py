@@ -23,12 +23,14 @@ def quality_panel(source: Source, marks: Mapping[str, Mark]) -> Panel:
     name = "Perplexity" if source.record.metric == "perplexity" else "Accuracy, %"
     dense = source.row("dense", 0.0)
     traces: list[Trace] = []
-    for arm in sorted(source.arms, key=lambda arm: marks[arm].width):
+    for place, arm in enumerate(sorted(source.arms, key=lambda arm: marks[arm].width)):
         own = [row for row in source.rows if row.arm == arm and row.mean is not None]
         if arm != "dense" and dense and dense.mean is not None:
             own = [dense, *own]  # each line begins where no weight is removed
         if own:
             traces.append(_quality_trace(arm, own, marks[arm]))
+            aside = 0.005 * (place - len(source.arms) / 2) if len(source.arms) < 10 else 0.0
+            traces[-1]["x"] = [row.sparsity + aside * (row.sparsity > 0) for row in own]  # bars beside each other
     ended = [row for row in source.rows if row.mean is not None]
     rows = [
         [row.arm, _percent(row.sparsity), _plain(row.mean), _plain(row.spread, 2), Number(str(n := len(row.values)), n)]
@@ -56,7 +58,6 @@ def _quality_trace(arm: str, rows: Sequence[Row], mark: Mark) -> Trace:
         "type": "scatter",
         "mode": "lines+markers",
         "name": escape(arm),
-        "x": [row.sparsity for row in rows],
         "y": [row.mean for row in rows],
         "error_y": {
             "array": [(row.spread or 0) * mine for row, mine in zip(rows, own, strict=True)],
@@ -210,10 +211,11 @@ def cost_panels(source: Source, marks: Mapping[str, Mark]) -> list[Panel]:
     warm = [cell for cell in source.cells if not cell.more.get("cold")] or source.cells
     peak = max((memory_of(cell) or 0 for cell in source.cells), default=0)
     size, letter = (2**30, "GiB") if peak >= 2**30 else (2**20, "MiB")
-    return [
+    panels = [
         _cost("Training time", ("seconds", 1.0, duration), seconds_of, (source, warm)),
         _cost("Peak memory", (letter, size, memory), memory_of, (source, source.cells)),
     ]
+    return [panel for panel in panels if panel.table.rows]
 
 
 def _cost(

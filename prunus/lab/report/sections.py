@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..run import Run
-from .compare import cost_panels, difference_panels, overlap_panels, quality_panel, ranking
+from .compare import cost_panels, difference_panels, memory_of, overlap_panels, quality_panel, ranking
 from .curves import compared_panels, path_mark, run_panels, shared_paths, sparsity_panel
 from .layers import compared_maps, run_map
 from .numbers import fixed, plain, short_percent, signed
@@ -112,24 +112,23 @@ def _path_legend(source: Source, marks: Mapping[str, Mark]) -> list[tuple[str, M
 def _cost_text(source: Source) -> str:
     machines = sorted({str(cell.record.environment.get("machine", "an unknown machine")) for cell in source.cells})
     where = f"on {machines[0]}" if len(machines) == 1 else f"on different machines ({'; '.join(machines)})"
+    missing = " Peak memory was not recorded." * all(memory_of(cell) is None for cell in source.cells)
     cold = " Runs that were the first of their process, and so compiled, are left out of the time."
     first = any(cell.more.get("cold") for cell in source.cells)
-    return f"Bars are means, points single runs, {where}. Time is that of steps, without evaluation.{cold * first}"
+    return f"Bars are means, points single runs, {where}. Time is that of steps alone.{cold * first}{missing}"
 
 
 def _verdicts(source: Source, marks: Mapping[str, Mark]) -> Section:
     metric = source.record.metric
-    order = ranking(source)
-    rows = sorted(source.rows, key=lambda r: (r.sparsity, order.index(r.arm) if r.arm in order else len(order)))
-    best = {s: next((r for r in _sorted(rows, s, metric) if r.mean is not None), None) for s in source.sparsities}
+    rows = [row for sparsity in [0.0, *source.sparsities] for row in _sorted(source.rows, sparsity, metric)]
     is_study = any(row.verdict for row in rows)
     study = ["difference, 95 %", "verdict"] if is_study else []
     columns = ["arm", "sparsity", metric, *study, "± sd", "seeds"]
     table = Table(
-        f"Held-out {metric} at the end; the best of each sparsity in bold",
+        f"Held-out {metric} at the end, from the best to the worst of each sparsity",
         columns,
         [_verdict_row(row, is_study) for row in rows],
-        looks={i: _look(rows, i, best.get(row.sparsity) is row) for i, row in enumerate(rows)},
+        looks={i: _look(rows, i) for i in range(len(rows))},
     )
     text = (
         "Differences are paired: the same seed has the same first weights and the same batches."
@@ -139,10 +138,10 @@ def _verdicts(source: Source, marks: Mapping[str, Mark]) -> Section:
     return Section("verdicts", "Verdicts", text, difference_panels(source, marks), tables=[table])
 
 
-def _look(rows: Sequence[Row], i: int, best: bool) -> str:
-    """Best of its sparsity, first of its sparsity, or both."""
+def _look(rows: Sequence[Row], i: int) -> str:
+    """Where a sparsity begins, and the arm that leads it if its verdict says so."""
     first = i > 0 and rows[i - 1].sparsity != rows[i].sparsity
-    return " ".join(["best"] * best + ["first"] * first)
+    return " ".join(["best"] * (first and rows[i].verdict.startswith("better")) + ["first"] * first)
 
 
 def _sorted(rows: Sequence[Row], sparsity: float, metric: str) -> list[Row]:

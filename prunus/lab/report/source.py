@@ -53,6 +53,7 @@ class Source:
     rows: Sequence[Row] = ()
     study: Json = field(default_factory=dict)
     notes: Sequence[str] = ()
+    num_open: int = 0  # runs that have neither ended nor failed, as far as the folder says
 
     @property
     def record(self) -> Record:
@@ -92,7 +93,8 @@ def read_source(folder: Path) -> Source:
     title = folder.resolve().name
     if is_run(folder):
         record = read_record(folder)
-        return Source(title, "run", [_cell(record)], notes=[f"This run {note}." for note in record.notes])
+        notes = [f"This run {note}." for note in record.notes]
+        return Source(title, "run", [_cell(record)], notes=notes, num_open=int(record.result is None))
     if (folder / "study.json").is_file():
         from .study import read_study
 
@@ -100,13 +102,15 @@ def read_source(folder: Path) -> Source:
     cells, notes = read_cells(folder)
     if not cells:
         raise ValueError(f"{folder} holds neither a run (run.json) nor a study (study.json) nor folders of runs")
-    return Source(title, "runs", cells, rows_of(cells), notes=notes)
+    num_open = sum(cell.record.result is None for cell in cells)
+    return Source(title, "runs", cells, rows_of(cells), notes=notes, num_open=num_open)
 
 
 def read_cells(folder: Path) -> tuple[list[Cell], list[str]]:
     """Cells of the runs right below ``folder``; one that cannot be read is noted and left out."""
     cells: list[Cell] = []
     notes: list[str] = []
+    noted: dict[str, list[str]] = {}
     for path in sorted(path for path in folder.iterdir() if path.is_dir() and is_run(path)):
         try:
             record = read_record(path)
@@ -115,8 +119,13 @@ def read_cells(folder: Path) -> tuple[list[Cell], list[str]]:
             notes.append(f"{path.name} is left out: {error}.")
             continue
         cells.append(_cell(record, more if isinstance(more, dict) else {}))
-        notes += [f"{path.name} {note}." for note in record.notes]
-    return cells, notes
+        for note in record.notes:
+            noted.setdefault(note, []).append(path.name)
+    return cells, notes + [f"{_several(names)} {note}." for note, names in noted.items()]
+
+
+def _several(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"Each of {len(names)} runs ({names[0]}, ...)"
 
 
 def _cell(record: Record, more: Json | None = None) -> Cell:

@@ -23,7 +23,18 @@ def read_study(folder: Path) -> Source:
     else:
         rows = rows_of(cells)
         notes.insert(0, "There is no study_result.json: means are taken from the runs, and there are no verdicts.")
-    return Source(folder.resolve().name, "study", _ordered(cells, study), rows, study, notes)
+    return Source(
+        folder.resolve().name, "study", _ordered(cells, study), rows, study, notes, _num_open(study, cells, result)
+    )
+
+
+def _num_open(study: Json, cells: Sequence[Cell], result: Any) -> int:
+    """Runs to come: by the result, which knows arms that share one, else by the plan."""
+    if isinstance(result, dict) and isinstance(result.get("num_runs"), int):
+        done = result.get("num_finished")
+        return result["num_runs"] - (done if isinstance(done, int) else 0) - len(_dicts(result.get("failed")))
+    planned = sum(len(arm["cells"]) for arm in _dicts(study.get("arms")) if isinstance(arm.get("cells"), list))
+    return max(1, planned - sum(cell.record.result is not None for cell in cells))
 
 
 def _ordered(cells: Sequence[Cell], study: Json) -> list[Cell]:
@@ -36,22 +47,21 @@ def _row(row: Mapping[str, Any]) -> Row:
     difference, cost = (row.get(name) if isinstance(row.get(name), dict) else {} for name in ("difference", "cost"))
     values = row.get("values")
     budget = number(row.get("budget_scale"))
-    notes = [f"the same as {row['same_as']}"] if row.get("same_as") else []
-    notes += [f"budget × {plain(budget, 3)}"] if budget not in (None, 1.0) else []
+    same = str(row.get("same_as") or "")
     return Row(
         arm=row["arm"],
         sparsity=number(row.get("sparsity")) or 0.0,
         values=[v for v in values if number(v) is not None] if isinstance(values, list) else [],
         mean=number(row.get("mean")),
         spread=number(row.get("sd")),
-        difference=number((difference or {}).get("mean")),
+        difference=None if same else number((difference or {}).get("mean")),
         half_width=number((difference or {}).get("half_width")),
         against=str(row.get("against") or ""),
-        verdict=str(row.get("verdict") or ""),
-        overlap=number(row.get("overlap")),
+        verdict=f"the same computation as {same}" if same else str(row.get("verdict") or ""),
+        overlap=None if same else number(row.get("overlap")),
         cost=number((cost or {}).get("mean")),
-        same_as=str(row.get("same_as") or ""),
-        note=", ".join(notes),
+        same_as=same,
+        note=f"budget × {plain(budget, 3)}" if budget not in (None, 1.0) else "",
     )
 
 

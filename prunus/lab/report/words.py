@@ -1,6 +1,6 @@
 """What the numbers say, in sentences: the headline, the lines below it, and the figures that stand out."""
 
-from .compare import memory_of, ranking
+from .compare import memory_of
 from .numbers import count, duration, memory, percent, plain, short_percent, signed
 from .read import Record
 from .source import Row, Source, mean_of, scale_of
@@ -68,14 +68,12 @@ def _of_verdicts(source: Source, sparsity: float) -> str:
 
 
 def _of_means(source: Source, sparsity: float) -> str:
-    rows = sorted(_ended(source, sparsity), key=lambda row: ranking(source).index(row.arm))
-    first, record = rows[0], source.record
+    rows, record = _sorted(source, sparsity), source.record
     seeds = min(len(row.values) for row in rows)
-    said = "one seed, no verdict" if seeds == 1 else f"{seeds} seeds"
+    said = "one seed, no verdict" if seeds == 1 else f"{seeds} seeds, no verdict"
+    best = "lowest" if record.metric == "perplexity" else "highest"
     return (
-        f"At {short_percent(sparsity)} sparsity {first.arm} ended lowest" * (record.metric == "perplexity")
-        + (f"At {short_percent(sparsity)} sparsity {first.arm} ended highest" * (record.metric == "accuracy"))
-        + f", at {_quality(first.mean, record)} ({said})"
+        f"At {short_percent(sparsity)} sparsity, {rows[0].arm} ended {best}: {_quality(rows[0].mean, record)} ({said})"
     )
 
 
@@ -100,15 +98,17 @@ def lede(source: Source) -> str:
 
 
 def _costs(source: Source) -> list[str]:
-    """What the best arm of each sparsity loses against dense."""
-    said = []
-    for sparsity in source.sparsities:
-        rows = [row for row in _ended(source, sparsity) if row.cost is not None]
-        if rows:
-            sign = 1 if source.record.metric == "perplexity" else -1
-            best = min(rows, key=lambda row: sign * (row.mean or 0))
-            said.append(f"{best.arm}, the best at {short_percent(sparsity)}, is {signed(best.cost)} from it.")
-    return said
+    """The best arm of each sparsity, with what it loses against dense."""
+    best = "Lowest" if source.record.metric == "perplexity" else "Highest"
+    found = [rows[0] for sparsity in source.sparsities if (rows := _sorted(source, sparsity))]
+    said = [f"at {short_percent(row.sparsity)} {row.arm} ({signed(row.cost)} to dense)" for row in found if row.cost]
+    return [f"{best} {'; '.join(said)}."] if said else []
+
+
+def _sorted(source: Source, sparsity: float) -> list[Row]:
+    """Rows of a sparsity that have a mean, the best first."""
+    sign = 1 if source.record.metric == "perplexity" else -1
+    return sorted(_ended(source, sparsity), key=lambda row: sign * (row.mean or 0))
 
 
 def _data(config: dict) -> str:

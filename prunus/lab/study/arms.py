@@ -7,7 +7,7 @@ from typing import Any
 # what makes two numbers comparable: data, order, evaluation set and the weights that are counted
 SAME = "model data validation vocab_size context augment include exclude eval_every eval_size".split()
 ELSEWHERE = {"sparsity": "--sparsity", "seed": "--seeds", "out": "--out", "save_every": "--save-every"}
-NOT_ASKED = ("resume", "device", "log_every")
+NOT_ASKED = ("resume", "device", "log_every", "track")
 
 
 def slug(name: str) -> str:

@@ -10,7 +10,8 @@ from typing import Any
 
 from ..files import write_json
 from ..run import Run
-from .plan import FORMAT, Cell, Plan, canonical, extended, key_of
+from .keys import canonical, key_of
+from .plan import FORMAT, Cell, Plan, extended
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
-from torch import Size, Tensor
+from torch import Tensor
 
 from ...files import write_atomically
+from ...ops import bits
 
 if TYPE_CHECKING:
     from ..trainer import Training
@@ -18,19 +19,17 @@ if TYPE_CHECKING:
 NAME = "masks.safetensors"
 
 
-def save_masks(folder: Path, packed: Mapping[str, Tensor], shapes: Mapping[str, Size]) -> None:
-    """Write packed bits, one tensor a weight, and their shapes into the header."""
-    header = {name: "x".join(map(str, shapes[name])) for name in packed}
-    content = save({name: bits.cpu() for name, bits in packed.items()}, header)
+def save_masks(folder: Path, masks: Mapping[str, Tensor]) -> None:
+    """Write boolean masks as packed bits, one tensor a weight, and their shapes into the header."""
+    header = {name: "x".join(map(str, mask.shape)) for name, mask in masks.items()}
+    content = save({name: bits.pack(mask.cpu()) for name, mask in masks.items()}, header)
     write_atomically(folder / NAME, lambda file: file.write(content))
 
 
 def keep_masks(training: "Training") -> None:
     """The masks of a finished training, into its folder; a dense one has none."""
     if training.pruner is not None:
-        state = training.pruner.state_dict()["masks"]
-        shapes = {name: weight.shape for name, weight in training.model.named_parameters()}
-        save_masks(training.run.out, state, shapes)
+        save_masks(training.run.out, training.pruner.masks)
 
 
 def jaccard(first: Path, second: Path) -> float | None:
@@ -48,9 +47,12 @@ def jaccard(first: Path, second: Path) -> float | None:
 
 def _read(path: Path) -> tuple[dict[str, np.ndarray], int]:
     """Packed bits by name, and how many weights they are for."""
-    with safe_open(path, "np") as file:
-        shapes = file.metadata()
-        return {name: file.get_tensor(name) for name in file.keys()}, sum(map(_size, shapes.values()))  # noqa: SIM118
+    try:
+        with safe_open(path, "np") as file:
+            total = sum(map(_size, file.metadata().values()))
+            return {name: file.get_tensor(name) for name in file.keys()}, total  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(f"{path} cannot be read: {error}; delete it, and the overlap is left out") from error
 
 
 def _size(shape: str) -> int:

@@ -8,7 +8,8 @@ from typing import Any
 
 from ..files import write_json
 from .folder import Folder, read_json, read_run
-from .plan import extended, key_of
+from .keys import key_of
+from .plan import extended
 from .results import update
 
 KEPT = ("run.json", "metrics.jsonl", "result.json", "cell.json", "failed.json")
@@ -39,6 +40,8 @@ def merge(paths: Sequence[Path], out: Path, *, slim: bool = False) -> dict[str, 
     whole.write(plan, _environment(folders))
     for source in runs.values():
         _copy(source, part / "runs" / source.name, slim)
+    for notes in [folder.path / "notes.md" for folder in folders if (folder.path / "notes.md").is_file()][:1]:
+        shutil.copy2(notes, part / "notes.md")
     values = update(whole)
     if slim:
         for path in (part / "study.json", *part.glob("runs/*/run.json")):

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from ..bench.page import table
 from .folder import Folder, read_json
-from .plan import Plan, num_examples, shared_fields
+from .keys import num_examples, shared_fields
+from .plan import Plan
 from .results import summary
 from .table import HEADINGS, cells_of, notes_of, title_of
 

@@ -19,7 +19,8 @@ from typing import Any
 
 from ..files import write_json
 from .folder import Folder, read_json
-from .plan import Cell, Plan, key_of
+from .keys import key_of
+from .plan import Cell, Plan
 from .statistics import ACCURACY, PERPLEXITY, Metric, Paired, deviation, mean, paired, verdict
 
 TOLERANCE = 5e-4  # of the prunable weights: rounding by layer or row, nothing more

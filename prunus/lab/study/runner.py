@@ -18,8 +18,9 @@ from ..run import Run
 from ..tracking import machine
 from ..trainer import Data, Progress, Training, data_of, train
 from .folder import Folder, read_json, read_run
+from .keys import key_of, num_examples
 from .masks import keep_masks
-from .plan import Cell, key_of, num_examples
+from .plan import Cell
 from .results import update
 
 MARGIN = 1.05  # on the longest run so far, when a run must end in time
