@@ -21,6 +21,7 @@ from .trace import Entry, on_device, on_host, traced, wait_for
 
 TRACED = 5  # steps that are traced at most: a trace of hundreds fills the memory
 NUM_EVENTS = 3
+STRETCHES = 5
 SAMPLED = 2.0  # seconds of steps in which the driver is asked
 
 
@@ -98,7 +99,7 @@ def measure(run: Run, window: Window, progress: Callable[[str], None] = lambda w
     due = _to_the_middle(training, window.before - 1)
     pinned = due[0] if due else 0
     progress("steps")
-    seconds, loss = _seconds(training, window.measured, pinned)
+    seconds, loss = _median_seconds(training, window.measured, pinned)
     counted = compiled() if run.compile else None  # before hooks of ours can make it compile again
     utilisation = _utilisation(training, pinned)
     instrument(training)
@@ -181,6 +182,16 @@ def _seconds(training: Training, num: int, pinned: int | None = None) -> tuple[f
     losses = [training.train_step()[0] if pinned is None else _pinned_step(training, pinned) for _ in range(num)]
     wait_for(training.device)
     return (time.perf_counter() - started) / num, float(losses[-1])
+
+
+def _median_seconds(training: Training, num: int, pinned: int) -> tuple[float, float]:
+    """Seconds a step, and the loss of the last: on a CPU, which others use too, the median over a few stretches.
+
+    A GPU is not stopped in between: it would wait for the host after each stretch, which it does not in training.
+    """
+    size = num if training.device.type == "cuda" else max(1, num // STRETCHES)
+    found = [_seconds(training, size, pinned) for _ in range(num // size)]
+    return statistics.median(seconds for seconds, _ in found), found[-1][1]
 
 
 def _step(training: Training, num: int, pinned: int) -> Split:
