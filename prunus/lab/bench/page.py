@@ -54,6 +54,11 @@ from running them better, not from leaving them out.
 """
 
 
+WANDA = """One-shot WANDA by rows to {sparsity:.0%} on a CPU beside llmcompressor {llmcompressor}, {windows} windows \
+of {length} tokens for the model; medians of {repeat} runs in turns, one process, by `benchmarks/wanda_llmcompressor.py`. \
+The times are of CPU seconds over all cores. Its functions are called from plain hooks; `oneshot` is its users' way.
+"""
+
 HEAD = """The head takes {head_share:.0%} of the products of a record that starts at the probed weight, and either \
 side runs it once for each record and sample: a record is taken with other weights than the one before it, so that its \
 logits are new ones, and no decision is kept without them. What can be saved is the blocks before the probed weight, \
@@ -217,6 +222,20 @@ def _prune(record: dict[str, Any]) -> str:
     return _section("Pruning after training", record, PRUNE, body)
 
 
+def _wanda(record: dict[str, Any]) -> str:
+    lines = [
+        (
+            f"{row['task']}: {row['way']}",
+            *(f"{row[name]:.3f}" for name in ("seconds", "cpu_seconds")),
+            f"{row['times_ours']:.2f}",
+            f"{row['different']:,} of {row['num_weights']:,}",
+        )
+        for row in record["rows"]
+    ]
+    headings = ("task and way", "s", "CPU s", "times ours", "weights pruned elsewhere")
+    return _section("WANDA beside llmcompressor", record, WANDA, table(headings, lines))
+
+
 SECTIONS = {
     "export": _export,
     "matvec": _matvec,
@@ -226,6 +245,7 @@ SECTIONS = {
     "step": _step,
     "train": _train,
     "update": _update,
+    "wanda": _wanda,
 }
 
 
