@@ -55,8 +55,9 @@ from running them better, not from leaving them out.
 
 
 WANDA = """One-shot WANDA by rows to {sparsity:.0%} on a CPU beside llmcompressor {llmcompressor}, {windows} windows \
-of {length} tokens for the model; medians of {repeat} runs in turns, one process, by `benchmarks/wanda_llmcompressor.py`. \
-The times are of CPU seconds over all cores. Its functions are called from plain hooks; `oneshot` is its users' way.
+of {length} tokens for the model; medians of {repeat} runs in turns in one process, by \
+`benchmarks/wanda_llmcompressor.py`. "Times ours" is of CPU seconds over all cores. Its functions are called from \
+plain hooks; `oneshot` is its users' way. A model's time is that of its forward passes first of all.
 """
 
 HEAD = """The head takes {head_share:.0%} of the products of a record that starts at the probed weight, and either \
