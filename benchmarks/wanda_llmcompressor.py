@@ -34,6 +34,8 @@ from transformers import AutoModelForCausalLM
 from prunus import PerRow, prune
 from prunus.eligible import eligible
 from prunus.lab.bench.measure import record
+from prunus.ops import bits
+from prunus.ops.source import Lazy
 from prunus.score import wanda
 
 SPARSITY = 0.5
@@ -78,8 +80,11 @@ def layer_rows(repeat: int) -> list[dict[str, Any]]:
 
     def ours() -> Weights:
         weight = layer.weight.detach()
-        masks = PerRow()({"w": wanda(weight, squares.sqrt())}, SPARSITY)
-        return {"w": weight.masked_fill(~masks["w"], 0.0)}
+        reads = {"weight": weight, "input_norm": squares.sqrt()}
+        masks = PerRow().packed([Lazy("w", weight, wanda, reads, formula="wanda")], SPARSITY, {})
+        pruned = weight.clone()
+        bits.zero_(pruned, masks["w"])
+        return {"w": pruned}
 
     def theirs() -> Weights:
         return {"w": sparsify_weight(layer, {layer: squares}, SPARSITY, 0, 0)}
