@@ -63,6 +63,12 @@ kernels, which stay on disk. Busy is the driver's figure; the share of peak coun
 TFLOP/s.
 """
 
+WANDA = """One-shot WANDA by rows to {sparsity:.0%} on a CPU beside llmcompressor {llmcompressor}, {windows} windows \
+of {length} tokens for the model; medians of {repeat} runs in turns in one process, by \
+`benchmarks/wanda_llmcompressor.py`. "Times ours" is of CPU seconds over all cores. Its functions are called from \
+plain hooks; `oneshot` is its users' way. A model's time is that of its forward passes first of all.
+"""
+
 HEAD = """The head takes {head_share:.0%} of the products of a record that starts at the probed weight, and either \
 side runs it once for each record and sample: a record is taken with other weights than the one before it, so that its \
 logits are new ones, and no decision is kept without them. What can be saved is the blocks before the probed weight, \
@@ -250,6 +256,20 @@ def _level(record: dict[str, Any]) -> str:
     return section("The gradient probe: a level of a 7 B model", record, LEVEL, table(headings, lines))
 
 
+def _wanda(record: dict[str, Any]) -> str:
+    lines = [
+        (
+            f"{row['task']}: {row['way']}",
+            *(f"{row[name]:.3f}" for name in ("seconds", "cpu_seconds")),
+            f"{row['times_ours']:.2f}",
+            f"{row['different']:,} of {row['num_weights']:,}",
+        )
+        for row in record["rows"]
+    ]
+    headings = ("task and way", "s", "CPU s", "times ours", "weights pruned elsewhere")
+    return section("WANDA beside llmcompressor", record, WANDA, table(headings, lines))
+
+
 SECTIONS = {
     "level": _level,
     "export": _export,
@@ -260,6 +280,7 @@ SECTIONS = {
     "step": _step,
     "train": _train,
     "update": _update,
+    "wanda": _wanda,
 }
 
 
