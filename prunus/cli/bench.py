@@ -22,8 +22,8 @@ class Command:
     select: finding masks. step: keeping them, on a CPU in a training step, on a GPU in the optimizer's step.
     train: whole training steps of GPT-2 124M. export: the small file form. matvec: products with a pruned weight.
     prune: WANDA and the gradient probe after training. level: a level of the probe on a random model of Mistral-7B's
-    shape. distributed: 1, 2 and 4 ranks on a CPU, one on a GPU beside none. page: docs/benchmarks.md and
-    docs/distributed.md from all results.
+    shape. distributed: 1, 2 and 4 ranks; on a GPU one beside none. page: docs/benchmarks.md and docs/distributed.md
+    from all results.
     """
 
     what: tyro.conf.Positional[What]  # what to measure

@@ -128,7 +128,7 @@ def bench_ranks(layers: int, dim: int, sparsity: float, repeat: int) -> list[dic
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for world in RANKS:
-            mp.start_processes(_rank, (world, folder, (layers, dim, sparsity, repeat)), world, start_method="spawn")
+            mp.start_processes(_rank, (world, folder, (layers, dim, sparsity, repeat)), world, start_method="fork")
             rows.append(json.loads(Path(folder, f"{world}.json").read_text()))
     return rows
 
