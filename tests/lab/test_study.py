@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -265,6 +266,33 @@ def test_workers_share_the_runs(done, base, tmp_path):
     assert study(base, out, *ASKED, "--seeds", "1", "--devices", "cpu,cpu") == 0
     assert losses(out) == {name: loss for name, loss in losses(done).items() if name.endswith("s0")}
     assert read_json(out / "study_result.json")["num_finished"] == 4
+
+
+def test_workers_end_with_the_command_that_started_them(base, tmp_path):
+    out = tmp_path / "study"
+    options = ["--base", base, "--out", out, "--seeds", "1", "--set", "steps=5000", "--devices", "cpu,cpu"]
+    command = [sys.executable, "-c", "import sys; from prunus.cli import main; main(sys.argv[1:])", "study"]
+    parent = subprocess.Popen([*command, *map(str, options)], stderr=subprocess.PIPE, text=True)
+    started = [out / "runs" / name / "metrics.jsonl" for name in ("dense-0-s0", "random-0.5-s0")]
+    assert eventually(lambda: all(path.exists() for path in started))
+    parent.kill()
+    parent.wait()
+    for path in started:
+        assert eventually(lambda name=path.parent.name: is_free(Folder(out), name))
+
+
+def eventually(holds) -> bool:
+    """Whether it comes true within two minutes."""
+    for _ in range(1200):
+        if holds():
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def is_free(folder: Folder, name: str) -> bool:
+    with folder.locked(name) as free:
+        return free
 
 
 def test_a_run_that_another_holds_is_left_to_it(copy):
