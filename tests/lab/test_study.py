@@ -452,6 +452,12 @@ def test_a_dense_variant_is_held_against_dense(copy, base):
     assert rows(copy)["dense fast"]["against"] == "dense"
 
 
+def test_a_preset_without_data_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(["study", "--preset", "lenet-mnist", "--out", str(tmp_path / "study")])
+    assert "the preset lenet-mnist needs --data: the folder of MNIST" in capsys.readouterr().err
+
+
 def test_mistakes_are_one_line(base, tmp_path, capsys):
     for options, said in {
         ("--seeds", "0"): "at least 1",
@@ -462,6 +468,8 @@ def test_mistakes_are_one_line(base, tmp_path, capsys):
         ("--data", "nowhere.txt"): "nowhere.txt is neither a file nor a folder",
         ("paint",): "expected merge, show, page or options alone",
         ("--preset", "eps"): "give one of them",
+        ("merge", "x"): "study merge does not read --base",
+        ("--slim",): "a study does not read --slim",
     }.items():
         assert study(base, tmp_path / "study", *options) == 2
         error = capsys.readouterr().err
