@@ -1,7 +1,7 @@
 """``prunus study``"""
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -49,13 +49,23 @@ class Command:
 
 def run(command: Command) -> None:
     started = time.time()
-    if not command.words:
-        _run(command, started)
-        return
-    what, folders = command.words[0], [Path(word) for word in command.words[1:]]
-    if what not in WORDS:
+    what, folders = (*command.words[:1], "")[0], [Path(word) for word in command.words[1:]]
+    if what and what not in WORDS:
         raise ValueError(f"expected {', '.join(WORDS)} or options alone, got {what!r}")
-    WORDS[what](command, folders)
+    _check_read(command, what)
+    if what:
+        WORDS[what](command, folders)
+    else:
+        _run(command, started)
+
+
+def _check_read(command: Command, what: str) -> None:
+    """Refuse an option that this call would not read."""
+    for option in fields(command):
+        read = option.name in READ[what] if what else option.name not in ("slim", "page")
+        if not read and option.name != "words" and getattr(command, option.name) != option.default:
+            name = {"field": "set"}.get(option.name, option.name).replace("_", "-")
+            raise ValueError(f"{f'study {what}' if what else 'a study'} does not read --{name}; leave it off")
 
 
 def _run(command: Command, started: float) -> None:
@@ -189,3 +199,4 @@ def _page(command: Command, folders: list[Path]) -> None:
 
 
 WORDS = {"merge": _merge, "show": _show, "page": _page}
+READ = {"merge": ("out", "slim"), "show": ("out",), "page": ("page",)}

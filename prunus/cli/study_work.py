@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -81,8 +82,9 @@ def _started(folder: Folder, cells: tuple[Cell, ...], options: Options, device: 
     command = [sys.executable, "-m", "prunus.cli.study_work"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, env=environment_of(device))
     assert process.stdin
-    with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # it may have died already
-        pipe.write(json.dumps(task | {"device": device}))
+    with contextlib.suppress(BrokenPipeError):  # it may have died already
+        process.stdin.write(json.dumps(task | {"device": device}) + "\n")
+        process.stdin.flush()
     return process
 
 
@@ -92,8 +94,9 @@ def environment_of(device: str) -> dict[str, str]:
 
 
 def worker() -> None:
-    """What a worker process does with the task on its standard input."""
-    task = json.load(sys.stdin)
+    """What a worker process does with the task on its standard input, which stays open while its parent lives."""
+    task = json.loads(sys.stdin.readline())
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     cells = [Cell(**cell) for cell in task["cells"]]
     try:
         Worker(Folder(Path(task["folder"])), Options(**task["options"]), Lines(f"[{task['device']}] ")).work(cells)
@@ -126,6 +129,13 @@ class Lines:
         )
         if values["round_ends"] and values["num_finished"] < values["num_runs"] and not self.prefix:
             print_table(values)
+
+
+def _end_with_parent() -> None:
+    """A parent that was killed can end nobody, and what it started must not keep a GPU."""
+    while os.read(0, 1):
+        pass
+    os._exit(1)
 
 
 if __name__ == "__main__":

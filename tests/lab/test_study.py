@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -267,6 +268,33 @@ def test_workers_share_the_runs(done, base, tmp_path):
     assert read_json(out / "study_result.json")["num_finished"] == 4
 
 
+def test_workers_end_with_the_command_that_started_them(base, tmp_path):
+    out = tmp_path / "study"
+    options = ["--base", base, "--out", out, "--seeds", "1", "--set", "steps=5000", "--devices", "cpu,cpu"]
+    command = [sys.executable, "-c", "import sys; from prunus.cli import main; main(sys.argv[1:])", "study"]
+    parent = subprocess.Popen([*command, *map(str, options)], stderr=subprocess.PIPE, text=True)
+    started = [out / "runs" / name / "metrics.jsonl" for name in ("dense-0-s0", "random-0.5-s0")]
+    assert eventually(lambda: all(path.exists() for path in started))
+    parent.kill()
+    parent.wait()
+    for path in started:
+        assert eventually(lambda name=path.parent.name: is_free(Folder(out), name))
+
+
+def eventually(holds) -> bool:
+    """Whether it comes true within two minutes."""
+    for _ in range(1200):
+        if holds():
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def is_free(folder: Folder, name: str) -> bool:
+    with folder.locked(name) as free:
+        return free
+
+
 def test_a_run_that_another_holds_is_left_to_it(copy):
     folder = Folder(copy)
     shutil.rmtree(copy / "runs" / "bitter7-0.5-s1")
@@ -424,6 +452,12 @@ def test_a_dense_variant_is_held_against_dense(copy, base):
     assert rows(copy)["dense fast"]["against"] == "dense"
 
 
+def test_a_preset_without_data_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(["study", "--preset", "lenet-mnist", "--out", str(tmp_path / "study")])
+    assert "the preset lenet-mnist needs --data: the folder of MNIST" in capsys.readouterr().err
+
+
 def test_mistakes_are_one_line(base, tmp_path, capsys):
     for options, said in {
         ("--seeds", "0"): "at least 1",
@@ -434,6 +468,8 @@ def test_mistakes_are_one_line(base, tmp_path, capsys):
         ("--data", "nowhere.txt"): "nowhere.txt is neither a file nor a folder",
         ("paint",): "expected merge, show, page or options alone",
         ("--preset", "eps"): "give one of them",
+        ("merge", "x"): "study merge does not read --base",
+        ("--slim",): "a study does not read --slim",
     }.items():
         assert study(base, tmp_path / "study", *options) == 2
         error = capsys.readouterr().err
