@@ -84,7 +84,8 @@ def _row(folder: Path, arm: str, sparsity: float, seeds: int) -> dict:
         said = f"no difference seen with {seeds} seeds: {difference:+.2f} ± 0.50"
     paired = {"mean": difference, "half_width": 0.5, "num_seeds": seeds}
     overlap = sparsity / (2 - sparsity) if arm == "random" else 0.7
-    return row | {"against": "magnitude", "difference": paired, "verdict": said, "overlap": overlap, "cost": paired}
+    cost = {"mean": mean - sum(_perplexity(folder, "dense", 0.0, seed) for seed in range(seeds)) / seeds}
+    return row | {"against": "magnitude", "difference": paired, "verdict": said, "overlap": overlap, "cost": cost}
 
 
 def _perplexity(folder: Path, arm: str, sparsity: float, seed: int) -> float:

@@ -46,6 +46,7 @@ class Page(HTMLParser):
             self._rows[-1][-1] = dict(attrs)["value"] or ""
 
     def handle_data(self, data: str) -> None:
+        data = data.replace("\u00a0", " ")
         if self._open:
             self.texts[self._open[-1]][-1] += data
         if self._open and self._open[-1] in ("td", "th"):

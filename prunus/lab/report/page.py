@@ -37,8 +37,8 @@ def render(source: Source) -> str:
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(_file("page.html"))
     return template.render(
         source=source,
-        headline=headline(source),
-        lede=lede(source),
+        headline=_together(headline(source)),
+        lede=_together(lede(source)),
         figures=figures(source),
         sections=parts,
         style=_file("style.css"),
@@ -46,6 +46,11 @@ def render(source: Source) -> str:
         scripts=[library, own],
         policy=_policy([library, own]),
     )
+
+
+def _together(text: str) -> str:
+    """The text with no line end between a number and what belongs to it."""
+    return text.replace(" %", "\u00a0%").replace(" ± ", "\u00a0±\u00a0")
 
 
 def _policy(scripts: Sequence[str]) -> str:
