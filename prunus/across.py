@@ -97,8 +97,8 @@ def settled(
 ) -> dict[str, Tensor]:
     """``above`` with the bits of ``equal`` but the first ``num_drop``, by weight, then by position in the whole."""
     ranks = ranks_of_all(sources)
-    here = [bits.count(mask).cpu() if counts(source) else 0 for source, mask in zip(sources, equal, strict=True)]
-    numbers = ranks.total(torch.tensor(here)).tolist()
+    here = torch.stack([bits.count(mask) for mask in equal]).cpu()
+    numbers = ranks.total(here * torch.tensor([counts(source) for source in sources])).tolist()
     for source, mask, number in zip(sources, equal, numbers, strict=True):
         if num_drop <= 0:
             above[source.name] |= mask

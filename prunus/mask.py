@@ -80,7 +80,7 @@ def _sums_of_ranks(names: list[str], masks: Mapping[str, Tensor], parts: Mapping
 
 def check_copies(ranks: Ranks, weights: Mapping[str, Tensor], packed: Mapping[str, Tensor]) -> None:
     """Raise a ValueError on all ranks if some that hold copies of a weight have found another mask for it."""
-    prints = {name: fingerprint(mask) for name, mask in packed.items()}
+    prints = dict(zip(packed, torch.stack([fingerprint(mask) for mask in packed.values()]).tolist(), strict=True))
 
     def folded(names: list[str]) -> int:
         return int.from_bytes(hashlib.sha256(json.dumps([prints[n] for n in names]).encode()).digest()[:7])
@@ -98,12 +98,11 @@ def check_copies(ranks: Ranks, weights: Mapping[str, Tensor], packed: Mapping[st
     )
 
 
-def fingerprint(packed: Tensor) -> int:
-    """A number that differs where packed bits do: a sum of hashes of their words and places."""
-    if not len(packed):
-        return 0
-    words = torch.nn.functional.pad(packed, (0, -len(packed) % 8)).view(torch.int64)
-    return int(mixed(words + mixed(torch.arange(1, len(words) + 1, device=words.device))).sum())
+def fingerprint(packed: Tensor) -> Tensor:
+    """A number that differs where packed bits do, on their device: a sum of hashes of their words and places."""
+    words = torch.zeros(-(-len(packed) // 8), dtype=torch.int64, device=packed.device)
+    words.view(torch.uint8)[: len(packed)] = packed
+    return mixed(words + mixed(torch.arange(1, len(words) + 1, device=words.device))).sum()
 
 
 def overlap(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float:

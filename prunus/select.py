@@ -21,6 +21,7 @@ from .ops.part import attempt
 from .ops.source import Lazy, alike, stored
 from .ops.sweep import check_finite
 from .schedule import Ramp, Schedule
+from .shard import is_dtensor
 
 Scores = Mapping[str, Tensor | Lazy]
 Masks = Mapping[str, Tensor]
@@ -203,6 +204,8 @@ def _unpacked(selector: Selector, scores: Scores, sparsity: float, within: Masks
     """Boolean masks of scores given by name: the border where they are checked."""
     if not 0 <= sparsity < 1:
         raise ValueError(f"sparsity must lie in [0, 1), got {sparsity}")
+    if sharded := [name for name, value in scores.items() if is_dtensor(value)]:
+        raise ValueError(f"the scores of {sharded[0]} are a DTensor; a selector takes whole tensors, a Pruner shards")
     within = within or {}
     if unknown := sorted(set(within) - set(scores)):
         raise ValueError(f"within names {unknown[0]}, which has no scores; the scores are of: {', '.join(scores)}")

@@ -59,7 +59,7 @@ class Ranks:
 
     def __init__(self, groups: Sequence[ProcessGroup] = (), copies: Sequence[ProcessGroup] = ()) -> None:
         self.groups, self.copies = list(groups), list(copies)
-        self.num_bytes = 0
+        self.num_bytes = self.num_sums = 0
 
     @property
     def size(self) -> int:
@@ -114,6 +114,7 @@ class Ranks:
             tensor = tensor.to(torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu")
             dist.all_reduce(tensor, op, group)
             self.num_bytes += tensor.numel() * tensor.element_size()
+            self.num_sums += 1
         return tensor.to(device)
 
     def _raise(self, failed: Exception | None) -> None:

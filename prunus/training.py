@@ -180,8 +180,11 @@ class Pruner:
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state_dict()``; what its masks prune is zeroed in weights and optimizer state."""
-        masks = together(self._ranks, lambda: checked_masks(state, self._weights, self._movement, self._parts))
-        everything = {n: bits.full(local(p).numel(), p.device) for n, p in self._weights.items() if n in self._bits}
+        ranks = self._ranks if self._parts else None
+        masks = together(ranks, lambda: checked_masks(state, self._weights, self._movement, self._parts))
+        everything = {
+            n: bits.full(local(p).numel(), local(p).device) for n, p in self._weights.items() if n in self._bits
+        }
         self._hold(everything | masks)
         self._num_kept = self._count_kept()
         if self._movement:
@@ -236,7 +239,7 @@ class Pruner:
         """Have a mask for every weight that is resharded: who loads a checkpoint asks for what is there already."""
         for name, p in self._weights.items():
             if name not in self._bits and is_resharded(p):
-                self._set_bits(name, bits.full(local(p).numel(), p.device))
+                self._set_bits(name, bits.full(local(p).numel(), local(p).device))
 
     def _waits_for_moments(self) -> bool:
         reads_moments = bool(set(MOMENTS) & set(self.score.reads))
@@ -260,7 +263,7 @@ class Pruner:
         if isinstance(self.optimizer, AdamWPrune):  # whose step reads masks at no cost: a graph of it must find them
             for name, p in self._weights.items():
                 if p.is_cuda and name not in self._bits:
-                    self._set_bits(name, bits.full(local(p).numel(), p.device))
+                    self._set_bits(name, bits.full(local(p).numel(), local(p).device))
         self._num_kept = self._count_kept()
 
     def _count_kept(self) -> int:

@@ -6,7 +6,8 @@ from ranks import on_ranks
 from reference import draw
 
 from prunus.ops import bits, sample
-from prunus.ops.source import alike, stored
+from prunus.ops.source import Lazy, alike, stored
+from prunus.score import random
 from prunus.select import Global, NofM, PerLayer, PerRow
 
 SHAPES = [(1, 8), (13, 8), (3, 4, 2), (40, 24), (8, 4, 2, 2), (5, 16)]
@@ -87,7 +88,10 @@ KINDS = ["normal", "many ties", "all equal", "signed zeros", "half zero", "bfloa
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("select", SELECTORS)
 def test_ranks_find_the_masks_of_one_process(select, layout, room):
+    where = list(LAYOUTS).index(layout) + list(SELECTORS).index(select)
     for number, kind in enumerate(KINDS):
+        if (number + where) % 4 and select != "global":  # all kinds come by, not all everywhere
+            continue
         torch.manual_seed(number)
         shapes = [shape for shape in SHAPES if select != "1:8" or shape[1:] in [(8,), (24,), (16,)]]
         sources = source_of(draw(kind, *shapes))
@@ -95,3 +99,42 @@ def test_ranks_find_the_masks_of_one_process(select, layout, room):
         sparsities = asked(SELECTORS[select])
         sparsity = sparsities[number % len(sparsities)]
         assert_as_one(SELECTORS[select], sources, sparsity, within, LAYOUTS[layout])
+
+
+@pytest.mark.parametrize("kind", ["normal", "half zero"])
+def test_a_global_cut_exchanges_less_than_a_mebibyte_whatever_its_way(kind):
+    torch.manual_seed(0)
+    sources = source_of(draw(kind, (1100, 500), (9,), (300, 70, 3)))
+    assert sum(source.numel for source in sources) > sample.SAMPLE
+    layouts = layouts_for(sources, ((2,), 1))
+    masks, num_bytes = found_by_ranks(Global(), sources, 0.4, {}, layouts)
+    assert 0 < num_bytes < 100_000
+    assert all(torch.equal(masks[n], mask) for n, mask in by_one(Global(), sources, 0.4, {}).items())
+
+
+def test_rows_and_groups_that_lie_whole_on_a_rank_send_nothing_but_flags():
+    sources = source_of(draw("normal", (40, 24), (16, 8)))
+    for select, split in ((PerRow(), (2,)), (NofM(2, 4), (2,)), (NofM(2, 4), (1, 2))):
+        _, num_bytes = found_by_ranks(select, sources, 0.5, {}, layouts_for(sources, (split, 1)))
+        assert num_bytes < 100
+
+
+@pytest.mark.parametrize("where", [0, 1, 2])
+@pytest.mark.parametrize("select", ["global", "uniform", "rows", "2:4"])
+def test_a_score_that_is_not_finite_on_one_rank_is_an_error_on_all(select, where, room):
+    scores = draw("positive", (12, 8), (16, 8), (4, 8))
+    scores[f"layer{where}"][-1, -1] = float("nan")
+    for layout in LAYOUTS.values():
+        sources = source_of(scores)
+        with pytest.raises(ValueError, match=f"layer{where}"):
+            found_by_ranks(SELECTORS[select], sources, 0.5, {}, layouts_for(sources, layout))
+
+
+def test_random_scores_are_keyed_by_the_position_in_the_whole():
+    sources = [
+        Lazy(f"w{i}", torch.zeros(shape), random, {}, {"name": f"w{i}"}, takes_position=True, formula="random")
+        for i, shape in enumerate([(13, 8), (6, 24)])
+    ]
+    for layout in LAYOUTS.values():
+        for select in (Global(), PerRow()):
+            assert_as_one(select, sources, 0.5, {}, layout)

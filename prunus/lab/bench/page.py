@@ -63,15 +63,20 @@ pass is launched, which the device waits for. What the host does after that is h
 
 def page(folder: Path) -> str:
     """The page for all records in ``folder``, the newest of each kind and machine."""
+    records = [record for record in newest_of(folder) if record["what"] in SECTIONS]
+    if not records:
+        raise ValueError(f"there are no results in {folder}; run prunus bench select first")
+    return "\n".join([INTRODUCTION, *(SECTIONS[record["what"]](record) for record in records)])
+
+
+def newest_of(folder: Path) -> list[dict[str, Any]]:
+    """The newest record of each kind, machine and model."""
     newest: dict[tuple[str, str, str], dict[str, Any]] = {}
     for path in sorted(folder.glob("*.json"), key=lambda path: (read_record(path)["date"], path.stat().st_mtime)):
         record = read_record(path)
         about = record["settings"].get("weights", "")
         newest[record["what"], record["environment"]["machine"], about] = record | {"file": path.name}
-    if not newest:
-        raise ValueError(f"there are no results in {folder}; run prunus bench select first")
-    sections = [SECTIONS[what](record) for (what, *_), record in sorted(newest.items())]
-    return "\n".join([INTRODUCTION, *sections])
+    return [record for _, record in sorted(newest.items())]
 
 
 def _select(record: dict[str, Any]) -> str:
@@ -98,12 +103,12 @@ def _select(record: dict[str, Any]) -> str:
             f"{ours['read_gb_s']:,.0f} GB/s over the whole event, "
             f"{ours['read_gb_s'] / record['settings']['copy_gb_s']:.0%} of that."
         )
-    return _section("Finding the masks", record, SELECT, body)
+    return section("Finding the masks", record, SELECT, body)
 
 
 def _parts(record: dict[str, Any]) -> str:
     lines = [(row["part"], row["where"], f"{row['us']:,.1f}") for row in record["rows"]]
-    return _section("Finding the masks: what bounds it", record, PARTS, table(("part", "where", "us"), lines))
+    return section("Finding the masks: what bounds it", record, PARTS, table(("part", "where", "us"), lines))
 
 
 def _update(record: dict[str, Any]) -> str:
@@ -112,7 +117,7 @@ def _update(record: dict[str, Any]) -> str:
     ulps = record["rows"][0]["ulps_from_torch"]
     body += f"\n\nOne step from equal state differs from torch's by at most {ulps:.2f} ulp, "
     body += "counted at the larger of the weight and the learning rate."
-    return _section("Keeping them: the optimizer's step", record, UPDATE, body)
+    return section("Keeping them: the optimizer's step", record, UPDATE, body)
 
 
 def _train(record: dict[str, Any]) -> str:
@@ -129,7 +134,7 @@ def _train(record: dict[str, Any]) -> str:
         for row in record["rows"]
     ]
     headings = ("arm", "ms a step", "ratio", "spread", "tokens/s", "peak MiB", "steady MiB")
-    return _section("Whole training", record, TRAIN, table(headings, lines))
+    return section("Whole training", record, TRAIN, table(headings, lines))
 
 
 def _step(record: dict[str, Any]) -> str:
@@ -145,7 +150,7 @@ def _step(record: dict[str, Any]) -> str:
         for row in record["rows"]
     ]
     headings = ("arm", "optimizer", "tokens", "ms", "overhead", "beside")
-    return _section("Keeping them: a training step", record, STEP, table(headings, lines))
+    return section("Keeping them: a training step", record, STEP, table(headings, lines))
 
 
 def _export(record: dict[str, Any]) -> str:
@@ -167,7 +172,7 @@ def _export(record: dict[str, Any]) -> str:
         body += (
             f"\n\nA copy on this device moves {record['settings']['copy_gb_s']:,.0f} GB/s, read and written together."
         )
-    return _section("Small files", record, EXPORT, body)
+    return section("Small files", record, EXPORT, body)
 
 
 def _matvec(record: dict[str, Any]) -> str:
@@ -185,7 +190,7 @@ def _matvec(record: dict[str, Any]) -> str:
         for row in record["rows"]
     ]
     headings = ("way", "weight", "zeros", "vectors", "us", "times faster", "size", "launched us", "GB/s of it")
-    return _section("Products with a pruned weight", record, MATVEC, table(headings, lines))
+    return section("Products with a pruned weight", record, MATVEC, table(headings, lines))
 
 
 def _number(value: float | None, form: str) -> str:
@@ -204,7 +209,7 @@ def _prune(record: dict[str, Any]) -> str:
         for row in record["rows"]
     ]
     headings = ("task", "s", "plainly, s", "times faster", "times fewer operations", "mask elements that differ")
-    return _section("Pruning after training", record, PRUNE, table(headings, lines))
+    return section("Pruning after training", record, PRUNE, table(headings, lines))
 
 
 SECTIONS = {
@@ -219,7 +224,7 @@ SECTIONS = {
 }
 
 
-def _section(title: str, record: dict[str, Any], text: str, body: str) -> str:
+def section(title: str, record: dict[str, Any], text: str, body: str) -> str:
     environment = record["environment"]
     versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
     origin = (
