@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,9 @@ class Team:
         if device.index is not None and self.size > 1:
             raise ValueError(f"every rank takes a GPU of its own, but device is {device}; pass --device cuda")
         own = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        if own.index >= torch.cuda.device_count():
+            num = torch.cuda.device_count()
+            raise ValueError(f"there are {num} GPUs for more ranks; pass torchrun --nproc-per-node {num}")
         torch.cuda.set_device(own)
         return own
 
@@ -117,28 +120,26 @@ class Team:
 
     def first(self, make: Callable[[], T]) -> T:
         """What ``make`` gives on the first rank, on all of them; its ValueError or OSError is raised on all."""
-        return self._agreed(_tried(make) if self.is_first else (None, None), chosen=True)
+        if self.kind == "none":
+            return make()
+        box = [_tried(make) if self.is_first else (None, None)]
+        dist.broadcast_object_list(box)
+        value, error = box[0]
+        if error is not None:
+            raise ValueError(error)
+        return value  # pyrefly: ignore[bad-return]
 
     def each(self, make: Callable[[], T]) -> T:
         """What ``make`` gives on this rank; a ValueError or OSError of any rank is raised on all of them."""
-        return self._agreed(_tried(make), chosen=False)
-
-    def _agreed(self, own: tuple[Any, str | None], chosen: bool) -> Any:
         if self.kind == "none":
-            value, error = own
-        elif chosen:
-            box = [own]
-            dist.broadcast_object_list(box)
-            value, error = box[0]
-        else:
-            errors: list[str | None] = [None] * self.size
-            dist.all_gather_object(errors, own[1])
-            value, error = own[0], next((e for e in errors if e is not None), None)
-            if error is not None and errors[0] is None:
-                error = f"rank {errors.index(error)}: {error}"
-        if error is not None:
-            raise ValueError(error)
-        return value
+            return make()
+        value, error = _tried(make)
+        errors: list[str | None] = [None] * self.size
+        dist.all_gather_object(errors, error)
+        for rank, said in enumerate(errors):
+            if said is not None:
+                raise ValueError(f"rank {rank}: {said}" if rank else said)
+        return value  # pyrefly: ignore[bad-return]
 
 
 def _tried(make: Callable[[], T]) -> tuple[T | None, str | None]:
@@ -157,20 +158,20 @@ def team_of(run: Run) -> Iterator[Team]:
         return
     joined = dist.is_initialized()
     if not joined:
-        join()
+        join(on_gpu=torch.cuda.is_available() and not run.device.startswith("cpu"))
     yield Team(run.parallel, dist.get_rank(), dist.get_world_size())
     if not joined:  # not after an error, when others may wait for what will not come
         dist.destroy_process_group()
 
 
-def join() -> None:
+def join(on_gpu: bool) -> None:
     """Meet the other ranks in a place of this attempt's own.
 
     torchrun keeps one store over its restarts (seen in 2.13), where a rank would find the addresses of the dead.
     """
     store, rank, size = next(rendezvous("env://"))
     attempt = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     dist.init_process_group(backend, store=attempt, rank=rank, world_size=size)
 
 

@@ -26,8 +26,8 @@ STOP = 7  # the step after which an interrupted run ends; its last checkpoint is
 
 
 # five batches of evaluation are no multiple of 2 or 3 ranks, and with accumulation gradients wait
-NAMES = "context batch accumulate steps every begin end warmup log_every eval_every eval_size save_every".split()
-OPTIONS: dict[str, Any] = dict(zip(NAMES, (16, 6, 2, 12, 2, 2, 10, 3, 1, 6, 30, 3), strict=True))
+NAMES = "context batch accumulate steps every begin end warmup log_every eval_every eval_size save_every device".split()
+OPTIONS: dict[str, Any] = dict(zip(NAMES, (16, 6, 2, 12, 2, 2, 10, 3, 1, 6, 30, 3, "cpu"), strict=True))
 
 
 class Interrupted(Exception):
@@ -122,7 +122,7 @@ def whole_and_broken(run: Run, folder: Path) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    join()
+    join(on_gpu=False)
     job, data, folder = sys.argv[1:]
     globals()[job](Path(data), Path(folder))
     dist.destroy_process_group()

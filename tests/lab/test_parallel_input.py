@@ -63,6 +63,29 @@ def test_ranks_share_the_same_global_batches(size, tmp_path):
         assert torch.equal(torch.cat([targets for _, targets in parts]), whole[1])
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_batches", [1, 2, 5, 8])
+def test_ranks_deal_batches_in_equal_numbers_and_return_them_in_order(size, num_batches, monkeypatch):
+    batches = [(number, number) for number in range(num_batches)]
+    own: list[torch.Tensor] = []
+
+    def kept(_: Team, rows: torch.Tensor) -> torch.Tensor:
+        own.append(rows)
+        return torch.cat([rows] * size)
+
+    def measure(dealt):
+        return [(float(number), number + 1, number + 2) for number, _ in dealt]
+
+    monkeypatch.setattr(Team, "rows", kept)
+    for rank in range(size):
+        Team("ddp", rank, size).shared(batches, measure)
+    assert len({len(rows) for rows in own}) == 1, "sharded weights are gathered by all ranks or none"
+    gathered = torch.cat(own[:size])
+    monkeypatch.setattr(Team, "rows", lambda *_: gathered)
+    for rank in range(size):
+        assert Team("ddp", rank, size).shared(batches, measure) == measure(batches)
+
+
 def a_state(step: int = 3) -> dict:
     return {
         "run": {"model": "gpt2-tiny", "include": []},
