@@ -1,9 +1,10 @@
 """``docs/benchmarks.md`` from the files that benchmarks left: no figure in it is typed."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from . import prune_page
+from .markdown import number, section, table
 from .measure import read_record
 
 INTRODUCTION = """# Benchmarks
@@ -46,33 +47,6 @@ within a CUDA graph and go round copies of more than 200 MB, so that none is rea
 the graph, by the host. Times faster and size are relative to dense in the same table. Every way agreed with \
 the product in higher precision before it was timed.
 """
-
-PRUNE = """{model}, {probed} of its weights, {windows} windows of {length} tokens, to {sparsity:.0%}, in float32. \
-Plainly is WANDA as its authors' code does it, a sample at a time with a sort and a scatter, and the probe by its \
-definition: two passes for each weight and sample, all others frozen. Operations are those of matrix products, as \
-torch counts them over eight windows, the inspection of the model included: what is faster than by their ratio comes \
-from running them better, not from leaving them out.
-"""
-
-
-LEVEL = """One level, WANDA candidates and the probe at {sparsity:.0%}, on a random bfloat16 model of Mistral-7B's \
-shape ({num_weights:,} weights, {blocks} blocks, {windows} samples of {length} tokens): what a level costs, nothing \
-about quality. Plainly is the probe by its definition, one sample a pass, all other weights frozen, two records a \
-weight; it was timed for three weights over four samples and scaled to all. The first level of a process also compiles \
-kernels, which stay on disk. Busy is the driver's figure; the share of peak counts matrix products alone, against 989 \
-TFLOP/s.
-"""
-
-WANDA = """One-shot WANDA by rows to {sparsity:.0%} on a CPU beside llmcompressor {llmcompressor}, {windows} windows \
-of {length} tokens for the model; medians of {repeat} runs in turns in one process, by \
-`benchmarks/wanda_llmcompressor.py`. "Times ours" is of CPU seconds over all cores. Its functions are called from \
-plain hooks; `oneshot` is its users' way. A model's time is that of its forward passes first of all.
-"""
-
-HEAD = """The head takes {head_share:.0%} of the products of a record that starts at the probed weight, and either \
-side runs it once for each record and sample: a record is taken with other weights than the one before it, so that its \
-logits are new ones, and no decision is kept without them. What can be saved is the blocks before the probed weight, \
-and the time that batches and a head in parts save. The parts below are of a run of its own, with clocks."""
 
 PARTS = """Where the time of one event goes ({weights}, bitter7, 50 %). Events queued one behind the other take \
 {queued_ms:.2f} ms each on the device, a CUDA graph of one with the wait {replayed_ms:.2f} ms; called one by one, \
@@ -203,9 +177,9 @@ def _matvec(record: dict[str, Any]) -> str:
             row["zeros"],
             f"{row['vectors']:,}",
             row["problem"] if row["us"] is None else f"{row['us']:,.1f}",
-            *(_number(row[name], "{:.2f}") for name in ("times_faster", "size")),
-            _number(row["launched_us"], "{:,.1f}"),
-            _number(row["read_gb_s"], "{:,.0f}"),
+            *(number(row[name], "{:.2f}") for name in ("times_faster", "size")),
+            number(row["launched_us"], "{:,.1f}"),
+            number(row["read_gb_s"], "{:,.0f}"),
         )
         for row in record["rows"]
     ]
@@ -213,89 +187,15 @@ def _matvec(record: dict[str, Any]) -> str:
     return section("Products with a pruned weight", record, MATVEC, table(headings, lines))
 
 
-def _number(value: float | None, form: str) -> str:
-    return "" if value is None else form.format(value)
-
-
-def _prune(record: dict[str, Any]) -> str:
-    lines = [
-        (
-            row["task"],
-            *(f"{row[name]:.3f}" for name in ("seconds", "plain_seconds")),
-            f"{row['times_faster']:.2f}",
-            _number(row["times_fewer_operations"], "{:.2f}"),
-            f"{row['different']:,} of {row['num_weights']:,}",
-        )
-        for row in record["rows"]
-    ]
-    headings = ("task", "s", "plainly, s", "times faster", "times fewer operations", "mask elements that differ")
-    body = table(headings, lines)
-    if parts := record["settings"].get("parts"):
-        body += f"\n\n{HEAD.format(**record['settings'])}\n\n"
-        shares = [(row["part"], f"{row['seconds']:.3f}", f"{row['share']:.0%}") for row in parts]
-        body += table(("part of our probe", "s", "share"), shares)
-    return section("Pruning after training", record, PRUNE, body)
-
-
-def _level(record: dict[str, Any]) -> str:
-    plain = record["rows"][0]["seconds"]
-    lines = [
-        (
-            row["way"],
-            f"{row['seconds']:.1f}",
-            f"{plain / row['seconds']:.1f}",
-            _number(row.get("utilisation"), "{:.0%}"),
-            _number(row.get("share_of_peak"), "{:.0%}"),
-            _number(row.get("peak_gib"), "{:.1f}"),
-            f"{row['passes']:,}",
-            _number(row.get("sparsity"), "{:.2%}"),
-        )
-        for row in record["rows"]
-    ]
-    headings = ("way", "s a level", "times faster", "busy", "of peak", "peak GiB", "passes", "sparsity")
-    return section("The gradient probe: a level of a 7 B model", record, LEVEL, table(headings, lines))
-
-
-def _wanda(record: dict[str, Any]) -> str:
-    lines = [
-        (
-            f"{row['task']}: {row['way']}",
-            *(f"{row[name]:.3f}" for name in ("seconds", "cpu_seconds")),
-            f"{row['times_ours']:.2f}",
-            f"{row['different']:,} of {row['num_weights']:,}",
-        )
-        for row in record["rows"]
-    ]
-    headings = ("task and way", "s", "CPU s", "times ours", "weights pruned elsewhere")
-    return section("WANDA beside llmcompressor", record, WANDA, table(headings, lines))
-
-
 SECTIONS = {
-    "level": _level,
+    "level": prune_page.level,
     "export": _export,
     "matvec": _matvec,
     "parts": _parts,
-    "prune": _prune,
+    "prune": prune_page.prune,
     "select": _select,
     "step": _step,
     "train": _train,
     "update": _update,
-    "wanda": _wanda,
+    "wanda": prune_page.wanda,
 }
-
-
-def section(title: str, record: dict[str, Any], text: str, body: str) -> str:
-    environment = record["environment"]
-    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
-    origin = (
-        f"{environment['machine']}; Python {environment['python']}, {versions}; "
-        f"{record['date']}, commit {environment['commit']}; `{record['file']}`"
-    )
-    note = f"{record['settings']['note']}\n\n" if "note" in record["settings"] else ""
-    return f"## {title}\n\n{origin}\n\n{text.format(**record['settings'])}\n{note}{body}\n"
-
-
-def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table whose first column is left-aligned and the others right-aligned."""
-    lines = [headings, ["---", *["---:"] * (len(headings) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..bench.page import table
+from ..bench.markdown import table
 from .figures import USABLE, Comparison, Figures, read_figures, spread
 from .study import RANDOM, STRATEGIES, UNPROBED
 from .verdict import verdict

@@ -145,7 +145,7 @@ def _events(training: Training) -> list[int]:
     if pruner is None or pruner.schedule is None or not pruner.schedule.final:
         return []
     schedule = pruner.schedule
-    steps = [t for t in range(1, schedule.end + 1) if schedule.is_event(t, pruner.every) and schedule(t)]
+    steps = [t for t in range(1, round(schedule.end) + 1) if schedule.is_event(t, pruner.every) and schedule(t)]
     middle = max(0, min(len(steps) // 2, len(steps) - NUM_EVENTS - 1))
     return steps[middle : middle + NUM_EVENTS + 1]
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..bench.page import table
+from ..bench.markdown import table
 from .folder import Folder, read_json
 from .keys import num_examples, shared_fields
 from .plan import Plan
