@@ -43,6 +43,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         command = import_module(f"{__name__}.{name}")
         command.run(_parse(command.Command, name, rest))
+    except BrokenPipeError:  # whoever read the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(141) from None
     except (ValueError, OSError) as error:
         _fail(f"prunus {name}", str(error))
     except KeyboardInterrupt:
