@@ -39,9 +39,9 @@ class Pruner:
     ``"zeros"`` for the zeros that the weights have; without ``schedule`` they are only held. ``regrow`` lets
     pruned weights come back until the ramp ends.
 
-    Over several ranks masks are those of one process, to the bit. Make it after DDP or ``fully_shard``, on every
-    rank; events are collective then, and for DTensors so are ``sparsity``, ``report``, ``digest``, ``full_masks``
-    and the loading of states. ``group`` are the ranks that train this model together, if not all do.
+    Over ranks masks are those of one process. Make it after DDP or ``fully_shard``, on every rank; events are
+    collective then, and for DTensors ``sparsity``, ``report``, ``digest``, ``full_masks``, ``state_dict`` and loading
+    too. ``group`` are the ranks that train this model together, if not all do.
     """
 
     def __init__(
@@ -81,6 +81,7 @@ class Pruner:
         self._weights = {weight.name: weight.parameter for weight in self._eligible.weights}
         self._ranks = ranks_of(self._weights, group)
         self._parts = parts_of(self._weights, self._ranks)
+        self._holders = self._ranks if self._parts else None  # of parts, not of copies
         if regrow:
             regrow.check(schedule, select, self._parts is not None)
         if isinstance(select, PerLayer) and schedule:
@@ -117,7 +118,7 @@ class Pruner:
 
     def report(self) -> Report:
         """Sparsity of every weight matrix, from its zeros, and the reason where it stays dense."""
-        return report(self.model, self._eligible, self._ranks if self._parts else None)
+        return report(self.model, self._eligible, self._holders)
 
     def digest(self) -> str:
         """Hex string over all masks, the same for the same masks, by however many ranks they are held."""
@@ -152,12 +153,10 @@ class Pruner:
         before = self._held.num_kept
         live, swap = (self._bits, before), None
         if self.regrow:
-            swap = self.regrow.swap(
-                self.schedule, self.step, partial(self.regrow.sources, weights, self.optimizer, self._parts)
-            )
+            back = partial(self.regrow.sources, weights, self.optimizer, self._parts)
+            swap = self.regrow.swap(self.schedule, self.step, back)
         masks, regrown = together(self._ranks, lambda: selected(self.select, scores, sparsity, live, swap))
-        if self._ranks:
-            check_copies(self._ranks, self._weights, masks)
+        check_copies(self._ranks, self._weights, masks)
         self._held.hold(masks, self._regrowing)
         if isinstance(self.select, Global):  # which is exact: no need to count
             total = sum(p.numel() for p in self._weights.values())
@@ -196,8 +195,7 @@ class Pruner:
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state_dict()``; what its masks prune is zeroed in weights and optimizer state."""
-        ranks = self._ranks if self._parts else None
-        masks = together(ranks, lambda: checked_masks(state, self._weights, self._movement, self._parts))
+        masks = together(self._holders, lambda: checked_masks(state, self._weights, self._movement, self._parts))
         self.step, self._due = int(state["step"]), bool(state["due"])
         self._held.load(masks, self._regrowing)
         if self._movement:
@@ -227,8 +225,8 @@ class Pruner:
         self.step += 1
         if self.step == 1:
             check_parameters(self.model, self._weights)
-        if self.step == 1 and self.schedule:
-            check_moments(self._eligible.weights, self.optimizer, self.score)
+            if self.schedule:
+                check_moments(self._eligible.weights, self.optimizer, self.score)
             if self.regrow:
                 self.regrow.check_moments(self.optimizer)
         self._held.store()
