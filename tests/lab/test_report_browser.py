@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from report_folders import make_run, make_study
-from test_report import ARMS, HOSTILE, hostile_study, lines_of
+from report_pages import ARMS, HOSTILE, hostile_study, lines_of
 
 from prunus.lab.report.page import write_report
 
