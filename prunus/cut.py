@@ -4,22 +4,18 @@ The smallest are dropped; among equal scores the first in the order of the weigh
 positions, is dropped first. What is not live is dropped already: it is counted, never ranked.
 """
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from .across import cut_across, ranks_of_all
 from .ops import bits
 from .ops.digits import DIGIT, digit_counts, from_sortable, sortable
 from .ops.order import ascending
+from .ops.sample import Packed, draw, full_range, is_small, live_pieces, order_statistics
 from .ops.source import Lazy
-from .ops.sweep import Swept, check_finite, sweep
-
-Packed = Mapping[str, Tensor]  # packed bits by name; a name that is missing is wholly live
-
-SAMPLE = 1 << 19  # scores drawn to bracket the threshold
-SIGMAS = 5  # half width of the bracket, in standard errors of the sample
+from .ops.sweep import Swept, sweep
 
 
 def cut(sources: Sequence[Lazy], num_drop: int, live: Packed, num_live: int | None = None) -> dict[str, Tensor]:
@@ -31,12 +27,14 @@ def cut(sources: Sequence[Lazy], num_drop: int, live: Packed, num_live: int | No
     """
     if num_live is None:
         num_live = sum(num_kept_each(sources, live).values())
-    num_drop -= sum(source.numel for source in sources) - num_live
+    num_drop -= sum(source.whole_numel for source in sources) - num_live
     if num_drop <= 0:
         return {source.name: kept(source, live) for source in sources}
     if num_drop >= num_live:
         return {source.name: torch.zeros_like(kept(source, live)) for source in sources}
 
+    if sources[0].part:
+        return cut_across(sources, num_drop, live, num_live)
     if sources[0].device.type == "cuda":
         from .ops._triton.driver import launch_cut, lowered
 
@@ -58,7 +56,7 @@ def cut_each(
 ) -> dict[str, Tensor]:
     """Packed masks that drop the ``num_drop`` smallest scores of each weight; on a GPU the host waits once for all."""
     masks: dict[str, Tensor] = {}
-    if sources[0].device.type == "cuda":
+    if sources[0].device.type == "cuda" and not sources[0].part:
         from .ops._triton.driver import launch_each, lowered, wait_all
 
         drops = {s.name: num_drop[s.name] - s.numel + num_live[s.name] for s in sources}
@@ -82,10 +80,16 @@ def num_kept(source: Lazy, live: Packed) -> int:
 
 
 def num_kept_each(sources: Sequence[Lazy], live: Packed) -> dict[str, int]:
-    """Live elements of each weight, brought to the host at once."""
-    counts = {source.name: bits.count(live[source.name]) for source in sources if source.name in live}
-    numbers = torch.stack(list(counts.values())).tolist() if counts else []
-    return {source.name: source.numel for source in sources} | dict(zip(counts, numbers, strict=True))
+    """Live elements of each weight, over all ranks, brought to the host at once."""
+    everything = {source.name: source.whole_numel for source in sources}
+    masked = [source for source in sources if source.name in live]
+    if not masked:
+        return everything
+    counts = torch.stack([bits.count(live[source.name]) for source in masked])
+    if masked[0].part:
+        speaks = torch.tensor([source.part is not None and source.part.counts for source in masked])
+        counts = ranks_of_all(masked).total(counts.cpu() * speaks)
+    return everything | dict(zip([source.name for source in masked], counts.tolist(), strict=True))
 
 
 def bracket(sources: Sequence[Lazy], num_drop: int, num_live: int, live: Packed) -> tuple[float, float, int]:
@@ -93,17 +97,14 @@ def bracket(sources: Sequence[Lazy], num_drop: int, num_live: int, live: Packed)
 
     Order statistics of a jittered sample, ``SIGMAS`` standard errors around the cut's rank.
     """
-    lowest, highest = _range(sources[0].compared)
-    if num_live <= SAMPLE:
+    lowest, highest = full_range(sources[0].compared)
+    if is_small(num_live):
         return lowest, highest, num_live
-    sample = ascending(_draw(sources, num_live, live))
-    share = num_drop / num_live
-    slack = SIGMAS * math.sqrt(len(sample) * share * (1 - share)) + 1
-    first, last = math.floor(share * len(sample) - slack), math.ceil(share * len(sample) + slack)
+    sample = ascending(draw(sources, sum(source.numel for source in sources), num_live, live))
+    first, last, limit = order_statistics(num_drop / num_live, len(sample), num_live)
     lo = sample[first].item() if first >= 0 else lowest
     hi = sample[last].item() if last < len(sample) else highest
-    expected = num_live * (last - first) / max(1, len(sample))
-    return lo, hi, SAMPLE + 2 * math.ceil(expected)
+    return lo, hi, limit
 
 
 def descend(sources: Sequence[Lazy], num_drop: int, live: Packed) -> tuple[float, int]:
@@ -116,7 +117,7 @@ def descend(sources: Sequence[Lazy], num_drop: int, live: Packed) -> tuple[float
     for shift in range(8 * dtype.itemsize - DIGIT, -1, -DIGIT):
         counts = torch.zeros(1 << DIGIT, dtype=torch.int64, device=sources[0].device)
         for source in sources:
-            for _, scores, alive in _live_pieces(source, live):
+            for _, scores, alive in live_pieces(source, live):
                 keys = sortable(scores if alive is None else scores[alive])
                 counts += digit_counts(keys, prefix, shift).to(counts.device)
         up_to = counts.cumsum(0)
@@ -141,24 +142,6 @@ def _sweep_all(sources: Sequence[Lazy], lo: float, hi: float, limit: int, live: 
     return swept
 
 
-def _draw(sources: Sequence[Lazy], num_live: int, live: Packed) -> Tensor:
-    """About ``SAMPLE`` live scores: one at a random place of each of as many equal strides."""
-    generator = torch.Generator().manual_seed(num_live)
-    total = sum(source.numel for source in sources)
-    rate = SAMPLE / total * min(4.0, total / num_live)
-    drawn = []
-    for source in sources:
-        num = min(source.numel, math.ceil(source.numel * rate))
-        jitter = torch.rand(num, generator=generator, dtype=torch.float64)
-        places = jitter.add_(torch.arange(num)).mul_(source.numel / max(1, num)).long().clamp_(max=source.numel - 1)
-        places = places.to(source.device)
-        if source.name in live:
-            places = places[bits.at(live[source.name], places)]
-        drawn.append(source.at(places))
-    sample = torch.cat(drawn)
-    return sample[torch.isfinite(sample)] if sample.is_floating_point() else sample
-
-
 def _settle(swept: Sequence[Swept], num_drop: int) -> None:
     """Set the bits of all elements inside the bracket but the ``num_drop`` smallest."""
     scores = torch.cat([part.scores for part in swept])
@@ -176,7 +159,7 @@ def _write(sources: Sequence[Lazy], threshold: float, num_equal: int, live: Pack
     masks = {}
     for source in sources:
         masks[source.name] = mask = kept(source, live)
-        for start, scores, alive in _live_pieces(source, live):
+        for start, scores, alive in live_pieces(source, live):
             equal = scores == threshold
             if alive is not None:
                 equal &= alive
@@ -185,18 +168,3 @@ def _write(sources: Sequence[Lazy], threshold: float, num_equal: int, live: Pack
             num_equal -= min(num_equal, int(seen[-1]))
             mask[start // 8 : start // 8 + bits.num_bytes(len(scores))] &= bits.pack(~dropped)
     return masks
-
-
-def _live_pieces(source: Lazy, live: Packed) -> Iterator[tuple[int, Tensor, Tensor | None]]:
-    """Start, scores and boolean live mask (None for all) of each piece, checked to be finite."""
-    packed = live.get(source.name)
-    for start, scores in source.pieces():
-        part = None if packed is None else packed[start // 8 : start // 8 + bits.num_bytes(len(scores))]
-        check_finite(source.name, scores, part)
-        yield start, scores, None if part is None else bits.unpack(part, scores.shape)
-
-
-def _range(dtype: torch.dtype) -> tuple[float, float]:
-    if dtype.is_floating_point:
-        return -math.inf, math.inf
-    return torch.iinfo(dtype).min, torch.iinfo(dtype).max

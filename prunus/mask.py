@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from .ops import bits
 from .ops.hash import mixed
+from .ops.part import Part
+from .shard import Ranks, gathered, is_copied, is_dtensor, taken
 
 
 class Masks(Mapping[str, Tensor]):
@@ -38,23 +41,68 @@ class Masks(Mapping[str, Tensor]):
         return f"Masks({', '.join(f'{name}: {tuple(weight.shape)}' for name, weight in self.weights.items())})"
 
 
-def digest(masks: Mapping[str, Tensor]) -> str:
-    """Hex string that is the same for the same masks, however they are stored.
+def full_masks(masks: Mapping[str, Tensor], parts: Mapping[str, Part] | None) -> dict[str, Tensor]:
+    """Boolean masks of the whole weights from the parts of all ranks; collective if there are ``parts``."""
+    if parts is None:
+        return dict(masks)
+    return {name: gathered(mask.to(torch.uint8), parts[name]).bool() for name, mask in masks.items()}
+
+
+def digest(masks: Mapping[str, Tensor], parts: Mapping[str, Part] | None = None) -> str:
+    """Hex string that is the same for the same masks, however they are stored, by one process or by many.
 
     For each mask the sum of a hash of every kept position, modulo 2^64: a sum over parts of a
-    tensor is the sum of the parts. Names and shapes are hashed with them.
+    tensor is the sum of the parts. Names and shapes are hashed with them. Collective if there are ``parts``.
     """
-    sums = [(name, list(mask.shape), position_sum(mask)) for name, mask in sorted(masks.items())]
-    return hashlib.sha256(json.dumps(sums).encode()).hexdigest()
+    names = sorted(masks)
+    if parts is None:
+        shapes, sums = [list(masks[name].shape) for name in names], [position_sum(masks[name]) for name in names]
+    else:
+        shapes, sums = [list(parts[name].whole) for name in names], _sums_of_ranks(names, masks, parts)
+    return hashlib.sha256(json.dumps(list(zip(names, shapes, sums, strict=True))).encode()).hexdigest()
 
 
-def position_sum(mask: Tensor) -> int:
-    """``sum of hash(position)`` over the True elements, modulo 2^64."""
+def position_sum(mask: Tensor, part: Part | None = None) -> int:
+    """``sum of hash(position)`` over the True elements, modulo 2^64; of a part, of positions in the whole."""
     flat, total = mask.reshape(-1), 0
     for start in range(0, len(flat), bits.PIECE):
         kept = flat[start : start + bits.PIECE].nonzero().squeeze(1) + start
-        total += int(mixed(kept + 1).sum())
+        total += int(mixed((part.positions(kept) if part else kept) + 1).sum())
     return total % (1 << 64)
+
+
+def _sums_of_ranks(names: list[str], masks: Mapping[str, Tensor], parts: Mapping[str, Part]) -> list[int]:
+    sums = [position_sum(masks[name], parts[name]) if parts[name].counts else 0 for name in names]
+    halves = torch.tensor([(number >> 32, number & 0xFFFFFFFF) for number in sums])  # whose sums do not overflow
+    totals = parts[names[0]].ranks.total(halves).tolist()
+    return [((high << 32) + low) % (1 << 64) for high, low in totals]
+
+
+def check_copies(ranks: Ranks, weights: Mapping[str, Tensor], packed: Mapping[str, Tensor]) -> None:
+    """Raise a ValueError on all ranks if some that hold copies of a weight have found another mask for it."""
+    prints = dict(zip(packed, torch.stack([fingerprint(mask) for mask in packed.values()]).tolist(), strict=True))
+
+    def folded(names: list[str]) -> int:
+        return int.from_bytes(hashlib.sha256(json.dumps([prints[n] for n in names]).encode()).digest()[:7])
+
+    axes = range(len(ranks.copies))
+    if not ranks.differ([folded([name for name in packed if is_copied(weights[name], axis)]) for axis in axes]):
+        return
+    whose = ranks.each(folded(list(packed)))
+    odd = [rank for rank, number in enumerate(whose) if whose.count(number) == 1]
+    where = f" (rank {', '.join(map(str, odd))})" if 0 < len(odd) < len(whose) else ""
+    raise ValueError(
+        f"ranks that hold copies of the weights found different masks{where}: their weights or optimizer states "
+        "have drifted apart, or they train different models, and then group= says who belongs together; "
+        "nothing was pruned"
+    )
+
+
+def fingerprint(packed: Tensor) -> Tensor:
+    """A number that differs where packed bits do, on their device: a sum of hashes of their words and places."""
+    words = torch.zeros(-(-len(packed) // 8), dtype=torch.int64, device=packed.device)
+    words.view(torch.uint8)[: len(packed)] = packed
+    return mixed(words + mixed(torch.arange(1, len(words) + 1, device=words.device))).sum()
 
 
 def overlap(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float:
@@ -64,7 +112,9 @@ def overlap(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float:
     return both / either if either else 1.0
 
 
-def packed_masks(masks: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def packed_masks(
+    masks: Mapping[str, Tensor], weights: Mapping[str, Tensor], parts: Mapping[str, Part] | None = None
+) -> dict[str, Tensor]:
     """Packed bits of boolean masks given by a user, checked against the weights they are for."""
     for name, mask in masks.items():
         if name not in weights:
@@ -75,13 +125,25 @@ def packed_masks(masks: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> 
             raise ValueError(
                 f"the mask of {name} must have the weight's shape {tuple(weights[name].shape)}, got {tuple(mask.shape)}"
             )
-    return {name: bits.pack(mask.to(weights[name].device).bool()) for name, mask in masks.items()}
+    blocks = {name: taken(mask, weights[name], parts[name] if parts else None) for name, mask in masks.items()}
+    return {name: bits.pack(block.to(weights[name].device).bool()) for name, block in blocks.items()}
 
 
-def saved_bits(name: str, value: Any, weight: Tensor) -> Tensor:
-    """Packed bits read back from a checkpoint, which may have cast them to the weight's dtype."""
-    if not isinstance(value, Tensor) or value.shape != (bits.num_bytes(weight.numel()),):
-        raise ValueError(
-            f"the saved mask of {name} does not fit its shape {tuple(weight.shape)}; was the model changed?"
-        )
-    return value.to(device=weight.device, dtype=torch.uint8)
+def saved_bits(name: str, value: Any, weight: Tensor, part: Part | None = None) -> Tensor:
+    """This rank's packed bits, read back from a checkpoint, which may have cast them to the weight's dtype.
+
+    What was saved are packed bits of the whole weight or of this rank's part, or zeros and ones in the weight's
+    shape, as a tensor or as a DTensor of any placement.
+    """
+    if isinstance(value, Tensor) and value.shape == weight.shape:
+        block = taken(value, weight, part).to(weight.device)
+        if not ((block == 0) | (block == 1)).all():
+            raise ValueError(f"the saved mask of {name} has other values than 0 and 1")
+        return bits.pack(block != 0)
+    if isinstance(value, Tensor) and not is_dtensor(value):
+        packed = value.to(device=weight.device, dtype=torch.uint8)
+        if part and value.shape == (bits.num_bytes(part.numel),):
+            return bits.pack(part.of(bits.unpack(packed, part.whole)))
+        if value.shape == (bits.num_bytes(math.prod(part.size) if part else weight.numel()),):
+            return packed
+    raise ValueError(f"the saved mask of {name} does not fit its shape {tuple(weight.shape)}; was the model changed?")

@@ -8,8 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .mask import saved_bits
 from .ops import bits
 from .ops.adamw import Update, adamw_, spike_clipped
+from .ops.part import Part as Block
+from .shard import Ranks, is_dtensor, local, part_of, ranks_of
 
 
 @dataclass(frozen=True)
@@ -45,13 +48,15 @@ class AdamWPrune(torch.optim.Optimizer):
     clips the norm of the masked gradients of all parameters together inside the step, as
     ``clip_grad_norm_`` before it would. Gradients are masked inside the step alone: what looks at them
     before it, a ``GradScaler`` or a clipping of your own, sees those of pruned weights too.
-    ``moment_dtype`` keeps moments in another dtype than the weights', as float32 beside bfloat16.
+    ``moment_dtype`` keeps moments in another dtype than the weights', as float32 beside bfloat16. Of DTensors
+    each rank updates what it holds; only the norm for ``max_norm`` is summed over ranks.
 
     On a GPU the step is one kernel over all tensors; a CUDA graph of it stays valid when masks change,
     since they change in place, as long as learning rates are tensors and there is no ``spam``.
     """
 
     watch: Callable[[nn.Parameter, Tensor, float], None] | None = None  # sees weight, gradient and rate of each update
+    masked: bool = True  # off while pruned weights may come back: their gradients count, and the Pruner zeroes them
 
     def __init__(
         self,
@@ -91,6 +96,12 @@ class AdamWPrune(torch.optim.Optimizer):
         return self.num_steps % self.spam.every
 
     @property
+    def is_holding(self) -> bool:
+        """Whether SPAM reset the moments too recently to rank weights by them."""
+        since = self.steps_since_reset
+        return since is not None and self.spam is not None and since < self.spam.hold
+
+    @property
     def lr_scale(self) -> float:
         """Factor that the next step puts on every group's learning rate."""
         return self.spam.lr_scale(self.num_steps) if self.spam else 1.0
@@ -115,11 +126,12 @@ class AdamWPrune(torch.optim.Optimizer):
     def _step_plainly(self, parts: list[tuple[dict[str, Any], nn.Parameter, Tensor]]) -> None:
         for _, parameter, grad in parts:
             mask = self._state_of(parameter).get("mask")
-            if mask is not None:
-                bits.zero_(grad, mask)
-        factor = self._clip_factor([grad for _, _, grad in parts])
+            if mask is not None and self.masked:
+                bits.zero_(local(grad), mask)
+        factor = self._clip_factor([parameter for _, parameter, _ in parts])
         scale = self.lr_scale
         for group, parameter, grad in parts:
+            grad = local(grad)
             self._update(group, parameter, grad if factor is None else grad * factor.to(grad.device), scale)
 
     def _step_by_kernels(self, parts: list[tuple[dict[str, Any], nn.Parameter, Tensor]]) -> None:
@@ -128,19 +140,25 @@ class AdamWPrune(torch.optim.Optimizer):
 
         self._kernels = getattr(self, "_kernels", None) or Step()
         scale, rows = self.lr_scale, []
-        for group, parameter, grad in parts:
+        speaks, ranks = self._speakers([parameter for _, parameter, _ in parts])
+        found_inf = getattr(self, "found_inf", None)
+        for (group, parameter, grad), counts in zip(parts, speaks, strict=True):
             state, lr = self._state_of(parameter), group["lr"]
+            if not local(parameter).numel():  # an empty shard: no kernel is launched for it
+                state["step"] += 1 if found_inf is None else 1 - found_inf
+                continue
             on_device = isinstance(lr, Tensor) and lr.is_cuda and scale == 1.0
             numbers = (0.0 if on_device else float(lr) * scale, *group["betas"], group["eps"], group["weight_decay"])
-            moments = (state["exp_avg"], state["exp_avg_sq"], state["step"], state.get("mask"))
-            rows.append(Part(parameter, grad, *moments, numbers, lr.data_ptr() if on_device else 0))
-        extras = Extras(
-            self.max_norm,
-            self.spam.theta if self.spam else None,
-            getattr(self, "grad_scale", None),
-            getattr(self, "found_inf", None),
-        )
-        self.grad_norm = self._kernels(rows, extras)
+            mask = state.get("mask") if self.masked else None
+            moments = (local(state["exp_avg"]), local(state["exp_avg_sq"]), state["step"], mask)
+            lr_at = lr.data_ptr() if on_device else 0
+            rows.append(Part(local(parameter), local(grad), *moments, numbers, lr_at, counts))
+        theta, total = self.spam.theta if self.spam else None, ranks.sum if ranks else None
+        extras = Extras(self.max_norm, theta, getattr(self, "grad_scale", None), found_inf, total)
+        if rows:
+            self.grad_norm = self._kernels(rows, extras)
+        elif self.max_norm and total:  # the other ranks wait for this one's share
+            self.grad_norm = total(torch.zeros(1, device=parts[0][1].device)).sqrt().squeeze(0)
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("max_norm", "spam", "moment_dtype", "grad_norm", "_step_supports_amp_scaling")
@@ -151,9 +169,16 @@ class AdamWPrune(torch.optim.Optimizer):
         super().__setstate__(state)
         for parameter, kept in self.state.items():
             if "mask" in kept:
-                kept["mask"] = kept["mask"].to(torch.uint8)
+                kept["mask"] = saved_bits("a weight", kept["mask"], parameter, self._part_of(parameter))
             if "step" in kept and parameter.is_cuda:
                 kept["step"] = kept["step"].to(parameter.device, torch.float32)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's; once there are masks, with moments for all: who loads a checkpoint asks for what is here."""
+        if self.state and self.num_steps == 0:
+            for parameter in (p for group in self.param_groups for p in group["params"] if p.requires_grad):
+                self._state_of(parameter)
+        return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but moments of a dtype of their own are not rounded to the weights'."""
@@ -177,29 +202,49 @@ class AdamWPrune(torch.optim.Optimizer):
                 state[key] = torch.zeros_like(parameter, dtype=self.moment_dtype, memory_format=torch.preserve_format)
         return state
 
-    def _clip_factor(self, grads: list[Tensor]) -> Tensor | None:
-        if self.max_norm is None or not grads:
+    def _clip_factor(self, parameters: list[nn.Parameter]) -> Tensor | None:
+        """What scales the gradients of these parameters to ``max_norm``; collective if ranks hold parts of them."""
+        if self.max_norm is None or not parameters:
             return None
-        self.grad_norm = nn.utils.get_total_norm(grads)
+        speaks, ranks = self._speakers(parameters)
+        grads = [local(p.grad) for p in parameters if p.grad is not None]
+        norm = nn.utils.get_total_norm([grad for grad, counts in zip(grads, speaks, strict=True) if counts])
+        self.grad_norm = ranks.sum(norm.square()).sqrt() if ranks else norm
         return (self.max_norm / (self.grad_norm + 1e-6)).clamp(max=1.0)
+
+    def _speakers(self, parameters: list[nn.Parameter]) -> tuple[list[bool], Ranks | None]:
+        """For which parameters this rank speaks, and the ranks, if there are several, that hold parts of them."""
+        if not any(map(is_dtensor, parameters)):
+            return [True] * len(parameters), None
+        key = [*map(id, parameters)]
+        if getattr(self, "_spoken", (None,))[0] != key:
+            tensors = {str(i): p for i, p in enumerate(parameters)}
+            ranks = ranks_of(tensors)
+            speaks = [ranks is None or part_of(name, p, ranks).counts for name, p in tensors.items()]
+            self._spoken = key, (speaks, ranks)
+        return self._spoken[1]
+
+    def _part_of(self, parameter: Tensor) -> Block | None:
+        ranks = ranks_of({"": parameter}) if is_dtensor(parameter) else None
+        return part_of("a weight", parameter, ranks) if ranks else None
 
     def _update(self, group: dict[str, Any], parameter: nn.Parameter, grad: Tensor, scale: float) -> None:
         state = self.state[parameter]
+        weight, moments = local(parameter), (local(state["exp_avg"]), local(state["exp_avg_sq"]))
         if self.spam is not None:
-            grad = spike_clipped(grad.to(state["exp_avg_sq"].dtype), state["exp_avg_sq"], self.spam.theta)
+            grad = spike_clipped(grad.to(moments[1].dtype), moments[1], self.spam.theta)
         state["step"] += 1
         lr = float(group["lr"]) * scale
         if self.watch is not None:
             self.watch(parameter, grad, lr)
         beta1, beta2 = group["betas"]
         update = Update(lr, beta1, beta2, group["eps"], group["weight_decay"], state["step"].item())
-        moments = (state["exp_avg"], state["exp_avg_sq"])
-        if moments[0].dtype == parameter.dtype:
-            adamw_(parameter, grad, *moments, update)
+        if moments[0].dtype == weight.dtype:
+            adamw_(weight, grad, *moments, update)
         else:
-            wide = parameter.to(moments[0].dtype)
+            wide = weight.to(moments[0].dtype)
             adamw_(wide, grad.to(wide.dtype), *moments, update)
-            parameter.copy_(wide)
+            weight.copy_(wide)
 
     def _reset(self) -> None:
         for state in self.state.values():

@@ -11,12 +11,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .across import ranks_of_all
+from .across_rows import cut_groups, cut_rows, spanning
 from .allocate import Allocation, allocate
 from .cut import Packed, cut, cut_each, kept, num_kept_each
 from .ops import bits
 from .ops.order import kth_smallest
+from .ops.part import attempt
 from .ops.source import Lazy, alike, stored
 from .ops.sweep import check_finite
+from .schedule import Ramp, Schedule
+from .shard import is_dtensor
 
 Scores = Mapping[str, Tensor | Lazy]
 Masks = Mapping[str, Tensor]
@@ -33,7 +38,7 @@ class Global:
         self, sources: Sequence[Lazy], sparsity: float, live: Packed, num_live: int | None = None
     ) -> dict[str, Tensor]:
         """Packed masks; ``num_live`` is how many elements of all sources are live, if that is known."""
-        return cut(sources, round(sparsity * sum(source.numel for source in sources)), live, num_live)
+        return cut(sources, round(sparsity * sum(source.whole_numel for source in sources)), live, num_live)
 
 
 @dataclass(frozen=True)
@@ -52,9 +57,9 @@ class PerLayer:
     def packed(
         self, sources: Sequence[Lazy], sparsity: float, live: Packed, num_live: int | None = None
     ) -> dict[str, Tensor]:
-        shapes = {source.name: source.shape for source in sources}
+        shapes = {source.name: source.whole_shape for source in sources}
         kept_now = num_kept_each(sources, live)
-        pruned = {source.name: source.numel - kept_now[source.name] for source in sources}
+        pruned = {source.name: source.whole_numel - kept_now[source.name] for source in sources}
         num_drop = allocate(shapes, sparsity, self.allocate, at_least=pruned)
         return cut_each(sources, num_drop, live, kept_now)
 
@@ -72,6 +77,11 @@ class PerRow:
         def drop(_: Lazy, rows: Tensor) -> Tensor:
             return smallest(rows, round(sparsity * rows.shape[1]))
 
+        def over_ranks(source: Lazy) -> Tensor:
+            return cut_rows(source, live, round(sparsity * source.num_inputs))
+
+        if sources[0].part:
+            return by_rows_of_ranks(sources, live, drop, over_ranks)
         masks: dict[str, Tensor] = {}
         if sources[0].device.type == "cuda":
             from .ops._triton.within import drop_in_rows
@@ -114,12 +124,22 @@ class NofM:
                     f"{source.name} has rows of {source.num_inputs} inputs, which {self.m} does not divide; "
                     "exclude it, or choose another N:M"
                 )
+        if sources[0].part:
+            return by_rows_of_ranks(
+                sources, live, self.drop, lambda source: cut_groups(source, live, self.m, self.drop)
+            )
         masks: dict[str, Tensor] = {}
         if sources[0].device.type == "cuda":
             from .ops._triton.within import drop_in_groups
 
             masks = drop_in_groups(sources, self.m - self.n, self.m, live)
         return masks | {source.name: by_rows(source, live, self.drop) for source in sources if source.name not in masks}
+
+    def check(self, schedule: Schedule) -> None:
+        """Refuse a schedule that asks for another sparsity than the one there is."""
+        if isinstance(schedule, Ramp) or not self.fits(schedule.final):
+            fitting = f"OneShot({self.sparsity:g}, at=...) or Constant({self.sparsity:g})"
+            raise ValueError(f"{self} has one sparsity and goes with {fitting}, got {schedule}")
 
     def fits(self, sparsity: float) -> bool:
         return sparsity == 0 or abs(sparsity - self.sparsity) < 1e-9
@@ -168,10 +188,25 @@ def by_rows(source: Lazy, live: Packed, drop: Callable[[Lazy, Tensor], Tensor]) 
     return bits.pack(keep)
 
 
+def by_rows_of_ranks(
+    sources: Sequence[Lazy], live: Packed, drop: Callable[[Lazy, Tensor], Tensor], over_ranks: Callable[[Lazy], Tensor]
+) -> dict[str, Tensor]:
+    """Packed masks by rows: rows that lie whole on a rank are cut there by ``drop``, the others ``over_ranks``."""
+    spans = spanning(sources)
+    masks, failed = attempt(
+        lambda: {s.name: by_rows(s, live, drop) for s, over in zip(sources, spans, strict=True) if not over}
+    )
+    ranks_of_all(sources).total(torch.zeros(0, dtype=torch.int64), failed)
+    assert masks is not None
+    return masks | {s.name: over_ranks(s) for s, over in zip(sources, spans, strict=True) if over}
+
+
 def _unpacked(selector: Selector, scores: Scores, sparsity: float, within: Masks | None) -> dict[str, Tensor]:
     """Boolean masks of scores given by name: the border where they are checked."""
     if not 0 <= sparsity < 1:
         raise ValueError(f"sparsity must lie in [0, 1), got {sparsity}")
+    if sharded := [name for name, value in scores.items() if is_dtensor(value)]:
+        raise ValueError(f"the scores of {sharded[0]} are a DTensor; a selector takes whole tensors, a Pruner shards")
     within = within or {}
     if unknown := sorted(set(within) - set(scores)):
         raise ValueError(f"within names {unknown[0]}, which has no scores; the scores are of: {', '.join(scores)}")

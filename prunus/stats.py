@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from itertools import product
 from typing import Any
 from weakref import WeakKeyDictionary, finalize
@@ -12,9 +13,11 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from .eligible import CONVOLUTIONS, TRANSPOSED, Weight, is_conv1d
+from .eligible import CONVOLUTIONS, TRANSPOSED, Weight, is_conv1d, plain_name
+from .ops.part import Part
 from .ops.source import Lazy
 from .score import SCORES, Score
+from .shard import Ranks, is_dtensor, local
 
 READS = ("weight", "grad", "exp_avg", "exp_avg_sq", "step", "movement", "input_norm", "position")
 SETTINGS = ("name", "beta1", "beta2", "adam_eps")
@@ -52,9 +55,11 @@ def sources(
     *,
     dtype: torch.dtype = torch.float32,
     more: Mapping[str, Mapping[str, Tensor]],
+    parts: Mapping[str, Part] | None = None,
 ) -> list[Lazy]:
     """Lazy scores of every weight; ``more`` holds statistics that no optimizer keeps, by kind and name.
 
+    ``parts`` say which part of each weight this rank holds, if it does not hold all of them.
     Where weights took different numbers of Adam steps, their moments are made comparable by the
     bias corrections; a score that takes ``step`` sees to that itself.
     """
@@ -69,13 +74,16 @@ def sources(
         if "step" in score.reads:
             constants["step"] = step
         reads = {n: _read(n, weight, optimizer, more) for n in score.reads if n not in ("step", "position")}
+        part = parts[weight.name] if parts else None
+        if part and "input_norm" in reads:
+            reads["input_norm"] = part.of(reads["input_norm"])
         if step == 0 and (corrected or "step" in score.reads):
             raise ValueError(f"{weight.name} has taken no Adam step since its moments were reset; exclude it, or wait")
         scales = {n: 1 / (1 - settings[beta] ** step) for n, beta in MOMENTS.items() if corrected and n in score.reads}
         found.append(
             Lazy(
                 weight.name,
-                weight.parameter.detach(),
+                local(weight.parameter),
                 score.of,
                 reads,
                 constants=constants,
@@ -84,9 +92,28 @@ def sources(
                 dtype=dtype,
                 formula=score.formula,
                 outputs=weight.outputs,
+                part=part,
             )
         )
+    if parts and score.formula is None:
+        check_elementwise(min(found, key=lambda source: (source.numel < 2, source.numel)))
     return found
+
+
+def check_elementwise(source: Lazy) -> None:
+    """Raise ValueError if a part of the weight gets other scores when it is scored alone: so would a rank's."""
+    dim = next((dim for dim, size in enumerate(source.shape) if size > 1), None)
+    if dim is None or source.takes_position or source.part is None:
+        return
+    size = [length - length // 2 if i == dim else length for i, length in enumerate(source.shape)]
+    half = replace(source.part, whole=tuple(source.shape), start=(0,) * len(size), size=tuple(size))
+    reads = {name: half.of(tensor) for name, tensor in source.reads.items()}
+    alone = replace(source, weight=half.of(source.weight), reads=reads, part=None).whole()
+    if not torch.equal(alone.nan_to_num(), half.of(source.whole()).nan_to_num()):
+        raise ValueError(
+            f"the score of an element of {source.name} depends on others, which other ranks may hold; "
+            "over sharded weights a score must be element-wise"
+        )
 
 
 def settings_of(name: str, group: Mapping[str, Any]) -> dict[str, Any]:
@@ -107,6 +134,17 @@ def check_moments(weights: Sequence[Weight], optimizer: torch.optim.Optimizer, s
                 moment(name, weight, optimizer)
 
 
+def check_parameters(model: nn.Module, weights: Mapping[str, nn.Parameter]) -> None:
+    """Raise ValueError if the model's parameters have become DTensors since the weights were found."""
+    for full, parameter in model.named_parameters():
+        known = weights.get(plain_name(full))
+        if known is not None and is_dtensor(parameter) and not is_dtensor(known):
+            raise ValueError(
+                f"{plain_name(full)} has become a DTensor since the Pruner was made; "
+                "make the optimizer and the Pruner after fully_shard or parallelize_module"
+            )
+
+
 def check_eps(weights: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
     """Refuse an eps that is zero: Adam would divide zero by zero where a weight is pruned."""
     names = {id(p): name for name, p in weights.items()}
@@ -121,11 +159,11 @@ def check_eps(weights: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimi
 
 
 def moment(name: str, weight: Weight, optimizer: torch.optim.Optimizer) -> Tensor:
-    """``exp_avg`` or ``exp_avg_sq`` of a weight, plain and of its shape."""
+    """``exp_avg`` or ``exp_avg_sq`` of a weight, plain and of its shape; what this rank holds of it."""
     state = optimizer.state.get(weight.parameter, {})
     tensor = state.get(name)
     if isinstance(tensor, Tensor) and tensor.shape == weight.parameter.shape and tensor.is_floating_point():
-        return tensor.detach()
+        return local(tensor)
     kept = [key for key in state if key not in ("step", "mask")]
     if not kept and any(name in other for other in optimizer.state.values()):
         raise ValueError(
@@ -149,16 +187,16 @@ def _read(
     name: str, weight: Weight, optimizer: torch.optim.Optimizer, more: Mapping[str, Mapping[str, Tensor]]
 ) -> Tensor:
     if name == "weight":
-        return weight.parameter.detach()
+        return local(weight.parameter)
     if name in MOMENTS:
         return moment(name, weight, optimizer)
     if name == "grad":
         if weight.parameter.grad is None:
             raise ValueError(f"the score reads the gradient, but {weight.name} has none at this event")
-        return weight.parameter.grad.detach()
+        return local(weight.parameter.grad)
     if weight.name not in more.get(name, {}):
         raise ValueError(f"the score reads {name}, but none was collected for {weight.name}: its module was not called")
-    return more[name][weight.name]
+    return local(more[name][weight.name])
 
 
 class InputNorms(AbstractContextManager["InputNorms"]):
@@ -166,10 +204,11 @@ class InputNorms(AbstractContextManager["InputNorms"]):
 
     A norm broadcasts to its weight: (in,) for a linear layer, (in, 1) for ``Conv1D``, one for each
     element of the kernel window for a convolution. The modules themselves are left as they are.
+    Over several ``ranks`` squares are means of the ranks' sums, so that all have the same norms.
     """
 
-    def __init__(self, weights: Sequence[Weight]) -> None:
-        self.weights = weights
+    def __init__(self, weights: Sequence[Weight], ranks: Ranks | None = None) -> None:
+        self.weights, self.ranks = weights, ranks
         self._squares: dict[str, Tensor] = {}
         self._handle: RemovableHandle | None = None
 
@@ -197,8 +236,35 @@ class InputNorms(AbstractContextManager["InputNorms"]):
             self._handle.remove()
         self._handle = None
 
+    def listen(self, on: bool) -> None:
+        """Begin anew, or stop."""
+        self.__enter__() if on else self.__exit__()
+
     def norms(self) -> dict[str, Tensor]:
-        return {name: squares.sqrt() for name, squares in self._squares.items()}
+        """Norms by weight; collective where there are several ranks."""
+        squares = self._squares
+        if self.ranks:
+            squares = {name: self.ranks.sum(sums) / self.ranks.size for name, sums in self._agreed().items()}
+        return {name: sums.sqrt() for name, sums in squares.items()}
+
+    def _agreed(self) -> dict[str, Tensor]:
+        """Sums of the weights whose modules were called, which must be the same on all ranks, of the whole inputs."""
+        assert self.ranks is not None
+        found, missing = {}, []
+        for weight in self.weights:
+            sums = self._squares.get(weight.name)
+            if sums is None:
+                missing.append(weight.name)
+            elif any(a not in (1, b) for a, b in zip(sums.shape[::-1], weight.parameter.shape[::-1], strict=False)):
+                missing.append(f"{weight.name}, whose inputs are sharded,")
+            else:
+                found[weight.name] = sums
+        self.ranks.agree(
+            ValueError(f"the score reads input_norm, but none of all inputs was collected for {missing[0]}; exclude it")
+            if missing
+            else None
+        )
+        return found
 
 
 def input_squares(module: nn.Module, x: Tensor) -> Tensor:

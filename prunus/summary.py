@@ -2,9 +2,23 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from .eligible import Eligible, plain_name
+from .shard import Ranks, local, part_of
+
+
+@dataclass(frozen=True)
+class Event:
+    """What an event did; ``on_event`` is called with it."""
+
+    step: int
+    sparsity: float  # asked for by the schedule
+    seconds: float
+    newly_pruned: int
+    regrown: int = 0  # weights that came back
+    bytes_exchanged: int = 0  # that this rank handed to sums over ranks
 
 
 @dataclass(frozen=True)
@@ -59,13 +73,19 @@ class Report:
         return "\n".join([*rows, total])
 
 
-def report(model: nn.Module, found: Eligible) -> Report:
-    """Zeros of every weight matrix that is pruned, and of those that stay dense, with the reason."""
-    parameters = {plain_name(name): p.detach() for name, p in model.named_parameters()}
+def report(model: nn.Module, found: Eligible, ranks: Ranks | None = None) -> Report:
+    """Zeros of every weight matrix that is pruned, and of those that stay dense, with the reason.
+
+    Collective over ``ranks`` that each hold a part of the weights.
+    """
+    parameters = {plain_name(name): p for name, p in model.named_parameters()}
     reasons = {weight.name: None for weight in found.weights} | found.dense
+    named = {name: p for name, p in parameters.items() if name in reasons}
+    zeros = torch.tensor([local(p).numel() - int(local(p).count_nonzero()) for p in named.values()])
+    if ranks:
+        zeros = ranks.total(zeros * torch.tensor([part_of(name, p, ranks).counts for name, p in named.items()]))
     layers = [
-        Layer(name, tuple(p.shape), p.numel(), p.numel() - int(p.count_nonzero()), reasons[name])
-        for name, p in parameters.items()
-        if name in reasons
+        Layer(name, tuple(p.shape), p.numel(), num_zeros, reasons[name])
+        for (name, p), num_zeros in zip(named.items(), zeros.tolist(), strict=True)
     ]
     return Report(layers, sum(p.numel() for p in parameters.values()))

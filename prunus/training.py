@@ -1,35 +1,30 @@
 """Pruning while training: the optimizer's own step drives score, select, mask and apply."""
 
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from .allocate import allocate
 from .eligible import eligible
-from .gradients import MaskedGradients, Movement, is_skipped
-from .mask import Masks, digest, packed_masks, saved_bits
-from .ops import bits
+from .gradients import MaskedGradients, Movement, check_captured, is_initialising, is_skipped, unwrapped
+from .held import HeldMasks
+from .mask import Masks, check_copies, digest, full_masks
 from .optim import AdamWPrune
-from .schedule import Ramp, Schedule
+from .regrow import Regrow, keep_warm, selected
+from .saved import checked_masks, reshard_masks, saved_masks, taken_sums
+from .schedule import Schedule
 from .select import Global, NofM, PerLayer, Selector
-from .stats import MOMENTS, InputNorms, check_eps, check_moments, score_of, sources
-from .summary import Report, report
-
-
-@dataclass(frozen=True)
-class Event:
-    """What an event did; ``on_event`` is called with it."""
-
-    step: int
-    sparsity: float  # asked for by the schedule
-    seconds: float
-    newly_pruned: int
+from .shard import is_dtensor, local, parts_of, ranks_of, together
+from .stats import MOMENTS, InputNorms, check_eps, check_moments, check_parameters, score_of, sources
+from .summary import Event, Report, report
 
 
 class Pruner:
@@ -41,7 +36,12 @@ class Pruner:
 
     ``score`` is a name of SCORES or a function of what its arguments name (``weight``, ``grad``,
     ``exp_avg``, ``exp_avg_sq``, ``step``, ...). ``masks`` are boolean masks by name to begin with, or
-    ``"zeros"`` for the zeros that the weights have; without ``schedule`` they are only held.
+    ``"zeros"`` for the zeros that the weights have; without ``schedule`` they are only held. ``regrow`` lets
+    pruned weights come back until the ramp ends.
+
+    Over several ranks masks are those of one process, to the bit. Make it after DDP or ``fully_shard``, on every
+    rank; events are collective then, and for DTensors so are ``sparsity``, ``report``, ``digest``, ``full_masks``
+    and the loading of states. ``group`` are the ranks that train this model together, if not all do.
     """
 
     def __init__(
@@ -53,21 +53,24 @@ class Pruner:
         select: Selector = Global(),
         schedule: Schedule | None = None,
         every: int = 50,
+        regrow: Regrow | None = None,
         masks: Mapping[str, Tensor] | Literal["zeros"] | None = None,
         include: str | Sequence[str] = (),
         exclude: str | Sequence[str] = (),
         score_options: Mapping[str, Any] | None = None,
         score_dtype: torch.dtype = torch.float32,
         on_event: Callable[[Event], None] | None = None,
+        group: ProcessGroup | None = None,
     ) -> None:
         if schedule is None and masks is None:
             raise ValueError("say how sparse: pass schedule=Ramp(...), OneShot(...) or Constant(...), or masks to hold")
         if every < 1:
             raise ValueError(f"every is a number of steps, at least 1, got {every}")
-        if isinstance(select, NofM) and (isinstance(schedule, Ramp) or (schedule and not select.fits(schedule.final))):
-            fitting = f"OneShot({select.sparsity:g}, at=...) or Constant({select.sparsity:g})"
-            raise ValueError(f"{select} has one sparsity and goes with {fitting}, got {schedule}")
-        self.model, self.optimizer = model, optimizer
+        optimizer = unwrapped(optimizer)
+        schedule = schedule and schedule.over(None)  # fractions are for those who know the length of the run
+        if isinstance(select, NofM) and schedule:
+            select.check(schedule)
+        self.model, self.optimizer, self.regrow = model, optimizer, regrow
         self.select, self.schedule, self.every = select, schedule, every
         self.score_options = dict(score_options or {})
         self.score = score_of(score, self.score_options)
@@ -76,23 +79,36 @@ class Pruner:
         held = [p for group in optimizer.param_groups for p in group["params"]]
         self._eligible = eligible(model, include, exclude, held)
         self._weights = {weight.name: weight.parameter for weight in self._eligible.weights}
+        self._ranks = ranks_of(self._weights, group)
+        self._parts = parts_of(self._weights, self._ranks)
+        if regrow:
+            regrow.check(schedule, select, self._parts is not None)
         if isinstance(select, PerLayer) and schedule:
             allocate({name: p.shape for name, p in self._weights.items()}, schedule.final, select.allocate)
         check_eps(self._weights, optimizer)
-        self._bits: dict[str, Tensor] = {}
-        self._num_kept = self._count_kept()
+        self._held = HeldMasks(self._weights, optimizer, self._ranks, self._parts)
+        self._bits = self._held.bits
         self._due = False
         self._movement = Movement(self._weights) if "movement" in self.score.reads else None
-        self._inputs = InputNorms(self._eligible.weights) if "input_norm" in self.score.reads else None
-        self._gradients = MaskedGradients(self._weights, self._bits)
-        self._adopt(masks)
+        self._inputs = InputNorms(self._eligible.weights, self._ranks) if "input_norm" in self.score.reads else None
+        me = weakref.ref(self)  # what hangs on the parameters must not keep the model alive
+        self._gradients = MaskedGradients(self._weights, self._bits, lambda: (it := me()) is not None and it._regrowing)
+        self._held.forget = self._gradients.forget
+        self._held.adopt(masks, self._regrowing)
         self._handles = self._attach()
         self._collect_inputs()
 
     @property
     def masks(self) -> Masks:
-        """Boolean masks by name, True where the weight stays; all True before the first event."""
-        return Masks(self._weights, self._bits)
+        """Boolean masks by name, True where the weight stays; all True before the first event.
+
+        Of a DTensor the mask of what this rank holds.
+        """
+        return Masks({name: local(weight) for name, weight in self._weights.items()}, self._bits)
+
+    def full_masks(self) -> dict[str, Tensor]:
+        """Boolean masks of the whole weights; collective if ranks hold parts of them."""
+        return full_masks(self.masks, self._parts)
 
     @property
     def sparsity(self) -> float:
@@ -101,11 +117,15 @@ class Pruner:
 
     def report(self) -> Report:
         """Sparsity of every weight matrix, from its zeros, and the reason where it stays dense."""
-        return report(self.model, self._eligible)
+        return report(self.model, self._eligible, self._ranks if self._parts else None)
 
     def digest(self) -> str:
-        """Hex string over all masks, the same for the same masks however they are stored."""
-        return digest(self.masks)
+        """Hex string over all masks, the same for the same masks, by however many ranks they are held."""
+        return digest(self.masks, self._parts)
+
+    def mask_gradients(self) -> None:
+        """Mask all gradients now: for clipping under FSDP2's CPU offload, where only the step masks them else."""
+        self._gradients.mask_all()
 
     @torch.no_grad()
     def update(self) -> None:
@@ -121,22 +141,33 @@ class Pruner:
         if sparsity == 0:
             return
         started = time.perf_counter()
+        if self._ranks:
+            self._ranks.num_bytes = 0
         more = {
             "movement": self._movement.sums if self._movement else {},
             "input_norm": self._inputs.norms() if self._inputs else {},
         }
-        weights = self._eligible.weights
-        scores = sources(weights, self.optimizer, self.score, self.score_options, dtype=self.score_dtype, more=more)
-        before = self._num_kept
-        self._hold(self.select.packed(scores, sparsity, self._bits, before))
+        weights, how = self._eligible.weights, {"dtype": self.score_dtype, "more": more, "parts": self._parts}
+        scores = together(self._ranks, lambda: sources(weights, self.optimizer, self.score, self.score_options, **how))
+        before = self._held.num_kept
+        live, swap = (self._bits, before), None
+        if self.regrow:
+            swap = self.regrow.swap(
+                self.schedule, self.step, partial(self.regrow.sources, weights, self.optimizer, self._parts)
+            )
+        masks, regrown = together(self._ranks, lambda: selected(self.select, scores, sparsity, live, swap))
+        if self._ranks:
+            check_copies(self._ranks, self._weights, masks)
+        self._held.hold(masks, self._regrowing)
         if isinstance(self.select, Global):  # which is exact: no need to count
             total = sum(p.numel() for p in self._weights.values())
-            self._num_kept = min(before, total - round(sparsity * total))
+            self._held.num_kept = min(before, total - round(sparsity * total))
         else:
-            self._num_kept = self._count_kept()
-        newly_pruned = before - self._num_kept
+            self._held.count()
+        newly_pruned = before - self._held.num_kept + regrown
         if self.on_event:
-            self.on_event(Event(self.step, sparsity, time.perf_counter() - started, newly_pruned))
+            num_bytes = self._ranks.num_bytes if self._ranks else 0
+            self.on_event(Event(self.step, sparsity, time.perf_counter() - started, newly_pruned, regrown, num_bytes))
 
     def remove(self) -> None:
         """Take the hooks off; the weights keep their zeros, and nothing holds them any more."""
@@ -146,50 +177,41 @@ class Pruner:
             self.optimizer.watch = None
         if self._inputs:
             self._inputs.__exit__()
-        for parameter in self._weights.values():
-            self.optimizer.state.get(parameter, {}).pop("mask", None)
+        self._held.release()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Step, masks as packed bits, and movement sums: plain tensors and numbers."""
+    def state_dict(self, *, unpacked: bool | None = None) -> dict[str, Any]:
+        """Step, masks and movement sums: tensors and numbers.
+
+        Masks are packed bits. With ``unpacked``, which is the default for DTensors, there is one for every weight,
+        zeros and ones in its shape and placement: what ``torch.distributed.checkpoint`` loads at any world size.
+        """
+        whole = any(map(is_dtensor, self._weights.values())) if unpacked is None else unpacked
         return {
             "step": self.step,
             "due": self._due,
-            "masks": {name: packed.clone() for name, packed in self._bits.items()},
+            "masks": saved_masks(self._weights, self._bits, whole),
             "movement": {name: s.clone() for name, s in self._movement.sums.items()} if self._movement else {},
         }
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state_dict()``; what its masks prune is zeroed in weights and optimizer state."""
-        masks = self._checked(state)
-        everything = {name: bits.full(p.numel(), p.device) for name, p in self._weights.items() if name in self._bits}
-        self._hold(everything | masks)
-        self._num_kept = self._count_kept()
-        if self._movement:
-            self._movement.load(state["movement"])
+        ranks = self._ranks if self._parts else None
+        masks = together(ranks, lambda: checked_masks(state, self._weights, self._movement, self._parts))
         self.step, self._due = int(state["step"]), bool(state["due"])
+        self._held.load(masks, self._regrowing)
+        if self._movement:
+            self._movement.load(taken_sums(state["movement"], self._weights, self._parts))
         self._collect_inputs()
 
-    def _checked(self, state: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Packed masks of a state that fits this model and score; else one line and nothing changed."""
-        kinds = {"step": int, "due": bool, "masks": dict, "movement": dict}
-        if wrong := [key for key, kind in kinds.items() if not isinstance(state.get(key), kind)]:
-            raise ValueError(f"this is not a Pruner's state: it lacks {', '.join(wrong)}")
-        for kind in ("masks", "movement"):
-            if unknown := set(state[kind]) - set(self._weights):
-                raise ValueError(f"the state has {kind} of {min(unknown)}, which is no prunable weight of this model")
-        if set(state["movement"]) != set(self._movement.sums if self._movement else ()):
-            raise ValueError("the state was saved with another score: one of the two is movement, which keeps sums")
-        for name, sums in state["movement"].items():
-            if not isinstance(sums, Tensor) or sums.shape != self._weights[name].shape:
-                raise ValueError(f"the state's movement of {name} does not fit its shape {self._weights[name].shape}")
-        return {name: saved_bits(name, packed, self._weights[name]) for name, packed in state["masks"].items()}
-
     def _attach(self) -> list[RemovableHandle]:
-        optimizer = self.optimizer
+        optimizer, regrowing = self.optimizer, lambda: self._regrowing
         handles = [
+            *(keep_warm(optimizer, self._weights, self._bits, regrowing) if self.regrow else ()),
             optimizer.register_step_post_hook(self._after_step),
-            optimizer.register_load_state_dict_post_hook(self._after_load),
+            optimizer.register_load_state_dict_post_hook(self._held.take_over),
+            optimizer.register_state_dict_pre_hook(self._held.before_save),
+            optimizer.register_state_dict_post_hook(reshard_masks),
         ]
         if isinstance(optimizer, AdamWPrune):
             optimizer.watch = self._movement.add if self._movement else None
@@ -197,98 +219,36 @@ class Pruner:
         return handles + self._gradients.attach(optimizer, self._movement)
 
     def _after_step(self, *_: object) -> None:
-        if is_skipped(self.optimizer):
+        if is_skipped(self.optimizer) or is_initialising(self.optimizer):
             return
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            self._check_captured()
-            return
+            check_captured(self._weights if self.schedule else (), self._bits, self._regrowing)
+            return  # nothing is counted, since nothing is run
         self.step += 1
+        if self.step == 1:
+            check_parameters(self.model, self._weights)
         if self.step == 1 and self.schedule:
             check_moments(self._eligible.weights, self.optimizer, self.score)
-        for name in self._bits:
-            self._store(name, stepped=self._weights[name].grad is not None)
+            if self.regrow:
+                self.regrow.check_moments(self.optimizer)
+        self._held.store()
         if self.schedule and self.schedule.is_event(self.step, self.every):
             self._due = True
         if self._due and not self._waits_for_moments():
             self.update()
         self._collect_inputs()
 
-    def _check_captured(self) -> None:
-        """Refuse a graph that would know nothing of the masks; nothing is counted, since nothing is run."""
-        if self.schedule and any(name not in self._bits for name in self._weights):
-            raise ValueError(
-                "a graph of this step would not hold the masks, since there are none yet; "
-                "capture it after the first event, or use AdamWPrune"
-            )
-
-    def _after_load(self, _: Optimizer) -> None:
-        """Take over the masks that came with an optimizer's state; loading cast them to the weights' dtype."""
-        for name, parameter in self._weights.items():
-            saved = self.optimizer.state.get(parameter, {}).get("mask")
-            if saved is not None:
-                self._set_bits(name, saved_bits(name, saved, parameter))
-            elif name in self._bits:
-                self._store(name)
-        self._num_kept = self._count_kept()
+    @property
+    def _regrowing(self) -> bool:
+        """Whether weights may still come back, so that the moments of pruned ones are kept."""
+        return self.regrow is not None and self.schedule is not None and (self._due or self.step < self.schedule.end)
 
     def _waits_for_moments(self) -> bool:
-        """Whether SPAM reset the moments too recently for a score that reads them."""
-        if not isinstance(self.optimizer, AdamWPrune) or not set(MOMENTS) & set(self.score.reads):
-            return False
-        since, spam = self.optimizer.steps_since_reset, self.optimizer.spam
-        return since is not None and spam is not None and since < spam.hold
+        """Whether SPAM reset the moments too recently for what reads them."""
+        reads = {*self.score.reads, *(self.regrow.reads if self.regrow else ())}
+        return isinstance(self.optimizer, AdamWPrune) and self.optimizer.is_holding and not reads.isdisjoint(MOMENTS)
 
     def _collect_inputs(self) -> None:
         """Listen to the modules' inputs during the step that an event follows."""
-        if self._inputs:
-            self._inputs.__exit__()
-            if self.schedule and (self._due or self.schedule.is_event(self.step + 1, self.every)):
-                self._inputs.__enter__()
-
-    def _adopt(self, masks: Mapping[str, Tensor] | Literal["zeros"] | None) -> None:
-        """Begin with the masks given, with the zeros there are, or with those in the optimizer's state."""
-        if isinstance(masks, str):
-            if masks != "zeros":
-                raise ValueError(f'masks must be boolean tensors by name or "zeros", got {masks!r}')
-            self._hold({name: bits.pack(p != 0) for name, p in self._weights.items()})
-        elif masks is not None:
-            self._hold(packed_masks(masks, self._weights))
-        else:
-            self._after_load(self.optimizer)
-        if isinstance(self.optimizer, AdamWPrune):  # whose step reads masks at no cost: a graph of it must find them
-            for name, p in self._weights.items():
-                if p.is_cuda and name not in self._bits:
-                    self._set_bits(name, bits.full(p.numel(), p.device))
-        self._num_kept = self._count_kept()
-
-    def _count_kept(self) -> int:
-        """How many prunable weights the masks keep."""
-        return sum(int(bits.count(self._bits[n])) if n in self._bits else p.numel() for n, p in self._weights.items())
-
-    def _hold(self, packed: Mapping[str, Tensor]) -> None:
-        """Make these the masks and zero what they prune, in weights and optimizer state."""
-        for name, new in packed.items():
-            parameter = self._weights[name]
-            self._set_bits(name, new)
-            bits.zero_(parameter.detach(), new)
-            for key, value in self.optimizer.state.get(parameter, {}).items():
-                if key != "mask" and isinstance(value, Tensor) and value.shape == parameter.shape:
-                    bits.zero_(value, new)
-
-    def _set_bits(self, name: str, packed: Tensor) -> None:
-        """Write in place where bits exist, so that a captured graph of the step sees the new mask."""
-        if name in self._bits:
-            self._bits[name].copy_(packed)
-        else:
-            self._bits[name] = packed.clone()
-        self._gradients.forget(name)
-        self._store(name)
-
-    def _store(self, name: str, stepped: bool = False) -> None:
-        """Keep the mask in the optimizer's state, so that whoever saves the one saves the other.
-
-        Torch's optimizers take a parameter without state for a new one, so theirs comes first.
-        """
-        parameter = self._weights[name]
-        if self.optimizer.state.get(parameter) or stepped or isinstance(self.optimizer, AdamWPrune):
-            self.optimizer.state[parameter]["mask"] = self._bits[name]
+        if self._inputs and self.schedule:
+            self._inputs.listen(self._due or self.schedule.is_event(self.step + 1, self.every))

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from reference import DRAWS, draw, flat, keep_largest, same, some_dead
 
 from prunus import cut as module
-from prunus.ops import bits
+from prunus.ops import bits, sample
 from prunus.ops.source import Lazy, alike, stored
 
 SHAPES = [(1,), (13, 7), (3, 5, 2), (40, 30), (4, 3, 3, 3), (700,)]
@@ -39,13 +39,13 @@ def bracket_below(sources, *_):
 
 def bracket_too_small(sources, *_):
     """A bracket that holds everything, with room for nothing."""
-    return (*module._range(sources[0].compared), 0)
+    return (*sample.full_range(sources[0].compared), 0)
 
 
 ROUTES = {
     "all candidates": lambda patch: None,
-    "sampled": lambda patch: patch.setattr(module, "SAMPLE", 256),
-    "tiny sample": lambda patch: patch.setattr(module, "SAMPLE", 3),
+    "sampled": lambda patch: patch.setattr(sample, "SAMPLE", 256),
+    "tiny sample": lambda patch: patch.setattr(sample, "SAMPLE", 3),
     "bracket above": lambda patch: patch.setattr(module, "bracket", bracket_above),
     "bracket below": lambda patch: patch.setattr(module, "bracket", bracket_below),
     "bracket overflows": lambda patch: patch.setattr(module, "bracket", bracket_too_small),
@@ -104,7 +104,7 @@ def test_every_route_lets_the_dead_be_what_they_are(route, bad):
 
 @pytest.mark.parametrize("kind", FEW_TIES)
 def test_a_bracket_from_a_sample_holds_where_scores_differ(kind, monkeypatch, small_pieces, descents):
-    monkeypatch.setattr(module, "SAMPLE", 256)
+    monkeypatch.setattr(sample, "SAMPLE", 256)
     scores = draw(kind, (120, 50), (33, 7), (900,))
     for share in (0.05, 0.3, 0.5, 0.9):
         num_drop = round(share * len(flat(scores)))
@@ -114,7 +114,7 @@ def test_a_bracket_from_a_sample_holds_where_scores_differ(kind, monkeypatch, sm
 
 @pytest.mark.parametrize("value", [-9.0, 0.0, 9.0, float("nan")], ids=str)
 def test_a_bracket_from_a_sample_holds_where_most_are_dead(value, monkeypatch, descents):
-    monkeypatch.setattr(module, "SAMPLE", 256)
+    monkeypatch.setattr(sample, "SAMPLE", 256)
     scores = draw("normal", (120, 50), (900,))
     within = {name: torch.rand(score.shape) > 0.7 for name, score in scores.items()}
     expected = {share: keep_largest(scores, round(share * 6900), within) for share in (0.75, 0.85, 0.95)}
@@ -125,14 +125,14 @@ def test_a_bracket_from_a_sample_holds_where_most_are_dead(value, monkeypatch, d
 
 
 def test_ties_in_bulk_overfill_the_bracket_and_are_cut_by_counting(monkeypatch, descents):
-    monkeypatch.setattr(module, "SAMPLE", 1024)
+    monkeypatch.setattr(sample, "SAMPLE", 1024)
     scores = {"a": torch.randn(300, 200).relu(), "b": torch.randn(140_000).relu()}
     assert same(masks_of(scores, 60_000), keep_largest(scores, 60_000))
     assert descents
 
 
 def test_the_sample_is_a_sample_and_brackets_the_cut(monkeypatch):
-    monkeypatch.setattr(module, "SAMPLE", 512)
+    monkeypatch.setattr(sample, "SAMPLE", 512)
     sources = [stored("a", torch.randn(100, 50)), stored("b", torch.randn(15_000))]
     lo, hi, limit = module.bracket(sources, 10_000, 20_000, {})
     ordered = flat({source.name: source.weight for source in sources})
@@ -145,7 +145,7 @@ def test_the_sample_is_a_sample_and_brackets_the_cut(monkeypatch):
 def test_more_scores_than_one_sample_are_cut_in_one_read(sparsity, descents):
     scores = {"a": torch.randn(1100, 500), "b": torch.randn(9), "c": torch.randn(300, 130, 3)}
     num_drop = round(sparsity * len(flat(scores)))
-    assert len(flat(scores)) > module.SAMPLE
+    assert len(flat(scores)) > sample.SAMPLE
     assert same(masks_of(scores, num_drop), keep_largest(scores, num_drop))
     assert not descents
 
@@ -191,6 +191,6 @@ def test_any_scores_any_mask_any_count_any_route(data):
     }
     num_drop = data.draw(st.integers(0, sum(sizes)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "SAMPLE", data.draw(st.sampled_from([1, 2, 8, 1 << 18])))
+        patch.setattr(sample, "SAMPLE", data.draw(st.sampled_from([1, 2, 8, 1 << 18])))
         patch.setattr(Lazy.pieces, "__defaults__", (data.draw(st.sampled_from([8, 16, 64])),))
         assert same(masks_of(scores, num_drop, within), keep_largest(scores, num_drop, within))

@@ -15,20 +15,25 @@ CORE = {
     "schedule": set(),
     "allocate": set(),
     "eligible": set(),
-    "shard": set(),
+    "shard": {"ops"},
+    "across": {"ops"},
+    "across_rows": {"ops", "across"},
     "score": {"ops"},
     "mask": {"ops", "shard"},
-    "cut": {"ops", "shard"},
-    "gradients": {"ops", "optim"},
-    "select": {"ops", "allocate", "cut", "mask", "shard"},
+    "cut": {"ops", "across"},
+    "gradients": {"ops", "optim", "shard"},
+    "select": {"ops", "allocate", "across", "across_rows", "cut", "mask", "schedule", "shard"},
     "stats": {"ops", "eligible", "score", "shard"},
-    "summary": {"eligible"},
+    "summary": {"eligible", "shard"},
     "optim": {"ops", "mask", "shard"},
+    "regrow": {"ops", "allocate", "cut", "eligible", "optim", "schedule", "score", "select", "shard", "stats"},
+    "held": {"ops", "mask", "optim", "saved", "shard"},
+    "saved": {"ops", "gradients", "mask", "shard"},
     "export": {"ops", "mask", "eligible", "files"},
 }
 ALL_BUT_TRAINING = set(CORE) - {"export"}
 CORE["training"] = CORE["oneshot"] = ALL_BUT_TRAINING
-CORE["integrations"] = {"training"}
+CORE["integrations"] = {"training", "gradients", "eligible"}
 MAY_IMPORT = CORE | {
     "lab": set(CORE),
     "doctor": {"ops", "mask", "eligible", "schedule", "export"},

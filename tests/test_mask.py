@@ -93,7 +93,15 @@ def test_saved_bits_survive_the_cast_to_the_weights_dtype(dtype):
     assert found.dtype == torch.uint8 and torch.equal(found, every_byte)
 
 
-@pytest.mark.parametrize("value", [None, 3, torch.zeros(1, dtype=torch.uint8), torch.zeros(5, 3), [255, 127]], ids=str)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.bfloat16, torch.float32], ids=str)
+def test_saved_masks_of_the_weights_shape_are_packed(dtype, masks, weights):
+    for name, mask in masks.items():
+        assert torch.equal(saved_bits(name, mask.to(dtype), weights[name]), bits.pack(mask))
+
+
+@pytest.mark.parametrize(
+    "value", [None, 3, torch.zeros(1, dtype=torch.uint8), torch.full((5, 3), 0.5), [255, 127]], ids=str
+)
 def test_saved_bits_that_do_not_fit_are_refused_by_name(value):
     with pytest.raises(ValueError, match="layer"):
         saved_bits("layer", value, torch.empty(5, 3))

@@ -5,6 +5,7 @@ import io
 import os
 import re
 import sys
+import time
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, NoReturn
@@ -13,9 +14,13 @@ COMMANDS = {
     "demo": "train a small GPT dense and to 50 % sparsity by two scores, and compare them",
     "train": "train a network, pruning it on the way",
     "prune": "prune a trained model, with or without the gradient probe",
+    "study": "compare scores fairly: arms x sparsities x seeds, and what they say",
     "eval": "quality and sparsity of a checkpoint",
+    "watch": "the charts of a run or a study in the terminal while it goes on",
+    "report": "one HTML page of a run or a study, with its charts",
     "doctor": "check what a pruned model promises",
     "export": "a smaller file that gives every bit back, and back to a plain one",
+    "profile": "where the time and memory of a training step go",
     "evidence": "does the gradient probe help? the study behind docs/probe.md",
     "bench": "each speed claim beside what it is compared with",
 }
@@ -85,5 +90,9 @@ def _mistake(kind: type[Any], args: list[str]) -> str:
 
 
 def _fail(who: str, what: str) -> NoReturn:
+    rank = os.environ.get("RANK", "0") if who == "prunus train" else "0"
+    if rank != "0":  # the first says it for all, whereupon torchrun ends the others; what it does not know is said late
+        time.sleep(10)
+        who = f"{who}: rank {rank}"
     print(f"{who}: {' '.join(what.split())}", file=sys.stderr)
     raise SystemExit(2)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
 
 
-What = Literal["select", "step", "train", "export", "matvec", "prune", "page"]
+What = Literal["select", "step", "train", "export", "matvec", "prune", "level", "distributed", "page"]
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,9 @@ class Command:
 
     select: finding masks. step: keeping them, on a CPU in a training step, on a GPU in the optimizer's step.
     train: whole training steps of GPT-2 124M. export: the small file form. matvec: products with a pruned weight.
-    prune: WANDA and the gradient probe after training. page: docs/benchmarks.md from all results.
+    prune: WANDA and the gradient probe after training. level: a level of the probe on a random model of Mistral-7B's
+    shape. distributed: 1, 2 and 4 ranks; on a GPU one beside none. page: docs/benchmarks.md and docs/distributed.md
+    from all results.
     """
 
     what: tyro.conf.Positional[What]  # what to measure
@@ -40,8 +42,9 @@ class Command:
     precision: Literal["float32", "bfloat16"] = "bfloat16"  # train: bfloat16 by autocast
     checkpoint: Path | None = None  # prune: Hugging Face folder; without it, random weights of stories15M's shape
     calibration: Path | None = None  # prune: its tokens; without it, random ones
-    windows: int = 32  # prune: calibration windows
-    length: int = 256  # prune: tokens of each
+    blocks: int = 32  # level: blocks of the model
+    windows: int = 32  # prune, level: calibration windows
+    length: int = 256  # prune, level: tokens of each
     megabytes: int = 256  # export: of the weight that is packed
     repeat: int = 15  # calls or rounds that the median is taken over
     threads: int = 0  # CPU threads; 0 leaves torch's choice
@@ -56,12 +59,17 @@ def run(command: Command) -> None:
     from ..ops.device import device_of
 
     if command.what == "page":
+        from ..lab.bench.distributed_page import distributed_page
         from ..lab.bench.page import page
 
         text = page(command.results)
         command.page.parent.mkdir(parents=True, exist_ok=True)
         command.page.write_text(text)
         print(f"{command.page} written")
+        if text := distributed_page(command.results):
+            beside = command.page.with_name("distributed.md")
+            beside.write_text(text)
+            print(f"{beside} written")
         return
     if command.threads:
         torch.set_num_threads(command.threads)
@@ -154,6 +162,16 @@ def _matvec(command: Command, device: "torch.device") -> Measured:
     return settings, bench_matvec(command.repeat, device, getattr(torch, command.dtype))
 
 
+def _distributed(command: Command, device: "torch.device") -> Measured:
+    from ..lab.bench.distributed import TOKENS, bench_one_rank, bench_ranks
+
+    asked = (command.layers, command.dim, command.sparsity, command.repeat)
+    settings = {"sparsity": command.sparsity, "repeat": command.repeat, "tokens": TOKENS}
+    settings |= {"num_weights": command.layers * command.dim**2, "weights": _said(command, [])}
+    rows = bench_ranks(*asked) if device.type == "cpu" else []
+    return settings, rows + bench_one_rank(*asked, device)
+
+
 def _said(command: Command, shapes: list[tuple[int, int]]) -> str:
     if command.shapes:
         return f"{len(shapes)} weights of {command.shapes}"
@@ -172,7 +190,25 @@ def _prune(command: Command, device: "torch.device") -> Measured:
     return settings | {"parts": probe_parts(task, device)}, rows
 
 
-MEASURES = {"select": _select, "step": _step, "train": _train, "export": _export, "matvec": _matvec, "prune": _prune}
+def _level(command: Command, device: "torch.device") -> Measured:
+    from ..lab.bench.level import SHAPE, bench_level, level_of
+
+    level = level_of(command.blocks, command.windows, command.length, device)
+    settings = {"blocks": command.blocks, "windows": command.windows, "length": command.length, **SHAPE}
+    settings |= {"sparsity": command.sparsity, "num_weights": sum(p.numel() for p in level.model.parameters())}
+    return settings, bench_level(level, command.sparsity, device)
+
+
+MEASURES = {
+    "select": _select,
+    "step": _step,
+    "train": _train,
+    "export": _export,
+    "matvec": _matvec,
+    "prune": _prune,
+    "level": _level,
+    "distributed": _distributed,
+}
 
 
 def _finish(command: Command, what: str, settings: dict[str, Any], rows: list[dict[str, Any]]) -> None:
@@ -182,9 +218,11 @@ def _finish(command: Command, what: str, settings: dict[str, Any], rows: list[di
     from ..lab.bench.measure import record
 
     table = Table(title=f"prunus bench {what}")
-    for heading in rows[0]:
+    headings = list(dict.fromkeys(name for row in rows for name in row))
+    for heading in headings:
         table.add_column(heading)
     for row in rows:
-        table.add_row(*(f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()))
+        values = [row.get(heading, "") for heading in headings]
+        table.add_row(*(f"{value:.4g}" if isinstance(value, float) else str(value) for value in values))
     Console().print(table)
     print(f"written to {record(what, settings, rows, command.results)}")

@@ -10,7 +10,7 @@ import tyro
 class Command:
     """Quality and sparsity of a checkpoint on held-out data; nothing is written."""
 
-    checkpoint: tyro.conf.Positional[Path]  # a checkpoint.pt, or the run folder that holds it
+    checkpoint: tyro.conf.Positional[Path]  # a checkpoint.pt, one in pieces, or the run folder that holds it
     data: str | None = None  # other data than the run's own
     validation: Path | None = None  # other held-out file than the run's own
     eval_size: int = 0  # held-out windows or images, the first ones; 0 takes all
@@ -18,10 +18,10 @@ class Command:
 
 
 def run(command: Command) -> None:
+    from ..lab.checkpoint import checkpoint_of
     from ..lab.trainer import evaluated
 
-    folder = command.checkpoint
-    path = folder / "checkpoint.pt" if folder.is_dir() else folder
+    path = checkpoint_of(command.checkpoint)
     quality, report, step = evaluated(path, command.data, command.validation, command.eval_size)
     if command.layers:
         print(report)

@@ -96,9 +96,11 @@ def num_bytes(text: str) -> int:
 
 def _checkpoint(path: Path) -> Path | None:
     """The training checkpoint that ``path`` is or holds, if it is one."""
-    inside = path / "checkpoint.pt"
+    from ..lab.checkpoint import checkpoint_of
+
     if path.is_dir():
-        return inside if inside.is_file() else None
+        inside = checkpoint_of(path)
+        return inside if inside.exists() else None
     return path if path.suffix == ".pt" else None
 
 

@@ -1,17 +1,24 @@
 """``prunus train``"""
 
+import os
+
 from ..lab.run import Run
 
 Command = Run
 
 
 def run(command: Run) -> None:
-    from ..lab.tracking import read_run
+    if command.resume:
+        from ..lab.tracking import read_run
+
+        command = command.continuing(read_run(command.out))
+    command.check_launch()
     from ..lab.trainer import train
     from .progress import progress_bar
 
-    if command.resume:
-        command = command.continuing(read_run(command.out))
+    if os.environ.get("RANK", "0") != "0":  # the first rank speaks for all
+        train(command)
+        return
     with progress_bar(command.score if command.score != "none" else "dense", command.total_steps) as report:
         result = train(command, report)
     print(

@@ -67,6 +67,8 @@ def open_source(path: Path) -> Source:
             return distributed.read(path)
         if (path / "checkpoint.pt").is_file():
             return checkpoint.read(path / "checkpoint.pt")
+        if pieces := [p.parent for p in path.glob("checkpoint-*/.metadata") if p.parent.name[11:].isdecimal()]:
+            return distributed.read(max(pieces, key=lambda p: int(p.name[11:])))
         if ranks := checkpoint.rank_files(path):
             return checkpoint.read_ranks(path, ranks)
         return folder.read(path)

@@ -28,22 +28,29 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def evaluate(
+def measured(
     model: nn.Module,
     batches: Iterable[tuple[Tensor, Tensor]],
     device: torch.device,
     autocast: AbstractContextManager[object],
-) -> Quality:
-    """Quality of ``model`` in eval mode over all batches; the model goes back to the mode it was in."""
+) -> list[tuple[float, int, int]]:
+    """Summed loss, right predictions and targets of each batch; the model goes back to the mode it was in."""
     was_training = model.training
     model.eval()
-    loss, right, total = 0.0, 0, 0
+    rows = []
     for inputs, targets in batches:
         inputs, targets = inputs.to(device), targets.to(device)
         with autocast:
             logits = model(inputs)
-        loss += loss_of(logits, targets).item() * targets.numel()
-        right += int((logits.argmax(-1) == targets).sum())
-        total += targets.numel()
+        loss = loss_of(logits, targets).item() * targets.numel()
+        rows.append((loss, int((logits.argmax(-1) == targets).sum()), targets.numel()))
     model.train(was_training)
+    return rows
+
+
+def summed(rows: Iterable[tuple[float, int, int]]) -> Quality:
+    """Quality over all batches, added up in their order."""
+    loss, right, total = 0.0, 0, 0
+    for row in rows:
+        loss, right, total = loss + row[0], right + row[1], total + row[2]
     return Quality(loss / total, right / total)

@@ -1,6 +1,7 @@
 """A run is a value: everything that decides what a training does, without importing torch."""
 
 import json
+import os
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -38,6 +39,18 @@ ModelName = Literal[
     "resnet20",
     "resnet50",
 ]
+TRACKERS = ("wandb", "tensorboard", "trackio")
+Parallel = Literal["none", "ddp", "fsdp"]
+
+
+def is_launched() -> bool:
+    """Whether torchrun, or what sets the same variables, started this process as one of several or as the only one."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def is_restarted() -> bool:
+    """Whether torchrun started this process in place of one that failed."""
+    return is_launched() and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
 @dataclass(frozen=True)
@@ -46,6 +59,7 @@ class Run:
 
     The folder holds run.json (configuration and environment), metrics.jsonl, checkpoint.pt and, at
     the end, result.json. Interrupt it at any time: --resume continues to the same result, bit for bit.
+    On several GPUs or processes: torchrun --nproc-per-node N -m prunus train --parallel fsdp ...
     """
 
     # what is trained
@@ -66,6 +80,8 @@ class Run:
     allocate: Literal["global", "uniform", "depth", "erk", "row", "2:4"] = "global"  # where the sparsity goes
     include: tuple[str, ...] = ()  # patterns of weights to prune beside linear and convolution weights
     exclude: tuple[str, ...] = ()  # patterns of weights to leave dense
+    regrow: float = 0.0  # fraction of the live weights that changes places with pruned ones, falling to 0 over the ramp
+    regrow_by: Literal["snr", "momentum", "gradient"] = "snr"  # what makes a pruned weight come back
     eps: float | None = None  # absolute eps of the score (older scripts: 1e-8); without it none under roots
     exponent: float | None = None  # q of the score fisher: |w| v^q
 
@@ -79,7 +95,7 @@ class Run:
     beta1: float = 0.9  # decay of the first moment
     beta2: float = 0.95  # decay of the second moment
     clip: float = 1.0  # largest gradient norm; 0 does not clip
-    batch: int = 16  # windows or images a forward pass
+    batch: int = 16  # windows or images a forward pass, over all ranks together
     accumulate: int = 1  # forward passes a step
     steps: int = 1000  # optimizer steps
     budget_scale: float = 1.0  # factor on the steps, for arms with a longer budget; it is in the result
@@ -87,6 +103,7 @@ class Run:
 
     # how it runs
     precision: Literal["float32", "bfloat16"] = "float32"  # bfloat16 by autocast
+    parallel: Parallel = "none"  # under torchrun: every rank holds the model (ddp), or a part of each weight (fsdp)
     compile: bool = False  # torch.compile the model
     device: str = "auto"  # cuda where there is one, else cpu
     eval_every: int = 250  # steps from one evaluation to the next; the end is always evaluated
@@ -94,6 +111,7 @@ class Run:
     save_every: int = 250  # steps from one checkpoint to the next; 0 writes only the last
     log_every: int = 10  # steps from one line of metrics.jsonl to the next
     out: Path = Path("runs/latest")  # run folder
+    track: tuple[str, ...] = ()  # trackers that get the metrics too: wandb, tensorboard, trackio
     resume: bool = False  # continue the run in --out; other options are taken from its run.json
 
     def __post_init__(self) -> None:
@@ -113,8 +131,41 @@ class Run:
             raise ValueError(
                 f"eps belongs to the scores that read moments, bitter0 and bitter3 to bitter9, not {self.score}"
             )
+        self._check_regrowth()
+        object.__setattr__(self, "track", tuple(name for names in self.track for name in names.split(",") if name))
+        if unknown := [name for name in self.track if name not in TRACKERS]:
+            raise ValueError(f"there is no tracker {unknown[0]!r}; the trackers are {', '.join(TRACKERS)}")
         if self.score != "none":
             self.sparsity_schedule()
+
+    def _check_regrowth(self) -> None:
+        if not 0 <= self.regrow < 1:
+            raise ValueError(f"regrow is a fraction in [0, 1), got {self.regrow}")
+        if not self.regrow and self.regrow_by != "snr":
+            raise ValueError(f"nothing comes back by {self.regrow_by}, since regrow is 0; pass --regrow 0.1")
+        if not self.regrow:
+            return
+        if self.score == "none" or not self.sparsity or self.schedule in ("constant", "one_shot"):
+            raise ValueError("regrow goes with a score and a ramp to a sparsity above 0: linear, cubic or zhu_gupta")
+        if self.allocate == "2:4":
+            raise ValueError("regrow goes with every allocation but 2:4")
+        if self.optimizer == "sgd" and self.regrow_by == "snr":
+            raise ValueError("sgd keeps no second moment; pass --regrow-by momentum or gradient")
+
+    def check_launch(self) -> None:
+        """A ValueError where the ranks that were started are not those that the run asks for."""
+        ranks = int(os.environ["WORLD_SIZE"]) if is_launched() else 1
+        if self.parallel == "none" and ranks > 1:
+            raise ValueError(
+                f"{ranks} ranks were started, but parallel is none; pass --parallel ddp or --parallel fsdp"
+            )
+        if self.parallel != "none" and not is_launched():
+            raise ValueError(
+                f"parallel is {self.parallel}, but this process is alone; start it by "
+                "torchrun --nproc-per-node N -m prunus train ..., or leave out --parallel"
+            )
+        if self.batch % ranks:
+            raise ValueError(f"batch is split over the {ranks} ranks, but {self.batch} is no multiple; choose another")
 
     @property
     def total_steps(self) -> int:
@@ -158,16 +209,17 @@ class Run:
             raise ValueError(f"run.json has an unknown field {min(unknown)!r}: was it written by another version?")
         for name in ("out", "validation"):
             values[name] = Path(values[name]) if values.get(name) is not None else None
-        values |= {name: tuple(values[name]) for name in ("include", "exclude") if name in values}
+        values |= {name: tuple(values[name]) for name in ("include", "exclude", "track") if name in values}
         return cls(**values)
 
     def continuing(self, saved: "Run") -> "Run":
         """The saved run, to be resumed; an option given now must not contradict it."""
         default = Run()
         for name, value in self.to_json().items():
-            if name != "out" and value != default.to_json()[name] and value != saved.to_json()[name]:
+            if name not in ("out", "parallel") and value != default.to_json()[name] and value != saved.to_json()[name]:
                 raise ValueError(
                     f"the run in {self.out} has {name} = {saved.to_json()[name]}, not {value}; "
                     "a resumed run keeps its options: leave it off, or choose another --out"
                 )
-        return replace(saved, out=self.out, resume=True)
+        kept = saved.parallel if self.parallel == "none" and is_launched() else self.parallel
+        return replace(saved, out=self.out, resume=True, parallel=kept)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .checkpoint import load_checkpoint, save_checkpoint
+from .checkpoint import checkpoint_of, load_checkpoint, save_checkpoint
 from .data.files import read_tokens
 from .evaluate import loss_of
 
@@ -58,8 +58,8 @@ def subject_of(request: Request) -> Subject:
     path = Path(request.model)
     if (path.is_dir() and (path / "config.json").is_file()) or request.gguf_file:
         return _hugging_face(request, path)
-    if path.is_file() or (path / "checkpoint.pt").is_file():
-        return _checkpoint(request, path / "checkpoint.pt" if path.is_dir() else path)
+    if checkpoint_of(path).exists():
+        return _checkpoint(request, checkpoint_of(path))
     if ":" in request.model:
         return _function(request.model)
     raise ValueError(

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from ..eligible import Weight
 from .chain import Prefix, blocks_of
 from .inspection import Findings, holders, inspect
+from .kinds import add_largest_
 from .memory import batch_size, is_out_of_memory, release
 from .objective import Objective
 from .offload import gradients, saving
 from .recompute import recomputed
 from .samples import Chunk, Samples, Tree, moved
 from .session import replaced, swapped
-from .taps import NotRows, Taps, Variant
+from .taps import NotRows, Reached, Taps, Variant, per_sample
 
 Statistic = Literal["largest", "mean square"]
 Records = dict[str, Tensor]
@@ -54,7 +55,7 @@ class Engine:
         self.scale = SCALE if half else 1.0
         self.passes = 0  # forward and backward passes of one sample
         self.forwards = 0  # forward passes of one sample alone
-        self.modules = {weight.name: holders(objective.model, weight) for weight in weights}
+        self.modules = holders(objective.model, weights)
         self.findings: Findings = inspect(objective, self.modules, self.blocks, samples, self.device)
         self.passes += 4
         self.prefix = Prefix(self.blocks if self.findings.chained else [], samples)
@@ -151,9 +152,16 @@ class Engine:
             total = self.objective.summed(tree, chunk.size * times, self.findings.form)
             gradients = taps.gradients(total * self.scale) if total.requires_grad else [None] * len(taps.calls)
         with torch.no_grad():
-            for name, number, each in taps.per_sample(gradients):
-                _add(found[number][name], each, statistic, self.scale)
+            for name, number, reached in taps.layers(gradients):
+                if not self._added_at_once(found[number][name], reached, statistic):
+                    for each in per_sample(reached):
+                        _add(found[number][name], each, statistic, self.scale)
         self.passes += chunk.size * times
+
+    def _added_at_once(self, record: Tensor, reached: Sequence[Reached], statistic: Statistic) -> bool:
+        """Whether a kernel has taken all samples of a weight, whose gradients then were never in memory."""
+        plain = statistic == "largest" and self.scale == 1.0 and len(reached) == 1
+        return plain and add_largest_(record, *reached[0])
 
     def _one_by_one(self, names: Sequence[str], variants: Sequence[Variant], statistic: Statistic) -> list[Records]:
         found = [{name: self._zeros(name) for name in names} for _ in variants]

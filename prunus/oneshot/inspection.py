@@ -56,15 +56,18 @@ class Seen:
     saved_bytes: int
 
 
-def holders(model: nn.Module, weight: Weight) -> list[nn.Module]:
-    """Modules that hold the weight, if its gradient can be rebuilt in all of them; else none."""
-    found = []
+def holders(model: nn.Module, weights: Sequence[Weight]) -> dict[str, list[nn.Module]]:
+    """Modules that hold each weight, by name, if its gradient can be rebuilt in all of them; else none."""
+    names = {weight.parameter: weight.name for weight in weights}
+    found: dict[str, list[nn.Module]] = {name: [] for name in names.values()}
+    doubtful = set()
     for module in model.modules():
-        keys = [key for key, parameter in module.named_parameters(recurse=False) if parameter is weight.parameter]
-        if keys and (keys != ["weight"] or not rebuildable(module)):
-            return []
-        found += [module] * len(keys)
-    return found
+        for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if (name := names.get(parameter)) is not None:
+                found[name].append(module)
+                if key != "weight" or not rebuildable(module):
+                    doubtful.add(name)
+    return {name: [] if name in doubtful else modules for name, modules in found.items()}
 
 
 def inspect(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..eligible import eligible
 from ..ops import bits
 from ..select import Selector
+from ..shard import is_dtensor
 from .clock import Clock
 from .engine import Engine
 from .limit import Progress
@@ -92,6 +93,8 @@ class Job:
         self.plan = plan
         found = eligible(self.model, plan.include, plan.exclude)
         self.weights = {weight.name: weight for weight in found.weights}
+        if sharded := [weight.name for weight in found.weights if is_dtensor(weight.parameter)]:
+            raise ValueError(f"{sharded[0]} is sharded over ranks; prune the whole model in one process, then shard it")
         device = None if plan.offload is None else torch.device(plan.offload)
         self.offload = None if device is None else Offload(self.model, found.weights, device)
         self.device = device or found.weights[0].parameter.device

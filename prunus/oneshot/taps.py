@@ -13,6 +13,7 @@ from .kinds import output, sample_gradients, weight_of
 from .session import replaced
 
 Variant = Mapping[str, Tensor]  # weights that stand in for the model's own, by name
+Reached = tuple[nn.Module, Tensor, Tensor]  # a layer, its input, and the gradient of its output
 
 
 class NotRows(Exception):
@@ -89,11 +90,8 @@ class Taps:
         self.recording = False
         return list(torch.autograd.grad(total, [call.out for call in self.calls], allow_unused=True))
 
-    def per_sample(self, gradients: Sequence[Tensor | None]) -> Iterator[tuple[str, int, Tensor]]:
-        """Name, number of the variant, and gradients (samples, *shape) of every tapped weight, a few at a time.
-
-        The calls of one layer add up.
-        """
+    def layers(self, gradients: Sequence[Tensor | None]) -> Iterator[tuple[str, int, list[Reached]]]:
+        """Name, number of the variant, and what its calls have shown, of every tapped weight a gradient reached."""
         for name in self.modules:
             found = [
                 (call.module, call.x.chunk(len(self.variants)), d.chunk(len(self.variants)))
@@ -101,6 +99,11 @@ class Taps:
                 if call.name == name and d is not None
             ]
             for number in range(len(self.variants) if found else 0):
-                streams = [sample_gradients(module, x[number], d[number]) for module, x, d in found]
-                for parts in zip(*streams, strict=True):
-                    yield name, number, sum(parts[1:], start=parts[0])
+                yield name, number, [(module, x[number], d[number]) for module, x, d in found]
+
+
+def per_sample(reached: Sequence[Reached]) -> Iterator[Tensor]:
+    """Gradients (samples, *shape) of a weight, a few samples at a time; the calls of its layer add up."""
+    streams = [sample_gradients(module, x, d) for module, x, d in reached]
+    for parts in zip(*streams, strict=True):
+        yield sum(parts[1:], start=parts[0])

@@ -1,7 +1,7 @@
 """Where the scores of one weight come from: they exist, or they are computed piece by piece."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .bits import PIECE
+from .part import Part
 
 
 @dataclass(
@@ -22,6 +23,7 @@ class Lazy:
     elements in the flattened weight. ``formula`` names a score of ours, which is element-wise and known
     to kernels; any other function is handed whole tensors, and its scores of one weight are stored for
     a while. ``outputs`` are the dimensions that count outputs; each index of them is one row of inputs.
+    Where many ranks hold the weight together, all tensors are this rank's ``part`` of them.
     """
 
     name: str
@@ -34,6 +36,7 @@ class Lazy:
     dtype: torch.dtype = torch.float32
     formula: str | None = None
     outputs: tuple[int, ...] | None = (0,)
+    part: Part | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -42,6 +45,15 @@ class Lazy:
     @property
     def numel(self) -> int:
         return self.weight.numel()
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """Shape of the weight over all ranks."""
+        return self.part.whole if self.part else tuple(self.shape)
+
+    @property
+    def whole_numel(self) -> int:
+        return math.prod(self.whole_shape)
 
     @property
     def device(self) -> torch.device:
@@ -71,25 +83,25 @@ class Lazy:
                 name: flat[name][start:stop] if name in flat else self._spread(tensor, start, stop)
                 for name, tensor in self.reads.items()
             }
-            position = torch.arange(start, stop, device=self.device) if self.takes_position else None
+            position = self._placed(torch.arange(start, stop, device=self.device)) if self.takes_position else None
             yield start, self._score(reads, position)
 
     def at(self, positions: Tensor) -> Tensor:
         """Scores of the elements at ``positions`` of the flattened weight."""
         if self.formula is None:
             return self.whole().reshape(-1)[positions]
-        return self._score({name: self._pick(tensor, positions) for name, tensor in self.reads.items()}, positions)
+        reads = {name: self._pick(tensor, positions) for name, tensor in self.reads.items()}
+        return self._score(reads, self._placed(positions))
 
     def whole(self) -> Tensor:
         """Scores in the shape of the weight, all at once."""
-        position = torch.arange(self.numel, device=self.device).view(self.shape) if self.takes_position else None
-        return self._score(self.reads, position).expand(self.shape)
+        return self._score(self.reads, self._all_positions() if self.takes_position else None).expand(self.shape)
 
     @property
     def num_inputs(self) -> int:
-        """Elements of a row."""
+        """Elements of a whole row."""
         outputs = self.outputs or ()
-        return math.prod(size for dim, size in enumerate(self.shape) if dim not in outputs)
+        return math.prod(size for dim, size in enumerate(self.whole_shape) if dim not in outputs)
 
     def rows_of(self, tensor: Tensor) -> Tensor:
         """View of a tensor of the weight's shape as (row, inputs...)."""
@@ -102,19 +114,18 @@ class Lazy:
         inputs = [dim for dim in range(tensor.ndim) if dim not in self.outputs]
         return tensor.permute(*self.outputs, *inputs).flatten(0, len(self.outputs) - 1)
 
-    def rows(self) -> Iterator[tuple[slice, Tensor]]:
-        """Which rows, and their scores as a matrix (row, input): about ``piece`` elements at a time."""
+    def rows(self, parts: Sequence[slice] | None = None) -> Iterator[tuple[slice, Tensor]]:
+        """Which rows, and their scores as a matrix (row, input): ``parts``, or about ``piece`` elements at a time."""
         num_rows = len(self.rows_of(self.weight))
         step = max(1, self.piece * num_rows // max(1, self.numel))
-        parts = [slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
+        if parts is None:
+            parts = [slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
         if self.formula is None:
             whole = self.rows_of(self.whole())
             yield from ((part, whole[part].flatten(1)) for part in parts)
             return
         reads = {name: self.rows_of(tensor.expand(self.shape)) for name, tensor in self.reads.items()}
-        position = None
-        if self.takes_position:
-            position = self.rows_of(torch.arange(self.numel, device=self.device).view(self.shape))
+        position = self.rows_of(self._all_positions()) if self.takes_position else None
         for part in parts:
             here = {name: tensor[part].flatten(1) for name, tensor in reads.items()}
             yield part, self._score(here, None if position is None else position[part].flatten(1))
@@ -126,6 +137,13 @@ class Lazy:
             for name, tensor in reads.items()
         }
         return self.of(**cast, **extra, **self.constants).to(self.compared)
+
+    def _placed(self, positions: Tensor) -> Tensor:
+        """Positions in the whole weight."""
+        return self.part.positions(positions) if self.part else positions
+
+    def _all_positions(self) -> Tensor:
+        return self._placed(torch.arange(self.numel, device=self.device)).view(self.shape)
 
     def _pick(self, tensor: Tensor, positions: Tensor) -> Tensor:
         if tensor.shape == self.shape and tensor.is_contiguous():

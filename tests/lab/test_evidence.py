@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -156,7 +157,8 @@ def test_every_comparison_is_between_equally_sparse_models_and_the_page_shows_ea
     ways = {(way, tau) for _, _, way, tau in case.rows}
     assert ways == {("alone", None), ("target", None), *((w, 1.0) for w in ("exact", *BESIDE))}
     assert len(case.rows) == 2 + 4 * 6 + 2  # dense and random; four strategies; fisher and path
-    for (strategy, level, way, tau), rows in case.rows.items():
+    for (strategy, level, way, tau), by_seed in case.rows.items():
+        rows = list(by_seed.values())
         assert len(rows) == 2
         if way == "probed":
             assert all(0 < row.sparsity < level for row in rows)
@@ -223,7 +225,7 @@ def figures(metric, dense, probed, alone):
         for way, tau in (("exact", 1.0), ("target", None), ("probed", 1.0)):
             rows[name, 0.5, way, tau] = probed
         rows[name, 0.5, "alone, as sparse", 1.0] = rows[name, 0.5, "by lot", 1.0] = alone
-    rows = {key: [Row(key[0], key[1], key[2], key[3], 0.5, value) for value in values] for key, values in rows.items()}
+    rows = {key: {seed: Row(*key, 0.5, value) for seed, value in enumerate(values)} for key, values in rows.items()}
     return Figures(settings, metric, (0, 1, 2), [], [], rows)
 
 
@@ -252,6 +254,24 @@ def test_ruined_models_are_set_apart_and_what_is_no_number_is_not_compared():
     broken = figures("perplexity", 8.0, [9.0, None, 9.0], [10.0] * 3)
     assert broken.against("probed", "alone, as sparse") == []
     assert math.isinf(broken.mean("WANDA, row", 0.5, "probed", 1.0))
+
+
+def test_seeds_that_were_broken_off_are_named_and_one_seed_alone_decides_nothing(data, tmp_path):
+    sources = sorted((data.parent / "results").glob("*.json"))
+    for source in sources:
+        content = json.loads(source.read_text()) | {"note": "The wind was strong."}
+        if source is sources[-1]:
+            content["done"].popitem()
+            content["rows"] = [row for row in content["rows"] if row["strategy"] != "path, global"]
+        (tmp_path / source.name).write_text(json.dumps(content))
+    main(["evidence", "page", "--results", str(tmp_path), "--page", str(tmp_path / "p.md")])
+    text = (tmp_path / "p.md").read_text()
+    assert "**The runs of seeds 1 were broken off**" in text and text.count("The wind was strong.") == 1
+    (line,) = [line for line in text.splitlines() if line.startswith("| path, global |")]
+    assert "(n = 1)" in line and "±" not in line
+    (case,) = read_figures(tmp_path)
+    alone = {key: {0: rows[0]} for key, rows in case.rows.items()}
+    assert {each.outcome for each in replace(case, rows=alone).against("exact", "alone")} == {"unclear"}
 
 
 def test_missing_data_is_one_line(tmp_path, capsys):

@@ -1,9 +1,10 @@
 """``docs/benchmarks.md`` from the files that benchmarks left: no figure in it is typed."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from . import prune_page
+from .markdown import number, section, table
 from .measure import read_record
 
 INTRODUCTION = """# Benchmarks
@@ -11,7 +12,8 @@ INTRODUCTION = """# Benchmarks
 This page is made by `prunus bench page` from the JSON files in `benchmarks/results/`; nothing in it is
 typed. Where a record was not written by a command, its section says so. All
 methods of a table ran in one process, one after the other or in turns. Run them on your
-own machine with `prunus bench select`, `step`, `train`, `export`, `matvec` and `prune` (`--device cuda` on a GPU).
+own machine with `prunus bench select`, `step`, `train`, `export`, `matvec`, `prune` and `level` (`--device cuda` on
+a GPU).
 """
 
 SELECT = """Masks of {num_weights:,} weights ({weights}, {dtype}) at {sparsity:.0%} by {score}, median of up to \
@@ -46,25 +48,6 @@ the graph, by the host. Times faster and size are relative to dense in the same 
 the product in higher precision before it was timed.
 """
 
-PRUNE = """{model}, {probed} of its weights, {windows} windows of {length} tokens, to {sparsity:.0%}, in float32. \
-Plainly is WANDA as its authors' code does it, a sample at a time with a sort and a scatter, and the probe by its \
-definition: two passes for each weight and sample, all others frozen. Operations are those of matrix products, as \
-torch counts them over eight windows, the inspection of the model included: what is faster than by their ratio comes \
-from running them better, not from leaving them out.
-"""
-
-
-WANDA = """One-shot WANDA by rows to {sparsity:.0%} on a CPU beside llmcompressor {llmcompressor}, {windows} windows \
-of {length} tokens for the model; medians of {repeat} runs in turns in one process, by \
-`benchmarks/wanda_llmcompressor.py`. "Times ours" is of CPU seconds over all cores. Its functions are called from \
-plain hooks; `oneshot` is its users' way. A model's time is that of its forward passes first of all.
-"""
-
-HEAD = """The head takes {head_share:.0%} of the products of a record that starts at the probed weight, and either \
-side runs it once for each record and sample: a record is taken with other weights than the one before it, so that its \
-logits are new ones, and no decision is kept without them. What can be saved is the blocks before the probed weight, \
-and the time that batches and a head in parts save. The parts below are of a run of its own, with clocks."""
-
 PARTS = """Where the time of one event goes ({weights}, bitter7, 50 %). Events queued one behind the other take \
 {queued_ms:.2f} ms each on the device, a CUDA graph of one with the wait {replayed_ms:.2f} ms; called one by one, \
 {total_ms:.2f} ms in the median of the stamped calls and {least_ms:.2f} ms at best: the rest is the host before the \
@@ -74,15 +57,20 @@ pass is launched, which the device waits for. What the host does after that is h
 
 def page(folder: Path) -> str:
     """The page for all records in ``folder``, the newest of each kind and machine."""
+    records = [record for record in newest_of(folder) if record["what"] in SECTIONS]
+    if not records:
+        raise ValueError(f"there are no results in {folder}; run prunus bench select first")
+    return "\n".join([INTRODUCTION, *(SECTIONS[record["what"]](record) for record in records)])
+
+
+def newest_of(folder: Path) -> list[dict[str, Any]]:
+    """The newest record of each kind, machine and model."""
     newest: dict[tuple[str, str, str], dict[str, Any]] = {}
     for path in sorted(folder.glob("*.json"), key=lambda path: (read_record(path)["date"], path.stat().st_mtime)):
         record = read_record(path)
         about = record["settings"].get("weights", "")
         newest[record["what"], record["environment"]["machine"], about] = record | {"file": path.name}
-    if not newest:
-        raise ValueError(f"there are no results in {folder}; run prunus bench select first")
-    sections = [SECTIONS[what](record) for (what, *_), record in sorted(newest.items())]
-    return "\n".join([INTRODUCTION, *sections])
+    return [record for _, record in sorted(newest.items())]
 
 
 def _select(record: dict[str, Any]) -> str:
@@ -109,12 +97,12 @@ def _select(record: dict[str, Any]) -> str:
             f"{ours['read_gb_s']:,.0f} GB/s over the whole event, "
             f"{ours['read_gb_s'] / record['settings']['copy_gb_s']:.0%} of that."
         )
-    return _section("Finding the masks", record, SELECT, body)
+    return section("Finding the masks", record, SELECT, body)
 
 
 def _parts(record: dict[str, Any]) -> str:
     lines = [(row["part"], row["where"], f"{row['us']:,.1f}") for row in record["rows"]]
-    return _section("Finding the masks: what bounds it", record, PARTS, table(("part", "where", "us"), lines))
+    return section("Finding the masks: what bounds it", record, PARTS, table(("part", "where", "us"), lines))
 
 
 def _update(record: dict[str, Any]) -> str:
@@ -123,7 +111,7 @@ def _update(record: dict[str, Any]) -> str:
     ulps = record["rows"][0]["ulps_from_torch"]
     body += f"\n\nOne step from equal state differs from torch's by at most {ulps:.2f} ulp, "
     body += "counted at the larger of the weight and the learning rate."
-    return _section("Keeping them: the optimizer's step", record, UPDATE, body)
+    return section("Keeping them: the optimizer's step", record, UPDATE, body)
 
 
 def _train(record: dict[str, Any]) -> str:
@@ -140,7 +128,7 @@ def _train(record: dict[str, Any]) -> str:
         for row in record["rows"]
     ]
     headings = ("arm", "ms a step", "ratio", "spread", "tokens/s", "peak MiB", "steady MiB")
-    return _section("Whole training", record, TRAIN, table(headings, lines))
+    return section("Whole training", record, TRAIN, table(headings, lines))
 
 
 def _step(record: dict[str, Any]) -> str:
@@ -156,7 +144,7 @@ def _step(record: dict[str, Any]) -> str:
         for row in record["rows"]
     ]
     headings = ("arm", "optimizer", "tokens", "ms", "overhead", "beside")
-    return _section("Keeping them: a training step", record, STEP, table(headings, lines))
+    return section("Keeping them: a training step", record, STEP, table(headings, lines))
 
 
 def _export(record: dict[str, Any]) -> str:
@@ -178,7 +166,7 @@ def _export(record: dict[str, Any]) -> str:
         body += (
             f"\n\nA copy on this device moves {record['settings']['copy_gb_s']:,.0f} GB/s, read and written together."
         )
-    return _section("Small files", record, EXPORT, body)
+    return section("Small files", record, EXPORT, body)
 
 
 def _matvec(record: dict[str, Any]) -> str:
@@ -189,79 +177,25 @@ def _matvec(record: dict[str, Any]) -> str:
             row["zeros"],
             f"{row['vectors']:,}",
             row["problem"] if row["us"] is None else f"{row['us']:,.1f}",
-            *(_number(row[name], "{:.2f}") for name in ("times_faster", "size")),
-            _number(row["launched_us"], "{:,.1f}"),
-            _number(row["read_gb_s"], "{:,.0f}"),
+            *(number(row[name], "{:.2f}") for name in ("times_faster", "size")),
+            number(row["launched_us"], "{:,.1f}"),
+            number(row["read_gb_s"], "{:,.0f}"),
         )
         for row in record["rows"]
     ]
     headings = ("way", "weight", "zeros", "vectors", "us", "times faster", "size", "launched us", "GB/s of it")
-    return _section("Products with a pruned weight", record, MATVEC, table(headings, lines))
-
-
-def _number(value: float | None, form: str) -> str:
-    return "" if value is None else form.format(value)
-
-
-def _prune(record: dict[str, Any]) -> str:
-    lines = [
-        (
-            row["task"],
-            *(f"{row[name]:.3f}" for name in ("seconds", "plain_seconds")),
-            f"{row['times_faster']:.2f}",
-            _number(row["times_fewer_operations"], "{:.2f}"),
-            f"{row['different']:,} of {row['num_weights']:,}",
-        )
-        for row in record["rows"]
-    ]
-    headings = ("task", "s", "plainly, s", "times faster", "times fewer operations", "mask elements that differ")
-    body = table(headings, lines)
-    if parts := record["settings"].get("parts"):
-        body += f"\n\n{HEAD.format(**record['settings'])}\n\n"
-        shares = [(row["part"], f"{row['seconds']:.3f}", f"{row['share']:.0%}") for row in parts]
-        body += table(("part of our probe", "s", "share"), shares)
-    return _section("Pruning after training", record, PRUNE, body)
-
-
-def _wanda(record: dict[str, Any]) -> str:
-    lines = [
-        (
-            f"{row['task']}: {row['way']}",
-            *(f"{row[name]:.3f}" for name in ("seconds", "cpu_seconds")),
-            f"{row['times_ours']:.2f}",
-            f"{row['different']:,} of {row['num_weights']:,}",
-        )
-        for row in record["rows"]
-    ]
-    headings = ("task and way", "s", "CPU s", "times ours", "weights pruned elsewhere")
-    return _section("WANDA beside llmcompressor", record, WANDA, table(headings, lines))
+    return section("Products with a pruned weight", record, MATVEC, table(headings, lines))
 
 
 SECTIONS = {
+    "level": prune_page.level,
     "export": _export,
     "matvec": _matvec,
     "parts": _parts,
-    "prune": _prune,
+    "prune": prune_page.prune,
     "select": _select,
     "step": _step,
     "train": _train,
     "update": _update,
-    "wanda": _wanda,
+    "wanda": prune_page.wanda,
 }
-
-
-def _section(title: str, record: dict[str, Any], text: str, body: str) -> str:
-    environment = record["environment"]
-    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
-    origin = (
-        f"{environment['machine']}; Python {environment['python']}, {versions}; "
-        f"{record['date']}, commit {environment['commit']}; `{record['file']}`"
-    )
-    note = f"{record['settings']['note']}\n\n" if "note" in record["settings"] else ""
-    return f"## {title}\n\n{origin}\n\n{text.format(**record['settings'])}\n{note}{body}\n"
-
-
-def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table whose first column is left-aligned and the others right-aligned."""
-    lines = [headings, ["---", *["---:"] * (len(headings) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

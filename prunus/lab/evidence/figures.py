@@ -31,7 +31,9 @@ class Comparison:
 
     @property
     def outcome(self) -> str:
-        """Better or worse where all seeds agree and the mean is two standard errors away from nothing."""
+        """Better or worse where all of several seeds agree and the mean is two standard errors away from nothing."""
+        if len(self.gains) < 2:
+            return "unclear"
         error = 2 * spread(self.gains) / len(self.gains) ** 0.5
         if min(self.gains) > 0 and self.gain > error:
             return "better"
@@ -47,7 +49,9 @@ class Figures:
     seeds: tuple[int, ...]
     environments: list[dict[str, Any]]
     dates: list[str]
-    rows: dict[Key, list[Row]]  # a row each seed
+    rows: dict[Key, dict[int, Row]]  # by seed
+    unfinished: tuple[int, ...] = ()  # seeds that were broken off
+    notes: tuple[str, ...] = ()  # what a reader of its files must know
 
     @property
     def name(self) -> str:
@@ -58,7 +62,7 @@ class Figures:
         return self.mean("random", 0.0, "alone")
 
     def of(self, strategy: str, level: float, way: str, tau: float | None = None) -> list[Row]:
-        return self.rows[strategy, level, way, tau]
+        return list(self.rows[strategy, level, way, tau].values())
 
     def values(self, strategy: str, level: float, way: str, tau: float | None = None) -> list[float | None]:
         return [row.value for row in self.of(strategy, level, way, tau)]
@@ -86,18 +90,21 @@ class Figures:
 
     def said(self, key: Key) -> str:
         """Mean and spread over the seeds."""
-        values = [value for value in self.values(*key) if value is not None]
+        values = self.values(*key)
+        finite = [value for value in values if value is not None]
         mean = self.number(self.mean(*key))
-        if len(values) < len(self.seeds) or len(values) < 2 or len(set(values)) == 1:
+        mean += f" (n = {len(values)})" if len(values) < len(self.seeds) else ""
+        if len(finite) < len(values) or len(finite) < 2 or len(set(finite)) == 1:
             return mean
-        return f"{mean} ± {100 * spread(values):.2f}" if self.metric == "accuracy" else f"{mean} ± {spread(values):.2g}"
+        return f"{mean} ± {100 * spread(finite):.2f}" if self.metric == "accuracy" else f"{mean} ± {spread(finite):.2g}"
 
     def compared(self, key: Key, beside: Key) -> Comparison | None:
-        """None where a model of either side gave no number."""
-        ours, theirs = self.values(*key), self.values(*beside)
-        if None in ours or None in theirs:
+        """Both over the seeds that have both; None where a model of either side gave no number."""
+        ours, theirs = self.rows[key], self.rows[beside]
+        both = [(ours[seed].value, theirs[seed].value) for seed in ours if seed in theirs]
+        pairs = [(a, b) for a, b in both if a is not None and b is not None]
+        if len(pairs) < len(both):
             return None
-        pairs = [(a, b) for a, b in zip(ours, theirs, strict=True) if a is not None and b is not None]
         gains = tuple(self._gain(a, b) for a, b in pairs)
         usable = self.is_usable(self.mean(*key)) or self.is_usable(self.mean(*beside))
         return Comparison(key[0], key[1], key[3], tuple(a for a, _ in pairs), tuple(b for _, b in pairs), gains, usable)
@@ -126,7 +133,7 @@ def spread(values: Sequence[float]) -> float:
 
 
 def read_figures(folder: Path) -> list[Figures]:
-    """All cases in a folder; ValueError where a file is unfinished, or seeds differ in more than the seed."""
+    """All cases in a folder; ValueError where no seed is finished, or seeds differ in more than the seed."""
     files: dict[str, list[dict[str, Any]]] = {}
     for path in sorted(folder.glob("probe_*.json")):
         content = json.loads(path.read_text())
@@ -139,14 +146,17 @@ def read_figures(folder: Path) -> list[Figures]:
 def _figures(contents: list[dict[str, Any]]) -> Figures:
     first = contents[0]
     common = [{k: v for k, v in content["settings"].items() if k != "seed"} for content in contents]
-    rows: dict[Key, list[Row]] = {}
+    rows: dict[Key, dict[int, Row]] = {}
     for content, settings in zip(contents, common, strict=True):
         if settings != common[0]:
             raise ValueError(f"{content['path']} and {first['path']} differ in their settings; run one of them anew")
         for row in (Row(**row) for row in content["rows"]):
-            rows.setdefault((row.strategy, row.level, row.way, row.tau), []).append(row)
-    if any(len(content["done"]) != content["num_steps"] for content in contents):
-        raise ValueError(f"not every file of {common[0]['case']} is complete; prunus evidence run does what is missing")
+            key = (row.strategy, row.level, row.way, row.tau)
+            rows.setdefault(key, {})[content["settings"]["seed"]] = row
     seeds = tuple(content["settings"]["seed"] for content in contents)
+    open_ = tuple(seed for seed, c in zip(seeds, contents, strict=True) if len(c["done"]) != c["num_steps"])
+    if open_ == seeds:
+        raise ValueError(f"no file of {common[0]['case']} is complete; prunus evidence run does what is missing")
+    notes = tuple(dict.fromkeys(content["note"] for content in contents if "note" in content))
     environments, dates = [c["environment"] for c in contents], [c["date"] for c in contents]
-    return Figures(common[0], first["metric"], seeds, environments, dates, rows)
+    return Figures(common[0], first["metric"], seeds, environments, dates, rows, open_, notes)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..bench.page import table
+from ..bench.markdown import table
 from .figures import USABLE, Comparison, Figures, read_figures, spread
 from .study import RANDOM, STRATEGIES, UNPROBED
 from .verdict import verdict
@@ -39,8 +39,8 @@ layers, whatever their score.
 
 Figures are means over the calibration seeds ± the standard deviation of a sample; held-out data is never calibrated \
 on. The masks of magnitude alone do not depend on the samples, so that it has no spread. A comparison is made seed by \
-seed; it is called clear where all seeds agree in sign and the mean is more than two standard errors away from \
-nothing. A model is called usable while its perplexity is below {perplexity:g} times the dense model's, or its \
+seed; it is called clear where there are several, all agree in sign and the mean is more than two standard errors away \
+from nothing. A model is called usable while its perplexity is below {perplexity:g} times the dense model's, or its \
 accuracy above {accuracy:g} of it.
 """
 
@@ -56,9 +56,9 @@ def _check_equal(cases: Sequence[Figures]) -> None:
     """Raise RuntimeError where two models that the page calls equally sparse are not."""
     for case in cases:
         for (strategy, level, way, tau), rows in case.rows.items():
-            other = {"probed": ("alone, as sparse", tau), "exact": ("alone", None), "target": ("alone", None)}.get(way)
-            beside = case.of(strategy, level, *other) if other else rows
-            if any(abs(a.sparsity - b.sparsity) > 1e-6 for a, b in zip(rows, beside, strict=True)):
+            other = {"probed": "alone, as sparse", "exact": "alone", "target": "alone"}.get(way, way)
+            beside = case.rows[strategy, level, other, None if other == "alone" else tau]
+            if any(abs(row.sparsity - beside[seed].sparsity) > 1e-6 for seed, row in rows.items()):
                 raise RuntimeError(f"{case.name}, {strategy} at {level}: {way} and {other} are not equally sparse")
 
 
@@ -88,10 +88,14 @@ def _data(case: Figures) -> str:
     settings, tokens = case.settings, case.metric == "perplexity"
     unit = f"windows of {settings['length']} tokens" if tokens else "images"
     seeds = ", ".join(map(str, case.seeds))
-    return (
+    said = (
         f"Calibrated on {settings['samples']} {unit}, seeds {seeds}; {case.metric} on {settings['held_out']:,} "
         f"held-out {unit}."
     )
+    if case.unfinished:
+        broken = ", ".join(map(str, case.unfinished))
+        said += f" **The runs of seeds {broken} were broken off**: n is the number of seeds where not all are there."
+    return " ".join([said, *case.notes])
 
 
 def _origin(case: Figures) -> str:

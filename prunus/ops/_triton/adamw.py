@@ -1,6 +1,6 @@
 """The masked AdamW step over all tensors: norm, numbers of the step, update."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -184,6 +184,7 @@ class Part:
     mask: Tensor | None
     numbers: tuple[float, float, float, float, float]  # lr, beta1, beta2, eps, weight decay
     lr_at: int = 0  # address of a float32 learning rate on the device
+    counts: bool = True  # in the norm; of the same part on several ranks, one does
 
     @property
     def kind(self) -> tuple[torch.device, torch.dtype, torch.dtype, torch.dtype]:
@@ -204,6 +205,7 @@ class Extras:
     theta: float | None = None  # of SPAM's clipping
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
+    total: Callable[[Tensor], Tensor] | None = None  # sums squares over ranks
 
 
 class Step:
@@ -215,12 +217,14 @@ class Step:
     def __call__(self, parts: Sequence[Part], extras: Extras, tile: int = UPDATED) -> Tensor | None:
         """Update all parts; the norm of the kept gradients, on the device, if they are clipped."""
         device = parts[0].weight.device
-        kinds: dict[tuple, list[Part]] = {}
-        for part in parts:
-            kinds.setdefault(part.kind, []).append(part)
         norm = torch.empty((), device=device)
-        partial = self._squares(kinds, max(tile, TILE if device.type == "cuda" else tile)) if extras.max_norm else norm
-        for kind, alike in kinds.items():
+        partial = norm
+        if extras.max_norm:
+            counted = by_kind([part for part in parts if part.counts])
+            partial = self._squares(counted, max(tile, TILE if device.type == "cuda" else tile)) if counted else None
+            if extras.total is not None:
+                partial = extras.total(norm.new_zeros(1) if partial is None else partial.sum(0, keepdim=True))
+        for kind, alike in by_kind(parts).items():
             self._update(kind, alike, extras, partial, norm, tile)
         return norm if extras.max_norm else None
 
@@ -271,6 +275,14 @@ class Step:
             pinned = host.pin_memory() if device.type == "cuda" else host
             self._tables[key] = known = (rows, pinned.to(device, non_blocking=True))
         return known[1]
+
+
+def by_kind(parts: Sequence[Part]) -> dict[tuple, list[Part]]:
+    """Parts that one launch can work on together."""
+    kinds: dict[tuple, list[Part]] = {}
+    for part in parts:
+        kinds.setdefault(part.kind, []).append(part)
+    return kinds
 
 
 def _depth(parts: Sequence[Part]) -> int:

@@ -1,0 +1,241 @@
+"""What a rank holds of a tensor, and sums over ranks: the one module that talks to ``torch.distributed``.
+
+Weights of FSDP2 and of tensor parallelism are DTensors: this rank holds a block of each, or a copy.
+Weights of DDP are plain tensors, of which every rank holds a copy.
+"""
+
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from .ops.part import Part, Result, attempt
+
+MESSAGE = 400  # bytes of a failure's message that travel
+
+
+def is_dtensor(tensor: object) -> bool:
+    """Whether it is a DTensor; if that module was never loaded, nothing is."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, without autograd and without DTensor's dispatch."""
+    if not is_dtensor(tensor):
+        return tensor.detach() if tensor.requires_grad else tensor
+    part = tensor._local_tensor  # pyrefly: ignore[missing-attribute]
+    return part.wait() if hasattr(part, "wait") else part
+
+
+def like(part: Tensor, tensor: Tensor) -> Tensor:
+    """``part`` as this rank's share of a tensor that is laid out as ``tensor`` is."""
+    if not is_dtensor(tensor):
+        return part
+    layout: Any = tensor
+    made = type(layout) if type(layout).__name__ == "DTensor" else sys.modules["torch.distributed.tensor"].DTensor
+    shape, stride = layout.shape, layout.stride()
+    return made.from_local(
+        part.view(local(tensor).shape),
+        layout.device_mesh,
+        layout.placements,
+        run_check=False,
+        shape=shape,
+        stride=stride,
+    )
+
+
+class Ranks:
+    """The ranks that hold one model together: sums over them, and the bytes this rank handed over.
+
+    ``groups`` are summed over one after the other: one group of all, or one for each axis of a mesh.
+    ``copies`` are the groups within which ranks hold copies of (some of) the weights.
+    """
+
+    def __init__(self, groups: Sequence[ProcessGroup] = (), copies: Sequence[ProcessGroup] = ()) -> None:
+        self.groups, self.copies = list(groups), list(copies)
+        self.num_bytes = self.num_sums = 0
+
+    @property
+    def size(self) -> int:
+        return math.prod(dist.get_world_size(group) for group in self.groups)
+
+    @property
+    def rank(self) -> int:
+        """Number of this rank among them, from 0."""
+        number = 0
+        for group in self.groups:
+            number = number * dist.get_world_size(group) + dist.get_rank(group)
+        return number
+
+    def total(self, counts: Tensor, failed: Exception | None = None) -> Tensor:
+        """Element-wise sum over all ranks, on the device of ``counts``.
+
+        A failure of one rank travels with the sum, so that all raise a ValueError and none waits for ever.
+        """
+        flag = counts.new_full((1,), 0 if failed is None else 1)
+        sums = self._reduced(torch.cat([counts.reshape(-1), flag]), dist.ReduceOp.SUM, self.groups)
+        if sums[-1] > 0:
+            self._raise(failed)
+        return sums[:-1].view(counts.shape)
+
+    def agree(self, failed: Exception | None = None) -> None:
+        """Raise on all ranks if one has failed."""
+        self.total(torch.zeros(0, dtype=torch.int64), failed)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Element-wise sum over all ranks, for which the host does not wait."""
+        return self._reduced(values.clone(), dist.ReduceOp.SUM, self.groups)
+
+    def differ(self, numbers: Sequence[int]) -> bool:
+        """Whether ranks that hold copies have other ``numbers``, one for each of ``copies``; the same on all ranks."""
+        found = 0
+        for group, number in zip(self.copies, numbers, strict=True):
+            half = number & (1 << 62) - 1
+            most, least = self._reduced(torch.tensor([half, -half]), dist.ReduceOp.MAX, [group]).tolist()
+            found += most != -least
+        return bool(self.total(torch.tensor([found])))
+
+    def each(self, number: int) -> list[int]:
+        """The number of every rank."""
+        numbers = torch.zeros(self.size, dtype=torch.int64)
+        numbers[self.rank] = number
+        return self.total(numbers).tolist()
+
+    def _reduced(self, tensor: Tensor, op: Any, groups: Sequence[ProcessGroup]) -> Tensor:
+        device = tensor.device
+        for group in groups:
+            on_gpu = "nccl" in dist.get_backend(group)
+            tensor = tensor.to(torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu")
+            dist.all_reduce(tensor, op, group)
+            self.num_bytes += tensor.numel() * tensor.element_size()
+            self.num_sums += 1
+        return tensor.to(device)
+
+    def _raise(self, failed: Exception | None) -> None:
+        """Every rank has come here: the failure of the first that has one is told to all."""
+        who = [rank for rank, number in enumerate(self.each(failed is not None)) if number]
+        text = torch.zeros(MESSAGE, dtype=torch.int64)
+        if self.rank == who[0]:
+            said = str(failed).encode()[:MESSAGE]
+            text[: len(said)] = torch.tensor(list(said))
+        message = bytes(self.total(text).tolist()).rstrip(b"\0").decode(errors="replace")
+        raise ValueError(f"{message} (rank {', '.join(map(str, who))})") from failed
+
+
+def together(ranks: Ranks | None, work: Callable[[], Result]) -> Result:
+    """What ``work`` returns on this rank; its ValueError on one rank is raised on all."""
+    if ranks is None:
+        return work()
+    result, failed = attempt(work)
+    ranks.agree(failed)
+    assert result is not None
+    return result
+
+
+def ranks_of(tensors: Mapping[str, Tensor], group: ProcessGroup | None = None) -> Ranks | None:
+    """The ranks that hold these tensors together; None where this process is alone.
+
+    DTensors must share one mesh. Plain tensors are copies on all ranks of ``group``, by default on all there are.
+    """
+    meshes: list[Any] = []
+    for name, tensor in tensors.items():
+        if is_dtensor(tensor) and tensor.device_mesh not in meshes:  # pyrefly: ignore[missing-attribute]
+            meshes.append(tensor.device_mesh)  # pyrefly: ignore[missing-attribute]
+            if len(meshes) > 1:
+                raise ValueError(
+                    f"all weights must be sharded over one mesh, but {name} is on {meshes[1]}, others on {meshes[0]}; "
+                    "exclude= it, or shard all over the same mesh"
+                )
+    if meshes:
+        return _ranks_of_mesh(meshes[0])
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    group = group or dist.group.WORLD
+    assert group is not None
+    return Ranks([group], [group]) if dist.get_world_size(group) > 1 else None
+
+
+def _ranks_of_mesh(mesh: Any) -> Ranks | None:
+    if mesh.size() == 1:
+        return None
+    axes = [mesh.get_group(axis) for axis in range(mesh.ndim)]
+    if mesh.size() == dist.get_world_size() and dist.group.WORLD is not None:
+        return Ranks([dist.group.WORLD], axes)
+    return Ranks([axis for axis in axes if dist.get_world_size(axis) > 1], axes)
+
+
+def parts_of(tensors: Mapping[str, Tensor], ranks: Ranks | None) -> dict[str, Part] | None:
+    """The block of each weight that this rank holds; None where every rank holds all of all weights."""
+    if ranks is None or not any(map(is_dtensor, tensors.values())):
+        return None
+    return {name: part_of(name, tensor, ranks) for name, tensor in tensors.items()}
+
+
+def taken(value: Tensor, weight: Tensor, part: Part | None) -> Tensor:
+    """This rank's block of ``value``, which is whole or a DTensor of any placement; collective if it must be moved."""
+    if is_dtensor(value):
+        given: Any = value
+        layout: Any = weight
+        if is_dtensor(weight) and given.device_mesh == layout.device_mesh:
+            return local(given.redistribute(placements=layout.placements))
+        value = given.full_tensor()
+    return part.of(value) if part else value
+
+
+def part_of(name: str, tensor: Tensor, ranks: Ranks) -> Part:
+    """The block of a weight that this rank holds; a plain tensor among DTensors is a copy on every rank."""
+    whole = tuple(tensor.shape)
+    if not is_dtensor(tensor):
+        return Part(whole, (0,) * len(whole), whole, ranks.rank == 0, ranks)
+    layout: Any = tensor
+    mesh, placements, place = layout.device_mesh, layout.placements, layout.device_mesh.get_coordinate()
+    start, size, speaks = [0] * len(whole), list(whole), True
+    strided = [axis for axis, placement in enumerate(placements) if _is_strided(placement)]
+    if len({placements[axis].dim for axis in strided}) < len(strided):
+        raise ValueError(f"{name} is sharded as {placements}, twice with a stride along one dimension; exclude= it")
+    # FSDP2 over tensor parallelism shards what that has left of a dimension, and calls it strided
+    for axis in [axis for axis in range(mesh.ndim) if axis not in strided] + strided:
+        if placements[axis].is_replicate():
+            speaks = speaks and place[axis] == 0
+        elif _is_strided(placements[axis]) or placements[axis].is_shard():
+            dim = placements[axis].dim
+            step = -(-size[dim] // mesh.size(axis))
+            first = min(place[axis] * step, size[dim])
+            start[dim], size[dim] = start[dim] + first, min(step, size[dim] - first)
+        else:
+            raise ValueError(
+                f"{name} is placed as {placements}, but a weight is sharded or replicated; redistribute it"
+            )
+    if tuple(size) != tuple(local(tensor).shape):
+        raise ValueError(
+            f"{name}, placed as {placements}, should be {tuple(size)} on this rank, but is {tuple(local(tensor).shape)}"
+        )
+    return Part(whole, tuple(start), tuple(size), speaks, ranks)
+
+
+def is_copied(tensor: Tensor, axis: int) -> bool:
+    """Whether ranks along an axis of the mesh hold copies; of a plain tensor they do."""
+    return not is_dtensor(tensor) or tensor.placements[axis].is_replicate()  # pyrefly: ignore[missing-attribute]
+
+
+def _is_strided(placement: object) -> bool:
+    return type(placement).__name__ == "_StridedShard"
+
+
+def gathered(local_part: Tensor, part: Part) -> Tensor:
+    """The whole of a tensor of small integers, from the blocks of all ranks."""
+    whole = local_part.new_zeros(part.whole)
+    if part.counts:
+        part.of(whole).copy_(local_part)
+    return part.ranks.total(whole)
+
+
+def waits_for_copy(tensor: Tensor) -> bool:
+    """Whether its gradient is still on the way to the CPU while it is accumulated (FSDP2's CPU offload)."""
+    return is_dtensor(tensor) and tensor.device_mesh.device_type != local(tensor).device.type  # pyrefly: ignore

@@ -1,0 +1,125 @@
+"""Ranks under torchrun train as one process does, and their checkpoints outlive kills and other numbers of ranks."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from parallel_worker import KINDS, Interrupted, options, until_stop
+from test_killed import assert_same, metrics
+
+from prunus.doctor import examine
+from prunus.lab.checkpoint import checkpoint_of, load_checkpoint
+from prunus.lab.run import Run
+from prunus.lab.trainer import evaluated, train
+from prunus.ops import bits
+
+WORKER = Path(__file__).with_name("parallel_worker.py")
+BOUND = 1e-4  # of a loss between numbers of ranks: sums over ranks round differently
+
+
+def torchrun(num: int, *args: object, restarts: int = 0) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num}"]
+    command += [f"--max-restarts={restarts}", *map(str, args)]
+    alone = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=alone | {"OMP_NUM_THREADS": "1"})
+
+
+def state_of(path: Path, masks: bool = True) -> dict:
+    """What the rest of a run depends on; without ``masks`` those in the optimizer's part are left out."""
+    state = load_checkpoint(checkpoint_of(path))
+    for row in state["optimizer"]["state"].values() if not masks else ():
+        row.pop("mask", None)
+    return {key: state[key] for key in ("step", "model", "optimizer", "pruner", "rng")} | {
+        "model": dict(state["model"])
+    }
+
+
+def result_of(folder: Path) -> dict:
+    return json.loads((folder / "result.json").read_text()) | {"seconds": 0}
+
+
+def losses(folder: Path) -> list[float]:
+    return [line["loss"] for line in metrics(folder) if "loss" in line]
+
+
+def test_ranks_train_as_one_process_and_their_checkpoints_outlive_them(tmp_path):
+    data = tmp_path / "text.txt"
+    data.write_bytes(bytes(torch.randint(32, 127, (8000,)).tolist()))
+    train(options(data, tmp_path / "alone"))
+    with pytest.raises(Interrupted):
+        train(options(data, tmp_path / "none"), until_stop)
+    three = torchrun(3, WORKER, "three", data, tmp_path)
+    assert three.returncode == 0, three.stderr
+    before = {name: state_of(tmp_path / name) for name in ("none", "ddp-three", "fsdp-three")}
+    two = torchrun(2, WORKER, "two", data, tmp_path, restarts=1)
+    assert two.returncode == 0, two.stderr
+
+    for kind in KINDS:
+        ranks_train_as_one_process(tmp_path / "alone", tmp_path / kind)
+        they_evaluate_as_one_process_to_the_bit(tmp_path / kind)
+        an_interrupted_run_is_an_unbroken_one(tmp_path / kind, tmp_path / f"{kind}-broken")
+        pieces_put_together_are_what_ranks_hold(tmp_path / f"{kind}-pieces", tmp_path / f"{kind}-gathered.pt")
+    a_job_with_a_killed_rank_restarts_itself(tmp_path, two)
+    a_checkpoint_passes_unchanged_to_other_ranks(tmp_path, before)
+    a_run_goes_on_with_other_ranks_or_alone(tmp_path)
+
+
+def ranks_train_as_one_process(alone: Path, ranks: Path) -> None:
+    """Each line once, with masks and losses that differ by rounding alone; events say what they exchanged."""
+    one, many = result_of(alone), result_of(ranks)
+    assert many["sparsity"] == one["sparsity"] == 0.5 and many["digest"]
+    assert abs(many["loss"] - one["loss"]) < BOUND
+    assert all(abs(a - b) < BOUND for a, b in zip(losses(alone), losses(ranks), strict=True))
+    assert [line["step"] for line in metrics(ranks)] == [line["step"] for line in metrics(alone)]
+    events = [line["event"] for line in metrics(ranks) if "event" in line]
+    assert events and all(0 < event["bytes_exchanged"] <= 2**20 for event in events)
+    first, second = (state_of(folder)["pruner"]["masks"] for folder in (alone, ranks))
+    moved = sum(int(bits.count(first[name] ^ second[name])) for name in first)
+    assert moved < 1e-3 * one["num_prunable"]
+
+
+def they_evaluate_as_one_process_to_the_bit(ranks: Path) -> None:
+    quality, report, step = evaluated(ranks / "checkpoint.pt", eval_size=30)
+    result = result_of(ranks)
+    assert (quality.loss, quality.accuracy, report.sparsity, step) == (result["loss"], result["accuracy"], 0.5, 12)
+
+
+def an_interrupted_run_is_an_unbroken_one(first: Path, second: Path) -> None:
+    assert_same(state_of(first), state_of(second))
+    assert metrics(first) == metrics(second)
+    assert result_of(first) == result_of(second)
+
+
+def pieces_put_together_are_what_ranks_hold(pieces: Path, whole: Path) -> None:
+    state = state_of(pieces, masks=False)
+    assert state["step"] == 6 and state["pruner"]["masks"]
+    assert_same(state_of(whole, masks=False), state)
+    report = examine(pieces, allow=("dead-rows", "dead-columns"))
+    assert report.is_healthy and report.kind == "distributed checkpoint"
+
+
+def a_job_with_a_killed_rank_restarts_itself(folder: Path, done: subprocess.CompletedProcess[str]) -> None:
+    assert "exitcode: -9" in done.stderr
+    an_interrupted_run_is_an_unbroken_one(folder / "fsdp", folder / "killed")
+    assert done.stdout.count("prunable weights are zero") == 1
+
+
+def a_checkpoint_passes_unchanged_to_other_ranks(folder: Path, before: dict[str, dict]) -> None:
+    for first, then in (("ddp-three", "ddp-fsdp"), ("fsdp-three", "fsdp-ddp"), ("none", "none-fsdp")):
+        assert_same(before[first], state_of(folder / then))
+
+
+def a_run_goes_on_with_other_ranks_or_alone(folder: Path) -> None:
+    """The fsdp run of three ranks went on with two."""
+    for name in ("ddp-three", "none"):
+        train(Run(out=folder / name, resume=True))
+    alone = result_of(folder / "alone")
+    assert result_of(folder / "none") == alone
+    for name in ("ddp-three", "fsdp-three"):
+        result = result_of(folder / name)
+        assert result["sparsity"] == 0.5 and result["steps"] == 12 and abs(result["loss"] - alone["loss"]) < BOUND
+    assert not list((folder / "ddp-three").glob("checkpoint-*")), "one process leaves one file"

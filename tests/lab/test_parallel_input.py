@@ -1,0 +1,179 @@
+"""What does not fit ranks or their checkpoints is one line, and nothing in a checkpoint is executed."""
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from test_killed import assert_same
+
+from prunus.cli import main
+from prunus.lab.checkpoint import checkpoint_of, drop_pieces, load_checkpoint
+from prunus.lab.data import load
+from prunus.lab.parallel import Team
+from prunus.lab.pieces import load_pieces, save_pieces
+from prunus.lab.run import Run
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed is disabled", "ignore:.*TypedStorage")
+ALONE = {"RANK": None, "WORLD_SIZE": None}
+TWO = {"RANK": "0", "WORLD_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    ("launch", "args", "words"),
+    [
+        (ALONE, ["--parallel", "ddp"], "parallel is ddp, but this process is alone; start it by torchrun"),
+        (TWO, [], "2 ranks were started, but parallel is none; pass --parallel ddp"),
+        (TWO, ["--parallel", "fsdp", "--batch", "5"], "batch is split over the 2 ranks, but 5 is no multiple"),
+        (TWO, ["--parallel", "tp"], "tp"),
+    ],
+    ids=["alone", "none", "batch", "unknown"],
+)
+def test_a_launch_that_does_not_fit_is_one_line(launch, args, words, monkeypatch, capsys, tmp_path):
+    for name, value in launch.items():
+        monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name, raising=False)
+    with pytest.raises(SystemExit) as stop:
+        main(["train", *args, "--out", str(tmp_path / "run")])
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and said.count("\n") == 1 and words in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_one_rank_speaks_for_all_under_torchrun(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["-m", "prunus", "train", "--out", str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0 and "exitcode  : 2" in done.stderr
+    assert [line for line in done.stderr.splitlines() if line.startswith("prunus train")] == [
+        "prunus train: 2 ranks were started, but parallel is none; pass --parallel ddp or --parallel fsdp"
+    ]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_ranks_share_the_same_global_batches(size, tmp_path):
+    (tmp_path / "text.txt").write_bytes(bytes(range(256)) * 20)
+    train = load(tmp_path / "text.txt", context=8).train
+    for number in (0, 7, 30):  # the last lies across an epoch's end
+        parts = [train.batch(*Team("ddp", rank, size).slice_of(number, 12), seed=3) for rank in range(size)]
+        whole = train.batch(number, 12, seed=3)
+        assert torch.equal(torch.cat([inputs for inputs, _ in parts]), whole[0])
+        assert torch.equal(torch.cat([targets for _, targets in parts]), whole[1])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_batches", [1, 2, 5, 8])
+def test_ranks_deal_batches_in_equal_numbers_and_return_them_in_order(size, num_batches, monkeypatch):
+    batches = [(number, number) for number in range(num_batches)]
+    own: list[torch.Tensor] = []
+
+    def kept(_: Team, rows: torch.Tensor) -> torch.Tensor:
+        own.append(rows)
+        return torch.cat([rows] * size)
+
+    def measure(dealt):
+        return [(float(number), number + 1, number + 2) for number, _ in dealt]
+
+    monkeypatch.setattr(Team, "rows", kept)
+    for rank in range(size):
+        Team("ddp", rank, size).shared(batches, measure)
+    assert len({len(rows) for rows in own}) == 1, "sharded weights are gathered by all ranks or none"
+    gathered = torch.cat(own[:size])
+    monkeypatch.setattr(Team, "rows", lambda *_: gathered)
+    for rank in range(size):
+        assert Team("ddp", rank, size).shared(batches, measure) == measure(batches)
+
+
+def a_state(step: int = 3) -> dict:
+    return {
+        "run": {"model": "gpt2-tiny", "include": []},
+        "step": step,
+        "model": {"b.weight": torch.randn(3, 5), "a.weight": torch.randn(2).bfloat16()},
+        "ties": {},
+        "optimizer": {"state": {}, "groups": {"0": {"lr": 0.1, "betas": (0.9, 0.95), "params": ["b.weight"]}}},
+        "pruner": {"step": 3, "due": False, "masks": {}, "movement": {}},
+        "rng": torch.get_rng_state(),
+        "cuda_rng": torch.empty(0, 0, dtype=torch.uint8),
+        "digest": "abc",
+    }
+
+
+def test_pieces_give_every_value_and_their_order_back(tmp_path):
+    state = a_state()
+    read = load_pieces(save_pieces(tmp_path, state, Team()), {})
+    assert list(read["model"]) == list(state["model"])
+    assert_same(read, {key: state[key] for key in read})
+    assert set(read) == set(state)
+
+
+def test_only_a_whole_checkpoint_is_taken_and_older_ones_go(tmp_path):
+    first = save_pieces(tmp_path, a_state(9), Team())
+    (tmp_path / "checkpoint-11.part").mkdir()
+    (tmp_path / "checkpoint-11.part" / ".metadata").write_bytes(b"")
+    (tmp_path / "checkpoint-12").mkdir()  # without a description nobody finished it
+    assert checkpoint_of(tmp_path) == first
+    second = save_pieces(tmp_path, a_state(10), Team())
+    assert checkpoint_of(tmp_path) == second and list(tmp_path.iterdir()) == [second]
+    drop_pieces(tmp_path)
+    assert checkpoint_of(tmp_path) == tmp_path / "checkpoint.pt" and not list(tmp_path.iterdir())
+
+
+class Evil:
+    def __reduce__(self):
+        return (Path("executed").touch, ())
+
+
+class EvilState:
+    """Hides behind a class that a description does need."""
+
+    def __reduce__(self):
+        return (dcp.metadata.Metadata, ({},), {"storage_data": Evil()})
+
+
+def replaced_bytes(path: Path, old: bytes, new: bytes) -> None:
+    data = path.read_bytes()
+    assert old in data and len(old) == len(new)
+    path.write_bytes(data.replace(old, new))
+
+
+DAMAGES = {
+    "a call in the description": lambda p: (p / ".metadata").write_bytes(pickle.dumps(Evil())),
+    "a call in its state": lambda p: (p / ".metadata").write_bytes(pickle.dumps(EvilState())),
+    "a file elsewhere": lambda p: replaced_bytes(p / ".metadata", b"__0_0.distcp", b"../../secret"),
+    "half a description": lambda p: (p / ".metadata").write_bytes((p / ".metadata").read_bytes()[:-400]),
+    "not a description": lambda p: (p / ".metadata").write_bytes(pickle.dumps({"storage_data": {}})),
+    "half a piece": lambda p: (p / "__0_0.distcp").write_bytes((p / "__0_0.distcp").read_bytes()[:3000]),
+    "a lost piece": lambda p: (p / "__0_0.distcp").unlink(),
+    "a foreign checkpoint": lambda p: dcp.save({"model": {"a": torch.ones(2)}}, checkpoint_id=p, no_dist=True),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_or_malicious_checkpoint_is_one_line_and_executes_nothing(damage, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = save_pieces(tmp_path, a_state(), Team())
+    DAMAGES[damage](path)
+    with pytest.raises(ValueError, match="checkpoint") as error:
+        load_checkpoint(path)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 400
+    assert not (tmp_path / "executed").exists()
+
+
+def test_a_value_that_is_no_plain_one_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = save_pieces(tmp_path, a_state() | {"seconds": Evil()}, Team())
+    with pytest.raises(ValueError, match="checkpoint"):
+        load_checkpoint(path)
+    assert not (tmp_path / "executed").exists()
+
+
+def test_a_resumed_run_takes_the_ranks_it_is_given(monkeypatch):
+    saved = Run(parallel="fsdp", steps=50)
+    monkeypatch.delenv("RANK", raising=False)
+    assert Run(resume=True).continuing(saved).parallel == "none"
+    for name, value in TWO.items():
+        monkeypatch.setenv(name, value)
+    assert Run(resume=True).continuing(saved).parallel == "fsdp"
+    assert Run(resume=True, parallel="ddp").continuing(saved).parallel == "ddp"
