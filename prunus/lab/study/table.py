@@ -7,6 +7,7 @@ HEADINGS = ("arm", "asked", "zeros", "mean ± sd", "seeds", "to dense", "overlap
 
 READING = (
     "± beside a mean is the standard deviation over seeds, beside a difference of equal seeds its 95 % interval. "
+    "Cold seconds are of the first run of a process, with its start-up. "
     "Overlap is the Jaccard index of the pruned weights with magnitude's"
 )
 
@@ -30,7 +31,7 @@ def cells_of(row: Mapping[str, Any]) -> list[str]:
         difference(row["cost"]),
         "" if row["overlap"] is None else f"{row['overlap']:.3f}",
         f"x {row['budget_scale']:g}",
-        f"{row['wall_seconds'] or row['seconds']:.1f}",
+        f"{row['wall_seconds'] or row['seconds']:.1f}" + (" cold" if row["cold"] else ""),
         said(row),
     ]
 
