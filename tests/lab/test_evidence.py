@@ -217,7 +217,7 @@ def test_images_are_normalised_drawn_by_the_seed_and_counted(tmp_path):
 
 
 def figures(metric, dense, probed, alone):
-    settings = {"case": "toy", "levels": [0.5], "taus": [1.0]}
+    settings = {"case": "toy", "schedule": "block", "levels": [0.5], "taus": [1.0]}
     rows = {("random", 0.0, "alone", None): [dense] * 3}
     names = [*study_module.STRATEGIES, *study_module.UNPROBED]
     rows |= {(name, 0.5, "alone", None): alone for name in names}
@@ -245,6 +245,7 @@ def test_the_verdict_follows_from_the_figures(metric, probed, alone, outcome, sa
     assert {each.outcome for each in case.against("probed", "alone, as sparse")} == {outcome}
     assert {each.outcome for each in case.against("target", "alone")} == {outcome}
     assert said in verdict([case])
+    assert ("toy, WANDA, row, block (1 of 1 better" in verdict([case])) == (outcome == "better")
 
 
 def test_ruined_models_are_set_apart_and_what_is_no_number_is_not_compared():

@@ -10,6 +10,7 @@ from torch import nn
 
 from prunus import NofM, PerRow, Probe, prune
 from prunus.oneshot.engine import Engine
+from prunus.oneshot.prune import Job, Plan
 from prunus.oneshot.session import Originals
 
 SCHEDULES = ["joint", "sequential", "block", "jacobi"]
@@ -109,6 +110,18 @@ def test_out_of_memory_halves_the_batch_and_changes_nothing(limit, score, monkey
     result = prune(case.model, case.batches, 0.5, score, probe=Probe(0.05, schedule="block"), batch_size=64)
     assert refused
     assert all(torch.equal(result.masks[name], mask) for name, mask in expected.masks.items())
+
+
+def test_a_level_that_was_taken_back_leaves_nothing_that_the_next_one_reads():
+    """Outputs of blocks were stored with the first level's weights; the next level starts behind them."""
+    case = llama()
+    expected = prune(deepcopy(case.model), case.batches, 0.6, "wanda", probe=Probe(0.05))
+    job = Job(case.model, case.batches, Plan("wanda"))
+    with job.open():
+        first = job.prune(0.5, Probe(0.05, order="forward"))
+        job.undo_(first.originals)
+        second = job.prune(0.6, Probe(0.05))
+    assert all(torch.equal(second.masks[name], mask) for name, mask in expected.masks.items())
 
 
 def test_tensors_pairs_and_dicts_of_the_same_samples_are_the_same(monkeypatch):

@@ -10,6 +10,7 @@ from typing import Any
 from .study import Row
 
 Key = tuple[str, float, str, float | None]  # strategy, level, way, tau
+SLIGHT = 0.1  # percent of perplexity, or points of accuracy, that nobody would miss
 USABLE = {"perplexity": 2.0, "accuracy": 0.9}  # times the dense model's: what a pruned one may have at most, at least
 
 
@@ -31,8 +32,11 @@ class Comparison:
 
     @property
     def outcome(self) -> str:
-        """Better or worse where all of several seeds agree and the mean is two standard errors away from nothing."""
-        if len(self.gains) < 2:
+        """Better or worse where all of several seeds agree and the mean is two standard errors away from nothing.
+
+        What is below ``SLIGHT`` is neither, however clear.
+        """
+        if len(self.gains) < 2 or abs(self.gain) < SLIGHT:
             return "unclear"
         error = 2 * spread(self.gains) / len(self.gains) ** 0.5
         if min(self.gains) > 0 and self.gain > error:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..bench.markdown import table
-from .figures import USABLE, Comparison, Figures, read_figures, spread
+from .figures import SLIGHT, USABLE, Comparison, Figures, read_figures, spread
 from .study import RANDOM, STRATEGIES, UNPROBED
 from .verdict import verdict
 
@@ -40,8 +40,8 @@ layers, whatever their score.
 Figures are means over the calibration seeds ± the standard deviation of a sample; held-out data is never calibrated \
 on. The masks of magnitude alone do not depend on the samples, so that it has no spread. A comparison is made seed by \
 seed; it is called clear where there are several, all agree in sign and the mean is more than two standard errors away \
-from nothing. A model is called usable while its perplexity is below {perplexity:g} times the dense model's, or its \
-accuracy above {accuracy:g} of it.
+from nothing and at least {slight:g} (percent of perplexity, points of accuracy). A model is called usable while its \
+perplexity is below {perplexity:g} times the dense model's, or its accuracy above {accuracy:g} of it.
 """
 
 
@@ -49,7 +49,7 @@ def page(folder: Path) -> str:
     """The page for all files in ``folder``."""
     cases = read_figures(folder)
     _check_equal(cases)
-    return INTRODUCTION + verdict(cases) + METHOD.format(**USABLE) + "\n".join(map(_section, cases))
+    return INTRODUCTION + verdict(cases) + METHOD.format(slight=SLIGHT, **USABLE) + "\n".join(map(_section, cases))
 
 
 def _check_equal(cases: Sequence[Figures]) -> None:

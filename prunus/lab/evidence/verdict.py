@@ -16,7 +16,7 @@ PAIRS = {  # title: way, what stands beside it
 def verdict(cases: Sequence[Figures]) -> str:
     """The answer in a sentence, and a line for every model."""
     found = [each for case in cases for way, beside in PAIRS.values() for each in case.against(way, beside)]
-    lines = [_answer(found)]
+    lines = [_answer(found) + _exceptions(cases)]
     for case in cases:
         lines.append(f"- **{case.name}.** {_line(case)}")
     return "\n".join(lines) + "\n"
@@ -35,17 +35,51 @@ def _answer(found: Sequence[Comparison]) -> str:
     else:
         said = "The probe does not help: it hurts at least as often as it helps"
     return f"{said}. Of all comparisons with the strategy alone at equal sparsity {_said(every)}; of those in which \
-one of both models is still usable, {_said(usable)}.\n"
+one of both models is still usable, {_said(usable)}."
+
+
+def _exceptions(cases: Sequence[Figures]) -> str:
+    """Where the probe as it is defined is clearly better at most levels and taus, and nowhere clearly worse."""
+    parts = []
+    for case in cases:
+        for strategy, counts in _by_strategy(case).items():
+            total = sum(counts.values())
+            if not counts["worse"] and 2 * counts["better"] > total:
+                said = f"{counts['better']} of {total} better, ruined models counted in"
+                parts.append(f"{case.name}, {strategy}, {case.settings['schedule']} ({said})")
+    return f" As it is defined it helps at most levels, and hurts at none, in: {'; '.join(parts)}.\n" if parts else "\n"
 
 
 def _line(case: Figures) -> str:
     parts = []
     for title, (way, beside) in PAIRS.items():
-        found = [each for each in case.against(way, beside) if each.usable]
-        parts.append(f"{title.capitalize()}: {_said(_counts(found))}{_extremes(case, found)}.")
+        every = case.against(way, beside)
+        found = [each for each in every if each.usable]
+        parts.append(f"{title.capitalize()}: {_said(_counts(found))}{_extremes(case, found)}; {_all(every)}.")
+    parts.append(_where(case))
     lot = [each for each in case.against("probed", "by lot") if each.usable]
     parts.append(f"Beside a veto by lot of as many weights: {_said(_counts(lot))}.")
     return " ".join([*parts, _helps(case)])
+
+
+def _all(every: Sequence[Comparison]) -> str:
+    """The same with the models that are ruined on both sides."""
+    counts = _counts(every)
+    return f"ruined models counted in, {counts['better']} better and {counts['worse']} worse of {len(every)}"
+
+
+def _where(case: Figures) -> str:
+    """Which strategies the probe as it is defined helps, at any level."""
+    parts = []
+    for strategy, counts in _by_strategy(case).items():
+        parts.append(f"{strategy} {counts['better']} better and {counts['worse']} worse of {sum(counts.values())}")
+    return f"By strategy, as it is defined and at all levels: {'; '.join(parts)}."
+
+
+def _by_strategy(case: Figures) -> dict[str, Counter[str]]:
+    """Outcomes of the probe as it is defined."""
+    found = case.against("probed", "alone, as sparse")
+    return {name: _counts([each for each in found if each.strategy == name]) for name in STRATEGIES}
 
 
 def _extremes(case: Figures, found: Sequence[Comparison]) -> str:
