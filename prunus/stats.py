@@ -3,7 +3,6 @@
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from itertools import product
 from typing import Any
 from weakref import WeakKeyDictionary, finalize
@@ -15,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .eligible import CONVOLUTIONS, TRANSPOSED, Weight, is_conv1d, plain_name
 from .ops.part import Part
-from .ops.source import Lazy
+from .ops.source import Lazy, check_elementwise
 from .score import SCORES, Score
 from .shard import Ranks, is_dtensor, local
 
@@ -98,22 +97,6 @@ def sources(
     if parts and score.formula is None:
         check_elementwise(min(found, key=lambda source: (source.numel < 2, source.numel)))
     return found
-
-
-def check_elementwise(source: Lazy) -> None:
-    """Raise ValueError if a part of the weight gets other scores when it is scored alone: so would a rank's."""
-    dim = next((dim for dim, size in enumerate(source.shape) if size > 1), None)
-    if dim is None or source.takes_position or source.part is None:
-        return
-    size = [length - length // 2 if i == dim else length for i, length in enumerate(source.shape)]
-    half = replace(source.part, whole=tuple(source.shape), start=(0,) * len(size), size=tuple(size))
-    reads = {name: half.of(tensor) for name, tensor in source.reads.items()}
-    alone = replace(source, weight=half.of(source.weight), reads=reads, part=None).whole()
-    if not torch.equal(alone.nan_to_num(), half.of(source.whole()).nan_to_num()):
-        raise ValueError(
-            f"the score of an element of {source.name} depends on others, which other ranks may hold; "
-            "over sharded weights a score must be element-wise"
-        )
 
 
 def settings_of(name: str, group: Mapping[str, Any]) -> dict[str, Any]:

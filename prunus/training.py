@@ -35,9 +35,9 @@ class Pruner:
     ``exp_avg``, ``exp_avg_sq``, ``step``, ...). ``masks`` are boolean masks by name to begin with, or
     ``"zeros"`` for the zeros that the weights have; without ``schedule`` they are only held.
 
-    Over several ranks masks are those of one process, to the bit. Make it after DDP or ``fully_shard``, on every
-    rank; events are collective then, and for DTensors so are ``sparsity``, ``report``, ``digest``, ``full_masks``
-    and the loading of states. ``group`` are the ranks that train this model together, if not all do.
+    Over ranks masks are those of one process. Make it after DDP or ``fully_shard``, on every rank; events are
+    collective then, and for DTensors ``sparsity``, ``report``, ``digest``, ``full_masks``, ``state_dict`` and loading
+    too. ``group`` are the ranks that train this model together, if not all do.
     """
 
     def __init__(
@@ -74,6 +74,7 @@ class Pruner:
         self._weights = {weight.name: weight.parameter for weight in self._eligible.weights}
         self._ranks = ranks_of(self._weights, group)
         self._parts = parts_of(self._weights, self._ranks)
+        self._holders = self._ranks if self._parts else None  # of parts, not of copies
         if isinstance(select, PerLayer) and schedule:
             allocate({name: p.shape for name, p in self._weights.items()}, schedule.final, select.allocate)
         check_eps(self._weights, optimizer)
@@ -105,7 +106,7 @@ class Pruner:
 
     def report(self) -> Report:
         """Sparsity of every weight matrix, from its zeros, and the reason where it stays dense."""
-        return report(self.model, self._eligible, self._ranks if self._parts else None)
+        return report(self.model, self._eligible, self._holders)
 
     def digest(self) -> str:
         """Hex string over all masks, the same for the same masks, by however many ranks they are held."""
@@ -139,8 +140,7 @@ class Pruner:
         scores = together(self._ranks, lambda: sources(weights, self.optimizer, self.score, self.score_options, **how))
         before = self._num_kept
         masks = together(self._ranks, lambda: self.select.packed(scores, sparsity, self._bits, before))
-        if self._ranks:
-            check_copies(self._ranks, self._weights, masks)
+        check_copies(self._ranks, self._weights, masks)
         self._hold(masks)
         if isinstance(self.select, Global):  # which is exact: no need to count
             total = sum(p.numel() for p in self._weights.values())
@@ -180,8 +180,7 @@ class Pruner:
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state_dict()``; what its masks prune is zeroed in weights and optimizer state."""
-        ranks = self._ranks if self._parts else None
-        masks = together(ranks, lambda: checked_masks(state, self._weights, self._movement, self._parts))
+        masks = together(self._holders, lambda: checked_masks(state, self._weights, self._movement, self._parts))
         everything = {
             n: bits.full(local(p).numel(), local(p).device) for n, p in self._weights.items() if n in self._bits
         }
@@ -215,8 +214,8 @@ class Pruner:
         self.step += 1
         if self.step == 1:
             check_parameters(self.model, self._weights)
-        if self.step == 1 and self.schedule:
-            check_moments(self._eligible.weights, self.optimizer, self.score)
+            if self.schedule:
+                check_moments(self._eligible.weights, self.optimizer, self.score)
         for name in self._bits:
             self._store(name, stepped=self._weights[name].grad is not None)
         if self.schedule and self.schedule.is_event(self.step, self.every):
@@ -270,7 +269,7 @@ class Pruner:
         """How many prunable weights the masks keep, on all ranks."""
         counted = [(n, p) for n, p in self._weights.items() if not self._parts or self._parts[n].counts]
         here = sum(int(bits.count(self._bits[n])) if n in self._bits else local(p).numel() for n, p in counted)
-        return int(self._ranks.total(torch.tensor([here]))) if self._ranks and self._parts else here
+        return int(self._holders.total(torch.tensor([here]))) if self._holders else here
 
     def _hold(self, packed: Mapping[str, Tensor]) -> None:
         """Make these the masks and zero what they prune, in weights and optimizer state."""

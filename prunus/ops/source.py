@@ -182,5 +182,21 @@ def alike(sources: list[Lazy]) -> list[Lazy]:
     return [replace(source, dtype=torch.float64) for source in sources]
 
 
+def check_elementwise(source: Lazy) -> None:
+    """Raise ValueError if a part of the weight gets other scores when it is scored alone: so would a rank's."""
+    dim = next((dim for dim, size in enumerate(source.shape) if size > 1), None)
+    if dim is None or source.takes_position or source.part is None:
+        return
+    size = [length - length // 2 if i == dim else length for i, length in enumerate(source.shape)]
+    half = replace(source.part, whole=tuple(source.shape), start=(0,) * len(size), size=tuple(size))
+    reads = {name: half.of(tensor) for name, tensor in source.reads.items()}
+    alone = replace(source, weight=half.of(source.weight), reads=reads, part=None).whole()
+    if not torch.equal(alone.nan_to_num(), half.of(source.whole()).nan_to_num()):
+        raise ValueError(
+            f"the score of an element of {source.name} depends on others, which other ranks may hold; "
+            "over sharded weights a score must be element-wise"
+        )
+
+
 def _itself(scores: Tensor) -> Tensor:
     return scores

@@ -90,6 +90,8 @@ def _projection(records: list[dict[str, Any]]) -> str:
     """What an event costs at 70 B weights on 64 GPUs, from the cut by counts as it was measured."""
     lines = []
     for record in records:
+        if not any("nccl" in row.get("way", "") for row in record["rows"]):
+            continue  # a CPU says nothing about GPUs
         row = next(row for row in record["rows"] if row.get("num_sums"))
         a_rank = WEIGHTS / GPUS
         read = row["event_ms"] / record["settings"]["num_weights"] * a_rank
@@ -112,4 +114,7 @@ def _projection(records: list[dict[str, Any]]) -> str:
         "tensor. Later events, where some weights are pruned already, read the masks too. The time of a rank's own cut "
         "includes its all-reduces with itself.\n"
     )
+    lines = lines or [
+        "No GPU has been measured yet: `prunus bench distributed --device cuda`, then `prunus bench page`.\n"
+    ]
     return "\n".join([f"## An event for {WEIGHTS / 1e9:.0f} B weights on {GPUS} GPUs\n", stated, *lines])

@@ -1,0 +1,35 @@
+"""The page for many ranks is computed from records, and says what it does not know."""
+
+import json
+
+import pytest
+
+from prunus.lab.bench.distributed_page import distributed_page
+
+
+def row(**more):
+    return {"event_ms": 2.0, "plain_step_ms": 10.0, "pruned_step_ms": 11.0} | more
+
+
+def record(way):
+    return {
+        "what": "distributed",
+        "date": "2026-01-01",
+        "environment": {"machine": "m", "python": "3", "versions": {}, "commit": "c"},
+        "settings": {"num_weights": 1_093_750_000, "weights": "w", "sparsity": 0.5, "tokens": 64, "repeat": 3},
+        "rows": [
+            row(ranks=2, bytes_exchanged=24776, digest="d"),
+            row(way=way),
+            row(way="cut by counts", num_sums=10, bytes_exchanged=5000, plain_step_ms=None, pruned_step_ms=None),
+        ],
+    }
+
+
+@pytest.mark.parametrize("way", ["one rank, nccl", "one rank, gloo"])
+def test_the_projection_is_arithmetic_on_what_a_gpu_took(way, tmp_path):
+    assert distributed_page(tmp_path) is None
+    (tmp_path / "r.json").write_text(json.dumps(record(way)))
+    text = distributed_page(tmp_path)
+    assert "| 2 ranks, gloo | 2.00 | 24,776 | 10.00 | 11.00 | +10.0% |" in text
+    assert ("together 3.0 ms an event" in text) == ("nccl" in way)
+    assert ("No GPU has been measured" in text) == ("nccl" not in way)
