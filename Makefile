@@ -19,7 +19,7 @@ types: .venv/test
 	$(BIN)/pyrefly check --summarize-errors
 
 # one thread a worker: two workers on two cores would otherwise fight over them
-test: .venv/test
+test: .venv/test .venv/browser
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 .venv/bin/python:
@@ -32,6 +32,13 @@ test: .venv/test
 .venv/test: .venv/bin/python pyproject.toml constraints.txt
 	$(INSTALL) --editable ".[test]"
 	touch $@ .venv/base
+
+# the report is tested in a real Chromium; where none can be had those tests are skipped and say so
+.venv/browser: .venv/test
+	command -v chromium || command -v google-chrome || \
+	{ apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install --no-install-recommends chromium fonts-dejavu-core; } || \
+	$(BIN)/playwright install chromium || echo "no Chromium can be installed here: the tests that need it will be skipped"
+	touch $@
 
 clean:
 	rm -rf .venv runs .pytest_cache .ruff_cache

@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from .export import load_model, load_sparse, save_model, save_sparse
     from .oneshot import Bisection, Levels, Limit, Probe, SearchOptions, Tune, prune, search
     from .optim import AdamWPrune, Spam
+    from .regrow import Regrow
     from .schedule import Constant, OneShot, Ramp
     from .score import SCORES
     from .select import Global, NofM, PerLayer, PerRow
@@ -30,6 +31,7 @@ _HOME = {
     "Probe": "oneshot",
     "Pruner": "training",
     "Ramp": "schedule",
+    "Regrow": "regrow",
     "SCORES": "score",
     "Spam": "optim",
     "Tune": "oneshot",
@@ -56,6 +58,7 @@ __all__ = [
     "Probe",
     "Pruner",
     "Ramp",
+    "Regrow",
     "SearchOptions",
     "Spam",
     "Tune",

@@ -48,8 +48,10 @@ class MaskedGradients:
     to the CPU when it accumulates them are masked before the step alone.
     """
 
-    def __init__(self, weights: Mapping[str, nn.Parameter], packed: Mapping[str, Tensor]) -> None:
-        self.weights, self.packed = weights, packed
+    def __init__(
+        self, weights: Mapping[str, nn.Parameter], packed: Mapping[str, Tensor], is_off: Callable[[], bool]
+    ) -> None:
+        self.weights, self.packed, self.is_off = weights, packed, is_off
         self._seen: dict[str, tuple[weakref.ref[Tensor], int]] = {}  # gradients masked, and their version then
 
     def attach(self, optimizer: Optimizer, movement: Movement | None) -> list[RemovableHandle]:
@@ -67,11 +69,12 @@ class MaskedGradients:
                 return before_update()
             return (args[0],), {**kwargs, "closure": _followed(closure, before_update)}
 
-        handles = [optimizer.register_step_pre_hook(before_step)]
+        handles = [optimizer.register_step_pre_hook(before_step)]  # which keeps this alive
+        # a tensor's hook that held its tensor would never be freed: the collector does not see through it
+        mask = weakref.WeakMethod(self.mask)
         for name, parameter in self.weights.items():
-            if waits_for_copy(parameter):
-                continue
-            handles.append(parameter.register_post_accumulate_grad_hook(lambda _, name=name: self.mask(name)))
+            if not waits_for_copy(parameter):
+                handles.append(parameter.register_post_accumulate_grad_hook(lambda _, name=name: call(mask, name)))
         return handles
 
     def mask_all(self) -> None:
@@ -81,7 +84,7 @@ class MaskedGradients:
     @torch.no_grad()
     def mask(self, name: str) -> None:
         grad, seen = self.weights[name].grad, self._seen.get(name)
-        if grad is None or name not in self.packed:
+        if grad is None or name not in self.packed or self.is_off():
             return
         grad = local(grad)
         if seen is None or seen[0]() is not grad or seen[1] != grad._version:
@@ -93,12 +96,21 @@ class MaskedGradients:
         self._seen.pop(name, None)
 
 
-def check_captured(weights: Collection[str], packed: Collection[str]) -> None:
-    """Refuse a graph of a step that would know nothing of the masks; nothing is counted, since nothing is run."""
+def call(method: "weakref.WeakMethod[Any]", name: str) -> None:
+    if alive := method():
+        alive(name)
+
+
+def check_captured(weights: Collection[str], packed: Collection[str], regrowing: bool) -> None:
+    """Refuse a graph of a step that would know nothing of the masks, or that the ramp's end makes wrong."""
     if any(name not in packed for name in weights):
         raise ValueError(
             "a graph of this step would not hold the masks, since there are none yet; "
             "capture it after the first event, or use AdamWPrune"
+        )
+    if regrowing:
+        raise ValueError(
+            "a graph of this step would not mask gradients after the ramp; with regrow, capture it after that"
         )
 
 
@@ -106,6 +118,13 @@ def is_skipped(optimizer: Optimizer) -> bool:
     """Whether a GradScaler lets a fused optimizer skip this step because of infinite gradients."""
     found_inf = getattr(optimizer, "found_inf", None)
     return found_inf is not None and bool(found_inf.item())
+
+
+def unwrapped(optimizer: Optimizer) -> Optimizer:
+    """The optimizer whose step is taken, without wrappers such as Accelerate's, which know no hooks."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = inner
+    return optimizer
 
 
 def is_initialising(optimizer: Optimizer) -> bool:

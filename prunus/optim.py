@@ -56,6 +56,7 @@ class AdamWPrune(torch.optim.Optimizer):
     """
 
     watch: Callable[[nn.Parameter, Tensor, float], None] | None = None  # sees weight, gradient and rate of each update
+    masked: bool = True  # off while pruned weights may come back: their gradients count, and the Pruner zeroes them
 
     def __init__(
         self,
@@ -95,8 +96,8 @@ class AdamWPrune(torch.optim.Optimizer):
         return self.num_steps % self.spam.every
 
     @property
-    def is_cold(self) -> bool:
-        """Whether SPAM reset the moments too recently for a score that reads them."""
+    def is_holding(self) -> bool:
+        """Whether SPAM reset the moments too recently to rank weights by them."""
         since = self.steps_since_reset
         return since is not None and self.spam is not None and since < self.spam.hold
 
@@ -125,7 +126,7 @@ class AdamWPrune(torch.optim.Optimizer):
     def _step_plainly(self, parts: list[tuple[dict[str, Any], nn.Parameter, Tensor]]) -> None:
         for _, parameter, grad in parts:
             mask = self._state_of(parameter).get("mask")
-            if mask is not None:
+            if mask is not None and self.masked:
                 bits.zero_(local(grad), mask)
         factor = self._clip_factor([parameter for _, parameter, _ in parts])
         scale = self.lr_scale
@@ -148,7 +149,8 @@ class AdamWPrune(torch.optim.Optimizer):
                 continue
             on_device = isinstance(lr, Tensor) and lr.is_cuda and scale == 1.0
             numbers = (0.0 if on_device else float(lr) * scale, *group["betas"], group["eps"], group["weight_decay"])
-            moments = (local(state["exp_avg"]), local(state["exp_avg_sq"]), state["step"], state.get("mask"))
+            mask = state.get("mask") if self.masked else None
+            moments = (local(state["exp_avg"]), local(state["exp_avg_sq"]), state["step"], mask)
             lr_at = lr.data_ptr() if on_device else 0
             rows.append(Part(local(parameter), local(grad), *moments, numbers, lr_at, counts))
         theta, total = self.spam.theta if self.spam else None, ranks.sum if ranks else None

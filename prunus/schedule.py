@@ -1,6 +1,10 @@
-"""Sparsity over time: values that map a step, counted from 1, to the sparsity asked for."""
+"""Sparsity over time: values that map a step, counted from 1, to the sparsity asked for.
 
-from dataclasses import dataclass
+Steps may be fractions of the run (0.1, with a decimal point) where its length becomes known later: ``over`` turns them
+into steps, and nothing else is answered before.
+"""
+
+from dataclasses import dataclass, replace
 from typing import Literal
 
 SHAPES = {
@@ -21,26 +25,33 @@ class Ramp:
     """
 
     final: float
-    begin: int
-    end: int
+    begin: int | float
+    end: int | float
     shape: Literal["zhu_gupta", "cubic", "linear"] = "zhu_gupta"
 
     def __post_init__(self) -> None:
         check_sparsity(self.final)
         check_step("begin", self.begin)
         check_step("end", self.end)
-        if self.begin >= self.end:
+        if type(self.begin) is type(self.end) and self.begin >= self.end:
             raise ValueError(f"the ramp must begin before it ends, got begin {self.begin} and end {self.end}")
         if self.shape not in SHAPES:
             raise ValueError(f"shape must be one of {', '.join(SHAPES)}, got {self.shape!r}")
 
     def __call__(self, step: int) -> float:
+        check_resolved(self, self.begin, self.end)
         progress = (step - self.begin) / (self.end - self.begin)
         return self.final * SHAPES[self.shape](min(max(progress, 0.0), 1.0))
 
     def is_event(self, step: int, every: int) -> bool:
         """Every ``every`` steps from ``begin`` on, and once at ``end``."""
+        check_resolved(self, self.begin, self.end)
         return self.begin <= step <= self.end and ((step - self.begin) % every == 0 or step == self.end)
+
+    def over(self, num_steps: int | None) -> "Ramp":
+        """The ramp in steps, for a run of ``num_steps``; None if that is not known."""
+        begin, end = (step_of(self, step, num_steps) for step in (self.begin, self.end))
+        return replace(self, begin=begin, end=end)
 
 
 @dataclass(frozen=True)
@@ -48,22 +59,28 @@ class OneShot:
     """``final`` from step ``at`` on, reached in one event."""
 
     final: float
-    at: int
+    at: int | float
 
     def __post_init__(self) -> None:
         check_sparsity(self.final)
         check_step("at", self.at)
 
     @property
-    def end(self) -> int:
+    def end(self) -> int | float:
+        check_resolved(self, self.at)
         return max(self.at, 1)
 
     def __call__(self, step: int) -> float:
+        check_resolved(self, self.at)
         return self.final if step >= self.at else 0.0
 
     def is_event(self, step: int, every: int) -> bool:
         """Once."""
         return step == self.end
+
+    def over(self, num_steps: int | None) -> "OneShot":
+        """The same in steps, for a run of ``num_steps``; None if that is not known."""
+        return replace(self, at=step_of(self, self.at, num_steps))
 
 
 @dataclass(frozen=True)
@@ -86,6 +103,10 @@ class Constant:
         """Once, at the first step."""
         return step == 1
 
+    def over(self, num_steps: int | None) -> "Constant":
+        """Itself, for a run of any length."""
+        return self
+
 
 Schedule = Ramp | OneShot | Constant
 
@@ -95,6 +116,27 @@ def check_sparsity(final: float) -> None:
         raise ValueError(f"final sparsity must lie in [0, 1), got {final}")
 
 
-def check_step(name: str, step: int) -> None:
-    if not isinstance(step, int) or step < 0:
-        raise ValueError(f"{name} is a whole number of steps, counted from 1, got {step}")
+def check_step(name: str, step: int | float) -> None:
+    """Refuse what is neither a whole number of steps nor a fraction of the run."""
+    if not (isinstance(step, int) and step >= 0) and not (isinstance(step, float) and 0 <= step <= 1):
+        raise ValueError(f"{name} is a whole number of steps, or a fraction of the run between 0.0 and 1.0, got {step}")
+
+
+def check_resolved(schedule: Schedule, *steps: int | float) -> None:
+    """Refuse fractions: taken for steps, they would leave the model dense in silence."""
+    if any(isinstance(step, float) for step in steps):
+        raise ValueError(f"{schedule} has fractions of a run whose length is not known here; give steps")
+
+
+def step_of(schedule: Schedule, step: int | float, num_steps: int | None) -> int:
+    """A step given as such, or as a fraction of ``num_steps``; it must lie within the run."""
+    if isinstance(step, float):
+        if num_steps is None:
+            check_resolved(schedule, step)
+        else:
+            return round(step * num_steps)
+    elif num_steps is not None and step > num_steps:
+        raise ValueError(
+            f"{schedule} goes beyond the run, which has {num_steps} steps: it would end before its sparsity"
+        )
+    return int(step)

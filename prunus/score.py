@@ -106,6 +106,21 @@ def wanda(weight: Tensor, input_norm: Tensor) -> Tensor:
     return weight.abs() * input_norm
 
 
+def snr(exp_avg: Tensor, exp_avg_sq: Tensor, *, adam_eps: float = 1e-8) -> Tensor:
+    """``|m| / (sqrt(v) + eps)``: how sure Adam is of where a pruned weight would go."""
+    return direction(exp_avg, exp_avg_sq, None, adam_eps).abs_()
+
+
+def momentum(exp_avg: Tensor) -> Tensor:
+    """``|m|``"""
+    return exp_avg.abs()
+
+
+def gradient(grad: Tensor) -> Tensor:
+    """``|g|``  (Evci et al. 2019, https://arxiv.org/abs/1911.11134)."""
+    return grad.abs()
+
+
 def direction(exp_avg: Tensor, exp_avg_sq: Tensor, eps: float | None, adam_eps: float) -> Tensor:
     """``m / (sqrt(v) + eps)``: where Adam would step, in units of the learning rate."""
     return exp_avg / exp_avg_sq.pow(ROOT).add_(adam_eps if eps is None else eps)
@@ -147,4 +162,11 @@ SCORES = {
     "movement": Score(movement, ("movement",)),
     "random": Score(random, ("position",), ("name",)),
     "wanda": Score(wanda, ("weight", "input_norm")),
+}
+
+# by which pruned weights are ranked to come back
+REGROWTH = {
+    "snr": Score(snr, ("exp_avg", "exp_avg_sq"), ("adam_eps",)),
+    "momentum": Score(momentum, ("exp_avg",)),
+    "gradient": Score(gradient, ("grad",)),
 }

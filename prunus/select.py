@@ -16,7 +16,7 @@ from .across_rows import cut_groups, cut_rows, spanning
 from .allocate import Allocation, allocate
 from .cut import Packed, cut, cut_each, kept, num_kept_each
 from .ops import bits
-from .ops.order import ascending
+from .ops.order import kth_smallest
 from .ops.part import attempt
 from .ops.source import Lazy, alike, stored
 from .ops.sweep import check_finite
@@ -162,12 +162,13 @@ def smallest(rows: Tensor, num_drop: int) -> Tensor:
     """Where the ``num_drop`` smallest of each row stand, the first of equal ones first."""
     if num_drop == 0:
         return torch.zeros_like(rows, dtype=torch.bool)
-    threshold = ascending(rows)[:, num_drop - 1 : num_drop]
-    below, equal = rows < threshold, rows == threshold
+    threshold = kth_smallest(rows, num_drop)
+    found = rows <= threshold
+    crowded = (found.sum(1) > num_drop).nonzero().squeeze(1)  # where several equal the threshold
+    below, equal = rows[crowded] < threshold[crowded], rows[crowded] == threshold[crowded]
     num_equal = num_drop - below.sum(1, keepdim=True)
-    crowded = (equal.sum(1, keepdim=True) > num_equal).squeeze(1).nonzero().squeeze(1)
-    equal[crowded] &= equal[crowded].cumsum(1) <= num_equal[crowded]
-    return below | equal
+    found[crowded] = below | (equal & (equal.cumsum(1) <= num_equal))
+    return found
 
 
 def by_rows(source: Lazy, live: Packed, drop: Callable[[Lazy, Tensor], Tensor]) -> Tensor:

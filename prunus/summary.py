@@ -17,6 +17,7 @@ class Event:
     sparsity: float  # asked for by the schedule
     seconds: float
     newly_pruned: int
+    regrown: int = 0  # weights that came back
     bytes_exchanged: int = 0  # that this rank handed to sums over ranks
 
 

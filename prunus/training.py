@@ -1,7 +1,9 @@
 """Pruning while training: the optimizer's own step drives score, select, mask and apply."""
 
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -12,11 +14,12 @@ from torch.utils.hooks import RemovableHandle
 
 from .allocate import allocate
 from .eligible import eligible
-from .gradients import MaskedGradients, Movement, check_captured, is_initialising, is_skipped
-from .mask import Masks, check_copies, digest, full_masks, packed_masks, saved_bits
-from .ops import bits
+from .gradients import MaskedGradients, Movement, check_captured, is_initialising, is_skipped, unwrapped
+from .held import HeldMasks
+from .mask import Masks, check_copies, digest, full_masks
 from .optim import AdamWPrune
-from .saved import checked_masks, is_resharded, reshard_masks, saved_masks, taken_sums
+from .regrow import Regrow, keep_warm, selected
+from .saved import checked_masks, reshard_masks, saved_masks, taken_sums
 from .schedule import Schedule
 from .select import Global, NofM, PerLayer, Selector
 from .shard import is_dtensor, local, parts_of, ranks_of, together
@@ -33,7 +36,8 @@ class Pruner:
 
     ``score`` is a name of SCORES or a function of what its arguments name (``weight``, ``grad``,
     ``exp_avg``, ``exp_avg_sq``, ``step``, ...). ``masks`` are boolean masks by name to begin with, or
-    ``"zeros"`` for the zeros that the weights have; without ``schedule`` they are only held.
+    ``"zeros"`` for the zeros that the weights have; without ``schedule`` they are only held. ``regrow`` lets
+    pruned weights come back until the ramp ends.
 
     Over ranks masks are those of one process. Make it after DDP or ``fully_shard``, on every rank; events are
     collective then, and for DTensors ``sparsity``, ``report``, ``digest``, ``full_masks``, ``state_dict`` and loading
@@ -49,6 +53,7 @@ class Pruner:
         select: Selector = Global(),
         schedule: Schedule | None = None,
         every: int = 50,
+        regrow: Regrow | None = None,
         masks: Mapping[str, Tensor] | Literal["zeros"] | None = None,
         include: str | Sequence[str] = (),
         exclude: str | Sequence[str] = (),
@@ -61,9 +66,11 @@ class Pruner:
             raise ValueError("say how sparse: pass schedule=Ramp(...), OneShot(...) or Constant(...), or masks to hold")
         if every < 1:
             raise ValueError(f"every is a number of steps, at least 1, got {every}")
+        optimizer = unwrapped(optimizer)
+        schedule = schedule and schedule.over(None)  # fractions are for those who know the length of the run
         if isinstance(select, NofM) and schedule:
             select.check(schedule)
-        self.model, self.optimizer = model, optimizer
+        self.model, self.optimizer, self.regrow = model, optimizer, regrow
         self.select, self.schedule, self.every = select, schedule, every
         self.score_options = dict(score_options or {})
         self.score = score_of(score, self.score_options)
@@ -75,15 +82,20 @@ class Pruner:
         self._ranks = ranks_of(self._weights, group)
         self._parts = parts_of(self._weights, self._ranks)
         self._holders = self._ranks if self._parts else None  # of parts, not of copies
+        if regrow:
+            regrow.check(schedule, select, self._parts is not None)
         if isinstance(select, PerLayer) and schedule:
             allocate({name: p.shape for name, p in self._weights.items()}, schedule.final, select.allocate)
         check_eps(self._weights, optimizer)
-        self._bits: dict[str, Tensor] = {}
+        self._held = HeldMasks(self._weights, optimizer, self._ranks, self._parts)
+        self._bits = self._held.bits
         self._due = False
         self._movement = Movement(self._weights) if "movement" in self.score.reads else None
         self._inputs = InputNorms(self._eligible.weights, self._ranks) if "input_norm" in self.score.reads else None
-        self._gradients = MaskedGradients(self._weights, self._bits)
-        self._adopt(masks)
+        me = weakref.ref(self)  # what hangs on the parameters must not keep the model alive
+        self._gradients = MaskedGradients(self._weights, self._bits, lambda: (it := me()) is not None and it._regrowing)
+        self._held.forget = self._gradients.forget
+        self._held.adopt(masks, self._regrowing)
         self._handles = self._attach()
         self._collect_inputs()
 
@@ -138,19 +150,23 @@ class Pruner:
         }
         weights, how = self._eligible.weights, {"dtype": self.score_dtype, "more": more, "parts": self._parts}
         scores = together(self._ranks, lambda: sources(weights, self.optimizer, self.score, self.score_options, **how))
-        before = self._num_kept
-        masks = together(self._ranks, lambda: self.select.packed(scores, sparsity, self._bits, before))
+        before = self._held.num_kept
+        live, swap = (self._bits, before), None
+        if self.regrow:
+            back = partial(self.regrow.sources, weights, self.optimizer, self._parts)
+            swap = self.regrow.swap(self.schedule, self.step, back)
+        masks, regrown = together(self._ranks, lambda: selected(self.select, scores, sparsity, live, swap))
         check_copies(self._ranks, self._weights, masks)
-        self._hold(masks)
+        self._held.hold(masks, self._regrowing)
         if isinstance(self.select, Global):  # which is exact: no need to count
             total = sum(p.numel() for p in self._weights.values())
-            self._num_kept = min(before, total - round(sparsity * total))
+            self._held.num_kept = min(before, total - round(sparsity * total))
         else:
-            self._num_kept = self._count_kept()
-        newly_pruned = before - self._num_kept
+            self._held.count()
+        newly_pruned = before - self._held.num_kept + regrown
         if self.on_event:
             num_bytes = self._ranks.num_bytes if self._ranks else 0
-            self.on_event(Event(self.step, sparsity, time.perf_counter() - started, newly_pruned, num_bytes))
+            self.on_event(Event(self.step, sparsity, time.perf_counter() - started, newly_pruned, regrown, num_bytes))
 
     def remove(self) -> None:
         """Take the hooks off; the weights keep their zeros, and nothing holds them any more."""
@@ -160,8 +176,7 @@ class Pruner:
             self.optimizer.watch = None
         if self._inputs:
             self._inputs.__exit__()
-        for parameter in self._weights.values():
-            self.optimizer.state.get(parameter, {}).pop("mask", None)
+        self._held.release()
 
     def state_dict(self, *, unpacked: bool | None = None) -> dict[str, Any]:
         """Step, masks and movement sums: tensors and numbers.
@@ -181,22 +196,19 @@ class Pruner:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state_dict()``; what its masks prune is zeroed in weights and optimizer state."""
         masks = together(self._holders, lambda: checked_masks(state, self._weights, self._movement, self._parts))
-        everything = {
-            n: bits.full(local(p).numel(), local(p).device) for n, p in self._weights.items() if n in self._bits
-        }
-        self._hold(everything | masks)
-        self._num_kept = self._count_kept()
+        self.step, self._due = int(state["step"]), bool(state["due"])
+        self._held.load(masks, self._regrowing)
         if self._movement:
             self._movement.load(taken_sums(state["movement"], self._weights, self._parts))
-        self.step, self._due = int(state["step"]), bool(state["due"])
         self._collect_inputs()
 
     def _attach(self) -> list[RemovableHandle]:
-        optimizer = self.optimizer
+        optimizer, regrowing = self.optimizer, lambda: self._regrowing
         handles = [
+            *(keep_warm(optimizer, self._weights, self._bits, regrowing) if self.regrow else ()),
             optimizer.register_step_post_hook(self._after_step),
-            optimizer.register_load_state_dict_post_hook(self._after_load),
-            optimizer.register_state_dict_pre_hook(self._before_save),
+            optimizer.register_load_state_dict_post_hook(self._held.take_over),
+            optimizer.register_state_dict_pre_hook(self._held.before_save),
             optimizer.register_state_dict_post_hook(reshard_masks),
         ]
         if isinstance(optimizer, AdamWPrune):
@@ -208,93 +220,33 @@ class Pruner:
         if is_skipped(self.optimizer) or is_initialising(self.optimizer):
             return
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            if self.schedule:
-                check_captured(self._weights, self._bits)
-            return
+            check_captured(self._weights if self.schedule else (), self._bits, self._regrowing)
+            return  # nothing is counted, since nothing is run
         self.step += 1
         if self.step == 1:
             check_parameters(self.model, self._weights)
             if self.schedule:
                 check_moments(self._eligible.weights, self.optimizer, self.score)
-        for name in self._bits:
-            self._store(name, stepped=self._weights[name].grad is not None)
+            if self.regrow:
+                self.regrow.check_moments(self.optimizer)
+        self._held.store()
         if self.schedule and self.schedule.is_event(self.step, self.every):
             self._due = True
         if self._due and not self._waits_for_moments():
             self.update()
         self._collect_inputs()
 
-    def _after_load(self, _: Optimizer) -> None:
-        """Take over the masks that came with an optimizer's state; loading cast them to the weights' dtype."""
-        for name, parameter in self._weights.items():
-            saved = self.optimizer.state.get(parameter, {}).get("mask")
-            if saved is not None:
-                self._set_bits(name, saved_bits(name, saved, parameter, self._parts[name] if self._parts else None))
-            elif name in self._bits:
-                self._store(name)
-        self._num_kept = self._count_kept()
-
-    def _before_save(self, _: Optimizer) -> None:
-        """Have a mask for every weight that is resharded: who loads a checkpoint asks for what is there already."""
-        for name, p in self._weights.items():
-            if name not in self._bits and is_resharded(p):
-                self._set_bits(name, bits.full(local(p).numel(), local(p).device))
+    @property
+    def _regrowing(self) -> bool:
+        """Whether weights may still come back, so that the moments of pruned ones are kept."""
+        return self.regrow is not None and self.schedule is not None and (self._due or self.step < self.schedule.end)
 
     def _waits_for_moments(self) -> bool:
-        reads_moments = bool(set(MOMENTS) & set(self.score.reads))
-        return reads_moments and isinstance(self.optimizer, AdamWPrune) and self.optimizer.is_cold
+        """Whether SPAM reset the moments too recently for what reads them."""
+        reads = {*self.score.reads, *(self.regrow.reads if self.regrow else ())}
+        return isinstance(self.optimizer, AdamWPrune) and self.optimizer.is_holding and not reads.isdisjoint(MOMENTS)
 
     def _collect_inputs(self) -> None:
         """Listen to the modules' inputs during the step that an event follows."""
         if self._inputs and self.schedule:
             self._inputs.listen(self._due or self.schedule.is_event(self.step + 1, self.every))
-
-    def _adopt(self, masks: Mapping[str, Tensor] | Literal["zeros"] | None) -> None:
-        """Begin with the masks given, with the zeros there are, or with those in the optimizer's state."""
-        if isinstance(masks, str):
-            if masks != "zeros":
-                raise ValueError(f'masks must be boolean tensors by name or "zeros", got {masks!r}')
-            self._hold({name: bits.pack(local(p) != 0) for name, p in self._weights.items()})
-        elif masks is not None:
-            self._hold(packed_masks(masks, self._weights, self._parts))
-        else:
-            self._after_load(self.optimizer)
-        if isinstance(self.optimizer, AdamWPrune):  # whose step reads masks at no cost: a graph of it must find them
-            for name, p in self._weights.items():
-                if p.is_cuda and name not in self._bits:
-                    self._set_bits(name, bits.full(local(p).numel(), local(p).device))
-        self._num_kept = self._count_kept()
-
-    def _count_kept(self) -> int:
-        """How many prunable weights the masks keep, on all ranks."""
-        counted = [(n, p) for n, p in self._weights.items() if not self._parts or self._parts[n].counts]
-        here = sum(int(bits.count(self._bits[n])) if n in self._bits else local(p).numel() for n, p in counted)
-        return int(self._holders.total(torch.tensor([here]))) if self._holders else here
-
-    def _hold(self, packed: Mapping[str, Tensor]) -> None:
-        """Make these the masks and zero what they prune, in weights and optimizer state."""
-        for name, new in packed.items():
-            parameter = self._weights[name]
-            self._set_bits(name, new)
-            bits.zero_(local(parameter), new)
-            for key, value in self.optimizer.state.get(parameter, {}).items():
-                if key != "mask" and isinstance(value, Tensor) and value.shape == parameter.shape:
-                    bits.zero_(local(value), new)
-
-    def _set_bits(self, name: str, packed: Tensor) -> None:
-        """Write in place where bits exist, so that a captured graph of the step sees the new mask."""
-        if name in self._bits:
-            self._bits[name].copy_(packed)
-        else:
-            self._bits[name] = packed.clone()
-        self._gradients.forget(name)
-        self._store(name)
-
-    def _store(self, name: str, stepped: bool = False) -> None:
-        """Keep the mask in the optimizer's state, so that whoever saves the one saves the other.
-
-        Torch's optimizers take a parameter without state for a new one, so theirs comes first.
-        """
-        parameter = self._weights[name]
-        if self.optimizer.state.get(parameter) or stepped or isinstance(self.optimizer, AdamWPrune):
-            self.optimizer.state[parameter]["mask"] = self._bits[name]

@@ -26,12 +26,14 @@ CORE = {
     "stats": {"ops", "eligible", "score", "shard"},
     "summary": {"eligible", "shard"},
     "optim": {"ops", "mask", "shard"},
+    "regrow": {"ops", "allocate", "cut", "eligible", "optim", "schedule", "score", "select", "shard", "stats"},
+    "held": {"ops", "mask", "optim", "saved", "shard"},
     "saved": {"ops", "gradients", "mask", "shard"},
     "export": {"ops", "mask", "eligible", "files"},
 }
 ALL_BUT_TRAINING = set(CORE) - {"export"}
 CORE["training"] = CORE["oneshot"] = ALL_BUT_TRAINING
-CORE["integrations"] = {"training"}
+CORE["integrations"] = {"training", "gradients", "eligible"}
 MAY_IMPORT = CORE | {
     "lab": set(CORE),
     "doctor": {"ops", "mask", "eligible", "schedule", "export"},

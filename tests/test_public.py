@@ -24,6 +24,7 @@ NAMES = {
     "Probe": "oneshot",
     "Pruner": "training",
     "Ramp": "schedule",
+    "Regrow": "regrow",
     "Spam": "optim",
     "Tune": "oneshot",
     "load_model": "export",

@@ -87,8 +87,22 @@ def test_schedules_are_values():
         (lambda: Ramp(0.5, -1, 10), "-1"),
         (lambda: OneShot(0.5, at=-2), "-2"),
         (lambda: Ramp(0.5, 0, 10, "quartic"), "quartic"),
-        (lambda: Ramp(0.5, 0.1, 0.85), "0.1"),
-        (lambda: OneShot(0.5, at=0.5), "0.5"),
+        (lambda: Ramp(0.5, 0.9, 0.1), "begin"),
+        (lambda: Ramp(0.5, 0.1, 1.5), "1.5"),
+        (lambda: Ramp(0.5, 0.1, 100.0), "100.0"),
+        (lambda: OneShot(0.5, at=-0.5), "-0.5"),
+        (lambda: OneShot(0.5, at=float("nan")), "nan"),
+        (lambda: Ramp(0.5, 0.1, 0.85)(7), "0.1"),
+        (lambda: Ramp(0.5, 0.1, 0.85).is_event(7, 2), "0.85"),
+        (lambda: Ramp(0.5, 10, 0.85)(7), "0.85"),
+        (lambda: OneShot(0.5, at=0.5)(7), "0.5"),
+        (lambda: OneShot(0.5, at=0.5).is_event(7, 2), "0.5"),
+        (lambda: Ramp(0.5, 0.1, 0.85).over(None), "0.1"),
+        (lambda: OneShot(0.5, at=0.5).over(None), "0.5"),
+        (lambda: Ramp(0.5, 10, 101).over(100), "101.*100"),
+        (lambda: Ramp(0.5, 90, 0.5).over(100), "begin"),
+        (lambda: Ramp(0.5, 0.1, 0.2).over(2), "begin"),
+        (lambda: OneShot(0.5, at=11).over(10), "11"),
     ],
 )
 def test_what_is_no_schedule_is_one_line_that_says_what_came(make, text):
@@ -96,3 +110,11 @@ def test_what_is_no_schedule_is_one_line_that_says_what_came(make, text):
     with pytest.raises(ValueError, match=text) as error:
         make()
     assert "\n" not in str(error.value)
+
+
+def test_fractions_become_steps_where_the_length_of_the_run_is_known():
+    assert Ramp(0.5, 0.1, 0.85, "cubic").over(1000) == Ramp(0.5, 100, 850, "cubic")
+    assert Ramp(0.5, 7, 1.0).over(40) == Ramp(0.5, 7, 40)
+    assert OneShot(0.5, at=0.25).over(40) == OneShot(0.5, at=10)
+    for schedule in (Ramp(0.5, 3, 40), OneShot(0.5, at=40), Constant(0.5)):
+        assert schedule.over(40) == schedule == schedule.over(None)

@@ -245,6 +245,7 @@ def test_a_weight_that_became_nan_is_named_at_the_event():
     [
         ({"schedule": None}, "schedule"),
         ({"every": 0}, "every"),
+        ({"schedule": Ramp(0.5, 0.1, 0.85)}, "0.85"),
         ({"score": "bitter77"}, "bitter77"),
         ({"score_options": {"epsilon": 1}}, "epsilon"),
         ({"include": "typo"}, "typo"),

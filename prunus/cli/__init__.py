@@ -14,9 +14,14 @@ COMMANDS = {
     "demo": "train a small GPT dense and to 50 % sparsity by two scores, and compare them",
     "train": "train a network, pruning it on the way",
     "prune": "prune a trained model, with or without the gradient probe",
+    "study": "compare scores fairly: arms x sparsities x seeds, and what they say",
     "eval": "quality and sparsity of a checkpoint",
+    "watch": "the charts of a run or a study in the terminal while it goes on",
+    "report": "one HTML page of a run or a study, with its charts",
     "doctor": "check what a pruned model promises",
     "export": "a smaller file that gives every bit back, and back to a plain one",
+    "profile": "where the time and memory of a training step go",
+    "evidence": "does the gradient probe help? the study behind docs/probe.md",
     "bench": "each speed claim beside what it is compared with",
 }
 
@@ -38,6 +43,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         command = import_module(f"{__name__}.{name}")
         command.run(_parse(command.Command, name, rest))
+    except BrokenPipeError:  # whoever read the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(141) from None
     except (ValueError, OSError) as error:
         _fail(f"prunus {name}", str(error))
     except KeyboardInterrupt:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
 
 
-What = Literal["select", "step", "train", "export", "matvec", "prune", "distributed", "page"]
+What = Literal["select", "step", "train", "export", "matvec", "prune", "level", "distributed", "page"]
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,9 @@ class Command:
 
     select: finding masks. step: keeping them, on a CPU in a training step, on a GPU in the optimizer's step.
     train: whole training steps of GPT-2 124M. export: the small file form. matvec: products with a pruned weight.
-    prune: WANDA and the gradient probe after training. distributed: 1, 2 and 4 ranks; on a GPU one beside none.
-    page: docs/benchmarks.md and docs/distributed.md from all results.
+    prune: WANDA and the gradient probe after training. level: a level of the probe on a random model of Mistral-7B's
+    shape. distributed: 1, 2 and 4 ranks; on a GPU one beside none. page: docs/benchmarks.md and docs/distributed.md
+    from all results.
     """
 
     what: tyro.conf.Positional[What]  # what to measure
@@ -41,8 +42,9 @@ class Command:
     precision: Literal["float32", "bfloat16"] = "bfloat16"  # train: bfloat16 by autocast
     checkpoint: Path | None = None  # prune: Hugging Face folder; without it, random weights of stories15M's shape
     calibration: Path | None = None  # prune: its tokens; without it, random ones
-    windows: int = 32  # prune: calibration windows
-    length: int = 256  # prune: tokens of each
+    blocks: int = 32  # level: blocks of the model
+    windows: int = 32  # prune, level: calibration windows
+    length: int = 256  # prune, level: tokens of each
     megabytes: int = 256  # export: of the weight that is packed
     repeat: int = 15  # calls or rounds that the median is taken over
     threads: int = 0  # CPU threads; 0 leaves torch's choice
@@ -177,14 +179,24 @@ def _said(command: Command, shapes: list[tuple[int, int]]) -> str:
 
 
 def _prune(command: Command, device: "torch.device") -> Measured:
-    from ..lab.bench.prune import Place, bench_prune, task_of
+    from ..lab.bench.prune import Place, bench_prune, head_share, probe_parts, task_of
 
     place = Place(command.checkpoint, command.calibration, device)
     task = task_of(place, command.windows, command.length, command.layers, command.sparsity)
     about = command.checkpoint.name if command.checkpoint else "random weights of the shape of stories15M"
     settings = {"model": about, "probed": len(task.names), "sparsity": command.sparsity}
-    settings |= {"windows": command.windows, "length": command.length}
-    return settings, bench_prune(task, command.repeat, device)
+    settings |= {"windows": command.windows, "length": command.length, "head_share": head_share(task)}
+    rows = bench_prune(task, command.repeat, device)
+    return settings | {"parts": probe_parts(task, device)}, rows
+
+
+def _level(command: Command, device: "torch.device") -> Measured:
+    from ..lab.bench.level import SHAPE, bench_level, level_of
+
+    level = level_of(command.blocks, command.windows, command.length, device)
+    settings = {"blocks": command.blocks, "windows": command.windows, "length": command.length, **SHAPE}
+    settings |= {"sparsity": command.sparsity, "num_weights": sum(p.numel() for p in level.model.parameters())}
+    return settings, bench_level(level, command.sparsity, device)
 
 
 MEASURES = {
@@ -194,6 +206,7 @@ MEASURES = {
     "export": _export,
     "matvec": _matvec,
     "prune": _prune,
+    "level": _level,
     "distributed": _distributed,
 }
 
@@ -205,7 +218,7 @@ def _finish(command: Command, what: str, settings: dict[str, Any], rows: list[di
     from ..lab.bench.measure import record
 
     table = Table(title=f"prunus bench {what}")
-    headings = dict.fromkeys(name for row in rows for name in row)
+    headings = list(dict.fromkeys(name for row in rows for name in row))
     for heading in headings:
         table.add_column(heading)
     for row in rows:

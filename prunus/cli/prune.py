@@ -47,6 +47,7 @@ class Command:
     gguf_file: str | None = None  # file in the folder to read the weights from
     dtype: str = "auto"  # auto keeps the model's own
     device: str = "cpu"  # cpu or cuda
+    checkpointing: bool = False  # run blocks again for the backward instead of keeping what they computed
     offload: bool = False  # keep the model in main memory, one block at a time on the device
     profile: bool = False  # say where time and memory went, and what to change
 
@@ -89,7 +90,7 @@ def _pruned(command: Command) -> Outcome:
     subject = subject_of(_request(command))
     settings: dict[str, Any] = {"score": command.score, "select": select, "loss": subject.loss}
     settings |= {"include": command.include, "exclude": command.exclude, "batch_size": command.batch or None}
-    settings |= {"offload": device if command.offload else None}
+    settings |= {"offload": device if command.offload else None, "checkpointing": command.checkpointing}
     began, measured = time.perf_counter(), _Measured(command, subject, device)
     sampler = Sampler(utilisation_reader(device) if command.profile else None)
     with sampler.running(), _bar(command.probe) as progress:
@@ -150,7 +151,7 @@ def _profile(
     if device.type == "cuda":
         left -= result.peak_bytes - torch.cuda.memory_allocated(device)
     state = (result.rows, result.halved, result.peak_bytes, max(0, left))
-    return Profile(split(parts, total), *state, command.device, command.probe, utilisation)
+    return Profile(split(parts, total), *state, command.device, command.probe, utilisation, result.checkpointing)
 
 
 def _request(command: Command) -> "Request":

@@ -21,7 +21,7 @@ def print_result(command: "Command", outcome: "Outcome") -> None:
         shape, tau = "x".join(map(str, layer.shape)), "" if layer.tau is None else f"{layer.tau:.4g}"
         counts = (f"{layer.num_candidates:,}", f"{layer.num_pruned:,}", f"{layer.sparsity:.2%}")
         layers.add_row(layer.name, shape, *counts, str(layer.num_zero_gradient), str(layer.num_not_finite), tau)
-    table = Table(title=f"{command.model}, on held-out data")
+    table = Table(title="on held-out data")
     for heading in ("model", "sparsity", metric):
         table.add_column(heading)
     for name, row in rows.items():
@@ -31,7 +31,8 @@ def print_result(command: "Command", outcome: "Outcome") -> None:
     console.print(table)
     if command.score == "wanda" and command.scope == "global":
         print("One threshold for all layers suits wanda badly: on small GPTs it was far worse than by rows.")
-    print(f"{command.out}: written in {result.seconds:.1f} s of pruning, {result.passes:,} passes of one sample")
+    cost = f"{result.passes:,} passes and {result.forwards:,} forward passes of one sample"
+    print(f"{command.out}: written; {command.model} was pruned in {result.seconds:.1f} s, {cost}")
 
 
 def print_profile(profile: "Profile") -> None:

@@ -32,6 +32,7 @@ class Profile:
     device: str
     schedule: str = "none"
     utilisation: float | None = None  # share of the time in which the GPU ran something
+    checkpointing: bool = False  # whether blocks were run again for the backward
 
     @property
     def total(self) -> float:
@@ -54,7 +55,9 @@ def advice(profile: Profile) -> list[str]:
         times = "once" if profile.halved == 1 else f"{profile.halved} times"
         found.append(f"Memory ran out {times}; --batch {profile.rows} starts with what fitted in the end.")
     if profile.rows == 1 and profile.halved:
-        found.append("One row a pass is the least there is: shorter windows (--length) or --offload leave more room.")
+        found.append(f"One row a pass is the least there is: {_room(profile)} leave more room.")
+    if profile.checkpointing and not profile.halved:
+        found.append("Checkpointing was not needed: leave it out, or give it more rows a pass (--batch).")
     roomy = profile.left_bytes > profile.used_bytes
     if profile.device.startswith("cuda") and profile.rows and roomy and not profile.halved:
         found.append(f"More memory is left than was used: --batch {2 * profile.rows} or more fills the GPU better.")
@@ -73,6 +76,13 @@ def advice(profile: Profile) -> list[str]:
         threads = torch.get_num_threads()
         found.append(f"The passes ran on {threads} CPU thread{'s' * (threads > 1)}: --device cuda where there is one.")
     return found or ["Nothing stands out: time and memory go where they should."]
+
+
+def _room(profile: Profile) -> str:
+    """Ways to have more memory for activations that were not taken."""
+    if profile.checkpointing or profile.schedule in ("none", "joint"):
+        return "shorter windows (--length) or --offload"
+    return "--checkpointing, shorter windows (--length) or --offload"
 
 
 @dataclass
@@ -133,6 +143,8 @@ def table_rows(profile: Profile) -> list[tuple[str, str, str]]:
     rows.append(("memory left", f"{profile.left_bytes / GIB:.2f} GiB", "at the peak"))
     if profile.rows:
         rows.append(("rows a pass", str(profile.rows), "samples times the weights each is seen with"))
+    if profile.checkpointing:
+        rows.append(("checkpointing", "yes", "blocks behind the probed one were run again for the backward"))
     if profile.utilisation is not None:
         rows.append(("GPU busy", f"{profile.utilisation:.0%}", "of the time, as the driver says"))
     return rows

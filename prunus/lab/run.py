@@ -39,6 +39,7 @@ ModelName = Literal[
     "resnet20",
     "resnet50",
 ]
+TRACKERS = ("wandb", "tensorboard", "trackio")
 Parallel = Literal["none", "ddp", "fsdp"]
 
 
@@ -79,6 +80,8 @@ class Run:
     allocate: Literal["global", "uniform", "depth", "erk", "row", "2:4"] = "global"  # where the sparsity goes
     include: tuple[str, ...] = ()  # patterns of weights to prune beside linear and convolution weights
     exclude: tuple[str, ...] = ()  # patterns of weights to leave dense
+    regrow: float = 0.0  # fraction of the live weights that changes places with pruned ones, falling to 0 over the ramp
+    regrow_by: Literal["snr", "momentum", "gradient"] = "snr"  # what makes a pruned weight come back
     eps: float | None = None  # absolute eps of the score (older scripts: 1e-8); without it none under roots
     exponent: float | None = None  # q of the score fisher: |w| v^q
 
@@ -108,6 +111,7 @@ class Run:
     save_every: int = 250  # steps from one checkpoint to the next; 0 writes only the last
     log_every: int = 10  # steps from one line of metrics.jsonl to the next
     out: Path = Path("runs/latest")  # run folder
+    track: tuple[str, ...] = ()  # trackers that get the metrics too: wandb, tensorboard, trackio
     resume: bool = False  # continue the run in --out; other options are taken from its run.json
 
     def __post_init__(self) -> None:
@@ -127,8 +131,26 @@ class Run:
             raise ValueError(
                 f"eps belongs to the scores that read moments, bitter0 and bitter3 to bitter9, not {self.score}"
             )
+        self._check_regrowth()
+        object.__setattr__(self, "track", tuple(name for names in self.track for name in names.split(",") if name))
+        if unknown := [name for name in self.track if name not in TRACKERS]:
+            raise ValueError(f"there is no tracker {unknown[0]!r}; the trackers are {', '.join(TRACKERS)}")
         if self.score != "none":
             self.sparsity_schedule()
+
+    def _check_regrowth(self) -> None:
+        if not 0 <= self.regrow < 1:
+            raise ValueError(f"regrow is a fraction in [0, 1), got {self.regrow}")
+        if not self.regrow and self.regrow_by != "snr":
+            raise ValueError(f"nothing comes back by {self.regrow_by}, since regrow is 0; pass --regrow 0.1")
+        if not self.regrow:
+            return
+        if self.score == "none" or not self.sparsity or self.schedule in ("constant", "one_shot"):
+            raise ValueError("regrow goes with a score and a ramp to a sparsity above 0: linear, cubic or zhu_gupta")
+        if self.allocate == "2:4":
+            raise ValueError("regrow goes with every allocation but 2:4")
+        if self.optimizer == "sgd" and self.regrow_by == "snr":
+            raise ValueError("sgd keeps no second moment; pass --regrow-by momentum or gradient")
 
     def check_launch(self) -> None:
         """A ValueError where the ranks that were started are not those that the run asks for."""
@@ -187,7 +209,7 @@ class Run:
             raise ValueError(f"run.json has an unknown field {min(unknown)!r}: was it written by another version?")
         for name in ("out", "validation"):
             values[name] = Path(values[name]) if values.get(name) is not None else None
-        values |= {name: tuple(values[name]) for name in ("include", "exclude") if name in values}
+        values |= {name: tuple(values[name]) for name in ("include", "exclude", "track") if name in values}
         return cls(**values)
 
     def continuing(self, saved: "Run") -> "Run":

@@ -14,6 +14,7 @@ import torch
 
 from .files import write_json
 from .run import Run
+from .trackers import Sink, flat, open_sinks
 
 
 def environment() -> dict[str, Any]:
@@ -69,15 +70,16 @@ def _version(package: str) -> str | None:
 
 @dataclass(frozen=True)
 class Tracker:
-    """Writes a run folder; ``metrics.jsonl`` has one line a log, each with its step."""
+    """Writes a run folder; ``metrics.jsonl`` has one line a log, each with its step, which trackers get too."""
 
     folder: Path
+    sinks: tuple[Sink, ...] = ()
 
     @classmethod
     def open(cls, run: Run, step: int) -> "Tracker":
         """Make the folder, or take it up again at ``step``: later lines of metrics.jsonl are dropped."""
-        tracker = cls(run.out)
         run.out.mkdir(parents=True, exist_ok=True)
+        tracker = cls(run.out, open_sinks(run, step))
         if step:
             tracker._drop_after(step)
         else:
@@ -92,9 +94,14 @@ class Tracker:
     def log(self, **values: Any) -> None:
         with self.metrics.open("a") as file:
             file.write(json.dumps(values) + "\n")
+        if self.sinks and (numbers := flat(values)):
+            for sink in self.sinks:
+                sink.log(values["step"], numbers)
 
     def result(self, values: dict[str, Any]) -> None:
         write_json(self.folder / "result.json", values)
+        for sink in self.sinks:
+            sink.close()
 
     def _drop_after(self, step: int) -> None:
         """Keep the lines up to the checkpoint; a line that a crash cut short is dropped with the rest."""

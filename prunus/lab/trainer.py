@@ -1,6 +1,5 @@
 """One training, one loop: ``train(run) -> Result``."""
 
-import math
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -10,22 +9,22 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from ..eligible import eligible
 from ..ops.device import device_of
-from ..optim import AdamWPrune, Spam
-from ..select import Global, NofM, PerLayer, PerRow, Selector
-from ..shard import is_dtensor, ranks_of
+from ..optim import AdamWPrune
+from ..shard import ranks_of
 from ..summary import Event, Report, report
-from ..training import Pruner
+from . import memory
 from .checkpoint import load_checkpoint
-from .data import ImageData, TokenData, load
+from .data import TokenData
 from .evaluate import Quality, loss_of, measured, summed
 from .keeping import resume, save
 from .models import build
 from .parallel import Team, team_of
+from .recipe import Data, data_of, device_named, learning_rate, make_optimizer, make_pruner
 from .run import Run, is_restarted
+from .trackers import check_installed
 from .tracking import Silent, Tracker, read_run
 
 Progress = Callable[[int, dict[str, Any]], None]  # called after each step with what is known then
@@ -47,29 +46,38 @@ class Result:
     seconds: float
     budget_scale: float
     digest: str | None
+    peak_memory: int = 0  # bytes: allocated on the GPU, or held by the process on a CPU
 
 
 class Training:
     """All that a run needs, built and checked before anything is written."""
 
-    def __init__(self, run: Run, team: Team = Team()) -> None:
+    def __init__(self, run: Run, data: Data | None = None, team: Team = Team()) -> None:
         self.run, self.team = run, team
-        self.device = team.place(device_of(_device(run.device)))
-        self.data: TokenData | ImageData = team.each(lambda: _data(run))
+        self.device = team.place(device_of(device_named(run.device)))
+        memory.reset_peak(self.device)
+        self.data: Data = data or team.each(lambda: data_of(run))
         torch.manual_seed(run.seed)
         self.model = build(run.model, self.data.shape).to(self.device)
         self.wrapped = team.wrap(self.model, self.device)
         self.optimizer = make_optimizer(run, self.model)
         self.events: list[Event] = []
         self.pruner = make_pruner(run, self.model, self.optimizer, self.events.append)
-        self.forward: Callable[..., torch.Tensor] = torch.compile(self.wrapped) if run.compile else self.wrapped
+        # the loss is compiled too: by itself it would read and write the logits in float32 several times over
+        self.loss: Callable[..., torch.Tensor] = torch.compile(self._loss) if run.compile else self._loss
         self.step = 0
         self.seconds = 0.0
+        self.mark: Callable[[str], None] = lambda part: None  # told which part of a step begins
 
     def autocast(self) -> Any:
         if self.run.precision == "float32":
             return nullcontext()
         return torch.autocast(self.device.type, dtype=torch.bfloat16)
+
+    def _loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        with self.autocast():
+            logits = self.wrapped(inputs)
+        return loss_of(logits, targets)
 
     def train_step(self) -> tuple[torch.Tensor, float]:
         """One optimizer step; its mean loss, still on the device, and the learning rate used."""
@@ -80,17 +88,22 @@ class Training:
         lr *= getattr(self.optimizer, "lr_scale", 1.0)
         total = torch.zeros((), device=self.device)
         for part in range(run.accumulate):
+            self.mark("data")
             own, size = self.team.slice_of(self.step * run.accumulate + part, run.batch)
             inputs, targets = self.data.train.batch(own, size, run.seed)
+            self.mark("forward")
+            inputs, targets = (x.to(self.device, non_blocking=True) for x in (inputs, targets))
             with self.team.syncing(self.wrapped, last=part == run.accumulate - 1):
-                with self.autocast():
-                    logits = self.forward(inputs.to(self.device, non_blocking=True))
-                loss = loss_of(logits, targets.to(self.device, non_blocking=True)) / run.accumulate
+                loss = self.loss(inputs, targets) / run.accumulate
+                self.mark("backward")
                 loss.backward()
             total += loss.detach()
         if run.clip and not isinstance(self.optimizer, AdamWPrune):
+            self.mark("clipping")
             nn.utils.clip_grad_norm_(self.model.parameters(), run.clip)
+        self.mark("optimizer")
         self.optimizer.step()
+        self.mark("other")
         self.optimizer.zero_grad()
         self.step += 1
         return total, lr
@@ -103,6 +116,18 @@ class Training:
 
     def sparsity(self) -> float:
         return self.pruner.sparsity if self.pruner else 0.0
+
+    def zeros(self) -> dict[str, Any]:
+        """Sparsity now and the zeros of each prunable layer, counted; a dense run has none to count."""
+        if not self.pruner:
+            return {"sparsity": 0.0}
+        counted = self.pruner.report()
+        return {"sparsity": counted.sparsity, "zeros": [layer.num_zeros for layer in counted.layers if not layer.dense]}
+
+    def layers(self) -> dict[str, int]:
+        """Number of weights of each prunable layer, in the order of ``zeros``."""
+        layers = self.pruner.report().layers if self.pruner else []
+        return {layer.name: layer.num_weights for layer in layers if not layer.dense}
 
     def state(self) -> dict[str, Any]:
         """Everything that the rest of the run depends on; the order of the data is a function of seed and step."""
@@ -128,17 +153,32 @@ class Training:
             torch.cuda.set_rng_state(rng, device)
 
 
-def train(run: Run, progress: Progress = lambda step, values: None) -> Result:
-    """Train as ``run`` says, or continue it, and leave its folder complete."""
+def train(
+    run: Run,
+    progress: Progress = lambda step, values: None,
+    *,
+    data: Data | None = None,
+    finish: Callable[[Training], None] | None = None,
+) -> Result:
+    """Train as ``run`` says, or continue it, and leave its folder complete.
+
+    ``data`` is what ``data_of(run)`` gave, for many runs that share it. ``finish`` keeps what it wants of
+    the trained model and is called in place of writing the last checkpoint.
+    """
     if run.resume:
         run = run.continuing(read_run(run.out))
+    check_installed(run.track)
     with team_of(run) as team:
         run = team.first(lambda: _begun(run))
-        training = Training(run, team)
+        training = Training(run, data, team)
         if run.resume:
             resume(training)
         tracker = Tracker.open(run, training.step) if team.is_first else Silent()
-        quality = _loop(training, tracker, progress) or training.evaluate()
+        if not training.step and training.pruner:
+            tracker.log(step=0, layers=training.layers())
+        quality = _loop(training, tracker, progress, saves_last=finish is None) or training.evaluate()
+        if finish:
+            finish(training)
         result = _result(training, quality)
         tracker.result(asdict(result))
     return result
@@ -170,7 +210,7 @@ def evaluated(
     )
 
 
-def _loop(training: Training, tracker: Tracker | Silent, progress: Progress) -> Quality | None:
+def _loop(training: Training, tracker: Tracker | Silent, progress: Progress, *, saves_last: bool) -> Quality | None:
     """Step until the budget is spent; the quality at the end, if there was a step to take."""
     run, quality = training.run, None
     while training.step < run.total_steps:
@@ -186,10 +226,10 @@ def _loop(training: Training, tracker: Tracker | Silent, progress: Progress) -> 
         training.seconds += time.perf_counter() - started
         if step % run.eval_every == 0 or last:
             quality = training.evaluate()
-            values |= {"sparsity": training.sparsity(), "eval": asdict(quality) | {"perplexity": quality.perplexity}}
+            values |= {**training.zeros(), "eval": asdict(quality) | {"perplexity": quality.perplexity}}
         if values:
             tracker.log(step=step, **values)
-        if last or (run.save_every and step % run.save_every == 0):
+        if saves_last if last else run.save_every and step % run.save_every == 0:
             save(training, last)
         progress(step, values)
     return quality
@@ -213,78 +253,5 @@ def _result(training: Training, quality: Quality) -> Result:
         seconds=training.seconds,
         budget_scale=run.budget_scale,
         digest=training.pruner.digest() if training.pruner else None,
+        peak_memory=memory.peak(training.device),
     )
-
-
-def learning_rate(run: Run, step: int) -> float:
-    """Linear warm-up to ``lr``, then a cosine down to ``min_lr`` of it at the end of the run."""
-    if step < run.warmup:
-        return run.lr * (step + 1) / run.warmup
-    progress = (step - run.warmup) / max(1, run.total_steps - run.warmup)
-    return run.lr * (run.min_lr + (1 - run.min_lr) * 0.5 * (1 + math.cos(math.pi * progress)))
-
-
-def make_optimizer(run: Run, model: nn.Module) -> Optimizer:
-    """The optimizer, which decays matrices and leaves norms and biases alone."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": run.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    betas = (run.beta1, run.beta2)
-    if run.optimizer == "adamwprune":
-        spam = Spam() if run.spam else None
-        return AdamWPrune(groups, lr=run.lr, betas=betas, max_norm=run.clip or None, spam=spam)
-    if run.optimizer == "adamw":
-        return torch.optim.AdamW(groups, lr=run.lr, betas=betas, fused=True)
-    if run.optimizer == "adam":
-        return torch.optim.Adam(groups, lr=run.lr, betas=betas, fused=True)
-    if run.optimizer == "nadam":
-        return torch.optim.NAdam(groups, lr=run.lr, betas=betas, decoupled_weight_decay=True)
-    fused = not any(map(is_dtensor, parameters))  # which the fused one does not take
-    return torch.optim.SGD(groups, lr=run.lr, momentum=0.9, fused=fused)
-
-
-def make_pruner(run: Run, model: nn.Module, optimizer: Optimizer, on_event: Callable[[Event], None]) -> Pruner | None:
-    if run.score == "none":
-        return None
-    options = {"eps": run.eps, "q": run.exponent}
-    return Pruner(
-        model,
-        optimizer,
-        score=run.score,
-        select=SELECTORS[run.allocate],
-        schedule=run.sparsity_schedule(),
-        every=run.every,
-        include=run.include,
-        exclude=run.exclude,
-        score_options={name: value for name, value in options.items() if value is not None}
-        | ({"seed": run.seed} if run.score == "random" else {}),
-        on_event=on_event,
-    )
-
-
-SELECTORS: dict[str, Selector] = {
-    "global": Global(),
-    "uniform": PerLayer("uniform"),
-    "depth": PerLayer("depth"),
-    "erk": PerLayer("erk"),
-    "row": PerRow(),
-    "2:4": NofM(2, 4),
-}
-
-
-def _data(run: Run) -> TokenData | ImageData:
-    return load(
-        run.data,
-        context=run.context,
-        validation=run.validation,
-        vocab_size=run.vocab_size,
-        augment=run.augment,
-    )
-
-
-def _device(name: str) -> str:
-    if name != "auto":
-        return name
-    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -14,12 +14,14 @@ from torch import Tensor, nn
 from ..eligible import Weight
 from .chain import Prefix, blocks_of
 from .inspection import Findings, holders, inspect
+from .kinds import add_largest_
 from .memory import batch_size, is_out_of_memory, release
 from .objective import Objective
 from .offload import gradients, saving
+from .recompute import recomputed
 from .samples import Chunk, Samples, Tree, moved
-from .session import swapped
-from .taps import NotRows, Taps, Variant
+from .session import replaced, swapped
+from .taps import NotRows, Reached, Taps, Variant, per_sample
 
 Statistic = Literal["largest", "mean square"]
 Records = dict[str, Tensor]
@@ -35,8 +37,16 @@ class _TooLarge(Exception):
 class Engine:
     """Records of a model's gradients over the calibration samples."""
 
-    def __init__(self, objective: Objective, weights: Sequence[Weight], samples: Samples, size: int | None) -> None:
+    def __init__(
+        self,
+        objective: Objective,
+        weights: Sequence[Weight],
+        samples: Samples,
+        size: int | None,
+        checkpointing: bool = False,
+    ) -> None:
         self.objective = objective
+        self.checkpointing = checkpointing  # blocks are run again for the backward; also where nothing else fits
         self.weights = {weight.name: weight for weight in weights}
         self.samples = samples
         self.device = objective.offload.device if objective.offload else weights[0].parameter.device
@@ -45,7 +55,7 @@ class Engine:
         self.scale = SCALE if half else 1.0
         self.passes = 0  # forward and backward passes of one sample
         self.forwards = 0  # forward passes of one sample alone
-        self.modules = {weight.name: holders(objective.model, weight) for weight in weights}
+        self.modules = holders(objective.model, weights)
         self.findings: Findings = inspect(objective, self.modules, self.blocks, samples, self.device)
         self.passes += 4
         self.prefix = Prefix(self.blocks if self.findings.chained else [], samples)
@@ -110,13 +120,25 @@ class Engine:
         try:
             self._add_chunk(found, start, chunk, variants, statistic)
         except Exception as error:
-            if not is_out_of_memory(error) or chunk.size == len(variants) == 1:
+            if not is_out_of_memory(error) or (chunk.size == len(variants) == 1 and not self._may_checkpoint()):
                 raise
-            if chunk.size == 1:
+            if chunk.size == 1 < len(variants):
                 raise _TooLarge from error
             found[:] = found if before is None else before  # a maximum does not mind what it has seen already
-            return False
+            if chunk.size > 1:
+                return False
+            self._checkpoint()
+            return self._tried(found, start, chunk, variants, statistic)
         return True
+
+    def _may_checkpoint(self) -> bool:
+        """Whether checkpointing is left as a way to need less memory."""
+        return bool(self.blocks) and not self.checkpointing
+
+    def _checkpoint(self) -> None:
+        self.checkpointing = True
+        self.halved += 1
+        release(self.device)
 
     def _add_chunk(
         self, found: list[Records], start: int, chunk: Chunk, variants: Sequence[Variant], statistic: Statistic
@@ -126,13 +148,20 @@ class Engine:
         taps = Taps(modules, chunk.size * times, variants)
         tree = moved(self.samples.tree(chunk, times), self.device)
         others = {n: value for variant in variants for n, value in variant.items() if n not in modules}
-        with torch.enable_grad(), self.prefix.skipping(start, chunk, times), taps.open(), self._running(others):
+        with torch.enable_grad(), self.prefix.skipping(start, chunk, times), taps.open(), self._running(others, start):
             total = self.objective.summed(tree, chunk.size * times, self.findings.form)
             gradients = taps.gradients(total * self.scale) if total.requires_grad else [None] * len(taps.calls)
         with torch.no_grad():
-            for name, number, each in taps.per_sample(gradients):
-                _add(found[number][name], each, statistic, self.scale)
+            for name, number, reached in taps.layers(gradients):
+                if not self._added_at_once(found[number][name], reached, statistic):
+                    for each in per_sample(reached):
+                        _add(found[number][name], each, statistic, self.scale)
         self.passes += chunk.size * times
+
+    def _added_at_once(self, record: Tensor, reached: Sequence[Reached], statistic: Statistic) -> bool:
+        """Whether a kernel has taken all samples of a weight, whose gradients then were never in memory."""
+        plain = statistic == "largest" and self.scale == 1.0 and len(reached) == 1
+        return plain and add_largest_(record, *reached[0])
 
     def _one_by_one(self, names: Sequence[str], variants: Sequence[Variant], statistic: Statistic) -> list[Records]:
         found = [{name: self._zeros(name) for name in names} for _ in variants]
@@ -142,17 +171,29 @@ class Engine:
         for chunk in self.samples.chunks(1):
             tree = moved(self.samples.tree(chunk), self.device)
             for record, variant in zip(found, variants, strict=True):
-                for name, each in zip(names, self._alone(tree, chunk, start, parameters, variant), strict=True):
+                for name, each in zip(names, self._one(tree, chunk, start, parameters, variant), strict=True):
                     if each is not None:
                         _add(record[name], each.unsqueeze(0), statistic, self.scale)
         return [self._finished(record, statistic) for record in found]
+
+    def _one(
+        self, tree: Tree, chunk: Chunk, start: int, parameters: list[nn.Parameter], variant: Variant
+    ) -> Sequence[Tensor | None]:
+        """Gradients of one sample's loss, with checkpointing where memory is not enough without."""
+        try:
+            return self._alone(tree, chunk, start, parameters, variant)
+        except Exception as error:
+            if not (is_out_of_memory(error) and self._may_checkpoint()):
+                raise
+        self._checkpoint()
+        return self._alone(tree, chunk, start, parameters, variant)
 
     def _alone(
         self, tree: Tree, chunk: Chunk, start: int, parameters: list[nn.Parameter], variant: Variant
     ) -> Sequence[Tensor | None]:
         """Gradients of one sample's loss by autograd."""
         self.passes += 1
-        with torch.enable_grad(), self.prefix.skipping(start, chunk), self._running(variant):
+        with torch.enable_grad(), self.prefix.skipping(start, chunk), self._running(variant, start):
             for parameter in parameters:
                 parameter.requires_grad_(True)
             try:
@@ -165,10 +206,11 @@ class Engine:
                     parameter.requires_grad_(False)
 
     @contextmanager
-    def _running(self, variant: Variant) -> Iterator[None]:
-        """The model with these weights, whose graph holds no more than it must."""
+    def _running(self, variant: Variant, start: int) -> Iterator[None]:
+        """The model with these weights from block ``start`` on, whose graph holds no more than it must."""
         values = {self.weights[name].parameter: value for name, value in variant.items()}
-        with swapped(values), saving(self.objective.offload):
+        again = recomputed(self.blocks[start:], self.objective.offload) if self.checkpointing else {}
+        with swapped(values), saving(self.objective.offload), replaced(again):
             yield
 
     def _have(self, start: int) -> None:

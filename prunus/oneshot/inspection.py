@@ -25,6 +25,8 @@ ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.25, torc
 # relative: two losses from the same operations
 SAME = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 
+TF32 = 0.03  # relative: products of float32 that a GPU may round to 10 bits, as it does in convolutions unless told
+
 TOKENS = 64  # of each sample that are looked at
 
 Modules = Mapping[str, Sequence[nn.Module]]
@@ -54,15 +56,18 @@ class Seen:
     saved_bytes: int
 
 
-def holders(model: nn.Module, weight: Weight) -> list[nn.Module]:
-    """Modules that hold the weight, if its gradient can be rebuilt in all of them; else none."""
-    found = []
+def holders(model: nn.Module, weights: Sequence[Weight]) -> dict[str, list[nn.Module]]:
+    """Modules that hold each weight, by name, if its gradient can be rebuilt in all of them; else none."""
+    names = {weight.parameter: weight.name for weight in weights}
+    found: dict[str, list[nn.Module]] = {name: [] for name in names.values()}
+    doubtful = set()
     for module in model.modules():
-        keys = [key for key, parameter in module.named_parameters(recurse=False) if parameter is weight.parameter]
-        if keys and (keys != ["weight"] or not rebuildable(module)):
-            return []
-        found += [module] * len(keys)
-    return found
+        for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if (name := names.get(parameter)) is not None:
+                found[name].append(module)
+                if key != "weight" or not rebuildable(module):
+                    doubtful.add(name)
+    return {name: [] if name in doubtful else modules for name, modules in found.items()}
 
 
 def inspect(
@@ -92,7 +97,7 @@ def _inspected(objective: Objective, modules: Modules, blocks: Sequence[nn.Modul
     tapped = {name: held for name, held in modules.items() if held}
     alone = [_observe(objective, objective.alone, rows(two, i, i + 1, 2), tapped, blocks) for i in (0, 1)]
     dtypes = {alone[0].loss.dtype, *(p.dtype for p in objective.model.parameters() if p.is_floating_point())}
-    tolerance = max(ROUNDING.get(dtype, 0.25) for dtype in dtypes)
+    tolerance = max([ROUNDING.get(dtype, 0.25) for dtype in dtypes] + [TF32] * _rounds_products(alone[0].loss))
     elsewhere = alone[0].elsewhere | alone[1].elsewhere
     starts = {name: min(seen.starts.get(name, start) for seen in alone) for name, start in alone[0].starts.items()}
     found = Findings(saved_bytes=max(seen.saved_bytes for seen in alone))
@@ -111,6 +116,13 @@ def _inspected(objective: Objective, modules: Modules, blocks: Sequence[nn.Modul
     if found.batched:
         found.quick = {name for name in found.starts if _agree(name, together, alone, tolerance)}
     return found
+
+
+def _rounds_products(loss: Tensor) -> bool:
+    """Whether the products behind it may have been rounded to TF32."""
+    if not loss.is_cuda:
+        return False
+    return bool(torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32)
 
 
 def _observe(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..eligible import is_conv1d
+from ..ops.outer import fuses, largest_outer_, outer
 
 FORWARDS = (nn.Linear.forward, nn.Conv1d.forward, nn.Conv2d.forward)
 ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 28}  # of per-sample gradients that are held at a time
@@ -53,23 +54,25 @@ def sample_gradients(module: nn.Module, x: Tensor, d: Tensor) -> Iterator[Tensor
         if isinstance(module, nn.Conv1d | nn.Conv2d):
             yield _of_convolution(module, here, back).view(-1, *weight.shape)
         else:
-            left, right = _tokens(back), _tokens(here)
-            yield _outer(right, left) if is_conv1d(module) else _outer(left, right)
+            yield outer(*_factors(module, here, back))
+
+
+def add_largest_(record: Tensor, module: nn.Module, x: Tensor, d: Tensor) -> bool:
+    """Take the largest per-sample gradients into ``record``; False, with nothing done, where no kernel fuses that."""
+    if isinstance(module, nn.Conv1d | nn.Conv2d) or not fuses(x) or d.dtype != x.dtype:
+        return False
+    largest_outer_(record, *_factors(module, x, d))
+    return True
+
+
+def _factors(module: nn.Module, x: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
+    """The two whose outer products, summed over tokens, are the gradients of the weight as it is laid out."""
+    return (_tokens(x), _tokens(d)) if is_conv1d(module) else (_tokens(d), _tokens(x))
 
 
 def _tokens(x: Tensor) -> Tensor:
     """(sample, token, feature)"""
     return x.reshape(len(x), -1, x.shape[-1])
-
-
-def _outer(left: Tensor, right: Tensor) -> Tensor:
-    """``sum over t of left_t right_t^T`` of each sample: (sample, left features, right features)."""
-    left = left.transpose(1, 2)
-    if left.dtype in (torch.float32, torch.float64):
-        return torch.bmm(left, right)
-    if left.is_cuda:
-        return torch.bmm(left, right, out_dtype=torch.float32)
-    return torch.bmm(left.float(), right.float())
 
 
 def _of_convolution(conv: nn.Conv1d | nn.Conv2d, x: Tensor, d: Tensor) -> Tensor:
@@ -81,4 +84,4 @@ def _of_convolution(conv: nn.Conv1d | nn.Conv2d, x: Tensor, d: Tensor) -> Tensor
     windows = F.unfold(x, kernel, dilation=dilation, stride=stride)  # (sample, in * kernel, place)
     back = d.flatten(2)  # (sample, out, place)
     by_group = (len(x) * conv.groups, -1, back.shape[-1])
-    return _outer(back.reshape(by_group).transpose(1, 2), windows.reshape(by_group).transpose(1, 2))
+    return outer(back.reshape(by_group).transpose(1, 2), windows.reshape(by_group).transpose(1, 2))

@@ -113,6 +113,7 @@ class SearchOptions:
     tune: Tune | None = None
     state: Path | None = None
     offload: str | None = None  # device on which the model is run block by block
+    checkpointing: bool = False  # blocks are run again for the backward instead of kept
     compare: bool = True  # evaluate the strategy without the probe at the sparsity that was found
     progress: Progress | None = None
     on_trial: Callable[[Trial], None] | None = None

@@ -86,6 +86,19 @@ class Offload:
     def _unload(self, unit: nn.Module, *_: Any) -> None:
         self.settle()
 
+    def holds(self, unit: nn.Module) -> bool:
+        """Whether the weights of ``unit`` are on the device now."""
+        return all(tensor in self._homes for tensor in _tensors(unit))
+
+    @contextmanager
+    def loaded(self, unit: nn.Module) -> Iterator[None]:
+        """The weights of ``unit`` on the device, for a run that none of its hooks sees."""
+        self._load(unit)
+        try:
+            yield
+        finally:
+            self.settle()
+
     def settle(self) -> None:
         """Have every weight of a unit where it was."""
         for tensor, home in self._homes.items():

@@ -41,6 +41,7 @@ def prune(
     exclude: str | Sequence[str] = (),
     batch_size: int | None = None,
     offload: str | torch.device | None = None,
+    checkpointing: bool = False,
     progress: Progress | None = None,
 ) -> Result:
     """Prune ``model`` in place to ``sparsity`` of its prunable weights, and say what was done.
@@ -52,11 +53,12 @@ def prune(
 
     A probe vetoes some of what the strategy proposes, so that the sparsity ends below the one asked for, unless its
     tau is ``target``. With ``offload``, a device, the model's blocks are moved there one at a time, and everything
-    else for as long as it takes: the masks are the same.
+    else for as long as it takes: the masks are the same. With ``checkpointing`` blocks behind the probed one are run
+    again for the backward instead of kept, which a model also gets whose single sample would not fit.
 
     The model comes back in the mode and with the statistics that it had; after an exception with its weights too.
     """
-    job = Job(model, batches, Plan(score, select, loss, include, exclude, batch_size, offload))
+    job = Job(model, batches, Plan(score, select, loss, include, exclude, batch_size, offload, checkpointing))
     with job.open():
         return job.prune(sparsity, probe, progress=progress)
 
@@ -72,6 +74,7 @@ class Plan:
     exclude: str | Sequence[str] = ()
     batch_size: int | None = None
     offload: str | torch.device | None = None  # where blocks go one at a time
+    checkpointing: bool = False
 
 
 @dataclass
@@ -119,7 +122,8 @@ class Job:
         if self._engine is None:
             objective = Objective(self.model, self.plan.loss, self.offload)
             with self.clock.part("inspection"):
-                self._engine = Engine(objective, list(self.weights.values()), self.samples(), self.plan.batch_size)
+                weights, size = list(self.weights.values()), self.plan.batch_size
+                self._engine = Engine(objective, weights, self.samples(), size, self.plan.checkpointing)
         return self._engine
 
     def _counts(self) -> tuple[int, int]:
@@ -158,6 +162,7 @@ class Job:
         result.parts = dict(self.clock.seconds)
         if self._engine is not None:
             result.rows, result.halved = self._engine.size, self._engine.halved
+            result.checkpointing = self._engine.checkpointing
         return result
 
     def undo_(self, originals: Originals) -> None:

@@ -48,6 +48,7 @@ class Result:
     peak_bytes: int = 0
     rows: int = 0  # of a pass at the end: samples times the weights that each is seen with
     halved: int = 0  # how often memory ran out
+    checkpointing: bool = False  # whether blocks were run again for the backward
     originals: Originals = field(default_factory=Originals)
 
     @property

@@ -50,7 +50,8 @@ def search(
     """
     if options.tune and probe and probe.tau == "target":
         raise ValueError("tau='target' cannot be tuned: it follows from the sparsity; give a number, or no tune")
-    job = Job(model, batches, Plan(score, select, loss, include, exclude, batch_size, options.offload))
+    plan = Plan(score, select, loss, include, exclude, batch_size, options.offload, options.checkpointing)
+    job = Job(model, batches, plan)
     with job.open():
         return _Search(job, evaluate, limit, probe, options).run()
 

@@ -77,9 +77,10 @@ class Strategy:
 
     def keep(self, sparsity: float, live: Packed) -> dict[str, Tensor]:
         """Packed masks at ``sparsity`` within ``live``."""
-        return self.select.packed(self._sources(sparsity, live), sparsity, live)
+        return self.select.packed(self.sources(sparsity, live), sparsity, live)
 
-    def _sources(self, sparsity: float, live: Packed) -> list[Lazy]:
+    def sources(self, sparsity: float, live: Packed) -> list[Lazy]:
+        """Scores of every weight, of which ``path`` alone depends on the sparsity."""
         if self.score == "fisher":
             squares = self._mean_squares()
             return [_lazy(w, fisher, {"exp_avg_sq": squares[w.name]}, {"step": math.inf}) for w in self.weights]

@@ -13,6 +13,7 @@ from .kinds import output, sample_gradients, weight_of
 from .session import replaced
 
 Variant = Mapping[str, Tensor]  # weights that stand in for the model's own, by name
+Reached = tuple[nn.Module, Tensor, Tensor]  # a layer, its input, and the gradient of its output
 
 
 class NotRows(Exception):
@@ -40,6 +41,7 @@ class Taps:
     strict: bool = True
     calls: list[Call] = field(default_factory=list)
     on_call: Callable[[str], None] | None = None
+    recording: bool = True  # no more once the backward runs, which may call layers again
 
     @contextmanager
     def open(self) -> Iterator["Taps"]:
@@ -58,7 +60,8 @@ class Taps:
             out = self._output(name, module, x)
             # without a gradient that passes through it, the graph of the pass begins here
             out = out if out.requires_grad else out.detach().requires_grad_()
-            self.calls.append(Call(name, module, x.detach(), x._version, out))
+            if self.recording:
+                self.calls.append(Call(name, module, x.detach(), x._version, out))
             return out.clone()  # which the model may change in place
 
         return forward
@@ -84,13 +87,11 @@ class Taps:
         for call in self.calls:
             if call.x._version != call.version:
                 raise NotRows(call.name)  # its input was changed in place since
+        self.recording = False
         return list(torch.autograd.grad(total, [call.out for call in self.calls], allow_unused=True))
 
-    def per_sample(self, gradients: Sequence[Tensor | None]) -> Iterator[tuple[str, int, Tensor]]:
-        """Name, number of the variant, and gradients (samples, *shape) of every tapped weight, a few at a time.
-
-        The calls of one layer add up.
-        """
+    def layers(self, gradients: Sequence[Tensor | None]) -> Iterator[tuple[str, int, list[Reached]]]:
+        """Name, number of the variant, and what its calls have shown, of every tapped weight a gradient reached."""
         for name in self.modules:
             found = [
                 (call.module, call.x.chunk(len(self.variants)), d.chunk(len(self.variants)))
@@ -98,6 +99,11 @@ class Taps:
                 if call.name == name and d is not None
             ]
             for number in range(len(self.variants) if found else 0):
-                streams = [sample_gradients(module, x[number], d[number]) for module, x, d in found]
-                for parts in zip(*streams, strict=True):
-                    yield name, number, sum(parts[1:], start=parts[0])
+                yield name, number, [(module, x[number], d[number]) for module, x, d in found]
+
+
+def per_sample(reached: Sequence[Reached]) -> Iterator[Tensor]:
+    """Gradients (samples, *shape) of a weight, a few samples at a time; the calls of its layer add up."""
+    streams = [sample_gradients(module, x, d) for module, x, d in reached]
+    for parts in zip(*streams, strict=True):
+        yield sum(parts[1:], start=parts[0])

@@ -144,3 +144,9 @@ def test_train_reaches_the_sparsity_and_eval_agrees(options, text, tmp_path, cap
     main(["eval", str(out), "--eval-size", "2", "--layers"])
     said = capsys.readouterr().out
     assert f"loss {result['loss']:.4f}" in said and f"{result['sparsity']:.4%} of" in said
+
+
+def test_a_reader_that_leaves_early_is_no_error():
+    shell = ["bash", "-c", '"$0" -m prunus bench --help | head -n 1; echo "${PIPESTATUS[0]}"', sys.executable]
+    done = subprocess.run(shell, capture_output=True, text=True, timeout=60)
+    assert done.stderr == "" and done.stdout.splitlines()[-1] in ("0", "141")

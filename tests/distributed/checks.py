@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from toys import adamw, adamw_prune
 
-from prunus import Global, NofM, OneShot, PerLayer, PerRow, Pruner, Ramp
+from prunus import Global, NofM, OneShot, PerLayer, PerRow, Pruner, Ramp, Regrow
 
 SHAPES = {"a": (1, 8), "b": (13, 8), "c": (24, 40), "d": (3, 4, 2), "e": (9, 4, 2, 2)}
 WEIGHTS = {  # what masks are hard to find for
@@ -19,7 +19,7 @@ WEIGHTS = {  # what masks are hard to find for
     "bfloat16": lambda *shape: torch.randn(shape).bfloat16(),
     "wide": lambda *shape: torch.randn(shape) * 10.0 ** torch.randint(-15, 15, shape),
 }
-RUNS = [  # weights, score, selector, optimizer
+RUNS = [  # weights, score, selector, optimizer, and what comes back, if any
     ("normal", "bitter7", Global(), adamw),
     ("normal", "bitter7", Global(), adamw_prune),
     ("ties", "magnitude", Global(), adamw_prune),
@@ -31,6 +31,8 @@ RUNS = [  # weights, score, selector, optimizer
     ("ties", "magnitude", PerRow(), adamw_prune),
     ("bfloat16", "magnitude", NofM(2, 4), adamw),
     ("equal", "random", NofM(1, 8), adamw),
+    ("normal", "bitter7", Global(), adamw, Regrow(0.3)),
+    ("ties", "magnitude", PerLayer("erk"), adamw_prune, Regrow(0.3, by="gradient")),
 ]
 REFERENCES = {}
 
@@ -54,11 +56,12 @@ def gradient(step, name, shape, dtype):
 
 def trained(model, run, on_event=None):
     """Six steps with gradients that are given, so that they are the same however many ranks there are."""
-    _, score, select, make = run
+    _, score, select, make, *regrow = run
     optimizer = make(model)
     schedule = OneShot(select.sparsity, at=3) if isinstance(select, NofM) else Ramp(0.6, 1, 5)
     exclude = ("d", "e") if isinstance(select, NofM) else ()
-    pruner = Pruner(model, optimizer, score=score, select=select, schedule=schedule, every=2, exclude=exclude)
+    more = {"regrow": regrow[0]} if regrow else {}
+    pruner = Pruner(model, optimizer, score=score, select=select, schedule=schedule, every=2, exclude=exclude, **more)
     pruner.on_event, digests = on_event, []
     for step in range(6):
         for name, p in model.named_parameters():

@@ -7,6 +7,7 @@ import torch
 
 from prunus.cli import main
 from prunus.lab.bench import prune as bench
+from prunus.lab.bench import prune_parts
 from prunus.lab.bench.page import page
 
 pytest.importorskip("transformers")
@@ -51,4 +52,14 @@ def test_the_command_leaves_a_file_that_the_page_draws(task, monkeypatch, tmp_pa
     rows = json.loads(path.read_text())["rows"]
     assert [each["different"] for each in rows] == [0, 0, 0] and rows[2]["times_fewer_operations"] > 0
     drawn = page(tmp_path)
-    assert "Pruning after training" in drawn and "| WANDA, 4096 x 4096 | 1.000 | 7.000 | 7.00 |" in drawn
+    assert "part of our probe" in drawn and "| WANDA, 4096 x 4096 | 1.000 | 7.000 | 7.00 |" in drawn
+
+
+def test_parts_of_the_probe_add_up_and_nothing_stays_clocked(task):
+    before = [getattr(owner, name) for owner, name in prune_parts.CLOCKED.values()]
+    parts = bench.probe_parts(task, torch.device("cpu"))
+    assert [getattr(owner, name) for owner, name in prune_parts.CLOCKED.values()] == before
+    assert sum(part["share"] for part in parts) == pytest.approx(1)
+    assert all(part["seconds"] > 0 for part in parts)
+    head, inner = 40 * 16, 2 * (4 * 16 * 16 + 3 * 16 * 24)
+    assert bench.head_share(task) == pytest.approx(4 * head / (4 * head + 2 * inner))

@@ -17,6 +17,8 @@ BASE = {"seconds": {"records": 1.0, "other": 9.0}, "rows": 8, "halved": 0, "used
         ({}, "Nothing stands out"),
         ({"halved": 1, "rows": 4}, "ran out once; --batch 4"),
         ({"halved": 3, "rows": 1}, "--offload"),
+        ({"halved": 3, "rows": 1, "schedule": "block"}, "--checkpointing"),
+        ({"checkpointing": True}, "not needed"),
         ({"left_bytes": 100}, "--batch 16"),
         ({"utilisation": 0.04}, "waits for the host"),
         ({"seconds": {"evaluation": 6.0, "other": 4.0}}, "--eval-windows"),

@@ -11,6 +11,7 @@ from torch import nn
 
 from prunus import Global, NofM, PerLayer, PerRow, Probe, prune
 from prunus.eligible import eligible
+from prunus.oneshot.prune import Job, Plan
 from prunus.oneshot.strategy import path
 
 
@@ -134,3 +135,19 @@ def test_gradients_too_small_for_half_precision_are_recorded(dtype):
     )
     dead = sum(layer.num_zero_gradient for layer in result.layers)
     assert dead < 0.3 * sum(layer.num_candidates for layer in result.layers)
+
+
+def test_records_of_a_half_precision_model_are_its_gradients_and_no_multiple_of_them():
+    """The loss is scaled while float16 gradients are computed; what is recorded is not."""
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).half()
+    x, y = torch.randn(4, 6).half(), torch.randint(0, 3, (4,))
+    loss = nn.functional.cross_entropy
+    plain = deepcopy(model).float()
+    expected = torch.zeros(5, 6)
+    for i in range(4):
+        (each,) = torch.autograd.grad(loss(plain(x[i : i + 1].float()), y[i : i + 1]), plain[0].weight)
+        expected = torch.maximum(expected, each.abs())
+    job = Job(model, [(x, y)], Plan(loss=loss))
+    with job.open():
+        (record,) = job.engine().records(["0.weight"], [{}])
+    torch.testing.assert_close(record["0.weight"], expected, rtol=0.02, atol=1e-4)

@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from .page import newest_of, section, table
+from .markdown import section, table
+from .page import newest_of
 
 LATENCY_US = 100.0  # of a small all-reduce over 8 nodes of 8 GPUs
 LINK_GB_S = 50.0  # of a 400 Gb/s link a GPU

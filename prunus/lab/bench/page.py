@@ -1,9 +1,10 @@
 """``docs/benchmarks.md`` from the files that benchmarks left: no figure in it is typed."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from . import prune_page
+from .markdown import number, section, table
 from .measure import read_record
 
 INTRODUCTION = """# Benchmarks
@@ -11,7 +12,8 @@ INTRODUCTION = """# Benchmarks
 This page is made by `prunus bench page` from the JSON files in `benchmarks/results/`; nothing in it is
 typed. Where a record was not written by a command, its section says so. All
 methods of a table ran in one process, one after the other or in turns. Run them on your
-own machine with `prunus bench select`, `step`, `train`, `export`, `matvec` and `prune` (`--device cuda` on a GPU).
+own machine with `prunus bench select`, `step`, `train`, `export`, `matvec`, `prune` and `level` (`--device cuda` on
+a GPU).
 """
 
 SELECT = """Masks of {num_weights:,} weights ({weights}, {dtype}) at {sparsity:.0%} by {score}, median of up to \
@@ -45,14 +47,6 @@ within a CUDA graph and go round copies of more than 200 MB, so that none is rea
 the graph, by the host. Times faster and size are relative to dense in the same table. Every way agreed with \
 the product in higher precision before it was timed.
 """
-
-PRUNE = """{model}, {probed} of its weights, {windows} windows of {length} tokens, to {sparsity:.0%}, in float32. \
-Plainly is WANDA as its authors' code does it, a sample at a time with a sort and a scatter, and the probe by its \
-definition: two passes for each weight and sample, all others frozen. Operations are those of matrix products, as \
-torch counts them over eight windows, the inspection of the model included: what is faster than by their ratio comes \
-from running them better, not from leaving them out.
-"""
-
 
 PARTS = """Where the time of one event goes ({weights}, bitter7, 50 %). Events queued one behind the other take \
 {queued_ms:.2f} ms each on the device, a CUDA graph of one with the wait {replayed_ms:.2f} ms; called one by one, \
@@ -183,9 +177,9 @@ def _matvec(record: dict[str, Any]) -> str:
             row["zeros"],
             f"{row['vectors']:,}",
             row["problem"] if row["us"] is None else f"{row['us']:,.1f}",
-            *(_number(row[name], "{:.2f}") for name in ("times_faster", "size")),
-            _number(row["launched_us"], "{:,.1f}"),
-            _number(row["read_gb_s"], "{:,.0f}"),
+            *(number(row[name], "{:.2f}") for name in ("times_faster", "size")),
+            number(row["launched_us"], "{:,.1f}"),
+            number(row["read_gb_s"], "{:,.0f}"),
         )
         for row in record["rows"]
     ]
@@ -193,49 +187,15 @@ def _matvec(record: dict[str, Any]) -> str:
     return section("Products with a pruned weight", record, MATVEC, table(headings, lines))
 
 
-def _number(value: float | None, form: str) -> str:
-    return "" if value is None else form.format(value)
-
-
-def _prune(record: dict[str, Any]) -> str:
-    lines = [
-        (
-            row["task"],
-            *(f"{row[name]:.3f}" for name in ("seconds", "plain_seconds")),
-            f"{row['times_faster']:.2f}",
-            _number(row["times_fewer_operations"], "{:.2f}"),
-            f"{row['different']:,} of {row['num_weights']:,}",
-        )
-        for row in record["rows"]
-    ]
-    headings = ("task", "s", "plainly, s", "times faster", "times fewer operations", "mask elements that differ")
-    return section("Pruning after training", record, PRUNE, table(headings, lines))
-
-
 SECTIONS = {
+    "level": prune_page.level,
     "export": _export,
     "matvec": _matvec,
     "parts": _parts,
-    "prune": _prune,
+    "prune": prune_page.prune,
     "select": _select,
     "step": _step,
     "train": _train,
     "update": _update,
+    "wanda": prune_page.wanda,
 }
-
-
-def section(title: str, record: dict[str, Any], text: str, body: str) -> str:
-    environment = record["environment"]
-    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
-    origin = (
-        f"{environment['machine']}; Python {environment['python']}, {versions}; "
-        f"{record['date']}, commit {environment['commit']}; `{record['file']}`"
-    )
-    note = f"{record['settings']['note']}\n\n" if "note" in record["settings"] else ""
-    return f"## {title}\n\n{origin}\n\n{text.format(**record['settings'])}\n{note}{body}\n"
-
-
-def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table whose first column is left-aligned and the others right-aligned."""
-    lines = [headings, ["---", *["---:"] * (len(headings) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -13,8 +13,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ...eligible import Weight, eligible
 from ...oneshot import Probe, prune
+from ...oneshot.head import head_of
 from ...select import PerRow
 from .measure import median_ms, synchronize
+from .prune_parts import parts_of
 
 SHAPE = {"hidden_size": 288, "intermediate_size": 768, "num_hidden_layers": 6, "num_attention_heads": 6}
 VOCABULARY = 32000
@@ -156,6 +158,23 @@ WAYS: dict[str, tuple[Callable[[Task], Masks], Callable[[Task], Masks]]] = {
     "WANDA, model": (lambda task: ours(task, None), one_shot_plainly),
     "WANDA + sequential probe": (lambda task: ours(task, Probe(TAU)), probe_plainly),
 }
+
+
+def probe_parts(task: Task, device: torch.device) -> list[dict[str, Any]]:
+    """Where the time of our side of the probe goes, from a run of its own: the clocks would show in the other."""
+    with restored(task.model):
+        return parts_of(lambda: ours(task, Probe(TAU)), lambda: synchronize(device))
+
+
+def head_share(task: Task) -> float:
+    """Fraction of a record's products that the head takes, forward and backward, in the mean over the weights.
+
+    By the definition both sides run it once a record, so that nothing which keeps every decision can save it: a
+    record with other weights behind it has other logits.
+    """
+    head = head_of(task.model).weight.numel()
+    blocks = sum(weight.parameter.numel() for weight in eligible(task.model).weights)
+    return 2 * head / (2 * head + blocks)  # a record runs half of the blocks in the mean, there and back
 
 
 def bench_prune(task: Task, repeat: int, device: torch.device) -> list[dict[str, Any]]:

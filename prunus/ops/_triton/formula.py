@@ -24,7 +24,7 @@ class Formula:
     @property
     def has_fast_roots(self) -> bool:
         """Whether roots may be approximate in the pass: in a product their error stays an error of a few ulp."""
-        return self.name not in ("bitter5", "bitter9", "magnitude", "fisher", "wanda", "itself", "random")
+        return self.name not in ("bitter5", "bitter9", "magnitude", "fisher", "wanda", "momentum", "itself", "random")
 
 
 def lower(score: str, constants: Mapping[str, Any]) -> Formula | None:
@@ -52,6 +52,10 @@ def lower(score: str, constants: Mapping[str, Any]) -> Formula | None:
         return Formula(names[q], weight | (second if q != 0 else {}), 0.0, b) if q in names else None
     if score == "wanda":
         return Formula("wanda", weight | {"v": "input_norm"})
+    if score in ("snr", "momentum"):
+        return Formula(score, first | (second if score == "snr" else {}), below)
+    if score == "gradient":
+        return Formula("magnitude", {"w": "grad"})
     if score == "movement":
         return Formula("itself", {"w": "movement"})
     if score == "itself":
@@ -95,6 +99,10 @@ def evaluate(NAME: tl.constexpr, FAST: tl.constexpr, w, m, v, a, b):
         s = root(FAST, v / b) * tl.abs(w)
     elif NAME == "wanda":
         s = tl.abs(w) * v
+    elif NAME == "snr":
+        s = tl.abs(m / (root(FAST, v) + a))
+    elif NAME == "momentum":
+        s = tl.abs(m)
     else:
         tl.static_assert(NAME == "itself" or NAME == "random", "unknown formula")
         s = w

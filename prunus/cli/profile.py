@@ -1,0 +1,95 @@
+"""``prunus profile``"""
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+
+from ..lab.run import Run
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..lab.profile.measure import Profile, Window
+
+
+@dataclass(frozen=True)
+class Command:
+    """Say where the time and memory of a training step go, and what to change; writes profile.json into --out.
+
+    All options of prunus train describe the training. It is measured in the middle of its ramp and not saved.
+    With --compare compile, eager and torch.compile are measured in two fresh processes, equal in all else, and
+    the result is compile.json.
+    """
+
+    steps_before: int = 10  # steps before the measurement, which also give the moments something to hold
+    steps_to_measure: int = 20  # steps that are measured; some of them are taken again under the profiler
+    compare: Literal["none", "compile"] = "none"  # what is compared with the run as it is
+    run: Annotated[Run, tyro.conf.arg(name="")] = field(default_factory=lambda: Run(out=Path("runs/profile")))
+
+
+def run(command: Command) -> None:
+    from ..lab.files import write_json
+    from ..lab.profile.measure import Window, measure
+
+    if command.run.resume:
+        raise ValueError("a profile measures a run of its own and resumes none; leave --resume off")
+    path = command.run.out / ("profile.json" if command.compare == "none" else "compile.json")
+    if path.exists():
+        raise ValueError(f"{path} is there already; choose another --out")
+    window = Window(command.steps_before, command.steps_to_measure)
+    console = _console()
+    if command.compare == "compile":
+        _compare(command, window, path, console)
+        return
+    with console.status("start") as status:
+        profile = measure(command.run, window, status.update)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, profile.to_json())
+    _print(profile, console)
+    print(f"{path}: written")
+
+
+def _compare(command: Command, window: "Window", path: Path, console: "Console") -> None:
+    from ..lab.files import write_json
+    from ..lab.profile.compare import compare_compile
+
+    with console.status("start") as status:
+        found = compare_compile(command.run, window, status.update)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, found)
+    for line in found["says"]:
+        print(line)
+    print(f"{path}: written")
+
+
+def _print(profile: "Profile", console: "Console") -> None:
+    from ..lab.profile.words import advice, memory_rows, summary, time_rows
+
+    sides = ["host", "device"] if profile.step.device else ["host"]
+    _table(console, f"one step, on {profile.device}", ["part", *sides, "meaning"], time_rows(profile.step))
+    if profile.event:
+        _table(console, "one event", ["part", *sides, "meaning"], time_rows(profile.event))
+    moments = ["between steps", f"at the peak, in {profile.memory.part}"] + ["in an event"] * bool(profile.memory.event)
+    _table(console, "memory", ["what", *moments, "meaning"], memory_rows(profile))
+    for line in summary(profile) + advice(profile):
+        print(line)
+
+
+def _table(console: "Console", title: str, headings: list[str], rows: list[tuple[str, ...]]) -> None:
+    from rich.table import Table
+
+    table = Table(title=title)
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in ("part", "what", "meaning") else "right")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+def _console() -> "Console":
+    from rich.console import Console
+
+    return Console() if sys.stdout.isatty() else Console(width=160)

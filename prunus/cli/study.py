@@ -1,0 +1,202 @@
+"""``prunus study``"""
+
+import time
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from ..lab.study.presets import PresetName
+
+if TYPE_CHECKING:
+    from ..lab.run import Run
+    from ..lab.study.arms import Arm
+    from ..lab.study.plan import Cell, Plan
+
+Texts = tyro.conf.UseAppendAction[tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class Command:
+    """Compare scores, or any other choice, fairly: arms x sparsities x seeds from one base run.
+
+    The same command again continues with what is not finished; more arms, sparsities or seeds extend the study.
+    prunus study merge A B --out C joins studies of several machines, prunus study show A prints the table,
+    prunus study page A B writes docs/results.md, of all in studies/ if none is named.
+    """
+
+    words: tyro.conf.Positional[tuple[str, ...]] = ()  # merge, show or page, and the folders of studies
+    base: Path | None = None  # TOML file with fields of a run, and [[arm]] tables with a name and changed fields
+    preset: PresetName | None = None  # a base and arms by name; --data says what it reads
+    scores: str = ""  # scores to compare, with commas; dense, random and magnitude are always in
+    arm: Texts = ()  # another arm, as "name: field=value field=value"; again for more
+    only: str = ""  # of all arms these and the controls, with commas
+    sparsity: str = ""  # fractions to remove, with commas; without it the preset's, the study's, or 0.5
+    seeds: str = ""  # how many, or which ones with commas ("2," is seed 2 alone); 3 in a new study
+    field: Annotated[Texts, tyro.conf.arg(name="set")] = ()  # a field of the base, as field=value; again for more
+    data: str | None = None  # data of the base
+    validation: Path | None = None  # held-out file of the base
+    out: Path = Path("study")  # folder of the study
+    devices: str = ""  # a worker for each, with commas: 0,1 or cpu,cpu; without it every GPU that is visible
+    time_limit: float = 0.0  # seconds after which nothing should run, judged by the runs done; 0 is none
+    save_every: int = 0  # steps from one checkpoint to the next, to resume within a run
+    keep_checkpoints: bool = False  # leave the last checkpoint of every run
+    slim: bool = False  # merge: leave out masks and most lines of metrics.jsonl
+    page: Path = Path("docs/results.md")  # page: file to write
+    dry_run: bool = False  # print the plan and an estimate
+
+
+def run(command: Command) -> None:
+    started = time.time()
+    what, folders = (*command.words[:1], "")[0], [Path(word) for word in command.words[1:]]
+    if what and what not in WORDS:
+        raise ValueError(f"expected {', '.join(WORDS)} or options alone, got {what!r}")
+    _check_read(command, what)
+    if what:
+        WORDS[what](command, folders)
+    else:
+        _run(command, started)
+
+
+def _check_read(command: Command, what: str) -> None:
+    """Refuse an option that this call would not read."""
+    for option in fields(command):
+        read = option.name in READ[what] if what else option.name not in ("slim", "page")
+        if not read and option.name != "words" and getattr(command, option.name) != option.default:
+            name = {"field": "set"}.get(option.name, option.name).replace("_", "-")
+            raise ValueError(f"{f'study {what}' if what else 'a study'} does not read --{name}; leave it off")
+
+
+def _run(command: Command, started: float) -> None:
+    from ..lab.study.folder import Folder
+    from ..lab.study.results import update
+    from .study_show import print_plan, print_table
+    from .study_work import work
+
+    folder, asked = Folder(command.out), planned(command)
+    if command.dry_run:
+        print_plan(folder, asked)
+        return
+    try:
+        work(folder, asked, command, started)
+    except KeyboardInterrupt:
+        print_table(update(folder))
+        raise
+    values = update(folder)
+    print_table(values)
+    if values["failed"]:
+        raise SystemExit(1)
+
+
+def planned(command: Command) -> "Plan":
+    """What the options ask for, on the base that they or the folder give."""
+    from ..lab.study.fields import parse_arm, score_arm
+    from ..lab.study.plan import make_plan, only
+
+    start = _start(command)
+    more = [score_arm(score) for score in _split(command.scores)] + [parse_arm(text) for text in command.arm]
+    if start.cells and not (more or command.sparsity or command.seeds or command.only):
+        return start.plan()
+    sparsities = [_number(text, float) for text in _split(command.sparsity)] or start.sparsities
+    plan = make_plan(start.base, [*start.arms, *more], sparsities, _seeds(command.seeds) or start.seeds)
+    return only(plan, _split(command.only)) if command.only else plan
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a plan begins with."""
+
+    base: "Run"
+    arms: "tuple[Arm, ...]"
+    sparsities: tuple[float, ...] = (0.5,)
+    seeds: tuple[int, ...] = (0, 1, 2)
+    cells: "tuple[Cell, ...]" = ()
+
+    def plan(self) -> "Plan":
+        from ..lab.study.keys import data_digests
+        from ..lab.study.plan import Plan
+
+        return Plan(self.base, self.arms, self.cells, data_digests(self.base))
+
+
+def _start(command: Command) -> Start:
+    from ..lab.study.fields import parse_fields
+
+    start = _found(command)
+    changes = parse_fields(command.field, "--set")
+    changes |= {name: value for name in ("data", "validation") if (value := getattr(command, name)) is not None}
+    return replace(start, base=replace(start.base, **changes))
+
+
+def _found(command: Command) -> Start:
+    """The preset, the file, or what the folder holds already."""
+    from ..lab.study.fields import read_base
+    from ..lab.study.folder import Folder
+    from ..lab.study.presets import PRESETS
+
+    if command.base and command.preset:
+        raise ValueError("--base and --preset both name a base run; give one of them")
+    if command.preset:
+        preset = PRESETS[command.preset]
+        if command.data is None:
+            raise ValueError(f"the preset {command.preset} needs --data: {preset.reads}")
+        return Start(preset.base, preset.arms, preset.sparsities)
+    if command.base:
+        base, arms = read_base(command.base)
+        return Start(base, tuple(arms))
+    folder = Folder(command.out)
+    if not folder.exists:
+        raise ValueError("say what to run: --base run.toml or --preset NAME, or --out with a study to continue")
+    plan = folder.plan()
+    known = plan.to_json()
+    return Start(plan.base, plan.arms, tuple(known["sparsities"]), tuple(known["seeds"]), plan.cells)
+
+
+def _split(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _number(text: str, kind: type[float] | type[int]) -> float | int:
+    try:
+        return kind(text)
+    except ValueError:
+        raise ValueError(f"expected a {'whole ' if kind is int else ''}number, got {text!r}") from None
+
+
+def _seeds(text: str) -> tuple[int, ...]:
+    """``3`` is seeds 0, 1 and 2; ``1,2`` are those."""
+    numbers = tuple(int(_number(part, int)) for part in _split(text))
+    if any(number < 0 for number in numbers) or (numbers == (0,) != () and "," not in text):
+        raise ValueError(f"seeds is how many, at least 1, or which ones with commas, got {text!r}")
+    return tuple(range(numbers[0])) if numbers and "," not in text else numbers
+
+
+def _merge(command: Command, folders: list[Path]) -> None:
+    from ..lab.study.merge import merge
+    from .study_show import print_table
+
+    print_table(merge(folders, command.out, slim=command.slim))
+    print(f"{command.out} written")
+
+
+def _show(command: Command, folders: list[Path]) -> None:
+    from ..lab.study.folder import Folder
+    from ..lab.study.results import summary
+    from .study_show import print_table
+
+    for path in folders or [command.out]:
+        print_table(summary(Folder(path), Folder(path).plan()))
+
+
+def _page(command: Command, folders: list[Path]) -> None:
+    from ..lab.study.page import page
+
+    text = page(folders or sorted(path.parent for path in Path("studies").glob("*/study.json")))
+    command.page.parent.mkdir(parents=True, exist_ok=True)
+    command.page.write_text(text)
+    print(f"{command.page} written")
+
+
+WORDS = {"merge": _merge, "show": _show, "page": _page}
+READ = {"merge": ("out", "slim"), "show": ("out",), "page": ("page",)}

@@ -1,0 +1,142 @@
+"""The workers of ``prunus study``: one in this process, or one process a device."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from ..lab.run import Run
+from ..lab.study.folder import Folder
+from ..lab.study.plan import Cell, Plan
+from ..lab.study.runner import Options, Worker
+from ..lab.tracking import environment
+from .progress import progress_bar
+from .study_show import print_table
+
+if TYPE_CHECKING:
+    from ..lab.trainer import Progress
+    from .study import Command
+
+
+def work(folder: Folder, asked: Plan, command: "Command", started: float) -> None:
+    """Do what is asked and not done, on all devices; the time limit counts from ``started``."""
+    devices = devices_of(command.devices)
+    folder.join(asked, environment())
+    options = Options(
+        device="cpu" if devices[0] == "cpu" else "auto",
+        deadline=started + command.time_limit if command.time_limit else None,
+        session=f"{started:.3f}-{os.getpid()}",
+        save_every=command.save_every,
+        keep_checkpoints=command.keep_checkpoints,
+    )
+    if len(devices) == 1 and devices[0] in ("cpu", "auto"):
+        Worker(folder, options, Lines("")).work(asked.cells)
+    else:
+        _in_processes(folder, asked.cells, options, devices)
+
+
+def devices_of(text: str) -> list[str]:
+    """A name for each worker, as CUDA_VISIBLE_DEVICES has it, or cpu; auto is what this process sees."""
+    import torch
+
+    visible = [part for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
+    if not text:
+        count = torch.cuda.device_count()
+        return ["auto"] if count < 2 else (visible or list(map(str, range(count))))
+    names = [part.strip().removeprefix("cuda:") for part in text.split(",") if part.strip()]
+    if wrong := [name for name in names if name != "cpu" and not name.isdigit()]:
+        raise ValueError(f"--devices takes numbers of GPUs or cpu, with commas, got {wrong[0]!r}")
+    limit = torch.cuda.device_count()
+    if wrong := [name for name in names if name != "cpu" and int(name) >= limit]:
+        raise ValueError(f"--devices names GPU {wrong[0]}, but {limit} are visible")
+    if not names:
+        raise ValueError("--devices names no device")
+    return [name if name == "cpu" or not visible else visible[int(name)] for name in names]
+
+
+def _in_processes(folder: Folder, cells: tuple[Cell, ...], options: Options, devices: list[str]) -> None:
+    """One worker process a device; they claim runs one by one. A worker that dies stops no other."""
+    processes = [_started(folder, cells, options, device) for device in devices]
+    try:
+        for device, process in zip(devices, processes, strict=True):
+            if code := process.wait():
+                print(f"the worker on {device} ended with code {code}", file=sys.stderr)
+    finally:
+        for process in processes:
+            process.terminate()
+            process.wait()
+
+
+def _started(folder: Folder, cells: tuple[Cell, ...], options: Options, device: str) -> "subprocess.Popen[str]":
+    own = replace(options, device="cpu" if device == "cpu" else "cuda")
+    task = {"folder": str(folder.path), "cells": [asdict(cell) for cell in cells], "options": asdict(own)}
+    command = [sys.executable, "-m", "prunus.cli.study_work"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, env=environment_of(device))
+    assert process.stdin
+    with contextlib.suppress(BrokenPipeError):  # it may have died already
+        process.stdin.write(json.dumps(task | {"device": device}) + "\n")
+        process.stdin.flush()
+    return process
+
+
+def environment_of(device: str) -> dict[str, str]:
+    """The environment of a worker that is to see one GPU, or of one that works on the CPU."""
+    return os.environ | ({} if device == "cpu" else {"CUDA_VISIBLE_DEVICES": device})
+
+
+def worker() -> None:
+    """What a worker process does with the task on its standard input, which stays open while its parent lives."""
+    task = json.loads(sys.stdin.readline())
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    cells = [Cell(**cell) for cell in task["cells"]]
+    try:
+        Worker(Folder(Path(task["folder"])), Options(**task["options"]), Lines(f"[{task['device']}] ")).work(cells)
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"prunus study: {' '.join(str(error).split())}") from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
+@dataclass(frozen=True)
+class Lines:
+    """A bar for the run that goes on, a line for each that is done, and the table after each seed of all arms."""
+
+    prefix: str  # which worker speaks; the only one has none, and a bar
+
+    @contextmanager
+    def running(self, title: str, run: Run) -> "Iterator[Progress]":
+        if self.prefix:
+            yield lambda step, values: None
+        else:
+            with progress_bar(title, run.total_steps) as report:
+                yield report
+
+    def done(self, line: str, values: Mapping[str, Any]) -> None:
+        Console(stderr=True).print(
+            f"{self.prefix}{line} ({values['num_finished']} of {values['num_runs']})",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
+        if values["round_ends"] and values["num_finished"] < values["num_runs"] and not self.prefix:
+            print_table(values)
+
+
+def _end_with_parent() -> None:
+    """A parent that was killed can end nobody, and what it started must not keep a GPU."""
+    while os.read(0, 1):
+        pass
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    worker()

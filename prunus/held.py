@@ -1,0 +1,118 @@
+"""Masks that are held: packed bits in the optimizer's state, which weights and moments obey."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .mask import packed_masks, saved_bits
+from .ops import bits
+from .ops.part import Part
+from .optim import AdamWPrune
+from .saved import is_resharded
+from .shard import Ranks, local
+
+
+class HeldMasks:
+    """One mask a weight, as packed bits of what this rank holds; none before there is one."""
+
+    def __init__(
+        self,
+        weights: Mapping[str, nn.Parameter],
+        optimizer: Optimizer,
+        ranks: Ranks | None,
+        parts: Mapping[str, Part] | None,
+    ) -> None:
+        self.weights, self.optimizer, self.ranks, self.parts = weights, optimizer, ranks, parts
+        self.bits: dict[str, Tensor] = {}
+        self.num_kept = 0  # prunable weights that the masks keep, on all ranks
+        self.forget: Callable[[str], None] = lambda name: None  # told whose mask has changed
+
+    def adopt(self, masks: Mapping[str, Tensor] | Literal["zeros"] | None, warm: bool) -> None:
+        """Begin with the masks given, with the zeros there are, or with those in the optimizer's state."""
+        if isinstance(masks, str):
+            if masks != "zeros":
+                raise ValueError(f'masks must be boolean tensors by name or "zeros", got {masks!r}')
+            self.hold({name: bits.pack(local(p) != 0) for name, p in self.weights.items()}, warm)
+        elif masks is not None:
+            self.hold(packed_masks(masks, self.weights, self.parts), warm)
+        else:
+            self.take_over()
+        if isinstance(self.optimizer, AdamWPrune):  # whose step reads masks at no cost: a graph of it must find them
+            self._fill(name for name, p in self.weights.items() if p.is_cuda)
+        self.count()
+
+    def count(self) -> int:
+        """How many prunable weights the masks keep, on all ranks."""
+        counted = [(n, p) for n, p in self.weights.items() if not self.parts or self.parts[n].counts]
+        here = sum(int(bits.count(self.bits[n])) if n in self.bits else local(p).numel() for n, p in counted)
+        self.num_kept = int(self.ranks.total(torch.tensor([here]))) if self.ranks and self.parts else here
+        return self.num_kept
+
+    def hold(self, packed: Mapping[str, Tensor], warm: bool) -> None:
+        """Make these the masks and zero what they prune in the weights, and in optimizer state unless that is warm."""
+        for name, new in packed.items():
+            parameter = self.weights[name]
+            self._set(name, new)
+            bits.zero_(local(parameter), new)
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                if key != "mask" and isinstance(value, Tensor) and value.shape == parameter.shape and not warm:
+                    bits.zero_(local(value), new)
+
+    def load(self, packed: Mapping[str, Tensor], warm: bool) -> None:
+        """Hold these and nothing else: a weight without one keeps all."""
+        self.hold({name: self._full(name) for name in self.bits} | dict(packed), warm)
+        self.count()
+
+    def take_over(self, *_: object) -> None:
+        """Take the masks that came with an optimizer's state; loading cast them to the weights' dtype."""
+        for name, parameter in self.weights.items():
+            saved = self.optimizer.state.get(parameter, {}).get("mask")
+            if saved is not None:
+                self._set(name, saved_bits(name, saved, parameter, self.parts[name] if self.parts else None))
+            elif name in self.bits:
+                self._store(name)
+        self.count()
+
+    def before_save(self, *_: object) -> None:
+        """Have a mask for every weight that is resharded: who loads a checkpoint asks for what is there already."""
+        self._fill(name for name, p in self.weights.items() if is_resharded(p))
+
+    def store(self) -> None:
+        """Have the masks in the optimizer's state after a step, which may have made it."""
+        for name in self.bits:
+            self._store(name, stepped=self.weights[name].grad is not None)
+
+    def release(self) -> None:
+        """Take the masks out of the optimizer's state."""
+        for parameter in self.weights.values():
+            self.optimizer.state.get(parameter, {}).pop("mask", None)
+
+    def _full(self, name: str) -> Tensor:
+        part = local(self.weights[name])
+        return bits.full(part.numel(), part.device)
+
+    def _fill(self, names: Iterable[str]) -> None:
+        for name in names:
+            if name not in self.bits:
+                self._set(name, self._full(name))
+
+    def _set(self, name: str, packed: Tensor) -> None:
+        """Write in place where bits exist, so that a captured graph of the step sees the new mask."""
+        if name in self.bits:
+            self.bits[name].copy_(packed)
+        else:
+            self.bits[name] = packed.clone()
+        self.forget(name)
+        self._store(name)
+
+    def _store(self, name: str, stepped: bool = False) -> None:
+        """Keep the mask in the optimizer's state, so that whoever saves the one saves the other.
+
+        Torch's optimizers take a parameter without state for a new one, so theirs comes first.
+        """
+        parameter = self.weights[name]
+        if self.optimizer.state.get(parameter) or stepped or isinstance(self.optimizer, AdamWPrune):
+            self.optimizer.state[parameter]["mask"] = self.bits[name]

@@ -1,0 +1,76 @@
+"""Pruning under the ``Trainer`` of Hugging Face: ``Trainer(..., callbacks=[PruneCallback(schedule=...)])``."""
+
+from typing import Any
+
+try:
+    from accelerate.state import AcceleratorState
+    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+except ImportError as error:
+    raise ImportError(
+        "prunus.integrations.huggingface needs transformers and accelerate: pip install prunus[hf]"
+    ) from error
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from ..gradients import unwrapped
+from ..training import Event, Pruner
+from .plan import Plan, check_saved, check_whole, warn_if_unfinished
+
+KEY = "pruner"  # in the optimizer's first parameter group: all of an optimizer's state that loading leaves uncast
+
+
+class PruneCallback(TrainerCallback):
+    """Prunes the model while the Trainer trains it; options are those of ``Pruner``.
+
+    Steps of the schedule may be fractions of the run. Everything that a resumed run needs is saved with the optimizer.
+    The best model (``load_best_model_at_end``) is sought anew after every event, so that it has the final masks.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self.plan = Plan(options)
+        self.pruner: Pruner | None = None
+        self._saving: RemovableHandle | None = None
+        self._masks_changed = False
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
+    ) -> None:
+        check_whole(str(AcceleratorState().distributed_type))
+        model, optimizer = parts["model"], unwrapped(parts["optimizer"])
+        saved = optimizer.param_groups[0].pop(KEY, None)
+        check_saved(saved, state.global_step)
+        self.pruner = self._begin(model, optimizer, state.max_steps)
+        if state.global_step:  # else a new run, whatever its optimizer went through before
+            self.pruner.load_state_dict(saved)
+
+    def _begin(self, model: nn.Module, optimizer: Optimizer, num_steps: int) -> Pruner:
+        pruner = self.plan.begin(model, optimizer, num_steps, self.pruner)
+        asked = pruner.on_event
+
+        def on_event(event: Event) -> None:
+            self._masks_changed = True
+            if asked:
+                asked(event)
+
+        def add_state(_: Optimizer, saved: dict[str, Any]) -> None:
+            saved["param_groups"][0][KEY] = pruner.state_dict()
+
+        pruner.on_event = on_event
+        if self._saving:
+            self._saving.remove()
+        self._saving = optimizer.register_state_dict_post_hook(add_state)
+        return pruner
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if self._masks_changed:  # a metric of a denser model is no measure for this one
+            state.best_metric = state.best_global_step = state.best_model_checkpoint = None
+        self._masks_changed = False
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any) -> None:
+        if self.pruner:
+            parts["logs"]["sparsity"] = state.log_history[-1]["sparsity"] = self.pruner.sparsity
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        warn_if_unfinished(self.pruner)

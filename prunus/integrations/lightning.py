@@ -1,0 +1,61 @@
+"""Pruning under the ``Trainer`` of Lightning: ``Trainer(..., callbacks=[PruneCallback(schedule=...)])``."""
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from ..training import Pruner
+from .plan import Plan, check_saved, check_whole, warn_if_unfinished
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+else:
+    try:
+        from lightning.pytorch import Callback
+    except ImportError:
+        try:
+            from pytorch_lightning import Callback
+        except ImportError as error:
+            raise ImportError(
+                "prunus.integrations.lightning needs lightning or pytorch_lightning: pip install prunus[lightning]"
+            ) from error
+
+
+class PruneCallback(Callback):
+    """Prunes the module while the Trainer trains it; options are those of ``Pruner``.
+
+    Steps of the schedule may be fractions of the run. The state is saved in the Trainer's checkpoints.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self.plan = Plan(options)
+        self.pruner: Pruner | None = None
+        self._saved: dict[str, Any] = {}
+
+    def on_train_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
+        check_whole(type(trainer.strategy).__name__)
+        if len(trainer.optimizers) != 1:
+            raise ValueError(f"PruneCallback works with one optimizer, but there are {len(trainer.optimizers)}")
+        saved = self._saved or (self.pruner.state_dict() if self.pruner and trainer.global_step else {})  # fit again
+        check_saved(saved, trainer.global_step)
+        total = trainer.estimated_stepping_batches
+        num_steps = int(total) if 0 <= total < math.inf else None
+        self.pruner = self.plan.begin(pl_module, trainer.optimizers[0], num_steps, self.pruner)
+        if saved:
+            self.pruner.load_state_dict(saved)
+        self._saved = {}
+
+    def on_train_batch_end(
+        self, trainer: "Trainer", pl_module: "LightningModule", outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        every = getattr(trainer, "log_every_n_steps", 1) or 1  # counting zeros is a pass over the weights
+        if self.pruner and trainer.global_step % every == 0:
+            pl_module.log("sparsity", self.pruner.sparsity, on_step=True, on_epoch=False)
+
+    def on_train_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
+        warn_if_unfinished(self.pruner)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.pruner.state_dict() if self.pruner else self._saved
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._saved = state_dict

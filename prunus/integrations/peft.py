@@ -1,0 +1,155 @@
+"""LoRA on a pruned model: adapters are merged into its weights, and every zero stays zero."""
+
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+try:
+    from peft import PeftModel
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+except ImportError as error:
+    raise ImportError("prunus.integrations.peft needs peft: pip install prunus[peft]") from error
+
+import torch
+from torch import Tensor, nn
+
+WRAPPERS = ("base_layer", "original_module")  # parts of a name that PEFT puts in and takes out again
+
+
+@dataclass(frozen=True)
+class MergedWeight:
+    """One weight: its zeros before, those a plain merge would have left, those it has, and its update (squared)."""
+
+    name: str
+    num_weights: int
+    num_before: int
+    num_plain: int
+    num_zeros: int
+    update: float
+    dropped: float
+
+
+@dataclass(frozen=True)
+class Merged:
+    """The plain model, and what its masks cost."""
+
+    model: nn.Module
+    weights: list[MergedWeight]
+
+    @property
+    def sparsity_before(self) -> float:
+        return self._share("num_before", "num_weights")
+
+    @property
+    def sparsity_of_plain_merge(self) -> float:
+        return self._share("num_plain", "num_weights")
+
+    @property
+    def sparsity(self) -> float:
+        return self._share("num_zeros", "num_weights")
+
+    @property
+    def dropped(self) -> float:
+        """Share of the update that fell on pruned weights: ``||dW * ~mask||^2 / ||dW||^2``."""
+        return self._share("dropped", "update")
+
+    def _share(self, part: str, whole: str) -> float:
+        total = sum(getattr(weight, whole) for weight in self.weights)
+        return sum(getattr(weight, part) for weight in self.weights) / total if total else 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"{len(self.weights)} weights merged: sparsity {self.sparsity_before:.4%} before and {self.sparsity:.4%} "
+            f"after ({self.sparsity_of_plain_merge:.4%} without masks); masks dropped {self.dropped:.2%} of the update"
+        )
+
+
+@torch.no_grad()
+def merge(
+    model: PeftModel, *, adapters: Sequence[str] | None = None, masks: Mapping[str, Tensor] | None = None
+) -> Merged:
+    """The base model with adapters merged in (the active ones) and its zeros kept; ``model`` is used up, as by PEFT.
+
+    Kept are the zeros of every weight matrix that the merge changes, embeddings excepted; ``masks``, True where a
+    weight stays, take their place by the weight's name in the base model. A copy of those weights is held meanwhile.
+    """
+    base, masks = model.get_base_model(), masks or {}
+    names = None if adapters is None else list(adapters)
+    adapted = _adapted(base, masks)
+    _check(model, adapted, names)
+    _check_masks(masks, base)
+    before = {name: weight.detach().clone() for name, weight in adapted.items()}
+    merged: Any = model.merge_and_unload(adapter_names=names)
+    after = dict(merged.named_parameters(remove_duplicate=False))
+    return Merged(
+        merged, [_mask(name, after[name].data, old, masks.get(name, old != 0)) for name, old in before.items()]
+    )
+
+
+def _mask(name: str, weight: Tensor, old: Tensor, keep: Tensor) -> MergedWeight:
+    """Zero what is pruned in a merged weight, and count."""
+    keep = keep.to(weight.device, torch.bool)
+    plain, update = _num_zeros(weight), weight.float() - old.float()
+    if not bool(update.isfinite().all()):
+        raise ValueError(f"{name} overflowed its type {weight.dtype} in the merge; load the base model in a wider one")
+    dropped = update.masked_fill(keep, 0)
+    weight.masked_fill_(~keep, 0)
+    squares = [float(part.square().sum(dtype=torch.float64)) for part in (update, dropped)]
+    return MergedWeight(name, weight.numel(), _num_zeros(old), plain, _num_zeros(weight), *squares)
+
+
+def _num_zeros(weight: Tensor) -> int:
+    return weight.numel() - int(weight.count_nonzero())
+
+
+def _adapted(base: nn.Module, asked: Container[str]) -> dict[str, nn.Parameter]:
+    """Weight matrices that a merge changes, by plain name; embeddings only where they are asked for."""
+    found = {}
+    for path, parameter in _base_parameters(base):
+        name = _plain(path)
+        is_embedding = isinstance(base.get_submodule(path.rpartition(".")[0]), nn.Embedding)
+        if name != path and parameter.ndim > 1 and (name in asked or not is_embedding):
+            found[name] = parameter
+    return found
+
+
+def _base_parameters(base: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters that are not an adapter's."""
+    tuners = [module for module in base.modules() if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)]
+    adapters = {name for module in tuners for name in module.adapter_layer_names}
+    for path, parameter in base.named_parameters(remove_duplicate=False):
+        if not adapters.intersection(path.split(".")):
+            yield path, parameter
+
+
+def _plain(path: str) -> str:
+    """A parameter's name without what PEFT put into it."""
+    return ".".join(part for part in path.split(".") if part not in WRAPPERS)
+
+
+def _check(model: PeftModel, adapted: Mapping[str, nn.Parameter], adapters: list[str] | None) -> None:
+    """Refuse what cannot be merged under masks, before anything is changed."""
+    if unknown := set(adapters or ()) - set(model.peft_config):
+        raise ValueError(f"there is no adapter {min(unknown)!r}; there are: {', '.join(model.peft_config)}")
+    if any(module.merged for module in model.modules() if isinstance(module, BaseTunerLayer)):
+        raise ValueError(
+            "an adapter is merged already, and its zeros are gone; call unmerge_adapter() on the model first"
+        )
+    for name, weight in adapted.items():
+        if not weight.is_floating_point():
+            raise ValueError(
+                f"{name} is quantized ({weight.dtype}); load the base model in a floating-point type to merge"
+            )
+    for name, weight in model.named_parameters():
+        if weight.requires_grad and not bool(weight.isfinite().all()):
+            raise ValueError(f"{name} has values that are not finite; nothing was merged")
+
+
+def _check_masks(masks: Mapping[str, Tensor], base: nn.Module) -> None:
+    shapes = {_plain(path): parameter.shape for path, parameter in _base_parameters(base)}
+    for name, mask in masks.items():
+        if name not in shapes:
+            raise ValueError(f"there is a mask for {name!r}, which is no weight of the base model")
+        if mask.shape != shapes[name]:
+            raise ValueError(f"the mask of {name} must have shape {tuple(shapes[name])}, got {tuple(mask.shape)}")

@@ -1,0 +1,68 @@
+"""What the callbacks of all trainers share: a pruner's options, until model and length of the run are known."""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ..gradients import unwrapped
+from ..training import Pruner
+
+SHARDING = ("FSDP", "DEEPSPEED", "DeepSpeed", "MEGATRON", "ModelParallel")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Options of a ``Pruner``; a misspelt one is refused here and not when the training begins."""
+
+    options: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        signature(Pruner).bind(None, None, **self.options)
+        if self.options.get("schedule") is None and self.options.get("masks") is None:
+            raise ValueError("say how sparse: pass schedule=Ramp(0.5, begin=0.1, end=0.85), or masks to hold")
+
+    def begin(
+        self, model: nn.Module, optimizer: Optimizer, num_steps: int | None, last: Pruner | None = None
+    ) -> Pruner:
+        """A pruner for a run of ``num_steps``; what ``last`` pruned with the same optimizer stays pruned."""
+        options = dict(self.options)
+        if options.get("schedule") is not None:
+            options["schedule"] = options["schedule"].over(num_steps)
+        if last is not None:
+            if last.optimizer is unwrapped(optimizer):
+                options["masks"] = dict(last.masks)
+            last.remove()
+        return Pruner(model, optimizer, **options)
+
+
+def check_whole(way: str) -> None:
+    """Refuse a trainer that splits weights over ranks, whose checkpoints would not bring the masks back."""
+    if any(name in way for name in SHARDING):
+        raise ValueError(
+            f"PruneCallback works on one device and with DDP, but the trainer uses {way}; "
+            "for sharded weights use Pruner in a loop of your own"
+        )
+
+
+def check_saved(saved: object, step: int) -> None:
+    """Refuse to go on from a checkpoint of this step without the masks: its zeros would grow back."""
+    if step and not saved:
+        raise ValueError(
+            f"the checkpoint of step {step} has no state of a pruner, so its zeros would not be held; resume from one "
+            "that was saved whole by a run with PruneCallback, or begin a new run from its weights"
+        )
+
+
+def warn_if_unfinished(pruner: Pruner | None) -> None:
+    """Say it where a training stopped before its schedule did: the model is denser than was asked."""
+    if pruner and pruner.schedule and pruner.step < pruner.schedule.end:
+        warnings.warn(
+            f"the training ended at step {pruner.step}, before the last event at {pruner.schedule.end}: "
+            f"sparsity is {pruner.sparsity:.2%}, not {pruner.schedule.final:.2%}",
+            stacklevel=3,
+        )

@@ -1,0 +1,26 @@
+"""Sections and tables of the pages that benchmarks make."""
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def number(value: float | None, form: str) -> str:
+    """The value as ``form`` writes it, or nothing where there is none."""
+    return "" if value is None else form.format(value)
+
+
+def section(title: str, record: dict[str, Any], text: str, body: str) -> str:
+    environment = record["environment"]
+    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
+    origin = (
+        f"{environment['machine']}; Python {environment['python']}, {versions}; "
+        f"{record['date']}, commit {environment['commit']}; `{record['file']}`"
+    )
+    note = f"{record['settings']['note']}\n\n" if "note" in record["settings"] else ""
+    return f"## {title}\n\n{origin}\n\n{text.format(**record['settings'])}\n{note}{body}\n"
+
+
+def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table whose first column is left-aligned and the others right-aligned."""
+    lines = [headings, ["---", *["---:"] * (len(headings) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -1,0 +1,161 @@
+"""What torch.profiler's trace says: whose time it was on the host and on the device, and what was allocated.
+
+Parts are marked by names with a prefix. They nest by time, whatever thread they ran in: while autograd's thread
+works, the main one waits for it. Time belongs to the part that was entered last.
+"""
+
+import json
+import os
+import sys
+import tempfile
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+PREFIX = "prunus: "
+WINDOW = "other"  # the outermost part: what is in no other
+ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+LAUNCHES = ("cuda_runtime", "cuda_driver")
+
+Entry = Mapping[str, Any]
+
+
+@dataclass
+class Trace:
+    """The entries of a trace; empty until its window is closed."""
+
+    entries: list[Entry] = field(default_factory=list)
+
+
+@contextmanager
+def traced(device: torch.device, memory: bool = False) -> Iterator[Trace]:
+    """A window of work that is traced; on a GPU it begins and ends with nothing under way."""
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
+    trace, recorded = Trace(), profile(activities=activities, profile_memory=memory)
+    with _quiet():
+        recorded.start()
+    try:
+        wait_for(device)
+        with part(WINDOW), _quiet() if memory else nullcontext():
+            yield trace
+            with part("waiting for the device"):
+                wait_for(device)
+    finally:
+        with _quiet():
+            recorded.stop()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        recorded.export_chrome_trace(str(path))
+        trace.entries = json.loads(path.read_text(errors="replace"))["traceEvents"]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Nothing goes to the standard error meanwhile, where the profiler speaks of itself."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+def part(name: str) -> record_function:
+    """A part of the work, as a context."""
+    return record_function(PREFIX + name)
+
+
+def wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Time, in microseconds of the trace, that belongs to one part."""
+
+    name: str
+    start: float
+    end: float
+
+
+def stretches(entries: Sequence[Entry]) -> list[Stretch]:
+    """The window, cut where parts begin and end, in order and without gaps."""
+    spans = [
+        Stretch(entry["name"].removeprefix(PREFIX), entry["ts"], entry["ts"] + entry["dur"])
+        for entry in entries
+        if entry.get("cat") == "user_annotation" and str(entry.get("name")).startswith(PREFIX)
+    ]
+    spans.sort(key=lambda span: (span.start, -span.end))
+    edges = sorted({edge for span in spans for edge in (span.start, span.end)})
+    found: list[Stretch] = []
+    open_spans: list[Stretch] = []
+    waiting = iter(spans)
+    coming = next(waiting, None)
+    for start, end in pairwise(edges):
+        open_spans = [span for span in open_spans if span.end > start]
+        while coming is not None and coming.start <= start:
+            open_spans.append(coming)
+            coming = next(waiting, None)
+        if open_spans:
+            found.append(Stretch(open_spans[-1].name, start, end))
+    return found
+
+
+def on_host(entries: Sequence[Entry]) -> dict[str, float]:
+    """Seconds of the window by part: they add up to it."""
+    found: dict[str, float] = {}
+    for stretch in stretches(entries):
+        found[stretch.name] = found.get(stretch.name, 0.0) + (stretch.end - stretch.start) / 1e6
+    return found
+
+
+def on_device(entries: Sequence[Entry]) -> dict[str, float] | None:
+    """Seconds that the device worked for each part, and those it was idle: they add up to the window.
+
+    Work belongs to the part that launched it. Where kernels overlap, time is counted once. None where no
+    work was seen.
+    """
+    parts = stretches(entries)
+    starts = [stretch.start for stretch in parts]
+    launched = {
+        entry["args"]["correlation"]: entry["ts"]
+        for entry in entries
+        if entry.get("cat") in LAUNCHES and "correlation" in entry.get("args", {})
+    }
+    work = sorted((e for e in entries if e.get("cat") in ON_DEVICE), key=lambda entry: entry["ts"])
+    if not work or not parts:
+        return None
+    found: dict[str, float] = {}
+    busy_until, last = parts[0].start, parts[-1].end
+    for entry in work:
+        start, end = max(entry["ts"], busy_until), min(entry["ts"] + entry["dur"], last)
+        if end <= start:
+            continue
+        at = bisect_right(starts, launched.get(entry.get("args", {}).get("correlation"), entry["ts"])) - 1
+        name = parts[max(at, 0)].name
+        found[name] = found.get(name, 0.0) + (end - start) / 1e6
+        busy_until = end
+    return found | {"idle": (last - parts[0].start) / 1e6 - sum(found.values())}
+
+
+def allocated(entries: Sequence[Entry]) -> list[tuple[str, float, int]]:
+    """Part, time and bytes that torch held on the CPU, beside those from before the window, after each allocation."""
+    parts = stretches(entries)
+    starts = [stretch.start for stretch in parts]
+    found = []
+    for entry in sorted((e for e in entries if e.get("name") == "[memory]"), key=lambda entry: entry["ts"]):
+        if entry["args"].get("Device Type") == 0 and parts:
+            name = parts[max(bisect_right(starts, entry["ts"]) - 1, 0)].name
+            found.append((name, entry["ts"], int(entry["args"]["Total Allocated"])))
+    return found

@@ -1,0 +1,96 @@
+"""What a run names, built: data, learning rate, optimizer and pruner."""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ..optim import AdamWPrune, Spam
+from ..regrow import Regrow
+from ..select import Global, NofM, PerLayer, PerRow, Selector
+from ..shard import is_dtensor
+from ..summary import Event
+from ..training import Pruner
+from .data import ImageData, TokenData, load
+from .run import Run
+
+Data = TokenData | ImageData
+
+
+def data_of(run: Run) -> Data:
+    """The data that a run reads."""
+    return load(
+        run.data,
+        context=run.context,
+        validation=run.validation,
+        vocab_size=run.vocab_size,
+        augment=run.augment,
+    )
+
+
+def learning_rate(run: Run, step: int) -> float:
+    """Linear warm-up to ``lr``, then a cosine down to ``min_lr`` of it at the end of the run."""
+    if step < run.warmup:
+        return run.lr * (step + 1) / run.warmup
+    progress = (step - run.warmup) / max(1, run.total_steps - run.warmup)
+    return run.lr * (run.min_lr + (1 - run.min_lr) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def make_optimizer(run: Run, model: nn.Module) -> Optimizer:
+    """The optimizer, which decays matrices and leaves norms and biases alone."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": run.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    betas = (run.beta1, run.beta2)
+    if run.optimizer == "adamwprune":
+        spam = Spam() if run.spam else None
+        return AdamWPrune(groups, lr=run.lr, betas=betas, max_norm=run.clip or None, spam=spam)
+    if run.optimizer == "adamw":
+        return torch.optim.AdamW(groups, lr=run.lr, betas=betas, fused=True)
+    if run.optimizer == "adam":
+        return torch.optim.Adam(groups, lr=run.lr, betas=betas, fused=True)
+    if run.optimizer == "nadam":
+        return torch.optim.NAdam(groups, lr=run.lr, betas=betas, decoupled_weight_decay=True)
+    fused = not any(map(is_dtensor, parameters))  # which the fused one does not take
+    return torch.optim.SGD(groups, lr=run.lr, momentum=0.9, fused=fused)
+
+
+def make_pruner(run: Run, model: nn.Module, optimizer: Optimizer, on_event: Callable[[Event], None]) -> Pruner | None:
+    if run.score == "none":
+        return None
+    options = {"eps": run.eps, "q": run.exponent}
+    return Pruner(
+        model,
+        optimizer,
+        score=run.score,
+        select=SELECTORS[run.allocate],
+        schedule=run.sparsity_schedule(),
+        every=run.every,
+        regrow=Regrow(run.regrow, run.regrow_by) if run.regrow else None,
+        include=run.include,
+        exclude=run.exclude,
+        score_options={name: value for name, value in options.items() if value is not None}
+        | ({"seed": run.seed} if run.score == "random" else {}),
+        on_event=on_event,
+    )
+
+
+SELECTORS: dict[str, Selector] = {
+    "global": Global(),
+    "uniform": PerLayer("uniform"),
+    "depth": PerLayer("depth"),
+    "erk": PerLayer("erk"),
+    "row": PerRow(),
+    "2:4": NofM(2, 4),
+}
+
+
+def device_named(name: str) -> str:
+    """The device that a run names; auto takes a GPU where there is one."""
+    if name != "auto":
+        return name
+    return "cuda" if torch.cuda.is_available() else "cpu"

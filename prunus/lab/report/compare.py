@@ -1,0 +1,261 @@
+"""Arms against each other: quality over sparsity, differences with intervals, overlap of masks, time and memory."""
+
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
+from typing import Any
+
+from .numbers import duration, fixed, memory, percent, plain, short_percent, signed
+from .panel import GRID, INK, MUTED, Mark, Number, Panel, Table, Trace, axis, layout
+from .source import Cell, Row, Source, mean_of
+
+BAR = 26  # pixels a row of a chart with arms below each other
+
+
+def ranking(source: Source) -> list[str]:
+    """Arms from the best to the worst at the highest sparsity that they have."""
+    sign = 1 if source.record.metric == "perplexity" else -1
+    ended = [row for row in source.rows if row.mean is not None]
+    return list(dict.fromkeys(row.arm for row in sorted(ended, key=lambda r: (-r.sparsity, sign * (r.mean or 0)))))
+
+
+def quality_panel(source: Source, marks: Mapping[str, Mark]) -> Panel:
+    """Quality against sparsity: mean over seeds, bars of one standard deviation."""
+    name = "Perplexity" if source.record.metric == "perplexity" else "Accuracy, %"
+    dense = source.row("dense", 0.0)
+    traces: list[Trace] = []
+    for place, arm in enumerate(sorted(source.arms, key=lambda arm: marks[arm].width)):
+        own = [row for row in source.rows if row.arm == arm and row.mean is not None]
+        if arm != "dense" and dense and dense.mean is not None:
+            own = [dense, *own]  # each line begins where no weight is removed
+        if own:
+            traces.append(_quality_trace(arm, own, marks[arm]))
+            aside = 0.005 * (place - len(source.arms) / 2) if len(source.arms) < 10 else 0.0
+            traces[-1]["x"] = [row.sparsity + aside * (row.sparsity > 0) for row in own]  # bars beside each other
+    ended = [row for row in source.rows if row.mean is not None]
+    rows = [
+        [row.arm, _percent(row.sparsity), _plain(row.mean), _plain(row.spread, 2), Number(str(n := len(row.values)), n)]
+        for row in sorted(ended, key=lambda row: (row.sparsity, row.mean or 0))
+    ]
+    words = "; ".join(f"{row.arm} at {short_percent(row.sparsity)} {plain(row.mean)}" for row in ended)
+    return Panel(
+        f"{name} against sparsity",
+        f"{name} on held-out data by sparsity: {words}.",
+        traces,
+        layout(
+            axis("sparsity", tickformat=".0%", range=[-0.02, max(source.sparsities or [0.5]) + 0.04]),
+            axis(name.lower()),
+            hovermode="closest",
+        ),
+        Table(f"{name} at the end", ["arm", "sparsity", "mean", "standard deviation", "seeds"], rows),
+        height=380,
+    )
+
+
+def _quality_trace(arm: str, rows: Sequence[Row], mark: Mark) -> Trace:
+    said = [f"{escape(row.arm)}, {short_percent(row.sparsity)}: {plain(row.mean)}{_spread(row)}" for row in rows]
+    own = [row.arm == arm for row in rows]  # the dense point is drawn once
+    return {
+        "type": "scatter",
+        "mode": "lines+markers",
+        "name": escape(arm),
+        "y": [row.mean for row in rows],
+        "error_y": {
+            "array": [(row.spread or 0) * mine for row, mine in zip(rows, own, strict=True)],
+            "color": mark.colour,
+            "thickness": 1.3,
+            "width": 4,
+        },
+        "line": {"color": mark.colour, "width": mark.width, "dash": mark.dash},
+        "marker": {"color": mark.colour, "symbol": mark.symbol, "size": [(5 + 2 * mark.width) * mine for mine in own]},
+        "text": said,
+        "hovertemplate": "%{text}<extra></extra>",
+    }
+
+
+def _spread(row: Row) -> str:
+    return f" ± {plain(row.spread, 2)} ({len(row.values)} seeds)" if row.spread is not None else " (one seed)"
+
+
+def difference_panels(source: Source, marks: Mapping[str, Mark]) -> list[Panel]:
+    """Paired differences with their 95 % intervals, arms below each other: one panel a sparsity."""
+    made = []
+    for sparsity in source.sparsities:
+        found = [row for row in source.rows if row.sparsity == sparsity and row.difference is not None]
+        if found:
+            made.append(_differences(sorted(found, key=lambda row: -(row.difference or 0)), marks, source, sparsity))
+    return made
+
+
+def _differences(rows: Sequence[Row], marks: Mapping[str, Mark], source: Source, sparsity: float) -> Panel:
+    unit = "perplexity" if source.record.metric == "perplexity" else "accuracy, points"
+    low, high = _extent(rows)
+    better = "left" if source.record.metric == "perplexity" else "right"
+    said = [f"{escape(row.arm)}: {escape(row.verdict)}" for row in rows]
+    trace = {
+        "type": "scatter",
+        "mode": "markers",
+        "x": [row.difference for row in rows],
+        "y": [escape(_against(row)) for row in rows],
+        "error_x": {"array": [row.half_width or 0 for row in rows], "color": MUTED, "thickness": 1.5, "width": 0},
+        "marker": {
+            "color": [_mark(row, marks).colour for row in rows],
+            "symbol": [_mark(row, marks).symbol for row in rows],
+            "size": 10,
+        },
+        "text": said,
+        "hovertemplate": "%{text}<extra></extra>",
+    }
+    return Panel(
+        f"Difference at {short_percent(sparsity)}; {better} is better",
+        f"Paired difference in {unit} with 95 % intervals: {'; '.join(f'{row.arm} {row.verdict}' for row in rows)}.",
+        [trace],
+        layout(
+            axis(unit, zeroline=True, zerolinecolor=INK, zerolinewidth=1, range=[low, high]),
+            axis("", type="category", showgrid=True, dtick=1),
+            hovermode="closest",
+            annotations=[_beyond(row, low, high) for row in rows if not low <= (row.difference or 0) <= high],
+        ),
+        Table("Paired differences", ["arm", "difference", "± (95 %)", "verdict"], [_difference_row(r) for r in rows]),
+        height=80 + BAR * len(rows),
+    )
+
+
+def _extent(rows: Sequence[Row]) -> tuple[float, float]:
+    """From the smallest to the largest interval; random, which is far away most often, does not count."""
+    near = [row for row in rows if row.arm != "random"] or rows
+    ends = [0.0] + [(row.difference or 0) + side * (row.half_width or 0) for row in near for side in (-1, 1)]
+    pad = 0.12 * (max(ends) - min(ends)) or 1.0
+    return min(ends) - pad, max(ends) + pad
+
+
+def _beyond(row: Row, low: float, high: float) -> dict[str, Any]:
+    """A word at the edge for an arm that lies outside the frame."""
+    right = (row.difference or 0) > high
+    text = f"{signed(row.difference)} →" if right else f"← {signed(row.difference)}"
+    at = {"x": high if right else low, "xanchor": "right" if right else "left"}
+    return at | {"y": escape(_against(row)), "text": text, "showarrow": False, "font": {"color": MUTED}}
+
+
+def _against(row: Row) -> str:
+    return row.arm if row.against in ("", "magnitude") else f"{row.arm} – {row.against}"
+
+
+def _mark(row: Row, marks: Mapping[str, Mark]) -> Mark:
+    return marks.get(row.arm, Mark(MUTED))
+
+
+def _difference_row(row: Row) -> list[str | Number]:
+    half = Number(fixed(row.half_width, 2), row.half_width)
+    return [_against(row), Number(signed(row.difference), row.difference), half, row.verdict]
+
+
+def overlap_panels(source: Source, marks: Mapping[str, Mark]) -> list[Panel]:
+    """How much of what an arm removed magnitude removed too: one panel a sparsity, chance as a line."""
+    made = []
+    for sparsity in source.sparsities:
+        found = [row for row in source.rows if row.sparsity == sparsity and row.overlap is not None]
+        if found:
+            made.append(_overlap(sorted(found, key=lambda row: row.overlap or 0), marks, sparsity))
+    return made
+
+
+def _overlap(rows: Sequence[Row], marks: Mapping[str, Mark], sparsity: float) -> Panel:
+    chance = sparsity / (2 - sparsity)  # expected for two masks that know nothing of each other
+    values = {row.arm: row.overlap for row in rows}
+    trace = _dots([row.arm for row in rows], [row.overlap for row in rows], [_mark(row, marks) for row in rows])
+    trace["hovertemplate"] = "%{y}: %{x:.3f}<extra></extra>"
+    line = {"type": "line", "x0": chance, "x1": chance, "yref": "paper", "y0": 0, "y1": 1}
+    words = "; ".join(f"{arm} {fixed(value, 3)}" for arm, value in values.items())
+    return Panel(
+        f"Overlap with magnitude at {short_percent(sparsity)}",
+        f"Jaccard overlap of removed weights with magnitude's; chance is {chance:.3f}: {words}.",
+        [trace],
+        layout(
+            axis("Jaccard overlap; dotted: chance", range=[0, 1.02]),
+            axis("", type="category", dtick=1),
+            hovermode="closest",
+            shapes=[line | {"line": {"color": MUTED, "width": 1.2, "dash": "dot"}}],
+        ),
+        Table(
+            f"Jaccard overlap; chance is {chance:.3f}",
+            ["arm", "overlap"],
+            [[arm, Number(fixed(value, 3), value)] for arm, value in values.items()],
+        ),
+        height=80 + BAR * len(rows),
+    )
+
+
+def _dots(names: Sequence[str], values: Sequence[float | None], marks: Sequence[Mark]) -> Trace:
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "x": list(values),
+        "y": [escape(name) for name in names],
+        "marker": {"color": [m.colour for m in marks], "symbol": [m.symbol for m in marks], "size": 10},
+    }
+
+
+def seconds_of(cell: Cell) -> float | None:
+    return (cell.record.result or {}).get("seconds")
+
+
+def memory_of(cell: Cell) -> float | None:
+    """Bytes at the peak; older folders do not know it."""
+    own = (cell.record.result or {}).get("peak_memory")
+    mebibytes = cell.more.get("peak_mib")
+    return own or (mebibytes * 2**20 if isinstance(mebibytes, int | float) else None)
+
+
+def cost_panels(source: Source, marks: Mapping[str, Mark]) -> list[Panel]:
+    """Time and peak memory by arm: a bar for the mean, a point for every run."""
+    warm = [cell for cell in source.cells if not cell.more.get("cold")] or source.cells
+    peak = max((memory_of(cell) or 0 for cell in source.cells), default=0)
+    size, letter = (2**30, "GiB") if peak >= 2**30 else (2**20, "MiB")
+    panels = [
+        _cost("Training time", ("seconds", 1.0, duration), seconds_of, (source, warm)),
+        _cost("Peak memory", (letter, size, memory), memory_of, (source, source.cells)),
+    ]
+    return [panel for panel in panels if panel.table.rows]
+
+
+def _cost(
+    title: str,
+    unit: tuple[str, float, Callable[[float | None], str]],
+    of: Callable[[Cell], float | None],
+    what: tuple[Source, Sequence[Cell]],
+) -> Panel:
+    (name, size, show), (source, cells) = unit, what
+    found = {arm: [v for cell in cells if cell.arm == arm and (v := of(cell))] for arm in reversed(source.arms)}
+    found = {arm: values for arm, values in found.items() if values}
+    means = {arm: mean_of(values) or 0.0 for arm, values in found.items()}
+    bars = {"type": "bar", "orientation": "h", "marker": {"color": GRID}, "hoverinfo": "skip", "width": 0.62}
+    bars |= {"x": [mean / size for mean in means.values()], "y": [escape(arm) for arm in means]}
+    every = [(arm, value) for arm, values in found.items() for value in values]
+    dots = _dots([arm for arm, _ in every], [value / size for _, value in every], [Mark(MUTED) for _ in every])
+    dots["marker"]["size"] = 6
+    dots |= {"text": [f"{escape(arm)}: {show(value)}" for arm, value in every]}
+    dots |= {"hovertemplate": "%{text}<extra></extra>"}
+    words = "; ".join(f"{arm} {show(mean)}" for arm, mean in reversed(means.items()))
+    return Panel(
+        title,
+        f"{title} by arm, mean over runs: {words or 'not recorded'}.",
+        [bars, dots],
+        layout(axis(name, rangemode="tozero"), axis("", type="category", dtick=1), hovermode="closest"),
+        Table(f"{title}, mean over runs", ["arm", name, "runs"], [_cost_row(a, means, found, size) for a in means]),
+        height=80 + BAR * len(means),
+    )
+
+
+def _cost_row(
+    arm: str, means: Mapping[str, float], found: Mapping[str, Sequence[float]], size: float
+) -> list[str | Number]:
+    value, runs = means[arm] / size, len(found[arm])
+    return [arm, Number(plain(value), value), Number(str(runs), runs)]
+
+
+def _percent(value: float) -> Number:
+    return Number(percent(value), value)
+
+
+def _plain(value: float | None, digits: int = 4) -> Number:
+    return Number(plain(value, digits), value)

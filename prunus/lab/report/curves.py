@@ -1,0 +1,288 @@
+"""What happened during training: loss, quality and sparsity, of one run or of arms side by side."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from html import escape
+from typing import Any
+
+from .numbers import count, percent, plain, short_percent
+from .panel import INK, MUTED, Mark, Number, Panel, Table, Trace, axis, layout
+from .read import Json, Record, number
+from .source import Source, mean_of, scale_of
+
+MAX_POINTS, MAX_ROWS = 1500, 250
+ACCENT = "var(--arm-1)"
+Pick = Callable[[Json], float | None]
+
+
+@dataclass(frozen=True)
+class Point:
+    """Mean over seeds at a step, with the smallest and the largest of them."""
+
+    step: int
+    x: float  # tokens or images
+    mean: float
+    low: float
+    high: float
+
+
+def loss_at(line: Json) -> float | None:
+    return number(line.get("loss"))
+
+
+def quality_at(record: Record) -> Pick:
+    scale = scale_of(record)
+
+    def pick(line: Json) -> float | None:
+        value = number(line["eval"].get(record.metric)) if isinstance(line.get("eval"), dict) else None
+        return None if value is None else value * scale
+
+    return pick
+
+
+def points(records: Sequence[Record], pick: Pick) -> list[Point]:
+    """One point for each step at which any of the runs has a number."""
+    found: dict[int, list[float]] = {}
+    for record in records:
+        for line in record.lines:
+            if (value := pick(line)) is not None:
+                found.setdefault(line["step"], []).append(value)
+    return [
+        Point(step, step * records[0].per_step, mean_of(values) or 0.0, min(values), max(values))
+        for step, values in sorted(found.items())
+    ]
+
+
+def thinned(items: Sequence[Any], limit: int) -> list[Any]:
+    """Every n-th item so that at most ``limit`` stay, the last one always."""
+    stride = -(-len(items) // limit)
+    return list(items) if stride <= 1 else [*items[:-1:stride], items[-1]]
+
+
+def frame(series: Sequence[Sequence[Point]]) -> list[float] | None:
+    """Range of y over the last three quarters of the run: what comes before would flatten the rest."""
+    end = max((p.x for one in series for p in one), default=0)
+    late = [p for one in series for p in one if p.x >= end / 4]
+    if not late:
+        return None
+    low, high = min(p.low for p in late), max(p.high for p in late)
+    pad = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
+    return [low - pad, high + pad]
+
+
+def metric_name(record: Record) -> str:
+    return "Held-out perplexity" if record.metric == "perplexity" else "Held-out accuracy, %"
+
+
+def run_panels(record: Record) -> list[Panel]:
+    """Loss and quality of one run."""
+    logged, held = points([record], loss_at), points([record], _held_loss)
+    x = axis(record.unit, rangemode="tozero", unifiedhovertitle={"text": f"%{{x:,}} {record.unit}"})
+    hover = "%{y:.4g}<extra>%{fullData.name}</extra>"
+    traces: list[Trace] = [
+        _line("training", logged, Mark(MUTED, width=1.2), hover),
+        _line("held-out", held, Mark(ACCENT, width=2.2), hover) | {"mode": "lines+markers"},
+    ]
+    loss = Panel(
+        "Loss",
+        _in_words("Training loss", logged, record) + " " + _in_words("Held-out loss", held, record),
+        traces,
+        layout(x, axis("loss, nats", range=frame([logged, held])), hovermode="x unified"),
+        _run_table(record, thinned(record.logs, MAX_ROWS)),
+    )
+    return [loss, _quality_panel(record, x)]
+
+
+def _held_loss(line: Json) -> float | None:
+    return number(line["eval"].get("loss")) if isinstance(line.get("eval"), dict) else None
+
+
+def _quality_panel(record: Record, x: Mapping[str, Any]) -> Panel:
+    quality, name = points([record], quality_at(record)), metric_name(record)
+    hover = "%{y:.5g}<extra></extra>"
+    rows = [
+        [_count(line["step"]), _count(line["step"] * record.per_step)]
+        + [_number(line["eval"].get(key)) for key in ("loss", "perplexity", "accuracy")]
+        + [_number(line.get("sparsity"), percent)]
+        for line in thinned(record.evals, MAX_ROWS)
+    ]
+    columns = ["step", record.unit, "held-out loss", "perplexity", "accuracy", "sparsity"]
+    return Panel(
+        name,
+        _in_words(name, quality, record),
+        [_line(name, quality, Mark(ACCENT, width=2.2), hover) | {"mode": "lines+markers"}],
+        layout(x, axis(name.lower(), range=frame([quality])), hovermode="x unified"),
+        Table("Every evaluation on held-out data", columns, rows),
+    )
+
+
+def _run_table(record: Record, lines: Sequence[Json]) -> Table:
+    rows = [
+        [
+            _count(line["step"]),
+            _count(line["step"] * record.per_step),
+            _number(line["loss"]),
+            _number(line.get("lr"), lambda value: plain(value, 3)),
+        ]
+        for line in lines
+    ]
+    said = "Every line" if len(lines) == len(record.logs) else f"{len(lines)} of {len(record.logs)} lines"
+    return Table(f"{said} of metrics.jsonl", ["step", record.unit, "training loss", "learning rate"], rows)
+
+
+def compared_panels(source: Source, marks: Mapping[str, Mark], what: str) -> list[Panel]:
+    """Training loss, or quality, of all arms: one panel a sparsity, dense in each."""
+    record = source.record
+    pick, name = (loss_at, "Training loss") if what == "loss" else (quality_at(record), metric_name(record))
+    made = []
+    for sparsity in source.sparsities or [0.0]:
+        series = {arm: points(runs, pick) for arm in source.arms if (runs := _runs(source, arm, sparsity))}
+        made.append(_compared(series, marks, name, (sparsity, record)))
+    every = [panel.layout["yaxis"]["range"] for panel in made if panel.layout["yaxis"]["range"]]
+    for panel in made if every else []:  # one scale, so that panels can be compared
+        panel.layout["yaxis"]["range"] = [min(low for low, _ in every), max(high for _, high in every)]
+    return made
+
+
+def _runs(source: Source, arm: str, sparsity: float) -> list[Record]:
+    return source.runs(arm, sparsity) or source.runs(arm, 0.0)
+
+
+def _compared(
+    series: Mapping[str, list[Point]], marks: Mapping[str, Mark], name: str, where: tuple[float, Record]
+) -> Panel:
+    sparsity, record = where
+    traces: list[Trace] = []
+    for arm in sorted(series, key=lambda arm: marks[arm].width):  # grey ones below
+        if marks[arm].width > 1:
+            traces += _band(series[arm], marks[arm])
+        hover = f"%{{y:.4g}}{_spread_said(series[arm])}<extra>%{{fullData.name}}</extra>"
+        traces.append(_line(arm, series[arm], marks[arm], hover))
+    ends = "; ".join(f"{arm} {plain(line[-1].mean)}" for arm, line in series.items() if line)
+    few = sum(mark.width > 1 for arm, mark in marks.items() if arm in series) == len(series) <= 6
+    return Panel(
+        f"{name}, {short_percent(sparsity)} sparse" if sparsity else name,
+        f"{name} over {record.unit}; at the end: {ends}.",
+        traces,
+        layout(
+            axis(record.unit, rangemode="tozero", unifiedhovertitle={"text": f"%{{x:,}} {record.unit}"}),
+            axis("", range=frame([line for arm, line in series.items() if arm != "random"])),
+            hovermode="x unified" if few else "closest",
+        ),
+        _compared_table(series, name, record),
+    )
+
+
+def _spread_said(line: Sequence[Point]) -> str:
+    return " (%{customdata[0]:.4g} to %{customdata[1]:.4g})" if any(p.low < p.high for p in line) else ""
+
+
+def _compared_table(series: Mapping[str, list[Point]], name: str, record: Record) -> Table:
+    by_step = {arm: {p.step: p.mean for p in line} for arm, line in series.items()}
+    steps = sorted({step for line in by_step.values() for step in line})
+    rows = [
+        [_count(step), _count(step * record.per_step), *(_number(line.get(step)) for line in by_step.values())]
+        for step in thinned(steps, MAX_ROWS)
+    ]
+    return Table(f"{name}, mean over seeds", ["step", record.unit, *series], rows)
+
+
+def _line(name: str, line: Sequence[Point], mark: Mark, hover: str) -> Trace:
+    shown = thinned(line, MAX_POINTS)
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "name": escape(name),
+        "x": [p.x for p in shown],
+        "y": [p.mean for p in shown],
+        "customdata": [[p.low, p.high] for p in shown],
+        "line": {"color": mark.colour, "width": mark.width, "dash": mark.dash},
+        "marker": {"size": 5, "color": mark.colour},
+        "hovertemplate": hover,
+    }
+
+
+def _band(line: Sequence[Point], mark: Mark) -> list[Trace]:
+    """The area between the smallest and the largest seed; nothing for one seed."""
+    if all(p.low == p.high for p in line):
+        return []
+    shown = thinned(line, MAX_POINTS)
+    common = {"type": "scatter", "mode": "lines", "hoverinfo": "skip", "line": {"width": 0}, "x": [p.x for p in shown]}
+    return [
+        common | {"y": [p.low for p in shown]},
+        common | {"y": [p.high for p in shown], "fill": "tonexty", "fillcolor": f"{mark.colour}/0.14"},
+    ]
+
+
+def shared_paths(records: Mapping[str, Record]) -> dict[tuple[tuple[int, float], ...], list[str]]:
+    """Arms by the path that their sparsity took."""
+    paths: dict[tuple[tuple[int, float], ...], list[str]] = {}
+    for arm, record in records.items():
+        paths.setdefault(_path(record), []).append(arm)
+    return paths
+
+
+def sparsity_panel(records: Mapping[str, Record], marks: Mapping[str, Mark], title: str = "") -> Panel:
+    """Sparsity over steps: asked for at events as a line, counted from the zeros at evaluations as points.
+
+    Arms that took the same path are one line.
+    """
+    paths = shared_paths(records)
+    traces: list[Trace] = []
+    rows: list[list[str | Number]] = []
+    for path, arms in paths.items():
+        mark, name = path_mark(arms, marks), ", ".join(arms)
+        traces += _path_traces(path, records[arms[0]], mark, name)
+        rows += [[name, _count(step), _number(asked, _exact)] for step, asked in path[1:-1]]
+    said = "; ".join(f"{', '.join(arms)}: {percent(path[-1][1])} at step {path[-1][0]}" for path, arms in paths.items())
+    return Panel(
+        f"Sparsity over steps{title}",
+        f"Sparsity over steps, at the end: {said}.",
+        traces,
+        layout(axis("step", rangemode="tozero"), axis("", tickformat=".0%", rangemode="tozero"), hovermode="closest"),
+        Table("Sparsity asked for at every event", ["arm", "step", "sparsity"], thinned(rows, MAX_ROWS)),
+    )
+
+
+def path_mark(arms: Sequence[str], marks: Mapping[str, Mark]) -> Mark:
+    """Ink for the path that most arms take, magnitude among them; else the look of the first arm with a colour."""
+    if len(arms) > 1 and "magnitude" in arms:
+        return Mark(INK)
+    return replace(max((marks[arm] for arm in arms), key=lambda mark: mark.width), dash="solid")
+
+
+def _path(record: Record) -> tuple[tuple[int, float], ...]:
+    events = [(event["step"], number(event.get("sparsity")) or 0.0) for event in record.events]
+    last = events[-1][1] if events else 0.0
+    return ((0, 0.0), *events, (max(record.last_step, 1), last))
+
+
+def _path_traces(path: Sequence[tuple[int, float]], record: Record, mark: Mark, name: str) -> list[Trace]:
+    counted = [(line["step"], line["sparsity"]) for line in record.evals if number(line.get("sparsity")) is not None]
+    line = {"color": mark.colour, "width": mark.width, "dash": mark.dash, "shape": "hv"}
+    return [
+        {"type": "scatter", "mode": "lines", "line": line, "name": escape(name), "x": [step for step, _ in path]}
+        | {"y": [asked for _, asked in path], "hovertemplate": "%{y:.2%} asked<extra>%{fullData.name}</extra>"},
+        {"type": "scatter", "mode": "markers", "name": escape(name), "x": [step for step, _ in counted]}
+        | {"y": [share for _, share in counted], "marker": {"size": 6, "color": mark.colour, "symbol": mark.symbol}}
+        | {"hovertemplate": "%{y:.4%} counted<extra>%{fullData.name}</extra>"},
+    ]
+
+
+def _exact(value: float | None) -> str:
+    return percent(value, 2)
+
+
+def _in_words(name: str, line: Sequence[Point], record: Record) -> str:
+    if not line:
+        return f"{name}: nothing recorded."
+    return f"{name} from {plain(line[0].mean)} to {plain(line[-1].mean)} over {count(line[-1].x)} {record.unit}."
+
+
+def _count(value: int) -> Number:
+    return Number(f"{value:,}", value)
+
+
+def _number(value: object, show: Callable[[float | None], str] = plain) -> Number:
+    found = number(value)
+    return Number(show(found), found)

@@ -1,0 +1,112 @@
+"""A panel is a chart with its words: caption, description for those who do not see it, and its numbers as a table."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Trace = dict[str, Any]
+
+# colours are names of custom properties of the page, which knows light and dark
+INK, MUTED, OTHER, GRID = "var(--ink)", "var(--muted)", "var(--other)", "var(--grid)"
+COLOURS = {"dense": INK, "magnitude": "var(--magnitude)", "random": "var(--random)"}
+DASHES = {"dense": "solid", "magnitude": "dash", "random": "dot"}
+SYMBOLS = ("circle", "square", "diamond", "triangle-up")
+NUM_COLOURS = 4
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number as it is shown and as it is: the page keeps both."""
+
+    shown: str
+    value: float | None
+
+
+@dataclass(frozen=True)
+class Word:
+    """A text with a meaning that has a colour."""
+
+    shown: str
+    kind: str  # better, worse or none
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells are text, words or numbers; numbers stand to the right."""
+
+    caption: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+    looks: Mapping[int, str] = field(default_factory=dict)  # rows that stand out: best, first of a group
+    kind: str = ""  # config: names and values
+    folded: str = ""  # what a reader opens to see it
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One chart: traces and layout for the library, and the same in words and in a table."""
+
+    title: str
+    description: str  # what a screen reader says in place of the picture
+    traces: Sequence[Trace]
+    layout: Mapping[str, Any]
+    table: Table
+    height: int = 300
+
+
+@dataclass(frozen=True)
+class Mark:
+    """How an arm looks in every chart; arms beyond the colours are thin and grey."""
+
+    colour: str
+    dash: str = "solid"
+    symbol: str = "circle"
+    width: float = 2.0
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page: a heading, a sentence or two, and its panels side by side."""
+
+    id: str
+    title: str
+    text: str
+    panels: Sequence[Panel] = ()
+    tables: Sequence[Table] = ()
+    legend: Sequence[tuple[str, Mark]] = ()
+    others: str = ""  # arms that are grey
+
+
+def marks_of(arms: Sequence[str], ranked: Sequence[str]) -> dict[str, Mark]:
+    """A look for every arm: controls have their own, the first of ``ranked`` a colour each, the others are grey."""
+    coloured = [name for name in arms if name not in COLOURS and name in ranked[:NUM_COLOURS]]
+    marks = {name: Mark(COLOURS[name], DASHES[name]) for name in arms if name in COLOURS}
+    for place, name in enumerate(coloured):
+        marks[name] = Mark(f"var(--arm-{place + 1})", "solid", SYMBOLS[place])
+    return {name: marks.get(name, Mark(OTHER, width=1.0)) for name in arms}
+
+
+def axis(title: str, **more: Any) -> dict[str, Any]:
+    return {
+        "title": {"text": title, "standoff": 8, "font": {"size": 12}},
+        "gridcolor": GRID,
+        "zeroline": False,
+        "linecolor": GRID,
+        "automargin": True,
+        "fixedrange": False,
+        **more,
+    }
+
+
+def layout(x: Mapping[str, Any], y: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    """The look that all charts share; the page adds fonts and resolves colours."""
+    return {
+        "xaxis": dict(x),
+        "yaxis": dict(y),
+        "margin": {"l": 8, "r": 18, "t": 8, "b": 8},
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "showlegend": False,
+        "hoverlabel": {"bgcolor": "var(--card)", "bordercolor": "var(--rule)", "font": {"color": INK}},
+        **more,
+    }

@@ -1,0 +1,155 @@
+"""Run folders as they lie on disk, read without torch; whatever is missing is said in ``notes``."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one run folder holds. A run that goes on, or that was killed, has no result."""
+
+    name: str
+    config: Json
+    environment: Json
+    lines: list[Json]  # of metrics.jsonl, in order
+    result: Json | None = None
+    notes: tuple[str, ...] = field(default=(), compare=False)
+
+    @cached_property
+    def logs(self) -> list[Json]:
+        return [line for line in self.lines if "loss" in line]
+
+    @cached_property
+    def evals(self) -> list[Json]:
+        return [line for line in self.lines if isinstance(line.get("eval"), dict)]
+
+    @cached_property
+    def events(self) -> list[Json]:
+        return [line["event"] | {"step": line["step"]} for line in self.lines if isinstance(line.get("event"), dict)]
+
+    @cached_property
+    def layers(self) -> dict[str, int]:
+        """Number of weights by prunable layer; empty in folders of versions that did not record it."""
+        found = [line["layers"] for line in self.lines if isinstance(line.get("layers"), dict)]
+        return found[0] if found else {}
+
+    @property
+    def is_language(self) -> bool:
+        return bool((self.result or {}).get("tokens")) or str(self.config.get("model", "")).startswith("gpt")
+
+    @property
+    def unit(self) -> str:
+        return "tokens" if self.is_language else "images"
+
+    @property
+    def metric(self) -> str:
+        return "perplexity" if self.is_language else "accuracy"
+
+    @property
+    def per_step(self) -> int:
+        """Tokens or images that one step reads."""
+        factors = ("batch", "accumulate", "context") if self.is_language else ("batch", "accumulate")
+        return math.prod(int(self.config.get(name, 1)) for name in factors)
+
+    @property
+    def total_steps(self) -> int:
+        return round(int(self.config.get("steps", 0)) * float(self.config.get("budget_scale", 1.0)))
+
+    @property
+    def last_step(self) -> int:
+        return self.lines[-1]["step"] if self.lines else 0
+
+    @property
+    def quality(self) -> float | None:
+        """The metric at the end of the run, or None while there is no end."""
+        return number((self.result or {}).get(self.metric))
+
+    def layer_sparsity(self, line: Json) -> dict[str, float]:
+        """Fraction of zeros by layer at an evaluation; empty where it was not recorded."""
+        zeros = line.get("zeros")
+        if not isinstance(zeros, list) or len(zeros) != len(self.layers):
+            return {}
+        return {name: zero / total for (name, total), zero in zip(self.layers.items(), zeros, strict=True) if total}
+
+
+def number(value: object) -> float | None:
+    """A finite float, or None: charts show a gap where a run diverged or a file holds something else."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return value
+
+
+def is_run(folder: Path) -> bool:
+    return (folder / "run.json").is_file()
+
+
+def read_record(folder: Path, name: str | None = None) -> Record:
+    """The record of a run folder; ValueError where its run.json cannot be understood."""
+    path = folder / "run.json"
+    described = read_json(path)
+    if not isinstance(described, dict) or not isinstance(described.get("run"), dict):
+        raise ValueError(f"{path} does not describe a run: expected an object with the field 'run'")
+    lines, notes = _lines(folder / "metrics.jsonl")
+    result = None
+    if (folder / "result.json").is_file():
+        found = read_json(folder / "result.json")
+        result = found if isinstance(found, dict) else None
+    else:
+        notes.append("has no result.json: it goes on, or was interrupted")
+    environment = described.get("environment")
+    record = Record(
+        name or folder.resolve().name,
+        described["run"],
+        environment if isinstance(environment, dict) else {},
+        lines,
+        result,
+    )
+    return _noted(record, notes)
+
+
+def _noted(record: Record, notes: list[str]) -> Record:
+    """The record with what a reader should know of it; fields of the wrong kind end here."""
+    try:
+        _ = record.per_step, record.total_steps
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"run.json of {record.name} holds a field of the wrong kind: {error}") from None
+    if record.config.get("score") != "none" and record.evals and not record.layers:
+        notes.append("does not record the sparsity of its layers: it was made by an older version")
+    if any(number(line["loss"]) is None for line in record.logs):
+        notes.append("has losses that are not finite: it diverged")
+    return Record(record.name, record.config, record.environment, record.lines, record.result, tuple(notes))
+
+
+def _lines(path: Path) -> tuple[list[Json], list[str]]:
+    """Lines of metrics.jsonl up to the first that is damaged, as when a run is writing it just now."""
+    if not path.is_file():
+        return [], ["has no metrics.jsonl"]
+    lines: list[Json] = []
+    for text in path.read_text(errors="replace").splitlines():
+        try:
+            line = json.loads(text)
+        except json.JSONDecodeError:
+            return lines, [f"line {len(lines) + 1} of metrics.jsonl is damaged; what follows it is left out"]
+        if not isinstance(line, dict) or not isinstance(line.get("step"), int):
+            return lines, [f"line {len(lines) + 1} of metrics.jsonl has no step; what follows it is left out"]
+        lines.append(line)
+    return lines, []
+
+
+def read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+
+
+def changed(config: Mapping[str, Any], default: Mapping[str, Any]) -> list[str]:
+    """Names of the fields that differ from their default, in the configuration's order."""
+    return [name for name, value in config.items() if value != default.get(name)]

@@ -1,0 +1,216 @@
+"""The parts of a page, in the order of reading: the finding first, the configuration last."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..run import Run
+from .compare import cost_panels, difference_panels, memory_of, overlap_panels, quality_panel, ranking
+from .curves import compared_panels, path_mark, run_panels, shared_paths, sparsity_panel
+from .layers import compared_maps, run_map
+from .numbers import fixed, plain, short_percent, signed
+from .panel import Mark, Number, Section, Table, Word, marks_of
+from .read import changed
+from .source import CONTROLS, Row, Source
+
+FRAME = "The frame is that of the last three quarters of the run."
+NO_LAYERS = "Not recorded: the runs were made by a version that did not count zeros by layer, or have not begun."
+
+
+def sections(source: Source) -> list[Section]:
+    return [*(_compared(source) if source.is_comparison else _of_run(source)), _configuration(source)]
+
+
+def _of_run(source: Source) -> list[Section]:
+    record, heat = source.record, run_map(source.record)
+    lines = [("training", Mark("var(--muted)", width=1.2)), ("held-out", Mark("var(--arm-1)"))]
+    parts = [
+        Section(
+            "training",
+            "Training",
+            f"Loss and quality over {record.unit}. {FRAME}",
+            run_panels(record),
+            legend=lines,
+        )
+    ]
+    if record.config.get("score") != "none":
+        panel = sparsity_panel({source.cells[0].arm: record}, {source.cells[0].arm: Mark("var(--arm-1)")})
+        text = "The line is what the schedule asked for at each event; points are zeros counted in the weights."
+        parts.append(Section("sparsity", "Sparsity", text, [panel]))
+        text = "Share of each layer that is zero, counted at every evaluation." if heat else NO_LAYERS
+        parts.append(Section("layers", "Layers", text, [heat] if heat else []))
+    return parts
+
+
+def _compared(source: Source) -> list[Section]:
+    marks = marks_of(source.arms, [arm for arm in ranking(source) if arm in source.arms and arm not in CONTROLS])
+    legend = [(arm, mark) for arm, mark in marks.items() if mark.width > 1]
+    others = ", ".join(arm for arm, mark in marks.items() if mark.width <= 1)
+    shared = {"legend": legend, "others": others}
+    heat, overlaps = compared_maps(source), overlap_panels(source, marks)
+    if not source.cells:  # a study whose runs lie elsewhere
+        return [
+            _verdicts(source, marks),
+            Section("quality", "Quality against sparsity", _error_bars(source), [quality_panel(source, marks)]),
+            Section("overlap", "Mask overlap", OVERLAP if overlaps else NO_OVERLAP, overlaps),
+        ]
+    return [
+        _verdicts(source, marks),
+        Section("quality", "Quality against sparsity", _error_bars(source), [quality_panel(source, marks)], **shared),
+        Section("training", "Training", _means(source), _curves(source, marks), **shared),
+        Section("sparsity", "Sparsity", SPARSITY, _paths(source, marks), legend=_path_legend(source, marks)),
+        Section("layers", "Layers", LAYERS if heat else NO_LAYERS, heat),
+        Section("overlap", "Mask overlap", OVERLAP if overlaps else NO_OVERLAP, overlaps),
+        Section("cost", "Time and memory", _cost_text(source), cost_panels(source, marks)),
+    ]
+
+
+SPARSITY = (
+    "Lines are what the schedule asked for at each event, points are zeros counted in the weights. Arms that took the "
+    "same path are one line."
+)
+LAYERS = "Share of each layer that is zero at the end of the run, mean over seeds."
+OVERLAP = (
+    "Of the weights that an arm or magnitude removed, the share that both removed (Jaccard). An arm near 1 is "
+    "magnitude under another name; the dotted line is what two masks share by chance."
+)
+NO_OVERLAP = "Not known here: prunus study compares the masks of its runs, and this folder holds no such comparison."
+
+
+def _error_bars(source: Source) -> str:
+    seeds = sorted({len(row.values) for row in source.rows if row.values})
+    many = f"{seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else f"{seeds[0] if seeds else 0}"
+    return f"Mean on held-out data at the end of the run; bars are one standard deviation over seeds ({many} an arm)."
+
+
+def _means(source: Source) -> str:
+    unit = source.record.unit
+    return f"Mean over seeds, by {unit} read; the shaded area spans the seeds. {FRAME}"
+
+
+def _curves(source: Source, marks: Mapping[str, Mark]) -> list[Any]:
+    loss, quality = (compared_panels(source, marks, what) for what in ("loss", "quality"))
+    return [panel for pair in zip(loss, quality, strict=True) for panel in pair]
+
+
+def _paths(source: Source, marks: Mapping[str, Mark]) -> list[Any]:
+    found = [
+        ({arm: runs[0] for arm in source.arms if (runs := source.runs(arm, sparsity))}, sparsity)
+        for sparsity in source.sparsities
+    ]
+    return [sparsity_panel(records, marks, f", {short_percent(sparsity)} at the end") for records, sparsity in found]
+
+
+def _path_legend(source: Source, marks: Mapping[str, Mark]) -> list[tuple[str, Mark]]:
+    """One entry a path at the highest sparsity; none if there is but one."""
+    top = source.sparsities[-1] if source.sparsities else 0.0
+    records = {arm: runs[0] for arm in source.arms if (runs := source.runs(arm, top))}
+    paths = shared_paths(records)
+    return [(", ".join(arms), path_mark(arms, marks)) for arms in paths.values()] if len(paths) > 1 else []
+
+
+def _cost_text(source: Source) -> str:
+    machines = sorted({str(cell.record.environment.get("machine", "an unknown machine")) for cell in source.cells})
+    where = f"on {machines[0]}" if len(machines) == 1 else f"on different machines ({'; '.join(machines)})"
+    missing = " Peak memory was not recorded." * all(memory_of(cell) is None for cell in source.cells)
+    cold = " Runs that were the first of their process, and so compiled, are left out of the time."
+    first = any(cell.more.get("cold") for cell in source.cells)
+    return f"Bars are means, points single runs, {where}. Time is that of steps alone.{cold * first}{missing}"
+
+
+def _verdicts(source: Source, marks: Mapping[str, Mark]) -> Section:
+    metric = source.record.metric
+    rows = [row for sparsity in [0.0, *source.sparsities] for row in _sorted(source.rows, sparsity, metric)]
+    is_study = any(row.verdict for row in rows)
+    study = ["difference, 95 %", "verdict"] if is_study else []
+    columns = ["arm", "sparsity", metric, *study, "± sd", "seeds"]
+    table = Table(
+        f"Held-out {metric} at the end, from the best to the worst of each sparsity",
+        columns,
+        [_verdict_row(row, is_study) for row in rows],
+        looks={i: _look(rows, i) for i in range(len(rows))},
+    )
+    text = (
+        "Differences are paired: the same seed has the same first weights and the same batches."
+        if is_study
+        else ("These runs are no study, so there are no verdicts: nothing holds them to the same budget and data.")
+    )
+    return Section("verdicts", "Verdicts", text, difference_panels(source, marks), tables=[table])
+
+
+def _look(rows: Sequence[Row], i: int) -> str:
+    """Where a sparsity begins, and the arm that leads it if its verdict says so."""
+    first = i > 0 and rows[i - 1].sparsity != rows[i].sparsity
+    return " ".join(["best"] * (first and rows[i].verdict.startswith("better")) + ["first"] * first)
+
+
+def _sorted(rows: Sequence[Row], sparsity: float, metric: str) -> list[Row]:
+    sign = 1 if metric == "perplexity" else -1
+    return sorted((row for row in rows if row.sparsity == sparsity), key=lambda row: sign * (row.mean or 0))
+
+
+def _verdict_row(row: Row, is_study: bool) -> list[Any]:
+    seeds = len(row.values)
+    cells: list[Any] = [
+        row.arm + (f" ({row.note})" if row.note else ""),
+        Number(short_percent(row.sparsity) if row.sparsity else "–", row.sparsity),
+        Number(plain(row.mean), row.mean),
+    ]
+    if is_study:
+        kind = next((word for word in ("better", "worse") if row.verdict.startswith(word)), "none")
+        half = f" ± {fixed(row.half_width, 2)}" if row.half_width is not None else ""
+        said = re.sub(r"-(?=\d)", "−", row.verdict)
+        cells += [Number(signed(row.difference) + half, row.difference), Word(said, kind)]
+    return [*cells, Number(plain(row.spread, 2), row.spread), Number(str(seeds), seeds)]
+
+
+FIELD = ("field", "value")
+OWN = ("out", "seed", "sparsity", "resume")  # what every run has for itself
+
+
+def _configuration(source: Source) -> Section:
+    base = source.study.get("base") if isinstance(source.study.get("base"), dict) else source.record.config
+    own = [name for name in changed(base, Run().to_json()) if source.kind != "runs" or _is_shared(source, name)]
+    rows = [[name, _said(value)] for name, value in base.items()]
+    title = "Shared by all runs" if source.is_comparison else "This run"
+    tables = [
+        Table(f"{title}: what differs from the defaults", FIELD, [[n, _said(base[n])] for n in own], kind="config"),
+        Table("Environment", FIELD, [[n, _said(v)] for n, v in source.record.environment.items()], kind="config"),
+        Table(f"{title}: all fields", FIELD, rows, kind="config", folded=f"All {len(rows)} fields"),
+    ]
+    if source.is_comparison:
+        tables.insert(1, _differences(source, base))
+    return Section("configuration", "Configuration and environment", _hash(source), tables=tables)
+
+
+def _is_shared(source: Source, name: str) -> bool:
+    return name not in OWN and len({str(cell.record.config.get(name)) for cell in source.cells}) == 1
+
+
+def _differences(source: Source, base: Mapping[str, Any]) -> Table:
+    """What each arm changes: as the study says, or as its first run differs."""
+    planned = {
+        str(arm.get("name")): arm.get("changes") for arm in source.study.get("arms", []) if isinstance(arm, dict)
+    }
+    rows = []
+    for arm in source.arms:
+        changes = planned.get(arm)
+        if not isinstance(changes, dict):
+            config = next((cell.record.config for cell in source.cells if cell.arm == arm), {})
+            changes = {n: v for n, v in config.items() if n not in OWN and v != base.get(n)}
+        rows.append([arm, ", ".join(f"{name} = {_said(value)}" for name, value in changes.items()) or "nothing"])
+    return Table("What each arm changes, apart from sparsity and seed", ["arm", "changes"], rows, kind="config")
+
+
+def _hash(source: Source) -> str:
+    if found := source.study.get("hash"):
+        return f"Everything that all arms share has the hash {found}."
+    return "As the folder says it." if source.is_comparison else "All that decides what this run computes."
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {one}" for name, one in value.items())
+    if isinstance(value, list):
+        return " ".join(map(str, value)) or "none"
+    return "none" if value is None else str(value)

@@ -1,0 +1,140 @@
+"""What the numbers say, in sentences: the headline, the lines below it, and the figures that stand out."""
+
+from .compare import memory_of
+from .numbers import count, duration, memory, percent, plain, short_percent, signed
+from .read import Record
+from .source import Row, Source, mean_of, scale_of
+
+
+def headline(source: Source) -> str:
+    """The finding, as one sentence."""
+    if not source.is_comparison:
+        return _of_run(source.record)
+    if not any(row.mean is not None for row in source.rows):
+        return f"{len(source.cells)} runs, none of which has ended yet"
+    if not source.sparsities:
+        return f"{len(source.cells)} dense runs"
+    top = max((s for s in source.sparsities if _ended(source, s)), default=source.sparsities[-1])
+    return _of_verdicts(source, top) or _of_means(source, top)
+
+
+def _of_run(record: Record) -> str:
+    score = record.config.get("score", "?")
+    if record.result is None:
+        last = next((line for line in reversed(record.evals)), {})
+        so_far = f", {percent(last['sparsity'])} of the weights removed so far" if "sparsity" in last else ""
+        return f"{_named(score)} at step {record.last_step:,} of {record.total_steps:,}{so_far}"
+    end = _quality(record.quality and record.quality * scale_of(record), record)
+    if score == "none":
+        return f"A dense run that ended at {end}"
+    removed = record.result.get("sparsity")
+    share = short_percent(removed) if isinstance(removed, int | float) else "some"
+    return f"{_named(score)} removed {share} of the prunable weights and ended at {end}"
+
+
+def _named(score: object) -> str:
+    return "The dense run" if score == "none" else str(score)
+
+
+def _quality(value: float | None, record: Record) -> str:
+    return f"perplexity {plain(value)}" if record.metric == "perplexity" else f"{plain(value)} % accuracy"
+
+
+def _ended(source: Source, sparsity: float) -> list[Row]:
+    return [row for row in source.rows if row.sparsity == sparsity and row.mean is not None]
+
+
+def _of_verdicts(source: Source, sparsity: float) -> str:
+    """The best arm whose interval leaves magnitude out, or that there is none; empty without any interval."""
+    sign = -1 if source.record.metric == "perplexity" else 1
+    rows = [r for r in _ended(source, sparsity) if r.half_width is not None and r.difference is not None]
+    rows = [row for row in rows if row.arm not in ("random", row.against)]
+    if not rows:
+        return ""
+    at, unit = f"At {short_percent(sparsity)} sparsity", "perplexity" if sign < 0 else "points of accuracy"
+    gains = {row.arm: sign * (row.difference or 0) for row in rows}
+    clear = [row for row in rows if gains[row.arm] > (row.half_width or 0)]
+    if clear:
+        best = max(clear, key=lambda row: gains[row.arm])
+        seeds = f"{len(best.values)} seeds"
+        return (
+            f"{at}, {best.arm} beats {best.against} by {plain(gains[best.arm], 2)} ± {plain(best.half_width, 2)} "
+            f"{unit} over {seeds}"
+        )
+    names = "no arm" if len(rows) > 1 else rows[0].arm
+    against = rows[0].against if len({row.against for row in rows}) == 1 else "its reference"
+    verb = "is seen to beat" if len(rows) > 1 else "is not seen to beat"
+    return f"{at}, {names} {verb} {against} with {min(len(row.values) for row in rows)} seeds"
+
+
+def _of_means(source: Source, sparsity: float) -> str:
+    rows, record = _sorted(source, sparsity), source.record
+    seeds = min(len(row.values) for row in rows)
+    said = "one seed, no verdict" if seeds == 1 else f"{seeds} seeds, no verdict"
+    best = "lowest" if record.metric == "perplexity" else "highest"
+    return (
+        f"At {short_percent(sparsity)} sparsity, {rows[0].arm} ended {best}: {_quality(rows[0].mean, record)} ({said})"
+    )
+
+
+def lede(source: Source) -> str:
+    """What was measured, on what, how often."""
+    record, config = source.record, source.record.config
+    size = (record.result or {}).get("num_parameters")
+    model = f"{config.get('model', 'a model')}" + (f" ({count(size)} parameters)" if size else "")
+    steps = record.total_steps
+    budget = f"{count(steps * record.per_step)} {record.unit} in {steps:,} steps"
+    where = record.environment.get("machine")
+    said = [f"{model} on {_data(config)}, {budget}."]
+    if source.is_comparison:
+        seeds = len({cell.seed for cell in source.cells})
+        said.append(f"{len(source.arms)} arms, {len(source.cells)} runs, {seeds} seed{'s' * (seeds > 1)}.")
+        if dense := source.row("dense", 0.0):
+            said.append(f"Dense ends at {_quality(dense.mean, record)}.")
+        said += _costs(source)
+    if where:
+        said.append(f"Measured on {where}.")
+    return " ".join(said)
+
+
+def _costs(source: Source) -> list[str]:
+    """The best arm of each sparsity, with what it loses against dense."""
+    best = "Lowest" if source.record.metric == "perplexity" else "Highest"
+    found = [rows[0] for sparsity in source.sparsities if (rows := _sorted(source, sparsity))]
+    said = [f"at {short_percent(row.sparsity)} {row.arm} ({signed(row.cost)} to dense)" for row in found if row.cost]
+    return [f"{best} {'; '.join(said)}."] if said else []
+
+
+def _sorted(source: Source, sparsity: float) -> list[Row]:
+    """Rows of a sparsity that have a mean, the best first."""
+    sign = 1 if source.record.metric == "perplexity" else -1
+    return sorted(_ended(source, sparsity), key=lambda row: sign * (row.mean or 0))
+
+
+def _data(config: dict) -> str:
+    return str(config.get("data", "unknown data")).rstrip("/").split("/")[-1]
+
+
+def figures(source: Source) -> list[tuple[str, str]]:
+    """The few numbers that stand out, with their names."""
+    record, result = source.record, source.record.result or {}
+    if source.is_comparison:
+        return []
+    seconds, done = result.get("seconds"), record.last_step * record.per_step
+    evals = record.evals
+    last = evals[-1]["eval"].get(record.metric) if evals else None
+    pruning = mean_of([event.get("seconds") for event in record.events])
+    found = {
+        f"held-out {record.metric}": plain(last and last * scale_of(record)) if evals else "",
+        "weights removed": percent(evals[-1].get("sparsity"), 2) if evals else "",
+        f"{record.unit} read": count(done),
+        "training time": duration(seconds) if seconds else "",
+        f"{record.unit} a second": count(done / seconds) if seconds else "",
+        "an event takes": _short(pruning),
+        "peak memory": memory(memory_of(source.cells[0])) if memory_of(source.cells[0]) else "",
+    }
+    return [(name, text) for name, text in found.items() if text]
+
+
+def _short(seconds: float | None) -> str:
+    return f"{plain(seconds * 1e3, 3)} ms" if seconds else ""

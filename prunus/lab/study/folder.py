@@ -1,0 +1,114 @@
+"""The folder of a study: what was planned, what is finished, what failed, and who is at it."""
+
+import fcntl
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..files import write_json
+from ..run import Run
+from .keys import canonical, key_of
+from .plan import FORMAT, Cell, Plan, extended
+
+
+@dataclass(frozen=True)
+class Folder:
+    path: Path
+
+    @property
+    def exists(self) -> bool:
+        return (self.path / "study.json").is_file()
+
+    def run(self, cell: Cell) -> Path:
+        return self.path / "runs" / cell.folder
+
+    def plan(self) -> Plan:
+        """The plan that is written here."""
+        path = self.path / "study.json"
+        if not path.is_file():
+            raise ValueError(f"{self.path} is not a study: it has no study.json")
+        values = read_json(path)
+        if values.get("format") != FORMAT:
+            raise ValueError(f"{path} has the format {values.get('format')!r}; this version reads {FORMAT}")
+        try:
+            return Plan.from_json(values)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{path} cannot be read: {error!r}") from error
+
+    def join(self, plan: Plan, environment: Mapping[str, Any]) -> Plan:
+        """Write ``plan`` here, together with what is planned here already; returns both."""
+        if not self.exists and self.path.exists() and any(self.path.iterdir()):
+            raise ValueError(f"{self.path} is not empty and not a study; choose another --out")
+        whole = extended(self.plan(), plan, self.path) if self.exists else plan
+        self.check_runs(whole)
+        self.write(whole, environment)
+        return whole
+
+    def write(self, plan: Plan, environment: Mapping[str, Any]) -> None:
+        (self.path / "runs").mkdir(parents=True, exist_ok=True)
+        with self.locked("study", wait=True):
+            write_json(self.path / "study.json", plan.to_json() | {"environment": environment})
+
+    def check_runs(self, plan: Plan) -> None:
+        """Refuse a finished run that has the name of a planned one and computed something else."""
+        for cell in plan.cells:
+            folder = self.run(cell)
+            if not (folder / "result.json").is_file():
+                continue
+            here, asked = canonical(read_run(folder)), canonical(plan.run_of(cell))
+            if data := self.about(folder).get("data"):
+                here, asked = here | data, asked | dict(plan.data)
+            for name in sorted(here.keys() | asked.keys()):
+                if here.get(name) != asked.get(name):
+                    raise ValueError(
+                        f"{folder} was run with {name} = {here.get(name)}, the study has {asked.get(name)};"
+                        " move that folder away"
+                    )
+
+    def finished(self) -> dict[str, Path]:
+        """Folders of the runs with a result, by what they compute."""
+        found = (path.parent for path in sorted(self.path.glob("runs/*/result.json")))
+        return {key_of(read_run(folder)): folder for folder in found}
+
+    @staticmethod
+    def about(run: Path) -> dict[str, Any]:
+        """What ``cell.json`` says of a run; nothing for a run that no study made."""
+        return read_json(run / "cell.json") if (run / "cell.json").is_file() else {}
+
+    def failure(self, cell: Cell) -> dict[str, Any] | None:
+        path = self.run(cell) / "failed.json"
+        return read_json(path) if path.is_file() else None
+
+    @contextmanager
+    def locked(self, name: str, *, wait: bool = False) -> Iterator[bool]:
+        """Whether this process alone holds the lock ``name``; the system frees it if the process dies."""
+        (self.path / "locks").mkdir(parents=True, exist_ok=True)
+        with (self.path / "locks" / f"{name}.lock").open("a") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            except BlockingIOError:
+                yield False
+                return
+            yield True
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} should hold an object, but holds a {type(values).__name__}")
+    return values
+
+
+def read_run(folder: Path) -> Run:
+    """The run that a folder holds; as ``tracking.read_run``, without loading torch."""
+    values = read_json(folder / "run.json")
+    try:
+        return Run.from_json(values["run"])
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{folder / 'run.json'} cannot be read: {error!r}") from error

@@ -1,0 +1,111 @@
+"""One study from several: runs made on different machines, or a copy without what is large."""
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..files import write_json
+from .folder import Folder, read_json, read_run
+from .keys import key_of
+from .plan import extended
+from .results import update
+
+KEPT = ("run.json", "metrics.jsonl", "result.json", "cell.json", "failed.json")
+LARGE = ("masks.safetensors", "checkpoint.pt")
+AGREE = ("loss", "accuracy", "sparsity", "digest")
+
+
+def merge(paths: Sequence[Path], out: Path, *, slim: bool = False) -> dict[str, Any]:
+    """Write all runs of the studies in ``paths`` into ``out``; returns what they say together.
+
+    They must share base and data, and a run that two of them finished must have ended alike. ``slim`` leaves
+    out masks, checkpoints and the lines of metrics.jsonl between evaluations. Nothing is written on refusal.
+    """
+    if not paths:
+        raise ValueError("name the studies to merge: prunus study merge A B --out C")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out} is not empty; choose another --out")
+    folders = [Folder(path) for path in paths]
+    plan = folders[0].plan()
+    for folder in folders[1:]:
+        plan = extended(plan, folder.plan(), folders[0].path)
+    for folder in folders:
+        folder.check_runs(plan)
+    runs = _runs(folders)
+    part = out.with_name(out.name + ".part")
+    shutil.rmtree(part, ignore_errors=True)
+    whole = Folder(part)
+    whole.write(plan, _environment(folders))
+    for source in runs.values():
+        _copy(source, part / "runs" / source.name, slim)
+    for notes in [folder.path / "notes.md" for folder in folders if (folder.path / "notes.md").is_file()][:1]:
+        shutil.copy2(notes, part / "notes.md")
+    values = update(whole)
+    if slim:
+        for path in (part / "study.json", *part.glob("runs/*/run.json")):
+            write_json(path, without_places(read_json(path)))
+    shutil.rmtree(part / "locks")
+    if out.is_dir():
+        out.rmdir()
+    part.replace(out)
+    return values
+
+
+def _runs(folders: Sequence[Folder]) -> dict[str, Path]:
+    """The folder of each computation: a finished one before a failed one; two finished ones must agree."""
+    found: dict[str, Path] = {}
+    for folder in folders:
+        for path in sorted(folder.path.glob("runs/*/run.json")):
+            run = path.parent
+            is_finished = (run / "result.json").is_file()
+            if not is_finished and not (run / "failed.json").is_file():
+                continue
+            other = found.setdefault(key_of(read_run(run)), run)
+            if other == run or not is_finished:
+                continue
+            if (other / "result.json").is_file():
+                _check_agree(other, run)
+            else:
+                found[key_of(read_run(run))] = run
+    return found
+
+
+def _check_agree(first: Path, second: Path) -> None:
+    ours, theirs = read_json(first / "result.json"), read_json(second / "result.json")
+    for name in AGREE:
+        if ours[name] != theirs[name]:
+            raise ValueError(
+                f"{first} and {second} are the same run but ended with {name} {ours[name]} and {theirs[name]};"
+                " move one of them away"
+            )
+
+
+def _environment(folders: Sequence[Folder]) -> dict[str, Any]:
+    """The first study's environment; each run has its own in its run.json."""
+    return read_json(folders[0].path / "study.json")["environment"] | {"merged": [str(f.path) for f in folders]}
+
+
+def _copy(source: Path, target: Path, slim: bool) -> None:
+    target.mkdir(parents=True)
+    for name in KEPT if slim else (*KEPT, *LARGE):
+        if (source / name).is_file():
+            shutil.copy2(source / name, target / name)
+    if slim and (target / "metrics.jsonl").is_file():
+        lines = (target / "metrics.jsonl").read_text().splitlines(keepends=True)
+        (target / "metrics.jsonl").write_text("".join(filter(_is_kept, lines)))
+
+
+def _is_kept(line: str) -> bool:
+    values = json.loads(line)
+    return "eval" in values or "layers" in values
+
+
+def without_places(value: Any) -> Any:
+    """The same values with the last part of every path alone: where files lay on some machine tells nobody else."""
+    if isinstance(value, dict):
+        return {name: without_places(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [without_places(inner) for inner in value]
+    return Path(value).name if isinstance(value, str) and value.startswith(("/", "./", "../", "~")) else value

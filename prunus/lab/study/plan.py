@@ -1,0 +1,153 @@
+"""A plan: one base run, its arms, and which of them are run at which sparsity with which seed."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ..run import Run
+from .arms import CONTROLS, Arm, said, slug, with_controls
+from .keys import data_digests, digest, key_of, shared_fields
+
+FORMAT = "prunus-study-1"
+
+
+@dataclass(frozen=True, order=True)
+class Cell:
+    """One arm at one sparsity with one seed."""
+
+    arm: str
+    sparsity: float
+    seed: int
+
+    @property
+    def folder(self) -> str:
+        return f"{slug(self.arm)}-{self.sparsity:g}-s{self.seed}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a study holds; ``data`` are digests of the files, so that a path may differ from machine to machine."""
+
+    base: Run
+    arms: tuple[Arm, ...]
+    cells: tuple[Cell, ...]
+    data: Mapping[str, str]
+
+    def __post_init__(self) -> None:
+        for cell in self.cells:
+            self.run_of(cell)
+
+    @cached_property
+    def arm(self) -> dict[str, Arm]:
+        return {arm.name: arm for arm in self.arms}
+
+    def run_of(self, cell: Cell) -> Run:
+        """The run of a cell; an arm that is not comparable with the base is refused."""
+        arm = self.arm[cell.arm]
+        try:
+            run = replace(self.base, **arm.changes, sparsity=cell.sparsity, seed=cell.seed)
+        except ValueError as error:
+            raise ValueError(f"arm {arm.name} ({said(arm)}): {error}") from None
+        asked, shared = (one.steps * one.batch * one.accumulate for one in (run, self.base))
+        if asked != shared:
+            raise ValueError(
+                f"arm {arm.name} ({said(arm)}) reads {asked:,} examples and the base {shared:,}; "
+                f"a longer budget is said by budget_scale={asked / shared:g}"
+            )
+        return run
+
+    @cached_property
+    def hash(self) -> str:
+        """Hex string over everything that all arms share."""
+        return digest({"base": shared_fields(self.base), "data": dict(self.data)})
+
+    def ordered(self) -> list[Cell]:
+        """Cells as they are run: one seed of everything, then the next."""
+        place = {arm.name: number for number, arm in enumerate(self.arms)}
+        return sorted(self.cells, key=lambda cell: (cell.seed, place[cell.arm], cell.sparsity))
+
+    @cached_property
+    def owners(self) -> dict[Cell, Cell]:
+        """For each cell the first one that is the same computation, itself most often."""
+        first: dict[str, Cell] = {}
+        return {cell: first.setdefault(key_of(self.run_of(cell)), cell) for cell in self.ordered()}
+
+    def to_json(self) -> dict[str, Any]:
+        cells = {arm.name: sorted([c.sparsity, c.seed] for c in self.cells if c.arm == arm.name) for arm in self.arms}
+        return {
+            "format": FORMAT,
+            "hash": self.hash,
+            "base": self.base.to_json(),
+            "data": dict(self.data),
+            "sparsities": sorted({cell.sparsity for cell in self.cells} - {0.0}),
+            "seeds": sorted({cell.seed for cell in self.cells}),
+            "arms": [arm.to_json() | {"cells": cells[arm.name]} for arm in self.arms],
+        }
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "Plan":
+        arms = tuple(Arm(arm["name"], _tuples(arm["changes"]), arm["against"]) for arm in values["arms"])
+        cells = tuple(Cell(arm["name"], *cell) for arm in values["arms"] for cell in arm["cells"])
+        return cls(Run.from_json(dict(values["base"])), arms, cells, dict(values["data"]))
+
+
+def make_plan(base: Run, arms: Iterable[Arm], sparsities: Iterable[float], seeds: Iterable[int]) -> Plan:
+    """Every arm at every sparsity with every seed, dense once a seed, and the controls always."""
+    every = with_controls(arms)
+    cells = dict.fromkeys(
+        Cell(arm.name, 0.0 if is_dense(base, arm) else sparsity, seed)
+        for arm in every
+        for sparsity in _checked(sparsities)
+        for seed in seeds
+    )
+    return Plan(base, every, tuple(cells), data_digests(base))
+
+
+def is_dense(base: Run, arm: Arm) -> bool:
+    return arm.changes.get("score", base.score) == "none"
+
+
+def _checked(sparsities: Iterable[float]) -> Iterator[float]:
+    for sparsity in sparsities:
+        if not 0 < sparsity < 1:
+            raise ValueError(f"a sparsity of a study lies between 0 and 1, got {sparsity}; dense is always in")
+        yield sparsity
+
+
+def only(plan: Plan, names: Iterable[str]) -> Plan:
+    """The plan with the cells of these arms and of the controls alone; an unknown name is refused."""
+    wanted = [*names, *(arm.name for arm in CONTROLS)]
+    if unknown := [name for name in wanted if name not in plan.arm]:
+        raise ValueError(f"there is no arm {unknown[0]!r}; the arms are {', '.join(plan.arm)}")
+    return replace(plan, cells=tuple(cell for cell in plan.cells if cell.arm in wanted))
+
+
+def extended(old: Plan, new: Plan, where: Path) -> Plan:
+    """Both together, if they differ in nothing that all arms share; else one line that names the difference."""
+    check_equal(old, new, where)
+    arms = {arm.name: arm for arm in old.arms}
+    for arm in new.arms:
+        before = arms.setdefault(arm.name, arm)
+        if dict(before.changes) != dict(arm.changes):
+            raise ValueError(f"arm {arm.name} of {where} is {said(before)}, not {said(arm)}; give it another name")
+        arms[arm.name] = arm
+    return Plan(new.base, with_controls(arms.values()), tuple(dict.fromkeys(old.cells + new.cells)), new.data)
+
+
+def check_equal(old: Plan, new: Plan, where: Path) -> None:
+    before, after = shared_fields(old.base), shared_fields(new.base)
+    for name in sorted(before.keys() | after.keys()):
+        if before.get(name) != after.get(name):
+            raise ValueError(
+                f"the study in {where} has {name} = {before.get(name)}, not {after.get(name)}; "
+                "arms of a study share it: take another folder, or make it an arm"
+            )
+    for name in sorted(old.data.keys() | new.data.keys()):
+        if old.data.get(name) != new.data.get(name):
+            raise ValueError(f"the study in {where} was made with another {name}: the bytes of the file differ")
+
+
+def _tuples(changes: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in changes.items()}

@@ -1,0 +1,133 @@
+"""Studies by name: the older tables, run fairly. Data is given by the user where it is not built in. Loads no torch."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ..run import Run
+from .arms import Arm
+from .fields import parse_arm, score_arm
+
+PresetName = Literal["gpt2-variants", "schedules", "eps", "beta2", "lenet-mnist", "resnet-cifar10", "compile"]
+
+
+@dataclass(frozen=True)
+class Preset:
+    base: Run
+    arms: tuple[Arm, ...]
+    sparsities: tuple[float, ...]
+    reads: str = "a file of tokens, and --validation its held-out file"  # what --data is
+
+
+# one pass over 59 M tokens with 8 layers of width 512
+GPT = Run(
+    model="gpt2-small8",
+    context=512,
+    batch=96,
+    steps=1200,
+    lr=1e-3,
+    min_lr=0.1,
+    warmup=60,
+    weight_decay=0.1,
+    beta1=0.9,
+    beta2=0.95,
+    clip=1.0,
+    precision="bfloat16",
+    compile=True,
+    schedule="linear",
+    begin=0.1,
+    end=0.85,
+    every=25,
+    eval_every=400,
+    eval_size=1920,
+)
+LENET = Run(
+    model="lenet5",
+    batch=128,
+    steps=4690,  # 10 epochs
+    lr=2e-3,
+    warmup=100,
+    beta2=0.999,
+    eval_every=1173,
+    eval_size=0,
+)
+RESNET = Run(
+    model="resnet20",
+    augment=True,
+    batch=256,
+    steps=5880,  # 30 epochs
+    lr=4e-3,
+    warmup=300,
+    beta2=0.999,
+    precision="bfloat16",
+    compile=True,
+    eval_every=1470,
+    eval_size=0,
+)
+
+
+def arms_of(scores: str, *texts: str) -> tuple[Arm, ...]:
+    """An arm for each score, then those written out."""
+    return (*map(score_arm, scores.split()), *map(parse_arm, texts))
+
+
+def crossed(scores: Sequence[str], variations: Mapping[str, Mapping[str, Any]]) -> tuple[Arm, ...]:
+    """Each score with each variation, held against magnitude with the same one."""
+    return tuple(
+        Arm(f"{_named(score)} {name}", {"score": score, **changes}, f"magnitude {name}")
+        for name, changes in variations.items()
+        for score in scores
+    )
+
+
+def _named(score: str) -> str:
+    return "dense" if score == "none" else score
+
+
+ENDS = {
+    f"{shape} {end:.0%}": {"schedule": shape, "end": end}
+    for shape in ("linear", "cubic", "zhu_gupta")
+    for end in (0.5, 0.7, 0.9)
+}
+BETAS = {f"beta2 {beta2}": {"beta2": beta2} for beta2 in (0.95, 0.99, 0.999)}
+VISION = arms_of("bitter0 bitter3 bitter7 movement fisher")
+
+PRESETS: dict[PresetName, Preset] = {
+    "gpt2-variants": Preset(
+        GPT,
+        arms_of(
+            " ".join(f"bitter{number}" for number in range(10)) + " movement",
+            "bitter4 depth: score=bitter4 allocate=depth",
+            "fisher q=0.25: score=fisher exponent=0.25",
+            "fisher q=0.5: score=fisher exponent=0.5",
+        )
+        + tuple(
+            Arm(f"{score} regrow", {"score": score, "regrow": 0.1, "regrow_by": "snr"})
+            for score in ("magnitude", "bitter7")
+        ),
+        (0.5, 0.8),
+    ),
+    "schedules": Preset(GPT, arms_of("bitter7") + crossed(("magnitude", "bitter7"), ENDS), (0.8,)),
+    "eps": Preset(
+        GPT,
+        arms_of(
+            "bitter3 bitter7",
+            "bitter3 eps 1e-12: score=bitter3 eps=1e-12 against=bitter3",
+            "bitter3 eps 1e-8: score=bitter3 eps=1e-8 against=bitter3",
+            "bitter7 eps 1e-12: score=bitter7 eps=1e-12 against=bitter7",
+            "bitter7 eps 1e-8: score=bitter7 eps=1e-8 against=bitter7",
+        ),
+        (0.8,),
+    ),
+    "beta2": Preset(GPT, crossed(("none", "magnitude", "bitter7"), BETAS), (0.8,)),
+    "lenet-mnist": Preset(LENET, VISION, (0.7, 0.9, 0.95), "the folder of MNIST"),
+    "resnet-cifar10": Preset(RESNET, VISION, (0.5, 0.7, 0.9), "the folder of CIFAR-10"),
+    "compile": Preset(
+        GPT,
+        (
+            Arm("bitter7 compiled", {"score": "bitter7", "compile": True}),
+            Arm("bitter7 eager", {"score": "bitter7", "compile": False}, "bitter7 compiled"),
+        ),
+        (0.5,),
+    ),
+}

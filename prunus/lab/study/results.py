@@ -1,0 +1,175 @@
+"""``study_result.json``: one row for each arm and sparsity, with its statistics.
+
+metric      name, better ("lower" or "higher"), scale (accuracy is in per cent), unit
+rows        arm, sparsity, seeds and values (of the runs that count), mean, sd (n - 1), min, max, measured_sparsity,
+            tokens, examples, budget_scale, seconds, wall_seconds, peak_mib (means), overlap (mean Jaccard of the
+            pruned weights with magnitude's), same_as (the arm whose runs these are, or null), runs (folder names),
+            against (an arm) and difference to it {mean, half_width (95 %), num_seeds}, verdict, against_budget;
+            to_magnitude and cost: the same difference to magnitude and to dense
+failed      arm, sparsity, seed, message
+off_target  runs whose zeros are not what was asked, with a message: they count nowhere
+num_runs, num_finished      different computations, and those with a result
+round_ends  whether every arm has the seeds that any arm has
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..files import write_json
+from .folder import Folder, read_json
+from .keys import key_of
+from .plan import Cell, Plan
+from .statistics import ACCURACY, PERPLEXITY, Metric, Paired, deviation, mean, paired, verdict
+
+TOLERANCE = 5e-4  # of the prunable weights: rounding by layer or row, nothing more
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A finished run as one cell sees it."""
+
+    cell: Cell
+    folder: Path
+    result: Mapping[str, Any]
+    about: Mapping[str, Any]
+
+    @property
+    def misses(self) -> str | None:
+        """How far its zeros are from what was asked, if they are not what was asked."""
+        zeros = self.result["sparsity"]
+        if abs(zeros - self.cell.sparsity) <= TOLERANCE:
+            return None
+        return f"{zeros:.4%} of the prunable weights are zero, {self.cell.sparsity:.4%} were asked for"
+
+
+def update(folder: Folder) -> dict[str, Any]:
+    """Read every run and write ``study_result.json`` anew; returns it."""
+    with folder.locked("study", wait=True):
+        plan = folder.plan()
+        note_overlaps(folder, plan)
+        values = summary(folder, plan)
+        write_json(folder.path / "study_result.json", values)
+    return values
+
+
+def summary(folder: Folder, plan: Plan) -> dict[str, Any]:
+    """What the runs in ``folder`` say about ``plan``."""
+    every = list(finished_cells(folder, plan))
+    counted = [one for one in every if one.misses is None]
+    metric = metric_of(every)
+    rows = list(_rows(plan, counted, metric))
+    owners = set(plan.owners.values())
+    done = {one.cell for one in every}
+    seeds = {cell.seed for cell in done}
+    failed = [(cell, folder.failure(cell)) for cell in plan.ordered() if cell in owners]
+    return {
+        "hash": plan.hash,
+        "metric": asdict(metric) | {"better": "higher" if metric.higher_is_better else "lower"},
+        "rows": rows,
+        "failed": [asdict(cell) | {"message": why["message"]} for cell, why in failed if why],
+        "off_target": [asdict(one.cell) | {"message": one.misses} for one in every if one.misses],
+        "num_runs": len(owners),
+        "num_finished": len({one.folder for one in every}),
+        "round_ends": all(cell in done for cell in plan.cells if cell.seed in seeds),
+    }
+
+
+def finished_cells(folder: Folder, plan: Plan) -> Iterator[Finished]:
+    """Every cell whose computation has a result, in the plan's order."""
+    paths = folder.finished()
+    for cell in plan.ordered():
+        if path := paths.get(key_of(plan.run_of(cell))):
+            yield Finished(cell, path, read_json(path / "result.json"), folder.about(path))
+
+
+def metric_of(finished: Sequence[Finished]) -> Metric:
+    """Perplexity where tokens were read, accuracy for images."""
+    return ACCURACY if finished and not finished[0].result["tokens"] else PERPLEXITY
+
+
+def _rows(plan: Plan, finished: Sequence[Finished], metric: Metric) -> Iterator[dict[str, Any]]:
+    places = dict.fromkeys((cell.arm, cell.sparsity) for cell in plan.cells)
+    groups = {place: [one for one in finished if (one.cell.arm, one.cell.sparsity) == place] for place in places}
+    values = {place: {one.cell.seed: metric.of(one.result) for one in group} for place, group in groups.items()}
+    for arm, sparsity in sorted(places, key=lambda place: place[1]):
+        group = groups[arm, sparsity]
+        if not group:
+            continue
+        against = plan.arm[arm].against if sparsity else "dense"
+        other = values.get((against, sparsity)) if against != arm else None
+        yield {
+            "arm": arm,
+            "sparsity": sparsity,
+            **_described(values[arm, sparsity]),
+            **_measured(group),
+            "budget_scale": plan.run_of(group[0].cell).budget_scale,
+            "same_as": same_as(plan, group[0].cell),
+            "runs": [one.folder.name for one in group],
+            **_compared(values[arm, sparsity], against if other is not None else None, other or {}, metric),
+            "against_budget": _budget(plan, against),
+            "to_magnitude": _json(paired(values[arm, sparsity], values.get(("magnitude", sparsity), {}))),
+            "cost": _json(paired(values[arm, sparsity], values.get(("dense", 0.0), {})) if sparsity else None),
+        }
+
+
+def _budget(plan: Plan, arm: str) -> float:
+    return plan.arm[arm].changes.get("budget_scale", plan.base.budget_scale)
+
+
+def _described(values: Mapping[int, float]) -> dict[str, Any]:
+    numbers = [values[seed] for seed in sorted(values)]
+    return {
+        "seeds": sorted(values),
+        "values": numbers,
+        "mean": mean(numbers),
+        "sd": deviation(numbers),
+        "min": min(numbers),
+        "max": max(numbers),
+    }
+
+
+def _measured(group: Sequence[Finished]) -> dict[str, Any]:
+    """Means over the runs of what was counted and timed."""
+    from_result = {name: mean([one.result[name] for one in group]) for name in ("sparsity", "tokens", "examples")}
+    noted = {
+        name: [one.about[name] for one in group if one.about.get(name) is not None]
+        for name in ("wall_seconds", "peak_mib", "overlap")
+    }
+    return {
+        "measured_sparsity": from_result["sparsity"],
+        "tokens": from_result["tokens"],
+        "examples": from_result["examples"],
+        "seconds": mean([one.result["seconds"] for one in group]),
+        **{name: mean(known) if known else None for name, known in noted.items()},
+    }
+
+
+def _compared(
+    ours: Mapping[int, float], against: str | None, theirs: Mapping[int, float], metric: Metric
+) -> dict[str, Any]:
+    if against is None:
+        return {"against": None, "difference": None, "verdict": ""}
+    difference = paired(ours, theirs)
+    return {"against": against, "difference": _json(difference), "verdict": verdict(difference, metric)}
+
+
+def _json(difference: Paired | None) -> dict[str, Any] | None:
+    return asdict(difference) if difference else None
+
+
+def same_as(plan: Plan, cell: Cell) -> str | None:
+    owner = plan.owners[cell]
+    return owner.arm if owner.arm != cell.arm else None
+
+
+def note_overlaps(folder: Folder, plan: Plan) -> None:
+    """Write into each run's cell.json how much of what it pruned magnitude pruned too, where both masks are kept."""
+    from .masks import jaccard
+
+    found = {one.cell: one for one in finished_cells(folder, plan)}
+    for cell, one in found.items():
+        control = found.get(Cell("magnitude", cell.sparsity, cell.seed))
+        if control and "overlap" not in one.about and (value := jaccard(one.folder, control.folder)) is not None:
+            write_json(one.folder / "cell.json", {**one.about, "overlap": value})

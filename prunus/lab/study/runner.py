@@ -1,0 +1,188 @@
+"""Doing the runs of a study one after the other: claimed, timed, and failures written down."""
+
+import gc
+import math
+import shutil
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from ..checkpoint import save_checkpoint
+from ..files import write_json
+from ..recipe import Data, data_of
+from ..run import Run
+from ..tracking import machine
+from ..trainer import Progress, Training, train
+from .folder import Folder, read_json, read_run
+from .keys import key_of, num_examples
+from .masks import keep_masks
+from .plan import Cell
+from .results import update
+
+MARGIN = 1.05  # on the longest run so far, when a run must end in time
+SLACK = 2.0  # seconds
+
+
+@dataclass(frozen=True)
+class Options:
+    """How runs are done, which decides nothing of what they compute."""
+
+    device: str = "auto"
+    deadline: float | None = None  # time.time() after which nothing should run
+    session: str = ""  # what failed in it is not tried again in it
+    save_every: int = 0
+    keep_checkpoints: bool = False
+
+
+class Show(Protocol):
+    """Where a worker says what it does."""
+
+    def running(self, title: str, run: Run) -> AbstractContextManager[Progress]: ...
+
+    def done(self, line: str, values: Mapping[str, Any]) -> None: ...
+
+
+class Worker:
+    """Does the runs of a study that are left, in one process: data and compiled code are shared by them."""
+
+    def __init__(self, folder: Folder, options: Options, show: Show) -> None:
+        self.folder, self.options, self.show = folder, options, show
+        self.plan = folder.plan()
+        self.data: Data | None = None
+        self.compiled: tuple[Any, ...] | None = None  # what the code in torch's cache was compiled for
+        self.num_done = 0
+
+    def work(self, cells: Iterable[Cell]) -> None:
+        """Every run for ``cells`` that is neither done nor at another worker, nor too long for the time left."""
+        wanted = {self.plan.owners[cell] for cell in cells}
+        for cell in (cell for cell in self.plan.ordered() if cell in wanted):
+            with self.folder.locked(cell.folder) as free:
+                if free and self._is_left(cell):
+                    self._do(cell)
+
+    def _is_left(self, cell: Cell) -> bool:
+        if key_of(self.plan.run_of(cell)) in self.folder.finished():
+            return False
+        failure = self.folder.failure(cell)
+        if failure and failure.get("session") == self.options.session:
+            return False
+        left = math.inf if self.options.deadline is None else self.options.deadline - time.time()
+        expected = estimate(self.folder, self.plan.run_of(cell), cold=self.num_done == 0)
+        return (expected or 0.0) < left
+
+    def _do(self, cell: Cell) -> None:
+        self.data = self.data or data_of(self.plan.base)
+        run = self._prepared(cell)
+        title = cell.folder
+        try:
+            with self.show.running(title, run) as progress:
+                line = self._trained(cell, run, progress)
+        except Exception as error:  # whatever it is, the other arms go on
+            line = self._failed(run.out, error)
+        self.num_done += 1
+        self.show.done(f"{title}: {line}", update(self.folder))
+        free_memory()
+
+    def _prepared(self, cell: Cell) -> Run:
+        """The run of a cell, its folder emptied unless a checkpoint in it can be taken up."""
+        out, run = self.folder.run(cell), self.plan.run_of(cell)
+        if (out / "checkpoint.pt").is_file() and not (out / "failed.json").exists():
+            saved = read_run(out)
+            if key_of(saved) == key_of(run):
+                return replace(saved, out=out, resume=True)
+        if out.exists():
+            shutil.rmtree(out)
+        return replace(run, out=out, device=self.options.device, save_every=self.options.save_every)
+
+    def _trained(self, cell: Cell, run: Run, progress: Progress) -> str:
+        cold = self._settle(run)
+        started = time.perf_counter()
+
+        def finish(training: Training) -> None:
+            keep_masks(training)
+            if self.options.keep_checkpoints:
+                save_checkpoint(run.out / "checkpoint.pt", training.state())
+            seconds = time.perf_counter() - started
+            write_json(run.out / "cell.json", about(cell, run, seconds, cold) | {"data": dict(self.plan.data)})
+
+        result = train(run, finite(progress), data=self.data, finish=finish)
+        if not self.options.keep_checkpoints:
+            (run.out / "checkpoint.pt").unlink(missing_ok=True)
+        quality = f"perplexity {result.perplexity:.3f}" if result.tokens else f"accuracy {result.accuracy:.2%}"
+        return f"{quality} at {result.sparsity:.4%} zeros, {time.perf_counter() - started:.1f} s"
+
+    def _settle(self, run: Run) -> bool:
+        """Forget compiled code for other shapes, which would make torch compile for any; whether the run is cold."""
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        needs = (run.batch, run.precision) if run.compile else None
+        if needs and self.compiled and needs != self.compiled:
+            torch.compiler.reset()
+        cold = self.num_done == 0 or needs not in (None, self.compiled)
+        self.compiled = needs or self.compiled
+        return cold
+
+    def _failed(self, out: Path, error: Exception) -> str:
+        message = " ".join(f"{type(error).__name__}: {error}".split())
+        out.mkdir(parents=True, exist_ok=True)
+        values = {"message": message, "session": self.options.session, "when": now()}
+        write_json(out / "failed.json", values)
+        return f"failed, {message}"
+
+
+def finite(progress: Progress) -> Progress:
+    """``progress``, with an end to a run whose loss is no number any more."""
+
+    def report(step: int, values: dict[str, Any]) -> None:
+        for loss in (values.get("loss", 0.0), values.get("eval", {}).get("loss", 0.0)):
+            if not math.isfinite(loss):
+                raise FloatingPointError(f"the loss is {loss} at step {step}")
+        progress(step, values)
+
+    return report
+
+
+def about(cell: Cell, run: Run, seconds: float, cold: bool) -> dict[str, Any]:
+    """What ``cell.json`` says of a finished run."""
+    on_gpu = torch.cuda.is_available() and run.device != "cpu"
+    return {
+        "arm": cell.arm,
+        "sparsity": cell.sparsity,
+        "seed": cell.seed,
+        "wall_seconds": seconds,
+        "examples": num_examples(run),
+        "cold": cold,
+        "peak_mib": torch.cuda.max_memory_allocated() / 2**20 if on_gpu else None,
+        "machine": machine(),
+        "finished": now(),
+    }
+
+
+def estimate(folder: Folder, run: Run, *, cold: bool) -> float | None:
+    """Seconds that ``run`` will take at most, by the runs done on this machine; None if there are none."""
+    notes = [read_json(path) for path in folder.path.glob("runs/*/cell.json")]
+    here = [note for note in notes if note.get("machine") == machine()]
+    alike = [note for note in here if note["cold"] == cold] or here
+    if not alike:
+        return None
+    return MARGIN * max(note["wall_seconds"] / note["examples"] for note in alike) * num_examples(run) + SLACK
+
+
+def free_memory() -> None:
+    """Give back what the last run held; a GPU that a fault has made unusable to this process ends it."""
+    gc.collect()
+    if torch.cuda.is_available():
+        try:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+        except RuntimeError as error:
+            raise ValueError(f"the GPU cannot be used by this process any more: {error}; start again") from error
+
+
+def now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

@@ -1,0 +1,100 @@
+"""What some seeds say: mean, spread, the paired difference with its interval, and the words for it."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+LEVEL = 0.95
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What is compared; values are multiplied by ``scale`` for people to read."""
+
+    name: str
+    higher_is_better: bool
+    scale: float = 1.0
+    unit: str = ""
+
+    def of(self, result: Mapping[str, float]) -> float:
+        return result[self.name] * self.scale
+
+
+PERPLEXITY = Metric("perplexity", higher_is_better=False)
+ACCURACY = Metric("accuracy", higher_is_better=True, scale=100.0, unit=" points")
+
+
+def mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def deviation(values: Sequence[float]) -> float | None:
+    """Sample standard deviation (n - 1); None for one value, which has none."""
+    if len(values) < 2:
+        return None
+    centre = mean(values)
+    return math.sqrt(math.fsum((value - centre) ** 2 for value in values) / (len(values) - 1))
+
+
+def inside(t: float, freedom: int) -> float:
+    """Probability that Student's t with a whole ``freedom`` lies between -t and t.
+
+    The finite sums of Abramowitz and Stegun 26.7.3 and 26.7.4 in the angle atan(t / sqrt(freedom)).
+    """
+    angle = math.atan(t / math.sqrt(freedom))
+    sine, cosine = math.sin(angle), math.cos(angle)
+    odd = freedom % 2
+    if freedom == 1:
+        return 2 * angle / math.pi
+    term, total = (cosine, cosine) if odd else (1.0, 1.0)
+    for k in range(2 + odd, freedom, 2):
+        term *= cosine * cosine * (k - 1) / k
+        total += term
+    return 2 / math.pi * (angle + sine * total) if odd else sine * total
+
+
+def t_quantile(freedom: int, level: float = LEVEL) -> float:
+    """The t within which ``level`` of the distribution lies: 12.706 for one degree of freedom, 4.303 for two."""
+    if freedom < 1 or not 0 < level < 1:
+        raise ValueError(f"expected freedom of at least 1 and a level in (0, 1), got {freedom} and {level}")
+    low, high = 0.0, 1.0
+    while inside(high, freedom) < level:
+        high *= 2
+    for _ in range(200):
+        middle = (low + high) / 2
+        low, high = (middle, high) if inside(middle, freedom) < level else (low, middle)
+    return (low + high) / 2
+
+
+@dataclass(frozen=True)
+class Paired:
+    """Mean of the differences of equal seeds, with half the width of its 95 % interval if there are two or more."""
+
+    mean: float
+    half_width: float | None
+    num_seeds: int
+
+
+def paired(values: Mapping[int, float], reference: Mapping[int, float]) -> Paired | None:
+    """``values - reference`` over the seeds that both have; None if they share none."""
+    differences = [values[seed] - reference[seed] for seed in sorted(values.keys() & reference.keys())]
+    if not differences:
+        return None
+    spread = deviation(differences)
+    half = None
+    if spread is not None:
+        half = t_quantile(len(differences) - 1) * spread / math.sqrt(len(differences))
+    return Paired(mean(differences), half, len(differences))
+
+
+def verdict(difference: Paired | None, metric: Metric) -> str:
+    """What the seeds allow to be said."""
+    if difference is None:
+        return "no seed in common yet"
+    if difference.half_width is None:
+        return f"one seed: no interval ({difference.mean:+.2f}{metric.unit})"
+    seeds, half = f"{difference.num_seeds} seeds", f"{difference.half_width:.2f}{metric.unit}"
+    if difference.mean == 0 or abs(difference.mean) <= difference.half_width:
+        return f"no difference seen with {seeds}: {difference.mean:+.2f} ± {half}"
+    word = "better" if (difference.mean > 0) == metric.higher_is_better else "worse"
+    return f"{word} by {abs(difference.mean):.2f} ± {half} ({seeds})"

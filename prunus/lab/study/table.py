@@ -1,0 +1,64 @@
+"""The rows of ``study_result.json`` as text, for a terminal and for a page. Loads no torch."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+HEADINGS = ("arm", "asked", "zeros", "mean ± sd", "seeds", "to dense", "overlap", "budget", "s a run", "verdict")
+
+READING = (
+    "± beside a mean is the standard deviation over seeds, beside a difference of equal seeds its 95 % interval. "
+    "Overlap is the Jaccard index of the pruned weights with magnitude's"
+)
+
+
+def title_of(values: Mapping[str, Any]) -> str:
+    metric = values["metric"]
+    unit = " in per cent" if metric["scale"] != 1 else ""
+    return (
+        f"{metric['name']}{unit}, {metric['better']} is better; {values['num_finished']} of {values['num_runs']} runs"
+    )
+
+
+def cells_of(row: Mapping[str, Any]) -> list[str]:
+    """One row under HEADINGS."""
+    return [
+        row["arm"],
+        f"{row['sparsity']:.1%}" if row["sparsity"] else "dense",
+        f"{row['measured_sparsity']:.3%}",
+        f"{row['mean']:.2f}" + (f" ± {row['sd']:.2f}" if row["sd"] is not None else ""),
+        str(len(row["seeds"])),
+        difference(row["cost"]),
+        "" if row["overlap"] is None else f"{row['overlap']:.3f}",
+        f"x {row['budget_scale']:g}",
+        f"{row['wall_seconds'] or row['seconds']:.1f}",
+        said(row),
+    ]
+
+
+def said(row: Mapping[str, Any]) -> str:
+    """The verdict with what it is against; unequal budgets are named."""
+    if row["same_as"]:
+        return f"the same computation as {row['same_as']}"
+    if not row["against"]:
+        return ""
+    budget = "" if row["budget_scale"] == row["against_budget"] else f", with {row['budget_scale']:g} times the tokens"
+    return f"{row['verdict']} (against {row['against']}{budget})"
+
+
+def difference(value: Mapping[str, Any] | None) -> str:
+    if value is None:
+        return ""
+    half = f" ± {value['half_width']:.2f}" if value["half_width"] is not None else ""
+    return f"{value['mean']:+.2f}{half}"
+
+
+def notes_of(values: Mapping[str, Any]) -> Iterator[str]:
+    """What failed, what does not count, and how the table is to be read."""
+    for entry in values["failed"]:
+        yield f"failed: {entry['arm']} at {entry['sparsity']:g}, seed {entry['seed']}: {entry['message']}"
+    for entry in values["off_target"]:
+        yield f"not counted: {entry['arm']} at {entry['sparsity']:g}, seed {entry['seed']}: {entry['message']}"
+    if values["rows"]:
+        sparsities = sorted({row["sparsity"] for row in values["rows"]} - {0.0})
+        chance = ", ".join(f"{s / (2 - s):.3f} at {s:.0%}" for s in sparsities)
+        yield READING + (f" (by chance {chance})." if chance else ".")

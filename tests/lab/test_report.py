@@ -1,0 +1,234 @@
+"""The page holds the numbers of its folder, whatever is missing there, and no text of the folder becomes markup."""
+
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+from base64 import b64encode
+from pathlib import Path
+
+import pytest
+from report_folders import make_run, make_study
+from report_pages import ARMS, HOSTILE, Page, figures_of, hostile_study, lines_of, page_of
+
+from prunus.cli import main
+from prunus.lab.report.page import render
+from prunus.lab.report.source import read_source
+
+
+def test_the_numbers_of_a_run_are_those_of_its_metrics(tmp_path):
+    folder = make_run(tmp_path / "run")
+    page, lines = page_of(folder), lines_of(folder)
+    logged = [[float(cell) for cell in row] for row in page.tables["Every line of metrics.jsonl"][1:]]
+    per_step = 16 * 128
+    shown = [line for line in lines if "loss" in line]
+    assert logged == [[one["step"], one["step"] * per_step, one["loss"], one["lr"]] for one in shown]
+    held = [[float(cell) for cell in row] for row in page.tables["Every evaluation on held-out data"][1:]]
+    evals = [line for line in lines if "eval" in line]
+    assert [row[0] for row in held] == [line["step"] for line in evals]
+    assert [row[2:] for row in held] == [
+        [line["eval"]["loss"], line["eval"]["perplexity"], line["eval"]["accuracy"], line["sparsity"]] for line in evals
+    ]
+    layers = page.tables["Sparsity by layer over steps"]
+    assert [float(row[-1]) for row in layers[1:]] == [zero / 4096 for zero in evals[-1]["zeros"]]
+
+
+def test_the_figures_hold_the_same_numbers(tmp_path):
+    folder = make_run(tmp_path / "run")
+    figures = figures_of(folder)
+    losses = [line["loss"] for line in lines_of(folder) if "loss" in line]
+    assert figures[0]["data"][0]["y"] == losses
+    assert figures[1]["data"][0]["y"] == [line["eval"]["perplexity"] for line in lines_of(folder) if "eval" in line]
+    last = lines_of(folder)[-1]
+    assert [row[-1] for row in figures[3]["data"][0]["z"]] == [zero / 4096 for zero in last["zeros"]]
+    assert figures[2]["data"][0]["x"][1:-1] == [line["step"] for line in lines_of(folder) if "event" in line]
+
+
+def test_a_study_shows_its_verdicts_and_says_the_finding(tmp_path):
+    page = page_of(make_study(tmp_path / "study", ARMS))
+    assert "At 80 % sparsity, bitter7 beats magnitude by 1.6 ± 0.50 perplexity over 3 seeds" in page.texts["h1"]
+    rows = page.tables["Held-out perplexity at the end, from the best to the worst of each sparsity"][1:]
+    result = json.loads((tmp_path / "study" / "study_result.json").read_text())
+    assert {(row[0], float(row[1]), float(row[2])) for row in rows} == {
+        (row["arm"], row["sparsity"], row["mean"]) for row in result["rows"]
+    }
+    means = [float(row[2]) for row in rows if row[1] == "0.8"]
+    assert means == sorted(means) and len(means) == 4
+    assert [row[4] for row in rows if row[0] == "bitter3"][-1].startswith("no difference seen with 3 seeds: −0.30")
+    best = [tag for tag, attrs in page.tags if tag == "tr" and "best" in (attrs.get("class") or "")]
+    assert len(best) == 2
+    for section in ("verdicts", "quality", "training", "sparsity", "layers", "overlap", "cost", "configuration"):
+        assert ("section", {"id": section, "aria-labelledby": f"{section}-title"}) in page.tags
+
+
+def test_curves_of_a_study_are_means_over_seeds(tmp_path):
+    folder = make_study(tmp_path / "study", ARMS, sparsities=(0.5,))
+    rows = page_of(folder).tables["Training loss, mean over seeds"]
+    runs = [lines_of(folder / "runs" / f"bitter7-0.5-s{seed}") for seed in range(3)]
+    losses = [[line["loss"] for line in lines if "loss" in line] for lines in runs]
+    column = rows[0].index("bitter7")
+    assert [float(row[column]) for row in rows[1:]] == pytest.approx([sum(s) / 3 for s in zip(*losses, strict=True)])
+
+
+def test_every_chart_has_words_and_a_table(tmp_path):
+    page = page_of(make_study(tmp_path / "study", ARMS))
+    charts = [attrs for _, attrs in page.tags if attrs.get("class") == "chart"]
+    assert len(charts) == len(figures_of(tmp_path / "study")) > 10
+    assert all(attrs["role"] == "img" and len(attrs["aria-label"] or "") > 20 for attrs in charts)
+    assert sum(tag == "details" for tag, _ in page.tags) >= len(charts)
+    assert {"header", "main", "nav", "footer", "h1"} <= {tag for tag, _ in page.tags}
+
+
+def test_the_same_folder_gives_the_same_page(tmp_path):
+    folder = make_study(tmp_path / "a" / "study", ARMS)
+    shutil.copytree(folder, tmp_path / "b" / "study")
+    assert render(read_source(folder)) == render(read_source(tmp_path / "b" / "study"))
+
+
+def test_no_text_of_a_folder_becomes_markup(tmp_path):
+    page = page_of(hostile_study(tmp_path / "<b>study"))
+    assert not [tag for tag, _ in page.tags if tag in ("img", "iframe")]
+    assert sum(tag == "script" for tag, _ in page.tags) == 3
+    assert any(HOSTILE in text for text in page.texts["li"])
+    for figure in figures_of(tmp_path / "<b>study"):
+        assert "<img" not in json.dumps(figure)  # the chart library reads some markup
+
+
+def test_the_policy_allows_the_scripts_of_the_page_and_nothing_else(tmp_path):
+    page = page_of(make_run(tmp_path / "run"))
+    policy = next(a["content"] for _, a in page.tags if a.get("http-equiv") == "Content-Security-Policy") or ""
+    own = [text for text in page.texts["script"] if not text.startswith("[{")]
+    digests = {f"'sha256-{b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in own}
+    assert len(own) == 2 and set(re.findall(r"'sha256-[^']+'", policy)) == digests
+    assert policy.startswith("default-src 'none'; script-src 'sha256-") and "http" not in policy
+    assert not [a for _, a in page.tags if (a.get("src") or a.get("href") or "#")[:1] not in "#d"]
+
+
+def edit(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps({k: v for k, v in (json.loads(path.read_text()) | changes).items() if v is not None}))
+
+
+DAMAGES = {
+    "no result": (lambda f: (f / "result.json").unlink(), "it goes on, or was interrupted"),
+    "no metrics": (lambda f: (f / "metrics.jsonl").unlink(), "has no metrics.jsonl"),
+    "empty metrics": (lambda f: (f / "metrics.jsonl").write_text(""), ""),
+    "cut line": (lambda f: (f / "metrics.jsonl").open("a").write('{"step": 21'), "is damaged"),
+    "no step": (lambda f: (f / "metrics.jsonl").open("a").write('{"loss": 1}\n'), "has no step"),
+    "diverged": (lambda f: (f / "metrics.jsonl").open("a").write('{"step": 201, "loss": NaN}\n'), "it diverged"),
+    "words": (lambda f: (f / "metrics.jsonl").open("a").write('{"step": 201, "loss": "x"}\n'), "not finite"),
+    "older": (lambda f: _older(f), "older version"),
+    "no environment": (lambda f: edit(f / "run.json", environment=None), ""),
+    "little result": (lambda f: (f / "result.json").write_text("{}"), ""),
+    "not a result": (lambda f: (f / "result.json").write_text("[1]"), ""),
+}
+
+
+def _older(folder: Path) -> None:
+    """As folders were before zeros by layer and peak memory were recorded."""
+    lines = [line for line in lines_of(folder) if "layers" not in line]
+    for line in lines:
+        line.pop("zeros", None)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    edit(folder / "result.json", peak_memory=None)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("kind", ["run", "study"])
+def test_what_is_missing_is_said_and_the_rest_is_shown(kind, damage, tmp_path):
+    change, said = DAMAGES[damage]
+    folder = make_run(tmp_path / "x") if kind == "run" else make_study(tmp_path / "x", ARMS[:4], (0.8,), seeds=2)
+    change(folder if kind == "run" else folder / "runs" / "bitter7-0.8-s1")
+    page = page_of(folder)
+    assert said in " ".join(page.texts.get("li", []))
+    assert len(page.texts["h2"]) >= 4
+
+
+@pytest.mark.parametrize("missing", ["study_result.json", "runs", "study.json"])
+def test_a_study_without_a_part_of_it_is_shown(missing, tmp_path):
+    folder = make_study(tmp_path / "study", ARMS)
+    shutil.rmtree(folder / missing) if missing == "runs" else (folder / missing).unlink()
+    if missing == "study.json":
+        folder = folder / "runs"  # a folder of runs
+    page = page_of(folder)
+    tables = page.tables["Held-out perplexity at the end, from the best to the worst of each sparsity"]
+    assert len(tables) == 10
+    assert ("verdict" in tables[0]) == (missing == "runs")
+
+
+def test_an_arm_that_is_another_says_so_and_is_drawn_once(tmp_path):
+    folder = make_study(tmp_path / "study", ARMS)
+    result = json.loads((folder / "study_result.json").read_text())
+    twins = [row | {"arm": "bitter1", "same_as": "magnitude"} for row in result["rows"] if row["arm"] == "magnitude"]
+    (folder / "study_result.json").write_text(json.dumps(result | {"rows": result["rows"] + twins}))
+    rows = page_of(folder).tables["Held-out perplexity at the end, from the best to the worst of each sparsity"]
+    assert [row[4] for row in rows if row[0] == "bitter1"] == ["the same computation as magnitude"] * 2
+    assert "bitter1" not in json.dumps(figures_of(folder))
+
+
+def test_long_runs_are_thinned_to_their_last_line(tmp_path):
+    folder = make_run(tmp_path / "run")
+    more = [{"step": 201 + i, "loss": 4.0 + i, "lr": 0.1} for i in range(4000)]
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write("".join(json.dumps(line) + "\n" for line in more))
+    drawn = figures_of(folder)[0]["data"][0]["y"]
+    assert drawn[-1] == 4.0 + 3999 and drawn[0] == lines_of(folder)[2]["loss"] and 1000 < len(drawn) <= 1501
+    table = next(rows for caption, rows in page_of(folder).tables.items() if "of 4020 lines" in caption)
+    assert float(table[-1][2]) == 4.0 + 3999 and len(table) <= 253
+
+
+def test_a_page_of_images_speaks_of_accuracy(tmp_path):
+    folder = make_run(tmp_path / "run", model="lenet5", data="digits")
+    edit(folder / "result.json", tokens=0)
+    page = page_of(folder)
+    assert any("ended at 50.00 % accuracy" in text for text in page.texts["h1"])
+    assert "images read" in page.texts["dt"]
+
+
+def test_a_run_of_the_trainer_has_a_page(tmp_path, capsys):
+    (tmp_path / "text.txt").write_bytes(bytes(range(32, 127)) * 40)
+    options = "--model gpt2-tiny --context 8 --batch 2 --steps 6 --every 2 --eval-size 2 --eval-every 3 --warmup 1"
+    out = str(tmp_path / "run")
+    main(["train", *options.split(), "--data", str(tmp_path / "text.txt"), "--out", out])
+    main(["report", out])
+    assert "report.html" in capsys.readouterr().out
+    page, last = Page((tmp_path / "run" / "report.html").read_text()), lines_of(tmp_path / "run")[-1]
+    total = sum(lines_of(tmp_path / "run")[0]["layers"].values())
+    assert sum(last["zeros"]) / total == last["sparsity"] == 0.5
+    assert float(page.tables["Every evaluation on held-out data"][-1][2]) == last["eval"]["loss"]
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["peak_memory"] > 2**20
+
+
+def test_a_report_is_made_without_torch(tmp_path):
+    make_run(tmp_path / "run")
+    code = "import sys; from prunus.cli import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code, "report", str(tmp_path / "run")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "neither a run"),
+        ("[1]", "does not describe a run"),
+        ("{", "not JSON"),
+        ('{"run": {"batch": "x"}}', "kind"),
+    ],
+)
+def test_a_folder_without_a_run_is_one_line_and_nothing_is_written(content, said, tmp_path, capsys):
+    if content is not None:
+        (tmp_path / "run.json").write_text(content)
+    with pytest.raises(SystemExit) as stop:
+        main(["report", str(tmp_path)])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and said in error and len(error.splitlines()) == 1
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_a_missing_package_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    make_run(tmp_path / "run")
+    with pytest.raises(SystemExit):
+        main(["report", str(tmp_path / "run")])
+    assert "pip install 'prunus[report]'" in capsys.readouterr().err

@@ -1,0 +1,131 @@
+"""The page in a real Chromium: silent, without a request, readable in light and dark, wide and narrow."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from report_folders import make_run, make_study
+from report_pages import ARMS, HOSTILE, hostile_study, lines_of
+
+from prunus.lab.report.page import write_report
+
+playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install 'prunus[test]'")
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[object]:
+    with playwright.sync_playwright() as driver:
+        own = driver.chromium.executable_path
+        found = [path for name in NAMES if (path := shutil.which(name))] + [own] * Path(own).is_file()
+        if not found:
+            pytest.skip("needs a Chromium: apt-get install chromium, or playwright install chromium")
+        sandbox = [] if os.geteuid() else ["--no-sandbox"]  # which root cannot use
+        opened = driver.chromium.launch(executable_path=found[0], args=sandbox)
+        yield opened
+        opened.close()
+
+
+@pytest.fixture
+def visit(browser):
+    """Opens a page from disk; at the end nothing was said on the console and nothing was asked of any network."""
+    context = browser.new_context(viewport={"width": 1280, "height": 900}, color_scheme="light")
+    page, said, asked = context.new_page(), [], []
+    page.on("console", lambda message: said.append(message.text))
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.on("dialog", lambda dialog: (said.append(f"dialog {dialog.message}"), dialog.dismiss()))
+    page.on("request", lambda one: asked.append(one.url))
+
+    def go(path: Path, draw: bool = True):
+        page.goto(path.as_uri())
+        if draw:
+            show_all(page)
+        return page
+
+    yield go
+    assert said == []
+    assert [url for url in asked if not url.startswith(("file://", "data:"))] == []
+    assert sum(url.startswith("file://") for url in asked) == 1
+    context.close()
+
+
+def show_all(page) -> None:
+    """Every chart drawn, as for printing."""
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    until(page, "[...document.querySelectorAll('.chart')].every((one) => one.querySelector('.main-svg'))")
+
+
+def until(page, condition: str) -> None:
+    """Wait for a condition; playwright's own waiting evaluates text in the page, which the page's policy forbids."""
+    for _ in range(400):
+        if page.evaluate(condition):
+            return
+        page.wait_for_timeout(50)
+    raise AssertionError(f"never came true: {condition}")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    return make_run(tmp_path_factory.mktemp("browser") / "run")
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory) -> Path:
+    return make_study(tmp_path_factory.mktemp("browser") / "study", ARMS)
+
+
+def test_the_charts_of_a_run_show_its_metrics_and_say_them_on_hover(run, visit):
+    page = visit(write_report(run))
+    lines = lines_of(run)
+    drawn = page.evaluate("[...document.querySelectorAll('.chart')].map((one) => one.data.map((t) => t.z || t.y))")
+    assert drawn[0][0] == [line["loss"] for line in lines if "loss" in line]
+    assert drawn[1][0] == [line["eval"]["perplexity"] for line in lines if "eval" in line]
+    assert [row[-1] for row in drawn[3][0]] == [zero / 4096 for zero in lines[-1]["zeros"]]
+    values = page.evaluate("[...document.querySelectorAll('#training details data')].map((one) => Number(one.value))")
+    assert {line["loss"] for line in lines if "loss" in line} <= set(values)
+
+    chart = page.locator(".chart").nth(1)
+    chart.scroll_into_view_if_needed()
+    last = chart.evaluate("(one) => one.querySelectorAll('.point')[9].getBoundingClientRect().toJSON()")
+    page.mouse.move(last["x"] + 3, last["y"] + 3)
+    page.wait_for_selector(".hoverlayer text")
+    assert f"{lines[-1]['eval']['perplexity']:.5g}" in chart.locator(".hoverlayer").text_content()
+    assert_fits(page, 360)
+
+
+def test_nothing_overflows_on_a_narrow_screen_and_colours_follow_the_scheme(study, visit):
+    page = visit(write_report(study))
+    look = "[getComputedStyle(document.body).backgroundColor, document.querySelector('.chart').layout.font.color]"
+    light = page.evaluate(look)
+    page.emulate_media(color_scheme="dark")
+    until(page, f"{look}[1] !== {json.dumps(light[1])}")
+    assert page.evaluate(look)[0] != light[0]
+    for width in (360, 800):
+        assert_fits(page, width)
+
+
+def assert_fits(page, width: int) -> None:
+    page.set_viewport_size({"width": width, "height": 700})
+    until(page, f"[...document.querySelectorAll('.chart .main-svg')].every((one) => one.clientWidth <= {width})")
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+
+
+def test_the_words_of_a_hostile_folder_stay_words(tmp_path, visit):
+    page = visit(write_report(hostile_study(tmp_path / "study")))
+    assert page.locator("img").count() == 0
+    assert HOSTILE in page.locator(".notes").text_content()
+    shown = page.evaluate("[...document.querySelectorAll('.chart text')].map((one) => one.textContent)")
+    assert any("<img src=x" in text for text in shown)
+
+
+def test_a_screen_reader_finds_names_and_tables(study, visit):
+    page = visit(write_report(study), draw=False)
+    unnamed = "[...document.querySelectorAll('[role=img], [role=region], nav')].filter((one) => !one.ariaLabel).length"
+    assert page.evaluate(unnamed) == 0
+    assert page.locator("h1").count() == 1
+    assert page.locator("section h2").count() == page.locator("nav a").count() == 8
+    assert page.locator("figure details table").count() == page.locator(".chart").count()
+    assert page.locator("table:not(:has(caption))").count() == 0

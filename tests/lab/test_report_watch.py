@@ -1,0 +1,140 @@
+"""Watching ends when the run ends; its charts fit the terminal, and outside one there are plain lines."""
+
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from report_folders import make_run, make_study
+
+from prunus.cli import main
+from prunus.lab.live import BLOCKS, chart, drawn, layer_line, plain_letters
+from prunus.lab.report.read import read_record
+
+WATCH = [sys.executable, "-m", "prunus", "watch", "--every", "0.1"]
+
+
+def dots(rows: list[str]) -> set[tuple[int, int]]:
+    """Cells (column, row) with a dot."""
+    return {(x, y) for y, row in enumerate(rows) for x, c in enumerate(row) if c != "\u2800"}
+
+
+@pytest.mark.parametrize("size", [(1, 1), (7, 2), (40, 6)], ids=str)
+@pytest.mark.parametrize(
+    "series",
+    [
+        [],
+        [(3.0, 1.0)],
+        [(0.0, 2.0), (9.0, 2.0)],
+        [(0.0, -1e30), (1.0, 1e30)],
+        [(float(i), float(i)) for i in range(999)],
+    ],
+    ids=["empty", "one", "level", "huge", "many"],
+)
+def test_a_line_fills_its_frame_and_no_more(series, size):
+    rows = drawn(series, *size)
+    assert len(rows) == size[1] and all(len(row) == size[0] for row in rows)
+    assert bool(dots(rows)) == bool(series)
+    if len({y for _, y in series}) > 1:
+        assert {(0, size[1] - 1), (size[0] - 1, 0)} <= dots(rows)  # rises from corner to corner
+    if len(series) > 1:
+        assert {x for x, _ in dots(rows)} == set(range(size[0]))  # without gaps
+
+
+def test_a_chart_names_its_ends_and_its_last_value():
+    lines = chart("loss", [(0, 4.0), (1, 1.5), (2, 2.0)], (40, 5))
+    assert lines[0] == "loss: 2.000" and lines[1].split()[0] == "4.000" and lines[-1].split()[0] == "1.500"
+    assert "nothing yet" in chart("loss", [], (40, 5))[-1]
+
+
+def test_layers_are_blocks_in_their_order(tmp_path):
+    line = layer_line(read_record(make_run(tmp_path / "run", sparsity=0.8)), 80)
+    blocks = line.split()[-1]
+    assert len(blocks) == 12 and list(blocks) == sorted(blocks, key=BLOCKS.index) and blocks[0] != blocks[-1]
+    assert plain_letters("⠀⣀▁█") == " *18"
+
+
+@pytest.mark.parametrize("kind", ["run", "study"])
+def test_what_has_ended_is_shown_at_once(kind, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    folder = make_run(tmp_path / "x") if kind == "run" else make_study(tmp_path / "x", ["dense", "magnitude"])
+    main(["watch", str(folder), "--once"])
+    shown = capsys.readouterr().out
+    assert ("held-out perplexity" if kind == "run" else "magnitude") in shown
+    assert max(map(len, shown.splitlines())) <= 60
+
+
+def unfinished(folder: Path) -> tuple[Path, list[str], str]:
+    """A run with half of its lines; the other half, and its result."""
+    make_run(folder)
+    lines, result = (folder / "metrics.jsonl").read_text().splitlines(True), (folder / "result.json").read_text()
+    (folder / "metrics.jsonl").write_text("".join(lines[:20]))
+    (folder / "result.json").unlink()
+    return folder, lines[20:], result
+
+
+def finish(folder: Path, lines: list[str], result: str) -> None:
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write("".join(lines[:3]) + lines[3][:5])  # as a reader may find it: a line half written
+        file.flush()
+        time.sleep(0.3)
+        file.write(lines[3][5:] + "".join(lines[4:]))
+    (folder / "result.json").write_text(result)
+
+
+def test_outside_a_terminal_it_follows_with_plain_lines_and_ends(tmp_path):
+    folder, lines, result = unfinished(tmp_path / "run")
+    watching = subprocess.Popen([*WATCH, str(folder)], stdout=subprocess.PIPE, text=True)
+    try:
+        first = watching.stdout.readline()
+        assert watching.poll() is None
+        finish(folder, lines, result)
+        rest = watching.communicate(timeout=30)[0]
+    finally:
+        watching.kill()
+    assert watching.returncode == 0
+    assert first.startswith("run: step 100 of 200")
+    assert "step 200 of 200" in rest.splitlines()[-1] and "\x1b" not in first + rest
+
+
+def _read(terminal: int, wanted: bytes | None) -> bytes:
+    """What a terminal shows until it shows ``wanted``, or until its other end is closed."""
+    shown, deadline = b"", time.monotonic() + 30
+    while time.monotonic() < deadline and not (wanted and wanted in shown):
+        if select.select([terminal], [], [], 0.1)[0]:
+            try:
+                shown += os.read(terminal, 65536)
+            except OSError:
+                break
+    return shown
+
+
+def test_in_a_narrow_terminal_it_draws_without_colour_and_ends(tmp_path):
+    folder, lines, result = unfinished(tmp_path / "run")
+    leader, follower = pty.openpty()
+    env = {**os.environ, "COLUMNS": "40", "LINES": "40", "NO_COLOR": "1", "TERM": "xterm-256color", "LC_ALL": "C.UTF-8"}
+    watching = subprocess.Popen([*WATCH, str(folder)], stdout=follower, stderr=follower, stdin=follower, env=env)
+    os.close(follower)
+    try:
+        shown = _read(leader, b"step 100 of 200")
+        finish(folder, lines, result)
+        shown += _read(leader, None)
+        assert watching.wait(timeout=30) == 0
+    finally:
+        watching.kill()
+        os.close(leader)
+    text = shown.decode()
+    assert "step 200 of 200" in text and re.search("[\u2801-\u28ff]", text)
+    assert not re.search(r"\x1b\[[0-9;]*3[0-7][0-9;]*m", text)
+    assert max(len(line) for line in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text).replace("\r", "\n").split("\n")) <= 40
+
+
+def test_a_folder_that_is_none_is_one_line(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["watch", str(tmp_path / "nowhere")])
+    assert stop.value.code == 2 and "not a folder" in capsys.readouterr().err

@@ -1,0 +1,222 @@
+"""A plan holds what is compared, and refuses what would not be comparable."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from prunus.lab.run import Run
+from prunus.lab.study.arms import Arm, slug
+from prunus.lab.study.fields import parse_arm, read_base, score_arm
+from prunus.lab.study.keys import canonical, key_of
+from prunus.lab.study.plan import Cell, Plan, extended, make_plan, only
+from prunus.lab.study.presets import PRESETS
+
+BASE = Run(data="digits", model="lenet5", steps=100, begin=10, end=80)
+
+
+def plan_of(*texts: str, sparsities=(0.5,), seeds=(0,), base: Run = BASE) -> Plan:
+    return make_plan(base, [parse_arm(text) for text in texts], sparsities, seeds)
+
+
+def test_dense_random_and_magnitude_are_always_in():
+    plan = plan_of("late: score=bitter7 end=0.95", sparsities=(0.5, 0.8), seeds=(0, 1))
+    assert [arm.name for arm in plan.arms] == ["dense", "random", "magnitude", "late"]
+    assert len(plan.cells) == 2 + 3 * 2 * 2  # dense once a seed
+    assert {cell.sparsity for cell in plan.cells if cell.arm == "dense"} == {0.0}
+
+
+def test_one_seed_of_everything_comes_before_the_next():
+    order = plan_of(sparsities=(0.5, 0.8), seeds=(0, 1)).ordered()
+    assert [cell.seed for cell in order] == sorted(cell.seed for cell in order)
+    assert [cell.folder for cell in order[:3]] == ["dense-0-s0", "random-0.5-s0", "random-0.8-s0"]
+
+
+SAME = [
+    ({"score": "bitter1"}, {"score": "magnitude"}),
+    ({"score": "bitter2"}, {"score": "magnitude"}),
+    ({"score": "bitter4"}, {"score": "bitter3"}),
+    ({"score": "fisher", "exponent": 0.0}, {"score": "magnitude"}),
+    ({"score": "bitter7", "eps": 0.0}, {"score": "bitter7"}),
+    ({"score": "none", "end": 0.5, "sparsity": 0.8, "every": 7}, {"score": "none"}),
+    ({"begin": 0.1, "end": 0.8}, {"begin": 10, "end": 80}),
+    ({"schedule": "one_shot", "end": 90}, {"schedule": "one_shot", "every": 3}),
+    ({"schedule": "constant", "end": 90}, {"schedule": "constant", "begin": 3}),
+    ({"steps": 50, "budget_scale": 2.0}, {"steps": 100}),
+    ({"data": "elsewhere", "device": "cpu", "out": Path("x")}, {}),
+]
+DIFFERENT = [
+    ({"score": "bitter7"}, {"score": "bitter3"}),
+    ({"score": "bitter7", "eps": 1e-8}, {"score": "bitter7"}),
+    ({"score": "bitter0", "eps": 0.0}, {"score": "bitter0"}),  # whose denominator has Adam's own eps otherwise
+    ({"score": "bitter2", "budget_scale": 1.21}, {"score": "magnitude"}),
+    ({"score": "bitter4", "allocate": "depth"}, {"score": "bitter3"}),
+    ({"score": "fisher", "exponent": 0.25}, {"score": "fisher"}),
+    ({"sparsity": 0.8}, {}),
+    ({"seed": 1}, {}),
+    ({"score": "none", "seed": 1}, {"score": "none"}),
+    ({"score": "none", "beta2": 0.99}, {"score": "none"}),
+    ({"compile": True}, {}),
+]
+
+
+@pytest.mark.parametrize(("first", "second"), SAME, ids=lambda fields: "-".join(map(str, fields.values())) or "base")
+def test_the_same_computation_is_seen(first, second):
+    assert canonical(replace(BASE, **first)) == canonical(replace(BASE, **second))
+
+
+@pytest.mark.parametrize(("first", "second"), DIFFERENT, ids=lambda f: "-".join(map(str, f.values())) or "base")
+def test_another_computation_is_not_taken_for_it(first, second):
+    assert key_of(replace(BASE, **first)) != key_of(replace(BASE, **second))
+
+
+def test_shared_rows_belong_to_the_first_arm():
+    plan = make_plan(BASE, [score_arm(score) for score in ("bitter1", "bitter2", "bitter7")], (0.5,), (0,))
+    owners = {cell.arm: owner.arm for cell, owner in plan.owners.items()}
+    assert owners["bitter1"] == owners["bitter2"] == "magnitude"
+    assert owners["bitter7"] == "bitter7"
+
+
+REFUSED = {
+    "other model": ("x: model=resnet20", "changes model, which all arms share"),
+    "other evaluation": ("x: eval_size=3", "changes eval_size, which all arms share"),
+    "other weights": ('x: exclude=["fc3*"]', "changes exclude, which all arms share"),
+    "a seed of its own": ("x: seed=3", "given by --seeds"),
+    "a sparsity of its own": ("x: sparsity=0.3", "given by --sparsity"),
+    "more steps": (
+        "x: steps=130",
+        "2,080 examples and the base 1,600; a longer budget is said by budget_scale=1.3",
+    ),
+    "larger batch": ("x: batch=32", "budget_scale=2"),
+    "impossible run": ("x: score=magnitude eps=1e-8", "arm x"),
+    "unknown field": ("x: scroe=bitter7", "no field 'scroe'; did you mean score"),
+    "unknown value": ("x: score=bitter77", "score cannot be 'bitter77'; it takes none, magnitude"),
+    "wrong type": ("x: every=often", "every cannot be 'often'; it takes int"),
+    "no fields": ("x", "field=value"),
+    "field twice": ("x: lr=1 lr=2", "each field once"),
+    "no reference": ("x: lr=2.0 against=nothing", "against 'nothing', which is no arm"),
+    "no name": (": lr=2.0", "needs a name"),
+    "the name of a control": ("dense: score=magnitude", "two arms are called dense"),
+    "one folder": ("Magnitude: lr=2.0", "would share a folder"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_comparable_is_refused(case):
+    text, said = REFUSED[case]
+    with pytest.raises(ValueError) as refusal:
+        plan_of(text)
+    assert said in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("sparsity", [0.0, 1.0, -0.1])
+def test_a_sparsity_lies_between_none_and_all(sparsity):
+    with pytest.raises(ValueError, match="dense is always in"):
+        plan_of(sparsities=(sparsity,))
+
+
+def test_equal_tokens_in_other_batches_are_comparable():
+    plan = plan_of("x: batch=32 steps=50 begin=5 end=40")
+    assert plan.run_of(Cell("x", 0.5, 0)).batch == 32
+
+
+def test_values_have_the_types_of_their_fields():
+    arm = parse_arm("x: score=bitter7 end=0.95 begin=5 lr=1 spam=true optimizer=adamwprune allocate=2:4 against=dense")
+    assert (arm.name, arm.against) == ("x", "dense")
+    types = {name: (value, type(value)) for name, value in arm.changes.items()}
+    assert types["end"] == (0.95, float)
+    assert types["begin"] == (5, int)
+    assert types["lr"] == (1.0, float)
+    assert types["spam"] == (True, bool)
+    assert types["allocate"] == ("2:4", str)
+
+
+def test_a_toml_file_holds_base_and_arms(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text('model = "lenet5"\nlr = 1\nend = 0.9\n[[arm]]\nname = "late"\nscore = "bitter7"\nend = 0.95\n')
+    base, arms = read_base(path)
+    assert base == Run(model="lenet5", lr=1.0, end=0.9)
+    assert arms == [Arm("late", {"score": "bitter7", "end": 0.95})]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("lr = ", "no TOML"),
+        ("learning = 3", "no field"),
+        ("[[arm]]\nlr = 2.0", "with a name"),
+        ("out = 'x'", "no field"),
+    ],
+)
+def test_a_mistake_in_the_file_is_one_line(text, said, tmp_path):
+    (tmp_path / "run.toml").write_text(text)
+    with pytest.raises(ValueError, match=said):
+        read_base(tmp_path / "run.toml")
+
+
+def test_a_plan_survives_its_file():
+    plan = plan_of("late: score=bitter7 end=0.95 against=dense", sparsities=(0.5, 0.8), seeds=(0, 2))
+    assert Plan.from_json(plan.to_json()).to_json() == plan.to_json()
+
+
+def test_the_hash_is_that_of_what_all_arms_share(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).write_bytes(b"some text of a few words" * 9)
+    (tmp_path / "c").write_bytes(b"some text of other words" * 9)
+    base = Run(data=str(tmp_path / "a"), steps=100)
+    same = plan_of("x: lr=2.0", base=replace(base, data=str(tmp_path / "b"), device="cpu"), seeds=(4,)).hash
+    assert plan_of(base=base).hash == same
+    assert plan_of(base=replace(base, data=str(tmp_path / "c"))).hash != same
+    assert plan_of(base=replace(base, lr=2.0)).hash != same
+
+
+def test_a_study_grows_by_arms_sparsities_and_seeds():
+    first, second = plan_of(), plan_of("late: end=0.95", sparsities=(0.8,), seeds=(1,))
+    both = extended(first, second, Path("s"))
+    assert set(both.cells) == set(first.cells) | set(second.cells)
+    assert both.hash == first.hash
+
+
+@pytest.mark.parametrize(
+    ("base", "texts", "said"),
+    [
+        (replace(BASE, lr=2e-3), (), "the study in s has lr = 0.001, not 0.002"),
+        (BASE, ("x: lr=3.0",), "arm x of s is lr=2.0, not lr=3.0"),
+    ],
+)
+def test_a_changed_configuration_is_refused_by_name(base, texts, said):
+    with pytest.raises(ValueError, match=said):
+        extended(plan_of("x: lr=2.0"), plan_of(*texts, base=base), Path("s"))
+
+
+def test_only_keeps_the_controls():
+    plan = only(plan_of("a: lr=2.0", "b: lr=3.0"), ["b"])
+    assert {cell.arm for cell in plan.cells} == {"dense", "random", "magnitude", "b"}
+    with pytest.raises(ValueError, match="no arm 'c'"):
+        only(plan, ["c"])
+
+
+@pytest.mark.parametrize(
+    ("name", "folder"), [("a b", "a-b"), ("q=1/4", "q-1-4"), ("../x", "x"), ("é", ""), ("A_b.5", "a-b.5")]
+)
+def test_folder_names_are_plain(name, folder):
+    assert slug(name) == folder
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_comparable_plans(name):
+    preset = PRESETS[name]
+    data = "digits" if preset.base.model in ("lenet5", "resnet20") else "stdlib"
+    plan = make_plan(replace(preset.base, data=data), preset.arms, preset.sparsities, (0, 1))
+    assert {arm.against for arm in plan.arms} <= set(plan.arm)
+    assert len(set(plan.owners.values())) <= len(plan.cells)
+
+
+def test_the_variants_share_what_is_magnitude():
+    preset = PRESETS["gpt2-variants"]
+    plan = make_plan(preset.base, preset.arms, (0.8,), (0,))
+    owners = {cell.arm: owner.arm for cell, owner in plan.owners.items()}
+    assert {arm for arm, owner in owners.items() if owner == "magnitude"} == {"magnitude", "bitter1", "bitter2"}
+    assert {f"bitter{number}" for number in range(10)} | {"movement", "magnitude regrow"} <= set(owners)
+    assert plan.base.steps * plan.base.batch * plan.base.context == 1200 * 49152

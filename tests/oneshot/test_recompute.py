@@ -1,0 +1,116 @@
+"""Gradient checkpointing: the same masks from less memory, asked for or where nothing else fits."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+from probe_checks import assert_same, snapshot
+from probe_models import CASES, entropy, llama
+from probe_odd import Attention, Encoder
+from test_odd_models import case_of
+from torch import nn
+
+from prunus import Probe, prune
+from prunus.oneshot.engine import Engine
+from prunus.oneshot.memory import counted_saves
+from prunus.oneshot.recompute import recomputed
+from prunus.oneshot.session import replaced
+
+
+@pytest.mark.parametrize(
+    "case, schedule, offload",
+    [(case, schedule, None) for case in CASES for schedule in ("joint", "sequential")]
+    + [("llama", "block", None), ("llama", "jacobi", None), ("llama", "joint", "cpu"), ("cnn", "sequential", "cpu")],
+)
+def test_masks_are_those_without_it_and_the_model_comes_back(case, schedule, offload):
+    case = CASES[case](torch.float64)
+    before, probe = snapshot(case.model), Probe(0.02, schedule=schedule)
+    expected = prune(deepcopy(case.model), case.batches, 0.5, "wanda", None, probe, case.loss)
+    options = {"offload": offload, "checkpointing": True}
+    result = prune(case.model, case.batches, 0.5, "wanda", None, probe, case.loss, **options)
+    assert result.checkpointing and not expected.checkpointing
+    assert 0 < result.num_pruned < sum(layer.num_candidates for layer in result.layers)
+    assert all(torch.equal(result.masks[name], mask) for name, mask in expected.masks.items())
+    result.undo_()
+    assert_same(before, snapshot(case.model))
+
+
+@pytest.mark.parametrize("kind", [Attention, Encoder])
+def test_weights_whose_gradients_come_one_by_one_get_the_same_ones(kind):
+    case = case_of(kind)
+    expected = prune(deepcopy(case.model), case.batches, 0.5, "magnitude", None, Probe(0.02), case.loss)
+    result = prune(case.model, case.batches, 0.5, "magnitude", None, Probe(0.02), case.loss, checkpointing=True)
+    assert all(torch.equal(result.masks[name], mask) for name, mask in expected.masks.items())
+
+
+def test_the_graph_holds_the_blocks_inputs_alone():
+    case = llama(torch.float32)
+    saved = []
+    for blocks in ([], case.model.model.layers):
+        with counted_saves(case.model) as sizes, replaced(recomputed(blocks, None)):
+            case.model(**case.batches[0]).logits.sum()
+        saved.append(sum(sizes))
+    assert saved[1] < saved[0] / 3
+
+
+@pytest.mark.parametrize("batched", [True, False])
+def test_it_is_taken_where_one_sample_alone_does_not_fit(batched, monkeypatch):
+    case = llama()
+    expected = prune(deepcopy(case.model), case.batches, 0.5, probe=Probe(0.05, schedule="block"))
+    name = "_add_chunk" if batched else "_alone"
+    real, modes = getattr(Engine, name), []
+
+    def crowded(self, *args):
+        modes.append(self.checkpointing)
+        if not self.checkpointing:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(self, *args)
+
+    monkeypatch.setattr(Engine, name, crowded)
+    if not batched:
+        monkeypatch.setattr(Engine, "_recorded", lambda self, *args: self._one_by_one(*args))
+    result = prune(case.model, case.batches, 0.5, probe=Probe(0.05, schedule="block"))
+    assert result.checkpointing and result.halved
+    assert modes.count(False) < 8 and all(modes[modes.index(True) :])
+    assert all(torch.equal(result.masks[name], mask) for name, mask in expected.masks.items())
+
+
+def test_memory_that_is_never_enough_is_an_error_and_the_model_is_as_before(monkeypatch):
+    case, before = llama(), snapshot(llama().model)
+
+    def crowded(self, *args):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Engine, "_add_chunk", crowded)
+    with pytest.raises(torch.OutOfMemoryError):
+        prune(case.model, case.batches, 0.5, probe=Probe(0.05))
+    assert_same(before, snapshot(case.model))
+
+
+class InPlace(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return x.mul_(0.5) + self.linear(x)
+
+
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([InPlace(), InPlace(), InPlace()])
+
+    def forward(self, x):
+        x = x.clone()
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_a_block_that_changes_its_input_is_refused_and_never_wrong():
+    model, batch = Stack(), (torch.randn(4, 4), torch.randint(0, 4, (4,)))
+    before = snapshot(model)
+    with pytest.raises((ValueError, RuntimeError), match=r"in ?place"):  # torch itself says it where it saves inputs
+        prune(model, [batch], 0.5, probe=Probe(0.05), loss=entropy, checkpointing=True)
+    assert_same(before, snapshot(model))

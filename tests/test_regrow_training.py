@@ -1,0 +1,203 @@
+"""While weights may come back the optimizer sees them all; after the ramp everything is as without regrowth."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from toys import (
+    NAMES,
+    NUM_WEIGHTS,
+    adamw,
+    adamw_prune,
+    assert_pruned_are_zero,
+    backward,
+    net,
+    num_pruned,
+    states_of,
+    through_a_file,
+    train,
+)
+
+from prunus import Pruner, Ramp, Regrow, Spam
+
+RAMP = Ramp(0.7, 2, 18, "linear")
+
+
+def sgd(model, **options):
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1, **options)
+
+
+def pruner_of(model, optimizer, **options):
+    return Pruner(model, optimizer, **{"schedule": RAMP, "every": 4, "regrow": Regrow(0.3)} | options)
+
+
+def test_both_optimizers_swap_alike():
+    digests = []
+    for make in (adamw, adamw_prune):
+        model = net()
+        pruner = pruner_of(model, make(model))
+        train(model, pruner.optimizer, range(12))
+        digests.append(pruner.digest())
+    assert digests[0] == digests[1]
+
+
+@pytest.mark.parametrize("make", [adamw, lambda m: adamw(m, fused=True), lambda m: adamw(m, amsgrad=True), sgd])
+def test_the_ramp_is_a_plain_training_whose_weights_are_zeroed_after_each_step(make):
+    """Moments, weights and the norm that clips are those of an optimizer that nobody masked."""
+    model, twin, masks, norms = net(), net(), [], []
+    pruner = pruner_of(model, make(model), score="magnitude", regrow=Regrow(0.3, "momentum"))
+    for step in range(17):
+        norms.append(clipped_step(model, pruner.optimizer, step))
+        masks.append(dict(pruner.masks))
+    plain = make(twin)
+    for step in range(17):
+        assert clipped_step(twin, plain, step) == norms[step]
+        for name in NAMES:  # what comes back is zero until its next step
+            twin.get_parameter(name).data[~(masks[step][name] & masks[max(0, step - 1)][name])] = 0
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p, q)
+        for key, value in states_of(plain, q).items():
+            assert torch.equal(value, pruner.optimizer.state[p][key])
+
+
+def clipped_step(model, optimizer, step):
+    optimizer.zero_grad()
+    backward(model, step)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    optimizer.step()
+    return norm.item()
+
+
+def test_clipping_inside_the_step_sees_what_clipping_before_it_sees():
+    model, twin = net(), net()
+    inside = pruner_of(model, adamw_prune(model, max_norm=0.05))
+    outside = pruner_of(twin, adamw(twin, foreach=False))
+    for step in range(22):
+        train(model, inside.optimizer, [step])
+        norm = clipped_step(twin, outside.optimizer, step)
+        assert inside.optimizer.grad_norm.item() == pytest.approx(norm, rel=1e-5)
+    assert inside.digest() == outside.digest()
+
+
+@pytest.mark.parametrize("make", [adamw, adamw_prune, sgd])
+def test_weights_are_zero_and_moments_warm_until_the_ramp_ends_and_then_all_are_zero(make):
+    model = net()
+    pruner = pruner_of(model, make(model), score="magnitude", regrow=Regrow(0.3, "momentum"))
+    for step in range(24):
+        train(model, pruner.optimizer, [step])
+        for name, mask in pruner.masks.items():
+            parameter = model.get_parameter(name)
+            assert not parameter[~mask].any()
+            if 6 <= pruner.step < 18:
+                assert all(value[~mask].any() for value in states_of(pruner.optimizer, parameter).values())
+    assert_pruned_are_zero(pruner)
+    assert pruner.sparsity == round(0.7 * NUM_WEIGHTS) / NUM_WEIGHTS
+
+
+def test_after_the_ramp_it_trains_as_without_regrowth():
+    model, twin = net(), net()
+    pruner = pruner_of(model, adamw(model))
+    train(model, pruner.optimizer, range(18))
+    twin.load_state_dict(model.state_dict())
+    optimizer = adamw(twin)
+    optimizer.load_state_dict(through_a_file(pruner.optimizer.state_dict()))
+    held = Pruner(twin, optimizer, masks=dict(pruner.masks))
+    for step in range(18, 24):
+        assert clipped_step(model, pruner.optimizer, step) == clipped_step(twin, optimizer, step)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+    assert held.digest() == pruner.digest()
+
+
+@pytest.mark.parametrize("make", [adamw, adamw_prune])
+def test_a_weight_that_comes_back_takes_an_ordinary_first_step(make):
+    """A cold one would jump by (1 - beta1) / sqrt(1 - beta2) = 3.2 learning rates, whatever its gradient is."""
+    model, rate = net(), 1e-3
+    optimizer = make(model, lr=rate)
+    pruner = pruner_of(model, optimizer, schedule=Ramp(0.7, 60, 160, "linear"), every=20)
+    train(model, optimizer, range(99))
+    before = dict(pruner.masks)
+    train(model, optimizer, [99])
+    back = {name: pruner.masks[name] & ~before[name] for name in NAMES}
+    train(model, optimizer, [100])
+    jumps = []
+    for name, mask in back.items():
+        parameter = model.get_parameter(name)
+        state, t = optimizer.state[parameter], 101
+        wanted = state["exp_avg"] / (1 - 0.9**t) / ((state["exp_avg_sq"] / (1 - 0.999**t)).sqrt() + 1e-8)
+        assert torch.allclose(parameter[mask], -rate * wanted[mask], rtol=1e-4, atol=1e-9)
+        jumps.append(parameter[mask].abs() / rate)
+    jumps = torch.cat(jumps)
+    assert len(jumps) > 20 and jumps.max() < 1.5
+
+
+@pytest.mark.parametrize("stop", [1, 5, 6, 9, 10, 13, 17, 18, 20])
+@pytest.mark.parametrize("name", ["adamw", "adamw prune", "sgd", "spam"])
+def test_a_resumed_run_is_the_unbroken_one_to_the_bit(name, stop):
+    def make(seed):
+        model = net(seed)
+        spam = Spam(theta=20.0, every=8, warmup=3, hold=3)
+        optimizers = {"adamw": adamw, "adamw prune": adamw_prune, "sgd": sgd}
+        optimizer = adamw_prune(model, spam=spam) if name == "spam" else optimizers[name](model)
+        by = "momentum" if name == "sgd" else "snr"
+        return model, pruner_of(model, optimizer, score="magnitude", regrow=Regrow(0.3, by))
+
+    whole, pruner = make(0)
+    train(whole, pruner.optimizer, range(24))
+    first, broken = make(0)
+    train(first, broken.optimizer, range(stop))
+    saved = through_a_file([first.state_dict(), broken.optimizer.state_dict(), broken.state_dict()])
+    second, resumed = make(9)
+    train(second, resumed.optimizer, range(40, 63))  # past its ramp, and then rewound
+    for part, state in zip((second, resumed.optimizer, resumed), saved, strict=True):
+        part.load_state_dict(state)
+    train(second, resumed.optimizer, range(stop, 24))
+    assert resumed.digest() == pruner.digest() and resumed.step == pruner.step
+    for p, q in zip(whole.parameters(), second.parameters(), strict=True):
+        assert torch.equal(p, q)
+        for key, value in states_of(pruner.optimizer, p).items():
+            assert torch.equal(value, resumed.optimizer.state[q][key])
+
+
+@pytest.mark.parametrize(("by", "steps"), [("snr", [5, 13, 15, 23]), ("gradient", [5, 10, 15, 20])])
+def test_events_wait_for_the_moments_that_regrowth_reads(by, steps):
+    model, found = net(), []
+    optimizer = adamw_prune(model, spam=Spam(every=10, warmup=4, hold=3))
+    options = {"schedule": Ramp(0.5, 0, 20), "every": 5, "regrow": Regrow(0.3, by), "score": "magnitude"}
+    pruner = pruner_of(model, optimizer, **options, on_event=found.append)
+    train(model, optimizer, range(22))
+    warm = [optimizer.state[model.get_parameter(n)]["exp_avg"][~pruner.masks[n]].any() for n in NAMES]
+    assert all(warm) if by == "snr" else not any(warm)
+    train(model, optimizer, range(22, 30))
+    assert [event.step for event in found] == steps
+    assert num_pruned(pruner) == round(0.5 * NUM_WEIGHTS)
+    assert_pruned_are_zero(pruner)
+
+
+def test_bfloat16_keeps_its_counts():
+    model = net(dtype=torch.bfloat16)
+    counts = []
+    pruner = pruner_of(model, adamw(model), on_event=lambda e: counts.append(num_pruned(pruner)))
+    train(model, pruner.optimizer, range(20))
+    assert counts == [round(RAMP(step) * NUM_WEIGHTS) for step in (6, 10, 14, 18)]
+
+
+def test_a_removed_pruner_leaves_the_optimizer_as_it_was():
+    model = net()
+    optimizer = adamw_prune(model)
+    pruner_of(model, optimizer).remove()
+    held = Pruner(model, optimizer, masks={"hidden.weight": torch.rand(13, 75) > 0.5})
+    train(model, optimizer, range(3))
+    assert_pruned_are_zero(held)
+
+
+def test_a_model_is_freed_while_its_weights_may_come_back():
+    model = net()
+    optimizer = adamw(model)
+    pruner = pruner_of(model, optimizer)
+    train(model, optimizer, range(7))
+    freed = weakref.ref(model.hidden)
+    del model, optimizer, pruner
+    gc.collect()
+    assert freed() is None
