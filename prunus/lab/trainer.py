@@ -186,7 +186,7 @@ def train(
 
 def _begun(run: Run) -> Run:
     """The run to take up in its folder: a new one, or the one in it if that was asked for or torchrun restarts it."""
-    if run.resume or not run.out.exists() or not any(run.out.iterdir()):
+    if run.resume or not run.out.exists() or all(path.name == "run.json.part" for path in run.out.iterdir()):
         return run
     if is_restarted() and read_run(run.out).to_json() == run.to_json():
         return replace(run, resume=True)

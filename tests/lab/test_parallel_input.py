@@ -1,8 +1,10 @@
 """What does not fit ranks or their checkpoints is one line, and nothing in a checkpoint is executed."""
 
+import json
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from prunus.lab.data import load
 from prunus.lab.parallel import Team
 from prunus.lab.pieces import load_pieces, save_pieces
 from prunus.lab.run import Run
+from prunus.lab.trainer import _begun
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed is disabled", "ignore:.*TypedStorage")
 ALONE = {"RANK": None, "WORLD_SIZE": None}
@@ -167,6 +170,32 @@ def test_a_value_that_is_no_plain_one_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="checkpoint"):
         load_checkpoint(path)
     assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize(
+    ("attempt", "files", "options", "expected"),
+    [
+        ("1", ["run.json"], {}, True),
+        ("1", ["run.json"], {"lr": 0.5}, "not empty"),
+        ("0", ["run.json"], {}, "not empty"),
+        ("1", ["run.json.part"], {}, False),
+        ("1", [], {}, False),
+        ("1", ["letters.txt"], {}, "no run.json"),
+    ],
+    ids=["the same run", "another run", "no restart", "killed at once", "nothing yet", "no run"],
+)
+def test_a_restarted_job_takes_up_its_own_run_alone(attempt, files, options, expected, monkeypatch, tmp_path):
+    for name, value in {**TWO, "TORCHELASTIC_RESTART_COUNT": attempt}.items():
+        monkeypatch.setenv(name, value)
+    run = Run(out=tmp_path / "run", parallel="ddp")
+    run.out.mkdir()
+    for name in files:
+        (run.out / name).write_text(json.dumps({"run": run.to_json()}))
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=expected):
+            _begun(replace(run, **options))
+    else:
+        assert _begun(run) == replace(run, resume=expected)
 
 
 def test_a_resumed_run_takes_the_ranks_it_is_given(monkeypatch):
