@@ -52,7 +52,7 @@ def interrupted(run: Run) -> None:
 def resaved(folder: Path, out: Path, parallel: Parallel) -> None:
     """Read a run's checkpoint and write it anew, without a step in between."""
     run = replace(read_run(folder), out=folder, parallel=parallel)
-    training = Training(run, Team(run.parallel, dist.get_rank(), dist.get_world_size()))
+    training = Training(run, team=Team(run.parallel, dist.get_rank(), dist.get_world_size()))
     resume(training)
     training.run = replace(training.run, out=out)
     if training.team.is_first:
@@ -63,7 +63,7 @@ def resaved(folder: Path, out: Path, parallel: Parallel) -> None:
 
 def gathered(run: Run, out: Path) -> None:
     """What one rank puts together from the ranks' tensors, without the checkpoint's own files."""
-    training = Training(replace(run, resume=True), Team(run.parallel, dist.get_rank(), dist.get_world_size()))
+    training = Training(replace(run, resume=True), team=Team(run.parallel, dist.get_rank(), dist.get_world_size()))
     resume(training)
     state = training.state()
     for tensors in (state["model"], *state["optimizer"]["state"].values()):

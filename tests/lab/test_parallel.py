@@ -39,7 +39,7 @@ def state_of(path: Path, masks: bool = True) -> dict:
 
 
 def result_of(folder: Path) -> dict:
-    return json.loads((folder / "result.json").read_text()) | {"seconds": 0}
+    return json.loads((folder / "result.json").read_text()) | {"seconds": 0, "peak_memory": 0}
 
 
 def losses(folder: Path) -> list[float]:
