@@ -29,6 +29,7 @@ from probe_odd import (
     Unused,
 )
 from probe_reference import probe_reference
+from torch import nn
 
 from prunus import Global, Probe, prune
 from prunus.eligible import eligible
@@ -145,3 +146,44 @@ def test_a_classifier_of_hugging_face_is_probed_by_its_own_loss(num_labels):
     found, names = findings(case)
     assert found.batched and found.quick == names and found.chained
     assert_as_reference(case, "sequential", tau=0.0005)
+
+
+class Centred(nn.Module):
+    """What its second layer reads depends on the company of a sample: alone there is nothing left to read."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        hidden = self.a(x)
+        return self.b(hidden - hidden.mean(0))
+
+
+def test_norms_are_read_one_by_one_where_samples_change_each_other():
+    model, batch = Centred(), (torch.randn(6, 4), torch.randint(0, 3, (6,)))
+    job = Job(model, [batch], Plan("wanda"))
+    with job.open():
+        norms = {source.name: source.reads["input_norm"] for source in job.strategy.sources(0.5, {})}
+    assert not norms["b.weight"].any()
+    torch.testing.assert_close(norms["a.weight"], batch[0].norm(dim=0))
+
+
+class Overwritten(nn.Module):
+    """A layer's input is changed after the layer has read it: the gradient of its weight can no longer be had."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        hidden = self.a(x)
+        out = self.b(hidden)
+        hidden.mul_(3)
+        return out
+
+
+def test_an_input_that_was_overwritten_is_an_error_and_never_a_wrong_gradient():
+    model, batch = Overwritten(), (torch.randn(6, 4), torch.randint(0, 3, (6,)))
+    with pytest.raises(RuntimeError, match="inplace"):
+        prune(model, [batch], 0.5, probe=Probe(0.05), loss=nn.functional.cross_entropy)
