@@ -50,6 +50,10 @@ def like(part: Tensor, tensor: Tensor) -> Tensor:
     )
 
 
+class Told(ValueError):
+    """A failure that every rank has heard of, and raises."""
+
+
 class Ranks:
     """The ranks that hold one model together: sums over them, and the bytes this rank handed over.
 
@@ -125,7 +129,7 @@ class Ranks:
             said = str(failed).encode()[:MESSAGE]
             text[: len(said)] = torch.tensor(list(said))
         message = bytes(self.total(text).tolist()).rstrip(b"\0").decode(errors="replace")
-        raise ValueError(f"{message} (rank {', '.join(map(str, who))})") from failed
+        raise Told(message if isinstance(failed, Told) else f"{message} (rank {', '.join(map(str, who))})") from failed
 
 
 def together(ranks: Ranks | None, work: Callable[[], Result]) -> Result:

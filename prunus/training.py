@@ -81,14 +81,13 @@ class Pruner:
         self._weights = {weight.name: weight.parameter for weight in self._eligible.weights}
         self._ranks = ranks_of(self._weights, group)
         self._parts = parts_of(self._weights, self._ranks)
-        self._holders = self._ranks if self._parts else None  # of parts, not of copies
         if regrow:
             regrow.check(schedule, select, self._parts is not None)
         if isinstance(select, PerLayer) and schedule:
             allocate({name: p.shape for name, p in self._weights.items()}, schedule.final, select.allocate)
         check_eps(self._weights, optimizer)
         self._held = HeldMasks(self._weights, optimizer, self._ranks, self._parts)
-        self._bits = self._held.bits
+        self._bits, self._holders = self._held.bits, self._held.holders
         self._due = False
         self._movement = Movement(self._weights) if "movement" in self.score.reads else None
         self._inputs = InputNorms(self._eligible.weights, self._ranks) if "input_norm" in self.score.reads else None
@@ -118,6 +117,7 @@ class Pruner:
 
     def report(self) -> Report:
         """Sparsity of every weight matrix, from its zeros, and the reason where it stays dense."""
+        check_parameters(self.model, self._weights)
         return report(self.model, self._eligible, self._holders)
 
     def digest(self) -> str:
