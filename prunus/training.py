@@ -184,6 +184,10 @@ class Pruner:
         Masks are packed bits. With ``unpacked``, which is the default for DTensors, there is one for every weight,
         zeros and ones in its shape and placement: what ``torch.distributed.checkpoint`` loads at any world size.
         """
+        if unpacked is False and self._parts:
+            raise ValueError(
+                "packed bits of DTensors would not say which part of a weight is theirs; unpacked=True does"
+            )
         whole = any(map(is_dtensor, self._weights.values())) if unpacked is None else unpacked
         return {
             "step": self.step,

@@ -30,7 +30,8 @@ register_optimizer_step_pre_hook(hook)
 """,
     "event": """
 import prunus.training as training
-inner, update, zeroed = training.bits.zero_, training.Pruner.update, []
+from prunus.ops import bits
+inner, update, zeroed = bits.zero_, training.Pruner.update, []
 def marked(self):
     zeroed.append(0)
     update(self)
@@ -41,7 +42,7 @@ def zero_(tensor, packed):
         if zeroed[-1] == 7:
             die()
     inner(tensor, packed)
-training.Pruner.update, training.bits.zero_ = marked, zero_
+training.Pruner.update, bits.zero_ = marked, zero_
 """,
     "checkpoint": """
 inner, calls = torch.save, []
