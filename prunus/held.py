@@ -9,10 +9,10 @@ from torch.optim import Optimizer
 
 from .mask import packed_masks, saved_bits
 from .ops import bits
-from .ops.part import Part
+from .ops.part import Part, together
 from .optim import AdamWPrune
 from .saved import is_resharded
-from .shard import Ranks, local, together
+from .shard import Ranks, local
 
 
 class HeldMasks:

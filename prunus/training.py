@@ -17,12 +17,13 @@ from .eligible import eligible
 from .gradients import MaskedGradients, Movement, check_captured, is_initialising, is_skipped, unwrapped
 from .held import HeldMasks
 from .mask import Masks, check_copies, digest, full_masks
+from .ops.part import together
 from .optim import AdamWPrune
 from .regrow import Regrow, keep_warm, selected
 from .saved import checked_masks, reshard_masks, saved_masks, taken_sums
 from .schedule import Schedule
 from .select import Global, NofM, PerLayer, Selector
-from .shard import is_dtensor, local, parts_of, ranks_of, together
+from .shard import is_dtensor, local, parts_of, ranks_of
 from .stats import MOMENTS, InputNorms, check_eps, check_moments, check_parameters, score_of, sources
 from .summary import Event, Report, report
 
