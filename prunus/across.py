@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .ops import bits
 from .ops.digits import DIGIT, digit_counts, from_sortable, sortable
-from .ops.part import Part, Sums, attempt
+from .ops.part import Part, Sums, attempt, together
 from .ops.sample import Packed, draw, full_range, is_small, live_pieces, order_statistics
 from .ops.source import Lazy
 from .ops.sweep import Swept, sweep
@@ -184,9 +184,7 @@ def _by_descent(sources: Sequence[Lazy], num_drop: int, live: Packed) -> dict[st
         return found
 
     [(key, num_equal)] = descend(count, 8 * dtype.itemsize, [num_drop], ranks)
-    split, failed = attempt(lambda: [_split(source, live, from_sortable(key, dtype)) for source in sources])
-    ranks.total(torch.zeros(0, dtype=torch.int64), failed)
-    assert split is not None
+    split = together(ranks, lambda: [_split(source, live, from_sortable(key, dtype)) for source in sources])
     above = {source.name: part[0] for source, part in zip(sources, split, strict=True)}
     return settled(sources, above, [part[1] for part in split], num_equal)
 

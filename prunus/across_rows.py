@@ -14,7 +14,7 @@ from torch import Tensor
 from .across import ranks_of_all
 from .ops import bits
 from .ops.digits import sortable
-from .ops.part import Part, attempt
+from .ops.part import Part, together
 from .ops.sample import Packed
 from .ops.source import Lazy
 from .ops.sweep import check_finite
@@ -116,9 +116,7 @@ def _chunks(source: Lazy, live: Packed) -> Iterator[tuple[slice, Rows]]:
         return found, kept
 
     for at, first, last in zip(here, starts[:-1], starts[1:], strict=True):
-        found, failed = attempt(lambda at=at: read(at))
-        part.ranks.total(torch.zeros(0, dtype=torch.int64), failed)
-        assert found is not None
+        found = together(part.ranks, lambda at=at: read(at))
         yield at, Rows(*found, mine[at] - first, columns, last - first, part)
 
 

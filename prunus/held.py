@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from .mask import packed_masks, saved_bits
 from .ops import bits
-from .ops.part import Part
+from .ops.part import Part, together
 from .optim import AdamWPrune
 from .saved import is_resharded
 from .shard import Ranks, local
@@ -25,7 +25,8 @@ class HeldMasks:
         ranks: Ranks | None,
         parts: Mapping[str, Part] | None,
     ) -> None:
-        self.weights, self.optimizer, self.ranks, self.parts = weights, optimizer, ranks, parts
+        self.weights, self.optimizer, self.parts = weights, optimizer, parts
+        self.holders = ranks if parts else None  # of parts, not of copies
         self.bits: dict[str, Tensor] = {}
         self.num_kept = 0  # prunable weights that the masks keep, on all ranks
         self.forget: Callable[[str], None] = lambda name: None  # told whose mask has changed
@@ -37,7 +38,7 @@ class HeldMasks:
                 raise ValueError(f'masks must be boolean tensors by name or "zeros", got {masks!r}')
             self.hold({name: bits.pack(local(p) != 0) for name, p in self.weights.items()}, warm)
         elif masks is not None:
-            self.hold(packed_masks(masks, self.weights, self.parts), warm)
+            self.hold(together(self.holders, lambda: packed_masks(masks, self.weights, self.parts)), warm)
         else:
             self.take_over()
         if isinstance(self.optimizer, AdamWPrune):  # whose step reads masks at no cost: a graph of it must find them
@@ -48,7 +49,7 @@ class HeldMasks:
         """How many prunable weights the masks keep, on all ranks."""
         counted = [(n, p) for n, p in self.weights.items() if not self.parts or self.parts[n].counts]
         here = sum(int(bits.count(self.bits[n])) if n in self.bits else local(p).numel() for n, p in counted)
-        self.num_kept = int(self.ranks.total(torch.tensor([here]))) if self.ranks and self.parts else here
+        self.num_kept = int(self.holders.total(torch.tensor([here]))) if self.holders else here
         return self.num_kept
 
     def hold(self, packed: Mapping[str, Tensor], warm: bool) -> None:

@@ -17,7 +17,7 @@ from .allocate import Allocation, allocate
 from .cut import Packed, cut, cut_each, kept, num_kept_each
 from .ops import bits
 from .ops.order import kth_smallest
-from .ops.part import attempt
+from .ops.part import together
 from .ops.source import Lazy, alike, stored
 from .ops.sweep import check_finite
 from .schedule import Ramp, Schedule
@@ -193,11 +193,10 @@ def by_rows_of_ranks(
 ) -> dict[str, Tensor]:
     """Packed masks by rows: rows that lie whole on a rank are cut there by ``drop``, the others ``over_ranks``."""
     spans = spanning(sources)
-    masks, failed = attempt(
-        lambda: {s.name: by_rows(s, live, drop) for s, over in zip(sources, spans, strict=True) if not over}
+    masks = together(
+        ranks_of_all(sources),
+        lambda: {s.name: by_rows(s, live, drop) for s, over in zip(sources, spans, strict=True) if not over},
     )
-    ranks_of_all(sources).total(torch.zeros(0, dtype=torch.int64), failed)
-    assert masks is not None
     return masks | {s.name: over_ranks(s) for s, over in zip(sources, spans, strict=True) if over}
 
 

@@ -6,7 +6,7 @@ Weights of DDP are plain tensors, of which every rank holds a copy.
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .ops.part import Part, Result, attempt
+from .ops.part import Part
 
 MESSAGE = 400  # bytes of a failure's message that travel
 
@@ -48,6 +48,10 @@ def like(part: Tensor, tensor: Tensor) -> Tensor:
         shape=shape,
         stride=stride,
     )
+
+
+class Told(ValueError):
+    """A failure that every rank has heard of, and raises."""
 
 
 class Ranks:
@@ -125,17 +129,7 @@ class Ranks:
             said = str(failed).encode()[:MESSAGE]
             text[: len(said)] = torch.tensor(list(said))
         message = bytes(self.total(text).tolist()).rstrip(b"\0").decode(errors="replace")
-        raise ValueError(f"{message} (rank {', '.join(map(str, who))})") from failed
-
-
-def together(ranks: Ranks | None, work: Callable[[], Result]) -> Result:
-    """What ``work`` returns on this rank; its ValueError on one rank is raised on all."""
-    if ranks is None:
-        return work()
-    result, failed = attempt(work)
-    ranks.agree(failed)
-    assert result is not None
-    return result
+        raise Told(message if isinstance(failed, Told) else f"{message} (rank {', '.join(map(str, who))})") from failed
 
 
 def ranks_of(tensors: Mapping[str, Tensor], group: ProcessGroup | None = None) -> Ranks | None:

@@ -17,12 +17,13 @@ from .eligible import eligible
 from .gradients import MaskedGradients, Movement, check_captured, is_initialising, is_skipped, unwrapped
 from .held import HeldMasks
 from .mask import Masks, check_copies, digest, full_masks
+from .ops.part import together
 from .optim import AdamWPrune
 from .regrow import Regrow, keep_warm, selected
 from .saved import checked_masks, reshard_masks, saved_masks, taken_sums
 from .schedule import Schedule
 from .select import Global, NofM, PerLayer, Selector
-from .shard import is_dtensor, local, parts_of, ranks_of, together
+from .shard import is_dtensor, local, parts_of, ranks_of
 from .stats import MOMENTS, InputNorms, check_eps, check_moments, check_parameters, score_of, sources
 from .summary import Event, Report, report
 
@@ -81,14 +82,13 @@ class Pruner:
         self._weights = {weight.name: weight.parameter for weight in self._eligible.weights}
         self._ranks = ranks_of(self._weights, group)
         self._parts = parts_of(self._weights, self._ranks)
-        self._holders = self._ranks if self._parts else None  # of parts, not of copies
         if regrow:
             regrow.check(schedule, select, self._parts is not None)
         if isinstance(select, PerLayer) and schedule:
             allocate({name: p.shape for name, p in self._weights.items()}, schedule.final, select.allocate)
         check_eps(self._weights, optimizer)
         self._held = HeldMasks(self._weights, optimizer, self._ranks, self._parts)
-        self._bits = self._held.bits
+        self._bits, self._holders = self._held.bits, self._held.holders
         self._due = False
         self._movement = Movement(self._weights) if "movement" in self.score.reads else None
         self._inputs = InputNorms(self._eligible.weights, self._ranks) if "input_norm" in self.score.reads else None
@@ -118,6 +118,7 @@ class Pruner:
 
     def report(self) -> Report:
         """Sparsity of every weight matrix, from its zeros, and the reason where it stays dense."""
+        check_parameters(self.model, self._weights)
         return report(self.model, self._eligible, self._holders)
 
     def digest(self) -> str:
@@ -184,6 +185,10 @@ class Pruner:
         Masks are packed bits. With ``unpacked``, which is the default for DTensors, there is one for every weight,
         zeros and ones in its shape and placement: what ``torch.distributed.checkpoint`` loads at any world size.
         """
+        if unpacked is False and self._parts:
+            raise ValueError(
+                "packed bits of DTensors would not say which part of a weight is theirs; unpacked=True does"
+            )
         whole = any(map(is_dtensor, self._weights.values())) if unpacked is None else unpacked
         return {
             "step": self.step,

@@ -8,14 +8,12 @@ from reference import keep_largest
 
 from prunus import cut
 from prunus.ops import bits
-from prunus.ops.adamw import Update, adamw_, spike_clipped
 from prunus.ops.source import Lazy, stored
 from prunus.score import SCORES
 
 triton = pytest.importorskip("triton", reason="kernels need triton")
 
 from prunus.ops._triton import driver  # noqa: E402
-from prunus.ops._triton.adamw import Extras, Part, Step  # noqa: E402
 from prunus.ops._triton.zero import zero_  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -263,52 +261,3 @@ def test_zeroing_is_its_definition(dtype, numel):
     bits.zero_reference_(wanted, bits.pack(keep))
     zero_(tensor, bits.pack(keep))
     assert torch.equal(tensor.nan_to_num(9.0), wanted.nan_to_num(9.0))
-
-
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("extras", [Extras(), Extras(max_norm=0.5), Extras(theta=2.0)], ids=["plain", "clip", "spam"])
-@pytest.mark.parametrize("types", [(torch.float32, torch.float32), (torch.bfloat16, torch.float32)], ids=str)
-def test_the_step_is_its_definition(masked, extras, types):
-    weight_type, moment_type = types
-    numbers = (1e-2, 0.9, 0.99, 1e-8, 0.1)
-    torch.manual_seed(0)
-    weights = [torch.randn(shape).to(DEVICE, weight_type) for shape in SHAPES]
-    keeps = [torch.rand(shape, device=DEVICE) > 0.5 for shape in SHAPES]
-    moments = [[torch.zeros(shape, dtype=moment_type, device=DEVICE) for shape in SHAPES] for _ in range(2)]
-    counts = [torch.zeros((), device=DEVICE) for _ in SHAPES]
-    wide, wide_moments = [w.float() for w in weights], [[m.clone() for m in part] for part in moments]
-    step = Step()
-    for number in range(1, 4):
-        grads = [torch.randn(shape).to(DEVICE, weight_type) for shape in SHAPES]
-        masks = [bits.pack(keep) if masked else None for keep in keeps]
-        rows = zip(weights, grads, *moments, counts, masks, strict=True)
-        norm = step([Part(*row, numbers) for row in rows], extras, tile=512)
-        seen = [g.float() * keep if masked else g.float() for g, keep in zip(grads, keeps, strict=True)]
-        if extras.max_norm:
-            length = torch.stack([g.norm() for g in seen]).norm()
-            assert torch.allclose(norm, length, rtol=1e-5)
-            seen = [g * min(1.0, extras.max_norm / (length.item() + 1e-6)) for g in seen]
-        for i, grad in enumerate(seen):
-            m, v = wide_moments[0][i], wide_moments[1][i]
-            grad = spike_clipped(grad, v, extras.theta) if extras.theta else grad
-            adamw_(wide[i], grad, m, v, Update(*numbers, number))
-            if weight_type == torch.bfloat16:
-                wide[i] = wide[i].to(weight_type).float()
-            ulp = torch.finfo(weight_type).eps
-            assert torch.allclose(weights[i].float(), wide[i], rtol=4 * ulp, atol=ulp)
-            assert torch.allclose(moments[0][i], m, rtol=1e-5, atol=1e-7)
-            assert torch.allclose(moments[1][i], v, rtol=1e-5, atol=1e-9)
-            assert counts[i].item() == number
-
-
-def test_a_step_with_infinite_gradients_is_skipped_and_scales_are_taken_off():
-    weight, grad = torch.ones(40, device=DEVICE), torch.full((40,), 8.0, device=DEVICE)
-    moments = [torch.zeros(40, device=DEVICE) for _ in range(2)]
-    count, step = torch.zeros((), device=DEVICE), Step()
-    part = Part(weight, grad, *moments, count, None, (0.1, 0.9, 0.99, 1e-8, 0.0))
-    step([part], Extras(grad_scale=torch.tensor(8.0, device=DEVICE), found_inf=torch.ones((), device=DEVICE)), tile=512)
-    assert count.item() == 0 and torch.equal(weight, torch.ones_like(weight)) and not moments[0].any()
-    step(
-        [part], Extras(grad_scale=torch.tensor(8.0, device=DEVICE), found_inf=torch.zeros((), device=DEVICE)), tile=512
-    )
-    assert count.item() == 1 and torch.allclose(moments[0], torch.full_like(weight, 0.1))

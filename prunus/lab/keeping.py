@@ -23,8 +23,6 @@ def save(training: "Training", last: bool) -> None:
     state = training.state() | {"digest": None}
     if pruner := training.pruner:
         state |= {"digest": pruner.digest(), "pruner": pruner.state_dict(unpacked=True)}
-        if not pruner.state_dict(unpacked=False)["masks"]:  # no event so far
-            state["pruner"]["masks"] = {}
     path = save_pieces(out, to_names(state, training.model, training.optimizer), team)
     if last and team.is_first and _fits_in_memory(path):
         save_checkpoint(out / "checkpoint.pt", load_checkpoint(path))

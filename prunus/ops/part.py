@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 Result = TypeVar("Result")
@@ -66,3 +67,13 @@ def attempt(work: Callable[[], Result]) -> tuple[Result | None, ValueError | Non
         return work(), None
     except ValueError as failed:
         return None, failed
+
+
+def together(ranks: Sums | None, work: Callable[[], Result]) -> Result:
+    """What ``work`` returns on this rank; its ValueError on one rank is raised on all."""
+    if ranks is None:
+        return work()
+    result, failed = attempt(work)
+    ranks.total(torch.zeros(0, dtype=torch.int64), failed)
+    assert result is not None
+    return result

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 from toys import adamw, adamw_prune
-from training_checks import backward, pruned_are_zero, same_everywhere
+from training_checks import backward, pruned_are_zero, raises_everywhere, same_everywhere
 
 from prunus import Pruner, Ramp
 
@@ -148,9 +148,10 @@ def masks_survive_an_optimizers_own_state_dict(rank, world):
         assert all(torch.equal(pruner.masks[name], mask) for name, mask in masks.items())
         packed = [kept["mask"] for kept in optimizer.state.values() if "mask" in kept]
         assert len(packed) == 3 and all(type(mask) is torch.Tensor and mask.ndim == 1 for mask in packed)
-        fresh, other, _ = made("rows", make, world, "magnitude")[0:3]
+        _, other, fresh = made("rows", make, world, "magnitude")
         other.load_state_dict(state)
-        assert isinstance(fresh, nn.Module)
+        assert fresh.digest() == pruner.digest() and not all(mask.all() for mask in masks.values())
+        raises_everywhere(lambda it=pruner: it.state_dict(unpacked=False), "DTensors", "unpacked=True")
 
 
 CHECKS = {  # on how many ranks

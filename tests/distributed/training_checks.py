@@ -10,7 +10,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 from toys import NAMES, Net, adamw, adamw_prune, batch, net
 
-from prunus import AdamWPrune, Constant, Global, PerLayer, PerRow, Pruner, Ramp, prune
+from prunus import AdamWPrune, Constant, Global, PerLayer, PerRow, Pruner, Ramp, Regrow, prune
 
 RAMP = Ramp(0.7, 2, 6)
 
@@ -31,6 +31,7 @@ def raises_everywhere(work, *words):
         said = str(error)
     assert all(word in said for word in words), said or "nothing was raised"
     dist.barrier()
+    return said
 
 
 def backward(model, step, rank, scaler=None):
@@ -114,7 +115,8 @@ def scores_that_are_not_finite_on_one_rank_raise_on_all(rank, world):
             pruner = Pruner(model, optimizer, score="magnitude", select=select, schedule=Constant(0.5))
             for p in model.parameters():
                 p.grad = torch.zeros_like(p)
-            raises_everywhere(optimizer.step, "1.weight", "finite", f"rank {world - 1}")
+            said = raises_everywhere(optimizer.step, "1.weight", "finite", f"rank {world - 1}")
+            assert said.count("(rank") == 1, said
             assert all(mask.all() for mask in pruner.masks.values())
 
 
@@ -218,6 +220,7 @@ def what_cannot_be_done_is_said_in_a_line(rank, world):
     fully_shard(model)
     model(torch.ones(2, 4)).sum().backward()
     raises_everywhere(optimizer.step, "after fully_shard")
+    raises_everywhere(pruner.report, "after fully_shard")
     pruner.remove()
 
     partial = nn.Linear(4, 4, bias=False)
@@ -228,6 +231,11 @@ def what_cannot_be_done_is_said_in_a_line(rank, world):
     fully_shard(model)
     raises_everywhere(lambda: prune(model, sparsity=0.5), "0.weight", "one process")
     raises_everywhere(lambda: Global()({"a": model[0].weight}, 0.5), "DTensor")
+    rows = {"select": PerRow(), "regrow": Regrow(), "schedule": RAMP}
+    said = raises_everywhere(lambda: Pruner(model, adamw(model), **rows), "regrowth by rows", "Global and PerLayer")
+    assert "\n" not in said
+    masks = {"0.weight": torch.ones(8, 8 + (rank == 1), dtype=torch.bool)}
+    raises_everywhere(lambda: Pruner(model, adamw(model), masks=masks), "the weight's shape (8, 8)", "(rank 1)")
     for score, words in ((lambda weight: weight / weight.abs().mean(), ["element-wise"]), (lambda weight: -weight, [])):
         optimizer = adamw(model)
         pruner = Pruner(model, optimizer, score=score, schedule=Constant(0.5))

@@ -199,7 +199,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Extras:
-    """What a step may do beside the update; ``norm`` is where the norm of all gradients is kept."""
+    """What a step may do beside the update."""
 
     max_norm: float | None = None
     theta: float | None = None  # of SPAM's clipping
