@@ -3,10 +3,12 @@
 import json
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import get_args
 
 import pytest
+import tyro
 
 from prunus.cli import COMMANDS, main
 from prunus.lab.models import MODELS
@@ -42,6 +44,20 @@ def test_help_shows_itself_without_torch(args):
     done = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("usage: prunus")
+
+
+def test_the_overview_has_the_sentences_in_one_column(capsys):
+    main([])
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+    assert [line.split()[0] for line in lines] == list(COMMANDS)
+    assert len({line.index(text) for line, text in zip(lines, COMMANDS.values(), strict=True)}) == 1
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_says_what_it_is(name):
+    parser = tyro.extras.get_parser(import_module(f"prunus.cli.{name}").Command)
+    helps = {action.dest: str(action.help) for action in parser._actions}
+    assert [option for option, text in helps.items() if text.startswith(("(", "None"))] == []
 
 
 def test_every_option_of_train_is_shown_with_its_default(capsys):
