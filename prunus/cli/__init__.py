@@ -54,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _overview() -> str:
-    rows = "\n".join(f"  {name:8} {text}" for name, text in COMMANDS.items())
+    width = max(map(len, COMMANDS))
+    rows = "\n".join(f"  {name:{width}}  {text}" for name, text in COMMANDS.items())
     return f"usage: prunus COMMAND [OPTIONS]\n\n{rows}\n\nprunus COMMAND --help shows every option with its default."
 
 

@@ -212,10 +212,10 @@ MEASURES = {
 
 
 def _finish(command: Command, what: str, settings: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     from ..lab.bench.measure import record
+    from .progress import wide_console
 
     table = Table(title=f"prunus bench {what}")
     headings = list(dict.fromkeys(name for row in rows for name in row))
@@ -224,5 +224,5 @@ def _finish(command: Command, what: str, settings: dict[str, Any], rows: list[di
     for row in rows:
         values = [row.get(heading, "") for heading in headings]
         table.add_row(*(f"{value:.4g}" if isinstance(value, float) else str(value) for value in values))
-    Console().print(table)
+    wide_console().print(table)
     print(f"written to {record(what, settings, rows, command.results)}")

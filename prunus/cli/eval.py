@@ -26,7 +26,8 @@ def run(command: Command) -> None:
     if command.layers:
         print(report)
     print(
-        f"{path}: step {step}, loss {quality.loss:.4f}, perplexity {quality.perplexity:.3f}, "
+        f"{path}: step {step}, held-out (--eval-size {command.eval_size}) "
+        f"loss {quality.loss:.4f}, perplexity {quality.perplexity:.3f}, "
         f"accuracy {quality.accuracy:.2%}; {report.sparsity:.4%} of {report.num_prunable:,} prunable weights "
         f"and {report.sparsity_of_all:.4%} of all {report.num_parameters:,} are zero"
     )

@@ -1,6 +1,5 @@
 """``prunus profile``"""
 
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -33,14 +32,17 @@ class Command:
 def run(command: Command) -> None:
     from ..lab.files import write_json
     from ..lab.profile.measure import Window, measure
+    from .progress import wide_console
 
     if command.run.resume:
         raise ValueError("a profile measures a run of its own and resumes none; leave --resume off")
+    if command.run.track:
+        raise ValueError("a profile logs no metrics; leave --track off")
     path = command.run.out / ("profile.json" if command.compare == "none" else "compile.json")
     if path.exists():
         raise ValueError(f"{path} is there already; choose another --out")
     window = Window(command.steps_before, command.steps_to_measure)
-    console = _console()
+    console = wide_console()
     if command.compare == "compile":
         _compare(command, window, path, console)
         return
@@ -87,9 +89,3 @@ def _table(console: "Console", title: str, headings: list[str], rows: list[tuple
     for row in rows:
         table.add_row(*row)
     console.print(table)
-
-
-def _console() -> "Console":
-    from rich.console import Console
-
-    return Console() if sys.stdout.isatty() else Console(width=160)

@@ -58,3 +58,9 @@ def _bar(console: Console, width: int) -> Progress:
         TextColumn("{task.fields[known]}"),
     )
     return Progress(*columns, console=console, disable=not console.is_terminal)
+
+
+def wide_console() -> Console:
+    """The terminal as it is; a file gets lines that are not broken."""
+    console = Console()
+    return console if console.is_terminal else Console(width=200)

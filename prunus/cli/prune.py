@@ -1,6 +1,6 @@
 """``prunus prune``"""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from ..lab.subject import Request
     from ..oneshot import Probe, Result
     from ..select import Selector
+
+Scope = Literal["auto", "row", "layer", "global", "2:4"]
 
 
 @dataclass(frozen=True)
@@ -28,9 +30,7 @@ class Command:
     tokens: Path | None = None  # calibration tokens (uint16) for a Hugging Face folder
     eval_tokens: Path | None = None  # held-out tokens for it
     score: Literal["magnitude", "wanda", "fisher", "path", "random"] = "wanda"  # what makes a weight matter
-    scope: Literal["auto", "row", "layer", "global", "2:4"] = (
-        "auto"  # what is compared; auto: row for wanda, else global
-    )
+    scope: Scope = "auto"  # within what weights are compared; auto is row for wanda, else global
     sparsity: float = 0.5  # fraction of the prunable weights to remove
     probe: Literal["none", "sequential", "block", "joint", "jacobi"] = "none"  # schedule of the probe
     tau: str = "1.0"  # increase of the gradient allowed: a number, adaptive, or target
@@ -57,6 +57,7 @@ def run(command: Command) -> None:
         raise ValueError(f"{command.out} is there already; choose another --out")
     if not 0 <= command.sparsity < 1:
         raise ValueError(f"sparsity must lie in [0, 1), got {command.sparsity}")
+    _check_read(command)
     from .prune_tables import print_profile, print_result
 
     outcome = _pruned(command)
@@ -64,6 +65,17 @@ def run(command: Command) -> None:
     print_result(command, outcome)
     if outcome.profile is not None:
         print_profile(outcome.profile)
+
+
+def _check_read(command: Command) -> None:
+    """Refuse an option of the probe where there is none."""
+    if command.probe == "none":
+        for option in fields(command):
+            if option.name in OF_PROBE and getattr(command, option.name) != option.default:
+                raise ValueError(f"without --probe nothing reads --{option.name.replace('_', '-')}; leave it off")
+
+
+OF_PROBE = ("tau", "order", "reduction", "zero_gradient")
 
 
 @dataclass(frozen=True)

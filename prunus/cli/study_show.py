@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from ..lab.study.folder import Folder
 from ..lab.study.keys import key_of, num_examples
 from ..lab.study.plan import Plan
 from ..lab.study.table import HEADINGS, cells_of, notes_of, title_of
+from .progress import wide_console
 
 
 def print_table(values: Mapping[str, Any]) -> None:
@@ -53,12 +53,6 @@ def print_plan(folder: Folder, plan: Plan) -> None:
     tokens = f" = {left * plan.base.context:,} tokens" if plan.base.model.startswith("gpt2") else ""
     time = "no run is done yet on this machine to judge the time by" if unknown else f"at most {seconds:,.0f} s"
     print(f"left to do: {left:,} examples{tokens}; {time}")
-
-
-def wide_console() -> Console:
-    """The terminal as it is; a file gets lines that are not broken."""
-    console = Console()
-    return console if console.is_terminal else Console(width=200)
 
 
 STATE = {True: "done", False: "to do"}

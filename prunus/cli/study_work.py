@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from ..lab.models import build
+from ..lab.recipe import data_of
 from ..lab.run import Run
 from ..lab.study.folder import Folder
 from ..lab.study.plan import Cell, Plan
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 def work(folder: Folder, asked: Plan, command: "Command", started: float) -> None:
     """Do what is asked and not done, on all devices; the time limit counts from ``started``."""
     devices = devices_of(command.devices)
+    if not folder.exists:
+        _check_data(asked.base)
     folder.join(asked, environment())
     options = Options(
         device="cpu" if devices[0] == "cpu" else "auto",
@@ -42,6 +46,14 @@ def work(folder: Folder, asked: Plan, command: "Command", started: float) -> Non
         Worker(folder, options, Lines("")).work(asked.cells)
     else:
         _in_processes(folder, asked.cells, options, devices)
+
+
+def _check_data(base: Run) -> None:
+    """Refuse data that cannot be read or does not suit the model before a folder is written."""
+    import torch
+
+    with torch.device("meta"):
+        build(base.model, data_of(base).shape)
 
 
 def devices_of(text: str) -> list[str]:

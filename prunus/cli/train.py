@@ -23,6 +23,7 @@ def run(command: Run) -> None:
         result = train(command, report)
     print(
         f"{command.out}: {result.sparsity:.4%} of {result.num_prunable:,} prunable weights are zero; "
-        f"held-out loss {result.loss:.4f}, perplexity {result.perplexity:.3f}, accuracy {result.accuracy:.2%}; "
+        f"held-out (--eval-size {command.eval_size}) "
+        f"loss {result.loss:.4f}, perplexity {result.perplexity:.3f}, accuracy {result.accuracy:.2%}; "
         f"{result.steps} steps (budget x {result.budget_scale:g}) in {result.seconds:.1f} s"
     )

@@ -41,7 +41,8 @@ def machine() -> str:
     if info.is_file():
         lines = [line for line in info.read_text().splitlines() if line.startswith("model name")]
         model = lines[0].split(":", 1)[1].strip() if lines else model
-    return f"{model}, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"{model}, {threads} thread{'s' * (threads > 1)}"
 
 
 def commit() -> str | None:

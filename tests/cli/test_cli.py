@@ -44,6 +44,22 @@ def test_help_shows_itself_without_torch(args):
     assert done.stdout.startswith("usage: prunus")
 
 
+def test_the_overview_has_the_sentences_in_one_column(capsys):
+    main([])
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+    assert [line.split()[0] for line in lines] == list(COMMANDS)
+    assert len({line.index(text) for line, text in zip(lines, COMMANDS.values(), strict=True)}) == 1
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_says_what_it_is(name, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "400")
+    with pytest.raises(SystemExit):
+        main([name, "--help"])
+    lines = [line.strip("│ ") for line in capsys.readouterr().out.splitlines()]
+    assert [line for line in lines if line.startswith("(") or "  (default" in line] == []
+
+
 def test_every_option_of_train_is_shown_with_its_default(capsys):
     with pytest.raises(SystemExit):
         main(["train", "--help"])

@@ -164,6 +164,8 @@ def test_a_gguf_file_comes_back_as_a_folder_of_plain_weights(folder):
     [
         (["--sparsity", "1.0"], "[0, 1)"),
         (["--probe", "block", "--tau", "much"], "much"),
+        (["--tau", "2.0"], "without --probe nothing reads --tau"),
+        (["--zero-gradient", "keep"], "without --probe nothing reads --zero-gradient"),
         (["--probe", "block", "--tau", "-1"], "0 or more"),
         (["--samples", "4000"], "there are 33"),
         (["--tokens", "nowhere.u16"], "nowhere.u16"),

@@ -224,7 +224,12 @@ def test_the_command_writes_its_file_once_and_prints_tables(text, tmp_path, caps
 
 @pytest.mark.parametrize(
     ("options", "text"),
-    [(["--resume"], "resume"), (["--steps-to-measure", "0"], "at least 1"), (["--sparsity", "2"], "sparsity")],
+    [
+        (["--resume"], "resume"),
+        (["--track", "wandb"], "track"),
+        (["--steps-to-measure", "0"], "at least 1"),
+        (["--sparsity", "2"], "sparsity"),
+    ],
 )
 def test_what_cannot_be_measured_is_refused_in_one_line(options, text, tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:

@@ -374,6 +374,8 @@ def test_the_page_is_made_of_the_rows(copy):
     assert row["verdict"] in text
     assert "A remark." in text
     assert "the same computation as magnitude" in text
+    assert ", score " not in text  # every arm has its own
+    assert text.count("---: | --- |\n") == 1  # verdicts are words
     with pytest.raises(ValueError, match="name the studies"):
         page([])
 
@@ -466,6 +468,8 @@ def test_mistakes_are_one_line(base, tmp_path, capsys):
         ("--devices", "tpu"): "--devices takes numbers of GPUs or cpu",
         ("--scores", "bitter77"): "there is no score 'bitter77'",
         ("--data", "nowhere.txt"): "nowhere.txt is neither a file nor a folder",
+        ("--set", "model=lenet5"): "lenet5",
+        ("--set", "augment=true"): "augment crops and flips images",
         ("paint",): "expected merge, show, page or options alone",
         ("--preset", "eps"): "give one of them",
         ("merge", "x"): "study merge does not read --base",

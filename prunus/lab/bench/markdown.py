@@ -20,7 +20,7 @@ def section(title: str, record: dict[str, Any], text: str, body: str) -> str:
     return f"## {title}\n\n{origin}\n\n{text.format(**record['settings'])}\n{note}{body}\n"
 
 
-def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table whose first column is left-aligned and the others right-aligned."""
-    lines = [headings, ["---", *["---:"] * (len(headings) - 1)], *rows]
+def table(headings: Sequence[str], rows: Sequence[Sequence[str]], words: Sequence[int] = ()) -> str:
+    """A Markdown table whose first column and those of ``words`` are left-aligned and the others right-aligned."""
+    lines = [headings, ["---" if i in (0, *words) else "---:" for i in range(len(headings))], *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -26,7 +26,9 @@ def _answer(found: Sequence[Comparison]) -> str:
     every, usable = _counts(found), _counts([each for each in found if each.usable])
     counts = usable if sum(usable.values()) else every
     share = {name: counts[name] / max(1, sum(counts.values())) for name in ("better", "worse")}
-    if share["better"] > 2 * share["worse"] and share["better"] > 0.5:
+    if not (counts["better"] or counts["worse"]):
+        said = "No clear effect of the probe is seen"
+    elif share["better"] > 2 * share["worse"] and share["better"] > 0.5:
         said = "The probe helps in most cases"
     elif share["worse"] > 2 * share["better"] and share["worse"] > 0.5:
         said = "The probe does not help: at equal sparsity it makes most models worse"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..run import Run
+from .compiled import Compiled
 from .measure import Window, measure
 
 ARMS = {"eager": False, "compile": True}
@@ -66,15 +67,14 @@ def said(figures: dict[str, Any]) -> list[str]:
     slow, fast = (1e3 * seconds for seconds in figures["seconds"])
     before, after = (num_bytes / MIB for num_bytes in figures["peak_bytes"])
     cold, compiling = figures["startup_seconds"]
-    steps, times = figures["pays_after_steps"], figures["recompiles"]
+    steps = figures["pays_after_steps"]
     pays = "it never pays for that" if steps is None else f"it pays for that after {max(0, steps):,.0f} steps"
     losses = "{:.5f} and {:.5f}".format(*figures["loss"])
     return [
         f"Throughput: {figures['speed_up']:.2f} times that of eager ({slow:.2f} ms a step, compiled {fast:.2f} ms).",
         f"Peak memory: {figures['peak_ratio']:.2f} times ({before:,.1f} MiB, compiled {after:,.1f} MiB).",
         f"Start-up: {cold:.1f} s, compiled {compiling:.1f} s with an empty cache; {pays}.",
-        f"Compiled: {figures['graphs']} graphs, {figures['graph_breaks']} graph breaks, "
-        f"{'unknown' if times is None else times} recompiles.",
+        f"Compiled: {Compiled(figures['graphs'], figures['graph_breaks'], figures['recompiles'])}.",
         f"Batch, learning rate and data are equal; the losses after the same steps are {losses}.",
     ]
 

@@ -11,6 +11,10 @@ class Compiled:
     graph_breaks: int
     recompiles: int | None  # None where this torch does not count them
 
+    def __str__(self) -> str:
+        counts = {"graph": self.graphs, "graph break": self.graph_breaks, "recompile": self.recompiles}
+        return ", ".join(f"{'unknown' if n is None else n} {name}{'s' * (n != 1)}" for name, n in counts.items())
+
 
 def compiled() -> Compiled:
     from torch._dynamo import convert_frame

@@ -59,9 +59,7 @@ def summary(profile: Profile) -> list[str]:
         driver = "" if profile.utilisation is None else f"; the driver says {profile.utilisation:.0%}"
         lines.append(f"The GPU worked {profile.busy:.0%} of the traced time{driver}.")
     if profile.compiled:
-        times = "unknown" if profile.compiled.recompiles is None else str(profile.compiled.recompiles)
-        done = f"{profile.compiled.graphs} graphs, {profile.compiled.graph_breaks} graph breaks, {times} recompiles"
-        lines.append(f"torch.compile: {done}.")
+        lines.append(f"torch.compile: {profile.compiled}.")
     return lines + [f"Note: {note}." for note in profile.notes]
 
 

@@ -10,7 +10,7 @@ from .curves import compared_panels, path_mark, run_panels, shared_paths, sparsi
 from .layers import compared_maps, run_map
 from .numbers import fixed, plain, short_percent, signed
 from .panel import Mark, Number, Section, Table, Word, marks_of
-from .read import changed
+from .read import Record, changed
 from .source import CONTROLS, Row, Source
 
 FRAME = "The frame is that of the last three quarters of the run."
@@ -28,7 +28,7 @@ def _of_run(source: Source) -> list[Section]:
         Section(
             "training",
             "Training",
-            f"Loss and quality over {record.unit}. {FRAME}",
+            f"Loss and quality over {record.unit}. {_held_out(record)}{FRAME}",
             run_panels(record),
             legend=lines,
         )
@@ -40,6 +40,12 @@ def _of_run(source: Source) -> list[Section]:
         text = "Share of each layer that is zero, counted at every evaluation." if heat else NO_LAYERS
         parts.append(Section("layers", "Layers", text, [heat] if heat else []))
     return parts
+
+
+def _held_out(record: Record) -> str:
+    size = record.config.get("eval_size")
+    what = "windows" if record.unit == "tokens" else record.unit
+    return f"Held-out data are its first {size:,} {what}, or all if it has fewer. " if size else ""
 
 
 def _compared(source: Source) -> list[Section]:
@@ -131,7 +137,8 @@ def _verdicts(source: Source, marks: Mapping[str, Mark]) -> Section:
         looks={i: _look(rows, i) for i in range(len(rows))},
     )
     text = (
-        "Differences are paired: the same seed has the same first weights and the same batches."
+        "Differences are to magnitude, or to the arm named behind a dash, and paired: the same seed has the same first "
+        "weights and the same batches."
         if is_study
         else ("These runs are no study, so there are no verdicts: nothing holds them to the same budget and data.")
     )
@@ -161,7 +168,7 @@ def _verdict_row(row: Row, is_study: bool) -> list[Any]:
         half = f" ± {fixed(row.half_width, 2)}" if row.half_width is not None else ""
         said = re.sub(r"-(?=\d)", "−", row.verdict)
         cells += [Number(signed(row.difference) + half, row.difference), Word(said, kind)]
-    return [*cells, Number(plain(row.spread, 2), row.spread), Number(str(seeds), seeds)]
+    return [*cells, Number(fixed(row.spread, 2), row.spread), Number(str(seeds), seeds)]
 
 
 FIELD = ("field", "value")

@@ -53,7 +53,7 @@ def _of_verdicts(source: Source, sparsity: float) -> str:
         return ""
     at, unit = f"At {short_percent(sparsity)} sparsity", "perplexity" if sign < 0 else "points of accuracy"
     gains = {row.arm: sign * (row.difference or 0) for row in rows}
-    clear = [row for row in rows if gains[row.arm] > (row.half_width or 0)]
+    clear = [row for row in rows if row.verdict.startswith("better")]
     if clear:
         best = max(clear, key=lambda row: gains[row.arm])
         seeds = f"{len(best.values)} seeds"
@@ -125,7 +125,7 @@ def figures(source: Source) -> list[tuple[str, str]]:
     last = evals[-1]["eval"].get(record.metric) if evals else None
     pruning = mean_of([event.get("seconds") for event in record.events])
     found = {
-        f"held-out {record.metric}": plain(last and last * scale_of(record)) if evals else "",
+        f"held-out {record.metric}": _figure(last, record),
         "weights removed": percent(evals[-1].get("sparsity"), 2) if evals else "",
         f"{record.unit} read": count(done),
         "training time": duration(seconds) if seconds else "",
@@ -134,6 +134,10 @@ def figures(source: Source) -> list[tuple[str, str]]:
         "peak memory": memory(memory_of(source.cells[0])) if memory_of(source.cells[0]) else "",
     }
     return [(name, text) for name, text in found.items() if text]
+
+
+def _figure(value: float | None, record: Record) -> str:
+    return "" if value is None else plain(value * scale_of(record)) + " %" * (record.metric == "accuracy")
 
 
 def _short(seconds: float | None) -> str:

@@ -39,7 +39,7 @@ def _section(folder: Folder) -> str:
         _configuration(plan),
         *([notes.read_text().strip()] if notes.is_file() else []),
         f"**{title_of(values)}**",
-        table(HEADINGS, rows),
+        table(HEADINGS, rows, words=(len(HEADINGS) - 1,)),
         "\n\n".join(notes_of(values)),
         _arms(plan),
     ]
@@ -61,8 +61,14 @@ def _environments(folder: Folder) -> str:
 def _configuration(plan: Plan) -> str:
     base = plan.base
     tokens = f", {num_examples(base) * base.context:,} tokens" if base.model.startswith("gpt2") else ""
-    fields = ", ".join(f"{name} {value}" for name, value in shared_fields(base).items() if value not in (None, []))
-    return f"{num_examples(base):,} examples{tokens} a run. All arms share (hash `{plan.hash}`): {fields}."
+    shared = {name: value for name, value in shared_fields(base).items() if value not in (None, [])}
+    if all("score" in arm.changes for arm in plan.arms):
+        del shared["score"]
+    fields = ", ".join(f"{name} {value}" for name, value in shared.items())
+    return (
+        f"{num_examples(base):,} examples{tokens} a run, of {Path(base.data).name}. Every arm has, but for what it is "
+        f"said to change (hash `{plan.hash}`): {fields}."
+    )
 
 
 def _arms(plan: Plan) -> str:

@@ -96,5 +96,9 @@ def verdict(difference: Paired | None, metric: Metric) -> str:
     seeds, half = f"{difference.num_seeds} seeds", f"{difference.half_width:.2f}{metric.unit}"
     if difference.mean == 0 or abs(difference.mean) <= difference.half_width:
         return f"no difference seen with {seeds}: {difference.mean:+.2f} ± {half}"
+    if difference.half_width <= 1e-9 * abs(
+        difference.mean
+    ):  # accuracies of few images are coarse: a spread of 0 is luck, not certainty
+        return f"equal in all {seeds} ({difference.mean:+.2f}{metric.unit}): no spread to judge by"
     word = "better" if (difference.mean > 0) == metric.higher_is_better else "worse"
     return f"{word} by {abs(difference.mean):.2f} ± {half} ({seeds})"
