@@ -59,7 +59,7 @@ def step_of(model: nn.Module, optimizer: AdamW, x: Tensor) -> Callable[[], None]
 
 def pruned(model: nn.Module, sparsity: float, events: list[Event]) -> tuple[AdamW, Pruner]:
     """An optimizer, and a Pruner whose events are called by hand."""
-    optimizer = AdamW(model.parameters(), lr=1e-4)
+    optimizer = AdamW(model.parameters(), lr=1e-4, fused=True)
     schedule = Ramp(sparsity, 10**6, 10**6 + EVENTS, shape="linear")
     return optimizer, Pruner(model, optimizer, schedule=schedule, every=10**9, on_event=events.append)
 
@@ -98,7 +98,7 @@ def row_of(layers: int, dim: int, sparsity: float, repeat: int, device: torch.de
     events: list[Event] = []
     optimizer, pruner = pruned(model, sparsity, events)
     x = torch.randn(TOKENS, dim, device=device)
-    arms = [step_of(plain, AdamW(plain.parameters(), lr=1e-4), x), step_of(model, optimizer, x)]
+    arms = [step_of(plain, AdamW(plain.parameters(), lr=1e-4, fused=True), x), step_of(model, optimizer, x)]
     for arm in arms:
         arm()
     [milliseconds] = events_ms([pruner], device)
@@ -145,7 +145,7 @@ def bench_one_rank(layers: int, dim: int, sparsity: float, repeat: int, device: 
         alone = [sharded(model_of(layers, dim, device), device) for _ in range(2)]
         second = pruned(alone[1], sparsity, [])
         x = torch.randn(TOKENS, dim, device=device)
-        dense = [AdamW(model.parameters(), lr=1e-4) for model in (plain[0], alone[0])]
+        dense = [AdamW(model.parameters(), lr=1e-4, fused=True) for model in (plain[0], alone[0])]
         arms = [(plain[0], dense[0]), (plain[1], first[0]), (alone[0], dense[1]), (alone[1], second[0])]
         steps = [step_of(model, optimizer, x) for model, optimizer in arms]
         for step in steps:
@@ -163,7 +163,7 @@ def bench_one_rank(layers: int, dim: int, sparsity: float, repeat: int, device: 
 
 
 def _by_counts(pruner: Pruner, sparsity: float, repeat: int, device: torch.device) -> dict[str, Any]:
-    """A cut of all weights as a rank among many makes it: what it costs a rank beside the links."""
+    """The next cut of all weights as a rank among many makes it: what it costs a rank beside the links."""
     assert dist.group.WORLD is not None
     ranks = Ranks([dist.group.WORLD], [dist.group.WORLD])
     weights = pruner._eligible.weights
@@ -172,11 +172,11 @@ def _by_counts(pruner: Pruner, sparsity: float, repeat: int, device: torch.devic
         for w in weights
     }
     made = sources(weights, pruner.optimizer, score_of("bitter7", {}), {}, more={}, parts=parts)
-    total = sum(source.numel for source in made)
+    num_drop = round((1 + sparsity) / 2 * sum(source.numel for source in made))
 
     def event() -> None:
         ranks.num_sums = ranks.num_bytes = 0
-        cut(made, round(sparsity * total), {}, total)
+        cut(made, num_drop, pruner._held.bits, pruner._held.num_kept)
 
     milliseconds = median_ms(event, repeat, device, lambda: None)
     counted = {"num_sums": ranks.num_sums, "bytes_exchanged": ranks.num_bytes}
