@@ -19,9 +19,10 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from prunus import Pruner, Ramp
 from prunus.integrations.peft import merge
+from prunus.lab.bench.measure import record
 
 CONTEXT, BATCH, TARGETS = 64, 8, ["c_attn", "c_fc", "c_proj"]
-STEPS, TUNING = 400, 150
+STEPS, TUNING, RANK = 400, 150, 8
 
 
 def tokens_of(text: str) -> Tensor:
@@ -60,7 +61,7 @@ def sparsity(model: nn.Module) -> float:
 class MaskedUpdate(nn.Module):
     """``W + mask * (A B)``: LoRA that learns under the mask, so that nothing is dropped when it is merged."""
 
-    def __init__(self, weight: Tensor, rank: int = 8) -> None:
+    def __init__(self, weight: Tensor, rank: int = RANK) -> None:
         super().__init__()
         self.register_buffer("mask", weight != 0)
         self.a = nn.Parameter(torch.randn(weight.shape[0], rank) / math.sqrt(weight.shape[0]))
@@ -82,7 +83,7 @@ def tuned(base: nn.Module, train_data: Tensor, held_out: Tensor, seed: int) -> d
     """Loss and sparsity of every way, from the same base and the same batches."""
     found = {"sparse model, not tuned": (loss(base, held_out), sparsity(base))}
     torch.manual_seed(seed)
-    config = peft.LoraConfig(r=8, lora_alpha=16, target_modules=TARGETS, fan_in_fan_out=True)
+    config = peft.LoraConfig(r=RANK, lora_alpha=16, target_modules=TARGETS, fan_in_fan_out=True)
     lora = peft.get_peft_model(deepcopy(base), config)
     train(lora, train_data, TUNING, seed)
     found["LoRA, before the merge"] = (loss(lora, held_out), sparsity(base))  # and a dense update
@@ -115,11 +116,14 @@ def main() -> None:
     schedule = Ramp(0.5, STEPS // 10, STEPS * 85 // 100)
     train(base, tokens_of(library), STEPS, 0, {"score": "bitter7", "schedule": schedule, "every": 10})
     runs = [tuned(base, train_data, held_out, seed) for seed in (1, 2, 3)]
-    print("| way | loss | sparsity |\n|---|---|---|")
+    rows = []
     for way in runs[0]:
         losses = [run[way][0] for run in runs]
-        share = statistics.fmean(run[way][1] for run in runs)
-        print(f"| {way} | {statistics.fmean(losses):.3f} ± {statistics.stdev(losses):.3f} | {share:.2%} |", flush=True)
+        spread, share = statistics.stdev(losses), statistics.fmean(run[way][1] for run in runs)
+        rows.append({"way": way, "loss": statistics.fmean(losses), "spread": spread, "sparsity": share})
+        print(rows[-1], flush=True)
+    settings = {"steps": STEPS, "tuning": TUNING, "seeds": len(runs), "rank": RANK}
+    print(f"written to {record('lora', settings, rows, Path('benchmarks/results'))}")
 
 
 if __name__ == "__main__":

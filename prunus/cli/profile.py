@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from ..lab.profile.measure import Profile, Window
 
 
+UNREAD = ("track", "eval_every", "eval_size", "save_every", "log_every")  # options of a run that is kept
+
+
 @dataclass(frozen=True)
 class Command:
     """Say where the time and memory of a training step go, and what to change; writes profile.json into --out.
@@ -36,8 +39,9 @@ def run(command: Command) -> None:
 
     if command.run.resume:
         raise ValueError("a profile measures a run of its own and resumes none; leave --resume off")
-    if command.run.track:
-        raise ValueError("a profile logs no metrics; leave --track off")
+    for name in UNREAD:
+        if getattr(command.run, name) != getattr(Run, name):
+            raise ValueError(f"a profile logs, evaluates and saves nothing; leave --{name.replace('_', '-')} off")
     path = command.run.out / ("profile.json" if command.compare == "none" else "compile.json")
     if path.exists():
         raise ValueError(f"{path} is there already; choose another --out")

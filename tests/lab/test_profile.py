@@ -227,6 +227,8 @@ def test_the_command_writes_its_file_once_and_prints_tables(text, tmp_path, caps
     [
         (["--resume"], "resume"),
         (["--track", "wandb"], "track"),
+        (["--eval-every", "7"], "--eval-every"),
+        (["--save-every", "7"], "--save-every"),
         (["--steps-to-measure", "0"], "at least 1"),
         (["--sparsity", "2"], "sparsity"),
     ],

@@ -12,7 +12,7 @@ WEIGHTS, GPUS = 70_000_000_000, 64
 
 GUIDE = """# Many ranks, the same masks
 
-This page is made by `prunus bench page`; no figure in it is typed.
+This page is made by `prunus bench page`; no measured figure in it is typed.
 
 `Pruner` works on what a rank holds: weights of DDP are copies, weights of `fully_shard` and of tensor
 parallelism are DTensors of which a rank holds a block. Scores are computed on blocks and never travel; counts
@@ -51,9 +51,9 @@ pruner = Pruner(model, optimizer, schedule=Ramp(0.5, begin=100, end=1000))  # af
   bits.
 - **Other numbers of ranks**: for equal weights and moments masks are equal. Trainings of different numbers of ranks
   do not keep them equal, since sums of gradients round differently. While masks agree, losses of short trainings
-  differ by less than 1e-4, to which tests hold them. Rounding may also move a weight over the cut, and this grows:
-  of 786,432 weights pruned to 50 % in the first three steps, 3 ranks and one process differed in 2 bits, then 94, then
-  542, and in the loss by 3e-4. The same number of ranks gives the same run.
+  differ by less than 1e-4, to which tests hold them. Rounding may also move a weight over the cut, and this grows, so
+  that masks and losses part further, the sooner the earlier and the oftener is pruned. The same number of ranks gives
+  the same run.
 
 What travels at an event, a rank: for `Global` 2 KiB a sum for each half of a 16-bit digit of the bracket's two
 edges and of the cut, one count a weight tensor, and where equal scores are cut, digits of a position; for

@@ -6,14 +6,16 @@ Its weights are random: this says what a level costs, nothing about quality.
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...oneshot import Probe, prune
 from ..prune_profile import Sampler, utilisation_reader
 from .measure import synchronize
+from .prune import largest_gradient
 
 PEAK = 989e12  # bfloat16 FLOP/s of a H100 or H200 without sparsity, as its data sheet says
 SHAPE = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
@@ -95,29 +97,19 @@ def _ours(level: Level, schedule: Any, sparsity: float, device: torch.device) ->
 
 def _plain(level: Level, device: torch.device) -> dict[str, Any]:
     """A level of one sample a pass, two records a weight, from passes for three weights over four samples."""
-    num, samples = level.num_blocks, level.tokens[:4].split(1)
+    num, samples = level.num_blocks, level.tokens[:4]
+    chosen = sorted({0, num // 2, num - 1})
     seconds = 0.0
-    for i in sorted({0, num // 2, num - 1}):
-        weight = level.model.model.layers[i].mlp.up_proj.weight
-        _record(level.model, weight, samples[:1])  # warms up
-        seconds += _timed(lambda weight=weight: _record(level.model, weight, samples), device)[0]
-    passes = 2 * KINDS * num * len(level.tokens)
-    a_pass = seconds / len({0, num // 2, num - 1}) / len(samples)
-    return {"way": "plainly, scaled", "seconds": passes * a_pass, "passes": passes}
-
-
-def _record(model: nn.Module, weight: nn.Parameter, samples: tuple[Tensor, ...]) -> Tensor:
-    """Largest absolute gradient over samples, all other weights frozen."""
-    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    for parameter, _ in flags:
-        parameter.requires_grad_(parameter is weight)
-    largest = torch.zeros_like(weight, dtype=torch.float32)
-    for sample in samples:
-        loss = model(input_ids=sample, labels=sample, use_cache=False).loss
-        torch.maximum(largest, torch.autograd.grad(loss, weight)[0].abs().float(), out=largest)
+    flags = [(parameter, parameter.requires_grad) for parameter in level.model.parameters()]
+    for i in chosen:
+        record = partial(largest_gradient, level.model, level.model.model.layers[i].mlp.up_proj.weight)
+        record(samples[:1])  # warms up
+        seconds += _timed(partial(record, samples), device)[0]
     for parameter, flag in flags:
         parameter.requires_grad_(flag)
-    return largest
+    passes = 2 * KINDS * num * len(level.tokens)
+    a_pass = seconds / len(chosen) / len(samples)
+    return {"way": "plainly, scaled", "seconds": passes * a_pass, "passes": passes}
 
 
 def _timed(work: Callable[[], Any], device: torch.device) -> tuple[float, Any]:

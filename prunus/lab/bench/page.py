@@ -190,6 +190,7 @@ def _matvec(record: dict[str, Any]) -> str:
 SECTIONS = {
     "level": prune_page.level,
     "export": _export,
+    "lora": prune_page.lora,
     "matvec": _matvec,
     "parts": _parts,
     "prune": prune_page.prune,

@@ -119,23 +119,23 @@ def probe_plainly(task: Task) -> Masks:
     masks = one_shot_plainly(task)
     for weight in reversed(task.weights):
         values = weight.parameter.detach().clone()
-        before = _record(task, weight.parameter)
+        before = largest_gradient(task.model, weight.parameter, task.windows)
         weight.parameter.data = torch.where(masks[weight.name], values, 0.1 * values)
-        after = _record(task, weight.parameter)
+        after = largest_gradient(task.model, weight.parameter, task.windows)
         masks[weight.name] |= after > (1 + TAU) * before
         weight.parameter.data = values * masks[weight.name]
     return masks
 
 
-def _record(task: Task, parameter: nn.Parameter) -> Tensor:
-    """Largest absolute gradient over samples, every other weight frozen."""
-    largest = torch.zeros_like(parameter)
-    for other in task.model.parameters():
+def largest_gradient(model: nn.Module, parameter: nn.Parameter, windows: Tensor) -> Tensor:
+    """Largest absolute gradient over windows, one a pass, every other weight frozen; float32 or better."""
+    largest = torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
+    for other in model.parameters():
         other.requires_grad_(other is parameter)
-    for window in task.windows.split(1):
-        loss = task.model(input_ids=window, labels=window, use_cache=False).loss
-        largest = torch.maximum(largest, torch.autograd.grad(loss, parameter)[0].abs())
-    return largest.detach()
+    for window in windows.split(1):
+        loss = model(input_ids=window, labels=window, use_cache=False).loss
+        torch.maximum(largest, torch.autograd.grad(loss, parameter)[0].abs().to(largest.dtype), out=largest)
+    return largest
 
 
 @contextmanager

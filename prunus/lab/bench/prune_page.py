@@ -26,6 +26,12 @@ of {length} tokens for the model; medians of {repeat} runs in turns in one proce
 plain hooks; `oneshot` is its users' way. A model's time is that of its forward passes first of all.
 """
 
+LORA = """A small GPT-2 of bytes learns the source of Python's standard library in {steps} steps while it is pruned to \
+50 %, then {tuning} steps of the English of its manual, by LoRA of rank {rank} and by other ways at one learning rate; \
+held-out loss, mean and deviation of {seeds} seeds of the tuning, by `benchmarks/lora_merge.py`. Sparsity is of the \
+weights the adapters stand on; before the merge a dense update stands beside them.
+"""
+
 HEAD = """The head takes {head_share:.0%} of the products of a record that starts at the probed weight, and either \
 side runs it once for each record and sample: a record is taken with other weights than the one before it, so that its \
 logits are new ones, and no decision is kept without them. What can be saved is the blocks before the probed weight, \
@@ -83,3 +89,8 @@ def wanda(record: dict[str, Any]) -> str:
     ]
     headings = ("task and way", "s", "CPU s", "times ours", "weights pruned elsewhere")
     return section("WANDA beside llmcompressor", record, WANDA, table(headings, lines))
+
+
+def lora(record: dict[str, Any]) -> str:
+    lines = [(r["way"], f"{r['loss']:.3f} ± {r['spread']:.3f}", f"{r['sparsity']:.2%}") for r in record["rows"]]
+    return section("Merging adapters under masks", record, LORA, table(("way", "loss", "sparsity"), lines))
