@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny import BATCH, NUM_WEIGHTS, Sequences, Some, batch, gpt2, same_weights, weights
+from tiny import BATCH, NUM_WEIGHTS, Sequences, Some, bare_steps, gpt2, same_weights, weights
 from transformers import GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 from prunus import AdamWPrune, Pruner, Ramp
@@ -47,14 +47,7 @@ def bare_loop(model, accumulate=1, bf16=False):
     optimizer = torch.optim.AdamW(groups, lr=1e-2, fused=True)
     pruner = Pruner(model, optimizer, score="bitter7", schedule=Ramp(0.5, 2, 12), every=3)
     model.train()
-    for step in range(STEPS):
-        for part in range(accumulate):
-            with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-                loss = model(**batch(step * accumulate + part)).loss
-            (loss / accumulate).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+    bare_steps(model, optimizer, STEPS, accumulate, bf16)
     return pruner
 
 

@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from tiny import batch, gpt2, same_weights, weights
+from tiny import bare_steps, batch, gpt2, same_weights, weights
 
 from prunus import Pruner, Ramp
 
@@ -83,14 +83,7 @@ def bare_loop(accumulate, bf16=False):
     model = gpt2()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     pruner = Pruner(model, optimizer, score="bitter7", schedule=Ramp(0.5, 3, 12), every=3)
-    for step in range(STEPS):
-        for part in range(accumulate):
-            with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-                loss = model(**batch(step * accumulate + part)).loss
-            (loss / accumulate).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+    bare_steps(model, optimizer, STEPS, accumulate, bf16)
     return pruner
 
 

@@ -57,6 +57,18 @@ def batch(number):
     return {"input_ids": tokens, "labels": tokens}
 
 
+def bare_steps(model, optimizer, steps, accumulate, bf16):
+    """What trainers do, in plain torch: accumulate, clip, step."""
+    for step in range(steps):
+        for part in range(accumulate):
+            with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+                loss = model(**batch(step * accumulate + part)).loss
+            (loss / accumulate).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def weights(model):
     """Parameters by name, copied."""
     return {name: p.detach().clone() for name, p in model.named_parameters()}
