@@ -17,6 +17,7 @@ settings.load_profile("prunus")
 
 def pytest_configure() -> None:
     torch.set_num_threads(1)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # processes that tests start must round as this one does
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -33,3 +33,12 @@ def test_the_projection_is_arithmetic_on_what_a_gpu_took(way, tmp_path):
     assert "| 2 ranks, gloo | 2.00 | 24,776 | 10.00 | 11.00 | +10.0% |" in text
     assert ("together 3.0 ms an event" in text) == ("nccl" in way)
     assert ("No GPU has been measured" in text) == ("nccl" not in way)
+
+
+def test_one_rank_on_a_gpu_is_held_against_the_plain_way(tmp_path):
+    alone = record("FSDP2 on one rank, nccl")
+    alone["rows"][0] = row(way="plain", event_ms=2.5, pruned_step_ms=10.5)
+    (tmp_path / "r.json").write_text(json.dumps(alone))
+    text = distributed_page(tmp_path)
+    assert "differs by -20.0%; pruning adds 1.00 ms to its step, 0.50 ms to the plain one" in text
+    assert "one digest" not in text and "thread" not in text

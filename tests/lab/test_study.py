@@ -24,6 +24,7 @@ from prunus.lab.study.page import page
 from prunus.lab.study.plan import make_plan
 from prunus.lab.study.results import summary
 from prunus.lab.study.runner import Options, Worker, estimate
+from prunus.lab.study.table import cells_of
 from prunus.lab.trainer import train
 
 BASE = """model = "gpt2-tiny"
@@ -449,9 +450,16 @@ def test_compiled_code_for_other_shapes_is_forgotten(copy, monkeypatch):
     assert len(resets) == 1
 
 
-def test_a_dense_variant_is_held_against_dense(copy, base):
-    assert study(base, copy, "--arm", "dense fast: score=none lr=3e-3", "--seeds", "1") == 0
-    assert rows(copy)["dense fast"]["against"] == "dense"
+def test_recipes_are_compared_with_dense_and_magnitude_of_their_own(copy, base):
+    arms = ("dense fast: score=none lr=3e-3", "fast: score=bitter7 lr=3e-3", "slow: score=bitter7 lr=1e-4")
+    assert study(base, copy, "--seeds", "1", *(word for arm in arms for word in ("--arm", arm))) == 0
+    found = rows(copy)
+    fast, slow = found["fast"], found["slow"]
+    assert found["dense fast"]["against"] == "dense"
+    assert fast["cost"]["mean"] == pytest.approx(fast["mean"] - found["dense fast"]["mean"])
+    assert slow["cost"] is None and slow["overlap"] is None, "no run of that recipe to compare with"
+    assert "(against magnitude; lr differs too)" in " ".join(cells_of(slow))
+    assert found["bitter7"]["beside"] == [] and 0 < found["bitter7"]["overlap"] <= 1
 
 
 def test_a_preset_without_data_is_refused(tmp_path, capsys):

@@ -155,6 +155,35 @@ def test_a_mistake_in_the_file_is_one_line(text, said, tmp_path):
         read_base(tmp_path / "run.toml")
 
 
+def test_an_arm_is_held_against_magnitude_and_dense_of_the_same_recipe():
+    plan = plan_of(
+        "fast: score=bitter7 lr=2e-3",
+        "magnitude fast: score=magnitude lr=2e-3",
+        "dense fast: score=none lr=2e-3",
+        "slow: score=bitter7 lr=1e-4",
+        "late: score=fisher exponent=0.5 end=0.95",
+        "named: score=bitter3 lr=2e-3 against=slow",
+        "back: score=bitter3 eps=1e-8 regrow=0.1 regrow_by=gradient",
+        sparsities=(0.5, 0.8),
+    )
+    cell = Cell("fast", 0.8, 0)
+    assert plan.against(cell) == "magnitude fast"
+    assert plan.magnitude_for(cell) == Cell("magnitude fast", 0.8, 0)
+    assert plan.dense_for(cell) == Cell("dense fast", 0.0, 0)
+    assert plan.against(Cell("magnitude fast", 0.8, 0)) == "magnitude", "the recipe is all that is new"
+    assert plan.against(Cell("named", 0.8, 0)) == "slow"
+    assert plan.against(Cell("dense fast", 0.0, 0)) == "dense"
+    for arm, dense in (("slow", None), ("late", Cell("dense", 0.0, 0)), ("back", Cell("dense", 0.0, 0))):
+        assert plan.against(Cell(arm, 0.8, 0)) == "magnitude"
+        assert plan.magnitude_for(Cell(arm, 0.8, 0)) is None
+        assert plan.dense_for(Cell(arm, 0.8, 0)) == dense
+
+
+def test_the_arm_to_compare_with_may_have_spaces_in_its_name():
+    arm = parse_arm("x: lr=2e-3 warmup=5 against=bitter7 to 0")
+    assert (arm.against, dict(arm.changes)) == ("bitter7 to 0", {"lr": 2e-3, "warmup": 5})
+
+
 def test_a_plan_survives_its_file():
     plan = plan_of("late: score=bitter7 end=0.95 against=dense", sparsities=(0.5, 0.8), seeds=(0, 2))
     assert Plan.from_json(plan.to_json()).to_json() == plan.to_json()

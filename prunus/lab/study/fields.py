@@ -23,23 +23,23 @@ def score_arm(score: str) -> Arm:
 
 
 def parse_arm(text: str) -> Arm:
-    """An arm from ``name: field=value field=value``."""
+    """An arm from ``name: field=value field=value``; ``against=NAME`` may end it, with spaces in the name."""
     name, colon, rest = text.partition(":")
+    rest, _, against = rest.partition(" against=")
     changes = parse_fields(rest.split(), f"arm {name.strip()}")
     if not colon or not changes:
         raise ValueError(f"an arm is written as 'name: field=value field=value', got {text!r}")
-    against = changes.pop("against", "magnitude")
-    return Arm(name.strip(), changes, against)
+    return Arm(name.strip(), changes, against.strip() or "magnitude")
 
 
 def parse_fields(words: Iterable[str], who: str) -> dict[str, Any]:
-    """Values by field of Run from ``field=value``; ``against`` stays a string."""
+    """Values by field of Run from ``field=value``."""
     found: dict[str, Any] = {}
     for word in words:
         name, equals, value = word.partition("=")
         if not equals or name in found:
             raise ValueError(f"{who}: expected field=value, each field once, got {word!r}")
-        found[name] = value if name == "against" else typed(name, _literal(value), who)
+        found[name] = typed(name, _literal(value), who)
     return found
 
 

@@ -74,6 +74,29 @@ class Plan:
         first: dict[str, Cell] = {}
         return {cell: first.setdefault(key_of(self.run_of(cell)), cell) for cell in self.ordered()}
 
+    @cached_property
+    def _cells_by_key(self) -> dict[str, Cell]:
+        return {key_of(self.run_of(cell)): cell for cell in self.owners.values()}
+
+    def dense_for(self, cell: Cell) -> Cell | None:
+        """The dense run that is equal to a cell's in all but pruning, if the study holds one."""
+        return self._equal(cell, score="none", sparsity=0.0, regrow=0.0, regrow_by="snr")
+
+    def magnitude_for(self, cell: Cell) -> Cell | None:
+        """The run that is equal to a cell's in all but that it prunes by magnitude, if the study holds one."""
+        return self._equal(cell, score="magnitude") if cell.sparsity else None
+
+    def _equal(self, cell: Cell, **changes: Any) -> Cell | None:
+        """The cell that computes what this one would with another score."""
+        run = replace(self.run_of(cell), eps=None, exponent=None, **changes)
+        return self._cells_by_key.get(key_of(run))
+
+    def against(self, cell: Cell) -> str:
+        """The arm that a cell is compared with: as its arm says, but with magnitude of the same recipe if there is."""
+        named = self.arm[cell.arm].against if cell.sparsity else "dense"
+        alike = self.magnitude_for(cell) if named == "magnitude" else None
+        return alike.arm if alike and alike != self.owners[cell] else named
+
     def to_json(self) -> dict[str, Any]:
         cells = {arm.name: sorted([c.sparsity, c.seed] for c in self.cells if c.arm == arm.name) for arm in self.arms}
         return {

@@ -4,9 +4,11 @@ metric      name, better ("lower" or "higher"), scale (accuracy is in per cent),
 rows        arm, sparsity, seeds and values (of the runs that count), mean, sd (n - 1), min, max, measured_sparsity,
             tokens, examples, budget_scale, seconds, peak_mib (means), wall_seconds (mean of the runs that paid for no
             start-up, of all if cold, which is true where there are none), overlap (mean Jaccard of the
-            pruned weights with magnitude's), same_as (the arm whose runs these are, or null), runs (folder names),
-            against (an arm) and difference to it {mean, half_width (95 %), num_seeds}, verdict, against_budget;
-            to_magnitude and cost: the same difference to magnitude and to dense
+            pruned weights with those of magnitude in the same recipe), same_as (the arm whose runs these are, or
+            null), runs (folder names),
+            against (an arm) and difference to it {mean, half_width (95 %), num_seeds}, verdict, against_budget, and
+            beside (fields in which the two differ beside the score, where they differ in that too); cost: the
+            same difference to the dense runs that are equal in all but pruning, or null
 failed      arm, sparsity, seed, message
 off_target  runs whose zeros are not what was asked, with a message: they count nowhere
 num_runs, num_finished      different computations, and those with a result
@@ -14,16 +16,18 @@ round_ends  whether every arm has the seeds that any arm has
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ..files import write_json
+from ..run import Run
 from .folder import Folder, read_json
-from .keys import key_of
+from .keys import canonical, key_of
 from .plan import Cell, Plan
 from .statistics import ACCURACY, PERPLEXITY, Metric, Paired, deviation, mean, paired, verdict
 
+SCORE = {"score", "eps", "exponent"}
 TOLERANCE = 5e-4  # of the prunable weights: rounding by layer or row, nothing more
 
 
@@ -98,21 +102,29 @@ def _rows(plan: Plan, finished: Sequence[Finished], metric: Metric) -> Iterator[
         group = groups[arm, sparsity]
         if not group:
             continue
-        against = plan.arm[arm].against if sparsity else "dense"
+        cell = group[0].cell
+        against, dense = plan.against(cell), plan.dense_for(cell)
         other = values.get((against, sparsity)) if against != arm else None
         yield {
             "arm": arm,
             "sparsity": sparsity,
             **_described(values[arm, sparsity]),
             **_measured(group),
-            "budget_scale": plan.run_of(group[0].cell).budget_scale,
-            "same_as": same_as(plan, group[0].cell),
+            "budget_scale": plan.run_of(cell).budget_scale,
+            "same_as": same_as(plan, cell),
             "runs": [one.folder.name for one in group],
             **_compared(values[arm, sparsity], against if other is not None else None, other or {}, metric),
             "against_budget": _budget(plan, against),
-            "to_magnitude": _json(paired(values[arm, sparsity], values.get(("magnitude", sparsity), {}))),
-            "cost": _json(paired(values[arm, sparsity], values.get(("dense", 0.0), {})) if sparsity else None),
+            "beside": _beside(plan.run_of(cell), plan.run_of(replace(cell, arm=against))),
+            "cost": _json(paired(values[arm, sparsity], values[dense.arm, 0.0]) if sparsity and dense else None),
         }
+
+
+def _beside(ours: Run, theirs: Run) -> list[str]:
+    """Fields in which two runs differ beside the score, if they differ in the score: a mixed comparison."""
+    first, second = canonical(ours), canonical(theirs)
+    differ = [name for name in sorted(first.keys() | second.keys()) if first.get(name) != second.get(name)]
+    return [name for name in differ if name not in SCORE] if set(differ) & SCORE else []
 
 
 def _budget(plan: Plan, arm: str) -> float:
@@ -169,11 +181,15 @@ def same_as(plan: Plan, cell: Cell) -> str | None:
 
 
 def note_overlaps(folder: Folder, plan: Plan) -> None:
-    """Write into each run's cell.json how much of what it pruned magnitude pruned too, where both masks are kept."""
+    """Write into each run's cell.json how much of what it pruned magnitude pruned too, in the same recipe.
+
+    Both masks must be there, and the study must hold that run.
+    """
     from .masks import jaccard
 
     found = {one.cell: one for one in finished_cells(folder, plan)}
     for cell, one in found.items():
-        control = found.get(Cell("magnitude", cell.sparsity, cell.seed))
+        twin = plan.magnitude_for(cell)
+        control = found.get(twin) if twin else None
         if control and "overlap" not in one.about and (value := jaccard(one.folder, control.folder)) is not None:
             write_json(one.folder / "cell.json", {**one.about, "overlap": value})

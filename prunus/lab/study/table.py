@@ -8,7 +8,8 @@ HEADINGS = ("arm", "asked", "zeros", "mean ± sd", "seeds", "to dense", "overlap
 READING = (
     "± beside a mean is the standard deviation over seeds, beside a difference of equal seeds its 95 % interval. "
     "Cold seconds are of the first run of a process, with its start-up. "
-    "Overlap is the Jaccard index of the pruned weights with magnitude's"
+    "To dense is the difference to the dense runs that are equal in all but pruning, where the study has them. "
+    "Overlap is the Jaccard index of the pruned weights with magnitude's in the same recipe"
 )
 
 
@@ -37,13 +38,14 @@ def cells_of(row: Mapping[str, Any]) -> list[str]:
 
 
 def said(row: Mapping[str, Any]) -> str:
-    """The verdict with what it is against; unequal budgets are named."""
+    """The verdict with what it is against; unequal budgets and recipes are named."""
     if row["same_as"]:
         return f"the same computation as {row['same_as']}"
     if not row["against"]:
         return ""
     budget = "" if row["budget_scale"] == row["against_budget"] else f", with {row['budget_scale']:g} times the tokens"
-    return f"{row['verdict']} (against {row['against']}{budget})"
+    beside = f"; {', '.join(row['beside'])} differ{'s' * (len(row['beside']) == 1)} too" if row["beside"] else ""
+    return f"{row['verdict']} (against {row['against']}{budget}{beside})"
 
 
 def difference(value: Mapping[str, Any] | None) -> str:
