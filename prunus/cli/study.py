@@ -192,11 +192,12 @@ def _show(command: Command, folders: list[Path]) -> None:
 def _page(command: Command, folders: list[Path]) -> None:
     from ..lab.study.page import page
 
-    text = page(folders or sorted(path.parent for path in Path("studies").glob("*/study.json")))
+    text = page(folders or sorted({path.parent for name in PAGED for path in Path("studies").glob(f"*/{name}")}))
     command.page.parent.mkdir(parents=True, exist_ok=True)
     command.page.write_text(text)
     print(f"{command.page} written")
 
 
+PAGED = ("study.json", "compile.json")  # what a folder holds that the page has a section for
 WORDS = {"merge": _merge, "show": _show, "page": _page}
 READ = {"merge": ("out", "slim"), "show": ("out",), "page": ("page",)}

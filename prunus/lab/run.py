@@ -207,10 +207,11 @@ class Run:
         known = {field.name for field in fields(cls)}
         if unknown := set(values) - known:
             raise ValueError(f"run.json has an unknown field {min(unknown)!r}: was it written by another version?")
-        for name in ("out", "validation"):
-            values[name] = Path(values[name]) if values.get(name) is not None else None
-        values |= {name: tuple(values[name]) for name in ("include", "exclude", "track") if name in values}
-        return cls(**values)
+        typed: dict[str, Any] = {
+            name: Path(values[name]) for name in ("out", "validation") if values.get(name) is not None
+        }
+        typed |= {name: tuple(values[name]) for name in ("include", "exclude", "track") if name in values}
+        return cls(**{**values, **typed})
 
     def continuing(self, saved: "Run") -> "Run":
         """The saved run, to be resumed; an option given now must not contradict it."""

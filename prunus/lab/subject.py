@@ -4,7 +4,6 @@ import math
 import shutil
 import sys
 from collections.abc import Callable, Mapping
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -143,9 +142,7 @@ def _checkpoint(request: Request, path: Path) -> Subject:
     if request.offload:
         raise ValueError(f"{path} is a checkpoint of prunus, which fits where it was trained; leave out --offload")
     state = load_checkpoint(path)
-    run = replace(
-        Run.from_json(deepcopy(state["run"])), compile=False, device=request.device, eval_size=request.eval_windows
-    )
+    run = replace(Run.from_json(state["run"]), compile=False, device=request.device, eval_size=request.eval_windows)
     training = Training(replace(run, score="none"))
     training.model.load_state_dict(state["model"])
     batch = training.data.train.batch(0, request.samples, request.seed)

@@ -18,6 +18,7 @@ from prunus.lab.profile.memory import Memory, held, measured_memory
 from prunus.lab.profile.parts import PARTS, instrument
 from prunus.lab.profile.words import advice, memory_rows, summary, time_rows
 from prunus.lab.run import Run
+from prunus.lab.study.page import page
 from prunus.lab.trainer import Training
 
 
@@ -194,13 +195,19 @@ def test_arms_are_equal_in_all_but_compile(text, tmp_path, monkeypatch, capsys):
     assert len(json.loads((tmp_path / "compile.json").read_text())["says"]) == 5
 
 
-def test_an_arm_is_measured_in_a_fresh_process(text, monkeypatch):
+def test_an_arm_is_measured_in_a_fresh_process_and_has_a_place_on_the_page(text, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # compiling takes a minute; what is tested is all around it
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     run = small(text, compile=True, score="none")
     found = _in_a_process(run, Window(1, 1))
     assert Run.from_json(found["run"]) == run and found["compiled"]["graphs"] == 0
     assert found["environment"]["command"] != sys.argv[1:]
+    (tmp_path / "compile.json").write_text(
+        json.dumps({"says": ["A word."], "arms": {"eager": found, "compile": found}})
+    )
+    section = page([tmp_path])
+    assert f"| ms a step | {1e3 * found['seconds']:.2f} | {1e3 * found['seconds']:.2f} |" in section
+    assert f"## {tmp_path.name}" in section and "A word." in section
 
 
 def test_an_arm_that_fails_says_why_in_one_line(text, monkeypatch):

@@ -1,9 +1,10 @@
-"""``docs/results.md`` from study folders: no figure in it is typed."""
+"""``docs/results.md`` from folders of studies and of profiles: no figure in a table is typed."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 from ..bench.markdown import table
+from ..profile.page import compile_section
 from .folder import Folder, read_json
 from .keys import num_examples, shared_fields
 from .plan import Plan
@@ -12,7 +13,7 @@ from .table import HEADINGS, cells_of, notes_of, title_of
 
 INTRODUCTION = """# Results
 
-This page is made by `prunus study page` from the study folders in `studies/`; no figure in it is typed, and where a
+This page is made by `prunus study page` from the folders in `studies/`; no figure in a table is typed, and where a
 folder holds `notes.md` its text is taken over. Arms of a study start from the same weights for the same seed, read the
 same batches in the same order and are evaluated on the same held-out data; they differ in the fields named and in
 nothing else. Quality is read at the target sparsity alone, which is counted from the zeros. Intervals are Student's t
@@ -25,7 +26,11 @@ def page(folders: Sequence[Path]) -> str:
     """The page for these studies, in this order."""
     if not folders:
         raise ValueError("name the studies: prunus study page studies/*")
-    return "\n".join([INTRODUCTION, *(_section(Folder(path)) for path in folders)])
+    return "\n".join([INTRODUCTION, *map(_section_of, folders)])
+
+
+def _section_of(path: Path) -> str:
+    return compile_section(path) if (path / "compile.json").is_file() else _section(Folder(path))
 
 
 def _section(folder: Folder) -> str:

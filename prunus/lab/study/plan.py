@@ -113,7 +113,7 @@ class Plan:
     def from_json(cls, values: Mapping[str, Any]) -> "Plan":
         arms = tuple(Arm(arm["name"], _tuples(arm["changes"]), arm["against"]) for arm in values["arms"])
         cells = tuple(Cell(arm["name"], *cell) for arm in values["arms"] for cell in arm["cells"])
-        return cls(Run.from_json(dict(values["base"])), arms, cells, dict(values["data"]))
+        return cls(Run.from_json(values["base"]), arms, cells, dict(values["data"]))
 
 
 def make_plan(base: Run, arms: Iterable[Arm], sparsities: Iterable[float], seeds: Iterable[int]) -> Plan:

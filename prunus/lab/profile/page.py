@@ -1,0 +1,46 @@
+"""A section of ``docs/results.md`` from the ``compile.json`` that ``prunus profile --compare compile`` wrote."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ..bench.markdown import table
+from .compare import MIB
+
+ROWS = {
+    "ms a step": lambda arm: f"{1e3 * arm['seconds']:.2f}",
+    "tokens a second": lambda arm: f"{arm['tokens_a_second']:,.0f}" if arm["tokens_a_second"] else "",
+    "peak memory, MiB": lambda arm: f"{sum(arm['memory']['peak'].values()) / MIB:,.0f}",
+    "of it activations": lambda arm: f"{arm['memory']['peak']['activations'] / MIB:,.0f}",
+    "memory between steps, MiB": lambda arm: f"{sum(arm['memory']['steady'].values()) / MIB:,.0f}",
+    "start-up, s": lambda arm: f"{sum(arm['startup'].values()):.1f}",
+    "GPU at work": lambda arm: "" if arm["busy"] is None else f"{arm['busy']:.1%}",
+    "loss after the same steps": lambda arm: f"{arm['loss']:.5f}",
+}
+
+
+def compile_section(folder: Path) -> str:
+    """What torch.compile does to one training, eager beside compiled."""
+    found = json.loads((folder / "compile.json").read_text())
+    eager, compiled = found["arms"]["eager"], found["arms"]["compile"]
+    notes = folder / "notes.md"
+    rows = [(name, write(eager), write(compiled)) for name, write in ROWS.items()]
+    parts = [
+        f"## {folder.name}",
+        _origin(eager),
+        *([notes.read_text().strip()] if notes.is_file() else []),
+        table(("", "eager", "torch.compile"), rows),
+        " ".join(found["says"]),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _origin(arm: dict[str, Any]) -> str:
+    run, environment = arm["run"], arm["environment"]
+    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
+    window = f" of {run['context']} tokens" if arm["tokens_a_second"] else ""
+    return (
+        f"{environment['machine']}; Python {environment['python']}, {versions}; commit {environment['commit']}; "
+        f"`prunus profile --compare compile`: {run['model']}, batch {run['batch']}{window}, {run['precision']}, "
+        f"{run['score']} to {run['sparsity']:.0%}, each arm in a process of its own."
+    )
