@@ -6,6 +6,7 @@ import platform
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -45,10 +46,12 @@ def machine() -> str:
     return f"{model}, {threads} thread{'s' * (threads > 1)}"
 
 
+@cache
 def commit() -> str | None:
     """Commit of the checkout that this package stands in, with a mark if it is changed; None elsewhere.
 
-    PRUNUS_COMMIT says it for a copy of a checkout without its history.
+    Asked once a process, whose code stays the same while the checkout may go on. PRUNUS_COMMIT says it for
+    a copy of a checkout without its history.
     """
     if said := os.environ.get("PRUNUS_COMMIT"):
         return said

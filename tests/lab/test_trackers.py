@@ -9,6 +9,7 @@ import pytest
 from prunus.cli import main
 from prunus.lab.run import Run
 from prunus.lab.trackers import flat
+from prunus.lab.tracking import commit
 
 FAST = (
     "--model gpt2-tiny --context 8 --batch 2 --steps 6 --every 2 --eval-size 2 --eval-every 3 --log-every 1 --warmup 1"
@@ -22,6 +23,16 @@ def trained(tmp_path: Path, *trackers: str) -> list[tuple[int, dict[str, float]]
     main(["train", *FAST.split(), "--data", str(tmp_path / "text.txt"), "--out", str(out), "--track", *trackers])
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [(line["step"], numbers) for line in lines if (numbers := flat(line))]
+
+
+def test_a_process_has_the_commit_that_it_began_with(monkeypatch):
+    commit.cache_clear()
+    try:
+        for now in ("first", "second"):
+            monkeypatch.setenv("PRUNUS_COMMIT", now)
+            assert commit() == "first"
+    finally:
+        commit.cache_clear()
 
 
 def test_tensorboard_and_wandb_offline_hold_the_same_metrics(tmp_path, monkeypatch):
