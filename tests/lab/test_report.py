@@ -63,6 +63,36 @@ def test_a_study_shows_its_verdicts_and_says_the_finding(tmp_path):
         assert ("section", {"id": section, "aria-labelledby": f"{section}-title"}) in page.tags
 
 
+def test_a_line_begins_at_dense_of_its_own_recipe_or_nowhere(tmp_path):
+    folder = make_study(tmp_path / "study", ARMS)
+    path = folder / "study_result.json"
+    result = json.loads(path.read_text())
+    result["rows"].append({"arm": "dense fast", "sparsity": 0.0, "values": [40.0], "mean": 40.0})
+    for row in result["rows"]:
+        row["dense"] = {"bitter7": "dense fast", "bitter3": None}.get(row["arm"], "dense")
+        if row["arm"] == "bitter7":
+            row["against"] = "magnitude & more"
+    path.write_text(json.dumps(result))
+    means = {(row["arm"], row["sparsity"]): row["mean"] for row in result["rows"]}
+    traces = next(f["data"] for f in figures_of(folder) if any(t.get("name") == "dense fast" for t in f["data"]))
+    lines = {trace["name"]: trace["y"] for trace in traces}
+    assert lines["bitter7"] == [40.0, means["bitter7", 0.5], means["bitter7", 0.8]]
+    assert lines["bitter3"] == [means["bitter3", 0.5], means["bitter3", 0.8]]
+    assert lines["magnitude"][0] == means["dense", 0.0] and lines["dense"] == [means["dense", 0.0]]
+    page = page_of(folder)
+    assert "to dense fast)" in page.texts["p"][0] + " ".join(page.texts["p"])
+    rows = page.tables["Held-out perplexity at the end, from the best to the worst of each sparsity"][1:]
+    assert all(row[4].endswith("against magnitude & more") == (row[0] == "bitter7") for row in rows)
+
+
+def test_without_events_there_is_no_line_of_what_was_asked(tmp_path):
+    folder = make_run(tmp_path / "run")
+    kept = [line for line in lines_of(folder) if "event" not in line]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+    [counted] = figures_of(folder)[2]["data"]
+    assert counted["mode"] == "markers" and counted["y"] == [line["sparsity"] for line in kept if "eval" in line]
+
+
 def test_curves_of_a_study_are_means_over_seeds(tmp_path):
     folder = make_study(tmp_path / "study", ARMS, sparsities=(0.5,))
     rows = page_of(folder).tables["Training loss, mean over seeds"]

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from prunus.cli import main
+from prunus.lab.report.read import read_record
 from prunus.lab.run import Run
 from prunus.lab.study.folder import Folder, read_json
 from prunus.lab.study.masks import jaccard, save_masks
@@ -84,6 +85,12 @@ def rows(out: Path) -> dict[str, dict]:
 
 def losses(out: Path) -> dict[str, float]:
     return {path.parent.name: read_json(path)["loss"] for path in out.glob("runs/*/result.json")}
+
+
+def paths(out: Path) -> dict[str, list[tuple[int, float]]]:
+    """Steps and sparsities of the events of each run, as a report reads them."""
+    records = {path.parent.name: read_record(path.parent) for path in out.glob("runs/*/run.json")}
+    return {name: [(e["step"], e["sparsity"]) for e in record.events] for name, record in records.items()}
 
 
 def test_each_computation_is_run_once_and_small(done):
@@ -361,6 +368,7 @@ def test_a_slim_copy_says_the_same_and_is_continued(copy, base, tmp_path):
     assert rows(slim) == rows(copy)
     assert not list(slim.rglob("*.safetensors"))
     assert str(copy.parent) not in "".join(path.read_text() for path in slim.rglob("*.json*"))
+    assert paths(slim) == paths(copy) and all(paths(slim)[name] for name in paths(slim) if "dense" not in name)
     before = stamps(slim)
     assert study(base, slim, *ASKED) == 0
     assert stamps(slim) == before

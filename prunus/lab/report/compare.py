@@ -21,12 +21,12 @@ def ranking(source: Source) -> list[str]:
 def quality_panel(source: Source, marks: Mapping[str, Mark]) -> Panel:
     """Quality against sparsity: mean over seeds, bars of one standard deviation."""
     name = "Perplexity" if source.record.metric == "perplexity" else "Accuracy, %"
-    dense = source.row("dense", 0.0)
     traces: list[Trace] = []
     for place, arm in enumerate(sorted(source.arms, key=lambda arm: marks[arm].width)):
         own = [row for row in source.rows if row.arm == arm and row.mean is not None]
-        if arm != "dense" and dense and dense.mean is not None:
-            own = [dense, *own]  # each line begins where no weight is removed
+        dense = source.row(own[0].dense, 0.0) if own and own[0].sparsity else None
+        if dense and dense.mean is not None:
+            own = [dense, *own]  # a line begins where no weight is removed, in the same recipe
         if own:
             traces.append(_quality_trace(arm, own, marks[arm]))
             aside = 0.005 * (place - len(source.arms) / 2) if len(source.arms) < 10 else 0.0
@@ -95,7 +95,7 @@ def _differences(rows: Sequence[Row], marks: Mapping[str, Mark], source: Source,
         "type": "scatter",
         "mode": "markers",
         "x": [row.difference for row in rows],
-        "y": [escape(_against(row)) for row in rows],
+        "y": [_label(row) for row in rows],
         "error_x": {"array": [row.half_width or 0 for row in rows], "color": MUTED, "thickness": 1.5, "width": 0},
         "marker": {
             "color": [_mark(row, marks).colour for row in rows],
@@ -116,7 +116,7 @@ def _differences(rows: Sequence[Row], marks: Mapping[str, Mark], source: Source,
             annotations=[_beyond(row, low, high) for row in rows if not low <= (row.difference or 0) <= high],
         ),
         Table("Paired differences", ["arm", "difference", "± (95 %)", "verdict"], [_difference_row(r) for r in rows]),
-        height=80 + BAR * len(rows),
+        height=80 + sum(BAR * 3 // 2 if "<br>" in _label(row) else BAR for row in rows),
     )
 
 
@@ -133,11 +133,16 @@ def _beyond(row: Row, low: float, high: float) -> dict[str, Any]:
     right = (row.difference or 0) > high
     text = f"{signed(row.difference)} →" if right else f"← {signed(row.difference)}"
     at = {"x": high if right else low, "xanchor": "right" if right else "left"}
-    return at | {"y": escape(_against(row)), "text": text, "showarrow": False, "font": {"color": MUTED}}
+    return at | {"y": _label(row), "text": text, "showarrow": False, "font": {"color": MUTED}}
 
 
 def _against(row: Row) -> str:
     return row.arm if row.against in ("", "magnitude") else f"{row.arm} – {row.against}"
+
+
+def _label(row: Row) -> str:
+    """The same on two lines."""
+    return "<br>– ".join(escape(_against(row)).split(" – ", 1))
 
 
 def _mark(row: Row, marks: Mapping[str, Mark]) -> Mark:

@@ -233,7 +233,8 @@ def sparsity_panel(records: Mapping[str, Record], marks: Mapping[str, Mark], tit
     for path, arms in paths.items():
         mark, name = path_mark(arms, marks), ", ".join(arms)
         traces += _path_traces(path, records[arms[0]], mark, name)
-        rows += [[name, _count(step), _number(asked, _exact)] for step, asked in path[1:-1]]
+        asked = path[1:-1] if records[arms[0]].events else ()
+        rows += [[name, _count(step), _number(share, _exact)] for step, share in asked]
     said = "; ".join(f"{', '.join(arms)}: {percent(path[-1][1])} at step {path[-1][0]}" for path, arms in paths.items())
     return Panel(
         f"Sparsity over steps{title}",
@@ -252,17 +253,24 @@ def path_mark(arms: Sequence[str], marks: Mapping[str, Mark]) -> Mark:
 
 
 def _path(record: Record) -> tuple[tuple[int, float], ...]:
-    events = [(event["step"], number(event.get("sparsity")) or 0.0) for event in record.events]
-    last = events[-1][1] if events else 0.0
-    return ((0, 0.0), *events, (max(record.last_step, 1), last))
+    """What events asked for, or what was counted where the folder does not hold them."""
+    known = [(event["step"], number(event.get("sparsity")) or 0.0) for event in record.events] or _counted(record)
+    last = known[-1][1] if known else 0.0
+    return ((0, 0.0), *known, (max(record.last_step, 1), last))
+
+
+def _counted(record: Record) -> list[tuple[int, float]]:
+    return [(line["step"], line["sparsity"]) for line in record.evals if number(line.get("sparsity")) is not None]
 
 
 def _path_traces(path: Sequence[tuple[int, float]], record: Record, mark: Mark, name: str) -> list[Trace]:
-    counted = [(line["step"], line["sparsity"]) for line in record.evals if number(line.get("sparsity")) is not None]
+    counted = _counted(record)
     line = {"color": mark.colour, "width": mark.width, "dash": mark.dash, "shape": "hv"}
+    asked: Trace = {"type": "scatter", "mode": "lines", "line": line, "name": escape(name)}
+    asked |= {"x": [step for step, _ in path], "y": [share for _, share in path]}
+    asked |= {"hovertemplate": "%{y:.2%} asked<extra>%{fullData.name}</extra>"}
     return [
-        {"type": "scatter", "mode": "lines", "line": line, "name": escape(name), "x": [step for step, _ in path]}
-        | {"y": [asked for _, asked in path], "hovertemplate": "%{y:.2%} asked<extra>%{fullData.name}</extra>"},
+        *([asked] if record.events else []),
         {"type": "scatter", "mode": "markers", "name": escape(name), "x": [step for step, _ in counted]}
         | {"y": [share for _, share in counted], "marker": {"size": 6, "color": mark.colour, "symbol": mark.symbol}}
         | {"hovertemplate": "%{y:.4%} counted<extra>%{fullData.name}</extra>"},

@@ -166,7 +166,8 @@ def _verdict_row(row: Row, is_study: bool) -> list[Any]:
     if is_study:
         kind = next((word for word in ("better", "worse") if row.verdict.startswith(word)), "none")
         half = f" ± {fixed(row.half_width, 2)}" if row.half_width is not None else ""
-        said = re.sub(r"-(?=\d)", "−", row.verdict)
+        other = "" if row.same_as or row.against in ("", "magnitude", "dense") else f", against {row.against}"
+        said = re.sub(r"-(?=\d)", "−", row.verdict) + other
         cells += [Number(signed(row.difference) + half, row.difference), Word(said, kind)]
     return [*cells, Number(fixed(row.spread, 2), row.spread), Number(str(seeds), seeds)]
 

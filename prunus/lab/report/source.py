@@ -38,7 +38,8 @@ class Row:
     against: str = ""
     verdict: str = ""
     overlap: float | None = None
-    cost: float | None = None  # paired difference to dense
+    dense: str = "dense"  # the dense arm of the same recipe; empty if there is none
+    cost: float | None = None  # paired difference to it
     same_as: str = ""  # the arm whose runs these are
     note: str = ""
 

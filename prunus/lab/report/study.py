@@ -59,6 +59,7 @@ def _row(row: Mapping[str, Any]) -> Row:
         against=str(row.get("against") or ""),
         verdict=f"the same computation as {same}" if same else str(row.get("verdict") or ""),
         overlap=None if same else number(row.get("overlap")),
+        dense=str(row.get("dense", "dense") or ""),
         cost=number((cost or {}).get("mean")),
         same_as=same,
         note=f"budget × {plain(budget, 3)}" if budget not in (None, 1.0) else "",

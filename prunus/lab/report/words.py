@@ -98,10 +98,12 @@ def lede(source: Source) -> str:
 
 
 def _costs(source: Source) -> list[str]:
-    """The best arm of each sparsity, with what it loses against dense."""
+    """The best arm of each sparsity, with what it loses against dense in the same recipe."""
     best = "Lowest" if source.record.metric == "perplexity" else "Highest"
     found = [rows[0] for sparsity in source.sparsities if (rows := _sorted(source, sparsity))]
-    said = [f"at {short_percent(row.sparsity)} {row.arm} ({signed(row.cost)} to dense)" for row in found if row.cost]
+    said = [
+        f"at {short_percent(row.sparsity)} {row.arm} ({signed(row.cost)} to {row.dense})" for row in found if row.cost
+    ]
     return [f"{best} {'; '.join(said)}."] if said else []
 
 

@@ -21,7 +21,7 @@ def merge(paths: Sequence[Path], out: Path, *, slim: bool = False) -> dict[str, 
     """Write all runs of the studies in ``paths`` into ``out``; returns what they say together.
 
     They must share base and data, and a run that two of them finished must have ended alike. ``slim`` leaves
-    out masks, checkpoints and the lines of metrics.jsonl between evaluations. Nothing is written on refusal.
+    out masks, checkpoints and most of metrics.jsonl between evaluations. Nothing is written on refusal.
     """
     if not paths:
         raise ValueError("name the studies to merge: prunus study merge A B --out C")
@@ -94,12 +94,16 @@ def _copy(source: Path, target: Path, slim: bool) -> None:
             shutil.copy2(source / name, target / name)
     if slim and (target / "metrics.jsonl").is_file():
         lines = (target / "metrics.jsonl").read_text().splitlines(keepends=True)
-        (target / "metrics.jsonl").write_text("".join(filter(_is_kept, lines)))
+        (target / "metrics.jsonl").write_text("".join(map(_slimmed, lines)))
 
 
-def _is_kept(line: str) -> bool:
+def _slimmed(line: str) -> str:
+    """A line of an evaluation or of the layers, step and sparsity of an event, or nothing."""
     values = json.loads(line)
-    return "eval" in values or "layers" in values
+    if "event" in values:
+        event = {name: values["event"][name] for name in ("step", "sparsity")}
+        return json.dumps({"step": values["step"], "event": event}) + "\n"
+    return line if "eval" in values or "layers" in values else ""
 
 
 def without_places(value: Any) -> Any:

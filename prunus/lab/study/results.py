@@ -7,8 +7,8 @@ rows        arm, sparsity, seeds and values (of the runs that count), mean, sd (
             pruned weights with those of magnitude in the same recipe), same_as (the arm whose runs these are, or
             null), runs (folder names),
             against (an arm) and difference to it {mean, half_width (95 %), num_seeds}, verdict, against_budget, and
-            beside (fields in which the two differ beside the score, where they differ in that too); cost: the
-            same difference to the dense runs that are equal in all but pruning, or null
+            beside (fields in which the two differ beside the score, where they differ in that too); dense (the dense
+            arm that is equal in all but pruning, or null) and cost: the same difference to it
 failed      arm, sparsity, seed, message
 off_target  runs whose zeros are not what was asked, with a message: they count nowhere
 num_runs, num_finished      different computations, and those with a result
@@ -116,6 +116,7 @@ def _rows(plan: Plan, finished: Sequence[Finished], metric: Metric) -> Iterator[
             **_compared(values[arm, sparsity], against if other is not None else None, other or {}, metric),
             "against_budget": _budget(plan, against),
             "beside": _beside(plan.run_of(cell), plan.run_of(replace(cell, arm=against))),
+            "dense": dense.arm if dense else None,
             "cost": _json(paired(values[arm, sparsity], values[dense.arm, 0.0]) if sparsity and dense else None),
         }
 
