@@ -48,7 +48,7 @@ def test_the_figures_hold_the_same_numbers(tmp_path):
 
 def test_a_study_shows_its_verdicts_and_says_the_finding(tmp_path):
     page = page_of(make_study(tmp_path / "study", ARMS))
-    assert "At 80 % sparsity, bitter7 beats magnitude by 1.6 ± 0.50 perplexity over 3 seeds" in page.texts["h1"]
+    assert "At 80 % sparsity, bitter7 beats magnitude by 1.61 ± 0.50 perplexity over 3 seeds" in page.texts["h1"]
     rows = page.tables["Held-out perplexity at the end, from the best to the worst of each sparsity"][1:]
     result = json.loads((tmp_path / "study" / "study_result.json").read_text())
     assert {(row[0], float(row[1]), float(row[2])) for row in rows} == {
@@ -83,6 +83,21 @@ def test_a_line_begins_at_dense_of_its_own_recipe_or_nowhere(tmp_path):
     assert "to dense fast)" in page.texts["p"][0] + " ".join(page.texts["p"])
     rows = page.tables["Held-out perplexity at the end, from the best to the worst of each sparsity"][1:]
     assert all(row[4].endswith("against magnitude & more") == (row[0] == "bitter7") for row in rows)
+
+
+def test_arms_far_from_the_others_leave_the_frame_and_are_named(tmp_path):
+    folder = make_study(tmp_path / "study", ARMS)
+    path = folder / "study_result.json"
+    result = json.loads(path.read_text())
+    for row in result["rows"]:
+        if row["arm"] == "bitter3" and row["sparsity"] == 0.8:
+            row["mean"] = 5000.0
+    path.write_text(json.dumps(result))
+    frames = [f["layout"]["yaxis"].get("range") for f in figures_of(folder)]
+    low, high = next(frame for frame, f in zip(frames, figures_of(folder), strict=True) if len(f["data"]) == len(ARMS))
+    inside = [row["mean"] for row in result["rows"] if row["arm"] in ("dense", "magnitude", "bitter7")]
+    assert low < min(inside) and max(inside) < high < 100
+    assert any("Outside the frame: bitter3 at 80 %" in text for text in page_of(folder).texts["p"])
 
 
 def test_without_events_there_is_no_line_of_what_was_asked(tmp_path):

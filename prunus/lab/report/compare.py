@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
+from statistics import median
 from typing import Any
 
 from .numbers import duration, fixed, memory, percent, plain, short_percent, signed
 from .panel import GRID, INK, MUTED, Mark, Number, Panel, Table, Trace, axis, layout
 from .source import Cell, Row, Source, mean_of
 
+FAR = 10.0
 BAR = 26  # pixels a row of a chart with arms below each other
 
 
@@ -32,6 +34,10 @@ def quality_panel(source: Source, marks: Mapping[str, Mark]) -> Panel:
             aside = 0.005 * (place - len(source.arms) / 2) if len(source.arms) < 10 else 0.0
             traces[-1]["x"] = [row.sparsity + aside * (row.sparsity > 0) for row in own]  # bars beside each other
     ended = [row for row in source.rows if row.mean is not None]
+    near = [row for row in ended if row not in far_rows(source)]
+    ends = [(row.mean or 0) + side * (row.spread or 0) for row in near for side in (-1, 1)]
+    pad = 0.06 * (max(ends) - min(ends)) if ends else 0.0
+    frame = {"range": [min(ends) - pad, max(ends) + pad]} if pad else {}
     rows = [
         [row.arm, _percent(row.sparsity), _plain(row.mean), _plain(row.spread, 2), Number(str(n := len(row.values)), n)]
         for row in sorted(ended, key=lambda row: (row.sparsity, row.mean or 0))
@@ -43,12 +49,22 @@ def quality_panel(source: Source, marks: Mapping[str, Mark]) -> Panel:
         traces,
         layout(
             axis("sparsity", tickformat=".0%", range=[-0.02, max(source.sparsities or [0.5]) + 0.04]),
-            axis(name.lower()),
+            axis(name.lower(), **frame),
             hovermode="closest",
         ),
         Table(f"{name} at the end", ["arm", "sparsity", "mean", "standard deviation", "seeds"], rows),
         height=380,
     )
+
+
+def far_rows(source: Source) -> list[Row]:
+    """Rows that would squeeze all others into a corner: ten times as far from the median as the others mostly are."""
+    means = [row.mean for row in source.rows if row.mean is not None]
+    if not means:
+        return []
+    middle = median(means)
+    usual = median(abs(mean - middle) for mean in means)
+    return [row for row in source.rows if row.mean is not None and abs(row.mean - middle) > FAR * usual > 0]
 
 
 def _quality_trace(arm: str, rows: Sequence[Row], mark: Mark) -> Trace:

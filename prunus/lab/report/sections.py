@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..run import Run
-from .compare import cost_panels, difference_panels, memory_of, overlap_panels, quality_panel, ranking
+from .compare import cost_panels, difference_panels, far_rows, memory_of, overlap_panels, quality_panel, ranking
 from .curves import compared_panels, path_mark, run_panels, shared_paths, sparsity_panel
 from .layers import compared_maps, run_map
 from .numbers import fixed, plain, short_percent, signed
@@ -86,7 +86,9 @@ NO_OVERLAP = "Not known here: prunus study compares the masks of its runs, and t
 def _error_bars(source: Source) -> str:
     seeds = sorted({len(row.values) for row in source.rows if row.values})
     many = f"{seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else f"{seeds[0] if seeds else 0}"
-    return f"Mean on held-out data at the end of the run; bars are one standard deviation over seeds ({many} an arm)."
+    far = ", ".join(f"{row.arm} at {short_percent(row.sparsity)}" for row in far_rows(source))
+    said = f"Mean on held-out data at the end of the run; bars are one standard deviation over seeds ({many} an arm)."
+    return said + (f" Outside the frame: {far}." if far else "")
 
 
 def _means(source: Source) -> str:

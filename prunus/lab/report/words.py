@@ -1,7 +1,7 @@
 """What the numbers say, in sentences: the headline, the lines below it, and the figures that stand out."""
 
 from .compare import memory_of
-from .numbers import count, duration, memory, percent, plain, short_percent, signed
+from .numbers import count, duration, fixed, memory, percent, plain, short_percent, signed
 from .read import Record
 from .source import Row, Source, mean_of, scale_of
 
@@ -58,7 +58,7 @@ def _of_verdicts(source: Source, sparsity: float) -> str:
         best = max(clear, key=lambda row: gains[row.arm])
         seeds = f"{len(best.values)} seeds"
         return (
-            f"{at}, {best.arm} beats {best.against} by {plain(gains[best.arm], 2)} ± {plain(best.half_width, 2)} "
+            f"{at}, {best.arm} beats {best.against} by {fixed(gains[best.arm], 2)} ± {fixed(best.half_width, 2)} "
             f"{unit} over {seeds}"
         )
     names = "no arm" if len(rows) > 1 else rows[0].arm

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from .results import update
 
 KEPT = ("run.json", "metrics.jsonl", "result.json", "cell.json", "failed.json")
 LARGE = ("masks.safetensors", "checkpoint.pt")
+NUM_LOSSES = 50  # about so many stay in a slim copy
 AGREE = ("loss", "accuracy", "sparsity", "digest")
 
 
@@ -94,16 +95,21 @@ def _copy(source: Path, target: Path, slim: bool) -> None:
             shutil.copy2(source / name, target / name)
     if slim and (target / "metrics.jsonl").is_file():
         lines = (target / "metrics.jsonl").read_text().splitlines(keepends=True)
-        (target / "metrics.jsonl").write_text("".join(map(_slimmed, lines)))
+        (target / "metrics.jsonl").write_text("".join(_slimmed(lines)))
 
 
-def _slimmed(line: str) -> str:
-    """A line of an evaluation or of the layers, step and sparsity of an event, or nothing."""
-    values = json.loads(line)
-    if "event" in values:
-        event = {name: values["event"][name] for name in ("step", "sparsity")}
-        return json.dumps({"step": values["step"], "event": event}) + "\n"
-    return line if "eval" in values or "layers" in values else ""
+def _slimmed(lines: Sequence[str]) -> Iterator[str]:
+    """Lines of evaluations and of the layers, step and sparsity of events, and some of the losses between."""
+    every = [json.loads(line) for line in lines]
+    rare = max(1, sum("loss" in values for values in every) // NUM_LOSSES)
+    num_losses = 0
+    for line, values in zip(lines, every, strict=True):
+        num_losses += "loss" in values
+        if "event" in values:
+            event = {name: values["event"][name] for name in ("step", "sparsity")}
+            yield json.dumps({"step": values["step"], "event": event}) + "\n"
+        elif "eval" in values or "layers" in values or num_losses % rare == 0:
+            yield line
 
 
 def without_places(value: Any) -> Any:
