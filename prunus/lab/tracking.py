@@ -119,6 +119,11 @@ class Tracker:
         self.metrics.write_text("".join(kept))
 
 
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run's ``metrics.jsonl``."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
 class Silent:
     """The tracker of a rank whose numbers another one writes."""
 

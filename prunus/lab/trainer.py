@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,14 @@ from .trackers import check_installed
 from .tracking import Silent, Tracker, read_run
 
 Progress = Callable[[int, dict[str, Any]], None]  # called after each step with what is known then
+
+
+@dataclass(frozen=True)
+class Start:
+    """A dense training some steps on, which a run that is equal until then may begin from."""
+
+    state: dict[str, Any]  # ``Training.state`` without a Pruner's
+    lines: list[dict[str, Any]]  # of metrics.jsonl
 
 
 @dataclass(frozen=True)
@@ -145,7 +154,9 @@ class Training:
     def load(self, state: dict[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        if self.pruner:
+        if self.pruner and state["pruner"] is None:
+            self.pruner.step = state["step"]  # a dense start: it would have done nothing but count
+        elif self.pruner:
             self.pruner.load_state_dict(state["pruner"])
         self.step, self.seconds = state["step"], state["seconds"]
         torch.set_rng_state(state["rng"])
@@ -158,12 +169,15 @@ def train(
     progress: Progress = lambda step, values: None,
     *,
     data: Data | None = None,
+    start: Start | None = None,
+    after_step: Callable[[Training], None] = lambda training: None,
     finish: Callable[[Training], None] | None = None,
 ) -> Result:
     """Train as ``run`` says, or continue it, and leave its folder complete.
 
-    ``data`` is what ``data_of(run)`` gave, for many runs that share it. ``finish`` keeps what it wants of
-    the trained model and is called in place of writing the last checkpoint.
+    ``data`` is what ``data_of(run)`` gave, for many runs that share it; a run that is not continued begins at
+    ``start``. ``finish`` keeps what it wants of the trained model and is called in place of writing the last
+    checkpoint.
     """
     if run.resume:
         run = run.continuing(read_run(run.out))
@@ -176,7 +190,16 @@ def train(
         tracker = Tracker.open(run, training.step) if team.is_first else Silent()
         if not training.step and training.pruner:
             tracker.log(step=0, layers=training.layers())
-        quality = _loop(training, tracker, progress, saves_last=finish is None) or training.evaluate()
+        if start and not training.step:
+            training.load(deepcopy(start.state))  # an optimizer goes on with the very tensors that it is given
+            for line in start.lines:
+                tracker.log(**line)
+
+        def stepped(step: int, values: dict[str, Any]) -> None:
+            after_step(training)
+            progress(step, values)
+
+        quality = _loop(training, tracker, stepped, saves_last=finish is None) or training.evaluate()
         if finish:
             finish(training)
         result = _result(training, quality)

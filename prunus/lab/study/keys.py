@@ -1,6 +1,7 @@
 """What a run computes, in one form: equal keys are the same computation, equal digests the same data."""
 
 import json
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,11 @@ def num_examples(run: Run) -> int:
 def key_of(run: Run) -> str:
     """Equal for runs that compute the same, bit for bit."""
     return digest(canonical(run))
+
+
+def dense_of(run: Run) -> Run:
+    """The dense run that is equal in all but pruning."""
+    return replace(run, score="none", sparsity=0.0, regrow=0.0, regrow_by="snr", eps=None, exponent=None)
 
 
 def canonical(run: Run) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..run import Run
 from .arms import CONTROLS, Arm, said, slug, with_controls
-from .keys import data_digests, digest, key_of, shared_fields
+from .keys import data_digests, dense_of, digest, key_of, shared_fields
 
 FORMAT = "prunus-study-1"
 
@@ -80,16 +80,13 @@ class Plan:
 
     def dense_for(self, cell: Cell) -> Cell | None:
         """The dense run that is equal to a cell's in all but pruning, if the study holds one."""
-        return self._equal(cell, score="none", sparsity=0.0, regrow=0.0, regrow_by="snr")
+        return self._cells_by_key.get(key_of(dense_of(self.run_of(cell))))
 
     def magnitude_for(self, cell: Cell) -> Cell | None:
         """The run that is equal to a cell's in all but that it prunes by magnitude, if the study holds one."""
-        return self._equal(cell, score="magnitude") if cell.sparsity else None
-
-    def _equal(self, cell: Cell, **changes: Any) -> Cell | None:
-        """The cell that computes what this one would with another score."""
-        run = replace(self.run_of(cell), eps=None, exponent=None, **changes)
-        return self._cells_by_key.get(key_of(run))
+        if not cell.sparsity:
+            return None
+        return self._cells_by_key.get(key_of(replace(self.run_of(cell), score="magnitude", eps=None, exponent=None)))
 
     def against(self, cell: Cell) -> str:
         """The arm that a cell is compared with: as its arm says, but with magnitude of the same recipe if there is."""

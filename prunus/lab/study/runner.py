@@ -4,7 +4,7 @@ import gc
 import math
 import shutil
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from .keys import key_of, num_examples
 from .masks import keep_masks
 from .plan import Cell
 from .results import update
+from .starts import Starts
 
 MARGIN = 1.05  # on the longest run so far, when a run must end in time
 SLACK = 2.0  # seconds
@@ -56,14 +57,16 @@ class Worker:
         self.data: Data | None = None
         self.compiled: tuple[Any, ...] | None = None  # what the code in torch's cache was compiled for
         self.num_done = 0
+        self.starts = Starts()
 
     def work(self, cells: Iterable[Cell]) -> None:
         """Every run for ``cells`` that is neither done nor at another worker, nor too long for the time left."""
         wanted = {self.plan.owners[cell] for cell in cells}
-        for cell in (cell for cell in self.plan.ordered() if cell in wanted):
+        todo = [cell for cell in self.plan.ordered() if cell in wanted]
+        for place, cell in enumerate(todo):
             with self.folder.locked(cell.folder) as free:
                 if free and self._is_left(cell):
-                    self._do(cell)
+                    self._do(cell, todo[place + 1 :])
 
     def _is_left(self, cell: Cell) -> bool:
         if key_of(self.plan.run_of(cell)) in self.folder.finished():
@@ -75,13 +78,13 @@ class Worker:
         expected = estimate(self.folder, self.plan.run_of(cell), cold=self.num_done == 0)
         return (expected or 0.0) < left
 
-    def _do(self, cell: Cell) -> None:
+    def _do(self, cell: Cell, later: Sequence[Cell]) -> None:
         self.data = self.data or data_of(self.plan.base)
         run = self._prepared(cell)
         title = cell.folder
         try:
             with self.show.running(title, run) as progress:
-                line = self._trained(cell, run, progress)
+                line = self._trained(cell, run, progress, later)
         except Exception as error:  # whatever it is, the other arms go on
             line = self._failed(run.out, error)
         self.num_done += 1
@@ -99,18 +102,24 @@ class Worker:
             shutil.rmtree(out)
         return replace(run, out=out, device=self.options.device, save_every=self.options.save_every)
 
-    def _trained(self, cell: Cell, run: Run, progress: Progress) -> str:
+    def _trained(self, cell: Cell, run: Run, progress: Progress, later: Sequence[Cell]) -> str:
         cold = self._settle(run)
         started = time.perf_counter()
+        start = None if run.resume else self.starts.of(run)
+        finished = self.folder.finished()
+        others = [other for other in map(self.plan.run_of, later) if key_of(other) not in finished]
+        shared = {"shared_steps": start.state["step"] if start else 0}
 
         def finish(training: Training) -> None:
             keep_masks(training)
             if self.options.keep_checkpoints:
                 save_checkpoint(run.out / "checkpoint.pt", training.state())
-            seconds = time.perf_counter() - started
-            write_json(run.out / "cell.json", about(cell, run, seconds, cold) | {"data": dict(self.plan.data)})
+            seconds = time.perf_counter() - started + (start.state["seconds"] if start else 0.0)  # as if made alone
+            noted = about(cell, run, seconds, cold) | shared | {"data": dict(self.plan.data)}
+            write_json(run.out / "cell.json", noted)
 
-        result = train(run, finite(progress), data=self.data, finish=finish)
+        taker = self.starts.taker(run, others)
+        result = train(run, finite(progress), data=self.data, start=start, after_step=taker, finish=finish)
         if not self.options.keep_checkpoints:
             (run.out / "checkpoint.pt").unlink(missing_ok=True)
         quality = f"perplexity {result.perplexity:.3f}" if result.tokens else f"accuracy {result.accuracy:.2%}"

@@ -1,0 +1,80 @@
+"""The dense start that arms share: runs of one recipe and seed are one computation until their first event.
+
+It is trained once in a process, by whichever run comes first, and taken up by the others: the same bits, sooner.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..run import Run
+from ..tracking import read_metrics
+from ..trainer import Start, Training
+from .keys import dense_of, key_of
+
+COLLECT = ("movement", "wanda")  # scores that listen from the first step on
+
+
+def num_shared(run: Run) -> int:
+    """Steps that a run has in common with the dense one of its recipe, as far as no evaluation is among them."""
+    if run.parallel != "none" or run.optimizer == "adamwprune" or run.score in COLLECT:
+        return 0
+    before = run.total_steps
+    if run.score != "none":
+        schedule = run.sparsity_schedule()
+        events = (step for step in range(1, before + 1) if schedule.is_event(step, run.every))
+        before = next(events, before + 1) - 1
+    return min(before, run.eval_every - 1)
+
+
+@dataclass
+class Starts:
+    """Starts that runs still to come will take up, in main memory, by recipe with seed and by step."""
+
+    kept: dict[tuple[str, int], Start] = field(default_factory=dict)
+
+    def of(self, run: Run) -> Start | None:
+        """Where ``run`` may begin: the latest start there is for it."""
+        recipe, most = key_of(dense_of(run)), num_shared(run)
+        steps = [step for key, step in self.kept if key == recipe and step <= most]
+        return self.kept[recipe, max(steps)] if steps else None
+
+    def taker(self, run: Run, others: Iterable[Run]) -> "Taker":
+        """What keeps of ``run`` what the ``others`` can begin from; starts that none of them can are forgotten."""
+        wanted = [(key_of(dense_of(other)), num_shared(other)) for other in others]
+        self.kept = {
+            (key, step): start
+            for (key, step), start in self.kept.items()
+            if any(key == recipe and step <= most for recipe, most in wanted)
+        }
+        mine, most = key_of(dense_of(run)), num_shared(run)
+        return Taker(self, mine, {min(step, most) for recipe, step in wanted if recipe == mine})
+
+
+@dataclass(frozen=True)
+class Taker:
+    """Called after each step of a run: keeps its state at the steps that others will begin from."""
+
+    starts: Starts
+    recipe: str
+    steps: set[int]
+
+    def __call__(self, training: Training) -> None:
+        step = training.step
+        if step in self.steps and (self.recipe, step) not in self.starts.kept:
+            state = _in_main_memory(training.state() | {"pruner": None})
+            lines = [line for line in read_metrics(training.run.out) if 0 < line["step"] <= step]
+            self.starts.kept[self.recipe, step] = Start(state, lines)
+
+
+def _in_main_memory(value: Any) -> Any:
+    """A copy in which no tensor is shared with ``value``."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {name: _in_main_memory(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(_in_main_memory, value))
+    return value

@@ -1,0 +1,124 @@
+"""Runs of one recipe and seed share their dense start, and end with the bits of runs that were made alone."""
+
+import json
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from prunus.lab.run import Run
+from prunus.lab.study.fields import parse_arm
+from prunus.lab.study.folder import Folder, read_json
+from prunus.lab.study.plan import make_plan
+from prunus.lab.study.runner import Options, Worker
+from prunus.lab.study.starts import num_shared
+from prunus.lab.trainer import train
+
+RUN = Run(steps=100, begin=10, end=90, every=7, eval_every=50)
+
+
+@pytest.mark.parametrize(
+    ("changes", "steps"),
+    [
+        ({}, 9),
+        ({"score": "none"}, 49),
+        ({"begin": 0.3}, 29),
+        ({"begin": 80}, 49),  # an evaluation before is not shared
+        ({"eval_every": 1}, 0),
+        ({"schedule": "constant"}, 0),
+        ({"schedule": "one_shot", "begin": 20}, 19),
+        ({"schedule": "zhu_gupta", "begin": 1}, 0),
+        ({"begin": 0}, 6),  # the event at step 0 is none
+        ({"score": "movement"}, 0),
+        ({"score": "wanda"}, 0),
+        ({"optimizer": "adamwprune"}, 0),
+        ({"regrow": 0.2}, 9),
+        ({"every": 200}, 9),
+    ],
+    ids=str,
+)
+def test_what_is_shared_ends_before_the_first_event_and_evaluation(changes, steps):
+    assert num_shared(replace(RUN, **changes)) == steps
+
+
+class Quiet:
+    @contextmanager
+    def running(self, title, run):
+        yield lambda step, values: None
+
+    def done(self, line, values):
+        assert "failed" not in line, line
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    """A finished study of several recipes, and the optimizer steps that it took."""
+    folder = tmp_path_factory.mktemp("starts")
+    letters = torch.randint(32, 127, (4000,), generator=torch.Generator().manual_seed(0)).tolist()
+    (folder / "text.txt").write_bytes(bytes(letters))
+    small = {"model": "gpt2-tiny", "context": 8, "batch": 2, "warmup": 2, "log_every": 1, "eval_size": 2}
+    base = Run(data=str(folder / "text.txt"), steps=12, begin=6, end=10, every=2, eval_every=12, **small)
+    arms = (
+        "bitter7: score=bitter7",
+        "late: score=bitter7 begin=8",
+        "bitter7 regrow: score=bitter7 regrow=0.2",
+        "movement: score=movement",
+        "fast: score=bitter7 lr=3e-3",
+        "dense fast: score=none lr=3e-3",
+        "inside: score=bitter7 optimizer=adamwprune",
+    )
+    plan = make_plan(base, map(parse_arm, arms), [0.5], [0, 1])
+    out = Folder(folder / "study")
+    out.write(plan, {})
+    steps = []
+    handle = register_optimizer_step_pre_hook(lambda *_: steps.append(1))
+    worker = Worker(out, Options(device="cpu"), Quiet())
+    worker.work(plan.cells)
+    handle.remove()
+    assert worker.starts.kept == {}, "nobody needs them any more"
+    return out, plan, len(steps)
+
+
+def lines_of(folder):
+    """Lines of metrics.jsonl without what is timed."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        line.get("event", {}).pop("seconds", None)
+    return lines
+
+
+def test_every_run_is_the_one_that_is_made_alone(study, tmp_path):
+    folder, plan, _ = study
+    for cell in plan.cells:
+        alone = replace(plan.run_of(cell), out=tmp_path / cell.folder, device="cpu", save_every=0)
+        result, shared = train(alone), folder.run(cell)
+        found = read_json(shared / "result.json")
+        assert {name: found[name] for name in ("loss", "accuracy", "sparsity", "digest", "steps")} == {
+            "loss": result.loss,
+            "accuracy": result.accuracy,
+            "sparsity": result.sparsity,
+            "digest": result.digest,
+            "steps": result.steps,
+        }, cell
+        assert lines_of(shared) == lines_of(alone.out), cell
+
+
+def test_the_start_is_trained_once(study):
+    folder, plan, num_steps = study
+    shared = {cell: read_json(folder.run(cell) / "cell.json")["shared_steps"] for cell in plan.cells}
+    by_arm = {cell.arm: num for cell, num in shared.items()}
+    assert by_arm == {
+        "dense": 0,
+        "random": 5,
+        "magnitude": 5,
+        "bitter7": 5,
+        "late": 7,
+        "bitter7 regrow": 5,
+        "movement": 0,
+        "fast": 0,
+        "dense fast": 5,
+        "inside": 0,
+    }
+    assert num_steps == 12 * len(plan.cells) - sum(shared.values())
