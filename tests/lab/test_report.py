@@ -97,7 +97,33 @@ def test_arms_far_from_the_others_leave_the_frame_and_are_named(tmp_path):
     low, high = next(frame for frame, f in zip(frames, figures_of(folder), strict=True) if len(f["data"]) == len(ARMS))
     inside = [row["mean"] for row in result["rows"] if row["arm"] in ("dense", "magnitude", "bitter7")]
     assert low < min(inside) and max(inside) < high < 100
-    assert any("Outside the frame: bitter3 at 80 %" in text for text in page_of(folder).texts["p"])
+    assert any("Outside the frame: bitter3 at 80 %." in text for text in page_of(folder).texts["p"])
+
+
+def test_a_sparsity_that_is_worse_as_a_whole_stays_in_the_frame(tmp_path):
+    folder = make_study(tmp_path / "study", ARMS)
+    path = folder / "study_result.json"
+    result = json.loads(path.read_text())
+    for row in result["rows"]:
+        row["mean"] = {0.0: 20.0, 0.5: 20.2, 0.8: 90.0}[row["sparsity"]] + len(row["arm"]) / 100
+    path.write_text(json.dumps(result))
+    assert not any("Outside the frame" in text for text in page_of(folder).texts["p"])
+
+
+def test_a_mixed_comparison_is_told_and_is_no_headline(tmp_path):
+    folder = make_study(tmp_path / "study", ARMS)
+    path = folder / "study_result.json"
+    result = json.loads(path.read_text())
+    for row in result["rows"]:
+        row |= {"dense": "dense", "against_budget": 1.0, "beside": ["lr"] if row["arm"] == "bitter7" else []}
+        if row["arm"] == "bitter3" and row["sparsity"]:
+            row["budget_scale"] = 2.0
+    path.write_text(json.dumps(result))
+    page = page_of(folder)
+    assert "bitter" not in page.texts["h1"][0].replace("bitter7 ended lowest", "")
+    rows = page.tables["Held-out perplexity at the end, from the best to the worst of each sparsity"][1:]
+    assert all(row[4].endswith("; lr differs too") for row in rows if row[0] == "bitter7")
+    assert all(row[4].endswith("; 2 times the tokens") for row in rows if row[0].startswith("bitter3"))
 
 
 def test_without_events_there_is_no_line_of_what_was_asked(tmp_path):

@@ -266,7 +266,8 @@ def test_quality_off_the_target_does_not_count(copy):
 def test_a_longer_budget_is_told(copy, base, capsys):
     assert study(base, copy, "--arm", "longer: score=bitter7 budget_scale=1.5", "--seeds", "1") == 0
     assert rows(copy)["longer"]["tokens"] == 1.5 * rows(copy)["dense"]["tokens"]
-    assert "with 1.5 times the tokens" in capsys.readouterr().out
+    assert "; 1.5 times the tokens)" in capsys.readouterr().out.replace("\n", " ")
+    assert rows(copy)["longer"]["beside"] == []
 
 
 def test_workers_share_the_runs(done, base, tmp_path):
@@ -468,6 +469,25 @@ def test_recipes_are_compared_with_dense_and_magnitude_of_their_own(copy, base):
     assert slow["cost"] is None and slow["overlap"] is None, "no run of that recipe to compare with"
     assert "(against magnitude; lr differs too)" in " ".join(cells_of(slow))
     assert found["bitter7"]["beside"] == [] and 0 < found["bitter7"]["overlap"] <= 1
+
+
+def test_a_row_is_compared_where_most_of_its_seeds_are(copy, base):
+    assert study(base, copy, "--arm", "fast: score=bitter7 lr=3e-3", "--seeds", "2") == 0
+    assert rows(copy)["fast"]["against"] == "magnitude"
+    assert study(base, copy, "--arm", "magnitude fast: score=magnitude lr=3e-3", "--seeds", "0,1") == 0
+    found = rows(copy)["fast"]
+    assert (found["against"], found["difference"]["num_seeds"], found["beside"]) == ("magnitude fast", 2, [])
+    assert rows(copy)["magnitude fast"]["overlap"] == 1.0
+
+
+def test_an_overlap_with_another_recipe_is_not_shown(copy, base):
+    assert study(base, copy, "--arm", "fast: score=bitter7 lr=3e-3", "--seeds", "1") == 0
+    noted = copy / "runs" / "fast-0.5-s0" / "cell.json"
+    noted.write_text(json.dumps(read_json(noted) | {"overlap": 0.4}))  # as older versions did, with magnitude's
+    assert summary(Folder(copy), Folder(copy).plan())["rows"][-1]["overlap"] is None
+    assert study(base, copy, "--arm", "magnitude fast: score=magnitude lr=3e-3", "--seeds", "1") == 0
+    found = read_json(noted)
+    assert found["overlap_with"] == "magnitude fast" and found["overlap"] == rows(copy)["fast"]["overlap"] != 0.4
 
 
 def test_a_preset_without_data_is_refused(tmp_path, capsys):

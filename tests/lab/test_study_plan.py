@@ -163,6 +163,7 @@ def test_an_arm_is_held_against_magnitude_and_dense_of_the_same_recipe():
         "slow: score=bitter7 lr=1e-4",
         "late: score=fisher exponent=0.5 end=0.95",
         "named: score=bitter3 lr=2e-3 against=slow",
+        "asked: score=bitter3 lr=2e-3 against=magnitude",
         "back: score=bitter3 eps=1e-8 regrow=0.1 regrow_by=gradient",
         sparsities=(0.5, 0.8),
     )
@@ -172,6 +173,7 @@ def test_an_arm_is_held_against_magnitude_and_dense_of_the_same_recipe():
     assert plan.dense_for(cell) == Cell("dense fast", 0.0, 0)
     assert plan.against(Cell("magnitude fast", 0.8, 0)) == "magnitude", "the recipe is all that is new"
     assert plan.against(Cell("named", 0.8, 0)) == "slow"
+    assert plan.against(Cell("asked", 0.8, 0)) == "magnitude", "who names it gets it, whatever its recipe"
     assert plan.against(Cell("dense fast", 0.0, 0)) == "dense"
     for arm, dense in (("slow", None), ("late", Cell("dense", 0.0, 0)), ("back", Cell("dense", 0.0, 0))):
         assert plan.against(Cell(arm, 0.8, 0)) == "magnitude"
@@ -182,6 +184,9 @@ def test_an_arm_is_held_against_magnitude_and_dense_of_the_same_recipe():
 def test_the_arm_to_compare_with_may_have_spaces_in_its_name():
     arm = parse_arm("x: lr=2e-3 warmup=5 against=bitter7 to 0")
     assert (arm.against, dict(arm.changes)) == ("bitter7 to 0", {"lr": 2e-3, "warmup": 5})
+    assert parse_arm("x: against=fisher q=0.25 late lr=2e-3 warmup=5").against == "fisher q=0.25 late"
+    with pytest.raises(ValueError, match="against=ARM"):
+        parse_arm("x: lr=2e-3 against=")
 
 
 def test_a_plan_survives_its_file():
@@ -238,7 +243,7 @@ def test_presets_are_comparable_plans(name):
     preset = PRESETS[name]
     data = "digits" if preset.base.model in ("lenet5", "resnet20") else "stdlib"
     plan = make_plan(replace(preset.base, data=data), preset.arms, preset.sparsities, (0, 1))
-    assert {arm.against for arm in plan.arms} <= set(plan.arm)
+    assert {plan.against(cell) for cell in plan.cells} <= set(plan.arm)
     assert len(set(plan.owners.values())) <= len(plan.cells)
 
 

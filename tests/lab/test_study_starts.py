@@ -1,8 +1,10 @@
 """Runs of one recipe and seed share their dense start, and end with the bits of runs that were made alone."""
 
 import json
+import shutil
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from prunus.lab.study.fields import parse_arm
 from prunus.lab.study.folder import Folder, read_json
 from prunus.lab.study.plan import make_plan
 from prunus.lab.study.runner import Options, Worker
-from prunus.lab.study.starts import num_shared
+from prunus.lab.study.starts import Starts, num_shared
 from prunus.lab.trainer import train
 
 RUN = Run(steps=100, begin=10, end=90, every=7, eval_every=50)
@@ -79,6 +81,48 @@ def study(tmp_path_factory):
     handle.remove()
     assert worker.starts.kept == {}, "nobody needs them any more"
     return out, plan, len(steps)
+
+
+def test_few_starts_are_kept_and_none_of_a_resumed_run(tmp_path, study):
+    _, plan, _ = study
+    base = replace(plan.base, steps=20, eval_every=20, end=18)
+    arms = [f"b{begin}: score=bitter7 begin={begin}" for begin in range(3, 15)]
+    many = make_plan(base, map(parse_arm, arms), [0.5], [0])
+    folder, most = Folder(tmp_path / "study"), []
+    folder.write(many, {})
+    worker = Worker(folder, Options(device="cpu"), Quiet())
+    kept = worker.starts.taker
+
+    def watched(run, others):
+        most.append((len(worker.starts.kept), run.resume, len(list(others))))
+        return kept(run, others)
+
+    worker.starts.taker = watched
+    worker.work(many.cells)
+    assert max(number for number, _, _ in most) == 4
+    cell = many.cells[0]
+    alone = replace(many.run_of(cell), out=folder.run(cell), device="cpu", save_every=5)
+    shutil.rmtree(folder.run(cell))
+    with pytest.raises(KeyboardInterrupt):
+        train(alone, interrupt_at_7)
+    shutil.rmtree(folder.run(many.cells[-1]))
+    worker.work(many.cells)
+    assert (0, True, 0) in most
+
+
+def test_what_only_the_first_step_of_a_process_takes_is_nobody_elses(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("")
+    starts, run = Starts(), replace(RUN, out=tmp_path)
+    taker = starts.taker(replace(run, score="none"), [run])
+    for step in range(1, 10):
+        state = {"seconds": 30 + 0.1 * (step - 1)}
+        taker(SimpleNamespace(step=step, run=run, seconds=state["seconds"], state=lambda state=state: state))
+    assert starts.of(run).state["seconds"] == pytest.approx(0.9)
+
+
+def interrupt_at_7(step, values):
+    if step == 7:
+        raise KeyboardInterrupt
 
 
 def lines_of(folder):

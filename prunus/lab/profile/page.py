@@ -21,16 +21,19 @@ ROWS = {
 
 def compile_section(folder: Path) -> str:
     """What torch.compile does to one training, eager beside compiled."""
-    found = json.loads((folder / "compile.json").read_text())
-    eager, compiled = found["arms"]["eager"], found["arms"]["compile"]
-    notes = folder / "notes.md"
-    rows = [(name, write(eager), write(compiled)) for name, write in ROWS.items()]
+    path, notes = folder / "compile.json", folder / "notes.md"
+    try:
+        found = json.loads(path.read_text())
+        eager, compiled, says = found["arms"]["eager"], found["arms"]["compile"], found["says"]
+        rows = [(name, write(eager), write(compiled)) for name, write in ROWS.items()]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is not what prunus profile --compare compile writes: {error!r}") from error
     parts = [
         f"## {folder.name}",
         _origin(eager),
         *([notes.read_text().strip()] if notes.is_file() else []),
         table(("", "eager", "torch.compile"), rows),
-        " ".join(found["says"]),
+        " ".join(says),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -42,5 +45,9 @@ def _origin(arm: dict[str, Any]) -> str:
     return (
         f"{environment['machine']}; Python {environment['python']}, {versions}; commit {environment['commit']}; "
         f"`prunus profile --compare compile`: {run['model']}, batch {run['batch']}{window}, {run['precision']}, "
-        f"{run['score']} to {run['sparsity']:.0%}, each arm in a process of its own."
+        f"{_pruning(run)}, each arm in a process of its own."
     )
+
+
+def _pruning(run: dict[str, Any]) -> str:
+    return "dense" if run["score"] == "none" else f"{run['score']} to {run['sparsity']:.0%}"

@@ -1,5 +1,6 @@
 """Arms against each other: quality over sparsity, differences with intervals, overlap of masks, time and memory."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from statistics import median
@@ -34,10 +35,7 @@ def quality_panel(source: Source, marks: Mapping[str, Mark]) -> Panel:
             aside = 0.005 * (place - len(source.arms) / 2) if len(source.arms) < 10 else 0.0
             traces[-1]["x"] = [row.sparsity + aside * (row.sparsity > 0) for row in own]  # bars beside each other
     ended = [row for row in source.rows if row.mean is not None]
-    near = [row for row in ended if row not in far_rows(source)]
-    ends = [(row.mean or 0) + side * (row.spread or 0) for row in near for side in (-1, 1)]
-    pad = 0.06 * (max(ends) - min(ends)) if ends else 0.0
-    frame = {"range": [min(ends) - pad, max(ends) + pad]} if pad else {}
+    frame = {"range": list(found)} if (found := frame_of(source)) else {}
     rows = [
         [row.arm, _percent(row.sparsity), _plain(row.mean), _plain(row.spread, 2), Number(str(n := len(row.values)), n)]
         for row in sorted(ended, key=lambda row: (row.sparsity, row.mean or 0))
@@ -57,14 +55,24 @@ def quality_panel(source: Source, marks: Mapping[str, Mark]) -> Panel:
     )
 
 
-def far_rows(source: Source) -> list[Row]:
-    """Rows that would squeeze all others into a corner: ten times as far from the median as the others mostly are."""
-    means = [row.mean for row in source.rows if row.mean is not None]
-    if not means:
-        return []
-    middle = median(means)
-    usual = median(abs(mean - middle) for mean in means)
-    return [row for row in source.rows if row.mean is not None and abs(row.mean - middle) > FAR * usual > 0]
+def frame_of(source: Source) -> tuple[float, float] | None:
+    """Quality that is shown: of all rows, without those that are far worse than the others of their sparsity."""
+    sign = 1 if source.record.metric == "perplexity" else -1
+    ends = []
+    for sparsity in {row.sparsity for row in source.rows}:
+        rows = [row for row in source.rows if row.sparsity == sparsity and row.mean is not None]
+        middle = median(row.mean or 0 for row in rows) if rows else 0.0
+        usual = median(abs((row.mean or 0) - middle) for row in rows) if rows else 0.0
+        near = [row for row in rows if not sign * ((row.mean or 0) - middle) > FAR * usual > 0]
+        ends += [(row.mean or 0) + side * (row.spread or 0) for row in near for side in (-1, 1)]
+    pad = 0.06 * (max(ends) - min(ends)) if ends else 0.0
+    return (min(ends) - pad, max(ends) + pad) if pad else None
+
+
+def outside(source: Source) -> list[Row]:
+    """Rows that the frame leaves out."""
+    low, high = frame_of(source) or (-math.inf, math.inf)
+    return [row for row in source.rows if row.mean is not None and not low <= row.mean <= high]
 
 
 def _quality_trace(arm: str, rows: Sequence[Row], mark: Mark) -> Trace:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..run import Run
-from .compare import cost_panels, difference_panels, far_rows, memory_of, overlap_panels, quality_panel, ranking
+from .compare import cost_panels, difference_panels, memory_of, outside, overlap_panels, quality_panel, ranking
 from .curves import compared_panels, path_mark, run_panels, shared_paths, sparsity_panel
 from .layers import compared_maps, run_map
 from .numbers import fixed, plain, short_percent, signed
@@ -86,7 +86,7 @@ NO_OVERLAP = "Not known here: prunus study compares the masks of its runs, and t
 def _error_bars(source: Source) -> str:
     seeds = sorted({len(row.values) for row in source.rows if row.values})
     many = f"{seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else f"{seeds[0] if seeds else 0}"
-    far = ", ".join(f"{row.arm} at {short_percent(row.sparsity)}" for row in far_rows(source))
+    far = ", ".join(f"{row.arm} at {short_percent(row.sparsity)}" for row in outside(source))
     said = f"Mean on held-out data at the end of the run; bars are one standard deviation over seeds ({many} an arm)."
     return said + (f" Outside the frame: {far}." if far else "")
 
@@ -139,8 +139,8 @@ def _verdicts(source: Source, marks: Mapping[str, Mark]) -> Section:
         looks={i: _look(rows, i) for i in range(len(rows))},
     )
     text = (
-        "Differences are to magnitude, or to the arm named behind a dash, and paired: the same seed has the same first "
-        "weights and the same batches."
+        "Differences are to magnitude, or to the arm named behind a dash, of dense arms to dense, and paired: the same "
+        "seed has the same first weights and the same batches."
         if is_study
         else ("These runs are no study, so there are no verdicts: nothing holds them to the same budget and data.")
     )
@@ -169,7 +169,8 @@ def _verdict_row(row: Row, is_study: bool) -> list[Any]:
         kind = next((word for word in ("better", "worse") if row.verdict.startswith(word)), "none")
         half = f" ± {fixed(row.half_width, 2)}" if row.half_width is not None else ""
         other = "" if row.same_as or row.against in ("", "magnitude", "dense") else f", against {row.against}"
-        said = re.sub(r"-(?=\d)", "−", row.verdict) + other
+        mixed = f"; {row.mixed}" if row.mixed and not row.same_as else ""
+        said = re.sub(r"-(?=\d)", "−", row.verdict) + other + mixed
         cells += [Number(signed(row.difference) + half, row.difference), Word(said, kind)]
     return [*cells, Number(fixed(row.spread, 2), row.spread), Number(str(seeds), seeds)]
 

@@ -42,6 +42,7 @@ class Row:
     cost: float | None = None  # paired difference to it
     same_as: str = ""  # the arm whose runs these are
     note: str = ""
+    mixed: str = ""  # what differs from the arm it is against beside what is compared
 
 
 @dataclass(frozen=True)

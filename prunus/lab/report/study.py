@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..study.table import mixed_with
 from .numbers import plain, short_percent
 from .read import Json, number, read_json
 from .source import Cell, Row, Source, read_cells, rows_of
@@ -20,6 +21,8 @@ def read_study(folder: Path) -> Source:
     if isinstance(result, dict):
         rows = [_row(row) for row in _dicts(result.get("rows")) if isinstance(row.get("arm"), str)]
         notes = _shortcomings(result) + notes
+        if any("dense" not in row for row in _dicts(result.get("rows"))):
+            notes.append("study_result.json is of an older version: prunus study --out FOLDER writes it anew.")
     else:
         rows = rows_of(cells)
         notes.insert(0, "There is no study_result.json: means are taken from the runs, and there are no verdicts.")
@@ -63,6 +66,7 @@ def _row(row: Mapping[str, Any]) -> Row:
         cost=number((cost or {}).get("mean")),
         same_as=same,
         note=f"budget × {plain(budget, 3)}" if budget not in (None, 1.0) else "",
+        mixed=mixed_with(row),
     )
 
 

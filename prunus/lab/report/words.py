@@ -48,7 +48,7 @@ def _of_verdicts(source: Source, sparsity: float) -> str:
     """The best arm whose interval leaves magnitude out, or that there is none; empty without any interval."""
     sign = -1 if source.record.metric == "perplexity" else 1
     rows = [r for r in _ended(source, sparsity) if r.half_width is not None and r.difference is not None]
-    rows = [row for row in rows if row.arm not in ("random", row.against)]
+    rows = [row for row in rows if row.arm not in ("random", row.against) and not row.mixed]
     if not rows:
         return ""
     at, unit = f"At {short_percent(sparsity)} sparsity", "perplexity" if sign < 0 else "points of accuracy"
@@ -101,10 +101,12 @@ def _costs(source: Source) -> list[str]:
     """The best arm of each sparsity, with what it loses against dense in the same recipe."""
     best = "Lowest" if source.record.metric == "perplexity" else "Highest"
     found = [rows[0] for sparsity in source.sparsities if (rows := _sorted(source, sparsity))]
-    said = [
-        f"at {short_percent(row.sparsity)} {row.arm} ({signed(row.cost)} to {row.dense})" for row in found if row.cost
-    ]
+    said = [f"at {short_percent(row.sparsity)} {row.arm}{_lost(row)}" for row in found]
     return [f"{best} {'; '.join(said)}."] if said else []
+
+
+def _lost(row: Row) -> str:
+    return "" if row.cost is None else f" ({signed(row.cost)} to {row.dense})"
 
 
 def _sorted(source: Source, sparsity: float) -> list[Row]:

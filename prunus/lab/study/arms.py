@@ -18,11 +18,11 @@ def slug(name: str) -> str:
 
 @dataclass(frozen=True)
 class Arm:
-    """``changes`` are fields of Run; ``against`` is the arm that it is compared with."""
+    """``changes`` are fields of Run; ``against`` is what it is compared with, magnitude of its recipe if empty."""
 
     name: str
     changes: Mapping[str, Any] = field(default_factory=dict)
-    against: str = "magnitude"
+    against: str = ""
 
     def __post_init__(self) -> None:
         if not slug(self.name):
@@ -62,7 +62,7 @@ def _check_names(arms: Mapping[str, Arm]) -> None:
         other = folders.setdefault(slug(arm.name), arm.name)
         if other != arm.name:
             raise ValueError(f"arms {other!r} and {arm.name!r} would share a folder; rename one")
-        if arm.against not in arms:
+        if arm.against and arm.against not in arms:
             raise ValueError(f"arm {arm.name} is against {arm.against!r}, which is no arm: {', '.join(arms)}")
 
 

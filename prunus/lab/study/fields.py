@@ -23,13 +23,20 @@ def score_arm(score: str) -> Arm:
 
 
 def parse_arm(text: str) -> Arm:
-    """An arm from ``name: field=value field=value``; ``against=NAME`` may end it, with spaces in the name."""
+    """An arm from ``name: field=value field=value``, among them ``against=NAME``, in which there may be spaces."""
     name, colon, rest = text.partition(":")
-    rest, _, against = rest.partition(" against=")
-    changes = parse_fields(rest.split(), f"arm {name.strip()}")
-    if not colon or not changes:
-        raise ValueError(f"an arm is written as 'name: field=value field=value', got {text!r}")
-    return Arm(name.strip(), changes, against.strip() or "magnitude")
+    words, against = [], []
+    for word in rest.split():
+        if word.startswith("against="):
+            against.append(word.removeprefix("against="))
+        elif against and word.partition("=")[0] not in TYPES:
+            against.append(word)
+        else:
+            words.append(word)
+    changes = parse_fields(words, f"arm {name.strip()}")
+    if not colon or not changes or against == [""]:
+        raise ValueError(f"an arm is written as 'name: field=value field=value against=ARM', got {text!r}")
+    return Arm(name.strip(), changes, " ".join(against))
 
 
 def parse_fields(words: Iterable[str], who: str) -> dict[str, Any]:
@@ -67,7 +74,7 @@ def read_base(path: Path) -> tuple[Run, list[Arm]]:
 
 
 def _table_arm(table: dict[str, Any]) -> Arm:
-    name, against = str(table.pop("name")), str(table.pop("against", "magnitude"))
+    name, against = str(table.pop("name")), str(table.pop("against", ""))
     return Arm(name, {key: typed(key, value, f"arm {name}") for key, value in table.items()}, against)
 
 

@@ -89,10 +89,12 @@ class Plan:
         return self._cells_by_key.get(key_of(replace(self.run_of(cell), score="magnitude", eps=None, exponent=None)))
 
     def against(self, cell: Cell) -> str:
-        """The arm that a cell is compared with: as its arm says, but with magnitude of the same recipe if there is."""
-        named = self.arm[cell.arm].against if cell.sparsity else "dense"
-        alike = self.magnitude_for(cell) if named == "magnitude" else None
-        return alike.arm if alike and alike != self.owners[cell] else named
+        """The arm that a cell is compared with: as its arm says, else magnitude of the same recipe if there is."""
+        if not cell.sparsity:
+            return "dense"
+        alike = self.magnitude_for(cell)
+        own = alike.arm if alike and alike != self.owners[cell] else "magnitude"
+        return self.arm[cell.arm].against or own
 
     def to_json(self) -> dict[str, Any]:
         cells = {arm.name: sorted([c.sparsity, c.seed] for c in self.cells if c.arm == arm.name) for arm in self.arms}

@@ -103,29 +103,39 @@ def _rows(plan: Plan, finished: Sequence[Finished], metric: Metric) -> Iterator[
         if not group:
             continue
         cell = group[0].cell
-        against, dense = plan.against(cell), plan.dense_for(cell)
+        against = _most([plan.against(one.cell) for one in group])
+        twins = [twin.arm for one in group if sparsity and (twin := plan.dense_for(one.cell))]
+        dense = _most(twins) if twins else None
         other = values.get((against, sparsity)) if against != arm else None
         yield {
             "arm": arm,
             "sparsity": sparsity,
             **_described(values[arm, sparsity]),
-            **_measured(group),
+            **_measured(group, plan),
             "budget_scale": plan.run_of(cell).budget_scale,
             "same_as": same_as(plan, cell),
             "runs": [one.folder.name for one in group],
             **_compared(values[arm, sparsity], against if other is not None else None, other or {}, metric),
             "against_budget": _budget(plan, against),
             "beside": _beside(plan.run_of(cell), plan.run_of(replace(cell, arm=against))),
-            "dense": dense.arm if dense else None,
-            "cost": _json(paired(values[arm, sparsity], values[dense.arm, 0.0]) if sparsity and dense else None),
+            "dense": dense,
+            "cost": _json(paired(values[arm, sparsity], values[dense, 0.0]) if dense else None),
         }
+
+
+def _most(names: Sequence[str]) -> str:
+    """The name that most seeds have, the first of several."""
+    return max(names, key=names.count)
 
 
 def _beside(ours: Run, theirs: Run) -> list[str]:
     """Fields in which two runs differ beside the score, if they differ in the score: a mixed comparison."""
     first, second = canonical(ours), canonical(theirs)
-    differ = [name for name in sorted(first.keys() | second.keys()) if first.get(name) != second.get(name)]
-    return [name for name in differ if name not in SCORE] if set(differ) & SCORE else []
+    differ = {name for name in first.keys() | second.keys() if first.get(name) != second.get(name)}
+    written = {name for name, value in ours.to_json().items() if value != theirs.to_json()[name]}
+    if "regrow" in written:
+        written.discard("regrow_by")
+    return sorted(differ & written - SCORE) if differ & SCORE else []
 
 
 def _budget(plan: Plan, arm: str) -> float:
@@ -144,13 +154,14 @@ def _described(values: Mapping[int, float]) -> dict[str, Any]:
     }
 
 
-def _measured(group: Sequence[Finished]) -> dict[str, Any]:
+def _measured(group: Sequence[Finished], plan: Plan) -> dict[str, Any]:
     """Means over the runs of what was counted and timed."""
     from_result = {name: mean([one.result[name] for one in group]) for name in ("sparsity", "tokens", "examples")}
     noted = {
         name: [one.about[name] for one in group if one.about.get(name) is not None]
-        for name in ("wall_seconds", "peak_mib", "overlap")
+        for name in ("wall_seconds", "peak_mib")
     }
+    noted["overlap"] = [value for one in group if (value := _overlap(one, plan)) is not None]
     warm = [one.about["wall_seconds"] for one in group if one.about.get("cold") is False]
     noted["wall_seconds"] = warm or noted["wall_seconds"]
     return {
@@ -192,5 +203,12 @@ def note_overlaps(folder: Folder, plan: Plan) -> None:
     for cell, one in found.items():
         twin = plan.magnitude_for(cell)
         control = found.get(twin) if twin else None
-        if control and "overlap" not in one.about and (value := jaccard(one.folder, control.folder)) is not None:
-            write_json(one.folder / "cell.json", {**one.about, "overlap": value})
+        if control and _overlap(one, plan) is None and (value := jaccard(one.folder, control.folder)) is not None:
+            noted = {"overlap": value, "overlap_with": control.cell.arm}
+            write_json(one.folder / "cell.json", {**one.about, **noted})
+
+
+def _overlap(one: Finished, plan: Plan) -> float | None:
+    """What was noted, if it is with magnitude of the same recipe; older notes are with the arm of that name."""
+    twin = plan.magnitude_for(one.cell)
+    return one.about.get("overlap") if twin and one.about.get("overlap_with", "magnitude") == twin.arm else None

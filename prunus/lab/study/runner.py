@@ -118,7 +118,7 @@ class Worker:
             noted = about(cell, run, seconds, cold) | shared | {"data": dict(self.plan.data)}
             write_json(run.out / "cell.json", noted)
 
-        taker = self.starts.taker(run, others)
+        taker = self.starts.taker(run, () if run.resume else others)  # a resumed one may have begun elsewhere
         result = train(run, finite(progress), data=self.data, start=start, after_step=taker, finish=finish)
         if not self.options.keep_checkpoints:
             (run.out / "checkpoint.pt").unlink(missing_ok=True)

@@ -14,6 +14,7 @@ from ..tracking import read_metrics
 from ..trainer import Start, Training
 from .keys import dense_of, key_of
 
+MOST = 4  # starts that are kept at a time: each is as large as a checkpoint
 COLLECT = ("movement", "wanda")  # scores that listen from the first step on
 
 
@@ -53,20 +54,29 @@ class Starts:
         return Taker(self, mine, {min(step, most) for recipe, step in wanted if recipe == mine})
 
 
-@dataclass(frozen=True)
+@dataclass
 class Taker:
     """Called after each step of a run: keeps its state at the steps that others will begin from."""
 
     starts: Starts
     recipe: str
     steps: set[int]
+    first: tuple[int, float] | None = None  # step and seconds after the first one, which may have compiled
 
     def __call__(self, training: Training) -> None:
-        step = training.step
-        if step in self.steps and (self.recipe, step) not in self.starts.kept:
-            state = _in_main_memory(training.state() | {"pruner": None})
+        step, kept = training.step, self.starts.kept
+        self.first = self.first or (step, training.seconds)
+        if step in self.steps and (self.recipe, step) not in kept and len(kept) < MOST:
+            state = training.state() | {"pruner": None, "seconds": self._seconds(training)}
             lines = [line for line in read_metrics(training.run.out) if 0 < line["step"] <= step]
-            self.starts.kept[self.recipe, step] = Start(state, lines)
+            kept[self.recipe, step] = Start(_in_main_memory(state), lines)
+
+    def _seconds(self, training: Training) -> float:
+        """Training time so far, as it would be without what only the first run of a process pays."""
+        step, seconds = self.first or (0, 0.0)
+        if training.step == step:
+            return training.seconds
+        return (training.seconds - seconds) / (training.step - step) * training.step
 
 
 def _in_main_memory(value: Any) -> Any:

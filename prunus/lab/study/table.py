@@ -43,9 +43,16 @@ def said(row: Mapping[str, Any]) -> str:
         return f"the same computation as {row['same_as']}"
     if not row["against"]:
         return ""
-    budget = "" if row["budget_scale"] == row["against_budget"] else f", with {row['budget_scale']:g} times the tokens"
-    beside = f"; {', '.join(row['beside'])} differ{'s' * (len(row['beside']) == 1)} too" if row["beside"] else ""
-    return f"{row['verdict']} (against {row['against']}{budget}{beside})"
+    mixed = mixed_with(row)
+    return f"{row['verdict']} (against {row['against']}{'; ' if mixed else ''}{mixed})"
+
+
+def mixed_with(row: Mapping[str, Any]) -> str:
+    """What differs between an arm and the one it is against beside what they are to be compared in."""
+    budget, other = row.get("budget_scale", 1.0), row.get("against_budget", 1.0)
+    beside = row.get("beside") or []
+    said = [f"{budget:g} times the tokens"] if budget != other else []
+    return ", ".join([*said, *([f"{', '.join(beside)} differ{'s' * (len(beside) == 1)} too"] if beside else [])])
 
 
 def difference(value: Mapping[str, Any] | None) -> str:
