@@ -27,7 +27,7 @@ class Ramp:
     final: float
     begin: int | float
     end: int | float
-    shape: Literal["zhu_gupta", "cubic", "linear"] = "zhu_gupta"
+    shape: Literal["linear", "cubic", "zhu_gupta"] = "linear"
 
     def __post_init__(self) -> None:
         check_sparsity(self.final)
