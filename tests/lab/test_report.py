@@ -131,7 +131,10 @@ def test_without_events_there_is_no_line_of_what_was_asked(tmp_path):
     kept = [line for line in lines_of(folder) if "event" not in line]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
     [counted] = figures_of(folder)[2]["data"]
-    assert counted["mode"] == "markers" and counted["y"] == [line["sparsity"] for line in kept if "eval" in line]
+    shares = [line["sparsity"] for line in kept if "eval" in line]
+    assert counted["mode"] == "markers" and counted["y"] == shares
+    rows = page_of(folder).tables["Sparsity counted at every evaluation"][1:]
+    assert [float(row[2]) for row in rows] == shares
 
 
 def test_curves_of_a_study_are_means_over_seeds(tmp_path):

@@ -233,15 +233,16 @@ def sparsity_panel(records: Mapping[str, Record], marks: Mapping[str, Mark], tit
     for path, arms in paths.items():
         mark, name = path_mark(arms, marks), ", ".join(arms)
         traces += _path_traces(path, records[arms[0]], mark, name)
-        asked = path[1:-1] if records[arms[0]].events else ()
-        rows += [[name, _count(step), _number(share, _exact)] for step, share in asked]
+        rows += [[name, _count(step), _number(share, _exact)] for step, share in path[1:-1]]
+    has_events = any(record.events for record in records.values())
+    what = "asked for at every event" if has_events else "counted at every evaluation"
     said = "; ".join(f"{', '.join(arms)}: {percent(path[-1][1])} at step {path[-1][0]}" for path, arms in paths.items())
     return Panel(
         f"Sparsity over steps{title}",
         f"Sparsity over steps, at the end: {said}.",
         traces,
         layout(axis("step", rangemode="tozero"), axis("", tickformat=".0%", rangemode="tozero"), hovermode="closest"),
-        Table("Sparsity asked for at every event", ["arm", "step", "sparsity"], thinned(rows, MAX_ROWS)),
+        Table(f"Sparsity {what}", ["arm", "step", "sparsity"], thinned(rows, MAX_ROWS)),
     )
 
 
