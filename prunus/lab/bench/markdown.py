@@ -1,6 +1,6 @@
 """Sections and tables of the pages that benchmarks make."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -9,13 +9,15 @@ def number(value: float | None, form: str) -> str:
     return "" if value is None else form.format(value)
 
 
+def where(environment: Mapping[str, Any]) -> str:
+    """Machine and versions that a figure was made with."""
+    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
+    return f"{environment['machine']}; Python {environment['python']}, {versions}"
+
+
 def section(title: str, record: dict[str, Any], text: str, body: str) -> str:
     environment = record["environment"]
-    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
-    origin = (
-        f"{environment['machine']}; Python {environment['python']}, {versions}; "
-        f"{record['date']}, commit {environment['commit']}; `{record['file']}`"
-    )
+    origin = f"{where(environment)}; {record['date']}, commit {environment['commit']}; `{record['file']}`"
     note = f"{record['settings']['note']}\n\n" if "note" in record["settings"] else ""
     return f"## {title}\n\n{origin}\n\n{text.format(**record['settings'])}\n{note}{body}\n"
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..bench.markdown import table
+from ..bench.markdown import table, where
 from .compare import MIB
 
 ROWS = {
@@ -40,10 +40,9 @@ def compile_section(folder: Path) -> str:
 
 def _origin(arm: dict[str, Any]) -> str:
     run, environment = arm["run"], arm["environment"]
-    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
     window = f" of {run['context']} tokens" if arm["tokens_a_second"] else ""
     return (
-        f"{environment['machine']}; Python {environment['python']}, {versions}; commit {environment['commit']}; "
+        f"{where(environment)}; commit {environment['commit']}; "
         f"`prunus profile --compare compile`: {run['model']}, batch {run['batch']}{window}, {run['precision']}, "
         f"{_pruning(run)}, each arm in a process of its own."
     )

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..bench.markdown import table
+from ..bench.markdown import table, where
 from ..profile.page import compile_section
 from .folder import Folder, read_json
 from .keys import num_examples, shared_fields
@@ -54,12 +54,7 @@ def _section(folder: Folder) -> str:
 def _environments(folder: Folder) -> str:
     """Machines, versions and commits of the finished runs, each once."""
     every = [read_json(run / "run.json")["environment"] for run in sorted(folder.finished().values())]
-    lines = [
-        f"{one['machine']}; Python {one['python']}, "
-        + ", ".join(f"{name} {version}" for name, version in one["versions"].items())
-        + f"; commit {one['commit']}"
-        for one in every
-    ]
+    lines = [f"{where(one)}; commit {one['commit']}" for one in every]
     return "  \n".join(f"{line}; {lines.count(line)} runs" for line in dict.fromkeys(lines))
 
 
