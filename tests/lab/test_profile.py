@@ -201,7 +201,7 @@ def test_an_arm_is_measured_in_a_fresh_process_and_has_a_place_on_the_page(text,
     run = small(text, compile=True, score="none")
     found = _in_a_process(run, Window(1, 1))
     assert Run.from_json(found["run"]) == run and found["compiled"]["graphs"] == 0
-    assert found["environment"]["command"] != sys.argv[1:]
+    assert found["environment"]["command"] == sys.argv[1:]
     (tmp_path / "compile.json").write_text(
         json.dumps({"says": ["A word."], "arms": {"eager": found, "compile": found}})
     )

@@ -35,7 +35,7 @@ def compare_compile(run: Run, window: Window, progress: Callable[[str], None] = 
 def _in_a_process(run: Run, window: Window) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "profile.json"
-        given = json.dumps({"run": run.to_json(), "window": asdict(window)})
+        given = json.dumps({"run": run.to_json(), "window": asdict(window), "command": sys.argv[1:]})
         command = [sys.executable, "-m", "prunus.lab.profile.compare", str(out)]
         cache = {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": f"{folder}/triton"}
         done = subprocess.run(command, input=given, text=True, capture_output=True, env=os.environ | cache, check=False)
@@ -82,8 +82,9 @@ def said(figures: dict[str, Any]) -> list[str]:
 def main() -> None:
     """One arm: run and window come in as JSON, the profile goes to the file named."""
     given = json.loads(sys.stdin.read())
-    profile = measure(Run.from_json(given["run"]), Window(**given["window"]))
-    Path(sys.argv[1]).write_text(json.dumps(profile.to_json()))
+    found = measure(Run.from_json(given["run"]), Window(**given["window"])).to_json()
+    found["environment"]["command"] = given["command"]  # what a person typed
+    Path(sys.argv[1]).write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
