@@ -77,7 +77,7 @@ def devices_of(text: str) -> list[str]:
 
 def _in_processes(folder: Folder, cells: tuple[Cell, ...], options: Options, devices: list[str]) -> None:
     """One worker process a device; they claim runs one by one. A worker that dies stops no other."""
-    processes = [_started(folder, cells, options, device) for device in devices]
+    processes = [_started(folder, cells, options, device, len(devices)) for device in devices]
     try:
         for device, process in zip(devices, processes, strict=True):
             if code := process.wait():
@@ -88,11 +88,13 @@ def _in_processes(folder: Folder, cells: tuple[Cell, ...], options: Options, dev
             process.wait()
 
 
-def _started(folder: Folder, cells: tuple[Cell, ...], options: Options, device: str) -> "subprocess.Popen[str]":
+def _started(
+    folder: Folder, cells: tuple[Cell, ...], options: Options, device: str, num_workers: int
+) -> "subprocess.Popen[str]":
     own = replace(options, device="cpu" if device == "cpu" else "cuda")
     task = {"folder": str(folder.path), "cells": [asdict(cell) for cell in cells], "options": asdict(own)}
     command = [sys.executable, "-m", "prunus.cli.study_work"]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, env=environment_of(device))
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, env=environment_of(device, num_workers))
     assert process.stdin
     with contextlib.suppress(BrokenPipeError):  # it may have died already
         process.stdin.write(json.dumps(task | {"device": device}) + "\n")
@@ -100,9 +102,14 @@ def _started(folder: Folder, cells: tuple[Cell, ...], options: Options, device: 
     return process
 
 
-def environment_of(device: str) -> dict[str, str]:
-    """The environment of a worker that is to see one GPU, or of one that works on the CPU."""
-    return os.environ | ({} if device == "cpu" else {"CUDA_VISIBLE_DEVICES": device})
+def environment_of(device: str, num_workers: int) -> dict[str, str]:
+    """The environment of a worker that is to see one GPU, or of one that works on the CPU.
+
+    Workers share the cores: threads of several on one core wait for each other, which can take ten times as long.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = {"OMP_NUM_THREADS": str(max(1, cores // num_workers))}
+    return threads | os.environ | ({} if device == "cpu" else {"CUDA_VISIBLE_DEVICES": device})
 
 
 def worker() -> None:

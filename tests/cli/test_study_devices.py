@@ -1,5 +1,7 @@
 """Workers of a study go to the GPUs that are visible, and to no other."""
 
+import os
+
 import pytest
 import torch
 
@@ -49,5 +51,14 @@ def test_a_device_that_is_not_there_is_refused(text, said, machine):
 
 def test_a_worker_sees_its_own_gpu_alone(machine):
     machine("4,5", 2)
-    assert environment_of("5")["CUDA_VISIBLE_DEVICES"] == "5"
-    assert environment_of("cpu")["CUDA_VISIBLE_DEVICES"] == "4,5"
+    assert environment_of("5", 2)["CUDA_VISIBLE_DEVICES"] == "5"
+    assert environment_of("cpu", 2)["CUDA_VISIBLE_DEVICES"] == "4,5"
+
+
+def test_workers_share_the_cores_unless_the_user_says_how_many(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(12)), raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    threads = [environment_of("cpu", num_workers)["OMP_NUM_THREADS"] for num_workers in (1, 2, 5, 12, 40)]
+    assert threads == ["12", "6", "2", "1", "1"]
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert environment_of("cpu", 2)["OMP_NUM_THREADS"] == "7"
