@@ -1,0 +1,32 @@
+"""One real study of a tiny GPT, made once a worker: to read, or to change a copy of it."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from study_command import ASKED, BASE, study
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory) -> Path:
+    """A file of settings, with text beside it to train on."""
+    folder = tmp_path_factory.mktemp("base")
+    letters = torch.randint(32, 127, (4000,), generator=torch.Generator().manual_seed(0)).tolist()
+    (folder / "text.txt").write_bytes(bytes(letters))
+    (folder / "run.toml").write_text(BASE.format(data=folder / "text.txt"))
+    return folder / "run.toml"
+
+
+@pytest.fixture(scope="session")
+def done(base, tmp_path_factory) -> Path:
+    """The folder of a finished study, which no test may change."""
+    out = tmp_path_factory.mktemp("done") / "study"
+    assert study(base, out, *ASKED) == 0
+    return out
+
+
+@pytest.fixture
+def copy(done, tmp_path) -> Path:
+    """The same, for one test to change."""
+    return Path(shutil.copytree(done, tmp_path / "study"))

@@ -1,0 +1,67 @@
+"""What would not be comparable is refused in one line, and the folder stays as it was."""
+
+import json
+
+import pytest
+from study_command import ASKED, study
+
+from prunus.cli import main
+from prunus.lab.study.folder import read_json
+
+CHANGED = {
+    "base": (("--set", "lr=2e-3"), "has lr = 0.001, not 0.002"),
+    "budget": (("--set", "steps=7"), "has steps = 4, not 7"),
+    "arm": (("--arm", "bitter7: score=bitter7 end=3"), "two arms are called bitter7"),
+    "arm of the folder": (("--arm", "bitter1: score=bitter1 end=3", "--scores", "random"), "arm bitter1 of"),
+    "data": (("--data", "stdlib"), "another data"),
+    "evaluation": (("--set", "eval_size=1"), "has eval_size = 2, not 1"),
+}
+
+
+@pytest.mark.parametrize("case", CHANGED)
+def test_a_changed_configuration_is_refused_and_nothing_is_touched(case, copy, base, capsys):
+    options, said = CHANGED[case]
+    before = {path: path.stat().st_mtime_ns for path in copy.rglob("*.json")}
+    asked = ("--seeds", "2") if "--scores" in options else ASKED
+    assert study(base, copy, *asked, *options) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+    assert {path: path.stat().st_mtime_ns for path in copy.rglob("*.json")} == before
+
+
+def test_a_run_that_is_not_what_its_name_says_is_refused(copy, base, capsys):
+    path = copy / "runs" / "bitter7-0.5-s0" / "run.json"
+    values = read_json(path)
+    values["run"]["lr"] = 0.5
+    path.write_text(json.dumps(values))
+    assert study(base, copy, *ASKED) == 2
+    assert "was run with lr = 0.5, the study has 0.001" in capsys.readouterr().err
+
+
+def test_a_preset_without_data_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(["study", "--preset", "lenet-mnist", "--out", str(tmp_path / "study")])
+    assert "the preset lenet-mnist needs --data: the folder of MNIST" in capsys.readouterr().err
+
+
+def test_mistakes_are_one_line(base, tmp_path, capsys):
+    for options, said in {
+        ("--seeds", "0"): "at least 1",
+        ("--sparsity", "half"): "expected a number",
+        ("--only", "nobody"): "there is no arm 'nobody'",
+        ("--devices", "tpu"): "--devices takes numbers of GPUs or cpu",
+        ("--scores", "bitter77"): "there is no score 'bitter77'",
+        ("--data", "nowhere.txt"): "nowhere.txt is neither a file nor a folder",
+        ("--set", "model=lenet5"): "lenet5",
+        ("--set", "augment=true"): "augment crops and flips images",
+        ("paint",): "expected merge, show, page or options alone",
+        ("--preset", "eps"): "give one of them",
+        ("merge", "x"): "study merge does not read --base",
+        ("--slim",): "a study does not read --slim",
+    }.items():
+        assert study(base, tmp_path / "study", *options) == 2
+        error = capsys.readouterr().err
+        assert said in error
+        assert error.count("\n") == 1
+        assert not (tmp_path / "study").exists()

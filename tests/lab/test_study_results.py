@@ -1,0 +1,182 @@
+"""Rows, verdicts and pages of a study say what its runs did, and parts made apart merge to the whole."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from study_command import ASKED, Quiet, losses, rows, stamps, study
+
+from prunus.cli import main
+from prunus.lab.report.read import read_record
+from prunus.lab.run import Run
+from prunus.lab.study.folder import Folder, read_json
+from prunus.lab.study.masks import jaccard, save_masks
+from prunus.lab.study.merge import merge
+from prunus.lab.study.page import page
+from prunus.lab.study.plan import make_plan
+from prunus.lab.study.results import summary
+from prunus.lab.study.runner import Options, Worker
+from prunus.lab.study.table import cells_of
+from prunus.lab.trainer import train
+
+ARMS = ["dense", "random", "magnitude", "bitter7", "bitter1"]
+
+
+def test_rows_are_the_results_of_ordinary_runs(done, base, tmp_path):
+    found = rows(done)
+    assert list(found) == ARMS
+    alone = train(
+        replace(Folder(done).plan().base, score="bitter7", sparsity=0.5, seed=1, out=tmp_path / "run", device="cpu")
+    )
+    assert found["bitter7"]["values"][1] == pytest.approx(alone.perplexity, rel=1e-12)
+    assert found["bitter7"]["measured_sparsity"] == 0.5
+    assert found["dense"]["measured_sparsity"] == 0.0
+    assert found["bitter1"]["same_as"] == "magnitude"
+    assert found["bitter1"]["values"] == found["magnitude"]["values"]
+    assert found["bitter1"]["overlap"] == found["magnitude"]["overlap"] == 1.0
+    assert 0.3 < found["random"]["overlap"] < 0.37  # two random halves share a third
+    assert found["bitter7"]["difference"]["num_seeds"] == 2
+    assert found["bitter7"]["cost"]["mean"] == pytest.approx(found["bitter7"]["mean"] - found["dense"]["mean"])
+
+
+def test_quality_off_the_target_does_not_count(copy):
+    path = copy / "runs" / "bitter7-0.5-s0" / "result.json"
+    path.write_text(json.dumps(read_json(path) | {"sparsity": 0.14}))
+    found = summary(Folder(copy), Folder(copy).plan())
+    assert next(row for row in found["rows"] if row["arm"] == "bitter7")["seeds"] == [1]
+    assert "14.0000% of the prunable weights are zero" in found["off_target"][0]["message"]
+
+
+def test_a_longer_budget_is_told(copy, base, capsys):
+    assert study(base, copy, "--arm", "longer: score=bitter7 budget_scale=1.5", "--seeds", "1") == 0
+    assert rows(copy)["longer"]["tokens"] == 1.5 * rows(copy)["dense"]["tokens"]
+    assert "; 1.5 times the tokens)" in capsys.readouterr().out.replace("\n", " ")
+    assert rows(copy)["longer"]["beside"] == []
+
+
+def test_images_are_compared_by_accuracy(tmp_path):
+    plan = make_plan(
+        Run(model="lenet5", data="digits", steps=3, begin=1, end=2, every=1, batch=8, eval_size=16), [], (0.7,), (0,)
+    )
+    folder = Folder(tmp_path / "study")
+    folder.join(plan, {})
+    Worker(folder, Options(device="cpu"), Quiet([])).work(plan.cells)
+    found = read_json(folder.path / "study_result.json")
+    assert (found["metric"]["name"], found["metric"]["better"]) == ("accuracy", "higher")
+    assert all(0 <= row["mean"] <= 100 for row in found["rows"])
+
+
+def test_recipes_are_compared_with_dense_and_magnitude_of_their_own(copy, base):
+    arms = ("dense fast: score=none lr=3e-3", "fast: score=bitter7 lr=3e-3", "slow: score=bitter7 lr=1e-4")
+    assert study(base, copy, "--seeds", "1", *(word for arm in arms for word in ("--arm", arm))) == 0
+    found = rows(copy)
+    fast, slow = found["fast"], found["slow"]
+    assert found["dense fast"]["against"] == "dense"
+    assert fast["cost"]["mean"] == pytest.approx(fast["mean"] - found["dense fast"]["mean"])
+    assert slow["cost"] is None and slow["overlap"] is None, "no run of that recipe to compare with"
+    assert "(against magnitude; lr differs too)" in " ".join(cells_of(slow))
+    assert found["bitter7"]["beside"] == [] and 0 < found["bitter7"]["overlap"] <= 1
+
+
+def test_a_row_is_compared_where_most_of_its_seeds_are(copy, base):
+    assert study(base, copy, "--arm", "fast: score=bitter7 lr=3e-3", "--seeds", "2") == 0
+    assert rows(copy)["fast"]["against"] == "magnitude"
+    assert study(base, copy, "--arm", "magnitude fast: score=magnitude lr=3e-3", "--seeds", "0,1") == 0
+    found = rows(copy)["fast"]
+    assert (found["against"], found["difference"]["num_seeds"], found["beside"]) == ("magnitude fast", 2, [])
+    assert rows(copy)["magnitude fast"]["overlap"] == 1.0
+
+
+def test_an_overlap_with_another_recipe_is_not_shown(copy, base):
+    assert study(base, copy, "--arm", "fast: score=bitter7 lr=3e-3", "--seeds", "1") == 0
+    noted = copy / "runs" / "fast-0.5-s0" / "cell.json"
+    noted.write_text(json.dumps(read_json(noted) | {"overlap": 0.4}))  # as older versions did, with magnitude's
+    assert summary(Folder(copy), Folder(copy).plan())["rows"][-1]["overlap"] is None
+    assert study(base, copy, "--arm", "magnitude fast: score=magnitude lr=3e-3", "--seeds", "1") == 0
+    found = read_json(noted)
+    assert found["overlap_with"] == "magnitude fast" and found["overlap"] == rows(copy)["fast"]["overlap"] != 0.4
+
+
+@pytest.mark.parametrize("numel", [1, 7, 8, 9, 1000])
+def test_overlap_is_the_jaccard_index_of_what_was_pruned(numel, tmp_path):
+    keep = [{"a": torch.rand(numel) < 0.5, "b": torch.rand(3, 5) < 0.4} for _ in range(2)]
+    folders = []
+    for number, masks in enumerate(keep):
+        folders.append(tmp_path / str(number))
+        folders[-1].mkdir()
+        save_masks(folders[-1], masks)
+    first, second = (torch.cat([~mask.flatten() for mask in masks.values()]) for masks in keep)
+    assert jaccard(*folders) == pytest.approx(int((first & second).sum()) / int((first | second).sum()))
+    assert jaccard(folders[0], folders[0]) == 1.0
+    assert jaccard(folders[0], tmp_path) is None
+    (folders[1] / "masks.safetensors").write_bytes(b"short")
+    with pytest.raises(ValueError, match="cannot be read"):
+        jaccard(*folders)
+
+
+def test_the_page_is_made_of_the_rows(copy):
+    (copy / "notes.md").write_text("A remark.")
+    text = page([copy])
+    row = rows(copy)["bitter7"]
+    assert f"| {row['mean']:.2f} ± {row['sd']:.2f} |" in text
+    assert row["verdict"] in text
+    assert "A remark." in text
+    assert "the same computation as magnitude" in text
+    assert ", score " not in text  # every arm has its own
+    assert text.count("---: | --- |\n") == 1  # verdicts are words
+    with pytest.raises(ValueError, match="name the studies"):
+        page([])
+
+
+def split(done: Path, tmp_path: Path) -> tuple[Path, Path]:
+    """The same study as two machines would have it that each did some of the runs."""
+    parts = []
+    for seed in (0, 1):
+        parts.append(Path(shutil.copytree(done, tmp_path / f"machine{seed}")))
+        for run in parts[-1].glob(f"runs/*-s{1 - seed}"):
+            shutil.rmtree(run)
+    return parts[0], parts[1]
+
+
+def test_parts_merge_to_the_whole(done, tmp_path):
+    merge(split(done, tmp_path), tmp_path / "whole")
+    assert losses(tmp_path / "whole") == losses(done)
+    assert rows(tmp_path / "whole") == rows(done)
+    assert read_json(tmp_path / "whole" / "study.json")["hash"] == read_json(done / "study.json")["hash"]
+
+
+def test_doubled_runs_must_agree_and_studies_be_alike(done, copy, base, tmp_path):
+    assert merge([done, copy], tmp_path / "same")["num_finished"] == 8
+    path = copy / "runs" / "bitter7-0.5-s0" / "result.json"
+    path.write_text(json.dumps(read_json(path) | {"loss": 1.0}))
+    with pytest.raises(ValueError, match=r"are the same run but ended with loss .* and 1\.0"):
+        merge([done, copy], tmp_path / "other")
+    plan = Folder(done).plan()
+    Folder(tmp_path / "b").write(replace(plan, base=replace(plan.base, lr=0.5)), {})
+    with pytest.raises(ValueError, match=r"has lr = 0\.001, not 0\.5"):
+        merge([done, tmp_path / "b"], tmp_path / "other")
+    with pytest.raises(ValueError, match="not empty"):
+        merge([done], tmp_path / "same")
+    assert not (tmp_path / "other").exists()
+
+
+def paths(out: Path) -> dict[str, list[tuple[int, float]]]:
+    """Steps and sparsities of the events of each run, as a report reads them."""
+    records = {path.parent.name: read_record(path.parent) for path in out.glob("runs/*/run.json")}
+    return {name: [(e["step"], e["sparsity"]) for e in record.events] for name, record in records.items()}
+
+
+def test_a_slim_copy_says_the_same_and_is_continued(copy, base, tmp_path):
+    slim = tmp_path / "slim"
+    main(["study", "merge", str(copy), "--out", str(slim), "--slim"])
+    assert rows(slim) == rows(copy)
+    assert not list(slim.rglob("*.safetensors"))
+    assert str(copy.parent) not in "".join(path.read_text() for path in slim.rglob("*.json*"))
+    assert paths(slim) == paths(copy) and all(paths(slim)[name] for name in paths(slim) if "dense" not in name)
+    before = stamps(slim)
+    assert study(base, slim, *ASKED) == 0
+    assert stamps(slim) == before
+    assert rows(slim)["random"]["overlap"] == rows(copy)["random"]["overlap"]
