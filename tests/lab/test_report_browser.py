@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from report_pages import ARMS, HOSTILE, hostile_study, lines_of
 from prunus.lab.report.page import write_report
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install 'prunus[test]'")
+RECIPE = "lr 2e-3 to 0 warmup 200 every 5 beta2 0.99 cubic"
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
@@ -39,7 +41,8 @@ def visit(browser):
     page.on("dialog", lambda dialog: (said.append(f"dialog {dialog.message}"), dialog.dismiss()))
     page.on("request", lambda one: asked.append(one.url))
 
-    def go(path: Path, draw: bool = True):
+    def go(path: Path, draw: bool = True, width: int = 1280):
+        page.set_viewport_size({"width": width, "height": 900})
         page.goto(path.as_uri())
         if draw:
             show_all(page)
@@ -111,6 +114,22 @@ def assert_fits(page, width: int) -> None:
     page.set_viewport_size({"width": width, "height": 700})
     until(page, f"[...document.querySelectorAll('.chart .main-svg')].every((one) => one.clientWidth <= {width})")
     assert page.evaluate("document.documentElement.scrollWidth") == width
+
+
+def test_long_names_of_arms_are_read_whole_on_a_narrow_screen(tmp_path, visit):
+    folder = make_study(tmp_path / "study", ARMS)
+    text = (folder / "study_result.json").read_text()
+    (folder / "study_result.json").write_text(text.replace('"bitter7"', f'"bitter7 {RECIPE}"'))
+    page = visit(write_report(folder), width=360)
+    labels = """(one) => [...one.querySelectorAll('.ytick text')].map((label) => label.getBoundingClientRect())
+        .map((box) => [box.left - one.getBoundingClientRect().left, box.top, box.bottom])"""
+    chart = page.locator("#verdicts .chart").first
+    assert "warmup 200" in chart.text_content()
+    share = "(one) => one.querySelector('.nsewdrag').getBoundingClientRect().width / one.clientWidth"
+    assert chart.evaluate(share) > 0.4
+    boxes = sorted(chart.evaluate(labels), key=lambda box: box[1])
+    assert len(boxes) > 1 and all(left >= 0 for left, _, _ in boxes)
+    assert all(above[2] <= below[1] for above, below in pairwise(boxes))
 
 
 def test_the_words_of_a_hostile_folder_stay_words(tmp_path, visit):

@@ -7,11 +7,12 @@ from statistics import median
 from typing import Any
 
 from .numbers import duration, fixed, memory, percent, plain, short_percent, signed
-from .panel import GRID, INK, MUTED, Mark, Number, Panel, Table, Trace, axis, layout
+from .panel import GRID, INK, MUTED, PAPER, Mark, Number, Panel, Table, Trace, axis, layout
 from .source import Cell, Row, Source, mean_of
 
 FAR = 10.0
 BAR = 26  # pixels a row of a chart with arms below each other
+LONG = 36  # letters of a label beside which half a page leaves no room for a chart
 
 
 def ranking(source: Source) -> list[str]:
@@ -141,12 +142,14 @@ def _differences(rows: Sequence[Row], marks: Mapping[str, Mark], source: Source,
         ),
         Table("Paired differences", ["arm", "difference", "± (95 %)", "verdict"], [_difference_row(r) for r in rows]),
         height=80 + sum(BAR * 3 // 2 if "<br>" in _label(row) else BAR for row in rows),
+        is_wide=any(len(row.arm) > LONG for row in rows),
     )
 
 
 def _extent(rows: Sequence[Row]) -> tuple[float, float]:
-    """From the smallest to the largest interval; random, which is far away most often, does not count."""
-    near = [row for row in rows if row.arm != "random"] or rows
+    """From the smallest to the largest interval, without random and what is as far away."""
+    usual = median(abs(row.difference or 0) for row in rows)
+    near = [row for row in rows if row.arm != "random" and not abs(row.difference or 0) > FAR * usual > 0] or rows
     ends = [0.0] + [(row.difference or 0) + side * (row.half_width or 0) for row in near for side in (-1, 1)]
     pad = 0.12 * (max(ends) - min(ends)) or 1.0
     return min(ends) - pad, max(ends) + pad
@@ -157,7 +160,7 @@ def _beyond(row: Row, low: float, high: float) -> dict[str, Any]:
     right = (row.difference or 0) > high
     text = f"{signed(row.difference)} →" if right else f"← {signed(row.difference)}"
     at = {"x": high if right else low, "xanchor": "right" if right else "left"}
-    return at | {"y": _label(row), "text": text, "showarrow": False, "font": {"color": MUTED}}
+    return at | {"y": _label(row), "text": text, "showarrow": False, "font": {"color": MUTED}, "bgcolor": PAPER}
 
 
 def _against(row: Row) -> str:
@@ -165,8 +168,16 @@ def _against(row: Row) -> str:
 
 
 def _label(row: Row) -> str:
-    """The same on two lines."""
-    return "<br>– ".join(escape(_against(row)).split(" – ", 1))
+    """The same on two lines, a recipe that both have once."""
+    _, other, recipe = apart(row.arm, row.against)
+    said = f"{row.arm} – {other}, same recipe" if recipe else _against(row)
+    return "<br>– ".join(escape(said).split(" – ", 1))
+
+
+def apart(arm: str, other: str) -> tuple[str, str, str]:
+    """Two arms and what both are called after their first words, as in "bitter7 lr 2e-3", "magnitude lr 2e-3"."""
+    (first, _, recipe), (second, _, same) = arm.partition(" "), other.partition(" ")
+    return (first, second, recipe) if recipe and recipe == same else (arm, other, "")
 
 
 def _mark(row: Row, marks: Mapping[str, Mark]) -> Mark:
@@ -211,6 +222,7 @@ def _overlap(rows: Sequence[Row], marks: Mapping[str, Mark], sparsity: float) ->
             [[arm, Number(fixed(value, 3), value)] for arm, value in values.items()],
         ),
         height=80 + BAR * len(rows),
+        is_wide=any(len(arm) > LONG for arm in values),
     )
 
 
@@ -272,6 +284,7 @@ def _cost(
         layout(axis(name, rangemode="tozero"), axis("", type="category", dtick=1), hovermode="closest"),
         Table(f"{title}, mean over runs", ["arm", name, "runs"], [_cost_row(a, means, found, size) for a in means]),
         height=80 + BAR * len(means),
+        is_wide=any(len(arm) > LONG for arm in means),
     )
 
 

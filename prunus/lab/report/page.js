@@ -14,6 +14,21 @@
     return found[2] ? colour + Math.round(255 * found[2]).toString(16).padStart(2, "0") : colour;
   }
 
+  // on a narrow page long names of arms stand on several lines, for which the chart grows
+  function wrapped(name) {
+    return name.split("<br>").flatMap((line) => line.split(" ").reduce((lines, word) => {
+      const last = lines[lines.length - 1];
+      return last && last.length + word.length < 24 ? [...lines.slice(0, -1), `${last} ${word}`] : [...lines, word];
+    }, [])).join("<br>");
+  }
+
+  function wrap(layout, data) {
+    const names = [...new Set(data.flatMap((trace) => trace.y))], texts = names.map(wrapped);
+    const lines = Math.max(0, ...texts.map((text) => text.split("<br>").length));
+    Object.assign(layout.yaxis, { tickmode: "array", tickvals: names, ticktext: texts });
+    layout.height = Math.max(layout.height, 80 + names.length * (13 * lines + 8));
+  }
+
   function draw(element, figure) {
     const style = getComputedStyle(document.documentElement);
     const narrow = element.clientWidth < 480;
@@ -22,6 +37,8 @@
     layout.autosize = true;
     layout.font = { family: style.getPropertyValue("--sans"), size: narrow ? 11 : 12.5, color: style.getPropertyValue("--soft").trim() };
     layout.dragmode = narrow ? false : "zoom";
+    if (narrow && layout.yaxis.type === "category" && !layout.yaxis.tickmode) wrap(layout, figure.data);
+    element.style.height = `${layout.height}px`;
     for (const axis of [layout.xaxis, layout.yaxis]) axis.fixedrange = narrow;
     const options = { responsive: true, displayModeBar: false, doubleClick: "reset", scrollZoom: false };
     return Plotly.react(element, resolved(figure.data, style), layout, options);

@@ -7,7 +7,7 @@ from typing import Any
 Trace = dict[str, Any]
 
 # colours are names of custom properties of the page, which knows light and dark
-INK, MUTED, OTHER, GRID = "var(--ink)", "var(--muted)", "var(--other)", "var(--grid)"
+INK, MUTED, OTHER, GRID, PAPER = (f"var(--{name})" for name in ("ink", "muted", "other", "grid", "paper"))
 COLOURS = {"dense": INK, "magnitude": "var(--magnitude)", "random": "var(--random)"}
 DASHES = {"dense": "solid", "magnitude": "dash", "random": "dot"}
 SYMBOLS = ("circle", "square", "diamond", "triangle-up")
@@ -52,6 +52,7 @@ class Panel:
     layout: Mapping[str, Any]
     table: Table
     height: int = 300
+    is_wide: bool = False  # takes a line of the page by itself
 
 
 @dataclass(frozen=True)

@@ -169,7 +169,7 @@ def _verdict_row(row: Row, is_study: bool) -> list[Any]:
         kind = next((word for word in ("better", "worse") if row.verdict.startswith(word)), "none")
         half = f" ± {fixed(row.half_width, 2)}" if row.half_width is not None else ""
         other = "" if row.same_as or row.against in ("", "magnitude", "dense") else f", against {row.against}"
-        mixed = f"; {row.mixed}" if row.mixed and not row.same_as else ""
+        mixed = f"; {row.mixed}" if row.mixed and row.verdict and not row.same_as else ""
         said = re.sub(r"-(?=\d)", "−", row.verdict) + other + mixed
         cells += [Number(signed(row.difference) + half, row.difference), Word(said, kind)]
     return [*cells, Number(fixed(row.spread, 2), row.spread), Number(str(seeds), seeds)]

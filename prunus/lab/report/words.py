@@ -1,6 +1,6 @@
 """What the numbers say, in sentences: the headline, the lines below it, and the figures that stand out."""
 
-from .compare import memory_of
+from .compare import apart, memory_of
 from .numbers import count, duration, fixed, memory, percent, plain, short_percent, signed
 from .read import Record
 from .source import Row, Source, mean_of, scale_of
@@ -56,11 +56,9 @@ def _of_verdicts(source: Source, sparsity: float) -> str:
     clear = [row for row in rows if row.verdict.startswith("better")]
     if clear:
         best = max(clear, key=lambda row: gains[row.arm])
-        seeds = f"{len(best.values)} seeds"
-        return (
-            f"{at}, {best.arm} beats {best.against} by {fixed(gains[best.arm], 2)} ± {fixed(best.half_width, 2)} "
-            f"{unit} over {seeds}"
-        )
+        arm, other, recipe = apart(best.arm, best.against)
+        by = f"{fixed(gains[best.arm], 2)} ± {fixed(best.half_width, 2)} {unit} over {len(best.values)} seeds"
+        return f"{at}, {arm} beats {other} by {by}" + (f", both {recipe}" if recipe else "")
     names = "no arm" if len(rows) > 1 else rows[0].arm
     against = rows[0].against if len({row.against for row in rows}) == 1 else "its reference"
     verb = "is seen to beat" if len(rows) > 1 else "is not seen to beat"
