@@ -126,9 +126,23 @@ def test_the_page_is_made_of_the_rows(copy):
     assert "A remark." in text
     assert "the same computation as magnitude" in text
     assert ", score " not in text  # every arm has its own
-    assert text.count("---: | --- |\n") == 1  # verdicts are words
+    assert text.count("---: | --- |\n") == 2  # verdicts are words
     with pytest.raises(ValueError, match="name the studies"):
         page([])
+
+
+def test_the_page_begins_with_the_best_arm_of_each_sparsity(copy):
+    """Of those with the most seeds, random and other names of the same runs aside, and only among several."""
+    pruned = {arm: row for arm, row in rows(copy).items() if row["sparsity"]}
+    best = min(pruned["magnitude"], pruned["bitter7"], key=lambda row: row["mean"])
+    start = f"| [study](#study) | 50.0% | {best['arm']} | {best['mean']:.2f} ± {best['sd']:.2f} | 2 |"
+    [line] = [line for line in page([copy]).splitlines() if line.startswith("| [study]")]
+    assert line.startswith(start)
+    shutil.rmtree(copy / "runs" / f"{best['arm']}-0.5-s1")
+    other = "bitter7" if best["arm"] == "magnitude" else "magnitude"
+    assert f"| [study](#study) | 50.0% | {other} |" in page([copy])
+    shutil.rmtree(copy / "runs" / f"{best['arm']}-0.5-s0")
+    assert "[study](#study)" not in page([copy])
 
 
 def split(done: Path, tmp_path: Path) -> tuple[Path, Path]:
