@@ -49,41 +49,42 @@ def eligible(
     parameter names or the names of their modules. Norms and biases are never pruned.
     """
     include, exclude = _patterns(include), _patterns(exclude)
-    owners = _owners(model)
-    names = {name: plain_name(name) for name, _ in model.named_parameters()}
+    names = {full: plain_name(full) for full, _ in model.named_parameters()}
     check_patterns(include + exclude, names.values())
-    for pattern in include:
-        found_by = {full: p for full, p in model.named_parameters() if matches(names[full], [pattern])}
-        if all(p.ndim < 2 for p in found_by.values()):
-            vectors = ", ".join(names[full] for full in found_by)
-            raise ValueError(f"include {pattern!r} matches only {vectors}; a weight has two or more dimensions")
+    _check_included(model, include, names)
+    owners, heads = _owners(model), _heads(model)
     trained = None if held is None else {id(parameter) for parameter in held}
-    heads = _heads(model)
     found = Eligible([], {})
     for full, parameter in model.named_parameters():
+        if parameter.ndim < 2:
+            continue
         name, module = names[full], owners[full]
         asked = matches(name, include)
-        if matches(name, exclude):
-            reason = "excluded"
-        elif parameter.ndim < 2:
-            continue
-        elif not asked and id(parameter) in heads:
-            reason = "embedding or head"
-        elif not asked and not prunable_kind(module, full):
-            reason = f"{type(module).__name__}, not a linear or convolution weight"
-        elif not parameter.requires_grad:
-            reason = "frozen"
-        elif trained is not None and id(parameter) not in trained:
-            reason = "not held by the optimizer"
+        reasons = {
+            "excluded": matches(name, exclude),
+            "embedding or head": not asked and id(parameter) in heads,
+            f"{type(module).__name__}, not a linear or convolution weight": not (asked or prunable_kind(module, full)),
+            "frozen": not parameter.requires_grad,
+            "not held by the optimizer": trained is not None and id(parameter) not in trained,
+        }
+        if reason := next((reason for reason, holds in reasons.items() if holds), None):
+            found.dense[name] = reason
         else:
             found.weights.append(Weight(name, parameter, module, outputs_of(module, parameter)))
-            continue
-        if parameter.ndim > 1:
-            found.dense[name] = reason
     if not found.weights:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in found.dense.items()) or "it has no weight matrix"
-        raise ValueError(f"the model has no weight to prune ({reasons})")
+        why = "; ".join(f"{name}: {reason}" for name, reason in found.dense.items()) or "it has no weight matrix"
+        raise ValueError(f"the model has no weight to prune ({why})")
     return found
+
+
+def _check_included(model: nn.Module, include: Sequence[str], names: Mapping[str, str]) -> None:
+    """Refuse a pattern that finds nothing but vectors."""
+    for pattern in include:
+        found = {names[full]: p for full, p in model.named_parameters() if matches(names[full], [pattern])}
+        if all(p.ndim < 2 for p in found.values()):
+            raise ValueError(
+                f"include {pattern!r} matches only {', '.join(found)}; a weight has two or more dimensions"
+            )
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
