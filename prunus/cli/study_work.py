@@ -77,7 +77,8 @@ def devices_of(text: str) -> list[str]:
 
 def _in_processes(folder: Folder, cells: tuple[Cell, ...], options: Options, devices: list[str]) -> None:
     """One worker process a device; they claim runs one by one. A worker that dies stops no other."""
-    processes = [_started(folder, cells, options, device, len(devices)) for device in devices]
+    shared = {device: replace(options, at_once=devices.count(device)) for device in devices}
+    processes = [_started(folder, cells, shared[device], device, len(devices)) for device in devices]
     try:
         for device, process in zip(devices, processes, strict=True):
             if code := process.wait():

@@ -11,11 +11,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from report_pages import page_of
 from study_command import ASKED, Quiet, losses, rows, stamps, study
 
 from prunus.cli import main
 from prunus.lab.run import Run
 from prunus.lab.study.folder import Folder, read_json
+from prunus.lab.study.page import page
 from prunus.lab.study.plan import make_plan
 from prunus.lab.study.runner import Options, Worker, estimate
 
@@ -134,6 +136,14 @@ def test_workers_share_the_runs(done, base, tmp_path):
     assert study(base, out, *ASKED, "--seeds", "1", "--devices", "cpu,cpu") == 0
     assert losses(out) == {name: loss for name, loss in losses(done).items() if name.endswith("s0")}
     assert read_json(out / "study_result.json")["num_finished"] == 4
+
+
+def test_times_of_workers_that_share_a_device_say_so(base, tmp_path):
+    out = tmp_path / "study"
+    assert study(base, out, *ASKED, "--seeds", "1", "--devices", "cpu,cpu") == 0
+    assert {row["at_once"] for row in rows(out).values()} == {2}
+    assert ", 2 at once |" in page([out])
+    assert any("Up to 2 runs shared a device" in text for text in page_of(out).texts["p"])
 
 
 def test_workers_end_with_the_command_that_started_them(base, tmp_path):

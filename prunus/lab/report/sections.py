@@ -10,7 +10,7 @@ from .curves import compared_panels, path_mark, run_panels, shared_paths, sparsi
 from .layers import compared_maps, run_map
 from .numbers import fixed, plain, short_percent, signed
 from .panel import Mark, Number, Section, Table, Word, marks_of
-from .read import Record, changed
+from .read import Record, changed, number
 from .source import CONTROLS, Row, Source
 
 FRAME = "The frame is that of the last three quarters of the run."
@@ -123,7 +123,9 @@ def _cost_text(source: Source) -> str:
     missing = " Peak memory was not recorded." * all(memory_of(cell) is None for cell in source.cells)
     cold = " Runs that were the first of their process, and so compiled, are left out of the time."
     first = any(cell.more.get("cold") for cell in source.cells)
-    return f"Bars are means, points single runs, {where}. Time is that of steps alone.{cold * first}{missing}"
+    most = max((number(cell.more.get("at_once")) or 1 for cell in source.cells), default=1)
+    shared = f" Up to {most:g} runs shared a device, which makes each slower." if most > 1 else ""
+    return f"Bars are means, points single runs, {where}. Time is that of steps alone.{shared}{cold * first}{missing}"
 
 
 def _verdicts(source: Source, marks: Mapping[str, Mark]) -> Section:

@@ -3,9 +3,9 @@
 metric      name, better ("lower" or "higher"), scale (accuracy is in per cent), unit
 rows        arm, sparsity, seeds and values (of the runs that count), mean, sd (n - 1), min, max, measured_sparsity,
             tokens, examples, budget_scale, seconds, peak_mib (means), wall_seconds (mean of the runs that paid for no
-            start-up, of all if cold, which is true where there are none), overlap (mean Jaccard of the
-            pruned weights with those of magnitude in the same recipe), same_as (the arm whose runs these are, or
-            null), runs (folder names),
+            start-up, of all if cold, which is true where there are none), at_once (most workers that shared a
+            device), overlap (mean Jaccard of the pruned weights with those of magnitude in the same recipe),
+            same_as (the arm whose runs these are, or null), runs (folder names),
             against (an arm) and difference to it {mean, half_width (95 %), num_seeds}, verdict, against_budget, and
             beside (fields in which the two differ beside the score, where they differ in that too); dense (the dense
             arm that is equal in all but pruning, or null) and cost: the same difference to it
@@ -170,6 +170,7 @@ def _measured(group: Sequence[Finished], plan: Plan) -> dict[str, Any]:
         "examples": from_result["examples"],
         "seconds": mean([one.result["seconds"] for one in group]),
         "cold": not warm,
+        "at_once": max(one.about.get("at_once", 1) for one in group),
         **{name: mean(known) if known else None for name, known in noted.items()},
     }
 

@@ -38,6 +38,7 @@ class Options:
     session: str = ""  # what failed in it is not tried again in it
     save_every: int = 0
     keep_checkpoints: bool = False
+    at_once: int = 1  # workers that share the device, which makes each slower
 
 
 class Show(Protocol):
@@ -116,6 +117,7 @@ class Worker:
                 save_checkpoint(run.out / "checkpoint.pt", training.state())
             seconds = time.perf_counter() - started + (start.state["seconds"] if start else 0.0)  # as if made alone
             noted = about(cell, run, seconds, cold) | shared | {"data": dict(self.plan.data)}
+            noted["at_once"] = self.options.at_once
             write_json(run.out / "cell.json", noted)
 
         taker = self.starts.taker(run, () if run.resume else others)  # a resumed one may have begun elsewhere

@@ -7,7 +7,7 @@ HEADINGS = ("arm", "asked", "zeros", "mean ± sd", "seeds", "to dense", "overlap
 
 READING = (
     "± beside a mean is the standard deviation over seeds, beside a difference of equal seeds its 95 % interval. "
-    "Cold seconds are of the first run of a process, with its start-up. "
+    "Cold seconds are of the first run of a process, with its start-up; runs at once shared a device. "
     "To dense is the difference to the dense runs that are equal in all but pruning, where the study has them. "
     "Overlap is the Jaccard index of the pruned weights with magnitude's in the same recipe"
 )
@@ -32,9 +32,13 @@ def cells_of(row: Mapping[str, Any]) -> list[str]:
         difference(row["cost"]),
         "" if row["overlap"] is None else f"{row['overlap']:.3f}",
         f"x {row['budget_scale']:g}",
-        f"{row['wall_seconds'] or row['seconds']:.1f}" + (" cold" if row["cold"] else ""),
+        f"{row['wall_seconds'] or row['seconds']:.1f}" + (" cold" if row["cold"] else "") + _beside_others(row),
         said(row),
     ]
+
+
+def _beside_others(row: Mapping[str, Any]) -> str:
+    return f", {row['at_once']} at once" if row["at_once"] > 1 else ""
 
 
 def said(row: Mapping[str, Any]) -> str:
