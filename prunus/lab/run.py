@@ -93,7 +93,7 @@ class Run:
     warmup: int = 50  # steps of linear warm-up
     weight_decay: float = 0.1  # decay of weight matrices
     beta1: float = 0.9  # decay of the first moment
-    beta2: float = 0.95  # decay of the second moment
+    beta2: float = 0.99  # decay of the second moment
     clip: float = 1.0  # largest gradient norm; 0 does not clip
     batch: int = 16  # windows or images a forward pass, over all ranks together
     accumulate: int = 1  # forward passes a step

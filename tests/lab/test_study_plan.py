@@ -55,7 +55,7 @@ DIFFERENT = [
     ({"sparsity": 0.8}, {}),
     ({"seed": 1}, {}),
     ({"score": "none", "seed": 1}, {"score": "none"}),
-    ({"score": "none", "beta2": 0.99}, {"score": "none"}),
+    ({"score": "none", "beta2": 0.999}, {"score": "none"}),
     ({"compile": True}, {}),
 ]
 
@@ -185,6 +185,7 @@ def test_the_arm_to_compare_with_may_have_spaces_in_its_name():
     arm = parse_arm("x: lr=2e-3 warmup=5 against=bitter7 to 0")
     assert (arm.against, dict(arm.changes)) == ("bitter7 to 0", {"lr": 2e-3, "warmup": 5})
     assert parse_arm("x: against=fisher q=0.25 late lr=2e-3 warmup=5").against == "fisher q=0.25 late"
+    assert parse_arm("x: lr=2e-3 against=bitter7 lr 2e-3 beta2 0.99 warmup=5").against == "bitter7 lr 2e-3 beta2 0.99"
     with pytest.raises(ValueError, match="against=ARM"):
         parse_arm("x: lr=2e-3 against=")
 

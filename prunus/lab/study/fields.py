@@ -29,7 +29,7 @@ def parse_arm(text: str) -> Arm:
     for word in rest.split():
         if word.startswith("against="):
             against.append(word.removeprefix("against="))
-        elif against and word.partition("=")[0] not in TYPES:
+        elif against and not ("=" in word and word.partition("=")[0] in TYPES):
             against.append(word)
         else:
             words.append(word)
