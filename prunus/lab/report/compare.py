@@ -141,7 +141,7 @@ def _differences(rows: Sequence[Row], marks: Mapping[str, Mark], source: Source,
             annotations=[_beyond(row, low, high) for row in rows if not low <= (row.difference or 0) <= high],
         ),
         Table("Paired differences", ["arm", "difference", "± (95 %)", "verdict"], [_difference_row(r) for r in rows]),
-        height=80 + sum(BAR * 3 // 2 if "<br>" in _label(row) else BAR for row in rows),
+        height=80 + (BAR * 3 // 2 if any("<br>" in _label(row) for row in rows) else BAR) * len(rows),
         is_wide=any(len(row.arm) > LONG for row in rows),
     )
 
