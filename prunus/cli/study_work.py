@@ -106,10 +106,11 @@ def _started(
 def environment_of(device: str, num_workers: int) -> dict[str, str]:
     """The environment of a worker that is to see one GPU, or of one that works on the CPU.
 
-    Workers share the cores: threads of several on one core wait for each other, which can take ten times as long.
+    Workers share the threads that torch would take: more than there are cores wait for each other, and long.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = {"OMP_NUM_THREADS": str(max(1, cores // num_workers))}
+    import torch
+
+    threads = {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // num_workers))}
     return threads | os.environ | ({} if device == "cpu" else {"CUDA_VISIBLE_DEVICES": device})
 
 

@@ -116,9 +116,8 @@ class Worker:
             if self.options.keep_checkpoints:
                 save_checkpoint(run.out / "checkpoint.pt", training.state())
             seconds = time.perf_counter() - started + (start.state["seconds"] if start else 0.0)  # as if made alone
-            noted = about(cell, run, seconds, cold) | shared | {"data": dict(self.plan.data)}
-            noted["at_once"] = self.options.at_once
-            write_json(run.out / "cell.json", noted)
+            noted = {"data": dict(self.plan.data), "at_once": self.options.at_once}
+            write_json(run.out / "cell.json", about(cell, run, seconds, cold) | shared | noted)
 
         taker = self.starts.taker(run, () if run.resume else others)  # a resumed one may have begun elsewhere
         result = train(run, finite(progress), data=self.data, start=start, after_step=taker, finish=finish)
