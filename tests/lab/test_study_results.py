@@ -141,6 +141,8 @@ def test_the_page_begins_with_the_best_arm_of_each_sparsity(copy):
     shutil.rmtree(copy / "runs" / f"{best['arm']}-0.5-s1")
     other = "bitter7" if best["arm"] == "magnitude" else "magnitude"
     assert f"| [study](#study) | 50.0% | {other} |" in page([copy])
+    shutil.rmtree(copy / "runs" / f"{other}-0.5-s1")
+    assert "[study](#study)" not in page([copy])  # one seed tells nothing
     shutil.rmtree(copy / "runs" / f"{best['arm']}-0.5-s0")
     assert "[study](#study)" not in page([copy])
 

@@ -1,5 +1,6 @@
 """``docs/results.md`` from folders of studies and of profiles: no figure in a table is typed."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ OVERVIEW = """## What came out best
 
 Of every study the arm with the best mean at each sparsity, random aside, among those with the most seeds; beside it
 dense in the same recipe, and what it was held against. That it is the first of several is a part of why it looks good:
-its interval is for one comparison.
+its interval is for one comparison. Where arms have one seed, none of them is called the best.
 """
 
 
@@ -56,8 +57,8 @@ def _best_rows(name: str, values: Mapping[str, Any]) -> Iterator[list[str]]:
     unit = " %" if values["metric"]["scale"] != 1 else ""
     for sparsity in sorted({row["sparsity"] for row in rows} - {0.0}):
         pruned = [row for row in rows if row["sparsity"] == sparsity and row["arm"] != "random" and not row["same_as"]]
-        if len(pruned) > 1:
-            best = min(pruned, key=lambda row: (-len(row["seeds"]), sign * row["mean"]))
+        best = min(pruned, key=lambda row: (-len(row["seeds"]), sign * row["mean"]), default=None)
+        if best and len(pruned) > 1 and len(best["seeds"]) > 1:
             cells = dict(zip(HEADINGS, cells_of(best), strict=True))
             beside = f"{dense[best['dense']]:.2f}{unit}" if best["dense"] in dense else ""
             mean = cells["mean ± sd"] + unit
@@ -85,8 +86,8 @@ def _section(folder: Folder, values: Mapping[str, Any]) -> str:
 def _environments(folder: Folder) -> str:
     """Machines, versions and commits of the finished runs, each once."""
     every = [read_json(run / "run.json")["environment"] for run in sorted(folder.finished().values())]
-    lines = [f"{where(one)}; commit {one['commit']}" for one in every]
-    return "  \n".join(f"{line}; {lines.count(line)} runs" for line in dict.fromkeys(lines))
+    lines = Counter(f"{where(one)}; commit {one['commit']}" for one in every)
+    return "  \n".join(f"{line}; {count} run{'s' * (count > 1)}" for line, count in lines.items())
 
 
 def _configuration(plan: Plan) -> str:
