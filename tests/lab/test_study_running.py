@@ -1,6 +1,7 @@
 """A study runs each computation once, alike in all that is not named, and goes on where it was killed or failed."""
 
 import gc
+import json
 import os
 import shutil
 import subprocess
@@ -196,6 +197,11 @@ def test_the_estimate_is_the_longest_run_scaled_by_its_budget(copy):
     run = Run(batch=notes[0]["examples"], steps=2)
     longest = max(note["wall_seconds"] for note in notes if not note["cold"])
     assert estimate(folder, run, cold=False) == pytest.approx(1.05 * 2 * longest + 2)
+    path = copy / "runs" / "bitter7-0.5-s0" / "cell.json"  # runs that shared a device are slower, and not asked for
+    path.write_text(json.dumps(read_json(path) | {"at_once": 2, "wall_seconds": 1000.0}))
+    assert estimate(folder, run, cold=False) <= 1.05 * 2 * longest + 2
+    assert estimate(folder, run, cold=False, at_once=2) == pytest.approx(1.05 * 2 * 1000 + 2)
+    assert estimate(folder, run, cold=False, at_once=3) == pytest.approx(1.05 * 2 * 1000 + 2)
     shutil.rmtree(copy / "runs")
     assert estimate(folder, run, cold=False) is None
 

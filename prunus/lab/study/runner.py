@@ -76,7 +76,7 @@ class Worker:
         if failure and failure.get("session") == self.options.session:
             return False
         left = math.inf if self.options.deadline is None else self.options.deadline - time.time()
-        expected = estimate(self.folder, self.plan.run_of(cell), cold=self.num_done == 0)
+        expected = estimate(self.folder, self.plan.run_of(cell), cold=self.num_done == 0, at_once=self.options.at_once)
         return (expected or 0.0) < left
 
     def _do(self, cell: Cell, later: Sequence[Cell]) -> None:
@@ -173,11 +173,12 @@ def about(cell: Cell, run: Run, seconds: float, cold: bool) -> dict[str, Any]:
     }
 
 
-def estimate(folder: Folder, run: Run, *, cold: bool) -> float | None:
+def estimate(folder: Folder, run: Run, *, cold: bool, at_once: int = 1) -> float | None:
     """Seconds that ``run`` will take at most, by the runs done on this machine; None if there are none."""
     notes = [read_json(path) for path in folder.path.glob("runs/*/cell.json")]
     here = [note for note in notes if note.get("machine") == machine()]
-    alike = [note for note in here if note["cold"] == cold] or here
+    beside = [note for note in here if note.get("at_once", 1) == at_once] or here
+    alike = [note for note in beside if note["cold"] == cold] or beside
     if not alike:
         return None
     return MARGIN * max(note["wall_seconds"] / note["examples"] for note in alike) * num_examples(run) + SLACK
