@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ..eligible import plain_name
+from ..ops.plain_pickle import Thing, plain
 from ..ops.saved import read_saved
 from .checkpoint import MODELS, strings
-from .plain_pickle import Thing, plain
 from .source import Source, Stored
 
 

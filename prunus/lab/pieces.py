@@ -6,6 +6,7 @@ and each rank's random state and digest stand under its number. DCP keeps descri
 here they are read by unpicklers that know the few types that such a description needs, and no other.
 """
 
+import io
 import json
 import pickle
 import shutil
@@ -19,9 +20,10 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, StorageMeta, TensorStorageMetadata
 
 from ..files import flushed
+from ..ops.plain_pickle import plain
 from ..ops.saved import read_saved
 from .checkpoint import drop_pieces
 from .parallel import Team
@@ -145,16 +147,26 @@ class _Description(pickle.Unpickler):
     """Reads DCP's description, and makes nothing that a description does not need."""
 
     def find_class(self, module_name: str, global_name: str) -> Any:
+        if (module_name, global_name) == ("builtins", "getattr"):
+            return _member
         if global_name not in DESCRIPTION.get(module_name, ()):
             raise ValueError(f"it names {module_name}.{global_name}, which a checkpoint's description does not need")
         return super().find_class(module_name, global_name)
 
 
+def _member(enum: Any, name: Any) -> _MEM_FORMAT_ENCODING:
+    """What of ``getattr`` a description needs: early releases of Python 3.11 pickle an enum's member by its name."""
+    if enum is not _MEM_FORMAT_ENCODING or name not in _MEM_FORMAT_ENCODING.__members__:
+        raise ValueError("it names builtins.getattr, which a checkpoint's description does not need")
+    return _MEM_FORMAT_ENCODING[name]
+
+
 class _Reader(dcp.FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         try:
-            with (Path(self.path) / ".metadata").open("rb") as file:
-                metadata = _Description(file).load()
+            data = (Path(self.path) / ".metadata").read_bytes()
+            plain(data)  # refuses what would change a class or an enum's member, which find_class cannot see
+            metadata = _Description(io.BytesIO(data)).load()
             _check_files(metadata)
         except (ValueError, TypeError, AttributeError, EOFError, IndexError, pickle.UnpicklingError) as error:
             raise ValueError(f"{self.path} is not a whole checkpoint of prunus: {error}") from error

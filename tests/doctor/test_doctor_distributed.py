@@ -8,11 +8,12 @@ import sys
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from descriptions import ENUM, FORMS, GETATTR, HOSTILE, MEMBER, MEMBER_BY_VALUE, alone, before, rewrite, written
 from patients import folder, found, healthy, kinds, prune_rows_, state_of
 
 from prunus.doctor import examine
-from prunus.doctor.plain_pickle import plain
 from prunus.doctor.source import open_source
+from prunus.ops.plain_pickle import ENUMS, plain
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed is disabled", "ignore:.*existing checkpoint")
 
@@ -136,6 +137,50 @@ def test_a_description_is_read_as_plain_data():
     again = [1]
     assert plain(pickle.dumps([again, again], 5)) == [[1], [1]]
     assert plain(pickle.dumps(Evil(), 4)).name.endswith(".mkdir")
+
+
+def test_every_member_of_an_enum_is_the_same_by_value_and_by_name():
+    assert {f"{ENUM.__module__}.{ENUM.__name__}": {member.name: member.value for member in ENUM}} == ENUMS
+    members = [*ENUM, *ENUM]
+    by_value, by_name = (plain(written(members, form)) for form in FORMS)
+    assert by_name == by_value and [member.args for member in by_name] == [(member.value,) for member in members]
+    assert plain(alone(MEMBER)) == plain(alone(MEMBER_BY_VALUE)) == by_name[ENUM.TORCH_CHANNELS_LAST.value]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_description_is_read_alike_whichever_python_wrote_it(distributed, form):
+    path = distributed()
+    expected = examine(path)
+    rewrite(path, form)
+    assert (b"getattr" in (path / ".metadata").read_bytes()) == (form == "by name")
+    assert examine(path) == expected and expected.is_healthy
+
+
+@pytest.mark.parametrize("use", HOSTILE)
+def test_any_other_use_of_getattr_and_any_change_of_a_name_is_one_line(distributed, use):
+    path = distributed()
+    whole = (path / ".metadata").read_bytes()
+    (path / ".metadata").write_bytes(before(MEMBER, whole))
+    assert examine(path).is_healthy
+    (path / ".metadata").write_bytes(before(HOSTILE[use], whole))
+    with pytest.raises(ValueError, match=r"\.metadata does not describe .*does not need$") as error:
+        examine(path)
+    assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match=r"does not need$"):
+        plain(alone(HOSTILE[use]))
+
+
+def test_getattr_alone_is_no_description():
+    with pytest.raises(ValueError, match=r"builtins\.getattr, which .* does not need$"):
+        plain(alone(GETATTR))
+
+
+@pytest.mark.parametrize(
+    "opcode", [b"q\x00", b"r\x00\x00\x00\x00", b"p0\n", b"2"], ids=["BINPUT", "LONG_BINPUT", "PUT", "DUP"]
+)
+def test_opcodes_that_are_not_known_are_refused_and_not_guessed(opcode):
+    with pytest.raises(ValueError, match=r"does not need$"):
+        plain(alone(b"K\x01" + opcode))
 
 
 @pytest.mark.parametrize("step", [2, 3, 7])

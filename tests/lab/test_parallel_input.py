@@ -1,5 +1,6 @@
 """What does not fit ranks or their checkpoints is one line, and nothing in a checkpoint is executed."""
 
+import io
 import json
 import pickle
 import subprocess
@@ -10,13 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from descriptions import CALLS, ENUM, FORMS, GETATTR, HOSTILE, MEMBER, MEMBER_BY_VALUE, alone, before, rewrite, written
 from test_killed import assert_same
 
 from prunus.cli import main
 from prunus.lab.checkpoint import checkpoint_of, drop_pieces, load_checkpoint
 from prunus.lab.data import load
 from prunus.lab.parallel import Team
-from prunus.lab.pieces import load_pieces, save_pieces
+from prunus.lab.pieces import _Description, load_pieces, save_pieces
 from prunus.lab.run import Run
 from prunus.lab.trainer import _begun
 
@@ -111,6 +113,16 @@ def test_pieces_give_every_value_and_their_order_back(tmp_path):
     assert set(read) == set(state)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_pieces_are_read_alike_whichever_python_wrote_them(form, tmp_path):
+    state = a_state()
+    path = save_pieces(tmp_path, state, Team())
+    rewrite(path, form)
+    assert (b"getattr" in (path / ".metadata").read_bytes()) == (form == "by name")
+    read = load_pieces(path, {})
+    assert_same(read, {key: state[key] for key in read})
+
+
 def test_only_a_whole_checkpoint_is_taken_and_older_ones_go(tmp_path):
     first = save_pieces(tmp_path, a_state(9), Team())
     (tmp_path / "checkpoint-11.part").mkdir()
@@ -162,6 +174,36 @@ def test_a_damaged_or_malicious_checkpoint_is_one_line_and_executes_nothing(dama
         load_checkpoint(path)
     assert "\n" not in str(error.value) and len(str(error.value)) < 400
     assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize("use", HOSTILE)
+def test_any_other_use_of_getattr_and_any_change_of_a_name_is_one_line(use, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = save_pieces(tmp_path, a_state(), Team())
+    whole, members = (path / ".metadata").read_bytes(), [vars(member).copy() for member in ENUM]
+    for code in (MEMBER, MEMBER_BY_VALUE):
+        (path / ".metadata").write_bytes(before(code, whole))
+        load_checkpoint(path)
+    (path / ".metadata").write_bytes(before(HOSTILE[use], whole))
+    with pytest.raises(ValueError, match=r"not a whole checkpoint of prunus: .*does not need$") as error:
+        load_checkpoint(path)
+    assert "\n" not in str(error.value) and not (tmp_path / "executed").exists()
+    assert [vars(member) for member in ENUM] == members and not hasattr(dcp.metadata.Metadata, "touched")
+
+
+@pytest.mark.parametrize("use", CALLS)
+def test_the_unpickler_alone_has_no_other_use_of_getattr(use, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((ValueError, TypeError, pickle.UnpicklingError)):
+        _Description(io.BytesIO(alone(CALLS[use]))).load()
+    assert not (tmp_path / "executed").exists()
+
+
+def test_the_unpickler_alone_gives_members_and_never_getattr():
+    for form in FORMS:
+        read = _Description(io.BytesIO(written([*ENUM], form))).load()
+        assert all(member is expected for member, expected in zip(read, ENUM, strict=True))
+    assert _Description(io.BytesIO(alone(GETATTR))).load() is not getattr
 
 
 def test_a_value_that_is_no_plain_one_is_refused(tmp_path, monkeypatch):

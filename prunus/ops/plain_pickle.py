@@ -1,16 +1,25 @@
 """A pickle as plain data, with nothing in it executed or imported.
 
 ``torch.distributed.checkpoint`` describes its files in a pickle. Here its opcodes are read as a
-description: a class becomes its name, an object the name with its arguments and state.
+description: a class becomes its name, an object the name with its arguments and state. Names are
+called and objects given a state; what would call an object or change a name is refused.
 """
 
 import pickletools
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 MARK = object()
 CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 LIMIT = 50_000_000  # opcodes: a file that says more is not a description
+GETATTR = "builtins.getattr"
+ENUMS = {
+    "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING": {
+        "TORCH_CONTIGUOUS_FORMAT": 0,
+        "TORCH_CHANNELS_LAST": 1,
+        "TORCH_PRESERVE_FORMAT": 2,
+    },
+}
 
 
 @dataclass
@@ -20,6 +29,7 @@ class Thing:
     name: str
     args: tuple[Any, ...] = ()
     state: dict[str, Any] = field(default_factory=dict)
+    role: Literal["name", "object", "member"] = "name"  # a member of an enum is neither called nor changed
 
 
 def plain(data: bytes) -> Any:
@@ -29,7 +39,7 @@ def plain(data: bytes) -> Any:
     try:
         for number, (opcode, argument, _) in enumerate(pickletools.genops(data)):
             if opcode.name == "STOP":
-                return stack.pop()
+                return _last(stack, 1)[0]
             if number > LIMIT:
                 raise ValueError("it is too long")
             _take(opcode.name, argument, stack, memo)
@@ -46,7 +56,7 @@ def _take(name: str, argument: Any, stack: list[Any], memo: list[Any]) -> None:
         stack.append(memo[argument])
     elif name in CONSTANTS:
         stack.append(CONSTANTS[name])
-    elif name.startswith(("BININT", "LONG", "BINFLOAT", "SHORT_BINUNICODE", "BINUNICODE", "SHORT_BINBYTES")):
+    elif name.startswith(("BININT", "LONG1", "LONG4", "BINFLOAT", "SHORT_BINUNICODE", "BINUNICODE", "SHORT_BINBYTES")):
         stack.append(argument)
     elif name == "MARK":
         stack.append(MARK)
@@ -67,14 +77,41 @@ def _take(name: str, argument: Any, stack: list[Any], memo: list[Any]) -> None:
     elif name == "STACK_GLOBAL":
         module, kind = _last(stack, 2)
         stack.append(Thing(f"{module}.{kind}"))
-    elif name in ("REDUCE", "NEWOBJ"):
-        thing, args = _last(stack, 2)
-        stack.append(Thing(thing.name, tuple(args)))
+    elif name == "REDUCE":
+        (args,) = _last(stack, 1)
+        thing = stack.pop()
+        stack.append(_member(args) if thing.name == GETATTR else _made(thing, args))
+    elif name == "NEWOBJ":
+        stack.append(_made(*_last(stack, 2)))
     elif name == "BUILD":
-        (state,) = _last(stack, 1)
-        stack[-1].state = state
+        stack.append(_with_state(*_last(stack, 2)))
     else:
-        raise ValueError(f"it uses {name}, which a checkpoint's description does not need")
+        raise _unneeded(f"uses {name}")
+
+
+def _made(thing: Thing, args: Any) -> Thing:
+    if thing.role != "name":
+        raise _unneeded(f"calls an object of {thing.name}")
+    return Thing(thing.name, tuple(args), role="member" if thing.name in ENUMS else "object")
+
+
+def _member(args: Any) -> Thing:
+    """``enum(value)`` for ``getattr(enum, name)``, as which early releases of Python 3.11 pickle an enum's member."""
+    match args:
+        case tuple((Thing() as enum, str(name))) if name in ENUMS.get(enum.name, ()):
+            return _made(enum, (ENUMS[enum.name][name],))
+    raise _unneeded(f"names {GETATTR}")
+
+
+def _with_state(thing: Thing, state: Any) -> Thing:
+    if thing.role != "object":
+        raise _unneeded(f"changes {thing.name}")
+    thing.state = state  # in place: the memo holds it too
+    return thing
+
+
+def _unneeded(deed: str) -> ValueError:
+    return ValueError(f"it {deed}, which a checkpoint's description does not need")
 
 
 def _last(stack: list[Any], number: int) -> list[Any]:
@@ -82,7 +119,7 @@ def _last(stack: list[Any], number: int) -> list[Any]:
     if len(taken) < number or any(value is MARK for value in taken):
         raise IndexError("it takes more than it put")
     del stack[-number:]
-    return taken
+    return _values(taken)
 
 
 def _marked(stack: list[Any]) -> list[Any]:
@@ -91,6 +128,13 @@ def _marked(stack: list[Any]) -> list[Any]:
         raise IndexError("it has no mark")
     taken = stack[at + 1 :]
     del stack[at:]
+    return _values(taken)
+
+
+def _values(taken: list[Any]) -> list[Any]:
+    """``taken``, unless ``getattr`` is among it: that is only called, and no value."""
+    if any(isinstance(value, Thing) and value.name == GETATTR for value in taken):
+        raise _unneeded(f"names {GETATTR}")
     return taken
 
 
