@@ -143,6 +143,10 @@ DESCRIPTION = {
 }
 
 
+# what reading and making of a damaged description raises, torch's own types among it
+DAMAGED = (ValueError, TypeError, AttributeError, EOFError, LookupError, RuntimeError, pickle.UnpicklingError)
+
+
 class _Description(pickle.Unpickler):
     """Reads DCP's description, and makes nothing that a description does not need."""
 
@@ -168,7 +172,7 @@ class _Reader(dcp.FileSystemReader):
             plain(data)  # refuses what would change a class or an enum's member, which find_class cannot see
             metadata = _Description(io.BytesIO(data)).load()
             _check_files(metadata)
-        except (ValueError, TypeError, AttributeError, EOFError, IndexError, pickle.UnpicklingError) as error:
+        except DAMAGED as error:
             raise ValueError(f"{self.path} is not a whole checkpoint of prunus: {error}") from error
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata

@@ -158,6 +158,7 @@ DAMAGES = {
     "a call in its state": lambda p: (p / ".metadata").write_bytes(pickle.dumps(EvilState())),
     "a file elsewhere": lambda p: replaced_bytes(p / ".metadata", b"__0_0.distcp", b"../../secret"),
     "half a description": lambda p: (p / ".metadata").write_bytes((p / ".metadata").read_bytes()[:-400]),
+    "an unknown layout": lambda p: replaced_bytes(p / ".metadata", b"torch.strided", b"torch.stridex"),
     "not a description": lambda p: (p / ".metadata").write_bytes(pickle.dumps({"storage_data": {}})),
     "half a piece": lambda p: (p / "__0_0.distcp").write_bytes((p / "__0_0.distcp").read_bytes()[:3000]),
     "a lost piece": lambda p: (p / "__0_0.distcp").unlink(),
