@@ -8,7 +8,7 @@ from typing import Any
 from .numbers import count, percent, plain, short_percent
 from .panel import INK, MUTED, Mark, Number, Panel, Table, Trace, axis, layout
 from .read import Json, Record, number
-from .source import Source, mean_of, scale_of
+from .source import Row, Source, mean_of, scale_of
 
 MAX_POINTS, MAX_ROWS = 1500, 250
 ACCENT = "var(--arm-1)"
@@ -130,14 +130,15 @@ def _run_table(record: Record, lines: Sequence[Json]) -> Table:
     return Table(f"{said} of metrics.jsonl", ["step", record.unit, "training loss", "learning rate"], rows)
 
 
-def compared_panels(source: Source, marks: Mapping[str, Mark], what: str) -> list[Panel]:
-    """Training loss, or quality, of all arms: one panel a sparsity, dense in each."""
+def compared_panels(source: Source, marks: Mapping[str, Mark], what: str, far: Sequence[Row]) -> list[Panel]:
+    """Training loss, or quality, of all arms: one panel a sparsity, dense in each; ``far`` ones may leave the frame."""
     record = source.record
     pick, name = (loss_at, "Training loss") if what == "loss" else (quality_at(record), metric_name(record))
     made = []
     for sparsity in source.sparsities or [0.0]:
         series = {arm: points(runs, pick) for arm in source.arms if (runs := _runs(source, arm, sparsity))}
-        made.append(_compared(series, marks, name, (sparsity, record)))
+        near = series.keys() - {"random", *(row.arm for row in far if row.sparsity == sparsity)}
+        made.append(_compared(series, marks, name, (sparsity, record), frame([series[arm] for arm in near])))
     every = [panel.layout["yaxis"]["range"] for panel in made if panel.layout["yaxis"]["range"]]
     for panel in made if every else []:  # one scale, so that panels can be compared
         panel.layout["yaxis"]["range"] = [min(low for low, _ in every), max(high for _, high in every)]
@@ -149,7 +150,11 @@ def _runs(source: Source, arm: str, sparsity: float) -> list[Record]:
 
 
 def _compared(
-    series: Mapping[str, list[Point]], marks: Mapping[str, Mark], name: str, where: tuple[float, Record]
+    series: Mapping[str, list[Point]],
+    marks: Mapping[str, Mark],
+    name: str,
+    where: tuple[float, Record],
+    shown: list[float] | None,
 ) -> Panel:
     sparsity, record = where
     traces: list[Trace] = []
@@ -166,7 +171,7 @@ def _compared(
         traces,
         layout(
             axis(record.unit, rangemode="tozero", unifiedhovertitle={"text": f"%{{x:,}} {record.unit}"}),
-            axis("", range=frame([line for arm, line in series.items() if arm != "random"])),
+            axis("", range=shown),
             hovermode="x unified" if few else "closest",
         ),
         _compared_table(series, name, record),

@@ -86,18 +86,23 @@ NO_OVERLAP = "Not known here: prunus study compares the masks of its runs, and t
 def _error_bars(source: Source) -> str:
     seeds = sorted({len(row.values) for row in source.rows if row.values})
     many = f"{seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else f"{seeds[0] if seeds else 0}"
-    far = ", ".join(f"{row.arm} at {short_percent(row.sparsity)}" for row in outside(source))
     said = f"Mean on held-out data at the end of the run; bars are one standard deviation over seeds ({many} an arm)."
-    return said + (f" Outside the frame: {far}." if far else "")
+    return said + (f" Outside the frame: {far}." if (far := _far(source)) else "")
+
+
+def _far(source: Source) -> str:
+    return ", ".join(f"{row.arm} at {short_percent(row.sparsity)}" for row in outside(source))
 
 
 def _means(source: Source) -> str:
     unit = source.record.unit
-    return f"Mean over seeds, by {unit} read; the shaded area spans the seeds. {FRAME}"
+    frame = f"{FRAME[:-1]}, without {far}, which may leave it." if (far := _far(source)) else FRAME
+    return f"Mean over seeds, by {unit} read; the shaded area spans the seeds. {frame}"
 
 
 def _curves(source: Source, marks: Mapping[str, Mark]) -> list[Any]:
-    loss, quality = (compared_panels(source, marks, what) for what in ("loss", "quality"))
+    far = outside(source)
+    loss, quality = (compared_panels(source, marks, what, far) for what in ("loss", "quality"))
     return [panel for pair in zip(loss, quality, strict=True) for panel in pair]
 
 
