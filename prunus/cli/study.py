@@ -79,13 +79,13 @@ def _run(command: Command, started: float) -> None:
         print_plan(folder, asked)
         return
     try:
-        work(folder, asked, command, started)
+        all_ended_well = work(folder, asked, command, started)
     except KeyboardInterrupt:
         print_table(update(folder))
         raise
     values = update(folder)
     print_table(values)
-    if values["failed"]:
+    if values["failed"] or not all_ended_well:
         raise SystemExit(1)
 
 
@@ -143,8 +143,8 @@ def _found(command: Command) -> Start:
             raise ValueError(f"the preset {command.preset} needs --data: {preset.reads}")
         return Start(preset.base, preset.arms, preset.sparsities)
     if command.base:
-        base, arms = read_base(command.base)
-        return Start(base, tuple(arms))
+        base, arms, sparsities = read_base(command.base)
+        return Start(base, tuple(arms), sparsities or (0.5,))
     folder = Folder(command.out)
     if not folder.exists:
         raise ValueError("say what to run: --base run.toml or --preset NAME, or --out with a study to continue")
@@ -167,7 +167,7 @@ def _number(text: str, kind: type[float] | type[int]) -> float | int:
 def _seeds(text: str) -> tuple[int, ...]:
     """``3`` is seeds 0, 1 and 2; ``1,2`` are those."""
     numbers = tuple(int(_number(part, int)) for part in _split(text))
-    if any(number < 0 for number in numbers) or (numbers == (0,) != () and "," not in text):
+    if any(number < 0 for number in numbers) or (numbers == (0,) and "," not in text):
         raise ValueError(f"seeds is how many, at least 1, or which ones with commas, got {text!r}")
     return tuple(range(numbers[0])) if numbers and "," not in text else numbers
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
 from ..lab.study.folder import Folder
@@ -23,7 +24,7 @@ def print_table(values: Mapping[str, Any]) -> None:
         if before is not None and row["sparsity"] != before:
             table.add_section()
         before = row["sparsity"]
-        table.add_row(*cells_of(row))
+        table.add_row(*map(escape, cells_of(row)))  # names of arms are no markup
     console.print(table)
     for note in notes_of(values):
         console.print(note, highlight=False, markup=False, soft_wrap=True)
@@ -34,7 +35,7 @@ def print_plan(folder: Folder, plan: Plan) -> None:
     from ..lab.study.runner import estimate
 
     done = folder.finished() if folder.exists else {}
-    table = Table(title=f"{folder.path}: hash {plan.hash}")
+    table = Table(title=escape(f"{folder.path}: hash {plan.hash}"))
     for heading in ("run", "arms", "steps", "examples", "state"):
         table.add_column(heading, justify="right" if heading in ("steps", "examples") else "left")
     left, seconds, unknown = 0, 0.0, False
@@ -43,7 +44,11 @@ def print_plan(folder: Folder, plan: Plan) -> None:
         sharing = [cell.arm for cell, first in plan.owners.items() if first == owner]
         is_done = key_of(run) in done
         table.add_row(
-            owner.folder, ", ".join(sharing), f"{run.total_steps:,}", f"{num_examples(run):,}", STATE[is_done]
+            escape(owner.folder),
+            escape(", ".join(sharing)),
+            f"{run.total_steps:,}",
+            f"{num_examples(run):,}",
+            STATE[is_done],
         )
         if not is_done:
             left += num_examples(run)

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from .study import Command
 
 
-def work(folder: Folder, asked: Plan, command: "Command", started: float) -> None:
-    """Do what is asked and not done, on all devices; the time limit counts from ``started``."""
+def work(folder: Folder, asked: Plan, command: "Command", started: float) -> bool:
+    """Do what is asked and not done, on all devices; the time limit counts from ``started``. False if a worker died."""
     devices = devices_of(command.devices)
     if not folder.exists:
         _check_data(asked.base)
@@ -44,8 +44,8 @@ def work(folder: Folder, asked: Plan, command: "Command", started: float) -> Non
     )
     if len(devices) == 1 and devices[0] in ("cpu", "auto"):
         Worker(folder, options, Lines("")).work(asked.cells)
-    else:
-        _in_processes(folder, asked.cells, options, devices)
+        return True
+    return _in_processes(folder, asked.cells, options, devices)
 
 
 def _check_data(base: Run) -> None:
@@ -75,14 +75,16 @@ def devices_of(text: str) -> list[str]:
     return [name if name == "cpu" or not visible else visible[int(name)] for name in names]
 
 
-def _in_processes(folder: Folder, cells: tuple[Cell, ...], options: Options, devices: list[str]) -> None:
-    """One worker process a device; they claim runs one by one. A worker that dies stops no other."""
+def _in_processes(folder: Folder, cells: tuple[Cell, ...], options: Options, devices: list[str]) -> bool:
+    """One worker process a device; they claim runs one by one. A worker that dies stops no other, and is told of."""
     shared = {device: replace(options, at_once=devices.count(device)) for device in devices}
     processes = [_started(folder, cells, shared[device], device, len(devices)) for device in devices]
     try:
-        for device, process in zip(devices, processes, strict=True):
-            if code := process.wait():
-                print(f"the worker on {device} ended with code {code}", file=sys.stderr)
+        codes = [process.wait() for process in processes]
+        for device, code in zip(devices, codes, strict=True):
+            if code:
+                print(f"the worker on {device} ended with code {code}; the same command does its runs", file=sys.stderr)
+        return not any(codes)
     finally:
         for process in processes:
             process.terminate()

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from prunus.cli.study import Command, planned
 from prunus.lab.run import Run
 from prunus.lab.study.arms import Arm, slug
 from prunus.lab.study.fields import parse_arm, read_base, score_arm
@@ -87,7 +88,7 @@ REFUSED = {
         "x: steps=130",
         "2,080 examples and the base 1,600; a longer budget is said by budget_scale=1.3",
     ),
-    "larger batch": ("x: batch=32", "budget_scale=2"),
+    "larger batch": ("x: batch=32", "steps=50"),
     "impossible run": ("x: score=magnitude eps=1e-8", "arm x"),
     "unknown field": ("x: scroe=bitter7", "no field 'scroe'; did you mean score"),
     "unknown value": ("x: score=bitter77", "score cannot be 'bitter77'; it takes none, magnitude"),
@@ -135,7 +136,7 @@ def test_values_have_the_types_of_their_fields():
 def test_a_toml_file_holds_base_and_arms(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text('model = "lenet5"\nlr = 1\nend = 0.9\n[[arm]]\nname = "late"\nscore = "bitter7"\nend = 0.95\n')
-    base, arms = read_base(path)
+    base, arms, _ = read_base(path)
     assert base == Run(model="lenet5", lr=1.0, end=0.9)
     assert arms == [Arm("late", {"score": "bitter7", "end": 0.95})]
 
@@ -146,7 +147,7 @@ def test_a_toml_file_holds_base_and_arms(tmp_path):
         ("lr = ", "no TOML"),
         ("learning = 3", "no field"),
         ("[[arm]]\nlr = 2.0", "with a name"),
-        ("out = 'x'", "no field"),
+        ("out = 'x'", "leave it out"),
     ],
 )
 def test_a_mistake_in_the_file_is_one_line(text, said, tmp_path):
@@ -255,3 +256,12 @@ def test_the_variants_share_what_is_magnitude():
     assert {arm for arm, owner in owners.items() if owner == "magnitude"} == {"magnitude", "bitter1", "bitter2"}
     assert {f"bitter{number}" for number in range(10)} | {"movement", "magnitude regrow"} <= set(owners)
     assert plan.base.steps * plan.base.batch * plan.base.context == 1200 * 49152
+
+
+def test_score_and_sparsity_of_the_file_are_taken(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text('data = "digits"\nmodel = "lenet5"\nscore = "bitter3"\nsparsity = 0.8\n')
+    plan = planned(Command(base=file, arm=("late: end=.95",), seeds="1"))
+    assert "bitter3" in plan.arm and {cell.sparsity for cell in plan.cells} == {0.0, 0.8}
+    assert plan.arm["late"].changes == {"end": 0.95}
+    assert {cell.sparsity for cell in planned(Command(base=file, sparsity="0.5")).cells} == {0.0, 0.5}

@@ -45,6 +45,21 @@ def test_a_preset_without_data_is_refused(tmp_path, capsys):
     assert "the preset lenet-mnist needs --data: the folder of MNIST" in capsys.readouterr().err
 
 
+def test_a_seed_in_the_file_is_refused(base, tmp_path, capsys):
+    file = tmp_path / "run.toml"
+    file.write_text(base.read_text() + "seed = 5\n")
+    assert study(file, tmp_path / "study") == 2
+    assert "said by --seeds" in capsys.readouterr().err and not (tmp_path / "study").exists()
+
+
+def test_a_folder_of_something_else_is_left_alone(base, tmp_path, capsys):
+    (tmp_path / "study").mkdir()
+    (tmp_path / "study" / "thesis.txt").write_text("mine")
+    assert study(base, tmp_path / "study") == 2
+    assert "not empty and not a study" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "study").iterdir()] == ["thesis.txt"]
+
+
 def test_mistakes_are_one_line(base, tmp_path, capsys):
     for options, said in {
         ("--seeds", "0"): "at least 1",
@@ -57,6 +72,7 @@ def test_mistakes_are_one_line(base, tmp_path, capsys):
         ("--set", "augment=true"): "augment crops and flips images",
         ("paint",): "expected merge, show, page or options alone",
         ("--preset", "eps"): "give one of them",
+        ("--set", "out=here"): "out is not for runs of a study",
         ("merge", "x"): "study merge does not read --base",
         ("--slim",): "a study does not read --slim",
     }.items():

@@ -50,6 +50,46 @@ def test_quality_off_the_target_does_not_count(copy):
     assert "14.0000% of the prunable weights are zero" in found["off_target"][0]["message"]
 
 
+def test_a_run_that_diverged_or_read_other_data_counts_nowhere(copy):
+    for name, change in (("bitter7-0.5-s0", {"perplexity": float("inf")}), ("random-0.5-s0", {"perplexity": 1e200})):
+        path = copy / "runs" / name / "result.json"
+        path.write_text(json.dumps(read_json(path) | change))
+    cell = copy / "runs" / "magnitude-0.5-s1" / "cell.json"
+    cell.write_text(json.dumps(read_json(cell) | {"data": {"data": "abc"}}))
+    found = summary(Folder(copy), Folder(copy).plan())
+    seeds = {row["arm"]: row["seeds"] for row in found["rows"]}
+    assert (seeds["bitter7"], seeds["magnitude"], seeds["random"]) == ([1], [0], [0, 1])
+    said = {entry["arm"]: entry["message"] for entry in found["off_target"]}
+    assert said["bitter7"] == "the training diverged: its perplexity is inf"
+    assert said["magnitude"] == said["bitter1"] == "it was made with other data than the study's"
+    assert all(len(text) < 200 for row in found["rows"] for text in cells_of(row))
+    json.dumps(found, allow_nan=False)
+
+
+def test_rows_round_more_than_layers_and_count(copy, base):
+    assert study(base, copy, "--arm", "row: score=magnitude allocate=row", "--sparsity", "0.8", "--seeds", "1") == 0
+    assert 0.001 < abs(rows(copy)["row"]["measured_sparsity"] - 0.8) < 0.02
+
+
+def test_names_of_arms_are_no_markup(copy, base, capsys):
+    assert study(base, copy, "--arm", "b [late]: score=bitter7 begin=3", "--arm", "a|b [/x]: score=bitter3") == 0
+    said = capsys.readouterr().out
+    assert "b [late]" in said and "a|b [/x]" in said
+    assert "| a\\|b [/x] |" in page([copy])
+
+
+def test_budgets_are_told_by_what_they_are_against(copy, base):
+    arms = (
+        "--arm",
+        "long: score=bitter7 budget_scale=2.0",
+        "--arm",
+        "longer: budget_scale=4.0 against=long score=bitter7",
+    )
+    assert study(base, copy, *arms, "--seeds", "2") == 0
+    assert "(against long; 2 times the tokens)" in page([copy])
+    assert "| 50.0% | long" not in page([copy]).split("##")[1]  # which is best is asked of equal budgets
+
+
 def test_a_longer_budget_is_told(copy, base, capsys):
     assert study(base, copy, "--arm", "longer: score=bitter7 budget_scale=1.5", "--seeds", "1") == 0
     assert rows(copy)["longer"]["tokens"] == 1.5 * rows(copy)["dense"]["tokens"]
@@ -87,7 +127,7 @@ def test_a_row_is_compared_where_most_of_its_seeds_are(copy, base):
     assert study(base, copy, "--arm", "magnitude fast: score=magnitude lr=3e-3", "--seeds", "0,1") == 0
     found = rows(copy)["fast"]
     assert (found["against"], found["difference"]["num_seeds"], found["beside"]) == ("magnitude fast", 2, [])
-    assert rows(copy)["magnitude fast"]["overlap"] == 1.0
+    assert rows(copy)["magnitude fast"]["overlap"] is None  # there is nothing but itself
 
 
 def test_an_overlap_with_another_recipe_is_not_shown(copy, base):
@@ -98,6 +138,18 @@ def test_an_overlap_with_another_recipe_is_not_shown(copy, base):
     assert study(base, copy, "--arm", "magnitude fast: score=magnitude lr=3e-3", "--seeds", "1") == 0
     found = read_json(noted)
     assert found["overlap_with"] == "magnitude fast" and found["overlap"] == rows(copy)["fast"]["overlap"] != 0.4
+
+
+def test_magnitude_removed_in_another_way_is_held_against_magnitude(copy, base):
+    arms = ("--arm", "erk: score=magnitude allocate=erk", "--arm", "late: score=bitter7 begin=3")
+    assert study(base, copy, *arms, "--seeds", "1") == 0
+    for arm in ("erk", "late"):
+        shared = jaccard(copy / "runs" / f"{arm}-0.5-s0", copy / "runs" / "magnitude-0.5-s0")
+        assert rows(copy)[arm]["overlap"] == shared < 1
+    noted = copy / "runs" / "erk-0.5-s0" / "cell.json"
+    noted.write_text(json.dumps(read_json(noted) | {"overlap": 1.0, "overlap_with": "erk"}))  # with itself, as once
+    found = summary(Folder(copy), Folder(copy).plan())["rows"]
+    assert next(row for row in found if row["arm"] == "erk")["overlap"] is None
 
 
 @pytest.mark.parametrize("numel", [1, 7, 8, 9, 1000])

@@ -6,8 +6,10 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -17,6 +19,7 @@ from study_command import ASKED, Quiet, losses, rows, stamps, study
 
 from prunus.cli import main
 from prunus.lab.run import Run
+from prunus.lab.study.arms import Arm
 from prunus.lab.study.folder import Folder, read_json
 from prunus.lab.study.page import page
 from prunus.lab.study.plan import make_plan
@@ -98,6 +101,8 @@ def test_a_study_killed_and_started_again_equals_the_unbroken_one(save_every, do
     assert losses(out) == {name: loss for name, loss in losses(done).items() if name in losses(out)}
     assert read_json(out / "study_result.json")["num_finished"] == (4 if save_every else 8)
     assert not list(out.glob("runs/*/checkpoint.pt"))
+    for run in out.glob("runs/*"):  # what was trained before the end counts
+        assert read_json(run / "cell.json")["wall_seconds"] >= read_json(run / "result.json")["seconds"]
     lines = (out / "runs" / "magnitude-0.5-s0" / "metrics.jsonl").read_text()
     assert lines.count('"eval"') == 1
 
@@ -158,6 +163,26 @@ def test_workers_end_with_the_command_that_started_them(base, tmp_path):
     parent.wait()
     for path in started:
         assert eventually(lambda name=path.parent.name: is_free(Folder(out), name))
+
+
+def test_arms_that_are_added_at_the_same_time_are_all_there(done, base, tmp_path):
+    whole = Folder(done).plan()
+    plans = [make_plan(whole.base, [Arm(f"arm{i}", {"lr": 1e-3 * i})], (0.5,), (0,)) for i in range(1, 9)]
+    folder, start = Folder(tmp_path / "study"), threading.Barrier(len(plans))
+
+    def join(plan):
+        start.wait()
+        folder.join(plan, {})
+
+    with ThreadPoolExecutor(len(plans)) as pool:
+        list(pool.map(join, plans))
+    assert {arm for plan in plans for arm in plan.arm} == set(folder.plan().arm)
+
+
+def test_a_worker_that_dies_is_told_by_the_exit_code(base, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    assert study(base, tmp_path / "study", *ASKED, "--devices", "cpu,cpu") == 1
+    assert "the worker on cpu ended with code 1; the same command does its runs" in capfd.readouterr().err
 
 
 def eventually(holds) -> bool:

@@ -1,6 +1,7 @@
 """Means, intervals and verdicts are those of a textbook."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -62,10 +63,16 @@ def test_pairing_takes_out_what_the_seeds_share():
         ({0: 75.0, 1: 75.1, 2: 74.9}, ACCURACY, "better by 5.00 ± 0.25 points (3 seeds)"),
         ({1: 70.5}, PERPLEXITY, "one seed: no interval (+0.50)"),
         ({0: 70.0, 1: 70.0}, PERPLEXITY, "no difference seen with 2 seeds: +0.00 ± 0.00"),
-        ({0: 70.1 + 0.2, 1: 70.3}, ACCURACY, "equal in all 2 seeds (+0.30 points): no spread to judge by"),
+        (
+            {0: 70.1 + 0.2, 1: 70.3},
+            ACCURACY,
+            "the same difference with all 2 seeds (+0.30 points): no spread to judge by",
+        ),
         ({9: 1.0}, PERPLEXITY, "no seed in common yet"),
+        ({0: 70.004, 1: 70.0042}, replace(PERPLEXITY, decimals=3), "worse by 0.004 ± 0.001 (2 seeds)"),
+        ({0: 1e142, 1: 1e182}, PERPLEXITY, "no difference seen with 2 seeds: +5e+181 ± 6.35e+182"),
     ],
-    ids=["none", "better", "worse", "accuracy", "one", "equal", "no spread", "no pair"],
+    ids=["none", "better", "worse", "accuracy", "one", "equal", "no spread", "no pair", "small", "ruined"],
 )
 def test_the_verdict_says_what_the_seeds_allow(ours, metric, said):
     assert verdict(paired(ours, {0: 70.0, 1: 70.0, 2: 70.0}), metric) == said

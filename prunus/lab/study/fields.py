@@ -51,15 +51,21 @@ def parse_fields(words: Iterable[str], who: str) -> dict[str, Any]:
 
 
 def _literal(text: str) -> Any:
-    """A number, true, false or list as TOML writes it; any other text is itself."""
-    try:
-        return tomllib.loads(f"x = {text}")["x"]
-    except tomllib.TOMLDecodeError:
-        return text
+    """A number, true, false or list as TOML writes it, or .95; any other text is itself."""
+    for literal in (text, f"0{text}"):
+        try:
+            return tomllib.loads(f"x = {literal}")["x"]
+        except tomllib.TOMLDecodeError:
+            if not text.startswith("."):
+                break
+    return text
 
 
-def read_base(path: Path) -> tuple[Run, list[Arm]]:
-    """Base run and arms of a TOML file: fields of Run at the top, and ``[[arm]]`` with name and fields."""
+def read_base(path: Path) -> tuple[Run, list[Arm], tuple[float, ...]]:
+    """Base run, arms and sparsities of a TOML file: fields of Run at the top, and ``[[arm]]`` with name and fields.
+
+    A score that the file names is an arm too.
+    """
     try:
         values = tomllib.loads(path.read_text())
     except FileNotFoundError:
@@ -69,8 +75,11 @@ def read_base(path: Path) -> tuple[Run, list[Arm]]:
     tables = values.pop("arm", [])
     if not isinstance(tables, list) or not all(isinstance(table, dict) and "name" in table for table in tables):
         raise ValueError(f"{path}: an arm is a table [[arm]] with a name and the fields that it changes")
+    if "seed" in values:
+        raise ValueError(f"{path}: the seeds of a study are said by --seeds ('5,' is seed 5 alone); leave seed out")
     base = Run(**{name: typed(name, value, str(path)) for name, value in values.items()})
-    return base, [_table_arm(table) for table in tables]
+    arms = [score_arm(base.score)] if "score" in values else []
+    return base, [*arms, *map(_table_arm, tables)], (base.sparsity,) if base.sparsity and "sparsity" in values else ()
 
 
 def _table_arm(table: dict[str, Any]) -> Arm:
@@ -80,7 +89,9 @@ def _table_arm(table: dict[str, Any]) -> Arm:
 
 def typed(name: str, value: Any, who: str) -> Any:
     """``value`` as the field ``name`` of Run holds it, or one line that says what it takes."""
-    if name not in TYPES or name in ("out", "resume"):
+    if name in ("out", "resume"):
+        raise ValueError(f"{who}: {name} is not for runs of a study, which has folders of its own; leave it out")
+    if name not in TYPES:
         near = get_close_matches(name, TYPES, n=1)
         raise ValueError(f"{who}: a run has no field {name!r}{f'; did you mean {near[0]}?' if near else ''}")
     for kind in _kinds(TYPES[name]):

@@ -40,17 +40,28 @@ class Folder:
 
     def join(self, plan: Plan, environment: Mapping[str, Any]) -> Plan:
         """Write ``plan`` here, together with what is planned here already; returns both."""
-        if not self.exists and self.path.exists() and any(self.path.iterdir()):
-            raise ValueError(f"{self.path} is not empty and not a study; choose another --out")
-        whole = extended(self.plan(), plan, self.path) if self.exists else plan
-        self.check_runs(whole)
-        self.write(whole, environment)
+        self._check_is_free(alone=False)
+        with self.locked("study", wait=True):  # what another process adds meanwhile is not to be lost
+            self._check_is_free(alone=True)
+            whole = extended(self.plan(), plan, self.path) if self.exists else plan
+            self.check_runs(whole)
+            self._write(whole, environment)
         return whole
 
+    def _check_is_free(self, *, alone: bool) -> None:
+        """Refuse a folder that holds something and is no study, nor about to become one if we are not ``alone``."""
+        names = {path.name for path in self.path.iterdir()} if self.path.exists() else set()
+        begins = "locks" in names and (names == {"locks"} or not alone)
+        if names and not self.exists and not begins:
+            raise ValueError(f"{self.path} is not empty and not a study; choose another --out")
+
     def write(self, plan: Plan, environment: Mapping[str, Any]) -> None:
-        (self.path / "runs").mkdir(parents=True, exist_ok=True)
         with self.locked("study", wait=True):
-            write_json(self.path / "study.json", plan.to_json() | {"environment": environment})
+            self._write(plan, environment)
+
+    def _write(self, plan: Plan, environment: Mapping[str, Any]) -> None:
+        write_json(self.path / "study.json", plan.to_json() | {"environment": environment})
+        (self.path / "runs").mkdir(exist_ok=True)
 
     def check_runs(self, plan: Plan) -> None:
         """Refuse a finished run that has the name of a planned one and computed something else."""

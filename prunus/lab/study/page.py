@@ -11,6 +11,7 @@ from .folder import Folder, read_json
 from .keys import num_examples, shared_fields
 from .plan import Plan
 from .results import summary
+from .statistics import written
 from .table import HEADINGS, cells_of, notes_of, title_of
 
 INTRODUCTION = """# Results
@@ -26,7 +27,8 @@ difference.
 
 OVERVIEW = """## What came out best
 
-Of every study the arm with the best mean at each sparsity, random aside, among those with the most seeds; beside it
+Of every study the arm with the best mean at each sparsity, random and longer budgets aside, among those with the most
+seeds; beside it
 dense in the same recipe, and what it was held against. That it is the first of several is a part of why it looks good:
 its interval is for one comparison. Where arms have one seed, none of them is called the best.
 """
@@ -56,14 +58,18 @@ def _best_rows(name: str, values: Mapping[str, Any]) -> Iterator[list[str]]:
     dense = {row["arm"]: row["mean"] for row in rows if not row["sparsity"]}
     unit = " %" if values["metric"]["scale"] != 1 else ""
     for sparsity in sorted({row["sparsity"] for row in rows} - {0.0}):
-        pruned = [row for row in rows if row["sparsity"] == sparsity and row["arm"] != "random" and not row["same_as"]]
+        pruned = [row for row in rows if row["sparsity"] == sparsity and _may_be_best(row)]
         best = min(pruned, key=lambda row: (-len(row["seeds"]), sign * row["mean"]), default=None)
         if best and len(pruned) > 1 and len(best["seeds"]) > 1:
             cells = dict(zip(HEADINGS, cells_of(best), strict=True))
-            beside = f"{dense[best['dense']]:.2f}{unit}" if best["dense"] in dense else ""
+            beside = f"{written(dense[best['dense']], best['decimals'])}{unit}" if best["dense"] in dense else ""
             mean = cells["mean ± sd"] + unit
             told = (mean, cells["seeds"], beside, cells["to dense"], cells["verdict"])
             yield [f"[{name}](#{name})", cells["asked"], best["arm"], *told]
+
+
+def _may_be_best(row: Mapping[str, Any]) -> bool:
+    return row["arm"] != "random" and not row["same_as"] and row["budget_scale"] == 1
 
 
 def _section(folder: Folder, values: Mapping[str, Any]) -> str:

@@ -23,7 +23,7 @@ class Cell:
 
     @property
     def folder(self) -> str:
-        return f"{slug(self.arm)}-{self.sparsity:g}-s{self.seed}"
+        return f"{slug(self.arm)}-{self.sparsity:.12g}-s{self.seed}"
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,11 @@ class Plan:
             raise ValueError(f"arm {arm.name} ({said(arm)}): {error}") from None
         asked, shared = (one.steps * one.batch * one.accumulate for one in (run, self.base))
         if asked != shared:
-            raise ValueError(
-                f"arm {arm.name} ({said(arm)}) reads {asked:,} examples and the base {shared:,}; "
-                f"a longer budget is said by budget_scale={asked / shared:g}"
-            )
+            a_step = run.batch * run.accumulate
+            mend = f"a longer budget is said by budget_scale={asked / shared:g}"
+            if a_step != self.base.batch * self.base.accumulate:
+                mend = f"with {a_step} a step it needs steps={shared / a_step:g}"
+            raise ValueError(f"arm {arm.name} ({said(arm)}) reads {asked:,} examples and the base {shared:,}; {mend}")
         return run
 
     @cached_property
@@ -87,6 +88,17 @@ class Plan:
         if not cell.sparsity:
             return None
         return self._cells_by_key.get(key_of(replace(self.run_of(cell), score="magnitude", eps=None, exponent=None)))
+
+    def overlapped(self, cell: Cell) -> Cell | None:
+        """The run whose masks a cell's are held against: magnitude of the same recipe, else magnitude trained alike."""
+        if not cell.sparsity:
+            return None
+        alike = self.magnitude_for(cell)
+        if alike and alike != self.owners[cell]:
+            return alike
+        plain = self.owners.get(Cell("magnitude", cell.sparsity, cell.seed))
+        same = plain and key_of(dense_of(self.run_of(plain))) == key_of(dense_of(self.run_of(cell)))
+        return plain if same else None
 
     def against(self, cell: Cell) -> str:
         """The arm that a cell is compared with: as its arm says, else magnitude of the same recipe if there is."""

@@ -4,17 +4,19 @@ metric      name, better ("lower" or "higher"), scale (accuracy is in per cent),
 rows        arm, sparsity, seeds and values (of the runs that count), mean, sd (n - 1), min, max, measured_sparsity,
             tokens, examples, budget_scale, seconds, peak_mib (means), wall_seconds (mean of the runs that paid for no
             start-up, of all if cold, which is true where there are none), at_once (most workers that shared a
-            device), overlap (mean Jaccard of the pruned weights with those of magnitude in the same recipe),
+            device), overlap (mean Jaccard of the pruned weights with those of magnitude: of the run that is equal but
+            for the score, else of the arm magnitude if it is trained alike), decimals (to write values with),
             same_as (the arm whose runs these are, or null), runs (folder names),
             against (an arm) and difference to it {mean, half_width (95 %), num_seeds}, verdict, against_budget, and
             beside (fields in which the two differ beside the score, where they differ in that too); dense (the dense
             arm that is equal in all but pruning, or null) and cost: the same difference to it
 failed      arm, sparsity, seed, message
-off_target  runs whose zeros are not what was asked, with a message: they count nowhere
+off_target  runs that count nowhere, with a message: zeros that were not asked for, no finite quality, other data
 num_runs, num_finished      different computations, and those with a result
 round_ends  whether every arm has the seeds that any arm has
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -28,7 +30,8 @@ from .plan import Cell, Plan
 from .statistics import ACCURACY, PERPLEXITY, Metric, Paired, deviation, mean, paired, verdict
 
 SCORE = {"score", "eps", "exponent"}
-TOLERANCE = 5e-4  # of the prunable weights: rounding by layer or row, nothing more
+TOLERANCE = 5e-4  # of the prunable weights: rounding by layer, nothing more
+BY_ROW = 2e-2  # a row of n inputs drops a whole number of them: half a weight of 25
 
 
 @dataclass(frozen=True)
@@ -40,13 +43,17 @@ class Finished:
     result: Mapping[str, Any]
     about: Mapping[str, Any]
 
-    @property
-    def misses(self) -> str | None:
-        """How far its zeros are from what was asked, if they are not what was asked."""
-        zeros = self.result["sparsity"]
-        if abs(zeros - self.cell.sparsity) <= TOLERANCE:
-            return None
-        return f"{zeros:.4%} of the prunable weights are zero, {self.cell.sparsity:.4%} were asked for"
+    def fault(self, plan: Plan, metric: Metric) -> str | None:
+        """Why it does not count, if it does not."""
+        zeros, quality = self.result["sparsity"], metric.of(self.result)
+        by_row = plan.run_of(self.cell).allocate == "row"
+        if abs(zeros - self.cell.sparsity) > (BY_ROW if by_row else TOLERANCE):
+            return f"{zeros:.4%} of the prunable weights are zero, {self.cell.sparsity:.4%} were asked for"
+        if not math.isfinite(quality):
+            return f"the training diverged: its {metric.name} is {quality}"
+        if self.about.get("data", dict(plan.data)) != dict(plan.data):
+            return "it was made with other data than the study's"
+        return None
 
 
 def update(folder: Folder) -> dict[str, Any]:
@@ -62,8 +69,10 @@ def update(folder: Folder) -> dict[str, Any]:
 def summary(folder: Folder, plan: Plan) -> dict[str, Any]:
     """What the runs in ``folder`` say about ``plan``."""
     every = list(finished_cells(folder, plan))
-    counted = [one for one in every if one.misses is None]
     metric = metric_of(every)
+    faults = [one.fault(plan, metric) for one in every]
+    counted = [one for one, fault in zip(every, faults, strict=True) if not fault]
+    metric = replace(metric, decimals=decimals_of(metric, counted))
     rows = list(_rows(plan, counted, metric))
     owners = set(plan.owners.values())
     done = {one.cell for one in every}
@@ -74,7 +83,9 @@ def summary(folder: Folder, plan: Plan) -> dict[str, Any]:
         "metric": asdict(metric) | {"better": "higher" if metric.higher_is_better else "lower"},
         "rows": rows,
         "failed": [asdict(cell) | {"message": why["message"]} for cell, why in failed if why],
-        "off_target": [asdict(one.cell) | {"message": one.misses} for one in every if one.misses],
+        "off_target": [
+            asdict(one.cell) | {"message": fault} for one, fault in zip(every, faults, strict=True) if fault
+        ],
         "num_runs": len(owners),
         "num_finished": len({one.folder for one in every}),
         "round_ends": all(cell in done for cell in plan.cells if cell.seed in seeds),
@@ -92,6 +103,11 @@ def finished_cells(folder: Folder, plan: Plan) -> Iterator[Finished]:
 def metric_of(finished: Sequence[Finished]) -> Metric:
     """Perplexity where tokens were read, accuracy for images."""
     return ACCURACY if finished and not finished[0].result["tokens"] else PERPLEXITY
+
+
+def decimals_of(metric: Metric, counted: Sequence[Finished]) -> int:
+    """Two, or three where values are below ten and their differences smaller still."""
+    return 3 if counted and min(abs(metric.of(one.result)) for one in counted) < 10 else 2
 
 
 def _rows(plan: Plan, finished: Sequence[Finished], metric: Metric) -> Iterator[dict[str, Any]]:
@@ -112,6 +128,7 @@ def _rows(plan: Plan, finished: Sequence[Finished], metric: Metric) -> Iterator[
             "sparsity": sparsity,
             **_described(values[arm, sparsity]),
             **_measured(group, plan),
+            "decimals": metric.decimals,
             "budget_scale": plan.run_of(cell).budget_scale,
             "same_as": same_as(plan, cell),
             "runs": [one.folder.name for one in group],
@@ -194,15 +211,12 @@ def same_as(plan: Plan, cell: Cell) -> str | None:
 
 
 def note_overlaps(folder: Folder, plan: Plan) -> None:
-    """Write into each run's cell.json how much of what it pruned magnitude pruned too, in the same recipe.
-
-    Both masks must be there, and the study must hold that run.
-    """
+    """Write into each run's cell.json how much of what it pruned magnitude pruned too, where both masks are there."""
     from .masks import jaccard
 
     found = {one.cell: one for one in finished_cells(folder, plan)}
     for cell, one in found.items():
-        twin = plan.magnitude_for(cell)
+        twin = plan.overlapped(cell)
         control = found.get(twin) if twin else None
         if control and _overlap(one, plan) is None and (value := jaccard(one.folder, control.folder)) is not None:
             noted = {"overlap": value, "overlap_with": control.cell.arm}
@@ -210,6 +224,6 @@ def note_overlaps(folder: Folder, plan: Plan) -> None:
 
 
 def _overlap(one: Finished, plan: Plan) -> float | None:
-    """What was noted, if it is with magnitude of the same recipe; older notes are with the arm of that name."""
-    twin = plan.magnitude_for(one.cell)
+    """What was noted, if it is with the run that it should be with; older notes are with the arm magnitude."""
+    twin = plan.overlapped(one.cell)
     return one.about.get("overlap") if twin and one.about.get("overlap_with", "magnitude") == twin.arm else None

@@ -116,6 +116,7 @@ class Worker:
             if self.options.keep_checkpoints:
                 save_checkpoint(run.out / "checkpoint.pt", training.state())
             seconds = time.perf_counter() - started + (start.state["seconds"] if start else 0.0)  # as if made alone
+            seconds = max(seconds, training.seconds)  # a resumed run was trained in part before
             noted = {"data": dict(self.plan.data), "at_once": self.options.at_once}
             write_json(run.out / "cell.json", about(cell, run, seconds, cold) | shared | noted)
 

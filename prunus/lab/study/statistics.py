@@ -15,6 +15,7 @@ class Metric:
     higher_is_better: bool
     scale: float = 1.0
     unit: str = ""
+    decimals: int = 2
 
     def of(self, result: Mapping[str, float]) -> float:
         return result[self.name] * self.scale
@@ -33,7 +34,7 @@ def deviation(values: Sequence[float]) -> float | None:
     if len(values) < 2:
         return None
     centre = mean(values)
-    return math.sqrt(math.fsum((value - centre) ** 2 for value in values) / (len(values) - 1))
+    return math.hypot(*(value - centre for value in values)) / math.sqrt(len(values) - 1)  # squares may be too large
 
 
 def inside(t: float, freedom: int) -> float:
@@ -91,14 +92,18 @@ def verdict(difference: Paired | None, metric: Metric) -> str:
     """What the seeds allow to be said."""
     if difference is None:
         return "no seed in common yet"
+    centre = written(difference.mean, metric.decimals, sign=True)
     if difference.half_width is None:
-        return f"one seed: no interval ({difference.mean:+.2f}{metric.unit})"
-    seeds, half = f"{difference.num_seeds} seeds", f"{difference.half_width:.2f}{metric.unit}"
+        return f"one seed: no interval ({centre}{metric.unit})"
+    seeds, half = f"{difference.num_seeds} seeds", f"{written(difference.half_width, metric.decimals)}{metric.unit}"
     if difference.mean == 0 or abs(difference.mean) <= difference.half_width:
-        return f"no difference seen with {seeds}: {difference.mean:+.2f} ± {half}"
-    if difference.half_width <= 1e-9 * abs(
-        difference.mean
-    ):  # accuracies of few images are coarse: a spread of 0 is luck, not certainty
-        return f"equal in all {seeds} ({difference.mean:+.2f}{metric.unit}): no spread to judge by"
+        return f"no difference seen with {seeds}: {centre} ± {half}"
+    if difference.half_width <= 1e-9 * abs(difference.mean):  # accuracies of few images are coarse: luck, not certainty
+        return f"the same difference with all {seeds} ({centre}{metric.unit}): no spread to judge by"
     word = "better" if (difference.mean > 0) == metric.higher_is_better else "worse"
-    return f"{word} by {abs(difference.mean):.2f} ± {half} ({seeds})"
+    return f"{word} by {written(abs(difference.mean), metric.decimals)} ± {half} ({seeds})"
+
+
+def written(value: float, decimals: int = 2, *, sign: bool = False) -> str:
+    """A figure with these decimals; one that would be many digits long, as of a ruined model, in short."""
+    return f"{value:{'+' if sign else ''}{f'.{decimals}f' if abs(value) < 1e6 else '.3g'}}"

@@ -3,13 +3,16 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from .statistics import written
+
 HEADINGS = ("arm", "asked", "zeros", "mean ± sd", "seeds", "to dense", "overlap", "budget", "s a run", "verdict")
 
 READING = (
     "± beside a mean is the standard deviation over seeds, beside a difference of equal seeds its 95 % interval. "
     "Cold seconds are of the first run of a process, with its start-up; runs at once shared a device. "
     "To dense is the difference to the dense runs that are equal in all but pruning, where the study has them. "
-    "Overlap is the Jaccard index of the pruned weights with magnitude's in the same recipe"
+    "Overlap is the Jaccard index of the pruned weights with those of the run that is equal but for its score, "
+    "magnitude, or if there is none of the arm magnitude where it is trained alike"
 )
 
 
@@ -27,9 +30,9 @@ def cells_of(row: Mapping[str, Any]) -> list[str]:
         row["arm"],
         f"{row['sparsity']:.1%}" if row["sparsity"] else "dense",
         f"{row['measured_sparsity']:.3%}",
-        f"{row['mean']:.2f}" + (f" ± {row['sd']:.2f}" if row["sd"] is not None else ""),
+        written(row["mean"], row["decimals"]) + _plus_minus(row["sd"], row["decimals"]),
         str(len(row["seeds"])),
-        difference(row["cost"]),
+        difference(row["cost"], row["decimals"]),
         "" if row["overlap"] is None else f"{row['overlap']:.3f}",
         f"x {row['budget_scale']:g}",
         f"{row['wall_seconds'] or row['seconds']:.1f}" + (" cold" if row["cold"] else "") + _beside_others(row),
@@ -55,15 +58,18 @@ def mixed_with(row: Mapping[str, Any]) -> str:
     """What differs between an arm and the one it is against beside what they are to be compared in."""
     budget, other = row.get("budget_scale", 1.0), row.get("against_budget", 1.0)
     beside = row.get("beside") or []
-    said = [f"{budget:g} times the tokens"] if budget != other else []
+    said = [f"{budget / other:g} times the tokens"] if budget != other else []
     return ", ".join([*said, *([f"{', '.join(beside)} differ{'s' * (len(beside) == 1)} too"] if beside else [])])
 
 
-def difference(value: Mapping[str, Any] | None) -> str:
+def difference(value: Mapping[str, Any] | None, decimals: int) -> str:
     if value is None:
         return ""
-    half = f" ± {value['half_width']:.2f}" if value["half_width"] is not None else ""
-    return f"{value['mean']:+.2f}{half}"
+    return written(value["mean"], decimals, sign=True) + _plus_minus(value["half_width"], decimals)
+
+
+def _plus_minus(value: float | None, decimals: int) -> str:
+    return "" if value is None else f" ± {written(value, decimals)}"
 
 
 def notes_of(values: Mapping[str, Any]) -> Iterator[str]:
