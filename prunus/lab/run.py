@@ -53,6 +53,9 @@ def is_restarted() -> bool:
     return is_launched() and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
+READ_MOMENTS = ("bitter0", *(f"bitter{i}" for i in range(3, 10)))
+
+
 @dataclass(frozen=True)
 class Run:
     """Train a network, pruning it on the way, and write a run folder.
@@ -127,7 +130,11 @@ class Run:
             )
         if self.exponent is not None and self.score != "fisher":
             raise ValueError(f"exponent belongs to the score fisher, but the score is {self.score}")
-        if self.eps is not None and self.score not in ("bitter0", *(f"bitter{i}" for i in range(3, 10))):
+        if self.optimizer == "sgd" and self.score in (*READ_MOMENTS, "fisher"):
+            raise ValueError(f"{self.score} reads Adam's moments, which sgd does not keep; pass --score magnitude")
+        if self.allocate == "2:4" and self.score != "none" and self.schedule not in ("one_shot", "constant"):
+            raise ValueError(f"2:4 is one sparsity, got a {self.schedule} ramp; pass --schedule one_shot or constant")
+        if self.eps is not None and self.score not in READ_MOMENTS:
             raise ValueError(
                 f"eps belongs to the scores that read moments, bitter0 and bitter3 to bitter9, not {self.score}"
             )

@@ -108,28 +108,30 @@ def test_a_study_killed_and_started_again_equals_the_unbroken_one(save_every, do
 
 
 def test_failures_are_told_and_tried_again_and_stop_nobody(copy, base, capsys):
-    bad = ["--arm", "sgd: score=bitter7 optimizer=sgd", "--arm", "huge: score=none optimizer=sgd lr=1e30 clip=0"]
+    bad = [
+        *("--arm", "huge: score=none optimizer=sgd lr=1e30 clip=0"),
+        *("--arm", "lost: score=magnitude optimizer=sgd lr=1e30 clip=0"),
+    ]
     before = stamps(copy)
     assert study(base, copy, *ASKED[2:4], "--seeds", "1", *bad, "--scores", "bitter3") == 1
     said = {entry["arm"]: entry["message"] for entry in read_json(copy / "study_result.json")["failed"]}
-    assert set(said) == {"sgd", "huge"}
-    assert "exp_avg_sq" in said["sgd"]
+    assert set(said) == {"lost", "huge"}
+    assert "loss is nan" in said["lost"]
     assert "loss is nan" in said["huge"]
-    assert "failed: sgd at 0.5, seed 0" in capsys.readouterr().out
+    assert "failed: lost at 0.5, seed 0" in capsys.readouterr().out
     assert "bitter3-0.5-s0" in stamps(copy)
-    assert not {"sgd", "huge"} & set(rows(copy))
-    first = read_json(copy / "runs" / "sgd-0.5-s0" / "failed.json")
+    assert not {"lost", "huge"} & set(rows(copy))
+    first = read_json(copy / "runs" / "lost-0.5-s0" / "failed.json")
     assert study(base, copy, *ASKED[2:4], "--seeds", "1", *bad) == 1
-    assert read_json(copy / "runs" / "sgd-0.5-s0" / "failed.json")["session"] != first["session"]
+    assert read_json(copy / "runs" / "lost-0.5-s0" / "failed.json")["session"] != first["session"]
     assert {name: stamps(copy)[name] for name in before} == before
 
 
 def test_a_failure_is_not_tried_twice_in_one_session(copy, base):
     folder, session = Folder(copy), Options(device="cpu", session="now")
+    ruin = {"score": "none", "optimizer": "sgd", "lr": 1e30, "clip": 0.0}
     arms = [*folder.plan().arms]
-    plan = make_plan(
-        folder.plan().base, [*arms, replace(arms[0], name="bad", changes={"optimizer": "sgd"})], (0.5,), (0,)
-    )
+    plan = make_plan(folder.plan().base, [*arms, replace(arms[0], name="bad", changes=ruin)], (0.5,), (0,))
     folder.join(plan, {})
     said = []
     for _ in range(2):
