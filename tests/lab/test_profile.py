@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from prunus.cli import main
-from prunus.lab.profile import measure as profile_measure
 from prunus.lab.profile import memory as profile_memory
 from prunus.lab.profile.compare import _in_a_process, compare_compile, compared, said
 from prunus.lab.profile.compiled import Compiled
-from prunus.lab.profile.measure import Profile, Split, Window, measure
+from prunus.lab.profile.measure import Profile, Window, measure
 from prunus.lab.profile.memory import Memory, held, measured_memory
 from prunus.lab.profile.parts import PARTS, instrument
+from prunus.lab.profile.split import Split
 from prunus.lab.profile.words import advice, memory_rows, summary, time_rows
 from prunus.lab.run import Run
 from prunus.lab.study.page import page
@@ -55,7 +55,7 @@ def test_parts_and_categories_add_up_to_what_was_measured(name, text):
     assert ("clipping" in profile.step.host) == (run.clip > 0 and run.optimizer == "adamw")
     assert ("gradient masking" in profile.step.host) == (run.score != "none" and run.optimizer == "adamw")
     assert (profile.event is not None) == (run.score != "none")
-    assert ("score and select" in profile.step.host) == (run.every == 1)
+    assert "score and select" not in profile.step.host
     memory = profile.memory
     assert memory.peak["activations"] > 0 and sum(memory.peak.values()) > sum(memory.steady.values())
     if profile.event:
@@ -107,16 +107,6 @@ def test_the_allocators_moments_add_up_to_its_highest(text, monkeypatch):
     assert sum(found.event.values()) == 10**9 and found.event["gradients"] == sum(sizes)
 
 
-def test_events_that_wait_for_moments_are_left_out(text):
-    training = Training(small(text, optimizer="adamwprune", spam=True))
-    training.train_step()
-    for group in training.optimizer.param_groups:
-        group["num_steps"] = 505
-    instrument(training)
-    assert profile_measure._event(training, profile_measure._events(training)) is None
-    assert measured_memory(training, lambda: None).event is None
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{}, {"optimizer": "adamwprune"}, {"precision": "bfloat16"}], ids=str)
 def test_on_a_gpu_both_sides_add_up_and_memory_is_the_allocators(options, text):
@@ -135,7 +125,7 @@ ON_CPU = Split(1.0, {"forward": 0.5, "other": 0.5}, None)
 MEMORY = Memory({"weights": 10, "rest": 0}, {"weights": 10, "activations": 60}, None, "backward", "", {"device": 100})
 STARTUP = {"build": 1.0, "first step": 1.0}
 BASE = Profile(
-    Run(precision="bfloat16"), "cuda:0", 1.0, 1.0, 1.0, SPLIT, None, MEMORY, 0.9, STARTUP, loss=1.0, compiled=None
+    Run(precision="bfloat16"), "cuda:0", 1.0, 1.0, 1.0, SPLIT, None, None, MEMORY, 0.9, STARTUP, loss=1.0, compiled=None
 )
 
 
@@ -146,7 +136,7 @@ BASE = Profile(
         ({"step": Split(1.0, {"other": 1.0}, {"forward": 0.5, "idle": 0.5})}, "waits for the host 50%"),
         ({"step": Split(1.0, {"data": 0.2, "other": 0.8}, {"forward": 1.0, "idle": 0.0})}, "making batches"),
         ({"step": Split(1.0, {"other": 1.0}, {"gradient masking": 0.1, "forward": 0.9})}, "adamwprune"),
-        ({"event": Split(2.0, {"apply": 2.0}, None)}, "--every 100"),
+        ({"event_seconds": 2.0}, "Events take 3.8% of the time: with --every 100 2.0%."),
         ({"run": Run()}, "bfloat16"),
         ({"device": "cpu", "step": ON_CPU}, "CPU thread"),
         ({"compiled": Compiled(1, 0, 3)}, "3 recompiles"),
@@ -162,6 +152,30 @@ def test_advice_follows_from_the_figures(changes, said):
     assert ("Nothing stands out" in lines[0]) == (not changes)
     if changes:
         assert not any(said in line for line in advice(BASE))
+
+
+@pytest.mark.parametrize(
+    ("every", "seconds", "event", "share"),
+    [(1, 1.0, 1.0, 1 / 2), (1, 0.04, 0.06, 0.6), (2, 1.0, 1.0, 1 / 3), (3, 1.0, 6.0, 2 / 3), (50, 1.0, 50.0, 1 / 2)],
+)
+def test_events_share_the_time_with_the_steps_between_them(every, seconds, event, share):
+    profile = replace(BASE, run=Run(every=every), seconds=seconds, event_seconds=event)
+    assert profile.event_share == pytest.approx(share)
+    often = "at every step of the ramp" if every == 1 else f"once in {every} steps of the ramp"
+    said = " ".join(summary(profile))
+    assert f"{often}: {share:.2%} of the time" in said and "A step without an event takes" in said
+
+
+@pytest.mark.parametrize("schedule", ["constant", "one_shot"])
+def test_a_single_event_is_one_in_the_whole_run(schedule):
+    profile = replace(BASE, run=Run(every=1, steps=9, schedule=schedule), event_seconds=1.0)
+    assert profile.event_share == pytest.approx(1 / 10)
+    assert "once in the run: 10.00%" in " ".join(summary(profile))
+    assert not any("--every" in line for line in advice(profile))
+
+
+def test_without_events_there_is_no_share():
+    assert BASE.event_share == 0 and summary(BASE)[0].startswith("A step takes")
 
 
 def arm(seconds, peak, startup, loss, graphs=None):

@@ -7,20 +7,19 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
-
 from ..data import TokenData
 from ..prune_profile import Sampler, utilisation_reader
 from ..run import Run
 from ..tracking import environment
 from ..trainer import Training
 from .compiled import Compiled, compiled
+from .events import between_events, due_events, events_twice, plain_step, seek_event
 from .memory import Memory, measured_memory
 from .parts import fused, instrument
-from .trace import Entry, on_device, on_host, traced, wait_for
+from .split import Split, split_of
+from .trace import traced, wait_for
 
 TRACED = 5  # steps that are traced at most: a trace of hundreds fills the memory
-NUM_EVENTS = 3
 STRETCHES = 5
 SAMPLED = 2.0  # seconds of steps in which the driver is asked
 
@@ -38,23 +37,6 @@ class Window:
 
 
 @dataclass(frozen=True)
-class Split:
-    """Seconds of one step or event by part, on the host and on the device; each adds up to ``seconds``."""
-
-    seconds: float
-    host: dict[str, float]
-    device: dict[str, float] | None
-
-    @property
-    def parts(self) -> dict[str, float]:
-        """The device's where there is one, else the host's."""
-        return self.device or self.host
-
-    def share(self, part: str) -> float:
-        return self.parts.get(part, 0.0) / self.seconds if self.seconds else 0.0
-
-
-@dataclass(frozen=True)
 class Profile:
     """Everything that was measured of one run."""
 
@@ -64,6 +46,7 @@ class Profile:
     examples_a_second: float
     tokens_a_second: float | None
     step: Split  # traced, which takes longer
+    event_seconds: float | None  # what an event adds to its step, nothing traced
     event: Split | None
     memory: Memory
     utilisation: float | None  # as the driver says
@@ -78,11 +61,19 @@ class Profile:
         return None if self.step.device is None else 1 - self.step.share("idle")
 
     @property
+    def has_one_event(self) -> bool:
+        return self.run.schedule in ("constant", "one_shot")
+
+    @property
     def event_share(self) -> float:
-        """What an event adds to the steps between two of them, as a share of their time."""
-        if self.event is None or self.run.every == 1:
+        """Of the ramp's time, or of the run's where it has a single event."""
+        return self.share_of_events(self.run.total_steps if self.has_one_event else self.run.every)
+
+    def share_of_events(self, num_steps: int) -> float:
+        """``E / (k S + E)``: what one event in k steps takes of the time, S a step without one."""
+        if self.event_seconds is None:
             return 0.0
-        return self.event.seconds / (self.seconds * self.run.every)
+        return self.event_seconds / (num_steps * self.seconds + self.event_seconds)
 
     def to_json(self) -> dict[str, Any]:
         values = asdict(self)
@@ -95,20 +86,20 @@ def measure(run: Run, window: Window, progress: Callable[[str], None] = lambda w
     progress("start")
     started = time.perf_counter()
     training = Training(run)
-    startup = {"build": time.perf_counter() - started, "first step": _seconds(training, 1)[0]}
+    startup = {"build": time.perf_counter() - started, "first step": _first_seconds(training)}
     due = _to_the_middle(training, window.before - 1)
-    pinned = due[0] if due else 0
     progress("steps")
-    seconds, loss = _median_seconds(training, window.measured, pinned)
+    seconds, loss = _median_seconds(training, window.measured)
     counted = compiled() if run.compile else None  # before hooks of ours can make it compile again
-    utilisation = _utilisation(training, pinned)
+    utilisation = _utilisation(training)
     instrument(training)
     progress("events")
-    event = _event(training, due)
+    event_seconds, event = events_twice(training, due)
     progress("trace")
-    step = _step(training, min(TRACED, window.measured), due[-1] if due else 0)
+    step = _step(training, min(TRACED, window.measured))
     progress("memory")
-    memory = measured_memory(training, partial(_seek, training, due[-1] - 1) if due else None)
+    between_events(training)
+    memory = measured_memory(training, partial(seek_event, training, due, due[-1]) if due else None)
     examples = run.batch * run.accumulate / seconds
     return Profile(
         run,
@@ -117,6 +108,7 @@ def measure(run: Run, window: Window, progress: Callable[[str], None] = lambda w
         examples,
         examples * run.context if isinstance(training.data, TokenData) else None,
         step,
+        event_seconds,
         event,
         memory,
         utilisation,
@@ -127,36 +119,28 @@ def measure(run: Run, window: Window, progress: Callable[[str], None] = lambda w
     )
 
 
+def _first_seconds(training: Training) -> float:
+    """Seconds of the first step, in which the pruner checks what it was given."""
+    started = time.perf_counter()
+    training.train_step()
+    wait_for(training.device)
+    return time.perf_counter() - started
+
+
 def _to_the_middle(training: Training, num_steps: int) -> list[int]:
     """Take some steps and one event, so that there are masks as in the middle of the ramp; events from that one on."""
     for _ in range(num_steps):
-        training.train_step()
-    due = _events(training)
+        plain_step(training)  # with events they could pass the middle, and those from there on would prune nothing
+    due = due_events(training)
     if due:
-        _seek(training, due[0] - 1)
+        seek_event(training, due, due[0])
         training.train_step()
-    _seconds(training, 2, due[0] if due else 0)
+    for _ in range(2):
+        plain_step(training)
     return due
 
 
-def _events(training: Training) -> list[int]:
-    """Steps of a few events in the middle of the schedule."""
-    pruner = training.pruner
-    if pruner is None or pruner.schedule is None or not pruner.schedule.final:
-        return []
-    schedule = pruner.schedule
-    steps = [t for t in range(1, round(schedule.end) + 1) if schedule.is_event(t, pruner.every) and schedule(t)]
-    middle = max(0, min(len(steps) // 2, len(steps) - NUM_EVENTS - 1))
-    return steps[middle : middle + NUM_EVENTS + 1]
-
-
-def _seek(training: Training, step: int) -> None:
-    """Set the pruner's count of steps, as if it had come there."""
-    if training.pruner:
-        training.pruner.load_state_dict(training.pruner.state_dict() | {"step": step, "due": False})
-
-
-def _utilisation(training: Training, pinned: int) -> float | None:
+def _utilisation(training: Training) -> float | None:
     """Mean over some seconds of steps of what the driver says; None where it says nothing."""
     sampler = Sampler(utilisation_reader(training.device))
     if sampler.read is None:
@@ -164,69 +148,31 @@ def _utilisation(training: Training, pinned: int) -> float | None:
     until = time.perf_counter() + SAMPLED
     with sampler.running():
         while time.perf_counter() < until:
-            float(_pinned_step(training, pinned))
+            float(plain_step(training))
     return sampler.mean
 
 
-def _pinned_step(training: Training, step: int) -> torch.Tensor:
-    """A step that, for the pruner, is the one after ``step``: no event, unless there is one at every step."""
-    if training.pruner:
-        training.pruner.step = step
-    return training.train_step()[0]
-
-
-def _seconds(training: Training, num: int, pinned: int | None = None) -> tuple[float, float]:
-    """Seconds a step, and the loss of the last."""
+def _seconds(training: Training, num: int) -> tuple[float, float]:
+    """Seconds a step without an event, and the loss of the last."""
     wait_for(training.device)
     started = time.perf_counter()
-    losses = [training.train_step()[0] if pinned is None else _pinned_step(training, pinned) for _ in range(num)]
+    losses = [plain_step(training) for _ in range(num)]
     wait_for(training.device)
     return (time.perf_counter() - started) / num, float(losses[-1])
 
 
-def _median_seconds(training: Training, num: int, pinned: int) -> tuple[float, float]:
+def _median_seconds(training: Training, num: int) -> tuple[float, float]:
     """Seconds a step, and the loss of the last: on a CPU, which others use too, the median over a few stretches.
 
     A GPU is not stopped in between: it would wait for the host after each stretch, which it does not in training.
     """
     size = num if training.device.type == "cuda" else max(1, num // STRETCHES)
-    found = [_seconds(training, size, pinned) for _ in range(num // size)]
+    found = [_seconds(training, size) for _ in range(num // size)]
     return statistics.median(seconds for seconds, _ in found), found[-1][1]
 
 
-def _step(training: Training, num: int, pinned: int) -> Split:
+def _step(training: Training, num: int) -> Split:
     with traced(training.device) as trace:
         for _ in range(num):
-            _pinned_step(training, pinned)
-    return _split_of(trace.entries, num)
-
-
-def _split_of(entries: list[Entry], num: int) -> Split:
-    host, device = on_host(entries), on_device(entries)
-    each = {name: seconds / num for name, seconds in host.items()}
-    return Split(sum(each.values()), each, device and {name: seconds / num for name, seconds in device.items()})
-
-
-def _event(training: Training, due: list[int]) -> Split | None:
-    """The median of a few events, each after a step of training; those of the step itself are left out."""
-    found = []
-    for step in due[1:] or due:
-        _seek(training, step - 1)
-        with traced(training.device) as trace:
-            training.train_step()
-        found.append(_only_event(trace.entries))
-    found = [split for split in found if split.host]  # none where SPAM makes events wait
-    if not found:
-        return None
-    middle = statistics.median_low([split.seconds for split in found])
-    return next(split for split in found if split.seconds == middle)
-
-
-def _only_event(entries: list[Entry]) -> Split:
-    inside = ("score and select", "apply")
-    host = {name: value for name, value in on_host(entries).items() if name in inside}
-    device, total = on_device(entries), sum(host.values())
-    if device is not None:
-        device = {name: device.get(name, 0.0) for name in inside}
-        device["idle"] = total - sum(device.values())
-    return Split(total, host, device)
+            plain_step(training)
+    return split_of(trace.entries, num)

@@ -3,9 +3,10 @@
 import torch
 
 from ..prune_profile import GIB
-from .measure import Profile, Split
+from .measure import Profile
 from .memory import CATEGORIES
 from .parts import PARTS
+from .split import Split
 
 MIB = 2**20
 
@@ -45,14 +46,15 @@ def _size(num_bytes: int | None) -> str:
 def summary(profile: Profile) -> list[str]:
     """The figures that need no table."""
     tokens = f", {profile.tokens_a_second:,.0f} tokens/s" if profile.tokens_a_second else ""
+    step = "A step without an event" if profile.event_seconds else "A step"
     lines = [
-        f"A step takes {1e3 * profile.seconds:.2f} ms: {profile.examples_a_second:,.1f} examples/s{tokens}. Traced it "
+        f"{step} takes {1e3 * profile.seconds:.2f} ms: {profile.examples_a_second:,.1f} examples/s{tokens}. Traced it "
         f"takes {1e3 * profile.step.seconds:.2f} ms, which is what the table splits.",
         "Start-up: {build:.1f} s to build, {first step:.1f} s for the first step.".format(**profile.startup),
     ]
-    if profile.event:
+    if profile.event_seconds:
         lines.append(
-            f"An event takes {1e3 * profile.event.seconds:.2f} ms, once in {profile.run.every} steps: "
+            f"An event takes {1e3 * profile.event_seconds:.2f} ms more, {_how_often(profile)}: "
             f"{profile.event_share:.2%} of the time."
         )
     if profile.busy is not None:
@@ -61,6 +63,12 @@ def summary(profile: Profile) -> list[str]:
     if profile.compiled:
         lines.append(f"torch.compile: {profile.compiled}.")
     return lines + [f"Note: {note}." for note in profile.notes]
+
+
+def _how_often(profile: Profile) -> str:
+    if profile.has_one_event:
+        return "once in the run"
+    return "at every step of the ramp" if profile.run.every == 1 else f"once in {profile.run.every} steps of the ramp"
 
 
 def advice(profile: Profile) -> list[str]:
@@ -79,8 +87,9 @@ def _of_time(profile: Profile) -> list[str]:
         found.append("More than a tenth of the step goes into making batches: give the host less else to do.")
     if step.share("gradient masking") > 0.05 and run.optimizer == "adamw":
         found.append("Masking gradients shows: --optimizer adamwprune masks inside its step.")
-    if profile.event_share > 0.02:
-        found.append(f"Events take {profile.event_share:.1%} of the time: --every {2 * run.every} halves that.")
+    if profile.event_share > 0.02 and not profile.has_one_event:
+        share, twice = profile.event_share, 2 * run.every
+        found.append(f"Events take {share:.1%} of the time: with --every {twice} {profile.share_of_events(twice):.1%}.")
     if on_gpu and run.precision == "float32":
         found.append("The passes run in float32: --precision bfloat16 makes them several times faster.")
     if not on_gpu:
