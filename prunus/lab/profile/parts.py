@@ -77,6 +77,8 @@ def fused(training: Training) -> list[str]:
             notes.append(f"{' and '.join(inside)} happen inside AdamWPrune's step: their time is the optimizer's")
     if training.run.regrow:
         notes.append("until the ramp ends, pruned weights are zeroed after each step: that time is the optimizer's")
+    if training.pruner and training.pruner._inputs:
+        notes.append("the step of an event collects inputs in its forward pass: that time is neither's")
     if training.run.compile:
         notes.append("compiled code computes gradients before it hands them over: until then they count as activations")
     return notes
