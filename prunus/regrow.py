@@ -1,7 +1,8 @@
 """Regrowth: at an event some more weights are pruned than asked, and as many pruned ones come back.
 
 Until the ramp ends, gradients of pruned weights reach the optimizer, so that their moments stay warm, and
-the weights are zeroed after each step. A weight that comes back takes an ordinary first step.
+the weights are zeroed after each step. A weight that comes back takes an ordinary first step; until that step it is
+still 0, so that right after an event there are more zeros than the masks prune.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Regrowth swaps the weights that its definition says, and keeps every count exact."""
+"""Regrowth swaps the weights that its definition says, and keeps every count of the masks exact."""
 
 import math
 

@@ -96,6 +96,36 @@ def test_weights_are_zero_and_moments_warm_until_the_ramp_ends_and_then_all_are_
     assert pruner.sparsity == round(0.7 * NUM_WEIGHTS) / NUM_WEIGHTS
 
 
+@pytest.mark.parametrize("make", [adamw, adamw_prune, sgd])
+def test_masks_are_exact_at_every_event_and_zeros_from_the_next_step_on(make):
+    """What has just come back is zero until it is stepped."""
+    model, events = net(), []
+    options = {"score": "magnitude", "regrow": Regrow(0.3, "momentum"), "on_event": events.append}
+    pruner = pruner_of(model, make(model), **options)
+    for step in range(24):
+        train(model, pruner.optimizer, [step])
+        asked = round(events[-1].sparsity * NUM_WEIGHTS) if events else 0
+        just_back = events[-1].regrown if events and events[-1].step == pruner.step else 0
+        assert num_pruned(pruner) == asked
+        assert pruner.report().num_zeros == asked + just_back
+    assert sum(event.regrown > 0 for event in events) > 1 and events[-1].regrown == 0
+
+
+def test_a_weight_that_came_back_stays_zero_without_a_gradient():
+    """Momentum and decay aside, a step moves a weight by its gradient alone."""
+    model, events = net(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    options = {"score": "magnitude", "regrow": Regrow(0.3, "gradient"), "on_event": events.append}
+    pruner = pruner_of(model, optimizer, **options)
+    train(model, optimizer, range(10))
+    zeros = num_pruned(pruner) + events[-1].regrown
+    assert events[-1].regrown and pruner.report().num_zeros == zeros
+    for parameter in model.parameters():
+        parameter.grad.zero_()
+    optimizer.step()
+    assert pruner.report().num_zeros == zeros
+
+
 def test_after_the_ramp_it_trains_as_without_regrowth():
     model, twin = net(), net()
     pruner = pruner_of(model, adamw(model))
