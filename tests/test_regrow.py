@@ -213,7 +213,7 @@ def test_a_gradient_that_is_gone_at_the_event_is_named():
         ({"regrow": 0.1, "sparsity": 0.0}, "above 0"),
         ({"regrow": 0.1, "allocate": "2:4", "schedule": "one_shot"}, "ramp"),
         ({"regrow": 0.1, "allocate": "2:4"}, "2:4"),
-        ({"regrow": 0.1, "optimizer": "sgd"}, "second moment"),
+        ({"regrow": 0.1, "score": "magnitude", "optimizer": "sgd"}, "second moment"),
     ],
     ids=str,
 )
