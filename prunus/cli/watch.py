@@ -65,11 +65,12 @@ def _num_lines(source: "Source") -> int:
 
 
 def _follow(command: Command) -> None:
-    """One line for each evaluation that is new, as logs want it."""
+    """One line for each evaluation and each failure that is new, as logs want it."""
     from ..lab.live import status
     from ..lab.report.source import read_source
 
     seen: dict[str, int] = {}
+    failed: set[str] = set()
     while True:
         source = read_source(command.folder)
         for cell in source.cells:
@@ -77,6 +78,9 @@ def _follow(command: Command) -> None:
             if len(record.evals) > seen.get(record.name, 0):
                 seen[record.name] = len(record.evals)
                 print(f"{record.name}: {status(record)}", flush=True)
+            if record.failure and record.name not in failed:
+                failed.add(record.name)
+                print(f"{record.name} failed: {record.failure}", flush=True)
         if source.num_open <= 0:
             return
         time.sleep(command.every)
@@ -87,12 +91,13 @@ def _view(source: "Source", console: "Console", quiet: float) -> "RenderableType
     from rich.console import Group
     from rich.text import Text
 
-    from ..lab.live import running
+    from ..lab.live import failures, running
 
     record = source.record if source.kind == "run" else running(source)
     parts: list[RenderableType] = [] if source.kind == "run" else [_table(source)]
     if record:
         parts += [Text(record.name, style="bold"), *_charts(record, console)]
+    parts += [Text(f"{name} failed: {why}", style="red") for name, why in failures(source)]
     if quiet > QUIET:
         parts.append(Text(f"nothing new for {quiet:.0f} s: it may have been interrupted", style="yellow"))
     return Group(*parts)
@@ -120,7 +125,7 @@ def _charts(record: "Record", console: "Console") -> "list[RenderableType]":
 
 
 def _table(source: "Source") -> "RenderableType":
-    """Quality by arm and seed, and how far the runs are that go on."""
+    """Quality by arm and seed, which runs failed, and how far those are that go on."""
     from rich.table import Table
     from rich.text import Text
 
@@ -141,4 +146,6 @@ def _state(record: "Record") -> str:
 
     if record.result is not None:
         return plain(record.quality and record.quality * scale_of(record))
+    if record.failure:
+        return "failed"
     return f"{record.last_step / max(1, record.total_steps):.0%} done"

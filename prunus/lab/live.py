@@ -103,9 +103,14 @@ def status(record: Record) -> str:
 
 
 def running(source: Source) -> Record | None:
-    """The run that goes on; of several the one that is the farthest."""
-    going = [cell.record for cell in source.cells if cell.record.result is None]
+    """The run that goes on; of several the one that is the farthest. None is one that failed."""
+    going = [cell.record for cell in source.cells if cell.record.is_open]
     return max(going, key=lambda record: record.last_step / max(1, record.total_steps), default=None)
+
+
+def failures(source: Source) -> list[tuple[str, str]]:
+    """Runs that failed, with why."""
+    return [(cell.record.name, cell.record.failure) for cell in source.cells if cell.record.failure]
 
 
 def plain_letters(line: str) -> str:

@@ -55,6 +55,17 @@ def _result(run: Run, quality: dict) -> dict:
     }
 
 
+def stopped(folder: Path, share: float, failure: str = "") -> Path:
+    """The run as it lies at a ``share`` of its lines: it goes on, or failed."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines(True)
+    (folder / "metrics.jsonl").write_text("".join(lines[: round(share * len(lines))]))
+    for name in ("result.json", "cell.json"):
+        (folder / name).unlink(missing_ok=True)
+    if failure:
+        _write(folder / "failed.json", {"message": failure, "session": "1", "when": "today"})
+    return folder
+
+
 def make_study(folder: Path, arms: list[str], sparsities: tuple[float, ...] = (0.5, 0.8), seeds: int = 3) -> Path:
     """A finished study whose verdicts follow from its runs by a fixed interval."""
     folder.mkdir(parents=True)

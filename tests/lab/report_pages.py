@@ -61,6 +61,10 @@ def lines_of(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+def edit(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps({k: v for k, v in (json.loads(path.read_text()) | changes).items() if v is not None}))
+
+
 def figures_of(folder: Path) -> list[dict]:
     text = render(read_source(folder))
     data = re.search(r'id="figures">(.*?)</script>', text, re.S)[1]

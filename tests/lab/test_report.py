@@ -1,4 +1,4 @@
-"""The page holds the numbers of its folder, whatever is missing there, and no text of the folder becomes markup."""
+"""The page holds the numbers of its folder, and no text of the folder becomes markup."""
 
 import hashlib
 import json
@@ -7,11 +7,10 @@ import shutil
 import subprocess
 import sys
 from base64 import b64encode
-from pathlib import Path
 
 import pytest
 from report_folders import make_run, make_study
-from report_pages import ARMS, HOSTILE, Page, figures_of, hostile_study, lines_of, page_of
+from report_pages import ARMS, HOSTILE, Page, edit, figures_of, hostile_study, lines_of, page_of
 
 from prunus.cli import main
 from prunus.lab.report.page import render
@@ -188,57 +187,6 @@ def test_the_policy_allows_the_scripts_of_the_page_and_nothing_else(tmp_path):
     assert not [a for _, a in page.tags if (a.get("src") or a.get("href") or "#")[:1] not in "#d"]
 
 
-def edit(path: Path, **changes: object) -> None:
-    path.write_text(json.dumps({k: v for k, v in (json.loads(path.read_text()) | changes).items() if v is not None}))
-
-
-DAMAGES = {
-    "no result": (lambda f: (f / "result.json").unlink(), "it goes on, or was interrupted"),
-    "no metrics": (lambda f: (f / "metrics.jsonl").unlink(), "has no metrics.jsonl"),
-    "empty metrics": (lambda f: (f / "metrics.jsonl").write_text(""), ""),
-    "cut line": (lambda f: (f / "metrics.jsonl").open("a").write('{"step": 21'), "is damaged"),
-    "no step": (lambda f: (f / "metrics.jsonl").open("a").write('{"loss": 1}\n'), "has no step"),
-    "diverged": (lambda f: (f / "metrics.jsonl").open("a").write('{"step": 201, "loss": NaN}\n'), "it diverged"),
-    "words": (lambda f: (f / "metrics.jsonl").open("a").write('{"step": 201, "loss": "x"}\n'), "not finite"),
-    "older": (lambda f: _older(f), "older version"),
-    "no environment": (lambda f: edit(f / "run.json", environment=None), ""),
-    "little result": (lambda f: (f / "result.json").write_text("{}"), ""),
-    "not a result": (lambda f: (f / "result.json").write_text("[1]"), ""),
-}
-
-
-def _older(folder: Path) -> None:
-    """As folders were before zeros by layer and peak memory were recorded."""
-    lines = [line for line in lines_of(folder) if "layers" not in line]
-    for line in lines:
-        line.pop("zeros", None)
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    edit(folder / "result.json", peak_memory=None)
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("kind", ["run", "study"])
-def test_what_is_missing_is_said_and_the_rest_is_shown(kind, damage, tmp_path):
-    change, said = DAMAGES[damage]
-    folder = make_run(tmp_path / "x") if kind == "run" else make_study(tmp_path / "x", ARMS[:4], (0.8,), seeds=2)
-    change(folder if kind == "run" else folder / "runs" / "bitter7-0.8-s1")
-    page = page_of(folder)
-    assert said in " ".join(page.texts.get("li", []))
-    assert len(page.texts["h2"]) >= 4
-
-
-@pytest.mark.parametrize("missing", ["study_result.json", "runs", "study.json"])
-def test_a_study_without_a_part_of_it_is_shown(missing, tmp_path):
-    folder = make_study(tmp_path / "study", ARMS)
-    shutil.rmtree(folder / missing) if missing == "runs" else (folder / missing).unlink()
-    if missing == "study.json":
-        folder = folder / "runs"  # a folder of runs
-    page = page_of(folder)
-    tables = page.tables["Held-out perplexity at the end, from the best to the worst of each sparsity"]
-    assert len(tables) == 10
-    assert ("verdict" in tables[0]) == (missing == "runs")
-
-
 def test_an_arm_that_is_another_says_so_and_is_drawn_once(tmp_path):
     folder = make_study(tmp_path / "study", ARMS)
     result = json.loads((folder / "study_result.json").read_text())
@@ -287,25 +235,6 @@ def test_a_report_is_made_without_torch(tmp_path):
     code = "import sys; from prunus.cli import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code, "report", str(tmp_path / "run")], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (None, "neither a run"),
-        ("[1]", "does not describe a run"),
-        ("{", "not JSON"),
-        ('{"run": {"batch": "x"}}', "kind"),
-    ],
-)
-def test_a_folder_without_a_run_is_one_line_and_nothing_is_written(content, said, tmp_path, capsys):
-    if content is not None:
-        (tmp_path / "run.json").write_text(content)
-    with pytest.raises(SystemExit) as stop:
-        main(["report", str(tmp_path)])
-    error = capsys.readouterr().err
-    assert stop.value.code == 2 and said in error and len(error.splitlines()) == 1
-    assert not (tmp_path / "report.html").exists()
 
 
 def test_a_missing_package_is_named(tmp_path, monkeypatch, capsys):

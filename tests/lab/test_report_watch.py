@@ -10,12 +10,14 @@ import time
 from pathlib import Path
 
 import pytest
-from report_folders import make_run, make_study
+from report_folders import make_run, make_study, stopped
 
 from prunus.cli import main
-from prunus.lab.live import BLOCKS, chart, drawn, layer_line, plain_letters
+from prunus.lab.live import BLOCKS, chart, drawn, layer_line, plain_letters, running
 from prunus.lab.report.read import read_record
+from prunus.lab.report.source import read_source
 
+NAN = "ValueError: the loss is nan at step 140"
 WATCH = [sys.executable, "-m", "prunus", "watch", "--every", "0.1"]
 
 
@@ -67,6 +69,35 @@ def test_what_has_ended_is_shown_at_once(kind, tmp_path, capsys, monkeypatch):
     shown = capsys.readouterr().out
     assert ("held-out perplexity" if kind == "run" else "magnitude") in shown
     assert max(map(len, shown.splitlines())) <= 60
+
+
+def failing_study(folder: Path) -> Path:
+    """One run goes on at 8 %, another failed at 70 %."""
+    make_study(folder, ["dense", "magnitude"], (0.5,))
+    (folder / "study_result.json").unlink()
+    stopped(folder / "runs" / "dense-0-s1", 0.1)
+    stopped(folder / "runs" / "magnitude-0.5-s1", 0.7, NAN)
+    return folder
+
+
+def test_a_run_that_failed_is_named_and_never_followed(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    folder = failing_study(tmp_path / "study")
+    assert running(read_source(folder)).name == "dense-0-s1"
+    main(["watch", str(folder), "--once"])
+    shown = capsys.readouterr().out
+    [row] = [line.split() for line in shown.splitlines() if line.startswith("magnitude ")]
+    assert row[3] == "failed" and "% done" in shown
+    assert f"magnitude-0.5-s1 failed: {NAN}" in shown
+    (folder / "runs" / "dense-0-s1" / "failed.json").write_text("{}")
+    assert running(read_source(folder)) is None
+
+
+@pytest.mark.parametrize("once", [True, False])
+def test_watching_a_run_that_failed_says_why_and_ends(once, tmp_path, capsys):
+    folder = stopped(make_run(tmp_path / "run"), 0.5, NAN)
+    main(["watch", str(folder), *["--once"] * once])
+    assert f"run failed: {NAN}" in capsys.readouterr().out
 
 
 def unfinished(folder: Path) -> tuple[Path, list[str], str]:

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,20 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Record:
-    """What one run folder holds. A run that goes on, or that was killed, has no result."""
+    """What one run folder holds. A run that goes on, that was killed, or that failed has no result."""
 
     name: str
     config: Json
     environment: Json
     lines: list[Json]  # of metrics.jsonl, in order
     result: Json | None = None
+    failure: str = ""  # why there will be no result
     notes: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it may go on, as far as its folder says."""
+        return self.result is None and not self.failure
 
     @cached_property
     def logs(self) -> list[Json]:
@@ -97,10 +103,12 @@ def read_record(folder: Path, name: str | None = None) -> Record:
     if not isinstance(described, dict) or not isinstance(described.get("run"), dict):
         raise ValueError(f"{path} does not describe a run: expected an object with the field 'run'")
     lines, notes = _lines(folder / "metrics.jsonl")
-    result = None
+    result, failure = None, ""
     if (folder / "result.json").is_file():
         found = read_json(folder / "result.json")
         result = found if isinstance(found, dict) else None
+    elif failure := _failure(folder / "failed.json"):
+        notes.append(f"failed: {failure}")
     else:
         notes.append("has no result.json: it goes on, or was interrupted")
     environment = described.get("environment")
@@ -110,8 +118,17 @@ def read_record(folder: Path, name: str | None = None) -> Record:
         environment if isinstance(environment, dict) else {},
         lines,
         result,
+        failure,
     )
     return _noted(record, notes)
+
+
+def _failure(path: Path) -> str:
+    """What a study wrote of a run that failed; empty if there is no such file."""
+    if not path.is_file():
+        return ""
+    found = read_json(path)
+    return str(found.get("message") if isinstance(found, dict) else "") or "failed.json does not say why"
 
 
 def _noted(record: Record, notes: list[str]) -> Record:
@@ -124,7 +141,7 @@ def _noted(record: Record, notes: list[str]) -> Record:
         notes.append("does not record the sparsity of its layers: it was made by an older version")
     if any(number(line["loss"]) is None for line in record.logs):
         notes.append("has losses that are not finite: it diverged")
-    return Record(record.name, record.config, record.environment, record.lines, record.result, tuple(notes))
+    return replace(record, notes=tuple(notes))
 
 
 def _lines(path: Path) -> tuple[list[Json], list[str]]:

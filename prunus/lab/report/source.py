@@ -96,7 +96,7 @@ def read_source(folder: Path) -> Source:
     if is_run(folder):
         record = read_record(folder)
         notes = [f"This run {note}." for note in record.notes]
-        return Source(title, "run", [_cell(record)], notes=notes, num_open=int(record.result is None))
+        return Source(title, "run", [_cell(record)], notes=notes, num_open=int(record.is_open))
     if (folder / "study.json").is_file():
         from .study import read_study
 
@@ -104,7 +104,7 @@ def read_source(folder: Path) -> Source:
     cells, notes = read_cells(folder)
     if not cells:
         raise ValueError(f"{folder} holds neither a run (run.json) nor a study (study.json) nor folders of runs")
-    num_open = sum(cell.record.result is None for cell in cells)
+    num_open = sum(cell.record.is_open for cell in cells)
     return Source(title, "runs", cells, rows_of(cells), notes=notes, num_open=num_open)
 
 

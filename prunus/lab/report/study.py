@@ -20,7 +20,7 @@ def read_study(folder: Path) -> Source:
     result = read_json(folder / "study_result.json") if (folder / "study_result.json").is_file() else None
     if isinstance(result, dict):
         rows = [_row(row) for row in _dicts(result.get("rows")) if isinstance(row.get("arm"), str)]
-        notes = _shortcomings(result) + notes
+        notes = _shortcomings(result, cells) + notes
         if any("dense" not in row for row in _dicts(result.get("rows"))):
             notes.append("study_result.json is of an older version: prunus study --out FOLDER writes it anew.")
     else:
@@ -37,7 +37,7 @@ def _num_open(study: Json, cells: Sequence[Cell], result: Any) -> int:
         done = result.get("num_finished")
         return result["num_runs"] - (done if isinstance(done, int) else 0) - len(_dicts(result.get("failed")))
     planned = sum(len(arm["cells"]) for arm in _dicts(study.get("arms")) if isinstance(arm.get("cells"), list))
-    return max(1, planned - sum(cell.record.result is not None for cell in cells))
+    return max(1, planned - sum(not cell.record.is_open for cell in cells))
 
 
 def _ordered(cells: Sequence[Cell], study: Json) -> list[Cell]:
@@ -70,12 +70,15 @@ def _row(row: Mapping[str, Any]) -> Row:
     )
 
 
-def _shortcomings(result: Json) -> list[str]:
-    """What of a study is not there, or does not count."""
+def _shortcomings(result: Json, cells: Sequence[Cell]) -> list[str]:
+    """What of a study is not there, or does not count; of failures those that no run folder tells."""
+    told = {(cell.seed, cell.record.failure) for cell in cells}
     done, planned = result.get("num_finished"), result.get("num_runs")
     said = [f"{done} of {planned} runs have ended."] if isinstance(done, int) and done != planned else []
     for kind, words in (("failed", "failed"), ("off_target", "does not count")):
         for one in _dicts(result.get(kind)):
+            if kind == "failed" and (one.get("seed"), one.get("message")) in told:
+                continue
             sparsity = number(one.get("sparsity")) or 0.0
             where = f"{one.get('arm')} at {short_percent(sparsity)}, seed {one.get('seed')}"
             said.append(f"{where} {words}: {one.get('message')}")

@@ -11,15 +11,23 @@ def headline(source: Source) -> str:
     if not source.is_comparison:
         return _of_run(source.record)
     if not any(row.mean is not None for row in source.rows):
-        return f"{len(source.cells)} runs, none of which has ended yet"
+        return _of_no_end(source)
     if not source.sparsities:
         return f"{len(source.cells)} dense runs"
     top = max((s for s in source.sparsities if _ended(source, s)), default=source.sparsities[-1])
     return _of_verdicts(source, top) or _of_means(source, top)
 
 
+def _of_no_end(source: Source) -> str:
+    failed = sum(bool(cell.record.failure) for cell in source.cells)
+    said = f"none of which has ended{' yet' * (source.num_open > 0)}" + (f"; {failed} failed" if failed else "")
+    return f"{len(source.cells)} runs, {said}"
+
+
 def _of_run(record: Record) -> str:
     score = record.config.get("score", "?")
+    if record.failure:
+        return f"{_named(score)} failed at step {record.last_step:,} of {record.total_steps:,}"
     if record.result is None:
         last = next((line for line in reversed(record.evals)), {})
         so_far = f", {percent(last['sparsity'])} of the weights removed so far" if "sparsity" in last else ""
