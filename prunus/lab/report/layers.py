@@ -8,6 +8,7 @@ from .panel import Number, Panel, Table, axis, layout
 from .read import Record
 from .source import Source, mean_of
 
+LETTER, ROOM = 7, 160  # pixels: of a letter, and of the columns together on a narrow page
 Grid = Mapping[str, Mapping[str, float]]  # column -> layer -> sparsity
 
 
@@ -65,8 +66,14 @@ def _map(title: str, what: str, columns: Grid, scale: tuple[float, float] | None
             hovermode="closest",
         ),
         _table(title, layers, columns),
-        height=15 * len(layers) + 80 + (7 * max(map(len, columns)) if len(columns) > 5 and not what else 0),
+        height=15 * len(layers) + 80 + (0 if what else _below(columns)),
     )
+
+
+def _below(columns: Grid) -> int:
+    """Pixels that the names of the columns take below the map where they are too long to lie beside each other."""
+    longest = LETTER * max(map(len, columns))
+    return longest if longest * len(columns) > ROOM else 0
 
 
 def _table(title: str, layers: Sequence[str], columns: Grid) -> Table:
