@@ -144,6 +144,25 @@ def test_long_names_of_arms_are_read_whole_on_a_narrow_screen(long_names, visit)
     assert_labels_are_apart(chart)
 
 
+def test_a_window_that_is_made_narrow_or_wide_shows_what_it_shows_when_opened_so(long_names, visit):
+    page, shown = visit(write_report(long_names)), {}
+    look = "[...document.querySelectorAll('.chart')].map((one) => [one.style.height, one.layout.yaxis.ticktext || []])"
+    for width in (1280, 390):
+        page.set_viewport_size({"width": width, "height": 900})
+        page.reload()
+        show_all(page)
+        shown[width] = page.evaluate(look)
+    assert shown[1280] != shown[390]
+    for width in (1280, 390):
+        page.set_viewport_size({"width": width, "height": 900})
+        until(page, f"JSON.stringify({look}) === JSON.stringify({json.dumps(shown[width])})")
+        page.wait_for_timeout(300)  # the chart library follows the window too
+        assert page.evaluate(look) == shown[width]
+    chart = page.locator("#verdicts .chart").first
+    assert chart.evaluate(SHARE) > 0.4
+    assert_labels_are_apart(chart)
+
+
 @pytest.mark.parametrize("width", [1280, 800, 390])
 def test_rows_of_a_heat_map_are_apart_below_long_names_of_columns(width, long_names, visit):
     charts = visit(write_report(long_names), width=width).locator("#layers .chart")

@@ -1,4 +1,5 @@
-// Draws the figures of this page; colours are custom properties of the style sheet, resolved anew when the scheme changes.
+// Draws the figures of this page, and anew when the scheme changes, whose colours are custom properties of the style
+// sheet, or when a chart becomes narrow or wide.
 "use strict";
 (() => {
   const dark = matchMedia("(prefers-color-scheme: dark)");
@@ -29,9 +30,8 @@
     layout.height = Math.max(layout.height, 80 + names.length * (13 * lines + 8));
   }
 
-  function draw(element, figure) {
+  function draw(element, figure, narrow) {
     const style = getComputedStyle(document.documentElement);
-    const narrow = element.clientWidth < 480;
     const layout = resolved(figure.layout, style);
     layout.height = figure.height;
     layout.autosize = true;
@@ -45,10 +45,14 @@
   }
 
   const all = [...document.querySelectorAll(".chart")];
-  const drawn = new Set();
+  const drawn = new Map(); // charts, and whether each is drawn as a narrow one
+  const isNarrow = (element) => element.clientWidth < 480;
   function show(element) {
-    drawn.add(element);
-    return draw(element, figures[Number(element.dataset.figure)]);
+    drawn.set(element, isNarrow(element));
+    return draw(element, figures[Number(element.dataset.figure)], drawn.get(element));
+  }
+  function follow() {
+    drawn.forEach((narrow, element) => narrow === isNarrow(element) || show(element));
   }
   const near = new IntersectionObserver((entries) => {
     for (const entry of entries)
@@ -58,7 +62,12 @@
       }
   }, { rootMargin: "1200px" });
   all.forEach((element) => near.observe(element));
-  dark.addEventListener("change", () => drawn.forEach(show));
+  dark.addEventListener("change", () => drawn.forEach((_, element) => show(element)));
+  let pause;
+  addEventListener("resize", () => {
+    clearTimeout(pause);
+    pause = setTimeout(follow, 250); // after the chart library, which waits for 100 ms
+  });
   addEventListener("beforeprint", () => all.filter((element) => !drawn.has(element)).forEach(show));
   document.documentElement.dataset.charts = "ready";
 })();
