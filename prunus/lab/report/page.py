@@ -20,7 +20,7 @@ def write_report(folder: Path, out: Path | None = None) -> Path:
     page = render(read_source(folder))
     target = out or folder / "report.html"
     target.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(target, lambda file: file.write(page.encode()))
+    write_atomically(target, lambda file: file.write(page.encode(errors="replace")))  # JSON may hold half a letter
     return target
 
 

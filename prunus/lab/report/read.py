@@ -8,6 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from .kinds import COUNT, FAILED, LINE, RESULT, RUN, check, is_number, read_checked
+
 Json = dict[str, Any]
 
 
@@ -85,11 +87,9 @@ class Record:
         return {name: zero / total for (name, total), zero in zip(self.layers.items(), zeros, strict=True) if total}
 
 
-def number(value: object) -> float | None:
+def number(value: Any) -> float | None:
     """A finite float, or None: charts show a gap where a run diverged or a file holds something else."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return None
-    return value
+    return value if is_number(value) else None
 
 
 def is_run(folder: Path) -> bool:
@@ -97,16 +97,15 @@ def is_run(folder: Path) -> bool:
 
 
 def read_record(folder: Path, name: str | None = None) -> Record:
-    """The record of a run folder; ValueError where its run.json cannot be understood."""
+    """The record of a run folder; ValueError where a file of it cannot be understood."""
     path = folder / "run.json"
-    described = read_json(path)
-    if not isinstance(described, dict) or not isinstance(described.get("run"), dict):
+    described = read_checked(path, RUN)
+    if "run" not in described:
         raise ValueError(f"{path} does not describe a run: expected an object with the field 'run'")
     lines, notes = _lines(folder / "metrics.jsonl")
     result, failure = None, ""
     if (folder / "result.json").is_file():
-        found = read_json(folder / "result.json")
-        result = found if isinstance(found, dict) else None
+        result = read_checked(folder / "result.json", RESULT)
     elif failure := _failure(folder / "failed.json"):
         notes.append(f"failed: {failure}")
     else:
@@ -120,23 +119,26 @@ def read_record(folder: Path, name: str | None = None) -> Record:
         result,
         failure,
     )
+    if (step := _overfull(record)) is not None:
+        raise ValueError(f"{folder / 'metrics.jsonl'}: at step {step} a layer has more zeros than weights")
     return _noted(record, notes)
+
+
+def _overfull(record: Record) -> int | None:
+    """The first step at which a layer counts more zeros than it has weights."""
+    shares = ((line["step"], record.layer_sparsity(line).values()) for line in record.evals)
+    return next((step for step, found in shares if max(found, default=0) > 1), None)
 
 
 def _failure(path: Path) -> str:
     """What a study wrote of a run that failed; empty if there is no such file."""
     if not path.is_file():
         return ""
-    found = read_json(path)
-    return str(found.get("message") if isinstance(found, dict) else "") or "failed.json does not say why"
+    return read_checked(path, FAILED).get("message") or "failed.json does not say why"
 
 
 def _noted(record: Record, notes: list[str]) -> Record:
-    """The record with what a reader should know of it; fields of the wrong kind end here."""
-    try:
-        _ = record.per_step, record.total_steps
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"run.json of {record.name} holds a field of the wrong kind: {error}") from None
+    """The record with what a reader should know of it."""
     if record.config.get("score") != "none" and record.evals and not record.layers:
         notes.append("does not record the sparsity of its layers: it was made by an older version")
     if any(number(line["loss"]) is None for line in record.logs):
@@ -152,19 +154,13 @@ def _lines(path: Path) -> tuple[list[Json], list[str]]:
     for text in path.read_text(errors="replace").splitlines():
         try:
             line = json.loads(text)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             return lines, [f"line {len(lines) + 1} of metrics.jsonl is damaged; what follows it is left out"]
-        if not isinstance(line, dict) or not isinstance(line.get("step"), int):
+        if not isinstance(line, dict) or not COUNT.holds(line.get("step")):
             return lines, [f"line {len(lines) + 1} of metrics.jsonl has no step; what follows it is left out"]
+        check(line, LINE, f"{path}: line {len(lines) + 1}: ", "it")
         lines.append(line)
     return lines, []
-
-
-def read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
 
 
 def changed(config: Mapping[str, Any], default: Mapping[str, Any]) -> list[str]:

@@ -207,9 +207,7 @@ def _is_shared(source: Source, name: str) -> bool:
 
 def _differences(source: Source, base: Mapping[str, Any]) -> Table:
     """What each arm changes: as the study says, or as its first run differs."""
-    planned = {
-        str(arm.get("name")): arm.get("changes") for arm in source.study.get("arms", []) if isinstance(arm, dict)
-    }
+    planned = {str(arm.get("name")): arm.get("changes") for arm in source.study.get("arms", [])}
     rows = []
     for arm in source.arms:
         changes = planned.get(arm)

@@ -8,7 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from .read import Json, Record, is_run, number, read_json, read_record
+from .kinds import CELL, read_checked
+from .read import Json, Record, is_run, number, read_record
 
 CONTROLS = ("dense", "magnitude", "random")
 
@@ -102,6 +103,8 @@ def read_source(folder: Path) -> Source:
 
         return read_study(folder)
     cells, notes = read_cells(folder)
+    if notes and not cells:
+        raise ValueError(f"no run in {folder} can be read: {notes[0]}")
     if not cells:
         raise ValueError(f"{folder} holds neither a run (run.json) nor a study (study.json) nor folders of runs")
     num_open = sum(cell.record.is_open for cell in cells)
@@ -116,11 +119,11 @@ def read_cells(folder: Path) -> tuple[list[Cell], list[str]]:
     for path in sorted(path for path in folder.iterdir() if path.is_dir() and is_run(path)):
         try:
             record = read_record(path)
-            more = read_json(path / "cell.json") if (path / "cell.json").is_file() else {}
+            more = read_checked(path / "cell.json", CELL) if (path / "cell.json").is_file() else {}
         except ValueError as error:
             notes.append(f"{path.name} is left out: {error}.")
             continue
-        cells.append(_cell(record, more if isinstance(more, dict) else {}))
+        cells.append(_cell(record, more))
         for note in record.notes:
             noted.setdefault(note, []).append(path.name)
     return cells, notes + [f"{_several(names)} {note}." for note, names in noted.items()]

@@ -2,7 +2,7 @@
 
 from .compare import apart, memory_of
 from .numbers import count, duration, fixed, memory, percent, plain, short_percent, signed
-from .read import Record
+from .read import Record, number
 from .source import Row, Source, mean_of, scale_of
 
 
@@ -132,7 +132,7 @@ def figures(source: Source) -> list[tuple[str, str]]:
         return []
     seconds, done = result.get("seconds"), record.last_step * record.per_step
     evals = record.evals
-    last = evals[-1]["eval"].get(record.metric) if evals else None
+    last = number(evals[-1]["eval"].get(record.metric)) if evals else None
     pruning = mean_of([event.get("seconds") for event in record.events])
     found = {
         f"held-out {record.metric}": _figure(last, record),
