@@ -45,6 +45,14 @@ def test_runs_without_an_end_are_counted_and_failures_with_them(tmp_path):
     assert page_of(tmp_path / "runs").texts["h1"] == ["2 runs, none of which has ended yet; 1 failed"]
 
 
+def test_a_study_of_which_only_dense_runs_have_ended_has_a_page(tmp_path):
+    folder = make_study(tmp_path / "study", ["dense", "magnitude"], (0.5,))
+    (folder / "study_result.json").unlink()
+    for run in folder.glob("runs/magnitude-*"):
+        stopped(run, 0.5)
+    assert page_of(folder).texts["h1"] == ["6 runs, of which only dense ones have ended yet"]
+
+
 def _older(folder: Path) -> None:
     """As folders were before zeros by layer and peak memory were recorded."""
     lines = [line for line in lines_of(folder) if "layers" not in line]

@@ -14,8 +14,10 @@ def headline(source: Source) -> str:
         return _of_no_end(source)
     if not source.sparsities:
         return f"{len(source.cells)} dense runs"
-    top = max((s for s in source.sparsities if _ended(source, s)), default=source.sparsities[-1])
-    return _of_verdicts(source, top) or _of_means(source, top)
+    ended = [sparsity for sparsity in source.sparsities if _ended(source, sparsity)]
+    if not ended:
+        return f"{len(source.cells)} runs, of which only dense ones have ended yet"
+    return _of_verdicts(source, max(ended)) or _of_means(source, max(ended))
 
 
 def _of_no_end(source: Source) -> str:
