@@ -243,3 +243,11 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         main(["report", str(tmp_path / "run")])
     assert "pip install 'prunus[report]'" in capsys.readouterr().err
+
+
+def test_what_is_called_shared_is_shared(tmp_path):
+    page = page_of(make_study(tmp_path / "study", ARMS))
+    for title in ("Shared by all runs: all fields", "Shared by all runs: what differs from the defaults"):
+        names = {row[0] for row in page.tables[title][1:]}
+        assert not names & {"score", "sparsity", "seed", "out"}, title
+    assert "lr" in {row[0] for row in page.tables["Shared by all runs: all fields"]}

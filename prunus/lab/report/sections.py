@@ -188,8 +188,9 @@ OWN = ("out", "seed", "sparsity", "resume")  # what every run has for itself
 
 def _configuration(source: Source) -> Section:
     base = source.study.get("base") if isinstance(source.study.get("base"), dict) else source.record.config
-    own = [name for name in changed(base, Run().to_json()) if source.kind != "runs" or _is_shared(source, name)]
-    rows = [[name, _said(value)] for name, value in base.items()]
+    shared = [name for name in base if not source.is_comparison or _is_shared(source, name)]
+    own = [name for name in changed(base, Run().to_json()) if name in shared]
+    rows = [[name, _said(base[name])] for name in shared]
     title = "Shared by all runs" if source.is_comparison else "This run"
     tables = [
         Table(f"{title}: what differs from the defaults", FIELD, [[n, _said(base[n])] for n in own], kind="config"),
