@@ -106,13 +106,13 @@ def _pruned(command: Command) -> Outcome:
     began, measured = time.perf_counter(), _Measured(command, subject, device)
     sampler = Sampler(utilisation_reader(device) if command.profile else None)
     with sampler.running(), _bar(command.probe) as progress:
-        rows = {"dense": measured(0.0)}
+        rows = {"dense": measured()}
         result = prune(subject.model, subject.batches, command.sparsity, probe=probe, progress=progress, **settings)
-        reached = measured(result.sparsity)
+        reached = measured()
         if probe is not None:
             result.undo_()
             alone = prune(subject.model, subject.batches, result.sparsity, **settings)
-            rows[f"{command.score} alone"] = measured(alone.sparsity)
+            rows[f"{command.score} alone"] = measured()
             alone.undo_()
             result.apply_()
     rows["probed" if probe else command.score] = reached
@@ -123,27 +123,31 @@ def _pruned(command: Command) -> Outcome:
 
 
 class _Measured:
-    """The metric of the subject as it is, beside its sparsity; ``seconds`` is what that took in all."""
+    """The metric of the subject as it is, beside its zeros; ``seconds`` is what that took in all."""
 
     def __init__(self, command: Command, subject: Any, device: "torch.device") -> None:
+        from ..eligible import eligible
         from ..oneshot.clock import Clock
 
         self.command, self.subject, self.device, self.clock = command, subject, device, Clock(device)
+        self.weights = eligible(subject.model, command.include, command.exclude).weights
 
-    def __call__(self, sparsity: float) -> dict[str, float]:
+    def __call__(self) -> dict[str, float]:
         with self.clock.part("evaluation"), self._placed():
-            return {"sparsity": sparsity, self.subject.metric: self.subject.evaluate(self.subject.model)}
+            return {"sparsity": self._sparsity(), self.subject.metric: self.subject.evaluate(self.subject.model)}
+
+    def _sparsity(self) -> float:
+        parameters = [weight.parameter.detach() for weight in self.weights]
+        return sum(int((p == 0).sum()) for p in parameters) / sum(p.numel() for p in parameters)
 
     def _placed(self) -> Any:
         from contextlib import nullcontext
 
-        from ..eligible import eligible
         from ..oneshot.offload import Offload
 
         if not self.command.offload:
             return nullcontext()
-        weights = eligible(self.subject.model, self.command.include, self.command.exclude).weights
-        return Offload(self.subject.model, weights, self.device).open()
+        return Offload(self.subject.model, self.weights, self.device).open()
 
     @property
     def seconds(self) -> float:

@@ -20,14 +20,27 @@ def print_result(command: "Command", outcome: "Outcome") -> None:
     for heading in ("model", "sparsity", metric):
         table.add_column(heading)
     for name, row in rows.items():
+        name = "as it came" if name == "dense" and row["sparsity"] else name
         table.add_row(name, f"{row['sparsity']:.4%}", f"{row[metric]:.4f}")
     console = wide_console()
     console.print(layers)
     console.print(table)
+    if result.sparsity_before:
+        print(_zero_already(command.sparsity, result))
     if command.score == "wanda" and command.scope == "global":
         print("One threshold for all layers suits wanda badly: on small GPTs it was far worse than by rows.")
     cost = f"{result.passes:,} passes with gradients and {result.forwards:,} without, of one sample"
     print(f"{command.out}: written; {command.model} was pruned in {result.seconds:.1f} s, {cost}")
+
+
+def _zero_already(asked: float, result: "Result") -> str:
+    said = f"{result.sparsity_before:.4%} were zero already"
+    if result.sparsity_before > asked:
+        return f"{said}, more than the {asked:.4%} asked for; none comes back"
+    if result.sparsity > asked:
+        why = "the count holds for each row, layer or group of the scope, and none of them gets a zero back"
+        return f"{said}; {result.sparsity:.4%} are zero now, not {asked:.4%}: {why}"
+    return said
 
 
 def _layers(result: "Result", *, is_probed: bool) -> Table:

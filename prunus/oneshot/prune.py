@@ -46,6 +46,9 @@ def prune(
 ) -> Result:
     """Prune ``model`` in place to ``sparsity`` of its prunable weights, and say what was done.
 
+    The sparsity is that of zeros in the weights: those that are there already count, and are removed first. Where
+    more is zero than was asked for, in the model or in a row that is compared alone, none comes back.
+
     ``batches`` are tensors, pairs (input, target) or dicts, read once; a sample is one index of dimension 0, and
     its loss is that of a batch which holds it alone. They may be left out where nothing reads them: magnitude
     without a probe. ``loss(output, target)`` defaults to the model's own for Hugging Face models. ``select``
@@ -81,7 +84,7 @@ class Plan:
 class Start:
     """Where a level begins: what is pruned already, and the weights of this level that are done."""
 
-    live: Mapping[str, Tensor] = field(default_factory=dict)  # packed; a name that is missing is wholly live
+    live: Mapping[str, Tensor] = field(default_factory=dict)  # packed; of a missing name all that is not zero
     done: Probed | None = None
 
 
@@ -174,11 +177,11 @@ class Job:
 
     @torch.no_grad()
     def _level(self, result: Result, sparsity: float, probe: Probe | None, start: Start, finished: Finished) -> None:
-        live = self._live(start.live)
+        live = self.live(start.live)
         pool = probe.pool_sparsity(sparsity) if probe else sparsity
         with self.clock.part("strategy"):
-            keep = self.strategy.keep(pool, start.live)
-            exact = self.strategy.keep(sparsity, start.live) if pool != sparsity else keep
+            keep = self.strategy.keep(pool, live)
+            exact = self.strategy.keep(sparsity, live) if pool != sparsity else keep
         result.candidates = {name: live[name] & ~keep[name] for name in self.weights}
         if probe is None:
             result.packed = keep
@@ -195,11 +198,13 @@ class Job:
         result.ratios, result.taus = found.ratios, found.taus
         result.packed = {name: live[name] & ~found.pruned[name] for name in self.weights}
 
-    def _live(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {
-            name: given[name] if name in given else bits.full(weight.parameter.numel(), weight.parameter.device)
-            for name, weight in self.weights.items()
-        }
+    def live(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Packed bits of what is not zero, within ``given``.
+
+        A weight that is zero counts as pruned: it is gone whichever mask says so.
+        """
+        found = {name: bits.pack(weight.parameter.detach() != 0) for name, weight in self.weights.items()}
+        return {name: here & given[name] if name in given else here for name, here in found.items()}
 
     def _apply(self, result: Result) -> None:
         for name, weight in self.weights.items():

@@ -16,12 +16,12 @@ from .session import Originals
 
 @dataclass(frozen=True)
 class Layer:
-    """One weight: how many elements a strategy proposed and how many were pruned, in all and at this level."""
+    """One weight: how many elements are zero, in all, and how many a strategy proposed at this level."""
 
     name: str
     shape: tuple[int, ...]
     num_weights: int
-    num_pruned: int
+    num_pruned: int  # with those that were zero before
     num_candidates: int
     num_zero_gradient: int = 0  # candidates with no gradient before and after: no evidence
     num_not_finite: int = 0  # candidates kept because a gradient was NaN or infinite
@@ -65,9 +65,18 @@ class Result:
         return sum(layer.num_pruned for layer in self.layers)
 
     @property
+    def num_weights(self) -> int:
+        return sum(weight.parameter.numel() for weight in self.weights.values())
+
+    @property
     def sparsity(self) -> float:
-        """Over the prunable weights."""
-        return self.num_pruned / sum(weight.parameter.numel() for weight in self.weights.values())
+        """Fraction of zeros in the prunable weights."""
+        return self.num_pruned / self.num_weights
+
+    @property
+    def sparsity_before(self) -> float:
+        """The same before this level: what was zero already."""
+        return 1 - sum(int(bits.count(self._live(name))) for name in self.weights) / self.num_weights
 
     def undo_(self) -> None:
         """Give every weight that was pruned its old value, bit for bit."""

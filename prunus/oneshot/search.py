@@ -127,11 +127,10 @@ class _Search:
 
     def _apply(self, asked: float, packed: Packed, trial: Trial | None) -> None:
         """Prune to masks that are known, as one level."""
-        level = _Kept(asked, Originals(), packed, trial)
+        level, before = _Kept(asked, Originals(), packed, trial), self.job.live(self.live)
         self.kept.append(level)
         for name, weight in self.job.weights.items():
-            before = self.kept[-2].packed[name] if len(self.kept) > 1 else bits.full(weight.parameter.numel())
-            gone = before.to(packed[name].device) & ~packed[name]
+            gone = before[name] & ~packed[name]
             prune_(weight.parameter, bits.unpack(gone, weight.parameter.shape), level.originals)
         self.job.changed()
 
@@ -240,20 +239,14 @@ class _Search:
         return float(self.evaluate(self.job.model))
 
     def _sparsity(self) -> float:
-        packed = self.live or self._all_kept()
+        packed = self.job.live(self.live)
         num_weights = sum(weight.parameter.numel() for weight in self.job.weights.values())
         return 1 - sum(int(bits.count(mask)) for mask in packed.values()) / num_weights
 
-    def _all_kept(self) -> dict[str, Tensor]:
-        return {
-            name: bits.full(weight.parameter.numel(), weight.parameter.device)
-            for name, weight in self.job.weights.items()
-        }
-
     def _found(self, dense: float) -> Found:
         trial = self.kept[-1].trial if self.kept else None
-        packed = dict(self.live or self._all_kept())
-        masks = Masks({name: weight.parameter for name, weight in self.job.weights.items()}, packed)
+        parameters = {name: weight.parameter for name, weight in self.job.weights.items()}
+        masks = Masks(parameters, self.job.live(self.live))
         found = Found(masks, self._sparsity(), trial.metric if trial else dense, dense, self.trials)
         if trial and self.probe and self.options.compare:
             found.alone, found.alone_sparsity = self._alone(found.sparsity)

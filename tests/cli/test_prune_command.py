@@ -239,6 +239,20 @@ def test_a_function_of_a_users_own_gives_model_and_data(tmp_path, monkeypatch, c
     assert "must return a dict" in refused(capsys, "prune", "mine:nothing", "--out", "new")
 
 
+@pytest.mark.parametrize("sparsity, reached", [(0.3, 0.5), (0.75, 0.75)])
+def test_zeros_of_a_model_that_is_sparse_already_are_counted_and_said(sparsity, reached, tmp_path, monkeypatch, capsys):
+    zeroed = "8, 3))\n    for p in (model[0].weight, model[2].weight): p.data.flatten()[::2] = 0"
+    (tmp_path / "mine_sparse.py").write_text(MINE.replace("8, 3))", zeroed))
+    monkeypatch.chdir(tmp_path)
+    main(f"prune mine_sparse:subject --score magnitude --sparsity {sparsity} --out out".split())
+    said, saved = capsys.readouterr().out, torch.load(tmp_path / "out" / "model.pt", weights_only=True)
+    rows = json.loads((tmp_path / "out" / "result.json").read_text())["rows"]
+    assert sum(int((saved[name] == 0).sum()) for name in ("0.weight", "2.weight")) == 56 * reached
+    assert rows["dense"]["sparsity"] == 0.5 and rows["magnitude"]["sparsity"] == reached
+    assert "50.0000% were zero already" in said and "as it came" in said
+    assert ("more than the 30.0000% asked for" in said) == (sparsity < reached)
+
+
 @pytest.mark.skipif(not DATA, reason="needs PRUNUS_DATA, the folder of real models and tokens")
 def test_a_trained_model_keeps_its_perplexity_at_a_low_sparsity(tmp_path):
     data = Path(DATA)
