@@ -18,6 +18,8 @@ class Command:
 
 
 def run(command: Command) -> None:
+    if command.eval_size < 0:
+        raise ValueError(f"--eval-size must be at least 0, which takes all, got {command.eval_size}")
     from ..lab.checkpoint import checkpoint_of
     from ..lab.trainer import evaluated
 

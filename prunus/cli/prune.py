@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ..select import Selector
 
 Scope = Literal["auto", "row", "layer", "global", "2:4"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Command:
 
     model: tyro.conf.Positional[str]  # a Hugging Face folder, a checkpoint of prunus, or module:function
     out: Path  # folder to write; it must not exist
-    tokens: Path | None = None  # calibration tokens (uint16) for a Hugging Face folder
+    tokens: Path | None = None  # calibration tokens (uint16, .u16 or .bin) for a Hugging Face folder
     eval_tokens: Path | None = None  # held-out tokens for it
     score: Literal["magnitude", "wanda", "fisher", "path", "random"] = "wanda"  # what makes a weight matter
     scope: Scope = "auto"  # within what weights are compared; auto is row for wanda, else global
@@ -45,7 +46,7 @@ class Command:
     exclude: tuple[str, ...] = ()  # patterns of weights to leave dense
     batch: int = 0  # rows a pass; 0 finds what memory allows
     gguf_file: str | None = None  # file in the folder to read the weights from
-    dtype: str = "auto"  # auto keeps the model's own
+    dtype: Dtype = "auto"  # auto keeps the model's own
     device: str = "cpu"  # cpu or cuda
     checkpointing: bool = False  # run blocks again for the backward instead of keeping what they computed
     offload: bool = False  # keep the model in main memory, one block at a time on the device
@@ -57,7 +58,11 @@ def run(command: Command) -> None:
         raise ValueError(f"{command.out} is there already; choose another --out")
     if not 0 <= command.sparsity < 1:
         raise ValueError(f"sparsity must lie in [0, 1), got {command.sparsity}")
+    if command.scope == "2:4":
+        _check_two_of_four(command)
     _check_read(command)
+    _check_numbers(command)
+    _check_device(command.device)
     from .prune_tables import print_profile, print_result
 
     outcome = _pruned(command)
@@ -67,12 +72,32 @@ def run(command: Command) -> None:
         print_profile(outcome.profile)
 
 
+def _check_two_of_four(command: Command) -> None:
+    """Of 2:4 there is one sparsity, so that no strategy alone could stand beside a probe, which leaves less."""
+    if command.sparsity != 0.5:
+        raise ValueError(f"--scope 2:4 removes half, not {command.sparsity}; leave off --sparsity, or take --scope row")
+    if command.probe != "none":
+        raise ValueError("--scope 2:4 removes half and --probe less than that; leave one off, or take --scope row")
+
+
 def _check_read(command: Command) -> None:
     """Refuse an option of the probe where there is none."""
     if command.probe == "none":
         for option in fields(command):
             if option.name in OF_PROBE and getattr(command, option.name) != option.default:
                 raise ValueError(f"without --probe nothing reads --{option.name.replace('_', '-')}; leave it off")
+
+
+def _check_numbers(command: Command) -> None:
+    for name in ("length", "eval_windows", "batch"):
+        if getattr(command, name) < 0:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 0, got {getattr(command, name)}")
+
+
+def _check_device(name: str) -> None:
+    from ..ops.device import device_of
+
+    device_of(name)
 
 
 OF_PROBE = ("tau", "order", "reduction", "zero_gradient")

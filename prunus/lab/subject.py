@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .checkpoint import checkpoint_of, load_checkpoint, save_checkpoint
-from .data.files import read_tokens
+from .data.files import OPENERS, UINT16, read_tokens
 from .evaluate import loss_of
 
 TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "*.model", "chat_template*")
@@ -73,7 +73,7 @@ def _hugging_face(request: Request, folder: Path) -> Subject:
         raise ValueError(f"reading {folder} takes transformers: pip install prunus[hf]") from missing
     if request.tokens is None or request.eval_tokens is None:
         raise ValueError("a model from a folder needs --tokens to calibrate and --eval-tokens to evaluate on")
-    calibration, held_out = read_tokens(request.tokens), read_tokens(request.eval_tokens)
+    calibration, held_out = _token_ids(request.tokens), _token_ids(request.eval_tokens)
     from_gguf = {"gguf_file": request.gguf_file} if request.gguf_file else {"use_safetensors": True}
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=request.dtype, local_files_only=True, **from_gguf)
     _forget_quantization(model)
@@ -86,6 +86,16 @@ def _hugging_face(request: Request, folder: Path) -> Subject:
     drawn = _drawn(calibration, request.samples, length, request.seed)
     kept = _windows(held_out, length, request.eval_windows)
     return Subject(model, [drawn], lambda m: token_perplexity(m, kept), lambda out: _save(model, folder, out))
+
+
+def _token_ids(path: Path) -> np.ndarray:
+    """Tokens of the model's own vocabulary; the bytes of a text would pass for some, silently."""
+    if (path.with_suffix("") if path.suffix in OPENERS else path).suffix not in UINT16:
+        raise ValueError(
+            f"{path} is no file of uint16 tokens (.u16 or .bin); make one with the model's tokenizer: "
+            "numpy.array(tokenizer.encode(text), '<u2').tofile('text.u16')"
+        )
+    return read_tokens(path)
 
 
 def _forget_quantization(model: Any) -> None:

@@ -118,6 +118,7 @@ def test_missing_data_and_unknown_commands_are_refused(tmp_path, capsys):
     assert "nowhere.bin" in refused(capsys, "train", "--data", tmp_path / "nowhere.bin", "--out", tmp_path / "run")
     assert "trian" in refused(capsys, "trian")
     assert "no checkpoint" in refused(capsys, "eval", tmp_path / "nowhere.pt")
+    assert "at least 0" in refused(capsys, "eval", tmp_path / "nowhere.pt", "--eval-size", "-3")
     assert "run.json" in refused(capsys, "train", "--resume", "--out", tmp_path / "run")
 
 
