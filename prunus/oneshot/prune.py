@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from .objective import Loss, Objective
 from .offload import Offload
 from .probe import Probe, Probed, Prober
 from .result import Result, prune_
-from .samples import Samples, samples_of
+from .samples import Samples, check_batches, samples_of
 from .session import Originals, quiet, unwrapped
 from .strategy import ScoreLike, Strategy, Work, default_select
 
@@ -92,6 +93,7 @@ class Job:
     """A model with its samples and strategy; levels of pruning can be run on it one after another."""
 
     def __init__(self, model: nn.Module, batches: Iterable[Any], plan: Plan) -> None:
+        check_batches(batches)
         self.model = unwrapped(model)
         self.plan = plan
         found = eligible(self.model, plan.include, plan.exclude)
@@ -149,8 +151,8 @@ class Job:
         finished: Finished | None = None,
     ) -> Result:
         """One level: candidates once, then the probe; on an exception the weights are as before."""
-        if not 0 <= sparsity < 1:
-            raise ValueError(f"sparsity must lie in [0, 1), got {sparsity}")
+        if not isinstance(sparsity, Real) or not 0 <= sparsity < 1:
+            raise ValueError(f"sparsity must be a number in [0, 1), got {sparsity!r}")
         began, peak, start = time.perf_counter(), Peak(self.device), start or Start()
         passes, forwards = self._counts()
         self.clock.seconds = {}

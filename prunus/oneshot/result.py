@@ -32,7 +32,7 @@ class Layer:
         return self.num_pruned / self.num_weights if self.num_weights else 0.0
 
 
-@dataclass
+@dataclass(repr=False)
 class Result:
     """Masks, one row a weight, and what they cost. ``undo_`` gives the model back as it was before."""
 
@@ -50,6 +50,10 @@ class Result:
     halved: int = 0  # how often memory ran out
     checkpointing: bool = False  # whether blocks were run again for the backward
     originals: Originals = field(default_factory=Originals)
+
+    def __repr__(self) -> str:
+        of = f"{self.num_pruned:,} of {self.num_weights:,} in {len(self.weights)} weights are zero"
+        return f"Result({self.sparsity:.4%}: {of}, {self.passes:,} passes, {self.seconds:.1f} s)"
 
     @property
     def masks(self) -> Masks:

@@ -70,10 +70,19 @@ class Samples:
         return repeated(rows(group.tree, chunk.start, chunk.stop, group.size), times, chunk.size)
 
 
-def samples_of(batches: Iterable[Any]) -> Samples:
-    """All samples of ``batches``, which are read once: a loader that shuffles does not shuffle here."""
+def check_batches(batches: Any) -> None:
+    """Raise ValueError where ``batches`` cannot be read as batches; magnitude would never look at them."""
     if isinstance(batches, Tensor | Mapping):
         raise ValueError("batches must be a sequence of batches, got a single one; put it into a list")
+    if isinstance(batches, str) or not (isinstance(batches, Iterable) or hasattr(batches, "__getitem__")):
+        raise ValueError(
+            f"batches are an iterable of batches, got {batches!r}; "
+            "the sparsity is a keyword: prune(model, sparsity=0.5)"
+        )
+
+
+def samples_of(batches: Iterable[Any]) -> Samples:
+    """All samples of ``batches``, which are read once: a loader that shuffles does not shuffle here."""
     found = Samples(_merged([_group(batch) for batch in batches]))
     if not found.groups:
         raise ValueError("no calibration samples were given; batches must hold at least one sample")

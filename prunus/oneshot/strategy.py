@@ -66,6 +66,8 @@ class Strategy:
         self.forwards = 0  # forward passes of one sample
         self.score = score
         self.select = select
+        if not hasattr(select, "packed"):
+            raise ValueError(f"select is a selector such as PerRow(), got {select!r}")
         self.row = checked(score)
         self.reduction = 0.1
         self._norms: dict[str, Tensor] | None = None

@@ -171,6 +171,7 @@ def test_the_result_counts_passes_time_and_memory():
     case = mlp()
     result = prune(case.model, case.batches, 0.5, probe=Probe(), loss=case.loss)
     assert result.passes == 2 * 3 * 8 + 4 and result.seconds > 0 and result.peak_bytes > 0
+    assert f"{result.sparsity:.4%}" in repr(result) and len(repr(result)) < 120 and "tensor" not in repr(result)
 
 
 @pytest.mark.parametrize(
@@ -178,6 +179,10 @@ def test_the_result_counts_passes_time_and_memory():
     [
         ({"sparsity": 1.0}, r"\[0, 1\)"),
         ({"sparsity": -0.1}, r"\[0, 1\)"),
+        ({"sparsity": "50%"}, r"a number in \[0, 1\), got '50%'"),
+        ({"batches": 0.8, "score": "magnitude", "probe": None}, "iterable of batches, got 0.8; .*sparsity=0.5"),
+        ({"batches": "calib.u16"}, "iterable of batches, got 'calib.u16'"),
+        ({"select": "row"}, r"PerRow\(\), got 'row'"),
         ({"score": "bitter7"}, "optimizer"),
         ({"score": "wandas"}, "wandas"),
         ({"batches": []}, "no calibration samples"),
