@@ -32,6 +32,7 @@ class Command:
     tokens: int = 4096  # advise: of a prompt
 
 
+FILES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".npz", ".gguf", ".onnx", ".h5", ".json", ".safetensor")
 ADVICE, WRITING = ("device", "batch", "tokens"), ("out", "form", "check", "max_shard")
 
 
@@ -72,6 +73,8 @@ def _convert(command: Command) -> None:
 
     if command.out is None:
         raise ValueError("there is no place to write to; pass --out with a new folder or a .safetensors file")
+    if command.out.suffix.lower() in FILES:
+        raise ValueError(f"--out is a folder to make or a .safetensors file, and {command.out} looks like another file")
     job = Job(command.out, command.form == "sparse", command.check, num_bytes(command.max_shard))
     checkpoint = _checkpoint(command.source)
     if checkpoint is None:
