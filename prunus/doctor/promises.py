@@ -7,6 +7,7 @@ from .look import Seen
 from .report import Finding, total
 
 MASKED = "prune it anew with exact counts, or finish its training"
+NAMED = 4  # names in a hint
 LIVE = "prune it anew with exact counts; --masks tells pruned weights from live zeros"
 
 
@@ -28,14 +29,21 @@ def check(asked: Asked, seen: Sequence[Seen]) -> list[Finding]:
 def _whole(sparsity: float, weights: Sequence[Seen]) -> list[Finding]:
     """``round(s N)`` of all N."""
     layers = [one.layer for one in weights]
-    return _count("all weights", total(layers, "num_removed"), sparsity, total(layers, "num"), _todo(weights))
+    removed, num, todo = total(layers, "num_removed"), total(layers, "num"), _todo(weights)
+    if removed < round(sparsity * num) and (dense := _dense(weights)):
+        named = ", ".join(dense[:NAMED]) + (f" and {len(dense) - NAMED} more" if len(dense) > NAMED else "")
+        todo = f"no zero is in {named}: --exclude PATTERN leaves out what was meant to be dense, else {todo}"
+    return _count("all weights", removed, sparsity, num, todo)
 
 
 def _layers(sparsity: float, weights: Sequence[Seen]) -> list[Finding]:
     """``round(s n)`` of every weight."""
-    todo, found = _todo(weights), []
+    todo, dense, found = _todo(weights), _dense(weights), []
     for one in weights:
-        found += _count(one.layer.name, one.layer.num_removed, sparsity, one.layer.num, todo)
+        hint = (
+            f"--exclude {one.layer.name} if it was meant to be dense, else {todo}" if one.layer.name in dense else todo
+        )
+        found += _count(one.layer.name, one.layer.num_removed, sparsity, one.layer.num, hint)
     return found
 
 
@@ -79,6 +87,12 @@ def _count(where: str, removed: int, sparsity: float, num: int, todo: str) -> li
         f"the {expected:,} that {sparsity:g} asks for"
     )
     return [Finding(kind, where, what, todo)]
+
+
+def _dense(weights: Sequence[Seen]) -> list[str]:
+    """Names of weights that nothing was removed from, where something was from others."""
+    names = [one.layer.name for one in weights if not one.layer.num_removed]
+    return names if len(names) < len(weights) else []
 
 
 def _todo(weights: Sequence[Seen]) -> str:
