@@ -14,6 +14,10 @@ from .optim import AdamWPrune
 from .saved import is_resharded
 from .shard import Ranks, local
 
+# torch's optimizers that add to a weight nothing but what its own gradient and state say
+_NAMES = "Adadelta Adafactor Adagrad Adam Adamax AdamW ASGD NAdam RAdam RMSprop Rprop SGD".split()
+ELEMENTWISE = {getattr(torch.optim, name) for name in _NAMES} | {AdamWPrune}
+
 
 class HeldMasks:
     """One mask a weight, as packed bits of what this rank holds; none before there is one."""
@@ -54,6 +58,8 @@ class HeldMasks:
 
     def hold(self, packed: Mapping[str, Tensor], warm: bool) -> None:
         """Make these the masks and zero what they prune in the weights, and in optimizer state unless that is warm."""
+        if isinstance(self.optimizer, torch.optim.LBFGS) and self._differ(packed):
+            _forget_curvature(self.optimizer)
         for name, new in packed.items():
             parameter = self.weights[name]
             self._set(name, new)
@@ -86,10 +92,27 @@ class HeldMasks:
         for name in self.bits:
             self._store(name, stepped=self.weights[name].grad is not None)
 
+    @property
+    def needs_zeroing(self) -> bool:
+        """Whether the step may move a weight whose gradient and state are zero, as Muon's and LBFGS's do.
+
+        The exact type is asked for: a subclass may step as it likes.
+        """
+        return type(self.optimizer) not in ELEMENTWISE
+
+    @torch.no_grad()
+    def zero_weights(self, *_: object) -> None:
+        """Set what the masks prune to zero again."""
+        for name, packed in self.bits.items():
+            bits.zero_(local(self.weights[name]), packed)
+
     def release(self) -> None:
         """Take the masks out of the optimizer's state."""
         for parameter in self.weights.values():
             self.optimizer.state.get(parameter, {}).pop("mask", None)
+
+    def _differ(self, packed: Mapping[str, Tensor]) -> bool:
+        return any(name not in self.bits or not torch.equal(self.bits[name], new) for name, new in packed.items())
 
     def _full(self, name: str) -> Tensor:
         part = local(self.weights[name])
@@ -117,3 +140,10 @@ class HeldMasks:
         parameter = self.weights[name]
         if self.optimizer.state.get(parameter) or stepped or isinstance(self.optimizer, AdamWPrune):
             self.optimizer.state[parameter]["mask"] = self.bits[name]
+
+
+def _forget_curvature(optimizer: Optimizer) -> None:
+    """Let LBFGS begin anew: what it knows of the weights that were there would make it diverge without them."""
+    for state in optimizer.state.values():
+        if "n_iter" in state:
+            state["n_iter"] = 0

@@ -33,7 +33,8 @@ class Pruner:
 
     At an event: score -> select -> mask -> apply. Between events nothing is done here but to mask
     gradients, which keeps what is zero at zero through decay, momentum and clipping; with
-    ``AdamWPrune`` the step itself does that.
+    ``AdamWPrune`` the step itself does that. Behind an optimizer that mixes the elements of a weight, as Muon and
+    LBFGS do, and behind any that torch does not bring, the pruned are zeroed again after each step.
 
     ``score`` is a name of SCORES or a function of what its arguments name (``weight``, ``grad``,
     ``exp_avg``, ``exp_avg_sq``, ``step``, ...). ``masks`` are boolean masks by name to begin with, or
@@ -211,6 +212,7 @@ class Pruner:
         optimizer, regrowing = self.optimizer, lambda: self._regrowing
         handles = [
             *(keep_warm(optimizer, self._weights, self._bits, regrowing) if self.regrow else ()),
+            *([optimizer.register_step_post_hook(self._held.zero_weights)] if self._held.needs_zeroing else ()),
             optimizer.register_step_post_hook(self._after_step),
             optimizer.register_load_state_dict_post_hook(self._held.take_over),
             optimizer.register_state_dict_pre_hook(self._held.before_save),
