@@ -1,5 +1,6 @@
 """Masks that are held: packed bits in the optimizer's state, which weights and moments obey."""
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
@@ -18,6 +19,8 @@ from .shard import Ranks, local
 _NAMES = "Adadelta Adafactor Adagrad Adam Adamax AdamW ASGD NAdam RAdam RMSprop Rprop SGD".split()
 ELEMENTWISE = {getattr(torch.optim, name) for name in _NAMES} | {AdamWPrune}
 
+_HOLDING: weakref.WeakKeyDictionary[Optimizer, weakref.WeakSet["HeldMasks"]] = weakref.WeakKeyDictionary()
+
 
 class HeldMasks:
     """One mask a weight, as packed bits of what this rank holds; none before there is one."""
@@ -35,6 +38,15 @@ class HeldMasks:
         self.num_kept = 0  # prunable weights that the masks keep, on all ranks
         self.forget: Callable[[str], None] = lambda name: None  # told whose mask has changed
 
+    def check_free(self) -> None:
+        """Refuse weights that other masks hold in the same optimizer: both would prune, and overwrite each other."""
+        taken = {id(p) for other in _HOLDING.get(self.optimizer, ()) for p in other.weights.values()}
+        if twice := [name for name, p in self.weights.items() if id(p) in taken]:
+            raise ValueError(
+                f"{twice[0]} is pruned by another Pruner of this optimizer already; call .remove() on the first, "
+                "or leave its weights out by exclude="
+            )
+
     def adopt(self, masks: Mapping[str, Tensor] | Literal["zeros"] | None, warm: bool) -> None:
         """Begin with the masks given, with the zeros there are, or with those in the optimizer's state."""
         if isinstance(masks, str):
@@ -48,6 +60,7 @@ class HeldMasks:
         if isinstance(self.optimizer, AdamWPrune):  # whose step reads masks at no cost: a graph of it must find them
             self._fill(name for name, p in self.weights.items() if p.is_cuda)
         self.count()
+        _HOLDING.setdefault(self.optimizer, weakref.WeakSet()).add(self)
 
     def count(self) -> int:
         """How many prunable weights the masks keep, on all ranks."""
@@ -107,7 +120,8 @@ class HeldMasks:
             bits.zero_(local(self.weights[name]), packed)
 
     def release(self) -> None:
-        """Take the masks out of the optimizer's state."""
+        """Take the masks out of the optimizer's state, and let others hold the weights."""
+        _HOLDING.get(self.optimizer, weakref.WeakSet()).discard(self)
         for parameter in self.weights.values():
             self.optimizer.state.get(parameter, {}).pop("mask", None)
 

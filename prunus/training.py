@@ -89,6 +89,7 @@ class Pruner:
             allocate({name: p.shape for name, p in self._weights.items()}, schedule.final, select.allocate)
         check_eps(self._weights, optimizer)
         self._held = HeldMasks(self._weights, optimizer, self._ranks, self._parts)
+        self._held.check_free()
         self._bits, self._holders = self._held.bits, self._held.holders
         self._due = False
         self._movement = Movement(self._weights) if "movement" in self.score.reads else None
@@ -174,7 +175,7 @@ class Pruner:
         """Take the hooks off; the weights keep their zeros, and nothing holds them any more."""
         for handle in self._handles:
             handle.remove()
-        if isinstance(self.optimizer, AdamWPrune):
+        if isinstance(self.optimizer, AdamWPrune) and self._movement:
             self.optimizer.watch = None
         if self._inputs:
             self._inputs.__exit__()
@@ -219,7 +220,7 @@ class Pruner:
             optimizer.register_state_dict_post_hook(reshard_masks),
         ]
         if isinstance(optimizer, AdamWPrune):
-            optimizer.watch = self._movement.add if self._movement else None
+            optimizer.watch = self._movement.add if self._movement else optimizer.watch
             return handles
         return handles + self._gradients.attach(optimizer, self._movement)
 

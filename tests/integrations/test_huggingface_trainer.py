@@ -179,6 +179,14 @@ def test_a_training_that_ends_before_its_schedule_says_so(tmp_path):
         trainer_of(tmp_path, gpt2(), callback_of(), Enough()).train()
 
 
+def test_two_callbacks_on_the_same_weights_are_refused_before_the_first_step(tmp_path):
+    model = gpt2()
+    before = weights(model)
+    with pytest.raises(ValueError, match=r"c_attn\.weight.*\.remove\(\)"):
+        trainer_of(tmp_path, model, callback_of(), callback_of(score="magnitude")).train()
+    assert same_weights(weights(model), before)
+
+
 def test_a_schedule_beyond_the_run_is_refused_before_the_first_step(tmp_path):
     model = gpt2()
     with pytest.raises(ValueError, match=r"17.*16 steps"):

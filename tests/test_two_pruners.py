@@ -1,0 +1,87 @@
+"""A weight has one Pruner at a time: two would prune more than either was asked for."""
+
+import copy
+import gc
+
+import pytest
+import torch
+from toys import NAMES, adamw, adamw_prune, assert_pruned_are_zero, net, num_pruned, through_a_file, train
+
+from prunus import Constant, Pruner, Ramp
+
+MAKERS = [adamw, adamw_prune]
+
+
+def pruner_of(model, optimizer, **options):
+    return Pruner(model, optimizer, **{"score": "magnitude", "schedule": Ramp(0.5, 1, 8), "every": 3} | options)
+
+
+@pytest.mark.parametrize("options", [{}, {"score": "movement"}, {"include": "hidden", "exclude": ["conv", "out"]}])
+@pytest.mark.parametrize("make", MAKERS)
+def test_a_second_one_is_refused_in_one_line_that_names_the_weight(make, options):
+    model = net()
+    optimizer = make(model)
+    first = pruner_of(model, optimizer)
+    with pytest.raises(ValueError, match=r"^(conv|hidden)\.weight .*\.remove\(\) on the first[^\n]*$"):
+        pruner_of(model, optimizer, **options)
+    train(model, optimizer, range(12))
+    assert num_pruned(first) == round(0.5 * 1054)
+    assert_pruned_are_zero(first)
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_after_remove_there_may_be_another(make):
+    model = net()
+    optimizer = make(model)
+    pruner_of(model, optimizer).remove()
+    second = pruner_of(model, optimizer)
+    train(model, optimizer, range(12))
+    assert num_pruned(second) == round(0.5 * 1054)
+    second.remove()
+    pruner_of(model, optimizer, masks="zeros")
+
+
+def test_one_that_was_refused_for_something_else_is_in_nobodys_way():
+    model = net()
+    optimizer = adamw(model)
+    with pytest.raises(ValueError, match="typo"):
+        pruner_of(model, optimizer, masks={"typo": torch.ones(2)})
+    pruner_of(model, optimizer)
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_other_weights_and_other_optimizers_may_have_their_own(make):
+    model = net()
+    optimizer = make(model)
+    first = pruner_of(model, optimizer, score="movement", exclude=["conv", "out"])
+    second = pruner_of(model, optimizer, exclude="hidden", schedule=Constant(0.5))
+    train(model, optimizer, range(12))
+    assert num_pruned(first) == round(0.5 * 975) and num_pruned(second) == round(0.5 * 79)
+    assert any(sums.any() for sums in first.state_dict()["movement"].values())
+    assert list(pruner_of(model, make(model)).masks) == NAMES
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_a_loaded_or_copied_optimizer_begins_without_one(make):
+    model, twin = net(), net(9)
+    first = pruner_of(model, make(model))
+    train(model, first.optimizer, range(6))
+    optimizer = make(twin)
+    optimizer.load_state_dict(through_a_file(first.optimizer.state_dict()))
+    assert pruner_of(twin, optimizer).digest() == first.digest()
+    both = copy.deepcopy({"model": model, "optimizer": first.optimizer})
+    assert pruner_of(both["model"], both["optimizer"]).digest() == first.digest()
+
+
+def test_nothing_is_kept_alive_by_it():
+    from prunus.held import _HOLDING
+
+    model = net()
+    pruner = pruner_of(model, adamw(model))
+    assert pruner.optimizer in _HOLDING
+    del pruner
+    gc.collect()
+    num_left = len(_HOLDING)
+    pruner_of(model, adamw(model))
+    gc.collect()
+    assert len(_HOLDING) == num_left
