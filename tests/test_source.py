@@ -102,3 +102,30 @@ def test_scores_of_different_kinds_are_compared_as_float64():
     assert {source.compared for source in mixed} == {torch.float64}
     alone = [stored("a", torch.ones(2).half()), stored("b", torch.ones(2).bfloat16())]
     assert alike(alone) == alone
+
+
+@pytest.mark.parametrize(
+    ("of", "came"),
+    [
+        (lambda weight: weight.abs().mean(), r"shape \(\)"),
+        (lambda weight: weight.abs().sum(0), r"shape \(5,\)"),
+        (lambda weight: weight.abs().sum(1, keepdim=True), r"shape \(4, 1\)"),
+        (lambda weight: weight.T, r"shape \(5, 4\)"),
+        (lambda weight: weight.reshape(-1), r"shape \(20,\)"),
+        (lambda weight: weight.to(torch.complex64), "complex64"),
+        (lambda weight: weight.tolist(), "list"),
+        (lambda weight: 3, "int"),
+        (lambda weight: None, "NoneType"),
+    ],
+    ids=str,
+)
+def test_a_function_that_does_not_score_each_element_is_refused_in_one_line(of, came):
+    source = Lazy("block.weight", torch.randn(4, 5), of, {"weight": torch.randn(4, 5)})
+    for ask in (
+        source.whole,
+        lambda: source.at(torch.tensor([1])),
+        lambda: [*source.pieces()],
+        lambda: [*source.rows()],
+    ):
+        with pytest.raises(ValueError, match=rf"^[^\n]*block\.weight[^\n]*\(4, 5\)[^\n]*{came}$"):
+            ask()

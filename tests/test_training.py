@@ -181,6 +181,16 @@ def test_a_function_is_a_score_of_what_it_names():
     assert_pruned_are_zero(pruner)
 
 
+@pytest.mark.parametrize("score", [lambda weight: weight.abs().mean(), lambda weight: None], ids=["scalar", "none"])
+@pytest.mark.parametrize("select", [Global(), PerLayer(), PerRow()], ids=str)
+def test_a_function_that_is_no_score_is_refused_by_the_first_event(score, select):
+    model = net()
+    optimizer = adamw(model)
+    pruner_of(model, optimizer, score=score, select=select, schedule=Constant(0.5))
+    with pytest.raises(ValueError, match=r"conv\.weight.*\(3, 1, 3, 3\)"):
+        train(model, optimizer, [0])
+
+
 def test_scores_may_be_compared_in_half_precision():
     model, seen = net(), {}
     optimizer = adamw(model)

@@ -95,7 +95,8 @@ class Lazy:
 
     def whole(self) -> Tensor:
         """Scores in the shape of the weight, all at once."""
-        return self._score(self.reads, self._all_positions() if self.takes_position else None).expand(self.shape)
+        scores = self._score(self.reads, self._all_positions() if self.takes_position else None)
+        return scores if self.formula is None else scores.expand(self.shape)
 
     @property
     def num_inputs(self) -> int:
@@ -136,7 +137,25 @@ class Lazy:
             name: tensor.to(self.dtype) * self.scales[name] if name in self.scales else tensor.to(self.dtype)
             for name, tensor in reads.items()
         }
-        return self.of(**cast, **extra, **self.constants).to(self.compared)
+        scores = self.of(**cast, **extra, **self.constants)
+        if self.formula is None:
+            self._check(scores)
+        return scores.to(self.compared)
+
+    def _check(self, scores: object) -> None:
+        """Refuse what somebody's function gave if it is not one number for each element: broadcast, most would tie."""
+        if not isinstance(scores, Tensor):
+            came = f"{type(scores).__name__}"
+        elif scores.shape != self.shape:
+            came = f"a tensor of shape {tuple(scores.shape)}"
+        elif scores.is_complex():
+            came = f"{scores.dtype}"
+        else:
+            return
+        raise ValueError(
+            f"a score must give one real number for each element of {self.name}, a tensor of shape "
+            f"{tuple(self.shape)}, but yours gave {came}"
+        )
 
     def _placed(self, positions: Tensor) -> Tensor:
         """Positions in the whole weight."""
