@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from .allocate import allocate
+from .asked import num_asked
 from .eligible import eligible
 from .gradients import MaskedGradients, Movement, check_captured, is_initialising, is_skipped, unwrapped
 from .held import HeldMasks
@@ -81,6 +82,7 @@ class Pruner:
         held = [p for group in optimizer.param_groups for p in group["params"]]
         self._eligible = eligible(model, include, exclude, held)
         self._weights = {weight.name: weight.parameter for weight in self._eligible.weights}
+        self._num_weights = sum(p.numel() for p in self._weights.values())
         self._ranks = ranks_of(self._weights, group)
         self._parts = parts_of(self._weights, self._ranks)
         if regrow:
@@ -162,7 +164,7 @@ class Pruner:
         check_copies(self._ranks, self._weights, masks)
         self._held.hold(masks, self._regrowing)
         if isinstance(self.select, Global):  # which is exact: no need to count
-            total = sum(p.numel() for p in self._weights.values())
+            total = self._num_weights
             self._held.num_kept = min(before, total - round(sparsity * total))
         else:
             self._held.count()
@@ -201,10 +203,14 @@ class Pruner:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state_dict()``; what its masks prune is zeroed in weights and optimizer state."""
+        """Continue from ``state_dict()``; what its masks prune is zeroed in weights and optimizer state.
+
+        Where the schedule is over and asks for more than they prune, the next step makes an event.
+        """
         masks = together(self._holders, lambda: checked_masks(state, self._weights, self._movement, self._parts))
         self.step, self._due = int(state["step"]), bool(state["due"])
         self._held.load(masks, self._regrowing)
+        self._due = self._due or self._falls_short()
         if self._movement:
             self._movement.load(taken_sums(state["movement"], self._weights, self._parts))
         self._collect_inputs()
@@ -248,6 +254,13 @@ class Pruner:
     def _regrowing(self) -> bool:
         """Whether weights may still come back, so that the moments of pruned ones are kept."""
         return self.regrow is not None and self.schedule is not None and (self._due or self.step < self.schedule.end)
+
+    def _falls_short(self) -> bool:
+        """Whether the masks prune less than the schedule asks for, and none of its events is left to change that."""
+        if self.schedule is None or self.step < self.schedule.end:
+            return False
+        num_pruned = self._num_weights - self._held.num_kept
+        return num_asked(self.select, self._eligible.weights, self.schedule(self.step)) > num_pruned
 
     def _waits_for_moments(self) -> bool:
         """Whether SPAM reset the moments too recently for what reads them."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 from toys import NAMES, adamw, adamw_prune, assert_pruned_are_zero, net, through_a_file, train
 
-from prunus import Constant, Pruner, Ramp, Spam
+from prunus import Constant, Global, NofM, OneShot, PerLayer, PerRow, Pruner, Ramp, Regrow, Spam
 
 LAST = 18
 RUNS = {
@@ -192,3 +192,76 @@ def test_loading_zeroes_what_its_masks_prune():
     run.pruner.load_state_dict(state)
     assert_pruned_are_zero(run.pruner)
     assert list(run.pruner.masks) == NAMES
+
+
+SELECTORS = [Global(), PerLayer(), PerLayer("erk"), PerLayer("depth"), PerRow()]
+
+
+def resumed(saved, **options):
+    model = net(9)
+    events = []
+    options = {"score": "bitter7", "every": 4, "on_event": events.append} | options
+    pruner = Pruner(model, adamw(model), **options)
+    for part, state in zip((model, pruner.optimizer, pruner), saved, strict=True):
+        part.load_state_dict(through_a_file(state))
+    return pruner, events
+
+
+def finished(num_steps=18, **options):
+    """States of a run whose schedule is over."""
+    model = net()
+    pruner = Pruner(model, adamw(model), **{"schedule": Ramp(0.5, 2, 14), "every": 4} | options)
+    train(model, pruner.optimizer, range(num_steps))
+    return [part.state_dict() for part in (model, pruner.optimizer, pruner)]
+
+
+@pytest.mark.parametrize("select", SELECTORS, ids=str)
+@pytest.mark.parametrize("schedule", [Ramp(0.8, 2, 14), Ramp(0.8, 2, 18), OneShot(0.8, 3), Constant(0.8)], ids=str)
+def test_more_asked_for_after_the_schedules_end_is_pruned_at_the_next_step(select, schedule):
+    pruner, events = resumed(finished(select=select), select=select, schedule=schedule)
+    fresh = Pruner(twin := net(), adamw(twin), select=select, schedule=Constant(0.8))
+    train(twin, fresh.optimizer, [0])
+    train(pruner.model, pruner.optimizer, range(18, 24))
+    assert [event.step for event in events] == [19]
+    assert pruner.sparsity == fresh.sparsity and abs(pruner.sparsity - 0.8) < 0.05
+    assert_pruned_are_zero(pruner)
+
+
+@pytest.mark.parametrize("options", [{"select": select} for select in SELECTORS] + [{"regrow": Regrow(0.2)}], ids=str)
+@pytest.mark.parametrize("final", [0.5, 0.3])
+@pytest.mark.parametrize("sparse", [0.5, 0.47, 0.513])
+def test_no_more_asked_for_makes_no_event(options, final, sparse):
+    saved = finished(**options, schedule=Ramp(sparse, 2, 14))
+    schedule = Ramp(sparse if final == 0.5 else final, 2, 14)
+    pruner, events = resumed(saved, **options, schedule=schedule)
+    assert not pruner.state_dict()["due"]
+    digest = pruner.digest()
+    train(pruner.model, pruner.optimizer, range(18, 22))
+    assert not events and pruner.digest() == digest
+
+
+def test_more_asked_for_waits_for_an_event_that_is_to_come():
+    pruner, events = resumed(finished(), schedule=Ramp(0.8, 2, 30))
+    train(pruner.model, pruner.optimizer, range(18, 32))
+    assert [event.step for event in events] == [22, 26, 30] and pruner.sparsity == round(0.8 * 1054) / 1054
+
+
+@pytest.mark.parametrize("options", [{"score": "wanda"}, {"regrow": Regrow(0.2)}], ids=str)
+def test_more_asked_for_goes_with_inputs_and_regrowth(options):
+    pruner, events = resumed(finished(), schedule=Ramp(0.8, 2, 14), **options)
+    train(pruner.model, pruner.optimizer, range(18, 24))
+    assert [event.step for event in events] == [19] and pruner.sparsity == round(0.8 * 1054) / 1054
+    assert_pruned_are_zero(pruner)
+
+
+def test_two_of_four_are_what_is_asked_for_where_they_are_held():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 4))
+    saved = {}
+    for schedule in (OneShot(0.5, at=1), Constant(0.5)):
+        pruner = Pruner(model, adamw(model), select=NofM(2, 4), schedule=schedule, score="magnitude")
+        if saved:
+            pruner.load_state_dict(saved)
+            assert not pruner.state_dict()["due"]
+        model(torch.ones(1, 8)).sum().backward()
+        pruner.optimizer.step()
+        saved = pruner.state_dict()
