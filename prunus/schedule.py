@@ -5,6 +5,7 @@ into steps, and nothing else is answered before.
 """
 
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Literal
 
 SHAPES = {
@@ -112,14 +113,16 @@ Schedule = Ramp | OneShot | Constant
 
 
 def check_sparsity(final: float) -> None:
-    if not 0 <= final < 1:
-        raise ValueError(f"final sparsity must lie in [0, 1), got {final}")
+    if not isinstance(final, Real) or not 0 <= final < 1:
+        raise ValueError(f"final sparsity must lie in [0, 1), as 0.5 for a half, got {final!r}")
 
 
 def check_step(name: str, step: int | float) -> None:
     """Refuse what is neither a whole number of steps nor a fraction of the run."""
     if not (isinstance(step, int) and step >= 0) and not (isinstance(step, float) and 0 <= step <= 1):
-        raise ValueError(f"{name} is a whole number of steps, or a fraction of the run between 0.0 and 1.0, got {step}")
+        raise ValueError(
+            f"{name} is a whole number of steps, or a fraction of the run between 0.0 and 1.0, got {step!r}"
+        )
 
 
 def check_resolved(schedule: Schedule, *steps: int | float) -> None:

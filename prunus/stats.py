@@ -29,6 +29,8 @@ def score_of(score: str | Callable[..., Tensor], options: Mapping[str, Any]) -> 
         if score not in SCORES:
             raise ValueError(f"score must be one of {', '.join(SCORES)}, or a function, got {score!r}")
         row = SCORES[score]
+    elif not callable(score):
+        raise ValueError(f"score must be one of {', '.join(SCORES)}, or a function, got {score!r}")
     else:
         arguments = inspect.signature(score).parameters
         row = Score(

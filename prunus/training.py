@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from .allocate import allocate
-from .asked import num_asked
+from .asked import check_options, check_order, num_asked
 from .eligible import eligible
 from .gradients import MaskedGradients, Movement, check_captured, is_initialising, is_skipped, unwrapped
 from .held import HeldMasks
@@ -65,11 +65,14 @@ class Pruner:
         on_event: Callable[[Event], None] | None = None,
         group: ProcessGroup | None = None,
     ) -> None:
+        check_options(
+            {"schedule": schedule, "select": select, "every": every, "regrow": regrow, "masks": masks}
+            | {"score": score, "score_options": score_options, "score_dtype": score_dtype, "on_event": on_event}
+        )
         if schedule is None and masks is None:
             raise ValueError("say how sparse: pass schedule=Ramp(...), OneShot(...) or Constant(...), or masks to hold")
-        if every < 1:
-            raise ValueError(f"every is a number of steps, at least 1, got {every}")
         optimizer = unwrapped(optimizer)
+        check_order(model, optimizer)
         schedule = schedule and schedule.over(None)  # fractions are for those who know the length of the run
         if isinstance(select, NofM) and schedule:
             select.check(schedule)

@@ -34,7 +34,7 @@ CORE = {
 }
 ALL_BUT_TRAINING = set(CORE) - {"export"}
 CORE["training"] = CORE["oneshot"] = ALL_BUT_TRAINING
-CORE["integrations"] = {"training", "gradients", "eligible"}
+CORE["integrations"] = {"training", "asked", "gradients", "eligible"}
 MAY_IMPORT = CORE | {
     "lab": set(CORE),
     "doctor": {"ops", "mask", "eligible", "schedule", "export"},

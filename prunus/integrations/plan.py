@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from ..asked import check_options
 from ..gradients import unwrapped
 from ..training import Pruner
 
@@ -17,12 +18,13 @@ SHARDING = ("FSDP", "DEEPSPEED", "DeepSpeed", "MEGATRON", "ModelParallel")
 
 @dataclass(frozen=True)
 class Plan:
-    """Options of a ``Pruner``; a misspelt one is refused here and not when the training begins."""
+    """Options of a ``Pruner``; a misspelt or wrong one is refused here and not when the training begins."""
 
     options: Mapping[str, Any]
 
     def __post_init__(self) -> None:
         signature(Pruner).bind(None, None, **self.options)
+        check_options(self.options)
         if self.options.get("schedule") is None and self.options.get("masks") is None:
             raise ValueError("say how sparse: pass schedule=Ramp(0.5, begin=0.1, end=0.85), or masks to hold")
 

@@ -1,0 +1,120 @@
+"""What cannot be meant is refused when it is said, in one line, and not at the first event of a training."""
+
+import pytest
+import torch
+from torch import nn
+from toys import adamw, net, train
+
+from prunus import Constant, Global, NofM, OneShot, PerLayer, Pruner, Ramp, Regrow
+from prunus.asked import check_options
+
+RAMP = Ramp(0.5, 2, 14)
+WRONG = [
+    ({"schedule": 0.5}, r"schedule.*Ramp\(.*got 0\.5"),
+    ({"schedule": "linear"}, r"schedule.*got 'linear'"),
+    ({"schedule": Ramp}, r"schedule.*got <class"),
+    ({"select": "global"}, r"select.*Global\(\).*'global'"),
+    ({"select": Global}, r"select.*Global\(\).*<class"),
+    ({"select": None}, r"select.*None"),
+    ({"select": 0.5}, r"select.*0\.5"),
+    ({"regrow": 0.1}, r"regrow.*Regrow\(0\.1\).*got 0\.1"),
+    ({"regrow": Regrow}, r"regrow.*<class"),
+    ({"every": 2.5}, r"every.*whole number.*2\.5"),
+    ({"every": "50"}, r"every.*'50'"),
+    ({"every": 0}, r"every.*at least 1.*0"),
+    ({"score": 3}, r"score.*function.*3"),
+    ({"score": None}, r"score.*None"),
+    ({"score": "bitter77"}, "bitter77"),
+    ({"score_options": 1e-8}, r"score_options.*1e-08"),
+    ({"score_options": {"epsilon": 1}}, "epsilon"),
+    ({"score_dtype": "float32"}, r"score_dtype.*torch\.float32.*'float32'"),
+    ({"masks": [torch.ones(2, 2)]}, r"masks.*\[tensor"),
+    ({"masks": torch.ones(99, 99)}, r"masks.*tensor"),
+    ({"on_event": "print"}, r"on_event.*'print'"),
+]
+
+
+@pytest.mark.parametrize(("options", "text"), WRONG, ids=str)
+def test_a_wrong_option_is_refused_at_once_and_leaves_no_trace(options, text):
+    model, twin = net(), net()
+    optimizer = adamw(model)
+    with pytest.raises(ValueError, match=text) as error:
+        Pruner(model, optimizer, **{"schedule": RAMP} | options)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 250
+    train(model, optimizer, range(4))
+    train(twin, adamw(twin), range(4))
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(("options", "text"), WRONG, ids=str)
+def test_a_callbacks_option_is_refused_when_the_callback_is_made(options, text):
+    from prunus.integrations.plan import Plan
+
+    with pytest.raises(ValueError, match=text):
+        Plan({"schedule": RAMP} | options)
+
+
+def test_model_and_optimizer_the_other_way_round_are_told_apart():
+    model = net()
+    optimizer = adamw(model)
+    for wrong in (
+        (optimizer, model),
+        (model, model),
+        (None, optimizer),
+        (model, None),
+        (list(model.parameters()), optimizer),
+    ):
+        with pytest.raises(ValueError, match=r"^a Pruner takes a model, then the optimizer[^\n]*$"):
+            Pruner(*wrong, schedule=RAMP)
+
+
+@pytest.mark.parametrize("final", ["50%", "0.5", None, [0.5], 1j, 50, True, float("nan")], ids=str)
+@pytest.mark.parametrize(
+    "make", [lambda s: Ramp(s, 1, 5), lambda s: OneShot(s, at=3), Constant], ids=["ramp", "one", "all"]
+)
+def test_a_sparsity_that_is_no_fraction_is_refused(make, final):
+    with pytest.raises(ValueError, match=r"^final sparsity must lie in \[0, 1\), as 0\.5 for a half, got [^\n]+$"):
+        make(final)
+
+
+@pytest.mark.parametrize("step", ["10", None, [1], 1j], ids=str)
+def test_a_step_that_is_no_number_is_refused(step):
+    for make in (lambda: Ramp(0.5, step, 20), lambda: Ramp(0.5, 1, step), lambda: OneShot(0.5, at=step)):
+        with pytest.raises(ValueError, match="whole number of steps"):
+            make()
+
+
+def test_what_can_be_meant_is_taken():
+    for select in (Global(), PerLayer("erk"), NofM(2, 4)):
+        check_options({"select": select, "schedule": Constant(0.5), "every": 7, "on_event": print})
+    check_options({"schedule": Ramp(0.5, 0.1, 0.85), "score": lambda weight: weight, "regrow": Regrow(0.2)})
+    check_options({"masks": {}, "score": "fisher", "score_options": {"q": 0.25}, "score_dtype": torch.bfloat16})
+
+
+class Halves(nn.Module):
+    """Anything with weights is a model."""
+
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Linear(4, 4)
+
+
+def test_a_schedule_of_ones_own_is_taken():
+    class Late:
+        final, end = 0.5, 3
+
+        def __call__(self, step):
+            return 0.5 if step >= 3 else 0.0
+
+        def is_event(self, step, every):
+            return step == 3
+
+        def over(self, num_steps):
+            return self
+
+    model = Halves()
+    pruner = Pruner(model, adamw(model), score="magnitude", schedule=Late())
+    for _ in range(4):
+        model.one(torch.ones(2, 4)).sum().backward()
+        pruner.optimizer.step()
+    assert pruner.sparsity == 0.5
