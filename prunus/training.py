@@ -80,6 +80,7 @@ class Pruner:
         self.select, self.schedule, self.every = select, schedule, every
         self.score_options = dict(score_options or {})
         self.score = score_of(score, self.score_options)
+        self._score_name = score if isinstance(score, str) else getattr(score, "__name__", type(score).__name__)
         self.score_dtype, self.on_event = score_dtype, on_event
         self.step = 0
         held = [p for group in optimizer.param_groups for p in group["params"]]
@@ -105,6 +106,16 @@ class Pruner:
         self._held.adopt(masks, self._regrowing)
         self._handles = self._attach()
         self._collect_inputs()
+
+    def __repr__(self) -> str:
+        """What it was asked for and how far it is, from counts that are kept: nothing is counted or summed for it."""
+        if "_handles" not in self.__dict__:  # it was refused
+            return object.__repr__(self)
+        return (
+            f"Pruner(score={self._score_name}, schedule={self.schedule}, step={self.step}, "
+            f"sparsity={1 - self._held.num_kept / max(self._num_weights, 1):.4f} of {self._num_weights:,} "
+            f"in {len(self._weights)} weights)"
+        )
 
     @property
     def masks(self) -> Masks:

@@ -1,5 +1,7 @@
 """What cannot be meant is refused when it is said, in one line, and not at the first event of a training."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -89,6 +91,24 @@ def test_what_can_be_meant_is_taken():
         check_options({"select": select, "schedule": Constant(0.5), "every": 7, "on_event": print})
     check_options({"schedule": Ramp(0.5, 0.1, 0.85), "score": lambda weight: weight, "regrow": Regrow(0.2)})
     check_options({"masks": {}, "score": "fisher", "score_options": {"q": 0.25}, "score_dtype": torch.bfloat16})
+
+
+def test_a_pruner_prints_what_it_was_asked_for_and_how_far_it_is(monkeypatch):
+    model = net()
+    pruner = Pruner(model, adamw(model), schedule=RAMP, every=4)
+    assert "bitter7" in repr(pruner) and repr(RAMP) in repr(pruner) and "sparsity=0.0000" in repr(pruner)
+    train(model, pruner.optimizer, range(16))
+    monkeypatch.setattr(torch.Tensor, "count_nonzero", lambda *_: pytest.fail("counted"))
+    assert "step=16" in repr(pruner) and "sparsity=0.5000 of 1,054 in 3 weights" in str(pruner)
+    pruner.remove()
+    assert "sparsity=0.5000" in repr(pruner) and "\n" not in repr(pruner)
+
+
+@pytest.mark.parametrize("score", [lambda weight: weight.abs(), partial(lambda weight, p: weight**p, p=2)])
+def test_a_pruner_prints_whatever_it_is_made_of(score):
+    model = net()
+    assert "schedule=None" in repr(Pruner(model, adamw(model), score=score, masks="zeros"))
+    assert "Pruner object" in repr(Pruner.__new__(Pruner))
 
 
 class Halves(nn.Module):
