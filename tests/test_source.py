@@ -117,7 +117,6 @@ def test_scores_of_different_kinds_are_compared_as_float64():
         (lambda weight: 3, "int"),
         (lambda weight: None, "NoneType"),
     ],
-    ids=str,
 )
 def test_a_function_that_does_not_score_each_element_is_refused_in_one_line(of, came):
     source = Lazy("block.weight", torch.randn(4, 5), of, {"weight": torch.randn(4, 5)})
