@@ -155,15 +155,14 @@ class _Measured:
         from ..oneshot.clock import Clock
 
         self.command, self.subject, self.device, self.clock = command, subject, device, Clock(device)
-        self.weights = eligible(subject.model, command.include, command.exclude).weights
+        self.eligible = eligible(subject.model, command.include, command.exclude)
 
     def __call__(self) -> dict[str, float]:
-        with self.clock.part("evaluation"), self._placed():
-            return {"sparsity": self._sparsity(), self.subject.metric: self.subject.evaluate(self.subject.model)}
+        from ..summary import report
 
-    def _sparsity(self) -> float:
-        parameters = [weight.parameter.detach() for weight in self.weights]
-        return sum(int((p == 0).sum()) for p in parameters) / sum(p.numel() for p in parameters)
+        with self.clock.part("evaluation"), self._placed():
+            zeros = report(self.subject.model, self.eligible).sparsity
+            return {"sparsity": zeros, self.subject.metric: self.subject.evaluate(self.subject.model)}
 
     def _placed(self) -> Any:
         from contextlib import nullcontext
@@ -172,7 +171,7 @@ class _Measured:
 
         if not self.command.offload:
             return nullcontext()
-        return Offload(self.subject.model, self.weights, self.device).open()
+        return Offload(self.subject.model, self.eligible.weights, self.device).open()
 
     @property
     def seconds(self) -> float:

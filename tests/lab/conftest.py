@@ -30,3 +30,11 @@ def done(base, tmp_path_factory) -> Path:
 def copy(done, tmp_path) -> Path:
     """The same, for one test to change."""
     return Path(shutil.copytree(done, tmp_path / "study"))
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory) -> str:
+    """A file of text that a run of ``profile_runs`` reads."""
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog\n" * 400)
+    return str(path)

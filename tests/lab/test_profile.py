@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from profile_runs import small
 
 from prunus.cli import main
 from prunus.lab.profile import memory as profile_memory
@@ -20,19 +21,6 @@ from prunus.lab.profile.words import advice, memory_rows, summary, time_rows
 from prunus.lab.run import Run
 from prunus.lab.study.page import page
 from prunus.lab.trainer import Training
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "text.txt"
-    path.write_text("the quick brown fox jumps over the lazy dog\n" * 400)
-    return str(path)
-
-
-def small(text, **options):
-    base = {"model": "gpt2-tiny", "context": 16, "batch": 2, "steps": 100, "every": 5, "device": "cpu"}
-    return Run(**base | {"data": text} | options)
-
 
 RUNS = {
     "hooks": {},

@@ -1,29 +1,19 @@
 """Steps are measured without events, and events are measured that have something to do."""
 
 import time
+from functools import partial
 
 import pytest
+from profile_runs import small
 
 from prunus import Pruner
 from prunus.lab.profile.events import NUM_EVENTS, due_events, events_twice, plain_step
 from prunus.lab.profile.measure import Window, _to_the_middle, measure
 from prunus.lab.profile.memory import measured_memory
 from prunus.lab.profile.parts import instrument
-from prunus.lab.run import Run
 from prunus.lab.trainer import Training
 
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "text.txt"
-    path.write_text("the quick brown fox jumps over the lazy dog\n" * 400)
-    return str(path)
-
-
-def small(text, **options):
-    base = {"model": "gpt2-tiny", "context": 16, "batch": 2, "steps": 100, "every": 1, "device": "cpu"}
-    return Run(**base | {"data": text} | options)
-
+every_step = partial(small, every=1)
 
 RUNS = {
     "hooks": {},
@@ -39,7 +29,7 @@ RUNS = {
 @pytest.mark.parametrize("every", [1, 74])
 def test_a_plain_step_has_no_event_and_keeps_the_masks(name, every, text):
     """Of a ramp from 10 to 85, 74 steps apart, two events follow one another."""
-    training = Training(small(text, **RUNS[name], every=every))
+    training = Training(every_step(text, **RUNS[name], every=every))
     training.train_step()
     pruner = training.pruner
     _to_the_middle(training, 0)
@@ -52,7 +42,7 @@ def test_a_plain_step_has_no_event_and_keeps_the_masks(name, every, text):
 
 @pytest.mark.parametrize("options", [{}, {"regrow": 0.2}, {"schedule": "constant"}], ids=str)
 def test_every_event_that_is_measured_has_weights_to_prune(options, text):
-    training = Training(small(text, begin=1, end=100, **options))
+    training = Training(every_step(text, begin=1, end=100, **options))
     instrument(training)
     training.train_step()
     due = _to_the_middle(training, 0)
@@ -66,7 +56,7 @@ def test_every_event_that_is_measured_has_weights_to_prune(options, text):
 
 
 def test_steps_before_the_measurement_do_not_pass_the_events_that_are_measured(text):
-    training = Training(small(text, begin=1, end=20))
+    training = Training(every_step(text, begin=1, end=20))
     training.train_step()
     due = _to_the_middle(training, 30)
     assert training.events[-1].step == due[0] and training.events[-1].newly_pruned > 0
@@ -81,7 +71,7 @@ def test_with_an_event_at_every_step_its_time_is_not_in_the_step(name, text, mon
         update(pruner)
 
     monkeypatch.setattr(Pruner, "update", slow)
-    profile = measure(small(text, **RUNS[name]), Window(1, 3))
+    profile = measure(every_step(text, **RUNS[name]), Window(1, 3))
     assert profile.seconds < pause < profile.event_seconds
     assert not {"score and select", "apply"} & set(profile.step.host)
     assert {"score and select", "apply"} == set(profile.event.host)
@@ -90,7 +80,7 @@ def test_with_an_event_at_every_step_its_time_is_not_in_the_step(name, text, mon
 
 
 def test_events_that_wait_for_moments_are_left_out(text):
-    training = Training(small(text, optimizer="adamwprune", spam=True))
+    training = Training(every_step(text, optimizer="adamwprune", spam=True))
     training.train_step()
     for group in training.optimizer.param_groups:
         group["num_steps"] = 505

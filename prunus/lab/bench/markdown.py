@@ -25,4 +25,5 @@ def section(title: str, record: dict[str, Any], text: str, body: str) -> str:
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]], words: Sequence[int] = ()) -> str:
     """A Markdown table whose first column and those of ``words`` are left-aligned and the others right-aligned."""
     lines = [headings, ["---" if i in (0, *words) else "---:" for i in range(len(headings))], *rows]
-    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+    escaped = [[cell.replace("|", r"\|") for cell in line] for line in lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in escaped)

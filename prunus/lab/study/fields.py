@@ -52,13 +52,10 @@ def parse_fields(words: Iterable[str], who: str) -> dict[str, Any]:
 
 def _literal(text: str) -> Any:
     """A number, true, false or list as TOML writes it, or .95; any other text is itself."""
-    for literal in (text, f"0{text}"):
-        try:
-            return tomllib.loads(f"x = {literal}")["x"]
-        except tomllib.TOMLDecodeError:
-            if not text.startswith("."):
-                break
-    return text
+    try:
+        return tomllib.loads(f"x = {'0' * text.startswith('.')}{text}")["x"]
+    except tomllib.TOMLDecodeError:
+        return text
 
 
 def read_base(path: Path) -> tuple[Run, list[Arm], tuple[float, ...]]:
