@@ -170,6 +170,35 @@ def test_a_score_that_takes_the_step_corrects_once(uneven, name):
     assert torch.allclose(events_of(SCORES[name], optimizer, model)["conv.weight"], expected, rtol=1e-5)
 
 
+TWINS = [("bitter8", {}, "bitter3"), ("fisher", {"q": 0.25}, "bitter7"), ("fisher", {"q": 0.0}, "magnitude")]
+
+
+@pytest.mark.parametrize(("name", "options", "twin"), TWINS, ids=[f"{name}-{twin}" for name, _, twin in TWINS])
+def test_a_correction_that_all_weights_share_is_left_out(name, options, twin):
+    """Equal to the bit, so that the masks are equal at every tie of rounding too."""
+    model = net()
+    optimizer = adamw(model, betas=(0.8, 0.99))
+    for step in range(3):
+        backward(model, step)
+        optimizer.step()
+    corrected, plain = events_of(SCORES[name], optimizer, model, options), events_of(SCORES[twin], optimizer, model)
+    assert all(torch.equal(corrected[weight], plain[weight]) for weight in plain)
+
+
+@pytest.mark.parametrize(("betas", "eps"), [((0.5, 0.99), None), ((0.8, 0.5), None), ((0.8, 0.99), 1e-3)], ids=str)
+def test_a_correction_is_kept_where_betas_differ_or_eps_is_added(betas, eps):
+    model = net()
+    rest = [p for p in model.parameters() if p is not model.conv.weight]
+    groups = [{"params": [model.conv.weight], "betas": betas}, {"params": rest}]
+    optimizer = torch.optim.AdamW(groups, betas=(0.8, 0.99))
+    backward(model, 0)
+    optimizer.step()
+    weight, first = model.conv.weight, optimizer.state[model.conv.weight]["exp_avg"]
+    expected = weight.abs() * (first.abs() / (1 - betas[0]) + (eps or 0)).sqrt()
+    found = events_of(SCORES["bitter8"], optimizer, model, {"eps": eps})["conv.weight"]
+    assert torch.allclose(found, expected, rtol=1e-5)
+
+
 def test_a_groups_own_eps_and_betas_are_used():
     model = net()
     groups = [{"params": [model.conv.weight], "eps": 0.1, "betas": (0.5, 0.6)}, {"params": [model.hidden.weight]}]

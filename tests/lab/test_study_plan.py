@@ -37,7 +37,9 @@ SAME = [
     ({"score": "bitter1"}, {"score": "magnitude"}),
     ({"score": "bitter2"}, {"score": "magnitude"}),
     ({"score": "bitter4"}, {"score": "bitter3"}),
+    ({"score": "bitter8"}, {"score": "bitter3"}),
     ({"score": "fisher", "exponent": 0.0}, {"score": "magnitude"}),
+    ({"score": "fisher", "exponent": 0.25}, {"score": "bitter7"}),
     ({"score": "bitter7", "eps": 0.0}, {"score": "bitter7"}),
     ({"score": "none", "end": 0.5, "sparsity": 0.8, "every": 7}, {"score": "none"}),
     ({"begin": 0.1, "end": 0.8}, {"begin": 10, "end": 80}),
@@ -52,7 +54,9 @@ DIFFERENT = [
     ({"score": "bitter0", "eps": 0.0}, {"score": "bitter0"}),  # whose denominator has Adam's own eps otherwise
     ({"score": "bitter2", "budget_scale": 1.21}, {"score": "magnitude"}),
     ({"score": "bitter4", "allocate": "depth"}, {"score": "bitter3"}),
+    ({"score": "bitter8", "eps": 1e-8}, {"score": "bitter3", "eps": 1e-8}),  # the corrected moment is the larger
     ({"score": "fisher", "exponent": 0.25}, {"score": "fisher"}),
+    ({"score": "fisher", "exponent": 0.5}, {"score": "fisher"}),
     ({"sparsity": 0.8}, {}),
     ({"seed": 1}, {}),
     ({"score": "none", "seed": 1}, {"score": "none"}),
@@ -254,6 +258,7 @@ def test_the_variants_share_what_is_magnitude():
     plan = make_plan(preset.base, preset.arms, (0.8,), (0,))
     owners = {cell.arm: owner.arm for cell, owner in plan.owners.items()}
     assert {arm for arm, owner in owners.items() if owner == "magnitude"} == {"magnitude", "bitter1", "bitter2"}
+    assert owners["bitter8"] == owners["bitter4"] == "bitter3" and owners["fisher q=0.25"] == "bitter7"
     assert {f"bitter{number}" for number in range(10)} | {"movement", "magnitude regrow"} <= set(owners)
     assert plan.base.steps * plan.base.batch * plan.base.context == 1200 * 49152
 

@@ -46,14 +46,17 @@ def canonical(run: Run) -> dict[str, Any]:
 
 
 def _formula(run: Run) -> dict[str, Any]:
-    """Score, eps and exponent as the table of scores knows them: bitter1 is magnitude, bitter4 is bitter3."""
+    """Score, eps and exponent in one form: bitter1 is magnitude, bitter4 is bitter3.
+
+    All weights of a run take the same steps, so that no bias is corrected: bitter8 is bitter3, fisher's 1/4 bitter7.
+    """
     from ...score import SCORES
 
     score = SCORES[run.score]
-    if run.score == "fisher" and run.exponent == 0:
-        return {"score": "magnitude", "exponent": None}
+    if run.score == "fisher" and run.exponent in (0, 0.25):
+        return {"score": "bitter7" if run.exponent else "magnitude", "exponent": None}
     eps = None if run.eps == 0 and "adam_eps" not in score.settings else run.eps
-    return {"score": score.formula, "eps": eps}
+    return {"score": "bitter3" if run.score == "bitter8" and not eps else score.formula, "eps": eps}
 
 
 def digest(value: Any) -> str:
