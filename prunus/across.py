@@ -7,6 +7,7 @@ the whole weight, is dropped first, whoever holds it. So masks are those of one 
 """
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,9 +15,12 @@ from torch import Tensor
 from .ops import bits
 from .ops.digits import DIGIT, digit_counts, from_sortable, sortable
 from .ops.part import Part, Sums, attempt, together
-from .ops.sample import Packed, draw, full_range, is_small, live_pieces, order_statistics
+from .ops.sample import Packed, draw, full_range, is_small, live_pieces, order_statistics, rate_of
 from .ops.source import Lazy
-from .ops.sweep import Swept, sweep
+from .ops.sweep import Inside, sweep_all
+
+if TYPE_CHECKING:
+    from .ops._triton.lowered import Lowered
 
 HALF = DIGIT // 2  # a digit travels in two halves: 2^8 counts, then the 2^8 of the one that holds the cut
 POSITION = 48  # bits of a position in a weight
@@ -25,31 +29,26 @@ Counts = Callable[[int | None, int], Tensor]  # how often each digit stands at a
 
 def cut_across(sources: Sequence[Lazy], num_drop: int, live: Packed, num_live: int) -> dict[str, Tensor]:
     """Packed masks of this rank's parts without the ``num_drop`` smallest of all ranks' ``num_live`` live scores."""
-    ranks = ranks_of_all(sources)
+    ranks, dtype = ranks_of_all(sources), sources[0].compared
     lo, hi, limit = _bracket(sources, num_drop, num_live, live)
-    swept, failed = attempt(lambda: _sweep_all(sources, lo, hi, limit, live))
-    counted = [part for source, part in zip(sources, swept or (), strict=False) if counts(source)]
-    here = [sum(part.num_above for part in counted), sum(len(part.scores) for part in counted), swept is None]
-    num_above, num_inside, num_over = ranks.total(torch.tensor(here), failed).tolist()
+    inside, failed = attempt(lambda: _pass(sources, lo, hi, limit, live))
+    num_above, keys = _counted(sources, inside)
+    here = torch.tensor([num_above, len(keys), inside is None])
+    num_above, num_inside, num_over = ranks.total(here, failed).tolist()
     rest = num_drop - (num_live - num_inside - num_above)
-    if num_over or not 0 <= rest <= num_inside:
+    if num_over or not 0 < rest <= num_inside:
         return _by_descent(sources, num_drop, live)
-    assert swept is not None
-    if rest == 0:
-        for part in swept:
-            bits.add_(part.above, part.positions)
-        return {source.name: part.above for source, part in zip(sources, swept, strict=True)}
-    keys = [sortable(part.scores) for part in counted]
-    width = 8 * sources[0].compared.itemsize
-    [(key, num_equal)] = descend(_counts_of(keys, sources[0].device), width, [rest], ranks)
-    threshold = from_sortable(key, sources[0].compared)
-    equal = []
-    for part in swept:
-        bits.add_(part.above, part.positions[part.scores > threshold])
-        equal.append(torch.zeros_like(part.above))
-        bits.add_(equal[-1], part.positions[part.scores == threshold])
-    above = {source.name: part.above for source, part in zip(sources, swept, strict=True)}
-    return settled(sources, above, equal, num_equal)
+    assert inside is not None
+    [(key, num_equal)] = descend(_counts_of(keys), 8 * dtype.itemsize, [rest], ranks)
+    threshold = from_sortable(key, dtype)
+    if not lo <= threshold <= hi:  # beyond an edge, where some are not listed
+        return _by_descent(sources, num_drop, live)
+    bits.add_(inside.above, inside.positions[inside.scores > threshold])
+    at = inside.positions[inside.scores == threshold]
+    equal = torch.zeros_like(inside.above)
+    bits.add_(equal, at)
+    numbers = torch.bincount(inside.owners(at), minlength=len(sources))
+    return settled(sources, inside.masks(sources), inside.masks(sources, equal), numbers, num_equal)
 
 
 def ranks_of_all(sources: Sequence[Lazy]) -> Sums:
@@ -60,6 +59,11 @@ def ranks_of_all(sources: Sequence[Lazy]) -> Sums:
 def counts(source: Lazy) -> bool:
     """Whether this rank speaks for its part of the weight."""
     return source.part is None or source.part.counts
+
+
+def kernels_read(source: Lazy) -> bool:
+    """Whether kernels may read a source; they count positions from the first element of a part, not of the whole."""
+    return source.device.type == "cuda" and not (source.part and source.takes_position)
 
 
 def descend(counts_of: Counts, width: int, ranks_wanted: Sequence[int], ranks: Sums) -> list[tuple[int, int]]:
@@ -93,17 +97,18 @@ def _pick(numbers: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def settled(
-    sources: Sequence[Lazy], above: dict[str, Tensor], equal: Sequence[Tensor], num_drop: int
+    sources: Sequence[Lazy], above: dict[str, Tensor], equal: dict[str, Tensor], here: Tensor, num_drop: int
 ) -> dict[str, Tensor]:
-    """``above`` with the bits of ``equal`` but the first ``num_drop``, by weight, then by position in the whole."""
-    ranks = ranks_of_all(sources)
-    here = torch.stack([bits.count(mask) for mask in equal]).cpu()
-    numbers = ranks.total(here * torch.tensor([counts(source) for source in sources])).tolist()
-    for source, mask, number in zip(sources, equal, numbers, strict=True):
-        if num_drop <= 0:
-            above[source.name] |= mask
+    """``above`` with the bits of ``equal`` but the first ``num_drop``, by weight, then by position in the whole.
+
+    ``here`` says how many bits of ``equal`` each weight has on this rank.
+    """
+    numbers = ranks_of_all(sources).total(here.cpu() * torch.tensor(list(map(counts, sources)))).tolist()
+    for source, number in zip(sources, numbers, strict=True):
+        if number and num_drop <= 0:
+            above[source.name] |= equal[source.name]
         elif num_drop < number:
-            above[source.name] |= _behind(source, mask, num_drop)
+            above[source.name] |= _behind(source, equal[source.name], num_drop)
         num_drop -= number
     return above
 
@@ -146,30 +151,61 @@ def _bracket(sources: Sequence[Lazy], num_drop: int, num_live: int, live: Packed
         return lowest, highest, num_live
     total = sum(source.whole_numel for source in sources)
     mine = [source for source in sources if counts(source)]
-    keys = [sortable(draw(mine, total, num_live, live))] if mine else []
-    num = int(ranks.total(torch.tensor([sum(map(len, keys))])))
+    keys = _sampled(mine, total, num_live, live) if mine else _no_keys(sources)
+    num = int(ranks.total(torch.tensor([len(keys)])))
     first, last, limit = order_statistics(num_drop / num_live, num, num_live)
     wanted = [rank + 1 for rank in (first, last) if 0 <= rank < num]
-    found = descend(_counts_of(keys, sources[0].device), 8 * dtype.itemsize, wanted, ranks) if wanted else []
+    found = descend(_counts_of(keys), 8 * dtype.itemsize, wanted, ranks) if wanted else []
     scores = [from_sortable(key, dtype) for key, _ in found]
     return scores[0] if 0 <= first < num else lowest, scores[-1] if 0 <= last < num else highest, limit
 
 
-def _counts_of(keys: Sequence[Tensor], device: torch.device) -> Counts:
+def _sampled(sources: Sequence[Lazy], total: int, num_live: int, live: Packed) -> Tensor:
+    """Keys of a sample of this rank's live scores: about ``SAMPLE`` of all ranks' ``total`` weights."""
+    if low := _lowered(sources):
+        from .ops._triton.parts import sampled
+
+        return sampled(low, rate_of(total, num_live), live)
+    return sortable(draw(sources, total, num_live, live))
+
+
+def _pass(sources: Sequence[Lazy], lo: float, hi: float, limit: int, live: Packed) -> Inside | None:
+    """One read of this rank's parts; None where more lie in the bracket than the limit, or room, allows."""
+    if low := _lowered(sources):
+        from .ops._triton.parts import swept
+
+        return swept(low, lo, hi, limit, live)
+    return sweep_all(sources, lo, hi, limit, live)
+
+
+def _lowered(sources: Sequence[Lazy]) -> "Lowered | None":
+    """The sources as kernels read them, or None where their definition is evaluated."""
+    if not all(map(kernels_read, sources)):
+        return None
+    from .ops._triton.lowered import lowered
+
+    return lowered(sources)
+
+
+def _counted(sources: Sequence[Lazy], inside: Inside | None) -> tuple[int, Tensor]:
+    """How many lie above the bracket, and keys of what lies inside, of the parts that this rank speaks for."""
+    if inside is None:
+        return 0, _no_keys(sources)
+    speaks = list(map(counts, sources))
+    num_above = sum(num for num, mine in zip(inside.num_above, speaks, strict=True) if mine)
+    scores = inside.scores
+    if not all(speaks):
+        scores = scores[torch.tensor(speaks, device=scores.device)[inside.owners(inside.positions)]]
+    return num_above, sortable(scores)
+
+
+def _no_keys(sources: Sequence[Lazy]) -> Tensor:
+    return sortable(torch.empty(0, dtype=sources[0].compared, device=sources[0].device))
+
+
+def _counts_of(keys: Tensor) -> Counts:
     """Counts of digits of keys that are kept."""
-    together = torch.cat(list(keys)) if keys else torch.zeros(0, dtype=torch.int64, device=device)
-    return lambda prefix, shift: digit_counts(together, prefix, shift)
-
-
-def _sweep_all(sources: Sequence[Lazy], lo: float, hi: float, limit: int, live: Packed) -> list[Swept] | None:
-    swept = []
-    for source in sources:
-        part = sweep(source, live.get(source.name), lo, hi, limit)
-        if part is None:
-            return None
-        limit -= len(part.scores)
-        swept.append(part)
-    return swept
+    return lambda prefix, shift: digit_counts(keys, prefix, shift)
 
 
 def _by_descent(sources: Sequence[Lazy], num_drop: int, live: Packed) -> dict[str, Tensor]:
@@ -185,8 +221,9 @@ def _by_descent(sources: Sequence[Lazy], num_drop: int, live: Packed) -> dict[st
 
     [(key, num_equal)] = descend(count, 8 * dtype.itemsize, [num_drop], ranks)
     split = together(ranks, lambda: [_split(source, live, from_sortable(key, dtype)) for source in sources])
-    above = {source.name: part[0] for source, part in zip(sources, split, strict=True)}
-    return settled(sources, above, [part[1] for part in split], num_equal)
+    above, equal = ({source.name: part[i] for source, part in zip(sources, split, strict=True)} for i in (0, 1))
+    numbers = torch.stack([bits.count(mask) for mask in equal.values()])
+    return settled(sources, above, equal, numbers, num_equal)
 
 
 def _split(source: Lazy, live: Packed, threshold: float) -> tuple[Tensor, Tensor]:

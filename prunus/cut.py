@@ -15,7 +15,7 @@ from .ops.digits import DIGIT, digit_counts, from_sortable, sortable
 from .ops.order import ascending
 from .ops.sample import Packed, draw, full_range, is_small, live_pieces, order_statistics
 from .ops.source import Lazy
-from .ops.sweep import Swept, sweep
+from .ops.sweep import Inside, sweep_all
 
 
 def cut(sources: Sequence[Lazy], num_drop: int, live: Packed, num_live: int | None = None) -> dict[str, Tensor]:
@@ -41,13 +41,12 @@ def cut(sources: Sequence[Lazy], num_drop: int, live: Packed, num_live: int | No
         if low := lowered(sources):
             return launch_cut(low, num_drop, num_live, live).wait()
     lo, hi, limit = bracket(sources, num_drop, num_live, live)
-    swept = _sweep_all(sources, lo, hi, limit, live)
-    if swept is not None:
-        num_inside = sum(len(part.scores) for part in swept)
-        num_below = num_live - num_inside - sum(part.num_above for part in swept)
-        if num_below <= num_drop <= num_below + num_inside:
-            _settle(swept, num_drop - num_below)
-            return {source.name: part.above for source, part in zip(sources, swept, strict=True)}
+    inside = sweep_all(sources, lo, hi, limit, live)
+    if inside is not None:
+        num_below = num_live - len(inside.scores) - sum(inside.num_above)
+        if num_below <= num_drop <= num_below + len(inside.scores):
+            _settle(inside, num_drop - num_below)
+            return inside.masks(sources)
     return _write(sources, *descend(sources, num_drop, live), live)
 
 
@@ -128,30 +127,15 @@ def descend(sources: Sequence[Lazy], num_drop: int, live: Packed) -> tuple[float
     return from_sortable(prefix, dtype), num_drop
 
 
-def _sweep_all(sources: Sequence[Lazy], lo: float, hi: float, limit: int, live: Packed) -> list[Swept] | None:
-    # masks side by side, before the pass: allocated in between, they would pin the heap that its temporaries leave
-    sizes = [bits.num_bytes(source.numel) for source in sources]
-    masks = torch.empty(sum(sizes), dtype=torch.uint8, device=sources[0].device).split(sizes)
-    swept = []
-    for source, mask in zip(sources, masks, strict=True):
-        part = sweep(source, live.get(source.name), lo, hi, limit, mask)
-        if part is None:
-            return None
-        limit -= len(part.scores)
-        swept.append(part)
-    return swept
-
-
-def _settle(swept: Sequence[Swept], num_drop: int) -> None:
+def _settle(inside: Inside, num_drop: int) -> None:
     """Set the bits of all elements inside the bracket but the ``num_drop`` smallest."""
-    scores = torch.cat([part.scores for part in swept])
+    scores = inside.scores
     keep = torch.ones(len(scores), dtype=torch.bool, device=scores.device)
     if num_drop:
         threshold = ascending(scores)[num_drop - 1]
         below, equal = scores < threshold, scores == threshold
         keep = ~below & ~(equal & (equal.cumsum(0, dtype=torch.int32) <= num_drop - below.sum()))
-    for part, here in zip(swept, keep.split([len(part.scores) for part in swept]), strict=True):
-        bits.add_(part.above, part.positions[here])
+    bits.add_(inside.above, inside.positions[keep])
 
 
 def _write(sources: Sequence[Lazy], threshold: float, num_equal: int, live: Packed) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .across import ranks_of_all
+from .across import kernels_read, ranks_of_all
 from .across_rows import cut_groups, cut_rows, spanning
 from .allocate import Allocation, allocate
 from .cut import Packed, cut, cut_each, kept, num_kept_each
@@ -77,17 +77,15 @@ class PerRow:
         def drop(_: Lazy, rows: Tensor) -> Tensor:
             return smallest(rows, round(sparsity * rows.shape[1]))
 
+        def by_kernel(whole: Sequence[Lazy]) -> dict[str, Tensor]:
+            from .ops._triton.within import drop_in_rows
+
+            return drop_in_rows(whole, [round(sparsity * source.num_inputs) for source in whole], live)
+
         def over_ranks(source: Lazy) -> Tensor:
             return cut_rows(source, live, round(sparsity * source.num_inputs))
 
-        if sources[0].part:
-            return by_rows_of_ranks(sources, live, drop, over_ranks)
-        masks: dict[str, Tensor] = {}
-        if sources[0].device.type == "cuda":
-            from .ops._triton.within import drop_in_rows
-
-            masks = drop_in_rows(sources, [round(sparsity * source.num_inputs) for source in sources], live)
-        return masks | {source.name: by_rows(source, live, drop) for source in sources if source.name not in masks}
+        return _masks_by_rows(sources, live, drop, by_kernel, over_ranks)
 
 
 @dataclass(frozen=True)
@@ -124,16 +122,16 @@ class NofM:
                     f"{source.name} has rows of {source.num_inputs} inputs, which {self.m} does not divide; "
                     "exclude it, or choose another N:M"
                 )
-        if sources[0].part:
-            return by_rows_of_ranks(
-                sources, live, self.drop, lambda source: cut_groups(source, live, self.m, self.drop)
-            )
-        masks: dict[str, Tensor] = {}
-        if sources[0].device.type == "cuda":
+
+        def by_kernel(whole: Sequence[Lazy]) -> dict[str, Tensor]:
             from .ops._triton.within import drop_in_groups
 
-            masks = drop_in_groups(sources, self.m - self.n, self.m, live)
-        return masks | {source.name: by_rows(source, live, self.drop) for source in sources if source.name not in masks}
+            return drop_in_groups(whole, self.m - self.n, self.m, live)
+
+        def over_ranks(source: Lazy) -> Tensor:
+            return cut_groups(source, live, self.m, self.drop)
+
+        return _masks_by_rows(sources, live, self.drop, by_kernel, over_ranks)
 
     def check(self, schedule: Schedule) -> None:
         """Refuse a schedule that asks for another sparsity than the one there is."""
@@ -188,16 +186,25 @@ def by_rows(source: Lazy, live: Packed, drop: Callable[[Lazy, Tensor], Tensor]) 
     return bits.pack(keep)
 
 
-def by_rows_of_ranks(
-    sources: Sequence[Lazy], live: Packed, drop: Callable[[Lazy, Tensor], Tensor], over_ranks: Callable[[Lazy], Tensor]
+def _masks_by_rows(
+    sources: Sequence[Lazy],
+    live: Packed,
+    drop: Callable[[Lazy, Tensor], Tensor],
+    by_kernel: Callable[[Sequence[Lazy]], dict[str, Tensor]],
+    over_ranks: Callable[[Lazy], Tensor],
 ) -> dict[str, Tensor]:
-    """Packed masks by rows: rows that lie whole on a rank are cut there by ``drop``, the others ``over_ranks``."""
-    spans = spanning(sources)
-    masks = together(
-        ranks_of_all(sources),
-        lambda: {s.name: by_rows(s, live, drop) for s, over in zip(sources, spans, strict=True) if not over},
-    )
-    return masks | {s.name: over_ranks(s) for s, over in zip(sources, spans, strict=True) if over}
+    """Packed masks by rows: rows that lie whole here are cut here, on a GPU ``by_kernel``; others ``over_ranks``."""
+
+    def here(whole: Sequence[Lazy]) -> dict[str, Tensor]:
+        read = [source for source in whole if source.numel and kernels_read(source)]
+        masks = by_kernel(read) if read else {}
+        return masks | {source.name: by_rows(source, live, drop) for source in whole if source.name not in masks}
+
+    if not sources[0].part:
+        return here(sources)
+    spans = dict(zip(sources, spanning(sources), strict=True))
+    masks = together(ranks_of_all(sources), lambda: here([source for source in sources if not spans[source]]))
+    return masks | {source.name: over_ranks(source) for source in sources if spans[source]}
 
 
 def _unpacked(selector: Selector, scores: Scores, sparsity: float, within: Masks | None) -> dict[str, Tensor]:

@@ -49,7 +49,7 @@ def found_by_ranks(select, sources, sparsity, within, layouts):
     for packed, parts in outcomes:
         for source in parts:
             here = source.part.of(whole[source.name])
-            mask = bits.unpack(packed[source.name], source.shape).to(torch.int8)
+            mask = bits.unpack(packed[source.name], source.shape).to("cpu", torch.int8)
             assert ((here == -1) | (here == mask)).all(), "copies differ"
             here.copy_(mask)
     assert all((mask >= 0).all() for mask in whole.values())
@@ -64,7 +64,7 @@ def layouts_for(sources, layout):
 def by_one(select, sources, sparsity, within):
     live = {name: bits.pack(mask) for name, mask in (within or {}).items()}
     masks = select.packed(sources, sparsity, live)
-    return {source.name: bits.unpack(masks[source.name], source.shape) for source in sources}
+    return {source.name: bits.unpack(masks[source.name], source.shape).cpu() for source in sources}
 
 
 def assert_as_one(select, sources, sparsity, within, layout):

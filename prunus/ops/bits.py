@@ -70,10 +70,10 @@ def add_(bits: Tensor, positions: Tensor) -> None:
 
 
 def count(bits: Tensor) -> Tensor:
-    """Number of set bits, as a scalar on the device of ``bits``."""
+    """Number of set bits along the last dimension, on the device of ``bits``."""
     pairs = bits - (bits >> 1 & 0x55)
     nibbles = (pairs & 0x33) + (pairs >> 2 & 0x33)
-    return (nibbles + (nibbles >> 4) & 0x0F).sum(dtype=torch.int64)
+    return (nibbles + (nibbles >> 4) & 0x0F).sum(-1, dtype=torch.int64)
 
 
 def zero_reference_(tensor: Tensor, bits: Tensor) -> None:

@@ -21,8 +21,7 @@ def draw(sources: Sequence[Lazy], total: int, num_live: int, live: Packed) -> Te
 
     Of those ``num_live`` are live.
     """
-    generator = torch.Generator().manual_seed(num_live)
-    rate = SAMPLE / total * min(4.0, total / num_live)
+    generator, rate = torch.Generator().manual_seed(num_live), rate_of(total, num_live)
     drawn = []
     for source in sources:
         num = min(source.numel, math.ceil(source.numel * rate))
@@ -34,6 +33,11 @@ def draw(sources: Sequence[Lazy], total: int, num_live: int, live: Packed) -> Te
         drawn.append(source.at(places))
     sample = torch.cat(drawn)
     return sample[torch.isfinite(sample)] if sample.is_floating_point() else sample
+
+
+def rate_of(total: int, num_live: int) -> float:
+    """The share of elements, live or not, that is looked at for a sample of ``SAMPLE`` live ones."""
+    return SAMPLE / total * min(4.0, total / num_live)
 
 
 def is_small(num_live: int) -> bool:

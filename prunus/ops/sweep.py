@@ -1,7 +1,8 @@
 """The pass over the scores of a weight: what lies above a bracket, and the few that lie in it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -23,6 +24,52 @@ class Swept:
     num_above: int
     scores: Tensor
     positions: Tensor
+
+
+@dataclass(frozen=True)
+class Inside:
+    """What one pass found among the live elements of several weights.
+
+    ``above`` holds packed bits of all weights side by side, each from its byte in ``starts`` on; positions are
+    places of bits in it. An element that is not listed lies above or below the bracket for certain; one that is
+    listed may lie beyond an edge of it by a few ulp.
+    """
+
+    above: Tensor
+    starts: Sequence[int]
+    num_above: Sequence[int]  # of each weight
+    scores: Tensor
+    positions: Tensor
+
+    def masks(self, sources: Sequence[Lazy], packed: Tensor | None = None) -> dict[str, Tensor]:
+        """Parts of ``above``, or of other bits that stand side by side as they do, by weight."""
+        packed = self.above if packed is None else packed
+        ends = [start + bits.num_bytes(source.numel) for source, start in zip(sources, self.starts, strict=True)]
+        parts = zip(sources, self.starts, ends, strict=True)
+        return {source.name: packed[start:end] for source, start, end in parts}
+
+    def owners(self, positions: Tensor) -> Tensor:
+        """Which of the weights each position belongs to."""
+        first_bits = 8 * torch.tensor(self.starts, device=positions.device)
+        return torch.searchsorted(first_bits, positions, right=True) - 1
+
+
+def sweep_all(sources: Sequence[Lazy], lo: float, hi: float, limit: int, live: Mapping[str, Tensor]) -> Inside | None:
+    """``sweep`` of several weights, or None once more than ``limit`` elements of all of them lie inside."""
+    # masks side by side, before the pass: allocated in between, they would pin the heap that its temporaries leave
+    sizes = [bits.num_bytes(source.numel) for source in sources]
+    starts = [0, *accumulate(sizes)]
+    above = torch.empty(starts[-1], dtype=torch.uint8, device=sources[0].device)
+    parts: list[Swept] = []
+    for source, mask in zip(sources, above.split(sizes), strict=True):
+        part = sweep(source, live.get(source.name), lo, hi, limit, mask)
+        if part is None:
+            return None
+        limit -= len(part.scores)
+        parts.append(part)
+    positions = [part.positions + 8 * start for part, start in zip(parts, starts, strict=False)]
+    scores = torch.cat([part.scores for part in parts])
+    return Inside(above, starts[:-1], [part.num_above for part in parts], scores, torch.cat(positions))
 
 
 def sweep(

@@ -116,9 +116,7 @@ def by_one_pass(cut: Cut) -> "Pending":
     launch_as(kind, fine_kernel, (-(-num // BLOCK),), (w.scratch, num, w.state, w.counts), {"BLOCK": BLOCK})
     room = size if capacity < all_bytes else num_live
     launch_as(kind, bracket_kernel, (1,), (w.state, w.counts, num_live, room), {})
-    swept = {**read, "FAST": low.formulas[0].has_fast_roots, "ALIGN": p.align, "BLOCK": min(BLOCK, tile)}
-    passed = (*tiles, cut.out, w.scratch, w.counts, w.state, capacity)
-    launch_as(kind, sweep_kernel, (p.num_programs,), passed, swept)
+    launch_pass(low, p, tile, cut.out, w, capacity)
     inside = (w.scratch, w.keys, w.state, w.counts, capacity, p.num_programs)
     last = (w.own, w.room, (p.num_tiles * tile).bit_length())
     grid, listed = (p.num_programs, 4), {**read, "BYTES": BYTES}
@@ -129,6 +127,14 @@ def by_one_pass(cut: Cut) -> "Pending":
     shape = {"DEPTH": p.depth, "TILE": tile, "num_warps": 8}
     launch_as(kind, finish_kernel, (1,), (p.table, len(p.table), cut.out, *last, w.state), shape)
     return Pending(cut, cut.masks(), w.state.view()[:STATE], w.room)
+
+
+def launch_pass(low: Lowered, p: Plan, tile: int, out: Tensor, w: "Workspace", capacity: int) -> None:
+    """One read of everything: bits of what lies above the bracket in ``w.state``, lists of what lies in it."""
+    fast = {"FAST": low.formulas[0].has_fast_roots, "ALIGN": p.align, "BLOCK": min(BLOCK, tile)}
+    arguments = (p.table, p.constants, len(p.table), p.num_tiles, out, w.scratch, w.counts, w.state, capacity)
+    how = {**low.read, "DEPTH": p.depth, "TILE": tile, **fast}
+    launch_as((low.kind, p.kind, tile), sweep_kernel, (p.num_programs,), arguments, how)
 
 
 @dataclass(frozen=True)
@@ -197,11 +203,7 @@ class Pending:
 
     def settled(self, state: Sequence[int]) -> dict[str, Tensor]:
         """The masks; where ``state`` says that they were not found, they are by another way."""
-        if bad := state[NOT_FINITE.value]:
-            name = self.cut.low.sources[bad - 1].name
-            raise ValueError(
-                f"scores must be finite, but {name} has some that are not; look for NaN in weight and moments"
-            )
+        check_finite(self.cut.low.sources, state[NOT_FINITE.value])
         if state[FOUND.value] and state[NUM_LISTED.value] <= self.room:
             return self.masks
         if state[FOUND.value]:  # too many in the cut's own bucket
@@ -210,6 +212,13 @@ class Pending:
         if state[CROWDED.value]:
             return by_descent(self.cut, state[LO.value], state[HI.value]).wait()
         return by_descent(self.cut, LOWEST, HIGHEST).wait()
+
+
+def check_finite(sources: Sequence[Lazy], bad: int) -> None:
+    """ValueError for the source of number ``bad``, from 1, that a pass has told of."""
+    if bad:
+        name = sources[bad - 1].name
+        raise ValueError(f"scores must be finite, but {name} has some that are not; look for NaN in weight and moments")
 
 
 def wait_all(pending: Sequence[Pending]) -> list[dict[str, Tensor]]:

@@ -59,7 +59,7 @@ def plan(
     align = alignment(address for row in rows for address in row[:3])
     made = Plan(table, numbers, num_tiles, align, all(row[5] % tile == 0 for row in rows))
     if len(_PLANS) >= 8:
-        _PLANS.pop(next(iter(_PLANS)))
+        _PLANS.pop(next(iter(_PLANS)), None)  # another thread may have done so
     _PLANS[key] = made
     return made
 

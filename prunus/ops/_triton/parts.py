@@ -1,0 +1,113 @@
+"""The pass over a rank's parts of weights that many ranks hold: what ``prunus.across`` calls for tensors on a GPU.
+
+Its kernels are those of a cut by one process. Here they end with lists, and what is listed is cut by counts that
+travel.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .. import bits, sample
+from ..digits import sortable
+from ..sweep import Inside
+from .bracket import CLUSTER, sample_kernel
+from .driver import ALIGN, BLOCK, SAMPLED, Workspace, check_finite, launch_pass, offsets_of, workspace
+from .launch import launch
+from .layout import COUNTERS_AT, HI, LO, NOT_FINITE
+from .lowered import Lowered
+from .plan import COLUMNS, FIRST, TILE, Plan, locate
+from .read import scores_of
+
+INFINITY = 0x7F800000  # its key; that of minus infinity is one less than the negative of it
+
+
+@triton.jit(do_not_specialize=["num_tensors", "num"])
+def score_kernel(
+    table, constants, num_tensors, orders, scores, num,
+    NAME: tl.constexpr, WT: tl.constexpr, MT: tl.constexpr, VT: tl.constexpr,
+    DEPTH: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Scores of elements that are given by their place among all tiles."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    order = tl.load(orders + at, mask=at < num, other=0)
+    tensor = locate(table, num_tensors, order // TILE, DEPTH)
+    row = table + tensor * COLUMNS
+    place = order - tl.load(row + FIRST) * TILE
+    s = scores_of(row, constants + tensor * 4, place, 0, at < num, False, False, NAME, WT, MT, VT, 1)
+    tl.store(scores + at, s, mask=at < num)
+
+
+def sampled(low: Lowered, rate: float, live: Mapping[str, Tensor]) -> Tensor:
+    """Keys of about a share ``rate`` of the elements, those that are live and finite."""
+    tile = TILE
+    p = low.planned(live, offsets_of(low.sources), tile)
+    lanes = max(CLUSTER.value, min(256, tile, 1 << max(1, int(rate * tile)).bit_length() - 1))
+    w = workspace(p, 0, p.num_tiles * lanes)
+    keys = w.scratch.view()[: p.num_tiles * lanes]
+    if p.num_tiles:
+        at_once = max(1, SAMPLED // lanes)
+        drawn = {**low.read, "DEPTH": p.depth, "LANES": lanes, "TILES": at_once, "TILE": tile}
+        arguments = (p.table, p.constants, len(p.table), p.num_tiles, keys, w.counts.view())
+        launch(sample_kernel, (-(-p.num_tiles // at_once),), arguments, drawn)
+    return keys[(keys < INFINITY) & (keys > -INFINITY - 1)]  # the largest integer stands for the dead
+
+
+def swept(low: Lowered, lo: float, hi: float, limit: int, live: Mapping[str, Tensor]) -> Inside | None:
+    """One read of all sources, or None where more lie in [lo, hi] than there is room for.
+
+    ``limit`` is how many may lie there of all ranks' elements; there is room for twice this rank's share.
+    """
+    tile, starts = TILE, offsets_of(low.sources)
+    p = low.planned(live, starts, tile)
+    above = torch.zeros(starts[-1], dtype=torch.uint8, device=p.table.device)
+    share = sum(s.numel for s in low.sources) / sum(s.whole_numel for s in low.sources)
+    room = min(limit, max(sample.SAMPLE, round(2 * limit * share)))
+    capacity = min(2 * room // p.num_programs + 128, -(-p.num_tiles // p.num_programs) * tile // 8) // 4 * 4
+    size = p.num_programs * capacity
+    w = workspace(p, size, size)
+    state = w.state.view()
+    edges = sortable(torch.tensor([lo, hi], dtype=torch.float32)).long()
+    state[LO.value : HI.value + 1] = edges.to(state.device)
+    if p.num_tiles:
+        launch_pass(low, p, tile, above, w, capacity)
+    counters = w.counts.view()[COUNTERS_AT.value :][: p.num_programs]
+    bad, most = torch.stack([state[NOT_FINITE.value], counters.max()]).tolist()
+    check_finite(low.sources, bad)
+    if most > capacity:
+        return None
+    order = _listed(w, counters, capacity, tile)
+    firsts = p.table[:, FIRST.value].contiguous()
+    tensor = torch.searchsorted(firsts, order // tile, right=True) - 1
+    first_bits = 8 * torch.tensor(starts[:-1], device=order.device)
+    positions = order + (first_bits - firsts * tile)[tensor]
+    return Inside(above, starts[:-1], _ones(above, starts), _scores(low, p, tile, order), positions)
+
+
+def _listed(w: Workspace, counters: Tensor, capacity: int, tile: int) -> Tensor:
+    """Places among all tiles of the elements that the programs of a pass have listed."""
+    entries = w.scratch.view()[: len(counters) * capacity].view(len(counters), capacity)
+    program, slot = (torch.arange(capacity, device=counters.device) < counters.unsqueeze(1)).nonzero(as_tuple=True)
+    entry = entries[program, slot]  # where a byte of the mask stands in the program's tiles, and its bits
+    which, bit = bits.unpack(entry.to(torch.uint8), (len(entry), 8)).nonzero(as_tuple=True)
+    byte = entry[which] >> 8 & 0xFFFFFF
+    turn, byte = byte // (tile // 8), byte % (tile // 8)
+    return (program[which] + turn * len(counters)) * tile + 8 * byte + bit
+
+
+def _scores(low: Lowered, p: Plan, tile: int, order: Tensor) -> Tensor:
+    found = torch.empty(len(order), dtype=torch.float32, device=order.device)
+    if len(order):
+        arguments = (p.table, p.constants, len(p.table), order, found, len(order))
+        how = {**low.read, "DEPTH": p.depth, "BLOCK": BLOCK, "TILE": tile}
+        launch(score_kernel, (-(-len(order) // BLOCK),), arguments, how)
+    return found
+
+
+def _ones(packed: Tensor, starts: Sequence[int]) -> list[int]:
+    """Set bits of each mask of those that stand side by side, zeros between them; the last start is where they end."""
+    up_to = torch.nn.functional.pad(bits.count(packed.view(-1, ALIGN)).cumsum(0), (1, 0))
+    return up_to[torch.tensor(starts, device=packed.device) // ALIGN].diff().tolist()
