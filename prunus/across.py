@@ -107,7 +107,7 @@ def settled(
     for source, number in zip(sources, numbers, strict=True):
         if number and num_drop <= 0:
             above[source.name] |= equal[source.name]
-        elif num_drop < number:
+        elif 0 < num_drop < number:
             above[source.name] |= _behind(source, equal[source.name], num_drop)
         num_drop -= number
     return above
@@ -139,8 +139,13 @@ def _behind(source: Lazy, equal: Tensor, num_drop: int) -> Tensor:
 
 def _places(part: Part, start: int, packed: Tensor) -> tuple[Tensor, Tensor]:
     """Positions of set bits in this rank's part, and in the whole."""
-    here = bits.unpack(packed, (8 * len(packed),)).nonzero().squeeze(1) + start
-    return here, part.positions(here)
+    byte = packed.nonzero().squeeze(1)
+    if 8 * len(byte) < len(packed):  # as nearly always: ties are few
+        which, bit = bits.unpack(packed[byte], (len(byte), 8)).nonzero(as_tuple=True)
+        here = 8 * byte[which] + bit
+    else:
+        here = bits.unpack(packed, (8 * len(packed),)).nonzero().squeeze(1)
+    return here + start, part.positions(here + start)
 
 
 def _bracket(sources: Sequence[Lazy], num_drop: int, num_live: int, live: Packed) -> tuple[float, float, int]:

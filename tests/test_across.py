@@ -5,6 +5,7 @@ import torch
 from ranks import on_ranks
 from reference import draw
 
+from prunus import across
 from prunus.ops import bits, sample
 from prunus.ops.source import Lazy, alike, stored
 from prunus.score import random
@@ -110,6 +111,20 @@ def test_a_global_cut_exchanges_less_than_a_mebibyte_whatever_its_way(kind):
     masks, num_bytes = found_by_ranks(Global(), sources, 0.4, {}, layouts)
     assert 0 < num_bytes < 100_000
     assert all(torch.equal(masks[n], mask) for n, mask in by_one(Global(), sources, 0.4, {}).items())
+
+
+def test_only_the_weight_whose_ties_are_cut_through_is_ranked_by_position(monkeypatch):
+    """Those behind it, with ties or without, are kept as they are."""
+    ranked: list[str] = []
+    behind = across._behind
+    monkeypatch.setattr(across, "_behind", lambda source, *rest: ranked.append(source.name) or behind(source, *rest))
+    scores = {name: torch.rand(8, 6) + 2 for name in "abcd"} | {"tied": torch.ones(8, 6)}
+    scores = {name: scores[name] for name in ("a", "tied", "b", "c", "d")}
+    scores["c"][:] = 1
+    sources = source_of(scores)
+    masks, _ = found_by_ranks(Global(), sources, 0.1, {}, layouts_for(sources, ((2,), 1)))
+    assert ranked == ["tied"] * 2
+    assert {name: int((~mask).sum()) for name, mask in masks.items()} == {"a": 0, "tied": 24, "b": 0, "c": 0, "d": 0}
 
 
 def test_rows_and_groups_that_lie_whole_on_a_rank_send_nothing_but_flags():

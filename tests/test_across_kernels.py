@@ -18,7 +18,7 @@ triton = pytest.importorskip("triton", reason="kernels need triton")
 
 from test_kernels import DEVICE, TILE, sources  # noqa: E402
 
-from prunus.ops._triton import launch, parts  # noqa: E402
+from prunus.ops._triton import launch, parts, plan  # noqa: E402
 from prunus.ops._triton.lowered import lowered  # noqa: E402
 
 SHAPES = [(1, 8), (13, 8), (3, 4, 2), (40, 24), (8, 4, 2, 2), (61, 53)]
@@ -102,6 +102,7 @@ def test_a_bracket_that_holds_needs_one_pass_and_no_descent(monkeypatch, descent
 
 
 def test_more_ties_than_there_is_room_for_are_counted(monkeypatch, descents):
+    monkeypatch.setattr(plan, "num_multiprocessors", lambda device: 1)  # every program brings room of its own
     given = source_of(on_device(draw("half zero", (301, 97), (64, 211))))
     monkeypatch.setattr(across, "_bracket", lambda *_: (0.0, 0.0, 200))
     assert parts.swept(lowered(given), 0.0, 0.0, 200, {}) is None
