@@ -19,6 +19,7 @@ import torch.multiprocessing as mp
 
 
 def rank_of_many(rank: int, world: int, out: str) -> None:
+    torch.set_num_threads(1)  # makes anew what a fork cannot take along, before two threads of autograd would at once
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     dist.init_process_group("gloo", f"file://{out}/meet", rank=rank, world_size=world, timeout=timedelta(seconds=60))
     failures = {}
