@@ -1,6 +1,5 @@
 """What ``prunus prune`` works on: a trained model with samples, a measure of its quality and a way to write it back."""
 
-import math
 import shutil
 import sys
 from collections.abc import Callable, Mapping
@@ -16,7 +15,7 @@ from torch.nn import functional as F
 
 from .checkpoint import checkpoint_of, load_checkpoint, save_checkpoint
 from .data.files import OPENERS, UINT16, read_tokens
-from .evaluate import loss_of
+from .evaluate import Quality, loss_of
 
 TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "*.model", "chat_template*")
 
@@ -73,22 +72,31 @@ def _hugging_face(request: Request, folder: Path) -> Subject:
         raise ValueError(f"reading {folder} takes transformers: pip install prunus[hf]") from missing
     if request.tokens is None or request.eval_tokens is None:
         raise ValueError("a model from a folder needs --tokens to calibrate and --eval-tokens to evaluate on")
-    calibration, held_out = _token_ids(request.tokens), _token_ids(request.eval_tokens)
+    calibration, held_out = token_ids(request.tokens), token_ids(request.eval_tokens)
     from_gguf = {"gguf_file": request.gguf_file} if request.gguf_file else {"use_safetensors": True}
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=request.dtype, local_files_only=True, **from_gguf)
     _forget_quantization(model)
     model.to("cpu" if request.offload else request.device).eval()
-    vocabulary, longest = model.config.vocab_size, getattr(model.config, "max_position_embeddings", 256)
-    for path, tokens in ((request.tokens, calibration), (request.eval_tokens, held_out)):
-        if int(tokens.max()) >= vocabulary:
-            raise ValueError(f"{path} holds token {int(tokens.max())}, but the model knows {vocabulary}")
-    length = request.length or min(256, longest)
+    check_vocabulary(request.tokens, calibration, model)
+    check_vocabulary(request.eval_tokens, held_out, model)
+    length = request.length or longest_window(model)
     drawn = _drawn(calibration, request.samples, length, request.seed)
-    kept = _windows(held_out, length, request.eval_windows)
-    return Subject(model, [drawn], lambda m: token_perplexity(m, kept), lambda out: _save(model, folder, out))
+    kept = side_by_side(held_out, length, request.eval_windows)
+    return Subject(model, [drawn], lambda m: token_quality(m, kept).perplexity, lambda out: _save(model, folder, out))
 
 
-def _token_ids(path: Path) -> np.ndarray:
+def check_vocabulary(path: Path, tokens: np.ndarray, model: Any) -> None:
+    largest = int(tokens.max(initial=0))
+    if largest >= model.config.vocab_size:
+        raise ValueError(f"{path} holds token {largest}, but the model knows {model.config.vocab_size}")
+
+
+def longest_window(model: Any) -> int:
+    """Tokens of a window where none are asked for."""
+    return min(256, getattr(model.config, "max_position_embeddings", 256))
+
+
+def token_ids(path: Path) -> np.ndarray:
     """Tokens of the model's own vocabulary; the bytes of a text would pass for some, silently."""
     if (path.with_suffix("") if path.suffix in OPENERS else path).suffix not in UINT16:
         raise ValueError(
@@ -114,7 +122,8 @@ def _drawn(tokens: np.ndarray, num: int, length: int, seed: int) -> Tensor:
     return torch.from_numpy(np.stack([tokens[i * length : (i + 1) * length] for i in chosen]).astype(np.int64))
 
 
-def _windows(tokens: np.ndarray, length: int, limit: int) -> Tensor:
+def side_by_side(tokens: np.ndarray, length: int, limit: int) -> Tensor:
+    """The first windows (num, length), at most ``limit`` if there is one."""
     num = min(len(tokens) // length, limit or sys.maxsize)
     if num == 0:
         raise ValueError(f"the held-out file has {len(tokens)} tokens, fewer than a window of {length}")
@@ -122,17 +131,18 @@ def _windows(tokens: np.ndarray, length: int, limit: int) -> Tensor:
 
 
 @torch.no_grad()
-def token_perplexity(model: nn.Module, windows: Tensor, size: int = 8) -> float:
-    """``exp`` of the mean cross-entropy of every token but the first of each window."""
-    device, total, mode = next(model.parameters()).device, 0.0, model.training
+def token_quality(model: nn.Module, windows: Tensor, size: int = 8) -> Quality:
+    """Quality at every token but the first of each window."""
+    device, loss, right, mode = next(model.parameters()).device, 0.0, 0, model.training
     model.eval()
     for batch in windows.split(size):
         batch = batch.to(device)
-        logits = model(input_ids=batch, use_cache=False).logits[:, :-1].flatten(0, 1).float()
-        total += F.cross_entropy(logits, batch[:, 1:].flatten(), reduction="sum").double().item()
+        logits, targets = model(input_ids=batch, use_cache=False).logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten()
+        loss += F.cross_entropy(logits.float(), targets, reduction="sum").double().item()
+        right += int((logits.argmax(-1) == targets).sum())
     model.train(mode)
-    mean = total / (windows.shape[0] * (windows.shape[1] - 1))
-    return math.exp(mean) if mean < 700 else math.inf
+    num = windows.shape[0] * (windows.shape[1] - 1)
+    return Quality(loss / num, right / num)
 
 
 def _save(model: Any, source: Path, out: Path) -> None:

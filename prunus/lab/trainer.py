@@ -5,7 +5,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,9 +14,8 @@ from ..eligible import eligible
 from ..ops.device import device_of
 from ..optim import AdamWPrune
 from ..shard import ranks_of
-from ..summary import Event, Report, report
+from ..summary import Event, report
 from . import memory
-from .checkpoint import load_checkpoint
 from .data import TokenData
 from .evaluate import Quality, loss_of, measured, summed
 from .keeping import resume, save
@@ -214,23 +212,6 @@ def _begun(run: Run) -> Run:
     if is_restarted() and read_run(run.out).to_json() == run.to_json():
         return replace(run, resume=True)
     raise ValueError(f"{run.out} is not empty; pass --resume to continue the run in it, or choose another --out")
-
-
-def evaluated(
-    path: Path, data: str | None = None, validation: Path | None = None, eval_size: int = 0
-) -> tuple[Quality, Report, int]:
-    """Quality and sparsity of a checkpoint, on the run's own held-out data or another's, and its step."""
-    state = load_checkpoint(path)
-    run = replace(Run.from_json(state["run"]), eval_size=eval_size, compile=False)
-    if data is not None:
-        run = replace(run, data=data, validation=None)
-    training = Training(run if validation is None else replace(run, validation=validation))
-    training.load(state)
-    return (
-        training.evaluate(),
-        report(training.model, eligible(training.model, run.include, run.exclude)),
-        state["step"],
-    )
 
 
 def _loop(training: Training, tracker: Tracker | Silent, progress: Progress, *, saves_last: bool) -> Quality | None:

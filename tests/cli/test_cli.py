@@ -118,6 +118,7 @@ def test_missing_data_and_unknown_commands_are_refused(tmp_path, capsys):
     assert "nowhere.bin" in refused(capsys, "train", "--data", tmp_path / "nowhere.bin", "--out", tmp_path / "run")
     assert "trian" in refused(capsys, "trian")
     assert "no checkpoint" in refused(capsys, "eval", tmp_path / "nowhere.pt")
+    assert "no config.json" in refused(capsys, "eval", tmp_path)
     assert "at least 0" in refused(capsys, "eval", tmp_path / "nowhere.pt", "--eval-size", "-3")
     assert "run.json" in refused(capsys, "train", "--resume", "--out", tmp_path / "run")
 
@@ -161,6 +162,21 @@ def test_train_reaches_the_sparsity_and_eval_agrees(options, text, tmp_path, cap
     main(["eval", str(out), "--eval-size", "2", "--layers"])
     said = capsys.readouterr().out
     assert f"loss {result['loss']:.4f}" in said and f"{result['sparsity']:.4%} of" in said
+
+
+@pytest.mark.parametrize("form", ["sparse", "dense"])
+def test_an_exported_run_is_evaluated_as_its_checkpoint_is(form, text, tmp_path, capsys):
+    main(["train", *FAST, "--data", str(text), "--out", str(tmp_path / "run")])
+    main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "small"), "--form", form])
+    capsys.readouterr()
+    said = []
+    for folder in ("run", "small"):
+        main(["eval", str(tmp_path / folder), "--eval-size", "2", "--layers"])
+        said.append(capsys.readouterr().out)
+    assert said[0].replace("run/checkpoint.pt: ", "") == said[1].replace("small: ", "")
+    assert "--length is for" in refused(capsys, "eval", tmp_path / "small", "--length", 8)
+    (tmp_path / "small" / "run.json").write_text("{}")
+    assert "run.json does not describe" in refused(capsys, "eval", tmp_path / "small")
 
 
 def test_a_reader_that_leaves_early_is_no_error():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from prunus.cli import main
-from prunus.lab.subject import token_perplexity
+from prunus.lab.subject import token_quality
 
 DATA = os.environ.get("PRUNUS_DATA")
 FAST = "--samples 4 --length 12 --eval-windows 6".split()
@@ -72,8 +72,8 @@ def test_a_hugging_face_folder_comes_back_as_one_that_transformers_reads(folder,
     assert (out / "tokenizer.json").is_file() and not (folder / "out.part").exists()
     last = list(result["rows"].values())[-1]
     windows = torch.from_numpy(np.fromfile(folder / "valid.u16", "<u2")[: 6 * 12].reshape(6, 12).astype(np.int64))
-    assert token_perplexity(model, windows) == pytest.approx(last["perplexity"], rel=1e-6)
-    assert token_perplexity(dense, windows) == pytest.approx(result["rows"]["dense"]["perplexity"], rel=1e-6)
+    assert token_quality(model, windows).perplexity == pytest.approx(last["perplexity"], rel=1e-6)
+    assert token_quality(dense, windows).perplexity == pytest.approx(result["rows"]["dense"]["perplexity"], rel=1e-6)
     assert ("probed" in result["rows"]) == ("--probe" in options) and "dense" in said
     if "target" in options or "--probe" not in options:
         assert last["sparsity"] == pytest.approx(0.5, abs=1e-3)
@@ -200,6 +200,29 @@ def test_what_is_there_is_not_overwritten_and_what_is_not_there_is_named(folder,
     large.tofile(folder / "calib.u16")
     data = ["--tokens", folder / "calib.u16", "--eval-tokens", folder / "valid.u16"]
     assert "token 50" in refused(capsys, "prune", folder / "model", *data, "--out", folder / "new")
+
+
+@pytest.mark.parametrize("form", ["as written", "sparse", "dense"])
+def test_what_was_written_is_evaluated_to_the_same_figures(form, folder, capsys):
+    out, result = prune(folder, "--score", "magnitude", "--sparsity", "0.6")
+    if form != "as written":
+        main(["export", str(out), "--out", str(folder / form), "--form", form])
+        out = folder / form
+    capsys.readouterr()
+    main(["eval", *map(str, [out, "--validation", folder / "valid.u16", "--length", 12, "--eval-size", 6])])
+    said, row = capsys.readouterr().out, result["rows"]["magnitude"]
+    assert f"perplexity {row['perplexity']:.3f}, " in said and f"; {row['sparsity']:.4%} of" in said
+
+
+def test_a_model_without_data_of_its_own_is_told_what_it_needs(folder, capsys):
+    tokens = ["--validation", folder / "valid.u16"]
+    assert "needs --validation" in refused(capsys, "eval", folder / "model")
+    assert "--data is for runs" in refused(capsys, "eval", folder / "model", *tokens, "--data", "stdlib")
+    assert "--length must be at least 0" in refused(capsys, "eval", folder / "model", *tokens, "--length", -1)
+    assert "fewer than a window" in refused(capsys, "eval", folder / "model", *tokens, "--length", 500)
+    draw = np.full(40, 41, "<u2")
+    draw.tofile(folder / "other.u16")
+    assert "holds token 41" in refused(capsys, "eval", folder / "model", "--validation", folder / "other.u16")
 
 
 def test_a_checkpoint_of_our_own_is_pruned_and_evaluated(tmp_path, capsys):

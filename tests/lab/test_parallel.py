@@ -13,8 +13,9 @@ from test_killed import assert_same, metrics
 
 from prunus.doctor import examine
 from prunus.lab.checkpoint import checkpoint_of, load_checkpoint
+from prunus.lab.evaluated import evaluated
 from prunus.lab.run import Run
-from prunus.lab.trainer import evaluated, train
+from prunus.lab.trainer import train
 from prunus.ops import bits
 
 WORKER = Path(__file__).with_name("parallel_worker.py")
