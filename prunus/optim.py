@@ -139,7 +139,7 @@ class AdamWPrune(torch.optim.Optimizer):
         from .ops._triton.adamw import Extras, Part, Step
 
         self._kernels = getattr(self, "_kernels", None) or Step()
-        scale, rows = self.lr_scale, []
+        scale, rows, copies = self.lr_scale, [], []
         speaks, ranks = self._speakers([parameter for _, parameter, _ in parts])
         found_inf = getattr(self, "found_inf", None)
         for (group, parameter, grad), counts in zip(parts, speaks, strict=True):
@@ -150,13 +150,18 @@ class AdamWPrune(torch.optim.Optimizer):
             on_device = isinstance(lr, Tensor) and lr.is_cuda and scale == 1.0
             numbers = (0.0 if on_device else float(lr) * scale, *group["betas"], group["eps"], group["weight_decay"])
             mask = state.get("mask") if self.masked else None
-            moments = (local(state["exp_avg"]), local(state["exp_avg_sq"]), state["step"], mask)
-            lr_at = lr.data_ptr() if on_device else 0
-            rows.append(Part(local(parameter), local(grad), *moments, numbers, lr_at, counts))
+            written = [local(tensor) for tensor in (parameter, state["exp_avg"], state["exp_avg_sq"])]
+            # kernels count elements as they lie in memory; masks count otherwise where that is channels_last
+            weight, exp_avg, exp_avg_sq = flat = [tensor.contiguous() for tensor in written]
+            copies += [(old, new) for old, new in zip(written, flat, strict=True) if new is not old]
+            tensors = (weight, local(grad).contiguous(), exp_avg, exp_avg_sq, state["step"], mask)
+            rows.append(Part(*tensors, numbers, lr.data_ptr() if on_device else 0, counts))
         theta, total = self.spam.theta if self.spam else None, ranks.sum if ranks else None
         extras = Extras(self.max_norm, theta, getattr(self, "grad_scale", None), found_inf, total)
         if rows:
             self.grad_norm = self._kernels(rows, extras)
+            for old, new in copies:
+                old.copy_(new)
         elif self.max_norm and total:  # the other ranks wait for this one's share
             self.grad_norm = total(torch.zeros(1, device=parts[0][1].device)).sqrt().squeeze(0)
 

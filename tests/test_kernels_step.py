@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from prunus import AdamWPrune
 from prunus.ops import bits
 from prunus.ops.adamw import Update, adamw_, spike_clipped
 
@@ -105,3 +106,24 @@ def test_a_norm_over_ranks_has_the_squares_of_others_and_of_what_this_rank_speak
         clipped = grad / (scale or 1.0) * min(1.0, 0.5 / (length + 1e-6))
         assert torch.allclose(part.exp_avg, 0.1 * clipped, rtol=1e-4, atol=1e-8)
         assert part.step.item() == 1 and not part.exp_avg[grad == 0].any()
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.5])
+def test_the_optimizers_step_goes_by_elements_and_not_by_memory(max_norm):
+    """Kernels read memory in order, which of channels_last is not the order that masks count in."""
+    ends = []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        torch.manual_seed(0)
+        weight = torch.nn.Parameter(torch.randn(6, 5, 3, 3, device=DEVICE).to(memory_format=layout))
+        keep = torch.rand(weight.shape, device=DEVICE) > 0.5
+        optimizer = AdamWPrune([weight], max_norm=max_norm)
+        optimizer._step_supports_amp_scaling = True  # here too: by kernels
+        optimizer.state[weight]["mask"] = bits.pack(keep)
+        weight.data.mul_(keep)
+        for _ in range(3):
+            weight.grad = torch.randn(weight.shape, device=DEVICE).to(memory_format=layout)
+            optimizer.step()
+        state = optimizer.state[weight]
+        assert weight.is_contiguous(memory_format=layout) and torch.equal(weight != 0, keep)
+        ends.append([weight.detach(), state["exp_avg"], state["exp_avg_sq"]])
+    assert all(torch.allclose(one, other, rtol=1e-6) for one, other in zip(*ends, strict=True))
