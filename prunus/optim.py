@@ -80,8 +80,12 @@ class AdamWPrune(torch.optim.Optimizer):
         self.max_norm, self.spam, self.moment_dtype = max_norm, spam, moment_dtype
         self.grad_norm: Tensor | None = None  # of the last step, before clipping; None without max_norm
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "num_steps": 0})
-        on_gpu = all(p.is_cuda for group in self.param_groups for p in group["params"])
-        self._step_supports_amp_scaling = on_gpu  # there a GradScaler leaves unscaling and skipping to the step
+        self._on_gpu = all(p.is_cuda for group in self.param_groups for p in group["params"])
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether a GradScaler leaves unscaling and skipping to the step, as it may where kernels take it."""
+        return self._on_gpu and self.watch is None
 
     @property
     def num_steps(self) -> int:
@@ -113,7 +117,7 @@ class AdamWPrune(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         parts = [(group, p, p.grad) for group in self.param_groups for p in group["params"] if p.grad is not None]
-        if parts and self._step_supports_amp_scaling and self.watch is None:
+        if parts and self._step_supports_amp_scaling:
             self._step_by_kernels(parts)
         else:
             self._step_plainly(parts)
@@ -166,7 +170,7 @@ class AdamWPrune(torch.optim.Optimizer):
             self.grad_norm = total(torch.zeros(1, device=parts[0][1].device)).sqrt().squeeze(0)
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("max_norm", "spam", "moment_dtype", "grad_norm", "_step_supports_amp_scaling")
+        kept = ("max_norm", "spam", "moment_dtype", "grad_norm", "_on_gpu")
         return super().__getstate__() | {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

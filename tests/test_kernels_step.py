@@ -117,7 +117,7 @@ def test_the_optimizers_step_goes_by_elements_and_not_by_memory(max_norm):
         weight = torch.nn.Parameter(torch.randn(6, 5, 3, 3, device=DEVICE).to(memory_format=layout))
         keep = torch.rand(weight.shape, device=DEVICE) > 0.5
         optimizer = AdamWPrune([weight], max_norm=max_norm)
-        optimizer._step_supports_amp_scaling = True  # here too: by kernels
+        optimizer._on_gpu = True  # here too: by kernels
         optimizer.state[weight]["mask"] = bits.pack(keep)
         weight.data.mul_(keep)
         for _ in range(3):

@@ -4,6 +4,7 @@ import copy
 import gc
 import io
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -99,8 +100,15 @@ def test_movement_sees_the_gradient_that_is_clipped_inside_the_step():
     assert_close(inside, movement_after(adamw_prune, clipping))
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_movement_is_free_of_a_scalers_factor_and_of_skipped_steps(fused):
+def adamw_prune_of_a_gpu(model):
+    """What a GradScaler finds there; weights that are watched are updated as here."""
+    optimizer = adamw_prune(model)
+    optimizer._on_gpu = True
+    return optimizer
+
+
+@pytest.mark.parametrize("make", [adamw, partial(adamw, fused=True), adamw_prune, adamw_prune_of_a_gpu])
+def test_movement_is_free_of_a_scalers_factor_and_of_skipped_steps(make):
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
 
     def scaled(model, optimizer, step):
@@ -112,9 +120,6 @@ def test_movement_is_free_of_a_scalers_factor_and_of_skipped_steps(fused):
             if not broken or step == 2:
                 scaler.step(optimizer)
                 scaler.update()
-
-    def make(model):
-        return adamw(model, fused=fused)
 
     assert_close(movement_after(make, scaled), movement_after(make, plainly))
 
