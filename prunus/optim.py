@@ -55,8 +55,8 @@ class AdamWPrune(torch.optim.Optimizer):
     since they change in place, as long as learning rates are tensors and there is no ``spam``.
     """
 
-    watch: Callable[[nn.Parameter, Tensor, float], None] | None = None  # sees weight, gradient and rate of each update
-    masked: bool = True  # off while pruned weights may come back: their gradients count, and the Pruner zeroes them
+    watch: tuple[Callable[[nn.Parameter, Tensor, float], None], ...] = ()  # see weight, gradient, rate of each update
+    warm: frozenset[nn.Parameter] = frozenset()  # pruned weights of these may come back: a Pruner zeroes them
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class AdamWPrune(torch.optim.Optimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Whether a GradScaler leaves unscaling and skipping to the step, as it may where kernels take it."""
-        return self._on_gpu and self.watch is None
+        return self._on_gpu and not self.watch
 
     @property
     def num_steps(self) -> int:
@@ -130,7 +130,7 @@ class AdamWPrune(torch.optim.Optimizer):
     def _step_plainly(self, parts: list[tuple[dict[str, Any], nn.Parameter, Tensor]]) -> None:
         for _, parameter, grad in parts:
             mask = self._state_of(parameter).get("mask")
-            if mask is not None and self.masked:
+            if mask is not None and parameter not in self.warm:
                 bits.zero_(local(grad), mask)
         factor = self._clip_factor([parameter for _, parameter, _ in parts])
         scale = self.lr_scale
@@ -153,7 +153,7 @@ class AdamWPrune(torch.optim.Optimizer):
                 continue
             on_device = isinstance(lr, Tensor) and lr.is_cuda and scale == 1.0
             numbers = (0.0 if on_device else float(lr) * scale, *group["betas"], group["eps"], group["weight_decay"])
-            mask = state.get("mask") if self.masked else None
+            mask = None if parameter in self.warm else state.get("mask")
             written = [local(tensor) for tensor in (parameter, state["exp_avg"], state["exp_avg_sq"])]
             # kernels count elements as they lie in memory; masks count otherwise where that is channels_last
             weight, exp_avg, exp_avg_sq = flat = [tensor.contiguous() for tensor in written]
@@ -244,8 +244,8 @@ class AdamWPrune(torch.optim.Optimizer):
             grad = spike_clipped(grad.to(moments[1].dtype), moments[1], self.spam.theta)
         state["step"] += 1
         lr = float(group["lr"]) * scale
-        if self.watch is not None:
-            self.watch(parameter, grad, lr)
+        for watch in self.watch:
+            watch(parameter, grad, lr)
         beta1, beta2 = group["betas"]
         update = Update(lr, beta1, beta2, group["eps"], group["weight_decay"], state["step"].item())
         if moments[0].dtype == weight.dtype:

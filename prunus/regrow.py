@@ -196,14 +196,15 @@ def keep_warm(
     optimizer: Optimizer, weights: Mapping[str, nn.Parameter], packed: Packed, is_on: Callable[[], bool]
 ) -> list[RemovableHandle]:
     """Hooks on the optimizer's step that let it see pruned weights, while ``is_on``, and zero them after it."""
+    mine = frozenset(weights.values())
 
     def before(*_: Any) -> None:
         if isinstance(optimizer, AdamWPrune):
-            optimizer.masked = not is_on()
+            optimizer.warm |= mine if is_on() else frozenset()
 
     def after(*_: Any) -> None:
         if isinstance(optimizer, AdamWPrune):
-            optimizer.masked = True
+            optimizer.warm -= mine
         for name, mask in packed.items() if is_on() else ():
             bits.zero_(local(weights[name]), mask)
 

@@ -192,7 +192,7 @@ class Pruner:
         for handle in self._handles:
             handle.remove()
         if isinstance(self.optimizer, AdamWPrune) and self._movement:
-            self.optimizer.watch = None
+            self.optimizer.watch = tuple(watch for watch in self.optimizer.watch if watch != self._movement.add)
         if self._inputs:
             self._inputs.__exit__()
         self._held.release()
@@ -240,7 +240,7 @@ class Pruner:
             optimizer.register_state_dict_post_hook(reshard_masks),
         ]
         if isinstance(optimizer, AdamWPrune):
-            optimizer.watch = self._movement.add if self._movement else optimizer.watch
+            optimizer.watch += (self._movement.add,) if self._movement else ()
             return handles
         return handles + self._gradients.attach(optimizer, self._movement)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from toys import NAMES, adamw, adamw_prune, assert_pruned_are_zero, net, num_pruned, through_a_file, train
 
-from prunus import Constant, Pruner, Ramp
+from prunus import Constant, Pruner, Ramp, Regrow
 
 MAKERS = [adamw, adamw_prune]
 
@@ -59,6 +59,35 @@ def test_other_weights_and_other_optimizers_may_have_their_own(make):
     assert num_pruned(first) == round(0.5 * 975) and num_pruned(second) == round(0.5 * 79)
     assert any(sums.any() for sums in first.state_dict()["movement"].values())
     assert list(pruner_of(model, make(model)).masks) == NAMES
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_each_sums_the_movement_of_its_own_weights(make):
+    alone, model = net(), net()
+    one = pruner_of(alone, make(alone), score="movement", schedule=Ramp(0.5, 20, 30))
+    train(alone, one.optimizer, range(6))
+    optimizer, options = make(model), {"score": "movement", "schedule": Ramp(0.5, 20, 30)}
+    first = pruner_of(model, optimizer, exclude=["conv", "out"], **options)
+    second = pruner_of(model, optimizer, exclude="hidden", **options)
+    train(model, optimizer, range(3))
+    sums = {name: value.clone() for name, value in second.state_dict()["movement"].items()}
+    second.remove()
+    train(model, optimizer, range(3, 6))
+    expected = one.state_dict()["movement"]
+    assert torch.equal(first.state_dict()["movement"]["hidden.weight"], expected["hidden.weight"])
+    assert all(torch.equal(value, sums[name]) and value.any() for name, value in second._movement.sums.items())
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_what_one_lets_come_back_moves_no_weight_of_another(make):
+    model = net()
+    optimizer = make(model)
+    first = pruner_of(model, optimizer, exclude="hidden", schedule=Constant(0.5))
+    second = pruner_of(model, optimizer, exclude=["conv", "out"], schedule=Ramp(0.5, 2, 40), regrow=Regrow(0.1))
+    for step in range(12):
+        train(model, optimizer, [step])
+        assert_pruned_are_zero(first)
+    assert num_pruned(first) == round(0.5 * 79) and num_pruned(second) > 0
 
 
 @pytest.mark.parametrize("make", MAKERS)
