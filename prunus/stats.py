@@ -62,17 +62,17 @@ def sources(
     """Lazy scores of every weight; ``more`` holds statistics that no optimizer keeps, by kind and name.
 
     ``parts`` say which part of each weight this rank holds, if it does not hold all of them.
-    Where weights took different numbers of Adam steps, their moments are made comparable by the
-    bias corrections; a score that takes ``step`` sees to that itself. Where they did not, the
+    Where weights took different numbers of Adam steps, or have different betas, their moments are made
+    comparable by the bias corrections; a score that takes ``step`` sees to that itself. Elsewhere the
     corrections are one factor, which decides nothing and is left out of our own scores, so that
     bitter8 is bitter3 to the bit, and fisher with an exponent of 1/4 is bitter7.
     """
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     reads_moments = any(name in MOMENTS for name in score.reads)
     steps = _steps(weights, optimizer) if reads_moments or "step" in score.reads else [0.0] * len(weights)
-    corrected = reads_moments and "step" not in score.reads and len(set(steps)) > 1
     known = [settings_of(weight.name, groups[id(weight.parameter)]) for weight in weights]
     num_factors = len({(step, own.get("beta1"), own.get("beta2")) for step, own in zip(steps, known, strict=True)})
+    corrected = reads_moments and "step" not in score.reads and num_factors > 1 and any(steps)
     is_uncorrected = score.formula is not None and num_factors == 1 and not options.get("eps")
     found = []
     for weight, step, settings in zip(weights, steps, known, strict=True):

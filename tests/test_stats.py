@@ -135,7 +135,7 @@ def uneven():
     return model, optimizer
 
 
-def test_moments_are_corrected_only_where_step_counts_differ(uneven):
+def test_moments_are_corrected_where_step_counts_differ_and_not_elsewhere(uneven):
     model, optimizer = uneven
     found = events_of(SCORES["bitter7"], optimizer, model)
     for name, step in (("conv", 2), ("hidden", 5)):
@@ -197,6 +197,19 @@ def test_a_correction_is_kept_where_betas_differ_or_eps_is_added(betas, eps):
     expected = weight.abs() * (first.abs() / (1 - betas[0]) + (eps or 0)).sqrt()
     found = events_of(SCORES["bitter8"], optimizer, model, {"eps": eps})["conv.weight"]
     assert torch.allclose(found, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "options", "twin"), TWINS, ids=[f"{name}-{twin}" for name, _, twin in TWINS])
+def test_moments_of_groups_with_different_betas_are_made_comparable(name, options, twin):
+    """After one step m_hat is the gradient and v_hat its square, whatever the betas are."""
+    model = net()
+    rest = [p for p in model.parameters() if p is not model.conv.weight]
+    groups = [{"params": [model.conv.weight], "betas": (0.5, 0.9)}, {"params": rest}]
+    optimizer = torch.optim.AdamW(groups, betas=(0.8, 0.99))
+    backward(model, 0)
+    optimizer.step()
+    corrected, plain = events_of(SCORES[name], optimizer, model, options), events_of(SCORES[twin], optimizer, model)
+    assert all(torch.allclose(corrected[weight], plain[weight], rtol=1e-5) for weight in plain)
 
 
 def test_a_groups_own_eps_and_betas_are_used():
