@@ -174,8 +174,10 @@ class AdamWPrune(torch.optim.Optimizer):
         return super().__getstate__() | {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Loading casts every state tensor to the weight's dtype: packed bits are cast back."""
+        """Loading casts every state tensor to the weight's dtype: packed bits are cast back; AdamW's state is taken."""
         super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("num_steps", 0)
         for parameter, kept in self.state.items():
             if "mask" in kept:
                 kept["mask"] = saved_bits("a weight", kept["mask"], parameter, self._part_of(parameter))

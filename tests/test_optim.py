@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
-from toys import through_a_file
+from toys import adamw, adamw_prune, net, through_a_file, train
 
 from prunus import AdamWPrune, Spam
 from prunus.ops import bits
@@ -229,3 +229,14 @@ def test_settings_out_of_range_are_one_line_that_names_them(options, text):
     with pytest.raises(ValueError, match=text) as error:
         AdamWPrune([nn.Parameter(torch.ones(2))], **options)
     assert "\n" not in str(error.value)
+
+
+def test_a_run_of_adamw_goes_on_as_if_it_had_always_been_this():
+    model, twin = net(), net()
+    other, optimizer = adamw(twin, foreach=False), adamw(model, foreach=False)
+    train(model, optimizer, range(3))
+    saved, optimizer = through_a_file(optimizer.state_dict()), adamw_prune(model)
+    optimizer.load_state_dict(saved)
+    train(model, optimizer, range(3, 6))
+    train(twin, other, range(6))
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
