@@ -121,6 +121,8 @@ class AdamWPrune(torch.optim.Optimizer):
             self._step_by_kernels(parts)
         else:
             self._step_plainly(parts)
+        if self.spam is not None and getattr(self, "found_inf", 0):  # a GradScaler has the kernels skip the step
+            return loss
         for group in self.param_groups:
             group["num_steps"] += 1
         if self.steps_since_reset == 0:

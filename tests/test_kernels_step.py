@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from prunus import AdamWPrune
+from prunus import AdamWPrune, Spam
 from prunus.ops import bits
 from prunus.ops.adamw import Update, adamw_, spike_clipped
 
@@ -127,3 +127,17 @@ def test_the_optimizers_step_goes_by_elements_and_not_by_memory(max_norm):
         assert weight.is_contiguous(memory_format=layout) and torch.equal(weight != 0, keep)
         ends.append([weight.detach(), state["exp_avg"], state["exp_avg_sq"]])
     assert all(torch.allclose(one, other, rtol=1e-6) for one, other in zip(*ends, strict=True))
+
+
+def test_spam_counts_no_step_that_a_scaler_skips():
+    weight = torch.nn.Parameter(torch.ones(40, device=DEVICE))
+    optimizer = AdamWPrune([weight], spam=Spam(every=3, warmup=2, hold=1))
+    optimizer._on_gpu = True  # here too: by kernels
+    scaler, counted = torch.amp.GradScaler(DEVICE, init_scale=8.0), []
+    for factor in (1.0, float("inf"), 1.0, float("inf"), 1.0):
+        optimizer.zero_grad()
+        scaler.scale((weight * factor).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        counted.append((optimizer.num_steps, optimizer.state[weight]["step"].item()))
+    assert counted == [(1, 1), (1, 1), (2, 2), (2, 2), (3, 0)]
