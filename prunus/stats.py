@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary, finalize
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.hooks import RemovableHandle
 
 from .eligible import CONVOLUTIONS, TRANSPOSED, Weight, is_conv1d, plain_name
@@ -212,12 +212,12 @@ class InputNorms(AbstractContextManager["InputNorms"]):
         sums = self._squares
 
         @torch.no_grad()
-        def add(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        def add(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _: object) -> None:
             for name in names.get(module, ()) if module.training else ():
-                squares = input_squares(module, inputs[0].detach())
+                squares = input_squares(module, next(iter(args or kwargs.values())).detach())
                 sums[name] = sums[name] + squares if name in sums else squares
 
-        self._handle = register_module_forward_pre_hook(add)
+        self._handle = register_module_forward_hook(add, with_kwargs=True)
         finalize(self, self._handle.remove)  # the hook is global: it must not outlive what it collects for
         return self
 

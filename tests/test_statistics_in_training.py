@@ -10,7 +10,7 @@ import pytest
 import torch
 from reference import keep_largest, same
 from torch import nn
-from torch.nn.modules.module import _global_forward_pre_hooks
+from torch.nn.modules.module import _global_forward_hooks
 from toys import NAMES, NUM_WEIGHTS, adamw, adamw_prune, assert_pruned_are_zero, backward, net, num_pruned, train
 
 from prunus import OneShot, Pruner, Ramp, Spam
@@ -126,12 +126,12 @@ def test_movement_is_free_of_a_scalers_factor_and_of_skipped_steps(make):
 
 def num_hooks(model):
     """Hooks that see the inputs of modules, on the model or on all modules at once."""
-    return sum(len(module._forward_pre_hooks) for module in model.modules()) + len(_global_forward_pre_hooks)
+    return sum(len(module._forward_hooks) for module in model.modules()) + len(_global_forward_hooks)
 
 
 @pytest.fixture(autouse=True)
 def _no_hook_of_another_test():
-    _global_forward_pre_hooks.clear()
+    _global_forward_hooks.clear()
 
 
 @pytest.mark.parametrize("make", [adamw, adamw_prune])
@@ -143,8 +143,12 @@ def test_wanda_reads_the_inputs_of_the_steps_own_forward_passes(make):
     )
     pruner = Pruner(model, optimizer, score="wanda", schedule=OneShot(0.6, at=3))
     train(model, optimizer, range(2))
-    squares, handles = torch.zeros(75), []
-    handles.append(model.hidden.register_forward_pre_hook(lambda _, x: squares.add_(x[0].detach().square().sum(0))))
+    squares = torch.zeros(75)
+
+    def look(_, x):
+        squares.add_(x[0].detach().square().sum(0))
+
+    model.hidden.register_forward_pre_hook(look)
     optimizer.zero_grad()
     backward(model, 2)
     backward(model, 3)  # two forward passes add up
@@ -224,7 +228,7 @@ def test_a_model_is_freed_though_its_pruner_was_not_removed():
     freed = weakref.ref(model.hidden)
     del model, optimizer, pruner
     gc.collect()
-    assert freed() is None and not _global_forward_pre_hooks
+    assert freed() is None and not _global_forward_hooks
 
 
 def test_inputs_of_another_model_are_not_mixed_in():

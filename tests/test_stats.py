@@ -100,6 +100,14 @@ def test_several_forward_passes_add_up_and_half_precision_is_summed_in_float32()
     assert half.dtype == torch.float32 and torch.allclose(half, together, rtol=1e-2)
 
 
+@pytest.mark.parametrize(("layer", "key"), [(nn.Linear(6, 3), "input"), (Conv1D(3, 6), "x")], ids=["linear", "Conv1D"])
+def test_an_input_may_be_given_by_name(layer, key):
+    x = torch.randn(4, 6)
+    with InputNorms(eligible(nn.Sequential(layer)).weights) as collected:
+        layer(**{key: x})
+    assert torch.equal(collected.norms()["0.weight"], norms_of(layer, x))
+
+
 def test_collecting_stops_with_the_context_and_begins_anew_with_the_next():
     layer, x = nn.Linear(6, 3), torch.randn(4, 6)
     inputs = InputNorms(eligible(nn.Sequential(layer)).weights)
