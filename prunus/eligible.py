@@ -50,6 +50,7 @@ def eligible(
     """
     include, exclude = _patterns(include), _patterns(exclude)
     names = {full: plain_name(full) for full, _ in model.named_parameters()}
+    _check_distinct(names)
     check_patterns(include + exclude, names.values())
     _check_included(model, include, names)
     owners, heads = _owners(model), _heads(model)
@@ -75,6 +76,14 @@ def eligible(
         why = "; ".join(f"{name}: {reason}" for name, reason in found.dense.items()) or "it has no weight matrix"
         raise ValueError(f"the model has no weight to prune ({why})")
     return found
+
+
+def _check_distinct(names: Mapping[str, str]) -> None:
+    """Refuse names that are one without the prefixes of wrappers: one mask would stand for two weights."""
+    fulls: dict[str, str] = {}
+    for full, name in names.items():
+        if (other := fulls.setdefault(name, full)) != full:
+            raise ValueError(f"{other} and {full} are both {name} without DDP's prefix; rename the attribute 'module'")
 
 
 def _check_included(model: nn.Module, include: Sequence[str], names: Mapping[str, str]) -> None:

@@ -221,3 +221,10 @@ def test_a_model_that_says_it_has_no_embeddings_is_taken_at_its_word():
 
     found = eligible(Images(nn.Conv2d(1, 2, 3), nn.Linear(2, 2), nn.Linear(2, 3)))
     assert [weight.name for weight in found.weights] == ["0.weight", "1.weight", "2.weight"]
+
+
+def test_weights_that_would_have_one_name_are_refused():
+    """As where a model has a part called module beside others: one mask would stand for two weights."""
+    model = nn.ModuleDict({"fc": nn.Linear(3, 4), "module": nn.ModuleDict({"fc": nn.Linear(4, 5)})})
+    with pytest.raises(ValueError, match=r"^fc\.weight and module\.fc\.weight are both fc\.weight[^\n]*$"):
+        eligible(model)
