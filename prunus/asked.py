@@ -39,7 +39,10 @@ EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
         'boolean tensors by name, or "zeros"',
     ),
     "score_options": (lambda given: given is None or isinstance(given, Mapping), "values by name, as {'eps': 1e-8}"),
-    "score_dtype": (lambda dtype: isinstance(dtype, torch.dtype), "a dtype, as torch.float32"),
+    "score_dtype": (
+        lambda dtype: isinstance(dtype, torch.dtype) and dtype.is_floating_point,
+        "a floating-point dtype, as torch.float32",
+    ),
     "on_event": (_or_none(callable), "a function that takes an Event"),
 }
 

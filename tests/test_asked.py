@@ -30,6 +30,8 @@ WRONG = [
     ({"score_options": 1e-8}, r"score_options.*1e-08"),
     ({"score_options": {"epsilon": 1}}, "epsilon"),
     ({"score_dtype": "float32"}, r"score_dtype.*torch\.float32.*'float32'"),
+    ({"score_dtype": torch.int32}, r"score_dtype.*floating-point.*torch\.int32"),
+    ({"score_dtype": torch.complex64}, r"score_dtype.*floating-point.*torch\.complex64"),
     ({"masks": [torch.ones(2, 2)]}, r"masks.*\[tensor"),
     ({"masks": torch.ones(99, 99)}, r"masks.*tensor"),
     ({"on_event": "print"}, r"on_event.*'print'"),
