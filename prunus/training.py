@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from .allocate import allocate
-from .asked import check_options, check_order, num_asked
+from .asked import check_options, check_order
+from .cut import num_kept_each
 from .eligible import eligible
 from .gradients import MaskedGradients, Movement, check_captured, is_initialising, is_skipped, unwrapped
 from .held import HeldMasks
@@ -23,6 +24,7 @@ from .optim import AdamWPrune
 from .regrow import Regrow, keep_warm, selected
 from .saved import checked_masks, reshard_masks, saved_masks, taken_sums
 from .schedule import Schedule
+from .score import SCORES
 from .select import Global, NofM, PerLayer, Selector
 from .shard import is_dtensor, local, parts_of, ranks_of
 from .stats import MOMENTS, InputNorms, check_eps, check_moments, check_parameters, score_of, sources
@@ -219,7 +221,8 @@ class Pruner:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state_dict()``; what its masks prune is zeroed in weights and optimizer state.
 
-        Where the schedule is over and asks for more than they prune, the next step makes an event.
+        Where the schedule is over and asks for more than they prune, in all or in a layer, row or group of the
+        selector, the next step makes an event.
         """
         masks = together(self._holders, lambda: checked_masks(state, self._weights, self._movement, self._parts))
         self.step, self._due = int(state["step"]), bool(state["due"])
@@ -270,11 +273,13 @@ class Pruner:
         return self.regrow is not None and self.schedule is not None and (self._due or self.step < self.schedule.end)
 
     def _falls_short(self) -> bool:
-        """Whether the masks prune less than the schedule asks for, and none of its events is left to change that."""
+        """Whether the selector would prune more than the masks do, and no event of the schedule is left for it."""
         if self.schedule is None or self.step < self.schedule.end:
             return False
-        num_pruned = self._num_weights - self._held.num_kept
-        return num_asked(self.select, self._eligible.weights, self.schedule(self.step)) > num_pruned
+        weights, row = self._eligible.weights, SCORES["random"]  # how many are dropped depends on no score
+        scores = sources(weights, self.optimizer, row, {}, more={}, parts=self._parts)
+        masks = self.select.packed(scores, self.schedule(self.step), self._bits, self._held.num_kept)
+        return sum(num_kept_each(scores, masks).values()) < self._held.num_kept
 
     def _waits_for_moments(self) -> bool:
         """Whether SPAM reset the moments too recently for what reads them."""

@@ -265,3 +265,22 @@ def test_two_of_four_are_what_is_asked_for_where_they_are_held():
         model(torch.ones(1, 8)).sum().backward()
         pruner.optimizer.step()
         saved = pruner.state_dict()
+
+
+@pytest.mark.parametrize("select", [PerLayer(), PerRow(), NofM(2, 4)], ids=str)
+def test_another_selector_at_the_same_sparsity_gets_what_it_asks_for(select):
+    model = torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.Linear(6, 8, bias=False), torch.nn.Linear(8, 3))
+    saved, events = {}, []
+    for chosen in (Global(), select, select):
+        options = {"score": "magnitude", "exclude": "1", "on_event": events.append}
+        pruner = Pruner(model, adamw(model), select=chosen, schedule=Constant(0.5), **options)
+        if saved:
+            pruner.load_state_dict(saved)
+        model(torch.ones(1, 8)).sum().backward()
+        pruner.optimizer.step()
+        saved = pruner.state_dict()
+    assert [event.step for event in events] == [1, 2]
+    groups = {PerLayer(): 1, PerRow(): 8, NofM(2, 4): 4}
+    for mask in pruner.masks.values():
+        pruned = ~mask.reshape(-1, groups[select] if groups[select] > 1 else mask.numel())
+        assert (pruned.sum(1) >= pruned.shape[1] // 2).all()
