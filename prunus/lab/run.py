@@ -1,6 +1,7 @@
 """A run is a value: everything that decides what a training does, without importing torch."""
 
 import json
+import math
 import os
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -53,6 +54,7 @@ def is_restarted() -> bool:
     return is_launched() and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
+FROM_ZERO = ("eval_size", "save_every", "warmup", "lr", "min_lr", "weight_decay", "clip", "eps")
 READ_MOMENTS = ("bitter0", *(f"bitter{i}" for i in range(3, 10)))
 
 
@@ -122,8 +124,14 @@ class Run:
         for name in ("steps", "batch", "accumulate", "every", "eval_every", "log_every", "context"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.budget_scale <= 0:
-            raise ValueError(f"budget_scale must be positive, got {self.budget_scale}")
+        for name in FROM_ZERO:
+            if not 0 <= (getattr(self, name) or 0) < math.inf:
+                raise ValueError(f"{name} must be a number of at least 0, got {getattr(self, name)}")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must lie in [0, 1), got {getattr(self, name)}")
+        if not 0 < self.budget_scale < math.inf:
+            raise ValueError(f"budget_scale must be positive and finite, got {self.budget_scale}")
         if self.spam and self.optimizer != "adamwprune":
             raise ValueError(
                 f"spam is part of adamwprune, but the optimizer is {self.optimizer}; pass --optimizer adamwprune"
@@ -139,7 +147,8 @@ class Run:
                 f"eps belongs to the scores that read moments, bitter0 and bitter3 to bitter9, not {self.score}"
             )
         self._check_regrowth()
-        object.__setattr__(self, "track", tuple(name for names in self.track for name in names.split(",") if name))
+        named = (name for names in self.track for name in names.split(",") if name)
+        object.__setattr__(self, "track", tuple(dict.fromkeys(named)))
         if unknown := [name for name in self.track if name not in TRACKERS]:
             raise ValueError(f"there is no tracker {unknown[0]!r}; the trackers are {', '.join(TRACKERS)}")
         if self.score != "none":

@@ -10,7 +10,7 @@ import pytest
 
 from prunus.cli import COMMANDS, main
 from prunus.lab.models import MODELS
-from prunus.lab.run import ModelName, ScoreName
+from prunus.lab.run import ModelName, Run, ScoreName
 from prunus.score import SCORES
 
 FAST = "--model gpt2-tiny --context 8 --batch 2 --steps 6 --every 2 --eval-size 2 --warmup 1".split()
@@ -91,6 +91,15 @@ def test_the_names_in_help_are_those_of_the_tables():
         (["--score", "magnitude", "--eps", "1e-8"], "eps"),
         (["--model", "lenet5"], "lenet5"),
         (["--budget-scale", "0"], "budget_scale"),
+        (["--budget-scale", "inf"], "budget_scale"),
+        (["--clip", "-1"], "clip must be a number of at least 0"),  # would turn every gradient round
+        (["--weight-decay", "nan"], "weight_decay must be"),
+        (["--lr", "inf"], "lr must be"),
+        (["--eval-size", "-3"], "eval_size must be"),
+        (["--save-every", "-1"], "save_every must be"),
+        (["--warmup", "-4"], "warmup must be"),
+        (["--eps", "-1"], "eps must be"),
+        (["--beta2", "1.5"], "beta2 must lie in [0, 1)"),
     ],
     ids=str,
 )
@@ -98,6 +107,10 @@ def test_a_mistake_is_one_line_and_writes_nothing(options, said, text, tmp_path,
     out = tmp_path / "run"
     assert said in refused(capsys, "train", *FAST, "--data", text, "--out", out, *options)
     assert not out.exists()
+
+
+def test_a_tracker_named_twice_is_one():
+    assert Run(track=("wandb,tensorboard", "wandb")).track == ("wandb", "tensorboard")
 
 
 def test_a_score_that_the_optimizer_cannot_serve_is_refused(text, tmp_path, capsys):
