@@ -1,6 +1,8 @@
 """``prunus watch``"""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +14,7 @@ if TYPE_CHECKING:
 
     from ..lab.report.read import Record
     from ..lab.report.source import Source
+    from ..lab.trainer import Progress
 
 QUIET = 60.0  # seconds without a line before a word is said about it
 
@@ -58,6 +61,27 @@ def _watch(command: Command, console: "Console") -> None:
                 since = time.monotonic()
             source = new
             live.update(_view(source, console, time.monotonic() - since), refresh=True)
+
+
+@contextmanager
+def live_charts(folder: Path) -> "Iterator[Progress]":
+    """A function to call after each step of the training in ``folder``; drawing takes a twentieth of the time."""
+    from rich.console import Console
+    from rich.live import Live
+
+    from ..lab.report.source import read_source
+
+    console, due = Console(stderr=True, highlight=False), 0.0
+    with Live(console=console, auto_refresh=False) as live:
+
+        def draw() -> None:
+            nonlocal due
+            began = time.monotonic()
+            live.update(_view(read_source(folder), console, 0), refresh=True)
+            due = began + max(1.0, 20 * (time.monotonic() - began))
+
+        yield lambda step, values: draw() if time.monotonic() >= due else None
+        draw()
 
 
 def _num_lines(source: "Source") -> int:

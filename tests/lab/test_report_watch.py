@@ -1,5 +1,6 @@
 """Watching ends when the run ends; its charts fit the terminal, and outside one there are plain lines."""
 
+import json
 import os
 import pty
 import re
@@ -163,6 +164,29 @@ def test_in_a_narrow_terminal_it_draws_without_colour_and_ends(tmp_path):
     assert "step 200 of 200" in text and re.search("[\u2801-\u28ff]", text)
     assert not re.search(r"\x1b\[[0-9;]*3[0-7][0-9;]*m", text)
     assert max(len(line) for line in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text).replace("\r", "\n").split("\n")) <= 40
+
+
+def test_a_training_shows_its_charts_itself_and_ends_with_the_same_result(tmp_path):
+    (tmp_path / "data.txt").write_bytes(bytes(range(32, 127)) * 40)
+    small = "--context 8 --batch 2 --steps 12 --every 2 --eval-every 4 --eval-size 2 --warmup 1".split()
+    train = [sys.executable, "-m", "prunus", "train", "--live", *small, "--data", str(tmp_path / "data.txt"), "--out"]
+    leader, follower = pty.openpty()
+    env = {**os.environ, "COLUMNS": "100", "LINES": "40", "TERM": "xterm-256color", "LC_ALL": "C.UTF-8"}
+    training = subprocess.Popen([*train, str(tmp_path / "a")], stdout=follower, stderr=follower, env=env)
+    os.close(follower)
+    try:
+        shown = _read(leader, b"prunable weights are zero").decode()
+        assert training.wait(timeout=30) == 0
+    finally:
+        training.kill()
+        os.close(leader)
+    assert "training loss" in shown and "step 12 of 12" in shown and re.search("[\u2801-\u28ff]", shown)
+
+    plain = subprocess.run([*train, str(tmp_path / "b")], capture_output=True, text=True, timeout=60)
+    assert plain.returncode == 0 and "step 12/12" in plain.stderr and "\x1b" not in plain.stderr
+    digests = {json.loads((tmp_path / name / "result.json").read_text())["digest"] for name in "ab"}
+    assert len(digests) == 1
+    assert "live" not in json.loads((tmp_path / "a" / "run.json").read_text())["run"]
 
 
 def test_a_folder_that_is_none_is_one_line(tmp_path, capsys):
