@@ -94,6 +94,14 @@ def test_a_run_that_failed_is_named_and_never_followed(tmp_path, capsys, monkeyp
     assert running(read_source(folder)) is None
 
 
+@pytest.mark.parametrize("sparsity", [0.5, 0.1234567])
+def test_a_run_without_an_end_is_in_the_row_of_its_arm(sparsity, tmp_path):
+    folder = make_study(tmp_path / "study", ["dense", "magnitude", "bitter7 late"], (0.5,))
+    make_run(folder / "runs" / f"bitter7-late-{sparsity}-s3", "bitter7 late", sparsity, 3)
+    stopped(folder / "runs" / f"bitter7-late-{sparsity}-s3", 0.5)
+    assert {cell.arm for cell in read_source(folder).cells} == {"dense", "magnitude", "bitter7 late"}
+
+
 @pytest.mark.parametrize("once", [True, False])
 def test_watching_a_run_that_failed_says_why_and_ends(once, tmp_path, capsys):
     folder = stopped(make_run(tmp_path / "run"), 0.5, NAN)

@@ -139,7 +139,7 @@ def _cell(record: Record, more: Json | None = None) -> Cell:
     seed = config.get("seed", 0)
     dense = config.get("score") == "none"
     asked = 0.0 if dense else number(config.get("sparsity")) or 0.0
-    name = record.name.removesuffix(f"-s{seed}").removesuffix(f"-{asked:g}")
+    name = record.name.removesuffix(f"-s{seed}").removesuffix(f"-{asked:.12g}")
     return Cell(str(more.get("arm", name)), asked, seed if isinstance(seed, int) else 0, record, more)
 
 

@@ -1,9 +1,11 @@
 """A study folder: its runs as cells and what ``study_result.json`` concludes from them."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ..study.arms import slug
 from ..study.table import mixed_with
 from .kinds import STUDY, STUDY_RESULT, read_checked
 from .numbers import plain, short_percent
@@ -29,7 +31,13 @@ def read_study(folder: Path) -> Source:
         rows = rows_of(cells)
         notes.insert(0, "There is no study_result.json: means are taken from the runs, and there are no verdicts.")
     return Source(
-        folder.resolve().name, "study", _ordered(cells, study), rows, study, notes, _num_open(study, cells, result)
+        folder.resolve().name,
+        "study",
+        _ordered(_named(cells, study), study),
+        rows,
+        study,
+        notes,
+        _num_open(study, cells, result),
     )
 
 
@@ -39,6 +47,12 @@ def _num_open(study: Json, cells: Sequence[Cell], result: Json | None) -> int:
         return result["num_runs"] - result.get("num_finished", 0) - len(result.get("failed", ()))
     planned = sum(len(arm.get("cells", ())) for arm in study.get("arms", ()))
     return max(1, planned - sum(not cell.record.is_open for cell in cells))
+
+
+def _named(cells: Sequence[Cell], study: Json) -> list[Cell]:
+    """Cells with their arms as the study writes them: a run without an end is known by its folder, in plain letters."""
+    names = {slug(arm["name"]): arm["name"] for arm in study.get("arms", ()) if "name" in arm}
+    return [cell if cell.more else replace(cell, arm=names.get(cell.arm, cell.arm)) for cell in cells]
 
 
 def _ordered(cells: Sequence[Cell], study: Json) -> list[Cell]:
