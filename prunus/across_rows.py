@@ -34,16 +34,16 @@ class Rows:
     num: int
     part: Part
 
-    def total(self, numbers: Tensor, failed: Exception | None = None) -> Tensor:
+    def total(self, numbers: Tensor) -> Tensor:
         """Sum over ranks of what this one says, if it speaks for its part."""
-        return self.part.ranks.total(numbers if self.part.counts else torch.zeros_like(numbers), failed)
+        return self.part.ranks.total(numbers if self.part.counts else torch.zeros_like(numbers))
 
 
-def spanning(sources: Sequence[Lazy], failed: Exception | None = None) -> list[bool]:
+def spanning(sources: Sequence[Lazy]) -> list[bool]:
     """Whether the rows of each weight reach over several ranks; the same on all of them."""
     inputs = [source.part.along(_dims(source)[1]) for source in sources if source.part]
     flags = torch.tensor([int(part.whole != part.size) for part in inputs])
-    return ranks_of_all(sources).total(flags, failed).bool().tolist()
+    return ranks_of_all(sources).total(flags).bool().tolist()
 
 
 def cut_rows(source: Lazy, live: Packed, num_drop: int) -> Tensor:
@@ -65,9 +65,9 @@ def cut_groups(source: Lazy, live: Packed, group: int, drop: Callable[[Lazy, Ten
         is_torn = torn[columns // group]
         dropped[:, ~is_torn] = drop(source, scores[:, ~is_torn])
         places = torn.cumsum(0)[columns[is_torn] // group].sub_(1) * group + columns[is_torn] % group
-        together = scores.new_zeros(rows.num, int(torn.sum()) * group)
-        together[rows.held.unsqueeze(1), places] = scores[:, is_torn]
-        dropped[:, is_torn] = drop(source, rows.total(together))[rows.held.unsqueeze(1), places]
+        whole = scores.new_zeros(rows.num, int(torn.sum()) * group)
+        whole[rows.held.unsqueeze(1), places] = scores[:, is_torn]
+        dropped[:, is_torn] = drop(source, rows.total(whole))[rows.held.unsqueeze(1), places]
         return dropped
 
     return _by_rows(source, live, decide)

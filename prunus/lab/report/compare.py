@@ -247,7 +247,7 @@ def memory_of(cell: Cell) -> float | None:
     return own or (mebibytes * 2**20 if isinstance(mebibytes, int | float) else None)
 
 
-def cost_panels(source: Source, marks: Mapping[str, Mark]) -> list[Panel]:
+def cost_panels(source: Source) -> list[Panel]:
     """Time and peak memory by arm: a bar for the mean, a point for every run."""
     warm = [cell for cell in source.cells if not cell.more.get("cold")] or source.cells
     peak = max((memory_of(cell) or 0 for cell in source.cells), default=0)

@@ -67,7 +67,7 @@ def _compared(source: Source) -> list[Section]:
         Section("sparsity", "Sparsity", SPARSITY, _paths(source, marks), legend=_path_legend(source, marks)),
         Section("layers", "Layers", LAYERS if heat else NO_LAYERS, heat),
         Section("overlap", "Mask overlap", OVERLAP if overlaps else NO_OVERLAP, overlaps),
-        Section("cost", "Time and memory", _cost_text(source), cost_panels(source, marks)),
+        Section("cost", "Time and memory", _cost_text(source), cost_panels(source)),
     ]
 
 
