@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..mask import packed_masks
 from ..ops import bits
-from .dtypes import NAMES, dtype_name
+from .dtypes import dtype_name
 from .header import check_names
 from .read import Tensors
 
@@ -78,5 +78,3 @@ def _check(name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}")
     if tensor.layout != torch.strided or tensor.device.type == "meta" or hasattr(tensor, "full_tensor"):
         raise ValueError(f"{name} is no ordinary tensor in memory; gather it or make it dense first")
-    if tensor.dtype not in NAMES:
-        dtype_name(name, tensor.dtype)

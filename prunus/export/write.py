@@ -99,15 +99,12 @@ class Writer:
         packs = self.plan.small and not any(name + suffix in self.all_names for suffix in SUFFIXES)
         encoded = encode(tensor, packs)
         crc32 = checksum(encoded.parts) if self.plan.small else None
-        if not self.parts or (self.parts[-1].size and self.parts[-1].size + encoded.num_bytes > self.limit):
+        limit = self.plan.max_shard_bytes
+        if not self.parts or (self.parts[-1].size and self.parts[-1].size + encoded.num_bytes > limit):
             self._open()
         self.parts[-1].add(name, encoded, Record(spec.dtype, Layout(encoded.encoding, spec.shape), crc32))
         self.left.pop(name)
         self.rows.append(_row(name, encoded, tensor))
-
-    @property
-    def limit(self) -> int:
-        return self.plan.max_shard_bytes
 
     def finish(self) -> Saved:
         if not self.parts:
