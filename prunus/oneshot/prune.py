@@ -1,7 +1,7 @@
 """Prune a trained model: a strategy says which weights, a probe may say no to some of them."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from numbers import Real
@@ -20,13 +20,11 @@ from .limit import Progress
 from .memory import Peak
 from .objective import Loss, Objective
 from .offload import Offload
-from .probe import Probe, Probed, Prober
+from .probe import Finished, Probe, Probed, Prober
 from .result import Result, prune_
 from .samples import Samples, check_batches, samples_of
 from .session import Originals, quiet, unwrapped
 from .strategy import ScoreLike, Strategy, Work, default_select
-
-Finished = Callable[[Sequence[str], Probed], None]
 
 
 def prune(
