@@ -74,10 +74,6 @@ def kept(source: Lazy, live: Packed) -> Tensor:
     return live[source.name].clone() if source.name in live else bits.full(source.numel, source.device)
 
 
-def num_kept(source: Lazy, live: Packed) -> int:
-    return int(bits.count(live[source.name])) if source.name in live else source.numel
-
-
 def num_kept_each(sources: Sequence[Lazy], live: Packed) -> dict[str, int]:
     """Live elements of each weight, over all ranks, brought to the host at once."""
     everything = {source.name: source.whole_numel for source in sources}

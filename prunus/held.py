@@ -62,12 +62,11 @@ class HeldMasks:
         self.count()
         _HOLDING.setdefault(self.optimizer, weakref.WeakSet()).add(self)
 
-    def count(self) -> int:
-        """How many prunable weights the masks keep, on all ranks."""
+    def count(self) -> None:
+        """Set ``num_kept`` from the bits."""
         counted = [(n, p) for n, p in self.weights.items() if not self.parts or self.parts[n].counts]
         here = sum(int(bits.count(self.bits[n])) if n in self.bits else local(p).numel() for n, p in counted)
         self.num_kept = int(self.holders.total(torch.tensor([here]))) if self.holders else here
-        return self.num_kept
 
     def hold(self, packed: Mapping[str, Tensor], warm: bool) -> None:
         """Make these the masks and zero what they prune in the weights, and in optimizer state unless that is warm."""

@@ -62,7 +62,7 @@ def sources(name: str, shapes=SHAPES, weight=torch.float32, moment=torch.float32
 def by_kernel(given: list[Lazy], num_drop: int, live: dict | None = None) -> dict:
     low = driver.lowered(given)
     assert low is not None
-    num_live = sum(cut.num_kept(source, live or {}) for source in given)
+    num_live = sum(cut.num_kept_each(given, live or {}).values())
     num_dead = sum(source.numel for source in given) - num_live
     return driver.launch_cut(low, num_drop - num_dead, num_live, live or {}, tile=TILE).wait()
 
