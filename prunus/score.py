@@ -8,14 +8,13 @@ constant, and Adam's own eps guards denominators. Given, it is added in both pla
 scripts did with 1e-8, which drowns the moments of a clipped model and leaves nearly plain magnitude.
 """
 
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from .ops.hash import mixed
+from .ops.hash import mixed, start_of
 
 ROOT = 0.5  # a power that torch computes as the square root itself; its sqrt() is twenty times slower on zeros on x86
 
@@ -92,8 +91,7 @@ def movement(movement: Tensor) -> Tensor:
 
 def random(position: Tensor, *, name: str = "", seed: int = 0) -> Tensor:
     """Uniform noise in [0, 1): a hash of (seed, name, position), the same on every rank and at every event."""
-    start = zlib.crc32(name.encode()) << 31 ^ (seed * 0x9E3779B1 & 0x7FFFFFFF)
-    uniform = (mixed(position + start) >> 11 & (1 << 53) - 1).double().mul_(2.0**-53)
+    uniform = (mixed(position + start_of(name, seed)) >> 11 & (1 << 53) - 1).double().mul_(2.0**-53)
     return uniform.float().clamp_(max=1 - 2.0**-24)  # rounding to float32 may reach 1
 
 

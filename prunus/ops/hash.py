@@ -1,5 +1,7 @@
 """Integers that look random: hashes of positions."""
 
+import zlib
+
 from torch import Tensor
 
 
@@ -9,3 +11,8 @@ def mixed(words: Tensor) -> Tensor:
     words = (words ^ (words >> 30 & (1 << 34) - 1)) * -4658895280553007687
     words = (words ^ (words >> 27 & (1 << 37) - 1)) * -7723592293110705685
     return words ^ (words >> 31 & (1 << 33) - 1)
+
+
+def start_of(name: str, seed: int) -> int:
+    """What is added to the positions of a weight, so that those of another name or seed have other hashes."""
+    return zlib.crc32(name.encode()) << 31 ^ (seed * 0x9E3779B1 & 0x7FFFFFFF)

@@ -1,6 +1,5 @@
 """Sources as kernels read them: one formula, one dtype a register, a table of addresses."""
 
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +8,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from ..hash import start_of
 from ..source import Lazy
 from .formula import Formula, lower
 from .plan import TYPES, Plan, plan, plan_each
@@ -94,6 +94,5 @@ def _repeats(tensor: Tensor, weight: Tensor, name: str) -> bool:
 def _extra(source: Lazy, formula: Formula) -> int:
     """What random adds to positions, and after how many elements wanda's norms repeat."""
     if formula.name == "random":
-        name, seed = source.constants.get("name", ""), source.constants.get("seed", 0)
-        return zlib.crc32(name.encode()) << 31 ^ (seed * 0x9E3779B1 & 0x7FFFFFFF)
+        return start_of(source.constants.get("name", ""), source.constants.get("seed", 0))
     return source.reads["input_norm"].numel()
