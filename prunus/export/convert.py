@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from ..ops.compact import words_of
+from ..ops.bits import words_of
 from .files import new_folder
 from .folder import PLAIN, SMALL, copy_beside, ties_words
 from .read import open_tensors

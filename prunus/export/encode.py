@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ..ops import bits
-from ..ops.compact import compact, expand, nonzero, words_of
+from ..ops.bits import words_of
+from ..ops.compact import compact, expand, nonzero
 from .nofm import NOFM, Pattern, indices_of, mask_of, obeys, padded
 
 DENSE, BITMASK, SAME = "dense", "bitmask", "same"

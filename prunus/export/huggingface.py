@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ops.compact import words_of
+from ..ops.bits import words_of
 from ..ops.device import device_of
 from .dtypes import DTYPES
 from .files import new_folder

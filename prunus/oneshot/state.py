@@ -11,12 +11,12 @@ from torch import Tensor
 
 from ..eligible import Weight
 from ..files import write_atomically
+from ..ops.bits import words_of
 from .decide import Ratios
 from .limit import Trial
 from .probe import Probed
 
 FORMAT = "prunus-search-1"
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class State:
@@ -93,8 +93,7 @@ def fingerprint(weights: Mapping[str, Weight]) -> dict[str, list[int]]:
     """Shape and an exact sum of the bits of every weight."""
     found = {}
     for name, weight in weights.items():
-        words = weight.parameter.detach().reshape(-1).view(_WORDS[weight.parameter.element_size()])
-        found[name] = [*weight.parameter.shape, int(words.sum(dtype=torch.int64))]
+        found[name] = [*weight.parameter.shape, int(words_of(weight.parameter).sum(dtype=torch.int64))]
     return found
 
 

@@ -12,7 +12,12 @@ import torch
 from torch import Tensor
 
 PIECE = 1 << 18  # elements worked on at a time: temporaries of a megabyte stay in the cache
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def words_of(tensor: Tensor) -> Tensor:
+    """The flattened elements as integers of their width, bit for bit; a copy only if it is not contiguous."""
+    return tensor.detach().reshape(-1).view(WORDS[tensor.element_size()])
 
 
 def num_bytes(numel: int) -> int:
@@ -92,7 +97,7 @@ def zero_(tensor: Tensor, bits: Tensor) -> None:
 
         kernel(tensor, bits)
     elif tensor.is_cpu and tensor.is_contiguous():
-        _zero_on_cpu_(tensor.detach().view(-1).view(_INTEGERS[tensor.element_size()]), bits.numpy())
+        _zero_on_cpu_(words_of(tensor), bits.numpy())
     else:
         zero_reference_(tensor, bits)
 

@@ -13,17 +13,12 @@ import torch
 from torch import Tensor
 
 from . import bits
+from .bits import words_of
 from .threads import in_threads
 
 PIECE = 1 << 17  # elements a thread works on at a time, a multiple of 8: what it makes of them stays in its cache
-WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Array = np.ndarray[Any, Any]
-
-
-def words_of(tensor: Tensor) -> Tensor:
-    """The flattened elements as integers of their width, bit for bit; a copy only if it is not contiguous."""
-    return tensor.detach().reshape(-1).view(WORDS[tensor.element_size()])
 
 
 def nonzero_reference(tensor: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from prunus.export import load_sparse, save_sparse
-from prunus.ops.compact import words_of
+from prunus.ops.bits import words_of
 
 SPARE = 256 << 20  # bytes that a load may take beyond what the process has
 NUMBERS = [-1, -(2**63), 0, 1, 2, 3, 7, 8, 9, 64, 2**31, 2**32, 2**60, 2**62, 2**63, 2**64, 10**400, 1.5, True, None]

@@ -47,7 +47,7 @@ def drawn(size: int, dtype: torch.dtype, density: float = 0.5) -> torch.Tensor:
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    equal = torch.equal(compact.words_of(a), compact.words_of(b))
+    equal = torch.equal(bits.words_of(a), bits.words_of(b))
     return a.dtype == b.dtype and a.shape == b.shape and equal
 
 
@@ -111,11 +111,11 @@ def test_kernels_equal_their_definitions(size, dtype, monkeypatch):
     monkeypatch.setattr(kernels, "SCANNED", 512)
     monkeypatch.setattr(kernels, "COUNTED", 4)
     tensor = drawn(size, dtype)
-    words = compact.words_of(tensor).to(DEVICE)
+    words = bits.words_of(tensor).to(DEVICE)
     packed = kernels.nonzero(words)
     values = kernels.compact(words, packed)
     assert torch.equal(packed.cpu(), nonzero_reference(tensor))
-    assert torch.equal(values.cpu(), compact.words_of(compact_reference(tensor, packed.cpu())))
+    assert torch.equal(values.cpu(), bits.words_of(compact_reference(tensor, packed.cpu())))
     assert torch.equal(kernels.expand(values, packed, size), words)
 
 

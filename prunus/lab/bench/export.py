@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ...export import load_sparse, save_sparse
-from ...ops.compact import compact, expand, nonzero, words_of
+from ...ops.bits import words_of
+from ...ops.compact import compact, expand, nonzero
 from .measure import median_ms
 
 GOALS = {("float32", 0.5): 0.535, ("bfloat16", 0.5): 0.566, ("float32", 0.8): 0.235, ("bfloat16", 0.8): 0.27}

@@ -1,14 +1,13 @@
 """Zeroing a tensor by its mask."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..bits import words_of
 from .launch import launch
 
 BLOCK = 1024
-WIDTHS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @triton.jit
@@ -23,5 +22,5 @@ def zero_kernel(words, mask, numel, BLOCK: tl.constexpr):
 def zero_(tensor: Tensor, packed: Tensor) -> None:
     """Zero a contiguous tensor where its packed mask is not set."""
     if tensor.numel():
-        words = tensor.detach().view(-1).view(WIDTHS[tensor.element_size()])
+        words = words_of(tensor)
         launch(zero_kernel, (triton.cdiv(words.numel(), BLOCK),), (words, packed, words.numel()), {"BLOCK": BLOCK})
