@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ..ops.device import wait_for
+
 
 @dataclass
 class Clock:
@@ -29,8 +31,7 @@ class Clock:
 
     def _switch(self) -> None:
         """Book the time since the last switch on the part that is open."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        wait_for(self.device)
         now = time.perf_counter()
         if self._parts:
             self.seconds[self._parts[-1]] = self.seconds.get(self._parts[-1], 0.0) + now - self._since

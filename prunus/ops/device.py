@@ -1,4 +1,4 @@
-"""Devices that are really there."""
+"""Devices that are really there, and what they have under way."""
 
 import torch
 
@@ -11,3 +11,9 @@ def device_of(name: torch.device | str) -> torch.device:
     except (RuntimeError, AssertionError):  # torch says it in either way
         raise ValueError(f"there is no device {str(name)!r} here; the CPU is always there: cpu") from None
     return device
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until a GPU has done what it was given; a CPU has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -3,7 +3,6 @@
 import json
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from ...schedule import Ramp
 from ...shard import Ranks
 from ...stats import score_of, sources
 from ...training import Event, Pruner
-from .measure import median_ms, synchronize
+from .measure import median_ms, timed
 
 RANKS = (1, 2, 4)
 TOKENS = 64  # rows of the batch of each rank
@@ -70,7 +69,7 @@ def events_ms(pruners: list[Pruner], device: torch.device) -> list[float]:
     for number in range(1, EVENTS + 1):
         for pruner, found in zip(pruners, times, strict=True):
             pruner.step = 10**6 + number
-            found.append(timed_ms(pruner.update, device))
+            found.append(1e3 * timed(pruner.update, device)[0])
             pruner.step = 0
     return [statistics.median(found[1:]) for found in times]
 
@@ -80,16 +79,8 @@ def interleaved_ms(arms: list[Callable[[], None]], repeat: int, device: torch.de
     times: list[list[float]] = [[] for _ in arms]
     for _ in range(repeat + 1):
         for arm, found in zip(arms, times, strict=True):
-            found.append(timed_ms(arm, device))
+            found.append(1e3 * timed(arm, device)[0])
     return [statistics.median(found[1:]) for found in times]
-
-
-def timed_ms(arm: Callable[[], None], device: torch.device) -> float:
-    synchronize(device)
-    started = time.perf_counter()
-    arm()
-    synchronize(device)
-    return 1e3 * (time.perf_counter() - started)
 
 
 def row_of(layers: int, dim: int, sparsity: float, repeat: int, device: torch.device) -> dict[str, Any]:

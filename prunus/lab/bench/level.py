@@ -4,7 +4,6 @@ Its weights are random: this says what a level costs, nothing about quality.
 """
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from ...oneshot import Probe, prune
 from ..prune_profile import Sampler, utilisation_reader
-from .measure import synchronize
+from .measure import timed
 from .prune import largest_gradient
 
 PEAK = 989e12  # bfloat16 FLOP/s of a H100 or H200 without sparsity, as its data sheet says
@@ -72,7 +71,7 @@ def bench_level(level: Level, sparsity: float, device: torch.device) -> list[dic
 def _ours(level: Level, schedule: Any, sparsity: float, device: torch.device) -> dict[str, Any]:
     marks: list[float] = []
     with Sampler(utilisation_reader(device)).running() as busy:
-        seconds, result = _timed(
+        seconds, result = timed(
             lambda: prune(
                 level.model,
                 [level.tokens],
@@ -104,17 +103,9 @@ def _plain(level: Level, device: torch.device) -> dict[str, Any]:
     for i in chosen:
         record = partial(largest_gradient, level.model, level.model.model.layers[i].mlp.up_proj.weight)
         record(samples[:1])  # warms up
-        seconds += _timed(partial(record, samples), device)[0]
+        seconds += timed(partial(record, samples), device)[0]
     for parameter, flag in flags:
         parameter.requires_grad_(flag)
     passes = 2 * KINDS * num * len(level.tokens)
     a_pass = seconds / len(chosen) / len(samples)
     return {"way": "plainly, scaled", "seconds": passes * a_pass, "passes": passes}
-
-
-def _timed(work: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
-    synchronize(device)
-    began = time.perf_counter()
-    found = work()
-    synchronize(device)
-    return time.perf_counter() - began, found

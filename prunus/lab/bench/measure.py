@@ -9,14 +9,16 @@ import time
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from ...ops.device import wait_for
 from ..files import write_json
 from ..tracking import commit, environment, machine
 
 STATUS = Path("/proc/self/status")
+Result = TypeVar("Result")
 
 
 def median_ms(function: Callable[[], object], repeat: int, device: torch.device, before: Callable[[], object]) -> float:
@@ -24,12 +26,21 @@ def median_ms(function: Callable[[], object], repeat: int, device: torch.device,
     times: list[float] = []
     while len(times) <= repeat and (len(times) < 4 or sum(times) < 20_000):  # a slow rival is measured fewer times
         before()
-        synchronize(device)
+        wait_for(device)
         started = time.perf_counter()
-        function()
-        synchronize(device)
+        function()  # what it returns is freed within its time
+        wait_for(device)
         times.append(1e3 * (time.perf_counter() - started))
     return statistics.median(times[1:])
+
+
+def timed(work: Callable[[], Result], device: torch.device) -> tuple[float, Result]:
+    """Seconds of a call that begins and ends with nothing under way on the device, and what it returned."""
+    wait_for(device)
+    started = time.perf_counter()
+    found = work()
+    wait_for(device)
+    return time.perf_counter() - started, found
 
 
 def peak_extra_mib(function: Callable[[], object], device: torch.device, after: Callable[[], object]) -> float | None:
@@ -52,7 +63,7 @@ def _peak_of_call(function: Callable[[], object], device: torch.device) -> float
         torch.cuda.reset_peak_memory_stats()
         base = torch.cuda.memory_allocated()
         result = function()
-        synchronize(device)
+        wait_for(device)
         del result
         return (torch.cuda.max_memory_allocated() - base) / 2**20
     if not STATUS.is_file():
@@ -88,11 +99,6 @@ def copy_gb_s(device: torch.device) -> float | None:
     source = torch.empty(1 << 30, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / queued_ms(lambda: target.copy_(source), 9, device) / 1e6
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def _status_kib(key: str) -> int:

@@ -1,6 +1,5 @@
 """The gradient probe and one-shot WANDA on a small Llama, beside the same done plainly, in one process."""
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,8 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from ...eligible import Weight, eligible
 from ...oneshot import Probe, prune
 from ...oneshot.head import head_of
+from ...ops.device import wait_for
 from ...select import PerRow
-from .measure import median_ms, synchronize
+from .measure import median_ms, timed
 from .prune_parts import parts_of
 
 SHAPE = {"hidden_size": 288, "intermediate_size": 768, "num_hidden_layers": 6, "num_attention_heads": 6}
@@ -163,7 +163,7 @@ WAYS: dict[str, tuple[Callable[[Task], Masks], Callable[[Task], Masks]]] = {
 def probe_parts(task: Task, device: torch.device) -> list[dict[str, Any]]:
     """Where the time of our side of the probe goes, from a run of its own: the clocks would show in the other."""
     with restored(task.model):
-        return parts_of(lambda: ours(task, Probe(TAU)), lambda: synchronize(device))
+        return parts_of(lambda: ours(task, Probe(TAU)), lambda: wait_for(device))
 
 
 def head_share(task: Task) -> float:
@@ -185,7 +185,7 @@ def bench_prune(task: Task, repeat: int, device: torch.device) -> list[dict[str,
         masks: list[Masks] = [{}, {}]
         for _ in range(min(repeat, 3) if "probe" not in name else 1):
             for side, way in enumerate((fast, plain)):
-                masks[side], seconds = _timed(task, way, device)
+                seconds, masks[side] = _timed(task, way, device)
                 times[side].append(seconds)
         flops = [_flops(task.with_windows(8), way) for way in (fast, plain)]
         rows.append(_row(name, [sorted(each)[len(each) // 2] for each in times], masks, flops))
@@ -208,13 +208,9 @@ def _layer(repeat: int, device: torch.device) -> dict[str, Any]:
     return _row("WANDA, 4096 x 4096", times, found, [0, 0])
 
 
-def _timed(task: Task, way: Callable[[Task], Masks], device: torch.device) -> tuple[Masks, float]:
+def _timed(task: Task, way: Callable[[Task], Masks], device: torch.device) -> tuple[float, Masks]:
     with restored(task.model):
-        synchronize(device)
-        began = time.perf_counter()
-        masks = way(task)
-        synchronize(device)
-        return masks, time.perf_counter() - began
+        return timed(lambda: way(task), device)
 
 
 def _flops(task: Task, way: Callable[[Task], Masks]) -> int:

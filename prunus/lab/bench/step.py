@@ -1,9 +1,9 @@
 """What holding a sparsity costs in a training step: ours beside what others do."""
 
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from ...training import Pruner
 from ..data.shape import TokenShape
 from ..evaluate import loss_of
 from ..models import build
-from .measure import synchronize
+from .measure import timed
 
 
 @dataclass(frozen=True)
@@ -120,11 +120,7 @@ def bench_step(tokens: int, fused: bool, repeat: int, sparsity: float, device: t
     times: dict[str, list[float]] = {name: [] for name in arms}
     for inputs, targets in _batches(tokens, context, repeat + 3, device):
         for name, arm in arms.items():
-            synchronize(device)
-            started = time.perf_counter()
-            arm.step(inputs, targets)
-            synchronize(device)
-            times[name].append(1e3 * (time.perf_counter() - started))
+            times[name].append(1e3 * timed(partial(arm.step, inputs, targets), device)[0])
     rows = []
     for name, measured in times.items():
         dense_times = times[BESIDE.get(name, "dense")]

@@ -2,15 +2,16 @@
 
 import gc
 import statistics
-import time
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
+from ...ops.device import wait_for
 from ..run import Run
 from ..trainer import Training
-from .measure import synchronize
+from .measure import timed
 
 ARMS: dict[str, dict[str, Any]] = {
     "dense, torch AdamW(fused=True)": {"score": "none", "optimizer": "adamw"},
@@ -27,12 +28,12 @@ def bench_train(base: Run, warm: int, rounds: int) -> list[dict[str, Any]]:
         gc.collect()
         torch.cuda.empty_cache()
         training = Training(replace(base, **fields))
-        for _ in range(warm):
-            training.train_step()
-        synchronize(training.device)
+        _steps(training, warm)
+        wait_for(training.device)
         if training.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        times = [_timed_round(training, base.every) for _ in range(rounds)]
+        a_round = partial(_steps, training, base.every)
+        times = [1e3 * timed(a_round, training.device)[0] / base.every for _ in range(rounds)]
         rows.append(
             {
                 "arm": name,
@@ -45,18 +46,13 @@ def bench_train(base: Run, warm: int, rounds: int) -> list[dict[str, Any]]:
                 "sparsity": training.sparsity(),
             }
         )
-        del training
+        del training, a_round
     return rows
 
 
-def _timed_round(training: Training, steps: int) -> float:
-    """Milliseconds a step."""
-    synchronize(training.device)
-    started = time.perf_counter()
-    for _ in range(steps):
+def _steps(training: Training, num: int) -> None:
+    for _ in range(num):
         training.train_step()
-    synchronize(training.device)
-    return 1e3 * (time.perf_counter() - started) / steps
 
 
 def _mib(measure: Any) -> float:

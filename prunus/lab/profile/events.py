@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
+from ...ops.device import wait_for
 from ..trainer import Training
 from .split import Split, only_event
-from .trace import traced, wait_for
+from .trace import traced
 
 NUM_EVENTS = 3
 BEFORE_ANY = -10  # a count of steps at which no schedule has an event, and weights that may come back still may

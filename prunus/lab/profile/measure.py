@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
+from ...ops.device import wait_for
 from ..data import TokenData
 from ..prune_profile import Sampler, utilisation_reader
 from ..run import Run
@@ -17,7 +18,7 @@ from .events import between_events, due_events, events_twice, plain_step, seek_e
 from .memory import Memory, measured_memory
 from .parts import fused, instrument
 from .split import Split, split_of
-from .trace import traced, wait_for
+from .trace import traced
 
 TRACED = 5  # steps that are traced at most: a trace of hundreds fills the memory
 STRETCHES = 5

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from ...ops.device import wait_for
 from ...training import Pruner
 from ..memory import peak
 from ..trainer import Training
-from .trace import allocated, traced, wait_for
+from .trace import allocated, traced
 
 READY = "prunus gradients of bytes: "
 

@@ -4,9 +4,10 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+from ...ops.device import wait_for
 from ...optim import AdamWPrune
 from ..trainer import Training
-from .trace import part, wait_for
+from .trace import part
 
 PARTS = {
     "data": "batches from the data set",

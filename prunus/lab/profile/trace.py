@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from ...ops.device import wait_for
+
 PREFIX = "prunus: "
 WINDOW = "other"  # the outermost part: what is in no other
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -73,11 +75,6 @@ def _quiet() -> Iterator[None]:
 def part(name: str) -> record_function:
     """A part of the work, as a context."""
     return record_function(PREFIX + name)
-
-
-def wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 @dataclass(frozen=True)
