@@ -6,7 +6,7 @@ from typing import Annotated
 
 import tyro
 
-from ..lab.run import Run
+from ..lab.run import Run, read_run
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,6 @@ Command.__doc__ = Run.__doc__
 def run(command: Command) -> None:
     asked = command.run
     if asked.resume:
-        from ..lab.tracking import read_run
-
         asked = asked.continuing(read_run(asked.out))
     asked.check_launch()
     _train(asked, live=command.live)

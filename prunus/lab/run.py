@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..schedule import Constant, OneShot, Ramp, Schedule, check_sparsity
+from .files import read_json
 
 ScoreName = Literal[
     "none",
@@ -240,3 +241,14 @@ class Run:
                 )
         kept = saved.parallel if self.parallel == "none" and is_launched() else self.parallel
         return replace(saved, out=self.out, resume=True, parallel=kept)
+
+
+def read_run(folder: Path) -> Run:
+    """The run that a folder holds."""
+    path = folder / "run.json"
+    if not path.is_file():
+        raise ValueError(f"{folder} is not a run folder: it has no run.json")
+    try:
+        return Run.from_json(read_json(path)["run"])
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path} cannot be read: {error!r}") from error

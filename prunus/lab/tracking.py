@@ -132,14 +132,3 @@ class Silent:
 
     def result(self, values: dict[str, Any]) -> None:
         pass
-
-
-def read_run(folder: Path) -> Run:
-    """The run that a folder holds."""
-    path = folder / "run.json"
-    try:
-        return Run.from_json(json.loads(path.read_text())["run"])
-    except FileNotFoundError:
-        raise ValueError(f"{folder} is not a run folder: it has no run.json") from None
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error

@@ -22,9 +22,9 @@ from .keeping import resume, save
 from .models import build
 from .parallel import Team, team_of
 from .recipe import Data, data_of, device_named, learning_rate, make_optimizer, make_pruner
-from .run import Run, is_restarted
+from .run import Run, is_restarted, read_run
 from .trackers import check_installed
-from .tracking import Silent, Tracker, read_run
+from .tracking import Silent, Tracker
 
 Progress = Callable[[int, dict[str, Any]], None]  # called after each step with what is known then
 

@@ -16,8 +16,7 @@ from prunus.lab import pieces
 from prunus.lab.checkpoint import save_checkpoint
 from prunus.lab.keeping import resume, save
 from prunus.lab.parallel import Team, join
-from prunus.lab.run import Parallel, Run
-from prunus.lab.tracking import read_run
+from prunus.lab.run import Parallel, Run, read_run
 from prunus.lab.trainer import Training, train
 from prunus.ops import bits
 

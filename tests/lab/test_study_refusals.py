@@ -6,7 +6,7 @@ import pytest
 from study_command import ASKED, study
 
 from prunus.cli import main
-from prunus.lab.study.folder import read_json
+from prunus.lab.files import read_json
 
 CHANGED = {
     "base": (("--set", "lr=2e-3"), "has lr = 0.001, not 0.002"),

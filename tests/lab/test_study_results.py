@@ -10,9 +10,10 @@ import torch
 from study_command import ASKED, Quiet, losses, rows, stamps, study
 
 from prunus.cli import main
+from prunus.lab.files import read_json
 from prunus.lab.report.read import read_record
 from prunus.lab.run import Run
-from prunus.lab.study.folder import Folder, read_json
+from prunus.lab.study.folder import Folder
 from prunus.lab.study.masks import jaccard, save_masks
 from prunus.lab.study.merge import merge
 from prunus.lab.study.page import page

@@ -18,9 +18,10 @@ from report_pages import page_of
 from study_command import ASKED, Quiet, losses, rows, stamps, study
 
 from prunus.cli import main
+from prunus.lab.files import read_json
 from prunus.lab.run import Run
 from prunus.lab.study.arms import Arm
-from prunus.lab.study.folder import Folder, read_json
+from prunus.lab.study.folder import Folder
 from prunus.lab.study.page import page
 from prunus.lab.study.plan import make_plan
 from prunus.lab.study.runner import Options, Worker, estimate

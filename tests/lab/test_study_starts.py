@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from prunus.lab.files import read_json
 from prunus.lab.run import Run
 from prunus.lab.study.fields import parse_arm
-from prunus.lab.study.folder import Folder, read_json
+from prunus.lab.study.folder import Folder
 from prunus.lab.study.plan import make_plan
 from prunus.lab.study.runner import Options, Worker
 from prunus.lab.study.starts import Starts, num_shared

@@ -1,15 +1,14 @@
 """The folder of a study: what was planned, what is finished, what failed, and who is at it."""
 
 import fcntl
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..files import write_json
-from ..run import Run
+from ..files import read_json, write_json
+from ..run import read_run
 from .keys import canonical, key_of
 from .plan import FORMAT, Cell, Plan, extended
 
@@ -104,22 +103,3 @@ class Folder:
                 yield False
                 return
             yield True
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} should hold an object, but holds a {type(values).__name__}")
-    return values
-
-
-def read_run(folder: Path) -> Run:
-    """The run that a folder holds; as ``tracking.read_run``, without loading torch."""
-    values = read_json(folder / "run.json")
-    try:
-        return Run.from_json(values["run"])
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{folder / 'run.json'} cannot be read: {error!r}") from error

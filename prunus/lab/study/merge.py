@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..files import write_json
-from .folder import Folder, read_json, read_run
+from ..files import read_json, write_json
+from ..run import read_run
+from .folder import Folder
 from .keys import key_of
 from .plan import extended
 from .results import update

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from ..bench.markdown import table, where
+from ..files import read_json
 from ..profile.page import compile_section
-from .folder import Folder, read_json
+from .folder import Folder
 from .keys import num_examples, shared_fields
 from .plan import Plan
 from .results import summary

@@ -22,9 +22,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..files import write_json
+from ..files import read_json, write_json
 from ..run import Run
-from .folder import Folder, read_json
+from .folder import Folder
 from .keys import canonical, key_of
 from .plan import Cell, Plan
 from .statistics import ACCURACY, PERPLEXITY, Metric, Paired, deviation, mean, paired, verdict

@@ -13,12 +13,12 @@ from typing import Any, Protocol
 import torch
 
 from ..checkpoint import save_checkpoint
-from ..files import write_json
+from ..files import read_json, write_json
 from ..recipe import Data, data_of
-from ..run import Run
+from ..run import Run, read_run
 from ..tracking import machine
 from ..trainer import Progress, Training, train
-from .folder import Folder, read_json, read_run
+from .folder import Folder
 from .keys import key_of, num_examples
 from .masks import keep_masks
 from .plan import Cell
