@@ -190,28 +190,15 @@ class Run:
 
     def step_of(self, moment: int | float) -> int:
         """A step given as such, or as a fraction of the run."""
-        if isinstance(moment, int):
-            return moment
-        if not 0 <= moment <= 1:
-            raise ValueError(f"a fraction of the run lies in [0, 1], got {moment}; give a whole number for a step")
-        return round(moment * self.total_steps)
+        return moment if isinstance(moment, int) else round(moment * self.total_steps)
 
     def sparsity_schedule(self) -> Schedule:
+        """In steps; a ValueError where it does not lie within the run."""
         if self.schedule == "constant":
             return Constant(self.sparsity)
-        begin, end = self.step_of(self.begin), self.step_of(self.end)
         if self.schedule == "one_shot":
-            self._check_within("begin", begin)
-            return OneShot(self.sparsity, begin)
-        ramp = Ramp(self.sparsity, begin, end, self.schedule)
-        self._check_within("end", end)
-        return ramp
-
-    def _check_within(self, name: str, step: int) -> None:
-        if step > self.total_steps:
-            raise ValueError(
-                f"{name} is step {step}, but the run has {self.total_steps}: it would end before its sparsity"
-            )
+            return OneShot(self.sparsity, self.begin).over(self.total_steps)
+        return Ramp(self.sparsity, self.begin, self.end, self.schedule).over(self.total_steps)
 
     def to_json(self) -> dict[str, Any]:
         """Every field as JSON holds it, but for ``resume``, which is not part of what is computed."""
