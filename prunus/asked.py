@@ -5,10 +5,13 @@ from numbers import Integral
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .allocate import allocate
 from .regrow import Regrow
+from .schedule import Schedule
+from .select import NofM, PerLayer, Selector
 from .stats import score_of
 
 
@@ -50,6 +53,8 @@ def check_options(options: Mapping[str, Any]) -> None:
         if not fits(value):
             raise ValueError(f"{name} must be {expected}; got {_shown(value)}")
     score_of(options.get("score", "bitter7"), options.get("score_options") or {})
+    if options.get("schedule") is None and options.get("masks") is None:
+        raise ValueError("say how sparse: pass schedule=Ramp(...), OneShot(...) or Constant(...), or masks to hold")
 
 
 def check_order(model: object, optimizer: object) -> None:
@@ -59,6 +64,18 @@ def check_order(model: object, optimizer: object) -> None:
             "a Pruner takes a model, then the optimizer that trains it: Pruner(model, optimizer, ...); "
             f"got {type(model).__name__} and {type(optimizer).__name__}"
         )
+
+
+def check_together(
+    select: Selector, schedule: Schedule | None, regrow: Regrow | None, weights: Mapping[str, Tensor], is_sharded: bool
+) -> None:
+    """Refuse a selector, a schedule and a regrowth that do not go with each other, or not with these weights."""
+    if isinstance(select, NofM) and schedule:
+        select.check(schedule)
+    if regrow:
+        regrow.check(schedule, select, is_sharded)
+    if isinstance(select, PerLayer) and schedule:
+        allocate({name: weight.shape for name, weight in weights.items()}, schedule.final, select.allocate)
 
 
 def _shown(value: object) -> str:

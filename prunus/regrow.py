@@ -6,7 +6,7 @@ still 0, so that right after an event there are more zeros than the masks prune.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -193,10 +193,10 @@ def _by_row(scores: Sequence[Lazy], sparsity: float, sides: tuple[Packed, Packed
 
 
 def keep_warm(
-    optimizer: Optimizer, weights: Mapping[str, nn.Parameter], packed: Packed, is_on: Callable[[], bool]
+    optimizer: Optimizer, weights: Iterable[nn.Parameter], zero: Callable[[], None], is_on: Callable[[], bool]
 ) -> list[RemovableHandle]:
-    """Hooks on the optimizer's step that let it see pruned weights, while ``is_on``, and zero them after it."""
-    mine = frozenset(weights.values())
+    """Hooks on the optimizer's step that let it see pruned weights, while ``is_on``, and ``zero`` them after it."""
+    mine = frozenset(weights)
 
     def before(*_: Any) -> None:
         if isinstance(optimizer, AdamWPrune):
@@ -205,7 +205,7 @@ def keep_warm(
     def after(*_: Any) -> None:
         if isinstance(optimizer, AdamWPrune):
             optimizer.warm -= mine
-        for name, mask in packed.items() if is_on() else ():
-            bits.zero_(local(weights[name]), mask)
+        if is_on():
+            zero()
 
     return [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]

@@ -12,8 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from .allocate import allocate
-from .asked import check_options, check_order
+from .asked import check_options, check_order, check_together
 from .cut import num_kept_each
 from .eligible import eligible
 from .gradients import MaskedGradients, Movement, check_captured, is_initialising, is_skipped, unwrapped
@@ -25,7 +24,7 @@ from .regrow import Regrow, keep_warm, selected
 from .saved import checked_masks, reshard_masks, saved_masks, taken_sums
 from .schedule import Schedule
 from .score import SCORES
-from .select import Global, NofM, PerLayer, Selector
+from .select import Global, Selector
 from .shard import is_dtensor, local, parts_of, ranks_of
 from .stats import MOMENTS, InputNorms, check_eps, check_moments, check_parameters, score_of, sources
 from .summary import Event, Report, report
@@ -71,13 +70,9 @@ class Pruner:
             {"schedule": schedule, "select": select, "every": every, "regrow": regrow, "masks": masks}
             | {"score": score, "score_options": score_options, "score_dtype": score_dtype, "on_event": on_event}
         )
-        if schedule is None and masks is None:
-            raise ValueError("say how sparse: pass schedule=Ramp(...), OneShot(...) or Constant(...), or masks to hold")
         optimizer = unwrapped(optimizer)
         check_order(model, optimizer)
         schedule = schedule and schedule.over(None)  # fractions are for those who know the length of the run
-        if isinstance(select, NofM) and schedule:
-            select.check(schedule)
         self.model, self.optimizer, self.regrow = model, optimizer, regrow
         self.select, self.schedule, self.every = select, schedule, every
         self.score_options = dict(score_options or {})
@@ -85,16 +80,13 @@ class Pruner:
         self._score_name = score if isinstance(score, str) else getattr(score, "__name__", type(score).__name__)
         self.score_dtype, self.on_event = score_dtype, on_event
         self.step = 0
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        self._eligible = eligible(model, include, exclude, held)
+        trained = [p for of_group in optimizer.param_groups for p in of_group["params"]]
+        self._eligible = eligible(model, include, exclude, trained)
         self._weights = {weight.name: weight.parameter for weight in self._eligible.weights}
         self._num_weights = sum(p.numel() for p in self._weights.values())
         self._ranks = ranks_of(self._weights, group)
         self._parts = parts_of(self._weights, self._ranks)
-        if regrow:
-            regrow.check(schedule, select, self._parts is not None)
-        if isinstance(select, PerLayer) and schedule:
-            allocate({name: p.shape for name, p in self._weights.items()}, schedule.final, select.allocate)
+        check_together(select, schedule, regrow, self._weights, self._parts is not None)
         check_eps(self._weights, optimizer)
         self._held = HeldMasks(self._weights, optimizer, self._ranks, self._parts)
         self._held.check_free()
@@ -235,7 +227,7 @@ class Pruner:
     def _attach(self) -> list[RemovableHandle]:
         optimizer, regrowing = self.optimizer, lambda: self._regrowing
         handles = [
-            *(keep_warm(optimizer, self._weights, self._bits, regrowing) if self.regrow else ()),
+            *(keep_warm(optimizer, self._weights.values(), self._held.zero_weights, regrowing) if self.regrow else ()),
             *([optimizer.register_step_post_hook(self._held.zero_weights)] if self._held.needs_zeroing else ()),
             optimizer.register_step_post_hook(self._after_step),
             optimizer.register_load_state_dict_post_hook(self._held.take_over),

@@ -13,6 +13,7 @@ from prunus.asked import check_options
 RAMP = Ramp(0.5, 2, 14)
 WRONG = [
     ({"schedule": 0.5}, r"schedule.*Ramp\(.*got 0\.5"),
+    ({"schedule": None}, "say how sparse"),
     ({"schedule": "linear"}, r"schedule.*got 'linear'"),
     ({"schedule": Ramp}, r"schedule.*got <class"),
     ({"select": "global"}, r"select.*Global\(\).*'global'"),

@@ -25,8 +25,6 @@ class Plan:
     def __post_init__(self) -> None:
         signature(Pruner).bind(None, None, **self.options)
         check_options(self.options)
-        if self.options.get("schedule") is None and self.options.get("masks") is None:
-            raise ValueError("say how sparse: pass schedule=Ramp(0.5, begin=0.1, end=0.85), or masks to hold")
 
     def begin(
         self, model: nn.Module, optimizer: Optimizer, num_steps: int | None, last: Pruner | None = None
