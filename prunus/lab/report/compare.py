@@ -1,18 +1,16 @@
-"""Arms against each other: quality over sparsity, differences with intervals, overlap of masks, time and memory."""
+"""Arms against each other: quality over sparsity, differences with intervals, overlap of masks."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from statistics import median
 from typing import Any
 
-from .numbers import duration, fixed, memory, percent, plain, short_percent, signed
-from .panel import GRID, INK, MUTED, PAPER, Mark, Number, Panel, Table, Trace, axis, layout
-from .source import Cell, Row, Source, mean_of
+from .numbers import fixed, percent, plain, short_percent, signed
+from .panel import BAR, INK, LONG, MUTED, PAPER, Mark, Number, Panel, Table, Trace, axis, dots, layout
+from .source import Row, Source
 
 FAR = 10.0
-BAR = 26  # pixels a row of a chart with arms below each other
-LONG = 36  # letters of a label beside which half a page leaves no room for a chart
 
 
 def ranking(source: Source) -> list[str]:
@@ -115,19 +113,10 @@ def _differences(rows: Sequence[Row], marks: Mapping[str, Mark], source: Source,
     unit = "perplexity" if source.record.metric == "perplexity" else "accuracy, points"
     low, high = _extent(rows)
     better = "left" if source.record.metric == "perplexity" else "right"
-    said = [f"{escape(row.arm)}: {escape(row.verdict)}" for row in rows]
-    trace = {
-        "type": "scatter",
-        "mode": "markers",
-        "x": [row.difference for row in rows],
-        "y": [_label(row) for row in rows],
+    trace = dots([_label(row) for row in rows], [row.difference for row in rows], [_mark(row, marks) for row in rows])
+    trace |= {
         "error_x": {"array": [row.half_width or 0 for row in rows], "color": MUTED, "thickness": 1.5, "width": 0},
-        "marker": {
-            "color": [_mark(row, marks).colour for row in rows],
-            "symbol": [_mark(row, marks).symbol for row in rows],
-            "size": 10,
-        },
-        "text": said,
+        "text": [f"{escape(row.arm)}: {escape(row.verdict)}" for row in rows],
         "hovertemplate": "%{text}<extra></extra>",
     }
     return Panel(
@@ -202,7 +191,8 @@ def overlap_panels(source: Source, marks: Mapping[str, Mark]) -> list[Panel]:
 def _overlap(rows: Sequence[Row], marks: Mapping[str, Mark], sparsity: float) -> Panel:
     chance = sparsity / (2 - sparsity)  # expected for two masks that know nothing of each other
     values = {row.arm: row.overlap for row in rows}
-    trace = _dots([row.arm for row in rows], [row.overlap for row in rows], [_mark(row, marks) for row in rows])
+    labels = [escape(row.arm) for row in rows]
+    trace = dots(labels, [row.overlap for row in rows], [_mark(row, marks) for row in rows])
     trace["hovertemplate"] = "%{y}: %{x:.3f}<extra></extra>"
     line = {"type": "line", "x0": chance, "x1": chance, "yref": "paper", "y0": 0, "y1": 1}
     words = "; ".join(f"{arm} {fixed(value, 3)}" for arm, value in values.items())
@@ -224,75 +214,6 @@ def _overlap(rows: Sequence[Row], marks: Mapping[str, Mark], sparsity: float) ->
         height=80 + BAR * len(rows),
         is_wide=any(len(arm) > LONG for arm in values),
     )
-
-
-def _dots(names: Sequence[str], values: Sequence[float | None], marks: Sequence[Mark]) -> Trace:
-    return {
-        "type": "scatter",
-        "mode": "markers",
-        "x": list(values),
-        "y": [escape(name) for name in names],
-        "marker": {"color": [m.colour for m in marks], "symbol": [m.symbol for m in marks], "size": 10},
-    }
-
-
-def seconds_of(cell: Cell) -> float | None:
-    return (cell.record.result or {}).get("seconds")
-
-
-def memory_of(cell: Cell) -> float | None:
-    """Bytes at the peak; older folders do not know it."""
-    own = (cell.record.result or {}).get("peak_memory")
-    mebibytes = cell.more.get("peak_mib")
-    return own or (mebibytes * 2**20 if isinstance(mebibytes, int | float) else None)
-
-
-def cost_panels(source: Source) -> list[Panel]:
-    """Time and peak memory by arm: a bar for the mean, a point for every run."""
-    warm = [cell for cell in source.cells if not cell.more.get("cold")] or source.cells
-    peak = max((memory_of(cell) or 0 for cell in source.cells), default=0)
-    size, letter = (2**30, "GiB") if peak >= 2**30 else (2**20, "MiB")
-    panels = [
-        _cost("Training time", ("seconds", 1.0, duration), seconds_of, (source, warm)),
-        _cost("Peak memory", (letter, size, memory), memory_of, (source, source.cells)),
-    ]
-    return [panel for panel in panels if panel.table.rows]
-
-
-def _cost(
-    title: str,
-    unit: tuple[str, float, Callable[[float | None], str]],
-    of: Callable[[Cell], float | None],
-    what: tuple[Source, Sequence[Cell]],
-) -> Panel:
-    (name, size, show), (source, cells) = unit, what
-    found = {arm: [v for cell in cells if cell.arm == arm and (v := of(cell))] for arm in reversed(source.arms)}
-    found = {arm: values for arm, values in found.items() if values}
-    means = {arm: mean_of(values) or 0.0 for arm, values in found.items()}
-    bars = {"type": "bar", "orientation": "h", "marker": {"color": GRID}, "hoverinfo": "skip", "width": 0.62}
-    bars |= {"x": [mean / size for mean in means.values()], "y": [escape(arm) for arm in means]}
-    every = [(arm, value) for arm, values in found.items() for value in values]
-    dots = _dots([arm for arm, _ in every], [value / size for _, value in every], [Mark(MUTED) for _ in every])
-    dots["marker"]["size"] = 6
-    dots |= {"text": [f"{escape(arm)}: {show(value)}" for arm, value in every]}
-    dots |= {"hovertemplate": "%{text}<extra></extra>"}
-    words = "; ".join(f"{arm} {show(mean)}" for arm, mean in reversed(means.items()))
-    return Panel(
-        title,
-        f"{title} by arm, mean over runs: {words or 'not recorded'}.",
-        [bars, dots],
-        layout(axis(name, rangemode="tozero"), axis("", type="category", dtick=1), hovermode="closest"),
-        Table(f"{title}, mean over runs", ["arm", name, "runs"], [_cost_row(a, means, found, size) for a in means]),
-        height=80 + BAR * len(means),
-        is_wide=any(len(arm) > LONG for arm in means),
-    )
-
-
-def _cost_row(
-    arm: str, means: Mapping[str, float], found: Mapping[str, Sequence[float]], size: float
-) -> list[str | Number]:
-    value, runs = means[arm] / size, len(found[arm])
-    return [arm, Number(plain(value), value), Number(str(runs), runs)]
 
 
 def _percent(value: float) -> Number:

@@ -1,12 +1,12 @@
-"""What happened during training: loss, quality and sparsity, of one run or of arms side by side."""
+"""What happened during training: loss and quality, of one run or of arms side by side."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from html import escape
 from typing import Any
 
 from .numbers import count, percent, plain, short_percent
-from .panel import INK, MUTED, Mark, Number, Panel, Table, Trace, axis, layout
+from .panel import MUTED, Mark, Number, Panel, Table, Trace, axis, layout
 from .read import Json, Record, number
 from .source import Row, Source, mean_of, scale_of
 
@@ -101,9 +101,9 @@ def _quality_panel(record: Record, x: Mapping[str, Any]) -> Panel:
     quality, name = points([record], quality_at(record)), metric_name(record)
     hover = "%{y:.5g}<extra></extra>"
     rows = [
-        [_count(line["step"]), _count(line["step"] * record.per_step)]
-        + [_number(line["eval"].get(key)) for key in ("loss", "perplexity", "accuracy")]
-        + [_number(line.get("sparsity"), percent)]
+        [count_cell(line["step"]), count_cell(line["step"] * record.per_step)]
+        + [number_cell(line["eval"].get(key)) for key in ("loss", "perplexity", "accuracy")]
+        + [number_cell(line.get("sparsity"), percent)]
         for line in thinned(record.evals, MAX_ROWS)
     ]
     columns = ["step", record.unit, "held-out loss", "perplexity", "accuracy", "sparsity"]
@@ -119,10 +119,10 @@ def _quality_panel(record: Record, x: Mapping[str, Any]) -> Panel:
 def _run_table(record: Record, lines: Sequence[Json]) -> Table:
     rows = [
         [
-            _count(line["step"]),
-            _count(line["step"] * record.per_step),
-            _number(line["loss"]),
-            _number(line.get("lr"), lambda value: plain(value, 3)),
+            count_cell(line["step"]),
+            count_cell(line["step"] * record.per_step),
+            number_cell(line["loss"]),
+            number_cell(line.get("lr"), lambda value: plain(value, 3)),
         ]
         for line in lines
     ]
@@ -186,7 +186,11 @@ def _compared_table(series: Mapping[str, list[Point]], name: str, record: Record
     by_step = {arm: {p.step: p.mean for p in line} for arm, line in series.items()}
     steps = sorted({step for line in by_step.values() for step in line})
     rows = [
-        [_count(step), _count(step * record.per_step), *(_number(line.get(step)) for line in by_step.values())]
+        [
+            count_cell(step),
+            count_cell(step * record.per_step),
+            *(number_cell(line.get(step)) for line in by_step.values()),
+        ]
         for step in thinned(steps, MAX_ROWS)
     ]
     return Table(f"{name}, mean over seeds", ["step", record.unit, *series], rows)
@@ -219,84 +223,16 @@ def _band(line: Sequence[Point], mark: Mark) -> list[Trace]:
     ]
 
 
-def shared_paths(records: Mapping[str, Record]) -> dict[tuple[tuple[int, float], ...], list[str]]:
-    """Arms by the path that their sparsity took."""
-    paths: dict[tuple[tuple[int, float], ...], list[str]] = {}
-    for arm, record in records.items():
-        paths.setdefault(_path(record), []).append(arm)
-    return paths
-
-
-def sparsity_panel(records: Mapping[str, Record], marks: Mapping[str, Mark], title: str = "") -> Panel:
-    """Sparsity over steps: asked for at events as a line, counted from the zeros at evaluations as points.
-
-    Arms that took the same path are one line.
-    """
-    paths = shared_paths(records)
-    traces: list[Trace] = []
-    rows: list[list[str | Number]] = []
-    for path, arms in paths.items():
-        mark, name = path_mark(arms, marks), ", ".join(arms)
-        traces += _path_traces(path, records[arms[0]], mark, name)
-        rows += [[name, _count(step), _number(share, _exact)] for step, share in path[1:-1]]
-    has_events = any(record.events for record in records.values())
-    what = "asked for at every event" if has_events else "counted at every evaluation"
-    said = "; ".join(f"{', '.join(arms)}: {percent(path[-1][1])} at step {path[-1][0]}" for path, arms in paths.items())
-    return Panel(
-        f"Sparsity over steps{title}",
-        f"Sparsity over steps, at the end: {said}.",
-        traces,
-        layout(axis("step", rangemode="tozero"), axis("", tickformat=".0%", rangemode="tozero"), hovermode="closest"),
-        Table(f"Sparsity {what}", ["arm", "step", "sparsity"], thinned(rows, MAX_ROWS)),
-    )
-
-
-def path_mark(arms: Sequence[str], marks: Mapping[str, Mark]) -> Mark:
-    """Ink for the path that most arms take, magnitude among them; else the look of the first arm with a colour."""
-    if len(arms) > 1 and "magnitude" in arms:
-        return Mark(INK)
-    return replace(max((marks[arm] for arm in arms), key=lambda mark: mark.width), dash="solid")
-
-
-def _path(record: Record) -> tuple[tuple[int, float], ...]:
-    """What events asked for, or what was counted where the folder does not hold them."""
-    known = [(event["step"], number(event.get("sparsity")) or 0.0) for event in record.events] or _counted(record)
-    last = known[-1][1] if known else 0.0
-    return ((0, 0.0), *known, (max(record.last_step, 1), last))
-
-
-def _counted(record: Record) -> list[tuple[int, float]]:
-    return [(line["step"], line["sparsity"]) for line in record.evals if number(line.get("sparsity")) is not None]
-
-
-def _path_traces(path: Sequence[tuple[int, float]], record: Record, mark: Mark, name: str) -> list[Trace]:
-    counted = _counted(record)
-    line = {"color": mark.colour, "width": mark.width, "dash": mark.dash, "shape": "hv"}
-    asked: Trace = {"type": "scatter", "mode": "lines", "line": line, "name": escape(name)}
-    asked |= {"x": [step for step, _ in path], "y": [share for _, share in path]}
-    asked |= {"hovertemplate": "%{y:.2%} asked<extra>%{fullData.name}</extra>"}
-    return [
-        *([asked] if record.events else []),
-        {"type": "scatter", "mode": "markers", "name": escape(name), "x": [step for step, _ in counted]}
-        | {"y": [share for _, share in counted], "marker": {"size": 6, "color": mark.colour, "symbol": mark.symbol}}
-        | {"hovertemplate": "%{y:.4%} counted<extra>%{fullData.name}</extra>"},
-    ]
-
-
-def _exact(value: float | None) -> str:
-    return percent(value, 2)
-
-
 def _in_words(name: str, line: Sequence[Point], record: Record) -> str:
     if not line:
         return f"{name}: nothing recorded."
     return f"{name} from {plain(line[0].mean)} to {plain(line[-1].mean)} over {count(line[-1].x)} {record.unit}."
 
 
-def _count(value: int) -> Number:
+def count_cell(value: int) -> Number:
     return Number(f"{value:,}", value)
 
 
-def _number(value: object, show: Callable[[float | None], str] = plain) -> Number:
+def number_cell(value: object, show: Callable[[float | None], str] = plain) -> Number:
     found = number(value)
     return Number(show(found), found)

@@ -12,6 +12,8 @@ COLOURS = {"dense": INK, "magnitude": "var(--magnitude)", "random": "var(--rando
 DASHES = {"dense": "solid", "magnitude": "dash", "random": "dot"}
 SYMBOLS = ("circle", "square", "diamond", "triangle-up")
 NUM_COLOURS = 4
+BAR = 26  # pixels a row of a chart with arms below each other
+LONG = 36  # letters of a label beside which half a page leaves no room for a chart
 
 
 @dataclass(frozen=True)
@@ -110,4 +112,15 @@ def layout(x: Mapping[str, Any], y: Mapping[str, Any], **more: Any) -> dict[str,
         "showlegend": False,
         "hoverlabel": {"bgcolor": "var(--card)", "bordercolor": "var(--rule)", "font": {"color": INK}},
         **more,
+    }
+
+
+def dots(labels: Sequence[str], values: Sequence[float | None], marks: Sequence[Mark]) -> Trace:
+    """A point a row; labels may hold markup."""
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "x": list(values),
+        "y": list(labels),
+        "marker": {"color": [m.colour for m in marks], "symbol": [m.symbol for m in marks], "size": 10},
     }

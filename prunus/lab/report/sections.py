@@ -5,11 +5,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..run import Run
-from .compare import cost_panels, difference_panels, memory_of, outside, overlap_panels, quality_panel, ranking
-from .curves import compared_panels, path_mark, run_panels, shared_paths, sparsity_panel
+from .compare import difference_panels, outside, overlap_panels, quality_panel, ranking
+from .cost import cost_panels, memory_of
+from .curves import compared_panels, run_panels
 from .layers import compared_maps, run_map
 from .numbers import fixed, plain, short_percent, signed
 from .panel import Mark, Number, Section, Table, Word, marks_of
+from .paths import path_mark, shared_paths, sparsity_panel
 from .read import Record, changed, number
 from .source import CONTROLS, Row, Source
 

@@ -1,6 +1,7 @@
 """What the numbers say, in sentences: the headline, the lines below it, and the figures that stand out."""
 
-from .compare import apart, memory_of
+from .compare import apart
+from .cost import memory_of
 from .numbers import count, duration, fixed, memory, percent, plain, short_percent, signed
 from .read import Record, number
 from .source import Row, Source, mean_of, scale_of
