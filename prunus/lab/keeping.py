@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..ops.device import said_by_linux
 from .checkpoint import checkpoint_of, drop_pieces, load_checkpoint, save_checkpoint
 from .named import cut_as, from_names, to_names
 
@@ -44,8 +45,5 @@ def resume(training: "Training") -> None:
 
 def _fits_in_memory(path: Path) -> bool:
     """Whether all pieces together leave room in main memory; where that cannot be told they do."""
-    memory = Path("/proc/meminfo")
-    if not memory.is_file():
-        return True
-    available = next((line for line in memory.read_text().splitlines() if line.startswith("MemAvailable")), None)
-    return available is None or 1.25 * sum(f.stat().st_size for f in path.iterdir()) < 1024 * int(available.split()[1])
+    available = said_by_linux("meminfo", "MemAvailable")
+    return available is None or 1.25 * sum(f.stat().st_size for f in path.iterdir()) < available

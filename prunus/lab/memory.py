@@ -6,6 +6,8 @@ from pathlib import Path
 
 import torch
 
+from ..ops.device import said_by_linux
+
 
 def reset_peak(device: torch.device) -> None:
     """Begin to measure anew, so that a run does not answer for the one before it in the same process."""
@@ -20,10 +22,8 @@ def peak(device: torch.device) -> int:
     """Bytes at the peak since ``reset_peak``; 0 where the system does not say."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    status = Path("/proc/self/status")
-    if status.is_file():
-        lines = [line.split() for line in status.read_text().splitlines() if line.startswith("VmHWM:")]
-        return int(lines[0][1]) * 1024 if lines else 0
+    if (found := said_by_linux("self/status", "VmHWM")) is not None:
+        return found
     try:
         import resource
     except ImportError:

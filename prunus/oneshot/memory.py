@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from ..ops.device import said_by_linux
 from .offload import Offload, saving
 
 SHARE = {"cpu": 0.25, "cuda": 0.7}  # of the free memory that a pass may take
@@ -19,8 +19,7 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached
-    found = [line.split()[1] for line in _lines("/proc/meminfo") if line.startswith("MemAvailable")]
-    return int(found[0]) << 10 if found else 1 << 32
+    return said_by_linux("meminfo", "MemAvailable") or 1 << 32
 
 
 def batch_size(saved_bytes: int, device: torch.device) -> int:
@@ -70,10 +69,4 @@ class Peak:
     def bytes(self) -> int:
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
-        found = [line.split()[1] for line in _lines("/proc/self/status") if line.startswith("VmHWM")]
-        return int(found[0]) << 10 if found else 0
-
-
-def _lines(path: str) -> list[str]:
-    file = Path(path)
-    return file.read_text().splitlines() if file.is_file() else []
+        return said_by_linux("self/status", "VmHWM") or 0

@@ -13,11 +13,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from ...ops.device import wait_for
+from ...ops.device import said_by_linux, wait_for
 from ..files import write_json
 from ..tracking import commit, environment, machine
 
-STATUS = Path("/proc/self/status")
 Result = TypeVar("Result")
 
 
@@ -66,14 +65,14 @@ def _peak_of_call(function: Callable[[], object], device: torch.device) -> float
         wait_for(device)
         del result
         return (torch.cuda.max_memory_allocated() - base) / 2**20
-    if not STATUS.is_file():
+    if said_by_linux("self/status", "VmHWM") is None:
         return None
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
-    base = _status_kib("VmRSS")
+    base = said_by_linux("self/status", "VmRSS") or 0
     result = function()
     del result
-    return (_status_kib("VmHWM") - base) / 2**10
+    return ((said_by_linux("self/status", "VmHWM") or 0) - base) / 2**20
 
 
 def queued_ms(function: Callable[[], object], repeat: int, device: torch.device) -> float:
@@ -99,10 +98,6 @@ def copy_gb_s(device: torch.device) -> float | None:
     source = torch.empty(1 << 30, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / queued_ms(lambda: target.copy_(source), 9, device) / 1e6
-
-
-def _status_kib(key: str) -> int:
-    return int(re.findall(rf"{key}:\s+(\d+)", STATUS.read_text())[0])
 
 
 def record(what: str, settings: dict[str, Any], rows: list[dict[str, Any]], folder: Path) -> Path:
