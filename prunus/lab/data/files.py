@@ -1,7 +1,5 @@
 """Reading files: bytes behind any compression, and tokens by the file's suffix."""
 
-from __future__ import annotations
-
 import gzip
 import lzma
 import zlib

@@ -1,7 +1,5 @@
 """Labelled images: shuffled and, if asked, cropped and flipped for training; in order for validation."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

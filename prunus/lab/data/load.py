@@ -1,7 +1,5 @@
 """From a name or a path to data. Nothing is downloaded, and nothing is written."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

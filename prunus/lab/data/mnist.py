@@ -1,7 +1,5 @@
 """MNIST and its kin: four idx files, plain or gz (http://yann.lecun.com/exdb/mnist)."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

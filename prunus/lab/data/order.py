@@ -4,8 +4,6 @@ Nothing here remembers what was drawn before, so a resumed run sees what an unbr
 a rank that asks for a part of a batch gets that part: batch ``2 s + r`` of size n is half r of batch s of size 2 n.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import lru_cache
 from hashlib import blake2b

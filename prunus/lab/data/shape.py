@@ -1,7 +1,5 @@
 """What a model must know of its data."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

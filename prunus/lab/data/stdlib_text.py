@@ -1,7 +1,5 @@
 """Python's own standard library as text: the data that is there wherever prunus is."""
 
-from __future__ import annotations
-
 import os
 import sys
 import sysconfig

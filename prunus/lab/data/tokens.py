@@ -1,7 +1,5 @@
 """Windows of tokens: shuffled without replacement for training, in order for validation."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

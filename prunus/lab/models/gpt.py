@@ -1,7 +1,5 @@
 """GPT-2 (Radford et al. 2019): a pre-norm transformer with learned positions and a head tied to the embedding."""
 
-from __future__ import annotations
-
 import math
 from collections import OrderedDict
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """LeNet-5 (LeCun et al. 1998) with ReLU and max-pooling in place of tanh and trained subsampling."""
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 from torch.nn import functional as F
 

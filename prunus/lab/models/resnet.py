@@ -1,7 +1,5 @@
 """ResNets (He et al. 2015, https://arxiv.org/abs/1512.03385): 18 and 50 for images of any size, 20 for CIFAR."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
