@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from .markdown import section, table
+from .markdown import number, section, table
 from .page import newest_of
 
 LATENCY_US = 100.0  # of a small all-reduce over 8 nodes of 8 GPUs
@@ -83,8 +83,8 @@ def _measured(record: dict[str, Any]) -> str:
             f"{row['ranks']} ranks, gloo" if "ranks" in row else row["way"],
             f"{row['event_ms']:.2f}",
             f"{row['bytes_exchanged']:,.0f}" if "bytes_exchanged" in row else "0",
-            "" if row["plain_step_ms"] is None else f"{row['plain_step_ms']:.2f}",
-            "" if row["pruned_step_ms"] is None else f"{row['pruned_step_ms']:.2f}",
+            number(row["plain_step_ms"], "{:.2f}"),
+            number(row["pruned_step_ms"], "{:.2f}"),
             "" if row["plain_step_ms"] is None else f"{row['pruned_step_ms'] / row['plain_step_ms'] - 1:+.1%}",
         )
         for row in record["rows"]

@@ -83,7 +83,7 @@ def _select(record: dict[str, Any]) -> str:
             f"{row['ms'] / ours['ms']:.2f}",
             "not measured" if row["extra_mib"] is None else f"{row['extra_mib']:.1f}",
             f"{row['kept_too_many']:,}",
-            "" if row["edge_error"] is None else f"{row['edge_error']:+.2%}",
+            number(row["edge_error"], "{:+.2%}"),
         )
         for row in rows
     ]
@@ -122,8 +122,8 @@ def _train(record: dict[str, Any]) -> str:
             f"{row['ratio']:.4f}",
             f"{row['spread']:.2f}",
             f"{row['tokens_a_second']:,.0f}",
-            "" if row["peak_mib"] is None else f"{row['peak_mib']:,.0f}",
-            "" if row["steady_mib"] is None else f"{row['steady_mib']:,.1f}",
+            number(row["peak_mib"], "{:,.0f}"),
+            number(row["steady_mib"], "{:,.1f}"),
         )
         for row in record["rows"]
     ]
@@ -156,7 +156,7 @@ def _export(record: dict[str, Any]) -> str:
             f"{row['pack_gb_s']:.2f}",
             f"{row['unpack_gb_s']:.2f}",
             f"{row['size']:.4f}",
-            "" if row["size_goal"] is None else f"{row['size_goal']:g}",
+            number(row["size_goal"], "{:g}"),
         )
         for row in record["rows"]
     ]

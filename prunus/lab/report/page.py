@@ -3,7 +3,7 @@
 import hashlib
 import json
 from base64 import b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,8 @@ def render(source: Source) -> str:
     except ImportError as error:
         raise ValueError(f"a report needs {error.name}: pip install 'prunus[report]'") from None
     parts = sections(source)
-    data = [_figure(panel.traces, panel.layout, panel.height) for part in parts for panel in part.panels]
+    panels = [panel for part in parts for panel in part.panels]
+    data = [{"data": panel.traces, "layout": panel.layout, "height": panel.height} for panel in panels]
     library, own = _inline(get_plotlyjs()), _inline(_file("page.js"))
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(_file("page.html"))
     return template.render(
@@ -65,10 +66,6 @@ def _policy(scripts: Sequence[str]) -> str:
 def _inline(script: str) -> str:
     """A script as it may stand in a page: nothing in it ends its element, and lines end as HTML has them."""
     return script.replace("\r\n", "\n").replace("\r", "\n").replace("</script", "<\\/script").replace("<!--", "<\\!--")
-
-
-def _figure(traces: Sequence[Mapping[str, Any]], layout: Mapping[str, Any], height: int) -> dict[str, Any]:
-    return {"data": traces, "layout": layout, "height": height}
 
 
 def _json(value: Any) -> str:
