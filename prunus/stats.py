@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary, finalize
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.modules.module import _global_forward_hooks_with_kwargs, register_module_forward_hook
 from torch.utils.hooks import RemovableHandle
 
 from .eligible import CONVOLUTIONS, TRANSPOSED, Weight, is_conv1d, plain_name
@@ -218,12 +218,12 @@ class InputNorms(AbstractContextManager["InputNorms"]):
                 sums[name] = sums[name] + squares if name in sums else squares
 
         self._handle = register_module_forward_hook(add, with_kwargs=True)
-        finalize(self, self._handle.remove)  # the hook is global: it must not outlive what it collects for
+        finalize(self, _remove, self._handle)  # the hook is global: it must not outlive what it collects for
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._handle is not None:
-            self._handle.remove()
+            _remove(self._handle)
         self._handle = None
 
     def listen(self, on: bool) -> None:
@@ -255,6 +255,11 @@ class InputNorms(AbstractContextManager["InputNorms"]):
             else None
         )
         return found
+
+
+def _remove(handle: RemovableHandle) -> None:
+    handle.remove()
+    _global_forward_hooks_with_kwargs.pop(handle.id, None)  # which torch leaves there, and torch.compile warns of
 
 
 def input_squares(module: nn.Module, x: Tensor) -> Tensor:

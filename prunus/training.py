@@ -111,6 +111,13 @@ class Pruner:
             f"in {len(self._weights)} weights)"
         )
 
+    def __reduce__(self) -> str:
+        """Refuse copies and pickles: they would hang on no optimizer and hold nothing."""
+        raise TypeError(
+            "a Pruner cannot be copied or pickled, since it hangs on its optimizer; save its state_dict(), or copy the "
+            "model and the optimizer, which has the masks, and make a Pruner for them"
+        )
+
     @property
     def masks(self) -> Masks:
         """Boolean masks by name, True where the weight stays; all True before the first event.

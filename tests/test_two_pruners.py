@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import pickle
 
 import pytest
 import torch
@@ -100,6 +101,16 @@ def test_a_loaded_or_copied_optimizer_begins_without_one(make):
     assert pruner_of(twin, optimizer).digest() == first.digest()
     both = copy.deepcopy({"model": model, "optimizer": first.optimizer})
     assert pruner_of(both["model"], both["optimizer"]).digest() == first.digest()
+
+
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps], ids=["copy", "deepcopy", "pickle"])
+def test_a_copy_which_would_hold_nothing_is_refused(make, copied):
+    model = net()
+    pruner = pruner_of(model, make(model))
+    train(model, pruner.optimizer, range(6))
+    with pytest.raises(TypeError, match=r"^a Pruner cannot be copied or pickled[^\n]*state_dict\(\)[^\n]*$"):
+        copied(pruner)
 
 
 def test_nothing_is_kept_alive_by_it():
