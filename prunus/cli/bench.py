@@ -54,6 +54,7 @@ class Command:
 
 
 def run(command: Command) -> None:
+    _check(command)
     import torch
 
     from ..ops.device import device_of
@@ -78,6 +79,19 @@ def run(command: Command) -> None:
         _finish(command, "update", *_update(command, device))
     else:
         _finish(command, command.what, *MEASURES[command.what](command, device))
+
+
+def _check(command: Command) -> None:
+    """Refuse sizes of which nothing could be measured."""
+    from ..schedule import check_sparsity
+
+    check_sparsity(command.sparsity)
+    for name in ("layers", "dim", "tokens", "context", "batch", "blocks", "windows", "length", "megabytes", "repeat"):
+        value = getattr(command, name)
+        if min(value, default=0) < 1 if isinstance(value, tuple) else value < 1:
+            raise ValueError(f"--{name} must be at least 1, got {value}")
+    if command.threads < 0:
+        raise ValueError(f"--threads must be at least 0, which leaves torch's choice, got {command.threads}")
 
 
 Measured = tuple[dict[str, Any], list[dict[str, Any]]]

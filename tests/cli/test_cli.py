@@ -136,6 +136,21 @@ def test_missing_data_and_unknown_commands_are_refused(tmp_path, capsys):
     assert "run.json" in refused(capsys, "train", "--resume", "--out", tmp_path / "run")
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--sparsity 2", "[0, 1)"),
+        ("--layers 0", "--layers must be at least 1"),
+        ("--repeat 0", "--repeat must be at least 1"),
+        ("--tokens 8 0", "--tokens must be at least 1"),
+        ("--threads -1", "--threads must be at least 0"),
+    ],
+)
+def test_nothing_is_measured_of_impossible_sizes(options, said, tmp_path, capsys):
+    assert said in refused(capsys, "bench", "select", "--results", tmp_path / "results", *options.split())
+    assert not (tmp_path / "results").exists()
+
+
 @pytest.mark.parametrize("command", ["eval", "export", "doctor"])
 def test_an_argument_that_is_missing_is_named(command, capsys):
     line = refused(capsys, command)
