@@ -60,12 +60,15 @@ def run(command: Command) -> None:
 
 
 def _check_read(command: Command, what: str) -> None:
-    """Refuse an option that this call would not read."""
+    """Refuse an option that this call would not read, and numbers that it could not."""
     for option in fields(command):
         read = option.name in READ[what] if what else option.name not in ("slim", "page")
         if not read and option.name != "words" and getattr(command, option.name) != option.default:
             name = {"field": "set"}.get(option.name, option.name).replace("_", "-")
             raise ValueError(f"{f'study {what}' if what else 'a study'} does not read --{name}; leave it off")
+    for name, value in (("time-limit", command.time_limit), ("save-every", command.save_every)):
+        if not value >= 0:
+            raise ValueError(f"--{name} must be at least 0, which is none, got {value}")
 
 
 def _run(command: Command, started: float) -> None:

@@ -75,6 +75,8 @@ def test_mistakes_are_one_line(base, tmp_path, capsys):
         ("--set", "out=here"): "out is not for runs of a study",
         ("merge", "x"): "study merge does not read --base",
         ("--slim",): "a study does not read --slim",
+        ("--time-limit", "-3"): "--time-limit must be at least 0",
+        ("--save-every", "-3"): "--save-every must be at least 0",
     }.items():
         assert study(base, tmp_path / "study", *options) == 2
         error = capsys.readouterr().err
