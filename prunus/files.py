@@ -9,11 +9,15 @@ from typing import BinaryIO
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Write beside ``path`` and move it there: a reader sees the old file or the new one, never a part."""
     part = path.with_name(path.name + ".part")
-    with part.open("wb") as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
+    try:
+        with part.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except BaseException:  # a full disk is not to be filled by parts
+        part.unlink(missing_ok=True)
+        raise
     flushed(path.parent)
 
 

@@ -237,6 +237,14 @@ def test_a_report_is_made_without_torch(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+def test_a_folder_in_the_place_of_the_page_is_refused_and_nothing_lies_beside_it(tmp_path, capsys):
+    make_run(tmp_path / "run")
+    with pytest.raises(SystemExit):
+        main(["report", str(tmp_path / "run"), "--out", str(tmp_path)])
+    assert f"give its name too: {tmp_path / 'report.html'}" in capsys.readouterr().err
+    assert not list(tmp_path.parent.glob("*.part"))
+
+
 def test_a_missing_package_is_named(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     make_run(tmp_path / "run")

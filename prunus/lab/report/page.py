@@ -17,8 +17,10 @@ def write_report(folder: Path, out: Path | None = None) -> Path:
     """Write the page of a run or study folder, whole or not at all, and return where it is."""
     from ...files import write_atomically
 
-    page = render(read_source(folder))
     target = out or folder / "report.html"
+    if target.is_dir():
+        raise ValueError(f"{target} is a folder, but the page is a file; give its name too: {target / 'report.html'}")
+    page = render(read_source(folder))
     target.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(target, lambda file: file.write(page.encode(errors="replace")))  # JSON may hold half a letter
     return target
