@@ -29,6 +29,9 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> None:
     """Run ``prunus COMMAND ...``; bad input ends in one line and exit code 2."""
     args = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a letter that the terminal lacks ends no study
+            stream.reconfigure(errors="replace")
     if not args or args[0] in ("-h", "--help"):
         print(_overview())
         return

@@ -197,6 +197,13 @@ def test_a_training_shows_its_charts_itself_and_ends_with_the_same_result(tmp_pa
     assert "live" not in json.loads((tmp_path / "a" / "run.json").read_text())["run"]
 
 
+def test_a_letter_that_the_terminal_lacks_is_a_question_mark(tmp_path):
+    folder = make_study(tmp_path / "study", ["dense", "magnitude", "spät"], (0.5,))
+    env = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([*WATCH, str(folder), "--once"], capture_output=True, text=True, env=env, timeout=60)
+    assert done.returncode == 0 and "sp?t" in done.stdout
+
+
 def test_a_folder_that_is_none_is_one_line(tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         main(["watch", str(tmp_path / "nowhere")])
