@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -24,7 +24,7 @@ from .parallel import Team, team_of
 from .recipe import Data, data_of, device_named, learning_rate, make_optimizer, make_pruner
 from .run import Run, is_restarted, read_run
 from .trackers import check_installed
-from .tracking import Silent, Tracker
+from .tracking import Silent, Tracker, held
 
 Progress = Callable[[int, dict[str, Any]], None]  # called after each step with what is known then
 
@@ -180,9 +180,12 @@ def train(
     if run.resume:
         run = run.continuing(read_run(run.out))
     check_installed(run.track)
-    with team_of(run) as team:
+    with team_of(run) as team, ExitStack() as stack:
         run = team.first(lambda: _begun(run))
         training = Training(run, data, team)
+        if team.is_first:
+            stack.enter_context(held(run.out))
+            _begun(run)  # another process may have been here meanwhile
         if run.resume:
             resume(training)
         tracker = Tracker.open(run, training.step) if team.is_first else Silent()

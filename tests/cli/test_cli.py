@@ -9,8 +9,9 @@ from typing import get_args
 import pytest
 
 from prunus.cli import COMMANDS, main
-from prunus.lab.models import MODELS
+from prunus.lab.models import MODELS, build
 from prunus.lab.run import ModelName, Run, ScoreName
+from prunus.lab.tracking import held
 from prunus.score import SCORES
 
 FAST = "--model gpt2-tiny --context 8 --batch 2 --steps 6 --every 2 --eval-size 2 --warmup 1".split()
@@ -162,6 +163,27 @@ def test_a_folder_in_use_is_not_overwritten(text, tmp_path, capsys):
     (tmp_path / "run" / "mine.txt").write_text("mine")
     assert "--resume" in refused(capsys, "train", *FAST, "--data", text, "--out", tmp_path / "run")
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["mine.txt"]
+
+
+def test_a_folder_that_another_process_trains_in_is_left_alone(text, tmp_path, capsys):
+    options = (*FAST, "--data", text, "--out", tmp_path / "run")
+    with held(tmp_path / "run"):
+        assert "another process trains" in refused(capsys, "train", *options)
+    main([str(option) for option in ("train", *options)])
+    capsys.readouterr()
+    with held(tmp_path / "run"):
+        assert "another process trains" in refused(capsys, "train", "--resume", "--out", tmp_path / "run")
+
+
+def test_of_two_trainings_that_begin_at_once_the_later_is_refused(text, tmp_path, capsys, monkeypatch):
+    def built(*args):
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "metrics.jsonl").write_text("the other's")
+        return build(*args)
+
+    monkeypatch.setattr("prunus.lab.trainer.build", built)
+    assert "not empty" in refused(capsys, "train", *FAST, "--data", text, "--out", tmp_path / "run")
+    assert [path.read_text() for path in (tmp_path / "run").iterdir()] == ["the other's"]
 
 
 @pytest.mark.parametrize(
