@@ -6,17 +6,9 @@ import pytest
 import torch
 from reference import DRAWS, draw, keep_largest, keep_largest_of_runs, num_dropped, same
 from torch import nn
-from toys import (
-    NAMES,
-    Conv1D,
-    adamw,
-    adamw_prune,
-    assert_pruned_are_zero,
-    net,
-    train,
-)
+from toys import NAMES, RAMP, Conv1D, adamw, adamw_prune, assert_pruned_are_zero, net, regrowing, sgd, train
 
-from prunus import Constant, Global, NofM, OneShot, PerLayer, PerRow, Pruner, Ramp, Regrow
+from prunus import Constant, Global, NofM, OneShot, PerLayer, PerRow, Ramp, Regrow
 from prunus.allocate import allocate
 from prunus.lab.run import Run
 from prunus.ops import bits
@@ -25,15 +17,6 @@ from prunus.regrow import Swap, selected
 from prunus.score import REGROWTH
 
 SELECTORS = [Global(), PerLayer(), PerLayer("depth"), PerLayer("erk"), PerRow()]
-RAMP = Ramp(0.7, 2, 18, "linear")
-
-
-def sgd(model, **options):
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1, **options)
-
-
-def pruner_of(model, optimizer, **options):
-    return Pruner(model, optimizer, **{"schedule": RAMP, "every": 4, "regrow": Regrow(0.3)} | options)
 
 
 def runs_of(select, score, sparsity, dead):
@@ -140,7 +123,7 @@ def test_an_event_swaps_exactly_what_the_definition_says(make, by, select):
         live.update(expected)
 
     options = {"score": "magnitude", "select": select, "regrow": Regrow(0.3, by), "on_event": check}
-    pruner = pruner_of(model, optimizer, **options)
+    pruner = regrowing(model, optimizer, **options)
     train(model, optimizer, range(24))
     assert len(swaps) == 4 and swaps[0] == swaps[-1] == 0 and all(swaps[1:-1])
     assert_pruned_are_zero(pruner)
@@ -149,7 +132,7 @@ def test_an_event_swaps_exactly_what_the_definition_says(make, by, select):
 def test_rows_of_transposed_weights_keep_their_counts():
     model = nn.Sequential(nn.Linear(8, 12), Conv1D(20, 12))
     optimizer = adamw(model)
-    pruner = pruner_of(model, optimizer, select=PerRow(), regrow=Regrow(0.5))
+    pruner = regrowing(model, optimizer, select=PerRow(), regrow=Regrow(0.5))
     for step in range(12):
         optimizer.zero_grad()
         model(torch.randn(5, 8)).square().sum().backward()
@@ -173,7 +156,7 @@ def test_rows_of_transposed_weights_keep_their_counts():
 def test_what_it_cannot_go_with_is_refused_in_one_line(options, text):
     model = net()
     with pytest.raises(ValueError, match=text) as error:
-        pruner_of(model, adamw(model), **options)
+        regrowing(model, adamw(model), **options)
     assert "\n" not in str(error.value)
 
 
@@ -187,14 +170,14 @@ def test_parameters_out_of_range_are_refused(fraction, by):
 def test_an_optimizer_without_what_is_read_is_refused_after_its_first_step(momentum, by):
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
-    pruner_of(model, optimizer, score="magnitude", regrow=Regrow(0.1, by))
+    regrowing(model, optimizer, score="magnitude", regrow=Regrow(0.1, by))
     with pytest.raises(ValueError, match=r"exp_avg.*SGD.*gradient"):
         train(model, optimizer, [0])
 
 
 def test_a_gradient_that_is_gone_at_the_event_is_named():
     model = net()
-    pruner = pruner_of(model, adamw(model), regrow=Regrow(0.3, "gradient"))
+    pruner = regrowing(model, adamw(model), regrow=Regrow(0.3, "gradient"))
     train(model, pruner.optimizer, range(9))
     model.hidden.weight.grad = None
     with pytest.raises(ValueError, match=r"gradient.*hidden\.weight"):

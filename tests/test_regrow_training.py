@@ -9,12 +9,15 @@ from torch import nn
 from toys import (
     NAMES,
     NUM_WEIGHTS,
+    RAMP,
     adamw,
     adamw_prune,
     assert_pruned_are_zero,
     backward,
     net,
     num_pruned,
+    regrowing,
+    sgd,
     states_of,
     through_a_file,
     train,
@@ -22,22 +25,12 @@ from toys import (
 
 from prunus import Pruner, Ramp, Regrow, Spam
 
-RAMP = Ramp(0.7, 2, 18, "linear")
-
-
-def sgd(model, **options):
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1, **options)
-
-
-def pruner_of(model, optimizer, **options):
-    return Pruner(model, optimizer, **{"schedule": RAMP, "every": 4, "regrow": Regrow(0.3)} | options)
-
 
 def test_both_optimizers_swap_alike():
     digests = []
     for make in (adamw, adamw_prune):
         model = net()
-        pruner = pruner_of(model, make(model))
+        pruner = regrowing(model, make(model))
         train(model, pruner.optimizer, range(12))
         digests.append(pruner.digest())
     assert digests[0] == digests[1]
@@ -47,7 +40,7 @@ def test_both_optimizers_swap_alike():
 def test_the_ramp_is_a_plain_training_whose_weights_are_zeroed_after_each_step(make):
     """Moments, weights and the norm that clips are those of an optimizer that nobody masked."""
     model, twin, masks, norms = net(), net(), [], []
-    pruner = pruner_of(model, make(model), score="magnitude", regrow=Regrow(0.3, "momentum"))
+    pruner = regrowing(model, make(model), score="magnitude", regrow=Regrow(0.3, "momentum"))
     for step in range(17):
         norms.append(clipped_step(model, pruner.optimizer, step))
         masks.append(dict(pruner.masks))
@@ -72,8 +65,8 @@ def clipped_step(model, optimizer, step):
 
 def test_clipping_inside_the_step_sees_what_clipping_before_it_sees():
     model, twin = net(), net()
-    inside = pruner_of(model, adamw_prune(model, max_norm=0.05))
-    outside = pruner_of(twin, adamw(twin, foreach=False))
+    inside = regrowing(model, adamw_prune(model, max_norm=0.05))
+    outside = regrowing(twin, adamw(twin, foreach=False))
     for step in range(22):
         train(model, inside.optimizer, [step])
         norm = clipped_step(twin, outside.optimizer, step)
@@ -84,7 +77,7 @@ def test_clipping_inside_the_step_sees_what_clipping_before_it_sees():
 @pytest.mark.parametrize("make", [adamw, adamw_prune, sgd])
 def test_weights_are_zero_and_moments_warm_until_the_ramp_ends_and_then_all_are_zero(make):
     model = net()
-    pruner = pruner_of(model, make(model), score="magnitude", regrow=Regrow(0.3, "momentum"))
+    pruner = regrowing(model, make(model), score="magnitude", regrow=Regrow(0.3, "momentum"))
     for step in range(24):
         train(model, pruner.optimizer, [step])
         for name, mask in pruner.masks.items():
@@ -101,7 +94,7 @@ def test_masks_are_exact_at_every_event_and_zeros_from_the_next_step_on(make):
     """What has just come back is zero until it is stepped."""
     model, events = net(), []
     options = {"score": "magnitude", "regrow": Regrow(0.3, "momentum"), "on_event": events.append}
-    pruner = pruner_of(model, make(model), **options)
+    pruner = regrowing(model, make(model), **options)
     for step in range(24):
         train(model, pruner.optimizer, [step])
         asked = round(events[-1].sparsity * NUM_WEIGHTS) if events else 0
@@ -116,7 +109,7 @@ def test_a_weight_that_came_back_stays_zero_without_a_gradient():
     model, events = net(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     options = {"score": "magnitude", "regrow": Regrow(0.3, "gradient"), "on_event": events.append}
-    pruner = pruner_of(model, optimizer, **options)
+    pruner = regrowing(model, optimizer, **options)
     train(model, optimizer, range(10))
     zeros = num_pruned(pruner) + events[-1].regrown
     assert events[-1].regrown and pruner.report().num_zeros == zeros
@@ -128,7 +121,7 @@ def test_a_weight_that_came_back_stays_zero_without_a_gradient():
 
 def test_after_the_ramp_it_trains_as_without_regrowth():
     model, twin = net(), net()
-    pruner = pruner_of(model, adamw(model))
+    pruner = regrowing(model, adamw(model))
     train(model, pruner.optimizer, range(18))
     twin.load_state_dict(model.state_dict())
     optimizer = adamw(twin)
@@ -145,7 +138,7 @@ def test_a_weight_that_comes_back_takes_an_ordinary_first_step(make):
     """A cold one would jump by (1 - beta1) / sqrt(1 - beta2) = 3.2 learning rates, whatever its gradient is."""
     model, rate = net(), 1e-3
     optimizer = make(model, lr=rate)
-    pruner = pruner_of(model, optimizer, schedule=Ramp(0.7, 60, 160, "linear"), every=20)
+    pruner = regrowing(model, optimizer, schedule=Ramp(0.7, 60, 160, "linear"), every=20)
     train(model, optimizer, range(99))
     before = dict(pruner.masks)
     train(model, optimizer, [99])
@@ -171,7 +164,7 @@ def test_a_resumed_run_is_the_unbroken_one_to_the_bit(name, stop):
         optimizers = {"adamw": adamw, "adamw prune": adamw_prune, "sgd": sgd}
         optimizer = adamw_prune(model, spam=spam) if name == "spam" else optimizers[name](model)
         by = "momentum" if name == "sgd" else "snr"
-        return model, pruner_of(model, optimizer, score="magnitude", regrow=Regrow(0.3, by))
+        return model, regrowing(model, optimizer, score="magnitude", regrow=Regrow(0.3, by))
 
     whole, pruner = make(0)
     train(whole, pruner.optimizer, range(24))
@@ -195,7 +188,7 @@ def test_events_wait_for_the_moments_that_regrowth_reads(by, steps):
     model, found = net(), []
     optimizer = adamw_prune(model, spam=Spam(every=10, warmup=4, hold=3))
     options = {"schedule": Ramp(0.5, 0, 20), "every": 5, "regrow": Regrow(0.3, by), "score": "magnitude"}
-    pruner = pruner_of(model, optimizer, **options, on_event=found.append)
+    pruner = regrowing(model, optimizer, **options, on_event=found.append)
     train(model, optimizer, range(22))
     warm = [optimizer.state[model.get_parameter(n)]["exp_avg"][~pruner.masks[n]].any() for n in NAMES]
     assert all(warm) if by == "snr" else not any(warm)
@@ -208,7 +201,7 @@ def test_events_wait_for_the_moments_that_regrowth_reads(by, steps):
 def test_bfloat16_keeps_its_counts():
     model = net(dtype=torch.bfloat16)
     counts = []
-    pruner = pruner_of(model, adamw(model), on_event=lambda e: counts.append(num_pruned(pruner)))
+    pruner = regrowing(model, adamw(model), on_event=lambda e: counts.append(num_pruned(pruner)))
     train(model, pruner.optimizer, range(20))
     assert counts == [round(RAMP(step) * NUM_WEIGHTS) for step in (6, 10, 14, 18)]
 
@@ -216,7 +209,7 @@ def test_bfloat16_keeps_its_counts():
 def test_a_removed_pruner_leaves_the_optimizer_as_it_was():
     model = net()
     optimizer = adamw_prune(model)
-    pruner_of(model, optimizer).remove()
+    regrowing(model, optimizer).remove()
     held = Pruner(model, optimizer, masks={"hidden.weight": torch.rand(13, 75) > 0.5})
     train(model, optimizer, range(3))
     assert_pruned_are_zero(held)
@@ -225,7 +218,7 @@ def test_a_removed_pruner_leaves_the_optimizer_as_it_was():
 def test_a_model_is_freed_while_its_weights_may_come_back():
     model = net()
     optimizer = adamw(model)
-    pruner = pruner_of(model, optimizer)
+    pruner = regrowing(model, optimizer)
     train(model, optimizer, range(7))
     freed = weakref.ref(model.hidden)
     del model, optimizer, pruner

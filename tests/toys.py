@@ -5,7 +5,7 @@ import io
 import torch
 from torch import nn
 
-from prunus import AdamWPrune
+from prunus import AdamWPrune, Pruner, Ramp, Regrow
 
 
 class Net(nn.Module):
@@ -37,6 +37,7 @@ class Conv1D(nn.Module):
 
 NUM_WEIGHTS = 27 + 75 * 13 + 13 * 4
 NAMES = ["conv.weight", "hidden.weight", "out.weight"]
+RAMP = Ramp(0.7, 2, 18, "linear")  # of a Pruner that is regrowing
 
 
 def net(seed=0, dtype=torch.float32):
@@ -69,6 +70,15 @@ def adamw(model, **options):
 
 def adamw_prune(model, **options):
     return AdamWPrune(model.parameters(), **{"lr": 0.01, "weight_decay": 0.1} | options)
+
+
+def sgd(model, **options):
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1, **options)
+
+
+def regrowing(model, optimizer, **options):
+    """A Pruner whose weights may come back until its ramp ends."""
+    return Pruner(model, optimizer, **{"schedule": RAMP, "every": 4, "regrow": Regrow(0.3)} | options)
 
 
 def through_a_file(value):
