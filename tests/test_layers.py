@@ -21,7 +21,7 @@ CORE = {
     "score": {"ops"},
     "mask": {"ops", "shard"},
     "cut": {"ops", "across"},
-    "gradients": {"ops", "optim", "shard"},
+    "gradients": {"ops", "shard"},
     "select": {"ops", "allocate", "across", "across_rows", "cut", "mask", "schedule", "shard"},
     "stats": {"ops", "eligible", "score", "shard"},
     "summary": {"eligible", "shard"},
@@ -34,7 +34,7 @@ CORE = {
 }
 ALL_BUT_TRAINING = set(CORE) - {"export"}
 CORE["training"] = CORE["oneshot"] = ALL_BUT_TRAINING
-CORE["integrations"] = {"training", "asked", "gradients", "eligible"}
+CORE["integrations"] = {"training", "asked", "gradients"}
 MAY_IMPORT = CORE | {
     "lab": set(CORE),
     "doctor": {"ops", "mask", "eligible", "schedule", "export"},
