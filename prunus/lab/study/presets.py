@@ -1,4 +1,4 @@
-"""Studies by name: the older tables, run fairly. Data is given by the user where it is not built in. Loads no torch."""
+"""Studies by name. Data is given by the user where it is not built in. Loads no torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
