@@ -15,8 +15,11 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
             file.flush()
             os.fsync(file.fileno())
         part.replace(path)
-    except BaseException:  # a full disk is not to be filled by parts
-        part.unlink(missing_ok=True)
+    except BaseException as error:
+        part.unlink(missing_ok=True)  # a full disk is not to be filled by parts
+        cause = error if isinstance(error, OSError) else error.__context__  # torch.save says its own on top of it
+        if isinstance(cause, OSError) and cause.errno and not cause.filename:
+            raise OSError(cause.errno, cause.strerror, str(path)) from error
         raise
     flushed(path.parent)
 

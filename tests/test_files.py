@@ -1,16 +1,26 @@
 """A file is whole or not there, and nothing is left beside it."""
 
 import pytest
+import torch
 
 from prunus.files import write_atomically
 
 
-def test_what_cannot_be_written_leaves_the_old_file_alone(tmp_path):
-    def full(file):
-        file.write(b"half")
+class Full:
+    """A file on a disk without room."""
+
+    def write(self, data):
         raise OSError(28, "No space left on device")
 
+    def flush(self):
+        pass
+
+
+@pytest.mark.parametrize("by_torch", [False, True])
+def test_what_cannot_be_written_leaves_the_old_file_alone(by_torch, tmp_path):
     (tmp_path / "a.json").write_text("old")
-    with pytest.raises(OSError, match="No space left"):
-        write_atomically(tmp_path / "a.json", full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*a\.json'"):
+        write_atomically(
+            tmp_path / "a.json", lambda file: torch.save(torch.ones(9), Full()) if by_torch else Full().write(b"new")
+        )
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a.json", "old")]
