@@ -110,6 +110,13 @@ def test_nothing_overflows_on_a_narrow_screen_and_colours_follow_the_scheme(stud
         assert_fits(page, width)
 
 
+def test_what_a_table_is_of_is_read_whole_on_a_narrow_screen(study, visit):
+    page = visit(write_report(study), width=320)
+    page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+    captions = page.locator("caption").all()
+    assert captions and all(box["x"] + box["width"] <= 320 for one in captions if (box := one.bounding_box()))
+
+
 def assert_fits(page, width: int) -> None:
     page.set_viewport_size({"width": width, "height": 700})
     until(page, f"[...document.querySelectorAll('.chart .main-svg')].every((one) => one.clientWidth <= {width})")
