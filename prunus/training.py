@@ -113,10 +113,8 @@ class Pruner:
 
     def __reduce__(self) -> str:
         """Refuse copies and pickles: they would hang on no optimizer and hold nothing."""
-        raise TypeError(
-            "a Pruner cannot be copied or pickled, since it hangs on its optimizer; save its state_dict(), or copy the "
-            "model and the optimizer, which has the masks, and make a Pruner for them"
-        )
+        what = "save its state_dict(), or make one for copies of the model and of the optimizer, which has the masks"
+        raise TypeError(f"a Pruner cannot be copied or pickled, since it hangs on its optimizer; {what}")
 
     @property
     def masks(self) -> Masks:
@@ -155,11 +153,11 @@ class Pruner:
         The optimizer's own step calls it. Who replays a CUDA graph of the step counts ``pruner.step`` and calls
         it when ``pruner.schedule.is_event(pruner.step, pruner.every)``; the graph stays valid.
         """
-        self._due = False
         sparsity = self.schedule(self.step) if self.schedule else 0.0
         if self._inputs:
             self._inputs.__exit__()
         if sparsity == 0:
+            self._due = False
             return
         started = time.perf_counter()
         if self._ranks:
@@ -177,6 +175,7 @@ class Pruner:
             swap = self.regrow.swap(self.schedule, self.step, back)
         masks, regrown = together(self._ranks, lambda: selected(self.select, scores, sparsity, live, swap))
         check_copies(self._ranks, self._weights, masks)
+        self._due = False  # not before: an event that failed is tried again after the next step
         self._held.hold(masks, self._regrowing)
         if isinstance(self.select, Global):  # which is exact: no need to count
             total = self._num_weights
@@ -262,9 +261,11 @@ class Pruner:
         self._held.store()
         if self.schedule and self.schedule.is_event(self.step, self.every):
             self._due = True
-        if self._due and not self._waits_for_moments():
-            self.update()
-        self._collect_inputs()
+        try:
+            if self._due and not self._waits_for_moments():
+                self.update()
+        finally:
+            self._collect_inputs()
 
     @property
     def _regrowing(self) -> bool:

@@ -284,3 +284,17 @@ def test_global_is_the_default_and_bitter7_the_recommended():
     train(model, first.optimizer, range(16))
     train(twin, second.optimizer, range(16))
     assert first.digest() == second.digest()
+
+
+@pytest.mark.parametrize("make", [adamw, adamw_prune])
+def test_an_event_that_failed_is_tried_again(make):
+    model, failing = net(), [True]
+    score = lambda weight, input_norm: (weight.abs() * input_norm)[: 1 if failing else None]  # noqa: E731
+    pruner = Pruner(model, make(model), score=score, schedule=OneShot(0.5, at=3))
+    train(model, pruner.optimizer, range(2))
+    for step in (2, 3):
+        with pytest.raises(ValueError, match=r"conv\.weight"):
+            train(model, pruner.optimizer, [step])
+    failing.clear()
+    train(model, pruner.optimizer, range(4, 7))
+    assert num_pruned(pruner) == round(0.5 * NUM_WEIGHTS)
