@@ -67,6 +67,7 @@ def eligible(
             f"{type(module).__name__}, not a linear or convolution weight": not (asked or prunable_kind(module, full)),
             "frozen": not parameter.requires_grad,
             "not held by the optimizer": trained is not None and id(parameter) not in trained,
+            "its gradients are sparse tensors": trained is not None and getattr(module, "sparse", False) is True,
         }
         if reason := next((reason for reason, holds in reasons.items() if holds), None):
             found.dense[name] = reason

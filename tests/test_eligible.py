@@ -228,3 +228,10 @@ def test_weights_that_would_have_one_name_are_refused():
     model = nn.ModuleDict({"fc": nn.Linear(3, 4), "module": nn.ModuleDict({"fc": nn.Linear(4, 5)})})
     with pytest.raises(ValueError, match=r"^fc\.weight and module\.fc\.weight are both fc\.weight[^\n]*$"):
         eligible(model)
+
+
+def test_an_embedding_with_sparse_gradients_cannot_be_masked_in_training_and_stays_dense():
+    model = nn.ModuleDict({"words": nn.Embedding(9, 4, sparse=True), "out": nn.Linear(4, 3)})
+    found = eligible(model, include="words", held=model.parameters())
+    assert [weight.name for weight in found.weights] == ["out.weight"] and "sparse" in found.dense["words.weight"]
+    assert len(eligible(model, include="words").weights) == 2  # after training it may be pruned
