@@ -153,7 +153,7 @@ class AdamWPrune(torch.optim.Optimizer):
             if not local(parameter).numel():  # an empty shard: no kernel is launched for it
                 state["step"] += 1 if found_inf is None else 1 - found_inf
                 continue
-            on_device = isinstance(lr, Tensor) and lr.is_cuda and scale == 1.0
+            on_device = isinstance(lr, Tensor) and lr.is_cuda and lr.dtype == torch.float32 and scale == 1.0
             numbers = (0.0 if on_device else float(lr) * scale, *group["betas"], group["eps"], group["weight_decay"])
             mask = None if parameter in self.warm else state.get("mask")
             written = [local(tensor) for tensor in (parameter, state["exp_avg"], state["exp_avg_sq"])]

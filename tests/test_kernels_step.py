@@ -141,3 +141,15 @@ def test_spam_counts_no_step_that_a_scaler_skips():
         scaler.update()
         counted.append((optimizer.num_steps, optimizer.state[weight]["step"].item()))
     assert counted == [(1, 1), (1, 1), (2, 2), (2, 2), (3, 0)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_a_rate_on_the_gpu_is_read_as_what_it_is(dtype):
+    ends = []
+    for rate in (torch.tensor(0.125, dtype=dtype, device="cuda"), 0.125):
+        weight = torch.nn.Parameter(torch.ones(40, device="cuda"))
+        weight.grad = torch.ones_like(weight)
+        AdamWPrune([weight], lr=rate).step()
+        ends.append(weight.detach())
+    assert torch.equal(*ends)

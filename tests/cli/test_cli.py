@@ -93,6 +93,7 @@ def test_the_names_in_help_are_those_of_the_tables():
         (["--model", "lenet5"], "lenet5"),
         (["--budget-scale", "0"], "budget_scale"),
         (["--budget-scale", "inf"], "budget_scale"),
+        (["--seed", str(10**20)], "at most 63 bits"),
         (["--clip", "-1"], "clip must be a number of at least 0"),  # would turn every gradient round
         (["--weight-decay", "nan"], "weight_decay must be"),
         (["--lr", "inf"], "lr must be"),
