@@ -62,16 +62,16 @@ def _ordered(cells: Sequence[Cell], study: Json) -> list[Cell]:
 
 
 def _row(row: Mapping[str, Any]) -> Row:
-    difference, cost = (row.get(name) or {} for name in ("difference", "cost"))
-    budget = number(row.get("budget_scale"))
     same = str(row.get("same_as") or "")
+    difference, cost = ({} if same else row.get("difference") or {}), row.get("cost") or {}
+    budget = number(row.get("budget_scale"))
     return Row(
         arm=row["arm"],
         sparsity=number(row.get("sparsity")) or 0.0,
         values=[value for value in row.get("values", ()) if number(value) is not None],
         mean=number(row.get("mean")),
         spread=number(row.get("sd")),
-        difference=None if same else number(difference.get("mean")),
+        difference=number(difference.get("mean")),
         half_width=number(difference.get("half_width")),
         against=str(row.get("against") or ""),
         verdict=f"the same computation as {same}" if same else str(row.get("verdict") or ""),
