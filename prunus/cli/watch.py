@@ -95,8 +95,14 @@ def _follow(command: Command) -> None:
 
     seen: dict[str, int] = {}
     failed: set[str] = set()
+    num_lines, since = -1, time.monotonic()
     while True:
         source = read_source(command.folder)
+        if _num_lines(source) != num_lines:
+            num_lines, since = _num_lines(source), time.monotonic()
+        elif time.monotonic() - since > QUIET:
+            print(_silence(time.monotonic() - since), flush=True)
+            since = time.monotonic()
         for cell in source.cells:
             record = cell.record
             if len(record.evals) > seen.get(record.name, 0):
@@ -123,8 +129,12 @@ def _view(source: "Source", console: "Console", quiet: float) -> "RenderableType
         parts += [Text(record.name, style="bold"), *_charts(record, console)]
     parts += [Text(f"{name} failed: {why}", style="red") for name, why in failures(source)]
     if quiet > QUIET:
-        parts.append(Text(f"nothing new for {quiet:.0f} s: it may have been interrupted", style="yellow"))
+        parts.append(Text(_silence(quiet), style="yellow"))
     return Group(*parts)
+
+
+def _silence(seconds: float) -> str:
+    return f"nothing new for {seconds:.0f} s: it may have been interrupted"
 
 
 def _charts(record: "Record", console: "Console") -> "list[RenderableType]":

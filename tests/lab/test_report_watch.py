@@ -7,13 +7,14 @@ import re
 import select
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 from report_folders import make_run, make_study, stopped
 
-from prunus.cli import main
+from prunus.cli import main, watch
 from prunus.lab.live import BLOCKS, chart, drawn, layer_line, plain_letters, running
 from prunus.lab.report.read import read_record
 from prunus.lab.report.source import read_source
@@ -140,6 +141,18 @@ def test_outside_a_terminal_it_follows_with_plain_lines_and_ends(tmp_path):
     assert watching.returncode == 0
     assert first.startswith("run: step 100 of 200")
     assert "step 200 of 200" in rest.splitlines()[-1] and "\x1b" not in first + rest
+
+
+def test_outside_a_terminal_it_says_that_nothing_comes(tmp_path, capsys, monkeypatch):
+    folder, lines, result = unfinished(tmp_path / "run")
+    monkeypatch.setattr(watch, "QUIET", 0.2)
+    ends = threading.Timer(1.0, finish, (folder, lines, result))
+    ends.start()
+    main(["watch", str(folder), "--every", "0.05"])
+    ends.join()
+    said = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("nothing new for ") for line in said) in range(2, 6)
+    assert "step 200 of 200" in said[-1]
 
 
 def _read(terminal: int, wanted: bytes | None) -> bytes:

@@ -6,7 +6,7 @@ from html import escape
 from statistics import median
 from typing import Any
 
-from .numbers import fixed, percent, plain, short_percent, signed
+from .numbers import fixed, percent, plain, short_percent, signed, with_minus
 from .panel import BAR, INK, LONG, MUTED, PAPER, Mark, Number, Panel, Table, Trace, axis, dots, layout
 from .source import Row, Source
 
@@ -175,7 +175,7 @@ def _mark(row: Row, marks: Mapping[str, Mark]) -> Mark:
 
 def _difference_row(row: Row) -> list[str | Number]:
     half = Number(fixed(row.half_width, 2), row.half_width)
-    return [_against(row), Number(signed(row.difference), row.difference), half, row.verdict]
+    return [_against(row), Number(signed(row.difference), row.difference), half, with_minus(row.verdict)]
 
 
 def overlap_panels(source: Source, marks: Mapping[str, Mark]) -> list[Panel]:

@@ -1,6 +1,7 @@
 """Numbers as a reader wants them."""
 
 import math
+import re
 
 
 def plain(value: float | None, digits: int = 4) -> str:
@@ -22,6 +23,11 @@ def fixed(value: float | None, decimals: int) -> str:
 def signed(value: float | None, decimals: int = 2) -> str:
     """With its sign, and a true minus."""
     return "–" if value is None else f"{value:+,.{decimals}f}".replace("-", "−")
+
+
+def with_minus(text: str) -> str:
+    """A sentence with true minuses before its numbers."""
+    return re.sub(r"-(?=\d)", "−", text)
 
 
 def percent(value: float | None, decimals: int = 1) -> str:

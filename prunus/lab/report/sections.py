@@ -1,6 +1,5 @@
 """The parts of a page, in the order of reading: the finding first, the configuration last."""
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,7 +8,7 @@ from .compare import difference_panels, outside, overlap_panels, quality_panel, 
 from .cost import cost_panels, memory_of
 from .curves import compared_panels, run_panels
 from .layers import compared_maps, run_map
-from .numbers import fixed, plain, short_percent, signed
+from .numbers import fixed, plain, short_percent, signed, with_minus
 from .panel import Mark, Number, Section, Table, Word, marks_of
 from .paths import path_mark, shared_paths, sparsity_panel
 from .read import Record, changed, number
@@ -128,7 +127,7 @@ def _cost_text(source: Source) -> str:
     machines = sorted({str(cell.record.environment.get("machine", "an unknown machine")) for cell in source.cells})
     where = f"on {machines[0]}" if len(machines) == 1 else f"on different machines ({'; '.join(machines)})"
     missing = " Peak memory was not recorded." * all(memory_of(cell) is None for cell in source.cells)
-    cold = " Runs that were the first of their process, and so compiled, are left out of the time."
+    cold = " Runs that were the first of their process, which takes its start-up, are left out of the time."
     first = any(cell.more.get("cold") for cell in source.cells)
     most = max((number(cell.more.get("at_once")) or 1 for cell in source.cells), default=1)
     shared = f" Up to {most:g} runs shared a device, which makes each slower." if most > 1 else ""
@@ -179,7 +178,7 @@ def _verdict_row(row: Row, is_study: bool) -> list[Any]:
         half = f" ± {fixed(row.half_width, 2)}" if row.half_width is not None else ""
         other = "" if row.same_as or row.against in ("", "magnitude", "dense") else f", against {row.against}"
         mixed = f"; {row.mixed}" if row.mixed and row.verdict and not row.same_as else ""
-        said = re.sub(r"-(?=\d)", "−", row.verdict) + other + mixed
+        said = with_minus(row.verdict) + other + mixed
         cells += [Number(signed(row.difference) + half, row.difference), Word(said, kind)]
     return [*cells, Number(fixed(row.spread, 2), row.spread), Number(str(seeds), seeds)]
 
