@@ -117,10 +117,10 @@ class AdamWPrune(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         parts = [(group, p, p.grad) for group in self.param_groups for p in group["params"] if p.grad is not None]
-        if parts and self._step_supports_amp_scaling:
-            self._step_by_kernels(parts)
-        else:
-            self._step_plainly(parts)
+        take = self._step_by_kernels if parts and self._step_supports_amp_scaling else self._step_plainly
+        if torch.compiler.is_compiling():  # numbers are read on the way, which no graph holds
+            take = torch.compiler.disable(take)
+        take(parts)
         if self.spam is not None and getattr(self, "found_inf", 0):  # a GradScaler has the kernels skip the step
             return loss
         for group in self.param_groups:

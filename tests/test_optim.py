@@ -83,6 +83,20 @@ def test_a_learning_rate_may_be_a_tensor():
     equal_states(first, second)
 
 
+@pytest.mark.parametrize("options", [{}, {"max_norm": 0.1}, {"spam": Spam(every=5, warmup=2, hold=1)}], ids=str)
+def test_a_compiled_step_is_the_step(options):
+    ends = []
+    for compiled in (False, True):
+        params = parameters()
+        optimizer = AdamWPrune(params, **options)
+        step = torch.compile(lambda step=optimizer.step: step(), backend="eager") if compiled else optimizer.step
+        for number in range(12):
+            set_gradients(params, number)
+            step()
+        ends.append(optimizer)
+    equal_states(*ends)
+
+
 def test_one_step_is_within_one_unit_of_adamw_as_it_comes():
     ours, theirs = parameters(), parameters()
     first, second = AdamWPrune(ours), torch.optim.AdamW(theirs)
