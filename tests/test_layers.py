@@ -27,7 +27,7 @@ CORE = {
     "summary": {"eligible", "shard"},
     "optim": {"ops", "mask", "shard"},
     "regrow": {"ops", "allocate", "cut", "eligible", "optim", "schedule", "score", "select", "shard", "stats"},
-    "asked": {"regrow", "stats"},
+    "asked": {"allocate", "regrow", "schedule", "select", "stats"},
     "held": {"ops", "mask", "optim", "saved", "shard"},
     "saved": {"ops", "gradients", "mask", "shard"},
     "export": {"ops", "mask", "eligible", "files"},
