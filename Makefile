@@ -20,7 +20,7 @@ types: .venv/test
 
 # one thread a worker: two workers on two cores would otherwise fight over them
 test: .venv/test .venv/browser
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
