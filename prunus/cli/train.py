@@ -11,7 +11,7 @@ from ..lab.run import Run, read_run
 
 @dataclass(frozen=True)
 class Command:
-    live: bool = False  # the charts of prunus watch while it trains, in place of a bar
+    live: bool = False  # in a terminal, the charts of prunus watch while it trains, in place of a bar
     run: Annotated[Run, tyro.conf.arg(name="")] = field(default_factory=Run)
 
 

@@ -1,16 +1,14 @@
 """Quality and sparsity of a model on disk, whichever of our commands wrote it."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
-
-import torch
 
 from ..eligible import eligible
 from ..summary import Report, report
 from .checkpoint import checkpoint_of, load_checkpoint
 from .evaluate import Quality
-from .exported import load_exported
+from .exported import described, load_exported
+from .recipe import device_named
 from .run import Run
 from .subject import check_vocabulary, longest_window, side_by_side, token_ids, token_quality
 from .trainer import Training
@@ -32,7 +30,7 @@ def evaluated(
     if length:
         raise ValueError(f"--length is for Hugging Face models; {path} has the context that it was trained with")
     if not checkpoint.exists() and (path / "run.json").is_file() and any(path.glob("*.safetensors")):
-        step, run = _described(path / "run.json")
+        run, step, _ = described(path)
         training = _training(run, data, validation, eval_size)
         training.model.load_state_dict(load_exported(path, training.device).state_dict())
     else:
@@ -52,19 +50,11 @@ def _training(run: Run, data: str | None, validation: Path | None, eval_size: in
     return Training(run if validation is None else replace(run, validation=validation))
 
 
-def _described(path: Path) -> tuple[int, Run]:
-    try:
-        values = json.loads(path.read_text())
-        return values["step"], Run.from_json(values["run"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} does not describe a model that prunus export wrote: {error}") from error
-
-
 def _of_tokens(folder: Path, validation: Path, eval_size: int, length: int) -> tuple[Quality, Report]:
     from ..export import load_model
 
     tokens = token_ids(validation)
-    model = load_model(folder, "cuda" if torch.cuda.is_available() else "cpu")
+    model = load_model(folder, device_named("auto"))
     check_vocabulary(validation, tokens, model)
     windows = side_by_side(tokens, length or longest_window(model), eval_size)
     return token_quality(model, windows), report(model, eligible(model))

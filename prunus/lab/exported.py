@@ -1,6 +1,5 @@
 """Training checkpoints as folders of weights: the tensors in the small or plain form, and run.json."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from ..export.source import check_pruned, in_memory
 from ..export.sparse import loaded
 from .checkpoint import load_checkpoint
 from .data.shape import ImageShape, TokenShape
-from .files import write_json
+from .files import read_json, write_json
 from .models import MODELS, build
 from .run import Run
 
@@ -33,16 +32,24 @@ def export_checkpoint(path: Path, job: Job) -> Done:
     return to_folder(source, job, before, lambda part: write_json(part / "run.json", description))
 
 
-def load_exported(folder: Path, device: torch.device | str = "cpu") -> nn.Module:
-    """The model that ``export_checkpoint`` wrote, in evaluation mode."""
+def described(folder: Path) -> tuple[Run, int, dict[str, Any]]:
+    """The run, the step and the shape of the data of a model that ``export_checkpoint`` wrote."""
     path = folder / "run.json"
     try:
-        description = json.loads(path.read_text())
-        run, shape = Run.from_json(description["run"]), description["shape"]
+        values = read_json(path)
+        return Run.from_json(values["run"]), values["step"], values["shape"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} does not describe a model: {error}") from error
+
+
+def load_exported(folder: Path, device: torch.device | str = "cpu") -> nn.Module:
+    """The model that ``export_checkpoint`` wrote, in evaluation mode."""
+    run, _, shape = described(folder)
+    try:
         kind = TokenShape if MODELS[run.model].kind == "tokens" else ImageShape
         model = build(run.model, kind(**shape)).to(device)
-    except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} does not describe a model: {error}") from error
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{folder / 'run.json'} does not describe a model: {error}") from error
     with open_tensors(folder) as tensors:
         model.load_state_dict(loaded(tensors, device))
     return model.eval()

@@ -1,6 +1,4 @@
-"""Devices that are really there, what they have under way, and what Linux says of main memory."""
-
-from pathlib import Path
+"""Devices that are really there, and what they have under way."""
 
 import torch
 
@@ -19,10 +17,3 @@ def wait_for(device: torch.device) -> None:
     """Wait until a GPU has done what it was given; a CPU has."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def said_by_linux(file: str, key: str) -> int | None:
-    """Bytes that ``/proc/meminfo`` or ``/proc/self/status`` gives for ``key``; None where it does not."""
-    path = Path("/proc") / file
-    lines = path.read_text().splitlines() if path.is_file() else []
-    return next((int(line.split()[1]) << 10 for line in lines if line.startswith(f"{key}:")), None)
