@@ -237,6 +237,14 @@ def test_only_keeps_the_controls():
         only(plan, ["c"])
 
 
+def test_only_brings_arms_that_are_the_same_along():
+    texts = ("bitter7: score=bitter7", "quarter: score=fisher exponent=0.25", "bitter3: score=bitter3")
+    for name in ("bitter7", "quarter"):
+        plan = only(plan_of(*texts, sparsities=(0.5, 0.8), seeds=(0, 1)), [name])
+        seeds = {arm: {cell.seed for cell in plan.cells if cell.arm == arm} for arm in plan.arm}
+        assert seeds["bitter7"] == seeds["quarter"] == {0, 1} and not seeds["bitter3"]
+
+
 @pytest.mark.parametrize(
     ("name", "folder"), [("a b", "a-b"), ("q=1/4", "q-1-4"), ("../x", "x"), ("é", ""), ("A_b.5", "a-b.5")]
 )

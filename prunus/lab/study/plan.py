@@ -151,11 +151,12 @@ def _checked(sparsities: Iterable[float]) -> Iterator[float]:
 
 
 def only(plan: Plan, names: Iterable[str]) -> Plan:
-    """The plan with the cells of these arms and of the controls alone; an unknown name is refused."""
+    """The cells of these arms and of the controls, and of arms that are the same; an unknown name is refused."""
     wanted = [*names, *(arm.name for arm in CONTROLS)]
     if unknown := [name for name in wanted if name not in plan.arm]:
         raise ValueError(f"there is no arm {unknown[0]!r}; the arms are {', '.join(plan.arm)}")
-    return replace(plan, cells=tuple(cell for cell in plan.cells if cell.arm in wanted))
+    runs = {plan.owners[cell] for cell in plan.cells if cell.arm in wanted}
+    return replace(plan, cells=tuple(cell for cell in plan.cells if plan.owners[cell] in runs))
 
 
 def extended(old: Plan, new: Plan, where: Path) -> Plan:
