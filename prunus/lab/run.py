@@ -80,8 +80,8 @@ class Run:
     score: ScoreName = "bitter7"  # what makes a weight matter; none trains densely
     sparsity: float = 0.5  # fraction of the prunable weights to remove
     schedule: Literal["linear", "cubic", "zhu_gupta", "constant", "one_shot"] = "linear"  # how sparsity grows
-    begin: int | float = 0.1  # first event: a step, or a fraction of the run if it has a decimal point
-    end: int | float = 0.85  # last event of a ramp, likewise
+    begin: int | float = 0.4  # first event: a step, or a fraction of the run if it has a decimal point
+    end: int | float = 0.8  # last event of a ramp, likewise
     every: int = 50  # steps from one event to the next
     allocate: Literal["global", "uniform", "depth", "erk", "row", "2:4"] = "global"  # where the sparsity goes
     include: tuple[str, ...] = ()  # patterns of weights to prune beside linear and convolution weights

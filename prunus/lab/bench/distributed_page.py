@@ -23,7 +23,7 @@ whoever holds it.
 ```python
 model = DistributedDataParallel(model)  # or: fully_shard(model), or parallelize_module(model, ...)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-pruner = Pruner(model, optimizer, schedule=Ramp(0.5, begin=100, end=1000))  # after the sharding, on every rank
+pruner = Pruner(model, optimizer, schedule=Ramp(0.5, begin=400, end=800))  # after the sharding, on every rank
 ```
 
 - **Make it after sharding.** `fully_shard` and `parallelize_module` replace parameters; a Pruner made before

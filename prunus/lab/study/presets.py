@@ -48,6 +48,8 @@ LENET = Run(
     lr=2e-3,
     warmup=100,
     beta2=0.999,
+    begin=0.1,
+    end=0.85,
     eval_every=1173,
     eval_size=0,
 )
@@ -59,6 +61,8 @@ RESNET = Run(
     lr=4e-3,
     warmup=300,
     beta2=0.999,
+    begin=0.1,
+    end=0.85,
     precision="bfloat16",
     compile=True,
     eval_every=1470,
