@@ -74,7 +74,7 @@ def _check_read(command: Command, what: str) -> None:
 def _run(command: Command, started: float) -> None:
     from ..lab.study.folder import Folder
     from ..lab.study.results import update
-    from .study_show import print_plan, print_table
+    from .study_show import num_left, print_plan, print_table
     from .study_work import work
 
     folder, asked = Folder(command.out), planned(command)
@@ -88,6 +88,8 @@ def _run(command: Command, started: float) -> None:
         raise
     values = update(folder)
     print_table(values)
+    if command.time_limit and (left := num_left(folder, asked)):
+        print(f"{left} of the runs asked for are left: they would not have ended in time; the same command does them")
     if values["failed"] or not all_ended_well:
         raise SystemExit(1)
 

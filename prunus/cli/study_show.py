@@ -60,4 +60,10 @@ def print_plan(folder: Folder, plan: Plan) -> None:
     print(f"left to do: {left:,} examples{tokens}; {time}")
 
 
+def num_left(folder: Folder, plan: Plan) -> int:
+    """Runs of the plan that were neither finished nor failed."""
+    done, owners = folder.finished(), set(plan.owners.values())
+    return sum(key_of(plan.run_of(cell)) not in done and not folder.failure(cell) for cell in owners)
+
+
 STATE = {True: "done", False: "to do"}

@@ -96,6 +96,7 @@ def _started(
 ) -> "subprocess.Popen[str]":
     own = replace(options, device="cpu" if device == "cpu" else "cuda")
     task = {"folder": str(folder.path), "cells": [asdict(cell) for cell in cells], "options": asdict(own)}
+    task["command"] = sys.argv[1:]  # which its runs note as theirs
     command = [sys.executable, "-m", "prunus.cli.study_work"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, env=environment_of(device, num_workers))
     assert process.stdin
@@ -119,6 +120,7 @@ def environment_of(device: str, num_workers: int) -> dict[str, str]:
 def worker() -> None:
     """What a worker process does with the task on its standard input, which stays open while its parent lives."""
     task = json.loads(sys.stdin.readline())
+    sys.argv[1:] = task["command"]
     threading.Thread(target=_end_with_parent, daemon=True).start()
     cells = [Cell(**cell) for cell in task["cells"]]
     try:

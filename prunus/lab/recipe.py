@@ -32,9 +32,10 @@ def data_of(run: Run) -> Data:
 
 def learning_rate(run: Run, step: int) -> float:
     """Linear warm-up to ``lr``, then a cosine down to ``min_lr`` of it at the end of the run."""
-    if step < run.warmup:
-        return run.lr * (step + 1) / run.warmup
-    progress = (step - run.warmup) / max(1, run.total_steps - run.warmup)
+    warmup = run.step_of(run.warmup)
+    if step < warmup:
+        return run.lr * (step + 1) / warmup
+    progress = (step - warmup) / max(1, run.total_steps - warmup)
     return run.lr * (run.min_lr + (1 - run.min_lr) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 

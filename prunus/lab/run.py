@@ -94,9 +94,9 @@ class Run:
     # how it learns
     optimizer: Literal["adamw", "adamwprune", "adam", "nadam", "sgd"] = "adamw"  # sgd has momentum 0.9
     spam: bool = False  # clip spikes and reset moments (adamwprune only)
-    lr: float = 1e-3  # highest learning rate
-    min_lr: float = 0.1  # fraction of it that the cosine ends at
-    warmup: int = 50  # steps of linear warm-up
+    lr: float = 2e-3  # highest learning rate
+    min_lr: float = 0.0  # fraction of it that the cosine ends at
+    warmup: int | float = 0.17  # linear warm-up: steps, or a fraction of the run if it has a decimal point
     weight_decay: float = 0.1  # decay of weight matrices
     beta1: float = 0.9  # decay of the first moment
     beta2: float = 0.99  # decay of the second moment
@@ -131,6 +131,8 @@ class Run:
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must lie in [0, 1), got {getattr(self, name)}")
+        if isinstance(self.warmup, float) and self.warmup > 1:
+            raise ValueError(f"warmup is a number of steps or a fraction of the run, got {self.warmup}")
         if not -(2**63) <= self.seed < 2**63:
             raise ValueError(f"seed must be a whole number of at most 63 bits, got {self.seed}")
         if not 0 < self.budget_scale < math.inf:

@@ -13,7 +13,7 @@ from prunus.lab.study.keys import canonical, key_of
 from prunus.lab.study.plan import Cell, Plan, extended, make_plan, only
 from prunus.lab.study.presets import PRESETS
 
-BASE = Run(data="digits", model="lenet5", steps=100, begin=10, end=80)
+BASE = Run(data="digits", model="lenet5", steps=100, begin=10, end=80, lr=1e-3)
 
 
 def plan_of(*texts: str, sparsities=(0.5,), seeds=(0,), base: Run = BASE) -> Plan:
@@ -43,6 +43,7 @@ SAME = [
     ({"score": "bitter7", "eps": 0.0}, {"score": "bitter7"}),
     ({"score": "none", "end": 0.5, "sparsity": 0.8, "every": 7}, {"score": "none"}),
     ({"begin": 0.1, "end": 0.8}, {"begin": 10, "end": 80}),
+    ({"warmup": 0.1}, {"warmup": 10}),
     ({"schedule": "one_shot", "end": 90}, {"schedule": "one_shot", "every": 3}),
     ({"schedule": "constant", "end": 90}, {"schedule": "constant", "begin": 3}),
     ({"steps": 50, "budget_scale": 2.0}, {"steps": 100}),
@@ -151,7 +152,9 @@ def test_a_toml_file_holds_base_and_arms(tmp_path):
         ("lr = ", "no TOML"),
         ("learning = 3", "no field"),
         ("[[arm]]\nlr = 2.0", "with a name"),
-        ("out = 'x'", "leave it out"),
+        ("out = 'x'", "leave it out and say --out"),
+        ("save_every = 10", "say --save-every"),
+        ("device = 'cpu'", "say --devices"),
     ],
 )
 def test_a_mistake_in_the_file_is_one_line(text, said, tmp_path):
@@ -259,6 +262,14 @@ def test_presets_are_comparable_plans(name):
     plan = make_plan(replace(preset.base, data=data), preset.arms, preset.sparsities, (0, 1))
     assert {plan.against(cell) for cell in plan.cells} <= set(plan.arm)
     assert len(set(plan.owners.values())) <= len(plan.cells)
+
+
+@pytest.mark.parametrize(("name", "of"), [("schedules", "bitter7 cubic 50%"), ("beta2", "magnitude beta2 0.99")])
+def test_variations_of_a_score_are_held_against_it(name, of):
+    preset = PRESETS[name]
+    plan = make_plan(preset.base, preset.arms, preset.sparsities, (0,))
+    assert plan.against(Cell(of, preset.sparsities[0], 0)) == of.split()[0]
+    assert Cell(of.split()[0], preset.sparsities[0], 0) in plan.cells
 
 
 def test_the_variants_share_what_is_magnitude():

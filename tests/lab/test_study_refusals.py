@@ -9,7 +9,7 @@ from prunus.cli import main
 from prunus.lab.files import read_json
 
 CHANGED = {
-    "base": (("--set", "lr=2e-3"), "has lr = 0.001, not 0.002"),
+    "base": (("--set", "lr=3e-3"), "has lr = 0.002, not 0.003"),
     "budget": (("--set", "steps=7"), "has steps = 4, not 7"),
     "arm": (("--arm", "bitter7: score=bitter7 end=3"), "two arms are called bitter7"),
     "arm of the folder": (("--arm", "bitter1: score=bitter1 end=3", "--scores", "random"), "arm bitter1 of"),
@@ -36,7 +36,7 @@ def test_a_run_that_is_not_what_its_name_says_is_refused(copy, base, capsys):
     values["run"]["lr"] = 0.5
     path.write_text(json.dumps(values))
     assert study(base, copy, *ASKED) == 2
-    assert "was run with lr = 0.5, the study has 0.001" in capsys.readouterr().err
+    assert "was run with lr = 0.5, the study has 0.002" in capsys.readouterr().err
 
 
 def test_a_preset_without_data_is_refused(tmp_path, capsys):
@@ -72,7 +72,7 @@ def test_mistakes_are_one_line(base, tmp_path, capsys):
         ("--set", "augment=true"): "augment crops and flips images",
         ("paint",): "expected merge, show, page or options alone",
         ("--preset", "eps"): "give one of them",
-        ("--set", "out=here"): "out is not for runs of a study",
+        ("--set", "out=here"): "out is nothing that runs of a study choose",
         ("merge", "x"): "study merge does not read --base",
         ("--slim",): "a study does not read --slim",
         ("--time-limit", "-3"): "--time-limit must be at least 0",

@@ -225,7 +225,7 @@ def test_doubled_runs_must_agree_and_studies_be_alike(done, copy, base, tmp_path
         merge([done, copy], tmp_path / "other")
     plan = Folder(done).plan()
     Folder(tmp_path / "b").write(replace(plan, base=replace(plan.base, lr=0.5)), {})
-    with pytest.raises(ValueError, match=r"has lr = 0\.001, not 0\.5"):
+    with pytest.raises(ValueError, match=r"has lr = 0\.002, not 0\.5"):
         merge([done, tmp_path / "b"], tmp_path / "other")
     with pytest.raises(ValueError, match="not empty"):
         merge([done], tmp_path / "same")

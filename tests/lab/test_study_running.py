@@ -145,6 +145,10 @@ def test_workers_share_the_runs(done, base, tmp_path):
     assert study(base, out, *ASKED, "--seeds", "1", "--devices", "cpu,cpu") == 0
     assert losses(out) == {name: loss for name, loss in losses(done).items() if name.endswith("s0")}
     assert read_json(out / "study_result.json")["num_finished"] == 4
+    runs = [read_json(path)["environment"]["command"] for path in out.glob("runs/*/run.json")]
+    assert len(runs) == 4 and all(
+        command == read_json(out / "study.json")["environment"]["command"] for command in runs
+    )
 
 
 def test_times_of_workers_that_share_a_device_say_so(base, tmp_path):
@@ -211,12 +215,14 @@ def test_a_run_that_another_holds_is_left_to_it(copy):
         assert "bitter7-0.5-s1" not in stamps(copy)
 
 
-def test_no_run_is_begun_that_would_not_end_in_time(copy, base):
+def test_no_run_is_begun_that_would_not_end_in_time(copy, base, capsys):
     shutil.rmtree(copy / "runs" / "bitter7-0.5-s1")
     assert study(base, copy, *ASKED, "--time-limit", "1") == 0  # the slack alone is more
     assert "bitter7-0.5-s1" not in stamps(copy)
+    assert "\n1 of the runs asked for are left" in capsys.readouterr().out
     assert study(base, copy, *ASKED, "--time-limit", "1000") == 0
     assert "bitter7-0.5-s1" in stamps(copy)
+    assert "are left" not in capsys.readouterr().out
 
 
 def test_the_estimate_is_the_longest_run_scaled_by_its_budget(copy):

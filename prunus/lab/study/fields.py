@@ -11,6 +11,12 @@ from ..run import Run, ScoreName
 from .arms import CONTROLS, Arm
 
 TYPES = get_type_hints(Run)
+OF_A_STUDY = {
+    "out": "say --out",
+    "resume": "give the same command again",
+    "save_every": "say --save-every",
+    "device": "say --devices",
+}
 
 
 def score_arm(score: str) -> Arm:
@@ -86,8 +92,8 @@ def _table_arm(table: dict[str, Any]) -> Arm:
 
 def typed(name: str, value: Any, who: str) -> Any:
     """``value`` as the field ``name`` of Run holds it, or one line that says what it takes."""
-    if name in ("out", "resume"):
-        raise ValueError(f"{who}: {name} is not for runs of a study, which has folders of its own; leave it out")
+    if name in OF_A_STUDY:
+        raise ValueError(f"{who}: {name} is nothing that runs of a study choose; leave it out and {OF_A_STUDY[name]}")
     if name not in TYPES:
         near = get_close_matches(name, TYPES, n=1)
         raise ValueError(f"{who}: a run has no field {name!r}{f'; did you mean {near[0]}?' if near else ''}")

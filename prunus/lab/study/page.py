@@ -27,8 +27,8 @@ difference.
 OVERVIEW = """## What came out best
 
 Of every study the arm with the best mean at each sparsity, random and longer budgets aside, among those with the most
-seeds; beside it dense in the same recipe, and what it was held against. That it is the first of several is a part of why
-it looks good: its interval is for one comparison. Where arms have one seed, none of them is called the best.
+seeds; beside it dense in the same recipe, and what it was held against. That it is the first of several is a part of
+why it looks good: its interval is for one comparison. Where arms have one seed, none of them is called the best.
 """
 
 

@@ -46,6 +46,7 @@ LENET = Run(
     batch=128,
     steps=4690,  # 10 epochs
     lr=2e-3,
+    min_lr=0.1,
     warmup=100,
     beta2=0.999,
     begin=0.1,
@@ -59,6 +60,7 @@ RESNET = Run(
     batch=256,
     steps=5880,  # 30 epochs
     lr=4e-3,
+    min_lr=0.1,
     warmup=300,
     beta2=0.999,
     begin=0.1,
@@ -76,9 +78,9 @@ def arms_of(scores: str, *texts: str) -> tuple[Arm, ...]:
 
 
 def crossed(scores: Sequence[str], variations: Mapping[str, Mapping[str, Any]]) -> tuple[Arm, ...]:
-    """Each score with each variation, held against magnitude with the same one."""
+    """Each score with each variation, held against the score without it."""
     return tuple(
-        Arm(f"{_named(score)} {name}", {"score": score, **changes}, f"magnitude {name}")
+        Arm(f"{_named(score)} {name}", {"score": score, **changes}, _named(score))
         for name, changes in variations.items()
         for score in scores
     )
@@ -123,7 +125,7 @@ PRESETS: dict[PresetName, Preset] = {
         ),
         (0.8,),
     ),
-    "beta2": Preset(GPT, crossed(("none", "magnitude", "bitter7"), BETAS), (0.8,)),
+    "beta2": Preset(GPT, arms_of("bitter7") + crossed(("none", "magnitude", "bitter7"), BETAS), (0.8,)),
     "lenet-mnist": Preset(LENET, VISION, (0.7, 0.9, 0.95), "the folder of MNIST"),
     "resnet-cifar10": Preset(RESNET, VISION, (0.5, 0.7, 0.9), "the folder of CIFAR-10"),
     "compile": Preset(
