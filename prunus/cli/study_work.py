@@ -95,13 +95,18 @@ def _started(
     folder: Folder, cells: tuple[Cell, ...], options: Options, device: str, num_workers: int
 ) -> "subprocess.Popen[str]":
     own = replace(options, device="cpu" if device == "cpu" else "cuda")
-    task = {"folder": str(folder.path), "cells": [asdict(cell) for cell in cells], "options": asdict(own)}
-    task["command"] = sys.argv[1:]  # which its runs note as theirs
+    task = {
+        "folder": str(folder.path),
+        "cells": [asdict(cell) for cell in cells],
+        "options": asdict(own),
+        "device": device,
+        "command": sys.argv[1:],  # which its runs note as theirs
+    }
     command = [sys.executable, "-m", "prunus.cli.study_work"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, env=environment_of(device, num_workers))
     assert process.stdin
     with contextlib.suppress(BrokenPipeError):  # it may have died already
-        process.stdin.write(json.dumps(task | {"device": device}) + "\n")
+        process.stdin.write(json.dumps(task) + "\n")
         process.stdin.flush()
     return process
 
