@@ -178,6 +178,8 @@ def _state(record: "Record") -> str:
     from ..lab.report.numbers import plain
     from ..lab.report.source import scale_of
 
+    if record.has_diverged:
+        return "diverged"
     if record.result is not None:
         return plain(record.quality and record.quality * scale_of(record))
     if record.failure:

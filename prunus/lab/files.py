@@ -1,6 +1,7 @@
 """JSON files that are whole or not there."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +9,29 @@ from ..files import write_atomically
 
 
 def write_json(path: Path, value: Any) -> None:
-    write_atomically(path, lambda file: file.write(json.dumps(value, indent=2).encode() + b"\n"))
+    write_atomically(path, lambda file: file.write(to_json(value, indent=2).encode() + b"\n"))
+
+
+def to_json(value: Any, indent: int | None = None) -> str:
+    """The value as text; a number that is not finite, which JSON does not have, is null."""
+    return json.dumps(_finite(value), indent=indent, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file; ValueError where it cannot be read or holds something else."""
+    """The object in a file; ValueError where it cannot be read or holds something else.
+
+    The NaN and Infinity of older versions are None, as null is.
+    """
     try:
-        values = json.loads(path.read_text())
+        values = json.loads(path.read_text(), parse_constant=lambda name: None)
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     if not isinstance(values, dict):

@@ -94,6 +94,8 @@ def status(record: Record) -> str:
     """How far a run is, in a line."""
     done, total = record.last_step, record.total_steps
     parts = [f"step {done:,} of {total:,}", f"{count(done * record.per_step)} {record.unit}"]
+    if record.logs and loss_at(record.logs[-1]) is None:
+        return ", ".join([*parts, "diverged: its loss is not finite"])
     for pick, name in ((loss_at, "loss"), (quality_at(record), record.metric)):
         if line := points([record], pick):
             parts.append(f"{name} {plain(line[-1].mean)}")

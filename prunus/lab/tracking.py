@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .files import write_json
+from .files import to_json, write_json
 from .run import Run
 from .trackers import Sink, flat, open_sinks
 
@@ -121,7 +121,7 @@ class Tracker:
 
     def log(self, **values: Any) -> None:
         with self.metrics.open("a") as file:
-            file.write(json.dumps(values) + "\n")
+            file.write(to_json(values) + "\n")
         if self.sinks and (numbers := flat(values)):
             for sink in self.sinks:
                 sink.log(values["step"], numbers)

@@ -51,8 +51,10 @@ def test_quality_off_the_target_does_not_count(copy):
     assert "14.0000% of the prunable weights are zero" in found["off_target"][0]["message"]
 
 
-def test_a_run_that_diverged_or_read_other_data_counts_nowhere(copy):
-    for name, change in (("bitter7-0.5-s0", {"perplexity": float("inf")}), ("random-0.5-s0", {"perplexity": 1e200})):
+@pytest.mark.parametrize("quality", [None, float("inf"), float("nan")], ids=str)
+@pytest.mark.parametrize("lost", ["loss", "perplexity"])
+def test_a_run_that_diverged_or_read_other_data_counts_nowhere(lost, quality, copy):
+    for name, change in (("bitter7-0.5-s0", {lost: quality}), ("random-0.5-s0", {"perplexity": 1e200})):
         path = copy / "runs" / name / "result.json"
         path.write_text(json.dumps(read_json(path) | change))
     cell = copy / "runs" / "magnitude-0.5-s1" / "cell.json"
@@ -61,7 +63,7 @@ def test_a_run_that_diverged_or_read_other_data_counts_nowhere(copy):
     seeds = {row["arm"]: row["seeds"] for row in found["rows"]}
     assert (seeds["bitter7"], seeds["magnitude"], seeds["random"]) == ([1], [0], [0, 1])
     said = {entry["arm"]: entry["message"] for entry in found["off_target"]}
-    assert said["bitter7"] == "the training diverged: its perplexity is inf"
+    assert said["bitter7"] == f"the training diverged: its {lost} is not finite"
     assert said["magnitude"] == said["bitter1"] == "it was made with other data than the study's"
     assert all(len(text) < 200 for row in found["rows"] for text in cells_of(row))
     json.dumps(found, allow_nan=False)

@@ -75,9 +75,15 @@ class Record:
         return self.lines[-1]["step"] if self.lines else 0
 
     @property
+    def has_diverged(self) -> bool:
+        """Whether it ended with a loss or quality that is not finite."""
+        ended = self.result or {}
+        return any(name in ended and number(ended[name]) is None for name in ("loss", self.metric))
+
+    @property
     def quality(self) -> float | None:
-        """The metric at the end of the run, or None while there is no end."""
-        return number((self.result or {}).get(self.metric))
+        """The metric at the end of the run, or None while there is no end, and of one that diverged."""
+        return None if self.has_diverged else number((self.result or {}).get(self.metric))
 
     def layer_sparsity(self, line: Json) -> dict[str, float]:
         """Fraction of zeros by layer at an evaluation; empty where it was not recorded."""

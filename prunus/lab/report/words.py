@@ -35,6 +35,8 @@ def _of_run(record: Record) -> str:
         last = next((line for line in reversed(record.evals)), {})
         so_far = f", {percent(last['sparsity'])} of the weights removed so far" if "sparsity" in last else ""
         return f"{_named(score)} at step {record.last_step:,} of {record.total_steps:,}{so_far}"
+    if record.has_diverged:
+        return f"{_named(score)} diverged: it ended with no finite quality"
     end = _quality(record.quality and record.quality * scale_of(record), record)
     if score == "none":
         return f"A dense run that ended at {end}"

@@ -45,12 +45,13 @@ class Finished:
 
     def fault(self, plan: Plan, metric: Metric) -> str | None:
         """Why it does not count, if it does not."""
-        zeros, quality = self.result["sparsity"], metric.of(self.result)
+        zeros = self.result["sparsity"]
         by_row = plan.run_of(self.cell).allocate == "row"
         if abs(zeros - self.cell.sparsity) > (BY_ROW if by_row else TOLERANCE):
             return f"{zeros:.4%} of the prunable weights are zero, {self.cell.sparsity:.4%} were asked for"
-        if not math.isfinite(quality):
-            return f"the training diverged: its {metric.name} is {quality}"
+        for name in ("loss", metric.name):
+            if (value := self.result[name]) is None or not math.isfinite(value):
+                return f"the training diverged: its {name} is not finite"
         if self.about.get("data", dict(plan.data)) != dict(plan.data):
             return "it was made with other data than the study's"
         return None
