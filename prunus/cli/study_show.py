@@ -34,7 +34,7 @@ def print_plan(folder: Folder, plan: Plan) -> None:
     """Every computation of the plan, with its tokens, whether it is done, and what is left in all."""
     from ..lab.study.runner import estimate
 
-    done = folder.finished() if folder.exists else {}
+    done, damaged = (folder.finished(), folder.damaged()) if folder.exists else ({}, {})
     table = Table(title=escape(f"{folder.path}: hash {plan.hash}"))
     for heading in ("run", "arms", "steps", "examples", "state"):
         table.add_column(heading, justify="right" if heading in ("steps", "examples") else "left")
@@ -42,15 +42,15 @@ def print_plan(folder: Folder, plan: Plan) -> None:
     for owner in dict.fromkeys(plan.owners.values()):
         run = plan.run_of(owner)
         sharing = [cell.arm for cell, first in plan.owners.items() if first == owner]
-        is_done = key_of(run) in done
+        state = "done" if key_of(run) in done else "damaged" if key_of(run) in damaged else "to do"
         table.add_row(
             escape(owner.folder),
             escape(", ".join(sharing)),
             f"{run.total_steps:,}",
             f"{num_examples(run):,}",
-            STATE[is_done],
+            state,
         )
-        if not is_done:
+        if state == "to do":
             left += num_examples(run)
             expected = estimate(folder, run, cold=False) if folder.exists else None
             seconds, unknown = seconds + (expected or 0.0), unknown or expected is None
@@ -61,9 +61,6 @@ def print_plan(folder: Folder, plan: Plan) -> None:
 
 
 def num_left(folder: Folder, plan: Plan) -> int:
-    """Runs of the plan that were neither finished nor failed."""
-    done, owners = folder.finished(), set(plan.owners.values())
-    return sum(key_of(plan.run_of(cell)) not in done and not folder.failure(cell) for cell in owners)
-
-
-STATE = {True: "done", False: "to do"}
+    """Runs of the plan that neither ended nor failed."""
+    ended, owners = folder.ended(), set(plan.owners.values())
+    return sum(key_of(plan.run_of(cell)) not in ended and not folder.failure(cell) for cell in owners)

@@ -12,6 +12,9 @@ from ..run import read_run
 from .keys import canonical, key_of
 from .plan import FORMAT, Cell, Plan, extended
 
+NUMBERS = ("accuracy", "sparsity", "tokens", "examples", "seconds")  # which every result has
+QUALITIES = ("loss", "perplexity")  # null if the training diverged
+
 
 @dataclass(frozen=True)
 class Folder:
@@ -79,9 +82,17 @@ class Folder:
                     )
 
     def finished(self) -> dict[str, Path]:
-        """Folders of the runs with a result, by what they compute."""
+        """Folders of the runs with a whole result, by what they compute."""
+        return {key: run for key, run in self.ended().items() if not damage(run)}
+
+    def damaged(self) -> dict[str, str]:
+        """What is wrong with the results that are not whole, by what their runs compute."""
+        return {key: said for key, run in self.ended().items() if (said := damage(run))}
+
+    def ended(self) -> dict[str, Path]:
+        """Folders of the runs that are not to be run again: finished ones, and damaged ones, which are kept."""
         found = (path.parent for path in sorted(self.path.glob("runs/*/result.json")))
-        return {key_of(read_run(folder)): folder for folder in found}
+        return {key_of(read_run(run)): run for run in found}
 
     @staticmethod
     def about(run: Path) -> dict[str, Any]:
@@ -103,3 +114,16 @@ class Folder:
                 yield False
                 return
             yield True
+
+
+def damage(run: Path) -> str:
+    """What is wrong with the result of a run and what to do about it; empty if it is whole."""
+    path, mend = run / "result.json", "move it away to have it run again"
+    known = f"runs/{run.name}/result.json"  # wherever the study is moved to
+    try:
+        values = read_json(path)
+    except ValueError as error:
+        return f"{error}; {mend}".replace(str(path), known)
+    wrong = [name for name in NUMBERS if not isinstance(values.get(name), int | float)]
+    wrong += [name for name in QUALITIES if not isinstance(values.get(name, ""), int | float | None)]
+    return f"{known} has no number for {wrong[0]}; {mend}" if wrong else ""

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..files import read_json, write_json
 from ..run import read_run
-from .folder import Folder
+from .folder import Folder, damage
 from .keys import key_of
 from .plan import extended
 from .results import update
@@ -56,18 +56,17 @@ def merge(paths: Sequence[Path], out: Path, *, slim: bool = False) -> dict[str, 
 
 
 def _runs(folders: Sequence[Folder]) -> dict[str, Path]:
-    """The folder of each computation: a finished one before a failed one; two finished ones must agree."""
+    """The folder of each computation: a finished one before one that failed or is damaged; two finished must agree."""
     found: dict[str, Path] = {}
     for folder in folders:
         for path in sorted(folder.path.glob("runs/*/run.json")):
             run = path.parent
-            is_finished = (run / "result.json").is_file()
-            if not is_finished and not (run / "failed.json").is_file():
+            if not any((run / name).is_file() for name in ("result.json", "failed.json")):
                 continue
             other = found.setdefault(key_of(read_run(run)), run)
-            if other == run or not is_finished:
+            if other == run or damage(run):
                 continue
-            if (other / "result.json").is_file():
+            if not damage(other):
                 _check_agree(other, run)
             else:
                 found[key_of(read_run(run))] = run
@@ -77,9 +76,9 @@ def _runs(folders: Sequence[Folder]) -> dict[str, Path]:
 def _check_agree(first: Path, second: Path) -> None:
     ours, theirs = read_json(first / "result.json"), read_json(second / "result.json")
     for name in AGREE:
-        if ours[name] != theirs[name]:
+        if ours.get(name) != theirs.get(name):
             raise ValueError(
-                f"{first} and {second} are the same run but ended with {name} {ours[name]} and {theirs[name]};"
+                f"{first} and {second} are the same run but ended with {name} {ours.get(name)} and {theirs.get(name)};"
                 " move one of them away"
             )
 

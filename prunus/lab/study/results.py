@@ -10,7 +10,7 @@ rows        arm, sparsity, seeds and values (of the runs that count), mean, sd (
             against (an arm) and difference to it {mean, half_width (95 %), num_seeds}, verdict, against_budget, and
             beside (fields in which the two differ beside the score, where they differ in that too); dense (the dense
             arm that is equal in all but pruning, or null) and cost: the same difference to it
-failed      arm, sparsity, seed, message
+failed      arm, sparsity, seed, message: runs that failed, and those whose result.json is damaged
 off_target  runs that count nowhere, with a message: zeros that were not asked for, no finite quality, other data
 num_runs, num_finished      different computations, and those with a result
 round_ends  whether every arm has the seeds that any arm has
@@ -75,26 +75,32 @@ def summary(folder: Folder, plan: Plan) -> dict[str, Any]:
     counted = [one for one, fault in zip(every, faults, strict=True) if not fault]
     metric = replace(metric, decimals=decimals_of(metric, counted))
     rows = list(_rows(plan, counted, metric))
-    owners = set(plan.owners.values())
     done = {one.cell for one in every}
     seeds = {cell.seed for cell in done}
-    failed = [(cell, folder.failure(cell)) for cell in plan.ordered() if cell in owners]
     return {
         "hash": plan.hash,
         "metric": asdict(metric) | {"better": "higher" if metric.higher_is_better else "lower"},
         "rows": rows,
-        "failed": [asdict(cell) | {"message": why["message"]} for cell, why in failed if why],
+        "failed": [asdict(cell) | {"message": why} for cell, why in _failures(folder, plan)],
         "off_target": [
             asdict(one.cell) | {"message": fault} for one, fault in zip(every, faults, strict=True) if fault
         ],
-        "num_runs": len(owners),
+        "num_runs": len(set(plan.owners.values())),
         "num_finished": len({one.folder for one in every}),
         "round_ends": all(cell in done for cell in plan.cells if cell.seed in seeds),
     }
 
 
+def _failures(folder: Folder, plan: Plan) -> Iterator[tuple[Cell, str]]:
+    """Runs that ended without a result, or whose result is damaged, with why."""
+    damaged = folder.damaged()
+    for cell in dict.fromkeys(plan.owners.values()):
+        if why := damaged.get(key_of(plan.run_of(cell))) or (folder.failure(cell) or {}).get("message"):
+            yield cell, why
+
+
 def finished_cells(folder: Folder, plan: Plan) -> Iterator[Finished]:
-    """Every cell whose computation has a result, in the plan's order."""
+    """Every cell whose computation has a whole result, in the plan's order."""
     paths = folder.finished()
     for cell in plan.ordered():
         if path := paths.get(key_of(plan.run_of(cell))):

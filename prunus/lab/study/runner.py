@@ -70,7 +70,7 @@ class Worker:
                     self._do(cell, todo[place + 1 :])
 
     def _is_left(self, cell: Cell) -> bool:
-        if key_of(self.plan.run_of(cell)) in self.folder.finished():
+        if key_of(self.plan.run_of(cell)) in self.folder.ended():
             return False
         failure = self.folder.failure(cell)
         if failure and failure.get("session") == self.options.session:
@@ -107,8 +107,8 @@ class Worker:
         cold = self._settle(run)
         started = time.perf_counter()
         start = None if run.resume else self.starts.of(run)
-        finished = self.folder.finished()
-        others = [other for other in map(self.plan.run_of, later) if key_of(other) not in finished]
+        ended = self.folder.ended()
+        others = [other for other in map(self.plan.run_of, later) if key_of(other) not in ended]
         shared = {"shared_steps": start.state["step"] if start else 0}
 
         def finish(training: Training) -> None:
