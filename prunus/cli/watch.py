@@ -17,13 +17,15 @@ if TYPE_CHECKING:
     from ..lab.trainer import Progress
 
 QUIET = 60.0  # seconds without a line before a word is said about it
+GRACE = 10.0  # seconds without anybody who trains before a run is said to be stopped: it may be about to go on
 
 
 @dataclass(frozen=True)
 class Command:
     """The charts of a run or a study in the terminal while it goes on; ends when it ends.
 
-    Reads the folder and changes nothing. Outside a terminal it prints a line at each evaluation.
+    Reads the folder and changes nothing. Outside a terminal it prints a line at each evaluation. A run that was stopped
+    before its end is told, with exit code 1.
     """
 
     folder: tyro.conf.Positional[Path]  # run folder, study folder, or a folder of run folders
@@ -41,26 +43,40 @@ def run(command: Command) -> None:
         from ..lab.report.source import read_source
 
         console.print(_view(read_source(command.folder), console, 0))
-    elif console.is_terminal:
-        _watch(command, console)
-    else:
-        _follow(command)
+        return
+    source = _watch(command, console) if console.is_terminal else _follow(command)
+    if source.num_open > 0:
+        from ..lab.live import stopped
+
+        print(stopped(source.record, command.folder), flush=True)
+        raise SystemExit(1)
 
 
-def _watch(command: Command, console: "Console") -> None:
+def _watch(command: Command, console: "Console") -> "Source":
+    """Charts until the end, or until nobody trains any more; what was seen last."""
     from rich.live import Live
 
+    from ..lab.lock import is_free
     from ..lab.report.source import read_source
 
     source, since = read_source(command.folder), time.monotonic()
+    trained = since
     with Live(_view(source, console, 0), console=console, auto_refresh=False) as live:
-        while source.num_open > 0:
+        while source.num_open > 0 and not _is_left(source, trained):
             time.sleep(command.every)
+            if not is_free(command.folder):
+                trained = time.monotonic()
             new = read_source(command.folder)
             if _num_lines(new) != _num_lines(source):
                 since = time.monotonic()
             source = new
             live.update(_view(source, console, time.monotonic() - since), refresh=True)
+    return source
+
+
+def _is_left(source: "Source", trained: float) -> bool:
+    """Whether nobody trains a run any more, who was last seen to do so at ``trained``; of studies that is not known."""
+    return source.kind == "run" and time.monotonic() - trained > GRACE
 
 
 @contextmanager
@@ -88,14 +104,16 @@ def _num_lines(source: "Source") -> int:
     return sum(len(cell.record.lines) for cell in source.cells)
 
 
-def _follow(command: Command) -> None:
-    """One line for each evaluation and each failure that is new, as logs want it."""
+def _follow(command: Command) -> "Source":
+    """One line for each evaluation and each failure that is new, as logs want it; else as ``_watch``."""
     from ..lab.live import status
+    from ..lab.lock import is_free
     from ..lab.report.source import read_source
 
     seen: dict[str, int] = {}
     failed: set[str] = set()
     num_lines, since = -1, time.monotonic()
+    trained = since
     while True:
         source = read_source(command.folder)
         if _num_lines(source) != num_lines:
@@ -111,9 +129,11 @@ def _follow(command: Command) -> None:
             if record.failure and record.name not in failed:
                 failed.add(record.name)
                 print(f"{record.name} failed: {record.failure}", flush=True)
-        if source.num_open <= 0:
-            return
+        if source.num_open <= 0 or _is_left(source, trained):
+            return source
         time.sleep(command.every)
+        if not is_free(command.folder):
+            trained = time.monotonic()
 
 
 def _view(source: "Source", console: "Console", quiet: float) -> "RenderableType":

@@ -1,6 +1,7 @@
 """Charts of a run as text, for a terminal: lines drawn with braille dots, layers as blocks. Loads no torch."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from .report.curves import Point, loss_at, metric_name, points, quality_at
 from .report.numbers import count, percent, plain
@@ -102,6 +103,14 @@ def status(record: Record) -> str:
     if record.events:
         parts.append(f"sparsity {percent(number(record.events[-1].get('sparsity')))}")
     return ", ".join(parts)
+
+
+def stopped(record: Record, folder: Path) -> str:
+    """What is said of a run without an end that nobody trains any more."""
+    study = folder.resolve().parent.parent
+    mend = f"train --resume --out {folder}" if not (study / "study.json").is_file() else f"study --out {study}"
+    done = f"step {record.last_step:,} of {record.total_steps:,}"
+    return f"{record.name} was stopped before its end, at {done}; prunus {mend} continues it"
 
 
 def running(source: Source) -> Record | None:

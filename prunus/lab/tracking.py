@@ -5,8 +5,6 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -72,28 +70,6 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-@contextmanager
-def held(folder: Path) -> Iterator[None]:
-    """Keep a folder, made if it is not there, from other trainings; the system frees it if the process dies."""
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        import fcntl
-    except ImportError:  # Windows locks no folders
-        yield
-        return
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"another process trains in {folder}; wait for its end, or choose another --out") from None
-        except OSError:  # some network file systems lock no folders
-            pass
-        yield
-    finally:
-        os.close(fd)
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,13 @@ from . import memory
 from .data import TokenData
 from .evaluate import Quality, loss_of, measured, summed
 from .keeping import resume, save
+from .lock import held
 from .models import build
 from .parallel import Team, team_of
 from .recipe import Data, data_of, device_named, learning_rate, make_optimizer, make_pruner
 from .run import Run, is_restarted, read_run
 from .trackers import check_installed
-from .tracking import Silent, Tracker, held
+from .tracking import Silent, Tracker
 
 Progress = Callable[[int, dict[str, Any]], None]  # called after each step with what is known then
 

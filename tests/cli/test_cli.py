@@ -9,9 +9,9 @@ from typing import get_args
 import pytest
 
 from prunus.cli import COMMANDS, main
+from prunus.lab.lock import held
 from prunus.lab.models import MODELS, build
 from prunus.lab.run import ModelName, Run, ScoreName
-from prunus.lab.tracking import held
 from prunus.score import SCORES
 
 FAST = "--model gpt2-tiny --context 8 --batch 2 --steps 6 --every 2 --eval-size 2 --warmup 1".split()

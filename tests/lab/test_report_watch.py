@@ -1,5 +1,6 @@
 """Watching ends when the run ends; its charts fit the terminal, and outside one there are plain lines."""
 
+import fcntl
 import json
 import os
 import pty
@@ -16,6 +17,8 @@ from report_folders import make_run, make_study, stopped
 
 from prunus.cli import main, watch
 from prunus.lab.live import BLOCKS, chart, drawn, layer_line, plain_letters, running
+from prunus.lab.live import stopped as said_of
+from prunus.lab.lock import held, is_free
 from prunus.lab.report.read import read_record
 from prunus.lab.report.source import read_source
 
@@ -153,6 +156,84 @@ def test_outside_a_terminal_it_says_that_nothing_comes(tmp_path, capsys, monkeyp
     said = capsys.readouterr().out.splitlines()
     assert sum(line.startswith("nothing new for ") for line in said) in range(2, 6)
     assert "step 200 of 200" in said[-1]
+
+
+@pytest.fixture(params=["terminal", "log"])
+def watching(request, monkeypatch):
+    """Watches a run, in a terminal or outside one, with little patience; returns the exit code."""
+    monkeypatch.setattr(watch, "GRACE", 1.0)
+    if request.param == "terminal":
+        monkeypatch.setenv("FORCE_COLOR", "1")
+
+    def code(folder: Path) -> int:
+        try:
+            main(["watch", str(folder), "--every", "0.05"])
+        except SystemExit as stop:
+            return int(stop.code or 0)
+        return 0
+
+    return code
+
+
+def test_a_run_that_is_killed_is_said_to_be_stopped(watching, tmp_path, capsys):
+    (tmp_path / "data.txt").write_bytes(bytes(range(32, 127)) * 40)
+    small = "--context 8 --batch 2 --steps 100000 --eval-size 2 --log-every 1".split()
+    run, train = tmp_path / "run", [sys.executable, "-m", "prunus", "train", *small]
+    training = subprocess.Popen([*train, "--data", tmp_path / "data.txt", "--out", run], stderr=subprocess.DEVNULL)
+    try:
+        while not (run / "metrics.jsonl").is_file() and training.poll() is None:
+            time.sleep(0.05)
+        threading.Timer(2.0, training.kill).start()
+        late = threading.Timer(60.0, (run / "failed.json").write_text, ("{}",))  # which would end it, too
+        late.start()
+        began = time.monotonic()
+        assert watching(run) == 1
+        late.cancel()
+    finally:
+        training.kill()
+        training.wait()
+    assert time.monotonic() - began > 2.0 + watch.GRACE
+    said = f"run was stopped before its end, at step {read_record(run).last_step:,} of 100,000; "
+    assert capsys.readouterr().out.endswith(f"{said}prunus train --resume --out {run} continues it\n")
+
+
+def test_a_run_that_a_process_holds_is_waited_for(watching, tmp_path, capsys):
+    folder, lines, result = unfinished(tmp_path / "run")
+    ends = threading.Timer(2 * watch.GRACE, finish, (folder, lines, result))
+    with held(folder):
+        ends.start()
+        assert watching(folder) == 0
+    ends.join()
+    assert "stopped" not in capsys.readouterr().out
+
+
+def test_nobody_is_missed_where_folders_are_not_locked(watching, tmp_path, monkeypatch, capsys):
+    def flock(*_):
+        raise OSError("no locks available")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    folder, lines, result = unfinished(tmp_path / "run")
+    ends = threading.Timer(2 * watch.GRACE, finish, (folder, lines, result))
+    ends.start()
+    assert watching(folder) == 0
+    ends.join()
+    assert "stopped" not in capsys.readouterr().out
+
+
+def test_a_stopped_run_of_a_study_is_continued_by_the_study(tmp_path):
+    folder = stopped(make_study(tmp_path / "study", ["dense", "magnitude"]) / "runs" / "dense-0-s1", 0.5)
+    assert said_of(read_record(folder), folder).endswith(f"; prunus study --out {tmp_path / 'study'} continues it")
+
+
+def test_a_look_at_the_folder_keeps_no_training_from_it(tmp_path):
+    with held(tmp_path):
+        assert not is_free(tmp_path)
+    look = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(look, fcntl.LOCK_EX)
+    threading.Timer(0.07, os.close, (look,)).start()
+    with held(tmp_path):
+        assert not is_free(tmp_path)
+    assert is_free(tmp_path)
 
 
 def _read(terminal: int, wanted: bytes | None) -> bytes:
