@@ -14,7 +14,9 @@ from report_pages import ARMS, HOSTILE, Page, edit, figures_of, hostile_study, l
 
 from prunus.cli import main
 from prunus.lab.report.page import render
+from prunus.lab.report.sections import sections
 from prunus.lab.report.source import read_source
+from prunus.lab.report.words import lede
 
 
 def test_the_numbers_of_a_run_are_those_of_its_metrics(tmp_path):
@@ -131,6 +133,34 @@ def test_a_mixed_comparison_is_told_and_is_no_headline(tmp_path):
     rows = page.tables["Held-out perplexity at the end, from the best to the worst of each sparsity"][1:]
     assert all(row[4].endswith("; lr differs too") for row in rows if row[0] == "bitter7")
     assert all(row[4].endswith("; 2 times the tokens") for row in rows if row[0].startswith("bitter3"))
+
+
+@pytest.mark.parametrize("budget", [1.0, 1.3])
+def test_the_best_is_the_best_of_equal_budgets(budget, tmp_path):
+    folder = make_study(tmp_path / "study", ARMS)
+    edit(folder / "study.json", base=json.loads((folder / "study.json").read_text())["base"] | {"budget_scale": budget})
+    path = folder / "study_result.json"
+    result = json.loads(path.read_text())
+    for row in result["rows"]:
+        row |= {"dense": "dense", "against_budget": budget, "budget_scale": budget}
+        if row["arm"] == "bitter7":  # which leads by its steps alone
+            row["budget_scale"] = 2 * budget
+        if row["arm"] == "bitter3":
+            row["verdict"] = "better by 0.30 ± 0.10 (3 seeds)"
+    path.write_text(json.dumps(result))
+    [table] = sections(read_source(folder))[0].tables
+    best = [row[0].partition(" (")[0] for i, row in enumerate(table.rows) if "best" in table.looks[i]]
+    assert best == ["bitter3", "bitter3"]
+    assert [row[0] for row in table.rows].count(f"bitter7 (budget × {2 * budget:.2f})") == 2
+    assert "Lowest at 50 % bitter3 (" in lede(read_source(folder)) and "; at 80 % bitter3 (" in lede(
+        read_source(folder)
+    )
+
+
+def test_runs_of_a_longer_budget_do_not_end_lowest(tmp_path):
+    for arm, budget in (("magnitude", 1.0), ("bitter3", 1.0), ("bitter7", 2.0)):
+        make_run(tmp_path / "runs" / arm, arm, 0.8, budget_scale=budget)
+    assert page_of(tmp_path / "runs").texts["h1"][0].startswith("At 80 % sparsity, bitter3 ended lowest")
 
 
 def test_without_events_there_is_no_line_of_what_was_asked(tmp_path):

@@ -93,6 +93,11 @@ def test_budgets_are_told_by_what_they_are_against(copy, base):
     assert "| 50.0% | long" not in page([copy]).split("##")[1]  # which is best is asked of equal budgets
 
 
+def test_a_budget_that_all_arms_share_hides_no_best_arm(base, tmp_path):
+    assert study(base, tmp_path / "study", *ASKED, "--set", "budget_scale=1.5") == 0
+    assert "| [study](#study) | 50.0% |" in page([tmp_path / "study"])
+
+
 def test_a_longer_budget_is_told(copy, base, capsys):
     assert study(base, copy, "--arm", "longer: score=bitter7 budget_scale=1.5", "--seeds", "1") == 0
     assert rows(copy)["longer"]["tokens"] == 1.5 * rows(copy)["dense"]["tokens"]

@@ -144,7 +144,7 @@ def _verdicts(source: Source, marks: Mapping[str, Mark]) -> Section:
         f"Held-out {metric} at the end, from the best to the worst of each sparsity",
         columns,
         [_verdict_row(row, is_study) for row in rows],
-        looks={i: _look(rows, i) for i in range(len(rows))},
+        looks={i: _look(rows, i, source.budget) for i in range(len(rows))},
     )
     text = (
         "Differences are to magnitude, or to the arm named behind a dash, of dense arms to dense, and paired: the same "
@@ -155,10 +155,12 @@ def _verdicts(source: Source, marks: Mapping[str, Mark]) -> Section:
     return Section("verdicts", "Verdicts", text, difference_panels(source, marks), tables=[table])
 
 
-def _look(rows: Sequence[Row], i: int) -> str:
-    """Where a sparsity begins, and the arm that leads it if its verdict says so."""
+def _look(rows: Sequence[Row], i: int, budget: float) -> str:
+    """Where a sparsity begins, and the arm of this budget that leads it if its verdict says so."""
     first = i > 0 and rows[i - 1].sparsity != rows[i].sparsity
-    return " ".join(["best"] * (first and rows[i].verdict.startswith("better")) + ["first"] * first)
+    equal = [row for row in rows if row.sparsity == rows[i].sparsity > 0 and row.budget == budget]
+    leads = equal[:1] == [rows[i]] and rows[i].verdict.startswith("better")
+    return " ".join(["best"] * leads + ["first"] * first)
 
 
 def _sorted(rows: Sequence[Row], sparsity: float, metric: str) -> list[Row]:
@@ -169,7 +171,7 @@ def _sorted(rows: Sequence[Row], sparsity: float, metric: str) -> list[Row]:
 def _verdict_row(row: Row, is_study: bool) -> list[Any]:
     seeds = len(row.values)
     cells: list[Any] = [
-        row.arm + (f" ({row.note})" if row.note else ""),
+        row.arm + (f" (budget × {plain(row.budget, 3)})" if row.budget != 1 else ""),
         Number(short_percent(row.sparsity) if row.sparsity else "–", row.sparsity),
         Number(plain(row.mean), row.mean),
     ]

@@ -42,7 +42,7 @@ class Row:
     dense: str = "dense"  # the dense arm of the same recipe; empty if there is none
     cost: float | None = None  # paired difference to it
     same_as: str = ""  # the arm whose runs these are
-    note: str = ""
+    budget: float = 1.0  # against the study's steps
     mixed: str = ""  # what differs from the arm it is against beside what is compared
 
 
@@ -81,6 +81,13 @@ class Source:
     def sparsities(self) -> list[float]:
         """Those that are compared, dense apart."""
         return sorted({one.sparsity for one in [*self.cells, *self.rows]} - {0.0})
+
+    @property
+    def budget(self) -> float:
+        """The study's own, or that of most rows; the best is the best of those that have it."""
+        if self.study:
+            return number(self.study["base"].get("budget_scale")) or 1.0
+        return statistics.mode([row.budget for row in self.rows] or [1.0])
 
     def runs(self, arm: str, sparsity: float) -> list[Record]:
         return [cell.record for cell in self.cells if cell.arm == arm and cell.sparsity == sparsity]
@@ -145,9 +152,10 @@ def _cell(record: Record, more: Json | None = None) -> Cell:
 
 def rows_of(cells: Sequence[Cell]) -> list[Row]:
     """Mean and spread by arm and sparsity from the results of runs that ended; verdicts are a study's to give."""
-    grouped: dict[tuple[str, float], list[float]] = {}
+    grouped: dict[tuple[str, float, float], list[float]] = {}
     for cell in cells:
-        values = grouped.setdefault((cell.arm, cell.sparsity), [])
+        budget = number(cell.record.config.get("budget_scale")) or 1.0
+        values = grouped.setdefault((cell.arm, cell.sparsity, budget), [])
         if cell.record.quality is not None:
             values.append(cell.record.quality * scale_of(cell.record))
     return [
@@ -157,8 +165,9 @@ def rows_of(cells: Sequence[Cell]) -> list[Row]:
             values,
             mean=math.fsum(values) / len(values) if values else None,
             spread=statistics.stdev(values) if len(values) > 1 else None,
+            budget=budget,
         )
-        for (arm, sparsity), values in grouped.items()
+        for (arm, sparsity, budget), values in grouped.items()
     ]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from ..study.arms import slug
 from ..study.table import mixed_with
 from .kinds import STUDY, STUDY_RESULT, read_checked
-from .numbers import plain, short_percent
+from .numbers import short_percent
 from .read import Json, number
 from .source import Cell, Row, Source, read_cells, rows_of
 
@@ -64,7 +64,6 @@ def _ordered(cells: Sequence[Cell], study: Json) -> list[Cell]:
 def _row(row: Mapping[str, Any]) -> Row:
     same = str(row.get("same_as") or "")
     difference, cost = ({} if same else row.get("difference") or {}), row.get("cost") or {}
-    budget = number(row.get("budget_scale"))
     return Row(
         arm=row["arm"],
         sparsity=number(row.get("sparsity")) or 0.0,
@@ -79,7 +78,7 @@ def _row(row: Mapping[str, Any]) -> Row:
         dense=str(row.get("dense", "dense") or ""),
         cost=number(cost.get("mean")),
         same_as=same,
-        note=f"budget × {plain(budget, 3)}" if budget not in (None, 1.0) else "",
+        budget=number(row.get("budget_scale")) or 1.0,
         mixed=mixed_with(row),
     )
 

@@ -109,7 +109,7 @@ def lede(source: Source) -> str:
 
 
 def _costs(source: Source) -> list[str]:
-    """The best arm of each sparsity, with what it loses against dense in the same recipe."""
+    """The best arm of each sparsity among equal budgets, with what it loses against dense in the same recipe."""
     best = "Lowest" if source.record.metric == "perplexity" else "Highest"
     found = [rows[0] for sparsity in source.sparsities if (rows := _sorted(source, sparsity))]
     said = [f"at {short_percent(row.sparsity)} {row.arm}{_lost(row)}" for row in found]
@@ -121,9 +121,9 @@ def _lost(row: Row) -> str:
 
 
 def _sorted(source: Source, sparsity: float) -> list[Row]:
-    """Rows of a sparsity that have a mean, the best first."""
-    sign = 1 if source.record.metric == "perplexity" else -1
-    return sorted(_ended(source, sparsity), key=lambda row: sign * (row.mean or 0))
+    """Rows of a sparsity that have a mean, the best first; those of other budgets come behind."""
+    sign, own = 1 if source.record.metric == "perplexity" else -1, source.budget
+    return sorted(_ended(source, sparsity), key=lambda row: (row.budget != own, row.budget, sign * (row.mean or 0)))
 
 
 def _data(config: dict) -> str:

@@ -26,7 +26,7 @@ difference.
 """
 OVERVIEW = """## What came out best
 
-Of every study the arm with the best mean at each sparsity, random and longer budgets aside, among those with the most
+Of every study the arm with the best mean at each sparsity, random and other budgets aside, among those with the most
 seeds; beside it dense in the same recipe, and what it was held against. That it is the first of several is a part of
 why it looks good: its interval is for one comparison. Where arms have one seed, none of them is called the best.
 """
@@ -37,7 +37,8 @@ def page(folders: Sequence[Path]) -> str:
     if not folders:
         raise ValueError("name the studies: prunus study page studies/*")
     studies = {path: _summary(Folder(path)) for path in folders if not (path / "compile.json").is_file()}
-    rows = [row for path, values in studies.items() for row in _best_rows(path.name, values)]
+    budgets = {path: Folder(path).plan().base.budget_scale for path in studies}
+    rows = [row for path, values in studies.items() for row in _best_rows(path.name, values, budgets[path])]
     overview = [OVERVIEW, table(BEST, rows, words=(2, len(BEST) - 1)), ""] if rows else []
     sections = [_section(Folder(path), studies[path]) if path in studies else compile_section(path) for path in folders]
     return "\n".join([INTRODUCTION, *overview, *sections])
@@ -50,13 +51,13 @@ def _summary(folder: Folder) -> dict[str, Any]:
 BEST = ("study", "asked", "best arm", "mean ± sd", "seeds", "dense", "to dense", "verdict")
 
 
-def _best_rows(name: str, values: Mapping[str, Any]) -> Iterator[list[str]]:
-    """Under BEST, a row for each sparsity."""
+def _best_rows(name: str, values: Mapping[str, Any], budget: float) -> Iterator[list[str]]:
+    """Under BEST, a row for each sparsity, of arms with this budget."""
     rows, sign = values["rows"], 1 if values["metric"]["better"] == "lower" else -1
     dense = {row["arm"]: row["mean"] for row in rows if not row["sparsity"]}
     unit = " %" if values["metric"]["scale"] != 1 else ""
     for sparsity in sorted({row["sparsity"] for row in rows} - {0.0}):
-        pruned = [row for row in rows if row["sparsity"] == sparsity and _may_be_best(row)]
+        pruned = [row for row in rows if row["sparsity"] == sparsity and _may_be_best(row, budget)]
         best = min(pruned, key=lambda row: (-len(row["seeds"]), sign * row["mean"]), default=None)
         if best and len(pruned) > 1 and len(best["seeds"]) > 1:
             cells = dict(zip(HEADINGS, cells_of(best), strict=True))
@@ -66,8 +67,8 @@ def _best_rows(name: str, values: Mapping[str, Any]) -> Iterator[list[str]]:
             yield [f"[{name}](#{name})", cells["asked"], best["arm"], *told]
 
 
-def _may_be_best(row: Mapping[str, Any]) -> bool:
-    return row["arm"] != "random" and not row["same_as"] and row["budget_scale"] == 1
+def _may_be_best(row: Mapping[str, Any], budget: float) -> bool:
+    return row["arm"] != "random" and not row["same_as"] and row["budget_scale"] == budget
 
 
 def _section(folder: Folder, values: Mapping[str, Any]) -> str:
