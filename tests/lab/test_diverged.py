@@ -5,10 +5,12 @@ import math
 from pathlib import Path
 
 import pytest
+from report_folders import make_run
 from report_pages import page_of
 
 from prunus.cli import main
 from prunus.lab.files import read_json, to_json
+from prunus.lab.report.sections import sections
 from prunus.lab.report.source import read_source
 
 OPTIONS = (
@@ -62,6 +64,12 @@ def test_all_that_shows_it_says_so(run, capsys):
     assert "diverged" in capsys.readouterr().out
     assert [row.mean for row in read_source(run.parent).rows] == [None]
     assert read_json(run / "result.json")["loss"] is None
+
+
+def test_it_is_the_worst_of_its_runs(run):
+    make_run(run.parent / "other", "dense", 0.0)
+    [table] = sections(read_source(run.parent))[0].tables
+    assert [row[0] for row in table.rows] == ["other", "run"]
 
 
 def test_its_checkpoint_is_evaluated(diverged, capsys):

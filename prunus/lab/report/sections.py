@@ -164,8 +164,9 @@ def _look(rows: Sequence[Row], i: int, budget: float) -> str:
 
 
 def _sorted(rows: Sequence[Row], sparsity: float, metric: str) -> list[Row]:
-    sign = 1 if metric == "perplexity" else -1
-    return sorted((row for row in rows if row.sparsity == sparsity), key=lambda row: sign * (row.mean or 0))
+    """Rows of a sparsity, the best first; those without a mean, as of runs that diverged, are the last."""
+    own, sign = [row for row in rows if row.sparsity == sparsity], 1 if metric == "perplexity" else -1
+    return sorted(own, key=lambda row: (row.mean is None, sign * (row.mean or 0)))
 
 
 def _verdict_row(row: Row, is_study: bool) -> list[Any]:
