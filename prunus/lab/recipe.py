@@ -1,12 +1,14 @@
 """What a run names, built: data, learning rate, optimizer and pruner."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ..allocate import allocate
+from ..eligible import Weight
 from ..optim import AdamWPrune, Spam
 from ..regrow import Regrow
 from ..select import Global, NofM, PerLayer, PerRow, Selector
@@ -78,6 +80,23 @@ def make_pruner(run: Run, model: nn.Module, optimizer: Optimizer, on_event: Call
         | ({"seed": run.seed} if run.score == "random" else {}),
         on_event=on_event,
     )
+
+
+def num_asked(run: Run, weights: Sequence[Weight]) -> int:
+    """How many weights a run is to remove: of all, or of each layer or row, rounded there."""
+    if run.score == "none":
+        return 0
+    shapes = {weight.name: tuple(weight.parameter.shape) for weight in weights}
+    if run.allocate == "uniform":
+        return sum(allocate(shapes, run.sparsity).values())
+    if run.allocate == "row":
+        return sum(_rounded_by_row(shapes[weight.name], weight.outputs or (), run.sparsity) for weight in weights)
+    return round(run.sparsity * sum(map(math.prod, shapes.values())))
+
+
+def _rounded_by_row(shape: tuple[int, ...], outputs: tuple[int, ...], sparsity: float) -> int:
+    num_rows = math.prod(shape[dim] for dim in outputs)
+    return num_rows * round(sparsity * (math.prod(shape) // num_rows))
 
 
 SELECTORS: dict[str, Selector] = {

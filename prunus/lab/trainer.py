@@ -22,7 +22,7 @@ from .keeping import resume, save
 from .lock import held
 from .models import build
 from .parallel import Team, team_of
-from .recipe import Data, data_of, device_named, learning_rate, make_optimizer, make_pruner
+from .recipe import Data, data_of, device_named, learning_rate, make_optimizer, make_pruner, num_asked
 from .run import Run, is_restarted, read_run
 from .trackers import check_installed
 from .tracking import Silent, Tracker
@@ -55,6 +55,7 @@ class Result:
     budget_scale: float
     digest: str | None
     peak_memory: int = 0  # bytes: allocated on the GPU, or held by the process on a CPU
+    num_asked: int = 0  # prunable weights that were to be removed
 
 
 class Training:
@@ -246,7 +247,8 @@ def _loop(training: Training, tracker: Tracker | Silent, progress: Progress, *, 
 def _result(training: Training, quality: Quality) -> Result:
     run = training.run
     ranks = ranks_of(dict(training.model.named_parameters())) if training.team.kind == "fsdp" else None
-    counted = report(training.model, eligible(training.model, run.include, run.exclude), ranks)
+    found = eligible(training.model, run.include, run.exclude)
+    counted = report(training.model, found, ranks)
     examples = training.step * run.batch * run.accumulate
     return Result(
         steps=training.step,
@@ -262,4 +264,5 @@ def _result(training: Training, quality: Quality) -> Result:
         budget_scale=run.budget_scale,
         digest=training.pruner.digest() if training.pruner else None,
         peak_memory=memory.peak(training.device),
+        num_asked=num_asked(run, found.weights),
     )

@@ -21,6 +21,7 @@ DAMAGES = {
     "no fields": (lambda text: "{}", f"{LACKING} accuracy"),
     "no loss": (lambda text: without(text, "loss"), f"{LACKING} loss"),
     "no tokens": (lambda text: without(text, "tokens"), f"{LACKING} tokens"),
+    "no number asked": (lambda text: json.dumps(json.loads(text) | {"num_asked": None}), f"{LACKING} num_asked"),
     "words": (lambda text: json.dumps(json.loads(text) | {"sparsity": "half"}), f"{LACKING} sparsity"),
 }
 

@@ -12,7 +12,7 @@ from ..run import read_run
 from .keys import canonical, key_of
 from .plan import FORMAT, Cell, Plan, extended
 
-NUMBERS = ("accuracy", "sparsity", "tokens", "examples", "seconds")  # which every result has
+NUMBERS = ("accuracy", "sparsity", "num_prunable", "tokens", "examples", "seconds")  # which every result has
 QUALITIES = ("loss", "perplexity")  # null if the training diverged
 
 
@@ -124,6 +124,8 @@ def damage(run: Path) -> str:
         values = read_json(path)
     except ValueError as error:
         return f"{error}; {mend}".replace(str(path), known)
-    wrong = [name for name in NUMBERS if not isinstance(values.get(name), int | float)]
+    wrong = [
+        name for name in (*NUMBERS, *values.keys() & {"num_asked"}) if not isinstance(values.get(name), int | float)
+    ]
     wrong += [name for name in QUALITIES if not isinstance(values.get(name, ""), int | float | None)]
     return f"{known} has no number for {wrong[0]}; {mend}" if wrong else ""

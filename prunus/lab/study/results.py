@@ -30,8 +30,9 @@ from .plan import Cell, Plan
 from .statistics import ACCURACY, PERPLEXITY, Metric, Paired, deviation, mean, paired, verdict
 
 SCORE = {"score", "eps", "exponent"}
-TOLERANCE = 5e-4  # of the prunable weights: rounding by layer, nothing more
-BY_ROW = 2e-2  # a row of n inputs drops a whole number of them: half a weight of 25
+CHANCE = 1e-6  # of the prunable weights: one in many millions that stays is zero after some step
+TOLERANCE = 5e-4  # of the prunable weights, in older results: rounding by layer, nothing more
+BY_ROW = 2e-2  # of the same: a row of n inputs drops a whole number of them: half a weight of 25
 
 
 @dataclass(frozen=True)
@@ -45,16 +46,24 @@ class Finished:
 
     def fault(self, plan: Plan, metric: Metric) -> str | None:
         """Why it does not count, if it does not."""
-        zeros = self.result["sparsity"]
-        by_row = plan.run_of(self.cell).allocate == "row"
-        if abs(zeros - self.cell.sparsity) > (BY_ROW if by_row else TOLERANCE):
-            return f"{zeros:.4%} of the prunable weights are zero, {self.cell.sparsity:.4%} were asked for"
+        share, total = self.result["sparsity"], self.result["num_prunable"]
+        zeros, asked = round(share * total), self.result.get("num_asked", self.cell.sparsity * total)
+        fewest, most = self._allowed(plan)
+        if not fewest * total <= zeros - asked <= most * total:
+            return f"{share:.4%} of the prunable weights are zero, {zeros:,}; asked for were {asked:,.0f}"
         for name in ("loss", metric.name):
             if (value := self.result[name]) is None or not math.isfinite(value):
                 return f"the training diverged: its {name} is not finite"
         if self.about.get("data", dict(plan.data)) != dict(plan.data):
             return "it was made with other data than the study's"
         return None
+
+    def _allowed(self, plan: Plan) -> tuple[float, float]:
+        """Zeros beyond those asked for that may be, at least and at most, as parts of the prunable weights."""
+        if "num_asked" in self.result:
+            return 0.0, CHANCE
+        rounding = BY_ROW if plan.run_of(self.cell).allocate == "row" else TOLERANCE
+        return -rounding, rounding
 
 
 def update(folder: Folder) -> dict[str, Any]:

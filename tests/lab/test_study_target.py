@@ -1,0 +1,69 @@
+"""A run of a study counts at the sparsity asked for, to the weight where its result says how many these are."""
+
+import json
+
+import pytest
+from study_command import rows, study
+
+from prunus.lab.files import read_json
+from prunus.lab.recipe import SELECTORS
+from prunus.lab.run import Run
+from prunus.lab.study.folder import Folder
+from prunus.lab.study.results import summary
+from prunus.lab.trainer import train
+
+
+def test_quality_off_the_target_does_not_count(copy):
+    path = copy / "runs" / "bitter7-0.5-s0" / "result.json"
+    path.write_text(json.dumps(read_json(path) | {"sparsity": 0.14}))
+    found = summary(Folder(copy), Folder(copy).plan())
+    assert next(row for row in found["rows"] if row["arm"] == "bitter7")["seeds"] == [1]
+    assert "14.0000% of the prunable weights are zero" in found["off_target"][0]["message"]
+
+
+@pytest.mark.parametrize("arm", ["magnitude", "row"])
+@pytest.mark.parametrize("off", [-1, 0, 1])
+def test_one_weight_off_the_number_asked_for_does_not_count(arm, off, copy, base):
+    assert study(base, copy, "--arm", "row: score=magnitude allocate=row", "--sparsity", "0.8", "--seeds", "1") == 0
+    path = copy / "runs" / f"{arm}-0.8-s0" / "result.json"
+    result = read_json(path)
+    path.write_text(json.dumps(result | {"num_asked": result["num_asked"] + off}))
+    told = summary(Folder(copy), Folder(copy).plan())["off_target"]
+    zeros = round(result["sparsity"] * result["num_prunable"])
+    assert all(entry["message"].endswith(f"{zeros:,}; asked for were {zeros + off:,}") for entry in told)
+    assert bool(told) == bool(off)
+
+
+@pytest.mark.parametrize(("off", "counts"), [(-1, False), (0, True), (10, True), (11, False)])
+def test_of_many_weights_a_few_that_stay_may_be_zero(off, counts, copy):
+    path = copy / "runs" / "bitter7-0.5-s0" / "result.json"
+    many = {"num_prunable": 10**7, "num_asked": 5 * 10**6, "sparsity": (5 * 10**6 + off) / 10**7}
+    path.write_text(json.dumps(read_json(path) | many))
+    assert (summary(Folder(copy), Folder(copy).plan())["off_target"] == []) == counts
+
+
+def test_older_results_count_within_what_rounding_takes(copy, base):
+    assert study(base, copy, "--arm", "row: score=magnitude allocate=row", "--sparsity", "0.8", "--seeds", "1") == 0
+    for path in copy.glob("runs/*/result.json"):
+        result = read_json(path)
+        del result["num_asked"]
+        path.write_text(json.dumps(result))
+    assert summary(Folder(copy), Folder(copy).plan())["off_target"] == []
+
+
+@pytest.mark.parametrize("sparsity", [0.3, 0.5, 0.77])
+@pytest.mark.parametrize("allocate", SELECTORS)
+@pytest.mark.parametrize("model", ["gpt2-tiny", "lenet5"])
+def test_the_number_asked_for_is_what_a_training_removes(model, allocate, sparsity, base, tmp_path):
+    if allocate == "2:4" and (model == "lenet5" or sparsity != 0.5):
+        pytest.skip("one sparsity, of rows that 4 divides")
+    data = str(base.parent / "text.txt") if model == "gpt2-tiny" else "digits"
+    small = {"context": 8, "batch": 2, "steps": 2, "eval_size": 2, "device": "cpu", "out": tmp_path / "run"}
+    how = {"score": "magnitude", "schedule": "one_shot", "begin": 1, "allocate": allocate, "sparsity": sparsity}
+    result = train(Run(model=model, data=data, **how, **small))
+    assert round(result.sparsity * result.num_prunable) == result.num_asked > 0
+
+
+def test_rows_round_more_than_layers_and_count(copy, base):
+    assert study(base, copy, "--arm", "row: score=magnitude allocate=row", "--sparsity", "0.8", "--seeds", "1") == 0
+    assert 0.001 < abs(rows(copy)["row"]["measured_sparsity"] - 0.8) < 0.02
