@@ -133,6 +133,8 @@ def test_a_mixed_comparison_is_told_and_is_no_headline(tmp_path):
     rows = page.tables["Held-out perplexity at the end, from the best to the worst of each sparsity"][1:]
     assert all(row[4].endswith("; lr differs too") for row in rows if row[0] == "bitter7")
     assert all(row[4].endswith("; 2 times the tokens") for row in rows if row[0].startswith("bitter3"))
+    arms = [row[0] for row in page.tables["Paired differences"][1:]]
+    assert "bitter7 – magnitude, more differs" in arms and not any("random –" in arm for arm in arms)
 
 
 @pytest.mark.parametrize("budget", [1.0, 1.3])
@@ -155,6 +157,18 @@ def test_the_best_is_the_best_of_equal_budgets(budget, tmp_path):
     assert "Lowest at 50 % bitter3 (" in lede(read_source(folder)) and "; at 80 % bitter3 (" in lede(
         read_source(folder)
     )
+
+
+def test_an_arm_with_fewer_seeds_is_not_called_the_lowest(tmp_path):
+    folder = make_study(tmp_path / "study", ARMS)
+    path = folder / "study_result.json"
+    result = json.loads(path.read_text())
+    for row in result["rows"]:
+        row["dense"] = "dense"
+        if row["arm"] == "bitter7":  # which has the best mean
+            row["values"] = row["values"][:1]
+    path.write_text(json.dumps(result))
+    assert "Lowest at 50 % bitter3 (" in lede(read_source(folder))
 
 
 def test_runs_of_a_longer_budget_do_not_end_lowest(tmp_path):

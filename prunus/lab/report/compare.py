@@ -153,6 +153,8 @@ def _beyond(row: Row, low: float, high: float) -> dict[str, Any]:
 
 
 def _against(row: Row) -> str:
+    if row.mixed:
+        return f"{row.arm} – {row.against}, more differs"
     return row.arm if row.against in ("", "magnitude") else f"{row.arm} – {row.against}"
 
 

@@ -109,11 +109,15 @@ def lede(source: Source) -> str:
 
 
 def _costs(source: Source) -> list[str]:
-    """The best arm of each sparsity among equal budgets, with what it loses against dense in the same recipe."""
+    """Of each sparsity the best arm of equal budgets and the most seeds, with what it loses to dense of its recipe."""
     best = "Lowest" if source.record.metric == "perplexity" else "Highest"
     found = [rows[0] for sparsity in source.sparsities if (rows := _sorted(source, sparsity))]
-    said = [f"at {short_percent(row.sparsity)} {row.arm}{_lost(row)}" for row in found]
+    said = [f"at {short_percent(row.sparsity)} {row.arm}{_lost(row)}{_few(row)}" for row in found]
     return [f"{best} {'; '.join(said)}."] if said else []
+
+
+def _few(row: Row) -> str:
+    return ", one seed" if len(row.values) == 1 else ""
 
 
 def _lost(row: Row) -> str:
@@ -121,9 +125,13 @@ def _lost(row: Row) -> str:
 
 
 def _sorted(source: Source, sparsity: float) -> list[Row]:
-    """Rows of a sparsity that have a mean, the best first; those of other budgets come behind."""
+    """Rows of a sparsity that have a mean, the best of the most seeds first; those of other budgets come behind."""
     sign, own = 1 if source.record.metric == "perplexity" else -1, source.budget
-    return sorted(_ended(source, sparsity), key=lambda row: (row.budget != own, row.budget, sign * (row.mean or 0)))
+
+    def place(row: Row) -> tuple[float, ...]:
+        return row.budget != own, row.budget, -len(row.values), sign * (row.mean or 0)
+
+    return sorted(_ended(source, sparsity), key=place)
 
 
 def _data(config: dict) -> str:
