@@ -194,6 +194,7 @@ class InputNorms(AbstractContextManager["InputNorms"]):
 
     A norm broadcasts to its weight: (in,) for a linear layer, (in, 1) for ``Conv1D``, one for each
     element of the kernel window for a convolution. The modules themselves are left as they are.
+    What gradient checkpointing runs again in the backward is counted once.
     Over several ``ranks`` squares are means of the ranks' sums, so that all have the same norms.
     """
 
@@ -213,7 +214,7 @@ class InputNorms(AbstractContextManager["InputNorms"]):
 
         @torch.no_grad()
         def add(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _: object) -> None:
-            for name in names.get(module, ()) if module.training else ():
+            for name in names.get(module, ()) if module.training and not _is_backward() else ():
                 squares = input_squares(module, next(iter(args or kwargs.values())).detach())
                 sums[name] = sums[name] + squares if name in sums else squares
 
@@ -260,6 +261,11 @@ class InputNorms(AbstractContextManager["InputNorms"]):
 def _remove(handle: RemovableHandle) -> None:
     handle.remove()
     _global_forward_hooks_with_kwargs.pop(handle.id, None)  # which torch leaves there, and torch.compile warns of
+
+
+def _is_backward() -> bool:
+    """Whether a backward pass runs in this thread: it calls checkpointed layers again."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def input_squares(module: nn.Module, x: Tensor) -> Tensor:

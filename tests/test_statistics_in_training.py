@@ -11,7 +11,8 @@ import torch
 from reference import keep_largest, same
 from torch import nn
 from torch.nn.modules.module import _global_forward_hooks, _has_any_global_hook
-from toys import NAMES, NUM_WEIGHTS, adamw, adamw_prune, assert_pruned_are_zero, backward, net, num_pruned, train
+from torch.utils.checkpoint import checkpoint
+from toys import NAMES, NUM_WEIGHTS, adamw, adamw_prune, assert_pruned_are_zero, backward, batch, net, num_pruned, train
 
 from prunus import OneShot, Pruner, Ramp, Spam
 
@@ -158,6 +159,21 @@ def test_wanda_reads_the_inputs_of_the_steps_own_forward_passes(make):
     scores = {name: weight * collected[name] for name, weight in seen.items()}
     assert same(dict(pruner.masks), keep_largest(scores, round(0.6 * NUM_WEIGHTS)))
     assert_pruned_are_zero(pruner)
+
+
+@pytest.mark.parametrize("reentrant", [None, True, False])
+def test_layers_that_checkpointing_runs_again_are_counted_once(reentrant):
+    model = net()
+    pruner = Pruner(model, adamw(model), score="wanda", schedule=OneShot(0.6, at=1))
+
+    def inner(x):
+        return model.hidden(model.norm(x)).tanh()
+
+    for step in range(2):
+        x = model.conv(batch(step)).flatten(1)
+        model.out(inner(x) if reentrant is None else checkpoint(inner, x, use_reentrant=reentrant)).sum().backward()
+    seen = torch.cat([model.norm(model.conv(batch(step)).flatten(1)).detach() for step in range(2)])
+    assert torch.allclose(pruner._inputs.norms()["hidden.weight"], seen.square().sum(0).sqrt(), rtol=1e-5)
 
 
 def test_inputs_are_collected_in_the_steps_before_events_alone():

@@ -61,6 +61,15 @@ def test_a_training_ends_as_the_bare_loop_to_the_bit(tmp_path, accumulate, bf16)
     assert sum(layer.num_zeros for layer in callback.pruner.report().layers) == NUM_WEIGHTS // 2
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_masks_from_inputs_are_the_same_where_layers_are_run_again(tmp_path, reentrant):
+    plain, again = callback_of(score="wanda"), callback_of(score="wanda")
+    trainer_of(tmp_path, gpt2(), plain).train()
+    options = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
+    trainer_of(tmp_path, gpt2(), again, **options).train()
+    assert again.pruner.digest() == plain.pruner.digest()
+
+
 KINDS = {
     "as it comes": {},
     "bfloat16 weights": {"dtype": torch.bfloat16, "gradient_accumulation_steps": 2},
