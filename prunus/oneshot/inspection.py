@@ -149,6 +149,7 @@ def _observe(
             counted_saves(objective.model, objective.offload) as saved,
         ):
             total = loss(tree)
+            taps.recording = False
             asked = [call.out for call in taps.calls], [weight_of(held[0]) for held in modules.values()]
             outputs, others = _gradients(total, *asked, objective.offload)
     finally:

@@ -1,6 +1,7 @@
 """Gradient checkpointing: the same masks from less memory, asked for or where nothing else fits."""
 
 from copy import deepcopy
+from functools import partial
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from probe_models import CASES, entropy, llama
 from probe_odd import Attention, Encoder
 from test_odd_models import case_of
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from prunus import Probe, prune
 from prunus.oneshot.engine import Engine
@@ -40,6 +42,16 @@ def test_weights_whose_gradients_come_one_by_one_get_the_same_ones(kind):
     case = case_of(kind)
     expected = prune(deepcopy(case.model), case.batches, 0.5, "magnitude", None, Probe(0.02), case.loss)
     result = prune(case.model, case.batches, 0.5, "magnitude", None, Probe(0.02), case.loss, checkpointing=True)
+    assert all(torch.equal(result.masks[name], mask) for name, mask in expected.masks.items())
+
+
+@pytest.mark.parametrize("score", ["wanda", "fisher"])
+def test_a_model_that_checkpoints_its_blocks_itself_gets_the_same_masks(score):
+    case = CASES["llama"](torch.float64)
+    expected = prune(deepcopy(case.model), case.batches, 0.5, score, None, Probe(0.02), case.loss)
+    for block in case.model.model.layers:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    result = prune(case.model, case.batches, 0.5, score, None, Probe(0.02), case.loss)
     assert all(torch.equal(result.masks[name], mask) for name, mask in expected.masks.items())
 
 
