@@ -3,7 +3,7 @@
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from itertools import product
 from typing import Any
 from weakref import WeakKeyDictionary, finalize
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_hooks_with_kwargs, register_module_forward_hook
 from torch.utils.hooks import RemovableHandle
 
+from .eager import eagerly
 from .eligible import CONVOLUTIONS, TRANSPOSED, Weight, is_conv1d, plain_name
 from .ops.part import Part
 from .ops.source import Lazy, check_elementwise
@@ -194,14 +195,15 @@ class InputNorms(AbstractContextManager["InputNorms"]):
 
     A norm broadcasts to its weight: (in,) for a linear layer, (in, 1) for ``Conv1D``, one for each
     element of the kernel window for a convolution. The modules themselves are left as they are.
-    What gradient checkpointing runs again in the backward is counted once.
+    What gradient checkpointing runs again in the backward is counted once. Compiled models run eagerly meanwhile.
     Over several ``ranks`` squares are means of the ranks' sums, so that all have the same norms.
     """
 
     def __init__(self, weights: Sequence[Weight], ranks: Ranks | None = None) -> None:
         self.weights, self.ranks = weights, ranks
         self._squares: dict[str, Tensor] = {}
-        self._handle: RemovableHandle | None = None
+        self._open = ExitStack()
+        finalize(self, self._open.close)  # the hook is global: it must not outlive what it collects for
 
     def __enter__(self) -> "InputNorms":
         """Begin anew."""
@@ -218,14 +220,12 @@ class InputNorms(AbstractContextManager["InputNorms"]):
                 squares = input_squares(module, next(iter(args or kwargs.values())).detach())
                 sums[name] = sums[name] + squares if name in sums else squares
 
-        self._handle = register_module_forward_hook(add, with_kwargs=True)
-        finalize(self, _remove, self._handle)  # the hook is global: it must not outlive what it collects for
+        self._open.callback(_remove, register_module_forward_hook(add, with_kwargs=True))
+        self._open.enter_context(eagerly())
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._handle is not None:
-            _remove(self._handle)
-        self._handle = None
+        self._open.close()
 
     def listen(self, on: bool) -> None:
         """Begin anew, or stop."""

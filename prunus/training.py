@@ -235,7 +235,7 @@ class Pruner:
         handles = [
             *(keep_warm(optimizer, self._weights.values(), self._held.zero_weights, regrowing) if self.regrow else ()),
             *([optimizer.register_step_post_hook(self._held.zero_weights)] if self._held.needs_zeroing else ()),
-            optimizer.register_step_post_hook(self._after_step),
+            optimizer.register_step_post_hook(torch.compiler.disable(self._after_step)),
             optimizer.register_load_state_dict_post_hook(self._held.take_over),
             optimizer.register_state_dict_pre_hook(self._held.before_save),
             optimizer.register_state_dict_post_hook(reshard_masks),

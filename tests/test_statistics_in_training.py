@@ -176,6 +176,62 @@ def test_layers_that_checkpointing_runs_again_are_counted_once(reentrant):
     assert torch.allclose(pruner._inputs.norms()["hidden.weight"], seen.square().sum(0).sqrt(), rtol=1e-5)
 
 
+def in_place(model, backend):
+    model.compile(backend=backend)
+    return model
+
+
+def in_part(model, backend):
+    model.hidden = torch.compile(model.hidden, backend=backend)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:Using `torch.compile")
+@pytest.mark.parametrize("compiled", [torch.compile, in_place, in_part])
+def test_inputs_of_a_compiled_model_are_collected_and_it_runs_compiled_between_events(compiled):
+    torch._dynamo.reset()
+    runs = []
+
+    def backend(graph, _):
+        return lambda *args: runs.append(pruner.step + 1) or graph(*args)
+
+    expected, model = net(), net()
+    other = Pruner(expected, adamw(expected), score="wanda", schedule=Ramp(0.6, 1, 5), every=2)
+    train(expected, other.optimizer, range(6))
+    model = compiled(model, backend=backend)
+    pruner = Pruner(model, adamw(model), score="wanda", schedule=Ramp(0.6, 1, 5), every=2)
+    train(model, pruner.optimizer, range(6))
+    assert same(dict(pruner.masks), dict(other.masks)) and num_pruned(pruner) == round(0.6 * NUM_WEIGHTS)
+    assert sorted({*runs}) == [2, 4, 6]
+
+
+@pytest.mark.parametrize("make", [adamw, adamw_prune])
+def test_inputs_are_collected_where_the_whole_step_is_compiled(make):
+    def masks(wrap):
+        torch._dynamo.reset()
+        model = net()
+        pruner = Pruner(model, make(model), score="wanda", schedule=Ramp(0.6, 2, 6), every=2)
+        step = wrap(lambda step: train(model, pruner.optimizer, [step]))
+        for number in range(8):
+            step(number)
+        pruner.remove()
+        return dict(pruner.masks)
+
+    assert same(masks(partial(torch.compile, backend="eager")), masks(lambda step: step))
+
+
+def test_two_that_listen_at_once_leave_torch_compile_as_it_was():
+    first, second, runs = net(), net(seed=3), []
+    for model in (first, second):
+        model.compile(backend=lambda graph, _: lambda *args: runs.append(1) or graph(*args))
+    one, two = (Pruner(m, adamw(m), score="wanda", schedule=OneShot(0.5, at=1)) for m in (first, second))
+    for pruner in (one, two):
+        train(pruner.model, pruner.optimizer, [0])
+    assert not runs and num_pruned(two) == round(0.5 * NUM_WEIGHTS)
+    train(first, one.optimizer, [1])
+    assert runs
+
+
 def test_inputs_are_collected_in_the_steps_before_events_alone():
     model = net()
     pruner = Pruner(model, adamw(model), score="wanda", schedule=Ramp(0.6, 2, 8), every=3)

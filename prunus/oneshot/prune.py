@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..eager import eagerly
 from ..eligible import eligible
 from ..ops import bits
 from ..select import Selector
@@ -156,7 +157,8 @@ class Job:
         self.clock.seconds = {}
         result = Result(self.weights, {}, {})
         try:
-            self._level(result, sparsity, probe, start, _told(self.weights, progress, finished))
+            with eagerly():
+                self._level(result, sparsity, probe, start, _told(self.weights, progress, finished))
         except BaseException:
             self.undo_(result.originals)
             raise

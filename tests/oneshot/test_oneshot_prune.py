@@ -161,6 +161,21 @@ def test_a_wrapped_model_is_pruned_inside():
     assert all(torch.equal(a, b) for a, b in zip(inner.parameters(), case.model.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("probe", [None, Probe(0.05)])
+def test_a_model_that_has_run_compiled_is_pruned_by_its_inputs(probe):
+    torch._dynamo.reset()
+    case = cnn()
+    expected = prune(deepcopy(case.model), case.batches, 0.5, "wanda", probe=probe, loss=case.loss)
+    case.model.compile(backend="eager")
+    case.model.requires_grad_(False)
+    with torch.no_grad():
+        for size in (1, 2, 4):
+            case.model.eval()(case.batches[0][0][:size])
+    case.model.requires_grad_(True)
+    result = prune(case.model, case.batches, 0.5, "wanda", probe=probe, loss=case.loss)
+    assert all(torch.equal(result.masks[name], mask) for name, mask in expected.masks.items())
+
+
 def test_progress_is_told_of_every_weight():
     case, said = mlp(), []
     prune(case.model, case.batches, 0.5, probe=Probe(), loss=case.loss, progress=lambda *what: said.append(what))
