@@ -17,6 +17,7 @@ from .cut import num_kept_each
 from .eligible import eligible
 from .gradients import MaskedGradients, Movement, check_captured, is_initialising, is_skipped, unwrapped
 from .held import HeldMasks
+from .inputs import InputNorms
 from .mask import Masks, check_copies, digest, full_masks
 from .ops.part import together
 from .optim import AdamWPrune
@@ -26,7 +27,7 @@ from .schedule import Schedule
 from .score import SCORES
 from .select import Global, Selector
 from .shard import is_dtensor, local, parts_of, ranks_of
-from .stats import MOMENTS, InputNorms, check_eps, check_moments, check_parameters, score_of, sources
+from .stats import MOMENTS, check_eps, check_moments, check_parameters, score_of, sources
 from .summary import Event, Report, report
 
 

@@ -6,9 +6,9 @@ Written to be read beside the definition, and slow. What the fast engine decides
 import torch
 
 from prunus.eligible import eligible
+from prunus.inputs import input_squares
 from prunus.ops.source import Lazy
 from prunus.score import magnitude, wanda
-from prunus.stats import input_squares
 
 
 def split(batches):

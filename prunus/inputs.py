@@ -1,0 +1,131 @@
+"""Input norms: how large every input feature of each weight is, collected while a model trains."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
+from itertools import product
+from typing import Any
+from weakref import WeakKeyDictionary, finalize
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _global_forward_hooks_with_kwargs, register_module_forward_hook
+from torch.utils.hooks import RemovableHandle
+
+from .eager import eagerly
+from .eligible import CONVOLUTIONS, TRANSPOSED, Weight, is_conv1d
+from .shard import Ranks
+
+
+class InputNorms(AbstractContextManager["InputNorms"]):
+    """L2 norms of the inputs of each weight's module, over every forward pass in training mode while open.
+
+    A norm broadcasts to its weight: (in,) for a linear layer, (in, 1) for ``Conv1D``, one for each
+    element of the kernel window for a convolution. The modules themselves are left as they are.
+    What gradient checkpointing runs again in the backward is counted once. Compiled models run eagerly meanwhile.
+    Over several ``ranks`` squares are means of the ranks' sums, so that all have the same norms.
+    """
+
+    def __init__(self, weights: Sequence[Weight], ranks: Ranks | None = None) -> None:
+        self.weights, self.ranks = weights, ranks
+        self._squares: dict[str, Tensor] = {}
+        self._open = ExitStack()
+        finalize(self, self._open.close)  # the hook is global: it must not outlive what it collects for
+
+    def __enter__(self) -> "InputNorms":
+        """Begin anew."""
+        self.__exit__()
+        self._squares.clear()
+        names = WeakKeyDictionary[nn.Module, list[str]]()
+        for weight in self.weights:
+            names.setdefault(weight.module, []).append(weight.name)
+        sums = self._squares
+
+        @torch.no_grad()
+        def add(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _: object) -> None:
+            for name in names.get(module, ()) if module.training and not _is_backward() else ():
+                squares = input_squares(module, next(iter(args or kwargs.values())).detach())
+                sums[name] = sums[name] + squares if name in sums else squares
+
+        self._open.callback(_remove, register_module_forward_hook(add, with_kwargs=True))
+        self._open.enter_context(eagerly())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def listen(self, on: bool) -> None:
+        """Begin anew, or stop."""
+        self.__enter__() if on else self.__exit__()
+
+    def norms(self) -> dict[str, Tensor]:
+        """Norms by weight; collective where there are several ranks."""
+        squares = self._squares
+        if self.ranks:
+            squares = {name: self.ranks.sum(sums) / self.ranks.size for name, sums in self._agreed().items()}
+        return {name: sums.sqrt() for name, sums in squares.items()}
+
+    def _agreed(self) -> dict[str, Tensor]:
+        """Sums of the weights whose modules were called, which must be the same on all ranks, of the whole inputs."""
+        assert self.ranks is not None
+        found, missing = {}, []
+        for weight in self.weights:
+            sums = self._squares.get(weight.name)
+            if sums is None:
+                missing.append(weight.name)
+            elif any(a not in (1, b) for a, b in zip(sums.shape[::-1], weight.parameter.shape[::-1], strict=False)):
+                missing.append(f"{weight.name}, whose inputs are sharded,")
+            else:
+                found[weight.name] = sums
+        self.ranks.agree(
+            ValueError(f"the score reads input_norm, but none of all inputs was collected for {missing[0]}; exclude it")
+            if missing
+            else None
+        )
+        return found
+
+
+def _remove(handle: RemovableHandle) -> None:
+    handle.remove()
+    _global_forward_hooks_with_kwargs.pop(handle.id, None)  # which torch leaves there, and torch.compile warns of
+
+
+def _is_backward() -> bool:
+    """Whether a backward pass runs in this thread: it calls checkpointed layers again."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def input_squares(module: nn.Module, x: Tensor) -> Tensor:
+    """Sum of squares of each input feature, in a shape that broadcasts to the module's weight."""
+    squares = x.float().square()
+    if isinstance(module, TRANSPOSED):
+        channels = squares.movedim(-module.weight.ndim + 1, 0).flatten(1).sum(1)
+        return channels.view(-1, *[1] * (module.weight.ndim - 1))
+    if isinstance(module, CONVOLUTIONS):
+        return _window_squares(module, squares)
+    features = squares.flatten(0, -2).sum(0) if squares.ndim > 1 else squares
+    return features.unsqueeze(1) if is_conv1d(module) else features
+
+
+def _window_squares(conv: nn.Conv1d | nn.Conv2d | nn.Conv3d, squares: Tensor) -> Tensor:
+    """Sums over all positions of the window: (in, *kernel), or (out, in / groups, *kernel) with groups."""
+    spatial = len(conv.kernel_size)
+    if squares.ndim == spatial + 1:
+        squares = squares.unsqueeze(0)
+    mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
+    padded = nn.functional.pad(squares, conv._reversed_padding_repeated_twice, mode=mode)
+    sums = squares.new_empty((squares.shape[1], *conv.kernel_size))
+    lengths = [
+        (size - dilation * (kernel - 1) - 1) // stride * stride + 1
+        for size, kernel, stride, dilation in zip(
+            padded.shape[2:], conv.kernel_size, conv.stride, conv.dilation, strict=True
+        )
+    ]
+    for offset in product(*map(range, conv.kernel_size)):
+        window = padded
+        for dim, (at, length) in enumerate(zip(offset, lengths, strict=True)):
+            start = at * conv.dilation[dim]
+            window = window[(slice(None),) * (dim + 2) + (slice(start, start + length, conv.stride[dim]),)]
+        sums[(slice(None), *offset)] = window.flatten(2).sum((0, 2))
+    if conv.groups == 1:
+        return sums
+    return sums.unflatten(0, (conv.groups, -1)).repeat_interleave(conv.out_channels // conv.groups, 0)

@@ -1,0 +1,123 @@
+"""Input norms are those of what the layers see, once for every forward pass."""
+
+import pytest
+import torch
+from torch import nn
+from toys import Conv1D
+
+from prunus.eligible import eligible
+from prunus.inputs import InputNorms
+
+
+def norms_of(layer, *inputs):
+    weights = eligible(nn.Sequential(layer)).weights
+    with InputNorms(weights) as collected:
+        for x in inputs:
+            layer(x)
+    return collected.norms()["0.weight"]
+
+
+def unfolded_norms(conv, x):
+    """L2 norm over all windows of what each element of the kernel sees, for each output channel."""
+    padding = conv.padding if isinstance(conv.padding, tuple) else (0, 0)
+    windows = nn.functional.unfold(x, conv.kernel_size, conv.dilation, padding, conv.stride)
+    norms = windows.square().sum((0, 2)).sqrt().view(x.shape[1], *conv.kernel_size)
+    groups = norms.view(conv.groups, -1, *conv.kernel_size)
+    return groups.repeat_interleave(conv.out_channels // conv.groups, 0)
+
+
+@pytest.mark.parametrize("shape", [(9, 6), (4, 5, 6), (2, 3, 4, 6), (6,), (0, 6)], ids=str)
+def test_norms_of_a_linear_layer_run_over_all_but_the_last_dimension(shape):
+    x = torch.randn(shape)
+    assert torch.allclose(norms_of(nn.Linear(6, 3), x), x.reshape(-1, 6).norm(dim=0), atol=1e-6)
+
+
+def test_norms_of_conv1d_broadcast_along_its_outputs():
+    x, layer = torch.randn(4, 5, 6), Conv1D(3, 6)
+    norms = norms_of(layer, x)
+    assert norms.shape == (6, 1) and torch.allclose(norms[:, 0], x.reshape(-1, 6).norm(dim=0))
+    assert norms.expand(layer.weight.shape).shape == (6, 3)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"stride": 2},
+        {"padding": 1},
+        {"padding": (2, 0), "stride": (1, 3)},
+        {"dilation": 2},
+        {"groups": 2},
+        {"groups": 4},
+        {"kernel_size": (1, 4)},
+        {"kernel_size": 1},
+        {"stride": 3, "padding": 2, "dilation": (2, 1), "groups": 2},
+    ],
+    ids=str,
+)
+def test_norms_of_a_convolution_are_those_of_its_windows(options):
+    conv, x = nn.Conv2d(4, 8, **{"kernel_size": 3} | options), torch.randn(3, 4, 11, 12)
+    norms = norms_of(conv, x).expand(conv.weight.shape)
+    assert torch.allclose(norms, unfolded_norms(conv, x).expand(conv.weight.shape), rtol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["zeros", "circular", "reflect", "replicate"])
+def test_norms_follow_the_padding_mode_and_padding_by_name(mode):
+    conv, x = nn.Conv2d(2, 3, 3, padding="same", padding_mode=mode), torch.randn(2, 2, 6, 7)
+    padded = nn.functional.pad(x, (1, 1, 1, 1), mode="constant" if mode == "zeros" else mode)
+    plain = nn.Conv2d(2, 3, 3)
+    assert torch.allclose(norms_of(conv, x), unfolded_norms(plain, padded)[0], rtol=1e-5)
+
+
+def test_norms_of_one_and_three_dimensional_convolutions():
+    line, x = nn.Conv1d(2, 3, 4, stride=2, padding=1), torch.randn(5, 2, 13)
+    flat = nn.Conv2d(2, 3, (1, 4), stride=(1, 2), padding=(0, 1))
+    assert torch.allclose(norms_of(line, x), unfolded_norms(flat, x.unsqueeze(2))[0].squeeze(1), rtol=1e-5)
+    assert torch.allclose(norms_of(line, x[0]), norms_of(line, x[:1]))
+
+    solid, y = nn.Conv3d(2, 3, 2), torch.randn(2, 2, 3, 4, 5)
+    windows = y.unfold(2, 2, 1).unfold(3, 2, 1).unfold(4, 2, 1)
+    assert torch.allclose(norms_of(solid, y), windows.square().sum((0, 2, 3, 4)).sqrt(), rtol=1e-5)
+
+
+def test_norms_of_a_transposed_convolution_are_those_of_its_channels():
+    layer, x = nn.ConvTranspose2d(3, 5, 2), torch.randn(4, 3, 6, 6)
+    norms = norms_of(layer, x).expand(layer.weight.shape)
+    assert torch.allclose(norms[:, 2, 1, 0], x.transpose(0, 1).flatten(1).norm(dim=1), rtol=1e-5)
+
+
+def test_several_forward_passes_add_up_and_half_precision_is_summed_in_float32():
+    x = torch.randn(40, 6)
+    together = norms_of(nn.Linear(6, 3), x)
+    assert torch.allclose(norms_of(nn.Linear(6, 3), x[:7], x[7:]), together, rtol=1e-6)
+    half = norms_of(nn.Linear(6, 3).bfloat16(), x.bfloat16())
+    assert half.dtype == torch.float32 and torch.allclose(half, together, rtol=1e-2)
+
+
+@pytest.mark.parametrize(("layer", "key"), [(nn.Linear(6, 3), "input"), (Conv1D(3, 6), "x")], ids=["linear", "Conv1D"])
+def test_an_input_may_be_given_by_name(layer, key):
+    x = torch.randn(4, 6)
+    with InputNorms(eligible(nn.Sequential(layer)).weights) as collected:
+        layer(**{key: x})
+    assert torch.equal(collected.norms()["0.weight"], norms_of(layer, x))
+
+
+def test_collecting_stops_with_the_context_and_begins_anew_with_the_next():
+    layer, x = nn.Linear(6, 3), torch.randn(4, 6)
+    inputs = InputNorms(eligible(nn.Sequential(layer)).weights)
+    for _ in range(2):
+        with inputs:
+            layer(x)
+        layer(x * 100)
+        assert torch.allclose(inputs.norms()["0.weight"], x.norm(dim=0))
+
+
+def test_opening_twice_counts_once_and_closes_for_good():
+    layer, x = nn.Linear(6, 3), torch.randn(4, 6)
+    inputs = InputNorms(eligible(nn.Sequential(layer)).weights)
+    inputs.__enter__()
+    inputs.__enter__()
+    layer(x)
+    inputs.__exit__(None, None, None)
+    layer(x)
+    assert torch.allclose(inputs.norms()["0.weight"], x.norm(dim=0))
