@@ -12,7 +12,7 @@ from torch.nn.modules.module import _global_forward_hooks_with_kwargs, register_
 from torch.utils.hooks import RemovableHandle
 
 from .eager import eagerly
-from .eligible import CONVOLUTIONS, TRANSPOSED, Weight, is_conv1d
+from .eligible import CONVOLUTIONS, TRANSPOSED, Weight, is_conv1d, prunable_kind
 from .shard import Ranks
 
 
@@ -26,6 +26,7 @@ class InputNorms(AbstractContextManager["InputNorms"]):
     """
 
     def __init__(self, weights: Sequence[Weight], ranks: Ranks | None = None) -> None:
+        check_inputs(weights)
         self.weights, self.ranks = weights, ranks
         self._squares: dict[str, Tensor] = {}
         self._open = ExitStack()
@@ -82,6 +83,20 @@ class InputNorms(AbstractContextManager["InputNorms"]):
             else None
         )
         return found
+
+
+def check_inputs(weights: Sequence[Weight]) -> None:
+    """Refuse weights that may multiply something else than what their module is called with: tables, experts."""
+    for weight in weights:
+        module = weight.module
+        num_matrices = sum(p.ndim > 1 for p in module.parameters(recurse=False))
+        is_matrix = weight.parameter.ndim == 2 and weight.name.rpartition(".")[2] == "weight" and num_matrices == 1
+        is_linear = is_matrix and not isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        if not (is_linear or prunable_kind(module, weight.name)):
+            raise ValueError(
+                f"the score reads the inputs of linear layers and convolutions, but {weight.name} belongs to "
+                f"{type(module).__name__}; leave it out, or take a score that reads none: magnitude"
+            )
 
 
 def _remove(handle: RemovableHandle) -> None:

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from toys import Conv1D
 
+from prunus import prune
 from prunus.eligible import eligible
 from prunus.inputs import InputNorms
 
@@ -121,3 +122,47 @@ def test_opening_twice_counts_once_and_closes_for_good():
     inputs.__exit__(None, None, None)
     layer(x)
     assert torch.allclose(inputs.norms()["0.weight"], x.norm(dim=0))
+
+
+class Experts(nn.Module):
+    def __init__(self, rank):
+        super().__init__()
+        self.up, self.down = (nn.Parameter(torch.randn((2, 6, 6)[-rank:])) for _ in range(2))
+
+    def forward(self, x):
+        return x @ self.up @ self.down
+
+
+@pytest.mark.parametrize(
+    ("part", "pattern"),
+    [
+        (nn.Embedding(9, 6), "1.weight"),
+        (nn.MultiheadAttention(6, 2), "1.in_proj_weight"),
+        (Experts(2), "1.*"),
+        (Experts(3), "1.*"),
+    ],
+    ids=["embedding", "attention", "matrices", "experts"],
+)
+def test_a_weight_that_may_see_other_inputs_than_its_module_is_refused_by_name(part, pattern):
+    model = nn.Sequential(nn.Linear(6, 6), part)
+    with pytest.raises(ValueError, match=f"1.*{type(part).__name__}") as error:
+        InputNorms(eligible(model, pattern, "1.out_proj.weight" if "proj" in pattern else ()).weights)
+    with pytest.raises(ValueError, match=r"inputs of linear layers"):
+        prune(model, [torch.randn(2, 6)], 0.5, "wanda", include=pattern)
+    assert "\n" not in str(error.value)
+
+
+class OwnLinear(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 6))
+
+    def forward(self, x):
+        return x @ self.weight.T
+
+
+def test_a_linear_layer_of_ones_own_has_norms():
+    model, x = nn.Sequential(OwnLinear()), torch.randn(4, 6)
+    with InputNorms(eligible(model, "0.weight").weights) as collected:
+        model(x)
+    assert torch.allclose(collected.norms()["0.weight"], x.norm(dim=0))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..eligible import Weight
+from ..inputs import check_inputs
 from ..ops import bits
 from ..ops.source import Lazy
 from ..score import Score, fisher, magnitude
@@ -69,6 +70,8 @@ class Strategy:
         if not hasattr(select, "packed"):
             raise ValueError(f"select is a selector such as PerRow(), got {select!r}")
         self.row = checked(score)
+        if self.row and "input_norm" in self.row.reads:
+            check_inputs(weights)
         self.reduction = 0.1
         self._norms: dict[str, Tensor] | None = None
         self._squares: dict[str, Tensor] | None = None
