@@ -136,7 +136,7 @@ def test_a_run_killed_and_resumed_equals_the_unbroken_one(moment, text, unbroken
 def test_a_resumed_run_refuses_an_option_that_contradicts_it(unbroken):
     done = prunus("train", "--resume", "--out", unbroken, "--lr", "0.5")
     assert done.returncode == 2
-    assert len(done.stderr.splitlines()) == 1 and "lr = 0.001, not 0.5" in done.stderr
+    assert len(done.stderr.splitlines()) == 1 and "lr = 0.002, not 0.5" in done.stderr
 
 
 @pytest.mark.parametrize("damage", ["truncated", "foreign", "empty", "pickle"])
