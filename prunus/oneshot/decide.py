@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from numbers import Real
 from typing import Literal
 
 import torch
@@ -67,6 +68,9 @@ def taus(tau: Tau, sizes: Mapping[str, int], base: float) -> dict[str, float]:
         mean = sum(sizes.values()) / len(sizes)
         return {name: base * math.sqrt(size / mean) for name, size in sizes.items()}
     if isinstance(tau, Mapping):
+        for pattern in tau:
+            if not any(fnmatchcase(name, pattern) for name in sizes):
+                raise ValueError(f"tau names {pattern!r}, which matches none of: {', '.join(sizes)}")
         return {name: _matching(name, tau) for name in sizes}
     if isinstance(tau, Sequence):
         if len(tau) != len(sizes):
@@ -83,8 +87,8 @@ def check_tau(tau: Tau) -> None:
         return
     values = tau.values() if isinstance(tau, Mapping) else tau if isinstance(tau, Sequence) else [tau]
     for value in values:
-        if not (math.isfinite(value) and value >= 0):
-            raise ValueError(f"tau is the increase allowed, 0 or more (0.1 is 10 %), got {value}")
+        if not (isinstance(value, Real) and math.isfinite(value) and value >= 0):
+            raise ValueError(f"tau is the increase allowed, 0 or more (0.1 is 10 %), got {value!r}")
 
 
 def _matching(name: str, tau: Mapping[str, float]) -> float:

@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -93,6 +93,8 @@ class Job:
 
     def __init__(self, model: nn.Module, batches: Iterable[Any], plan: Plan) -> None:
         check_batches(batches)
+        if plan.batch_size is not None and not (isinstance(plan.batch_size, Integral) and plan.batch_size >= 1):
+            raise ValueError(f"batch_size is a number of samples, at least 1, or None, got {plan.batch_size!r}")
         self.model = unwrapped(model)
         self.plan = plan
         found = eligible(self.model, plan.include, plan.exclude)

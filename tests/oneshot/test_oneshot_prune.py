@@ -208,6 +208,8 @@ def test_the_result_counts_passes_time_and_memory():
         ({"loss": None}, "no loss of its own"),
         ({"loss": lambda output, target: output}, "one number"),
         ({"exclude": "nowhere"}, "nowhere"),
+        ({"batch_size": 0}, "at least 1"),
+        ({"batch_size": 2.5}, "at least 1"),
         ({"select": NofM(2, 4), "sparsity": 0.3}, "2:4"),
     ],
 )

@@ -102,6 +102,8 @@ def test_a_gradient_that_is_not_finite_keeps_its_weight(schedule, bad):
         ({"tau": float("nan")}, "0 or more"),
         ({"tau": "best"}, "best"),
         ({"tau": {"a": -2.0}}, "0 or more"),
+        ({"tau": None}, "0 or more"),
+        ({"tau": [1.0, "2"]}, "0 or more"),
         ({"order": "sideways"}, "reverse, forward, size"),
         ({"schedule": "all"}, "joint, sequential, block, jacobi"),
         ({"reduction": 1.0}, "reduced to"),
@@ -121,3 +123,5 @@ def test_tau_by_name_or_list_must_cover_the_weights():
         prune(case.model, case.batches, 0.5, probe=Probe({"0.*": 1.0, "4.*": 1.0}), loss=entropy)
     with pytest.raises(ValueError, match="3 weights, got 2"):
         prune(case.model, case.batches, 0.5, probe=Probe([1.0, 2.0]), loss=entropy)
+    with pytest.raises(ValueError, match=r"names 'first\.\*', which matches none of: 0\.weight"):
+        prune(case.model, case.batches, 0.5, probe=Probe({"first.*": 1.0, "*": 0.1}), loss=entropy)
