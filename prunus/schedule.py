@@ -5,7 +5,7 @@ into steps, and nothing else is answered before.
 """
 
 from dataclasses import dataclass, replace
-from numbers import Real
+from numbers import Integral, Real
 from typing import Literal
 
 SHAPES = {
@@ -34,7 +34,7 @@ class Ramp:
         check_sparsity(self.final)
         check_step("begin", self.begin)
         check_step("end", self.end)
-        if type(self.begin) is type(self.end) and self.begin >= self.end:
+        if isinstance(self.begin, float) == isinstance(self.end, float) and self.begin >= self.end:
             raise ValueError(f"the ramp must begin before it ends, got begin {self.begin} and end {self.end}")
         if self.shape not in SHAPES:
             raise ValueError(f"shape must be one of {', '.join(SHAPES)}, got {self.shape!r}")
@@ -119,7 +119,7 @@ def check_sparsity(final: float) -> None:
 
 def check_step(name: str, step: int | float) -> None:
     """Refuse what is neither a whole number of steps nor a fraction of the run."""
-    if not (isinstance(step, int) and step >= 0) and not (isinstance(step, float) and 0 <= step <= 1):
+    if not (isinstance(step, Integral) and int(step) >= 0) and not (isinstance(step, float) and 0 <= step <= 1):
         raise ValueError(
             f"{name} is a whole number of steps, or a fraction of the run between 0.0 and 1.0, got {step!r}"
         )

@@ -1,5 +1,6 @@
 """Schedules take the values of their formula, never fall, and act at the steps they promise."""
 
+import numpy as np
 import pytest
 
 from prunus.schedule import SHAPES, Constant, OneShot, Ramp
@@ -110,6 +111,14 @@ def test_what_is_no_schedule_is_one_line_that_says_what_came(make, text):
     with pytest.raises(ValueError, match=text) as error:
         make()
     assert "\n" not in str(error.value)
+
+
+def test_steps_may_be_whole_numbers_of_numpy():
+    begin, end = np.array([2, 6])
+    assert [Ramp(0.5, begin, end)(step) for step in range(9)] == [Ramp(0.5, 2, 6)(step) for step in range(9)]
+    assert OneShot(0.5, at=end).is_event(6, 1) and Ramp(0.5, begin, end).over(None) == Ramp(0.5, 2, 6)
+    with pytest.raises(ValueError, match="before it ends"):
+        Ramp(0.5, 6, end)
 
 
 def test_fractions_become_steps_where_the_length_of_the_run_is_known():
