@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -206,7 +206,7 @@ class Run:
 
     def to_json(self) -> dict[str, Any]:
         """Every field as JSON holds it, but for ``resume``, which is not part of what is computed."""
-        values = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
+        values = {name: str(value) if isinstance(value, Path) else value for name, value in vars(self).items()}
         values.pop("resume")
         return json.loads(json.dumps(values))
 

@@ -165,7 +165,7 @@ def _beside(ours: Run, theirs: Run) -> list[str]:
     """Fields in which two runs differ beside the score, if they differ in the score: a mixed comparison."""
     first, second = canonical(ours), canonical(theirs)
     differ = {name for name in first.keys() | second.keys() if first.get(name) != second.get(name)}
-    written = {name for name, value in ours.to_json().items() if value != theirs.to_json()[name]}
+    written = {name for name, value in vars(ours).items() if value != getattr(theirs, name)}
     if "regrow" in written:
         written.discard("regrow_by")
     return sorted(differ & written - SCORE) if differ & SCORE else []
