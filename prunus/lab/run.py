@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ..schedule import Constant, OneShot, Ramp, Schedule, check_sparsity
+from ..schedule import Constant, OneShot, Ramp, Schedule, check_sparsity, check_step
 from .files import read_json
 
 ScoreName = Literal[
@@ -131,8 +131,7 @@ class Run:
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must lie in [0, 1), got {getattr(self, name)}")
-        if isinstance(self.warmup, float) and self.warmup > 1:
-            raise ValueError(f"warmup is a number of steps or a fraction of the run, got {self.warmup}")
+        check_step("warmup", self.warmup)
         if not -(2**63) <= self.seed < 2**63:
             raise ValueError(f"seed must be a whole number of at most 63 bits, got {self.seed}")
         if not 0 < self.budget_scale < math.inf:

@@ -100,7 +100,7 @@ def test_the_names_in_help_are_those_of_the_tables():
         (["--eval-size", "-3"], "eval_size must be"),
         (["--save-every", "-1"], "save_every must be"),
         (["--warmup", "-4"], "warmup must be"),
-        (["--warmup", "1.5"], "a number of steps or a fraction"),
+        (["--warmup", "1.5"], "warmup is a whole number of steps, or a fraction of the run"),
         (["--eps", "-1"], "eps must be"),
         (["--beta2", "1.5"], "beta2 must lie in [0, 1)"),
     ],

@@ -6,8 +6,14 @@ from typing import Any
 
 # what makes two numbers comparable: data, order, evaluation set and the weights that are counted
 SAME = "model data validation vocab_size context augment include exclude eval_every eval_size".split()
-ELSEWHERE = {"sparsity": "--sparsity", "seed": "--seeds", "out": "--out", "save_every": "--save-every"}
-NOT_ASKED = ("resume", "device", "log_every", "track")
+OF_THE_STUDY = {
+    "out": "--out",
+    "save_every": "--save-every",
+    "device": "--devices",
+    "resume": "the same command again",
+}
+ELSEWHERE = OF_THE_STUDY | {"sparsity": "--sparsity", "seed": "--seeds"}
+NOT_ASKED = ("log_every", "track")
 
 
 def slug(name: str) -> str:

@@ -8,15 +8,9 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ..run import Run, ScoreName
-from .arms import CONTROLS, Arm
+from .arms import CONTROLS, OF_THE_STUDY, Arm
 
 TYPES = get_type_hints(Run)
-OF_A_STUDY = {
-    "out": "say --out",
-    "resume": "give the same command again",
-    "save_every": "say --save-every",
-    "device": "say --devices",
-}
 
 
 def score_arm(score: str) -> Arm:
@@ -92,8 +86,8 @@ def _table_arm(table: dict[str, Any]) -> Arm:
 
 def typed(name: str, value: Any, who: str) -> Any:
     """``value`` as the field ``name`` of Run holds it, or one line that says what it takes."""
-    if name in OF_A_STUDY:
-        raise ValueError(f"{who}: {name} is nothing that runs of a study choose; leave it out and {OF_A_STUDY[name]}")
+    if where := OF_THE_STUDY.get(name):
+        raise ValueError(f"{who}: {name} is nothing that runs of a study choose; leave it out and say {where}")
     if name not in TYPES:
         near = get_close_matches(name, TYPES, n=1)
         raise ValueError(f"{who}: a run has no field {name!r}{f'; did you mean {near[0]}?' if near else ''}")
