@@ -5,6 +5,7 @@ from pathlib import Path
 
 from ..eligible import eligible
 from ..summary import Report, report
+from .arithmetic import fixed_arithmetic
 from .checkpoint import checkpoint_of, load_checkpoint
 from .evaluate import Quality
 from .exported import described, load_exported
@@ -40,7 +41,9 @@ def evaluated(
         step, run = state["step"], Run.from_json(state["run"])
         training = _training(run, data, validation, eval_size)
         training.load(state)
-    return training.evaluate(), report(training.model, eligible(training.model, run.include, run.exclude)), step
+    with fixed_arithmetic(training.run):
+        quality = training.evaluate()
+    return quality, report(training.model, eligible(training.model, run.include, run.exclude)), step
 
 
 def _training(run: Run, data: str | None, validation: Path | None, eval_size: int) -> Training:

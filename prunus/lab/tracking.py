@@ -26,6 +26,7 @@ def environment() -> dict[str, Any]:
         "platform": platform.platform(),
         "machine": machine(),
         "threads": torch.get_num_threads(),
+        "onednn": torch.backends.mkldnn.enabled,
         "ranks": int(os.environ.get("WORLD_SIZE", "1")),
         "versions": {name: version for name in packages if (version := _version(name))},
         "commit": commit(),

@@ -16,6 +16,7 @@ from ..optim import AdamWPrune
 from ..shard import ranks_of
 from ..summary import Event, report
 from . import memory
+from .arithmetic import fixed_arithmetic, restore_onednn
 from .data import TokenData
 from .evaluate import Quality, loss_of, measured, summed
 from .keeping import resume, save
@@ -184,6 +185,7 @@ def train(
     check_installed(run.track)
     with team_of(run) as team, ExitStack() as stack:
         run = team.first(lambda: _begun(run))
+        stack.enter_context(fixed_arithmetic(run, team))
         training = Training(run, data, team)
         if team.is_first:
             stack.enter_context(held(run.out))
@@ -222,9 +224,11 @@ def _begun(run: Run) -> Run:
 def _loop(training: Training, tracker: Tracker | Silent, progress: Progress, *, saves_last: bool) -> Quality | None:
     """Step until the budget is spent; the quality at the end, if there was a step to take."""
     run, quality = training.run, None
+    onednn = torch.backends.mkldnn.enabled
     while training.step < run.total_steps:
         started = time.perf_counter()
         loss, lr = training.train_step()
+        restore_onednn(onednn)
         step, last = training.step, training.step == run.total_steps
         values: dict[str, Any] = {}
         for event in training.events:

@@ -1,0 +1,134 @@
+"""A run's numbers depend on the run and the machine, not on what its process did with oneDNN before."""
+
+import subprocess
+import sys
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+
+from prunus.lab import arithmetic
+from prunus.lab.checkpoint import load_checkpoint
+from prunus.lab.evaluated import evaluated
+from prunus.lab.files import read_json, write_json
+from prunus.lab.run import Run
+from prunus.lab.trainer import train
+
+RUN = Run(
+    device="cpu", model="lenet5", data="digits", steps=6, begin=2, end=5, every=1, batch=16, eval_every=3, eval_size=32
+)
+needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN here")
+
+
+@pytest.fixture(autouse=True)
+def _onednn():
+    before = torch.backends.mkldnn.enabled
+    yield
+    torch.backends.mkldnn.enabled = before
+
+
+def trained(folder, onednn, **options):
+    """Loss, digest and bits of the weights of a run whose process had oneDNN on or off before."""
+    torch.backends.mkldnn.enabled = onednn
+    result = train(replace(RUN, out=folder), **options)
+    assert torch.backends.mkldnn.enabled == onednn  # as it was before
+    weights = load_checkpoint(folder / "checkpoint.pt")["model"]
+    return result.loss, result.digest, torch.cat([w.flatten() for w in weights.values()])
+
+
+def same(left, right):
+    return left[:2] == right[:2] and torch.equal(left[2], right[2])
+
+
+@needs_onednn
+def test_the_model_of_these_tests_rounds_otherwise_without_onednn(tmp_path, monkeypatch):
+    on = trained(tmp_path / "on", True)
+    monkeypatch.setattr(arithmetic, "can_use_onednn", lambda run: False)
+    assert not torch.equal(on[2], trained(tmp_path / "off", True)[2])
+
+
+@needs_onednn
+def test_a_run_in_a_process_that_lost_onednn_equals_that_of_a_fresh_process(tmp_path):
+    code = (
+        "import sys; from dataclasses import replace; from pathlib import Path; import torch; torch.set_num_threads(1)\n"
+        "from prunus.lab.run import Run; from prunus.lab.trainer import train\n"
+        f"train(replace(Run.from_json({RUN.to_json()!r}), out=Path(sys.argv[1])))"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "fresh")], check=True, timeout=120)
+    torch.randn(8, 64, 64).bfloat16() @ torch.randn(64, 64).bfloat16()  # turns oneDNN off on some CPUs
+    lost = trained(tmp_path / "lost", False)
+    fresh = load_checkpoint(tmp_path / "fresh" / "checkpoint.pt")["model"]
+    assert torch.equal(torch.cat([w.flatten() for w in fresh.values()]), lost[2])
+    assert read_json(tmp_path / "fresh" / "result.json")["loss"] == lost[0]
+    assert read_json(tmp_path / "lost" / "run.json")["environment"]["onednn"] is True
+
+
+@needs_onednn
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_resumed_run_goes_on_as_run_json_says(tmp_path, monkeypatch, recorded):
+    with monkeypatch.context() as patch:
+        patch.setattr(arithmetic, "can_use_onednn", lambda run: recorded)
+        unbroken = trained(tmp_path / "unbroken", True)
+
+        class Killed(Exception):
+            pass
+
+        def kill(training):
+            if training.step == 4:
+                raise Killed
+
+        with pytest.raises(Killed):
+            train(replace(RUN, out=tmp_path / "run", save_every=3), after_step=kill)
+    assert read_json(tmp_path / "run" / "run.json")["environment"]["onednn"] is recorded
+    torch.backends.mkldnn.enabled = not recorded
+    result = train(Run(out=tmp_path / "run", resume=True))
+    weights = load_checkpoint(tmp_path / "run" / "checkpoint.pt")["model"]
+    assert same(unbroken, (result.loss, result.digest, torch.cat([w.flatten() for w in weights.values()])))
+
+
+def test_a_run_begun_with_onednn_says_so_where_there_is_none(tmp_path, monkeypatch):
+    trained(tmp_path / "run", True)
+    described = read_json(tmp_path / "run" / "run.json")
+    described["environment"]["onednn"] = True
+    write_json(tmp_path / "run" / "run.json", described)
+    monkeypatch.setattr(arithmetic, "can_use_onednn", lambda run: False)
+    with pytest.warns(UserWarning, match="begun with oneDNN, which is off here") as said:
+        train(Run(out=tmp_path / "run", resume=True))
+    assert len(said) == 1 and "\n" not in str(said[0].message)
+
+
+def test_runs_of_before_the_record_are_resumed_without_a_word(tmp_path):
+    trained(tmp_path / "run", True)
+    described = read_json(tmp_path / "run" / "run.json")
+    del described["environment"]["onednn"]
+    write_json(tmp_path / "run" / "run.json", described)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(Run(out=tmp_path / "run", resume=True))
+
+
+@needs_onednn
+def test_a_process_in_which_onednn_flips_says_so_once_and_switches_it_back(tmp_path):
+    def flip(training):
+        if training.step == 3:
+            torch.backends.mkldnn.enabled = False
+
+    with pytest.warns(UserWarning, match="oneDNN was switched off in this process") as said:
+        trained(tmp_path / "run", True, after_step=flip)
+    assert len(said) == 1
+
+
+def test_bfloat16_uses_onednn_only_where_the_cpu_has_it(monkeypatch):
+    has_it = torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    assert arithmetic.can_use_onednn(replace(RUN, precision="bfloat16")) == has_it
+    assert arithmetic.can_use_onednn(RUN) == torch.backends.mkldnn.is_available()
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert not arithmetic.can_use_onednn(RUN)
+
+
+@needs_onednn
+def test_eval_gives_the_number_of_train_whatever_the_process_did(tmp_path):
+    loss = trained(tmp_path / "run", True)[0]
+    torch.backends.mkldnn.enabled = False
+    assert evaluated(tmp_path / "run", eval_size=RUN.eval_size)[0].loss == loss
