@@ -27,7 +27,7 @@ def can_use_onednn(run: Run) -> bool:
 @contextmanager
 def fixed_arithmetic(run: Run, team: Team = Team()) -> Iterator[None]:
     """oneDNN on where every rank can use it, or as run.json of a resumed run has it; as it was before, afterwards."""
-    before = torch.backends.mkldnn.enabled
+    before = bool(torch.backends.mkldnn.enabled)
     use = bool(team.rows(torch.tensor([int(can_use_onednn(run))])).all())
     recorded = recorded_onednn(run.out) if run.resume else None
     if recorded and not use and team.is_first:
@@ -36,11 +36,11 @@ def fixed_arithmetic(run: Run, team: Team = Team()) -> Iterator[None]:
             "oneDNN): it goes on, and its last digits will differ from those of an unbroken run",
             stacklevel=2,
         )
-    torch.backends.mkldnn.enabled = use and recorded is not False
+    torch.backends.mkldnn.set_flags(use and recorded is not False)
     try:
         yield
     finally:
-        torch.backends.mkldnn.enabled = before
+        torch.backends.mkldnn.set_flags(before)
 
 
 def recorded_onednn(folder: Path) -> bool | None:
@@ -54,7 +54,7 @@ def restore_onednn(expected: bool) -> None:
     """Switch oneDNN back to ``expected`` where something in this process switched it while a run went on; say so."""
     if torch.backends.mkldnn.enabled == expected:
         return
-    torch.backends.mkldnn.enabled = expected
+    torch.backends.mkldnn.set_flags(expected)
     warnings.warn(
         f"oneDNN was switched {'off' if expected else 'on'} in this process while the run went on (torch switches it "
         "off at a bfloat16 product on a CPU without bfloat16); it is switched back, but the last digits of this run "

@@ -224,7 +224,7 @@ def _begun(run: Run) -> Run:
 def _loop(training: Training, tracker: Tracker | Silent, progress: Progress, *, saves_last: bool) -> Quality | None:
     """Step until the budget is spent; the quality at the end, if there was a step to take."""
     run, quality = training.run, None
-    onednn = torch.backends.mkldnn.enabled
+    onednn = bool(torch.backends.mkldnn.enabled)
     while training.step < run.total_steps:
         started = time.perf_counter()
         loss, lr = training.train_step()

@@ -51,7 +51,8 @@ def test_the_model_of_these_tests_rounds_otherwise_without_onednn(tmp_path, monk
 @needs_onednn
 def test_a_run_in_a_process_that_lost_onednn_equals_that_of_a_fresh_process(tmp_path):
     code = (
-        "import sys; from dataclasses import replace; from pathlib import Path; import torch; torch.set_num_threads(1)\n"
+        "import sys; from dataclasses import replace; from pathlib import Path\n"
+        "import torch; torch.set_num_threads(1)\n"
         "from prunus.lab.run import Run; from prunus.lab.trainer import train\n"
         f"train(replace(Run.from_json({RUN.to_json()!r}), out=Path(sys.argv[1])))"
     )
