@@ -33,12 +33,17 @@ def data_of(run: Run) -> Data:
 
 
 def learning_rate(run: Run, step: int) -> float:
-    """Linear warm-up to ``lr``, then a cosine down to ``min_lr`` of it at the end of the run."""
+    """Linear warm-up to ``lr``, then down to ``min_lr`` of it at the end of the run.
+
+    By a cosine or in a line from the warm-up on, or, for "wsd", in a line over the last ``decay`` steps alone.
+    """
     warmup = run.step_of(run.warmup)
     if step < warmup:
         return run.lr * (step + 1) / warmup
-    progress = (step - warmup) / max(1, run.total_steps - warmup)
-    return run.lr * (run.min_lr + (1 - run.min_lr) * 0.5 * (1 + math.cos(math.pi * progress)))
+    start = warmup if run.decay is None else run.total_steps - run.step_of(run.decay)
+    progress = max(0, step - start) / max(1, run.total_steps - start)
+    left = 0.5 * (1 + math.cos(math.pi * progress)) if run.lr_schedule == "cosine" else 1 - progress
+    return run.lr * (run.min_lr + (1 - run.min_lr) * left)
 
 
 def make_optimizer(run: Run, model: nn.Module) -> Optimizer:

@@ -95,7 +95,9 @@ class Run:
     optimizer: Literal["adamw", "adamwprune", "adam", "nadam", "sgd"] = "adamw"  # sgd has momentum 0.9
     spam: bool = False  # clip spikes and reset moments (adamwprune only)
     lr: float = 2e-3  # highest learning rate
-    min_lr: float = 0.0  # fraction of it that the cosine ends at
+    lr_schedule: Literal["cosine", "linear", "wsd"] = "cosine"  # how the rate falls; wsd: warm-up, stable, decay
+    min_lr: float = 0.0  # fraction of the rate that it ends at
+    decay: int | float | None = None  # wsd alone: steps at the end in which the rate falls, or a fraction of the run
     warmup: int | float = 0.17  # linear warm-up: steps, or a fraction of the run if it has a decimal point
     weight_decay: float = 0.1  # decay of weight matrices
     beta1: float = 0.9  # decay of the first moment
@@ -132,6 +134,7 @@ class Run:
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must lie in [0, 1), got {getattr(self, name)}")
         check_step("warmup", self.warmup)
+        self._check_decay()
         if not -(2**63) <= self.seed < 2**63:
             raise ValueError(f"seed must be a whole number of at most 63 bits, got {self.seed}")
         if not 0 < self.budget_scale < math.inf:
@@ -157,6 +160,20 @@ class Run:
             raise ValueError(f"there is no tracker {unknown[0]!r}; the trackers are {', '.join(TRACKERS)}")
         if self.score != "none":
             self.sparsity_schedule()
+
+    def _check_decay(self) -> None:
+        if self.lr_schedule != "wsd":
+            if self.decay is not None:
+                raise ValueError(f"decay belongs to wsd, but lr_schedule is {self.lr_schedule}; pass --lr-schedule wsd")
+            return
+        if self.decay is None:
+            raise ValueError("wsd needs to know when the rate falls; pass --decay 0.4 for the last 40 % of the run")
+        check_step("decay", self.decay)
+        if self.step_of(self.warmup) + self.step_of(self.decay) > self.total_steps:
+            raise ValueError(
+                f"warm-up ({self.step_of(self.warmup)} steps) and decay ({self.step_of(self.decay)} steps) must fit into "
+                f"the run of {self.total_steps} steps; shorten one of them"
+            )
 
     def _check_regrowth(self) -> None:
         if not 0 <= self.regrow < 1:

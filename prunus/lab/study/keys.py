@@ -36,6 +36,8 @@ def canonical(run: Run) -> dict[str, Any]:
     """The fields that decide what is computed, each in one form."""
     values = {name: value for name, value in run.to_json().items() if name not in UNSEEN}
     values |= {"steps": run.total_steps, "budget_scale": 1.0, "warmup": run.step_of(run.warmup)}
+    if run.decay is not None:
+        values["decay"] = run.step_of(run.decay)
     if run.score == "none":
         return {name: value for name, value in values.items() if name not in PRUNING}
     values |= _formula(run) | {"begin": run.step_of(run.begin), "end": run.step_of(run.end)}
