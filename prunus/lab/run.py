@@ -171,8 +171,8 @@ class Run:
         check_step("decay", self.decay)
         if self.step_of(self.warmup) + self.step_of(self.decay) > self.total_steps:
             raise ValueError(
-                f"warm-up ({self.step_of(self.warmup)} steps) and decay ({self.step_of(self.decay)} steps) must fit into "
-                f"the run of {self.total_steps} steps; shorten one of them"
+                f"warm-up of {self.step_of(self.warmup)} steps and decay of {self.step_of(self.decay)} "
+                f"must fit into the run of {self.total_steps} steps; shorten one of them"
             )
 
     def _check_regrowth(self) -> None:
