@@ -7,11 +7,11 @@ if TYPE_CHECKING:
     from .export import load_model, load_sparse, save_model, save_sparse
     from .oneshot import Bisection, Levels, Limit, Probe, SearchOptions, Tune, prune, search
     from .optim import AdamWPrune, Spam
+    from .pruner import Event, Pruner
     from .regrow import Regrow
     from .schedule import Constant, OneShot, Ramp
     from .score import SCORES
     from .select import Global, NofM, PerLayer, PerRow
-    from .training import Event, Pruner
 
 __version__ = "0.1.0"
 
@@ -19,7 +19,7 @@ _HOME = {
     "AdamWPrune": "optim",
     "Bisection": "oneshot",
     "Constant": "schedule",
-    "Event": "training",
+    "Event": "pruner",
     "Global": "select",
     "Levels": "oneshot",
     "Limit": "oneshot",
@@ -29,7 +29,7 @@ _HOME = {
     "PerLayer": "select",
     "PerRow": "select",
     "Probe": "oneshot",
-    "Pruner": "training",
+    "Pruner": "pruner",
     "Ramp": "schedule",
     "Regrow": "regrow",
     "SCORES": "score",

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from .ops import bits
 from .ops.digits import DIGIT, digit_counts, from_sortable, sortable
-from .ops.part import Part, Sums, attempt, together
 from .ops.sample import Packed, draw, full_range, is_small, live_pieces, order_statistics, rate_of
+from .ops.shard import Shard, Sums, attempt, together
 from .ops.source import Lazy
 from .ops.sweep import Inside, sweep_all
 
@@ -58,7 +58,7 @@ def ranks_of_all(sources: Sequence[Lazy]) -> Sums:
 
 def counts(source: Lazy) -> bool:
     """Whether this rank speaks for its part of the weight."""
-    return source.part is None or source.part.counts
+    return source.part is None or source.part.is_owner
 
 
 def kernels_read(source: Lazy) -> bool:
@@ -125,7 +125,7 @@ def _behind(source: Lazy, equal: Tensor, num_drop: int) -> Tensor:
 
     def count(prefix: int | None, shift: int) -> Tensor:
         found = torch.zeros(1 << DIGIT, dtype=torch.int64, device=source.device)
-        for start, packed in pieces() if part.counts else ():
+        for start, packed in pieces() if part.is_owner else ():
             found += digit_counts(_places(part, start, packed)[1], prefix, shift)
         return found
 
@@ -137,7 +137,7 @@ def _behind(source: Lazy, equal: Tensor, num_drop: int) -> Tensor:
     return rest
 
 
-def _places(part: Part, start: int, packed: Tensor) -> tuple[Tensor, Tensor]:
+def _places(part: Shard, start: int, packed: Tensor) -> tuple[Tensor, Tensor]:
     """Positions of set bits in this rank's part, and in the whole."""
     byte = packed.nonzero().squeeze(1)
     if 8 * len(byte) < len(packed):  # as nearly always: ties are few

@@ -14,8 +14,8 @@ from torch import Tensor
 from .across import ranks_of_all
 from .ops import bits
 from .ops.digits import sortable
-from .ops.part import Part, together
 from .ops.sample import Packed
+from .ops.shard import Shard, together
 from .ops.source import Lazy
 from .ops.sweep import check_finite
 
@@ -32,17 +32,17 @@ class Rows:
     held: Tensor  # which of the ``num`` rows are here
     columns: Tensor  # which inputs of the whole row are here
     num: int
-    part: Part
+    part: Shard
 
     def total(self, numbers: Tensor) -> Tensor:
         """Sum over ranks of what this one says, if it speaks for its part."""
-        return self.part.ranks.total(numbers if self.part.counts else torch.zeros_like(numbers))
+        return self.part.ranks.total(numbers if self.part.is_owner else torch.zeros_like(numbers))
 
 
 def spanning(sources: Sequence[Lazy]) -> list[bool]:
     """Whether the rows of each weight reach over several ranks; the same on all of them."""
     inputs = [source.part.along(_dims(source)[1]) for source in sources if source.part]
-    flags = torch.tensor([int(part.whole != part.size) for part in inputs])
+    flags = torch.tensor([int(part.global_shape != part.shape) for part in inputs])
     return ranks_of_all(sources).total(flags).bool().tolist()
 
 
@@ -83,7 +83,7 @@ def _dims(source: Lazy) -> tuple[list[int], list[int]]:
 
 def _num_columns(source: Lazy) -> int:
     assert source.part is not None
-    return torch.Size(source.part.along(_dims(source)[1]).size).numel()
+    return torch.Size(source.part.along(_dims(source)[1]).shape).numel()
 
 
 def _by_rows(source: Lazy, live: Packed, decide: Callable[[Rows], Tensor]) -> Tensor:
@@ -100,8 +100,8 @@ def _chunks(source: Lazy, live: Packed) -> Iterator[tuple[slice, Rows]]:
     part = source.part
     assert part is not None
     outputs, inputs = (part.along(dims) for dims in _dims(source))
-    num_rows, step = torch.Size(outputs.whole).numel(), max(1, ROOM // source.num_inputs)
-    mine = outputs.positions(torch.arange(torch.Size(outputs.size).numel(), device=source.device))
+    num_rows, step = torch.Size(outputs.global_shape).numel(), max(1, ROOM // source.num_inputs)
+    mine = outputs.positions(torch.arange(torch.Size(outputs.shape).numel(), device=source.device))
     columns = inputs.positions(torch.arange(_num_columns(source), device=source.device))
     starts = [*range(0, num_rows, step), num_rows]
     borders = torch.searchsorted(mine, torch.tensor(starts, device=source.device)).tolist()
@@ -132,7 +132,7 @@ def _smallest(rows: Rows, num_drop: int) -> Tensor:
     below, equal = keys < threshold[rows.held], keys == threshold[rows.held]
     if bool((num_equal > left).any()):
         columns = rows.columns.expand(keys.shape)
-        width = DIGIT * -(-(rows.part.numel.bit_length() + 1) // DIGIT)
+        width = DIGIT * -(-(rows.part.global_numel.bit_length() + 1) // DIGIT)
         last, _, _ = _descend(rows, columns, equal, left, width)
         equal &= columns <= last[rows.held]
     return below | equal

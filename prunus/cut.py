@@ -82,7 +82,7 @@ def num_kept_each(sources: Sequence[Lazy], live: Packed) -> dict[str, int]:
         return everything
     counts = torch.stack([bits.count(live[source.name]) for source in masked])
     if masked[0].part:
-        speaks = torch.tensor([source.part is not None and source.part.counts for source in masked])
+        speaks = torch.tensor([source.part is not None and source.part.is_owner for source in masked])
         counts = ranks_of_all(masked).total(counts.cpu() * speaks)
     return everything | dict(zip([source.name for source in masked], counts.tolist(), strict=True))
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .mask import saved_bits
+from .masks import saved_bits
 from .ops import bits
 from .ops.adamw import Update, adamw_, spike_clipped
-from .ops.part import Part as Block
-from .shard import Ranks, is_dtensor, local, part_of, ranks_of
+from .ops.shard import Shard
+from .ranks import Ranks, is_dtensor, local, ranks_of, shard_of
 
 
 @dataclass(frozen=True)
@@ -233,13 +233,13 @@ class AdamWPrune(torch.optim.Optimizer):
         if getattr(self, "_spoken", (None,))[0] != key:
             tensors = {str(i): p for i, p in enumerate(parameters)}
             ranks = ranks_of(tensors)
-            speaks = [ranks is None or part_of(name, p, ranks).counts for name, p in tensors.items()]
+            speaks = [ranks is None or shard_of(name, p, ranks).is_owner for name, p in tensors.items()]
             self._spoken = key, (speaks, ranks)
         return self._spoken[1]
 
-    def _part_of(self, parameter: Tensor) -> Block | None:
+    def _part_of(self, parameter: Tensor) -> Shard | None:
         ranks = ranks_of({"": parameter}) if is_dtensor(parameter) else None
-        return part_of("a weight", parameter, ranks) if ranks else None
+        return shard_of("a weight", parameter, ranks) if ranks else None
 
     def _update(self, group: dict[str, Any], parameter: nn.Parameter, grad: Tensor, scale: float) -> None:
         state = self.state[parameter]

@@ -18,14 +18,14 @@ from .allocate import allocate
 from .cut import Packed, cut_each, kept, num_kept_each
 from .eligible import Weight
 from .ops import bits
-from .ops.part import Part
+from .ops.shard import Shard
 from .ops.source import Lazy
 from .optim import AdamWPrune
+from .ranks import local
 from .schedule import Ramp, Schedule
 from .score import REGROWTH
 from .select import Global, NofM, PerLayer, PerRow, Selector
-from .shard import local
-from .stats import sources
+from .statistics import sources
 
 By = Literal["snr", "momentum", "gradient"]
 
@@ -89,13 +89,13 @@ class Regrow:
         return Swap(share, back) if share else None
 
     def sources(
-        self, weights: Sequence[Weight], optimizer: Optimizer, parts: Mapping[str, Part] | None = None
+        self, weights: Sequence[Weight], optimizer: Optimizer, shards: Mapping[str, Shard] | None = None
     ) -> list[Lazy]:
-        """Lazy scores of every weight by which pruned ones are ranked; ``parts`` are what this rank holds of them."""
+        """Lazy scores of every weight by which pruned ones are ranked; ``shards`` are what this rank holds of them."""
         row = REGROWTH[self.by]
         buffers = {w.name: optimizer.state.get(w.parameter, {}).get("momentum_buffer") for w in weights}
         if self.by != "momentum" or all(buffer is None for buffer in buffers.values()):
-            return sources(weights, optimizer, row, {}, more={}, parts=parts)
+            return sources(weights, optimizer, row, {}, more={}, shards=shards)
         if missing := [name for name, buffer in buffers.items() if buffer is None]:
             raise ValueError(f"{missing[0]} has no momentum yet, since no gradient has reached it; exclude it, or wait")
         return [
@@ -106,7 +106,7 @@ class Regrow:
                 {"exp_avg": local(buffer)},
                 formula=row.formula,
                 outputs=w.outputs,
-                part=parts[w.name] if parts else None,
+                part=shards[w.name] if shards else None,
             )
             for w in weights
             if (buffer := buffers[w.name]) is not None

@@ -17,11 +17,11 @@ from .allocate import Allocation, allocate
 from .cut import Packed, cut, cut_each, kept, num_kept_each
 from .ops import bits
 from .ops.order import kth_smallest
-from .ops.part import together
+from .ops.shard import together
 from .ops.source import Lazy, alike, stored
 from .ops.sweep import check_finite
+from .ranks import is_dtensor
 from .schedule import Ramp, Schedule
-from .shard import is_dtensor
 
 Scores = Mapping[str, Tensor | Lazy]
 Masks = Mapping[str, Tensor]

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from .eligible import Eligible, plain_name
-from .shard import Ranks, local, part_of
+from .ranks import Ranks, local, shard_of
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def report(model: nn.Module, found: Eligible, ranks: Ranks | None = None) -> Rep
     named = {name: p for name, p in parameters.items() if name in reasons}
     zeros = torch.tensor([local(p).numel() - int(local(p).count_nonzero()) for p in named.values()])
     if ranks:
-        zeros = ranks.total(zeros * torch.tensor([part_of(name, p, ranks).counts for name, p in named.items()]))
+        zeros = ranks.total(zeros * torch.tensor([shard_of(name, p, ranks).is_owner for name, p in named.items()]))
     layers = [
         Layer(name, tuple(p.shape), p.numel(), num_zeros, reasons[name])
         for (name, p), num_zeros in zip(named.items(), zeros.tolist(), strict=True)

@@ -7,7 +7,7 @@ from itertools import product
 
 import torch
 
-from prunus.ops.part import Part
+from prunus.ops.shard import Shard
 
 
 @dataclass
@@ -67,7 +67,7 @@ def on_ranks(work, sources, live, layouts):
         for source, (split, _) in zip(sources, layouts, strict=True):
             every = blocks(source.shape, split)
             start, length = every[rank % len(every)]
-            part = Part(tuple(source.shape), start, length, rank < len(every), Seat(meeting, rank))
+            part = Shard(tuple(source.shape), start, length, rank < len(every), Seat(meeting, rank))
             reads = {name: part.of(tensor).contiguous() for name, tensor in source.reads.items()}
             mine.append(replace(source, weight=part.of(source.weight).contiguous(), reads=reads, part=part))
             if source.name in live:

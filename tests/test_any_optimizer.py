@@ -6,7 +6,7 @@ from torch import nn
 from toys import through_a_file
 
 from prunus import AdamWPrune, Constant, Pruner, Ramp
-from prunus.held import ELEMENTWISE
+from prunus.mask_store import ELEMENTWISE
 
 NUM_WEIGHTS = 16 * 13 + 13 * 8
 
@@ -154,7 +154,7 @@ def test_an_optimizer_that_keeps_zeros_by_itself_pays_for_no_zeroing(make, monke
     model = mlp()
     optimizer = make(model.parameters())
     assert type(optimizer) in ELEMENTWISE
-    monkeypatch.setattr("prunus.held.HeldMasks.zero_weights", lambda *_: pytest.fail("zeroed again"))
+    monkeypatch.setattr("prunus.mask_store.MaskStore.zero_weights", lambda *_: pytest.fail("zeroed again"))
     pruner = pruner_of(model, optimizer)
     for seed in range(8):
         step(model, optimizer, seed)

@@ -12,7 +12,7 @@ NAMES = {
     "AdamWPrune": "optim",
     "Bisection": "oneshot",
     "Constant": "schedule",
-    "Event": "training",
+    "Event": "pruner",
     "Global": "select",
     "Levels": "oneshot",
     "Limit": "oneshot",
@@ -22,7 +22,7 @@ NAMES = {
     "PerLayer": "select",
     "PerRow": "select",
     "Probe": "oneshot",
-    "Pruner": "training",
+    "Pruner": "pruner",
     "Ramp": "schedule",
     "Regrow": "regrow",
     "Spam": "optim",
@@ -72,7 +72,7 @@ def test_an_unknown_name_is_an_ordinary_error():
 @pytest.mark.parametrize("program", ["import prunus", "from prunus import Constant, OneShot, Ramp"])
 def test_schedules_and_the_package_itself_load_no_torch(program):
     loaded = modules_after(program)
-    assert not loaded & {"torch", "numpy", "prunus.training", "prunus.lab", "prunus.cli", *HEAVY}
+    assert not loaded & {"torch", "numpy", "prunus.pruner", "prunus.lab", "prunus.cli", *HEAVY}
 
 
 def test_the_pruner_loads_torch_and_nothing_heavier():

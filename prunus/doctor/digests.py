@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ..mask import position_sum
+from ..masks import position_sum
 from ..ops import bits
 from .source import Source, Stored
 

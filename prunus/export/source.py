@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..mask import packed_masks
+from ..masks import packed_masks
 from ..ops import bits
 from .dtypes import dtype_name
 from .header import check_names

@@ -14,8 +14,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from ..gradients import unwrapped
-from ..training import Event, Pruner
+from ..masking import unwrapped
+from ..pruner import Event, Pruner
 from .plan import Plan, check_saved, check_whole, warn_if_unfinished
 
 KEY = "pruner"  # in the optimizer's first parameter group: all of an optimizer's state that loading leaves uncast

@@ -3,7 +3,7 @@
 import math
 from typing import TYPE_CHECKING, Any
 
-from ..training import Pruner
+from ..pruner import Pruner
 from .plan import Plan, check_saved, check_whole, warn_if_unfinished
 
 if TYPE_CHECKING:

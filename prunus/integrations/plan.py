@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from ..asked import check_options
-from ..gradients import unwrapped
-from ..training import Pruner
+from ..masking import unwrapped
+from ..pruner import Pruner
+from ..validation import check_options
 
 SHARDING = ("FSDP", "DEEPSPEED", "DeepSpeed", "MEGATRON", "ModelParallel")
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..ops import bits
-from ..shard import is_dtensor
+from ..ranks import is_dtensor
 
 State = dict[str, Any]
 

@@ -10,11 +10,11 @@ from torch.optim import Optimizer
 from ..allocate import allocate
 from ..eligible import Weight
 from ..optim import AdamWPrune, Spam
+from ..pruner import Pruner
+from ..ranks import is_dtensor
 from ..regrow import Regrow
 from ..select import Global, NofM, PerLayer, PerRow, Selector
-from ..shard import is_dtensor
 from ..summary import Event
-from ..training import Pruner
 from .data import ImageData, TokenData, load
 from .run import Run
 

@@ -13,7 +13,7 @@ from torch import nn
 from ..eligible import eligible
 from ..ops.device import device_of
 from ..optim import AdamWPrune
-from ..shard import ranks_of
+from ..ranks import ranks_of
 from ..summary import Event, report
 from . import memory
 from .arithmetic import fixed_arithmetic, restore_onednn

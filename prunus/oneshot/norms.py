@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..eligible import CONVOLUTIONS, TRANSPOSED, Weight, is_conv1d
-from ..inputs import input_squares
+from ..input_statistics import input_squares
 from .head import head_of
 from .memory import is_out_of_memory
 from .objective import mask_of, outputs

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..eager import eagerly
 from ..eligible import eligible
+from ..input_statistics import eagerly
 from ..ops import bits
+from ..ranks import is_dtensor
 from ..select import Selector
-from ..shard import is_dtensor
 from .clock import Clock
 from .engine import Engine
 from .limit import Progress

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ..eligible import Weight
-from ..mask import Masks
+from ..masks import Masks
 from ..ops import bits
 from .decide import Ratios, Tau, check_tau, taus, within
 from .limit import Trial

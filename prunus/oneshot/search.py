@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..mask import Masks
+from ..masks import Masks
 from ..ops import bits
 from ..select import Selector
 from .decide import taus

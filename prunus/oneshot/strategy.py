@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from ..eligible import Weight
-from ..inputs import check_inputs
+from ..input_statistics import check_inputs
 from ..ops import bits
 from ..ops.source import Lazy
 from ..score import Score, fisher, magnitude
 from ..select import Global, PerRow, Selector
-from ..stats import score_of
+from ..statistics import score_of
 from .engine import Engine
 from .norms import input_norms
 from .samples import Samples

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .bits import PIECE
-from .part import Part
+from .shard import Shard
 
 
 @dataclass(
@@ -36,7 +36,7 @@ class Lazy:
     dtype: torch.dtype = torch.float32
     formula: str | None = None
     outputs: tuple[int, ...] | None = (0,)
-    part: Part | None = None
+    part: Shard | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -49,7 +49,7 @@ class Lazy:
     @property
     def whole_shape(self) -> tuple[int, ...]:
         """Shape of the weight over all ranks."""
-        return self.part.whole if self.part else tuple(self.shape)
+        return self.part.global_shape if self.part else tuple(self.shape)
 
     @property
     def whole_numel(self) -> int:
@@ -207,7 +207,7 @@ def check_elementwise(source: Lazy) -> None:
     if dim is None or source.takes_position or source.part is None:
         return
     size = [length - length // 2 if i == dim else length for i, length in enumerate(source.shape)]
-    half = replace(source.part, whole=tuple(source.shape), start=(0,) * len(size), size=tuple(size))
+    half = replace(source.part, global_shape=tuple(source.shape), offset=(0,) * len(size), shape=tuple(size))
     reads = {name: half.of(tensor) for name, tensor in source.reads.items()}
     alone = replace(source, weight=half.of(source.weight), reads=reads, part=None).whole()
     if not torch.equal(alone.nan_to_num(), half.of(source.whole()).nan_to_num()):

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from prunus import AdamWPrune, Global, PerLayer, PerRow, Pruner, Ramp, shard
+from prunus import AdamWPrune, Global, PerLayer, PerRow, Pruner, Ramp, ranks
 
 pytestmark = pytest.mark.gpu
 
@@ -28,7 +28,7 @@ def mesh(tmp_path_factory):
 @pytest.fixture
 def as_one_of_many(monkeypatch):
     """A rank that is alone takes the way of many: every count goes through NCCL."""
-    monkeypatch.setattr(shard, "_ranks_of_mesh", lambda mesh: shard.Ranks([mesh.get_group(0)], [mesh.get_group(0)]))
+    monkeypatch.setattr(ranks, "_ranks_of_mesh", lambda mesh: ranks.Ranks([mesh.get_group(0)], [mesh.get_group(0)]))
 
 
 def mlp():
@@ -76,7 +76,7 @@ def test_sharded_over_nccl_it_finds_the_masks_of_a_plain_process(mesh, as_one_of
     fully_shard(model[0], mesh=mesh)
     fully_shard(model, mesh=mesh)
     pruner = trained(model, make, select)
-    assert pruner._parts, "the way of many ranks was not taken"
+    assert pruner._shards, "the way of many ranks was not taken"
     assert pruner.digest() == plain.digest() and pruner.sparsity == plain.sparsity
     full = pruner.full_masks()
     assert all(torch.equal(full[name], mask) for name, mask in plain.masks.items())

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from prunus.mask import digest
+from prunus.masks import digest
 from prunus.ops import bits
 
 CONFIG = {"model_type": "llama", "num_hidden_layers": 3, "hidden_size": 16, "num_attention_heads": 4}

@@ -13,7 +13,7 @@ from prunus.doctor import examine
 from prunus.doctor.asked import sparsity_at
 from prunus.doctor.digests import digest_of
 from prunus.doctor.source import Stored
-from prunus.mask import digest
+from prunus.masks import digest
 from prunus.ops import bits
 
 UP = "model.layers.1.mlp.up_proj.weight"

@@ -29,7 +29,7 @@ def hook(*_):
 register_optimizer_step_pre_hook(hook)
 """,
     "event": """
-import prunus.training as training
+import prunus.pruner as training
 from prunus.ops import bits
 inner, update, zeroed = bits.zero_, training.Pruner.update, []
 def marked(self):

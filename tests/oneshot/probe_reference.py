@@ -6,7 +6,7 @@ Written to be read beside the definition, and slow. What the fast engine decides
 import torch
 
 from prunus.eligible import eligible
-from prunus.inputs import input_squares
+from prunus.input_statistics import input_squares
 from prunus.ops.source import Lazy
 from prunus.score import magnitude, wanda
 

@@ -16,11 +16,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import AdamW
 
 from ...cut import cut
-from ...ops.part import Part
+from ...ops.shard import Shard
+from ...pruner import Event, Pruner
+from ...ranks import Ranks
 from ...schedule import Ramp
-from ...shard import Ranks
-from ...stats import score_of, sources
-from ...training import Event, Pruner
+from ...statistics import score_of, sources
 from .measure import median_ms, timed
 
 RANKS = (1, 2, 4)
@@ -159,15 +159,15 @@ def _by_counts(pruner: Pruner, sparsity: float, repeat: int, device: torch.devic
     ranks = Ranks([dist.group.WORLD], [dist.group.WORLD])
     weights = pruner._eligible.weights
     parts = {
-        w.name: Part(tuple(w.parameter.shape), (0,) * w.parameter.ndim, tuple(w.parameter.shape), True, ranks)
+        w.name: Shard(tuple(w.parameter.shape), (0,) * w.parameter.ndim, tuple(w.parameter.shape), True, ranks)
         for w in weights
     }
-    made = sources(weights, pruner.optimizer, score_of("bitter7", {}), {}, more={}, parts=parts)
+    made = sources(weights, pruner.optimizer, score_of("bitter7", {}), {}, more={}, shards=parts)
     num_drop = round((1 + sparsity) / 2 * sum(source.numel for source in made))
 
     def event() -> None:
         ranks.num_sums = ranks.num_bytes = 0
-        cut(made, num_drop, pruner._held.bits, pruner._held.num_kept)
+        cut(made, num_drop, pruner._store.bits, pruner._store.num_kept)
 
     milliseconds = median_ms(event, repeat, device, lambda: None)
     counted = {"num_sums": ranks.num_sums, "bytes_exchanged": ranks.num_bytes}

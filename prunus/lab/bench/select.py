@@ -13,7 +13,7 @@ from ...ops import bits
 from ...ops.source import Lazy
 from ...score import Score
 from ...select import Global, NofM, PerLayer, PerRow
-from ...stats import score_of
+from ...statistics import score_of
 from .measure import median_ms, peak_extra_mib
 
 

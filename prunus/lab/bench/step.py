@@ -12,8 +12,8 @@ from torch.nn.utils import prune
 from torch.optim import AdamW, Optimizer
 
 from ...eligible import eligible
+from ...pruner import Pruner
 from ...schedule import Constant
-from ...training import Pruner
 from ..data.shape import TokenShape
 from ..evaluate import loss_of
 from ..models import build

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from ...ops.device import wait_for
-from ...training import Pruner
+from ...pruner import Pruner
 from ..memory import peak
 from ..trainer import Training
 from .trace import allocated, traced

@@ -2,27 +2,29 @@
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .mask import packed_masks, saved_bits
+from .masking import Movement
+from .masks import packed_masks, saved_bits
 from .ops import bits
-from .ops.part import Part, together
+from .ops.shard import Shard, together
 from .optim import AdamWPrune
-from .saved import is_resharded
-from .shard import Ranks, local
+from .ranks import Ranks, is_dtensor, like, local, taken
 
 # torch's optimizers that add to a weight nothing but what its own gradient and state say
 _NAMES = "Adadelta Adafactor Adagrad Adam Adamax AdamW ASGD NAdam RAdam RMSprop Rprop SGD".split()
 ELEMENTWISE = {getattr(torch.optim, name) for name in _NAMES} | {AdamWPrune}
 
-_HOLDING: weakref.WeakKeyDictionary[Optimizer, weakref.WeakSet["HeldMasks"]] = weakref.WeakKeyDictionary()
+Weights = Mapping[str, nn.Parameter]
+_HOLDING: weakref.WeakKeyDictionary[Optimizer, weakref.WeakSet["MaskStore"]] = weakref.WeakKeyDictionary()
 
 
-class HeldMasks:
+class MaskStore:
     """One mask a weight, as packed bits of what this rank holds; none before there is one."""
 
     def __init__(
@@ -30,10 +32,10 @@ class HeldMasks:
         weights: Mapping[str, nn.Parameter],
         optimizer: Optimizer,
         ranks: Ranks | None,
-        parts: Mapping[str, Part] | None,
+        shards: Mapping[str, Shard] | None,
     ) -> None:
-        self.weights, self.optimizer, self.parts = weights, optimizer, parts
-        self.holders = ranks if parts else None  # of parts, not of copies
+        self.weights, self.optimizer, self.shards = weights, optimizer, shards
+        self.holders = ranks if shards else None  # of shards, not of copies
         self.bits: dict[str, Tensor] = {}
         self.num_kept = 0  # prunable weights that the masks keep, on all ranks
         self.forget: Callable[[str], None] = lambda name: None  # told whose mask has changed
@@ -54,7 +56,7 @@ class HeldMasks:
                 raise ValueError(f'masks must be boolean tensors by name or "zeros", got {masks!r}')
             self.hold({name: bits.pack(local(p) != 0) for name, p in self.weights.items()}, warm)
         elif masks is not None:
-            self.hold(together(self.holders, lambda: packed_masks(masks, self.weights, self.parts)), warm)
+            self.hold(together(self.holders, lambda: packed_masks(masks, self.weights, self.shards)), warm)
         else:
             self.take_over()
         if isinstance(self.optimizer, AdamWPrune):  # whose step reads masks at no cost: a graph of it must find them
@@ -64,7 +66,7 @@ class HeldMasks:
 
     def count(self) -> None:
         """Set ``num_kept`` from the bits."""
-        counted = [(n, p) for n, p in self.weights.items() if not self.parts or self.parts[n].counts]
+        counted = [(n, p) for n, p in self.weights.items() if not self.shards or self.shards[n].is_owner]
         here = sum(int(bits.count(self.bits[n])) if n in self.bits else local(p).numel() for n, p in counted)
         self.num_kept = int(self.holders.total(torch.tensor([here]))) if self.holders else here
 
@@ -90,7 +92,7 @@ class HeldMasks:
         for name, parameter in self.weights.items():
             saved = self.optimizer.state.get(parameter, {}).get("mask")
             if saved is not None:
-                self._set(name, saved_bits(name, saved, parameter, self.parts[name] if self.parts else None))
+                self._set(name, saved_bits(name, saved, parameter, self.shards[name] if self.shards else None))
             elif name in self.bits:
                 self._store(name)
         self.count()
@@ -160,3 +162,56 @@ def _forget_curvature(optimizer: Optimizer) -> None:
     for state in optimizer.state.values():
         if "n_iter" in state:
             state["n_iter"] = 0
+
+
+def unpacked(weight: Tensor, packed: Tensor | None) -> Tensor:
+    """A mask as zeros and ones in the weight's shape and placement; all ones where there are no bits yet."""
+    here = local(weight)
+    keep = torch.ones_like(here, dtype=torch.bool) if packed is None else bits.unpack(packed, here.shape)
+    return like(keep.to(torch.uint8), weight)
+
+
+def saved_masks(weights: Weights, packed: Mapping[str, Tensor], whole: bool) -> dict[str, Tensor]:
+    """Masks to save: packed bits of those that exist, or with ``whole`` all of them in their weights' shapes."""
+    if whole:
+        return {name: unpacked(weight, packed.get(name)) for name, weight in weights.items()}
+    return {name: mask.clone() for name, mask in packed.items()}
+
+
+def is_resharded(weight: Tensor) -> bool:
+    """Whether a checkpoint of this weight may be loaded by another number of ranks."""
+    return is_dtensor(weight) or (dist.is_available() and dist.is_initialized())
+
+
+def reshard_masks(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Put masks that can be resharded into an optimizer's state dict in place of packed bits."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    indices = [index for group in state["param_groups"] for index in group["params"]]
+    for index, parameter in zip(indices, parameters, strict=True):
+        kept = state["state"].get(index, {})
+        if "mask" in kept and is_resharded(parameter):
+            state["state"][index] = {**kept, "mask": unpacked(parameter, kept["mask"])}
+
+
+def checked_masks(
+    state: Mapping[str, Any], weights: Weights, movement: Movement | None, shards: Mapping[str, Shard] | None
+) -> dict[str, Tensor]:
+    """Packed masks of a state that fits these weights and sums; else one line and nothing changed."""
+    kinds = {"step": int, "due": bool, "masks": dict, "movement": dict}
+    if wrong := [key for key, kind in kinds.items() if not isinstance(state.get(key), kind)]:
+        raise ValueError(f"this is not a Pruner's state: it lacks {', '.join(wrong)}")
+    for kind in ("masks", "movement"):
+        if unknown := set(state[kind]) - set(weights):
+            raise ValueError(f"the state has {kind} of {min(unknown)}, which is no prunable weight of this model")
+    if set(state["movement"]) != set(movement.sums if movement else ()):
+        raise ValueError("the state was saved with another score: one of the two is movement, which keeps sums")
+    for name, sums in state["movement"].items():
+        if not isinstance(sums, Tensor) or sums.shape != weights[name].shape:
+            raise ValueError(f"the state's movement of {name} does not fit its shape {tuple(weights[name].shape)}")
+    here = shards or {}
+    return {name: saved_bits(name, mask, weights[name], here.get(name)) for name, mask in state["masks"].items()}
+
+
+def taken_sums(sums: Mapping[str, Tensor], weights: Weights, shards: Mapping[str, Shard] | None) -> dict[str, Tensor]:
+    """This rank's shards of movement sums."""
+    return {name: taken(value, weights[name], (shards or {}).get(name)) for name, value in sums.items()}

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from .eligible import Weight, plain_name
-from .ops.part import Part
+from .ops.shard import Shard
 from .ops.source import Lazy, check_elementwise
+from .ranks import is_dtensor, local
 from .score import SCORES, Score
-from .shard import is_dtensor, local
 
 READS = ("weight", "grad", "exp_avg", "exp_avg_sq", "step", "movement", "input_norm", "position")
 SETTINGS = ("name", "beta1", "beta2", "adam_eps")
@@ -52,11 +52,11 @@ def sources(
     *,
     dtype: torch.dtype = torch.float32,
     more: Mapping[str, Mapping[str, Tensor]],
-    parts: Mapping[str, Part] | None = None,
+    shards: Mapping[str, Shard] | None = None,
 ) -> list[Lazy]:
     """Lazy scores of every weight; ``more`` holds statistics that no optimizer keeps, by kind and name.
 
-    ``parts`` say which part of each weight this rank holds, if it does not hold all of them.
+    ``shards`` say which part of each weight this rank holds, if it does not hold all of them.
     Where weights took different numbers of Adam steps, or have different betas, their moments are made
     comparable by the bias corrections; a score that takes ``step`` sees to that itself. Elsewhere the
     corrections are one factor, which decides nothing and is left out of our own scores, so that
@@ -75,7 +75,7 @@ def sources(
         if "step" in score.reads:
             constants["step"] = math.inf if is_uncorrected else step
         reads = {n: _read(n, weight, optimizer, more) for n in score.reads if n not in ("step", "position")}
-        part = parts[weight.name] if parts else None
+        part = shards[weight.name] if shards else None
         if part and "input_norm" in reads:
             reads["input_norm"] = part.of(reads["input_norm"])
         if step == 0 and (corrected or "step" in score.reads):
@@ -96,7 +96,7 @@ def sources(
                 part=part,
             )
         )
-    if parts and score.formula is None:
+    if shards and score.formula is None:
         check_elementwise(min(found, key=lambda source: (source.numel < 2, source.numel)))
     return found
 

@@ -7,7 +7,7 @@ from toys import Conv1D
 
 from prunus import prune
 from prunus.eligible import eligible
-from prunus.inputs import InputNorms
+from prunus.input_statistics import InputNorms
 
 
 def norms_of(layer, *inputs):

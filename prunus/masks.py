@@ -11,8 +11,8 @@ from torch import Tensor
 
 from .ops import bits
 from .ops.hash import mixed
-from .ops.part import Part
-from .shard import Ranks, gathered, is_copied, is_dtensor, taken
+from .ops.shard import Shard
+from .ranks import Ranks, gathered, is_copied, is_dtensor, taken
 
 
 class Masks(Mapping[str, Tensor]):
@@ -41,40 +41,40 @@ class Masks(Mapping[str, Tensor]):
         return f"Masks({', '.join(f'{name}: {tuple(weight.shape)}' for name, weight in self.weights.items())})"
 
 
-def full_masks(masks: Mapping[str, Tensor], parts: Mapping[str, Part] | None) -> dict[str, Tensor]:
-    """Boolean masks of the whole weights from the parts of all ranks; collective if there are ``parts``."""
-    if parts is None:
+def full_masks(masks: Mapping[str, Tensor], shards: Mapping[str, Shard] | None) -> dict[str, Tensor]:
+    """Boolean masks of the whole weights from the shards of all ranks; collective if there are ``shards``."""
+    if shards is None:
         return dict(masks)
-    return {name: gathered(mask.to(torch.uint8), parts[name]).bool() for name, mask in masks.items()}
+    return {name: gathered(mask.to(torch.uint8), shards[name]).bool() for name, mask in masks.items()}
 
 
-def digest(masks: Mapping[str, Tensor], parts: Mapping[str, Part] | None = None) -> str:
+def digest(masks: Mapping[str, Tensor], shards: Mapping[str, Shard] | None = None) -> str:
     """Hex string that is the same for the same masks, however they are stored, by one process or by many.
 
-    For each mask the sum of a hash of every kept position, modulo 2^64: a sum over parts of a
-    tensor is the sum of the parts. Names and shapes are hashed with them. Collective if there are ``parts``.
+    For each mask the sum of a hash of every kept position, modulo 2^64: a sum over shards of a
+    tensor is the sum of the shards. Names and shapes are hashed with them. Collective if there are ``shards``.
     """
     names = sorted(masks)
-    if parts is None:
+    if shards is None:
         shapes, sums = [list(masks[name].shape) for name in names], [position_sum(masks[name]) for name in names]
     else:
-        shapes, sums = [list(parts[name].whole) for name in names], _sums_of_ranks(names, masks, parts)
+        shapes, sums = [list(shards[name].global_shape) for name in names], _sums_of_ranks(names, masks, shards)
     return hashlib.sha256(json.dumps(list(zip(names, shapes, sums, strict=True))).encode()).hexdigest()
 
 
-def position_sum(mask: Tensor, part: Part | None = None) -> int:
-    """``sum of hash(position)`` over the True elements, modulo 2^64; of a part, of positions in the whole."""
+def position_sum(mask: Tensor, shard: Shard | None = None) -> int:
+    """``sum of hash(position)`` over the True elements, modulo 2^64; of a shard, of positions in the whole."""
     flat, total = mask.reshape(-1), 0
     for start in range(0, len(flat), bits.PIECE):
         kept = flat[start : start + bits.PIECE].nonzero().squeeze(1) + start
-        total += int(mixed((part.positions(kept) if part else kept) + 1).sum())
+        total += int(mixed((shard.positions(kept) if shard else kept) + 1).sum())
     return total % (1 << 64)
 
 
-def _sums_of_ranks(names: list[str], masks: Mapping[str, Tensor], parts: Mapping[str, Part]) -> list[int]:
-    sums = [position_sum(masks[name], parts[name]) if parts[name].counts else 0 for name in names]
+def _sums_of_ranks(names: list[str], masks: Mapping[str, Tensor], shards: Mapping[str, Shard]) -> list[int]:
+    sums = [position_sum(masks[name], shards[name]) if shards[name].is_owner else 0 for name in names]
     halves = torch.tensor([(number >> 32, number & 0xFFFFFFFF) for number in sums])  # whose sums do not overflow
-    totals = parts[names[0]].ranks.total(halves).tolist()
+    totals = shards[names[0]].ranks.total(halves).tolist()
     return [((high << 32) + low) % (1 << 64) for high, low in totals]
 
 
@@ -115,7 +115,7 @@ def overlap(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float:
 
 
 def packed_masks(
-    masks: Mapping[str, Tensor], weights: Mapping[str, Tensor], parts: Mapping[str, Part] | None = None
+    masks: Mapping[str, Tensor], weights: Mapping[str, Tensor], shards: Mapping[str, Shard] | None = None
 ) -> dict[str, Tensor]:
     """Packed bits of boolean masks given by a user, checked against the weights they are for."""
     for name, mask in masks.items():
@@ -127,25 +127,25 @@ def packed_masks(
             raise ValueError(
                 f"the mask of {name} must have the weight's shape {tuple(weights[name].shape)}, got {tuple(mask.shape)}"
             )
-    blocks = {name: taken(mask, weights[name], parts[name] if parts else None) for name, mask in masks.items()}
+    blocks = {name: taken(mask, weights[name], shards[name] if shards else None) for name, mask in masks.items()}
     return {name: bits.pack(block.to(weights[name].device).bool()) for name, block in blocks.items()}
 
 
-def saved_bits(name: str, value: Any, weight: Tensor, part: Part | None = None) -> Tensor:
+def saved_bits(name: str, value: Any, weight: Tensor, shard: Shard | None = None) -> Tensor:
     """This rank's packed bits, read back from a checkpoint, which may have cast them to the weight's dtype.
 
-    What was saved are packed bits of the whole weight or of this rank's part, or zeros and ones in the weight's
+    What was saved are packed bits of the whole weight or of this rank's shard, or zeros and ones in the weight's
     shape, as a tensor or as a DTensor of any placement.
     """
     if isinstance(value, Tensor) and value.shape == weight.shape:
-        block = taken(value, weight, part).to(weight.device)
+        block = taken(value, weight, shard).to(weight.device)
         if not ((block == 0) | (block == 1)).all():
             raise ValueError(f"the saved mask of {name} has other values than 0 and 1")
         return bits.pack(block != 0)
     if isinstance(value, Tensor) and not is_dtensor(value):
         packed = value.to(device=weight.device, dtype=torch.uint8)
-        if part and value.shape == (bits.num_bytes(part.numel),):
-            return bits.pack(part.of(bits.unpack(packed, part.whole)))
-        if value.shape == (bits.num_bytes(math.prod(part.size) if part else weight.numel()),):
+        if shard and value.shape == (bits.num_bytes(shard.global_numel),):
+            return bits.pack(shard.of(bits.unpack(packed, shard.global_shape)))
+        if value.shape == (bits.num_bytes(math.prod(shard.shape) if shard else weight.numel()),):
             return packed
     raise ValueError(f"the saved mask of {name} does not fit its shape {tuple(weight.shape)}; was the model changed?")

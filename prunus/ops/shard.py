@@ -20,35 +20,35 @@ class Sums(Protocol):
 
 
 @dataclass(frozen=True)
-class Part:
+class Shard:
     """The block of ``size`` at ``start`` of a tensor of shape ``whole``, in each dimension.
 
     ``counts`` says whether this rank speaks for the block: of several ranks that hold the same one, one does.
     """
 
-    whole: tuple[int, ...]
-    start: tuple[int, ...]
-    size: tuple[int, ...]
-    counts: bool
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    is_owner: bool
     ranks: Sums
 
     @property
-    def numel(self) -> int:
+    def global_numel(self) -> int:
         """Elements of the whole."""
-        return math.prod(self.whole)
+        return math.prod(self.global_shape)
 
-    def along(self, dims: Sequence[int]) -> "Part":
+    def along(self, dims: Sequence[int]) -> "Shard":
         """The part seen along some dimensions only."""
-        picked = ([values[dim] for dim in dims] for values in (self.whole, self.start, self.size))
+        picked = ([values[dim] for dim in dims] for values in (self.global_shape, self.offset, self.shape))
         whole, start, size = map(tuple, picked)
-        return Part(whole, start, size, self.counts, self.ranks)
+        return Shard(whole, start, size, self.is_owner, self.ranks)
 
     def positions(self, local: Tensor) -> Tensor:
         """Positions in the flattened whole of elements given by their positions in the flattened part."""
-        if self.whole[1:] == self.size[1:]:
-            return local + self.start[0] * math.prod(self.whole[1:]) if self.whole else local
+        if self.global_shape[1:] == self.shape[1:]:
+            return local + self.offset[0] * math.prod(self.global_shape[1:]) if self.global_shape else local
         found, stride = local.new_zeros(local.shape), 1
-        for whole, start, size in zip(self.whole[::-1], self.start[::-1], self.size[::-1], strict=True):
+        for whole, start, size in zip(self.global_shape[::-1], self.offset[::-1], self.shape[::-1], strict=True):
             found += (local % max(1, size) + start) * stride
             local, stride = local // max(1, size), stride * whole
         return found
@@ -56,8 +56,8 @@ class Part:
     def of(self, tensor: Tensor) -> Tensor:
         """This part of a tensor that broadcasts to the whole."""
         for dim in range(1, tensor.ndim + 1):
-            if tensor.shape[-dim] == self.whole[-dim]:
-                tensor = tensor.narrow(-dim, self.start[-dim], self.size[-dim])
+            if tensor.shape[-dim] == self.global_shape[-dim]:
+                tensor = tensor.narrow(-dim, self.offset[-dim], self.shape[-dim])
         return tensor
 
 

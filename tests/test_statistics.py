@@ -6,7 +6,7 @@ from toys import adamw, backward, net
 
 from prunus.eligible import eligible
 from prunus.score import SCORES, Score
-from prunus.stats import score_of, sources
+from prunus.statistics import score_of, sources
 
 
 def events_of(score, optimizer, model, options=None, more=None):

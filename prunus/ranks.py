@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .ops.part import Part
+from .ops.shard import Shard
 
 MESSAGE = 400  # bytes of a failure's message that travel
 
@@ -164,14 +164,14 @@ def _ranks_of_mesh(mesh: Any) -> Ranks | None:
     return Ranks([axis for axis in axes if dist.get_world_size(axis) > 1], axes)
 
 
-def parts_of(tensors: Mapping[str, Tensor], ranks: Ranks | None) -> dict[str, Part] | None:
+def shards_of(tensors: Mapping[str, Tensor], ranks: Ranks | None) -> dict[str, Shard] | None:
     """The block of each weight that this rank holds; None where every rank holds all of all weights."""
     if ranks is None or not any(map(is_dtensor, tensors.values())):
         return None
-    return {name: part_of(name, tensor, ranks) for name, tensor in tensors.items()}
+    return {name: shard_of(name, tensor, ranks) for name, tensor in tensors.items()}
 
 
-def taken(value: Tensor, weight: Tensor, part: Part | None) -> Tensor:
+def taken(value: Tensor, weight: Tensor, part: Shard | None) -> Tensor:
     """This rank's block of ``value``, which is whole or a DTensor of any placement; collective if it must be moved."""
     if is_dtensor(value):
         given: Any = value
@@ -182,11 +182,11 @@ def taken(value: Tensor, weight: Tensor, part: Part | None) -> Tensor:
     return part.of(value) if part else value
 
 
-def part_of(name: str, tensor: Tensor, ranks: Ranks) -> Part:
+def shard_of(name: str, tensor: Tensor, ranks: Ranks) -> Shard:
     """The block of a weight that this rank holds; a plain tensor among DTensors is a copy on every rank."""
     whole = tuple(tensor.shape)
     if not is_dtensor(tensor):
-        return Part(whole, (0,) * len(whole), whole, ranks.rank == 0, ranks)
+        return Shard(whole, (0,) * len(whole), whole, ranks.rank == 0, ranks)
     layout: Any = tensor
     mesh, placements, place = layout.device_mesh, layout.placements, layout.device_mesh.get_coordinate()
     start, size, speaks = [0] * len(whole), list(whole), True
@@ -210,7 +210,7 @@ def part_of(name: str, tensor: Tensor, ranks: Ranks) -> Part:
         raise ValueError(
             f"{name}, placed as {placements}, should be {tuple(size)} on this rank, but is {tuple(local(tensor).shape)}"
         )
-    return Part(whole, tuple(start), tuple(size), speaks, ranks)
+    return Shard(whole, tuple(start), tuple(size), speaks, ranks)
 
 
 def is_copied(tensor: Tensor, axis: int) -> bool:
@@ -222,10 +222,10 @@ def _is_strided(placement: object) -> bool:
     return type(placement).__name__ == "_StridedShard"
 
 
-def gathered(local_part: Tensor, part: Part) -> Tensor:
+def gathered(local_part: Tensor, part: Shard) -> Tensor:
     """The whole of a tensor of small integers, from the blocks of all ranks."""
-    whole = local_part.new_zeros(part.whole)
-    if part.counts:
+    whole = local_part.new_zeros(part.global_shape)
+    if part.is_owner:
         part.of(whole).copy_(local_part)
     return part.ranks.total(whole)
 

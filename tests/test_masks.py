@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from prunus.mask import Masks, digest, overlap, packed_masks, position_sum, saved_bits
+from prunus.masks import Masks, digest, overlap, packed_masks, position_sum, saved_bits
 from prunus.ops import bits
 
 SHAPES = {"a": (5, 3), "b": (2, 3, 4), "c": (70,)}

@@ -12,7 +12,7 @@ from .allocate import allocate
 from .regrow import Regrow
 from .schedule import Schedule
 from .select import NofM, PerLayer, Selector
-from .stats import score_of
+from .statistics import score_of
 
 
 def _has(*methods: str) -> Callable[[object], bool]:

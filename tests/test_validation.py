@@ -8,7 +8,7 @@ from torch import nn
 from toys import adamw, net, train
 
 from prunus import Constant, Global, NofM, OneShot, PerLayer, Pruner, Ramp, Regrow
-from prunus.asked import check_options
+from prunus.validation import check_options
 
 RAMP = Ramp(0.5, 2, 14)
 WRONG = [

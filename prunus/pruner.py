@@ -12,23 +12,22 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from .asked import check_options, check_order, check_together
 from .cut import num_kept_each
 from .eligible import eligible
-from .gradients import MaskedGradients, Movement, check_captured, is_initialising, is_skipped, unwrapped
-from .held import HeldMasks
-from .inputs import InputNorms
-from .mask import Masks, check_copies, digest, full_masks
-from .ops.part import together
+from .input_statistics import InputNorms
+from .mask_store import MaskStore, checked_masks, reshard_masks, saved_masks, taken_sums
+from .masking import MaskedGradients, Movement, check_captured, is_initialising, is_skipped, unwrapped
+from .masks import Masks, check_copies, digest, full_masks
+from .ops.shard import together
 from .optim import AdamWPrune
+from .ranks import is_dtensor, local, ranks_of, shards_of
 from .regrow import Regrow, keep_warm, selected
-from .saved import checked_masks, reshard_masks, saved_masks, taken_sums
 from .schedule import Schedule
 from .score import SCORES
 from .select import Global, Selector
-from .shard import is_dtensor, local, parts_of, ranks_of
-from .stats import MOMENTS, check_eps, check_moments, check_parameters, score_of, sources
+from .statistics import MOMENTS, check_eps, check_moments, check_parameters, score_of, sources
 from .summary import Event, Report, report
+from .validation import check_options, check_order, check_together
 
 
 class Pruner:
@@ -86,19 +85,19 @@ class Pruner:
         self._weights = {weight.name: weight.parameter for weight in self._eligible.weights}
         self._num_weights = sum(p.numel() for p in self._weights.values())
         self._ranks = ranks_of(self._weights, group)
-        self._parts = parts_of(self._weights, self._ranks)
-        check_together(select, schedule, regrow, self._weights, self._parts is not None)
+        self._shards = shards_of(self._weights, self._ranks)
+        check_together(select, schedule, regrow, self._weights, self._shards is not None)
         check_eps(self._weights, optimizer)
-        self._held = HeldMasks(self._weights, optimizer, self._ranks, self._parts)
-        self._held.check_free()
-        self._bits, self._holders = self._held.bits, self._held.holders
+        self._store = MaskStore(self._weights, optimizer, self._ranks, self._shards)
+        self._store.check_free()
+        self._bits, self._holders = self._store.bits, self._store.holders
         self._due = False
         self._movement = Movement(self._weights) if "movement" in self.score.reads else None
         self._inputs = InputNorms(self._eligible.weights, self._ranks) if "input_norm" in self.score.reads else None
         me = weakref.ref(self)  # what hangs on the parameters must not keep the model alive
         self._gradients = MaskedGradients(self._weights, self._bits, lambda: (it := me()) is not None and it._regrowing)
-        self._held.forget = self._gradients.forget
-        self._held.adopt(masks, self._regrowing)
+        self._store.forget = self._gradients.forget
+        self._store.adopt(masks, self._regrowing)
         self._handles = self._attach()
         self._collect_inputs()
 
@@ -108,7 +107,7 @@ class Pruner:
             return object.__repr__(self)
         return (
             f"Pruner(score={self._score_name}, schedule={self.schedule}, step={self.step}, "
-            f"sparsity={1 - self._held.num_kept / max(self._num_weights, 1):.4f} of {self._num_weights:,} "
+            f"sparsity={1 - self._store.num_kept / max(self._num_weights, 1):.4f} of {self._num_weights:,} "
             f"in {len(self._weights)} weights)"
         )
 
@@ -127,7 +126,7 @@ class Pruner:
 
     def full_masks(self) -> dict[str, Tensor]:
         """Boolean masks of the whole weights; collective if ranks hold parts of them."""
-        return full_masks(self.masks, self._parts)
+        return full_masks(self.masks, self._shards)
 
     @property
     def sparsity(self) -> float:
@@ -141,7 +140,7 @@ class Pruner:
 
     def digest(self) -> str:
         """Hex string over all masks, the same for the same masks, by however many ranks they are held."""
-        return digest(self.masks, self._parts)
+        return digest(self.masks, self._shards)
 
     def mask_gradients(self) -> None:
         """Mask all gradients now: for clipping under FSDP2's CPU offload, where only the step masks them else."""
@@ -167,23 +166,23 @@ class Pruner:
             "movement": self._movement.sums if self._movement else {},
             "input_norm": self._inputs.norms() if self._inputs else {},
         }
-        weights, how = self._eligible.weights, {"dtype": self.score_dtype, "more": more, "parts": self._parts}
+        weights, how = self._eligible.weights, {"dtype": self.score_dtype, "more": more, "shards": self._shards}
         scores = together(self._ranks, lambda: sources(weights, self.optimizer, self.score, self.score_options, **how))
-        before = self._held.num_kept
+        before = self._store.num_kept
         live, swap = (self._bits, before), None
         if self.regrow:
-            back = partial(self.regrow.sources, weights, self.optimizer, self._parts)
+            back = partial(self.regrow.sources, weights, self.optimizer, self._shards)
             swap = self.regrow.swap(self.schedule, self.step, back)
         masks, regrown = together(self._ranks, lambda: selected(self.select, scores, sparsity, live, swap))
         check_copies(self._ranks, self._weights, masks)
         self._due = False  # not before: an event that failed is tried again after the next step
-        self._held.hold(masks, self._regrowing)
+        self._store.hold(masks, self._regrowing)
         if isinstance(self.select, Global):  # which is exact: no need to count
             total = self._num_weights
-            self._held.num_kept = min(before, total - round(sparsity * total))
+            self._store.num_kept = min(before, total - round(sparsity * total))
         else:
-            self._held.count()
-        newly_pruned = before - self._held.num_kept + regrown
+            self._store.count()
+        newly_pruned = before - self._store.num_kept + regrown
         if self.on_event:
             num_bytes = self._ranks.num_bytes if self._ranks else 0
             self.on_event(Event(self.step, sparsity, time.perf_counter() - started, newly_pruned, regrown, num_bytes))
@@ -196,7 +195,7 @@ class Pruner:
             self.optimizer.watch = tuple(watch for watch in self.optimizer.watch if watch != self._movement.add)
         if self._inputs:
             self._inputs.__exit__()
-        self._held.release()
+        self._store.release()
 
     def state_dict(self, *, unpacked: bool | None = None) -> dict[str, Any]:
         """Step, masks and movement sums: tensors and numbers.
@@ -204,7 +203,7 @@ class Pruner:
         Masks are packed bits. With ``unpacked``, which is the default for DTensors, there is one for every weight,
         zeros and ones in its shape and placement: what ``torch.distributed.checkpoint`` loads at any world size.
         """
-        if unpacked is False and self._parts:
+        if unpacked is False and self._shards:
             raise ValueError(
                 "packed bits of DTensors would not say which part of a weight is theirs; unpacked=True does"
             )
@@ -223,22 +222,22 @@ class Pruner:
         Where the schedule is over and asks for more than they prune, in all or in a layer, row or group of the
         selector, the next step makes an event.
         """
-        masks = together(self._holders, lambda: checked_masks(state, self._weights, self._movement, self._parts))
+        masks = together(self._holders, lambda: checked_masks(state, self._weights, self._movement, self._shards))
         self.step, self._due = int(state["step"]), bool(state["due"])
-        self._held.load(masks, self._regrowing)
+        self._store.load(masks, self._regrowing)
         self._due = self._due or self._falls_short()
         if self._movement:
-            self._movement.load(taken_sums(state["movement"], self._weights, self._parts))
+            self._movement.load(taken_sums(state["movement"], self._weights, self._shards))
         self._collect_inputs()
 
     def _attach(self) -> list[RemovableHandle]:
         optimizer, regrowing = self.optimizer, lambda: self._regrowing
         handles = [
-            *(keep_warm(optimizer, self._weights.values(), self._held.zero_weights, regrowing) if self.regrow else ()),
-            *([optimizer.register_step_post_hook(self._held.zero_weights)] if self._held.needs_zeroing else ()),
+            *(keep_warm(optimizer, self._weights.values(), self._store.zero_weights, regrowing) if self.regrow else ()),
+            *([optimizer.register_step_post_hook(self._store.zero_weights)] if self._store.needs_zeroing else ()),
             optimizer.register_step_post_hook(torch.compiler.disable(self._after_step)),
-            optimizer.register_load_state_dict_post_hook(self._held.take_over),
-            optimizer.register_state_dict_pre_hook(self._held.before_save),
+            optimizer.register_load_state_dict_post_hook(self._store.take_over),
+            optimizer.register_state_dict_pre_hook(self._store.before_save),
             optimizer.register_state_dict_post_hook(reshard_masks),
         ]
         if isinstance(optimizer, AdamWPrune):
@@ -259,7 +258,7 @@ class Pruner:
                 check_moments(self._eligible.weights, self.optimizer, self.score)
             if self.regrow:
                 self.regrow.check_moments(self.optimizer)
-        self._held.store()
+        self._store.store()
         if self.schedule and self.schedule.is_event(self.step, self.every):
             self._due = True
         try:
@@ -278,9 +277,9 @@ class Pruner:
         if self.schedule is None or self.step < self.schedule.end:
             return False
         weights, row = self._eligible.weights, SCORES["random"]  # how many are dropped depends on no score
-        scores = sources(weights, self.optimizer, row, {}, more={}, parts=self._parts)
-        masks = self.select.packed(scores, self.schedule(self.step), self._bits, self._held.num_kept)
-        return sum(num_kept_each(scores, masks).values()) < self._held.num_kept
+        scores = sources(weights, self.optimizer, row, {}, more={}, shards=self._shards)
+        masks = self.select.packed(scores, self.schedule(self.step), self._bits, self._store.num_kept)
+        return sum(num_kept_each(scores, masks).values()) < self._store.num_kept
 
     def _waits_for_moments(self) -> bool:
         """Whether SPAM reset the moments too recently for what reads them."""

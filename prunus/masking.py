@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from .ops import bits
-from .shard import local, waits_for_copy
+from .ranks import local, waits_for_copy
 
 
 class Movement:

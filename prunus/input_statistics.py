@@ -1,7 +1,8 @@
 """Input norms: how large every input feature of each weight is, collected while a model trains."""
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import product
 from typing import Any
 from weakref import WeakKeyDictionary, finalize
@@ -11,9 +12,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_hooks_with_kwargs, register_module_forward_hook
 from torch.utils.hooks import RemovableHandle
 
-from .eager import eagerly
 from .eligible import CONVOLUTIONS, TRANSPOSED, Weight, is_conv1d, prunable_kind
-from .shard import Ranks
+from .ranks import Ranks
 
 
 class InputNorms(AbstractContextManager["InputNorms"]):
@@ -144,3 +144,22 @@ def _window_squares(conv: nn.Conv1d | nn.Conv2d | nn.Conv3d, squares: Tensor) ->
     if conv.groups == 1:
         return sums
     return sums.unflatten(0, (conv.groups, -1)).repeat_interleave(conv.out_channels // conv.groups, 0)
+
+
+_open: list[Any] = []  # one for each that is open
+
+
+@contextmanager
+def eagerly() -> Iterator[None]:
+    """Nothing runs compiled while one of these is open: a graph calls none of the hooks that came after it.
+
+    What was compiled is not lost, and is run again afterwards.
+    """
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and to import it takes seconds
+        yield
+        return
+    _open.append(torch.compiler.set_stance("force_eager"))
+    try:
+        yield
+    finally:
+        _open.pop().__exit__(None, None, None)  # the last one's, whoever closes: the first knows what was before
