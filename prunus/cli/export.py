@@ -57,7 +57,7 @@ def _refuse_unread(command: Command) -> None:
 
 
 def _advise(command: Command) -> None:
-    from ..export.advise import Load, advise
+    from ..sparse.advise import Load, advise
 
     load, checkpoint = Load(command.batch, command.tokens), _checkpoint(command.source)
     if checkpoint is None:
@@ -80,7 +80,7 @@ def _convert(command: Command) -> None:
     if checkpoint is None:
         done = convert(command.source, job)
     else:
-        from ..lab.exported import export_checkpoint
+        from ..lab.exported_model import export_checkpoint
 
         if job.out.suffix == ".safetensors":
             raise ValueError(f"a checkpoint becomes a folder with its run.json, but --out is the file {job.out}")

@@ -33,7 +33,7 @@ class Command:
 
 
 def run(command: Command) -> None:
-    from ..lab.files import write_json
+    from ..files.json_file import write_json
     from ..lab.profile.measure import Window, measure
     from .progress import wide_console
 
@@ -59,7 +59,7 @@ def run(command: Command) -> None:
 
 
 def _compare(command: Command, window: "Window", path: Path, console: "Console") -> None:
-    from ..lab.files import write_json
+    from ..files.json_file import write_json
     from ..lab.profile.compare import compare_compile
 
     with console.status("start") as status:

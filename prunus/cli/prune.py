@@ -240,7 +240,7 @@ def _write(command: Command, outcome: Outcome) -> None:
     """The folder, whole or not at all."""
     import shutil
 
-    from ..lab.files import write_json
+    from ..files.json_file import write_json
 
     part = command.out.with_name(command.out.name + ".part")
     part.mkdir(parents=True)

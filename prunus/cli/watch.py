@@ -56,7 +56,7 @@ def _watch(command: Command, console: "Console") -> "Source":
     """Charts until the end, or until nobody trains any more; what was seen last."""
     from rich.live import Live
 
-    from ..lab.lock import is_free
+    from ..files.lock import is_free
     from ..lab.report.source import read_source
 
     source, since = read_source(command.folder), time.monotonic()
@@ -106,8 +106,8 @@ def _num_lines(source: "Source") -> int:
 
 def _follow(command: Command) -> "Source":
     """One line for each evaluation and each failure that is new, as logs want it; else as ``_watch``."""
+    from ..files.lock import is_free
     from ..lab.live import status
-    from ..lab.lock import is_free
     from ..lab.report.source import read_source
 
     seen: dict[str, int] = {}

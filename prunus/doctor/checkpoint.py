@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from ..eligible import plain_name
-from ..ops.saved import read_saved
+from ..files.torch_file import read_saved
 from .source import Source, Stored
 
 MODELS = ("model", "state_dict", "model_state_dict")  # where scripts put the model's weights

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..eligible import plain_name
-from ..ops.plain_pickle import Thing, plain
-from ..ops.saved import read_saved
+from ..files.plain_pickle import Thing, plain
+from ..files.torch_file import read_saved
 from .checkpoint import MODELS, strings
 from .source import Source, Stored
 

@@ -10,7 +10,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from ..eligible import plain_name
-from ..export.dtypes import DTYPES
+from ..files.safetensors_header import DTYPES
 from . import small
 from .source import Source, Stored, dtype_name
 

@@ -6,9 +6,9 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..export.describe import is_marked
-from ..export.dtypes import DTYPES
-from ..export.read import Tensors, open_tensors
+from ..files.metadata import is_marked
+from ..files.reader import Tensors, open_tensors
+from ..files.safetensors_header import DTYPES
 from .source import Source, Stored, dtype_name
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..export.folder import located
+from ..files.reader import located
 from .report import Finding
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch
 
+from ..files.atomic import new_folder
+from ..files.reader import PLAIN, SMALL, open_tensors
+from ..files.tensor_source import Source, from_files
+from ..files.writer import MAX_SHARD_BYTES, Plan, Saved, write
 from ..ops.bits import words_of
-from .files import new_folder
-from .folder import PLAIN, SMALL, copy_beside, ties_words
-from .read import open_tensors
-from .source import Source, from_files
-from .write import MAX_SHARD_BYTES, Plan, Saved, write
+from .folder import copy_beside, ties_words
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..files.atomic import new_folder
+from ..files.reader import SMALL, Tensors, open_tensors
+from ..files.safetensors_header import DTYPES
+from ..files.tensor_source import check_masks, in_memory
+from ..files.writer import MAX_SHARD_BYTES, Plan, Saved, write
 from ..ops.bits import words_of
 from ..ops.device import device_of
-from .dtypes import DTYPES
-from .files import new_folder
-from .folder import SMALL, copy_beside
-from .read import Tensors, open_tensors
-from .source import check_masks, in_memory
-from .write import MAX_SHARD_BYTES, Plan, Saved, write
+from .folder import copy_beside
 
 AnyPath = str | os.PathLike[str]
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from ..files import write_atomically
-from ..ops.saved import read_saved
+from ..files.atomic import write_atomically
+from ..files.torch_file import read_saved
 
 FORMAT = "prunus-checkpoint-1"
 PIECES = re.compile(r"checkpoint-(\d+)")

@@ -8,7 +8,7 @@ from ..summary import Report, report
 from .arithmetic import fixed_arithmetic
 from .checkpoint import checkpoint_of, load_checkpoint
 from .evaluate import Quality
-from .exported import described, load_exported
+from .exported_model import described, load_exported
 from .recipe import device_named
 from .run import Run
 from .subject import check_vocabulary, longest_window, side_by_side, token_ids, token_quality

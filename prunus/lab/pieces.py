@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, StorageMeta, TensorStorageMetadata
 
-from ..files import flushed
-from ..ops.plain_pickle import plain
-from ..ops.saved import read_saved
+from ..files.atomic import flushed
+from ..files.plain_pickle import plain
+from ..files.torch_file import read_saved
 from .checkpoint import drop_pieces
 from .parallel import Team
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from ..files.json_file import read_json
 from ..schedule import Constant, OneShot, Ramp, Schedule, check_sparsity, check_step
-from .files import read_json
 
 ScoreName = Literal[
     "none",

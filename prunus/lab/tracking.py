@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .files import to_json, write_json
+from ..files.json_file import to_json, write_json
 from .run import Run
 from .trackers import Sink, flat, open_sinks
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..eligible import eligible
+from ..files.lock import held
 from ..ops.device import device_of
 from ..optim import AdamWPrune
 from ..ranks import ranks_of
@@ -20,7 +21,6 @@ from .arithmetic import fixed_arithmetic, restore_onednn
 from .data import TokenData
 from .evaluate import Quality, loss_of, measured, summed
 from .keeping import resume, save
-from .lock import held
 from .models import build
 from .parallel import Team, team_of
 from .recipe import Data, data_of, device_named, learning_rate, make_optimizer, make_pruner, num_asked

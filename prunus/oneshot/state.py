@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..eligible import Weight
-from ..files import write_atomically
+from ..files.atomic import write_atomically
 from ..ops.bits import words_of
 from .decide import Ratios
 from .limit import Trial

@@ -9,7 +9,7 @@ from typing import get_args
 import pytest
 
 from prunus.cli import COMMANDS, main
-from prunus.lab.lock import held
+from prunus.files.lock import held
 from prunus.lab.models import MODELS, build
 from prunus.lab.run import ModelName, Run, ScoreName
 from prunus.score import SCORES

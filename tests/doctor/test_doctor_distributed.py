@@ -13,7 +13,7 @@ from patients import folder, found, healthy, kinds, prune_rows_, state_of
 
 from prunus.doctor import examine
 from prunus.doctor.source import open_source
-from prunus.ops.plain_pickle import ENUMS, plain
+from prunus.files.plain_pickle import ENUMS, plain
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed is disabled", "ignore:.*existing checkpoint")
 

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_export_compact import same
+from test_compact import same
 from test_export_models import assert_same_model, gpt2, llama
 
 from prunus import load_model, save_model
 from prunus.cli import main
 from prunus.cli.export import num_bytes
 from prunus.lab.checkpoint import load_checkpoint, save_checkpoint
-from prunus.lab.exported import load_exported
+from prunus.lab.exported_model import load_exported
 
 transformers = pytest.importorskip("transformers", reason="needs pip install prunus[hf]")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_export_compact import same
+from test_compact import same
 
 from prunus import load_model, load_sparse, save_model, save_sparse
 from prunus.cli import main

@@ -4,7 +4,7 @@ import contextlib
 from pathlib import Path
 
 from prunus.cli import main
-from prunus.lab.files import read_json
+from prunus.files.json_file import read_json
 
 BASE = """model = "gpt2-tiny"
 data = "{data}"

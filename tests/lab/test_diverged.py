@@ -9,7 +9,7 @@ from report_folders import make_run
 from report_pages import page_of
 
 from prunus.cli import main
-from prunus.lab.files import read_json, to_json
+from prunus.files.json_file import read_json, to_json
 from prunus.lab.report.sections import sections
 from prunus.lab.report.source import read_source
 

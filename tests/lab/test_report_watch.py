@@ -16,9 +16,9 @@ import pytest
 from report_folders import make_run, make_study, stopped
 
 from prunus.cli import main, watch
+from prunus.files.lock import held, is_free
 from prunus.lab.live import BLOCKS, chart, drawn, layer_line, plain_letters, running
 from prunus.lab.live import stopped as said_of
-from prunus.lab.lock import held, is_free
 from prunus.lab.report.read import read_record
 from prunus.lab.report.source import read_source
 

@@ -8,7 +8,7 @@ from report_pages import page_of
 from study_command import ASKED, losses, rows, stamps, study
 
 from prunus.cli import main
-from prunus.lab.files import read_json
+from prunus.files.json_file import read_json
 from prunus.lab.study.merge import merge
 from prunus.lab.study.page import page
 

@@ -6,7 +6,7 @@ import pytest
 from study_command import ASKED, study
 
 from prunus.cli import main
-from prunus.lab.files import read_json
+from prunus.files.json_file import read_json
 
 CHANGED = {
     "base": (("--set", "lr=3e-3"), "has lr = 0.002, not 0.003"),

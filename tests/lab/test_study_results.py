@@ -10,7 +10,7 @@ import torch
 from study_command import ASKED, Quiet, losses, rows, stamps, study
 
 from prunus.cli import main
-from prunus.lab.files import read_json
+from prunus.files.json_file import read_json
 from prunus.lab.report.read import read_record
 from prunus.lab.run import Run
 from prunus.lab.study.folder import Folder

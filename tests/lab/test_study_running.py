@@ -18,7 +18,7 @@ from report_pages import page_of
 from study_command import ASKED, Quiet, losses, rows, stamps, study
 
 from prunus.cli import main
-from prunus.lab.files import read_json
+from prunus.files.json_file import read_json
 from prunus.lab.run import Run
 from prunus.lab.study.arms import Arm
 from prunus.lab.study.folder import Folder

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from prunus.lab.files import read_json
+from prunus.files.json_file import read_json
 from prunus.lab.run import Run
 from prunus.lab.study.fields import parse_arm
 from prunus.lab.study.folder import Folder

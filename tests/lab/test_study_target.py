@@ -5,7 +5,7 @@ import json
 import pytest
 from study_command import rows, study
 
-from prunus.lab.files import read_json
+from prunus.files.json_file import read_json
 from prunus.lab.recipe import SELECTORS
 from prunus.lab.run import Run
 from prunus.lab.study.folder import Folder

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...export.advise import Way, ways_of
-from ...export.timing import launched_us, microseconds, num_copies
+from ...sparse.advise import Way, ways_of
+from ...sparse.timing import launched_us, microseconds, num_copies
 
 LARGE = ((4096, 14336), (8192, 8192))
 OTHERS = ((14336, 4096), (4096, 4096), (1024, 4096))

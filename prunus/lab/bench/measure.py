@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from ...files.json_file import write_json
 from ...ops.device import wait_for
 from ...ops.proc import said_by_linux
-from ..files import write_json
 from ..tracking import commit, environment, machine
 
 Result = TypeVar("Result")

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
+from ...files.json_file import write_json
 from ...oneshot import Probe
 from ...oneshot.prune import Job, Plan
 from ...oneshot.result import Result
 from ...select import Global, PerLayer, PerRow, Selector
-from ..files import write_json
 from ..subject import Subject
 from ..tracking import environment
 from .cases import Case

@@ -15,7 +15,7 @@ from .words import figures, headline, lede
 
 def write_report(folder: Path, out: Path | None = None) -> Path:
     """Write the page of a run or study folder, whole or not at all, and return where it is."""
-    from ...files import write_atomically
+    from ...files.atomic import write_atomically
 
     target = out or folder / "report.html"
     if target.is_dir():

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..files import read_json, write_json
+from ...files.json_file import read_json, write_json
 from ..run import read_run
 from .keys import canonical, key_of
 from .plan import FORMAT, Cell, Plan, extended

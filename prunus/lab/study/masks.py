@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from ...files import write_atomically
+from ...files.atomic import write_atomically
 from ...ops import bits
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..files import read_json, write_json
+from ...files.json_file import read_json, write_json
 from ..run import read_run
 from .folder import Folder, damage
 from .keys import key_of

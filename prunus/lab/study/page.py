@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ...files.json_file import read_json
 from ..bench.markdown import table, where
-from ..files import read_json
 from ..profile.page import compile_section
 from .folder import Folder
 from .keys import num_examples, shared_fields

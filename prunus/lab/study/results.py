@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..files import read_json, write_json
+from ...files.json_file import read_json, write_json
 from ..run import Run
 from .folder import Folder
 from .keys import canonical, key_of

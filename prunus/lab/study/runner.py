@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
+from ...files.json_file import read_json, write_json
 from ..checkpoint import save_checkpoint
-from ..files import read_json, write_json
 from ..recipe import Data, data_of
 from ..run import Run, read_run
 from ..tracking import machine

@@ -16,12 +16,14 @@ from torch import Tensor
 
 from ..ops.threads import in_threads
 from .checksum import PIECE, hexadecimal
-from .describe import Description, Record, description_of, entry_names, is_marked
-from .dtypes import DTYPES
 from .encode import decode
-from .folder import located
-from .header import Entry, Header, file_error, read_header
 from .index import Index, read_index
+from .metadata import Description, Record, description_of, entry_names, is_marked
+from .safetensors_header import DTYPES, Entry, Header, file_error, read_header
+
+# A small model has a name of its own: a tool that knows only model.safetensors then says that there is none,
+# where it would otherwise warn of unknown names and go on with random weights.
+SMALL, PLAIN = "sparse.safetensors", "model.safetensors"
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,25 @@ def open_tensors(path: Path) -> Iterator[Tensors]:
                 raise ValueError(f"{path} is file {number} of {total}; give the folder or the index instead")
         homes = {name: file for file in files for name in file.description.records}
         yield Tensors(path, files, homes)
+
+
+def located(path: Path) -> Path:
+    """The file or index that a file, an index or a folder stands for.
+
+    A file that was too large stands as its index: what was saved under a name is found under it.
+    """
+    if not path.is_dir():
+        index = path.with_name(path.name + ".index.json")
+        if not path.is_file() and not index.is_file():
+            raise ValueError(f"there is no file or folder {path}")
+        return path if path.is_file() else index
+    names = [name + end for name in (SMALL, PLAIN) for end in ("", ".index.json")]
+    found = [path / name for name in names if (path / name).is_file()]
+    if not found:
+        raise ValueError(f"{path} holds no tensors: none of {', '.join(names)}; a file of another name is given itself")
+    if found[0].name.startswith("sparse") and found[-1].name.startswith("model"):
+        raise ValueError(f"{path} holds both {found[0].name} and {found[-1].name}; name the one that is meant")
+    return found[0]
 
 
 def read_bytes(fd: int, entry: Entry, passing: bool) -> tuple[Tensor, list[int]]:

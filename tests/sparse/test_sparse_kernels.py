@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from prunus.ops import matvec
-from prunus.ops.gaps import BLOCK, dense_reference, gaps_of_dense
+from prunus.sparse import product as products
+from prunus.sparse.gaps import BLOCK, dense_reference, gaps_of_dense
 
 pytest.importorskip("triton")
 
@@ -33,7 +33,7 @@ def close(y, weight, x, bias=None):
 @pytest.mark.parametrize("sparsity", SPARSITIES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_product_with_one_vector(shape, sparsity):
-    from prunus.ops._triton.matvec import product
+    from prunus.sparse._triton import product
 
     weight, x = sparse(shape, sparsity), torch.randn(1, shape[1], device=DEVICE)
     y = product(x, gaps_of_dense(weight), None)
@@ -45,7 +45,7 @@ def test_a_product_with_one_vector(shape, sparsity):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("batch", [1, 2, 4, 8])
 def test_products_with_several_vectors_of_any_type(batch, dtype):
-    from prunus.ops._triton.matvec import product
+    from prunus.sparse._triton import product
 
     weight, bias = sparse((3, 1500), 0.6, dtype), torch.randn(3, device=DEVICE).to(dtype)
     x = torch.randn(batch, 1500, device=DEVICE).to(dtype)
@@ -55,7 +55,7 @@ def test_products_with_several_vectors_of_any_type(batch, dtype):
 
 
 def test_the_widest_row():
-    from prunus.ops._triton.matvec import product
+    from prunus.sparse._triton import product
 
     weight = torch.zeros(1, 65536, device=DEVICE)
     weight[0, 40000:40600] = 1.0  # columns that 16 bits hold only without a sign
@@ -68,7 +68,7 @@ def test_the_widest_row():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_each_entry_finds_its_own_column(dtype):
     """With another power of two at each entry's column, and a larger one elsewhere, any misplaced column would show."""
-    from prunus.ops._triton.matvec import product
+    from prunus.sparse._triton import product
 
     columns = [0, 1, 16, 17, 300, 1023, 1498, 1499]
     weight = torch.zeros(1, 1500, dtype=dtype, device=DEVICE)
@@ -82,7 +82,7 @@ def test_each_entry_finds_its_own_column(dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("sparsity", SPARSITIES)
 def test_the_dense_matrix_comes_back_bit_for_bit(sparsity, dtype):
-    from prunus.ops._triton.matvec import dense
+    from prunus.sparse._triton import dense
 
     weight = sparse((3, 1300), sparsity, dtype)
     assert torch.equal(dense(gaps_of_dense(weight)), weight)
@@ -92,7 +92,7 @@ def test_the_definition_sums_in_float32_and_rounds_once():
     weight = torch.ones(1, 4096, dtype=torch.bfloat16)
     x = torch.full((1, 4096), 1.0, dtype=torch.bfloat16)
     x[0, 0] = 2.0**13  # adding ones to it in bfloat16 would be lost
-    y = matvec.product_reference(x, gaps_of_dense(weight))
+    y = products.product_reference(x, gaps_of_dense(weight))
 
     assert y.item() == torch.tensor(2.0**13 + 4095).bfloat16().item()
 
@@ -103,8 +103,8 @@ def test_any_number_of_vectors_on_any_device(num, dtype):
     weight, bias = sparse((6, 200), 0.5), torch.randn(6, device=DEVICE).to(dtype)
     x = torch.randn(num, 200, device=DEVICE).to(dtype)
     weight = weight.to(dtype) if dtype != torch.float64 else weight
-    y = matvec.product(x, gaps_of_dense(weight), bias)
+    y = products.product(x, gaps_of_dense(weight), bias)
 
     assert y.shape == (num, 6) and y.dtype == dtype
     assert torch.allclose(y.double(), x.double() @ weight.double().t() + bias.double(), atol=0.2, rtol=0.02)
-    assert torch.equal(matvec.dense(gaps_of_dense(weight)), dense_reference(gaps_of_dense(weight)))
+    assert torch.equal(products.dense(gaps_of_dense(weight)), dense_reference(gaps_of_dense(weight)))

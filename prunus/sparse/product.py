@@ -11,7 +11,7 @@ MOST = 8  # vectors that the kernel takes at a time; with more, the dense produc
 def dense(gaps: Gaps) -> Tensor:
     """``dense_reference``: the matrix with its zeros, bit for bit."""
     if gaps.values.is_cuda:
-        from ._triton.matvec import dense as kernel
+        from ._triton import dense as kernel
 
         return kernel(gaps)
     return dense_reference(gaps)
@@ -30,7 +30,7 @@ def product(x: Tensor, gaps: Gaps, bias: Tensor | None = None) -> Tensor:
     Vectors must be finite: a zero that bridges a gap times infinity is NaN, as in the dense product.
     """
     if x.is_cuda and len(x) <= MOST and x.dtype != torch.float64 and x.numel():
-        from ._triton.matvec import product as kernel
+        from ._triton import product as kernel
 
         num = 1 << (len(x) - 1).bit_length()
         padded = x if num == len(x) else torch.nn.functional.pad(x, (0, 0, 0, num - len(x)))

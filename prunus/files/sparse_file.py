@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ..ops.device import device_of
-from .read import Tensors, open_tensors
-from .source import check_masks, in_memory
-from .write import MAX_SHARD_BYTES, Plan, Saved, write
+from .reader import Tensors, open_tensors
+from .tensor_source import check_masks, in_memory
+from .writer import MAX_SHARD_BYTES, Plan, Saved, write
 
 AnyPath = str | os.PathLike[str]
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import bits
-from .compact import check_count
+from ..ops import bits
+from ..ops.compact import check_count
 
 LONGEST = 15  # columns from one entry to the next
 RUN = 4  # neighbouring entries of a lane; a byte of codes has the first run's in its low four bits

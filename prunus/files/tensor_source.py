@@ -8,9 +8,8 @@ from torch import Tensor
 
 from ..masks import packed_masks
 from ..ops import bits
-from .dtypes import dtype_name
-from .header import check_names
-from .read import Tensors
+from .reader import Tensors
+from .safetensors_header import check_names, dtype_name
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from prunus.export.linear import SparseLinear, sparsify_
-from prunus.export.semi_structured import is_two_of_four, semi_structured_
 from prunus.ops import bits
+from prunus.sparse.linear import SparseLinear, sparsify_
+from prunus.sparse.semi_structured import is_two_of_four, semi_structured_
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

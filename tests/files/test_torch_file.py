@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from prunus.doctor import examine
-from prunus.ops.saved import read_saved
+from prunus.files.torch_file import read_saved
 
 
 @pytest.mark.parametrize("is_new", [True, False], ids=["zip", "of before 2020"])

@@ -5,10 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from .describe import Record
-from .dtypes import NAMES
 from .encode import Encoded
-from .header import ALIGN, Entry, Header, header_text
+from .metadata import Record
+from .safetensors_header import ALIGN, NAMES, Entry, Header, header_text
 
 MOVED = 1 << 26  # bytes of data that are moved up to a head that turned out shorter than its room
 

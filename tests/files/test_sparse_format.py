@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from test_export_compact import drawn, same
+from test_compact import drawn, same
 
 from prunus import load_sparse, save_sparse
-from prunus.export import checksum
 from prunus.export.convert import Job, convert
-from prunus.export.dtypes import DTYPES
-from prunus.export.nofm import NOFM, indices_of, mask_of, obeys, padded
+from prunus.files import checksum
+from prunus.files.nofm import NOFM, indices_of, mask_of, obeys, padded
+from prunus.files.safetensors_header import DTYPES
 from prunus.ops import bits
 
 PAGE = Path(__file__).parents[2] / "docs" / "format.md"

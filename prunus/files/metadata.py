@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from .checksum import hexadecimal
-from .dtypes import DTYPES
 from .encode import BITMASK, DENSE, SAME, Layout
-from .header import Entry, Header, shape_of, strict_json
 from .nofm import NOFM
+from .safetensors_header import DTYPES, Entry, Header, shape_of, strict_json
 
 VERSION = 1
 ENCODINGS = (DENSE, BITMASK, *NOFM)

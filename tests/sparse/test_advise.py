@@ -6,9 +6,9 @@ from torch import nn
 
 from prunus import save_sparse
 from prunus.cli import main
-from prunus.export import advise as module
-from prunus.export.advise import Advice, Load, Row, advise, winner
-from prunus.export.timing import microseconds, num_copies
+from prunus.sparse import advise as module
+from prunus.sparse.advise import Advice, Load, Row, advise, winner
+from prunus.sparse.timing import microseconds, num_copies
 
 SMALL = Load(batch=1, tokens=4)
 

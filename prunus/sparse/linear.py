@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from ..eligible import check_patterns, is_conv1d, matches
-from ..ops.gaps import WIDEST, Gaps, check_gaps, gaps_of, gaps_of_dense
-from ..ops.matvec import dense, product
+from .gaps import WIDEST, Gaps, check_gaps, gaps_of, gaps_of_dense
+from .product import dense, product
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LEAST = 0.5  # sparsity from which a product with one vector is faster than the dense one on an H200

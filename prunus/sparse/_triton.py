@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..gaps import BLOCK, LANES, RUN, RUNS, UNIT, Gaps
+from .gaps import BLOCK, LANES, RUN, RUNS, UNIT, Gaps
 
 L, U, B = tl.constexpr(LANES), tl.constexpr(UNIT), tl.constexpr(BLOCK)
 ONES = tl.constexpr(0x01010101)

@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from ..files.reader import open_tensors
 from ..ops.device import device_of
-from ..ops.gaps import Gaps, gaps_of_dense
-from ..ops.matvec import product
 from . import linear, semi_structured
-from .read import open_tensors
+from .gaps import Gaps, gaps_of_dense
+from .product import product
 from .timing import microseconds, num_copies
 
 AnySource = str | os.PathLike[str] | nn.Module | Mapping[str, Tensor]

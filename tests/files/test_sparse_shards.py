@@ -6,10 +6,10 @@ import shutil
 import zlib
 from pathlib import Path
 
-import export_fuzzing as fuzzing
 import pytest
+import sparse_fuzzing as fuzzing
 import torch
-from test_export_compact import same
+from test_compact import same
 
 from prunus import load_sparse, save_sparse
 

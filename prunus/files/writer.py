@@ -10,16 +10,14 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ..files import flushed
+from .atomic import flushed, part_of
 from .checksum import checksum
-from .describe import Description, Record
-from .dtypes import DTYPES
 from .encode import SAME, Encoded, Layout, encode
-from .files import part_of
-from .header import LARGEST
 from .index import Index
+from .metadata import Description, Record
 from .part import Part, open_part
-from .source import Source
+from .safetensors_header import DTYPES, LARGEST
+from .tensor_source import Source
 
 SUFFIXES = (".bits", ".indices", ".values")
 MAX_SHARD_BYTES = 5_000_000_000

@@ -8,13 +8,13 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 
-import export_fuzzing as fuzzing
 import pytest
+import sparse_fuzzing as fuzzing
 import torch
 from safetensors.torch import save_file
 
 from prunus import load_sparse, save_sparse
-from prunus.export import write as writing
+from prunus.files import writer
 
 HERE = Path(__file__).parent
 
@@ -29,13 +29,13 @@ def program(name: str, *args: object) -> dict:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
 def test_ten_thousand_mutations_are_refused_or_harmless(tmp_path):
-    counts = program("export_fuzzing.py", tmp_path, 10_000, 20)
+    counts = program("sparse_fuzzing.py", tmp_path, 10_000, 20)
     assert sum(counts.values()) >= 1000  # all of them but on a very slow machine
     assert counts["refused"] > 0.9 * sum(counts.values())
 
 
 def test_a_killed_save_leaves_the_old_file_or_nothing_that_looks_whole(tmp_path):
-    left = program("export_killing.py", tmp_path)
+    left = program("sparse_killing.py", tmp_path)
     for name, before in (("file", "old"), ("files", "refused"), ("folder", "nothing")):
         assert set(left[name]) == {before, "new"} and left[name][-1] == "new"
         assert left[name] == sorted(left[name], key=lambda state: state == "new")
@@ -244,8 +244,8 @@ def test_an_error_in_the_middle_leaves_the_old_file_and_nothing_else(small, monk
             raise OSError("the disk is full")
         return inner(*args)
 
-    inner = writing.encode
-    monkeypatch.setattr(writing, "encode", encode)
+    inner = writer.encode
+    monkeypatch.setattr(writer, "encode", encode)
     with pytest.raises(OSError, match="disk is full"):
         save_sparse(fuzzing.tensors(), small)
     assert small.read_bytes() == before and [path.name for path in small.parent.iterdir()] == [small.name]
@@ -268,7 +268,7 @@ def test_a_weight_that_came_back_is_refused_by_name_and_a_live_zero_is_legal(tmp
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_refused(tmp_path):
-    from prunus.export.read import open_tensors
+    from prunus.files.reader import open_tensors
 
     path = tmp_path / "a.safetensors"
     save_sparse({"a": torch.randn(5000)}, path)

@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from ..files import write_atomically
+from .atomic import write_atomically
 
 
 def write_json(path: Path, value: Any) -> None:

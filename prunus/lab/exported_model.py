@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from ..export.convert import Done, Job, to_folder
-from ..export.read import open_tensors
-from ..export.source import check_pruned, in_memory
-from ..export.sparse import loaded
+from ..files.json_file import read_json, write_json
+from ..files.reader import open_tensors
+from ..files.sparse_file import loaded
+from ..files.tensor_source import check_pruned, in_memory
 from .checkpoint import load_checkpoint
 from .data.shape import ImageShape, TokenShape
-from .files import read_json, write_json
 from .models import MODELS, build
 from .run import Run
 

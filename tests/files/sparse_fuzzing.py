@@ -1,6 +1,6 @@
 """Mutations of a small file, loaded one after the other under a limit of memory; run as a program.
 
-``python export_fuzzing.py FOLDER COUNT SECONDS`` prints JSON: how many loads were refused, unchanged, or another
+``python sparse_fuzzing.py FOLDER COUNT SECONDS`` prints JSON: how many loads were refused, unchanged, or another
 well-formed file (only those whose checksum was forged), and stops with an error at the first that was none of these.
 """
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from prunus.files import write_atomically
+from prunus.files.atomic import write_atomically
 
 
 class Full:

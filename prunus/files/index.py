@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .checksum import hexadecimal
-from .header import LARGEST, file_error, strict_json
+from .safetensors_header import LARGEST, file_error, strict_json
 
 FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
 
