@@ -1,10 +1,13 @@
-# Two commands: make demo, make check.
+# make demo        a first look
+# make check       style, types and the quick tests: within 4 minutes on 2 cores
+# make check-slow  the tests that kill, launch, browse or fuzz; CI runs check and check-slow
+# make torture     all tests in random order with random cases, then an hour of damaged files; for no CI
 PYTHON ?= python3
 BIN := .venv/bin
 # torch comes as the build that constraints.txt names; with your own torch, leave the file off
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo check lint types test clean
+.PHONY: demo check check-slow torture lint types test clean
 
 demo: .venv/base
 	$(BIN)/prunus demo
@@ -19,8 +22,17 @@ types: .venv/test
 	$(BIN)/pyrefly check --summarize-errors
 
 # one thread a worker: two workers on two cores would otherwise fight over them
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
 test: .venv/test .venv/browser
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+	$(PYTEST)
+
+check-slow: .venv/test .venv/browser
+	$(PYTEST) -m slow
+
+torture: .venv/test
+	$(PYTEST) --hypothesis-profile torture --shuffle $$(date +%s) -m "slow or not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python tests/export/export_fuzzing.py $$(mktemp -d) 1000000 3600
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv

@@ -1,10 +1,16 @@
-"""One thread a worker, the same seed before every test, and a skip where a test needs a GPU."""
+"""One thread a worker, a fixed seed and a clean process for every test, a skip where a test needs a GPU."""
 
+import gc
 import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
+from torch.nn.modules import module
+from torch.optim import optimizer
 
 from prunus.ops import bits, source
 
@@ -12,7 +18,12 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # kernels run in the interpreter; read when triton is first imported
 
 settings.register_profile("prunus", deadline=None, derandomize=True, max_examples=60)
+settings.register_profile("torture", deadline=None, max_examples=5000)
 settings.load_profile("prunus")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shuffle", metavar="SEED", help="run files, and the tests of a file, in an order drawn by SEED")
 
 
 def pytest_configure() -> None:
@@ -20,17 +31,50 @@ def pytest_configure() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # processes that tests start must round as this one does
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if (seed := config.getoption("--shuffle")) is not None:
+        draw = random.Random(seed)
+        order = {path: draw.random() for path in dict.fromkeys(item.path for item in items)}
+        items.sort(key=lambda item: (order[item.path], draw.random()))
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # what the imports have made need not be walked by every collection to come
+
+
+def _shared() -> dict[str, object]:
+    """What a test can change of its process that later tests would notice."""
+    return {
+        "num_threads": torch.get_num_threads(),
+        "default_dtype": torch.get_default_dtype(),
+        "is_deterministic": torch.are_deterministic_algorithms_enabled(),
+        "is_grad_enabled": torch.is_grad_enabled(),
+        "has_process_group": torch.distributed.is_initialized(),
+        "optimizer_hooks": [*optimizer._global_optimizer_pre_hooks, *optimizer._global_optimizer_post_hooks],
+        "module_hooks": [*module._global_forward_hooks, *module._global_forward_pre_hooks],
+        "folder": Path.cwd(),
+    }
 
 
 @pytest.fixture(autouse=True)
-def _seed() -> None:
+def _alone() -> Iterator[None]:
+    """Every test begins with the same seed, and leaves its process as it found it."""
     torch.manual_seed(0)
+    before, environment = _shared(), dict(os.environ)
+    yield
+    if _shared() != before:
+        gc.collect()  # a pruner that waits for its event has global hooks until it is freed
+    assert _shared() == before, "the test changed what others share"
+    for name in {name for name, _ in os.environ.items() ^ environment.items()} - {"PYTEST_CURRENT_TEST"}:
+        if name in environment:
+            os.environ[name] = environment[name]
+        else:
+            del os.environ[name]  # which a library has set
 
 
 @pytest.fixture
