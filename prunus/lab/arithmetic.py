@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from .files import read_json
+from ..files.json_file import read_json
 from .parallel import Team
 from .run import Run
 

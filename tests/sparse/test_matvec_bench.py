@@ -39,6 +39,6 @@ def test_the_command_writes_what_the_page_draws(tmp_path, capsys):
 
 
 def test_a_way_that_is_wrong_is_not_timed(monkeypatch):
-    monkeypatch.setattr("prunus.export.advise.product", lambda x, gaps: x.new_zeros(len(x), gaps.shape[0]))
+    monkeypatch.setattr("prunus.sparse.advise.product", lambda x, gaps: x.new_zeros(len(x), gaps.shape[0]))
     with pytest.raises(RuntimeError, match="no speed is reported"):
         bench_matvec(2, torch.device("cpu"), torch.float32)
