@@ -17,9 +17,9 @@ from ..optim import AdamWPrune
 from ..shard import ranks_of
 from ..summary import Event, report
 from . import memory
+from .checkpoint import resume, save
 from .data import TokenData
 from .evaluate import Quality, loss_of, measured, summed
-from .keeping import resume, save
 from .models import build
 from .parallel import Team, team_of
 from .recipe import Data, data_of, device_named, learning_rate, make_optimizer, make_pruner, num_asked
