@@ -1,23 +1,22 @@
 """``examine(path)``: every check, one tensor in memory at a time."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from . import promises
-from .asked import Asked, of_run
-from .checkpoint import add_state, load, masks_of
-from .digests import check_digests
-from .folder import tensors_of
-from .look import Seen, View, look
-from .names import Choice, roles
+from ..files.reader import located
+from .checkpoints import add_state, load_mapping, masks_in, rank_files, read_checkpoint, read_distributed, read_ranks
+from .contents import Contents, StoredTensor
+from .expected import Expected, check_expected, of_run
+from .folders import read_file, read_folder, tensors_of
+from .model_checks import check_digests, check_moments, check_neighbours, check_ties
 from .pattern import overall
 from .report import Finding, Layer, Report
-from .source import Source, Stored, open_source
-from .whole import check_moments, check_neighbours, check_ties
+from .roles import Choice, roles
+from .tensor_checks import TensorCheck, View, check_tensor
 
 
 def examine(
@@ -36,48 +35,66 @@ def examine(
     training checkpoint says so itself. ``masks`` is a file of masks; ``allow`` are kinds of findings
     that are meant, and become notes.
     """
-    given = Asked(sparsity, pattern, _tuple(include), _tuple(exclude), _tuple(allow))
-    source = open_source(Path(path))
-    with source.stack:
+    given = Expected(sparsity, pattern, _tuple(include), _tuple(exclude), _tuple(allow))
+    contents = open_contents(Path(path))
+    with contents.stack:
         if masks is not None:
-            source.masks = _read_masks(Path(masks))
-        _undo_parametrization(source)
-        return _report(source, _merged(given, of_run(source)))
+            contents.masks = _read_masks(Path(masks))
+        _undo_parametrization(contents)
+        return _report(contents, _merged(given, of_run(contents)))
 
 
-def _report(source: Source, asked: Asked) -> Report:
-    findings = [_no_tensor(name, mask) for name, mask in source.masks.items() if name not in source.tensors]
-    chosen = roles(source.tensors, Choice(asked.include, asked.exclude, source.masks))
-    head = _head_width(source.config)
-    seen = {
-        name: look(stored, View(chosen[name], source.masks.get(name), asked.groups, head))
-        for name, stored in source.tensors.items()
+def open_contents(path: Path) -> Contents:
+    """The model, checkpoint or file at ``path``; what is none of them is a ValueError."""
+    if path.is_dir():
+        if (path / ".metadata").is_file():
+            return read_distributed(path)
+        if (path / "checkpoint.pt").is_file():
+            return read_checkpoint(path / "checkpoint.pt")
+        if sharded := [p.parent for p in path.glob("checkpoint-*/.metadata") if p.parent.name[11:].isdecimal()]:
+            return read_distributed(max(sharded, key=lambda p: int(p.name[11:])))
+        if ranks := rank_files(path):
+            return read_ranks(path, ranks)
+        return read_folder(path)
+    path = located(path)
+    if path.name.endswith((".safetensors", ".safetensors.index.json")):
+        return read_file(path)
+    return read_checkpoint(path)
+
+
+def _report(contents: Contents, expected: Expected) -> Report:
+    findings = [_no_tensor(name, mask) for name, mask in contents.masks.items() if name not in contents.tensors]
+    chosen = roles(contents.tensors, Choice(expected.include, expected.exclude, contents.masks))
+    head = _head_width(contents.config)
+    checks = {
+        name: check_tensor(stored, View(chosen[name], contents.masks.get(name), expected.groups, head))
+        for name, stored in contents.tensors.items()
     }
-    for one in seen.values():
+    for one in checks.values():
         findings += one.findings
-    findings += promises.check(asked, list(seen.values()))
-    findings += check_ties(source, chosen, seen)
-    findings += check_neighbours(source.tensors, source.config)
-    findings += check_moments(source)
-    digest = check_digests(source)
-    findings = source.findings + findings
-    allowed = [finding for finding in findings if finding.kind in asked.allow]
-    layers, pattern = _named(seen.values())
+    findings += check_expected(expected, list(checks.values()))
+    findings += check_ties(contents, chosen, checks)
+    findings += check_neighbours(contents.tensors, contents.config)
+    findings += check_moments(contents)
+    digest = check_digests(contents)
+    findings = contents.findings + findings
+    allowed = [finding for finding in findings if finding.kind in expected.allow]
+    layers, pattern = _named(checks.values())
     return Report(
-        path=str(source.path),
-        kind=source.kind,
+        path=str(contents.path),
+        kind=contents.kind,
         pattern=pattern,
         layers=layers,
-        findings=[finding for finding in findings if finding.kind not in asked.allow],
-        notes=source.notes + [f"allowed: {one.kind}: {one.where}: {one.what}" for one in allowed],
-        asked={name: value for name, value in asdict(asked).items() if value not in (None, ())},
+        findings=[finding for finding in findings if finding.kind not in expected.allow],
+        notes=contents.notes + [f"allowed: {one.kind}: {one.where}: {one.what}" for one in allowed],
+        asked={name: value for name, value in asdict(expected).items() if value not in (None, ())},
         digest=digest,
     )
 
 
-def _named(seen: Iterable[Seen]) -> tuple[list[Layer], str]:
+def _named(checks: Iterable[TensorCheck]) -> tuple[list[Layer], str]:
     """The layers, with a pattern that shows only beside the others, and the pattern over all of them."""
-    layers = [one.layer for one in seen]
+    layers = [one.layer for one in checks]
     pattern = overall([layer for layer in layers if layer.is_prunable])
     if pattern == "layer-uniform":
         plain = [layer.is_prunable and layer.pattern == "unstructured" for layer in layers]
@@ -85,24 +102,24 @@ def _named(seen: Iterable[Seen]) -> tuple[list[Layer], str]:
     return layers, pattern
 
 
-def _merged(given: Asked, run: Mapping[str, Any]) -> Asked:
-    """What the caller asks; where nothing was said, what the run asked."""
+def _merged(given: Expected, run: Mapping[str, Any]) -> Expected:
+    """What the caller asks; where nothing was said, what the run expected."""
     said: dict[str, Any] = {name: value for name, value in asdict(given).items() if value not in (None, ())}
     if "sparsity" in said or "pattern" in said:
         run = {name: value for name, value in run.items() if name not in ("sparsity", "pattern")}
-    return Asked(**(dict(run) | said))
+    return Expected(**(dict(run) | said))
 
 
-def _read_masks(path: Path) -> dict[str, Stored]:
+def _read_masks(path: Path) -> dict[str, StoredTensor]:
     """Masks from a safetensors file, from a checkpoint, or from a Pruner's state."""
     if not path.is_file():
         raise ValueError(f"there is no file of masks {path}")
     if path.name.endswith(".safetensors"):
         found = {stored.name: stored for stored in tensors_of(path).values()}
     else:
-        state, source = load(path), Source(path, "")
-        add_state(source, state, path.name)
-        found = source.masks or masks_of({"masks": state}, path.name)
+        state, contents = load_mapping(path), Contents(path, "")
+        add_state(contents, state, path.name)
+        found = contents.masks or masks_in({"masks": state}, path.name)
     if not found:
         raise ValueError(f"{path} holds no masks; expected booleans or packed bits by the names of the weights")
     for stored in found.values():
@@ -111,16 +128,16 @@ def _read_masks(path: Path) -> dict[str, Stored]:
     return found
 
 
-def _undo_parametrization(source: Source) -> None:
+def _undo_parametrization(contents: Contents) -> None:
     """Read ``weight_orig`` and ``weight_mask`` of ``torch.nn.utils.prune`` as the weight they stand for."""
-    for name in [name for name in source.tensors if name.endswith("_orig")]:
+    for name in [name for name in contents.tensors if name.endswith("_orig")]:
         plain = name.removesuffix("_orig")
-        mask = source.tensors.get(f"{plain}_mask")
-        if mask is None or mask.shape != source.tensors[name].shape:
+        mask = contents.tensors.get(f"{plain}_mask")
+        if mask is None or mask.shape != contents.tensors[name].shape:
             continue
-        original, _ = source.tensors.pop(name), source.tensors.pop(f"{plain}_mask")
-        source.tensors[plain] = Stored(plain, original.shape, original.dtype, original.place, _product(original, mask))
-        source.find(
+        original, _ = contents.tensors.pop(name), contents.tensors.pop(f"{plain}_mask")
+        contents.tensors[plain] = replace(original, name=plain, load=_product(original, mask))
+        contents.find(
             "not-removed",
             plain,
             "it is stored as weight and mask, which needs more room and is not loaded by other tools",
@@ -128,15 +145,12 @@ def _undo_parametrization(source: Source) -> None:
         )
 
 
-def _product(original: Stored, mask: Stored) -> Any:
-    def load_product() -> Tensor:
-        return original.load() * mask.load()
-
-    return load_product
+def _product(original: StoredTensor, mask: StoredTensor) -> Callable[[], Tensor]:
+    return lambda: original.load() * mask.load()
 
 
-def _no_tensor(name: str, mask: Stored) -> Finding:
-    what = f"{mask.place} holds a mask for it, but there is no such tensor"
+def _no_tensor(name: str, mask: StoredTensor) -> Finding:
+    what = f"{mask.file} holds a mask for it, but there is no such tensor"
     return Finding("bad-mask", name, what, "take the masks that were saved with this model")
 
 

@@ -1,15 +1,125 @@
-"""The pattern that zeros form, in one weight and over all of them."""
+"""The pattern that zeros form: counts over one tensor seen as (outputs, inputs), and what they tell."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
-from .counts import GROUPS, Counts
 from .report import Layer
 
+GROUPS = (4, 8, 16, 32)
+TILES = (64, 32, 16, 8, 4)
+PIECE = 1 << 20  # elements worked on at a time
 FEW = 1e-3  # below this share of zeros a weight is dense: training leaves some by itself
 NEARLY = 0.01  # zeros beyond a pattern's own, which a live weight may be by chance
 MIN_GROUPS, MIN_ROWS = 16, 4  # fewer agree by chance
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Of the elements that stay: counts by row and column, the most in any group of M, whole tiles.
+
+    ``most[m]`` is missing where ``m`` does not divide the rows.
+    """
+
+    shape: tuple[int, int]
+    rows: Tensor  # (rows,) how many stay
+    columns: Tensor  # (columns,)
+    most: dict[int, int] = field(default_factory=dict)
+    tile: tuple[int, int] | None = None  # largest tile that is everywhere all kept or all removed
+
+    @property
+    def num(self) -> int:
+        return self.shape[0] * self.shape[1]
+
+    @property
+    def num_kept(self) -> int:
+        return int(self.rows.sum())
+
+    @property
+    def num_dead_rows(self) -> int:
+        return int((self.rows == 0).sum()) if self.shape[1] else 0
+
+    @property
+    def num_dead_columns(self) -> int:
+        return int((self.columns == 0).sum()) if self.shape[0] else 0
+
+
+def count(keep: Tensor) -> Counts:
+    """Counts of a boolean (rows, columns)."""
+    num_rows, num_columns = keep.shape
+    rows = torch.zeros(num_rows, dtype=torch.int64)
+    columns = torch.zeros(num_columns, dtype=torch.int64)
+    most = {m: 0 for m in GROUPS if num_columns and num_columns % m == 0}
+    widths = set(most)
+    for start, piece in pieces(keep):
+        columns += _sum_of_rows(piece.view(torch.uint8))
+        groups = piece.view(torch.uint8)
+        for m in (2, *most) if most else ():
+            groups = groups[:, 0::2] + groups[:, 1::2]
+            if m in most:
+                most[m] = max(most[m], int(groups.max()))
+            if m in widths and not ((groups == 0) | (groups == m)).all():
+                widths.discard(m)
+        rows[start : start + len(piece)] = groups.sum(1)
+    return Counts((num_rows, num_columns), rows, columns, most, _tile(keep, widths))
+
+
+def _sum_of_rows(bytes_: Tensor) -> Tensor:
+    """``bytes_.sum(0)`` of zeros and ones, in bytes while their sums fit, which is many times faster."""
+    for _ in range(7):
+        if len(bytes_) < 2:
+            break
+        half = len(bytes_) // 2
+        odd = bytes_[2 * half :]
+        bytes_ = bytes_[:half] + bytes_[half : 2 * half]
+        if len(odd):
+            bytes_[0] += odd[0]
+    return bytes_.sum(0)
+
+
+def pieces(matrix: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Runs of rows that hold about a million elements, each with its first row's number."""
+    num_rows, num_columns = matrix.shape
+    step = max(1, PIECE // max(1, num_columns))
+    for start in range(0, num_rows, step):
+        yield start, matrix[start : start + step].contiguous()
+
+
+def num_crowded(keep: Tensor, n: int, m: int) -> int:
+    """How many groups of ``m`` consecutive elements of a row keep more than ``n``."""
+    return sum(int((piece.unflatten(1, (-1, m)).sum(2) > n).sum()) for _, piece in pieces(keep))
+
+
+def num_not_finite(tensor: Tensor) -> int:
+    """How many elements are NaN or infinite; float8 is looked at as float32."""
+    flat, found = tensor.reshape(-1), 0
+    for start in range(0, len(flat), PIECE):
+        piece = flat[start : start + PIECE]
+        piece = piece.float() if piece.element_size() == 1 else piece
+        if piece.sum(dtype=torch.float64).isfinite():
+            continue  # one value that is not finite would have shown; a sum is cheap
+        found += int((~piece.isfinite()).sum())
+    return found
+
+
+def nonzero(tensor: Tensor) -> Tensor:
+    """Where a tensor is not zero: -0.0 is zero, NaN is not."""
+    return (tensor.float() if tensor.element_size() == 1 and tensor.is_floating_point() else tensor) != 0
+
+
+def _tile(keep: Tensor, widths: set[int]) -> tuple[int, int] | None:
+    """The largest square tile that is all kept or all removed, else the longest such run in a row."""
+    num_rows, num_columns = keep.shape
+    if not widths or not num_rows:
+        return None
+    for size in TILES:
+        if num_rows % size == 0 and num_columns % size == 0 and keep.numel() > size * size:
+            inside = keep.view(num_rows // size, size, num_columns // size, size).sum((1, 3), dtype=torch.int32)
+            if ((inside == 0) | (inside == size * size)).all():
+                return size, size
+    return 1, max(widths)
 
 
 def pattern_of(counts: Counts) -> str:

@@ -138,7 +138,3 @@ def percent(part: int, whole: int) -> str:
     if part and shown == "0.00%":
         return "<0.01%"
     return ">99.99%" if part < whole and shown == "100.00%" else shown
-
-
-def shape_text(shape: Iterable[int]) -> str:
-    return "x".join(map(str, shape)) or "scalar"

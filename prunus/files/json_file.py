@@ -1,4 +1,4 @@
-"""JSON files that are whole or not there."""
+"""JSON files: complete when they appear, checked when they are read."""
 
 import json
 import math
@@ -31,9 +31,11 @@ def read_json(path: Path) -> dict[str, Any]:
     The NaN and Infinity of older versions are None, as null is.
     """
     try:
-        values = json.loads(path.read_text(), parse_constant=lambda name: None)
-    except (OSError, ValueError) as error:
+        values = json.loads(path.read_bytes(), parse_constant=lambda name: None)
+    except OSError as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read, it is not JSON: {error}") from error
     if not isinstance(values, dict):
-        raise ValueError(f"{path} should hold an object, but holds a {type(values).__name__}")
+        raise ValueError(f"{path} should hold a JSON object, but holds a {type(values).__name__}")
     return values

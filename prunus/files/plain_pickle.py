@@ -23,7 +23,7 @@ ENUMS = {
 
 
 @dataclass
-class Thing:
+class PlainObject:
     """An object that was not made: the class's name, the arguments, the state."""
 
     name: str
@@ -32,7 +32,7 @@ class Thing:
     role: Literal["name", "object", "member"] = "name"  # a member of an enum is neither called nor changed
 
 
-def plain(data: bytes) -> Any:
+def read_pickle(data: bytes) -> Any:
     """The value that a pickle describes; a ValueError for what is not one, or uses what is not known here."""
     stack: list[Any] = []
     memo: list[Any] = []
@@ -42,13 +42,13 @@ def plain(data: bytes) -> Any:
                 return _last(stack, 1)[0]
             if number > LIMIT:
                 raise ValueError("it is too long")
-            _take(opcode.name, argument, stack, memo)
+            _apply(opcode.name, argument, stack, memo)
     except (IndexError, TypeError, AttributeError) as error:
         raise ValueError(f"it is not a whole pickle: {error}") from error
     raise ValueError("it does not end")
 
 
-def _take(name: str, argument: Any, stack: list[Any], memo: list[Any]) -> None:
+def _apply(name: str, argument: Any, stack: list[Any], memo: list[Any]) -> None:
     """One opcode's effect on the stack."""
     if name in ("PROTO", "FRAME"):
         return
@@ -76,41 +76,41 @@ def _take(name: str, argument: Any, stack: list[Any], memo: list[Any]) -> None:
         stack[-1].update({_key(key): value for key, value in zip(items[::2], items[1::2], strict=True)})
     elif name == "STACK_GLOBAL":
         module, kind = _last(stack, 2)
-        stack.append(Thing(f"{module}.{kind}"))
+        stack.append(PlainObject(f"{module}.{kind}"))
     elif name == "REDUCE":
         (args,) = _last(stack, 1)
-        thing = stack.pop()
-        stack.append(_member(args) if thing.name == GETATTR else _made(thing, args))
+        value = stack.pop()
+        stack.append(_member(args) if value.name == GETATTR else _made(value, args))
     elif name == "NEWOBJ":
         stack.append(_made(*_last(stack, 2)))
     elif name == "BUILD":
         stack.append(_with_state(*_last(stack, 2)))
     else:
-        raise _unneeded(f"uses {name}")
+        raise _refusal(f"uses {name}")
 
 
-def _made(thing: Thing, args: Any) -> Thing:
-    if thing.role != "name":
-        raise _unneeded(f"calls an object of {thing.name}")
-    return Thing(thing.name, tuple(args), role="member" if thing.name in ENUMS else "object")
+def _made(value: PlainObject, args: Any) -> PlainObject:
+    if value.role != "name":
+        raise _refusal(f"calls an object of {value.name}")
+    return PlainObject(value.name, tuple(args), role="member" if value.name in ENUMS else "object")
 
 
-def _member(args: Any) -> Thing:
+def _member(args: Any) -> PlainObject:
     """``enum(value)`` for ``getattr(enum, name)``, as which early releases of Python 3.11 pickle an enum's member."""
     match args:
-        case tuple((Thing() as enum, str(name))) if name in ENUMS.get(enum.name, ()):
+        case tuple((PlainObject() as enum, str(name))) if name in ENUMS.get(enum.name, ()):
             return _made(enum, (ENUMS[enum.name][name],))
-    raise _unneeded(f"names {GETATTR}")
+    raise _refusal(f"names {GETATTR}")
 
 
-def _with_state(thing: Thing, state: Any) -> Thing:
-    if thing.role != "object":
-        raise _unneeded(f"changes {thing.name}")
-    thing.state = state  # in place: the memo holds it too
-    return thing
+def _with_state(value: PlainObject, state: Any) -> PlainObject:
+    if value.role != "object":
+        raise _refusal(f"changes {value.name}")
+    value.state = state  # in place: the memo holds it too
+    return value
 
 
-def _unneeded(deed: str) -> ValueError:
+def _refusal(deed: str) -> ValueError:
     return ValueError(f"it {deed}, which a checkpoint's description does not need")
 
 
@@ -119,7 +119,7 @@ def _last(stack: list[Any], number: int) -> list[Any]:
     if len(taken) < number or any(value is MARK for value in taken):
         raise IndexError("it takes more than it put")
     del stack[-number:]
-    return _values(taken)
+    return _without_getattr(taken)
 
 
 def _marked(stack: list[Any]) -> list[Any]:
@@ -128,21 +128,21 @@ def _marked(stack: list[Any]) -> list[Any]:
         raise IndexError("it has no mark")
     taken = stack[at + 1 :]
     del stack[at:]
-    return _values(taken)
+    return _without_getattr(taken)
 
 
-def _values(taken: list[Any]) -> list[Any]:
+def _without_getattr(taken: list[Any]) -> list[Any]:
     """``taken``, unless ``getattr`` is among it: that is only called, and no value."""
-    if any(isinstance(value, Thing) and value.name == GETATTR for value in taken):
-        raise _unneeded(f"names {GETATTR}")
+    if any(isinstance(value, PlainObject) and value.name == GETATTR for value in taken):
+        raise _refusal(f"names {GETATTR}")
     return taken
 
 
 def _key(key: Any) -> Any:
-    """Things cannot be keys of a dict by value; their identity serves."""
-    return _Key(key) if isinstance(key, Thing) else key
+    """PlainObjects cannot be keys of a dict by value; their identity serves."""
+    return _Key(key) if isinstance(key, PlainObject) else key
 
 
 @dataclass(frozen=True, eq=False)
 class _Key:
-    thing: Thing
+    value: PlainObject

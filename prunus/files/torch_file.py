@@ -8,7 +8,7 @@ from typing import Any, BinaryIO
 import torch
 
 
-def read_saved(file: Path | BinaryIO, mmap: bool = False) -> Any:
+def read_torch_file(file: Path | BinaryIO, mmap: bool = False) -> Any:
     """What ``torch.save`` wrote, of plain values and tensors alone; whatever else it is, it is a ValueError.
 
     With ``mmap``, tensors are mapped where the file allows it: those of before 2020 are read whole.

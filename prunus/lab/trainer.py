@@ -18,9 +18,9 @@ from ..ranks import ranks_of
 from ..summary import Event, report
 from . import memory
 from .arithmetic import fixed_arithmetic, restore_onednn
+from .checkpoint import resume, save
 from .data import TokenData
 from .evaluate import Quality, loss_of, measured, summed
-from .keeping import resume, save
 from .models import build
 from .parallel import Team, team_of
 from .recipe import Data, data_of, device_named, learning_rate, make_optimizer, make_pruner, num_asked

@@ -12,8 +12,8 @@ from descriptions import ENUM, FORMS, GETATTR, HOSTILE, MEMBER, MEMBER_BY_VALUE,
 from patients import folder, found, healthy, kinds, prune_rows_, state_of
 
 from prunus.doctor import examine
-from prunus.doctor.source import open_source
-from prunus.files.plain_pickle import ENUMS, plain
+from prunus.doctor.examine import open_contents
+from prunus.files.plain_pickle import ENUMS, read_pickle
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed is disabled", "ignore:.*existing checkpoint")
 
@@ -102,7 +102,7 @@ def test_pieces_of_ranks_are_put_together(tmp_path):
     torch.save({"model": tensors, "pruner": state_of(tensors)}, tmp_path / "tensors.pt")
     done = subprocess.run([sys.executable, "-c", RANK, str(tmp_path)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    source = open_source(tmp_path / "dcp")
+    source = open_contents(tmp_path / "dcp")
     assert len(list((tmp_path / "dcp").glob("*.distcp"))) == 2
     for name, tensor in tensors.items():
         assert torch.equal(source.tensors[name].load(), tensor)
@@ -133,18 +133,18 @@ def test_nothing_in_a_description_is_executed(distributed, tmp_path, monkeypatch
 
 def test_a_description_is_read_as_plain_data():
     value = {"a": [1, 2**40, -3, 1.5, None, True, "x" * 300], "b": (1, (2, 3), (), (1, 2, 3, 4)), 3: {"c": {}}}
-    assert plain(pickle.dumps(value, 4)) == value
+    assert read_pickle(pickle.dumps(value, 4)) == value
     again = [1]
-    assert plain(pickle.dumps([again, again], 5)) == [[1], [1]]
-    assert plain(pickle.dumps(Evil(), 4)).name.endswith(".mkdir")
+    assert read_pickle(pickle.dumps([again, again], 5)) == [[1], [1]]
+    assert read_pickle(pickle.dumps(Evil(), 4)).name.endswith(".mkdir")
 
 
 def test_every_member_of_an_enum_is_the_same_by_value_and_by_name():
     assert {f"{ENUM.__module__}.{ENUM.__name__}": {member.name: member.value for member in ENUM}} == ENUMS
     members = [*ENUM, *ENUM]
-    by_value, by_name = (plain(written(members, form)) for form in FORMS)
+    by_value, by_name = (read_pickle(written(members, form)) for form in FORMS)
     assert by_name == by_value and [member.args for member in by_name] == [(member.value,) for member in members]
-    assert plain(alone(MEMBER)) == plain(alone(MEMBER_BY_VALUE)) == by_name[ENUM.TORCH_CHANNELS_LAST.value]
+    assert read_pickle(alone(MEMBER)) == read_pickle(alone(MEMBER_BY_VALUE)) == by_name[ENUM.TORCH_CHANNELS_LAST.value]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -167,12 +167,12 @@ def test_any_other_use_of_getattr_and_any_change_of_a_name_is_one_line(distribut
         examine(path)
     assert "\n" not in str(error.value)
     with pytest.raises(ValueError, match=r"does not need$"):
-        plain(alone(HOSTILE[use]))
+        read_pickle(alone(HOSTILE[use]))
 
 
 def test_getattr_alone_is_no_description():
     with pytest.raises(ValueError, match=r"builtins\.getattr, which .* does not need$"):
-        plain(alone(GETATTR))
+        read_pickle(alone(GETATTR))
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_getattr_alone_is_no_description():
 )
 def test_opcodes_that_are_not_known_are_refused_and_not_guessed(opcode):
     with pytest.raises(ValueError, match=r"does not need$"):
-        plain(alone(b"K\x01" + opcode))
+        read_pickle(alone(b"K\x01" + opcode))
 
 
 @pytest.mark.parametrize("step", [2, 3, 7])

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from patients import folder, healthy, layer, prune_globally_, prune_groups_, prune_layers_, prune_rows_
 from safetensors.torch import save_file
 
-from prunus.doctor import counts, examine
-from prunus.doctor.counts import count, nonzero, num_crowded, num_not_finite
-from prunus.doctor.names import rows_of
-from prunus.doctor.pattern import pattern_of
+from prunus.doctor import examine
+from prunus.doctor import pattern as patterns
+from prunus.doctor.pattern import count, nonzero, num_crowded, num_not_finite, pattern_of
+from prunus.doctor.roles import rows_of
 
 
 @st.composite
@@ -29,11 +29,11 @@ both_sizes = pytest.mark.parametrize("piece", [1 << 20, 16], ids=["whole", "piec
 @contextmanager
 def pieces_of(size):
     """A fixture would stay on while other tests run: hypothesis wants one that lasts for the module."""
-    before, counts.PIECE = counts.PIECE, size
+    before, patterns.PIECE = patterns.PIECE, size
     try:
         yield
     finally:
-        counts.PIECE = before
+        patterns.PIECE = before
 
 
 @both_sizes

@@ -10,9 +10,8 @@ from torch.nn.utils import prune
 
 from prunus import Global, Pruner, Ramp
 from prunus.doctor import examine
-from prunus.doctor.asked import sparsity_at
-from prunus.doctor.digests import digest_of
-from prunus.doctor.source import Stored
+from prunus.doctor.contents import StoredTensor, digest_of
+from prunus.doctor.expected import sparsity_at
 from prunus.masks import digest
 from prunus.ops import bits
 
@@ -111,9 +110,9 @@ def test_pruning_left_in_two_tensors_is_found(tmp_path):
 def test_the_digest_is_that_of_the_masks_however_they_are_stored():
     tensors = prune_rows_(healthy())
     masks = {name: tensors[name] != 0 for name in weights_of(tensors)}
-    stored = {name: Stored.of(name, t, "") for name, t in tensors.items()}
+    stored = {name: StoredTensor.of(name, t, "") for name, t in tensors.items()}
     for form in (lambda mask: mask, bits.pack, lambda mask: mask.float(), lambda mask: bits.pack(mask).float()):
-        assert digest_of({n: Stored.of(n, form(m), "") for n, m in masks.items()}, stored) == digest(masks)
+        assert digest_of({n: StoredTensor.of(n, form(m), "") for n, m in masks.items()}, stored) == digest(masks)
 
 
 def test_a_stored_digest_is_held_to_the_masks(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from prunus.doctor import examine
-from prunus.files.torch_file import read_saved
+from prunus.files.torch_file import read_torch_file
 
 
 @pytest.mark.parametrize("is_new", [True, False], ids=["zip", "of before 2020"])
@@ -16,7 +16,7 @@ from prunus.files.torch_file import read_saved
 def test_old_and_new_files_are_read(is_new, mmap, tmp_path):
     state = {"fc.weight": torch.randn(8, 8)}
     torch.save(state, tmp_path / "model.pt", _use_new_zipfile_serialization=is_new)
-    assert torch.equal(read_saved(tmp_path / "model.pt", mmap=mmap)["fc.weight"], state["fc.weight"])
+    assert torch.equal(read_torch_file(tmp_path / "model.pt", mmap=mmap)["fc.weight"], state["fc.weight"])
     assert examine(tmp_path / "model.pt").is_healthy
 
 
@@ -28,5 +28,5 @@ def test_old_and_new_files_are_read(is_new, mmap, tmp_path):
 def test_what_is_no_such_file_is_refused_without_advice_to_execute_it(content, tmp_path):
     (tmp_path / "x.pt").write_bytes(content)
     with pytest.raises(ValueError, match=r"^.{3,160}$") as refused:
-        read_saved(tmp_path / "x.pt", mmap=True)
+        read_torch_file(tmp_path / "x.pt", mmap=True)
     assert "weights_only" not in str(refused.value) and "mmap" not in str(refused.value)

@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 
 from prunus.cli import main
-from prunus.lab import pieces
-from prunus.lab.checkpoint import save_checkpoint
-from prunus.lab.keeping import resume, save
+from prunus.lab import sharded_checkpoint
+from prunus.lab.checkpoint import resume, save, save_checkpoint
 from prunus.lab.parallel import Team, join
 from prunus.lab.run import Parallel, Run, read_run
 from prunus.lab.trainer import Training, train
@@ -95,7 +94,7 @@ def two(data: Path, folder: Path) -> None:
 def killed(data: Path, out: Path) -> None:
     """The command line's run, in whose first attempt a rank dies with half of its second checkpoint written."""
     if dist.get_rank() == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        write, calls = pieces.dcp.FileSystemWriter.write_data, []
+        write, calls = sharded_checkpoint.dcp.FileSystemWriter.write_data, []
 
         def write_data(self, plan, planner):
             calls.append(1)
@@ -104,7 +103,7 @@ def killed(data: Path, out: Path) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             return done
 
-        pieces.dcp.FileSystemWriter.write_data = write_data
+        sharded_checkpoint.dcp.FileSystemWriter.write_data = write_data
     words = [word for name, value in OPTIONS.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     main(["train", "--data", str(data), "--out", str(out), "--parallel", "fsdp", *words])
 
@@ -115,7 +114,7 @@ def whole_and_broken(run: Run, folder: Path) -> None:
     broken = replace(run, out=folder / f"{run.parallel}-broken")
     interrupted(broken)
     gathered(broken, folder / f"{run.parallel}-gathered.pt")
-    resaved(broken.out, folder / f"{run.parallel}-pieces", run.parallel)
+    resaved(broken.out, folder / f"{run.parallel}-sharded", run.parallel)
     train(replace(broken, resume=True))
 
 

@@ -63,7 +63,7 @@ def test_ranks_train_as_one_process_and_their_checkpoints_outlive_them(tmp_path)
         ranks_train_as_one_process(tmp_path / "alone", tmp_path / kind)
         they_evaluate_as_one_process_to_the_bit(tmp_path / kind)
         an_interrupted_run_is_an_unbroken_one(tmp_path / kind, tmp_path / f"{kind}-broken")
-        pieces_put_together_are_what_ranks_hold(tmp_path / f"{kind}-pieces", tmp_path / f"{kind}-gathered.pt")
+        shards_put_together_are_what_ranks_hold(tmp_path / f"{kind}-sharded", tmp_path / f"{kind}-gathered.pt")
     a_job_with_a_killed_rank_restarts_itself(tmp_path, two)
     a_checkpoint_passes_unchanged_to_other_ranks(tmp_path, before)
     a_run_goes_on_with_other_ranks_or_alone(tmp_path)
@@ -95,11 +95,11 @@ def an_interrupted_run_is_an_unbroken_one(first: Path, second: Path) -> None:
     assert result_of(first) == result_of(second)
 
 
-def pieces_put_together_are_what_ranks_hold(pieces: Path, whole: Path) -> None:
-    state = state_of(pieces, masks=False)
+def shards_put_together_are_what_ranks_hold(sharded: Path, whole: Path) -> None:
+    state = state_of(sharded, masks=False)
     assert state["step"] == 6 and state["pruner"]["masks"]
     assert_same(state_of(whole, masks=False), state)
-    report = examine(pieces, allow=("dead-rows", "dead-columns"))
+    report = examine(sharded, allow=("dead-rows", "dead-columns"))
     assert report.is_healthy and report.kind == "distributed checkpoint"
 
 

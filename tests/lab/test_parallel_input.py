@@ -1,6 +1,5 @@
 """What does not fit ranks or their checkpoints is one line, and nothing in a checkpoint is executed."""
 
-import io
 import json
 import pickle
 import subprocess
@@ -11,15 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from descriptions import CALLS, ENUM, FORMS, GETATTR, HOSTILE, MEMBER, MEMBER_BY_VALUE, alone, before, rewrite, written
+from descriptions import ENUM, FORMS, HOSTILE, MEMBER, MEMBER_BY_VALUE, before, rewrite
 from test_killed import assert_same
 
 from prunus.cli import main
-from prunus.lab.checkpoint import checkpoint_of, drop_pieces, load_checkpoint
+from prunus.lab.checkpoint import checkpoint_of, load_checkpoint
 from prunus.lab.data import load
 from prunus.lab.parallel import Team
-from prunus.lab.pieces import _Description, load_pieces, save_pieces
 from prunus.lab.run import Run
+from prunus.lab.sharded_checkpoint import load_sharded, remove_sharded, save_sharded
 from prunus.lab.trainer import _begun
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed is disabled", "ignore:.*TypedStorage")
@@ -105,33 +104,33 @@ def a_state(step: int = 3) -> dict:
     }
 
 
-def test_pieces_give_every_value_and_their_order_back(tmp_path):
+def test_shards_give_every_value_and_their_order_back(tmp_path):
     state = a_state()
-    read = load_pieces(save_pieces(tmp_path, state, Team()), {})
+    read = load_sharded(save_sharded(tmp_path, state, Team()), {})
     assert list(read["model"]) == list(state["model"])
     assert_same(read, {key: state[key] for key in read})
     assert set(read) == set(state)
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_pieces_are_read_alike_whichever_python_wrote_them(form, tmp_path):
+def test_shards_are_read_alike_whichever_python_wrote_them(form, tmp_path):
     state = a_state()
-    path = save_pieces(tmp_path, state, Team())
+    path = save_sharded(tmp_path, state, Team())
     rewrite(path, form)
     assert (b"getattr" in (path / ".metadata").read_bytes()) == (form == "by name")
-    read = load_pieces(path, {})
+    read = load_sharded(path, {})
     assert_same(read, {key: state[key] for key in read})
 
 
 def test_only_a_whole_checkpoint_is_taken_and_older_ones_go(tmp_path):
-    first = save_pieces(tmp_path, a_state(9), Team())
+    first = save_sharded(tmp_path, a_state(9), Team())
     (tmp_path / "checkpoint-11.part").mkdir()
     (tmp_path / "checkpoint-11.part" / ".metadata").write_bytes(b"")
     (tmp_path / "checkpoint-12").mkdir()  # without a description nobody finished it
     assert checkpoint_of(tmp_path) == first
-    second = save_pieces(tmp_path, a_state(10), Team())
+    second = save_sharded(tmp_path, a_state(10), Team())
     assert checkpoint_of(tmp_path) == second and list(tmp_path.iterdir()) == [second]
-    drop_pieces(tmp_path)
+    remove_sharded(tmp_path)
     assert checkpoint_of(tmp_path) == tmp_path / "checkpoint.pt" and not list(tmp_path.iterdir())
 
 
@@ -160,8 +159,8 @@ DAMAGES = {
     "half a description": lambda p: (p / ".metadata").write_bytes((p / ".metadata").read_bytes()[:-400]),
     "an unknown layout": lambda p: replaced_bytes(p / ".metadata", b"torch.strided", b"torch.stridex"),
     "not a description": lambda p: (p / ".metadata").write_bytes(pickle.dumps({"storage_data": {}})),
-    "half a piece": lambda p: (p / "__0_0.distcp").write_bytes((p / "__0_0.distcp").read_bytes()[:3000]),
-    "a lost piece": lambda p: (p / "__0_0.distcp").unlink(),
+    "half a shard": lambda p: (p / "__0_0.distcp").write_bytes((p / "__0_0.distcp").read_bytes()[:3000]),
+    "a lost shard": lambda p: (p / "__0_0.distcp").unlink(),
     "a foreign checkpoint": lambda p: dcp.save({"model": {"a": torch.ones(2)}}, checkpoint_id=p, no_dist=True),
 }
 
@@ -169,7 +168,7 @@ DAMAGES = {
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_or_malicious_checkpoint_is_one_line_and_executes_nothing(damage, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    path = save_pieces(tmp_path, a_state(), Team())
+    path = save_sharded(tmp_path, a_state(), Team())
     DAMAGES[damage](path)
     with pytest.raises(ValueError, match="checkpoint") as error:
         load_checkpoint(path)
@@ -180,7 +179,7 @@ def test_a_damaged_or_malicious_checkpoint_is_one_line_and_executes_nothing(dama
 @pytest.mark.parametrize("use", HOSTILE)
 def test_any_other_use_of_getattr_and_any_change_of_a_name_is_one_line(use, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    path = save_pieces(tmp_path, a_state(), Team())
+    path = save_sharded(tmp_path, a_state(), Team())
     whole, members = (path / ".metadata").read_bytes(), [vars(member).copy() for member in ENUM]
     for code in (MEMBER, MEMBER_BY_VALUE):
         (path / ".metadata").write_bytes(before(code, whole))
@@ -192,24 +191,9 @@ def test_any_other_use_of_getattr_and_any_change_of_a_name_is_one_line(use, tmp_
     assert [vars(member) for member in ENUM] == members and not hasattr(dcp.metadata.Metadata, "touched")
 
 
-@pytest.mark.parametrize("use", CALLS)
-def test_the_unpickler_alone_has_no_other_use_of_getattr(use, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises((ValueError, TypeError, pickle.UnpicklingError)):
-        _Description(io.BytesIO(alone(CALLS[use]))).load()
-    assert not (tmp_path / "executed").exists()
-
-
-def test_the_unpickler_alone_gives_members_and_never_getattr():
-    for form in FORMS:
-        read = _Description(io.BytesIO(written([*ENUM], form))).load()
-        assert all(member is expected for member, expected in zip(read, ENUM, strict=True))
-    assert _Description(io.BytesIO(alone(GETATTR))).load() is not getattr
-
-
 def test_a_value_that_is_no_plain_one_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    path = save_pieces(tmp_path, a_state() | {"seconds": Evil()}, Team())
+    path = save_sharded(tmp_path, a_state() | {"seconds": Evil()}, Team())
     with pytest.raises(ValueError, match="checkpoint"):
         load_checkpoint(path)
     assert not (tmp_path / "executed").exists()

@@ -17,7 +17,7 @@ DAMAGES = {
     "truncated": (lambda text: text[: len(text) // 2], "cannot be read"),
     "empty": (lambda text: "", "cannot be read"),
     "not JSON": (lambda text: "\x00" * 40, "cannot be read"),
-    "a list": (lambda text: "[1]", "should hold an object"),
+    "a list": (lambda text: "[1]", "should hold a JSON object"),
     "no fields": (lambda text: "{}", f"{LACKING} accuracy"),
     "no loss": (lambda text: without(text, "loss"), f"{LACKING} loss"),
     "no tokens": (lambda text: without(text, "tokens"), f"{LACKING} tokens"),

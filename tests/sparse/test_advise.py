@@ -15,8 +15,8 @@ SMALL = Load(batch=1, tokens=4)
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr("prunus.export.timing.PATIENCE", 0.0)
-    monkeypatch.setattr("prunus.export.timing.MOST_COPIES", 2)
+    monkeypatch.setattr("prunus.sparse.timing.PATIENCE", 0.0)
+    monkeypatch.setattr("prunus.sparse.timing.MOST_COPIES", 2)
 
 
 def weights():

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..eligible import check_patterns, matches
-from .source import Stored
+from .contents import StoredTensor
 
 HEADS = re.compile(r"^(lm_head|embed_out|output_projection)$")
 EMBEDDINGS = re.compile(
@@ -43,7 +43,7 @@ class Choice:
     masked: Iterable[str] = ()
 
 
-def roles(tensors: Mapping[str, Stored], choice: Choice) -> dict[str, Role]:
+def roles(tensors: Mapping[str, StoredTensor], choice: Choice) -> dict[str, Role]:
     """The role of every tensor; where there are masks, the weights are those that have one."""
     check_patterns([*choice.include, *choice.exclude], tensors)
     masked = set(choice.masked)
@@ -69,7 +69,7 @@ def rows_of(tensor: Tensor, outputs: Sequence[int]) -> Tensor:
     return tensor.permute(*outputs, *inputs).reshape(num_rows, tensor.numel() // max(1, num_rows))
 
 
-def token_embeddings(tensors: Mapping[str, Stored], kinds: Mapping[str, Role]) -> list[str]:
+def token_embeddings(tensors: Mapping[str, StoredTensor], kinds: Mapping[str, Role]) -> list[str]:
     return [name for name in tensors if kinds[name].kind == "embedding" and not PLACES.search(owner_of(name))]
 
 
@@ -79,7 +79,7 @@ def owner_of(name: str) -> str:
     return parts[-2] if len(parts) > 1 else parts[-1]
 
 
-def _kind(name: str, stored: Stored) -> str:
+def _kind(name: str, stored: StoredTensor) -> str:
     owner, last = owner_of(name), name.rpartition(".")[2]
     if not stored.is_float or BUFFERS.search(last):
         return "buffer"
@@ -96,7 +96,7 @@ def _kind(name: str, stored: Stored) -> str:
     return "weight" if last.endswith("weight") else "other"
 
 
-def _heads(tensors: Mapping[str, Stored]) -> set[str]:
+def _heads(tensors: Mapping[str, StoredTensor]) -> set[str]:
     """Top-level outputs of the shape of an embedding of tokens, whatever they are called."""
     shapes = {
         stored.shape
@@ -107,7 +107,7 @@ def _heads(tensors: Mapping[str, Stored]) -> set[str]:
     return {name for name in names if name in tensors and tensors[name].shape in shapes}
 
 
-def _is_stored_input_first(tensors: Mapping[str, Stored]) -> bool:
+def _is_stored_input_first(tensors: Mapping[str, StoredTensor]) -> bool:
     """Whether this is a GPT-2 of Hugging Face, whose linear weights are (in, out)."""
     return any(
         owner_of(name) in CONV1D and len(stored.shape) == 2 and stored.shape[1] > stored.shape[0]

@@ -10,21 +10,21 @@ import torch
 from torch import Tensor
 
 from ..ops import bits
-from .look import Seen
-from .names import Role, token_embeddings
+from .contents import Contents, digest_of
 from .report import Finding
-from .source import Source
+from .roles import Role, token_embeddings
+from .tensor_checks import TensorCheck
 
 NUMBER = re.compile(r"\.(\d+)\.")
 LISTS = ("layers", "h", "blocks", "layer", "block", "experts")  # of equal blocks; stages of a network differ
 
 
-def check_ties(source: Source, chosen: Mapping[str, Role], seen: Mapping[str, Seen]) -> Iterator[Finding]:
+def check_ties(contents: Contents, chosen: Mapping[str, Role], seen: Mapping[str, TensorCheck]) -> Iterator[Finding]:
     """Heads that should be their embedding and are not."""
-    said = tie_of(source.config)
-    if str(source.run.get("model", "")).startswith("gpt2"):
+    said = tie_of(contents.config)
+    if str(contents.run.get("model", "")).startswith("gpt2"):
         said = True
-    embeddings = token_embeddings(source.tensors, chosen)
+    embeddings = token_embeddings(contents.tensors, chosen)
     heads = [name for name, role in chosen.items() if role.kind == "head" and name.endswith("weight")]
     if said is False or not embeddings:
         return
@@ -33,12 +33,12 @@ def check_ties(source: Source, chosen: Mapping[str, Role], seen: Mapping[str, Se
         if name != first and seen[name].layer.shape != seen[first].layer.shape and name not in heads:
             continue
         if seen[name].hashed == seen[first].hashed:
-            source.notes.append(f"{name} and {first} hold the same values")
+            contents.notes.append(f"{name} and {first} hold the same values")
         elif said and name in heads:
             what = f"it differs from {first}, but the configuration ties them"
             yield Finding("untied", name, what, "store one of them, or set tie_word_embeddings to false")
         elif name in heads:
-            source.notes.append(f"{name} differs from {first}, and nothing says whether they are tied")
+            contents.notes.append(f"{name} differs from {first}, and nothing says whether they are tied")
 
 
 def tie_of(config: Mapping[str, Any]) -> bool | None:
@@ -101,10 +101,10 @@ def _gaps(lists: Mapping[str, Mapping[int, set[str]]], config: Mapping[str, Any]
             yield Finding("missing", stem, what, todo)
 
 
-def check_moments(source: Source) -> Iterator[Finding]:
+def check_moments(contents: Contents) -> Iterator[Finding]:
     """Optimizer state that is alive where its mask says pruned, and masks there that are not the pruner's."""
-    own = {bytes(mask.load().flatten().numpy()): name for name, mask in _packed(source)}
-    for number, row in enumerate(source.moments):
+    own = {bytes(mask.load().flatten().numpy()): name for name, mask in _packed(contents)}
+    for number, row in enumerate(contents.moments):
         packed = row["mask"].flatten().to(dtype=torch.uint8)
         name = own.get(bytes(packed.numpy())) if own else None
         where = name or f"optimizer state {number}"
@@ -119,5 +119,20 @@ def check_moments(source: Source) -> Iterator[Finding]:
                     yield Finding("moments", where, what, "zero them, or the weights come back with the next step")
 
 
-def _packed(source: Source) -> Sequence[tuple[str, Any]]:
-    return [(name, mask) for name, mask in source.masks.items() if mask.dtype == "uint8" and len(mask.shape) == 1]
+def _packed(contents: Contents) -> Sequence[tuple[str, Any]]:
+    return [(name, mask) for name, mask in contents.masks.items() if mask.dtype == "uint8" and len(mask.shape) == 1]
+
+
+def check_digests(contents: Contents) -> str | None:
+    """Digest of the model's masks; stored ones that differ from it, or from each other, are findings."""
+    own = digest_of(contents.masks, contents.tensors) if contents.masks else None
+    stored = contents.digests
+    expected = own or next(iter(stored.values()), None)
+    reference = "the masks" if own else next(iter(stored), "")
+    for place, value in stored.items():
+        if value != expected:
+            given = f"{value[:16]} is stored, but {reference} give {str(expected)[:16]}"
+            what = given if own else f"it differs from {reference}"
+            todo = "the ranks' masks have parted or the file was changed: go back to a checkpoint before it"
+            contents.find("digest", place, what, todo)
+    return own

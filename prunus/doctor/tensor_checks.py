@@ -9,12 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .counts import PIECE, Counts, count, nonzero, num_crowded, num_not_finite
-from .digests import mask_of
-from .names import Role, owner_of, rows_of
-from .pattern import pattern_of, whole_heads
+from .contents import StoredTensor, mask_of
+from .pattern import PIECE, Counts, count, nonzero, num_crowded, num_not_finite, pattern_of, whole_heads
 from .report import Finding, Layer, percent
-from .source import Stored
+from .roles import Role, owner_of, rows_of
 
 ODD = 0.01  # share of zeros from which a matrix that should be dense is odd
 ODD_VECTOR = 0.1  # of a vector, whose zeros are more often meant
@@ -29,13 +27,13 @@ class View:
     """What a tensor is looked at with: its role and mask, the groups asked for, the width of a head."""
 
     role: Role
-    mask: Stored | None = None
+    mask: StoredTensor | None = None
     groups: tuple[int, int] | None = None
     head: int = 0
 
 
 @dataclass(frozen=True)
-class Seen:
+class TensorCheck:
     """A layer, the counts of what stays in it, groups that hold too much, and a hash of its bytes."""
 
     layer: Layer
@@ -45,7 +43,7 @@ class Seen:
     hashed: str | None = None
 
 
-def look(stored: Stored, view: View) -> Seen:
+def check_tensor(stored: StoredTensor, view: View) -> TensorCheck:
     """Everything about one tensor, which is in memory only here."""
     if not stored.is_float or prod(stored.shape) == 0:
         return _unread(stored, view)
@@ -58,7 +56,7 @@ def look(stored: Stored, view: View) -> Seen:
     if tensor.ndim < 2:
         layer = _layer(stored, view, facts | {"pattern": "-"})
         findings += [_misfit(stored, view.mask)] if view.mask else []
-        return Seen(layer, None, findings + list(_odd(layer, facts["num_zeros"])), hashed=hashed)
+        return TensorCheck(layer, None, findings + list(_odd(layer, facts["num_zeros"])), hashed=hashed)
     del tensor
     mask = mask_of(view.mask, stored.shape) if view.mask else None
     if view.mask and mask is None:
@@ -73,29 +71,29 @@ def look(stored: Stored, view: View) -> Seen:
     layer = _layer(stored, view, facts | {"notes": notes})
     findings += _dead(layer, counts) if layer.is_prunable else _odd(layer, _odd_zeros(layer, counts))
     crowded = _crowded(alive if mask is None else mask, view) if layer.is_prunable else 0
-    return Seen(layer, stays, findings, crowded, hashed)
+    return TensorCheck(layer, stays, findings, crowded, hashed)
 
 
-def _layer(stored: Stored, view: View, facts: Mapping[str, Any]) -> Layer:
+def _layer(stored: StoredTensor, view: View, facts: Mapping[str, Any]) -> Layer:
     return Layer(stored.name, stored.shape, stored.dtype, view.role.kind, **facts)
 
 
-def _unread(stored: Stored, view: View) -> Seen:
+def _unread(stored: StoredTensor, view: View) -> TensorCheck:
     """An empty tensor, or one of integers or booleans, whose zeros say nothing."""
     num = prod(stored.shape)
     facts = {"num": num, "num_zeros": 0, "pattern": "-" if num else "no elements"}
     findings = [_misfit(stored, view.mask)] if view.mask and num else []
-    return Seen(_layer(stored, view, facts), None, findings)
+    return TensorCheck(_layer(stored, view, facts), None, findings)
 
 
-def _not_finite(stored: Stored, number: int) -> Iterator[Finding]:
+def _not_finite(stored: StoredTensor, number: int) -> Iterator[Finding]:
     if number and "mask" not in stored.name.rpartition(".")[2]:
         what = f"{number:,} of {prod(stored.shape):,} values are NaN or infinite"
         yield Finding("not-finite", stored.name, what, "go back to a checkpoint before they appeared")
 
 
-def _misfit(stored: Stored, mask: Stored) -> Finding:
-    what = f"its mask in {mask.place} is {mask.dtype} {mask.shape}, which is no mask of {stored.dtype} {stored.shape}"
+def _misfit(stored: StoredTensor, mask: StoredTensor) -> Finding:
+    what = f"its mask in {mask.file} is {mask.dtype} {mask.shape}, which is no mask of {stored.dtype} {stored.shape}"
     return Finding("bad-mask", stored.name, what, "take the masks that were saved with this model")
 
 
@@ -108,7 +106,7 @@ def _against_mask(alive: Tensor, mask: Tensor) -> dict[str, int]:
     }
 
 
-def _came_back(stored: Stored, number: int, pruned: int) -> Iterator[Finding]:
+def _came_back(stored: StoredTensor, number: int, pruned: int) -> Iterator[Finding]:
     if number:
         what = f"{number:,} of {pruned:,} pruned weights are not zero"
         yield Finding("came-back", stored.name, what, "apply the masks, and hold them where the weights are trained")

@@ -1,0 +1,194 @@
+"""Hugging Face folders and safetensors files, plain or in the sparse form that ``prunus.export`` writes."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from ..eligible import plain_name
+from ..files.json_file import read_json
+from ..files.metadata import is_marked
+from ..files.reader import open_tensors
+from ..files.safetensors_header import DTYPES
+from .contents import Contents, StoredTensor, dtype_name
+
+INDEX = ".safetensors.index.json"
+SERIES = re.compile(r"^(.*)-(\d+)-of-(\d+)\.safetensors$")
+
+
+def read_folder(path: Path) -> Contents:
+    """All tensors of a folder, and what its index, its files and its shards disagree about."""
+    files = sorted(file.name for file in path.glob("*.safetensors"))
+    index = sorted(path.glob(f"*{INDEX}"))
+    if not files and not index:
+        raise ValueError(f"{path} holds no safetensors file{_others(path)}")
+    contents = Contents(path, "folder", config=_config(path))
+    if _is_sparse_form(path):
+        return _read_sparse_form(path, replace(contents, kind="small folder"))
+    if index and "model.safetensors" not in files:
+        return _by_index(contents, index[0], files)
+    chosen = ["model.safetensors"] if "model.safetensors" in files else files
+    if index:
+        contents.find(
+            "duplicate",
+            "model.safetensors",
+            f"it stands beside {index[0].name}, and tools load the one or the other",
+            "delete the one that is out of date",
+        )
+    if ignored := sorted(set(files) - set(chosen)):
+        contents.notes.append(f"not read, since there is a model.safetensors: {', '.join(ignored)}")
+    return _by_files(contents, chosen)
+
+
+def read_file(path: Path) -> Contents:
+    """The tensors of one safetensors file, or of the shards that an index names."""
+    if _is_sparse_form(path):
+        return _read_sparse_form(path, Contents(path, "small file", config=_config(path.parent)))
+    if path.name.endswith(INDEX):
+        contents = Contents(path, "folder", config=_config(path.parent))
+        return _by_index(contents, path, sorted(file.name for file in path.parent.glob("*.safetensors")))
+    contents = Contents(path, "file")
+    _add(contents, path)
+    return contents
+
+
+def _is_sparse_form(path: Path) -> bool:
+    """Whether a file or folder says that it is in the sparse form."""
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    if path.name.endswith(".index.json"):
+        files = sorted(path.parent.glob("*.safetensors"))
+    return any(_is_marked(file) for file in files)
+
+
+def _is_marked(file: Path) -> bool:
+    try:
+        with safe_open(str(file), framework="pt") as opened:
+            return is_marked(opened.metadata() or {})
+    except (SafetensorError, OSError):
+        return False
+
+
+def _read_sparse_form(path: Path, contents: Contents) -> Contents:
+    """All tensors in the sparse form; what is damaged, missing or doubled in it is a ValueError."""
+    tensors = contents.stack.enter_context(open_tensors(path))
+    for name, record in tensors.records.items():
+        file = tensors.homes[name].path.name
+        dtype = dtype_name(DTYPES[record.dtype])
+        contents.tensors[name] = StoredTensor(name, record.layout.shape, dtype, file, partial(tensors.read, name))
+        if record.same_as is not None:
+            contents.notes.append(f"{name} is {record.same_as}: one tensor under two names")
+    dense = sum(record.dense_bytes for record in tensors.records.values())
+    stored = sum(tensors.stored_bytes(name) for name in tensors.records)
+    contents.notes.append(f"it takes {stored:,} bytes where plain tensors take {dense:,}: {stored / max(1, dense):.3f}")
+    return contents
+
+
+def tensors_of(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of a safetensors file by name, not read yet."""
+    try:
+        file = safe_open(str(path), framework="pt")
+        names = list(file.keys())
+        shapes = {name: file.get_slice(name) for name in names}
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
+    found = {}
+    for name, piece in shapes.items():
+        dtype = str(piece.get_dtype())
+        found[name] = StoredTensor(
+            plain_name(name),
+            tuple(piece.get_shape()),
+            dtype_name(DTYPES[dtype]) if dtype in DTYPES else dtype,
+            path.name,
+            partial(file.get_tensor, name),
+        )
+    return found
+
+
+def _add(contents: Contents, path: Path) -> None:
+    for stored in sorted(tensors_of(path).values(), key=lambda stored: _in_order(stored.name)):
+        other = contents.tensors.get(stored.name)
+        if other:
+            contents.find(
+                "duplicate",
+                stored.name,
+                f"it is stored in {other.file} and in {stored.file}",
+                "delete one: which of them is loaded depends on the tool",
+            )
+        else:
+            contents.tensors[stored.name] = stored
+
+
+def _in_order(name: str) -> list[tuple[bool, int, str]]:
+    """Key that puts layer 2 before layer 10."""
+    return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in name.split(".")]
+
+
+def _by_files(contents: Contents, files: Sequence[str]) -> Contents:
+    for file in files:
+        _add(contents, contents.path / file)
+    series = [match for file in files if (match := SERIES.match(file))]
+    if series:
+        contents.find("missing", f"model{INDEX}", "the shards have no index", "write one, or save the model anew")
+    for stem, total in {(match[1], match[3]) for match in series}:
+        there = {int(match[2]) for match in series if (match[1], match[3]) == (stem, total)}
+        if len(there) < int(total):
+            first = min(set(range(1, len(there) + 2)) - there)
+            what = f"{int(total) - len(there)} of {int(total)} shards are not there, the first is number {first}"
+            contents.find("missing", f"{stem}-*-of-{total}.safetensors", what, "copy the shards again")
+    return contents
+
+
+def _by_index(contents: Contents, index: Path, files: Sequence[str]) -> Contents:
+    listed = _weight_map(index)
+    folder = index.parent
+    for file in sorted(set(listed.values())):
+        if (folder / file).is_file():
+            _add(contents, folder / file)
+        else:
+            number = sum(shard == file for shard in listed.values())
+            contents.find("missing", file, f"the index names it for {number} tensors", "copy the shard again")
+    for name, file in listed.items():
+        stored = contents.tensors.get(plain_name(name))
+        if stored is None and (folder / file).is_file():
+            contents.find("missing", name, f"the index places it in {file}, which lacks it", "save the model anew")
+        elif stored is not None and stored.file != file and not _is_duplicate(contents, stored.name):
+            contents.find(
+                "missing", name, f"the index places it in {file}, but it is in {stored.file}", "mend the index"
+            )
+    known = {plain_name(name) for name in listed}
+    for name, stored in contents.tensors.items():
+        if name not in known:
+            contents.find("missing", name, f"{stored.file} holds it, the index lacks it", "mend the index")
+    if ignored := sorted(set(files) - set(listed.values())):
+        contents.notes.append(f"not read, since the index does not name them: {', '.join(ignored)}")
+    return contents
+
+
+def _is_duplicate(contents: Contents, name: str) -> bool:
+    return any(finding.kind == "duplicate" and finding.where == name for finding in contents.findings)
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    listed = read_json(index).get("weight_map")
+    if not isinstance(listed, dict) or not listed:
+        raise ValueError(f"{index} has no weight_map from names to files")
+    for name, file in listed.items():
+        if not isinstance(file, str) or not file or Path(file).name != file:
+            raise ValueError(f"{index} places {name} in {file!r}, which is no file of its folder")
+    return listed
+
+
+def _others(path: Path) -> str:
+    if any(path.glob("*.bin")) or any(path.glob("*.pth")):
+        return "; pickled weights (.bin, .pth) are not read: save the model with safe_serialization=True"
+    return "; expected a Hugging Face folder, a run folder or a distributed checkpoint"
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """A model's config.json, empty if there is none."""
+    path = folder / "config.json"
+    return read_json(path) if path.is_file() else {}
