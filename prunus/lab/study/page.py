@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..bench.markdown import table, where
 from ..files import read_json
+from ..markdown import table, where
 from ..profile.page import compile_section
 from .folder import Folder
 from .keys import num_examples, shared_fields
