@@ -21,8 +21,6 @@ COMMANDS = {
     "doctor": "check what a pruned model promises",
     "export": "a smaller file that gives every bit back, and back to a plain one",
     "profile": "where the time and memory of a training step go",
-    "evidence": "does the gradient probe help? the study behind docs/probe.md",
-    "bench": "each speed claim beside what it is compared with",
 }
 
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..bench.markdown import table, where
+from ..markdown import table, where
 from .compare import MIB
 
 ROWS = {

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ...files.json_file import read_json
-from ..bench.markdown import table, where
+from ..markdown import table, where
 from ..profile.page import compile_section
 from .folder import Folder
 from .keys import num_examples, shared_fields

@@ -1,0 +1,46 @@
+"""``docs/benchmarks.md`` and ``docs/distributed.md`` from the records of the benchmarks."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import distributed, export, level, lora, matvec, prune, select, step, train, wanda
+from .benchmark import newest_records
+
+SECTIONS = {
+    what: draw
+    for module in (export, level, lora, matvec, prune, select, step, train, wanda)
+    for what, draw in module.SECTIONS.items()
+}
+INTRODUCTION = """# Benchmarks
+
+This page is made by `python -m benchmarks page` from the JSON files in `benchmarks/results/`; nothing in it is
+typed. Where a record was not written by a command, its section says so. All
+methods of a table ran in one process, one after the other or in turns. Run them in a checkout on your
+own machine with `python -m benchmarks select`, `step`, `train`, `export`, `matvec`, `prune` and `level`
+(`--device cuda` on a GPU).
+"""
+
+
+def page(folder: Path) -> str:
+    """The page for the newest records in ``folder``."""
+    records = [record for record in newest_records(folder) if record["what"] in SECTIONS]
+    if not records:
+        raise ValueError(f"there are no results in {folder}; run python -m benchmarks select first")
+    return "\n".join([INTRODUCTION, *(SECTIONS[record["what"]](record) for record in records)])
+
+
+@dataclass(frozen=True)
+class Command:
+    """Write docs/benchmarks.md, and docs/distributed.md beside it, from all results."""
+
+    results: Path = Path("benchmarks/results")  # folder of the JSON files
+    page: Path = Path("docs/benchmarks.md")  # file to write
+
+    def run(self) -> None:
+        pages = {self.page: page(self.results)}
+        if text := distributed.page(self.results):
+            pages[self.page.with_name("distributed.md")] = text
+        self.page.parent.mkdir(parents=True, exist_ok=True)
+        for path, text in pages.items():
+            path.write_text(text)
+            print(f"{path} written")

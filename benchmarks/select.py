@@ -1,0 +1,301 @@
+"""How long it takes to find the masks: ours beside what others do."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import prune
+
+from prunus import Global, NofM, PerLayer, PerRow
+from prunus.ops import bits
+from prunus.ops.device import device_of
+from prunus.ops.source import Lazy
+from prunus.score import Score
+from prunus.statistics import score_of
+
+from .benchmark import Benchmark, Measured, Record, Row, section, table_of
+from .measure import copy_gb_s, median_ms, peak_extra_mib
+
+GPT2 = [(2304, 768), (768, 768), (3072, 768), (768, 3072)]
+MISTRAL = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336)]
+SHAPES = {"gpt2": 12 * GPT2, "mistral-7b": 32 * MISTRAL}
+OURS = "prunus, exact"
+LARGEST = 1 << 31  # weights that the rivals, which put all scores into one tensor, are run on
+
+
+def shapes_of(name: str | None, layers: int, dim: int) -> tuple[list[tuple[int, int]], str]:
+    """The prunable weights of a model by name, or ``layers`` square ones; and what to call them."""
+    if name is None:
+        return [(dim, dim)] * layers, f"{layers} weights of {dim} x {dim}"
+    return SHAPES[name], f"{len(SHAPES[name])} weights of {name}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command(Benchmark):
+    """Find masks by every selector, and in the ways of others."""
+
+    layers: int = 12  # number of weights
+    dim: int = 2048  # rows and columns of each
+    shapes: Literal["gpt2", "mistral-7b"] | None = None  # a model's weights instead
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of weights and moments
+    score: str = "bitter7"  # what makes a weight matter
+    sparsity: float = 0.5  # fraction removed
+    rivals: bool = True  # measure the ways of others too
+    repeat: int = 15  # calls that the median is taken over
+    device: str = "cpu"  # cpu or cuda
+
+    def measure(self) -> Measured:
+        device = device_of(self.device)
+        shapes, weights = shapes_of(self.shapes, self.layers, self.dim)
+        p = problem(shapes, self.score, self.sparsity, device, getattr(torch, self.dtype))
+        settings = {"score": self.score, "sparsity": self.sparsity, "repeat": self.repeat, "dtype": self.dtype}
+        settings |= {"num_weights": p.num_weights, "weights": weights, "num_bytes": p.num_bytes}
+        rivals = self.rivals and p.num_weights <= LARGEST
+        methods = {name: method for name, method in METHODS.items() if rivals or name.startswith("prunus")}
+        return "select", settings | {"copy_gb_s": copy_gb_s(device)}, measure_methods(p, methods, self.repeat, device)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Weights and Adam moments of one model, and the score to rank them by."""
+
+    weights: list[Tensor]
+    moments: list[dict[str, Tensor]]  # exp_avg and exp_avg_sq
+    score: Score
+    sparsity: float
+
+    @property
+    def num_weights(self) -> int:
+        return sum(weight.numel() for weight in self.weights)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of what the score reads: the least that must be moved."""
+        return sum(tensor.nbytes for source in self.sources() for tensor in source.reads.values())
+
+    @property
+    def num_drop(self) -> int:
+        return round(self.sparsity * self.num_weights)
+
+    @cached_property
+    def halved(self) -> dict[str, Tensor]:
+        """Packed masks of half of the weights."""
+        return Global().packed(self.sources(), 0.5, {})
+
+    def scores(self) -> Iterator[Tensor]:
+        """The score of each weight, one at a time."""
+        for source in self.sources():
+            yield next(source.pieces(source.numel))[1].view(source.shape)
+
+    def sources(self) -> list[Lazy]:
+        found = []
+        for i, (weight, state) in enumerate(zip(self.weights, self.moments, strict=True)):
+            reads = {name: weight if name == "weight" else state[name] for name in self.score.reads}
+            found.append(Lazy(f"{i}", weight, self.score.of, reads, formula=self.score.formula))
+        return found
+
+
+def problem(
+    shapes: Sequence[tuple[int, int]], score: str, sparsity: float, device: torch.device, dtype: torch.dtype
+) -> Problem:
+    """Weights with moments as they look in training: small and of a wide range."""
+    row = score_of(score, {})
+    if unknown := set(row.reads) - {"weight", "exp_avg", "exp_avg_sq"}:
+        raise ValueError(f"the benchmark has weights and moments, but {score} reads {min(unknown)}")
+    torch.manual_seed(0)
+    weights, moments = [], []
+    for outputs, inputs in shapes:
+        weight = torch.empty(outputs, inputs, device=device, dtype=dtype).normal_(std=0.02)
+        grad = torch.randn_like(weight) * torch.rand_like(weight) * 1e-4
+        weights.append(weight)
+        moments.append({"exp_avg": 0.1 * grad, "exp_avg_sq": grad.square()})
+    return Problem(weights, moments, row, sparsity)
+
+
+def kthvalue(p: Problem) -> list[Tensor]:
+    """Exact but for ties: all scores in one tensor, its k-th value, masks."""
+    scores = torch.cat([score.flatten() for score in p.scores()])
+    edge = scores.kthvalue(max(1, p.num_drop)).values
+    return [score > edge for score in p.scores()]
+
+
+def topk(p: Problem) -> list[Tensor]:
+    """Exact: the indices of the largest scores."""
+    scores = torch.cat([score.flatten() for score in p.scores()])
+    keep = torch.zeros_like(scores, dtype=torch.bool)
+    keep[scores.topk(p.num_weights - p.num_drop, sorted=False).indices] = True
+    return list(keep.split([weight.numel() for weight in p.weights]))
+
+
+def sampled_2_percent(p: Problem) -> list[Tensor]:
+    """Approximate: a quantile of 2 % of the concatenated scores."""
+    scores = torch.cat([score.flatten() for score in p.scores()])
+    sample = scores[torch.randint(0, len(scores), (len(scores) // 50,), device=scores.device)]
+    edge = sample.kthvalue(max(1, round(p.sparsity * len(sample)))).values
+    return [score > edge for score in scores.split([weight.numel() for weight in p.weights])]
+
+
+def sampled_1_percent(p: Problem) -> list[Tensor]:
+    """Approximate: scores cached layer by layer, a quantile of 1 % of them."""
+    cache = list(p.scores())
+    draws = [torch.randint(0, s.numel(), (s.numel() // 100,), device=s.device) for s in cache]
+    sample = torch.cat([score.view(-1)[draw] for score, draw in zip(cache, draws, strict=True)])
+    edge = sample.kthvalue(max(1, round(p.sparsity * len(sample)))).values
+    return [score > edge for score in cache]
+
+
+def torch_prune(p: Problem) -> list[Tensor]:
+    """torch.nn.utils.prune.global_unstructured, which ranks by magnitude whatever the score is."""
+    layers = [nn.Linear(*reversed(weight.shape), bias=False, device="meta") for weight in p.weights]
+    for layer, weight in zip(layers, p.weights, strict=True):
+        layer.weight = nn.Parameter(weight)
+    prune.global_unstructured([(layer, "weight") for layer in layers], prune.L1Unstructured, amount=p.num_drop)
+    return [layer.get_buffer("weight_mask") for layer in layers]
+
+
+def by(select: Any, sparsity: float | None = None) -> Callable[[Problem], list[Tensor]]:
+    """Ours: packed masks by one read of what the score reads."""
+    return lambda p: list(select.packed(p.sources(), p.sparsity if sparsity is None else sparsity, {}).values())
+
+
+def from_half_on(p: Problem) -> list[Tensor]:
+    """A later event: half of the weights are pruned, and half of the rest goes."""
+    live = p.num_weights - round(0.5 * p.num_weights)
+    return list(Global().packed(p.sources(), 0.75, p.halved, live).values())
+
+
+def with_zeroing(p: Problem) -> list[Tensor]:
+    """The whole event: the masks, then weights and moments zeroed by them."""
+    masks = by(Global())(p)
+    for weight, state, mask in zip(p.weights, p.moments, masks, strict=True):
+        for tensor in (weight, *state.values()):
+            bits.zero_(tensor, mask)
+    return masks
+
+
+@dataclass(frozen=True)
+class Method:
+    masks: Callable[[Problem], list[Tensor]]
+    exact: bool = True  # whether it claims to be
+    num_drop: Callable[[Problem], int] = lambda p: p.num_drop  # how many weights it should drop
+
+
+METHODS = {
+    "exact: cat, kthvalue": Method(kthvalue),
+    "exact: cat, topk": Method(topk),
+    "sampled: 2 % of cat": Method(sampled_2_percent, exact=False),
+    "sampled: 1 %, cached scores": Method(sampled_1_percent, exact=False),
+    "torch.nn.utils.prune (magnitude)": Method(torch_prune),
+    OURS: Method(by(Global())),
+    "prunus, exact, from half pruned on": Method(from_half_on, num_drop=lambda p: round(0.75 * p.num_weights)),
+    "prunus, exact, and zeroing w, m, v": Method(with_zeroing),
+    "prunus, by layer": Method(
+        by(PerLayer()), num_drop=lambda p: sum(round(p.sparsity * weight.numel()) for weight in p.weights)
+    ),
+    "prunus, by row": Method(
+        by(PerRow()), num_drop=lambda p: sum(len(weight) * round(p.sparsity * weight.shape[1]) for weight in p.weights)
+    ),
+    "prunus, 2:4": Method(by(NofM(2, 4), 0.5), num_drop=lambda p: round(0.5 * p.num_weights)),
+}
+
+
+def measure_methods(p: Problem, methods: dict[str, Method], repeat: int, device: torch.device) -> list[Row]:
+    """A row for each method: median time, peak extra memory, and how far its count is off."""
+    edge = check_exact(p)
+    _ = p.halved  # found ahead, so that it counts for no method
+    rows = []
+    for name, method in methods.items():
+        restore = _restorer(p) if method.masks is with_zeroing else lambda: None
+        call = partial(method.masks, p)
+        peak = peak_extra_mib(call, device, restore)
+        num_wanted = p.num_weights - method.num_drop(p)
+        masks = call()
+        row: Row = {"kept_too_many": count_kept(masks) - num_wanted}
+        row["edge_error"] = None if method.exact else error_of_edge(p, masks, edge)
+        del masks
+        restore()
+        time_ms = median_ms(call, repeat, device, restore)
+        restore()
+        row |= {"read_gb_s": p.num_bytes / time_ms / 1e6 if name == OURS else None}
+        rows.append({"method": name, "exact": method.exact, "ms": time_ms, "extra_mib": peak, **row})
+    return rows
+
+
+def _restorer(p: Problem) -> Callable[[], None]:
+    tensors = [*p.weights, *(moment for state in p.moments for moment in state.values())]
+    copies = [tensor.clone() for tensor in tensors]
+
+    def restore() -> None:
+        for tensor, copy in zip(tensors, copies, strict=True):
+            tensor.copy_(copy)
+
+    return restore
+
+
+def check_exact(p: Problem) -> float:
+    """The smallest score kept; RuntimeError unless our masks keep the right number and the largest."""
+    kept, lowest, highest = 0, torch.inf, -torch.inf
+    for score, mask in zip(p.scores(), by(Global())(p), strict=True):
+        keep = bits.unpack(mask, score.shape)
+        kept += int(keep.sum())
+        lowest = min(lowest, score[keep].min().item() if keep.any() else torch.inf)
+        highest = max(highest, score[~keep].max().item() if not keep.all() else -torch.inf)
+    if kept != p.num_weights - p.num_drop or lowest < highest:
+        raise RuntimeError(
+            f"the masks are wrong, so no speed is reported: {kept} kept from {lowest}, up to {highest} not"
+        )
+    return lowest
+
+
+def error_of_edge(p: Problem, masks: list[Tensor], edge: float) -> float:
+    """How far, relatively, the smallest score kept lies from the exact one."""
+    kept = [score.view(-1)[mask.view(-1)] for score, mask in zip(p.scores(), masks, strict=True)]
+    return min(part.min().item() for part in kept if len(part)) / edge - 1
+
+
+def count_kept(masks: list[Tensor]) -> int:
+    """Weights kept by masks of any form: packed bits, booleans or floats."""
+    packed = all(len(m.shape) == 1 and m.dtype == torch.uint8 for m in masks)
+    return sum(int(bits.count(mask) if packed else mask.count_nonzero()) for mask in masks)
+
+
+SELECT = """Masks of {num_weights:,} weights ({weights}, {dtype}) at {sparsity:.0%} by {score}, median of up to \
+{repeat} calls. Extra memory is the peak beyond weights and moments, the masks included. "Off by" is how many more \
+weights than asked are kept (negative: fewer), "edge" how far the smallest score kept lies from the exact one. \
+torch.nn.utils.prune ranks by magnitude, which reads less. "From half pruned on" is a later event: half are pruned, \
+and half of the rest goes.
+"""
+PARTS = """Where the time of one event goes ({weights}, bitter7, 50 %). Events queued one behind the other take \
+{queued_ms:.2f} ms each on the device, a CUDA graph of one with the wait {replayed_ms:.2f} ms; called one by one, \
+{total_ms:.2f} ms in the median of the stamped calls and {least_ms:.2f} ms at best: the rest is the host before the \
+pass is launched, which the device waits for. What the host does after that is hidden behind the pass.
+"""
+
+
+def select_section(record: Record) -> str:
+    ours = next(row for row in record["rows"] if row["method"] == OURS)
+    rows = []
+    for row in record["rows"]:
+        extra = "not measured" if row["extra_mib"] is None else f"{row['extra_mib']:.1f}"
+        rows.append(row | {"times_ours": row["ms"] / ours["ms"], "extra": extra})
+    columns = {"method": "method", "ms": "ms:.2f", "times ours": "times_ours:.2f", "extra MiB": "extra"}
+    body = table_of(rows, columns | {"off by": "kept_too_many:,", "edge": "edge_error:+.2%"})
+    num_bytes, copy = record["settings"]["num_bytes"], record["settings"]["copy_gb_s"]
+    if copy:
+        body += (
+            f"\n\nThe least that must be read is {num_bytes / 1e9:.2f} GB: {num_bytes / copy / 1e6:.2f} ms at the "
+            f"{copy:,.0f} GB/s of a copy measured in the same run. Ours reads {ours['read_gb_s']:,.0f} GB/s over the "
+            f"whole event, {ours['read_gb_s'] / copy:.0%} of that."
+        )
+    return section("Finding the masks", record, SELECT, body)
+
+
+def parts_section(record: Record) -> str:
+    body = table_of(record["rows"], {"part": "part", "where": "where", "us": "us:,.1f"})
+    return section("Finding the masks: what bounds it", record, PARTS, body)
+
+
+SECTIONS = {"select": select_section, "parts": parts_section}

@@ -1,0 +1,184 @@
+"""One-shot WANDA beside llmcompressor's, in one process on a CPU, with equal masks or no figures.
+
+In an environment of its own, from the root of the checkout:
+
+    python -m venv /tmp/llmc
+    /tmp/llmc/bin/pip install --constraint constraints.txt llmcompressor==0.14.0.1 tyro
+    /tmp/llmc/bin/python -m benchmarks wanda path/to/stories15M calib.u16
+
+Theirs is timed twice on the model: its functions alone, called from plain hooks over the model's own forward, and the
+way its users take, ``oneshot`` with the basic pipeline, which calibrates the whole model before it prunes, as we do.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import tyro
+from torch import Tensor, nn
+
+from prunus import PerRow, prune
+from prunus.eligible import eligible
+from prunus.lab.data.files import read_tokens
+from prunus.ops import bits
+from prunus.ops.source import Lazy
+from prunus.score import wanda
+
+from .benchmark import Benchmark, Measured, Record, Row, section, table_of
+
+SPARSITY = 0.5
+Weights = Mapping[str, Tensor]  # pruned, by name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command(Benchmark):
+    """Prune a layer and a model by WANDA, and by llmcompressor's, which must be installed."""
+
+    model: tyro.conf.Positional[Path]  # Hugging Face folder
+    tokens: tyro.conf.Positional[Path]  # uint16 tokens to calibrate on
+    windows: int = 32  # calibration windows
+    length: int = 256  # tokens of each
+    repeat: int = 5  # runs that the median is taken over
+
+    def measure(self) -> Measured:
+        from llmcompressor import __version__
+
+        torch.manual_seed(0)
+        tokens = read_tokens(self.tokens)[: self.windows * self.length].astype("int64")
+        windows = torch.from_numpy(tokens.reshape(self.windows, self.length))
+        settings = {"llmcompressor": __version__, "sparsity": SPARSITY, "repeat": self.repeat}
+        settings |= {"windows": self.windows, "length": self.length}
+        return "wanda", settings, layer_rows(self.repeat) + model_rows(self.model, windows, self.repeat)
+
+
+def compared(task: str, ways: Mapping[str, Callable[[], Weights]], repeat: int) -> list[Row]:
+    """A row for each way, in turns; the first is ours, and what the others prune elsewhere is counted."""
+    runs: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}  # seconds, and seconds of all CPU cores
+    pruned: dict[str, Weights] = {}
+    for _ in range(repeat + 1):  # the first is to warm up
+        for name, way in ways.items():
+            began, cpu = time.perf_counter(), time.process_time()
+            pruned[name] = way()
+            runs[name].append((time.perf_counter() - began, time.process_time() - cpu))
+    ours = next(iter(pruned.values()))
+    total = sum(value.numel() for value in ours.values())
+    rows: list[Row] = []
+    for name in ways:
+        different = sum(int(((pruned[name][key] == 0) != (value == 0)).sum()) for key, value in ours.items())
+        if different > 1e-4 * total:
+            raise RuntimeError(f"{task}, {name}: {different} of {total} weights differ, so no speed is reported")
+        seconds, cpu = (statistics.median(each) for each in zip(*runs[name][1:], strict=True))
+        row = {"task": task, "way": name, "seconds": seconds, "cpu_seconds": cpu, "different": different}
+        rows.append(row | {"num_weights": total, "times_ours": cpu / (rows[0]["cpu_seconds"] if rows else cpu)})
+    return rows
+
+
+def layer_rows(repeat: int) -> list[Row]:
+    """One layer of 4096 x 4096 whose input norms are known."""
+    from llmcompressor.modifiers.pruning.wanda.wanda_sparsify import sparsify_weight
+
+    layer = nn.Linear(4096, 4096, bias=False)
+    squares = torch.rand(4096) + 0.1
+
+    def ours() -> Weights:
+        weight = layer.weight.detach()
+        reads = {"weight": weight, "input_norm": squares.sqrt()}
+        masks = PerRow().packed([Lazy("w", weight, wanda, reads, formula="wanda")], SPARSITY, {})
+        pruned = weight.clone()
+        bits.zero_(pruned, masks["w"])
+        return {"w": pruned}
+
+    def theirs() -> Weights:
+        return {"w": sparsify_weight(layer, {layer: squares}, SPARSITY, 0, 0)}
+
+    return compared("a layer of 4096 x 4096", {"prunus": ours, "llmcompressor, its function": theirs}, repeat)
+
+
+def model_rows(folder: Path, windows: Tensor, repeat: int) -> list[Row]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).eval()
+    names = [weight.name for weight in eligible(model).weights]
+
+    def by(way: Callable[[nn.Module, Tensor], object]) -> Callable[[], Weights]:
+        def pruned() -> Weights:
+            copy = deepcopy(model)
+            way(copy, windows)
+            return {name: copy.get_parameter(name).detach() for name in names}
+
+        return pruned
+
+    ways = {
+        "prunus": by(lambda copy, windows: prune(copy, [windows], SPARSITY, "wanda")),
+        "llmcompressor, its functions": by(_by_their_functions),
+        "llmcompressor, oneshot": by(_by_their_command),
+    }
+    return compared(folder.name, ways, repeat)
+
+
+@torch.no_grad()
+def _by_their_functions(model: nn.Module, windows: Tensor) -> None:
+    """Norms by a hook a layer, a sample at a time as is their default, then each layer."""
+    from llmcompressor.modifiers.pruning.wanda import wanda_sparsify as theirs
+
+    layers = [weight.module for weight in eligible(model).weights]
+    scalars = {layer: theirs.make_empty_row_scalars(layer) for layer in layers}
+    seen = dict.fromkeys(layers, 0)
+
+    def hook(layer: nn.Module, args: tuple[Tensor, ...], _: Tensor) -> None:
+        scalars[layer], seen[layer] = theirs.accumulate_row_scalars(args[0], layer, scalars[layer], seen[layer])
+
+    handles = [layer.register_forward_hook(hook) for layer in layers]
+    for window in windows.split(1):
+        model(input_ids=window, use_cache=False)
+    for handle in handles:
+        handle.remove()
+    for layer in layers:
+        layer.weight.data = theirs.sparsify_weight(layer, scalars, SPARSITY, 0, 0)
+
+
+def _by_their_command(model: nn.Module, windows: Tensor) -> None:
+    from datasets import Dataset
+    from llmcompressor import oneshot
+    from llmcompressor.modifiers.pruning import WandaPruningModifier
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    # required wherever data is given, although this data is tokens already
+    unused = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}, "a")), pad_token="a")
+    recipe = WandaPruningModifier(sparsity=SPARSITY, mask_structure="0:0", targets=["Linear"], ignore=["re:.*lm_head"])
+    data = Dataset.from_dict({"input_ids": windows.tolist(), "attention_mask": torch.ones_like(windows).tolist()})
+    oneshot(
+        model=model,
+        dataset=data,
+        recipe=recipe,
+        processor=unused,
+        pipeline="basic",
+        num_calibration_samples=len(windows),
+        max_seq_length=windows.shape[1],
+    )
+
+
+WANDA = """One-shot WANDA by rows to {sparsity:.0%} on a CPU beside llmcompressor {llmcompressor}, {windows} windows \
+of {length} tokens for the model; medians of {repeat} runs in turns in one process, by \
+`python -m benchmarks wanda`. "Times ours" is of CPU seconds over all cores. Its functions are called from \
+plain hooks; `oneshot` is its users' way. A model's time is that of its forward passes first of all.
+"""
+
+
+def wanda_section(record: Record) -> str:
+    rows = []
+    for row in record["rows"]:
+        differ = f"{row['different']:,} of {row['num_weights']:,}"
+        rows.append(row | {"name": f"{row['task']}: {row['way']}", "differ": differ})
+    columns = {"task and way": "name", "s": "seconds:.3f", "CPU s": "cpu_seconds:.3f", "times ours": "times_ours:.2f"}
+    body = table_of(rows, columns | {"weights pruned elsewhere": "differ"})
+    return section("WANDA beside llmcompressor", record, WANDA, body)
+
+
+SECTIONS = {"wanda": wanda_section}

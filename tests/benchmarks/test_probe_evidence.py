@@ -1,0 +1,279 @@
+"""The study of the probe: equal sparsity in every comparison, runs that go on, a page that follows from them."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import probe_study
+from benchmarks.__main__ import main
+from benchmarks.probe_figures import Figures, read_figures, verdict
+from benchmarks.probe_models import CASES, IMAGES, smaller, subject_for
+from benchmarks.probe_study import Arm, Row, exactly, pruned_by, replaced_veto, share_beyond, vetoed_by_lot
+from prunus import Global, PerLayer, PerRow, Probe
+from prunus.lab.data.shape import ImageShape
+from prunus.lab.models.resnet import RESNETS, resnet
+from prunus.oneshot.decide import within
+from prunus.oneshot.prune import Job, Plan
+from prunus.ops import bits
+
+
+@pytest.fixture
+def job():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(9, 14), torch.nn.Tanh(), torch.nn.Linear(14, 7, bias=False))
+    batch = torch.randn(6, 9), torch.randint(0, 7, (6,))
+    found = Job(model, [batch], Plan("wanda", PerRow(), torch.nn.functional.cross_entropy))
+    with found.open():
+        yield found
+
+
+def num_pruned(masks):
+    return sum(int((~mask).sum()) for mask in masks.values())
+
+
+@pytest.mark.parametrize("select", [Global(), PerLayer(), PerRow()], ids=str)
+@pytest.mark.parametrize("sparsity", [0.0, 0.013, 0.31, 0.5, 0.777, 0.99])
+def test_the_strategy_alone_is_exactly_as_sparse_as_asked_and_keeps_its_order(job, select, sparsity):
+    job.strategy.select = select
+    masks = exactly(job, sparsity, torch.Generator().manual_seed(0))
+    assert num_pruned(masks) == round(sparsity * sum(mask.numel() for mask in masks.values()))
+    for source in job.strategy.sources(sparsity, {}):
+        units = (source.whole(), masks[source.name])
+        rows = isinstance(select, PerRow)
+        for scores, mask in zip(*(units if rows else [[unit.flatten()] for unit in units]), strict=True):
+            if mask.any() and not mask.all():
+                assert scores[~mask].max() <= scores[mask].min()
+            if not isinstance(select, Global):
+                assert abs(int((~mask).sum()) - sparsity * len(mask)) <= 1
+
+
+@pytest.mark.parametrize("select", [Global(), PerLayer(), PerRow()], ids=str)
+@pytest.mark.parametrize("tau", [0.0, 0.05, 100.0])
+def test_a_veto_with_replacements_takes_what_is_within_tau_first_and_the_lowest_scores_of_it(job, select, tau):
+    job.strategy.select = select
+    result = job.prune(0.5, Probe("target", schedule="joint", pool=0.7))
+    job.undo_(result.originals)
+    sources = job.strategy.sources(0.5, {})
+    masks = replaced_veto(result, sources, tau, select, 0.5)
+    alone = job.prune(0.5)
+    job.undo_(alone.originals)
+    assert num_pruned(masks) == alone.num_pruned
+    if isinstance(select, Global):
+        where = {s.name: bits.unpack(result.candidates[s.name], s.shape) for s in sources}
+        passes = torch.cat([within(result.ratios[s.name].q, tau) for s in sources])
+        scores = torch.cat([s.whole()[where[s.name]] for s in sources])
+        pruned = torch.cat([~masks[s.name][where[s.name]] for s in sources])
+        num = min(int(passes.sum()), num_pruned(masks))
+        assert int((pruned & passes).sum()) == num
+        assert share_beyond(result, masks, tau) == pytest.approx(1 - num / num_pruned(masks))
+        for part in (passes, ~passes):
+            if (pruned & part).any() and (~pruned & part).any():
+                assert scores[pruned & part].max() <= scores[~pruned & part].min()
+
+
+def test_a_veto_by_lot_keeps_as_many_candidates_of_each_weight_as_the_probe_and_others_than_it(job):
+    result = job.prune(0.6, Probe(0.05, schedule="sequential"))
+    job.undo_(result.originals)
+    masks = vetoed_by_lot(result, torch.Generator().manual_seed(0))
+    for layer in result.layers:
+        assert int((~masks[layer.name]).sum()) == layer.num_pruned
+        where = bits.unpack(result.candidates[layer.name], layer.shape)
+        assert masks[layer.name][~where].all()
+    assert any((masks[name] != mask).any() for name, mask in result.masks.items())
+
+
+def test_masks_are_taken_back_bit_for_bit(job):
+    before = {name: weight.parameter.clone() for name, weight in job.weights.items()}
+    with pruned_by(
+        job, {name: torch.zeros_like(value, dtype=torch.bool) for name, value in before.items()}
+    ) as sparsity:
+        assert sparsity == 1.0
+        assert not any(weight.parameter.any() for weight in job.weights.values())
+    assert all(torch.equal(weight.parameter, before[name]) for name, weight in job.weights.items())
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    """A tiny Llama under the name of stories15M, and the figures of two seeds."""
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("evidence") / "data"
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=32, initializer_range=0.2,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(folder / "stories15M")
+    draw = np.random.default_rng(0)
+    for name in ("calib", "valid"):
+        draw.integers(0, 40, 400).astype("<u2").tofile(folder / "stories15M" / f"{name}.u16")
+    run(folder, "--seeds", 0, 1)
+    return folder
+
+
+def run(data, *args, results="results"):
+    options = ["--data", data, "--results", data.parent / results, "--small", "--models", "stories15M", *args]
+    main([str(arg) for arg in ["evidence", "run", *options]])
+
+
+def rows_of(path):
+    return json.loads(path.read_text())["rows"]
+
+
+def test_an_interrupted_run_continues_and_ends_as_an_uninterrupted_one(data, monkeypatch):
+    calls, real = [], Arm.rows
+
+    def broken(self, step):
+        calls.append(step)
+        if len(calls) == 6:
+            raise KeyboardInterrupt
+        return real(self, step)
+
+    monkeypatch.setattr(Arm, "rows", broken)
+    with pytest.raises(SystemExit):
+        run(data, "--seeds", 1, results="broken")
+    (path,) = (data.parent / "broken").glob("*.json")
+    whole = rows_of(data.parent / "results" / path.name)
+    assert 0 < len(rows_of(path)) < len(whole)
+    run(data, "--seeds", 1, results="broken")
+    assert len(calls) == 1 + len(json.loads(path.read_text())["done"])
+    assert rows_of(path) == whole
+    monkeypatch.setattr(probe_study, "Arm", None)
+    run(data, "--seeds", 1, results="broken")  # all is done: no model is touched
+
+
+def test_every_comparison_is_between_equally_sparse_models_and_the_page_shows_each(data, tmp_path):
+    page = tmp_path / "probe.md"
+    main(["evidence", "page", "--results", str(data.parent / "results"), "--page", str(page)])
+    text = page.read_text()
+    (case,) = read_figures(data.parent / "results")
+    ways = {(way, tau) for _, _, way, tau in case.rows}
+    assert ways == {("alone", None), ("target", None), *((w, 1.0) for w in ("exact", *BESIDE))}
+    assert len(case.rows) == 2 + 4 * 6 + 2  # dense and random; four strategies; fisher and path
+    for (strategy, level, way, tau), by_seed in case.rows.items():
+        rows = list(by_seed.values())
+        assert len(rows) == 2
+        if way == "probed":
+            assert all(0 < row.sparsity < level for row in rows)
+            for other in BESIDE[1:]:
+                assert [row.sparsity for row in case.of(strategy, level, other, tau)] == [row.sparsity for row in rows]
+        if way in ("exact", "target"):
+            assert [r.sparsity for r in rows] == [r.sparsity for r in case.of(strategy, level, "alone")]
+        assert case.number(case.mean(strategy, level, way, tau)) in text
+
+
+BESIDE = ("probed", "alone, as sparse", "by lot")
+
+
+def test_models_that_are_not_equally_sparse_and_unfinished_files_make_no_page(data, tmp_path, capsys):
+    source = sorted((data.parent / "results").glob("*.json"))[0]
+    content = json.loads(source.read_text())
+    path = tmp_path / source.name
+    next(row for row in content["rows"] if row["way"] == "alone, as sparse")["sparsity"] += 1e-3
+    path.write_text(json.dumps(content))
+    with pytest.raises(RuntimeError, match="not equally sparse"):
+        main(["evidence", "page", "--results", str(tmp_path), "--page", str(tmp_path / "p.md")])
+    content["done"].popitem()
+    path.write_text(json.dumps(content))
+    with pytest.raises(SystemExit):
+        main(["evidence", "page", "--results", str(tmp_path), "--page", str(tmp_path / "p.md")])
+    assert "complete" in capsys.readouterr().err
+    assert not (tmp_path / "p.md").exists()
+
+
+def test_a_file_of_other_settings_is_not_taken_up(data, capsys):
+    with pytest.raises(SystemExit):
+        main(["evidence", "run", "--data", str(data), "--results", str(data.parent / "results"), "--seeds", "0"])
+    assert "samples = 4, not 16" in capsys.readouterr().err
+
+
+def test_images_are_normalised_drawn_by_the_seed_and_counted(tmp_path):
+    folder = tmp_path / "ResNet-20"
+    folder.mkdir()
+    model = resnet(RESNETS["resnet20"], ImageShape(3, 32, 10)).eval()
+    state = {f"module.{name}": value for name, value in model.state_dict().items()}
+    torch.save({"state_dict": state}, folder / "resnet20.th")
+    draw = np.random.default_rng(0)
+    pixels, labels = draw.integers(0, 256, (8, 3, 32, 32)).astype("u1"), draw.integers(0, 10, 8)
+    parts = {"calib_pixels": pixels, "calib_labels": labels, "test_pixels": pixels, "test_labels": labels}
+    np.savez_compressed(folder / IMAGES, **parts)
+    first, second = (subject_for(smaller(CASES["ResNet-20"]), tmp_path, s, torch.device("cpu")) for s in (0, 1))
+    inputs, _ = first.batches[0]
+    assert inputs.shape == (4, 3, 32, 32)
+    assert not torch.equal(inputs, second.batches[0][0])
+    mean = torch.tensor([0.485, 0.456, 0.406])[:, None, None]
+    std = torch.tensor([0.229, 0.224, 0.225])[:, None, None]
+    expected = (torch.from_numpy(pixels).float() / 255 - mean) / std
+    torch.testing.assert_close(inputs[0], expected[[torch.allclose(inputs[0], e, atol=1e-4) for e in expected]][0])
+    right = (model(expected[:4]).argmax(1) == torch.from_numpy(labels[:4])).float().mean()
+    assert first.evaluate(first.model) == pytest.approx(float(right))
+
+
+def figures(metric, dense, probed, alone):
+    settings = {"case": "toy", "schedule": "block", "levels": [0.5], "taus": [1.0]}
+    rows = {("random", 0.0, "alone", None): [dense] * 3}
+    names = [*probe_study.STRATEGIES, *probe_study.UNPROBED]
+    rows |= {(name, 0.5, "alone", None): alone for name in names}
+    for name in probe_study.STRATEGIES:
+        for way, tau in (("exact", 1.0), ("target", None), ("probed", 1.0)):
+            rows[name, 0.5, way, tau] = probed
+        rows[name, 0.5, "alone, as sparse", 1.0] = rows[name, 0.5, "by lot", 1.0] = alone
+    rows = {key: {seed: Row(*key, 0.5, value) for seed, value in enumerate(values)} for key, values in rows.items()}
+    return Figures(settings, metric, (0, 1, 2), [], [], rows)
+
+
+@pytest.mark.parametrize(
+    "metric, probed, alone, outcome, said",
+    [
+        ("perplexity", [9.0, 9.1, 9.2], [10.0, 10.1, 10.0], "better", "helps in most cases"),
+        ("perplexity", [11.0, 11.1, 11.2], [10.0, 10.1, 10.0], "worse", "makes most models worse"),
+        ("perplexity", [11.0, 9.9, 10.2], [10.0, 10.1, 10.0], "unclear", "No clear effect"),
+        ("perplexity", [9.999, 9.0, 9.999], [10.0, 10.0, 10.0], "unclear", "No clear effect"),  # one seed carries it
+        ("accuracy", [0.9, 0.91, 0.92], [0.88, 0.88, 0.89], "better", "helps in most cases"),
+        ("accuracy", [0.8, 0.81, 0.82], [0.88, 0.88, 0.89], "worse", "makes most models worse"),
+    ],
+)
+def test_the_verdict_follows_from_the_figures(metric, probed, alone, outcome, said):
+    case = figures(metric, 8.0 if metric == "perplexity" else 0.92, probed, alone)
+    assert {each.outcome for each in case.against("probed", "alone, as sparse")} == {outcome}
+    assert {each.outcome for each in case.against("target", "alone")} == {outcome}
+    assert said in verdict([case])
+    assert ("toy, WANDA, row, block (1 of 1 better" in verdict([case])) == (outcome == "better")
+
+
+def test_ruined_models_are_set_apart_and_what_is_no_number_is_not_compared():
+    case = figures("perplexity", 8.0, [100.0] * 3, [200.0] * 3)
+    assert not any(each.usable for each in case.against("probed", "alone, as sparse"))
+    assert "No strategy leaves a usable model" in verdict([case])
+    broken = figures("perplexity", 8.0, [9.0, None, 9.0], [10.0] * 3)
+    assert broken.against("probed", "alone, as sparse") == []
+    assert math.isinf(broken.mean("WANDA, row", 0.5, "probed", 1.0))
+
+
+def test_seeds_that_were_interrupted_are_named_and_one_seed_alone_decides_nothing(data, tmp_path):
+    sources = sorted((data.parent / "results").glob("*.json"))
+    for source in sources:
+        content = json.loads(source.read_text()) | {"note": "The wind was strong."}
+        if source is sources[-1]:
+            content["done"].popitem()
+            content["rows"] = [row for row in content["rows"] if row["strategy"] != "path, global"]
+        (tmp_path / source.name).write_text(json.dumps(content))
+    main(["evidence", "page", "--results", str(tmp_path), "--page", str(tmp_path / "p.md")])
+    text = (tmp_path / "p.md").read_text()
+    assert "**The runs of seeds 1 were interrupted**" in text and text.count("The wind was strong.") == 1
+    (line,) = [line for line in text.splitlines() if line.startswith("| path, global |")]
+    assert "(n = 1)" in line and "±" not in line
+    (case,) = read_figures(tmp_path)
+    alone = {key: {0: rows[0]} for key, rows in case.rows.items()}
+    assert {each.outcome for each in replace(case, rows=alone).against("exact", "alone")} == {"unclear"}
+
+
+def test_missing_data_is_one_line(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["evidence", "run", "--data", str(tmp_path), "--results", str(tmp_path / "r")])
+    assert stop.value.code == 2
+    assert "no folder stories15M" in capsys.readouterr().err
