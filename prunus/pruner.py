@@ -1,7 +1,6 @@
 """Pruning while training: the optimizer's own step drives score, select, mask and apply."""
 
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -10,22 +9,29 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from .cut import num_kept_each
 from .eligible import eligible
 from .input_statistics import InputNorms
-from .mask_store import MaskStore, checked_masks, reshard_masks, saved_masks, taken_sums
-from .masking import MaskedGradients, Movement, check_captured, is_initialising, is_skipped, unwrapped
+from .mask_store import MaskStore, load_masks, unpack_saved_masks
+from .masking import Progress, check_captured, check_state, is_initialising, masking_of, unwrapped
 from .masks import Masks, check_copies, digest, full_masks
 from .ops.shard import together
-from .optim import AdamWPrune
-from .ranks import is_dtensor, local, ranks_of, shards_of
-from .regrow import Regrow, keep_warm, selected
+from .ranks import is_dtensor, local, local_block, ranks_of, shards_of
+from .regrow import Regrow, selected
 from .schedule import Schedule
 from .score import SCORES
 from .select import Global, Selector
-from .statistics import MOMENTS, check_eps, check_moments, check_parameters, score_of, sources
+from .statistics import (
+    MOMENTS,
+    Movement,
+    check_eps,
+    check_moments,
+    check_parameters,
+    is_skipped,
+    score_of,
+    sources,
+)
 from .summary import Event, Report, report
 from .validation import check_options, check_order, check_together
 
@@ -79,7 +85,6 @@ class Pruner:
         self.score = score_of(score, self.score_options)
         self._score_name = score if isinstance(score, str) else getattr(score, "__name__", type(score).__name__)
         self.score_dtype, self.on_event = score_dtype, on_event
-        self.step = 0
         trained = [p for of_group in optimizer.param_groups for p in of_group["params"]]
         self._eligible = eligible(model, include, exclude, trained)
         self._weights = {weight.name: weight.parameter for weight in self._eligible.weights}
@@ -88,17 +93,23 @@ class Pruner:
         self._shards = shards_of(self._weights, self._ranks)
         check_together(select, schedule, regrow, self._weights, self._shards is not None)
         check_eps(self._weights, optimizer)
-        self._store = MaskStore(self._weights, optimizer, self._ranks, self._shards)
-        self._store.check_free()
-        self._bits, self._holders = self._store.bits, self._store.holders
-        self._due = False
+        self._progress = Progress(schedule.end if regrow and schedule else None)
         self._movement = Movement(self._weights) if "movement" in self.score.reads else None
         self._inputs = InputNorms(self._eligible.weights, self._ranks) if "input_norm" in self.score.reads else None
-        me = weakref.ref(self)  # what hangs on the parameters must not keep the model alive
-        self._gradients = MaskedGradients(self._weights, self._bits, lambda: (it := me()) is not None and it._regrowing)
-        self._store.forget = self._gradients.forget
-        self._store.adopt(masks, self._regrowing)
-        self._handles = self._attach()
+        way = masking_of(optimizer)
+        held_by = (self._ranks, self._shards)
+        self._store = MaskStore(self._weights, optimizer, *held_by, in_empty_state=way.reads_masks)
+        self._bits, self._holders = self._store.bits, self._store.holders
+        self._masking = way(self._store, self._progress, self._movement)
+        self._masking.start(masks)
+        self._store.claim()
+        self._masking.attach()
+        self._handles = [
+            optimizer.register_step_post_hook(torch.compiler.disable(self._after_step)),
+            optimizer.register_load_state_dict_post_hook(self._store.read_state),
+            optimizer.register_state_dict_pre_hook(self._store.before_save),
+            optimizer.register_state_dict_post_hook(unpack_saved_masks),
+        ]
         self._collect_inputs()
 
     def __repr__(self) -> str:
@@ -115,6 +126,15 @@ class Pruner:
         """Refuse copies and pickles: they would hang on no optimizer and hold nothing."""
         what = "save its state_dict(), or make one for copies of the model and of the optimizer, which has the masks"
         raise TypeError(f"a Pruner cannot be copied or pickled, since it hangs on its optimizer; {what}")
+
+    @property
+    def step(self) -> int:
+        """Steps of the optimizer so far; whoever replays a graph of the step sets it."""
+        return self._progress.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._progress.step = step
 
     @property
     def masks(self) -> Masks:
@@ -144,7 +164,7 @@ class Pruner:
 
     def mask_gradients(self) -> None:
         """Mask all gradients now: for clipping under FSDP2's CPU offload, where only the step masks them else."""
-        self._gradients.mask_all()
+        self._masking.mask_gradients()
 
     @torch.no_grad()
     def update(self) -> None:
@@ -157,7 +177,7 @@ class Pruner:
         if self._inputs:
             self._inputs.__exit__()
         if sparsity == 0:
-            self._due = False
+            self._progress.is_due = False
             return
         started = time.perf_counter()
         if self._ranks:
@@ -175,8 +195,8 @@ class Pruner:
             swap = self.regrow.swap(self.schedule, self.step, back)
         masks, regrown = together(self._ranks, lambda: selected(self.select, scores, sparsity, live, swap))
         check_copies(self._ranks, self._weights, masks)
-        self._due = False  # not before: an event that failed is tried again after the next step
-        self._store.hold(masks, self._regrowing)
+        self._progress.is_due = False  # not before: an event that failed is tried again after the next step
+        self._masking.apply_(masks)
         if isinstance(self.select, Global):  # which is exact: no need to count
             total = self._num_weights
             self._store.num_kept = min(before, total - round(sparsity * total))
@@ -191,8 +211,7 @@ class Pruner:
         """Take the hooks off; the weights keep their zeros, and nothing holds them any more."""
         for handle in self._handles:
             handle.remove()
-        if isinstance(self.optimizer, AdamWPrune) and self._movement:
-            self.optimizer.watch = tuple(watch for watch in self.optimizer.watch if watch != self._movement.add)
+        self._masking.detach()
         if self._inputs:
             self._inputs.__exit__()
         self._store.release()
@@ -207,11 +226,12 @@ class Pruner:
             raise ValueError(
                 "packed bits of DTensors would not say which part of a weight is theirs; unpacked=True does"
             )
-        whole = any(map(is_dtensor, self._weights.values())) if unpacked is None else unpacked
+        if unpacked is None:
+            unpacked = any(map(is_dtensor, self._weights.values()))
         return {
             "step": self.step,
-            "due": self._due,
-            "masks": saved_masks(self._weights, self._bits, whole),
+            "due": self._progress.is_due,
+            "masks": self._store.to_save(unpacked),
             "movement": {name: s.clone() for name, s in self._movement.sums.items()} if self._movement else {},
         }
 
@@ -222,55 +242,39 @@ class Pruner:
         Where the schedule is over and asks for more than they prune, in all or in a layer, row or group of the
         selector, the next step makes an event.
         """
-        masks = together(self._holders, lambda: checked_masks(state, self._weights, self._movement, self._shards))
-        self.step, self._due = int(state["step"]), bool(state["due"])
-        self._store.load(masks, self._regrowing)
-        self._due = self._due or self._falls_short()
-        if self._movement:
-            self._movement.load(taken_sums(state["movement"], self._weights, self._shards))
+        sums = self._movement.sums if self._movement else {}
+        masks = together(self._holders, lambda: load_masks(state, self._store, sums))
+        check_state(self._weights, self.optimizer)
+        self._progress.step, self._progress.is_due = int(state["step"]), bool(state["due"])
+        self._masking.apply_(self._store.with_all(masks))
+        self._store.count()
+        self._progress.is_due = self._progress.is_due or self._falls_short()
+        for name, value in state["movement"].items():
+            local(sums[name]).copy_(local_block(value, self._weights[name], self._store.shards.get(name)))
         self._collect_inputs()
-
-    def _attach(self) -> list[RemovableHandle]:
-        optimizer, regrowing = self.optimizer, lambda: self._regrowing
-        handles = [
-            *(keep_warm(optimizer, self._weights.values(), self._store.zero_weights, regrowing) if self.regrow else ()),
-            *([optimizer.register_step_post_hook(self._store.zero_weights)] if self._store.needs_zeroing else ()),
-            optimizer.register_step_post_hook(torch.compiler.disable(self._after_step)),
-            optimizer.register_load_state_dict_post_hook(self._store.take_over),
-            optimizer.register_state_dict_pre_hook(self._store.before_save),
-            optimizer.register_state_dict_post_hook(reshard_masks),
-        ]
-        if isinstance(optimizer, AdamWPrune):
-            optimizer.watch += (self._movement.add,) if self._movement else ()
-            return handles
-        return handles + self._gradients.attach(optimizer, self._movement)
 
     def _after_step(self, *_: object) -> None:
         if is_skipped(self.optimizer) or is_initialising(self.optimizer):
             return
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            check_captured(self._weights if self.schedule else (), self._bits, self._regrowing)
+            check_captured(self._weights if self.schedule else (), self._bits, self._progress.is_regrowing)
             return  # nothing is counted, since nothing is run
         self.step += 1
         if self.step == 1:
             check_parameters(self.model, self._weights)
+            check_state(self._weights, self.optimizer)
             if self.schedule:
                 check_moments(self._eligible.weights, self.optimizer, self.score)
             if self.regrow:
                 self.regrow.check_moments(self.optimizer)
-        self._store.store()
+        self._store.write_state()
         if self.schedule and self.schedule.is_event(self.step, self.every):
-            self._due = True
+            self._progress.is_due = True
         try:
-            if self._due and not self._waits_for_moments():
+            if self._progress.is_due and not self._waits_for_moments():
                 self.update()
         finally:
             self._collect_inputs()
-
-    @property
-    def _regrowing(self) -> bool:
-        """Whether weights may still come back, so that the moments of pruned ones are kept."""
-        return self.regrow is not None and self.schedule is not None and (self._due or self.step < self.schedule.end)
 
     def _falls_short(self) -> bool:
         """Whether the selector would prune more than the masks do, and no event of the schedule is left for it."""
@@ -284,9 +288,9 @@ class Pruner:
     def _waits_for_moments(self) -> bool:
         """Whether SPAM reset the moments too recently for what reads them."""
         reads = {*self.score.reads, *(self.regrow.reads if self.regrow else ())}
-        return isinstance(self.optimizer, AdamWPrune) and self.optimizer.is_holding and not reads.isdisjoint(MOMENTS)
+        return self._masking.is_holding and not reads.isdisjoint(MOMENTS)
 
     def _collect_inputs(self) -> None:
         """Listen to the modules' inputs during the step that an event follows."""
         if self._inputs and self.schedule:
-            self._inputs.listen(self._due or self.schedule.is_event(self.step + 1, self.every))
+            self._inputs.listen(self._progress.is_due or self.schedule.is_event(self.step + 1, self.every))

@@ -182,3 +182,32 @@ def _read(
     if weight.name not in more.get(name, {}):
         raise ValueError(f"the score reads {name}, but none was collected for {weight.name}: its module was not called")
     return local(more[name][weight.name])
+
+
+class Movement:
+    """``-sum lr g w`` of each weight over the steps so far, with the gradient that the update uses."""
+
+    def __init__(self, weights: Mapping[str, nn.Parameter]) -> None:
+        self.sums = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in weights.items()}
+        self._names = {id(p): name for name, p in weights.items()}
+
+    def add(self, parameter: Tensor, grad: Tensor, lr: float) -> None:
+        if (name := self._names.get(id(parameter))) is not None:
+            local(self.sums[name]).addcmul_(local(grad), local(parameter), value=-lr)
+
+    def add_all(self, optimizer: torch.optim.Optimizer) -> None:
+        """Add the update that ``optimizer`` is about to make, without a GradScaler's factor."""
+        if is_skipped(optimizer):
+            return
+        grad_scale = getattr(optimizer, "grad_scale", None)
+        scale = 1.0 if grad_scale is None else 1 / grad_scale.item()
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.add(parameter, parameter.grad, float(group["lr"]) * scale)
+
+
+def is_skipped(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a GradScaler lets a fused optimizer skip this step because of infinite gradients."""
+    found_inf = getattr(optimizer, "found_inf", None)
+    return found_inf is not None and bool(found_inf.item())
