@@ -2,7 +2,7 @@
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -76,7 +76,6 @@ class Masking(ABC):
     @torch.no_grad()
     def apply_(self, packed: Mapping[str, Tensor]) -> None:
         """Make these the masks, and zero what they prune in weights and, unless it may come back, in their state."""
-        check_state(self.store.weights, self.optimizer)
         if isinstance(self.optimizer, torch.optim.LBFGS) and self.store.differs(packed):
             _restart(self.optimizer)
         for name, mask in packed.items():
@@ -110,6 +109,18 @@ class Masking(ABC):
         if known is None or known[0]() is not grad or known[1:] != (grad._version, mask._version):
             bits.zero_(grad, mask)
             self._masked[name] = weakref.ref(grad), grad._version, mask._version
+
+    def check_captured(self, masks_change: bool) -> None:
+        """Refuse a graph of a step that would leave out masks which come later, or never mask gradients."""
+        if masks_change and any(name not in self.store.bits for name in self.store.weights):
+            raise ValueError(
+                "a graph of this step would not hold the masks, since there are none yet; "
+                "capture it after the first event, or use AdamWPrune"
+            )
+        if self.progress.is_regrowing:
+            raise ValueError(
+                "a graph of this step would not mask gradients after the ramp; with regrow, capture it after that"
+            )
 
     def _mask_gradients_by_hooks(self) -> None:
         """Mask gradients as they are accumulated, so that clipping sees them masked, and again before the step.
@@ -223,19 +234,6 @@ def check_state(weights: Mapping[str, nn.Parameter], optimizer: Optimizer) -> No
                     "which cannot be zeroed where weights are pruned: it must be a plain floating-point tensor; "
                     "use AdamW, AdamWPrune or another optimizer without quantized state"
                 )
-
-
-def check_captured(weights: Collection[str], masked: Collection[str], is_regrowing: bool) -> None:
-    """Refuse a graph of a step that would leave masks out, or gradients unmasked for ever."""
-    if any(name not in masked for name in weights):
-        raise ValueError(
-            "a graph of this step would not hold the masks, since there are none yet; "
-            "capture it after the first event, or use AdamWPrune"
-        )
-    if is_regrowing:
-        raise ValueError(
-            "a graph of this step would not mask gradients after the ramp; with regrow, capture it after that"
-        )
 
 
 def unwrapped(optimizer: Optimizer) -> Optimizer:

@@ -14,44 +14,36 @@ from .cut import num_kept_each
 from .eligible import eligible
 from .input_statistics import InputNorms
 from .mask_store import MaskStore, load_masks, unpack_saved_masks
-from .masking import Progress, check_captured, check_state, is_initialising, masking_of, unwrapped
+from .masking import Progress, check_state, is_initialising, masking_of, unwrapped
 from .masks import Masks, check_copies, digest, full_masks
 from .ops.shard import together
+from .ops.source import Lazy
 from .ranks import is_dtensor, local, local_block, ranks_of, shards_of
 from .regrow import Regrow, selected
 from .schedule import Schedule
 from .score import SCORES
 from .select import Global, Selector
-from .statistics import (
-    MOMENTS,
-    Movement,
-    check_eps,
-    check_moments,
-    check_parameters,
-    is_skipped,
-    score_of,
-    sources,
-)
+from .statistics import MOMENTS, Movement, check_moments, is_skipped, score_of, sources
 from .summary import Event, Report, report
-from .validation import check_options, check_order, check_together
+from .validation import check_eps, check_options, check_order, check_parameters, check_together
 
 
 class Pruner:
     """Holds the masks of a model in training; the optimizer's own step drives it.
 
-    At an event: score -> select -> mask -> apply. Between events nothing is done here but to mask
-    gradients, which keeps what is zero at zero through decay, momentum and clipping; with
-    ``AdamWPrune`` the step itself does that. Behind an optimizer that mixes the elements of a weight, as Muon and
-    LBFGS do, and behind any that torch does not bring, the pruned are zeroed again after each step.
+    At an event: score -> select -> mask -> apply. Between events only gradients are masked, so that pruned weights
+    stay zero through decay, momentum and clipping; ``AdamWPrune`` does this in its own step. With optimizers that mix
+    the elements of a weight (Muon, LBFGS) and with those that are not torch's, pruned weights are zeroed again after
+    each step. Optimizer state of a weight's shape must be plain floating-point tensors, not 8-bit codes.
 
-    ``score`` is a name of SCORES or a function of what its arguments name (``weight``, ``grad``,
+    ``score`` is a name of SCORES or a function that reads what its arguments name (``weight``, ``grad``,
     ``exp_avg``, ``exp_avg_sq``, ``step``, ...). ``masks`` are boolean masks by name to begin with, or
-    ``"zeros"`` for the zeros that the weights have; without ``schedule`` they are only held. ``regrow`` lets
+    ``"zeros"`` for the zeros that the weights have; without ``schedule`` they do not change. ``regrow`` lets
     pruned weights come back until the ramp ends.
 
-    Over ranks masks are those of one process. Make it after DDP or ``fully_shard``, on every rank; events are
-    collective then, and for DTensors ``sparsity``, ``report``, ``digest``, ``full_masks``, ``state_dict`` and loading
-    too. ``group`` are the ranks that train this model together, if not all do.
+    Over ranks the masks are those that one process would find. Make it after DDP or ``fully_shard``, on every rank.
+    Events are collective then, and for DTensors so are ``sparsity``, ``report``, ``digest``, ``full_masks``,
+    ``state_dict`` and ``load_state_dict``. ``group`` names the ranks that train this model, if not all do.
     """
 
     def __init__(
@@ -78,7 +70,7 @@ class Pruner:
         )
         optimizer = unwrapped(optimizer)
         check_order(model, optimizer)
-        schedule = schedule and schedule.over(None)  # fractions are for those who know the length of the run
+        schedule = schedule and schedule.over(None)  # refuses fractions: the length of the run is not known here
         self.model, self.optimizer, self.regrow = model, optimizer, regrow
         self.select, self.schedule, self.every = select, schedule, every
         self.score_options = dict(score_options or {})
@@ -97,8 +89,7 @@ class Pruner:
         self._movement = Movement(self._weights) if "movement" in self.score.reads else None
         self._inputs = InputNorms(self._eligible.weights, self._ranks) if "input_norm" in self.score.reads else None
         way = masking_of(optimizer)
-        held_by = (self._ranks, self._shards)
-        self._store = MaskStore(self._weights, optimizer, *held_by, in_empty_state=way.reads_masks)
+        self._store = MaskStore(self._weights, optimizer, self._ranks, self._shards, in_empty_state=way.reads_masks)
         self._bits, self._holders = self._store.bits, self._store.holders
         self._masking = way(self._store, self._progress, self._movement)
         self._masking.start(masks)
@@ -113,8 +104,8 @@ class Pruner:
         self._collect_inputs()
 
     def __repr__(self) -> str:
-        """What it was asked for and how far it is, from counts that are kept: nothing is counted or summed for it."""
-        if "_handles" not in self.__dict__:  # it was refused
+        """Options and progress, from a count that is kept: printing a Pruner is cheap and never collective."""
+        if "_handles" not in self.__dict__:  # its constructor raised
             return object.__repr__(self)
         return (
             f"Pruner(score={self._score_name}, schedule={self.schedule}, step={self.step}, "
@@ -123,13 +114,13 @@ class Pruner:
         )
 
     def __reduce__(self) -> str:
-        """Refuse copies and pickles: they would hang on no optimizer and hold nothing."""
+        """Refuse copies and pickles: no optimizer would drive them."""
         what = "save its state_dict(), or make one for copies of the model and of the optimizer, which has the masks"
-        raise TypeError(f"a Pruner cannot be copied or pickled, since it hangs on its optimizer; {what}")
+        raise TypeError(f"a Pruner cannot be copied or pickled, since it is attached to its optimizer; {what}")
 
     @property
     def step(self) -> int:
-        """Steps of the optimizer so far; whoever replays a graph of the step sets it."""
+        """Steps of the optimizer so far; set it if you replay a graph of the step."""
         return self._progress.step
 
     @step.setter
@@ -138,14 +129,11 @@ class Pruner:
 
     @property
     def masks(self) -> Masks:
-        """Boolean masks by name, True where the weight stays; all True before the first event.
-
-        Of a DTensor the mask of what this rank holds.
-        """
+        """Boolean masks by name, True where the weight stays; for a DTensor, the mask of this rank's shard."""
         return Masks({name: local(weight) for name, weight in self._weights.items()}, self._bits)
 
     def full_masks(self) -> dict[str, Tensor]:
-        """Boolean masks of the whole weights; collective if ranks hold parts of them."""
+        """Boolean masks of the whole weights; collective if they are sharded."""
         return full_masks(self.masks, self._shards)
 
     @property
@@ -159,39 +147,35 @@ class Pruner:
         return report(self.model, self._eligible, self._holders)
 
     def digest(self) -> str:
-        """Hex string over all masks, the same for the same masks, by however many ranks they are held."""
+        """Hex string that is equal for equal masks, over any number of ranks."""
         return digest(self.masks, self._shards)
 
     def mask_gradients(self) -> None:
-        """Mask all gradients now: for clipping under FSDP2's CPU offload, where only the step masks them else."""
+        """Mask all gradients now. Call it before clipping under FSDP2's CPU offload, where they are masked late."""
         self._masking.mask_gradients()
 
     @torch.no_grad()
     def update(self) -> None:
         """One event: find the masks anew at the schedule's sparsity for this step, and apply them.
 
-        The optimizer's own step calls it. Who replays a CUDA graph of the step counts ``pruner.step`` and calls
-        it when ``pruner.schedule.is_event(pruner.step, pruner.every)``; the graph stays valid.
+        The optimizer's own step calls it. If you replay a CUDA graph of the step, count ``pruner.step`` yourself and
+        call it when ``pruner.schedule.is_event(pruner.step, pruner.every)``; the graph stays valid.
         """
         sparsity = self.schedule(self.step) if self.schedule else 0.0
         if self._inputs:
-            self._inputs.__exit__()
+            self._inputs.listen(False)
         if sparsity == 0:
             self._progress.is_due = False
             return
         started = time.perf_counter()
         if self._ranks:
             self._ranks.num_bytes = 0
-        more = {
-            "movement": self._movement.sums if self._movement else {},
-            "input_norm": self._inputs.norms() if self._inputs else {},
-        }
-        weights, how = self._eligible.weights, {"dtype": self.score_dtype, "more": more, "shards": self._shards}
-        scores = together(self._ranks, lambda: sources(weights, self.optimizer, self.score, self.score_options, **how))
+        norms = self._inputs.norms() if self._inputs else {}
+        scores = together(self._ranks, lambda: self._scores(norms))
         before = self._store.num_kept
         live, swap = (self._bits, before), None
         if self.regrow:
-            back = partial(self.regrow.sources, weights, self.optimizer, self._shards)
+            back = partial(self.regrow.sources, self._eligible.weights, self.optimizer, self._shards)
             swap = self.regrow.swap(self.schedule, self.step, back)
         masks, regrown = together(self._ranks, lambda: selected(self.select, scores, sparsity, live, swap))
         check_copies(self._ranks, self._weights, masks)
@@ -208,19 +192,19 @@ class Pruner:
             self.on_event(Event(self.step, sparsity, time.perf_counter() - started, newly_pruned, regrown, num_bytes))
 
     def remove(self) -> None:
-        """Take the hooks off; the weights keep their zeros, and nothing holds them any more."""
+        """Take the hooks off; the weights keep their zeros until the optimizer moves them."""
         for handle in self._handles:
             handle.remove()
         self._masking.detach()
         if self._inputs:
-            self._inputs.__exit__()
+            self._inputs.listen(False)
         self._store.release()
 
     def state_dict(self, *, unpacked: bool | None = None) -> dict[str, Any]:
-        """Step, masks and movement sums: tensors and numbers.
+        """Step, masks and movement sums: tensors and numbers only.
 
-        Masks are packed bits. With ``unpacked``, which is the default for DTensors, there is one for every weight,
-        zeros and ones in its shape and placement: what ``torch.distributed.checkpoint`` loads at any world size.
+        Masks are packed bits. With ``unpacked``, the default for DTensors, every weight has one, as zeros and ones
+        in its shape and placement, which ``torch.distributed.checkpoint`` loads at any world size.
         """
         if unpacked is False and self._shards:
             raise ValueError(
@@ -239,8 +223,7 @@ class Pruner:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state_dict()``; what its masks prune is zeroed in weights and optimizer state.
 
-        Where the schedule is over and asks for more than they prune, in all or in a layer, row or group of the
-        selector, the next step makes an event.
+        If the schedule has ended and asks for more than they prune, the next step makes an event.
         """
         sums = self._movement.sums if self._movement else {}
         masks = together(self._holders, lambda: load_masks(state, self._store, sums))
@@ -257,8 +240,8 @@ class Pruner:
         if is_skipped(self.optimizer) or is_initialising(self.optimizer):
             return
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            check_captured(self._weights if self.schedule else (), self._bits, self._progress.is_regrowing)
-            return  # nothing is counted, since nothing is run
+            self._masking.check_captured(masks_change=self.schedule is not None)
+            return  # a captured step is recorded, not run
         self.step += 1
         if self.step == 1:
             check_parameters(self.model, self._weights)
@@ -275,6 +258,13 @@ class Pruner:
                 self.update()
         finally:
             self._collect_inputs()
+
+    def _scores(self, input_norms: Mapping[str, Tensor]) -> list[Lazy]:
+        """Lazy scores of all weights at this step."""
+        check_state(self._weights, self.optimizer)
+        collected = {"movement": self._movement.sums if self._movement else {}, "input_norm": input_norms}
+        how = {"dtype": self.score_dtype, "more": collected, "shards": self._shards}
+        return sources(self._eligible.weights, self.optimizer, self.score, self.score_options, **how)
 
     def _falls_short(self) -> bool:
         """Whether the selector would prune more than the masks do, and no event of the schedule is left for it."""

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .eligible import Weight, plain_name
+from .eligible import Weight
 from .ops.shard import Shard
 from .ops.source import Lazy, check_elementwise
-from .ranks import is_dtensor, local
+from .ranks import local
 from .score import SCORES, Score
 
 READS = ("weight", "grad", "exp_avg", "exp_avg_sq", "step", "movement", "input_norm", "position")
@@ -117,30 +117,6 @@ def check_moments(weights: Sequence[Weight], optimizer: torch.optim.Optimizer, s
         for name in score.reads:
             if name in MOMENTS and weight.parameter.grad is not None:
                 moment(name, weight, optimizer)
-
-
-def check_parameters(model: nn.Module, weights: Mapping[str, nn.Parameter]) -> None:
-    """Raise ValueError if the model's parameters have become DTensors since the weights were found."""
-    for full, parameter in model.named_parameters():
-        known = weights.get(plain_name(full))
-        if known is not None and is_dtensor(parameter) and not is_dtensor(known):
-            raise ValueError(
-                f"{plain_name(full)} has become a DTensor since the Pruner was made; "
-                "make the optimizer and the Pruner after fully_shard or parallelize_module"
-            )
-
-
-def check_eps(weights: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an eps that is zero: Adam would divide zero by zero where a weight is pruned."""
-    names = {id(p): name for name, p in weights.items()}
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            eps = group.get("eps")
-            if id(p) in names and isinstance(eps, float | int) and not torch.tensor(eps, dtype=p.dtype):
-                raise ValueError(
-                    f"eps = {eps} is 0 in {p.dtype}, so a pruned element of {names[id(p)]} would become 0 / 0; "
-                    "give the optimizer a larger eps"
-                )
 
 
 def moment(name: str, weight: Weight, optimizer: torch.optim.Optimizer) -> Tensor:
