@@ -1,67 +1,138 @@
-"""Gradients of pruned weights count as zero, whatever optimizer reads them."""
+"""How pruned weights stay zero: inside the optimizer's step, by masked gradients, or by zeroing after each step."""
 
 import weakref
-from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
+from .mask_store import MaskStore
 from .ops import bits
-from .ranks import local, waits_for_copy
+from .optim import AdamWPrune
+from .ranks import is_offloaded, local
+from .statistics import Movement
+
+# torch's optimizers whose update of an element depends on its own gradient and state alone
+_NAMES = "Adadelta Adafactor Adagrad Adam Adamax AdamW ASGD NAdam RAdam RMSprop Rprop SGD".split()
+ELEMENTWISE = {getattr(torch.optim, name) for name in _NAMES}
 
 
-class Movement:
-    """``-sum lr g w`` of each weight over the steps so far, with the gradient as the update sees it."""
+@dataclass
+class Progress:
+    """How far a training is; before step ``regrow_until`` pruned weights may come back."""
 
-    def __init__(self, weights: Mapping[str, nn.Parameter]) -> None:
-        self.sums = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in weights.items()}
-        self._names = {id(p): name for name, p in weights.items()}
+    regrow_until: float | None = None
+    step: int = 0
+    is_due: bool = False  # an event was put off, or failed: it follows the next step
 
-    def load(self, sums: Mapping[str, Tensor]) -> None:
-        for name, values in sums.items():
-            local(self.sums[name]).copy_(values)
-
-    def add(self, parameter: Tensor, grad: Tensor, lr: float) -> None:
-        if (name := self._names.get(id(parameter))) is not None:
-            local(self.sums[name]).addcmul_(local(grad), local(parameter), value=-lr)
-
-    def add_all(self, optimizer: Optimizer) -> None:
-        """Add the update that ``optimizer`` is about to make, without a GradScaler's factor."""
-        if is_skipped(optimizer):
-            return
-        grad_scale = getattr(optimizer, "grad_scale", None)
-        scale = 1.0 if grad_scale is None else 1 / grad_scale.item()
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self.add(parameter, parameter.grad, float(group["lr"]) * scale)
+    @property
+    def is_regrowing(self) -> bool:
+        """Whether pruned weights may still come back, so that their gradients and moments are kept."""
+        return self.regrow_until is not None and (self.is_due or self.step < self.regrow_until)
 
 
-class MaskedGradients:
-    """Masks gradients by hooks: as they are accumulated, so that clipping sees them masked, and before the step.
+class Masking(ABC):
+    """Keeps what the masks prune at zero while the optimizer trains; ``masking_of`` says in which way.
 
-    The second time costs nothing where nothing has written to the gradient since the first. (A
-    write through ``grad.data`` hides itself from autograd, and from this.) Gradients that FSDP2 still copies
-    to the CPU when it accumulates them are masked before the step alone.
+    When masks change, pruned weights and their optimizer state are zeroed. While pruned weights may come back,
+    their gradients reach the optimizer and their state is kept; only the weights are zeroed, after each step.
     """
 
-    def __init__(
-        self, weights: Mapping[str, nn.Parameter], packed: Mapping[str, Tensor], is_off: Callable[[], bool]
-    ) -> None:
-        self.weights, self.packed, self.is_off = weights, packed, is_off
-        self._seen: dict[str, tuple[weakref.ref[Tensor], int]] = {}  # gradients masked, and their version then
+    reads_masks: ClassVar[bool]  # whether the step itself reads masks from the optimizer's state
 
-    def attach(self, optimizer: Optimizer, movement: Movement | None) -> list[RemovableHandle]:
-        """Register the hooks; ``movement`` is told of each update."""
+    def __init__(self, store: MaskStore, progress: Progress, movement: Movement | None) -> None:
+        self.store, self.optimizer = store, store.optimizer
+        self.progress, self.movement = progress, movement
+        self._hooks = ExitStack()
+        self._masked: dict[str, tuple[weakref.ref[Tensor], int, int]] = {}  # gradient, its version, the mask's version
+
+    @abstractmethod
+    def attach(self) -> None:
+        """Hook into the optimizer's step."""
+
+    @property
+    @abstractmethod
+    def is_holding(self) -> bool:
+        """Whether the optimizer reset its moments too recently to rank weights by them."""
+
+    def detach(self) -> None:
+        """Take the hooks off."""
+        self._hooks.close()
+
+    def start(self, masks: Mapping[str, Tensor] | Literal["zeros"] | None) -> None:
+        """Begin with the masks given, with the zeros of the weights, or with the masks in the optimizer's state."""
+        check_state(self.store.weights, self.optimizer)
+        if masks is None:
+            self.store.read_state()
+        else:
+            self.apply_(self.store.packed(masks))
+            self.store.count()
+
+    @torch.no_grad()
+    def apply_(self, packed: Mapping[str, Tensor]) -> None:
+        """Make these the masks, and zero what they prune in weights and, unless it may come back, in their state."""
+        if isinstance(self.optimizer, torch.optim.LBFGS) and self.store.differs(packed):
+            _restart(self.optimizer)
+        for name, mask in packed.items():
+            parameter = self.store.weights[name]
+            self.store.set(name, mask)
+            bits.zero_(local(parameter), mask)
+            if not self.progress.is_regrowing:
+                for value in _states(parameter, self.optimizer).values():
+                    bits.zero_(local(value), mask)
+
+    @torch.no_grad()
+    def zero_weights(self, *_: object) -> None:
+        """Zero the pruned weights again."""
+        for name, mask in self.store.bits.items():
+            bits.zero_(local(self.store.weights[name]), mask)
+
+    def mask_gradients(self) -> None:
+        for name in self.store.bits:
+            self.mask_gradient(name)
+
+    @torch.no_grad()
+    def mask_gradient(self, name: str) -> None:
+        """Zero the gradient of the pruned elements, unless nothing has written to it since that was last done.
+
+        (A write through ``grad.data`` is hidden from autograd's count of versions, and so from this.)
+        """
+        grad, mask = self.store.weights[name].grad, self.store.bits.get(name)
+        if grad is None or mask is None or self.progress.is_regrowing:
+            return
+        grad, known = local(grad), self._masked.get(name)
+        if known is None or known[0]() is not grad or known[1:] != (grad._version, mask._version):
+            bits.zero_(grad, mask)
+            self._masked[name] = weakref.ref(grad), grad._version, mask._version
+
+    def check_captured(self, masks_change: bool) -> None:
+        """Refuse a graph of a step that would leave out masks which come later, or never mask gradients."""
+        if masks_change and any(name not in self.store.bits for name in self.store.weights):
+            raise ValueError(
+                "a graph of this step would not hold the masks, since there are none yet; "
+                "capture it after the first event, or use AdamWPrune"
+            )
+        if self.progress.is_regrowing:
+            raise ValueError(
+                "a graph of this step would not mask gradients after the ramp; with regrow, capture it after that"
+            )
+
+    def _mask_gradients_by_hooks(self) -> None:
+        """Mask gradients as they are accumulated, so that clipping sees them masked, and again before the step.
+
+        Gradients that FSDP2 still copies to the CPU when it accumulates them are masked before the step alone.
+        """
 
         @torch.no_grad()
         def before_update() -> None:
-            self.mask_all()
-            if movement:
-                movement.add_all(optimizer)
+            self.mask_gradients()
+            if self.movement:
+                self.movement.add_all(self.optimizer)
 
         def before_step(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -69,66 +140,111 @@ class MaskedGradients:
                 return before_update()
             return (args[0],), {**kwargs, "closure": _followed(closure, before_update)}
 
-        handles = [optimizer.register_step_pre_hook(before_step)]  # which keeps this alive
-        # a tensor's hook that held its tensor would never be freed: the collector does not see through it
-        mask = weakref.WeakMethod(self.mask)
-        for name, parameter in self.weights.items():
-            if not waits_for_copy(parameter):
-                handles.append(parameter.register_post_accumulate_grad_hook(lambda _, name=name: call(mask, name)))
-        return handles
+        self._hooks.callback(self.optimizer.register_step_pre_hook(before_step).remove)
+        # a tensor's hook that held its tensor would never be freed: the garbage collector does not see through it
+        weak = weakref.WeakMethod(self.mask_gradient)
 
-    def mask_all(self) -> None:
-        for name in self.packed:
-            self.mask(name)
+        def accumulated(name: str) -> None:
+            if mask_gradient := weak():
+                mask_gradient(name)
 
-    @torch.no_grad()
-    def mask(self, name: str) -> None:
-        grad, seen = self.weights[name].grad, self._seen.get(name)
-        if grad is None or name not in self.packed or self.is_off():
-            return
-        grad = local(grad)
-        if seen is None or seen[0]() is not grad or seen[1] != grad._version:
-            bits.zero_(grad, self.packed[name])
-            self._seen[name] = weakref.ref(grad), grad._version
-
-    def forget(self, name: str) -> None:
-        """The mask of ``name`` has changed."""
-        self._seen.pop(name, None)
+        for name, parameter in self.store.weights.items():
+            if not is_offloaded(parameter):
+                handle = parameter.register_post_accumulate_grad_hook(lambda _, name=name: accumulated(name))
+                self._hooks.callback(handle.remove)
 
 
-def call(method: "weakref.WeakMethod[Any]", name: str) -> None:
-    if alive := method():
-        alive(name)
+class InsideStep(Masking):
+    """``AdamWPrune`` masks gradients in its own step, by the masks that it finds in its state."""
+
+    reads_masks = True
+    optimizer: AdamWPrune  # pyrefly: ignore[bad-override-mutable-attribute]
+
+    def attach(self) -> None:
+        self.store.fill(name for name, p in self.store.weights.items() if p.is_cuda)  # a graph must find its masks
+        if self.movement:
+            self.optimizer.watch += (self.movement.add,)
+            self._hooks.callback(self._stop_watching, self.movement.add)
+        if self.progress.regrow_until is not None:
+            self._hooks.callback(self.optimizer.register_step_pre_hook(self._let_through).remove)
+            self._hooks.callback(self.optimizer.register_step_post_hook(self._after_step).remove)
+        if type(self.optimizer) is not AdamWPrune:  # a subclass may step otherwise
+            self._hooks.callback(self.optimizer.register_step_post_hook(self.zero_weights).remove)
+
+    @property
+    def is_holding(self) -> bool:
+        return self.optimizer.is_holding
+
+    def _stop_watching(self, added: Callable[..., None]) -> None:
+        self.optimizer.watch = tuple(watch for watch in self.optimizer.watch if watch != added)
+
+    def _let_through(self, *_: object) -> None:
+        if self.progress.is_regrowing:
+            self.optimizer.unmasked |= frozenset(self.store.weights.values())
+
+    def _after_step(self, *_: object) -> None:
+        self.optimizer.unmasked -= frozenset(self.store.weights.values())
+        if self.progress.is_regrowing:
+            self.zero_weights()
 
 
-def check_captured(weights: Collection[str], packed: Collection[str], regrowing: bool) -> None:
-    """Refuse a graph of a step that would know nothing of the masks, or that the ramp's end makes wrong."""
-    if any(name not in packed for name in weights):
-        raise ValueError(
-            "a graph of this step would not hold the masks, since there are none yet; "
-            "capture it after the first event, or use AdamWPrune"
-        )
-    if regrowing:
-        raise ValueError(
-            "a graph of this step would not mask gradients after the ramp; with regrow, capture it after that"
-        )
+class ByHooks(Masking):
+    """Masked gradients are enough for optimizers that move no element whose gradient and state are zero."""
+
+    reads_masks = False
+    is_holding = False
+
+    def attach(self) -> None:
+        if self.progress.regrow_until is not None:
+            self._hooks.callback(self.optimizer.register_step_post_hook(self._after_step).remove)
+        self._mask_gradients_by_hooks()
+
+    def _after_step(self, *_: object) -> None:
+        if self.progress.is_regrowing:
+            self.zero_weights()
 
 
-def is_skipped(optimizer: Optimizer) -> bool:
-    """Whether a GradScaler lets a fused optimizer skip this step because of infinite gradients."""
-    found_inf = getattr(optimizer, "found_inf", None)
-    return found_inf is not None and bool(found_inf.item())
+class AfterStep(Masking):
+    """Optimizers that mix the elements of a weight, as Muon and LBFGS do, and unknown ones: weights are zeroed too."""
+
+    reads_masks = False
+    is_holding = False
+
+    def attach(self) -> None:
+        self._hooks.callback(self.optimizer.register_step_post_hook(self.zero_weights).remove)
+        self._mask_gradients_by_hooks()
+
+
+def masking_of(optimizer: Optimizer) -> type[InsideStep | ByHooks | AfterStep]:
+    """How zeros are kept under this optimizer. Torch's own are known by exact type: a subclass may step otherwise."""
+    if isinstance(optimizer, AdamWPrune):
+        return InsideStep
+    return ByHooks if type(optimizer) in ELEMENTWISE else AfterStep
+
+
+def check_state(weights: Mapping[str, nn.Parameter], optimizer: Optimizer) -> None:
+    """Refuse state of a weight's shape that is not plain numbers: in 8-bit codes 0 seldom stands for zero."""
+    for name, parameter in weights.items():
+        for key, value in _states(parameter, optimizer).items():
+            value = local(value)
+            is_plain = type(value) in (Tensor, nn.Parameter)
+            if not is_plain or not value.is_floating_point():
+                raise ValueError(
+                    f"{type(optimizer).__name__} keeps {key} of {name} as {value.dtype if is_plain else type(value)}, "
+                    "which cannot be zeroed where weights are pruned: it must be a plain floating-point tensor; "
+                    "use AdamW, AdamWPrune or another optimizer without quantized state"
+                )
 
 
 def unwrapped(optimizer: Optimizer) -> Optimizer:
-    """The optimizer whose step is taken, without wrappers such as Accelerate's, which know no hooks."""
+    """The optimizer inside wrappers such as Accelerate's, whose steps call no hooks of their own."""
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = inner
     return optimizer
 
 
 def is_initialising(optimizer: Optimizer) -> bool:
-    """Whether this is no step but ``torch.distributed.checkpoint`` making room for a state: no rate, no gradient."""
+    """Whether this step is ``torch.distributed.checkpoint`` creating the state: all rates and gradients are zero."""
     rates = [group.get("lr", 1.0) for group in optimizer.param_groups]
     if any((isinstance(rate, Tensor) and rate.is_cuda) or float(rate) for rate in rates):
         return False
@@ -136,7 +252,23 @@ def is_initialising(optimizer: Optimizer) -> bool:
     return not any(bool(local(grad).any()) for grad in grads if grad is not None)
 
 
+def _states(parameter: nn.Parameter, optimizer: Optimizer) -> dict[str, Tensor]:
+    """Optimizer state of the parameter's shape."""
+    state = optimizer.state.get(parameter, {})
+    tensors = {key: value for key, value in state.items() if key != "mask" and isinstance(value, Tensor)}
+    return {key: value for key, value in tensors.items() if value.shape == parameter.shape}
+
+
+def _restart(optimizer: torch.optim.LBFGS) -> None:
+    """Let LBFGS begin anew: the curvature of weights that are gone would make it diverge."""
+    for state in optimizer.state.values():
+        if "n_iter" in state:
+            state["n_iter"] = 0
+
+
 def _followed(closure: Callable[[], Any], then: Callable[[], None]) -> Callable[[], Any]:
+    """A closure that calls ``closure``, then ``then``."""
+
     def both() -> Any:
         loss = closure()
         then()

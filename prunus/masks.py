@@ -12,7 +12,7 @@ from torch import Tensor
 from .ops import bits
 from .ops.hash import mixed
 from .ops.shard import Shard
-from .ranks import Ranks, gathered, is_copied, is_dtensor, taken
+from .ranks import Ranks, gather, is_dtensor, is_replicated, local_block
 
 
 class Masks(Mapping[str, Tensor]):
@@ -45,7 +45,7 @@ def full_masks(masks: Mapping[str, Tensor], shards: Mapping[str, Shard] | None) 
     """Boolean masks of the whole weights from the shards of all ranks; collective if there are ``shards``."""
     if shards is None:
         return dict(masks)
-    return {name: gathered(mask.to(torch.uint8), shards[name]).bool() for name, mask in masks.items()}
+    return {name: gather(mask.to(torch.uint8), shards[name]).bool() for name, mask in masks.items()}
 
 
 def digest(masks: Mapping[str, Tensor], shards: Mapping[str, Shard] | None = None) -> str:
@@ -88,7 +88,7 @@ def check_copies(ranks: Ranks | None, weights: Mapping[str, Tensor], packed: Map
         return int.from_bytes(hashlib.sha256(json.dumps([prints[n] for n in names]).encode()).digest()[:7])
 
     axes = range(len(ranks.copies))
-    if not ranks.differ([folded([name for name in packed if is_copied(weights[name], axis)]) for axis in axes]):
+    if not ranks.differ([folded([name for name in packed if is_replicated(weights[name], axis)]) for axis in axes]):
         return
     whose = ranks.each(folded(list(packed)))
     odd = [rank for rank, number in enumerate(whose) if whose.count(number) == 1]
@@ -127,18 +127,18 @@ def packed_masks(
             raise ValueError(
                 f"the mask of {name} must have the weight's shape {tuple(weights[name].shape)}, got {tuple(mask.shape)}"
             )
-    blocks = {name: taken(mask, weights[name], shards[name] if shards else None) for name, mask in masks.items()}
+    blocks = {name: local_block(mask, weights[name], shards[name] if shards else None) for name, mask in masks.items()}
     return {name: bits.pack(block.to(weights[name].device).bool()) for name, block in blocks.items()}
 
 
-def saved_bits(name: str, value: Any, weight: Tensor, shard: Shard | None = None) -> Tensor:
+def restore_bits(name: str, value: Any, weight: Tensor, shard: Shard | None = None) -> Tensor:
     """This rank's packed bits, read back from a checkpoint, which may have cast them to the weight's dtype.
 
     What was saved are packed bits of the whole weight or of this rank's shard, or zeros and ones in the weight's
     shape, as a tensor or as a DTensor of any placement.
     """
     if isinstance(value, Tensor) and value.shape == weight.shape:
-        block = taken(value, weight, shard).to(weight.device)
+        block = local_block(value, weight, shard).to(weight.device)
         if not ((block == 0) | (block == 1)).all():
             raise ValueError(f"the saved mask of {name} has other values than 0 and 1")
         return bits.pack(block != 0)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .masks import saved_bits
+from .masks import restore_bits
 from .ops import bits
 from .ops.adamw import Update, adamw_, spike_clipped
 from .ops.shard import Shard
@@ -56,7 +56,7 @@ class AdamWPrune(torch.optim.Optimizer):
     """
 
     watch: tuple[Callable[[nn.Parameter, Tensor, float], None], ...] = ()  # see weight, gradient, rate of each update
-    warm: frozenset[nn.Parameter] = frozenset()  # pruned weights of these may come back: a Pruner zeroes them
+    unmasked: frozenset[nn.Parameter] = frozenset()  # pruned weights of these may come back: a Pruner zeroes them
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class AdamWPrune(torch.optim.Optimizer):
     def _step_plainly(self, parts: list[tuple[dict[str, Any], nn.Parameter, Tensor]]) -> None:
         for _, parameter, grad in parts:
             mask = self._state_of(parameter).get("mask")
-            if mask is not None and parameter not in self.warm:
+            if mask is not None and parameter not in self.unmasked:
                 bits.zero_(local(grad), mask)
         factor = self._clip_factor([parameter for _, parameter, _ in parts])
         scale = self.lr_scale
@@ -155,7 +155,7 @@ class AdamWPrune(torch.optim.Optimizer):
                 continue
             on_device = isinstance(lr, Tensor) and lr.is_cuda and lr.dtype == torch.float32 and scale == 1.0
             numbers = (0.0 if on_device else float(lr) * scale, *group["betas"], group["eps"], group["weight_decay"])
-            mask = None if parameter in self.warm else state.get("mask")
+            mask = None if parameter in self.unmasked else state.get("mask")
             written = [local(tensor) for tensor in (parameter, state["exp_avg"], state["exp_avg_sq"])]
             # kernels count elements as they lie in memory; masks count otherwise where that is channels_last
             weight, exp_avg, exp_avg_sq = flat = [tensor.contiguous() for tensor in written]
@@ -182,7 +182,7 @@ class AdamWPrune(torch.optim.Optimizer):
             group.setdefault("num_steps", 0)
         for parameter, kept in self.state.items():
             if "mask" in kept:
-                kept["mask"] = saved_bits("a weight", kept["mask"], parameter, self._part_of(parameter))
+                kept["mask"] = restore_bits("a weight", kept["mask"], parameter, self._part_of(parameter))
             if "step" in kept and parameter.is_cuda:
                 kept["step"] = kept["step"].to(parameter.device, torch.float32)
 

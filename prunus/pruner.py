@@ -1,7 +1,6 @@
 """Pruning while training: the optimizer's own step drives score, select, mask and apply."""
 
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -10,42 +9,41 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from .cut import num_kept_each
 from .eligible import eligible
 from .input_statistics import InputNorms
-from .mask_store import MaskStore, checked_masks, reshard_masks, saved_masks, taken_sums
-from .masking import MaskedGradients, Movement, check_captured, is_initialising, is_skipped, unwrapped
+from .mask_store import MaskStore, load_masks, unpack_saved_masks
+from .masking import Progress, check_state, is_initialising, masking_of, unwrapped
 from .masks import Masks, check_copies, digest, full_masks
 from .ops.shard import together
-from .optim import AdamWPrune
-from .ranks import is_dtensor, local, ranks_of, shards_of
-from .regrow import Regrow, keep_warm, selected
+from .ops.source import Lazy
+from .ranks import is_dtensor, local, local_block, ranks_of, shards_of
+from .regrow import Regrow, selected
 from .schedule import Schedule
 from .score import SCORES
 from .select import Global, Selector
-from .statistics import MOMENTS, check_eps, check_moments, check_parameters, score_of, sources
+from .statistics import MOMENTS, Movement, check_moments, is_skipped, score_of, sources
 from .summary import Event, Report, report
-from .validation import check_options, check_order, check_together
+from .validation import check_eps, check_options, check_order, check_parameters, check_together
 
 
 class Pruner:
     """Holds the masks of a model in training; the optimizer's own step drives it.
 
-    At an event: score -> select -> mask -> apply. Between events nothing is done here but to mask
-    gradients, which keeps what is zero at zero through decay, momentum and clipping; with
-    ``AdamWPrune`` the step itself does that. Behind an optimizer that mixes the elements of a weight, as Muon and
-    LBFGS do, and behind any that torch does not bring, the pruned are zeroed again after each step.
+    At an event: score -> select -> mask -> apply. Between events only gradients are masked, so that pruned weights
+    stay zero through decay, momentum and clipping; ``AdamWPrune`` does this in its own step. With optimizers that mix
+    the elements of a weight (Muon, LBFGS) and with those that are not torch's, pruned weights are zeroed again after
+    each step. Optimizer state of a weight's shape must be plain floating-point tensors, not 8-bit codes.
 
-    ``score`` is a name of SCORES or a function of what its arguments name (``weight``, ``grad``,
+    ``score`` is a name of SCORES or a function that reads what its arguments name (``weight``, ``grad``,
     ``exp_avg``, ``exp_avg_sq``, ``step``, ...). ``masks`` are boolean masks by name to begin with, or
-    ``"zeros"`` for the zeros that the weights have; without ``schedule`` they are only held. ``regrow`` lets
+    ``"zeros"`` for the zeros that the weights have; without ``schedule`` they do not change. ``regrow`` lets
     pruned weights come back until the ramp ends.
 
-    Over ranks masks are those of one process. Make it after DDP or ``fully_shard``, on every rank; events are
-    collective then, and for DTensors ``sparsity``, ``report``, ``digest``, ``full_masks``, ``state_dict`` and loading
-    too. ``group`` are the ranks that train this model together, if not all do.
+    Over ranks the masks are those that one process would find. Make it after DDP or ``fully_shard``, on every rank.
+    Events are collective then, and for DTensors so are ``sparsity``, ``report``, ``digest``, ``full_masks``,
+    ``state_dict`` and ``load_state_dict``. ``group`` names the ranks that train this model, if not all do.
     """
 
     def __init__(
@@ -72,14 +70,13 @@ class Pruner:
         )
         optimizer = unwrapped(optimizer)
         check_order(model, optimizer)
-        schedule = schedule and schedule.over(None)  # fractions are for those who know the length of the run
+        schedule = schedule and schedule.over(None)  # refuses fractions: the length of the run is not known here
         self.model, self.optimizer, self.regrow = model, optimizer, regrow
         self.select, self.schedule, self.every = select, schedule, every
         self.score_options = dict(score_options or {})
         self.score = score_of(score, self.score_options)
         self._score_name = score if isinstance(score, str) else getattr(score, "__name__", type(score).__name__)
         self.score_dtype, self.on_event = score_dtype, on_event
-        self.step = 0
         trained = [p for of_group in optimizer.param_groups for p in of_group["params"]]
         self._eligible = eligible(model, include, exclude, trained)
         self._weights = {weight.name: weight.parameter for weight in self._eligible.weights}
@@ -88,22 +85,27 @@ class Pruner:
         self._shards = shards_of(self._weights, self._ranks)
         check_together(select, schedule, regrow, self._weights, self._shards is not None)
         check_eps(self._weights, optimizer)
-        self._store = MaskStore(self._weights, optimizer, self._ranks, self._shards)
-        self._store.check_free()
-        self._bits, self._holders = self._store.bits, self._store.holders
-        self._due = False
+        self._progress = Progress(schedule.end if regrow and schedule else None)
         self._movement = Movement(self._weights) if "movement" in self.score.reads else None
         self._inputs = InputNorms(self._eligible.weights, self._ranks) if "input_norm" in self.score.reads else None
-        me = weakref.ref(self)  # what hangs on the parameters must not keep the model alive
-        self._gradients = MaskedGradients(self._weights, self._bits, lambda: (it := me()) is not None and it._regrowing)
-        self._store.forget = self._gradients.forget
-        self._store.adopt(masks, self._regrowing)
-        self._handles = self._attach()
+        way = masking_of(optimizer)
+        self._store = MaskStore(self._weights, optimizer, self._ranks, self._shards, in_empty_state=way.reads_masks)
+        self._bits, self._holders = self._store.bits, self._store.holders
+        self._masking = way(self._store, self._progress, self._movement)
+        self._masking.start(masks)
+        self._store.claim()
+        self._masking.attach()
+        self._handles = [
+            optimizer.register_step_post_hook(torch.compiler.disable(self._after_step)),
+            optimizer.register_load_state_dict_post_hook(self._store.read_state),
+            optimizer.register_state_dict_pre_hook(self._store.before_save),
+            optimizer.register_state_dict_post_hook(unpack_saved_masks),
+        ]
         self._collect_inputs()
 
     def __repr__(self) -> str:
-        """What it was asked for and how far it is, from counts that are kept: nothing is counted or summed for it."""
-        if "_handles" not in self.__dict__:  # it was refused
+        """Options and progress, from a count that is kept: printing a Pruner is cheap and never collective."""
+        if "_handles" not in self.__dict__:  # its constructor raised
             return object.__repr__(self)
         return (
             f"Pruner(score={self._score_name}, schedule={self.schedule}, step={self.step}, "
@@ -112,20 +114,26 @@ class Pruner:
         )
 
     def __reduce__(self) -> str:
-        """Refuse copies and pickles: they would hang on no optimizer and hold nothing."""
+        """Refuse copies and pickles: no optimizer would drive them."""
         what = "save its state_dict(), or make one for copies of the model and of the optimizer, which has the masks"
-        raise TypeError(f"a Pruner cannot be copied or pickled, since it hangs on its optimizer; {what}")
+        raise TypeError(f"a Pruner cannot be copied or pickled, since it is attached to its optimizer; {what}")
+
+    @property
+    def step(self) -> int:
+        """Steps of the optimizer so far; set it if you replay a graph of the step."""
+        return self._progress.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._progress.step = step
 
     @property
     def masks(self) -> Masks:
-        """Boolean masks by name, True where the weight stays; all True before the first event.
-
-        Of a DTensor the mask of what this rank holds.
-        """
+        """Boolean masks by name, True where the weight stays; for a DTensor, the mask of this rank's shard."""
         return Masks({name: local(weight) for name, weight in self._weights.items()}, self._bits)
 
     def full_masks(self) -> dict[str, Tensor]:
-        """Boolean masks of the whole weights; collective if ranks hold parts of them."""
+        """Boolean masks of the whole weights; collective if they are sharded."""
         return full_masks(self.masks, self._shards)
 
     @property
@@ -139,44 +147,40 @@ class Pruner:
         return report(self.model, self._eligible, self._holders)
 
     def digest(self) -> str:
-        """Hex string over all masks, the same for the same masks, by however many ranks they are held."""
+        """Hex string that is equal for equal masks, over any number of ranks."""
         return digest(self.masks, self._shards)
 
     def mask_gradients(self) -> None:
-        """Mask all gradients now: for clipping under FSDP2's CPU offload, where only the step masks them else."""
-        self._gradients.mask_all()
+        """Mask all gradients now. Call it before clipping under FSDP2's CPU offload, where they are masked late."""
+        self._masking.mask_gradients()
 
     @torch.no_grad()
     def update(self) -> None:
         """One event: find the masks anew at the schedule's sparsity for this step, and apply them.
 
-        The optimizer's own step calls it. Who replays a CUDA graph of the step counts ``pruner.step`` and calls
-        it when ``pruner.schedule.is_event(pruner.step, pruner.every)``; the graph stays valid.
+        The optimizer's own step calls it. If you replay a CUDA graph of the step, count ``pruner.step`` yourself and
+        call it when ``pruner.schedule.is_event(pruner.step, pruner.every)``; the graph stays valid.
         """
         sparsity = self.schedule(self.step) if self.schedule else 0.0
         if self._inputs:
-            self._inputs.__exit__()
+            self._inputs.listen(False)
         if sparsity == 0:
-            self._due = False
+            self._progress.is_due = False
             return
         started = time.perf_counter()
         if self._ranks:
             self._ranks.num_bytes = 0
-        more = {
-            "movement": self._movement.sums if self._movement else {},
-            "input_norm": self._inputs.norms() if self._inputs else {},
-        }
-        weights, how = self._eligible.weights, {"dtype": self.score_dtype, "more": more, "shards": self._shards}
-        scores = together(self._ranks, lambda: sources(weights, self.optimizer, self.score, self.score_options, **how))
+        norms = self._inputs.norms() if self._inputs else {}
+        scores = together(self._ranks, lambda: self._scores(norms))
         before = self._store.num_kept
         live, swap = (self._bits, before), None
         if self.regrow:
-            back = partial(self.regrow.sources, weights, self.optimizer, self._shards)
+            back = partial(self.regrow.sources, self._eligible.weights, self.optimizer, self._shards)
             swap = self.regrow.swap(self.schedule, self.step, back)
         masks, regrown = together(self._ranks, lambda: selected(self.select, scores, sparsity, live, swap))
         check_copies(self._ranks, self._weights, masks)
-        self._due = False  # not before: an event that failed is tried again after the next step
-        self._store.hold(masks, self._regrowing)
+        self._progress.is_due = False  # not before: an event that failed is tried again after the next step
+        self._masking.apply_(masks)
         if isinstance(self.select, Global):  # which is exact: no need to count
             total = self._num_weights
             self._store.num_kept = min(before, total - round(sparsity * total))
@@ -188,30 +192,30 @@ class Pruner:
             self.on_event(Event(self.step, sparsity, time.perf_counter() - started, newly_pruned, regrown, num_bytes))
 
     def remove(self) -> None:
-        """Take the hooks off; the weights keep their zeros, and nothing holds them any more."""
+        """Take the hooks off; the weights keep their zeros until the optimizer moves them."""
         for handle in self._handles:
             handle.remove()
-        if isinstance(self.optimizer, AdamWPrune) and self._movement:
-            self.optimizer.watch = tuple(watch for watch in self.optimizer.watch if watch != self._movement.add)
+        self._masking.detach()
         if self._inputs:
-            self._inputs.__exit__()
+            self._inputs.listen(False)
         self._store.release()
 
     def state_dict(self, *, unpacked: bool | None = None) -> dict[str, Any]:
-        """Step, masks and movement sums: tensors and numbers.
+        """Step, masks and movement sums: tensors and numbers only.
 
-        Masks are packed bits. With ``unpacked``, which is the default for DTensors, there is one for every weight,
-        zeros and ones in its shape and placement: what ``torch.distributed.checkpoint`` loads at any world size.
+        Masks are packed bits. With ``unpacked``, the default for DTensors, every weight has one, as zeros and ones
+        in its shape and placement, which ``torch.distributed.checkpoint`` loads at any world size.
         """
         if unpacked is False and self._shards:
             raise ValueError(
                 "packed bits of DTensors would not say which part of a weight is theirs; unpacked=True does"
             )
-        whole = any(map(is_dtensor, self._weights.values())) if unpacked is None else unpacked
+        if unpacked is None:
+            unpacked = any(map(is_dtensor, self._weights.values()))
         return {
             "step": self.step,
-            "due": self._due,
-            "masks": saved_masks(self._weights, self._bits, whole),
+            "due": self._progress.is_due,
+            "masks": self._store.to_save(unpacked),
             "movement": {name: s.clone() for name, s in self._movement.sums.items()} if self._movement else {},
         }
 
@@ -219,58 +223,48 @@ class Pruner:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state_dict()``; what its masks prune is zeroed in weights and optimizer state.
 
-        Where the schedule is over and asks for more than they prune, in all or in a layer, row or group of the
-        selector, the next step makes an event.
+        If the schedule has ended and asks for more than they prune, the next step makes an event.
         """
-        masks = together(self._holders, lambda: checked_masks(state, self._weights, self._movement, self._shards))
-        self.step, self._due = int(state["step"]), bool(state["due"])
-        self._store.load(masks, self._regrowing)
-        self._due = self._due or self._falls_short()
-        if self._movement:
-            self._movement.load(taken_sums(state["movement"], self._weights, self._shards))
+        sums = self._movement.sums if self._movement else {}
+        masks = together(self._holders, lambda: load_masks(state, self._store, sums))
+        check_state(self._weights, self.optimizer)
+        self._progress.step, self._progress.is_due = int(state["step"]), bool(state["due"])
+        self._masking.apply_(self._store.with_all(masks))
+        self._store.count()
+        self._progress.is_due = self._progress.is_due or self._falls_short()
+        for name, value in state["movement"].items():
+            local(sums[name]).copy_(local_block(value, self._weights[name], self._store.shards.get(name)))
         self._collect_inputs()
-
-    def _attach(self) -> list[RemovableHandle]:
-        optimizer, regrowing = self.optimizer, lambda: self._regrowing
-        handles = [
-            *(keep_warm(optimizer, self._weights.values(), self._store.zero_weights, regrowing) if self.regrow else ()),
-            *([optimizer.register_step_post_hook(self._store.zero_weights)] if self._store.needs_zeroing else ()),
-            optimizer.register_step_post_hook(torch.compiler.disable(self._after_step)),
-            optimizer.register_load_state_dict_post_hook(self._store.take_over),
-            optimizer.register_state_dict_pre_hook(self._store.before_save),
-            optimizer.register_state_dict_post_hook(reshard_masks),
-        ]
-        if isinstance(optimizer, AdamWPrune):
-            optimizer.watch += (self._movement.add,) if self._movement else ()
-            return handles
-        return handles + self._gradients.attach(optimizer, self._movement)
 
     def _after_step(self, *_: object) -> None:
         if is_skipped(self.optimizer) or is_initialising(self.optimizer):
             return
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            check_captured(self._weights if self.schedule else (), self._bits, self._regrowing)
-            return  # nothing is counted, since nothing is run
+            self._masking.check_captured(masks_change=self.schedule is not None)
+            return  # a captured step is recorded, not run
         self.step += 1
         if self.step == 1:
             check_parameters(self.model, self._weights)
+            check_state(self._weights, self.optimizer)
             if self.schedule:
                 check_moments(self._eligible.weights, self.optimizer, self.score)
             if self.regrow:
                 self.regrow.check_moments(self.optimizer)
-        self._store.store()
+        self._store.write_state()
         if self.schedule and self.schedule.is_event(self.step, self.every):
-            self._due = True
+            self._progress.is_due = True
         try:
-            if self._due and not self._waits_for_moments():
+            if self._progress.is_due and not self._waits_for_moments():
                 self.update()
         finally:
             self._collect_inputs()
 
-    @property
-    def _regrowing(self) -> bool:
-        """Whether weights may still come back, so that the moments of pruned ones are kept."""
-        return self.regrow is not None and self.schedule is not None and (self._due or self.step < self.schedule.end)
+    def _scores(self, input_norms: Mapping[str, Tensor]) -> list[Lazy]:
+        """Lazy scores of all weights at this step."""
+        check_state(self._weights, self.optimizer)
+        collected = {"movement": self._movement.sums if self._movement else {}, "input_norm": input_norms}
+        how = {"dtype": self.score_dtype, "more": collected, "shards": self._shards}
+        return sources(self._eligible.weights, self.optimizer, self.score, self.score_options, **how)
 
     def _falls_short(self) -> bool:
         """Whether the selector would prune more than the masks do, and no event of the schedule is left for it."""
@@ -284,9 +278,9 @@ class Pruner:
     def _waits_for_moments(self) -> bool:
         """Whether SPAM reset the moments too recently for what reads them."""
         reads = {*self.score.reads, *(self.regrow.reads if self.regrow else ())}
-        return isinstance(self.optimizer, AdamWPrune) and self.optimizer.is_holding and not reads.isdisjoint(MOMENTS)
+        return self._masking.is_holding and not reads.isdisjoint(MOMENTS)
 
     def _collect_inputs(self) -> None:
         """Listen to the modules' inputs during the step that an event follows."""
         if self._inputs and self.schedule:
-            self._inputs.listen(self._due or self.schedule.is_event(self.step + 1, self.every))
+            self._inputs.listen(self._progress.is_due or self.schedule.is_event(self.step + 1, self.every))

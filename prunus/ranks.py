@@ -33,7 +33,7 @@ def local(tensor: Tensor) -> Tensor:
     return part.wait() if hasattr(part, "wait") else part
 
 
-def like(part: Tensor, tensor: Tensor) -> Tensor:
+def placed_like(part: Tensor, tensor: Tensor) -> Tensor:
     """``part`` as this rank's share of a tensor that is laid out as ``tensor`` is."""
     if not is_dtensor(tensor):
         return part
@@ -50,7 +50,7 @@ def like(part: Tensor, tensor: Tensor) -> Tensor:
     )
 
 
-class Told(ValueError):
+class RemoteError(ValueError):
     """A failure that every rank has heard of, and raises."""
 
 
@@ -129,7 +129,9 @@ class Ranks:
             said = str(failed).encode()[:MESSAGE]
             text[: len(said)] = torch.tensor(list(said))
         message = bytes(self.total(text).tolist()).rstrip(b"\0").decode(errors="replace")
-        raise Told(message if isinstance(failed, Told) else f"{message} (rank {', '.join(map(str, who))})") from failed
+        raise RemoteError(
+            message if isinstance(failed, RemoteError) else f"{message} (rank {', '.join(map(str, who))})"
+        ) from failed
 
 
 def ranks_of(tensors: Mapping[str, Tensor], group: ProcessGroup | None = None) -> Ranks | None:
@@ -171,7 +173,7 @@ def shards_of(tensors: Mapping[str, Tensor], ranks: Ranks | None) -> dict[str, S
     return {name: shard_of(name, tensor, ranks) for name, tensor in tensors.items()}
 
 
-def taken(value: Tensor, weight: Tensor, part: Shard | None) -> Tensor:
+def local_block(value: Tensor, weight: Tensor, part: Shard | None) -> Tensor:
     """This rank's block of ``value``, which is whole or a DTensor of any placement; collective if it must be moved."""
     if is_dtensor(value):
         given: Any = value
@@ -213,7 +215,7 @@ def shard_of(name: str, tensor: Tensor, ranks: Ranks) -> Shard:
     return Shard(whole, tuple(start), tuple(size), speaks, ranks)
 
 
-def is_copied(tensor: Tensor, axis: int) -> bool:
+def is_replicated(tensor: Tensor, axis: int) -> bool:
     """Whether ranks along an axis of the mesh hold copies; of a plain tensor they do."""
     return not is_dtensor(tensor) or tensor.placements[axis].is_replicate()  # pyrefly: ignore[missing-attribute]
 
@@ -222,7 +224,7 @@ def _is_strided(placement: object) -> bool:
     return type(placement).__name__ == "_StridedShard"
 
 
-def gathered(local_part: Tensor, part: Shard) -> Tensor:
+def gather(local_part: Tensor, part: Shard) -> Tensor:
     """The whole of a tensor of small integers, from the blocks of all ranks."""
     whole = local_part.new_zeros(part.global_shape)
     if part.is_owner:
@@ -230,6 +232,6 @@ def gathered(local_part: Tensor, part: Shard) -> Tensor:
     return part.ranks.total(whole)
 
 
-def waits_for_copy(tensor: Tensor) -> bool:
+def is_offloaded(tensor: Tensor) -> bool:
     """Whether its gradient is still on the way to the CPU while it is accumulated (FSDP2's CPU offload)."""
     return is_dtensor(tensor) and tensor.device_mesh.device_type != local(tensor).device.type  # pyrefly: ignore

@@ -6,13 +6,12 @@ still 0, so that right after an event there are more zeros than the masks prune.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from .allocate import allocate
 from .cut import Packed, cut_each, kept, num_kept_each
@@ -20,7 +19,6 @@ from .eligible import Weight
 from .ops import bits
 from .ops.shard import Shard
 from .ops.source import Lazy
-from .optim import AdamWPrune
 from .ranks import local
 from .schedule import Ramp, Schedule
 from .score import REGROWTH
@@ -190,22 +188,3 @@ def _by_row(scores: Sequence[Lazy], sparsity: float, sides: tuple[Packed, Packed
             back |= PerRow().packed([ranked[source.name]], (length - num) / length, sides[1])
         total += num * len(rows)
     return keep, back, total
-
-
-def keep_warm(
-    optimizer: Optimizer, weights: Iterable[nn.Parameter], zero: Callable[[], None], is_on: Callable[[], bool]
-) -> list[RemovableHandle]:
-    """Hooks on the optimizer's step that let it see pruned weights, while ``is_on``, and ``zero`` them after it."""
-    mine = frozenset(weights)
-
-    def before(*_: Any) -> None:
-        if isinstance(optimizer, AdamWPrune):
-            optimizer.warm |= mine if is_on() else frozenset()
-
-    def after(*_: Any) -> None:
-        if isinstance(optimizer, AdamWPrune):
-            optimizer.warm -= mine
-        if is_on():
-            zero()
-
-    return [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]

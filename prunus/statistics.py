@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .eligible import Weight, plain_name
+from .eligible import Weight
 from .ops.shard import Shard
 from .ops.source import Lazy, check_elementwise
-from .ranks import is_dtensor, local
+from .ranks import local
 from .score import SCORES, Score
 
 READS = ("weight", "grad", "exp_avg", "exp_avg_sq", "step", "movement", "input_norm", "position")
@@ -119,30 +119,6 @@ def check_moments(weights: Sequence[Weight], optimizer: torch.optim.Optimizer, s
                 moment(name, weight, optimizer)
 
 
-def check_parameters(model: nn.Module, weights: Mapping[str, nn.Parameter]) -> None:
-    """Raise ValueError if the model's parameters have become DTensors since the weights were found."""
-    for full, parameter in model.named_parameters():
-        known = weights.get(plain_name(full))
-        if known is not None and is_dtensor(parameter) and not is_dtensor(known):
-            raise ValueError(
-                f"{plain_name(full)} has become a DTensor since the Pruner was made; "
-                "make the optimizer and the Pruner after fully_shard or parallelize_module"
-            )
-
-
-def check_eps(weights: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an eps that is zero: Adam would divide zero by zero where a weight is pruned."""
-    names = {id(p): name for name, p in weights.items()}
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            eps = group.get("eps")
-            if id(p) in names and isinstance(eps, float | int) and not torch.tensor(eps, dtype=p.dtype):
-                raise ValueError(
-                    f"eps = {eps} is 0 in {p.dtype}, so a pruned element of {names[id(p)]} would become 0 / 0; "
-                    "give the optimizer a larger eps"
-                )
-
-
 def moment(name: str, weight: Weight, optimizer: torch.optim.Optimizer) -> Tensor:
     """``exp_avg`` or ``exp_avg_sq`` of a weight, plain and of its shape; what this rank holds of it."""
     state = optimizer.state.get(weight.parameter, {})
@@ -182,3 +158,32 @@ def _read(
     if weight.name not in more.get(name, {}):
         raise ValueError(f"the score reads {name}, but none was collected for {weight.name}: its module was not called")
     return local(more[name][weight.name])
+
+
+class Movement:
+    """``-sum lr g w`` of each weight over the steps so far, with the gradient that the update uses."""
+
+    def __init__(self, weights: Mapping[str, nn.Parameter]) -> None:
+        self.sums = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in weights.items()}
+        self._names = {id(p): name for name, p in weights.items()}
+
+    def add(self, parameter: Tensor, grad: Tensor, lr: float) -> None:
+        if (name := self._names.get(id(parameter))) is not None:
+            local(self.sums[name]).addcmul_(local(grad), local(parameter), value=-lr)
+
+    def add_all(self, optimizer: torch.optim.Optimizer) -> None:
+        """Add the update that ``optimizer`` is about to make, without a GradScaler's factor."""
+        if is_skipped(optimizer):
+            return
+        grad_scale = getattr(optimizer, "grad_scale", None)
+        scale = 1.0 if grad_scale is None else 1 / grad_scale.item()
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.add(parameter, parameter.grad, float(group["lr"]) * scale)
+
+
+def is_skipped(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a GradScaler lets a fused optimizer skip this step because of infinite gradients."""
+    found_inf = getattr(optimizer, "found_inf", None)
+    return found_inf is not None and bool(found_inf.item())

@@ -1,4 +1,4 @@
-"""What a Pruner is asked for, refused at once where it cannot be meant."""
+"""Checks of what a Pruner is given: wrong options are refused at once, not at the first event."""
 
 from collections.abc import Callable, Mapping
 from numbers import Integral
@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .allocate import allocate
+from .eligible import plain_name
+from .ranks import is_dtensor
 from .regrow import Regrow
 from .schedule import Schedule
 from .select import NofM, PerLayer, Selector
@@ -16,7 +18,7 @@ from .statistics import score_of
 
 
 def _has(*methods: str) -> Callable[[object], bool]:
-    """Whether something is a value, and not a class, that has these methods."""
+    """Whether a value is an instance, not a class, with these methods."""
     return lambda value: not isinstance(value, type) and all(hasattr(value, name) for name in methods)
 
 
@@ -24,7 +26,7 @@ def _or_none(fits: Callable[[object], bool]) -> Callable[[object], bool]:
     return lambda value: value is None or fits(value)
 
 
-# options of a Pruner: what fits, and what to write
+# options of a Pruner: what is valid, and the words for it
 EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "schedule": (
         _or_none(_has("__call__", "is_event", "over")),
@@ -47,7 +49,7 @@ EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Refuse options of a Pruner that would fail at its first event, in the middle of a training."""
+    """Refuse options of a Pruner that would fail later, at its first event."""
     for name, value in options.items():
         fits, expected = EXPECTED.get(name, (lambda _: True, ""))
         if not fits(value):
@@ -58,7 +60,7 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 def check_order(model: object, optimizer: object) -> None:
-    """Refuse what is no model or no optimizer, as where the two are given the other way round."""
+    """Refuse arguments that are no model or no optimizer, as when the two are swapped."""
     if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
         raise ValueError(
             "a Pruner takes a model, then the optimizer that trains it: Pruner(model, optimizer, ...); "
@@ -69,7 +71,7 @@ def check_order(model: object, optimizer: object) -> None:
 def check_together(
     select: Selector, schedule: Schedule | None, regrow: Regrow | None, weights: Mapping[str, Tensor], is_sharded: bool
 ) -> None:
-    """Refuse a selector, a schedule and a regrowth that do not go with each other, or not with these weights."""
+    """Refuse a selector, schedule and regrowth that do not fit each other or these weights."""
     if isinstance(select, NofM) and schedule:
         select.check(schedule)
     if regrow:
@@ -78,7 +80,31 @@ def check_together(
         allocate({name: weight.shape for name, weight in weights.items()}, schedule.final, select.allocate)
 
 
+def check_parameters(model: nn.Module, weights: Mapping[str, nn.Parameter]) -> None:
+    """Refuse to go on if the model's parameters have become DTensors since the Pruner was made."""
+    for full, parameter in model.named_parameters():
+        known = weights.get(plain_name(full))
+        if known is not None and is_dtensor(parameter) and not is_dtensor(known):
+            raise ValueError(
+                f"{plain_name(full)} has become a DTensor since the Pruner was made; "
+                "make the optimizer and the Pruner after fully_shard or parallelize_module"
+            )
+
+
+def check_eps(weights: Mapping[str, nn.Parameter], optimizer: Optimizer) -> None:
+    """Refuse an eps that is zero: Adam would divide zero by zero where a weight is pruned."""
+    names = {id(p): name for name, p in weights.items()}
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            eps = group.get("eps")
+            if id(p) in names and isinstance(eps, float | int) and not torch.tensor(eps, dtype=p.dtype):
+                raise ValueError(
+                    f"eps = {eps} is 0 in {p.dtype}, so a pruned element of {names[id(p)]} would become 0 / 0; "
+                    "give the optimizer a larger eps"
+                )
+
+
 def _shown(value: object) -> str:
-    """One short line."""
+    """The value in one short line."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -6,7 +6,7 @@ from torch import nn
 from toys import through_a_file
 
 from prunus import AdamWPrune, Constant, Pruner, Ramp
-from prunus.mask_store import ELEMENTWISE
+from prunus.masking import AfterStep, masking_of
 
 NUM_WEIGHTS = 16 * 13 + 13 * 8
 
@@ -153,8 +153,8 @@ def test_lbfgs_learns_on_after_an_event():
 def test_an_optimizer_that_keeps_zeros_by_itself_pays_for_no_zeroing(make, monkeypatch):
     model = mlp()
     optimizer = make(model.parameters())
-    assert type(optimizer) in ELEMENTWISE
-    monkeypatch.setattr("prunus.mask_store.MaskStore.zero_weights", lambda *_: pytest.fail("zeroed again"))
+    assert masking_of(optimizer) is not AfterStep
+    monkeypatch.setattr("prunus.masking.Masking.zero_weights", lambda *_: pytest.fail("zeroed again"))
     pruner = pruner_of(model, optimizer)
     for seed in range(8):
         step(model, optimizer, seed)

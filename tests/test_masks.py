@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from prunus.masks import Masks, digest, overlap, packed_masks, position_sum, saved_bits
+from prunus.masks import Masks, digest, overlap, packed_masks, position_sum, restore_bits
 from prunus.ops import bits
 
 SHAPES = {"a": (5, 3), "b": (2, 3, 4), "c": (70,)}
@@ -87,21 +87,21 @@ def test_masks_given_are_packed_and_checked(masks, weights):
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
-def test_saved_bits_survive_the_cast_to_the_weights_dtype(dtype):
+def test_restore_bits_survive_the_cast_to_the_weights_dtype(dtype):
     every_byte = torch.arange(256, dtype=torch.uint8)
-    found = saved_bits("a", every_byte.to(dtype), torch.empty(2048))
+    found = restore_bits("a", every_byte.to(dtype), torch.empty(2048))
     assert found.dtype == torch.uint8 and torch.equal(found, every_byte)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.bfloat16, torch.float32], ids=str)
 def test_saved_masks_of_the_weights_shape_are_packed(dtype, masks, weights):
     for name, mask in masks.items():
-        assert torch.equal(saved_bits(name, mask.to(dtype), weights[name]), bits.pack(mask))
+        assert torch.equal(restore_bits(name, mask.to(dtype), weights[name]), bits.pack(mask))
 
 
 @pytest.mark.parametrize(
     "value", [None, 3, torch.zeros(1, dtype=torch.uint8), torch.full((5, 3), 0.5), [255, 127]], ids=str
 )
-def test_saved_bits_that_do_not_fit_are_refused_by_name(value):
+def test_restore_bits_that_do_not_fit_are_refused_by_name(value):
     with pytest.raises(ValueError, match="layer"):
-        saved_bits("layer", value, torch.empty(5, 3))
+        restore_bits("layer", value, torch.empty(5, 3))

@@ -114,14 +114,14 @@ def test_a_copy_which_would_hold_nothing_is_refused(make, copied):
 
 
 def test_nothing_is_kept_alive_by_it():
-    from prunus.mask_store import _HOLDING
+    from prunus.mask_store import _STORES
 
     model = net()
     pruner = pruner_of(model, adamw(model))
-    assert pruner.optimizer in _HOLDING
+    assert pruner.optimizer in _STORES
     del pruner
     gc.collect()
-    num_left = len(_HOLDING)
+    num_left = len(_STORES)
     pruner_of(model, adamw(model))
     gc.collect()
-    assert len(_HOLDING) == num_left
+    assert len(_STORES) == num_left

@@ -37,7 +37,7 @@ def test_a_plain_step_has_no_event_and_keeps_the_masks(name, every, text):
     for _ in range(3):
         plain_step(training)
     assert pruner.digest() == before and len(training.events) == num_events
-    assert pruner._regrowing == (pruner.regrow is not None)  # as in the middle of the ramp
+    assert pruner._progress.is_regrowing == (pruner.regrow is not None)  # as in the middle of the ramp
 
 
 @pytest.mark.parametrize("options", [{}, {"regrow": 0.2}, {"schedule": "constant"}], ids=str)

@@ -48,7 +48,7 @@ def plain_step(training: Training) -> torch.Tensor:
 def between_events(training: Training) -> None:
     """Let the next step have no event; the masks stay."""
     if training.pruner:
-        training.pruner.step, training.pruner._due = BEFORE_ANY, False
+        training.pruner.step, training.pruner._progress.is_due = BEFORE_ANY, False
 
 
 def events_twice(training: Training, due: list[int]) -> tuple[float | None, Split | None]:

@@ -44,7 +44,7 @@ def instrument(training: Training) -> None:
     pruner = training.pruner
     if pruner is None:
         return
-    masked, held, updated = pruner._gradients.mask, pruner._store.hold, pruner.update
+    masked, held, updated = pruner._masking.mask_gradient, pruner._masking.apply_, pruner.update
 
     def update() -> None:
         wait_for(training.device)  # what the step has under way is not the event's
@@ -52,8 +52,8 @@ def instrument(training: Training) -> None:
             updated()
             wait_for(training.device)
 
-    pruner._gradients.mask = _inside("gradient masking", masked)
-    pruner._store.hold = _inside("apply", held)
+    pruner._masking.mask_gradient = _inside("gradient masking", masked)
+    pruner._masking.apply_ = _inside("apply", held)
     pruner.update = update
 
 
