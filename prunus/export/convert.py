@@ -1,5 +1,6 @@
 """From plain to small and back, file to file or folder to folder."""
 
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -8,11 +9,13 @@ from pathlib import Path
 import torch
 
 from ..files.atomic import new_folder
+from ..files.json_file import read_json
 from ..files.reader import PLAIN, SMALL, open_tensors
-from ..files.tensor_source import Source, from_files
-from ..files.writer import MAX_SHARD_BYTES, Plan, Saved, write
+from ..files.sparse_file import from_files
+from ..files.writer import MAX_SHARD_BYTES, Plan, Saved, TensorSource, write
 from ..ops.bits import words_of
-from .folder import copy_beside, ties_words
+
+BESIDE = {".json", ".txt", ".model", ".jinja", ".md", ".vocab"}  # configuration, tokenizer, licence
 
 
 @dataclass(frozen=True)
@@ -44,17 +47,17 @@ def convert(path: Path, job: Job) -> Done:
         if job.out.suffix == ".safetensors":
             return to_file(source, job, before)
         folder = path if path.is_dir() else None
-        if folder and not job.small and ties_words(folder):
+        if folder and not job.small and _ties_words(folder):
             source = replace(source, aliases={}, order=[name for name in source.order if name in source.specs])
         return to_folder(source, job, before, lambda part: copy_beside(folder, part) if folder else None)
 
 
-def to_file(source: Source, job: Job, before: int) -> Done:
+def to_file(source: TensorSource, job: Job, before: int) -> Done:
     """One file, or several beside each other if it would be too large."""
     return _written(source, job, before, job.out)
 
 
-def to_folder(source: Source, job: Job, before: int, beside: Callable[[Path], None]) -> Done:
+def to_folder(source: TensorSource, job: Job, before: int, beside: Callable[[Path], None]) -> Done:
     """A new folder with the tensors and what ``beside`` puts there; it appears when it is whole and checked."""
     with new_folder(job.out) as part:
         beside(part)
@@ -63,7 +66,7 @@ def to_folder(source: Source, job: Job, before: int, beside: Callable[[Path], No
     return replace(done, saved=Saved(files, done.saved.rows))
 
 
-def check_same(source: Source, path: Path) -> None:
+def check_same(source: TensorSource, path: Path) -> None:
     """ValueError unless ``path`` holds just the tensors of ``source``, bit for bit."""
     with open_tensors(path) as tensors:
         if set(tensors.records) != set(source.order):
@@ -76,7 +79,7 @@ def check_same(source: Source, path: Path) -> None:
                 raise ValueError(f"{path} differs from its source in {name!r}; the disk or memory may be damaged")
 
 
-def _written(source: Source, job: Job, before: int, path: Path) -> Done:
+def _written(source: TensorSource, job: Job, before: int, path: Path) -> Done:
     if not job.small:
         source = replace(source, metadata={"format": "pt"} | source.metadata)
     started = time.perf_counter()
@@ -87,3 +90,17 @@ def _written(source: Source, job: Job, before: int, path: Path) -> Done:
         check_same(source, path if len(saved.files) == 1 else path.with_name(path.name + ".index.json"))
     checked = time.perf_counter() - written if job.check else None
     return Done(saved, before, after, written - started, checked)
+
+
+def copy_beside(source: Path, target: Path) -> None:
+    """Copy what lies beside the weights of a model; what is there already stays."""
+    for path in sorted(source.iterdir()):
+        wanted = path.suffix in BESIDE or path.name.upper().startswith("LICENSE")
+        if wanted and path.is_file() and not path.name.endswith(".index.json") and not (target / path.name).exists():
+            shutil.copyfile(path, target / path.name)
+
+
+def _ties_words(folder: Path) -> bool:
+    """Whether the model's configuration ties its head to its embedding, so that one of them need not be stored."""
+    path = folder / "config.json"
+    return path.is_file() and bool(read_json(path).get("tie_word_embeddings"))

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from ..files.atomic import new_folder
 from ..files.reader import SMALL, Tensors, open_tensors
 from ..files.safetensors_header import DTYPES
-from ..files.tensor_source import check_masks, in_memory
+from ..files.sparse_file import check_masks, in_memory
 from ..files.writer import MAX_SHARD_BYTES, Plan, Saved, write
 from ..ops.bits import words_of
 from ..ops.device import device_of
-from .folder import copy_beside
+from .convert import copy_beside
 
 AnyPath = str | os.PathLike[str]
 

@@ -3,9 +3,6 @@
 A file may be small or plain safetensors; a folder holds one file, or several and their index.
 """
 
-import mmap
-import os
-import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -14,12 +11,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..ops.threads import in_threads
-from .checksum import PIECE, hexadecimal
+from .checksum import combined, read_bytes
 from .encode import decode
-from .index import Index, read_index
-from .metadata import Description, Record, description_of, entry_names, is_marked
-from .safetensors_header import DTYPES, Entry, Header, file_error, read_header
+from .metadata import Description, Index, Record, description_of, entry_names, is_marked, read_index
+from .safetensors_header import DTYPES, Header, file_error, read_header
 
 # A small model has a name of its own: a tool that knows only model.safetensors then says that there is none,
 # where it would otherwise warn of unknown names and go on with random weights.
@@ -46,10 +41,10 @@ class TensorFile:
             entries, sums = {}, []
             for suffix, full in zip(record.layout.entries(0), entry_names(name, record), strict=True):
                 entry = self.header.entries[full]
-                data, crcs = read_bytes(self.fd, entry, bool(suffix))
+                data, crcs = read_bytes(self.fd, entry.begin, entry.end - entry.begin, passing=bool(suffix))
                 entries[suffix] = data.view(DTYPES[entry.dtype]).view(entry.shape)
                 sums += crcs
-            if record.crc32 not in (None, hexadecimal(b"".join(crc.to_bytes(4, "little") for crc in sums))):
+            if record.crc32 not in (None, combined(sums)):
                 raise ValueError("its bytes do not match their checksum")
             return decode(record.layout, entries, device)
         except ValueError as error:
@@ -122,30 +117,6 @@ def located(path: Path) -> Path:
     if found[0].name.startswith("sparse") and found[-1].name.startswith("model"):
         raise ValueError(f"{path} holds both {found[0].name} and {found[-1].name}; name the one that is meant")
     return found[0]
-
-
-def read_bytes(fd: int, entry: Entry, passing: bool) -> tuple[Tensor, list[int]]:
-    """An entry's bytes, ``passing`` if they are not needed for long, and the checksums of their pieces."""
-    size = entry.end - entry.begin
-    data = _passing(size) if passing and size > PIECE else torch.empty(size, dtype=torch.uint8)
-    view = data.numpy().data
-
-    def work(start: int) -> int:
-        piece = view[start : start + PIECE]
-        done = 0
-        while done < len(piece):
-            count = os.preadv(fd, [piece[done:]], entry.begin + start + done)
-            if not count:
-                raise ValueError("the file is cut short")
-            done += count
-        return zlib.crc32(piece)
-
-    return data, in_threads(work, range(0, len(data), PIECE))
-
-
-def _passing(size: int) -> Tensor:
-    """Bytes that go back to the system when they are done with, where the heap would keep a hole between tensors."""
-    return torch.frombuffer(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
 
 
 @contextmanager

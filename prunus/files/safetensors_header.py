@@ -14,6 +14,8 @@ from typing import Any, BinaryIO
 
 import torch
 
+from .json_file import strict_json
+
 LARGEST = 100_000_000  # bytes of a header, as in the safetensors library
 MOST_DIMS = 32
 ALIGN = 64  # the data begins at a multiple of this
@@ -72,18 +74,6 @@ def read_header(file: BinaryIO) -> Header:
     entries = {name: _entry(name, value, 8 + length) for name, value in top.items()}
     _check_places(entries, 8 + length, size)
     return Header(entries, metadata)
-
-
-def strict_json(data: bytes | str) -> Any:
-    """JSON without repeated keys, NaN and what UTF-8 cannot hold; any mistake is a ValueError."""
-    try:
-        text = data if isinstance(data, str) else data.decode()
-        text.encode()
-        return json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
-    except RecursionError:
-        raise ValueError("its JSON is nested too deep") from None
-    except ValueError as error:
-        raise ValueError(f"its JSON is damaged: {error}") from None
 
 
 def shape_of(value: Any) -> tuple[int, ...]:
@@ -151,16 +141,3 @@ def _check_places(entries: Mapping[str, Entry], begin: int, size: int) -> None:
 
 def _is_size(value: Any) -> bool:
     return type(value) is int and 0 <= value < 1 << 62
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name occurs twice")
-    for name in found:
-        name.encode()
-    return found
-
-
-def _constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number of JSON")

@@ -7,10 +7,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..masks import packed_masks
+from ..ops import bits
 from ..ops.device import device_of
 from .reader import Tensors, open_tensors
-from .tensor_source import check_masks, in_memory
-from .writer import MAX_SHARD_BYTES, Plan, Saved, write
+from .safetensors_header import check_names, dtype_name
+from .writer import MAX_SHARD_BYTES, Plan, Saved, TensorSource, TensorSpec, write
 
 AnyPath = str | os.PathLike[str]
 
@@ -50,3 +52,53 @@ def loaded(tensors: Tensors, device: torch.device | str) -> dict[str, Tensor]:
     records = tensors.records
     found = {name: tensors.read(name, device) for name, record in records.items() if record.same_as is None}
     return {name: found[record.same_as or name] for name, record in records.items()}
+
+
+def in_memory(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> TensorSource:
+    """The tensors of a mapping; those that share all their memory are stored once."""
+    check_names(tensors)
+    first: dict[tuple, str] = {}
+    specs: dict[str, TensorSpec] = {}
+    aliases: dict[str, str] = {}
+    for name, tensor in tensors.items():
+        _check(name, tensor)
+        key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if tensor.numel() and key in first:
+            aliases[name] = first[key]
+            continue
+        first[key] = name
+        specs[name] = TensorSpec(dtype_name(name, tensor.dtype), tuple(tensor.shape))
+
+    def fetch(name: str) -> Tensor:
+        return tensors[name].detach().resolve_conj().resolve_neg()
+
+    return TensorSource(specs, aliases, fetch, list(tensors), dict(metadata or {}))
+
+
+def from_files(tensors: Tensors) -> TensorSource:
+    """The tensors of open files, read when they are fetched."""
+    records = tensors.records
+    specs = {name: TensorSpec(r.dtype, r.layout.shape) for name, r in records.items() if r.same_as is None}
+    aliases = {name: record.same_as for name, record in records.items() if record.same_as is not None}
+    return TensorSource(specs, aliases, tensors.read, list(records), tensors.metadata)
+
+
+def check_masks(tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> None:
+    """Refuse a weight that is not zero where its boolean mask says pruned; a zero that is kept is legal."""
+    for name, packed in packed_masks(masks, tensors).items():
+        check_pruned(name, tensors[name], packed)
+
+
+def check_pruned(name: str, tensor: Tensor, packed: Tensor) -> None:
+    wrong = (tensor.detach() != 0) & ~bits.unpack(packed.to(tensor.device), tensor.shape)
+    if count := int(wrong.sum()):
+        raise ValueError(
+            f"{name} has {count} non-zero weights where its mask says pruned; apply the mask, or leave it off"
+        )
+
+
+def _check(name: str, tensor: Tensor) -> None:
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    if tensor.layout != torch.strided or tensor.device.type == "meta" or hasattr(tensor, "full_tensor"):
+        raise ValueError(f"{name} is no ordinary tensor in memory; gather it or make it dense first")

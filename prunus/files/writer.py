@@ -1,26 +1,44 @@
 """Writing tensors one at a time, into one file or several.
 
-What a file will say of its tensors is known only when they are packed, so room is left for its head, which
-is written last. All stands under other names until everything is on the disk; an index comes last.
+What a file will say of its tensors is known only when they are packed, so room is left for its header, which
+is written last. All files have other names until everything is on the disk; an index comes last.
 """
 
 import json
-from dataclasses import dataclass, replace
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import BinaryIO
 
 from torch import Tensor
 
 from .atomic import flushed, part_of
 from .checksum import checksum
 from .encode import SAME, Encoded, Layout, encode
-from .index import Index
-from .metadata import Description, Record
-from .part import Part, open_part
-from .safetensors_header import DTYPES, LARGEST
-from .tensor_source import Source
+from .metadata import Description, Index, Record
+from .safetensors_header import ALIGN, DTYPES, LARGEST, NAMES, Entry, Header, header_text
 
 SUFFIXES = (".bits", ".indices", ".values")
 MAX_SHARD_BYTES = 5_000_000_000
+MOVED = 1 << 26  # bytes of data that are moved up to a head that turned out shorter than its room
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TensorSource:
+    """Types and shapes of tensors by name, other names of some, and the function that fetches one."""
+
+    specs: dict[str, TensorSpec]
+    aliases: dict[str, str]  # another name to the name that is in ``specs``
+    fetch: Callable[[str], Tensor]
+    order: list[str]  # all names as they were given
+    metadata: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -81,10 +99,61 @@ class Plan:
         return [self.path.with_name(f"{self.path.stem}-{i:05}-of-{total:05}.safetensors") for i in range(1, total + 1)]
 
 
+@dataclass
+class Part:
+    """A file with room for a head at its start; places of entries count from the end of that room."""
+
+    path: Path
+    file: BinaryIO
+    room: int
+    entries: dict[str, Entry] = field(default_factory=dict)
+    records: dict[str, Record] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        return self.file.tell() - self.room
+
+    def add(self, name: str, encoded: Encoded, record: Record) -> None:
+        for (suffix, tensor), data in zip(encoded.entries.items(), encoded.parts, strict=True):
+            begin = self.size
+            self.file.write(data.numpy().data)
+            self.entries[name + suffix] = Entry(NAMES[tensor.dtype], tuple(tensor.shape), begin, self.size)
+        self.records[name] = record
+
+    def finish(self, metadata: dict[str, str]) -> None:
+        """Write the head, without much empty room in a small file, and wait for the disk."""
+        text, size = header_text(Header(self.entries, metadata)), self.size
+        assert aligned(len(text)) <= self.room
+        if size <= MOVED and aligned(len(text)) < self.room:
+            self.file.seek(self.room)
+            data = self.file.read(size)
+            self.room = aligned(len(text))
+            self.file.seek(self.room)
+            self.file.write(data)
+            self.file.truncate()
+        self.file.seek(0)
+        self.file.write((self.room - 8).to_bytes(8, "little") + text.ljust(self.room - 8))
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        self.file.close()
+
+
+def open_part(path: Path, room: int) -> Part:
+    """A new file with room for a header of ``room`` bytes."""
+    file = path.open("w+b")
+    file.seek(aligned(room))
+    return Part(path, file, aligned(room))
+
+
+def aligned(length: int) -> int:
+    """Where data begins behind a header of ``length`` bytes."""
+    return -(-(length + 8) // ALIGN) * ALIGN
+
+
 class Writer:
     """Fills one file after the other; ``finish`` gives them their names, ``abandon`` leaves nothing."""
 
-    def __init__(self, plan: Plan, source: Source) -> None:
+    def __init__(self, plan: Plan, source: TensorSource) -> None:
         self.plan, self.source = plan, source
         self.parts: list[Part] = []
         self.rows: list[Row] = []
@@ -163,7 +232,7 @@ class Writer:
         flushed(path.parent)
 
 
-def write(source: Source, plan: Plan) -> Saved:
+def write(source: TensorSource, plan: Plan) -> Saved:
     """Write all tensors: those of wide elements first, so that every entry is aligned."""
     if not plan.small:
         source = _without_aliases(source)
@@ -177,7 +246,7 @@ def write(source: Source, plan: Plan) -> Saved:
         raise
 
 
-def _without_aliases(source: Source) -> Source:
+def _without_aliases(source: TensorSource) -> TensorSource:
     """Plain files hold a tensor under each of its names."""
     specs = {name: source.specs[source.aliases.get(name, name)] for name in source.order}
 
@@ -187,7 +256,7 @@ def _without_aliases(source: Source) -> Source:
     return replace(source, specs=specs, aliases={}, fetch=fetch)
 
 
-def _room(name: str, source: Source) -> int:
+def _room(name: str, source: TensorSource) -> int:
     """Bytes of the head that a tensor may take."""
     spec = source.specs[source.aliases.get(name, name)]
     quoted, twice = json.dumps(name), json.dumps(json.dumps(name))

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from ..export.convert import Done, Job, to_folder
 from ..files.json_file import read_json, write_json
 from ..files.reader import open_tensors
-from ..files.sparse_file import loaded
-from ..files.tensor_source import check_pruned, in_memory
+from ..files.sparse_file import check_pruned, in_memory, loaded
 from .checkpoint import load_checkpoint
 from .data.shape import ImageShape, TokenShape
 from .models import MODELS, build

@@ -108,3 +108,9 @@ def _zero_on_cpu_(words: Tensor, packed: np.ndarray) -> None:
         piece = words[start : start + PIECE]
         ones = np.unpackbits(packed[start // 8 : (start + PIECE) // 8], count=len(piece), bitorder="little")
         piece.mul_(scratch[: len(piece)].copy_(torch.from_numpy(ones)))
+
+
+def check_count(num_kept: int, num_values: int) -> None:
+    """ValueError unless there is one value for each element that a mask keeps."""
+    if num_kept != num_values:
+        raise ValueError(f"the mask keeps {num_kept} elements, but there are {num_values} values")

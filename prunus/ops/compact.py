@@ -90,7 +90,7 @@ def expand(values: Tensor, packed: Tensor, shape: Sequence[int]) -> Tensor:
 
         return kernel(words, packed, numel).view(values.dtype).view(tuple(shape))
     parts, num_kept = _starts(packed, numel)
-    check_count(num_kept, len(words))
+    bits.check_count(num_kept, len(words))
     if not words.is_cpu:
         return expand_reference(values, packed, shape)
     flat = torch.empty(numel, dtype=words.dtype)
@@ -106,11 +106,6 @@ def expand(values: Tensor, packed: Tensor, shape: Sequence[int]) -> Tensor:
 
     in_threads(work, parts)
     return flat.view(values.dtype).view(tuple(shape))
-
-
-def check_count(num_kept: int, num_values: int) -> None:
-    if num_kept != num_values:
-        raise ValueError(f"the mask keeps {num_kept} elements, but there are {num_values} values")
 
 
 def spans(numel: int) -> list[slice]:

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from ..ops import bits
-from ..ops.compact import check_count
 
 LONGEST = 15  # columns from one entry to the next
 RUN = 4  # neighbouring entries of a lane; a byte of codes has the first run's in its low four bits
@@ -57,9 +56,9 @@ def gaps_of(packed: Tensor, values: Tensor, shape: Sequence[int]) -> Gaps:
         raise ValueError(f"a row may have at most {WIDEST} columns, got {width}")
     if bits.num_bytes(num_rows * width) > len(packed):
         raise ValueError(f"{num_rows} x {width} elements need {bits.num_bytes(num_rows * width)} bytes of bits")
-    check_count(int(bits.count(packed[: bits.num_bytes(num_rows * width)])), len(values))
+    bits.check_count(int(bits.count(packed[: bits.num_bytes(num_rows * width)])), len(values))
     parts, used = [], 0
-    for first, last in _pieces(num_rows, width):
+    for first, last in row_blocks(num_rows, width):
         keep = bits.unpack(packed[first * width // 8 : bits.num_bytes(last * width)], (last - first, width))
         num_kept = int(keep.sum())
         parts.append(_packed(keep, values[used : used + num_kept]))
@@ -116,18 +115,6 @@ def _is_entry(left: Tensor, lanes: Tensor) -> Tensor:
     return (index < left[:, None, None, None]) & (lane[:, None] < lanes[:, None, None, None])
 
 
-def dense_reference(gaps: Gaps) -> Tensor:
-    """The matrix with its zeros."""
-    num_rows, width = gaps.shape
-    flat = torch.zeros(num_rows * width + 1, dtype=gaps.values.dtype, device=gaps.values.device)
-    for first, last in _pieces(num_rows, width) if len(gaps.values) else ():
-        slots = slots_of(gaps, first, last)
-        place = slots.column + (slots.row * width)[:, None, None, None]
-        place.masked_fill_(~slots.is_entry, num_rows * width)  # what is no entry goes behind the matrix
-        flat.scatter_(0, place.view(-1), slots.value.reshape(-1))
-    return flat[:-1].view(num_rows, width)
-
-
 def check_gaps(gaps: Gaps) -> None:
     """ValueError unless every place that a product would read exists: for forms that come from a file."""
     num_rows, width = gaps.shape
@@ -140,7 +127,7 @@ def check_gaps(gaps: Gaps) -> None:
     whole = whole and (gaps.codes.dtype, gaps.heads.dtype) == (torch.uint8, torch.int16)
     if not whole or width > WIDEST:
         raise ValueError(f"the parts of a sparse {num_rows} x {width} matrix do not fit together; save it anew")
-    for first, last in _pieces(num_rows, width) if num_units else ():
+    for first, last in row_blocks(num_rows, width) if num_units else ():
         if bool((slots_of(gaps, first, last).column >= width).any()):
             raise ValueError(f"a sparse {num_rows} x {width} matrix has a column beyond its last; save it anew")
 
@@ -204,7 +191,7 @@ def _blocks(counts: Tensor) -> Tensor:
     return (counts + BLOCK - 1) // BLOCK
 
 
-def _pieces(num_rows: int, width: int) -> Iterator[tuple[int, int]]:
+def row_blocks(num_rows: int, width: int) -> Iterator[tuple[int, int]]:
     """Runs of rows of about ``PIECE`` weights that begin at a whole byte of bits."""
     step = max(8, PIECE // max(1, width) // 8 * 8)
     for first in range(0, num_rows, step):

@@ -3,9 +3,21 @@
 import torch
 from torch import Tensor
 
-from .gaps import Gaps, dense_reference
+from .gaps import Gaps, row_blocks, slots_of
 
 MOST = 8  # vectors that the kernel takes at a time; with more, the dense product is faster
+
+
+def dense_reference(gaps: Gaps) -> Tensor:
+    """The matrix with its zeros."""
+    num_rows, width = gaps.shape
+    flat = torch.zeros(num_rows * width + 1, dtype=gaps.values.dtype, device=gaps.values.device)
+    for first, last in row_blocks(num_rows, width) if len(gaps.values) else ():
+        slots = slots_of(gaps, first, last)
+        place = slots.column + (slots.row * width)[:, None, None, None]
+        place.masked_fill_(~slots.is_entry, num_rows * width)  # what is no entry goes behind the matrix
+        flat.scatter_(0, place.view(-1), slots.value.reshape(-1))
+    return flat[:-1].view(num_rows, width)
 
 
 def dense(gaps: Gaps) -> Tensor:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from prunus.export import load_sparse, save_model, save_sparse
-from prunus.files.part import Part
+from prunus.files.writer import Part
 
 
 class Toy(torch.nn.Module):

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from prunus.sparse import product as products
-from prunus.sparse.gaps import BLOCK, dense_reference, gaps_of_dense
+from prunus.sparse.gaps import BLOCK, gaps_of_dense
+from prunus.sparse.product import dense_reference
 
 pytest.importorskip("triton")
 
