@@ -11,7 +11,7 @@ from ..export.read import open_tensors
 from ..export.source import check_pruned, in_memory
 from ..export.sparse import loaded
 from .checkpoint import load_checkpoint
-from .data.shape import ImageShape, TokenShape
+from .data import ImageShape, TokenShape
 from .files import read_json, write_json
 from .models import MODELS, build
 from .run import Run

@@ -11,14 +11,14 @@ import torch
 
 from prunus import Probe
 from prunus.cli import main
-from prunus.lab.data.shape import ImageShape
+from prunus.lab.data import ImageShape
 from prunus.lab.evidence import study as study_module
 from prunus.lab.evidence.cases import CASES, IMAGES, smaller, subject_for
 from prunus.lab.evidence.figures import Figures, read_figures
 from prunus.lab.evidence.masks import exactly, pruned_by, replaced_veto, share_beyond, vetoed_by_lot
 from prunus.lab.evidence.study import Arm, Row
 from prunus.lab.evidence.verdict import verdict
-from prunus.lab.models.resnet import RESNETS, resnet
+from prunus.lab.models.vision import RESNETS, resnet
 from prunus.oneshot.decide import within
 from prunus.oneshot.prune import Job, Plan
 from prunus.ops import bits

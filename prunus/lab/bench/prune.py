@@ -74,7 +74,7 @@ def _model(folder: Path | None) -> Any:
 
 
 def _windows(path: Path | None, num: int, length: int) -> Tensor:
-    from ..data.files import read_tokens
+    from ..data.token_files import read_tokens
 
     if path is None:
         return torch.randint(0, VOCABULARY, (num, length), generator=torch.Generator().manual_seed(0))

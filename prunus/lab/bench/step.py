@@ -14,7 +14,7 @@ from torch.optim import AdamW, Optimizer
 from ...eligible import eligible
 from ...schedule import Constant
 from ...training import Pruner
-from ..data.shape import TokenShape
+from ..data import TokenShape
 from ..evaluate import loss_of
 from ..models import build
 from .measure import timed

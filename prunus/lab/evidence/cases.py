@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...oneshot.probe import Schedule
-from ..data.images import Normalise
-from ..data.shape import ImageShape
-from ..models.resnet import RESNETS, resnet
+from ..data import ImageShape
+from ..data.batches import Normalise
+from ..models.vision import RESNETS, resnet
 from ..subject import Request, Subject, subject_of
 
 IMAGES = "cifar10.npz"

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from ..data.cifar10 import read_cifar10
+from ..data.image_files import read_cifar10
 from .cases import IMAGES
 
 NUM_CALIBRATION = 2048  # images to draw calibration samples from

@@ -1,7 +1,7 @@
-"""What the fields of a folder's files are to be. They are checked once, where they are read."""
+"""What the fields of a folder's files may hold. They are checked once, where they are read."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,9 @@ EXACT = 2**53
 
 @dataclass(frozen=True)
 class Kind:
-    """A value by itself."""
+    """A value by itself, named as messages do."""
 
-    said: str
+    name: str
     holds: Callable[[Any], bool]
 
 
@@ -77,54 +77,48 @@ _ROW: Spec = {name: Maybe(TEXT) for name in ("against", "verdict", "dense", "sam
     "against_budget": AMOUNT,
     "beside": Maybe([TEXT]),
 }
-_TOLD: Spec = {"arm": TEXT, "sparsity": SHARE, "seed": WHOLE, "message": TEXT}
+_PROBLEM: Spec = {"arm": TEXT, "sparsity": SHARE, "seed": WHOLE, "message": TEXT}
 STUDY_RESULT: Spec = {
     "rows": [_ROW],
-    "failed": [_TOLD],
-    "off_target": [_TOLD],
+    "failed": [_PROBLEM],
+    "off_target": [_PROBLEM],
     "num_runs": COUNT,
     "num_finished": COUNT,
 }
 
 
-def read_checked(path: Path, spec: Spec) -> dict[str, Any]:
-    """The object in a file; ValueError where it is none, or where a field is not what ``spec`` says."""
-    value = read_json(path)
-    check(value, spec, f"{path}: ", "it")
-    return value
+def read_checked(path: Path, spec: Spec, line: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The object in a file, or in a slim run's ``line`` under the file's name, with the fields that ``spec`` says.
 
-
-def read_json(path: Path) -> Any:
+    ValueError where it is no object, or where a field holds something else.
+    """
     try:
-        return json.loads(path.read_text())
+        value: Any = json.loads(path.read_text()) if line is None else line.get(path.name)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
+    check(value, spec, f"{path}: ", "it")
+    return value
 
 
 def check(value: Any, spec: Spec, where: str, name: str) -> None:
     """ValueError if ``value`` is not what ``spec`` says; fields that are missing, and others, are no fault."""
     if isinstance(spec, Maybe):
         return None if value is None else check(value, spec.of, where, name)
-    if isinstance(spec, Kind):
-        return _expect(spec.holds(value), spec.said, value, where + name)
     is_list = isinstance(spec, list)
-    _expect(isinstance(value, list if is_list else dict), "a list" if is_list else "an object", value, where + name)
-    for key, one in _parts(value, spec):
-        inside = f"{name}[{key}]" if is_list else key if name == "it" else f"{name}.{key}"
-        check(value[key], one, where, inside)
-    return None
-
-
-def _parts(value: Any, spec: list[Any] | Named | dict[str, Any]) -> list[tuple[Any, Spec]]:
-    """Places in ``value`` with what is to be there."""
-    if isinstance(spec, list):
-        return [(place, spec[0]) for place in range(len(value))]
-    if isinstance(spec, Named):
-        return [(key, spec.of) for key in value]
-    return [(key, spec[key]) for key in spec if key in value]
-
-
-def _expect(holds: bool, said: str, value: object, where: str) -> None:
+    if isinstance(spec, Kind):
+        holds, expected = spec.holds(value), spec.name
+    else:
+        holds, expected = isinstance(value, list if is_list else dict), "a list" if is_list else "an object"
     if not holds:
         shown = json.dumps(value)
-        raise ValueError(f"{where} is to be {said}, but is {shown if len(shown) <= 40 else shown[:40] + '...'}")
+        raise ValueError(f"{where}{name} is to be {expected}, but is {shown[:40]}{'...' * (len(shown) > 40)}")
+    inner: dict[Any, Spec] = {}
+    if isinstance(spec, list):
+        inner = dict.fromkeys(range(len(value)), spec[0])
+    elif isinstance(spec, Named):
+        inner = dict.fromkeys(value, spec.of)
+    elif isinstance(spec, dict):
+        inner = {key: spec[key] for key in spec if key in value}
+    for key, one in inner.items():
+        check(value[key], one, where, f"{name}[{key}]" if is_list else key if name == "it" else f"{name}.{key}")
+    return None

@@ -4,9 +4,9 @@ import torch
 
 from ..prune_profile import GIB
 from .measure import Profile
-from .memory import CATEGORIES
-from .parts import PARTS
-from .split import Split
+from .memory_use import CATEGORIES
+from .steps import PARTS
+from .trace import Split
 
 MIB = 2**20
 

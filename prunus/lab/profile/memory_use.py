@@ -12,7 +12,7 @@ from torch.profiler import record_function
 
 from ...ops.device import wait_for
 from ...training import Pruner
-from ..memory import peak
+from ..tracking import peak_memory
 from ..trainer import Training
 from .trace import allocated, traced
 
@@ -191,4 +191,4 @@ def _limits(training: Training) -> dict[str, int]:
     if training.device.type == "cuda":
         free, size = torch.cuda.mem_get_info(training.device)
         return {"reserved": torch.cuda.max_memory_reserved(training.device), "device": size, "free": free}
-    return {"resident": peak(training.device)}
+    return {"resident": peak_memory(training.device)}

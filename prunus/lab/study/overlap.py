@@ -1,4 +1,4 @@
-"""Final masks of a run in a small file, and how much of two runs' pruned weights is the same."""
+"""The final masks of a run in a small file, and how much two runs' pruned weights overlap."""
 
 import math
 from collections.abc import Mapping
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ..trainer import Training
 
 NAME = "masks.safetensors"
+ONES = np.array([value.bit_count() for value in range(256)], np.int64)  # set bits of a byte
 
 
 def save_masks(folder: Path, masks: Mapping[str, Tensor]) -> None:
@@ -27,7 +28,7 @@ def save_masks(folder: Path, masks: Mapping[str, Tensor]) -> None:
 
 
 def keep_masks(training: "Training") -> None:
-    """The masks of a finished training, into its folder; a dense one has none."""
+    """Write the masks of a finished training into its folder; a dense one has none."""
     if training.pruner is not None:
         save_masks(training.run.out, training.pruner.masks)
 
@@ -40,8 +41,8 @@ def jaccard(first: Path, second: Path) -> float | None:
     if ours.keys() != theirs.keys():
         raise ValueError(f"{first / NAME} and {second / NAME} hold masks of different weights")
     # a set bit is a kept weight, and the unused bits of the last byte are zero
-    kept_by_both = sum(_ones(ours[name] & theirs[name]) for name in ours)
-    kept_by_one = sum(_ones(ours[name] | theirs[name]) for name in ours)
+    kept_by_both = sum(int(ONES[ours[name] & theirs[name]].sum()) for name in ours)
+    kept_by_one = sum(int(ONES[ours[name] | theirs[name]].sum()) for name in ours)
     return (total - kept_by_one) / (total - kept_by_both) if total > kept_by_both else 1.0
 
 
@@ -49,18 +50,7 @@ def _read(path: Path) -> tuple[dict[str, np.ndarray], int]:
     """Packed bits by name, and how many weights they are for."""
     try:
         with safe_open(path, "np") as file:
-            total = sum(map(_size, file.metadata().values()))
+            total = sum(math.prod(map(int, shape.split("x"))) for shape in file.metadata().values())
             return {name: file.get_tensor(name) for name in file.keys()}, total  # noqa: SIM118
     except SafetensorError as error:
         raise ValueError(f"{path} cannot be read: {error}; delete it, and the overlap is left out") from error
-
-
-def _size(shape: str) -> int:
-    return math.prod(map(int, shape.split("x")))
-
-
-def _ones(packed: np.ndarray) -> int:
-    return int(ONES[packed].sum())
-
-
-ONES = np.array([value.bit_count() for value in range(256)], np.int64)

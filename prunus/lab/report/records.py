@@ -1,21 +1,19 @@
-"""Run folders as they lie on disk, read without torch; whatever is missing is said in ``notes``."""
+"""What is recorded of runs, read without torch; whatever is missing is said in ``notes``."""
 
-import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
-from .kinds import COUNT, FAILED, LINE, RESULT, RUN, check, is_number, read_checked
+from ..run_files import RunFiles
+from .schema import COUNT, FAILED, LINE, RESULT, RUN, check, is_number, read_checked
 
 Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Record:
-    """What one run folder holds. A run that goes on, that was killed, or that failed has no result."""
+    """What is stored of one run. A run that goes on, that was killed, or that failed has no result."""
 
     name: str
     config: Json
@@ -98,53 +96,30 @@ def number(value: Any) -> float | None:
     return value if is_number(value) else None
 
 
-def is_run(folder: Path) -> bool:
-    return (folder / "run.json").is_file()
-
-
-def read_record(folder: Path, name: str | None = None) -> Record:
-    """The record of a run folder; ValueError where a file of it cannot be understood."""
-    path = folder / "run.json"
-    described = read_checked(path, RUN)
+def read_record(run: RunFiles) -> Record:
+    """The record of a run; ValueError where a file of it cannot be understood."""
+    path = run.path / "run.json"
+    described = read_checked(path, RUN, run.line)
     if "run" not in described:
         raise ValueError(f"{path} does not describe a run: expected an object with the field 'run'")
-    lines, notes = _lines(folder / "metrics.jsonl")
+    lines, notes = _lines(run)
     result, failure = None, ""
-    if (folder / "result.json").is_file():
-        result = read_checked(folder / "result.json", RESULT)
-    elif failure := _failure(folder / "failed.json"):
+    if run.has("result.json"):
+        result = read_checked(run.path / "result.json", RESULT, run.line)
+    elif run.has("failed.json"):
+        found = read_checked(run.path / "failed.json", FAILED, run.line)
+        failure = found.get("message") or "failed.json does not say why"
         notes.append(f"failed: {failure}")
     else:
         notes.append("has no result.json: it goes on, or was interrupted")
     environment = described.get("environment")
-    record = Record(
-        name or folder.resolve().name,
-        described["run"],
-        environment if isinstance(environment, dict) else {},
-        lines,
-        result,
-        failure,
-    )
-    if (step := _overfull(record)) is not None:
-        raise ValueError(f"{folder / 'metrics.jsonl'}: at step {step} a layer has more zeros than weights")
-    return _noted(record, notes)
-
-
-def _overfull(record: Record) -> int | None:
-    """The first step at which a layer counts more zeros than it has weights."""
-    shares = ((line["step"], record.layer_sparsity(line).values()) for line in record.evals)
-    return next((step for step, found in shares if max(found, default=0) > 1), None)
-
-
-def _failure(path: Path) -> str:
-    """What a study wrote of a run that failed; empty if there is no such file."""
-    if not path.is_file():
-        return ""
-    return read_checked(path, FAILED).get("message") or "failed.json does not say why"
-
-
-def _noted(record: Record, notes: list[str]) -> Record:
-    """The record with what a reader should know of it."""
+    environment = environment if isinstance(environment, dict) else {}
+    record = Record(run.name, described["run"], environment, lines, result, failure)
+    for line in record.evals:
+        if max(record.layer_sparsity(line).values(), default=0) > 1:
+            raise ValueError(
+                f"{run.path / 'metrics.jsonl'}: at step {line['step']} a layer has more zeros than weights"
+            )
     if record.config.get("score") != "none" and record.evals and not record.layers:
         notes.append("does not record the sparsity of its layers: it was made by an older version")
     if any(number(line["loss"]) is None for line in record.logs):
@@ -152,23 +127,16 @@ def _noted(record: Record, notes: list[str]) -> Record:
     return replace(record, notes=tuple(notes))
 
 
-def _lines(path: Path) -> tuple[list[Json], list[str]]:
-    """Lines of metrics.jsonl up to the first that is damaged, as when a run is writing it just now."""
-    if not path.is_file():
+def _lines(run: RunFiles) -> tuple[list[Json], list[str]]:
+    """Lines of metrics.jsonl up to the first that is damaged, as when a run is just writing it."""
+    if not run.has("metrics.jsonl"):
         return [], ["has no metrics.jsonl"]
     lines: list[Json] = []
-    for text in path.read_text(errors="replace").splitlines():
-        try:
-            line = json.loads(text)
-        except (ValueError, RecursionError):
-            return lines, [f"line {len(lines) + 1} of metrics.jsonl is damaged; what follows it is left out"]
+    for place, line in enumerate(run.metrics(), 1):
+        if line is None:
+            return lines, [f"line {place} of metrics.jsonl is damaged; what follows it is left out"]
         if not isinstance(line, dict) or not COUNT.holds(line.get("step")):
-            return lines, [f"line {len(lines) + 1} of metrics.jsonl has no step; what follows it is left out"]
-        check(line, LINE, f"{path}: line {len(lines) + 1}: ", "it")
+            return lines, [f"line {place} of metrics.jsonl has no step; what follows it is left out"]
+        check(line, LINE, f"{run.path / 'metrics.jsonl'}: line {place}: ", "it")
         lines.append(line)
     return lines, []
-
-
-def changed(config: Mapping[str, Any], default: Mapping[str, Any]) -> list[str]:
-    """Names of the fields that differ from their default, in the configuration's order."""
-    return [name for name, value in config.items() if value != default.get(name)]

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..run import Run
-from .compiled import Compiled
-from .measure import Window, measure
+from .measure import Compiled, Window, measure
 
 ARMS = {"eager": False, "compile": True}
 MIB = 2**20
@@ -36,7 +35,7 @@ def _in_a_process(run: Run, window: Window) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "profile.json"
         given = json.dumps({"run": run.to_json(), "window": asdict(window), "command": sys.argv[1:]})
-        command = [sys.executable, "-m", "prunus.lab.profile.compare", str(out)]
+        command = [sys.executable, "-m", "prunus.lab.profile.compile", str(out)]
         cache = {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": f"{folder}/triton"}
         done = subprocess.run(command, input=given, text=True, capture_output=True, env=os.environ | cache, check=False)
         if done.returncode:

@@ -1,14 +1,36 @@
-"""Arms against each other: quality over sparsity, differences with intervals, overlap of masks."""
+"""Arms beside each other: quality over sparsity, differences with intervals, overlap of masks, time and memory."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from statistics import median
 from typing import Any
 
-from .numbers import fixed, percent, plain, short_percent, signed, with_minus
-from .panel import BAR, INK, LONG, MUTED, PAPER, Mark, Number, Panel, Table, Trace, axis, dots, layout
-from .source import Row, Source
+from .cells import Cell, Row, Source, mean_of
+from .panel import (
+    BAR,
+    GRID,
+    INK,
+    LONG,
+    MUTED,
+    PAPER,
+    Mark,
+    Number,
+    Panel,
+    Table,
+    Trace,
+    axis,
+    dots,
+    duration,
+    fixed,
+    layout,
+    memory,
+    percent,
+    plain,
+    short_percent,
+    signed,
+    with_minus,
+)
 
 FAR = 10.0
 
@@ -36,7 +58,13 @@ def quality_panel(source: Source, marks: Mapping[str, Mark]) -> Panel:
     ended = [row for row in source.rows if row.mean is not None]
     frame = {"range": list(found)} if (found := frame_of(source)) else {}
     rows = [
-        [row.arm, _percent(row.sparsity), _plain(row.mean), _plain(row.spread, 2), Number(str(n := len(row.values)), n)]
+        [
+            row.arm,
+            Number(percent(row.sparsity), row.sparsity),
+            Number(plain(row.mean), row.mean),
+            Number(plain(row.spread, 2), row.spread),
+            Number(str(n := len(row.values)), n),
+        ]
         for row in sorted(ended, key=lambda row: (row.sparsity, row.mean or 0))
     ]
     words = "; ".join(f"{row.arm} at {short_percent(row.sparsity)} {plain(row.mean)}" for row in ended)
@@ -75,7 +103,10 @@ def outside(source: Source) -> list[Row]:
 
 
 def _quality_trace(arm: str, rows: Sequence[Row], mark: Mark) -> Trace:
-    said = [f"{escape(row.arm)}, {short_percent(row.sparsity)}: {plain(row.mean)}{_spread(row)}" for row in rows]
+    texts = []
+    for row in rows:
+        spread = f" ± {plain(row.spread, 2)} ({len(row.values)} seeds)" if row.spread is not None else " (one seed)"
+        texts.append(f"{escape(row.arm)}, {short_percent(row.sparsity)}: {plain(row.mean)}{spread}")
     own = [row.arm == arm for row in rows]  # the dense point is drawn once
     return {
         "type": "scatter",
@@ -90,13 +121,9 @@ def _quality_trace(arm: str, rows: Sequence[Row], mark: Mark) -> Trace:
         },
         "line": {"color": mark.colour, "width": mark.width, "dash": mark.dash},
         "marker": {"color": mark.colour, "symbol": mark.symbol, "size": [(5 + 2 * mark.width) * mine for mine in own]},
-        "text": said,
+        "text": texts,
         "hovertemplate": "%{text}<extra></extra>",
     }
-
-
-def _spread(row: Row) -> str:
-    return f" ± {plain(row.spread, 2)} ({len(row.values)} seeds)" if row.spread is not None else " (one seed)"
 
 
 def difference_panels(source: Source, marks: Mapping[str, Mark]) -> list[Panel]:
@@ -113,7 +140,11 @@ def _differences(rows: Sequence[Row], marks: Mapping[str, Mark], source: Source,
     unit = "perplexity" if source.record.metric == "perplexity" else "accuracy, points"
     low, high = _extent(rows)
     better = "left" if source.record.metric == "perplexity" else "right"
-    trace = dots([_label(row) for row in rows], [row.difference for row in rows], [_mark(row, marks) for row in rows])
+    trace = dots(
+        [_label(row) for row in rows],
+        [row.difference for row in rows],
+        [marks.get(row.arm, Mark(MUTED)) for row in rows],
+    )
     trace |= {
         "error_x": {"array": [row.half_width or 0 for row in rows], "color": MUTED, "thickness": 1.5, "width": 0},
         "text": [f"{escape(row.arm)}: {escape(row.verdict)}" for row in rows],
@@ -171,10 +202,6 @@ def apart(arm: str, other: str) -> tuple[str, str, str]:
     return (first, second, recipe) if recipe and recipe == same else (arm, other, "")
 
 
-def _mark(row: Row, marks: Mapping[str, Mark]) -> Mark:
-    return marks.get(row.arm, Mark(MUTED))
-
-
 def _difference_row(row: Row) -> list[str | Number]:
     half = Number(fixed(row.half_width, 2), row.half_width)
     return [_against(row), Number(signed(row.difference), row.difference), half, with_minus(row.verdict)]
@@ -194,7 +221,7 @@ def _overlap(rows: Sequence[Row], marks: Mapping[str, Mark], sparsity: float) ->
     chance = sparsity / (2 - sparsity)  # expected for two masks that know nothing of each other
     values = {row.arm: row.overlap for row in rows}
     labels = [escape(row.arm) for row in rows]
-    trace = dots(labels, [row.overlap for row in rows], [_mark(row, marks) for row in rows])
+    trace = dots(labels, [row.overlap for row in rows], [marks.get(row.arm, Mark(MUTED)) for row in rows])
     trace["hovertemplate"] = "%{y}: %{x:.3f}<extra></extra>"
     line = {"type": "line", "x0": chance, "x1": chance, "yref": "paper", "y0": 0, "y1": 1}
     words = "; ".join(f"{arm} {fixed(value, 3)}" for arm, value in values.items())
@@ -218,9 +245,58 @@ def _overlap(rows: Sequence[Row], marks: Mapping[str, Mark], sparsity: float) ->
     )
 
 
-def _percent(value: float) -> Number:
-    return Number(percent(value), value)
+def memory_of(cell: Cell) -> float | None:
+    """Bytes at the peak; older folders do not know it."""
+    own = (cell.record.result or {}).get("peak_memory")
+    mebibytes = cell.more.get("peak_mib")
+    return own or (mebibytes * 2**20 if isinstance(mebibytes, int | float) else None)
 
 
-def _plain(value: float | None, digits: int = 4) -> Number:
-    return Number(plain(value, digits), value)
+def cost_panels(source: Source) -> list[Panel]:
+    """Time and peak memory by arm: a bar for the mean, a point for every run."""
+    warm = [cell for cell in source.cells if not cell.more.get("cold")] or source.cells
+    peak = max((memory_of(cell) or 0 for cell in source.cells), default=0)
+    size, letter = (2**30, "GiB") if peak >= 2**30 else (2**20, "MiB")
+    panels = [
+        _cost(
+            "Training time",
+            ("seconds", 1.0, duration),
+            lambda c: (c.record.result or {}).get("seconds"),
+            (source, warm),
+        ),
+        _cost("Peak memory", (letter, size, memory), memory_of, (source, source.cells)),
+    ]
+    return [panel for panel in panels if panel.table.rows]
+
+
+def _cost(
+    title: str,
+    unit: tuple[str, float, Callable[[float | None], str]],
+    of: Callable[[Cell], float | None],
+    what: tuple[Source, Sequence[Cell]],
+) -> Panel:
+    (name, size, show), (source, cells) = unit, what
+    found = {arm: [v for cell in cells if cell.arm == arm and (v := of(cell))] for arm in reversed(source.arms)}
+    found = {arm: values for arm, values in found.items() if values}
+    means = {arm: mean_of(values) or 0.0 for arm, values in found.items()}
+    bars = {"type": "bar", "orientation": "h", "marker": {"color": GRID}, "hoverinfo": "skip", "width": 0.62}
+    bars |= {"x": [mean / size for mean in means.values()], "y": [escape(arm) for arm in means]}
+    every = [(arm, value) for arm, values in found.items() for value in values]
+    points = dots([escape(arm) for arm, _ in every], [value / size for _, value in every], [Mark(MUTED)] * len(every))
+    points["marker"]["size"] = 6
+    points |= {"text": [f"{escape(arm)}: {show(value)}" for arm, value in every]}
+    points |= {"hovertemplate": "%{text}<extra></extra>"}
+    words = "; ".join(f"{arm} {show(mean)}" for arm, mean in reversed(means.items()))
+    rows = [
+        [arm, Number(plain(mean / size), mean / size), Number(str(n := len(found[arm])), n)]
+        for arm, mean in means.items()
+    ]
+    return Panel(
+        title,
+        f"{title} by arm, mean over runs: {words or 'not recorded'}.",
+        [bars, points],
+        layout(axis(name, rangemode="tozero"), axis("", type="category", dtick=1), hovermode="closest"),
+        Table(f"{title}, mean over runs", ["arm", name, "runs"], rows),
+        height=80 + BAR * len(means),
+        is_wide=any(len(arm) > LONG for arm in means),
+    )
