@@ -14,10 +14,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from prunus.lab.data.cifar10 import read_cifar10
-from prunus.lab.data.images import Normalise
-from prunus.lab.data.shape import ImageShape
-from prunus.lab.models.resnet import RESNETS, resnet
+from prunus.lab.data.batches import ImageShape, Normalise
+from prunus.lab.data.image_files import read_cifar10
+from prunus.lab.models.vision import RESNETS, resnet
 from prunus.lab.subject import Request, Subject, subject_of
 from prunus.oneshot.probe import Schedule
 

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from prunus import PerRow, Probe, prune
 from prunus.eligible import Weight, eligible
-from prunus.lab.data.files import read_tokens
+from prunus.lab.data.token_files import read_tokens
 from prunus.oneshot import objective
 from prunus.oneshot.engine import Engine
 from prunus.oneshot.head import head_of

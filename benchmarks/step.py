@@ -13,7 +13,7 @@ from torch.optim import AdamW, Optimizer
 
 from prunus import AdamWPrune, Constant, Pruner, Spam
 from prunus.eligible import eligible
-from prunus.lab.data.shape import TokenShape
+from prunus.lab.data.batches import TokenShape
 from prunus.lab.evaluate import loss_of
 from prunus.lab.models import build
 from prunus.ops import bits

@@ -60,7 +60,7 @@ def run(command: Command) -> None:
 
 def _compare(command: Command, window: "Window", path: Path, console: "Console") -> None:
     from ..files.json_file import write_json
-    from ..lab.profile.compare import compare_compile
+    from ..lab.profile.compile import compare_compile
 
     with console.status("start") as status:
         found = compare_compile(command.run, window, status.update)
@@ -72,7 +72,7 @@ def _compare(command: Command, window: "Window", path: Path, console: "Console")
 
 
 def _print(profile: "Profile", console: "Console") -> None:
-    from ..lab.profile.words import advice, memory_rows, summary, time_rows
+    from ..lab.profile.advice import advice, memory_rows, summary, time_rows
 
     sides = ["host", "device"] if profile.step.device else ["host"]
     _table(console, f"one step, on {profile.device}", ["part", *sides, "meaning"], time_rows(profile.step))

@@ -1,18 +1,19 @@
 """``prunus study``"""
 
+import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import tyro
 
-from ..lab.study.presets import PresetName
-
-if TYPE_CHECKING:
-    from ..lab.run import Run
-    from ..lab.study.arms import Arm
-    from ..lab.study.plan import Cell, Plan
+from ..lab.run import Run
+from ..lab.study.arms import Arm, parse_arm, parse_fields, read_base, score_arm
+from ..lab.study.folder import Folder
+from ..lab.study.plan import Cell, Plan, data_digests, key_of, make_plan, num_examples, only
+from ..lab.study.presets import PRESETS, PresetName
 
 Texts = tyro.conf.UseAppendAction[tuple[str, ...]]
 
@@ -72,37 +73,48 @@ def _check_read(command: Command, what: str) -> None:
 
 
 def _run(command: Command, started: float) -> None:
-    from ..lab.study.folder import Folder
     from ..lab.study.results import update
-    from .study_show import num_left, print_plan, print_table
-    from .study_work import work
 
-    folder, asked = Folder(command.out), planned(command)
+    folder, plan = Folder(command.out), planned(command)
     if command.dry_run:
-        print_plan(folder, asked)
+        print_plan(folder, plan)
         return
+    from ..lab.study.runner import Options
+    from .study_work import devices_of, work
+
+    devices = devices_of(command.devices)
+    options = Options(
+        device="cpu" if devices[0] == "cpu" else "auto",
+        deadline=started + command.time_limit if command.time_limit else None,
+        session=f"{started:.3f}-{os.getpid()}",
+        save_every=command.save_every,
+        keep_checkpoints=command.keep_checkpoints,
+    )
     try:
-        all_ended_well = work(folder, asked, command, started)
+        all_ended_well = work(folder, plan, options, devices, print_table)
     except KeyboardInterrupt:
         print_table(update(folder))
         raise
     values = update(folder)
     print_table(values)
-    if command.time_limit and (left := num_left(folder, asked)):
-        print(f"{left} of the runs asked for are left: they would not have ended in time; the same command does them")
+    if command.time_limit:
+        ended, failed = folder.ended(), folder.failures()
+        left = [c for c in set(plan.owners.values()) if key_of(plan.run_of(c)) not in ended and c.folder not in failed]
+        if left:
+            print(
+                f"{len(left)} of the runs asked for are left: they would not have ended in time;"
+                " the same command does them"
+            )
     if values["failed"] or not all_ended_well:
         raise SystemExit(1)
 
 
-def planned(command: Command) -> "Plan":
+def planned(command: Command) -> Plan:
     """What the options ask for, on the base that they or the folder give."""
-    from ..lab.study.fields import parse_arm, score_arm
-    from ..lab.study.plan import make_plan, only
-
     start = _start(command)
     more = [score_arm(score) for score in _split(command.scores)] + [parse_arm(text) for text in command.arm]
     if start.cells and not (more or command.sparsity or command.seeds or command.only):
-        return start.plan()
+        return Plan(start.base, start.arms, start.cells, data_digests(start.base))
     sparsities = [_number(text, float) for text in _split(command.sparsity)] or start.sparsities
     plan = make_plan(start.base, [*start.arms, *more], sparsities, _seeds(command.seeds) or start.seeds)
     return only(plan, _split(command.only)) if command.only else plan
@@ -112,50 +124,35 @@ def planned(command: Command) -> "Plan":
 class Start:
     """What a plan begins with."""
 
-    base: "Run"
-    arms: "tuple[Arm, ...]"
+    base: Run
+    arms: tuple[Arm, ...]
     sparsities: tuple[float, ...] = (0.5,)
     seeds: tuple[int, ...] = (0, 1, 2)
-    cells: "tuple[Cell, ...]" = ()
-
-    def plan(self) -> "Plan":
-        from ..lab.study.keys import data_digests
-        from ..lab.study.plan import Plan
-
-        return Plan(self.base, self.arms, self.cells, data_digests(self.base))
+    cells: tuple[Cell, ...] = ()
 
 
 def _start(command: Command) -> Start:
-    from ..lab.study.fields import parse_fields
-
-    start = _found(command)
-    changes = parse_fields(command.field, "--set")
-    changes |= {name: value for name in ("data", "validation") if (value := getattr(command, name)) is not None}
-    return replace(start, base=replace(start.base, **changes))
-
-
-def _found(command: Command) -> Start:
-    """The preset, the file, or what the folder holds already."""
-    from ..lab.study.fields import read_base
-    from ..lab.study.folder import Folder
-    from ..lab.study.presets import PRESETS
-
+    """The preset, the file, or what the folder holds already, with the fields that options change."""
     if command.base and command.preset:
         raise ValueError("--base and --preset both name a base run; give one of them")
+    folder = Folder(command.out)
     if command.preset:
         preset = PRESETS[command.preset]
         if command.data is None:
             raise ValueError(f"the preset {command.preset} needs --data: {preset.reads}")
-        return Start(preset.base, preset.arms, preset.sparsities)
-    if command.base:
+        start = Start(preset.base, preset.arms, preset.sparsities)
+    elif command.base:
         base, arms, sparsities = read_base(command.base)
-        return Start(base, tuple(arms), sparsities or (0.5,))
-    folder = Folder(command.out)
-    if not folder.exists:
+        start = Start(base, tuple(arms), sparsities or (0.5,))
+    elif folder.exists:
+        plan = folder.plan()
+        known = plan.to_json()
+        start = Start(plan.base, plan.arms, tuple(known["sparsities"]), tuple(known["seeds"]), plan.cells)
+    else:
         raise ValueError("say what to run: --base run.toml or --preset NAME, or --out with a study to continue")
-    plan = folder.plan()
-    known = plan.to_json()
-    return Start(plan.base, plan.arms, tuple(known["sparsities"]), tuple(known["seeds"]), plan.cells)
+    changes = parse_fields(command.field, "--set")
+    changes |= {name: value for name in ("data", "validation") if (value := getattr(command, name)) is not None}
+    return replace(start, base=replace(start.base, **changes))
 
 
 def _split(text: str) -> list[str]:
@@ -179,28 +176,77 @@ def _seeds(text: str) -> tuple[int, ...]:
 
 def _merge(command: Command, folders: list[Path]) -> None:
     from ..lab.study.merge import merge
-    from .study_show import print_table
 
     print_table(merge(folders, command.out, slim=command.slim))
     print(f"{command.out} written")
 
 
 def _show(command: Command, folders: list[Path]) -> None:
-    from ..lab.study.folder import Folder
     from ..lab.study.results import summary
-    from .study_show import print_table
 
     for path in folders or [command.out]:
         print_table(summary(Folder(path), Folder(path).plan()))
 
 
 def _page(command: Command, folders: list[Path]) -> None:
-    from ..lab.study.page import page
+    from ..lab.study.tables import page
 
     text = page(folders or sorted({path.parent for name in PAGED for path in Path("studies").glob(f"*/{name}")}))
     command.page.parent.mkdir(parents=True, exist_ok=True)
     command.page.write_text(text)
     print(f"{command.page} written")
+
+
+def print_table(values: Mapping[str, Any]) -> None:
+    """One line an arm and sparsity, then what failed or does not count."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    from ..lab.study.tables import HEADINGS, cells_of, notes_of, title_of
+    from .progress import wide_console
+
+    console = wide_console()
+    table = Table(title=title_of(values))
+    for number, heading in enumerate(HEADINGS):
+        table.add_column(heading, justify="left" if number in (0, len(HEADINGS) - 1) else "right")
+    before = None
+    for row in values["rows"]:
+        if before is not None and row["sparsity"] != before:
+            table.add_section()
+        before = row["sparsity"]
+        table.add_row(*map(escape, cells_of(row)))  # names of arms are no markup
+    console.print(table)
+    for note in notes_of(values):
+        console.print(note, highlight=False, markup=False, soft_wrap=True)
+
+
+def print_plan(folder: Folder, plan: Plan) -> None:
+    """Every computation of the plan, with its tokens, whether it is done, and what is left in all."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    from ..lab.study.runner import estimate
+    from .progress import wide_console
+
+    done, damaged = (folder.finished(), folder.damaged()) if folder.exists else ({}, {})
+    table = Table(title=escape(f"{folder.path}: hash {plan.hash}"))
+    for heading in ("run", "arms", "steps", "examples", "state"):
+        table.add_column(heading, justify="right" if heading in ("steps", "examples") else "left")
+    left, seconds, unknown = 0, 0.0, False
+    for owner in dict.fromkeys(plan.owners.values()):
+        run = plan.run_of(owner)
+        sharing = [cell.arm for cell, first in plan.owners.items() if first == owner]
+        state = "done" if key_of(run) in done else "damaged" if key_of(run) in damaged else "to do"
+        names = escape(owner.folder), escape(", ".join(sharing))
+        table.add_row(*names, f"{run.total_steps:,}", f"{num_examples(run):,}", state)
+        if state == "to do":
+            left += num_examples(run)
+            expected = estimate(folder, run, cold=False) if folder.exists else None
+            seconds, unknown = seconds + (expected or 0.0), unknown or expected is None
+    wide_console().print(table)
+    tokens = f" = {left * plan.base.context:,} tokens" if plan.base.model.startswith("gpt2") else ""
+    seconds_left = "no run is done yet on this machine to judge the time by" if unknown else f"at most {seconds:,.0f} s"
+    print(f"left to do: {left:,} examples{tokens}; {seconds_left}")
 
 
 PAGED = ("study.json", "compile.json")  # what a folder holds that the page has a section for

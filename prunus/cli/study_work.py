@@ -6,12 +6,13 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from rich.console import Console
 
 from ..lab.models import build
@@ -21,45 +22,26 @@ from ..lab.study.folder import Folder
 from ..lab.study.plan import Cell, Plan
 from ..lab.study.runner import Options, Worker
 from ..lab.tracking import environment
+from ..lab.trainer import Progress
 from .progress import progress_bar
-from .study_show import print_table
 
-if TYPE_CHECKING:
-    from ..lab.trainer import Progress
-    from .study import Command
+Table = Callable[[Mapping[str, Any]], None]  # prints what is known
 
 
-def work(folder: Folder, asked: Plan, command: "Command", started: float) -> bool:
-    """Do what is asked and not done, on all devices; the time limit counts from ``started``. False if a worker died."""
-    devices = devices_of(command.devices)
+def work(folder: Folder, plan: Plan, options: Options, devices: list[str], print_table: Table) -> bool:
+    """Do the runs of the plan that are not done, on all devices; False if a worker died."""
     if not folder.exists:
-        _check_data(asked.base)
-    folder.join(asked, environment())
-    options = Options(
-        device="cpu" if devices[0] == "cpu" else "auto",
-        deadline=started + command.time_limit if command.time_limit else None,
-        session=f"{started:.3f}-{os.getpid()}",
-        save_every=command.save_every,
-        keep_checkpoints=command.keep_checkpoints,
-    )
+        with torch.device("meta"):  # data that cannot be read or does not suit the model: refused before writing
+            build(plan.base.model, data_of(plan.base).shape)
+    folder.join(plan, environment())
     if len(devices) == 1 and devices[0] in ("cpu", "auto"):
-        Worker(folder, options, Lines("")).work(asked.cells)
+        Worker(folder, options, Lines("", print_table)).work(plan.cells)
         return True
-    return _in_processes(folder, asked.cells, options, devices)
-
-
-def _check_data(base: Run) -> None:
-    """Refuse data that cannot be read or does not suit the model before a folder is written."""
-    import torch
-
-    with torch.device("meta"):
-        build(base.model, data_of(base).shape)
+    return _in_processes(folder, plan.cells, options, devices)
 
 
 def devices_of(text: str) -> list[str]:
     """A name for each worker, as CUDA_VISIBLE_DEVICES has it, or cpu; auto is what this process sees."""
-    import torch
-
     visible = [part for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
     if not text:
         count = torch.cuda.device_count()
@@ -116,8 +98,6 @@ def environment_of(device: str, num_workers: int) -> dict[str, str]:
 
     Workers share the threads that torch would take: more than there are cores wait for each other, and long.
     """
-    import torch
-
     threads = {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // num_workers))}
     return threads | os.environ | ({} if device == "cpu" else {"CUDA_VISIBLE_DEVICES": device})
 
@@ -140,10 +120,11 @@ def worker() -> None:
 class Lines:
     """A bar for the run that goes on, a line for each that is done, and the table after each seed of all arms."""
 
-    prefix: str  # which worker speaks; the only one has none, and a bar
+    prefix: str  # names the worker; the only one has none, and a bar
+    print_table: Table = lambda values: None
 
     @contextmanager
-    def running(self, title: str, run: Run) -> "Iterator[Progress]":
+    def running(self, title: str, run: Run) -> Iterator[Progress]:
         if self.prefix:
             yield lambda step, values: None
         else:
@@ -158,7 +139,7 @@ class Lines:
             soft_wrap=True,
         )
         if values["round_ends"] and values["num_finished"] < values["num_runs"] and not self.prefix:
-            print_table(values)
+            self.print_table(values)
 
 
 def _end_with_parent() -> None:

@@ -11,7 +11,7 @@ from ..files.json_file import read_json, write_json
 from ..files.reader import open_tensors
 from ..files.sparse_file import check_pruned, in_memory, loaded
 from .checkpoint import load_checkpoint
-from .data.shape import ImageShape, TokenShape
+from .data.batches import ImageShape, TokenShape
 from .models import MODELS, build
 from .run import Run
 

@@ -255,7 +255,12 @@ def read_run(folder: Path) -> Run:
     path = folder / "run.json"
     if not path.is_file():
         raise ValueError(f"{folder} is not a run folder: it has no run.json")
+    return run_of(read_json(path), path)
+
+
+def run_of(values: dict[str, Any], path: Path) -> Run:
+    """The run that the content of a run.json describes."""
     try:
-        return Run.from_json(read_json(path)["run"])
+        return Run.from_json(values["run"])
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path} cannot be read: {error!r}") from error

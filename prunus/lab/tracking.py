@@ -1,21 +1,29 @@
-"""A run folder: what was run, on what, and what was measured."""
+"""A run folder: what was run, on what, and what was measured, which trackers that the user names get too.
 
+A tracker (wandb, tensorboard, trackio) gets what metrics.jsonl gets, nested names joined by a slash: ``loss``,
+``eval/perplexity``. Its package is imported only when it is asked for.
+"""
+
+import contextlib
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib import metadata
+from importlib import import_module, metadata
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from ..files.json_file import to_json, write_json
+from ..ops.proc import said_by_linux
 from .run import Run
-from .trackers import Sink, flat, open_sinks
 
 
 def environment() -> dict[str, Any]:
@@ -73,6 +81,37 @@ def _version(package: str) -> str | None:
         return None
 
 
+def reset_peak_memory(device: torch.device) -> None:
+    """Begin to measure anew, so that the run before it in the same process does not count."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        with contextlib.suppress(OSError):  # Linux alone can; elsewhere the peak is the whole process's
+            Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes at the peak since ``reset_peak_memory``; 0 where the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if (found := said_by_linux("self/status", "VmHWM")) is not None:
+        return found
+    try:
+        import resource
+    except ImportError:
+        return 0
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+class Sink(Protocol):
+    """One tracker of one run."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
 @dataclass(frozen=True)
 class Tracker:
     """Writes a run folder; ``metrics.jsonl`` has one line a log, each with its step, which trackers get too."""
@@ -84,7 +123,7 @@ class Tracker:
     def open(cls, run: Run, step: int) -> "Tracker":
         """Make the folder, or take it up again at ``step``: later lines of metrics.jsonl are dropped."""
         run.out.mkdir(parents=True, exist_ok=True)
-        tracker = cls(run.out, open_sinks(run, step))
+        tracker = cls(run.out, tuple(SINKS[name](run, step) for name in run.track))
         if step:
             tracker._drop_after(step)
         else:
@@ -133,3 +172,91 @@ class Silent:
 
     def result(self, values: dict[str, Any]) -> None:
         pass
+
+
+def check_installed(names: tuple[str, ...]) -> None:
+    """Refuse a tracker whose package is missing, before anything is made."""
+    for name in names:
+        if find_spec(name) is None:
+            raise ValueError(f"--track {name} needs the package {name}: pip install 'prunus[{name}]'")
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """The numbers that change: those of a mapping have its name before theirs; lists and sizes are left out."""
+    found: dict[str, float] = {}
+    for name, value in values.items():
+        if name == "layers":
+            continue
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{prefix}{name}/")
+        elif isinstance(value, int | float) and not isinstance(value, bool) and name != "step":
+            found[prefix + name] = value
+    return found
+
+
+class Wandb:
+    """Weights & Biases; WANDB_MODE=offline keeps it on this machine, in the run folder."""
+
+    def __init__(self, run: Run, step: int) -> None:
+        wandb: Any = import_module("wandb")
+        known, own = run.out / "wandb-id", run.out / "wandb"
+        before = own.exists()
+        try:
+            self.run = wandb.init(
+                project=os.environ.get("WANDB_PROJECT", "prunus"),
+                name=run.out.name,
+                dir=str(run.out),
+                config=run.to_json(),
+                id=known.read_text() if step and known.is_file() else None,
+                resume="allow" if step else None,
+                reinit="finish_previous",  # a run of the same process that failed
+                settings=wandb.Settings(console="off"),
+            )
+        except wandb.errors.Error as error:
+            if not before:
+                shutil.rmtree(own, ignore_errors=True)
+            raise ValueError(f"wandb did not begin: {error}; WANDB_MODE=offline needs no account") from None
+        known.write_text(self.run.id)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self.run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+class Tensorboard:
+    """Event files in the run folder: ``tensorboard --logdir RUN``."""
+
+    def __init__(self, run: Run, step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder = run.out / "tensorboard"
+        self.writer = SummaryWriter(str(folder), purge_step=step + 1 if step else None, flush_secs=10)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class Trackio:
+    """Hugging Face's local-first tracker, in the project prunus: ``trackio show``."""
+
+    def __init__(self, run: Run, step: int) -> None:
+        self.trackio: Any = import_module("trackio")
+        project = os.environ.get("TRACKIO_PROJECT", "prunus")
+        resume = "allow" if step else "never"
+        name = "-".join(run.out.resolve().parts[-2:])
+        self.run = self.trackio.init(project=project, name=name, config=run.to_json(), resume=resume)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self.trackio.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self.trackio.finish()
+
+
+SINKS = {"wandb": Wandb, "tensorboard": Tensorboard, "trackio": Trackio}

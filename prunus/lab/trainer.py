@@ -16,7 +16,6 @@ from ..ops.device import device_of
 from ..optim import AdamWPrune
 from ..ranks import ranks_of
 from ..summary import Event, report
-from . import memory
 from .arithmetic import fixed_arithmetic, restore_onednn
 from .checkpoint import resume, save
 from .data import TokenData
@@ -25,8 +24,7 @@ from .models import build
 from .parallel import Team, team_of
 from .recipe import Data, data_of, device_named, learning_rate, make_optimizer, make_pruner, num_asked
 from .run import Run, is_restarted, read_run
-from .trackers import check_installed
-from .tracking import Silent, Tracker
+from .tracking import Silent, Tracker, check_installed, peak_memory, reset_peak_memory
 
 Progress = Callable[[int, dict[str, Any]], None]  # called after each step with what is known then
 
@@ -65,7 +63,7 @@ class Training:
     def __init__(self, run: Run, data: Data | None = None, team: Team = Team()) -> None:
         self.run, self.team = run, team
         self.device = team.place(device_of(device_named(run.device)))
-        memory.reset_peak(self.device)
+        reset_peak_memory(self.device)
         self.data: Data = data or team.each(lambda: data_of(run))
         torch.manual_seed(run.seed)
         self.model = build(run.model, self.data.shape).to(self.device)
@@ -267,6 +265,6 @@ def _result(training: Training, quality: Quality) -> Result:
         seconds=training.seconds,
         budget_scale=run.budget_scale,
         digest=training.pruner.digest() if training.pruner else None,
-        peak_memory=memory.peak(training.device),
+        peak_memory=peak_memory(training.device),
         num_asked=num_asked(run, found.weights),
     )

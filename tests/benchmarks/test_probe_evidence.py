@@ -15,8 +15,8 @@ from benchmarks.probe_figures import Figures, read_figures, verdict
 from benchmarks.probe_models import CASES, IMAGES, smaller, subject_for
 from benchmarks.probe_study import Arm, Row, exactly, pruned_by, replaced_veto, share_beyond, vetoed_by_lot
 from prunus import Global, PerLayer, PerRow, Probe
-from prunus.lab.data.shape import ImageShape
-from prunus.lab.models.resnet import RESNETS, resnet
+from prunus.lab.data.batches import ImageShape
+from prunus.lab.models.vision import RESNETS, resnet
 from prunus.oneshot.decide import within
 from prunus.oneshot.prune import Job, Plan
 from prunus.ops import bits

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from report_folders import make_study
 
+from prunus.lab.report.cells import read_source
 from prunus.lab.report.page import render
-from prunus.lab.report.source import read_source
 
 ARMS = ["dense", "random", "magnitude", "bitter7", "bitter3"]
 HOSTILE = "<img src=x onerror=alert(1)>&{{7*7}}%{x}</script><script>alert(2)</script>"

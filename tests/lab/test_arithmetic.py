@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from prunus.cli.eval import evaluated
 from prunus.files.json_file import read_json, write_json
 from prunus.lab import arithmetic
 from prunus.lab.checkpoint import load_checkpoint
-from prunus.lab.evaluated import evaluated
 from prunus.lab.run import Run
 from prunus.lab.trainer import train
 

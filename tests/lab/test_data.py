@@ -15,10 +15,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from prunus.lab.data import Labelled, load
-from prunus.lab.data.images import crop_and_flip, image_data
-from prunus.lab.data.order import permutation
-from prunus.lab.data.stdlib_text import LIMIT, joined, sources, split
-from prunus.lab.data.tokens import token_data
+from prunus.lab.data.batches import crop_and_flip, image_data, permutation, token_data
+from prunus.lab.data.token_files import LIMIT, joined, sources, split
 
 MNIST = Path(os.environ.get("PRUNUS_DATA", "")) / "vision" / "mnist"
 

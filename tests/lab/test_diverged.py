@@ -10,8 +10,8 @@ from report_pages import page_of
 
 from prunus.cli import main
 from prunus.files.json_file import read_json, to_json
+from prunus.lab.report.cells import read_source
 from prunus.lab.report.sections import sections
-from prunus.lab.report.source import read_source
 
 OPTIONS = (
     "--model gpt2-tiny --context 8 --batch 2 --steps 6 --eval-every 3 --eval-size 2 --log-every 1 --warmup 0 "

@@ -11,7 +11,7 @@ import torch
 from prunus.lab.data import ImageShape, TokenShape
 from prunus.lab.models import MODELS, build
 from prunus.lab.models.gpt import GPT, GPTConfig
-from prunus.lab.models.lenet import in_field
+from prunus.lab.models.vision import in_field
 
 GPT2 = TokenShape(vocab_size=50257, context=1024)
 TOY = TokenShape(vocab_size=11, context=9)

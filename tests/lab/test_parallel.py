@@ -11,9 +11,9 @@ import torch
 from parallel_worker import KINDS, Interrupted, options, until_stop
 from test_killed import assert_same, metrics
 
+from prunus.cli.eval import evaluated
 from prunus.doctor import examine
 from prunus.lab.checkpoint import checkpoint_of, load_checkpoint
-from prunus.lab.evaluated import evaluated
 from prunus.lab.run import Run
 from prunus.lab.trainer import train
 from prunus.ops import bits

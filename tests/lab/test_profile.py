@@ -10,16 +10,15 @@ import torch
 from profile_runs import small
 
 from prunus.cli import main
-from prunus.lab.profile import memory as profile_memory
-from prunus.lab.profile.compare import _in_a_process, compare_compile, compared, said
-from prunus.lab.profile.compiled import Compiled
-from prunus.lab.profile.measure import Profile, Window, measure
-from prunus.lab.profile.memory import Memory, held, measured_memory
-from prunus.lab.profile.parts import PARTS, instrument
-from prunus.lab.profile.split import Split
-from prunus.lab.profile.words import advice, memory_rows, summary, time_rows
+from prunus.lab.profile import memory_use as profile_memory
+from prunus.lab.profile.advice import advice, memory_rows, summary, time_rows
+from prunus.lab.profile.compile import _in_a_process, compare_compile, compared, said
+from prunus.lab.profile.measure import Compiled, Profile, Window, measure
+from prunus.lab.profile.memory_use import Memory, held, measured_memory
+from prunus.lab.profile.steps import PARTS, instrument
+from prunus.lab.profile.trace import Split
 from prunus.lab.run import Run
-from prunus.lab.study.page import page
+from prunus.lab.study.tables import page
 from prunus.lab.trainer import Training
 
 RUNS = {
@@ -190,7 +189,7 @@ def test_arms_are_equal_in_all_but_compile(text, tmp_path, monkeypatch, capsys):
         runs.append(run)
         return arm(0.1, 10, 1.0, 2.0, 1)
 
-    monkeypatch.setattr("prunus.lab.profile.compare._in_a_process", measured)
+    monkeypatch.setattr("prunus.lab.profile.compile._in_a_process", measured)
     main(["profile", "--compare", "compile", "--data", text, "--batch", "3", "--out", str(tmp_path)])
     assert [run.compile for run in runs] == [False, True] and replace(runs[1], compile=False) == runs[0]
     assert runs[0].batch == 3 and "Throughput" in capsys.readouterr().out
@@ -214,7 +213,7 @@ def test_an_arm_is_measured_in_a_fresh_process_and_has_a_place_on_the_page(text,
 
 def test_an_arm_that_fails_says_why_in_one_line(text, monkeypatch):
     failed = SimpleNamespace(returncode=1, stderr="Traceback\nValueError: no memory\n")
-    monkeypatch.setattr("prunus.lab.profile.compare.subprocess.run", lambda *_, **__: failed)
+    monkeypatch.setattr("prunus.lab.profile.compile.subprocess.run", lambda *_, **__: failed)
     with pytest.raises(ValueError, match=r"arm eager failed: ValueError: no memory"):
         compare_compile(small(text), Window(1, 1))
 

@@ -13,10 +13,9 @@ from report_folders import make_run, make_study
 from report_pages import ARMS, HOSTILE, Page, edit, figures_of, hostile_study, lines_of, page_of
 
 from prunus.cli import main
-from prunus.lab.report.page import render
+from prunus.lab.report.cells import read_source
+from prunus.lab.report.page import lede, render
 from prunus.lab.report.sections import sections
-from prunus.lab.report.source import read_source
-from prunus.lab.report.words import lede
 
 
 def test_the_numbers_of_a_run_are_those_of_its_metrics(tmp_path):

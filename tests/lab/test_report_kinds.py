@@ -10,7 +10,7 @@ import pytest
 from report_folders import make_run, make_study
 
 from prunus.cli import main
-from prunus.lab.report.kinds import ANY, COUNT, NUMBER, SHARE, TEXT, Maybe, Named, check
+from prunus.lab.report.schema import ANY, COUNT, NUMBER, SHARE, TEXT, Maybe, Named, check
 
 VALUES = ["x", "", "\ud800", None, [], [1], {}, {"a": None}, True, 0, -1, 5, 0.3, 1e-320, 1e308, 10**400, -(10**30)]
 VALUES += [float("nan"), float("inf"), [[]], "9" * 5000]

@@ -7,7 +7,7 @@ import pytest
 from report_folders import make_study
 from report_pages import ARMS, figures_of, page_of
 
-from prunus.lab.report.compare import apart
+from prunus.lab.report.comparison import apart
 
 RECIPE = "lr 2e-3 to 0 warmup 200 every 5 beta2 0.99"
 

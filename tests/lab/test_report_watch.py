@@ -16,11 +16,12 @@ import pytest
 from report_folders import make_run, make_study, stopped
 
 from prunus.cli import main, watch
+from prunus.cli.watch import BLOCKS, chart, drawn, layer_line, plain_letters, running
+from prunus.cli.watch import stopped as said_of
 from prunus.files.lock import held, is_free
-from prunus.lab.live import BLOCKS, chart, drawn, layer_line, plain_letters, running
-from prunus.lab.live import stopped as said_of
-from prunus.lab.report.read import read_record
-from prunus.lab.report.source import read_source
+from prunus.lab.report.cells import read_source
+from prunus.lab.report.records import read_record
+from prunus.lab.run_files import RunFiles
 
 NAN = "ValueError: the loss is nan at step 140"
 WATCH = [sys.executable, "-m", "prunus", "watch", "--every", "0.1"]
@@ -60,7 +61,7 @@ def test_a_chart_names_its_ends_and_its_last_value():
 
 
 def test_layers_are_blocks_in_their_order(tmp_path):
-    line = layer_line(read_record(make_run(tmp_path / "run", sparsity=0.8)), 80)
+    line = layer_line(read_record(RunFiles(make_run(tmp_path / "run", sparsity=0.8))), 80)
     blocks = line.split()[-1]
     assert len(blocks) == 12 and list(blocks) == sorted(blocks, key=BLOCKS.index) and blocks[0] != blocks[-1]
     assert plain_letters("⠀⣀▁█") == " *18"
@@ -193,7 +194,7 @@ def test_a_run_that_is_killed_is_said_to_be_stopped(watching, tmp_path, capsys):
         training.kill()
         training.wait()
     assert time.monotonic() - began > 2.0 + watch.GRACE
-    said = f"run was stopped before its end, at step {read_record(run).last_step:,} of 100,000; "
+    said = f"run was stopped before its end, at step {read_record(RunFiles(run)).last_step:,} of 100,000; "
     assert capsys.readouterr().out.endswith(f"{said}prunus train --resume --out {run} continues it\n")
 
 
@@ -222,7 +223,9 @@ def test_nobody_is_missed_where_folders_are_not_locked(watching, tmp_path, monke
 
 def test_a_stopped_run_of_a_study_is_continued_by_the_study(tmp_path):
     folder = stopped(make_study(tmp_path / "study", ["dense", "magnitude"]) / "runs" / "dense-0-s1", 0.5)
-    assert said_of(read_record(folder), folder).endswith(f"; prunus study --out {tmp_path / 'study'} continues it")
+    assert said_of(read_record(RunFiles(folder)), folder).endswith(
+        f"; prunus study --out {tmp_path / 'study'} continues it"
+    )
 
 
 def test_a_look_at_the_folder_keeps_no_training_from_it(tmp_path):

@@ -10,7 +10,7 @@ from study_command import ASKED, losses, rows, stamps, study
 from prunus.cli import main
 from prunus.files.json_file import read_json
 from prunus.lab.study.merge import merge
-from prunus.lab.study.page import page
+from prunus.lab.study.tables import page
 
 LACKING = "has no number for"
 DAMAGES = {

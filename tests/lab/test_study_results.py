@@ -7,20 +7,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from report_pages import page_of
 from study_command import ASKED, Quiet, losses, rows, stamps, study
 
 from prunus.cli import main
 from prunus.files.json_file import read_json
-from prunus.lab.report.read import read_record
+from prunus.lab.report.records import read_record
 from prunus.lab.run import Run
 from prunus.lab.study.folder import Folder
-from prunus.lab.study.masks import jaccard, save_masks
 from prunus.lab.study.merge import merge
-from prunus.lab.study.page import page
+from prunus.lab.study.overlap import jaccard, save_masks
 from prunus.lab.study.plan import make_plan
 from prunus.lab.study.results import summary
 from prunus.lab.study.runner import Options, Worker
-from prunus.lab.study.table import cells_of
+from prunus.lab.study.tables import cells_of, page
 from prunus.lab.trainer import train
 
 ARMS = ["dense", "random", "magnitude", "bitter7", "bitter1"]
@@ -228,18 +228,88 @@ def test_doubled_runs_must_agree_and_studies_be_alike(done, copy, base, tmp_path
 
 def paths(out: Path) -> dict[str, list[tuple[int, float]]]:
     """Steps and sparsities of the events of each run, as a report reads them."""
-    records = {path.parent.name: read_record(path.parent) for path in out.glob("runs/*/run.json")}
+    records = {name: read_record(run) for name, run in Folder(out).runs().items()}
     return {name: [(e["step"], e["sparsity"]) for e in record.events] for name, record in records.items()}
 
 
-def test_a_slim_copy_says_the_same_and_is_continued(copy, base, tmp_path):
-    slim = tmp_path / "slim"
-    main(["study", "merge", str(copy), "--out", str(slim), "--slim"])
+@pytest.fixture
+def slim(copy, tmp_path) -> Path:
+    main(["study", "merge", str(copy), "--out", str(tmp_path / "slim"), "--slim"])
+    return tmp_path / "slim"
+
+
+def test_a_slim_copy_says_the_same_and_is_continued(copy, slim, base):
+    assert sorted(path.name for path in slim.iterdir()) == ["runs.jsonl", "study.json", "study_result.json"]
     assert rows(slim) == rows(copy)
-    assert not list(slim.rglob("*.safetensors"))
     assert str(copy.parent) not in "".join(path.read_text() for path in slim.rglob("*.json*"))
     assert paths(slim) == paths(copy) and all(paths(slim)[name] for name in paths(slim) if "dense" not in name)
-    before = stamps(slim)
+    before = (slim / "runs.jsonl").read_bytes()
     assert study(base, slim, *ASKED) == 0
-    assert stamps(slim) == before
+    assert stamps(slim) == {} and (slim / "runs.jsonl").read_bytes() == before, "nothing is run again"
     assert rows(slim)["random"]["overlap"] == rows(copy)["random"]["overlap"]
+
+
+def test_a_slim_copy_has_the_same_table_page_and_report(copy, slim, capsys):
+    capsys.readouterr()
+    shown = []
+    for folder in (copy, slim):
+        main(["study", "show", str(folder)])
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1] and "8 of 8 runs" in shown[0]
+    assert page([copy]).replace("study", "slim") == page([slim]).replace("study", "slim")
+    whole, small = page_of(copy), page_of(slim)
+    assert whole.texts["h1"] == small.texts["h1"]
+    assert whole.texts["h2"] == small.texts["h2"] and whole.texts["p"] == small.texts["p"]
+    found = [
+        {name: [row for row in rows if row[0] != "data"] for name, rows in each.tables.items() if name != "Environment"}
+        for each in (whole, small)
+    ]
+    assert found[0] == found[1], "but for the paths of files, which a slim study leaves out"
+
+
+def test_slim_and_live_studies_merge_and_grow(done, slim, base, tmp_path):
+    parts = split(done, tmp_path)
+    merge([parts[0]], tmp_path / "first", slim=True)
+    assert merge([tmp_path / "first", parts[1]], tmp_path / "mixed")["num_finished"] == 8
+    assert rows(tmp_path / "mixed") == rows(done) and len(stamps(tmp_path / "mixed")) == 4
+    assert merge([tmp_path / "mixed"], tmp_path / "whole", slim=True)["num_finished"] == 8
+    assert (tmp_path / "whole" / "runs.jsonl").read_text() == (slim / "runs.jsonl").read_text()
+    merge([tmp_path / "whole"], tmp_path / "again", slim=True)
+    assert (tmp_path / "again" / "runs.jsonl").read_bytes() == (slim / "runs.jsonl").read_bytes()
+    assert study(base, slim, "--scores", "bitter3", "--seeds", "1") == 0  # an arm more
+    assert set(stamps(slim)) == {"bitter3-0.5-s0"} and read_json(slim / "study_result.json")["num_finished"] == 9
+    assert {run["folder"] for run in map(json.loads, (slim / "runs.jsonl").read_text().splitlines())} == set(
+        stamps(done)
+    )
+
+
+def test_long_curves_are_thinned_and_keep_their_ends(copy, tmp_path):
+    run = copy / "runs" / "bitter7-0.5-s0" / "metrics.jsonl"
+    first, *_, last = [json.loads(line) for line in run.read_text().splitlines()]
+    logs = [{"step": step, "loss": float(step), "lr": 1e-3} for step in range(1, 1000)]
+    events = [{"step": step, "event": {"step": step, "sparsity": step / 1000, "seconds": 1}} for step in range(1, 500)]
+    lines = [first, *sorted([*logs, *events], key=lambda line: line["step"]), last | {"step": 1000}]
+    run.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    merge([copy], tmp_path / "slim", slim=True)
+    kept = list(Folder(tmp_path / "slim").runs()["bitter7-0.5-s0"].metrics())
+    assert kept[0] == first and kept[-1] == last | {"step": 1000}, "layers and evaluations are whole"
+    losses = [line for line in kept[1:-1] if "loss" in line]
+    events = [line for line in kept if "event" in line]
+    assert 50 <= len(losses) <= 60 and losses[-1] == {"step": 999, "loss": 999.0}
+    assert 50 <= len(events) <= 60 and events[-1]["event"] == {"step": 499, "sparsity": 0.499}
+
+
+def test_damage_in_a_slim_study_is_told(copy, slim, tmp_path, capsys):
+    (copy / "runs" / "bitter7-0.5-s0" / "result.json").write_text("{")
+    found = merge([copy], tmp_path / "damaged", slim=True)
+    [failed] = found["failed"]
+    assert failed["message"].startswith("runs/bitter7-0.5-s0/result.json cannot be read")
+    again = summary(Folder(tmp_path / "damaged"), Folder(tmp_path / "damaged").plan())
+    assert again["num_finished"] == 7 and [entry["arm"] for entry in again["failed"]] == ["bitter7"]
+    text = (slim / "runs.jsonl").read_text()
+    for broken in (text[:-20], text + "[1]\n", text + '{"folder": "../x", "metrics.jsonl": []}\n'):
+        (slim / "runs.jsonl").write_text(broken)
+        for command in (["study", "show", str(slim)], ["report", str(slim)]):
+            with pytest.raises(SystemExit):
+                main(command)
+            assert "runs.jsonl: line" in capsys.readouterr().err

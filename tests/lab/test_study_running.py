@@ -22,9 +22,9 @@ from prunus.files.json_file import read_json
 from prunus.lab.run import Run
 from prunus.lab.study.arms import Arm
 from prunus.lab.study.folder import Folder
-from prunus.lab.study.page import page
 from prunus.lab.study.plan import make_plan
 from prunus.lab.study.runner import Options, Worker, estimate
+from prunus.lab.study.tables import page
 
 
 def test_each_computation_is_run_once_and_small(done):

@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from prunus.files.json_file import read_json
 from prunus.lab.run import Run
-from prunus.lab.study.fields import parse_arm
+from prunus.lab.study.arms import parse_arm
 from prunus.lab.study.folder import Folder
 from prunus.lab.study.plan import make_plan
 from prunus.lab.study.runner import Options, Worker

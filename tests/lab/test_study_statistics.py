@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from prunus.lab.study.statistics import ACCURACY, PERPLEXITY, deviation, inside, mean, paired, t_quantile, verdict
+from prunus.lab.study.intervals import ACCURACY, PERPLEXITY, deviation, inside, mean, paired, t_quantile, verdict
 
 # two-sided 95 % points of Student's t, from printed tables
 TABLE = {1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764, 5: 2.5706, 9: 2.2622, 10: 2.2281, 30: 2.0423, 120: 1.9799}

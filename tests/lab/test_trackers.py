@@ -8,8 +8,7 @@ import pytest
 
 from prunus.cli import main
 from prunus.lab.run import Run
-from prunus.lab.trackers import flat
-from prunus.lab.tracking import commit
+from prunus.lab.tracking import commit, flat
 
 FAST = (
     "--model gpt2-tiny --context 8 --batch 2 --steps 6 --every 2 --eval-size 2 --eval-every 3 --log-every 1 --warmup 1"
@@ -76,7 +75,7 @@ def test_names_are_given_apart_or_with_commas_and_are_part_of_the_run():
 
 @pytest.mark.parametrize(("tracker", "said"), [("neptune", "wandb, tensorboard, trackio"), ("wandb", "prunus[wandb]")])
 def test_a_tracker_that_is_not_there_is_one_line_and_nothing_is_written(tracker, said, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("prunus.lab.trackers.find_spec", lambda name: None)
+    monkeypatch.setattr("prunus.lab.tracking.find_spec", lambda name: None)
     with pytest.raises(SystemExit) as stop:
         trained(tmp_path, tracker)
     error = capsys.readouterr().err

@@ -1,6 +1,4 @@
-from .images import ImageData, Labelled
+from .batches import ImageData, ImageShape, Labelled, TokenData, TokenShape
 from .load import load
-from .shape import ImageShape, TokenShape
-from .tokens import TokenData
 
 __all__ = ["ImageData", "ImageShape", "Labelled", "TokenData", "TokenShape", "load"]

@@ -4,15 +4,9 @@ from pathlib import Path
 
 import numpy as np
 
-from .cifar10 import is_cifar10, read_cifar10
-from .digits import read_digits
-from .files import read_tokens
-from .images import ImageData, image_data
-from .mnist import is_mnist, read_mnist
-from .stdlib_text import read_stdlib
-from .tokens import TokenData, token_data
-
-HELD_OUT = 0.05  # of the tokens of a file, where no other file is given
+from .batches import ImageData, TokenData, image_data, token_data
+from .image_files import is_cifar10, is_mnist, read_cifar10, read_digits, read_mnist
+from .token_files import HELD_OUT, read_stdlib, read_tokens
 
 
 def load(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from torch import nn
 
-    from ..data.shape import ImageShape, TokenShape
+    from ..data import ImageShape, TokenShape
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ def _gpt(shape: TokenShape, num_layers: int, num_heads: int, width: int) -> nn.M
 
 
 def _lenet5(shape: ImageShape) -> nn.Module:
-    from .lenet import LeNet5
+    from .vision import LeNet5
 
     return LeNet5(shape.channels, shape.num_classes)
 
 
 def _resnet(shape: ImageShape, name: str) -> nn.Module:
-    from .resnet import RESNETS, resnet
+    from .vision import RESNETS, resnet
 
     return resnet(RESNETS[name], shape)
 

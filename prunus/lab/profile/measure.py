@@ -13,12 +13,9 @@ from ..prune_profile import Sampler, utilisation_reader
 from ..run import Run
 from ..tracking import environment
 from ..trainer import Training
-from .compiled import Compiled, compiled
-from .events import between_events, due_events, events_twice, plain_step, seek_event
-from .memory import Memory, measured_memory
-from .parts import fused, instrument
-from .split import Split, split_of
-from .trace import traced
+from .memory_use import Memory, measured_memory
+from .steps import between_events, due_events, events_twice, fused, instrument, plain_step, seek_event
+from .trace import Split, split_of, traced
 
 TRACED = 5  # steps that are traced at most: a trace of hundreds fills the memory
 STRETCHES = 5
@@ -35,6 +32,19 @@ class Window:
     def __post_init__(self) -> None:
         if self.before < 1 or self.measured < 1:
             raise ValueError(f"at least 1 step before and 1 to measure, got {self.before} and {self.measured}")
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """Graphs that were compiled, places where the code had to be split, and frames compiled more than once."""
+
+    graphs: int
+    graph_breaks: int
+    recompiles: int | None  # None where this torch does not count them
+
+    def __str__(self) -> str:
+        counts = {"graph": self.graphs, "graph break": self.graph_breaks, "recompile": self.recompiles}
+        return ", ".join(f"{'unknown' if n is None else n} {name}{'s' * (n != 1)}" for name, n in counts.items())
 
 
 @dataclass(frozen=True)
@@ -177,3 +187,16 @@ def _step(training: Training, num: int) -> Split:
         for _ in range(num):
             plain_step(training)
     return split_of(trace.entries, num)
+
+
+def compiled() -> Compiled:
+    """What torch.compile did so far, as its own counters say."""
+    from torch._dynamo import convert_frame
+    from torch._dynamo.utils import counters
+
+    times = getattr(convert_frame, "FRAME_COMPILE_COUNTER", None)
+    return Compiled(
+        counters["stats"].get("unique_graphs", 0),
+        sum(counters["graph_break"].values()),
+        None if times is None else sum(max(0, num - 1) for num in times.values()),
+    )

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from .numbers import count, percent, plain, short_percent
-from .panel import MUTED, Mark, Number, Panel, Table, Trace, axis, layout
-from .read import Json, Record, number
-from .source import Row, Source, mean_of, scale_of
+from .cells import Row, Source, mean_of, scale_of
+from .panel import MUTED, Mark, Number, Panel, Table, Trace, axis, count, layout, percent, plain, short_percent
+from .records import Json, Record, number
 
 MAX_POINTS, MAX_ROWS = 1500, 250
 ACCENT = "var(--arm-1)"
@@ -136,17 +135,14 @@ def compared_panels(source: Source, marks: Mapping[str, Mark], what: str, far: S
     pick, name = (loss_at, "Training loss") if what == "loss" else (quality_at(record), metric_name(record))
     made = []
     for sparsity in source.sparsities or [0.0]:
-        series = {arm: points(runs, pick) for arm in source.arms if (runs := _runs(source, arm, sparsity))}
+        runs = {arm: source.runs(arm, sparsity) or source.runs(arm, 0.0) for arm in source.arms}
+        series = {arm: points(records, pick) for arm, records in runs.items() if records}
         near = series.keys() - {"random", *(row.arm for row in far if row.sparsity == sparsity)}
         made.append(_compared(series, marks, name, (sparsity, record), frame([series[arm] for arm in near])))
     every = [panel.layout["yaxis"]["range"] for panel in made if panel.layout["yaxis"]["range"]]
     for panel in made if every else []:  # one scale, so that panels can be compared
         panel.layout["yaxis"]["range"] = [min(low for low, _ in every), max(high for _, high in every)]
     return made
-
-
-def _runs(source: Source, arm: str, sparsity: float) -> list[Record]:
-    return source.runs(arm, sparsity) or source.runs(arm, 0.0)
 
 
 def _compared(
@@ -161,8 +157,8 @@ def _compared(
     for arm in sorted(series, key=lambda arm: marks[arm].width):  # grey ones below
         if marks[arm].width > 1:
             traces += _band(series[arm], marks[arm])
-        hover = f"%{{y:.4g}}{_spread_said(series[arm])}<extra>%{{fullData.name}}</extra>"
-        traces.append(_line(arm, series[arm], marks[arm], hover))
+        spread = " (%{customdata[0]:.4g} to %{customdata[1]:.4g})" * any(p.low < p.high for p in series[arm])
+        traces.append(_line(arm, series[arm], marks[arm], f"%{{y:.4g}}{spread}<extra>%{{fullData.name}}</extra>"))
     ends = "; ".join(f"{arm} {plain(line[-1].mean)}" for arm, line in series.items() if line)
     few = sum(mark.width > 1 for arm, mark in marks.items() if arm in series) == len(series) <= 6
     return Panel(
@@ -176,10 +172,6 @@ def _compared(
         ),
         _compared_table(series, name, record),
     )
-
-
-def _spread_said(line: Sequence[Point]) -> str:
-    return " (%{customdata[0]:.4g} to %{customdata[1]:.4g})" if any(p.low < p.high for p in line) else ""
 
 
 def _compared_table(series: Mapping[str, list[Point]], name: str, record: Record) -> Table:

@@ -1,4 +1,7 @@
-"""One HTML page that needs nothing beside it: charts by plotly, whose script is taken from the installed package."""
+"""One HTML page that needs nothing beside it: the finding as a headline, then the sections with their charts.
+
+Charts are drawn by plotly, whose script is taken from the installed package.
+"""
 
 import hashlib
 import json
@@ -8,13 +11,15 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from .cells import Row, Source, mean_of, read_source, scale_of
+from .comparison import apart, memory_of
+from .panel import count, duration, fixed, memory, percent, plain, short_percent, signed
+from .records import Record, number
 from .sections import sections
-from .source import Source, read_source
-from .words import figures, headline, lede
 
 
 def write_report(folder: Path, out: Path | None = None) -> Path:
-    """Write the page of a run or study folder, whole or not at all, and return where it is."""
+    """Write the page of a run or study folder in one step, and return where it is."""
     from ...files.atomic import write_atomically
 
     target = out or folder / "report.html"
@@ -78,3 +83,163 @@ def _json(value: Any) -> str:
 
 def _file(name: str) -> str:
     return resources.files("prunus.lab.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def headline(source: Source) -> str:
+    """The finding, as one sentence."""
+    if not source.is_comparison:
+        return _of_run(source.record)
+    if not any(row.mean is not None for row in source.rows):
+        return _of_no_end(source)
+    if not source.sparsities:
+        return f"{len(source.cells)} dense runs"
+    ended = [sparsity for sparsity in source.sparsities if _ended(source, sparsity)]
+    if not ended:
+        return f"{len(source.cells)} runs, of which only dense ones have ended yet"
+    return _of_verdicts(source, max(ended)) or _of_means(source, max(ended))
+
+
+def _of_no_end(source: Source) -> str:
+    failed = sum(bool(cell.record.failure) for cell in source.cells)
+    said = f"none of which has ended{' yet' * (source.num_open > 0)}" + (f"; {failed} failed" if failed else "")
+    return f"{len(source.cells)} runs, {said}"
+
+
+def _of_run(record: Record) -> str:
+    score = record.config.get("score", "?")
+    if record.failure:
+        return f"{_named(score)} failed at step {record.last_step:,} of {record.total_steps:,}"
+    if record.result is None:
+        last = next((line for line in reversed(record.evals)), {})
+        so_far = f", {percent(last['sparsity'])} of the weights removed so far" if "sparsity" in last else ""
+        return f"{_named(score)} at step {record.last_step:,} of {record.total_steps:,}{so_far}"
+    if record.has_diverged:
+        return f"{_named(score)} diverged: it ended with no finite quality"
+    end = _quality(record.quality and record.quality * scale_of(record), record)
+    if score == "none":
+        return f"A dense run that ended at {end}"
+    removed = record.result.get("sparsity")
+    share = short_percent(removed) if isinstance(removed, int | float) else "some"
+    return f"{_named(score)} removed {share} of the prunable weights and ended at {end}"
+
+
+def _named(score: object) -> str:
+    return "The dense run" if score == "none" else str(score)
+
+
+def _quality(value: float | None, record: Record) -> str:
+    return f"perplexity {plain(value)}" if record.metric == "perplexity" else f"{plain(value)} % accuracy"
+
+
+def _ended(source: Source, sparsity: float) -> list[Row]:
+    return [row for row in source.rows if row.sparsity == sparsity and row.mean is not None]
+
+
+def _of_verdicts(source: Source, sparsity: float) -> str:
+    """The best arm whose interval leaves magnitude out, or that there is none; empty without any interval."""
+    sign = -1 if source.record.metric == "perplexity" else 1
+    rows = [r for r in _ended(source, sparsity) if r.half_width is not None and r.difference is not None]
+    rows = [row for row in rows if row.arm not in ("random", row.against) and not row.mixed]
+    if not rows:
+        return ""
+    at, unit = f"At {short_percent(sparsity)} sparsity", "perplexity" if sign < 0 else "points of accuracy"
+    gains = {row.arm: sign * (row.difference or 0) for row in rows}
+    clear = [row for row in rows if row.verdict.startswith("better")]
+    if clear:
+        best = max(clear, key=lambda row: gains[row.arm])
+        arm, other, recipe = apart(best.arm, best.against)
+        by = f"{fixed(gains[best.arm], 2)} ± {fixed(best.half_width, 2)} {unit} over {len(best.values)} seeds"
+        return f"{at}, {arm} beats {other} by {by}" + (f", both {recipe}" if recipe else "")
+    names = "no arm" if len(rows) > 1 else rows[0].arm
+    against = rows[0].against if len({row.against for row in rows}) == 1 else "its reference"
+    verb = "is seen to beat" if len(rows) > 1 else "is not seen to beat"
+    return f"{at}, {names} {verb} {against} with {min(len(row.values) for row in rows)} seeds"
+
+
+def _of_means(source: Source, sparsity: float) -> str:
+    rows, record = _sorted(source, sparsity), source.record
+    seeds = min(len(row.values) for row in rows)
+    said = "one seed, no verdict" if seeds == 1 else f"{seeds} seeds, no verdict"
+    best = "lowest" if record.metric == "perplexity" else "highest"
+    return (
+        f"At {short_percent(sparsity)} sparsity, {rows[0].arm} ended {best}: {_quality(rows[0].mean, record)} ({said})"
+    )
+
+
+def lede(source: Source) -> str:
+    """What was measured, on what, how often."""
+    record, config = source.record, source.record.config
+    size = (record.result or {}).get("num_parameters")
+    model = f"{config.get('model', 'a model')}" + (f" ({count(size)} parameters)" if size else "")
+    steps = record.total_steps
+    budget = f"{count(steps * record.per_step)} {record.unit} in {steps:,} steps"
+    where = record.environment.get("machine")
+    said = [f"{model} on {_data(config)}, {budget}."]
+    if source.is_comparison:
+        seeds = len({cell.seed for cell in source.cells})
+        said.append(f"{len(source.arms)} arms, {len(source.cells)} runs, {seeds} seed{'s' * (seeds > 1)}.")
+        if dense := source.row("dense", 0.0):
+            said.append(f"Dense ends at {_quality(dense.mean, record)}.")
+        said += _costs(source)
+    if where:
+        said.append(f"Measured on {where}.")
+    return " ".join(said)
+
+
+def _costs(source: Source) -> list[str]:
+    """Of each sparsity the best arm of equal budgets and the most seeds, with what it loses to dense of its recipe."""
+    best = "Lowest" if source.record.metric == "perplexity" else "Highest"
+    found = [rows[0] for sparsity in source.sparsities if (rows := _sorted(source, sparsity))]
+    said = [f"at {short_percent(row.sparsity)} {row.arm}{_lost(row)}{_few(row)}" for row in found]
+    return [f"{best} {'; '.join(said)}."] if said else []
+
+
+def _few(row: Row) -> str:
+    return ", one seed" if len(row.values) == 1 else ""
+
+
+def _lost(row: Row) -> str:
+    return "" if row.cost is None else f" ({signed(row.cost)} to {row.dense})"
+
+
+def _sorted(source: Source, sparsity: float) -> list[Row]:
+    """Rows of a sparsity that have a mean, the best of the most seeds first; those of other budgets come behind."""
+    sign, own = 1 if source.record.metric == "perplexity" else -1, source.budget
+
+    def place(row: Row) -> tuple[float, ...]:
+        return row.budget != own, row.budget, -len(row.values), sign * (row.mean or 0)
+
+    return sorted(_ended(source, sparsity), key=place)
+
+
+def _data(config: dict) -> str:
+    return str(config.get("data", "unknown data")).rstrip("/").split("/")[-1]
+
+
+def figures(source: Source) -> list[tuple[str, str]]:
+    """The few numbers that stand out, with their names."""
+    record, result = source.record, source.record.result or {}
+    if source.is_comparison:
+        return []
+    seconds, done = result.get("seconds"), record.last_step * record.per_step
+    evals = record.evals
+    last = number(evals[-1]["eval"].get(record.metric)) if evals else None
+    pruning = mean_of([event.get("seconds") for event in record.events])
+    found = {
+        f"held-out {record.metric}": _figure(last, record),
+        "weights removed": percent(evals[-1].get("sparsity"), 2) if evals else "",
+        f"{record.unit} read": count(done),
+        "training time": duration(seconds) if seconds else "",
+        f"{record.unit} a second": count(done / seconds) if seconds else "",
+        "an event takes": _short(pruning),
+        "peak memory": memory(memory_of(source.cells[0])) if memory_of(source.cells[0]) else "",
+    }
+    return [(name, text) for name, text in found.items() if text]
+
+
+def _figure(value: float | None, record: Record) -> str:
+    return "" if value is None else plain(value * scale_of(record)) + " %" * (record.metric == "accuracy")
+
+
+def _short(seconds: float | None) -> str:
+    return f"{plain(seconds * 1e3, 3)} ms" if seconds else ""

@@ -4,15 +4,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..run import Run
-from .compare import difference_panels, outside, overlap_panels, quality_panel, ranking
-from .cost import cost_panels, memory_of
+from .cells import CONTROLS, Row, Source
+from .comparison import cost_panels, difference_panels, memory_of, outside, overlap_panels, quality_panel, ranking
 from .curves import compared_panels, run_panels
-from .layers import compared_maps, run_map
-from .numbers import fixed, plain, short_percent, signed, with_minus
-from .panel import Mark, Number, Section, Table, Word, marks_of
-from .paths import path_mark, shared_paths, sparsity_panel
-from .read import Record, changed, number
-from .source import CONTROLS, Row, Source
+from .panel import Mark, Number, Section, Table, Word, fixed, marks_of, plain, short_percent, signed, with_minus
+from .records import Record, number
+from .sparsity import compared_maps, path_mark, run_map, shared_paths, sparsity_panel
 
 FRAME = "The frame is that of the last three quarters of the run."
 NO_LAYERS = "Not recorded: the runs were made by a version that did not count zeros by layer, or have not begun."
@@ -192,8 +189,9 @@ OWN = ("out", "seed", "sparsity", "resume")  # what every run has for itself
 
 def _configuration(source: Source) -> Section:
     base = source.study.get("base") if isinstance(source.study.get("base"), dict) else source.record.config
+    defaults = Run().to_json()
     shared = [name for name in base if not source.is_comparison or _is_shared(source, name)]
-    own = [name for name in changed(base, Run().to_json()) if name in shared]
+    own = [name for name in shared if base[name] != defaults.get(name)]
     rows = [[name, _said(base[name])] for name in shared]
     title = "Shared by all runs" if source.is_comparison else "This run"
     tables = [

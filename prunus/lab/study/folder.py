@@ -1,4 +1,4 @@
-"""The folder of a study: what was planned, what is finished, what failed, and who is at it."""
+"""The folder of a study: what was planned, what is finished, what failed, and which runs are claimed."""
 
 import fcntl
 from collections.abc import Iterator, Mapping
@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from ...files.json_file import read_json, write_json
-from ..run import read_run
-from .keys import canonical, key_of
-from .plan import FORMAT, Cell, Plan, extended
+from ..run_files import RunFiles, slim_runs
+from .plan import FORMAT, Cell, Plan, canonical, extended, key_of
 
-NUMBERS = ("accuracy", "sparsity", "num_prunable", "tokens", "examples", "seconds")  # which every result has
+NUMBERS = ("accuracy", "sparsity", "num_prunable", "tokens", "examples", "seconds")  # every result has them
 QUALITIES = ("loss", "perplexity")  # null if the training diverged
 
 
@@ -25,10 +24,11 @@ class Folder:
         return (self.path / "study.json").is_file()
 
     def run(self, cell: Cell) -> Path:
+        """Where a cell is trained."""
         return self.path / "runs" / cell.folder
 
     def plan(self) -> Plan:
-        """The plan that is written here."""
+        """The plan in study.json."""
         path = self.path / "study.json"
         if not path.is_file():
             raise ValueError(f"{self.path} is not a study: it has no study.json")
@@ -42,66 +42,63 @@ class Folder:
 
     def join(self, plan: Plan, environment: Mapping[str, Any]) -> Plan:
         """Write ``plan`` here, together with what is planned here already; returns both."""
-        self._check_is_free(alone=False)
-        with self.locked("study", wait=True):  # what another process adds meanwhile is not to be lost
-            self._check_is_free(alone=True)
+        self._check_is_free(locked=False)
+        with self.locked("study", wait=True):  # another process may add to the plan at the same time
+            self._check_is_free(locked=True)
             whole = extended(self.plan(), plan, self.path) if self.exists else plan
             self.check_runs(whole)
-            self._write(whole, environment)
+            self.write(whole, environment)
         return whole
 
-    def _check_is_free(self, *, alone: bool) -> None:
-        """Refuse a folder that holds something and is no study, nor about to become one if we are not ``alone``."""
+    def _check_is_free(self, *, locked: bool) -> None:
+        """Refuse a folder that holds something and is no study; until we have the lock another may be making one."""
         names = {path.name for path in self.path.iterdir()} if self.path.exists() else set()
-        begins = "locks" in names and (names == {"locks"} or not alone)
+        begins = "locks" in names and (names == {"locks"} or not locked)
         if names and not self.exists and not begins:
             raise ValueError(f"{self.path} is not empty and not a study; choose another --out")
 
     def write(self, plan: Plan, environment: Mapping[str, Any]) -> None:
-        with self.locked("study", wait=True):
-            self._write(plan, environment)
-
-    def _write(self, plan: Plan, environment: Mapping[str, Any]) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
         write_json(self.path / "study.json", plan.to_json() | {"environment": environment})
         (self.path / "runs").mkdir(exist_ok=True)
 
     def check_runs(self, plan: Plan) -> None:
         """Refuse a finished run that has the name of a planned one and computed something else."""
+        stored = self.runs()
         for cell in plan.cells:
-            folder = self.run(cell)
-            if not (folder / "result.json").is_file():
+            run = stored.get(cell.folder)
+            if run is None or not run.has("result.json"):
                 continue
-            here, asked = canonical(read_run(folder)), canonical(plan.run_of(cell))
-            if data := self.about(folder).get("data"):
-                here, asked = here | data, asked | dict(plan.data)
-            for name in sorted(here.keys() | asked.keys()):
-                if here.get(name) != asked.get(name):
+            here, planned = canonical(run.run()), canonical(plan.run_of(cell))
+            if data := run.load_if_there("cell.json").get("data"):
+                here, planned = here | data, planned | dict(plan.data)
+            for name in sorted(here.keys() | planned.keys()):
+                if here.get(name) != planned.get(name):
                     raise ValueError(
-                        f"{folder} was run with {name} = {here.get(name)}, the study has {asked.get(name)};"
+                        f"{run.path} was run with {name} = {here.get(name)}, the study has {planned.get(name)};"
                         " move that folder away"
                     )
 
-    def finished(self) -> dict[str, Path]:
-        """Folders of the runs with a whole result, by what they compute."""
+    def runs(self) -> dict[str, RunFiles]:
+        """What is stored of every run, in runs.jsonl or in a folder of its own, by the name of its folder."""
+        folders = (path for path in (self.path / "runs").glob("*") if path.is_dir())
+        return dict(sorted((run.name, run) for run in [*slim_runs(self.path), *map(RunFiles, folders)]))
+
+    def ended(self) -> dict[str, RunFiles]:
+        """Runs that are not to be run again, by what they compute: finished ones, and damaged ones, which are kept."""
+        return {key_of(run.run()): run for run in self.runs().values() if run.has("result.json")}
+
+    def finished(self) -> dict[str, RunFiles]:
+        """Runs with a whole result, by what they compute."""
         return {key: run for key, run in self.ended().items() if not damage(run)}
 
     def damaged(self) -> dict[str, str]:
         """What is wrong with the results that are not whole, by what their runs compute."""
-        return {key: said for key, run in self.ended().items() if (said := damage(run))}
+        return {key: wrong for key, run in self.ended().items() if (wrong := damage(run))}
 
-    def ended(self) -> dict[str, Path]:
-        """Folders of the runs that are not to be run again: finished ones, and damaged ones, which are kept."""
-        found = (path.parent for path in sorted(self.path.glob("runs/*/result.json")))
-        return {key_of(read_run(run)): run for run in found}
-
-    @staticmethod
-    def about(run: Path) -> dict[str, Any]:
-        """What ``cell.json`` says of a run; nothing for a run that no study made."""
-        return read_json(run / "cell.json") if (run / "cell.json").is_file() else {}
-
-    def failure(self, cell: Cell) -> dict[str, Any] | None:
-        path = self.run(cell) / "failed.json"
-        return read_json(path) if path.is_file() else None
+    def failures(self) -> dict[str, dict[str, Any]]:
+        """What is known of the runs that failed, by the name of their folder."""
+        return {name: run.load("failed.json") for name, run in self.runs().items() if run.has("failed.json")}
 
     @contextmanager
     def locked(self, name: str, *, wait: bool = False) -> Iterator[bool]:
@@ -116,12 +113,12 @@ class Folder:
             yield True
 
 
-def damage(run: Path) -> str:
+def damage(run: RunFiles) -> str:
     """What is wrong with the result of a run and what to do about it; empty if it is whole."""
-    path, mend = run / "result.json", "move it away to have it run again"
+    path, mend = run.path / "result.json", "move it away to have it run again"
     known = f"runs/{run.name}/result.json"  # wherever the study is moved to
     try:
-        values = read_json(path)
+        values = run.load("result.json")
     except ValueError as error:
         return f"{error}; {mend}".replace(str(path), known)
     wrong = [

@@ -1,29 +1,25 @@
-"""One study from several: runs made on different machines, or a copy without what is large."""
+"""One study from several: runs made on different machines, or a slim copy."""
 
-import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ...files.json_file import read_json, write_json
-from ..run import read_run
+from ..run_files import RunFiles, without_paths, write_slim
 from .folder import Folder, damage
-from .keys import key_of
-from .plan import extended
+from .plan import extended, key_of
 from .results import update
 
-KEPT = ("run.json", "metrics.jsonl", "result.json", "cell.json", "failed.json")
-LARGE = ("masks.safetensors", "checkpoint.pt")
-NUM_LOSSES = 50  # about so many stay in a slim copy
+COPIED = ("run.json", "metrics.jsonl", "result.json", "cell.json", "failed.json", "masks.safetensors")
 AGREE = ("loss", "accuracy", "sparsity", "digest")
 
 
 def merge(paths: Sequence[Path], out: Path, *, slim: bool = False) -> dict[str, Any]:
     """Write all runs of the studies in ``paths`` into ``out``; returns what they say together.
 
-    They must share base and data, and a run that two of them finished must have ended alike. ``slim`` leaves
-    out masks, checkpoints and most of metrics.jsonl between evaluations. Nothing is written on refusal.
+    They must share base and data, and a run that two of them finished must have ended alike. A ``slim`` study has
+    its runs in one file, without masks and checkpoints and with thinned curves. Nothing is written on refusal.
     """
     if not paths:
         raise ValueError("name the studies to merge: prunus study merge A B --out C")
@@ -39,15 +35,20 @@ def merge(paths: Sequence[Path], out: Path, *, slim: bool = False) -> dict[str, 
     part = out.with_name(out.name + ".part")
     shutil.rmtree(part, ignore_errors=True)
     whole = Folder(part)
-    whole.write(plan, _environment(folders))
-    for source in runs.values():
-        _copy(source, part / "runs" / source.name, slim)
-    for notes in [folder.path / "notes.md" for folder in folders if (folder.path / "notes.md").is_file()][:1]:
+    first = read_json(folders[0].path / "study.json")["environment"]  # each run has its own in its run.json
+    whole.write(plan, first | ({"merged": [str(path) for path in paths]} if len(paths) > 1 else {}))
+    for run in runs:
+        if run.line is None:
+            _copy(run.path, part / "runs" / run.name, COPIED if slim else (*COPIED, "checkpoint.pt"))
+    if slim_ones := [run for run in runs if run.line is not None]:
+        write_slim(part, slim_ones)
+    for notes in [path / "notes.md" for path in paths if (path / "notes.md").is_file()][:1]:
         shutil.copy2(notes, part / "notes.md")
     values = update(whole)
     if slim:
-        for path in (part / "study.json", *part.glob("runs/*/run.json")):
-            write_json(path, without_places(read_json(path)))
+        write_slim(part, whole.runs().values())
+        shutil.rmtree(part / "runs")
+        write_json(part / "study.json", without_paths(read_json(part / "study.json")))
     shutil.rmtree(part / "locks")
     if out.is_dir():
         out.rmdir()
@@ -55,67 +56,31 @@ def merge(paths: Sequence[Path], out: Path, *, slim: bool = False) -> dict[str, 
     return values
 
 
-def _runs(folders: Sequence[Folder]) -> dict[str, Path]:
-    """The folder of each computation: a finished one before one that failed or is damaged; two finished must agree."""
-    found: dict[str, Path] = {}
-    for folder in folders:
-        for path in sorted(folder.path.glob("runs/*/run.json")):
-            run = path.parent
-            if not any((run / name).is_file() for name in ("result.json", "failed.json")):
-                continue
-            other = found.setdefault(key_of(read_run(run)), run)
-            if other == run or damage(run):
-                continue
-            if not damage(other):
-                _check_agree(other, run)
-            else:
-                found[key_of(read_run(run))] = run
-    return found
+def _runs(folders: Sequence[Folder]) -> list[RunFiles]:
+    """Each computation once: a finished run before one that failed or is damaged; two finished ones must agree."""
+    found: dict[str, RunFiles] = {}
+    for run in [run for folder in folders for run in folder.runs().values()]:
+        if not run.has("run.json") or not (run.has("result.json") or run.has("failed.json")):
+            continue
+        key = key_of(run.run())
+        other = found.setdefault(key, run)
+        if other is run or damage(run):
+            continue
+        if damage(other):
+            found[key] = run
+            continue
+        ours, theirs = other.load("result.json"), run.load("result.json")
+        for name in AGREE:
+            if ours.get(name) != theirs.get(name):
+                raise ValueError(
+                    f"{other.path} and {run.path} are the same run but ended with {name} {ours.get(name)} and "
+                    f"{theirs.get(name)}; move one of them away"
+                )
+    return list(found.values())
 
 
-def _check_agree(first: Path, second: Path) -> None:
-    ours, theirs = read_json(first / "result.json"), read_json(second / "result.json")
-    for name in AGREE:
-        if ours.get(name) != theirs.get(name):
-            raise ValueError(
-                f"{first} and {second} are the same run but ended with {name} {ours.get(name)} and {theirs.get(name)};"
-                " move one of them away"
-            )
-
-
-def _environment(folders: Sequence[Folder]) -> dict[str, Any]:
-    """The first study's environment; each run has its own in its run.json."""
-    return read_json(folders[0].path / "study.json")["environment"] | {"merged": [str(f.path) for f in folders]}
-
-
-def _copy(source: Path, target: Path, slim: bool) -> None:
+def _copy(source: Path, target: Path, files: Sequence[str]) -> None:
     target.mkdir(parents=True)
-    for name in KEPT if slim else (*KEPT, *LARGE):
+    for name in files:
         if (source / name).is_file():
             shutil.copy2(source / name, target / name)
-    if slim and (target / "metrics.jsonl").is_file():
-        lines = (target / "metrics.jsonl").read_text().splitlines(keepends=True)
-        (target / "metrics.jsonl").write_text("".join(_slimmed(lines)))
-
-
-def _slimmed(lines: Sequence[str]) -> Iterator[str]:
-    """Lines of evaluations and of the layers, step and sparsity of events, and some of the losses between."""
-    every = [json.loads(line) for line in lines]
-    rare = max(1, sum("loss" in values for values in every) // NUM_LOSSES)
-    num_losses = 0
-    for line, values in zip(lines, every, strict=True):
-        num_losses += "loss" in values
-        if "event" in values:
-            event = {name: values["event"][name] for name in ("step", "sparsity")}
-            yield json.dumps({"step": values["step"], "event": event}) + "\n"
-        elif "eval" in values or "layers" in values or num_losses % rare == 0:
-            yield line
-
-
-def without_places(value: Any) -> Any:
-    """The same values with the last part of every path alone: where files lay on some machine tells nobody else."""
-    if isinstance(value, dict):
-        return {name: without_places(inner) for name, inner in value.items()}
-    if isinstance(value, list):
-        return [without_places(inner) for inner in value]
-    return Path(value).name if isinstance(value, str) and value.startswith(("/", "./", "../", "~")) else value

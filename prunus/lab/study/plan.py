@@ -1,16 +1,100 @@
-"""A plan: one base run, its arms, and which of them are run at which sparsity with which seed."""
+"""A plan: one base run, its arms, and which of them are run at which sparsity with which seed.
 
-from collections.abc import Iterable, Iterator, Mapping
+Runs with equal keys are the same computation, data with equal digests the same bytes.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from ..run import Run
-from .arms import CONTROLS, Arm, said, slug, with_controls
-from .keys import data_digests, dense_of, digest, key_of, shared_fields
+from .arms import CONTROLS, Arm, slug, with_controls
 
 FORMAT = "prunus-study-1"
+PRUNING = "sparsity schedule begin end every allocate eps exponent regrow regrow_by".split()
+UNSEEN = "out device save_every log_every track eval_every data validation".split()  # which change nothing computed
+PLACES = "out device save_every log_every track seed sparsity data validation".split()  # which are not in the hash
+
+
+def shared_fields(base: Run) -> dict[str, Any]:
+    return {name: value for name, value in base.to_json().items() if name not in PLACES}
+
+
+def num_examples(run: Run) -> int:
+    """Windows or images that a run reads."""
+    return run.total_steps * run.batch * run.accumulate
+
+
+def key_of(run: Run) -> str:
+    """Equal for runs that compute the same, bit for bit."""
+    return digest(canonical(run))
+
+
+def dense_of(run: Run) -> Run:
+    """The dense run that is equal in all but pruning."""
+    return replace(run, score="none", sparsity=0.0, regrow=0.0, regrow_by="snr", eps=None, exponent=None)
+
+
+def canonical(run: Run) -> dict[str, Any]:
+    """The fields that decide what is computed, each in one form."""
+    values = {name: value for name, value in run.to_json().items() if name not in UNSEEN}
+    values |= {"steps": run.total_steps, "budget_scale": 1.0, "warmup": run.step_of(run.warmup)}
+    if run.decay is not None:
+        values["decay"] = run.step_of(run.decay)
+    if run.score == "none":
+        return {name: value for name, value in values.items() if name not in PRUNING}
+    values |= _formula(run) | {"begin": run.step_of(run.begin), "end": run.step_of(run.end)}
+    unread = {"constant": ("begin", "end", "every"), "one_shot": ("end", "every")}.get(run.schedule, ())
+    if not values.get("regrow"):
+        unread += ("regrow", "regrow_by")
+    return {name: value for name, value in values.items() if name not in unread}
+
+
+def _formula(run: Run) -> dict[str, Any]:
+    """Score, eps and exponent in one form: bitter1 is magnitude, bitter4 is bitter3.
+
+    All weights of a run take the same steps, so that no bias is corrected: bitter8 is bitter3, fisher's 1/4 bitter7.
+    """
+    from ...score import SCORES
+
+    score = SCORES[run.score]
+    if run.score == "fisher" and run.exponent in (0, 0.25):
+        return {"score": "bitter7" if run.exponent else "magnitude", "exponent": None}
+    eps = None if run.eps == 0 and "adam_eps" not in score.settings else run.eps
+    return {"score": "bitter3" if run.score == "bitter8" and not eps else score.formula, "eps": eps}
+
+
+def digest(value: Any) -> str:
+    return sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def data_digests(base: Run) -> dict[str, str]:
+    """Digests of the bytes of the data and of the held-out file."""
+    found = {"data": _digest_of(base.data)}
+    return found | ({"validation": _digest_of(str(base.validation))} if base.validation else {})
+
+
+def _digest_of(spec: str) -> str:
+    path, total = Path(spec), sha256()
+    if spec == "stdlib":
+        from ..data.token_files import read_stdlib
+
+        for part in read_stdlib():
+            total.update(part.tobytes())
+    elif spec == "digits":
+        return spec
+    elif not path.exists():
+        raise ValueError(f"{spec} is neither a file nor a folder; --data says where the data is")
+    for file in sorted(path.iterdir()) if path.is_dir() else [path] if path.is_file() else []:
+        if file.is_file():
+            with file.open("rb") as opened:
+                while block := opened.read(1 << 24):
+                    total.update(block)
+    return total.hexdigest()[:16]
 
 
 @dataclass(frozen=True, order=True)
@@ -49,14 +133,14 @@ class Plan:
         try:
             run = replace(self.base, **arm.changes, sparsity=cell.sparsity, seed=cell.seed)
         except ValueError as error:
-            raise ValueError(f"arm {arm.name} ({said(arm)}): {error}") from None
+            raise ValueError(f"arm {arm.name} ({arm}): {error}") from None
         asked, shared = (one.steps * one.batch * one.accumulate for one in (run, self.base))
         if asked != shared:
             a_step = run.batch * run.accumulate
             mend = f"a longer budget is said by budget_scale={asked / shared:g}"
             if a_step != self.base.batch * self.base.accumulate:
                 mend = f"with {a_step} a step it needs steps={shared / a_step:g}"
-            raise ValueError(f"arm {arm.name} ({said(arm)}) reads {asked:,} examples and the base {shared:,}; {mend}")
+            raise ValueError(f"arm {arm.name} ({arm}) reads {asked:,} examples and the base {shared:,}; {mend}")
         return run
 
     @cached_property
@@ -122,32 +206,27 @@ class Plan:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Plan":
-        arms = tuple(Arm(arm["name"], _tuples(arm["changes"]), arm["against"]) for arm in values["arms"])
+        def tuples(changes: Mapping[str, Any]) -> dict[str, Any]:
+            return {name: tuple(value) if isinstance(value, list) else value for name, value in changes.items()}
+
+        arms = tuple(Arm(arm["name"], tuples(arm["changes"]), arm["against"]) for arm in values["arms"])
         cells = tuple(Cell(arm["name"], *cell) for arm in values["arms"] for cell in arm["cells"])
         return cls(Run.from_json(values["base"]), arms, cells, dict(values["data"]))
 
 
 def make_plan(base: Run, arms: Iterable[Arm], sparsities: Iterable[float], seeds: Iterable[int]) -> Plan:
     """Every arm at every sparsity with every seed, dense once a seed, and the controls always."""
-    every = with_controls(arms)
-    cells = dict.fromkeys(
-        Cell(arm.name, 0.0 if is_dense(base, arm) else sparsity, seed)
-        for arm in every
-        for sparsity in _checked(sparsities)
-        for seed in seeds
-    )
-    return Plan(base, every, tuple(cells), data_digests(base))
-
-
-def is_dense(base: Run, arm: Arm) -> bool:
-    return arm.changes.get("score", base.score) == "none"
-
-
-def _checked(sparsities: Iterable[float]) -> Iterator[float]:
+    every, sparsities = with_controls(arms), list(sparsities)
     for sparsity in sparsities:
         if not 0 < sparsity < 1:
             raise ValueError(f"a sparsity of a study lies between 0 and 1, got {sparsity}; dense is always in")
-        yield sparsity
+    cells = dict.fromkeys(
+        Cell(arm.name, 0.0 if arm.changes.get("score", base.score) == "none" else sparsity, seed)
+        for arm in every
+        for sparsity in sparsities
+        for seed in seeds
+    )
+    return Plan(base, every, tuple(cells), data_digests(base))
 
 
 def only(plan: Plan, names: Iterable[str]) -> Plan:
@@ -161,17 +240,6 @@ def only(plan: Plan, names: Iterable[str]) -> Plan:
 
 def extended(old: Plan, new: Plan, where: Path) -> Plan:
     """Both together, if they differ in nothing that all arms share; else one line that names the difference."""
-    check_equal(old, new, where)
-    arms = {arm.name: arm for arm in old.arms}
-    for arm in new.arms:
-        before = arms.setdefault(arm.name, arm)
-        if dict(before.changes) != dict(arm.changes):
-            raise ValueError(f"arm {arm.name} of {where} is {said(before)}, not {said(arm)}; give it another name")
-        arms[arm.name] = arm
-    return Plan(new.base, with_controls(arms.values()), tuple(dict.fromkeys(old.cells + new.cells)), new.data)
-
-
-def check_equal(old: Plan, new: Plan, where: Path) -> None:
     before, after = shared_fields(old.base), shared_fields(new.base)
     for name in sorted(before.keys() | after.keys()):
         if before.get(name) != after.get(name):
@@ -182,7 +250,10 @@ def check_equal(old: Plan, new: Plan, where: Path) -> None:
     for name in sorted(old.data.keys() | new.data.keys()):
         if old.data.get(name) != new.data.get(name):
             raise ValueError(f"the study in {where} was made with another {name}: the bytes of the file differ")
-
-
-def _tuples(changes: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in changes.items()}
+    arms = {arm.name: arm for arm in old.arms}
+    for arm in new.arms:
+        same = arms.setdefault(arm.name, arm)
+        if dict(same.changes) != dict(arm.changes):
+            raise ValueError(f"arm {arm.name} of {where} is {same}, not {arm}; give it another name")
+        arms[arm.name] = arm
+    return Plan(new.base, with_controls(arms.values()), tuple(dict.fromkeys(old.cells + new.cells)), new.data)

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..run import Run
-from .arms import Arm
-from .fields import parse_arm, score_arm
+from .arms import Arm, parse_arm, score_arm
 
 PresetName = Literal["gpt2-variants", "schedules", "eps", "beta2", "lenet-mnist", "resnet-cifar10", "compile"]
 

@@ -19,15 +19,15 @@ round_ends  whether every arm has the seeds that any arm has
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from statistics import mode
 from typing import Any
 
-from ...files.json_file import read_json, write_json
+from ...files.json_file import write_json
 from ..run import Run
+from ..run_files import RunFiles
 from .folder import Folder
-from .keys import canonical, key_of
-from .plan import Cell, Plan
-from .statistics import ACCURACY, PERPLEXITY, Metric, Paired, deviation, mean, paired, verdict
+from .intervals import ACCURACY, PERPLEXITY, Metric, Paired, deviation, mean, paired, verdict
+from .plan import Cell, Plan, canonical, key_of
 
 SCORE = {"score", "eps", "exponent"}
 CHANCE = 1e-6  # of the prunable weights: one in many millions that stays is zero after some step
@@ -40,37 +40,33 @@ class Finished:
     """A finished run as one cell sees it."""
 
     cell: Cell
-    folder: Path
+    files: RunFiles
     result: Mapping[str, Any]
-    about: Mapping[str, Any]
+    notes: Mapping[str, Any]  # of cell.json
 
     def fault(self, plan: Plan, metric: Metric) -> str | None:
         """Why it does not count, if it does not."""
         share, total = self.result["sparsity"], self.result["num_prunable"]
         zeros, asked = round(share * total), self.result.get("num_asked", self.cell.sparsity * total)
-        fewest, most = self._allowed(plan)
+        fewest, most = 0.0, CHANCE  # zeros beyond those asked for, as parts of the prunable weights
+        if "num_asked" not in self.result:
+            most = BY_ROW if plan.run_of(self.cell).allocate == "row" else TOLERANCE
+            fewest = -most
         if not fewest * total <= zeros - asked <= most * total:
             return f"{share:.4%} of the prunable weights are zero, {zeros:,}; asked for were {asked:,.0f}"
         for name in ("loss", metric.name):
             if (value := self.result[name]) is None or not math.isfinite(value):
                 return f"the training diverged: its {name} is not finite"
-        if self.about.get("data", dict(plan.data)) != dict(plan.data):
+        if self.notes.get("data", dict(plan.data)) != dict(plan.data):
             return "it was made with other data than the study's"
         return None
-
-    def _allowed(self, plan: Plan) -> tuple[float, float]:
-        """Zeros beyond those asked for that may be, at least and at most, as parts of the prunable weights."""
-        if "num_asked" in self.result:
-            return 0.0, CHANCE
-        rounding = BY_ROW if plan.run_of(self.cell).allocate == "row" else TOLERANCE
-        return -rounding, rounding
 
 
 def update(folder: Folder) -> dict[str, Any]:
     """Read every run and write ``study_result.json`` anew; returns it."""
     with folder.locked("study", wait=True):
         plan = folder.plan()
-        note_overlaps(folder, plan)
+        _note_overlaps(folder, plan)
         values = summary(folder, plan)
         write_json(folder.path / "study_result.json", values)
     return values
@@ -79,51 +75,38 @@ def update(folder: Folder) -> dict[str, Any]:
 def summary(folder: Folder, plan: Plan) -> dict[str, Any]:
     """What the runs in ``folder`` say about ``plan``."""
     every = list(finished_cells(folder, plan))
-    metric = metric_of(every)
+    metric = ACCURACY if every and not every[0].result["tokens"] else PERPLEXITY  # only text counts tokens
     faults = [one.fault(plan, metric) for one in every]
     counted = [one for one, fault in zip(every, faults, strict=True) if not fault]
-    metric = replace(metric, decimals=decimals_of(metric, counted))
-    rows = list(_rows(plan, counted, metric))
+    if counted and min(abs(metric.of(one.result)) for one in counted) < 10:
+        metric = replace(metric, decimals=3)  # differences are smaller still
     done = {one.cell for one in every}
     seeds = {cell.seed for cell in done}
+    damaged, failures = folder.damaged(), folder.failures()
+    reasons = {
+        cell: damaged.get(key_of(plan.run_of(cell))) or failures.get(cell.folder, {}).get("message")
+        for cell in plan.owners.values()
+    }
     return {
         "hash": plan.hash,
         "metric": asdict(metric) | {"better": "higher" if metric.higher_is_better else "lower"},
-        "rows": rows,
-        "failed": [asdict(cell) | {"message": why} for cell, why in _failures(folder, plan)],
+        "rows": list(_rows(plan, counted, metric)),
+        "failed": [asdict(cell) | {"message": why} for cell, why in reasons.items() if why],
         "off_target": [
             asdict(one.cell) | {"message": fault} for one, fault in zip(every, faults, strict=True) if fault
         ],
         "num_runs": len(set(plan.owners.values())),
-        "num_finished": len({one.folder for one in every}),
+        "num_finished": len({one.files.name for one in every}),
         "round_ends": all(cell in done for cell in plan.cells if cell.seed in seeds),
     }
 
 
-def _failures(folder: Folder, plan: Plan) -> Iterator[tuple[Cell, str]]:
-    """Runs that ended without a result, or whose result is damaged, with why."""
-    damaged = folder.damaged()
-    for cell in dict.fromkeys(plan.owners.values()):
-        if why := damaged.get(key_of(plan.run_of(cell))) or (folder.failure(cell) or {}).get("message"):
-            yield cell, why
-
-
 def finished_cells(folder: Folder, plan: Plan) -> Iterator[Finished]:
-    """Every cell whose computation has a whole result, in the plan's order."""
-    paths = folder.finished()
+    """Every cell whose run has a whole result, in the plan's order."""
+    stored = folder.finished()
     for cell in plan.ordered():
-        if path := paths.get(key_of(plan.run_of(cell))):
-            yield Finished(cell, path, read_json(path / "result.json"), folder.about(path))
-
-
-def metric_of(finished: Sequence[Finished]) -> Metric:
-    """Perplexity where tokens were read, accuracy for images."""
-    return ACCURACY if finished and not finished[0].result["tokens"] else PERPLEXITY
-
-
-def decimals_of(metric: Metric, counted: Sequence[Finished]) -> int:
-    """Two, or three where values are below ten and their differences smaller still."""
-    return 3 if counted and min(abs(metric.of(one.result)) for one in counted) < 10 else 2
+        if files := stored.get(key_of(plan.run_of(cell))):
+            yield Finished(cell, files, files.load("result.json"), files.load_if_there("cell.json"))
 
 
 def _rows(plan: Plan, finished: Sequence[Finished], metric: Metric) -> Iterator[dict[str, Any]]:
@@ -135,9 +118,9 @@ def _rows(plan: Plan, finished: Sequence[Finished], metric: Metric) -> Iterator[
         if not group:
             continue
         cell = group[0].cell
-        against = _most([plan.against(one.cell) for one in group])
+        against = mode(plan.against(one.cell) for one in group)
         twins = [twin.arm for one in group if sparsity and (twin := plan.dense_for(one.cell))]
-        dense = _most(twins) if twins else None
+        dense = mode(twins) if twins else None
         other = values.get((against, sparsity)) if against != arm else None
         yield {
             "arm": arm,
@@ -146,19 +129,14 @@ def _rows(plan: Plan, finished: Sequence[Finished], metric: Metric) -> Iterator[
             **_measured(group, plan),
             "decimals": metric.decimals,
             "budget_scale": plan.run_of(cell).budget_scale,
-            "same_as": same_as(plan, cell),
-            "runs": [one.folder.name for one in group],
+            "same_as": owner.arm if (owner := plan.owners[cell]).arm != arm else None,
+            "runs": [one.files.name for one in group],
             **_compared(values[arm, sparsity], against if other is not None else None, other or {}, metric),
-            "against_budget": _budget(plan, against),
+            "against_budget": plan.arm[against].changes.get("budget_scale", plan.base.budget_scale),
             "beside": _beside(plan.run_of(cell), plan.run_of(replace(cell, arm=against))),
             "dense": dense,
             "cost": _json(paired(values[arm, sparsity], values[dense, 0.0]) if dense else None),
         }
-
-
-def _most(names: Sequence[str]) -> str:
-    """The name that most seeds have, the first of several."""
-    return max(names, key=names.count)
 
 
 def _beside(ours: Run, theirs: Run) -> list[str]:
@@ -169,10 +147,6 @@ def _beside(ours: Run, theirs: Run) -> list[str]:
     if "regrow" in written:
         written.discard("regrow_by")
     return sorted(differ & written - SCORE) if differ & SCORE else []
-
-
-def _budget(plan: Plan, arm: str) -> float:
-    return plan.arm[arm].changes.get("budget_scale", plan.base.budget_scale)
 
 
 def _described(values: Mapping[int, float]) -> dict[str, Any]:
@@ -191,11 +165,11 @@ def _measured(group: Sequence[Finished], plan: Plan) -> dict[str, Any]:
     """Means over the runs of what was counted and timed."""
     from_result = {name: mean([one.result[name] for one in group]) for name in ("sparsity", "tokens", "examples")}
     noted = {
-        name: [one.about[name] for one in group if one.about.get(name) is not None]
+        name: [one.notes[name] for one in group if one.notes.get(name) is not None]
         for name in ("wall_seconds", "peak_mib")
     }
     noted["overlap"] = [value for one in group if (value := _overlap(one, plan)) is not None]
-    warm = [one.about["wall_seconds"] for one in group if one.about.get("cold") is False]
+    warm = [one.notes["wall_seconds"] for one in group if one.notes.get("cold") is False]
     noted["wall_seconds"] = warm or noted["wall_seconds"]
     return {
         "measured_sparsity": from_result["sparsity"],
@@ -203,7 +177,7 @@ def _measured(group: Sequence[Finished], plan: Plan) -> dict[str, Any]:
         "examples": from_result["examples"],
         "seconds": mean([one.result["seconds"] for one in group]),
         "cold": not warm,
-        "at_once": max(one.about.get("at_once", 1) for one in group),
+        "at_once": max(one.notes.get("at_once", 1) for one in group),
         **{name: mean(known) if known else None for name, known in noted.items()},
     }
 
@@ -221,25 +195,22 @@ def _json(difference: Paired | None) -> dict[str, Any] | None:
     return asdict(difference) if difference else None
 
 
-def same_as(plan: Plan, cell: Cell) -> str | None:
-    owner = plan.owners[cell]
-    return owner.arm if owner.arm != cell.arm else None
-
-
-def note_overlaps(folder: Folder, plan: Plan) -> None:
+def _note_overlaps(folder: Folder, plan: Plan) -> None:
     """Write into each run's cell.json how much of what it pruned magnitude pruned too, where both masks are there."""
-    from .masks import jaccard
+    from .overlap import jaccard
 
     found = {one.cell: one for one in finished_cells(folder, plan)}
     for cell, one in found.items():
         twin = plan.overlapped(cell)
         control = found.get(twin) if twin else None
-        if control and _overlap(one, plan) is None and (value := jaccard(one.folder, control.folder)) is not None:
+        if not control or _overlap(one, plan) is not None:
+            continue
+        if (value := jaccard(one.files.path, control.files.path)) is not None:  # a slim run keeps no masks
             noted = {"overlap": value, "overlap_with": control.cell.arm}
-            write_json(one.folder / "cell.json", {**one.about, **noted})
+            write_json(one.files.path / "cell.json", {**one.notes, **noted})
 
 
 def _overlap(one: Finished, plan: Plan) -> float | None:
     """What was noted, if it is with the run that it should be with; older notes are with the arm magnitude."""
     twin = plan.overlapped(one.cell)
-    return one.about.get("overlap") if twin and one.about.get("overlap_with", "magnitude") == twin.arm else None
+    return one.notes.get("overlap") if twin and one.notes.get("overlap_with", "magnitude") == twin.arm else None

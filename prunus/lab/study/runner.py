@@ -12,16 +12,15 @@ from typing import Any, Protocol
 
 import torch
 
-from ...files.json_file import read_json, write_json
+from ...files.json_file import write_json
 from ..checkpoint import save_checkpoint
 from ..recipe import Data, data_of
 from ..run import Run, read_run
 from ..tracking import machine
 from ..trainer import Progress, Training, train
 from .folder import Folder
-from .keys import key_of, num_examples
-from .masks import keep_masks
-from .plan import Cell
+from .overlap import keep_masks
+from .plan import Cell, key_of, num_examples
 from .results import update
 from .starts import Starts
 
@@ -72,8 +71,8 @@ class Worker:
     def _is_left(self, cell: Cell) -> bool:
         if key_of(self.plan.run_of(cell)) in self.folder.ended():
             return False
-        failure = self.folder.failure(cell)
-        if failure and failure.get("session") == self.options.session:
+        failure = self.folder.failures().get(cell.folder, {})
+        if failure.get("session") == self.options.session:
             return False
         left = math.inf if self.options.deadline is None else self.options.deadline - time.time()
         expected = estimate(self.folder, self.plan.run_of(cell), cold=self.num_done == 0, at_once=self.options.at_once)
@@ -176,7 +175,7 @@ def about(cell: Cell, run: Run, seconds: float, cold: bool) -> dict[str, Any]:
 
 def estimate(folder: Folder, run: Run, *, cold: bool, at_once: int = 1) -> float | None:
     """Seconds that ``run`` will take at most, by the runs done on this machine; None if there are none."""
-    notes = [read_json(path) for path in folder.path.glob("runs/*/cell.json")]
+    notes = [run.load("cell.json") for run in folder.runs().values() if run.has("cell.json")]
     here = [note for note in notes if note.get("machine") == machine()]
     beside = [note for note in here if note.get("at_once", 1) == at_once] or here
     alike = [note for note in beside if note["cold"] == cold] or beside

@@ -1,0 +1,273 @@
+"""What a report is about: one run, a study, or a folder of runs, as cells of arm, sparsity and seed."""
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ..run_files import SLIM, RunFiles, slim_runs
+from ..study.arms import slug
+from ..study.tables import mixed_with
+from .panel import short_percent
+from .records import Json, Record, number, read_record
+from .schema import CELL, STUDY, STUDY_RESULT, read_checked
+
+CONTROLS = ("dense", "magnitude", "random")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run as part of a comparison; ``more`` is what a study notes beside it."""
+
+    arm: str
+    sparsity: float  # asked for; 0 for a dense run
+    seed: int
+    record: Record
+    more: Json = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One arm at one sparsity over its seeds; accuracies and their differences are in percent."""
+
+    arm: str
+    sparsity: float
+    values: Sequence[float]  # one a seed
+    mean: float | None = None
+    spread: float | None = None
+    difference: float | None = None  # paired, to the arm it is compared with
+    half_width: float | None = None  # of its 95 % interval
+    against: str = ""
+    verdict: str = ""
+    overlap: float | None = None
+    dense: str = "dense"  # the dense arm of the same recipe; empty if there is none
+    cost: float | None = None  # paired difference to it
+    same_as: str = ""  # the arm whose runs these are
+    budget: float = 1.0  # against the study's steps
+    mixed: str = ""  # what differs from the arm it is against beside what is compared
+
+
+@dataclass(frozen=True)
+class Source:
+    """All that a page shows."""
+
+    title: str
+    kind: str  # run, study or runs
+    cells: Sequence[Cell]
+    rows: Sequence[Row] = ()
+    study: Json = field(default_factory=dict)
+    notes: Sequence[str] = ()
+    num_open: int = 0  # runs that have neither ended nor failed, as far as the folder says
+
+    @property
+    def record(self) -> Record:
+        """The first run, or what a study says of all of them where its runs are not at hand."""
+        if self.cells:
+            return self.cells[0].record
+        environment = self.study.get("environment")
+        return Record(self.title, self.study["base"], environment if isinstance(environment, dict) else {}, [])
+
+    @property
+    def is_comparison(self) -> bool:
+        return self.kind != "run"
+
+    @cached_property
+    def arms(self) -> list[str]:
+        """Names of arms that are a computation of their own: the controls, then the others in the study's order."""
+        own = [row.arm for row in self.rows if not row.same_as]
+        found = list(dict.fromkeys([*(cell.arm for cell in self.cells), *own]))
+        return [name for name in CONTROLS if name in found] + [name for name in found if name not in CONTROLS]
+
+    @cached_property
+    def sparsities(self) -> list[float]:
+        """Those that are compared, dense apart."""
+        return sorted({one.sparsity for one in [*self.cells, *self.rows]} - {0.0})
+
+    @property
+    def budget(self) -> float:
+        """The study's own, or that of most rows; the best is the best of those that have it."""
+        if self.study:
+            return number(self.study["base"].get("budget_scale")) or 1.0
+        return statistics.mode([row.budget for row in self.rows] or [1.0])
+
+    def runs(self, arm: str, sparsity: float) -> list[Record]:
+        return [cell.record for cell in self.cells if cell.arm == arm and cell.sparsity == sparsity]
+
+    def row(self, arm: str, sparsity: float) -> Row | None:
+        return next((row for row in self.rows if row.arm == arm and row.sparsity == sparsity), None)
+
+
+def read_source(folder: Path) -> Source:
+    """The run, study or runs in ``folder``; ValueError if there is nothing that a report could show."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder; give a run folder or a study folder")
+    if (folder / "run.json").is_file():
+        record = read_record(RunFiles(folder))
+        notes = [f"This run {note}." for note in record.notes]
+        return Source(record.name, "run", [_cell(record, {})], notes=notes, num_open=int(record.is_open))
+    if (folder / "study.json").is_file():
+        return _read_study(folder)
+    cells, notes = _read_cells(_run_folders(folder))
+    if notes and not cells:
+        raise ValueError(f"no run in {folder} can be read: {notes[0]}")
+    if not cells:
+        raise ValueError(f"{folder} holds neither a run (run.json) nor a study (study.json) nor folders of runs")
+    num_open = sum(cell.record.is_open for cell in cells)
+    return Source(folder.resolve().name, "runs", cells, rows_of(cells), notes=notes, num_open=num_open)
+
+
+def _run_folders(folder: Path) -> list[RunFiles]:
+    return [RunFiles(path) for path in folder.iterdir() if (path / "run.json").is_file()]
+
+
+def _read_cells(runs: Iterable[RunFiles]) -> tuple[list[Cell], list[str]]:
+    """Cells of the runs, by name; one that cannot be read is noted and left out."""
+    cells: list[Cell] = []
+    notes: list[str] = []
+    noted: dict[str, list[str]] = {}
+    for run in sorted(runs, key=lambda run: run.name):
+        try:
+            record = read_record(run)
+            more = read_checked(run.path / "cell.json", CELL, run.line) if run.has("cell.json") else {}
+        except ValueError as error:
+            notes.append(f"{run.name} is left out: {error}.")
+            continue
+        cells.append(_cell(record, more))
+        for note in record.notes:
+            noted.setdefault(note, []).append(run.name)
+    for note, names in noted.items():
+        several = names[0] if len(names) == 1 else f"Each of {len(names)} runs ({names[0]}, ...)"
+        notes.append(f"{several} {note}.")
+    return cells, notes
+
+
+def _cell(record: Record, more: Json) -> Cell:
+    """The cell that a run says it is; without ``cell.json`` its arm is its folder's name without the seed."""
+    config = record.config
+    seed = config.get("seed", 0)
+    sparsity = 0.0 if config.get("score") == "none" else number(config.get("sparsity")) or 0.0
+    name = record.name.removesuffix(f"-s{seed}").removesuffix(f"-{sparsity:.12g}")
+    return Cell(str(more.get("arm", name)), sparsity, seed if isinstance(seed, int) else 0, record, more)
+
+
+def rows_of(cells: Sequence[Cell]) -> list[Row]:
+    """Mean and spread by arm and sparsity from the results of runs that ended; only a study gives verdicts."""
+    grouped: dict[tuple[str, float, float], list[float]] = {}
+    for cell in cells:
+        budget = number(cell.record.config.get("budget_scale")) or 1.0
+        values = grouped.setdefault((cell.arm, cell.sparsity, budget), [])
+        if cell.record.quality is not None:
+            values.append(cell.record.quality * scale_of(cell.record))
+    return [
+        Row(
+            arm,
+            sparsity,
+            values,
+            mean=math.fsum(values) / len(values) if values else None,
+            spread=statistics.stdev(values) if len(values) > 1 else None,
+            budget=budget,
+        )
+        for (arm, sparsity, budget), values in grouped.items()
+    ]
+
+
+def scale_of(record: Record) -> float:
+    """Accuracies are read in percent."""
+    return 100.0 if record.metric == "accuracy" else 1.0
+
+
+def mean_of(values: Sequence[Any]) -> float | None:
+    """Mean of the numbers among ``values``."""
+    found = [value for value in map(number, values) if value is not None]
+    return math.fsum(found) / len(found) if found else None
+
+
+def _read_study(folder: Path) -> Source:
+    """The study in ``folder``, however far it is; a part that is missing is noted."""
+    study = read_checked(folder / "study.json", STUDY)
+    if "base" not in study:
+        raise ValueError(f"{folder / 'study.json'} does not describe a study: expected an object with the field 'base'")
+    runs = {run.name: run for run in slim_runs(folder)}
+    if (folder / "runs").is_dir():
+        runs |= {run.name: run for run in _run_folders(folder / "runs")}
+    cells, notes = _read_cells(runs.values())
+    if not (folder / "runs").is_dir() and not (folder / SLIM).is_file():
+        notes = ["The folder holds no runs, so there are no curves."]
+    path = folder / "study_result.json"
+    result = read_checked(path, STUDY_RESULT) if path.is_file() else None
+    if result is not None:
+        rows = [_row(row) for row in result.get("rows", ()) if "arm" in row]
+        notes = _problems(result, cells) + notes
+        if any("dense" not in row for row in result.get("rows", ())):
+            notes.append("study_result.json is of an older version: prunus study --out FOLDER writes it anew.")
+    else:
+        rows = rows_of(cells)
+        notes.insert(0, "There is no study_result.json: means are taken from the runs, and there are no verdicts.")
+    return Source(
+        folder.resolve().name,
+        "study",
+        _in_order(cells, study),
+        rows,
+        study,
+        notes,
+        _num_open(study, cells, result),
+    )
+
+
+def _num_open(study: Json, cells: Sequence[Cell], result: Json | None) -> int:
+    """Runs to come: by the result, which knows arms that share one, else by the plan."""
+    if result is not None and "num_runs" in result:
+        return result["num_runs"] - result.get("num_finished", 0) - len(result.get("failed", ()))
+    planned = sum(len(arm.get("cells", ())) for arm in study.get("arms", ()))
+    return max(1, planned - sum(not cell.record.is_open for cell in cells))
+
+
+def _in_order(cells: Sequence[Cell], study: Json) -> list[Cell]:
+    """Cells in the order of the study's arms, under the names that these have there.
+
+    A run without an end has no cell.json: its arm is known by the name of its folder alone, in plain letters.
+    """
+    arms = [str(arm.get("name")) for arm in study.get("arms", ())]
+    names, place = {slug(arm): arm for arm in arms}, {arm: i for i, arm in enumerate(arms)}
+    named = [cell if cell.more else replace(cell, arm=names.get(cell.arm, cell.arm)) for cell in cells]
+    return sorted(named, key=lambda cell: (place.get(cell.arm, len(place)), cell.arm, cell.sparsity, cell.seed))
+
+
+def _row(row: Mapping[str, Any]) -> Row:
+    same = str(row.get("same_as") or "")
+    difference, cost = ({} if same else row.get("difference") or {}), row.get("cost") or {}
+    return Row(
+        arm=row["arm"],
+        sparsity=number(row.get("sparsity")) or 0.0,
+        values=[value for value in row.get("values", ()) if number(value) is not None],
+        mean=number(row.get("mean")),
+        spread=number(row.get("sd")),
+        difference=number(difference.get("mean")),
+        half_width=number(difference.get("half_width")),
+        against=str(row.get("against") or ""),
+        verdict=f"the same computation as {same}" if same else str(row.get("verdict") or ""),
+        overlap=None if same else number(row.get("overlap")),
+        dense=str(row.get("dense", "dense") or ""),
+        cost=number(cost.get("mean")),
+        same_as=same,
+        budget=number(row.get("budget_scale")) or 1.0,
+        mixed=mixed_with(row),
+    )
+
+
+def _problems(result: Json, cells: Sequence[Cell]) -> list[str]:
+    """What a study lacks, and what does not count; failures that the runs' own notes tell are left out."""
+    known = {(cell.seed, cell.record.failure) for cell in cells}
+    done, planned = result.get("num_finished"), result.get("num_runs")
+    notes = [f"{done} of {planned} runs have ended."] if done is not None and done != planned else []
+    for kind, words in (("failed", "failed"), ("off_target", "does not count")):
+        for one in result.get(kind, ()):
+            if kind == "failed" and (one.get("seed"), one.get("message")) in known:
+                continue
+            sparsity = number(one.get("sparsity")) or 0.0
+            where = f"{one.get('arm')} at {short_percent(sparsity)}, seed {one.get('seed')}"
+            notes.append(f"{where} {words}: {one.get('message')}")
+    return notes

@@ -1,0 +1,302 @@
+"""Arms beside each other: quality over sparsity, differences with intervals, overlap of masks, time and memory."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
+from statistics import median
+from typing import Any
+
+from .cells import Cell, Row, Source, mean_of
+from .panel import (
+    BAR,
+    GRID,
+    INK,
+    LONG,
+    MUTED,
+    PAPER,
+    Mark,
+    Number,
+    Panel,
+    Table,
+    Trace,
+    axis,
+    dots,
+    duration,
+    fixed,
+    layout,
+    memory,
+    percent,
+    plain,
+    short_percent,
+    signed,
+    with_minus,
+)
+
+FAR = 10.0
+
+
+def ranking(source: Source) -> list[str]:
+    """Arms from the best to the worst at the highest sparsity that they have."""
+    sign = 1 if source.record.metric == "perplexity" else -1
+    ended = [row for row in source.rows if row.mean is not None]
+    return list(dict.fromkeys(row.arm for row in sorted(ended, key=lambda r: (-r.sparsity, sign * (r.mean or 0)))))
+
+
+def quality_panel(source: Source, marks: Mapping[str, Mark]) -> Panel:
+    """Quality against sparsity: mean over seeds, bars of one standard deviation."""
+    name = "Perplexity" if source.record.metric == "perplexity" else "Accuracy, %"
+    traces: list[Trace] = []
+    for place, arm in enumerate(sorted(source.arms, key=lambda arm: marks[arm].width)):
+        own = [row for row in source.rows if row.arm == arm and row.mean is not None]
+        dense = source.row(own[0].dense, 0.0) if own and own[0].sparsity else None
+        if dense and dense.mean is not None:
+            own = [dense, *own]  # a line begins where no weight is removed, in the same recipe
+        if own:
+            traces.append(_quality_trace(arm, own, marks[arm]))
+            aside = 0.005 * (place - len(source.arms) / 2) if len(source.arms) < 10 else 0.0
+            traces[-1]["x"] = [row.sparsity + aside * (row.sparsity > 0) for row in own]  # bars beside each other
+    ended = [row for row in source.rows if row.mean is not None]
+    frame = {"range": list(found)} if (found := frame_of(source)) else {}
+    rows = [
+        [
+            row.arm,
+            Number(percent(row.sparsity), row.sparsity),
+            Number(plain(row.mean), row.mean),
+            Number(plain(row.spread, 2), row.spread),
+            Number(str(n := len(row.values)), n),
+        ]
+        for row in sorted(ended, key=lambda row: (row.sparsity, row.mean or 0))
+    ]
+    words = "; ".join(f"{row.arm} at {short_percent(row.sparsity)} {plain(row.mean)}" for row in ended)
+    return Panel(
+        f"{name} against sparsity",
+        f"{name} on held-out data by sparsity: {words}.",
+        traces,
+        layout(
+            axis("sparsity", tickformat=".0%", range=[-0.02, max(source.sparsities or [0.5]) + 0.04]),
+            axis(name.lower(), **frame),
+            hovermode="closest",
+        ),
+        Table(f"{name} at the end", ["arm", "sparsity", "mean", "standard deviation", "seeds"], rows),
+        height=380,
+    )
+
+
+def frame_of(source: Source) -> tuple[float, float] | None:
+    """Quality that is shown: of all rows, without those that are far worse than the others of their sparsity."""
+    sign = 1 if source.record.metric == "perplexity" else -1
+    ends = []
+    for sparsity in {row.sparsity for row in source.rows}:
+        rows = [row for row in source.rows if row.sparsity == sparsity and row.mean is not None]
+        middle = median(row.mean or 0 for row in rows) if rows else 0.0
+        usual = median(abs((row.mean or 0) - middle) for row in rows) if rows else 0.0
+        near = [row for row in rows if not sign * ((row.mean or 0) - middle) > FAR * usual > 0]
+        ends += [(row.mean or 0) + side * (row.spread or 0) for row in near for side in (-1, 1)]
+    pad = 0.06 * (max(ends) - min(ends)) if ends else 0.0
+    return (min(ends) - pad, max(ends) + pad) if pad else None
+
+
+def outside(source: Source) -> list[Row]:
+    """Rows that the frame leaves out."""
+    low, high = frame_of(source) or (-math.inf, math.inf)
+    return [row for row in source.rows if row.mean is not None and not low <= row.mean <= high]
+
+
+def _quality_trace(arm: str, rows: Sequence[Row], mark: Mark) -> Trace:
+    texts = []
+    for row in rows:
+        spread = f" ± {plain(row.spread, 2)} ({len(row.values)} seeds)" if row.spread is not None else " (one seed)"
+        texts.append(f"{escape(row.arm)}, {short_percent(row.sparsity)}: {plain(row.mean)}{spread}")
+    own = [row.arm == arm for row in rows]  # the dense point is drawn once
+    return {
+        "type": "scatter",
+        "mode": "lines+markers",
+        "name": escape(arm),
+        "y": [row.mean for row in rows],
+        "error_y": {
+            "array": [(row.spread or 0) * mine for row, mine in zip(rows, own, strict=True)],
+            "color": mark.colour,
+            "thickness": 1.3,
+            "width": 4,
+        },
+        "line": {"color": mark.colour, "width": mark.width, "dash": mark.dash},
+        "marker": {"color": mark.colour, "symbol": mark.symbol, "size": [(5 + 2 * mark.width) * mine for mine in own]},
+        "text": texts,
+        "hovertemplate": "%{text}<extra></extra>",
+    }
+
+
+def difference_panels(source: Source, marks: Mapping[str, Mark]) -> list[Panel]:
+    """Paired differences with their 95 % intervals, arms below each other: one panel a sparsity."""
+    made = []
+    for sparsity in source.sparsities:
+        found = [row for row in source.rows if row.sparsity == sparsity and row.difference is not None]
+        if found:
+            made.append(_differences(sorted(found, key=lambda row: -(row.difference or 0)), marks, source, sparsity))
+    return made
+
+
+def _differences(rows: Sequence[Row], marks: Mapping[str, Mark], source: Source, sparsity: float) -> Panel:
+    unit = "perplexity" if source.record.metric == "perplexity" else "accuracy, points"
+    low, high = _extent(rows)
+    better = "left" if source.record.metric == "perplexity" else "right"
+    trace = dots(
+        [_label(row) for row in rows],
+        [row.difference for row in rows],
+        [marks.get(row.arm, Mark(MUTED)) for row in rows],
+    )
+    trace |= {
+        "error_x": {"array": [row.half_width or 0 for row in rows], "color": MUTED, "thickness": 1.5, "width": 0},
+        "text": [f"{escape(row.arm)}: {escape(row.verdict)}" for row in rows],
+        "hovertemplate": "%{text}<extra></extra>",
+    }
+    return Panel(
+        f"Difference at {short_percent(sparsity)}; {better} is better",
+        f"Paired difference in {unit} with 95 % intervals: {'; '.join(f'{row.arm} {row.verdict}' for row in rows)}.",
+        [trace],
+        layout(
+            axis(unit, zeroline=True, zerolinecolor=INK, zerolinewidth=1, range=[low, high]),
+            axis("", type="category", showgrid=True, dtick=1),
+            hovermode="closest",
+            annotations=[_beyond(row, low, high) for row in rows if not low <= (row.difference or 0) <= high],
+        ),
+        Table("Paired differences", ["arm", "difference", "± (95 %)", "verdict"], [_difference_row(r) for r in rows]),
+        height=80 + (BAR * 3 // 2 if any("<br>" in _label(row) for row in rows) else BAR) * len(rows),
+        is_wide=any(len(row.arm) > LONG for row in rows),
+    )
+
+
+def _extent(rows: Sequence[Row]) -> tuple[float, float]:
+    """From the smallest to the largest interval, without random and what is as far away."""
+    usual = median(abs(row.difference or 0) for row in rows)
+    near = [row for row in rows if row.arm != "random" and not abs(row.difference or 0) > FAR * usual > 0] or rows
+    ends = [0.0] + [(row.difference or 0) + side * (row.half_width or 0) for row in near for side in (-1, 1)]
+    pad = 0.12 * (max(ends) - min(ends)) or 1.0
+    return min(ends) - pad, max(ends) + pad
+
+
+def _beyond(row: Row, low: float, high: float) -> dict[str, Any]:
+    """A word at the edge for an arm that lies outside the frame."""
+    right = (row.difference or 0) > high
+    text = f"{signed(row.difference)} →" if right else f"← {signed(row.difference)}"
+    at = {"x": high if right else low, "xanchor": "right" if right else "left"}
+    return at | {"y": _label(row), "text": text, "showarrow": False, "font": {"color": MUTED}, "bgcolor": PAPER}
+
+
+def _against(row: Row) -> str:
+    if row.mixed:
+        return f"{row.arm} – {row.against}, more differs"
+    return row.arm if row.against in ("", "magnitude") else f"{row.arm} – {row.against}"
+
+
+def _label(row: Row) -> str:
+    """The same on two lines, a recipe that both have once."""
+    _, other, recipe = apart(row.arm, row.against)
+    said = f"{row.arm} – {other}, same recipe" if recipe else _against(row)
+    return "<br>– ".join(escape(said).split(" – ", 1))
+
+
+def apart(arm: str, other: str) -> tuple[str, str, str]:
+    """Two arms and what both are called after their first words, as in "bitter7 lr 2e-3", "magnitude lr 2e-3"."""
+    (first, _, recipe), (second, _, same) = arm.partition(" "), other.partition(" ")
+    return (first, second, recipe) if recipe and recipe == same else (arm, other, "")
+
+
+def _difference_row(row: Row) -> list[str | Number]:
+    half = Number(fixed(row.half_width, 2), row.half_width)
+    return [_against(row), Number(signed(row.difference), row.difference), half, with_minus(row.verdict)]
+
+
+def overlap_panels(source: Source, marks: Mapping[str, Mark]) -> list[Panel]:
+    """How much of what an arm removed magnitude removed too: one panel a sparsity, chance as a line."""
+    made = []
+    for sparsity in source.sparsities:
+        found = [row for row in source.rows if row.sparsity == sparsity and row.overlap is not None]
+        if found:
+            made.append(_overlap(sorted(found, key=lambda row: row.overlap or 0), marks, sparsity))
+    return made
+
+
+def _overlap(rows: Sequence[Row], marks: Mapping[str, Mark], sparsity: float) -> Panel:
+    chance = sparsity / (2 - sparsity)  # expected for two masks that know nothing of each other
+    values = {row.arm: row.overlap for row in rows}
+    labels = [escape(row.arm) for row in rows]
+    trace = dots(labels, [row.overlap for row in rows], [marks.get(row.arm, Mark(MUTED)) for row in rows])
+    trace["hovertemplate"] = "%{y}: %{x:.3f}<extra></extra>"
+    line = {"type": "line", "x0": chance, "x1": chance, "yref": "paper", "y0": 0, "y1": 1}
+    words = "; ".join(f"{arm} {fixed(value, 3)}" for arm, value in values.items())
+    return Panel(
+        f"Overlap with magnitude at {short_percent(sparsity)}",
+        f"Jaccard overlap of removed weights with magnitude's; chance is {chance:.3f}: {words}.",
+        [trace],
+        layout(
+            axis("Jaccard overlap; dotted: chance", range=[0, 1.02]),
+            axis("", type="category", dtick=1),
+            hovermode="closest",
+            shapes=[line | {"line": {"color": MUTED, "width": 1.2, "dash": "dot"}}],
+        ),
+        Table(
+            f"Jaccard overlap; chance is {chance:.3f}",
+            ["arm", "overlap"],
+            [[arm, Number(fixed(value, 3), value)] for arm, value in values.items()],
+        ),
+        height=80 + BAR * len(rows),
+        is_wide=any(len(arm) > LONG for arm in values),
+    )
+
+
+def memory_of(cell: Cell) -> float | None:
+    """Bytes at the peak; older folders do not know it."""
+    own = (cell.record.result or {}).get("peak_memory")
+    mebibytes = cell.more.get("peak_mib")
+    return own or (mebibytes * 2**20 if isinstance(mebibytes, int | float) else None)
+
+
+def cost_panels(source: Source) -> list[Panel]:
+    """Time and peak memory by arm: a bar for the mean, a point for every run."""
+    warm = [cell for cell in source.cells if not cell.more.get("cold")] or source.cells
+    peak = max((memory_of(cell) or 0 for cell in source.cells), default=0)
+    size, letter = (2**30, "GiB") if peak >= 2**30 else (2**20, "MiB")
+    panels = [
+        _cost(
+            "Training time",
+            ("seconds", 1.0, duration),
+            lambda c: (c.record.result or {}).get("seconds"),
+            (source, warm),
+        ),
+        _cost("Peak memory", (letter, size, memory), memory_of, (source, source.cells)),
+    ]
+    return [panel for panel in panels if panel.table.rows]
+
+
+def _cost(
+    title: str,
+    unit: tuple[str, float, Callable[[float | None], str]],
+    of: Callable[[Cell], float | None],
+    what: tuple[Source, Sequence[Cell]],
+) -> Panel:
+    (name, size, show), (source, cells) = unit, what
+    found = {arm: [v for cell in cells if cell.arm == arm and (v := of(cell))] for arm in reversed(source.arms)}
+    found = {arm: values for arm, values in found.items() if values}
+    means = {arm: mean_of(values) or 0.0 for arm, values in found.items()}
+    bars = {"type": "bar", "orientation": "h", "marker": {"color": GRID}, "hoverinfo": "skip", "width": 0.62}
+    bars |= {"x": [mean / size for mean in means.values()], "y": [escape(arm) for arm in means]}
+    every = [(arm, value) for arm, values in found.items() for value in values]
+    points = dots([escape(arm) for arm, _ in every], [value / size for _, value in every], [Mark(MUTED)] * len(every))
+    points["marker"]["size"] = 6
+    points |= {"text": [f"{escape(arm)}: {show(value)}" for arm, value in every]}
+    points |= {"hovertemplate": "%{text}<extra></extra>"}
+    words = "; ".join(f"{arm} {show(mean)}" for arm, mean in reversed(means.items()))
+    rows = [
+        [arm, Number(plain(mean / size), mean / size), Number(str(n := len(found[arm])), n)]
+        for arm, mean in means.items()
+    ]
+    return Panel(
+        title,
+        f"{title} by arm, mean over runs: {words or 'not recorded'}.",
+        [bars, points],
+        layout(axis(name, rangemode="tozero"), axis("", type="category", dtick=1), hovermode="closest"),
+        Table(f"{title}, mean over runs", ["arm", name, "runs"], rows),
+        height=80 + BAR * len(means),
+        is_wide=any(len(arm) > LONG for arm in means),
+    )

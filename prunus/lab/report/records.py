@@ -1,0 +1,142 @@
+"""What is recorded of runs, read without torch; whatever is missing is said in ``notes``."""
+
+import math
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from ..run_files import RunFiles
+from .schema import COUNT, FAILED, LINE, RESULT, RUN, check, is_number, read_checked
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Record:
+    """What is stored of one run. A run that goes on, that was killed, or that failed has no result."""
+
+    name: str
+    config: Json
+    environment: Json
+    lines: list[Json]  # of metrics.jsonl, in order
+    result: Json | None = None
+    failure: str = ""  # why there will be no result
+    notes: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it may go on, as far as its folder says."""
+        return self.result is None and not self.failure
+
+    @cached_property
+    def logs(self) -> list[Json]:
+        return [line for line in self.lines if "loss" in line]
+
+    @cached_property
+    def evals(self) -> list[Json]:
+        return [line for line in self.lines if isinstance(line.get("eval"), dict)]
+
+    @cached_property
+    def events(self) -> list[Json]:
+        return [line["event"] | {"step": line["step"]} for line in self.lines if isinstance(line.get("event"), dict)]
+
+    @cached_property
+    def layers(self) -> dict[str, int]:
+        """Number of weights by prunable layer; empty in folders of versions that did not record it."""
+        found = [line["layers"] for line in self.lines if isinstance(line.get("layers"), dict)]
+        return found[0] if found else {}
+
+    @property
+    def is_language(self) -> bool:
+        return bool((self.result or {}).get("tokens")) or str(self.config.get("model", "")).startswith("gpt")
+
+    @property
+    def unit(self) -> str:
+        return "tokens" if self.is_language else "images"
+
+    @property
+    def metric(self) -> str:
+        return "perplexity" if self.is_language else "accuracy"
+
+    @property
+    def per_step(self) -> int:
+        """Tokens or images that one step reads."""
+        factors = ("batch", "accumulate", "context") if self.is_language else ("batch", "accumulate")
+        return math.prod(int(self.config.get(name, 1)) for name in factors)
+
+    @property
+    def total_steps(self) -> int:
+        return round(int(self.config.get("steps", 0)) * float(self.config.get("budget_scale", 1.0)))
+
+    @property
+    def last_step(self) -> int:
+        return self.lines[-1]["step"] if self.lines else 0
+
+    @property
+    def has_diverged(self) -> bool:
+        """Whether it ended with a loss or quality that is not finite."""
+        ended = self.result or {}
+        return any(name in ended and number(ended[name]) is None for name in ("loss", self.metric))
+
+    @property
+    def quality(self) -> float | None:
+        """The metric at the end of the run, or None while there is no end, and of one that diverged."""
+        return None if self.has_diverged else number((self.result or {}).get(self.metric))
+
+    def layer_sparsity(self, line: Json) -> dict[str, float]:
+        """Fraction of zeros by layer at an evaluation; empty where it was not recorded."""
+        zeros = line.get("zeros")
+        if not isinstance(zeros, list) or len(zeros) != len(self.layers):
+            return {}
+        return {name: zero / total for (name, total), zero in zip(self.layers.items(), zeros, strict=True) if total}
+
+
+def number(value: Any) -> float | None:
+    """A finite float, or None: charts show a gap where a run diverged or a file holds something else."""
+    return value if is_number(value) else None
+
+
+def read_record(run: RunFiles) -> Record:
+    """The record of a run; ValueError where a file of it cannot be understood."""
+    path = run.path / "run.json"
+    described = read_checked(path, RUN, run.line)
+    if "run" not in described:
+        raise ValueError(f"{path} does not describe a run: expected an object with the field 'run'")
+    lines, notes = _lines(run)
+    result, failure = None, ""
+    if run.has("result.json"):
+        result = read_checked(run.path / "result.json", RESULT, run.line)
+    elif run.has("failed.json"):
+        found = read_checked(run.path / "failed.json", FAILED, run.line)
+        failure = found.get("message") or "failed.json does not say why"
+        notes.append(f"failed: {failure}")
+    else:
+        notes.append("has no result.json: it goes on, or was interrupted")
+    environment = described.get("environment")
+    environment = environment if isinstance(environment, dict) else {}
+    record = Record(run.name, described["run"], environment, lines, result, failure)
+    for line in record.evals:
+        if max(record.layer_sparsity(line).values(), default=0) > 1:
+            raise ValueError(
+                f"{run.path / 'metrics.jsonl'}: at step {line['step']} a layer has more zeros than weights"
+            )
+    if record.config.get("score") != "none" and record.evals and not record.layers:
+        notes.append("does not record the sparsity of its layers: it was made by an older version")
+    if any(number(line["loss"]) is None for line in record.logs):
+        notes.append("has losses that are not finite: it diverged")
+    return replace(record, notes=tuple(notes))
+
+
+def _lines(run: RunFiles) -> tuple[list[Json], list[str]]:
+    """Lines of metrics.jsonl up to the first that is damaged, as when a run is just writing it."""
+    if not run.has("metrics.jsonl"):
+        return [], ["has no metrics.jsonl"]
+    lines: list[Json] = []
+    for place, line in enumerate(run.metrics(), 1):
+        if line is None:
+            return lines, [f"line {place} of metrics.jsonl is damaged; what follows it is left out"]
+        if not isinstance(line, dict) or not COUNT.holds(line.get("step")):
+            return lines, [f"line {place} of metrics.jsonl has no step; what follows it is left out"]
+        check(line, LINE, f"{run.path / 'metrics.jsonl'}: line {place}: ", "it")
+        lines.append(line)
+    return lines, []

@@ -1,0 +1,147 @@
+"""Sparsity over the steps of a run, and by layer as a heat map: of one run, or of arms side by side."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from html import escape
+
+from .cells import Source, mean_of
+from .curves import MAX_ROWS, count_cell, number_cell, thinned
+from .panel import INK, Mark, Number, Panel, Table, Trace, axis, layout, percent, short_percent
+from .records import Record, number
+
+LETTER, ROOM = 7, 160  # pixels: of a letter, and of the columns together on a narrow page
+Grid = Mapping[str, Mapping[str, float]]  # column -> layer -> sparsity
+
+
+def run_map(record: Record) -> Panel | None:
+    """Sparsity of every layer at every evaluation; None where it was not recorded."""
+    found = {f"{line['step']:,}": by for line in record.evals if (by := record.layer_sparsity(line))}
+    return _map("Sparsity by layer over steps", "step", found, scale=(0.0, 1.0)) if found else None
+
+
+def compared_maps(source: Source) -> list[Panel]:
+    """Sparsity of every layer at the end by arm, mean over seeds: one panel a sparsity."""
+    made = []
+    for sparsity in source.sparsities:
+        columns = {arm: by for arm in source.arms if (by := _at_the_end(source.runs(arm, sparsity)))}
+        if columns:
+            title = f"Sparsity by layer, {short_percent(sparsity)} in all"
+            made.append(_map(title, "", columns))
+    return made
+
+
+def _at_the_end(records: Sequence[Record]) -> dict[str, float]:
+    """Mean over seeds at the last evaluation."""
+    found = [by for record in records if record.evals and (by := record.layer_sparsity(record.evals[-1]))]
+    return {layer: mean_of([by.get(layer) for by in found]) or 0.0 for layer in (found[0] if found else ())}
+
+
+def _map(title: str, what: str, columns: Grid, scale: tuple[float, float] | None = None) -> Panel:
+    layers = list(dict.fromkeys(layer for by in columns.values() for layer in by))
+    names = [shortened(layer) for layer in layers]
+    values = [value for by in columns.values() for value in by.values()]
+    low, high = scale or (min(values), max(values))
+    trace = {
+        "type": "heatmap",
+        "x": [escape(column) for column in columns],
+        "y": [escape(name) for name in names],
+        "z": [[columns[column].get(layer) for column in columns] for layer in layers],
+        "zmin": low,
+        "zmax": max(high, low + 0.01),
+        "xgap": 1,
+        "ygap": 1,
+        "colorscale": [[i / 4, f"var(--heat-{i})"] for i in range(5)],
+        "colorbar": {"tickformat": ".0%", "thickness": 10, "len": 1, "outlinewidth": 0, "ticklen": 0},
+        "hovertemplate": f"%{{y}}<br>{what} %{{x}}: %{{z:.2%}}<extra></extra>",
+    }
+    rows = [
+        [shortened(layer), *(Number(percent(by.get(layer), 2), by.get(layer)) for by in columns.values())]
+        for layer in layers
+    ]
+    longest = LETTER * max(map(len, columns))  # too long to lie beside each other, names of columns stand upright
+    last = list(columns.values())[-1]
+    ends = sorted(last, key=lambda layer: last[layer])
+    said = f"{shortened(ends[0])} {percent(last[ends[0]])} to {shortened(ends[-1])} {percent(last[ends[-1]])}"
+    return Panel(
+        title,
+        f"Heat map of {len(layers)} layers by {len(columns)} columns; in the last column from {said}.",
+        [trace],
+        layout(
+            axis(what, type="category", showgrid=False),
+            axis("", type="category", autorange="reversed", showgrid=False, tickmode="linear", dtick=1),
+            hovermode="closest",
+        ),
+        Table(title, ["layer", *columns], rows),
+        height=15 * len(layers) + 80 + (0 if what or longest * len(columns) <= ROOM else longest),
+    )
+
+
+def shortened(layer: str) -> str:
+    """A layer's name as people say it: the weight of blocks.0.mlp.up is 0.mlp.up."""
+    return layer.removesuffix(".weight").removeprefix("blocks.").removeprefix("transformer.h.")
+
+
+def shared_paths(records: Mapping[str, Record]) -> dict[tuple[tuple[int, float], ...], list[str]]:
+    """Arms by the path that their sparsity took."""
+    paths: dict[tuple[tuple[int, float], ...], list[str]] = {}
+    for arm, record in records.items():
+        paths.setdefault(_path(record), []).append(arm)
+    return paths
+
+
+def sparsity_panel(records: Mapping[str, Record], marks: Mapping[str, Mark], title: str = "") -> Panel:
+    """Sparsity over steps: asked for at events as a line, counted from the zeros at evaluations as points.
+
+    Arms that took the same path are one line.
+    """
+    paths = shared_paths(records)
+    traces: list[Trace] = []
+    rows: list[list[str | Number]] = []
+    for path, arms in paths.items():
+        mark, name = path_mark(arms, marks), ", ".join(arms)
+        traces += _path_traces(path, records[arms[0]], mark, name)
+        rows += [
+            [name, count_cell(step), number_cell(share, lambda value: percent(value, 2))] for step, share in path[1:-1]
+        ]
+    has_events = any(record.events for record in records.values())
+    what = "asked for at every event" if has_events else "counted at every evaluation"
+    said = "; ".join(f"{', '.join(arms)}: {percent(path[-1][1])} at step {path[-1][0]}" for path, arms in paths.items())
+    return Panel(
+        f"Sparsity over steps{title}",
+        f"Sparsity over steps, at the end: {said}.",
+        traces,
+        layout(axis("step", rangemode="tozero"), axis("", tickformat=".0%", rangemode="tozero"), hovermode="closest"),
+        Table(f"Sparsity {what}", ["arm", "step", "sparsity"], thinned(rows, MAX_ROWS)),
+    )
+
+
+def path_mark(arms: Sequence[str], marks: Mapping[str, Mark]) -> Mark:
+    """Ink for the path that most arms take, magnitude among them; else the look of the first arm with a colour."""
+    if len(arms) > 1 and "magnitude" in arms:
+        return Mark(INK)
+    return replace(max((marks[arm] for arm in arms), key=lambda mark: mark.width), dash="solid")
+
+
+def _path(record: Record) -> tuple[tuple[int, float], ...]:
+    """What events asked for, or what was counted where the folder does not hold them."""
+    known = [(event["step"], number(event.get("sparsity")) or 0.0) for event in record.events] or _counted(record)
+    last = known[-1][1] if known else 0.0
+    return ((0, 0.0), *known, (max(record.last_step, 1), last))
+
+
+def _counted(record: Record) -> list[tuple[int, float]]:
+    return [(line["step"], line["sparsity"]) for line in record.evals if number(line.get("sparsity")) is not None]
+
+
+def _path_traces(path: Sequence[tuple[int, float]], record: Record, mark: Mark, name: str) -> list[Trace]:
+    counted = _counted(record)
+    line = {"color": mark.colour, "width": mark.width, "dash": mark.dash, "shape": "hv"}
+    asked: Trace = {"type": "scatter", "mode": "lines", "line": line, "name": escape(name)}
+    asked |= {"x": [step for step, _ in path], "y": [share for _, share in path]}
+    asked |= {"hovertemplate": "%{y:.2%} asked<extra>%{fullData.name}</extra>"}
+    return [
+        *([asked] if record.events else []),
+        {"type": "scatter", "mode": "markers", "name": escape(name), "x": [step for step, _ in counted]}
+        | {"y": [share for _, share in counted], "marker": {"size": 6, "color": mark.colour, "symbol": mark.symbol}}
+        | {"hovertemplate": "%{y:.4%} counted<extra>%{fullData.name}</extra>"},
+    ]

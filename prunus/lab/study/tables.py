@@ -1,0 +1,228 @@
+"""The result of a study as text: the rows of its table, and ``docs/results.md``, in which no figure is typed.
+
+Loads no torch.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ...files.json_file import read_json
+from ..markdown import table, where
+from .folder import Folder
+from .intervals import written
+from .plan import Plan, num_examples, shared_fields
+from .results import summary
+
+HEADINGS = ("arm", "asked", "zeros", "mean ± sd", "seeds", "to dense", "overlap", "budget", "s a run", "verdict")
+BEST = ("study", "asked", "best arm", "mean ± sd", "seeds", "dense", "to dense", "verdict")
+MIB = 2**20
+READING = (
+    "± beside a mean is the standard deviation over seeds, beside a difference of equal seeds its 95 % interval. "
+    "Cold seconds are of the first run of a process, with its start-up; runs at once shared a device. "
+    "To dense is the difference to the dense runs that are equal in all but pruning, where the study has them. "
+    "Overlap is the Jaccard index of the pruned weights with those of the run that is equal but for its score, "
+    "magnitude, or if there is none of the arm magnitude where it is trained alike"
+)
+INTRODUCTION = """# Results
+
+This page is made by `prunus study page` from the folders in `studies/`; no figure in a table is typed, and where a
+folder holds `notes.md` its text is taken over. Arms of a study start from the same weights for the same seed, read the
+same batches in the same order and are evaluated on the same held-out data; they differ in the fields named and in
+nothing else. Quality is read at the target sparsity alone, which is counted from the zeros. Intervals are Student's t
+over paired seeds, each for its own comparison: of twenty comparisons of equal arms one is expected to look like a
+difference.
+"""
+OVERVIEW = """## What came out best
+
+Of every study the arm with the best mean at each sparsity, random and other budgets aside, among those with the most
+seeds; beside it dense in the same recipe, and what it was held against. That it is the first of several is a part of
+why it looks good: its interval is for one comparison. Where arms have one seed, none of them is called the best.
+"""
+COMPILE_ROWS = {
+    "ms a step": lambda arm: f"{1e3 * arm['seconds']:.2f}",
+    "tokens a second": lambda arm: f"{arm['tokens_a_second']:,.0f}" if arm["tokens_a_second"] else "",
+    "peak memory, MiB": lambda arm: f"{sum(arm['memory']['peak'].values()) / MIB:,.0f}",
+    "of it activations": lambda arm: f"{arm['memory']['peak']['activations'] / MIB:,.0f}",
+    "memory between steps, MiB": lambda arm: f"{sum(arm['memory']['steady'].values()) / MIB:,.0f}",
+    "start-up, s": lambda arm: f"{sum(arm['startup'].values()):.1f}",
+    "GPU at work": lambda arm: "" if arm["busy"] is None else f"{arm['busy']:.1%}",
+    "loss after the same steps": lambda arm: f"{arm['loss']:.5f}",
+}
+
+
+def title_of(values: Mapping[str, Any]) -> str:
+    metric = values["metric"]
+    unit = " in per cent" if metric["scale"] != 1 else ""
+    return (
+        f"{metric['name']}{unit}, {metric['better']} is better; {values['num_finished']} of {values['num_runs']} runs"
+    )
+
+
+def cells_of(row: Mapping[str, Any]) -> list[str]:
+    """One row under HEADINGS."""
+    shared = f", {row['at_once']} at once" if row["at_once"] > 1 else ""
+    return [
+        row["arm"],
+        f"{row['sparsity']:.1%}" if row["sparsity"] else "dense",
+        f"{row['measured_sparsity']:.3%}",
+        written(row["mean"], row["decimals"]) + _plus_minus(row["sd"], row["decimals"]),
+        str(len(row["seeds"])),
+        "" if row["cost"] is None else _with_interval(row["cost"], row["decimals"]),
+        "" if row["overlap"] is None else f"{row['overlap']:.3f}",
+        f"x {row['budget_scale']:g}",
+        f"{row['wall_seconds'] or row['seconds']:.1f}{' cold' * row['cold']}{shared}",
+        _verdict(row),
+    ]
+
+
+def _verdict(row: Mapping[str, Any]) -> str:
+    """The verdict and what the arm is compared with; unequal budgets and recipes are named."""
+    if row["same_as"]:
+        return f"the same computation as {row['same_as']}"
+    if not row["against"]:
+        return ""
+    mixed = mixed_with(row)
+    return f"{row['verdict']} (against {row['against']}{'; ' if mixed else ''}{mixed})"
+
+
+def mixed_with(row: Mapping[str, Any]) -> str:
+    """What differs between an arm and the one it is against beside what they are to be compared in."""
+    budget, other = row.get("budget_scale", 1.0), row.get("against_budget", 1.0)
+    beside = row.get("beside") or []
+    tokens = [f"{budget / other:g} times the tokens"] if budget != other else []
+    return ", ".join([*tokens, *([f"{', '.join(beside)} differ{'s' * (len(beside) == 1)} too"] if beside else [])])
+
+
+def _with_interval(difference: Mapping[str, Any], decimals: int) -> str:
+    return written(difference["mean"], decimals, sign=True) + _plus_minus(difference["half_width"], decimals)
+
+
+def _plus_minus(value: float | None, decimals: int) -> str:
+    return "" if value is None else f" ± {written(value, decimals)}"
+
+
+def notes_of(values: Mapping[str, Any]) -> Iterator[str]:
+    """What failed, what does not count, and how the table is to be read."""
+    for entry in values["failed"]:
+        yield f"failed: {entry['arm']} at {entry['sparsity']:g}, seed {entry['seed']}: {entry['message']}"
+    for entry in values["off_target"]:
+        yield f"not counted: {entry['arm']} at {entry['sparsity']:g}, seed {entry['seed']}: {entry['message']}"
+    if values["rows"]:
+        sparsities = sorted({row["sparsity"] for row in values["rows"]} - {0.0})
+        chance = ", ".join(f"{s / (2 - s):.3f} at {s:.0%}" for s in sparsities)
+        yield READING + (f" (by chance {chance})." if chance else ".")
+
+
+def page(folders: Sequence[Path]) -> str:
+    """The page for these studies, in this order."""
+    if not folders:
+        raise ValueError("name the studies: prunus study page studies/*")
+    plans = {path: Folder(path).plan() for path in folders if not (path / "compile.json").is_file()}
+    studies = {path: summary(Folder(path), plan) for path, plan in plans.items()}
+    rows = [row for path, values in studies.items() for row in _best_rows(path.name, values, plans[path])]
+    overview = [OVERVIEW, table(BEST, rows, words=(2, len(BEST) - 1)), ""] if rows else []
+    sections = [
+        _section(Folder(path), plans[path], studies[path]) if path in plans else compile_section(path)
+        for path in folders
+    ]
+    return "\n".join([INTRODUCTION, *overview, *sections])
+
+
+def _best_rows(name: str, values: Mapping[str, Any], plan: Plan) -> Iterator[list[str]]:
+    """A row for each sparsity under the headings BEST, of arms with the study's own budget."""
+    rows, sign = values["rows"], 1 if values["metric"]["better"] == "lower" else -1
+    dense = {row["arm"]: row["mean"] for row in rows if not row["sparsity"]}
+    unit = " %" if values["metric"]["scale"] != 1 else ""
+    for sparsity in sorted({row["sparsity"] for row in rows} - {0.0}):
+        pruned = [
+            row
+            for row in rows
+            if row["sparsity"] == sparsity
+            and row["arm"] != "random"
+            and not row["same_as"]
+            and row["budget_scale"] == plan.base.budget_scale
+        ]
+        best = min(pruned, key=lambda row: (-len(row["seeds"]), sign * row["mean"]), default=None)
+        if best and len(pruned) > 1 and len(best["seeds"]) > 1:
+            cells = dict(zip(HEADINGS, cells_of(best), strict=True))
+            beside = f"{written(dense[best['dense']], best['decimals'])}{unit}" if best["dense"] in dense else ""
+            about = (cells["mean ± sd"] + unit, cells["seeds"], beside, cells["to dense"], cells["verdict"])
+            yield [f"[{name}](#{name})", cells["asked"], best["arm"], *about]
+
+
+def _section(folder: Folder, plan: Plan, values: Mapping[str, Any]) -> str:
+    notes = folder.path / "notes.md"
+    rows = [cells_of(row) for row in values["rows"]]
+    parts = [
+        f"## {folder.path.name}",
+        _environments(folder),
+        _configuration(plan),
+        *([notes.read_text().strip()] if notes.is_file() else []),
+        f"**{title_of(values)}**",
+        table(HEADINGS, rows, words=(len(HEADINGS) - 1,)),
+        "\n\n".join(notes_of(values)),
+        _arms(plan),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _environments(folder: Folder) -> str:
+    """Machines, versions and commits of the finished runs, each once."""
+    every = [run.load("run.json")["environment"] for run in sorted(folder.finished().values(), key=lambda r: r.name)]
+    lines = Counter(f"{where(one)}; commit {one['commit']}" for one in every)
+    return "  \n".join(f"{line}; {count} run{'s' * (count > 1)}" for line, count in lines.items())
+
+
+def _configuration(plan: Plan) -> str:
+    base = plan.base
+    tokens = f", {num_examples(base) * base.context:,} tokens" if base.model.startswith("gpt2") else ""
+    shared = {name: value for name, value in shared_fields(base).items() if value not in (None, [])}
+    if all("score" in arm.changes for arm in plan.arms):
+        del shared["score"]
+    fields = ", ".join(f"{name} {value}" for name, value in shared.items())
+    return (
+        f"{num_examples(base):,} examples{tokens} a run, of {Path(base.data).name}. Every arm has, but for what it is "
+        f"said to change (hash `{plan.hash}`): {fields}."
+    )
+
+
+def _arms(plan: Plan) -> str:
+    """What each arm changes, where its name does not say it."""
+    changed = [
+        f"{arm.name}: " + ", ".join(f"{name} {value}" for name, value in arm.changes.items())
+        for arm in plan.arms
+        if dict(arm.changes) != {"score": arm.name}
+    ]
+    return f"What arms change: {'; '.join(changed)}."
+
+
+def compile_section(folder: Path) -> str:
+    """What torch.compile does to one training, by the compile.json of ``prunus profile --compare compile``."""
+    path, notes = folder / "compile.json", folder / "notes.md"
+    try:
+        found = read_json(path)
+        eager, compiled, says = found["arms"]["eager"], found["arms"]["compile"], found["says"]
+        rows = [(name, write(eager), write(compiled)) for name, write in COMPILE_ROWS.items()]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is not what prunus profile --compare compile writes: {error!r}") from error
+    parts = [
+        f"## {folder.name}",
+        _origin(eager),
+        *([notes.read_text().strip()] if notes.is_file() else []),
+        table(("", "eager", "torch.compile"), rows),
+        " ".join(says),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _origin(arm: dict[str, Any]) -> str:
+    run, environment = arm["run"], arm["environment"]
+    window = f" of {run['context']} tokens" if arm["tokens_a_second"] else ""
+    pruning = "dense" if run["score"] == "none" else f"{run['score']} to {run['sparsity']:.0%}"
+    return (
+        f"{where(environment)}; commit {environment['commit']}; "
+        f"`prunus profile --compare compile`: {run['model']}, batch {run['batch']}{window}, {run['precision']}, "
+        f"{pruning}, each arm in a process of its own."
+    )
