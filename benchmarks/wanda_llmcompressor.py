@@ -35,8 +35,8 @@ from prunus import PerRow, prune
 from prunus.eligible import eligible
 from prunus.lab.bench.measure import record
 from prunus.ops import bits
-from prunus.ops.source import Lazy
-from prunus.score import wanda
+from prunus.ops.lazy import Lazy
+from prunus.score import SCORES, wanda
 
 SPARSITY = 0.5
 Weights = Mapping[str, Tensor]  # pruned, by name
@@ -81,7 +81,7 @@ def layer_rows(repeat: int) -> list[dict[str, Any]]:
     def ours() -> Weights:
         weight = layer.weight.detach()
         reads = {"weight": weight, "input_norm": squares.sqrt()}
-        masks = PerRow().packed([Lazy("w", weight, wanda, reads, formula="wanda")], SPARSITY, {})
+        masks = PerRow().packed([Lazy("w", weight, wanda, reads, formula=SCORES["wanda"].formula)], SPARSITY, {})
         pruned = weight.clone()
         bits.zero_(pruned, masks["w"])
         return {"w": pruned}

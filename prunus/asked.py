@@ -1,17 +1,16 @@
 """What a Pruner is asked for, refused at once where it cannot be meant."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from .allocate import allocate
 from .regrow import Regrow
-from .schedule import Schedule
-from .select import NofM, PerLayer, Selector
+from .schedule import Ramp, Schedule
+from .select import Selector, Shape
 from .stats import score_of
 
 
@@ -30,7 +29,7 @@ EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
         _or_none(_has("__call__", "is_event", "over")),
         "a schedule: Ramp(0.5, begin=100, end=1000), OneShot(0.5, at=100) or Constant(0.5)",
     ),
-    "select": (_has("packed"), "a selector: Global(), PerLayer(), PerRow() or NofM(2, 4)"),
+    "select": (_has("quota", "packed"), "a selector: Global(), PerLayer(), PerRow() or NofM(2, 4)"),
     "every": (lambda every: isinstance(every, Integral) and int(every) >= 1, "a whole number of steps, at least 1"),
     "regrow": (lambda regrow: regrow is None or isinstance(regrow, Regrow), "a Regrow, as Regrow(0.1)"),
     "masks": (
@@ -67,15 +66,18 @@ def check_order(model: object, optimizer: object) -> None:
 
 
 def check_together(
-    select: Selector, schedule: Schedule | None, regrow: Regrow | None, weights: Mapping[str, Tensor], is_sharded: bool
+    select: Selector, schedule: Schedule | None, regrow: Regrow | None, shapes: Sequence[Shape], is_sharded: bool
 ) -> None:
     """Refuse a selector, a schedule and a regrowth that do not go with each other, or not with these weights."""
-    if isinstance(select, NofM) and schedule:
-        select.check(schedule)
+    only = select.sparsity
+    fits = schedule is None or only is None or schedule.final == 0 or abs(schedule.final - only) < 1e-9
+    if not fits or (only is not None and isinstance(schedule, Ramp)):
+        fitting = f"OneShot({only:g}, at=...) or Constant({only:g})"
+        raise ValueError(f"{select} has one sparsity and goes with {fitting}, got {schedule}")
     if regrow:
         regrow.check(schedule, select, is_sharded)
-    if isinstance(select, PerLayer) and schedule:
-        allocate({name: weight.shape for name, weight in weights.items()}, schedule.final, select.allocate)
+    if schedule:
+        select.quota(shapes, schedule.final)
 
 
 def _shown(value: object) -> str:

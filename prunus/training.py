@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from .asked import check_options, check_order, check_together
-from .cut import num_kept_each
 from .eligible import eligible
 from .gradients import MaskedGradients, Movement, check_captured, is_initialising, is_skipped, unwrapped
 from .held import HeldMasks
@@ -25,7 +24,7 @@ from .regrow import Regrow, keep_warm, selected
 from .saved import checked_masks, reshard_masks, saved_masks, taken_sums
 from .schedule import Schedule
 from .score import SCORES
-from .select import Global, Selector
+from .select import Global, Selector, Shape
 from .shard import is_dtensor, local, parts_of, ranks_of
 from .stats import MOMENTS, check_eps, check_moments, check_parameters, score_of, sources
 from .summary import Event, Report, report
@@ -87,7 +86,8 @@ class Pruner:
         self._num_weights = sum(p.numel() for p in self._weights.values())
         self._ranks = ranks_of(self._weights, group)
         self._parts = parts_of(self._weights, self._ranks)
-        check_together(select, schedule, regrow, self._weights, self._parts is not None)
+        shapes = [Shape(w.name, tuple(w.parameter.shape), w.outputs) for w in self._eligible.weights]
+        check_together(select, schedule, regrow, shapes, self._parts is not None)
         check_eps(self._weights, optimizer)
         self._held = HeldMasks(self._weights, optimizer, self._ranks, self._parts)
         self._held.check_free()
@@ -178,9 +178,9 @@ class Pruner:
         check_copies(self._ranks, self._weights, masks)
         self._due = False  # not before: an event that failed is tried again after the next step
         self._held.hold(masks, self._regrowing)
-        if isinstance(self.select, Global):  # which is exact: no need to count
-            total = self._num_weights
-            self._held.num_kept = min(before, total - round(sparsity * total))
+        if self.select.group == "all":  # no need to count
+            [quota] = self.select.quota_of(scores, sparsity)
+            self._held.num_kept = min(before, quota.size - quota.num_drop)
         else:
             self._held.count()
         newly_pruned = before - self._held.num_kept + regrown
@@ -279,8 +279,7 @@ class Pruner:
             return False
         weights, row = self._eligible.weights, SCORES["random"]  # how many are dropped depends on no score
         scores = sources(weights, self.optimizer, row, {}, more={}, parts=self._parts)
-        masks = self.select.packed(scores, self.schedule(self.step), self._bits, self._held.num_kept)
-        return sum(num_kept_each(scores, masks).values()) < self._held.num_kept
+        return self.select.prunes_more(scores, self.schedule(self.step), self._bits, self._held.num_kept)
 
     def _waits_for_moments(self) -> bool:
         """Whether SPAM reset the moments too recently for what reads them."""

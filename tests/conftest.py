@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from prunus.ops import bits, source
+from prunus.ops import bits, lazy
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # kernels run in the interpreter; read when triton is first imported
@@ -37,4 +37,4 @@ def _seed() -> None:
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Work on 64 elements at a time, so that a small tensor is many pieces."""
     monkeypatch.setattr(bits, "PIECE", 64)
-    monkeypatch.setattr(source, "PIECE", 64)
+    monkeypatch.setattr(lazy, "PIECE", 64)

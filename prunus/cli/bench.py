@@ -57,7 +57,7 @@ def run(command: Command) -> None:
     _check(command)
     import torch
 
-    from ..ops.device import device_of
+    from ..ops.machine import device_of
 
     if command.what == "page":
         from ..lab.bench.distributed_page import distributed_page

@@ -57,7 +57,7 @@ def _run(command: Command) -> None:
 
     from ..lab.evidence.cases import CASES, smaller, subject_for
     from ..lab.evidence.study import Design, Study
-    from ..ops.device import device_of
+    from ..ops.machine import device_of
 
     device = device_of(command.device)
     torch.backends.cudnn.allow_tf32 = False  # float32 is to mean it in convolutions too

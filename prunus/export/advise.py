@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..ops.device import device_of
 from ..ops.gaps import Gaps, gaps_of_dense
+from ..ops.machine import device_of
 from ..ops.matvec import product
 from . import linear, semi_structured
 from .read import open_tensors

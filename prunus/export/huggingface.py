@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.bits import words_of
-from ..ops.device import device_of
+from ..ops.machine import device_of
 from .dtypes import DTYPES
 from .files import new_folder
 from .folder import SMALL, copy_beside

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..ops.device import device_of
+from ..ops.machine import device_of
 from .read import Tensors, open_tensors
 from .source import check_masks, in_memory
 from .write import MAX_SHARD_BYTES, Plan, Saved, write

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..ops.proc import said_by_linux
+from ..ops.machine import said_by_linux
 from .checkpoint import checkpoint_of, drop_pieces, load_checkpoint, save_checkpoint
 from .named import cut_as, from_names, to_names
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from ..ops.proc import said_by_linux
+from ..ops.machine import said_by_linux
 
 
 def reset_peak(device: torch.device) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..eligible import eligible
-from ..ops.device import device_of
+from ..ops.machine import device_of
 from ..optim import AdamWPrune
 from ..shard import ranks_of
 from ..summary import Event, report

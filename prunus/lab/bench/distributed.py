@@ -15,11 +15,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim import AdamW
 
-from ...cut import cut
 from ...ops.part import Part
 from ...schedule import Ramp
 from ...shard import Ranks
 from ...stats import score_of, sources
+from ...threshold import cut
 from ...training import Event, Pruner
 from .measure import median_ms, timed
 

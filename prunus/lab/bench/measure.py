@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ...ops.device import wait_for
-from ...ops.proc import said_by_linux
+from ...ops.machine import said_by_linux, wait_for
 from ..files import write_json
 from ..tracking import commit, environment, machine
 

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ...eligible import Weight, eligible
 from ...oneshot import Probe, prune
 from ...oneshot.head import head_of
-from ...ops.device import wait_for
+from ...ops.machine import wait_for
 from ...select import PerRow
 from .measure import median_ms, timed
 from .prune_parts import parts_of

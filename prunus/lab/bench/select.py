@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from ...ops import bits
-from ...ops.source import Lazy
+from ...ops.lazy import Lazy
 from ...score import Score
 from ...select import Global, NofM, PerLayer, PerRow
 from ...stats import score_of

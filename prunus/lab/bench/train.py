@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...ops.device import wait_for
+from ...ops.machine import wait_for
 from ..run import Run
 from ..trainer import Training
 from .measure import timed

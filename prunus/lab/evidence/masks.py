@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,8 +13,8 @@ from ...oneshot.prune import Job
 from ...oneshot.result import Result, prune_
 from ...oneshot.session import Originals
 from ...ops import bits
-from ...ops.source import Lazy
-from ...select import Global, PerRow, Selector
+from ...ops.lazy import Lazy
+from ...select import Selector
 
 Masks = Mapping[str, Tensor]  # True where the weight stays
 BEYOND, OUTSIDE = 2.0, 4.0  # where candidates beyond tau, and all that are none, begin; scores are at most 1
@@ -26,7 +27,7 @@ def replaced_veto(result: Result, sources: Sequence[Lazy], tau: float, select: S
     exact whatever the probe says.
     """
     where = {source.name: bits.unpack(result.candidates[source.name], source.shape) for source in sources}
-    scores = {source.name: source.whole()[where[source.name]].float() for source in sources}
+    scores = {source.name: source.all()[where[source.name]].float() for source in sources}
     top = max(float(each.max()) for each in scores.values() if len(each)) or 1.0
     order = {}
     for name, mask in where.items():
@@ -63,10 +64,11 @@ def exactly(job: Job, sparsity: float, generator: torch.Generator) -> Masks:
     row or layer gives the whole number below its share, and lots decide which of them give one more.
     """
     select, sources = job.strategy.select, job.strategy.sources(sparsity, {})
-    if isinstance(select, Global):
+    if select.group == "all":
         return _unpacked(sources, select.packed(sources, sparsity, {}))
-    sizes = [source.num_inputs if isinstance(select, PerRow) else source.numel for source in sources]
-    many, few = _around(select, sources, [int(sparsity * size) for size in sizes], sizes)
+    quotas = [replace(quota, num_drop=int(sparsity * quota.size)) for quota in select.quota_of(sources, sparsity)]
+    one_more = [replace(quota, num_drop=min(quota.num_drop + 1, quota.size)) for quota in quotas]
+    many, few = (_unpacked(sources, select.cut(sources, each, {})) for each in (quotas, one_more))
     between = {name: many[name] & ~few[name] for name in many}
     missing = round(sparsity * sum(source.numel for source in sources)) - sum(int((~m).sum()) for m in many.values())
     counts = [int(each.sum()) for each in between.values()]
@@ -74,17 +76,6 @@ def exactly(job: Job, sparsity: float, generator: torch.Generator) -> Masks:
     for (name, where), part in zip(between.items(), gone.split(counts), strict=True):
         many[name][where] = ~part
     return many
-
-
-def _around(
-    select: Selector, sources: Sequence[Lazy], num_drop: Sequence[int], sizes: Sequence[int]
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Masks with ``num_drop`` of each row or layer dropped, and with one more."""
-    found: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
-    for source, drop, size in zip(sources, num_drop, sizes, strict=True):
-        for more, masks in enumerate(found):
-            masks.update(_unpacked([source], select.packed([source], min(drop + more, size) / size, {})))
-    return found
 
 
 def _unpacked(sources: Sequence[Lazy], packed: Masks) -> dict[str, Tensor]:

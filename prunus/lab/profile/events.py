@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ...ops.device import wait_for
+from ...ops.machine import wait_for
 from ..trainer import Training
 from .split import Split, only_event
 from .trace import traced

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from ...ops.device import wait_for
+from ...ops.machine import wait_for
 from ...training import Pruner
 from ..memory import peak
 from ..trainer import Training

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from ...ops.device import wait_for
+from ...ops.machine import wait_for
 from ...optim import AdamWPrune
 from ..trainer import Training
 from .trace import part
