@@ -19,11 +19,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import AdamW
 
 from prunus import Event, Pruner, Ramp
-from prunus.cut import cut
-from prunus.ops.device import device_of
+from prunus.ops.machine import device_of
 from prunus.ops.shard import Shard
 from prunus.ranks import Ranks
 from prunus.statistics import score_of, sources
+from prunus.threshold import cut
 
 from .benchmark import Benchmark, Measured, Record, Row, newest_records, section, table_of
 from .measure import median_ms, median_ms_in_turns, timed

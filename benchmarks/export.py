@@ -15,7 +15,7 @@ from torch import Tensor
 from prunus import load_sparse, save_sparse
 from prunus.ops.bits import words_of
 from prunus.ops.compact import compact, expand, nonzero
-from prunus.ops.device import device_of
+from prunus.ops.machine import device_of
 
 from .benchmark import Benchmark, Measured, Record, section, table_of
 from .measure import copy_gb_s, median_ms

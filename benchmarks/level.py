@@ -13,7 +13,7 @@ from torch import Tensor
 
 from prunus import Probe, prune
 from prunus.lab.prune_profile import Sampler, utilisation_reader
-from prunus.ops.device import device_of
+from prunus.ops.machine import device_of
 
 from .benchmark import Benchmark, Measured, Record, Row, section, table_of
 from .measure import timed

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from prunus.ops.device import device_of
+from prunus.ops.machine import device_of
 from prunus.sparse.advise import Way, ways_of
 from prunus.sparse.timing import launched_us, microseconds, num_copies
 

@@ -10,8 +10,7 @@ from typing import TypeVar
 
 import torch
 
-from prunus.ops.device import wait_for
-from prunus.ops.proc import said_by_linux
+from prunus.ops.machine import said_by_linux, wait_for
 
 Result = TypeVar("Result")
 

@@ -10,7 +10,7 @@ import torch
 import tyro
 
 from prunus.lab.markdown import table
-from prunus.ops.device import device_of
+from prunus.ops.machine import device_of
 
 from .probe_figures import SLIGHT, USABLE, Comparison, Figures, read_figures, spread, verdict
 from .probe_models import CASES, smaller, subject_for, write_images, write_tokens

@@ -23,7 +23,7 @@ from prunus.oneshot.prune import Job, Plan
 from prunus.oneshot.result import Result, prune_
 from prunus.oneshot.session import Originals
 from prunus.ops import bits
-from prunus.ops.source import Lazy
+from prunus.ops.lazy import Lazy
 from prunus.select import Selector
 
 from .probe_models import Case
@@ -198,7 +198,7 @@ def replaced_veto(result: Result, sources: Sequence[Lazy], tau: float, select: S
     exact whatever the probe says.
     """
     where = {source.name: bits.unpack(result.candidates[source.name], source.shape) for source in sources}
-    scores = {source.name: source.whole()[where[source.name]].float() for source in sources}
+    scores = {source.name: source.all()[where[source.name]].float() for source in sources}
     top = max(float(each.max()) for each in scores.values() if len(each)) or 1.0
     order = {}
     for name, mask in where.items():

@@ -21,7 +21,7 @@ from prunus.oneshot.engine import Engine
 from prunus.oneshot.head import head_of
 from prunus.oneshot.objective import Objective
 from prunus.oneshot.taps import Taps
-from prunus.ops.device import device_of, wait_for
+from prunus.ops.machine import device_of, wait_for
 
 from .benchmark import Benchmark, Measured, Record, Row, section, table_of
 from .measure import median_ms, timed

@@ -11,8 +11,8 @@ from torch.nn.utils import prune
 
 from prunus import Global, NofM, PerLayer, PerRow
 from prunus.ops import bits
-from prunus.ops.device import device_of
-from prunus.ops.source import Lazy
+from prunus.ops.lazy import Lazy
+from prunus.ops.machine import device_of
 from prunus.score import Score
 from prunus.statistics import score_of
 

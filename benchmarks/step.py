@@ -17,7 +17,7 @@ from prunus.lab.data.batches import TokenShape
 from prunus.lab.evaluate import loss_of
 from prunus.lab.models import build
 from prunus.ops import bits
-from prunus.ops.device import device_of
+from prunus.ops.machine import device_of
 
 from .benchmark import Benchmark, Measured, Record, Row, section, table_of
 from .measure import copy_gb_s, queued_ms, timed

@@ -9,7 +9,7 @@ import torch
 
 from prunus.lab.run import ModelName, Run
 from prunus.lab.trainer import Training
-from prunus.ops.device import wait_for
+from prunus.ops.machine import wait_for
 
 from .benchmark import Benchmark, Measured, Record, Row, section, table_of
 from .measure import timed

@@ -25,7 +25,7 @@ from prunus import PerRow, prune
 from prunus.eligible import eligible
 from prunus.lab.data.token_files import read_tokens
 from prunus.ops import bits
-from prunus.ops.source import Lazy
+from prunus.ops.lazy import Lazy
 from prunus.score import wanda
 
 from .benchmark import Benchmark, Measured, Record, Row, section, table_of

@@ -10,19 +10,18 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from .cut import num_kept_each
 from .eligible import eligible
 from .input_statistics import InputNorms
 from .mask_store import MaskStore, load_masks, unpack_saved_masks
 from .masking import Progress, check_state, is_initialising, masking_of, unwrapped
 from .masks import Masks, check_copies, digest, full_masks
+from .ops.lazy import Lazy
 from .ops.shard import together
-from .ops.source import Lazy
 from .ranks import is_dtensor, local, local_block, ranks_of, shards_of
 from .regrow import Regrow, selected
 from .schedule import Schedule
 from .score import SCORES
-from .select import Global, Selector
+from .select import Global, Selector, Shape
 from .statistics import MOMENTS, Movement, check_moments, is_skipped, score_of, sources
 from .summary import Event, Report, report
 from .validation import check_eps, check_options, check_order, check_parameters, check_together
@@ -83,7 +82,8 @@ class Pruner:
         self._num_weights = sum(p.numel() for p in self._weights.values())
         self._ranks = ranks_of(self._weights, group)
         self._shards = shards_of(self._weights, self._ranks)
-        check_together(select, schedule, regrow, self._weights, self._shards is not None)
+        shapes = [Shape(w.name, tuple(w.parameter.shape), w.outputs) for w in self._eligible.weights]
+        check_together(select, schedule, regrow, shapes, self._shards is not None)
         check_eps(self._weights, optimizer)
         self._progress = Progress(schedule.end if regrow and schedule else None)
         self._movement = Movement(self._weights) if "movement" in self.score.reads else None
@@ -181,9 +181,9 @@ class Pruner:
         check_copies(self._ranks, self._weights, masks)
         self._progress.is_due = False  # not before: an event that failed is tried again after the next step
         self._masking.apply_(masks)
-        if isinstance(self.select, Global):  # which is exact: no need to count
-            total = self._num_weights
-            self._store.num_kept = min(before, total - round(sparsity * total))
+        if self.select.group == "all":  # no need to count
+            [quota] = self.select.quota_of(scores, sparsity)
+            self._store.num_kept = min(before, quota.size - quota.num_drop)
         else:
             self._store.count()
         newly_pruned = before - self._store.num_kept + regrown
@@ -272,8 +272,7 @@ class Pruner:
             return False
         weights, row = self._eligible.weights, SCORES["random"]  # how many are dropped depends on no score
         scores = sources(weights, self.optimizer, row, {}, more={}, shards=self._shards)
-        masks = self.select.packed(scores, self.schedule(self.step), self._bits, self._store.num_kept)
-        return sum(num_kept_each(scores, masks).values()) < self._store.num_kept
+        return self.select.prunes_more(scores, self.schedule(self.step), self._bits, self._store.num_kept)
 
     def _waits_for_moments(self) -> bool:
         """Whether SPAM reset the moments too recently for what reads them."""

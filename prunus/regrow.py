@@ -7,23 +7,22 @@ still 0, so that right after an event there are more zeros than the masks prune.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .allocate import allocate
-from .cut import Packed, cut_each, kept, num_kept_each
 from .eligible import Weight
-from .ops import bits
+from .ops.candidates import Packed
+from .ops.lazy import Lazy
 from .ops.shard import Shard
-from .ops.source import Lazy
 from .ranks import local
 from .schedule import Ramp, Schedule
 from .score import REGROWTH
-from .select import Global, NofM, PerLayer, PerRow, Selector
+from .select import Selector
 from .statistics import sources
+from .threshold import kept, num_kept_each
 
 By = Literal["snr", "momentum", "gradient"]
 
@@ -62,9 +61,9 @@ class Regrow:
             raise ValueError(
                 f"regrowth ends with its ramp: pass schedule=Ramp(...) to a sparsity above 0, not {schedule}"
             )
-        if isinstance(select, NofM):
+        if select.group == "neighbours":
             raise ValueError(f"regrowth goes with Global, PerLayer and PerRow, not with {select}")
-        if isinstance(select, PerRow) and is_sharded:
+        if select.group == "row" and is_sharded:
             raise ValueError("regrowth by rows needs whole weights; over shards it goes with Global and PerLayer")
 
     def check_moments(self, optimizer: Optimizer) -> None:
@@ -104,7 +103,7 @@ class Regrow:
                 {"exp_avg": local(buffer)},
                 formula=row.formula,
                 outputs=w.outputs,
-                part=shards[w.name] if shards else None,
+                shard=shards[w.name] if shards else None,
             )
             for w in weights
             if (buffer := buffers[w.name]) is not None
@@ -124,7 +123,6 @@ class Swap:
 
 
 Live = tuple[Packed, int]  # packed bits, and how many are set in all
-Found = tuple[dict[str, Tensor], dict[str, Tensor], int]  # what stays, what comes back, and how many those are
 
 
 def selected(
@@ -132,59 +130,27 @@ def selected(
 ) -> tuple[dict[str, Tensor], int]:
     """Packed masks of exactly the selector's counts, and how many weights came back.
 
-    Every group of the selector (all weights, a layer, a row) loses r live weights more than is asked and gets
-    back r of those that were pruned before: nothing that is pruned now comes back now.
+    Every group of the selector (all weights, a layer, a row) loses r live weights more than its quota and gets
+    back r of those that were pruned before: nothing that is pruned now comes back now. A weight with a row that is
+    sparser than its quota, as masks given at the start may be, swaps none.
     """
     if swap is None:
         return select.packed(scores, sparsity, *live), 0
-    dead = {source.name: kept(source, {}) ^ kept(source, live[0]) for source in scores}
-    if isinstance(select, PerLayer):
-        keep, back, num = _by_layer(select, scores, sparsity, (live[0], dead), swap)
-    elif isinstance(select, PerRow):
-        keep, back, num = _by_row(scores, sparsity, (live[0], dead), swap)
-    else:
-        keep, back, num = _globally(scores, sparsity, live, dead, swap)
-    return {name: mask | back[name] if name in back else mask for name, mask in keep.items()}, num
-
-
-def _globally(scores: Sequence[Lazy], sparsity: float, live: Live, dead: Packed, swap: Swap) -> Found:
-    total = sum(source.whole_numel for source in scores)
-    num_pruned = total - live[1]
-    num_drop = max(round(sparsity * total), num_pruned)
-    num = swap.num(total - num_drop, num_pruned)
-    keep = Global().packed(scores, (num_drop + num) / total, *live)
-    back = Global().packed(swap.back(), (total - num) / total, dead, num_pruned) if num else {}
-    return keep, back, num
-
-
-def _by_layer(
-    select: PerLayer, scores: Sequence[Lazy], sparsity: float, sides: tuple[Packed, Packed], swap: Swap
-) -> Found:
-    sizes, num_live = {source.name: source.whole_numel for source in scores}, num_kept_each(scores, sides[0])
-    num_pruned = {name: size - num_live[name] for name, size in sizes.items()}
-    asked = allocate({s.name: s.whole_shape for s in scores}, sparsity, select.allocate, at_least=num_pruned)
-    num_drop = {name: max(asked[name], num_pruned[name]) for name in asked}
-    num = {name: swap.num(sizes[name] - num_drop[name], num_pruned[name]) for name in sizes}
-    keep = cut_each(scores, {name: num_drop[name] + num[name] for name in sizes}, sides[0], num_live)
-    if not any(num.values()):
-        return keep, {}, 0
-    back = cut_each(swap.back(), {name: sizes[name] - num[name] for name in sizes}, sides[1], num_pruned)
-    return keep, back, sum(num.values())
-
-
-def _by_row(scores: Sequence[Lazy], sparsity: float, sides: tuple[Packed, Packed], swap: Swap) -> Found:
-    """A weight with a row that is sparser than asked, as masks given at the start may be, swaps none."""
-    keep: dict[str, Tensor] = {}
-    back: dict[str, Tensor] = {}
-    total, ranked = 0, {}
-    for source in scores:
-        length, num_drop = source.num_inputs, round(sparsity * source.num_inputs)
-        rows = source.rows_of(bits.unpack(sides[1][source.name], source.shape)).flatten(1).sum(1)
-        least, most = (int(number) for number in rows.aminmax())
-        num = swap.num(length - num_drop, least) if most <= num_drop else 0
-        keep |= PerRow().packed([source], (num_drop + num) / length, sides[0])
-        if num:
-            ranked = ranked or {other.name: other for other in swap.back()}
-            back |= PerRow().packed([ranked[source.name]], (length - num) / length, sides[1])
-        total += num * len(rows)
-    return keep, back, total
+    num_live = num_kept_each(scores, live[0]) if select.group == "layer" else live[1]
+    quotas, nums = select.quota_of(scores, sparsity, num_live), []
+    for i, (least, most) in enumerate(select.num_pruned(scores, quotas, *live)):
+        if select.group != "row":
+            quotas[i] = replace(quotas[i], num_drop=max(quotas[i].num_drop, most))
+        size, num_drop = quotas[i].size, quotas[i].num_drop
+        nums.append(swap.num(size - num_drop, least) if most <= num_drop else 0)
+    more = [replace(quota, num_drop=quota.num_drop + num) for quota, num in zip(quotas, nums, strict=True)]
+    masks = select.cut(scores, more, live[0], num_live)
+    if any(nums):
+        dead = {source.name: kept(source, {}) ^ kept(source, live[0]) for source in scores}
+        back = [replace(q, num_drop=q.size - num) for q, num in zip(quotas, nums, strict=True) if num]
+        names = {name for quota in back for name in quota.names}
+        ranked = [source for source in swap.back() if source.name in names]
+        num_dead = num_kept_each(ranked, dead) if select.group == "layer" else quotas[0].size - live[1]
+        found = select.cut(ranked, back, dead, num_dead)
+        masks = {name: mask | found[name] if name in found else mask for name, mask in masks.items()}
+    return masks, sum(num * quota.num for num, quota in zip(nums, quotas, strict=True))

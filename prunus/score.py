@@ -1,20 +1,24 @@
 """How much each weight matters.
 
 A score has the shape of its weight, and a larger score is kept longer. Scores are pure: they read
-tensors and return a new one. What a score reads is named in its row of SCORES.
+tensors and return a new one. All else about a score stands in its row of SCORES.
 
 ``eps`` is None by default: nothing is added under roots, where moments may be far smaller than any
 constant, and Adam's own eps guards denominators. Given, it is added in both places, as older
 scripts did with 1e-8, which drowns the moments of a clipped model and leaves nearly plain magnitude.
 """
 
-from collections.abc import Callable
+from __future__ import annotations  # the command line reads the table without loading torch
+
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
+from .ops.formula import Formula
 from .ops.hash import mixed, start_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ROOT = 0.5  # a power that torch computes as the square root itself; its sqrt() is twenty times slower on zeros on x86
 
@@ -80,7 +84,7 @@ def fisher(weight: Tensor, exp_avg_sq: Tensor, step: float, *, beta2: float = 0.
     corrected = exp_avg_sq / (1 - beta2**step)
     if q is None:
         return corrected.mul_(weight.square())
-    roots = {0.0: torch.ones_like, 0.25: lambda v: v.pow(ROOT).pow_(ROOT), 0.5: lambda v: v.pow(ROOT)}
+    roots = {0.0: lambda v: v.new_ones(v.shape), 0.25: lambda v: v.pow(ROOT).pow_(ROOT), 0.5: lambda v: v.pow(ROOT)}
     return roots.get(q, lambda v: v**q)(corrected) * weight.abs()
 
 
@@ -130,41 +134,127 @@ def guarded(moment: Tensor, eps: float | None) -> Tensor:
 
 @dataclass(frozen=True)
 class Score:
-    """A score function, the statistics it reads, and the settings of Adam or names it also takes."""
+    """All there is to know about a score.
+
+    ``settings`` are what it takes beside statistics and options: constants of Adam, the weight's name.
+    ``formula`` says how kernels compute it with given constants, None for those that none computes; a score without
+    one, as somebody else's function, is handed whole tensors, and its scores of one weight are stored for a while.
+    ``equals`` names the score that computes the same with given options where all weights took as many steps of Adam.
+    """
 
     of: Callable[..., Tensor]
     reads: tuple[str, ...]
     settings: tuple[str, ...] = ()
+    formula: Callable[[Mapping[str, Any]], Formula | None] | None = None
+    equals: Callable[[Mapping[str, Any]], str | None] = lambda _: None
+    is_signed: bool = False  # whether it may be negative
 
     @property
-    def formula(self) -> str | None:
-        """The name by which kernels know it; None for a function of somebody else's."""
-        return self.of.__name__ if self.of.__module__ == __name__ else None
+    def reads_moments(self) -> bool:
+        return not {"exp_avg", "exp_avg_sq"}.isdisjoint(self.reads)
+
+    @property
+    def takes_eps(self) -> bool:
+        return "eps" in (self.of.__kwdefaults__ or {})
+
+    def canonical(self, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+        """Name and options in one form: equal for what computes the same where all weights took as many steps."""
+        given = {name: value for name, value in options.items() if value is not None}
+        if given.get("eps") == 0 and "adam_eps" not in self.settings:
+            del given["eps"]
+        other = self.equals(given)
+        if other is None:
+            return self.of.__name__, given
+        return other, {name: value for name, value in given.items() if name == "eps"}
 
 
+def _in_denominator(constants: Mapping[str, Any]) -> float:
+    eps = constants.get("eps")
+    return constants.get("adam_eps", 1e-8) if eps is None else eps
+
+
+def _under_root(constants: Mapping[str, Any]) -> float:
+    return constants.get("eps") or 0.0
+
+
+def _with_direction(name: str, has_fast_roots: bool) -> Callable[[Mapping[str, Any]], Formula]:
+    """Formula of all three registers that divides by ``sqrt(v) + a``."""
+    return lambda c: Formula(name, _W | _M | _V, _in_denominator(c), _under_root(c), has_fast_roots)
+
+
+def _bitter6(constants: Mapping[str, Any]) -> Formula:
+    if constants.get("eps") is None:
+        return Formula("bitter6", _W | _M | _V, _in_denominator(constants), 0.0, True)
+    return Formula("bitter6_eps", _W | _M | _V, constants["eps"], 0.0, True)
+
+
+def _fisher(constants: Mapping[str, Any]) -> Formula | None:
+    correction = 1 - constants.get("beta2", 0.999) ** constants["step"]
+    known = {
+        None: Formula("fisher", _W | _V, 0.0, correction),
+        0: Formula("magnitude", _W, 0.0, correction),
+        0.25: Formula("fisher_quarter", _W | _V, 0.0, correction, True),
+        0.5: Formula("fisher_half", _W | _V, 0.0, correction, True),
+    }
+    return known.get(constants.get("q"))
+
+
+_W, _M, _V = {"w": "weight"}, {"m": "exp_avg"}, {"v": "exp_avg_sq"}  # registers of kernels
 _ALL = ("weight", "exp_avg", "exp_avg_sq")
+_MAGNITUDE = Score(magnitude, ("weight",), formula=lambda _: Formula("magnitude", _W))
+_BITTER3 = Score(
+    bitter3,
+    ("weight", "exp_avg"),
+    formula=lambda c: Formula("bitter3", _W | _M, _under_root(c), 1.0, True),
+)
 
 SCORES = {
-    "magnitude": Score(magnitude, ("weight",)),
-    "bitter0": Score(bitter0, _ALL, ("adam_eps",)),
-    "bitter1": Score(magnitude, ("weight",)),
-    "bitter2": Score(magnitude, ("weight",)),
-    "bitter3": Score(bitter3, ("weight", "exp_avg")),
-    "bitter4": Score(bitter3, ("weight", "exp_avg")),
-    "bitter5": Score(bitter5, _ALL, ("adam_eps",)),
-    "bitter6": Score(bitter6, _ALL, ("adam_eps",)),
-    "bitter7": Score(bitter7, ("weight", "exp_avg_sq")),
-    "bitter8": Score(bitter8, ("weight", "exp_avg", "step"), ("beta1",)),
-    "bitter9": Score(bitter9, _ALL, ("adam_eps",)),
-    "fisher": Score(fisher, ("weight", "exp_avg_sq", "step"), ("beta2",)),
-    "movement": Score(movement, ("movement",)),
-    "random": Score(random, ("position",), ("name",)),
-    "wanda": Score(wanda, ("weight", "input_norm")),
+    "magnitude": _MAGNITUDE,
+    "bitter0": Score(bitter0, _ALL, ("adam_eps",), _with_direction("bitter0", True)),
+    "bitter1": _MAGNITUDE,
+    "bitter2": _MAGNITUDE,
+    "bitter3": _BITTER3,
+    "bitter4": _BITTER3,
+    "bitter5": Score(bitter5, _ALL, ("adam_eps",), _with_direction("bitter5", False), is_signed=True),
+    "bitter6": Score(bitter6, _ALL, ("adam_eps",), _bitter6),
+    "bitter7": Score(
+        bitter7,
+        ("weight", "exp_avg_sq"),
+        formula=lambda c: Formula("bitter7", _W | _V, _under_root(c), 0.0, True),
+    ),
+    "bitter8": Score(
+        bitter8,
+        ("weight", "exp_avg", "step"),
+        ("beta1",),
+        lambda c: Formula("bitter8", _W | _M, _under_root(c), 1 - c.get("beta1", 0.9) ** c["step"], True),
+        equals=lambda options: None if options.get("eps") else "bitter3",
+    ),
+    "bitter9": Score(bitter9, _ALL, ("adam_eps",), _with_direction("bitter9", False), is_signed=True),
+    "fisher": Score(
+        fisher,
+        ("weight", "exp_avg_sq", "step"),
+        ("beta2",),
+        _fisher,
+        equals=lambda options: {0: "magnitude", 0.25: "bitter7"}.get(options.get("q", 1)),
+    ),
+    "movement": Score(movement, ("movement",), formula=lambda _: Formula("itself", {"w": "movement"}), is_signed=True),
+    "random": Score(random, ("position",), ("name",), lambda _: Formula("random", {})),
+    "wanda": Score(wanda, ("weight", "input_norm"), formula=lambda _: Formula("wanda", _W | {"v": "input_norm"})),
 }
 
 # by which pruned weights are ranked to come back
 REGROWTH = {
-    "snr": Score(snr, ("exp_avg", "exp_avg_sq"), ("adam_eps",)),
-    "momentum": Score(momentum, ("exp_avg",)),
-    "gradient": Score(gradient, ("grad",)),
+    "snr": Score(
+        snr,
+        ("exp_avg", "exp_avg_sq"),
+        ("adam_eps",),
+        lambda c: Formula("snr", _M | _V, _in_denominator(c), 0.0, True),
+    ),
+    "momentum": Score(momentum, ("exp_avg",), formula=lambda _: Formula("momentum", _M)),
+    "gradient": Score(gradient, ("grad",), formula=lambda _: Formula("magnitude", {"w": "grad"})),
 }
+
+
+def formula_of(of: Callable[..., Any]) -> Callable[[Mapping[str, Any]], Formula | None] | None:
+    """The formula of a score function if it is one of ours."""
+    return next((row.formula for row in (*SCORES.values(), *REGROWTH.values()) if row.of is of), None)

@@ -1,48 +1,159 @@
 """Scores to masks, exact to the weight.
 
-A selector takes scores by name, the sparsity, and the masks ``within`` which it must stay. A score
-may exist (a tensor) or be a ``Lazy`` source that is evaluated piece by piece and never stored; both
+A selector answers two questions: how many weights go at a sparsity (``quota``), from shapes and counts alone, and
+which ones, given these numbers (``cut``). It takes scores by name, the sparsity, and the masks ``within`` which it must
+stay. A score may exist (a tensor) or be a ``Lazy`` source that is evaluated piece by piece and never stored; both
 give the same masks. The smallest are dropped; of equal scores the first in order is dropped first.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from .across import kernels_read, ranks_of_all
-from .across_rows import cut_groups, cut_rows, spanning
 from .allocate import Allocation, allocate
-from .cut import Packed, cut, cut_each, kept, num_kept_each
 from .ops import bits
-from .ops.order import kth_smallest
-from .ops.shard import together
-from .ops.source import Lazy, alike, stored
-from .ops.sweep import check_finite
+from .ops.candidates import Packed
+from .ops.lazy import Lazy, alike, stored
 from .ranks import is_dtensor
-from .schedule import Ramp, Schedule
+from .rows import cut_groups, cut_rows, num_pruned, spanning
+from .threshold import cut, cut_each, num_kept_each, sums_of
 
 Scores = Mapping[str, Tensor | Lazy]
 Masks = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Global:
-    """One threshold over all weights: exactly ``round(s N)`` of all N scores are dropped."""
+class Shape:
+    """Name and shape of a weight over all ranks; each index of the dimensions ``outputs`` is one row."""
 
-    def __call__(self, scores: Scores, sparsity: float, within: Masks | None = None) -> dict[str, Tensor]:
-        return _unpacked(self, scores, sparsity, within)
+    name: str
+    dims: tuple[int, ...]
+    outputs: tuple[int, ...] | None = (0,)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.dims)
+
+    @property
+    def num_inputs(self) -> int:
+        """Elements of a row."""
+        return math.prod(size for dim, size in enumerate(self.dims) if dim not in (self.outputs or ()))
+
+
+@dataclass(frozen=True)
+class Quota:
+    """``num_drop`` of every ``size`` weights go, in ``num`` groups that make up the weights ``names``."""
+
+    names: tuple[str, ...]
+    size: int
+    num_drop: int
+    num: int = 1
+
+
+class Selector(ABC):
+    """How many weights of each group go, and which."""
+
+    group: ClassVar[Literal["all", "layer", "row", "neighbours"]]  # within which scores are compared
+    sparsity: float | None = None  # the only one there is, if there is only one
+
+    @abstractmethod
+    def quota(
+        self, shapes: Sequence[Shape], sparsity: float, num_pruned: Mapping[str, int] | None = None
+    ) -> list[Quota]:
+        """How many weights of each group go; ``num_pruned`` are gone already, by weight."""
+
+    def __call__(self, scores: Scores, sparsity: float | None = None, within: Masks | None = None) -> dict[str, Tensor]:
+        """Boolean masks, True where the weight stays."""
+        sparsity = self.sparsity if sparsity is None else sparsity
+        if sparsity is None or not 0 <= sparsity < 1:
+            raise ValueError(f"sparsity must lie in [0, 1), got {sparsity}")
+        sources, live = _checked(scores, within or {})
+        masks = self.packed(sources, sparsity, live) if sources else {}
+        return {name: bits.unpack(masks[name], value.shape) for name, value in scores.items()}
 
     def packed(
         self, sources: Sequence[Lazy], sparsity: float, live: Packed, num_live: int | None = None
     ) -> dict[str, Tensor]:
         """Packed masks; ``num_live`` is how many elements of all sources are live, if that is known."""
-        return cut(sources, round(sparsity * sum(source.whole_numel for source in sources)), live, num_live)
+        numbers = num_kept_each(sources, live) if self.group == "layer" else num_live
+        return self.cut(sources, self.quota_of(sources, sparsity, numbers), live, numbers)
+
+    def quota_of(
+        self, sources: Sequence[Lazy], sparsity: float, num_live: Mapping[str, int] | int | None = None
+    ) -> list[Quota]:
+        """The quota of sources, of which so many elements are live."""
+        shapes = [Shape(source.name, source.global_shape, source.outputs) for source in sources]
+        pruned = None
+        if isinstance(num_live, Mapping):
+            pruned = {shape.name: shape.numel - num_live[shape.name] for shape in shapes}
+        return self.quota(shapes, sparsity, pruned)
+
+    def cut(
+        self,
+        sources: Sequence[Lazy],
+        quotas: Sequence[Quota],
+        live: Packed,
+        num_live: Mapping[str, int] | int | None = None,
+    ) -> dict[str, Tensor]:
+        """Packed masks without the smallest of each group; ``num_live`` elements of each source, or of all, are live."""
+        if self.group == "row":
+            return cut_rows(sources, {name: quota.num_drop for quota in quotas for name in quota.names}, live)
+        if self.group == "neighbours":
+            return cut_groups(sources, quotas[0].num_drop, quotas[0].size, live)
+        if isinstance(num_live, Mapping) and all(len(quota.names) == 1 for quota in quotas):
+            return cut_each(sources, {quota.names[0]: quota.num_drop for quota in quotas}, live, num_live)
+        masks: dict[str, Tensor] = {}
+        for quota in quotas:
+            own = [source for source in sources if source.name in quota.names]
+            number = sum(num_live[name] for name in quota.names) if isinstance(num_live, Mapping) else num_live
+            masks |= cut(own, quota.num_drop, live, number)
+        return masks
+
+    def num_pruned(
+        self, sources: Sequence[Lazy], quotas: Sequence[Quota], live: Packed, num_live: int | None = None
+    ) -> list[tuple[int, int]]:
+        """The least and the most weights of a group of each quota that are pruned, of the groups on this rank."""
+        if self.group == "all" and num_live is not None:
+            return [(quota.size - num_live,) * 2 for quota in quotas]
+        if self.group in ("all", "layer"):
+            kept_now = num_kept_each(sources, live)
+            return [(quota.size - sum(kept_now[name] for name in quota.names),) * 2 for quota in quotas]
+        spans = dict(zip(sources, spanning(sources), strict=True))
+        found = []
+        for source, quota in zip(sources, quotas, strict=True):
+            numbers = num_pruned(source, live, quota.size, spans[source])
+            found.append((int(numbers.min()), int(numbers.max())) if len(numbers) else (quota.size, 0))
+        return found
+
+    def prunes_more(self, sources: Sequence[Lazy], sparsity: float, live: Packed, num_live: int) -> bool:
+        """Whether a group has fewer weights pruned than its quota; the same on all ranks."""
+        numbers = num_kept_each(sources, live) if self.group == "layer" else num_live
+        quotas = self.quota_of(sources, sparsity, numbers)
+        pruned = self.num_pruned(sources, quotas, live, num_live)
+        short = any(least < quota.num_drop for quota, (least, _) in zip(quotas, pruned, strict=True))
+        return bool(sums_of(sources).total(torch.tensor([int(short)])))
 
 
 @dataclass(frozen=True)
-class PerLayer:
+class Global(Selector):
+    """One threshold over all weights: exactly ``round(s N)`` of all N scores are dropped."""
+
+    group = "all"
+
+    def quota(
+        self, shapes: Sequence[Shape], sparsity: float, num_pruned: Mapping[str, int] | None = None
+    ) -> list[Quota]:
+        total = sum(shape.numel for shape in shapes)
+        return [Quota(tuple(shape.name for shape in shapes), total, round(sparsity * total))]
+
+
+@dataclass(frozen=True)
+class PerLayer(Selector):
     """One threshold a weight; ``allocate`` says how the sparsity is spread over the weights.
 
     ``"uniform"`` drops ``round(s n)`` of every weight; ``"depth"``, ``"erk"`` and a mapping from
@@ -50,170 +161,69 @@ class PerLayer:
     """
 
     allocate: Allocation = "uniform"
+    group = "layer"
 
-    def __call__(self, scores: Scores, sparsity: float, within: Masks | None = None) -> dict[str, Tensor]:
-        return _unpacked(self, scores, sparsity, within)
-
-    def packed(
-        self, sources: Sequence[Lazy], sparsity: float, live: Packed, num_live: int | None = None
-    ) -> dict[str, Tensor]:
-        shapes = {source.name: source.whole_shape for source in sources}
-        kept_now = num_kept_each(sources, live)
-        pruned = {source.name: source.whole_numel - kept_now[source.name] for source in sources}
-        num_drop = allocate(shapes, sparsity, self.allocate, at_least=pruned)
-        return cut_each(sources, num_drop, live, kept_now)
+    def quota(
+        self, shapes: Sequence[Shape], sparsity: float, num_pruned: Mapping[str, int] | None = None
+    ) -> list[Quota]:
+        counts = allocate({s.name: s.dims for s in shapes}, sparsity, self.allocate, at_least=num_pruned)
+        return [Quota((shape.name,), shape.numel, counts[shape.name]) for shape in shapes]
 
 
 @dataclass(frozen=True)
-class PerRow:
+class PerRow(Selector):
     """``round(s n)`` of every row of n are dropped; a row holds all inputs of one output."""
 
-    def __call__(self, scores: Scores, sparsity: float, within: Masks | None = None) -> dict[str, Tensor]:
-        return _unpacked(self, scores, sparsity, within)
+    group = "row"
 
-    def packed(
-        self, sources: Sequence[Lazy], sparsity: float, live: Packed, num_live: int | None = None
-    ) -> dict[str, Tensor]:
-        def drop(_: Lazy, rows: Tensor) -> Tensor:
-            return smallest(rows, round(sparsity * rows.shape[1]))
-
-        def by_kernel(whole: Sequence[Lazy]) -> dict[str, Tensor]:
-            from .ops._triton.within import drop_in_rows
-
-            return drop_in_rows(whole, [round(sparsity * source.num_inputs) for source in whole], live)
-
-        def over_ranks(source: Lazy) -> Tensor:
-            return cut_rows(source, live, round(sparsity * source.num_inputs))
-
-        return _masks_by_rows(sources, live, drop, by_kernel, over_ranks)
+    def quota(
+        self, shapes: Sequence[Shape], sparsity: float, num_pruned: Mapping[str, int] | None = None
+    ) -> list[Quota]:
+        return [Quota((s.name,), s.num_inputs, round(sparsity * s.num_inputs), _num_groups(s)) for s in shapes]
 
 
 @dataclass(frozen=True)
-class NofM:
+class NofM(Selector):
     """The ``n`` largest of every ``m`` consecutive inputs of a row are kept."""
 
     n: int
     m: int
+    group = "neighbours"
 
     def __post_init__(self) -> None:
         if not 0 < self.n <= self.m:
             raise ValueError(f"N:M keeps n of every m with 0 < n <= m, got {self.n}:{self.m}")
 
     @property
-    def sparsity(self) -> float:
+    def sparsity(self) -> float:  # pyrefly: ignore[bad-override]
         return 1 - self.n / self.m
 
-    def __call__(self, scores: Scores, sparsity: float | None = None, within: Masks | None = None) -> dict[str, Tensor]:
-        return _unpacked(self, scores, self.sparsity if sparsity is None else sparsity, within)
-
-    def packed(
-        self, sources: Sequence[Lazy], sparsity: float, live: Packed, num_live: int | None = None
-    ) -> dict[str, Tensor]:
-        if sparsity == 0:
-            return {source.name: kept(source, live) for source in sources}
-        if not self.fits(sparsity):
+    def quota(
+        self, shapes: Sequence[Shape], sparsity: float, num_pruned: Mapping[str, int] | None = None
+    ) -> list[Quota]:
+        num_drop = self.m - self.n if sparsity else 0
+        if sparsity and abs(sparsity - self.sparsity) >= 1e-9:
             raise ValueError(
                 f"{self.n}:{self.m} is a sparsity of {self.sparsity:g}, but {sparsity:g} was asked for; "
                 f"use OneShot({self.sparsity:g}, at=...) or Constant({self.sparsity:g})"
             )
-        for source in sources:
-            if source.outputs is not None and source.num_inputs % self.m:
+        for shape in shapes:
+            if sparsity and shape.outputs is not None and shape.num_inputs % self.m:
                 raise ValueError(
-                    f"{source.name} has rows of {source.num_inputs} inputs, which {self.m} does not divide; "
+                    f"{shape.name} has rows of {shape.num_inputs} inputs, which {self.m} does not divide; "
                     "exclude it, or choose another N:M"
                 )
-
-        def by_kernel(whole: Sequence[Lazy]) -> dict[str, Tensor]:
-            from .ops._triton.within import drop_in_groups
-
-            return drop_in_groups(whole, self.m - self.n, self.m, live)
-
-        def over_ranks(source: Lazy) -> Tensor:
-            return cut_groups(source, live, self.m, self.drop)
-
-        return _masks_by_rows(sources, live, self.drop, by_kernel, over_ranks)
-
-    def check(self, schedule: Schedule) -> None:
-        """Refuse a schedule that asks for another sparsity than the one there is."""
-        if isinstance(schedule, Ramp) or not self.fits(schedule.final):
-            fitting = f"OneShot({self.sparsity:g}, at=...) or Constant({self.sparsity:g})"
-            raise ValueError(f"{self} has one sparsity and goes with {fitting}, got {schedule}")
-
-    def fits(self, sparsity: float) -> bool:
-        return sparsity == 0 or abs(sparsity - self.sparsity) < 1e-9
-
-    def drop(self, _: Lazy, rows: Tensor) -> Tensor:
-        """Where the ``m - n`` smallest of each group stand."""
-        groups = rows.unflatten(1, (-1, self.m))
-        rank = torch.zeros(groups.shape, dtype=torch.int16, device=rows.device)
-        for j in range(self.m):
-            other = groups[..., j : j + 1]
-            rank[..., : j + 1] += other < groups[..., : j + 1]
-            rank[..., j + 1 :] += other <= groups[..., j + 1 :]
-        return (rank < self.m - self.n).flatten(1)
+        return [Quota((shape.name,), self.m, num_drop, shape.numel // self.m) for shape in shapes]
 
 
-Selector = Global | PerLayer | PerRow | NofM
+def _num_groups(shape: Shape) -> int:
+    return shape.numel // max(1, shape.num_inputs)
 
 
-def smallest(rows: Tensor, num_drop: int) -> Tensor:
-    """Where the ``num_drop`` smallest of each row stand, the first of equal ones first."""
-    if num_drop == 0:
-        return torch.zeros_like(rows, dtype=torch.bool)
-    threshold = kth_smallest(rows, num_drop)
-    found = rows <= threshold
-    crowded = (found.sum(1) > num_drop).nonzero().squeeze(1)  # where several equal the threshold
-    below, equal = rows[crowded] < threshold[crowded], rows[crowded] == threshold[crowded]
-    num_equal = num_drop - below.sum(1, keepdim=True)
-    found[crowded] = below | (equal & (equal.cumsum(1) <= num_equal))
-    return found
-
-
-def by_rows(source: Lazy, live: Packed, drop: Callable[[Lazy, Tensor], Tensor]) -> Tensor:
-    """Packed mask of one weight without what ``drop`` says of its rows; the dead are dropped first."""
-    keep = torch.empty(source.shape, dtype=torch.bool, device=source.device)
-    alive = bits.unpack(live[source.name], source.shape) if source.name in live else None
-    for part, rows in source.rows():
-        here = None if alive is None else source.rows_of(alive)[part].flatten(1)
-        check_finite(source.name, rows, None if here is None else bits.pack(here))
-        if here is not None:
-            rows = rows if rows.is_floating_point() else rows.unique(return_inverse=True)[1]
-            rows = rows.masked_fill(~here, -torch.inf if rows.is_floating_point() else -1)
-        dropped = drop(source, rows)
-        keep_here = ~dropped if here is None else ~dropped & here
-        target = source.rows_of(keep)[part]
-        target.copy_(keep_here.view(target.shape))
-    return bits.pack(keep)
-
-
-def _masks_by_rows(
-    sources: Sequence[Lazy],
-    live: Packed,
-    drop: Callable[[Lazy, Tensor], Tensor],
-    by_kernel: Callable[[Sequence[Lazy]], dict[str, Tensor]],
-    over_ranks: Callable[[Lazy], Tensor],
-) -> dict[str, Tensor]:
-    """Packed masks by rows: rows that lie whole here are cut here, on a GPU ``by_kernel``; others ``over_ranks``."""
-
-    def here(whole: Sequence[Lazy]) -> dict[str, Tensor]:
-        read = [source for source in whole if source.numel and kernels_read(source)]
-        masks = by_kernel(read) if read else {}
-        return masks | {source.name: by_rows(source, live, drop) for source in whole if source.name not in masks}
-
-    if not sources[0].part:
-        return here(sources)
-    spans = dict(zip(sources, spanning(sources), strict=True))
-    masks = together(ranks_of_all(sources), lambda: here([source for source in sources if not spans[source]]))
-    return masks | {source.name: over_ranks(source) for source in sources if spans[source]}
-
-
-def _unpacked(selector: Selector, scores: Scores, sparsity: float, within: Masks | None) -> dict[str, Tensor]:
-    """Boolean masks of scores given by name: the border where they are checked."""
-    if not 0 <= sparsity < 1:
-        raise ValueError(f"sparsity must lie in [0, 1), got {sparsity}")
+def _checked(scores: Scores, within: Masks) -> tuple[list[Lazy], dict[str, Tensor]]:
+    """Sources of scores given by name, and packed masks of what is live: the border where they are checked."""
     if sharded := [name for name, value in scores.items() if is_dtensor(value)]:
         raise ValueError(f"the scores of {sharded[0]} are a DTensor; a selector takes whole tensors, a Pruner shards")
-    within = within or {}
     if unknown := sorted(set(within) - set(scores)):
         raise ValueError(f"within names {unknown[0]}, which has no scores; the scores are of: {', '.join(scores)}")
     sources = alike([value if isinstance(value, Lazy) else stored(name, value) for name, value in scores.items()])
@@ -224,7 +234,4 @@ def _unpacked(selector: Selector, scores: Scores, sparsity: float, within: Masks
             if mask.shape != scores[source.name].shape or mask.dtype != torch.bool:
                 raise ValueError(f"within[{source.name!r}] must be boolean of shape {tuple(source.shape)}")
             live[source.name] = bits.pack(mask.to(source.device))
-    if not sources:
-        return {}
-    masks = selector.packed(sources, sparsity, live)
-    return {name: bits.unpack(masks[name], value.shape) for name, value in scores.items()}
+    return sources, live

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from .eligible import Weight
+from .ops.lazy import Lazy, check_elementwise
 from .ops.shard import Shard
-from .ops.source import Lazy, check_elementwise
 from .ranks import local
-from .score import SCORES, Score
+from .score import SCORES, Score, formula_of
 
 READS = ("weight", "grad", "exp_avg", "exp_avg_sq", "step", "movement", "input_norm", "position")
 SETTINGS = ("name", "beta1", "beta2", "adam_eps")
@@ -30,7 +30,10 @@ def score_of(score: str | Callable[..., Tensor], options: Mapping[str, Any]) -> 
     else:
         arguments = inspect.signature(score).parameters
         row = Score(
-            score, tuple(name for name in arguments if name in READS), tuple(n for n in arguments if n in SETTINGS)
+            score,
+            tuple(name for name in arguments if name in READS),
+            tuple(name for name in arguments if name in SETTINGS),
+            formula_of(score),
         )
         needed = [n for n, a in arguments.items() if a.default is a.empty and a.kind is not a.VAR_KEYWORD]
         if unknown := [n for n in needed if n not in (*READS, *SETTINGS, *options)]:
@@ -93,7 +96,7 @@ def sources(
                 dtype=dtype,
                 formula=score.formula,
                 outputs=weight.outputs,
-                part=part,
+                shard=part,
             )
         )
     if shards and score.formula is None:

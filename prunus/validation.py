@@ -1,19 +1,18 @@
 """Checks of what a Pruner is given: wrong options are refused at once, not at the first event."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from .allocate import allocate
 from .eligible import plain_name
 from .ranks import is_dtensor
 from .regrow import Regrow
-from .schedule import Schedule
-from .select import NofM, PerLayer, Selector
+from .schedule import Ramp, Schedule
+from .select import Selector, Shape
 from .statistics import score_of
 
 
@@ -32,7 +31,7 @@ EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
         _or_none(_has("__call__", "is_event", "over")),
         "a schedule: Ramp(0.5, begin=100, end=1000), OneShot(0.5, at=100) or Constant(0.5)",
     ),
-    "select": (_has("packed"), "a selector: Global(), PerLayer(), PerRow() or NofM(2, 4)"),
+    "select": (_has("quota", "packed"), "a selector: Global(), PerLayer(), PerRow() or NofM(2, 4)"),
     "every": (lambda every: isinstance(every, Integral) and int(every) >= 1, "a whole number of steps, at least 1"),
     "regrow": (lambda regrow: regrow is None or isinstance(regrow, Regrow), "a Regrow, as Regrow(0.1)"),
     "masks": (
@@ -69,15 +68,18 @@ def check_order(model: object, optimizer: object) -> None:
 
 
 def check_together(
-    select: Selector, schedule: Schedule | None, regrow: Regrow | None, weights: Mapping[str, Tensor], is_sharded: bool
+    select: Selector, schedule: Schedule | None, regrow: Regrow | None, shapes: Sequence[Shape], is_sharded: bool
 ) -> None:
-    """Refuse a selector, schedule and regrowth that do not fit each other or these weights."""
-    if isinstance(select, NofM) and schedule:
-        select.check(schedule)
+    """Refuse a selector, a schedule and a regrowth that do not go with each other, or not with these weights."""
+    only = select.sparsity
+    fits = schedule is None or only is None or schedule.final == 0 or abs(schedule.final - only) < 1e-9
+    if not fits or (only is not None and isinstance(schedule, Ramp)):
+        fitting = f"OneShot({only:g}, at=...) or Constant({only:g})"
+        raise ValueError(f"{select} has one sparsity and goes with {fitting}, got {schedule}")
     if regrow:
         regrow.check(schedule, select, is_sharded)
-    if isinstance(select, PerLayer) and schedule:
-        allocate({name: weight.shape for name, weight in weights.items()}, schedule.final, select.allocate)
+    if schedule:
+        select.quota(shapes, schedule.final)
 
 
 def check_parameters(model: nn.Module, weights: Mapping[str, nn.Parameter]) -> None:

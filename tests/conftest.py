@@ -12,7 +12,7 @@ from hypothesis import settings
 from torch.nn.modules import module
 from torch.optim import optimizer
 
-from prunus.ops import bits, source
+from prunus.ops import bits, lazy
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # kernels run in the interpreter; read when triton is first imported
@@ -81,4 +81,4 @@ def _alone() -> Iterator[None]:
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Work on 64 elements at a time, so that a small tensor is many pieces."""
     monkeypatch.setattr(bits, "PIECE", 64)
-    monkeypatch.setattr(source, "PIECE", 64)
+    monkeypatch.setattr(lazy, "PIECE", 64)

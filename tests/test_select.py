@@ -9,10 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reference import DRAWS, draw, is_subset, keep_largest, keep_largest_of_runs, num_dropped, same, some_dead
 
-from prunus import Global, NofM, PerLayer, PerRow, cut
+from prunus import Global, NofM, PerLayer, PerRow, threshold
 from prunus.allocate import allocate
-from prunus.ops.source import Lazy
+from prunus.ops import bits
+from prunus.ops.lazy import Lazy, stored
 from prunus.score import bitter7, random
+from prunus.select import Quota, Selector, Shape
 
 SHAPES = {
     "one element": [(1,)],
@@ -174,7 +176,7 @@ def test_negative_zero_equals_zero():
 @pytest.mark.parametrize("counted", [False, True], ids=["sorted", "counted"])
 def test_tensors_of_different_dtypes_share_one_threshold(counted, monkeypatch):
     if counted:
-        monkeypatch.setattr(cut, "bracket", lambda *_: (-math.inf, math.inf, 0))
+        monkeypatch.setattr(threshold, "bracket", lambda *_: (-math.inf, math.inf, 0))
     scores = {
         "a": torch.randn(9, 5).bfloat16(),
         "b": torch.randn(30, dtype=torch.float64),
@@ -293,3 +295,62 @@ def test_what_cannot_be_done_is_one_line_that_names_it(call, text):
     with pytest.raises(ValueError, match=text) as error:
         call(draw("normal", (6, 5), (3, 3)))
     assert "\n" not in str(error.value)
+
+
+def shapes_of(scores):
+    return [Shape(name, tuple(score.shape), (0,) if score.ndim > 1 else ()) for name, score in scores.items()]
+
+
+@pytest.mark.parametrize("sparsity", SPARSITIES)
+@pytest.mark.parametrize("name", SELECTORS)
+def test_the_quota_is_what_the_masks_drop(name, sparsity):
+    scores = draw("many ties", (7,), (13, 5), (3, 5, 2), (40, 24))
+    quotas = SELECTORS[name].quota(shapes_of(scores), sparsity)
+    assert sum(quota.num * quota.num_drop for quota in quotas) == num_dropped(SELECTORS[name](scores, sparsity))
+    assert sum(quota.num * quota.size for quota in quotas) == num_weights(scores)
+
+
+@pytest.mark.parametrize("name", [*SELECTORS, "2:4"])
+def test_masks_of_a_sparsity_fall_short_of_a_higher_one_alone(name):
+    selector = SELECTORS.get(name, NofM(2, 4))
+    sources = [stored(name, score) for name, score in draw("normal", (12, 8), (40, 24)).items()]
+    masks = selector.packed(sources, 0.5, {})
+    num_kept = sum(int(bits.count(mask)) for mask in masks.values())
+    assert selector.prunes_more(sources, 0.5, {}, sum(source.numel for source in sources))
+    assert not selector.prunes_more(sources, 0.5, masks, num_kept)
+    if name != "2:4":
+        assert not selector.prunes_more(sources, 0.4, masks, num_kept)
+        assert selector.prunes_more(sources, 0.75, masks, num_kept)
+
+
+def test_a_group_with_too_few_pruned_falls_short_though_others_have_more():
+    sources = [stored("a", torch.arange(32.0).view(2, 16))]
+    keep = torch.ones(2, 16, dtype=torch.bool)
+    keep[0, :13], keep[1, :7] = False, False  # 20 of 32, but 7 in the second row
+    live = {"a": bits.pack(keep)}
+    assert PerRow().prunes_more(sources, 0.5, live, 12) and NofM(2, 4).prunes_more(sources, 0.5, live, 12)
+    assert not Global().prunes_more(sources, 0.5, live, 12) and not PerLayer().prunes_more(sources, 0.5, live, 12)
+
+
+class Pairs(Selector):
+    """One threshold for every two weights: all that a selector of one's own needs."""
+
+    group = "layer"
+
+    def quota(self, shapes, sparsity, num_pruned=None):
+        pairs = [shapes[i : i + 2] for i in range(0, len(shapes), 2)]
+        sizes = [sum(shape.numel for shape in pair) for pair in pairs]
+        names = [tuple(shape.name for shape in pair) for pair in pairs]
+        return [Quota(pair, size, round(sparsity * size)) for pair, size in zip(names, sizes, strict=True)]
+
+
+def test_a_selector_of_ones_own_says_how_many_go():
+    scores = draw("normal", (13, 5), (7, 9), (40, 24))
+    first, last = list(scores)[:2], list(scores)[2:]
+    masks = Pairs()(scores, 0.4)
+    for names in (first, last):
+        pair = {name: scores[name] for name in names}
+        wanted = keep_largest(pair, round(0.4 * num_weights(pair)))
+        assert same({name: masks[name] for name in names}, wanted)
+    later = Pairs()(scores, 0.7, masks)
+    assert is_subset(later, masks) and num_dropped(later) == round(0.7 * 128) + round(0.7 * 960)

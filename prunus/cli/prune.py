@@ -95,7 +95,7 @@ def _check_numbers(command: Command) -> None:
 
 
 def _check_device(name: str) -> None:
-    from ..ops.device import device_of
+    from ..ops.machine import device_of
 
     device_of(name)
 

@@ -18,7 +18,7 @@ from ..files.safetensors_header import DTYPES
 from ..files.sparse_file import check_masks, in_memory
 from ..files.writer import MAX_SHARD_BYTES, Plan, Saved, write
 from ..ops.bits import words_of
-from ..ops.device import device_of
+from ..ops.machine import device_of
 from .convert import copy_beside
 
 AnyPath = str | os.PathLike[str]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..masks import packed_masks
 from ..ops import bits
-from ..ops.device import device_of
+from ..ops.machine import device_of
 from .reader import Tensors, open_tensors
 from .safetensors_header import check_names, dtype_name
 from .writer import MAX_SHARD_BYTES, Plan, Saved, TensorSource, TensorSpec, write

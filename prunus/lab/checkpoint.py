@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ..files.atomic import write_atomically
 from ..files.torch_file import read_torch_file
-from ..ops.proc import said_by_linux
+from ..ops.machine import said_by_linux
 from ..ranks import is_dtensor
 from .parallel import Team
 from .run import Run

@@ -7,13 +7,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..allocate import allocate
 from ..eligible import Weight
 from ..optim import AdamWPrune, Spam
 from ..pruner import Pruner
 from ..ranks import is_dtensor
 from ..regrow import Regrow
-from ..select import Global, NofM, PerLayer, PerRow, Selector
+from ..select import Global, NofM, PerLayer, PerRow, Selector, Shape
 from ..summary import Event
 from .data import ImageData, TokenData, load
 from .run import Run
@@ -91,17 +90,8 @@ def num_asked(run: Run, weights: Sequence[Weight]) -> int:
     """How many weights a run is to remove: of all, or of each layer or row, rounded there."""
     if run.score == "none":
         return 0
-    shapes = {weight.name: tuple(weight.parameter.shape) for weight in weights}
-    if run.allocate == "uniform":
-        return sum(allocate(shapes, run.sparsity).values())
-    if run.allocate == "row":
-        return sum(_rounded_by_row(shapes[weight.name], weight.outputs or (), run.sparsity) for weight in weights)
-    return round(run.sparsity * sum(map(math.prod, shapes.values())))
-
-
-def _rounded_by_row(shape: tuple[int, ...], outputs: tuple[int, ...], sparsity: float) -> int:
-    num_rows = math.prod(shape[dim] for dim in outputs)
-    return num_rows * round(sparsity * (math.prod(shape) // num_rows))
+    shapes = [Shape(weight.name, tuple(weight.parameter.shape), weight.outputs) for weight in weights]
+    return sum(quota.num * quota.num_drop for quota in SELECTORS[run.allocate].quota(shapes, run.sparsity))
 
 
 SELECTORS: dict[str, Selector] = {

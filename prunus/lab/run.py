@@ -5,29 +5,16 @@ import math
 import os
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..files.json_file import read_json
 from ..schedule import Constant, OneShot, Ramp, Schedule, check_sparsity, check_step
+from ..score import SCORES
 
-ScoreName = Literal[
-    "none",
-    "magnitude",
-    "bitter0",
-    "bitter1",
-    "bitter2",
-    "bitter3",
-    "bitter4",
-    "bitter5",
-    "bitter6",
-    "bitter7",
-    "bitter8",
-    "bitter9",
-    "fisher",
-    "movement",
-    "random",
-    "wanda",
-]
+if TYPE_CHECKING:
+    ScoreName = str
+else:
+    ScoreName = Literal[("none", *SCORES)]
 ModelName = Literal[
     "gpt2-tiny",
     "gpt2-mini",
@@ -56,7 +43,6 @@ def is_restarted() -> bool:
 
 
 FROM_ZERO = ("eval_size", "save_every", "warmup", "lr", "min_lr", "weight_decay", "clip", "eps")
-READ_MOMENTS = ("bitter0", *(f"bitter{i}" for i in range(3, 10)))
 
 
 @dataclass(frozen=True)
@@ -145,11 +131,12 @@ class Run:
             )
         if self.exponent is not None and self.score != "fisher":
             raise ValueError(f"exponent belongs to the score fisher, but the score is {self.score}")
-        if self.optimizer == "sgd" and self.score in (*READ_MOMENTS, "fisher"):
+        score = SCORES.get(self.score)
+        if self.optimizer == "sgd" and score and score.reads_moments:
             raise ValueError(f"{self.score} reads Adam's moments, which sgd does not keep; pass --score magnitude")
         if self.allocate == "2:4" and self.score != "none" and self.schedule not in ("one_shot", "constant"):
             raise ValueError(f"2:4 is one sparsity, got a {self.schedule} ramp; pass --schedule one_shot or constant")
-        if self.eps is not None and self.score not in READ_MOMENTS:
+        if self.eps is not None and not (score and score.takes_eps):
             raise ValueError(
                 f"eps belongs to the scores that read moments, bitter0 and bitter3 to bitter9, not {self.score}"
             )

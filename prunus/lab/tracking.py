@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 
 from ..files.json_file import to_json, write_json
-from ..ops.proc import said_by_linux
+from ..ops.machine import said_by_linux
 from .run import Run
 
 

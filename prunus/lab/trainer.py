@@ -12,7 +12,7 @@ from torch import nn
 
 from ..eligible import eligible
 from ..files.lock import held
-from ..ops.device import device_of
+from ..ops.machine import device_of
 from ..optim import AdamWPrune
 from ..ranks import ranks_of
 from ..summary import Event, report

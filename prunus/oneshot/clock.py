@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..ops.device import wait_for
+from ..ops.machine import wait_for
 
 
 @dataclass

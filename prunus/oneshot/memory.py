@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from ..ops.proc import said_by_linux
+from ..ops.machine import said_by_linux
 from .offload import Offload, saving
 
 SHARE = {"cpu": 0.25, "cuda": 0.7}  # of the free memory that a pass may take

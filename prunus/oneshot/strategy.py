@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from ..eligible import Weight
 from ..input_statistics import check_inputs
 from ..ops import bits
-from ..ops.source import Lazy
-from ..score import Score, fisher, magnitude
+from ..ops.lazy import Lazy
+from ..score import SCORES, Score, fisher, magnitude
 from ..select import Global, PerRow, Selector
 from ..statistics import score_of
 from .engine import Engine
@@ -163,6 +163,6 @@ def _lazy(
         constants=constants,
         takes_position=row is not None and "position" in row.reads,
         dtype=torch.promote_types(values.dtype, torch.float32),
-        formula=row.formula if row else "magnitude" if of is magnitude else None,
+        formula=row.formula if row else SCORES["magnitude"].formula if of is magnitude else None,
         outputs=weight.outputs,
     )

@@ -95,7 +95,7 @@ def zero_(tensor: Tensor, bits: Tensor) -> None:
     if tensor.is_cuda and tensor.is_contiguous():
         from ._triton.zero import zero_ as kernel
 
-        kernel(tensor, bits)
+        kernel(words_of(tensor), bits)
     elif tensor.is_cpu and tensor.is_contiguous():
         _zero_on_cpu_(words_of(tensor), bits.numpy())
     else:

@@ -1,8 +1,12 @@
 """Integers that look random: hashes of positions."""
 
-import zlib
+from __future__ import annotations
 
-from torch import Tensor
+import zlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def mixed(words: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..files.reader import open_tensors
-from ..ops.device import device_of
+from ..ops.machine import device_of
 from . import linear, semi_structured
 from .gaps import Gaps, gaps_of_dense
 from .product import product

@@ -43,7 +43,7 @@ def test_the_strategy_alone_is_exactly_as_sparse_as_asked_and_keeps_its_order(jo
     masks = exactly(job, sparsity, torch.Generator().manual_seed(0))
     assert num_pruned(masks) == round(sparsity * sum(mask.numel() for mask in masks.values()))
     for source in job.strategy.sources(sparsity, {}):
-        units = (source.whole(), masks[source.name])
+        units = (source.all(), masks[source.name])
         rows = isinstance(select, PerRow)
         for scores, mask in zip(*(units if rows else [[unit.flatten()] for unit in units]), strict=True):
             if mask.any() and not mask.all():
@@ -66,7 +66,7 @@ def test_a_veto_with_replacements_takes_what_is_within_tau_first_and_the_lowest_
     if isinstance(select, Global):
         where = {s.name: bits.unpack(result.candidates[s.name], s.shape) for s in sources}
         passes = torch.cat([within(result.ratios[s.name].q, tau) for s in sources])
-        scores = torch.cat([s.whole()[where[s.name]] for s in sources])
+        scores = torch.cat([s.all()[where[s.name]] for s in sources])
         pruned = torch.cat([~masks[s.name][where[s.name]] for s in sources])
         num = min(int(passes.sum()), num_pruned(masks))
         assert int((pruned & passes).sum()) == num

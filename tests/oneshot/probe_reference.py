@@ -7,7 +7,7 @@ import torch
 
 from prunus.eligible import eligible
 from prunus.input_statistics import input_squares
-from prunus.ops.source import Lazy
+from prunus.ops.lazy import Lazy
 from prunus.score import magnitude, wanda
 
 

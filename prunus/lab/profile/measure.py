@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
-from ...ops.device import wait_for
+from ...ops.machine import wait_for
 from ..data import TokenData
 from ..prune_profile import Sampler, utilisation_reader
 from ..run import Run

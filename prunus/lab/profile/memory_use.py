@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from ...ops.device import wait_for
+from ...ops.machine import wait_for
 from ...pruner import Pruner
 from ..tracking import peak_memory
 from ..trainer import Training

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...ops.device import wait_for
+from ...ops.machine import wait_for
 from ...optim import AdamWPrune
 from ..trainer import Training
 from .trace import Split, only_event, part, traced

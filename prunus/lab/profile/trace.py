@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from ...ops.device import wait_for
+from ...ops.machine import wait_for
 
 PREFIX = "prunus: "
 WINDOW = "other"  # the outermost part: what is in no other

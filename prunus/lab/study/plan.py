@@ -61,11 +61,8 @@ def _formula(run: Run) -> dict[str, Any]:
     """
     from ...score import SCORES
 
-    score = SCORES[run.score]
-    if run.score == "fisher" and run.exponent in (0, 0.25):
-        return {"score": "bitter7" if run.exponent else "magnitude", "exponent": None}
-    eps = None if run.eps == 0 and "adam_eps" not in score.settings else run.eps
-    return {"score": "bitter3" if run.score == "bitter8" and not eps else score.formula, "eps": eps}
+    name, options = SCORES[run.score].canonical({"eps": run.eps, "q": run.exponent})
+    return {"score": name, "eps": options.get("eps"), "exponent": options.get("q")}
 
 
 def digest(value: Any) -> str:

@@ -3,28 +3,33 @@
 import triton
 import triton.language as tl
 
-from .formula import sortable
-from .layout import (
+from .cut_state import (
     BASE,
     BINS,
+    BINS_AT,
     BUCKETS,
     COARSE,
     COARSE_SHIFT,
-    COPIES,
     CROWDED,
     FINE,
-    FINE_AT,
     FINE_SHIFT,
     HI,
     LO,
     MARGIN,
     NUM_SAMPLED,
     SHIFT,
+    STATE,
     SURE_FROM,
     SURE_TO,
+    counts_of,
+    goal_of,
+    group_of,
+    rank_in,
+    slot_of,
+    total_of,
 )
-from .plan import COLUMNS, FIRST, LIVE, NUMEL, is_live, locate
-from .read import rank_in, scores_of, slot_of, total_of
+from .scores import read_by, scores_of, sortable
+from .tensor_table import COLUMNS, FIRST, LIVE, NUMEL, is_live, locate
 
 CLUSTER = tl.constexpr(8)  # neighbours that are sampled together: a read from memory brings them all
 
@@ -33,7 +38,8 @@ CLUSTER = tl.constexpr(8)  # neighbours that are sampled together: a read from m
 def sample_kernel(
     table, constants, num_tensors, num_tiles, sample, counts,
     NAME: tl.constexpr, WT: tl.constexpr, MT: tl.constexpr, VT: tl.constexpr,
-    DEPTH: tl.constexpr, LANES: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr,
+    DEPTH: tl.constexpr, EACH: tl.constexpr, COPIES: tl.constexpr,
+    LANES: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Keys of ``LANES`` live elements of every tile, clusters at random places of equal strides, and their digits."""
     tile = tl.program_id(0) * TILES + tl.arange(0, TILES)[:, None]
@@ -46,24 +52,32 @@ def sample_kernel(
     inside = (lane // CLUSTER * (TILE // LANES) + jitter.to(tl.int32)) * CLUSTER + lane % CLUSTER
     at = (tile - tl.load(row + FIRST)) * TILE + inside
     live = is_live(tl.load(row + LIVE), at, known & (at < tl.load(row + NUMEL)))
-    key = sortable(scores_of(row, constants + tensor * 4, at, 0, live, False, False, NAME, WT, MT, VT, 1))
+    addresses, numbers = read_by(row, constants + tensor * 4)
+    key = sortable(scores_of(addresses, numbers, at, 0, live, False, False, NAME, WT, MT, VT, 1))
     tl.store(sample + place, tl.where(live, key, 0x7FFFFFFF), mask=known)
     slot = slot_of((key >> COARSE_SHIFT) + BINS // 2, BINS)
-    tl.atomic_add(counts + (tl.program_id(0) % COPIES) * BINS + slot, 1, mask=live, sem="relaxed")
+    bins = counts_of(counts, group_of(tensor, EACH), COPIES) + BINS_AT + (tl.program_id(0) % COPIES) * BINS
+    tl.atomic_add(bins + slot, 1, mask=live, sem="relaxed")
 
 
-@triton.jit
-def coarse_kernel(counts, state, share, sigmas):
+@triton.jit(do_not_specialize=["num_live", "num_drop"])
+def coarse_kernel(
+    counts, state, goals, num_live, num_drop, sigmas, EACH: tl.constexpr, COPIES: tl.constexpr
+):  # fmt: skip
     """Leading digits of the two keys that enclose the cut, ranks within these digits, samples before them.
 
-    Program 0 finds the lower one, program 1 the upper one; a rank outside the sample is digit -1.
+    Of each group program 0 finds the lower one, program 1 the upper one; a rank outside the sample is digit -1.
     """
-    side = tl.program_id(0)
-    num = total_of(counts, BINS, COPIES)
+    side, group = tl.program_id(0), tl.program_id(1)
+    bins = counts_of(counts, group, COPIES) + BINS_AT
+    state += group * STATE
+    num_live, num_drop, _ = goal_of(goals, group, num_live, num_drop, 0, EACH)
+    share = num_drop.to(tl.float32) / num_live.to(tl.float32)
+    num = total_of(bins, BINS, COPIES)
     slack = sigmas * tl.sqrt(num.to(tl.float32) * share * (1 - share)) + 1
     centre = share * num.to(tl.float32)
     rank = tl.where(side == 0, tl.floor(centre - slack), tl.ceil(centre + slack)).to(tl.int32)
-    digit, before = rank_in(counts, BINS, COPIES, rank)
+    digit, before = rank_in(bins, BINS, COPIES, rank)
     outside = (rank < 0) | (rank >= num)
     tl.store(state + COARSE + side * 3, tl.where(outside, -1, digit))
     tl.store(state + COARSE + side * 3 + 1, rank - before)
@@ -71,27 +85,38 @@ def coarse_kernel(counts, state, share, sigmas):
     tl.store(state + NUM_SAMPLED, num.to(tl.int64))
 
 
-@triton.jit(do_not_specialize=["num"])
-def fine_kernel(sample, num, state, counts, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["num", "num_tensors"])
+def fine_kernel(
+    sample, num, table, num_tensors, state, counts,
+    DEPTH: tl.constexpr, EACH: tl.constexpr, COPIES: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Counts of the next digit among the sampled keys that begin with either leading digit."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    group = 0
+    if EACH:
+        group = locate(table, num_tensors, at // LANES, DEPTH)
     key = tl.load(sample + at, mask=at < num, other=0x7FFFFFFF)
     digit = (key >> COARSE_SHIFT) + BINS // 2
     next = (key >> FINE_SHIFT) & (FINE - 1)
+    counts = counts_of(counts, group, COPIES)
     for side in tl.static_range(2):
-        here = (at < num) & (digit == tl.load(state + COARSE + side * 3))
-        tl.atomic_add(counts + FINE_AT + side * FINE + slot_of(next, FINE), 1, mask=here, sem="relaxed")
+        here = (at < num) & (digit == tl.load(state + group * STATE + COARSE + side * 3))
+        tl.atomic_add(counts + side * FINE + slot_of(next, FINE), 1, mask=here, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["num_live", "room"])
-def bracket_kernel(state, counts, num_live, room):
+def bracket_kernel(state, counts, goals, num_live, room, EACH: tl.constexpr, COPIES: tl.constexpr):
     """The scores lo and hi, the shift that spreads what lies between them over the buckets, whether that is too much.
 
     ``room`` is how many elements the lists of the pass hold.
     """
+    group = tl.program_id(0)
+    num_live, _, room = goal_of(goals, group, num_live, 0, room, EACH)
+    state += group * STATE
+    counts = counts_of(counts, group, COPIES)
     low_digit, high_digit = tl.load(state + COARSE), tl.load(state + COARSE + 3)
-    low, before_low = rank_in(counts + FINE_AT, FINE, 1, tl.load(state + COARSE + 1).to(tl.int32))
-    high, before_high = rank_in(counts + FINE_AT + FINE, FINE, 1, tl.load(state + COARSE + 4).to(tl.int32))
+    low, before_low = rank_in(counts, FINE, 1, tl.load(state + COARSE + 1).to(tl.int32))
+    high, before_high = rank_in(counts + FINE, FINE, 1, tl.load(state + COARSE + 4).to(tl.int32))
     low_key = ((low_digit - BINS // 2) << COARSE_SHIFT) + (low.to(tl.int64) << FINE_SHIFT)
     high_key = ((high_digit - BINS // 2) << COARSE_SHIFT) + ((high.to(tl.int64) + 1) << FINE_SHIFT) - 1
     infinity = 0x7F800000
@@ -111,7 +136,7 @@ def bracket_kernel(state, counts, num_live, room):
     tl.store(state + SURE_TO, tl.where(high_digit < 0, BUCKETS, (span - 2 * MARGIN + 1) >> shift))
     num = tl.load(state + NUM_SAMPLED)
     below = tl.where(low_digit < 0, 0, tl.load(state + COARSE + 2) + before_low)
-    last = tl.load(counts + FINE_AT + FINE + slot_of(tl.minimum(high, FINE - 1), FINE))
+    last = tl.load(counts + FINE + slot_of(tl.minimum(high, FINE - 1), FINE))
     up_to = tl.where(high_digit < 0, num, tl.load(state + COARSE + 5) + before_high + last)
     expected = (up_to - below).to(tl.float64) / tl.maximum(num, 1).to(tl.float64) * num_live.to(tl.float64)
     tl.store(state + CROWDED, (expected > room).to(tl.int64))

@@ -6,10 +6,9 @@ It serves where the bracket missed, or where so many scores tie that no list wou
 import triton
 import triton.language as tl
 
-from .formula import sortable
-from .layout import BASE, DIGIT, DIGITS, FOUND, NEED, NOT_FINITE, NUM_ABOVE, SHIFT, SPAN
-from .plan import COLUMNS, FIRST, LIVE, NUMEL, OUT, is_live, locate
-from .read import is_strange, packed, scores_of
+from .cut_state import BASE, DIGIT, DIGITS, FOUND, NEED, NOT_FINITE, NUM_ABOVE, SHIFT, SPAN
+from .scores import is_strange, packed, read_by, scores_of, sortable
+from .tensor_table import COLUMNS, FIRST, LIVE, NUMEL, OUT, is_live, locate
 
 
 @triton.jit
@@ -28,10 +27,11 @@ def count_kernel(
         row = table + tensor * COLUMNS
         first = (tile - tl.load(row + FIRST)) * TILE
         left, live = tl.load(row + NUMEL) - first, tl.load(row + LIVE)
+        addresses, numbers = read_by(row, constants + tensor * 4)
         for start in range(0, TILE, BLOCK):
             lane = start + tl.arange(0, BLOCK)
             valid = is_live(live, first + lane, lane < left)
-            s = scores_of(row, constants + tensor * 4, first, lane, lane < left, FULL, False, NAME, WT, MT, VT, ALIGN)
+            s = scores_of(addresses, numbers, first, lane, lane < left, FULL, False, NAME, WT, MT, VT, ALIGN)
             key = sortable(s)
             offset = (key.to(tl.uint32, bitcast=True) - lo.to(tl.uint32, bitcast=True)) >> shift
             inside = valid & (key >= lo) & (key <= hi)
@@ -71,11 +71,12 @@ def tally_kernel(
         row = table + tensor * COLUMNS
         first = (tile - tl.load(row + FIRST)) * TILE
         left, live = tl.load(row + NUMEL) - first, tl.load(row + LIVE)
+        addresses, numbers = read_by(row, constants + tensor * 4)
         equal = tl.zeros((BLOCK,), tl.int32)
         for start in range(0, TILE, BLOCK):
             lane = start + tl.arange(0, BLOCK)
             valid = is_live(live, first + lane, lane < left)
-            s = scores_of(row, constants + tensor * 4, first, lane, lane < left, FULL, False, NAME, WT, MT, VT, ALIGN)
+            s = scores_of(addresses, numbers, first, lane, lane < left, FULL, False, NAME, WT, MT, VT, ALIGN)
             equal += (valid & (sortable(s) == threshold)).to(tl.int32)
         tl.store(tallies + tile, tl.sum(equal))
 
@@ -93,13 +94,14 @@ def write_kernel(
         row = table + tensor * COLUMNS
         first = (tile - tl.load(row + FIRST)) * TILE
         left, live = tl.load(row + NUMEL) - first, tl.load(row + LIVE)
+        addresses, numbers = read_by(row, constants + tensor * 4)
         num_equal = tl.load(tallies + tile)
         drop = need - (tl.load(up_to + tile) - num_equal)  # of this tile's equal ones
         seen = tl.zeros((), tl.int32)
         for start in range(0, TILE, BLOCK):
             lane = start + tl.arange(0, BLOCK)
             valid = is_live(live, first + lane, lane < left)
-            s = scores_of(row, constants + tensor * 4, first, lane, lane < left, FULL, False, NAME, WT, MT, VT, ALIGN)
+            s = scores_of(addresses, numbers, first, lane, lane < left, FULL, False, NAME, WT, MT, VT, ALIGN)
             key = sortable(s)
             equal = valid & (key == threshold)
             keep = valid & (key > threshold)

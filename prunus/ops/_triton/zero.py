@@ -4,7 +4,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..bits import words_of
 from .launch import launch
 
 BLOCK = 1024
@@ -19,8 +18,7 @@ def zero_kernel(words, mask, numel, BLOCK: tl.constexpr):
     tl.store(words + at, tl.zeros((BLOCK,), words.dtype.element_ty), mask=(at < numel) & dropped)
 
 
-def zero_(tensor: Tensor, packed: Tensor) -> None:
-    """Zero a contiguous tensor where its packed mask is not set."""
-    if tensor.numel():
-        words = words_of(tensor)
+def zero_(words: Tensor, packed: Tensor) -> None:
+    """Zero integers that lie side by side where their packed mask is not set."""
+    if words.numel():
         launch(zero_kernel, (triton.cdiv(words.numel(), BLOCK),), (words, packed, words.numel()), {"BLOCK": BLOCK})

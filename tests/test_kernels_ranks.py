@@ -5,21 +5,24 @@ import threading
 import pytest
 import torch
 from reference import draw
-from test_across import LAYOUTS, assert_as_one, found_by_ranks, layouts_for, source_of
+from test_threshold_ranks import LAYOUTS, assert_as_one, found_by_ranks, layouts_for, source_of
 
-from prunus import across, select
-from prunus.ops import bits, sample
-from prunus.ops.source import Lazy
-from prunus.ops.sweep import sweep_all
+from prunus import rows, threshold
+from prunus.ops import bits, candidates
+from prunus.ops.candidates import Candidates, candidates_reference
+from prunus.ops.lazy import Lazy
+from prunus.ops.sorting import sortable
+from prunus.score import SCORES as TABLE
 from prunus.score import random
 from prunus.select import Global, NofM, PerLayer, PerRow
 
 triton = pytest.importorskip("triton", reason="kernels need triton")
 
-from test_kernels import DEVICE, TILE, sources  # noqa: E402
+from test_kernels import DEVICE, TILE, matrix, sources  # noqa: E402
 
-from prunus.ops._triton import launch, parts, plan  # noqa: E402
-from prunus.ops._triton.lowered import lowered  # noqa: E402
+from prunus.ops._triton import candidates as kernels  # noqa: E402
+from prunus.ops._triton import launch, tensor_table  # noqa: E402
+from prunus.ops._triton.tensor_table import readable  # noqa: E402
 
 SHAPES = [(1, 8), (13, 8), (3, 4, 2), (40, 24), (8, 4, 2, 2), (61, 53)]
 KINDS = ["normal", "many ties", "all equal", "signed zeros", "half zero", "bfloat16", "wide range"]
@@ -29,7 +32,7 @@ SCORES = ["magnitude", "bitter0", "bitter3", "bitter5", "bitter7", "bitter9", "f
 @pytest.fixture(autouse=True)
 def by_kernels(monkeypatch):
     """Kernels on small tiles, wherever the tensors are; ranks are threads, and the interpreter takes one at a time."""
-    monkeypatch.setattr(parts, "TILE", TILE)
+    monkeypatch.setattr(kernels, "TILE", TILE)
     if DEVICE == "cpu":
         turn, compiled = threading.Lock(), launch._compile
 
@@ -38,26 +41,26 @@ def by_kernels(monkeypatch):
                 compiled(*args)
 
         monkeypatch.setattr(launch, "_compile", one_at_a_time)
-        for module in (across, select):
-            monkeypatch.setattr(module, "kernels_read", lambda source: source.part and not source.takes_position)
+        for module in (candidates, rows):
+            monkeypatch.setattr(module, "kernels_read", lambda source: source.shard and not source.takes_position)
 
 
 @pytest.fixture
 def descents(monkeypatch):
-    """How often the cut was found by counting everything."""
-    seen, by_descent = [], across._by_descent
+    """How often ranks found the cut by counting everything."""
+    seen, original = [], threshold._without_bracket
 
     def counted(*args):
-        seen.append(args)
-        return by_descent(*args)
+        seen.extend([args] if args[0][0].shard else [])
+        return original(*args)
 
-    monkeypatch.setattr(across, "_by_descent", counted)
+    monkeypatch.setattr(threshold, "_without_bracket", counted)
     return seen
 
 
-@pytest.fixture(params=[1 << 19, 256], ids=["all listed", "sampled"])
+@pytest.fixture(params=matrix([1 << 19, 256], [256]), ids=lambda size: f"sample of {size}")
 def room(request, monkeypatch):
-    monkeypatch.setattr(sample, "SAMPLE", request.param)
+    monkeypatch.setattr(candidates, "SAMPLE", request.param)
     return request.param
 
 
@@ -65,10 +68,10 @@ def on_device(scores):
     return {name: score.to(DEVICE) for name, score in scores.items()}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", matrix(list(LAYOUTS), ["columns of 3", "copies of rows"]))
 def test_parts_are_cut_as_one(layout, room):
-    for number, kind in enumerate(KINDS):
-        if (number + list(LAYOUTS).index(layout)) % 3:  # all kinds come by, not all everywhere
+    for number, kind in enumerate(matrix(KINDS, ["normal", "half zero"])):
+        if DEVICE == "cuda" and (number + list(LAYOUTS).index(layout)) % 3:  # all kinds come by, not all everywhere
             continue
         torch.manual_seed(number)
         given = source_of(on_device(draw(kind, *SHAPES)))
@@ -77,7 +80,7 @@ def test_parts_are_cut_as_one(layout, room):
             assert_as_one(Global(), given, sparsity, live, LAYOUTS[layout])
 
 
-@pytest.mark.parametrize("layout", ["rows of 3", "columns of 2", "grid"])
+@pytest.mark.parametrize("layout", matrix(["rows of 3", "columns of 2", "grid"], ["rows of 3"]))
 @pytest.mark.parametrize("selector", [PerLayer(), PerRow(), NofM(2, 4)], ids=["layers", "rows", "2:4"])
 def test_selectors_cut_parts_as_one(selector, layout):
     given = source_of(on_device(draw("many ties", (13, 8), (40, 24), (2, 16))))
@@ -85,27 +88,28 @@ def test_selectors_cut_parts_as_one(selector, layout):
     assert_as_one(selector, given, 0.5, within, LAYOUTS[layout])
 
 
-@pytest.mark.parametrize("name", SCORES)
+@pytest.mark.parametrize("name", matrix(SCORES, ["bitter9"]))
 def test_every_score_is_cut_as_one(name, monkeypatch):
-    monkeypatch.setattr(sample, "SAMPLE", 256)
+    monkeypatch.setattr(candidates, "SAMPLE", 256)
     assert_as_one(Global(), sources(name, [(37, 41), (8, 128), (5, 5, 7)]), 0.6, {}, LAYOUTS["rows of 2"])
 
 
 def test_a_bracket_that_holds_needs_one_pass_and_no_descent(monkeypatch, descents):
-    passes, swept = [], parts.swept
-    monkeypatch.setattr(parts, "swept", lambda *args: passes.append(args) or swept(*args))
-    monkeypatch.setattr(sample, "SAMPLE", 256)
+    passes, original = [], kernels.candidates
+    monkeypatch.setattr(kernels, "candidates", lambda *args: passes.append(args) or original(*args))
+    monkeypatch.setattr(candidates, "SAMPLE", 256)
     given = source_of(on_device(draw("normal", (301, 97), (64, 211))))
-    for sparsity in (0.02, 0.5, 0.97):
+    sparsities = matrix([0.02, 0.5, 0.97], [0.5])
+    for sparsity in sparsities:
         assert_as_one(Global(), given, sparsity, {}, LAYOUTS["rows of 2"])
-    assert not descents and len(passes) == 3 * 2
+    assert not descents and len(passes) == 2 * len(sparsities)
 
 
 def test_more_ties_than_there_is_room_for_are_counted(monkeypatch, descents):
-    monkeypatch.setattr(plan, "num_multiprocessors", lambda device: 1)  # every program brings room of its own
+    monkeypatch.setattr(tensor_table, "num_multiprocessors", lambda device: 1)  # every program brings room of its own
     given = source_of(on_device(draw("half zero", (301, 97), (64, 211))))
-    monkeypatch.setattr(across, "_bracket", lambda *_: (0.0, 0.0, 200))
-    assert parts.swept(lowered(given), 0.0, 0.0, 200, {}) is None
+    monkeypatch.setattr(threshold, "bracket", lambda *_: (0.0, 0.0, 200))
+    assert kernels.candidates(readable(given), 0.0, 0.0, 200, {}) is None
     assert_as_one(Global(), given, 0.3, {}, LAYOUTS["rows of 2"])
     assert len(descents) == 2
 
@@ -114,11 +118,11 @@ def test_a_cut_beyond_the_bracket_is_counted(monkeypatch, descents):
     """The pass lists what lies 32 floats beyond an edge too, so a threshold found there is not to be trusted."""
     scores = (torch.arange(4096, dtype=torch.int32) + 0x3F800000).view(torch.float32)  # neighbours, all of them
     given = source_of(on_device({"a": scores.view(64, 64)}))
-    monkeypatch.setattr(across, "_bracket", lambda *_: (scores[100].item(), scores[1000].item(), 4096))
+    monkeypatch.setattr(threshold, "bracket", lambda *_: (scores[100].item(), scores[1000].item(), 4096))
     for num_drop in (101, 1001):
         assert_as_one(Global(), given, num_drop / 4096, {}, LAYOUTS["rows of 2"])
     assert not descents
-    for number, num_drop in enumerate((60, 68, 69, 100, 1002, 1033, 1034)):
+    for number, num_drop in enumerate(matrix([60, 68, 69, 100, 1002, 1033, 1034], [69, 1033])):
         assert_as_one(Global(), given, num_drop / 4096, {}, LAYOUTS["rows of 2"])
         assert len(descents) == 2 * (number + 1)  # of two ranks
 
@@ -126,7 +130,7 @@ def test_a_cut_beyond_the_bracket_is_counted(monkeypatch, descents):
 def test_the_pass_lists_what_the_definition_lists(room):
     given = sources("bitter7", [(37, 41), (8, 128), (0, 5), (61, 53)])
     live = {"layer3": bits.pack(torch.rand(61, 53) > 0.4).to(DEVICE)}
-    scores = torch.cat([source.whole().flatten() for source in given]).sort().values
+    scores = torch.cat([source.all().flatten() for source in given]).sort().values
     lo, hi = scores[999:1001].mean().item(), scores[1999:2001].mean().item()
     found, wanted = (way(lo, hi) for way in (_by_kernel(given, live), _by_definition(given, live)))
     masks, others = found.masks(given), wanted.masks(given)
@@ -142,11 +146,11 @@ def test_the_pass_lists_what_the_definition_lists(room):
 
 
 def _by_kernel(given, live):
-    return lambda lo, hi: parts.swept(lowered(given), lo, hi, 1 << 14, live)
+    return lambda lo, hi: Candidates(*kernels.candidates(readable(given), lo, hi, 1 << 14, live))
 
 
 def _by_definition(given, live):
-    return lambda lo, hi: sweep_all(given, lo, hi, 1 << 14, live)
+    return lambda lo, hi: candidates_reference(given, lo, hi, 1 << 14, live)
 
 
 def test_a_sample_is_of_the_live_and_finite(room):
@@ -155,8 +159,8 @@ def test_a_sample_is_of_the_live_and_finite(room):
     scores[1::3] = float("inf")
     live = torch.rand(200, 64) > 0.5
     given = source_of(on_device({"a": scores, "b": torch.zeros(0, 4)}))
-    keys = parts.sampled(lowered(given), 0.1, {"a": bits.pack(live).to(DEVICE)})
-    known = set(across.sortable(scores[2::3][live[2::3]]).tolist())
+    keys = kernels.sampled(readable(given), 0.1, {"a": bits.pack(live).to(DEVICE)})
+    known = set(sortable(scores[2::3][live[2::3]]).tolist())
     assert 0 < len(keys) < 0.2 * scores.numel() and set(keys.tolist()) <= known
 
 
@@ -165,7 +169,7 @@ def test_a_rank_without_elements_takes_part():
     assert_as_one(Global(), given, 0.5, {}, LAYOUTS["rows of 4, some empty"])
 
 
-@pytest.mark.parametrize("where", [0, 1])
+@pytest.mark.parametrize("where", matrix([0, 1], [1]))
 def test_what_is_not_finite_on_one_rank_is_an_error_on_all(where, room):
     scores = draw("positive", (12, 8), (16, 8))
     scores[f"layer{where}"][-1, -1] = float("nan")
@@ -184,7 +188,7 @@ def test_random_scores_are_keyed_by_the_position_in_the_whole():
             {},
             {"name": f"w{i}"},
             takes_position=True,
-            formula="random",
+            formula=TABLE["random"].formula,
         )
         for i, shape in enumerate([(13, 8), (6, 24)])
     ]

@@ -5,10 +5,10 @@ import torch
 from ranks import on_ranks
 from reference import draw
 
-from prunus import across
-from prunus.ops import bits, sample
-from prunus.ops.source import Lazy, alike, stored
-from prunus.score import random
+from prunus import threshold
+from prunus.ops import bits, candidates
+from prunus.ops.lazy import Lazy, alike, stored
+from prunus.score import SCORES, random
 from prunus.select import Global, NofM, PerLayer, PerRow
 
 SHAPES = [(1, 8), (13, 8), (3, 4, 2), (40, 24), (8, 4, 2, 2), (5, 16)]
@@ -49,7 +49,7 @@ def found_by_ranks(select, sources, sparsity, within, layouts):
     whole = {source.name: torch.full(source.shape, -1, dtype=torch.int8) for source in sources}
     for packed, parts in outcomes:
         for source in parts:
-            here = source.part.of(whole[source.name])
+            here = source.shard.of(whole[source.name])
             mask = bits.unpack(packed[source.name], source.shape).to("cpu", torch.int8)
             assert ((here == -1) | (here == mask)).all(), "copies differ"
             here.copy_(mask)
@@ -80,7 +80,7 @@ def asked(select):
 
 @pytest.fixture(params=[1 << 19, 64], ids=["all candidates", "sampled"])
 def room(request, monkeypatch, small_pieces):
-    monkeypatch.setattr(sample, "SAMPLE", request.param)
+    monkeypatch.setattr(candidates, "SAMPLE", request.param)
 
 
 KINDS = ["normal", "many ties", "all equal", "signed zeros", "half zero", "bfloat16", "wide range", "float64"]
@@ -106,7 +106,7 @@ def test_ranks_find_the_masks_of_one_process(select, layout, room):
 def test_a_global_cut_exchanges_less_than_a_mebibyte_whatever_its_way(kind):
     torch.manual_seed(0)
     sources = source_of(draw(kind, (1100, 500), (9,), (300, 70, 3)))
-    assert sum(source.numel for source in sources) > sample.SAMPLE
+    assert sum(source.numel for source in sources) > candidates.SAMPLE
     layouts = layouts_for(sources, ((2,), 1))
     masks, num_bytes = found_by_ranks(Global(), sources, 0.4, {}, layouts)
     assert 0 < num_bytes < 100_000
@@ -116,8 +116,8 @@ def test_a_global_cut_exchanges_less_than_a_mebibyte_whatever_its_way(kind):
 def test_only_the_weight_whose_ties_are_cut_through_is_ranked_by_position(monkeypatch):
     """Those behind it, with ties or without, are kept as they are."""
     ranked: list[str] = []
-    behind = across._behind
-    monkeypatch.setattr(across, "_behind", lambda source, *rest: ranked.append(source.name) or behind(source, *rest))
+    behind = threshold._behind
+    monkeypatch.setattr(threshold, "_behind", lambda source, *rest: ranked.append(source.name) or behind(source, *rest))
     scores = {name: torch.rand(8, 6) + 2 for name in "abcd"} | {"tied": torch.ones(8, 6)}
     scores = {name: scores[name] for name in ("a", "tied", "b", "c", "d")}
     scores["c"][:] = 1
@@ -146,8 +146,9 @@ def test_a_score_that_is_not_finite_on_one_rank_is_an_error_on_all(select, where
 
 
 def test_random_scores_are_keyed_by_the_position_in_the_whole():
+    formula = SCORES["random"].formula
     sources = [
-        Lazy(f"w{i}", torch.zeros(shape), random, {}, {"name": f"w{i}"}, takes_position=True, formula="random")
+        Lazy(f"w{i}", torch.zeros(shape), random, {}, {"name": f"w{i}"}, takes_position=True, formula=formula)
         for i, shape in enumerate([(13, 8), (6, 24)])
     ]
     for layout in LAYOUTS.values():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from prunus import load_sparse, save_sparse
-from prunus.ops.device import device_of
+from prunus.ops.machine import device_of
 
 
 @pytest.mark.parametrize("name", ["cpu", "cpu:0", torch.device("cpu")], ids=str)

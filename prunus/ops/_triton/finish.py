@@ -3,13 +3,11 @@
 import triton
 import triton.language as tl
 
-from .formula import sortable
-from .layout import (
+from .cut_state import (
     BASE,
     BUCKET,
     BUCKETS,
     BUCKETS_AT,
-    COUNTERS_AT,
     CROWDED,
     DIGIT,
     DIGITS,
@@ -19,11 +17,18 @@ from .layout import (
     NUM_ABOVE,
     NUM_LISTED,
     SHIFT,
+    STATE,
     SURE_FROM,
     SURE_TO,
+    counts_of,
+    goal_of,
+    group_of,
+    rank_in,
+    slot_of,
+    total_of,
 )
-from .plan import COLUMNS, FIRST, locate
-from .read import ones_in, rank_in, scores_of, set_bits, slot_of, total_of
+from .scores import ones_in, read_by, scores_of, set_bits, sortable
+from .tensor_table import COLUMNS, FIRST, locate
 
 
 @triton.jit
@@ -49,47 +54,58 @@ def lowest(bits):
 
 @triton.jit(do_not_specialize=["num_tensors", "capacity", "num_programs"])
 def spread_kernel(
-    table, constants, num_tensors, listed, keys, state, counts, capacity, num_programs, NAME: tl.constexpr,
-    WT: tl.constexpr, MT: tl.constexpr, VT: tl.constexpr, DEPTH: tl.constexpr, BYTES: tl.constexpr, TILE: tl.constexpr,
+    table, constants, num_tensors, listed, keys, state, counts, counters, capacity, num_programs,
+    NAME: tl.constexpr, WT: tl.constexpr, MT: tl.constexpr, VT: tl.constexpr,
+    DEPTH: tl.constexpr, EACH: tl.constexpr, COPIES: tl.constexpr, BYTES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Counts of what lies inside the bracket by bucket, and the key of the first element of each entry."""
     program = tl.program_id(0)
-    num, shift = tl.minimum(tl.load(counts + COUNTERS_AT + program), capacity), tl.load(state + SHIFT)
+    num = tl.minimum(tl.load(counters + program), capacity)
     listed += program.to(tl.int64) * capacity
     keys += program.to(tl.int64) * capacity
-    base = tl.load(state + BASE)
     for start in range(tl.program_id(1) * BYTES, num, tl.num_programs(1) * BYTES):
         left, row, tensor, _, first, byte = expand(
             table, num_tensors, listed, start, num, program, num_programs, DEPTH, BYTES, TILE
         )
+        group = group_of(tensor, EACH)
+        base, shift = tl.load(state + group * STATE + BASE), tl.load(state + group * STATE + SHIFT)
+        buckets = counts_of(counts, group, COPIES) + BUCKETS_AT
+        addresses, numbers = read_by(row, constants + tensor * 4)
         at = start + tl.arange(0, BYTES)
         is_first = left >= 0
         while tl.max(left) > 0:
             s = scores_of(
-                row, constants + tensor * 4, first, byte + lowest(left), left != 0, False, False, NAME, WT, MT, VT, 1
-            )
+                addresses, numbers, first, byte + lowest(left), left != 0, False, False, NAME, WT, MT, VT, 1
+            )  # fmt: skip
             offset = sortable(s).to(tl.int64) - base
             tl.store(
                 keys + at, (offset & 0xFFFFFFFF).to(tl.uint32).to(tl.int32, bitcast=True), mask=(left != 0) & is_first
             )
             bucket = slot_of((offset >> shift).to(tl.int32), BUCKETS)
-            tl.atomic_add(counts + BUCKETS_AT + bucket, 1, mask=left != 0, sem="relaxed")
+            tl.atomic_add(buckets + bucket, 1, mask=left != 0, sem="relaxed")
             left = left & (left - 1)
             is_first = left < 0
 
 
 @triton.jit(do_not_specialize=["num_programs", "capacity", "num_live", "num_drop"])
-def decide_kernel(counts, num_programs, capacity, state, num_live, num_drop, CHUNK: tl.constexpr):
+def decide_kernel(
+    counts, counters, num_programs, capacity, state, goals, num_live, num_drop,
+    EACH: tl.constexpr, COPIES: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     """Which bucket holds the cut and how many of it are dropped; or that the bracket missed, or its lists are full."""
+    group = tl.program_id(0)
+    num_live, num_drop, _ = goal_of(goals, group, num_live, num_drop, 0, EACH)
+    state += group * STATE
+    buckets = counts_of(counts, group, COPIES) + BUCKETS_AT
     largest = tl.zeros((), tl.int32)
     for start in range(0, num_programs, CHUNK):
         at = start + tl.arange(0, CHUNK)
-        largest = tl.maximum(largest, tl.max(tl.load(counts + COUNTERS_AT + at, mask=at < num_programs, other=0)))
+        largest = tl.maximum(largest, tl.max(tl.load(counters + at, mask=at < num_programs, other=0)))
     crowded = (tl.load(state + CROWDED) != 0) | (largest > capacity)
-    num_inside = total_of(counts + BUCKETS_AT, BUCKETS, 1).to(tl.int64)
+    num_inside = total_of(buckets, BUCKETS, 1).to(tl.int64)
     need = num_drop - (num_live - num_inside - tl.load(state + NUM_ABOVE))
     holds = (need > 0) & (need <= num_inside) & (crowded == 0)
-    bucket, before = rank_in(counts + BUCKETS_AT, BUCKETS, 1, tl.where(holds, need - 1, 0).to(tl.int32))
+    bucket, before = rank_in(buckets, BUCKETS, 1, tl.where(holds, need - 1, 0).to(tl.int32))
     sure = (bucket >= tl.load(state + SURE_FROM)) & (bucket < tl.load(state + SURE_TO))
     tl.store(state + BUCKET, bucket.to(tl.int64))
     tl.store(state + NEED, need - before)
@@ -99,36 +115,42 @@ def decide_kernel(counts, num_programs, capacity, state, num_live, num_drop, CHU
 
 @triton.jit(do_not_specialize=["num_tensors", "room", "order_bits", "capacity", "num_programs"])
 def settle_kernel(
-    table, constants, num_tensors, masks, own, room, order_bits, listed, keys, state, counts, capacity, num_programs,
+    table, constants, num_tensors, masks, own, room, order_bits,
+    listed, keys, state, counters, capacity, num_programs,
     NAME: tl.constexpr, WT: tl.constexpr, MT: tl.constexpr, VT: tl.constexpr,
-    DEPTH: tl.constexpr, BYTES: tl.constexpr, TILE: tl.constexpr,
+    DEPTH: tl.constexpr, EACH: tl.constexpr, BYTES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Set the bits of the buckets above the cut's, and list what its own bucket holds by key, then order."""
     program = tl.program_id(0)
-    num = tl.where(tl.load(state + FOUND) != 0, tl.load(counts + COUNTERS_AT + program), 0)
-    bucket, shift, base = tl.load(state + BUCKET), tl.load(state + SHIFT), tl.load(state + BASE)
+    num = tl.minimum(tl.load(counters + program), capacity)
+    if not EACH:
+        num = tl.where(tl.load(state + FOUND) != 0, num, 0)
     listed += program.to(tl.int64) * capacity
     keys += program.to(tl.int64) * capacity
     for start in range(tl.program_id(1) * BYTES, num, tl.num_programs(1) * BYTES):
         left, row, tensor, tile, first, byte = expand(
             table, num_tensors, listed, start, num, program, num_programs, DEPTH, BYTES, TILE
         )
+        group = group_of(tensor, EACH)
+        of_group = state + group * STATE
+        if EACH:
+            left = tl.where(tl.load(of_group + FOUND) != 0, left, 0)
+        bucket, shift, base = tl.load(of_group + BUCKET), tl.load(of_group + SHIFT), tl.load(of_group + BASE)
+        addresses, numbers = read_by(row, constants + tensor * 4)
         at = start + tl.arange(0, BYTES)
         offset = tl.load(keys + at, mask=left != 0, other=0).to(tl.int64) & 0xFFFFFFFF
         while tl.max(left) > 0:
             place = byte + lowest(left)
             set_bits(row, masks, first + place, (left != 0) & ((offset >> shift) > bucket))
             mine = (left != 0) & ((offset >> shift) == bucket)
-            slot = tl.atomic_add(state + NUM_LISTED + place * 0, 1, mask=mine)
+            slot = tl.atomic_add(of_group + NUM_LISTED + place * 0, 1, mask=mine)
             order = tile.to(tl.int64) * TILE + place
-            tl.store(
-                own + slot, ((offset - (bucket << shift)) << order_bits.to(tl.int64)) | order, mask=mine & (slot < room)
-            )
+            entry = ((offset - (bucket << shift)) << order_bits.to(tl.int64)) | order
+            tl.store(own + group * room + slot, entry, mask=mine & (slot < room))
             left = left & (left - 1)
             if tl.max(left) > 0:  # a second element of a byte is rare: its key was not kept
                 s = scores_of(
-                    row, constants + tensor * 4, first, byte + lowest(left), left != 0, False, False,
-                    NAME, WT, MT, VT, 1,
+                    addresses, numbers, first, byte + lowest(left), left != 0, False, False, NAME, WT, MT, VT, 1
                 )  # fmt: skip
                 offset = sortable(s).to(tl.int64) - base
 
@@ -144,10 +166,12 @@ def keep_above(table, num_tensors, masks, entry, wanted, order_bits, DEPTH: tl.c
 def finish_kernel(
     table, num_tensors, masks, own, room, order_bits, state, DEPTH: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
-    """Set the bits of the bucket's elements but the smallest, the first of equal ones first.
+    """Set the bits of the elements of a group's bucket but the smallest, the first of equal ones first.
 
     Few are compared all with all; many are ranked by a radix descent over key and order.
     """
+    state += tl.program_id(0) * STATE
+    own += tl.program_id(0) * room
     num, need = tl.load(state + NUM_LISTED), tl.load(state + NEED)
     num = tl.where((tl.load(state + FOUND) == 0) | (num > room), 0, num)
     at = tl.arange(0, LIST)

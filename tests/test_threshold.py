@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reference import DRAWS, draw, flat, keep_largest, same, some_dead
 
-from prunus import cut as module
-from prunus.ops import bits, sample
-from prunus.ops.source import Lazy, alike, stored
+from prunus import threshold as module
+from prunus.ops import bits, candidates
+from prunus.ops.lazy import Lazy, alike, stored
 
 SHAPES = [(1,), (13, 7), (3, 5, 2), (40, 30), (4, 3, 3, 3), (700,)]
 FEW_TIES = ["normal", "positive", "negative", "float64", "int64", "wide range"]
@@ -39,13 +39,14 @@ def bracket_below(sources, *_):
 
 def bracket_too_small(sources, *_):
     """A bracket that holds everything, with room for nothing."""
-    return (*sample.full_range(sources[0].compared), 0)
+    is_float = sources[0].compared.is_floating_point
+    return (*((-float("inf"), float("inf")) if is_float else (-(2**63), 2**63 - 1)), 0)
 
 
 ROUTES = {
     "all candidates": lambda patch: None,
-    "sampled": lambda patch: patch.setattr(sample, "SAMPLE", 256),
-    "tiny sample": lambda patch: patch.setattr(sample, "SAMPLE", 3),
+    "sampled": lambda patch: patch.setattr(candidates, "SAMPLE", 256),
+    "tiny sample": lambda patch: patch.setattr(candidates, "SAMPLE", 3),
     "bracket above": lambda patch: patch.setattr(module, "bracket", bracket_above),
     "bracket below": lambda patch: patch.setattr(module, "bracket", bracket_below),
     "bracket overflows": lambda patch: patch.setattr(module, "bracket", bracket_too_small),
@@ -55,8 +56,8 @@ ROUTES = {
 @pytest.fixture
 def descents(monkeypatch):
     """Grows by one with every radix descent."""
-    calls, descend = [], module.descend
-    monkeypatch.setattr(module, "descend", lambda *args: (calls.append(1), descend(*args))[1])
+    calls, original = [], module.order_statistic
+    monkeypatch.setattr(module, "order_statistic", lambda *args: (calls.append(1), original(*args))[1])
     return calls
 
 
@@ -104,7 +105,7 @@ def test_every_route_lets_the_dead_be_what_they_are(route, bad):
 
 @pytest.mark.parametrize("kind", FEW_TIES)
 def test_a_bracket_from_a_sample_holds_where_scores_differ(kind, monkeypatch, small_pieces, descents):
-    monkeypatch.setattr(sample, "SAMPLE", 256)
+    monkeypatch.setattr(candidates, "SAMPLE", 256)
     scores = draw(kind, (120, 50), (33, 7), (900,))
     for share in (0.05, 0.3, 0.5, 0.9):
         num_drop = round(share * len(flat(scores)))
@@ -114,7 +115,7 @@ def test_a_bracket_from_a_sample_holds_where_scores_differ(kind, monkeypatch, sm
 
 @pytest.mark.parametrize("value", [-9.0, 0.0, 9.0, float("nan")], ids=str)
 def test_a_bracket_from_a_sample_holds_where_most_are_dead(value, monkeypatch, descents):
-    monkeypatch.setattr(sample, "SAMPLE", 256)
+    monkeypatch.setattr(candidates, "SAMPLE", 256)
     scores = draw("normal", (120, 50), (900,))
     within = {name: torch.rand(score.shape) > 0.7 for name, score in scores.items()}
     expected = {share: keep_largest(scores, round(share * 6900), within) for share in (0.75, 0.85, 0.95)}
@@ -125,14 +126,14 @@ def test_a_bracket_from_a_sample_holds_where_most_are_dead(value, monkeypatch, d
 
 
 def test_ties_in_bulk_overfill_the_bracket_and_are_cut_by_counting(monkeypatch, descents):
-    monkeypatch.setattr(sample, "SAMPLE", 1024)
+    monkeypatch.setattr(candidates, "SAMPLE", 1024)
     scores = {"a": torch.randn(300, 200).relu(), "b": torch.randn(140_000).relu()}
     assert same(masks_of(scores, 60_000), keep_largest(scores, 60_000))
     assert descents
 
 
 def test_the_sample_is_a_sample_and_brackets_the_cut(monkeypatch):
-    monkeypatch.setattr(sample, "SAMPLE", 512)
+    monkeypatch.setattr(candidates, "SAMPLE", 512)
     sources = [stored("a", torch.randn(100, 50)), stored("b", torch.randn(15_000))]
     lo, hi, limit = module.bracket(sources, 10_000, 20_000, {})
     ordered = flat({source.name: source.weight for source in sources})
@@ -145,7 +146,7 @@ def test_the_sample_is_a_sample_and_brackets_the_cut(monkeypatch):
 def test_more_scores_than_one_sample_are_cut_in_one_read(sparsity, descents):
     scores = {"a": torch.randn(1100, 500), "b": torch.randn(9), "c": torch.randn(300, 130, 3)}
     num_drop = round(sparsity * len(flat(scores)))
-    assert len(flat(scores)) > sample.SAMPLE
+    assert len(flat(scores)) > candidates.SAMPLE
     assert same(masks_of(scores, num_drop), keep_largest(scores, num_drop))
     assert not descents
 
@@ -165,7 +166,7 @@ def test_the_descent_finds_the_order_statistic_and_its_rank_among_equals(kind, s
     sources = alike([stored(name, score) for name, score in scores.items()])
     ordered = sorted(flat(scores).tolist())
     for num_drop in (1, 2, len(ordered) // 2, len(ordered)):
-        threshold, num_equal = module.descend(sources, num_drop, {})
+        threshold, num_equal = module.order_statistic(sources, num_drop, {})
         assert threshold == ordered[num_drop - 1]
         assert num_equal == num_drop - ordered.index(threshold)
 
@@ -174,8 +175,8 @@ def test_the_descent_reaches_the_ends_of_the_integers():
     scores = torch.tensor([2**63 - 1, -(2**63), 2**63 - 1, -(2**63), 0])
     for num_drop in range(6):
         assert same(masks_of({"a": scores}, num_drop), keep_largest({"a": scores}, num_drop))
-    assert module.descend([stored("a", scores)], 2, {}) == (-(2**63), 2)
-    assert module.descend([stored("a", scores)], 5, {}) == (2**63 - 1, 2)
+    assert module.order_statistic([stored("a", scores)], 2, {}) == (-(2**63), 2)
+    assert module.order_statistic([stored("a", scores)], 5, {}) == (2**63 - 1, 2)
 
 
 @given(data=st.data())
@@ -191,6 +192,6 @@ def test_any_scores_any_mask_any_count_any_route(data):
     }
     num_drop = data.draw(st.integers(0, sum(sizes)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sample, "SAMPLE", data.draw(st.sampled_from([1, 2, 8, 1 << 18])))
+        patch.setattr(candidates, "SAMPLE", data.draw(st.sampled_from([1, 2, 8, 1 << 18])))
         patch.setattr(Lazy.pieces, "__defaults__", (data.draw(st.sampled_from([8, 16, 64])),))
         assert same(masks_of(scores, num_drop, within), keep_largest(scores, num_drop, within))

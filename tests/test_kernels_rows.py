@@ -6,15 +6,16 @@ import pytest
 import torch
 
 from prunus.ops import bits
-from prunus.ops.source import Lazy, stored
+from prunus.ops.lazy import Lazy, stored
+from prunus.rows import by_rows, smallest, smallest_of_groups, whole_rows
 from prunus.score import SCORES
-from prunus.select import NofM, by_rows, smallest
 
 triton = pytest.importorskip("triton", reason="kernels need triton")
 
-from prunus.ops._triton.within import drop_in_groups, drop_in_rows  # noqa: E402
+from test_kernels import DEVICE, assert_near, matrix, scores_by_definition  # noqa: E402
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+from prunus.ops._triton.rows import drop_in_groups, drop_in_rows  # noqa: E402
+
 SHAPES = [(5, 40), (3, 8), (7, 4, 2, 3), (2, 1000), (64,)]
 VALUES = {
     "normal": lambda shape, g: torch.randn(shape, generator=g),
@@ -42,47 +43,72 @@ def assert_equal(masks: dict, wanted: dict) -> None:
     assert all(torch.equal(mask.cpu(), wanted[name].cpu()) for name, mask in masks.items())
 
 
-@pytest.mark.parametrize("kind", VALUES)
-@pytest.mark.parametrize("sparsity", [0.1, 0.5, 0.9])
-@pytest.mark.parametrize("pruned", [False, True])
+def rows_by_definition(source: Lazy, num_drop: int, live: dict) -> torch.Tensor:
+    return by_rows(source, whole_rows(source, live), lambda rows: smallest(rows, num_drop))
+
+
+ROWS = [(kind, sparsity, pruned) for kind in VALUES for sparsity in (0.1, 0.5, 0.9) for pruned in (False, True)]
+FEW_ROWS = [("normal", 0.5, False), ("ties", 0.5, True), ("huge range", 0.9, False), ("signed", 0.1, True)]
+
+
+@pytest.mark.parametrize(("kind", "sparsity", "pruned"), matrix(ROWS, FEW_ROWS))
 def test_rows_are_cut_as_their_definition_says(kind, sparsity, pruned):
     sources = given(kind)
     live = half_live(sources) if pruned else {}
-
-    def drop(_: Lazy, rows: torch.Tensor) -> torch.Tensor:
-        return smallest(rows, round(sparsity * rows.shape[1]))
-
     num_drop = [round(sparsity * source.num_inputs) for source in sources]
     masks = drop_in_rows(sources, num_drop, live)
     assert len(masks) == sum(drop > 0 for drop in num_drop)
-    assert_equal(masks, {source.name: by_rows(source, live, drop) for source in sources})
+    wanted = zip(sources, num_drop, strict=True)
+    assert_equal(masks, {source.name: rows_by_definition(source, drop, live) for source, drop in wanted})
 
 
-@pytest.mark.parametrize("kind", VALUES)
-@pytest.mark.parametrize("n_of_m", [(2, 4), (1, 4), (4, 8), (1, 2), (8, 8), (3, 8)], ids=str)
-@pytest.mark.parametrize("pruned", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+N_OF_M = [(2, 4), (1, 4), (4, 8), (1, 2), (8, 8), (3, 8)]
+GROUPS = [
+    (kind, n_of_m, pruned, dtype)
+    for kind in VALUES
+    for n_of_m in N_OF_M
+    for pruned in (False, True)
+    for dtype in (torch.float32, torch.bfloat16)
+]
+FEW_GROUPS = [("ties", (2, 4), True, torch.float32), ("signed", (3, 8), False, torch.bfloat16)]
+
+
+@pytest.mark.parametrize(("kind", "n_of_m", "pruned", "dtype"), matrix(GROUPS, FEW_GROUPS), ids=str)
 def test_groups_are_cut_as_their_definition_says(kind, n_of_m, pruned, dtype):
-    select = NofM(*n_of_m)
-    sources = [source for source in given(kind, dtype) if source.num_inputs % select.m == 0]
+    n, m = n_of_m
+    sources = [source for source in given(kind, dtype) if source.num_inputs % m == 0]
     live = half_live(sources) if pruned else {}
-    masks = drop_in_groups(sources, select.m - select.n, select.m, live, tile=1024)
+    masks = drop_in_groups(sources, m - n, m, live, tile=1024)
     assert len(masks) == len(sources)
-    assert_equal(masks, {source.name: by_rows(source, live, select.drop) for source in sources})
+    decide = [smallest_of_groups(source, m - n, m, False) for source in sources]
+    wanted = zip(sources, decide, strict=True)
+    assert_equal(masks, {source.name: by_rows(source, whole_rows(source, live), each) for source, each in wanted})
 
 
 @pytest.mark.parametrize("name", ["bitter7", "wanda"])
 def test_scores_are_computed_on_the_fly(name):
     weight, other = torch.randn(6, 48, device=DEVICE), torch.rand(6, 48, device=DEVICE)
     reads = {"exp_avg_sq": other} if name == "bitter7" else {"input_norm": other[0]}
-    source = Lazy("a", weight, SCORES[name].of, {"weight": weight} | reads, formula=name)
-    wanted = by_rows(source, {}, lambda _, rows: smallest(rows, 24))
-    assert int(bits.count(drop_in_rows([source], [24], {})["a"])) == 6 * 24
-    if DEVICE == "cpu":  # a compiler may fuse operations, which moves a score by an ulp
-        assert_equal(drop_in_rows([source], [24], {}), {"a": wanted})
+    source = Lazy("a", weight, SCORES[name].of, {"weight": weight} | reads, formula=SCORES[name].formula)
+    found = bits.unpack(drop_in_rows([source], [24], {})["a"], (6, 48)).cpu()
+    wanted = bits.unpack(rows_by_definition(source, 24, {}), (6, 48)).cpu()
+    if DEVICE == "cpu":
+        assert torch.equal(found, wanted)
+    for row, other_row, scores in zip(found, wanted, scores_by_definition([source])["a"], strict=True):
+        assert_near({"a": row}, {"a": other_row}, {"a": scores}, scores[~other_row])
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_rows_of_several_lengths_take_a_launch_for_each_block_size():
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(3, 64), (2, 72), (5, 40), (4, 128), (2, 64)]
+    sources = [stored(f"t{i}", torch.randn(shape, generator=generator).to(DEVICE)) for i, shape in enumerate(shapes)]
+    masks = drop_in_rows(sources, [shape[1] // 3 for shape in shapes], {})
+    wanted = {s.name: rows_by_definition(s, s.num_inputs // 3, {}) for s in sources}
+    assert len(masks) == len(wanted)
+    assert_equal(masks, wanted)
+
+
+@pytest.mark.parametrize("value", matrix([math.nan, math.inf, -math.inf], [math.nan, -math.inf]))
 def test_scores_that_are_not_finite_are_refused_by_name_unless_dead(value):
     sources = given("normal")
     sources[3].weight.view(-1)[5] = value

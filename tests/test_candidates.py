@@ -7,8 +7,13 @@ import torch
 from reference import DRAWS
 
 from prunus.ops import bits
-from prunus.ops.source import stored
-from prunus.ops.sweep import split_reference, sweep
+from prunus.ops.candidates import candidates_reference, split_reference
+from prunus.ops.lazy import stored
+
+
+def sweep(source, live, lo, hi, limit):
+    return candidates_reference([source], lo, hi, limit, {} if live is None else {source.name: live})
+
 
 BRACKETS = [(-0.5, 0.5), (0.0, 0.0), (-math.inf, math.inf), (-math.inf, 0.0), (0.0, math.inf), (9.0, 9.5), (-9.0, -8.0)]
 
@@ -22,7 +27,7 @@ def test_a_pass_in_pieces_equals_the_definition(kind, dead, small_pieces):
     for lo, hi in BRACKETS:
         found = sweep(source, live, lo, hi, limit=source.numel)
         above, positions = split_reference(scores, live, lo, hi)
-        assert torch.equal(found.above, above) and found.num_above == int(bits.count(above))
+        assert torch.equal(found.above, above) and found.num_above == [int(bits.count(above))]
         assert torch.equal(found.positions, positions) and torch.equal(found.scores, scores[positions])
 
 

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from prunus.ops.source import Lazy, alike, stored
+from prunus.ops.lazy import Lazy, alike, stored
 from prunus.score import random
 
 SHAPES = [(1,), (130,), (7, 19), (3, 5, 11), (4, 3, 3, 5)]
@@ -121,7 +121,7 @@ def test_scores_of_different_kinds_are_compared_as_float64():
 def test_a_function_that_does_not_score_each_element_is_refused_in_one_line(of, came):
     source = Lazy("block.weight", torch.randn(4, 5), of, {"weight": torch.randn(4, 5)})
     for ask in (
-        source.whole,
+        source.all,
         lambda: source.at(torch.tensor([1])),
         lambda: [*source.pieces()],
         lambda: [*source.rows()],

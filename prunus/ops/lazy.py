@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .bits import PIECE
+from .formula import Formula
 from .shard import Shard
 
 
@@ -20,10 +21,10 @@ class Lazy:
 
     ``reads`` are tensors that broadcast to ``weight``; they are cast to ``dtype`` and multiplied by
     their factor in ``scales`` first. A score that takes ``position`` is handed the positions of its
-    elements in the flattened weight. ``formula`` names a score of ours, which is element-wise and known
-    to kernels; any other function is handed whole tensors, and its scores of one weight are stored for
-    a while. ``outputs`` are the dimensions that count outputs; each index of them is one row of inputs.
-    Where many ranks hold the weight together, all tensors are this rank's ``part`` of them.
+    elements in the flattened weight. ``formula`` says how kernels compute a score with given constants, or
+    that none does (None); a score that has one is element-wise. Any other is handed whole tensors, and its
+    scores of one weight are stored for a while. ``outputs`` are the dimensions that count outputs; each index
+    of them is one row of inputs. Where many ranks hold the weight together, all tensors are this rank's ``shard`` of them.
     """
 
     name: str
@@ -34,9 +35,9 @@ class Lazy:
     scales: Mapping[str, float] = field(default_factory=dict)
     takes_position: bool = False
     dtype: torch.dtype = torch.float32
-    formula: str | None = None
+    formula: Callable[[Mapping[str, Any]], Formula | None] | None = None
     outputs: tuple[int, ...] | None = (0,)
-    part: Shard | None = None
+    shard: Shard | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -47,13 +48,13 @@ class Lazy:
         return self.weight.numel()
 
     @property
-    def whole_shape(self) -> tuple[int, ...]:
+    def global_shape(self) -> tuple[int, ...]:
         """Shape of the weight over all ranks."""
-        return self.part.global_shape if self.part else tuple(self.shape)
+        return self.shard.global_shape if self.shard else tuple(self.shape)
 
     @property
-    def whole_numel(self) -> int:
-        return math.prod(self.whole_shape)
+    def global_numel(self) -> int:
+        return math.prod(self.global_shape)
 
     @property
     def device(self) -> torch.device:
@@ -73,8 +74,8 @@ class Lazy:
         """Start and scores of consecutive runs of ``size`` elements of the flattened weight."""
         size = size or self.piece
         if self.formula is None:
-            whole = self.whole().reshape(-1)
-            yield from ((start, whole[start : start + size]) for start in range(0, self.numel, size))
+            scores = self.all().reshape(-1)
+            yield from ((start, scores[start : start + size]) for start in range(0, self.numel, size))
             return
         flat = {name: tensor.reshape(-1) for name, tensor in self.reads.items() if tensor.shape == self.shape}
         for start in range(0, self.numel, size):
@@ -89,11 +90,11 @@ class Lazy:
     def at(self, positions: Tensor) -> Tensor:
         """Scores of the elements at ``positions`` of the flattened weight."""
         if self.formula is None:
-            return self.whole().reshape(-1)[positions]
+            return self.all().reshape(-1)[positions]
         reads = {name: self._pick(tensor, positions) for name, tensor in self.reads.items()}
         return self._score(reads, self._placed(positions))
 
-    def whole(self) -> Tensor:
+    def all(self) -> Tensor:
         """Scores in the shape of the weight, all at once."""
         scores = self._score(self.reads, self._all_positions() if self.takes_position else None)
         return scores if self.formula is None else scores.expand(self.shape)
@@ -102,7 +103,7 @@ class Lazy:
     def num_inputs(self) -> int:
         """Elements of a whole row."""
         outputs = self.outputs or ()
-        return math.prod(size for dim, size in enumerate(self.whole_shape) if dim not in outputs)
+        return math.prod(size for dim, size in enumerate(self.global_shape) if dim not in outputs)
 
     def rows_of(self, tensor: Tensor) -> Tensor:
         """View of a tensor of the weight's shape as (row, inputs...)."""
@@ -122,8 +123,8 @@ class Lazy:
         if parts is None:
             parts = [slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
         if self.formula is None:
-            whole = self.rows_of(self.whole())
-            yield from ((part, whole[part].flatten(1)) for part in parts)
+            scores = self.rows_of(self.all())
+            yield from ((part, scores[part].flatten(1)) for part in parts)
             return
         reads = {name: self.rows_of(tensor.expand(self.shape)) for name, tensor in self.reads.items()}
         position = self.rows_of(self._all_positions()) if self.takes_position else None
@@ -159,7 +160,7 @@ class Lazy:
 
     def _placed(self, positions: Tensor) -> Tensor:
         """Positions in the whole weight."""
-        return self.part.positions(positions) if self.part else positions
+        return self.shard.positions(positions) if self.shard else positions
 
     def _all_positions(self) -> Tensor:
         return self._placed(torch.arange(self.numel, device=self.device)).view(self.shape)
@@ -189,7 +190,7 @@ def stored(name: str, scores: Tensor) -> Lazy:
         _itself,
         {"scores": scores},
         dtype=dtype,
-        formula="itself",
+        formula=_as_stored,
         outputs=(0,) if scores.ndim > 1 else (),
     )
 
@@ -204,13 +205,13 @@ def alike(sources: list[Lazy]) -> list[Lazy]:
 def check_elementwise(source: Lazy) -> None:
     """Raise ValueError if a part of the weight gets other scores when it is scored alone: so would a rank's."""
     dim = next((dim for dim, size in enumerate(source.shape) if size > 1), None)
-    if dim is None or source.takes_position or source.part is None:
+    if dim is None or source.takes_position or source.shard is None:
         return
     size = [length - length // 2 if i == dim else length for i, length in enumerate(source.shape)]
-    half = replace(source.part, global_shape=tuple(source.shape), offset=(0,) * len(size), shape=tuple(size))
+    half = replace(source.shard, global_shape=tuple(source.shape), offset=(0,) * len(size), shape=tuple(size))
     reads = {name: half.of(tensor) for name, tensor in source.reads.items()}
-    alone = replace(source, weight=half.of(source.weight), reads=reads, part=None).whole()
-    if not torch.equal(alone.nan_to_num(), half.of(source.whole()).nan_to_num()):
+    alone = replace(source, weight=half.of(source.weight), reads=reads, shard=None).all()
+    if not torch.equal(alone.nan_to_num(), half.of(source.all()).nan_to_num()):
         raise ValueError(
             f"the score of an element of {source.name} depends on others, which other ranks may hold; "
             "over sharded weights a score must be element-wise"
@@ -219,3 +220,7 @@ def check_elementwise(source: Lazy) -> None:
 
 def _itself(scores: Tensor) -> Tensor:
     return scores
+
+
+def _as_stored(_: Mapping[str, Any]) -> Formula:
+    return Formula("itself", {"w": "scores"})

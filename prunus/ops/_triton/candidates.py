@@ -1,7 +1,6 @@
-"""The pass over a rank's parts of weights that many ranks hold: what ``prunus.across`` calls for tensors on a GPU.
+"""The sample and the pass over what one of many ranks holds, by the kernels of a cut by one process.
 
-Its kernels are those of a cut by one process. Here they end with lists, and what is listed is cut by counts that
-travel.
+Here they end with lists, and what is listed is cut by counts that travel.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,16 +10,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import bits, sample
-from ..digits import sortable
-from ..sweep import Inside
+from .. import bits
+from ..sorting import sortable
 from .bracket import CLUSTER, sample_kernel
-from .driver import ALIGN, BLOCK, SAMPLED, Workspace, check_finite, launch_pass, offsets_of, workspace
+from .cut import ALIGN, BLOCK, SAMPLED, Workspace, check_finite, launch_pass, offsets_of, workspace
+from .cut_state import HI, LO, NOT_FINITE, num_copies
 from .launch import launch
-from .layout import COUNTERS_AT, HI, LO, NOT_FINITE
-from .lowered import Lowered
-from .plan import COLUMNS, FIRST, TILE, Plan, locate
-from .read import scores_of
+from .scores import read_by, scores_of
+from .tensor_table import COLUMNS, FIRST, TILE, Readable, Table, locate
 
 INFINITY = 0x7F800000  # its key; that of minus infinity is one less than the negative of it
 
@@ -37,54 +34,54 @@ def score_kernel(
     tensor = locate(table, num_tensors, order // TILE, DEPTH)
     row = table + tensor * COLUMNS
     place = order - tl.load(row + FIRST) * TILE
-    s = scores_of(row, constants + tensor * 4, place, 0, at < num, False, False, NAME, WT, MT, VT, 1)
+    addresses, numbers = read_by(row, constants + tensor * 4)
+    s = scores_of(addresses, numbers, place, 0, at < num, False, False, NAME, WT, MT, VT, 1)
     tl.store(scores + at, s, mask=at < num)
 
 
-def sampled(low: Lowered, rate: float, live: Mapping[str, Tensor]) -> Tensor:
+def sampled(low: Readable, rate: float, live: Mapping[str, Tensor]) -> Tensor:
     """Keys of about a share ``rate`` of the elements, those that are live and finite."""
     tile = TILE
-    p = low.planned(live, offsets_of(low.sources), tile)
+    t = low.table(live, offsets_of(low.sources), tile)
     lanes = max(CLUSTER.value, min(256, tile, 1 << max(1, int(rate * tile)).bit_length() - 1))
-    w = workspace(p, 0, p.num_tiles * lanes)
-    keys = w.scratch.view()[: p.num_tiles * lanes]
-    if p.num_tiles:
+    w = workspace(t, 1, 0, t.num_tiles * lanes)
+    keys = w.scratch.view()[: t.num_tiles * lanes]
+    if t.num_tiles:
         at_once = max(1, SAMPLED // lanes)
-        drawn = {**low.read, "DEPTH": p.depth, "LANES": lanes, "TILES": at_once, "TILE": tile}
-        arguments = (p.table, p.constants, len(p.table), p.num_tiles, keys, w.counts.view())
-        launch(sample_kernel, (-(-p.num_tiles // at_once),), arguments, drawn)
+        drawn = {**low.read, "DEPTH": t.depth, "EACH": False, "COPIES": num_copies(1)}
+        drawn |= {"LANES": lanes, "TILES": at_once, "TILE": tile}
+        arguments = (t.rows, t.constants, len(t.rows), t.num_tiles, keys, w.counts.view())
+        launch(sample_kernel, (-(-t.num_tiles // at_once),), arguments, drawn)
     return keys[(keys < INFINITY) & (keys > -INFINITY - 1)]  # the largest integer stands for the dead
 
 
-def swept(low: Lowered, lo: float, hi: float, limit: int, live: Mapping[str, Tensor]) -> Inside | None:
-    """One read of all sources, or None where more lie in [lo, hi] than there is room for.
+Found = tuple[Tensor, list[int], list[int], Tensor, Tensor]  # the fields of ``Candidates``
 
-    ``limit`` is how many may lie there of all ranks' elements; there is room for twice this rank's share.
-    """
+
+def candidates(low: Readable, lo: float, hi: float, room: int, live: Mapping[str, Tensor]) -> Found | None:
+    """What one read of all sources finds above and in [lo, hi]; None where more lie inside than there is ``room`` for."""
     tile, starts = TILE, offsets_of(low.sources)
-    p = low.planned(live, starts, tile)
-    above = torch.zeros(starts[-1], dtype=torch.uint8, device=p.table.device)
-    share = sum(s.numel for s in low.sources) / sum(s.whole_numel for s in low.sources)
-    room = min(limit, max(sample.SAMPLE, round(2 * limit * share)))
-    capacity = min(2 * room // p.num_programs + 128, -(-p.num_tiles // p.num_programs) * tile // 8) // 4 * 4
-    size = p.num_programs * capacity
-    w = workspace(p, size, size)
+    t = low.table(live, starts, tile)
+    above = torch.zeros(starts[-1], dtype=torch.uint8, device=t.rows.device)
+    capacity = min(2 * room // t.num_programs + 128, -(-t.num_tiles // t.num_programs) * tile // 8) // 4 * 4
+    size = t.num_programs * capacity
+    w = workspace(t, 1, size, size)
     state = w.state.view()
     edges = sortable(torch.tensor([lo, hi], dtype=torch.float32)).long()
     state[LO.value : HI.value + 1] = edges.to(state.device)
-    if p.num_tiles:
-        launch_pass(low, p, tile, above, w, capacity)
-    counters = w.counts.view()[COUNTERS_AT.value :][: p.num_programs]
+    if t.num_tiles:
+        launch_pass(low, t, tile, above, w, capacity)
+    counters = w.counters.view()[: t.num_programs]
     bad, most = torch.stack([state[NOT_FINITE.value], counters.max()]).tolist()
-    check_finite(low.sources, bad)
+    check_finite(low.sources, [bad])
     if most > capacity:
         return None
     order = _listed(w, counters, capacity, tile)
-    firsts = p.table[:, FIRST.value].contiguous()
+    firsts = t.rows[:, FIRST.value].contiguous()
     tensor = torch.searchsorted(firsts, order // tile, right=True) - 1
     first_bits = 8 * torch.tensor(starts[:-1], device=order.device)
     positions = order + (first_bits - firsts * tile)[tensor]
-    return Inside(above, starts[:-1], _ones(above, starts), _scores(low, p, tile, order), positions)
+    return above, starts[:-1], _ones(above, starts), _scores(low, t, tile, order), positions
 
 
 def _listed(w: Workspace, counters: Tensor, capacity: int, tile: int) -> Tensor:
@@ -98,11 +95,11 @@ def _listed(w: Workspace, counters: Tensor, capacity: int, tile: int) -> Tensor:
     return (program[which] + turn * len(counters)) * tile + 8 * byte + bit
 
 
-def _scores(low: Lowered, p: Plan, tile: int, order: Tensor) -> Tensor:
+def _scores(low: Readable, t: Table, tile: int, order: Tensor) -> Tensor:
     found = torch.empty(len(order), dtype=torch.float32, device=order.device)
     if len(order):
-        arguments = (p.table, p.constants, len(p.table), order, found, len(order))
-        how = {**low.read, "DEPTH": p.depth, "BLOCK": BLOCK, "TILE": tile}
+        arguments = (t.rows, t.constants, len(t.rows), order, found, len(order))
+        how = {**low.read, "DEPTH": t.depth, "BLOCK": BLOCK, "TILE": tile}
         launch(score_kernel, (-(-len(order) // BLOCK),), arguments, how)
     return found
 

@@ -1,9 +1,24 @@
-"""Scores as integers in the same order, and counts of their digits: what a radix descent reads."""
+"""Scores in order: sorted, or as integers whose digits are counted, which is what a radix descent reads."""
 
+import numpy as np
 import torch
 from torch import Tensor
 
 DIGIT = 16  # bits fixed by one pass; 2^16 counts fit the cache, and float32 needs two passes
+
+
+def ascending(values: Tensor) -> Tensor:
+    """``values`` sorted along the last dimension; numpy's vectorised sort serves the CPU."""
+    if values.is_cpu:
+        return torch.from_numpy(np.sort(values.numpy(), axis=-1))
+    return values.sort(dim=-1).values
+
+
+def kth_smallest(values: Tensor, k: int) -> Tensor:
+    """The ``k``-th smallest along the last dimension, as one column; numpy's selection serves the CPU."""
+    if values.is_cpu:
+        return torch.from_numpy(np.partition(values.numpy(), k - 1, axis=-1)[..., k - 1 : k].copy())
+    return ascending(values)[..., k - 1 : k]
 
 
 def sortable(scores: Tensor) -> Tensor:

@@ -1,0 +1,36 @@
+"""What this machine has: devices that are really there, what they have under way, and main memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+def device_of(name: torch.device | str) -> torch.device:
+    """The device of that name; a ValueError if this machine has none that holds values."""
+    import torch
+
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError):  # torch says it in either way
+        raise ValueError(f"there is no device {str(name)!r} here; the CPU is always there: cpu") from None
+    return device
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until a GPU has done what it was given; a CPU has."""
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.synchronize(device)
+
+
+def said_by_linux(file: str, key: str) -> int | None:
+    """Bytes that ``/proc/meminfo`` or ``/proc/self/status`` gives for ``key``; None where it does not."""
+    path = Path("/proc") / file
+    lines = path.read_text().splitlines() if path.is_file() else []
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith(f"{key}:")), None)

@@ -1,0 +1,260 @@
+"""The cut within rows, and within groups of M neighbours of a row: the smallest of each go, the dead first.
+
+Rows that lie whole on a rank are cut there, on a GPU by kernels, and nothing travels. Where shards cut through rows,
+counts of 4-bit digits travel, 16 for each row; where they cut through groups of M, the scores of these groups alone do.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from .ops import bits
+from .ops.candidates import Packed, check_finite, kernels_read
+from .ops.lazy import Lazy
+from .ops.shard import Shard, together
+from .ops.sorting import kth_smallest, sortable
+from .threshold import kept, sums_of
+
+DIGIT = 4  # bits of a key that one round of counts settles
+ROOM = 1 << 22  # elements of a weight over all ranks that are worked on at a time
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some rows of a weight: the columns that this rank has of those it holds; the dead have the least score."""
+
+    scores: Tensor  # (held, columns)
+    alive: Tensor | None  # None where all are
+    held: Tensor  # which of the ``num`` rows are here
+    columns: Tensor  # which inputs of a row are here
+    num: int
+    part: Shard | None  # None where rows lie whole on this rank
+
+    def total(self, numbers: Tensor) -> Tensor:
+        """Sum over ranks, of those that count their part."""
+        assert self.part is not None
+        return self.part.ranks.total(numbers if self.part.is_owner else torch.zeros_like(numbers))
+
+
+Decide = Callable[[Rows], Tensor]  # what goes
+
+
+def cut_rows(sources: Sequence[Lazy], num_drop: Mapping[str, int], live: Packed) -> dict[str, Tensor]:
+    """Packed masks without the ``num_drop`` smallest of every row of a weight, the first of equal ones first."""
+
+    def by_kernel(whole: Sequence[Lazy]) -> dict[str, Tensor]:
+        from .ops._triton.rows import drop_in_rows
+
+        return drop_in_rows(whole, [num_drop[source.name] for source in whole], live)
+
+    return _masks(sources, live, lambda source, _: lambda rows: smallest(rows, num_drop[source.name]), by_kernel)
+
+
+def cut_groups(sources: Sequence[Lazy], num_drop: int, group: int, live: Packed) -> dict[str, Tensor]:
+    """Packed masks without the ``num_drop`` smallest of every ``group`` neighbours in a row."""
+    if num_drop == 0:
+        return {source.name: kept(source, live) for source in sources}
+
+    def by_kernel(whole: Sequence[Lazy]) -> dict[str, Tensor]:
+        from .ops._triton.rows import drop_in_groups
+
+        return drop_in_groups(whole, num_drop, group, live)
+
+    return _masks(sources, live, lambda *which: smallest_of_groups(which[0], num_drop, group, which[1]), by_kernel)
+
+
+def _masks(
+    sources: Sequence[Lazy],
+    live: Packed,
+    decide: Callable[[Lazy, bool], Decide],
+    by_kernel: Callable[[Sequence[Lazy]], dict[str, Tensor]],
+) -> dict[str, Tensor]:
+    """Packed masks: rows that lie whole here are cut here, then those that ranks share, weight by weight."""
+    spans = dict(zip(sources, spanning(sources), strict=True))
+
+    def here() -> dict[str, Tensor]:
+        whole = [source for source in sources if not spans[source]]
+        read = [source for source in whole if source.numel and kernels_read(source)]
+        masks = by_kernel(read) if read else {}
+        return masks | {s.name: by_rows(s, whole_rows(s, live), decide(s, False)) for s in whole if s.name not in masks}
+
+    masks = together(sums_of(sources) if sources[0].shard else None, here)
+    return masks | {s.name: by_rows(s, shared_rows(s, live), decide(s, True)) for s in sources if spans[s]}
+
+
+def spanning(sources: Sequence[Lazy]) -> list[bool]:
+    """Whether the rows of each weight reach over several ranks; the same on all of them."""
+    if not sources[0].shard:
+        return [False] * len(sources)
+    inputs = [source.shard.along(_dims(source)[1]) for source in sources if source.shard]
+    flags = torch.tensor([int(part.global_shape != part.shape) for part in inputs])
+    return sums_of(sources).total(flags).bool().tolist()
+
+
+def by_rows(source: Lazy, chunks: Iterator[tuple[slice, Rows]], decide: Decide) -> Tensor:
+    """Packed mask of what this rank holds of a weight, without what is decided to go and without the dead."""
+    keep = torch.empty(source.shape, dtype=torch.bool, device=source.device)
+    for here, rows in chunks:
+        stays = ~decide(rows)
+        target = source.rows_of(keep)[here]
+        target.copy_((stays if rows.alive is None else stays & rows.alive).view(target.shape))
+    return bits.pack(keep)
+
+
+def whole_rows(source: Lazy, live: Packed) -> Iterator[tuple[slice, Rows]]:
+    """Rows that lie whole on this rank, some at a time; checked to be finite."""
+    everything = torch.arange(0)
+    for here, scores, alive in _checked(source, live, None):
+        yield here, Rows(_least_where_dead(scores, alive), alive, everything, everything, len(scores), None)
+
+
+def shared_rows(source: Lazy, live: Packed) -> Iterator[tuple[slice, Rows]]:
+    """This rank's share of successive rows, which are the same rows on all ranks at a time; checked to be finite."""
+    part = source.shard
+    assert part is not None
+    num_rows, step = torch.Size(part.along(_dims(source)[0]).global_shape).numel(), max(1, ROOM // source.num_inputs)
+    mine, columns = _places_of(source)
+    starts = [*range(0, num_rows, step), num_rows]
+    borders = torch.searchsorted(mine, torch.tensor(starts, device=source.device)).tolist()
+    found = _checked(source, live, [slice(first, last) for first, last in pairwise(borders)])
+    for first, last in pairwise(starts):
+        here, scores, alive = together(part.ranks, lambda: next(found))
+        scores = _least_where_dead(scores, alive)
+        yield here, Rows(scores, alive, mine[here] - first, columns, last - first, part)
+
+
+def _places_of(source: Lazy) -> tuple[Tensor, Tensor]:
+    """Which rows and which inputs of the weight over all ranks this one holds."""
+    assert source.shard is not None
+    seen = [source.shard.along(dims) for dims in _dims(source)]
+    return tuple(part.positions(torch.arange(torch.Size(part.shape).numel(), device=source.device)) for part in seen)
+
+
+def _checked(
+    source: Lazy, live: Packed, parts: Sequence[slice] | None
+) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+    """Which rows, their scores, and which of them are live (None: all)."""
+    living = bits.unpack(live[source.name], source.shape) if source.name in live else None
+    for here, scores in source.rows(parts):
+        alive = None if living is None else source.rows_of(living)[here].flatten(1)
+        check_finite(source.name, scores, None if alive is None else bits.pack(alive))
+        yield here, scores, alive
+
+
+def _least_where_dead(scores: Tensor, alive: Tensor | None) -> Tensor:
+    if alive is None:
+        return scores
+    if scores.is_floating_point():
+        return scores.masked_fill(~alive, -torch.inf)
+    return scores.unique(return_inverse=True)[1].masked_fill(~alive, -1)
+
+
+def _dims(source: Lazy) -> tuple[list[int], list[int]]:
+    """Dimensions of the weight that count outputs, and those that count inputs."""
+    if source.outputs is None:
+        source.rows_of(source.weight)  # which says why there are no rows
+    outputs = list(source.outputs or ())
+    return outputs, [dim for dim in range(len(source.global_shape)) if dim not in outputs]
+
+
+def smallest(rows: Rows, num_drop: int) -> Tensor:
+    """Where the ``num_drop`` smallest of each row stand, the first of equal ones first."""
+    if num_drop == 0:
+        return torch.zeros_like(rows.scores, dtype=torch.bool)
+    if rows.part is not None:
+        return _smallest_by_counts(rows, num_drop)
+    scores = rows.scores
+    threshold = kth_smallest(scores, num_drop)
+    found = scores <= threshold
+    crowded = (found.sum(1) > num_drop).nonzero().squeeze(1)  # where several equal the threshold
+    below, equal = scores[crowded] < threshold[crowded], scores[crowded] == threshold[crowded]
+    num_equal = num_drop - below.sum(1, keepdim=True)
+    found[crowded] = below | (equal & (equal.cumsum(1) <= num_equal))
+    return found
+
+
+def _smallest_by_counts(rows: Rows, num_drop: int) -> Tensor:
+    keys, everything = sortable(rows.scores), torch.ones_like(rows.scores, dtype=torch.bool)
+    wanted = torch.full((rows.num, 1), num_drop, device=keys.device)
+    width = 8 * rows.scores.element_size()
+    threshold, left, num_equal = _descend(rows, keys, everything, wanted, width)
+    below, equal = keys < threshold[rows.held], keys == threshold[rows.held]
+    if bool((num_equal > left).any()):
+        assert rows.part is not None
+        columns = rows.columns.expand(keys.shape)
+        width = DIGIT * -(-(rows.part.global_numel.bit_length() + 1) // DIGIT)
+        last, _, _ = _descend(rows, columns, equal, left, width)
+        equal &= columns <= last[rows.held]
+    return below | equal
+
+
+def _descend(rows: Rows, keys: Tensor, valid: Tensor, wanted: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each row the key of rank ``wanted`` among its valid keys, its rank among equal ones, and their number."""
+    prefix, num_equal = torch.zeros_like(wanted), wanted
+    for shift in range(width - DIGIT, -1, -DIGIT):
+        digits = (keys >> shift) & (1 << DIGIT) - 1
+        match = valid
+        if shift == width - DIGIT:
+            digits = digits ^ 1 << DIGIT - 1  # the sign's place
+        else:
+            match = valid & (keys >> shift + DIGIT == prefix[rows.held])
+        slots = (rows.held.unsqueeze(1) << DIGIT) + digits
+        here = torch.bincount(slots[match], minlength=rows.num << DIGIT).view(-1, 1 << DIGIT).int()
+        counts = rows.total(here).long()
+        up_to = counts.cumsum(1)
+        at = (up_to < wanted).sum(1, keepdim=True)
+        num_equal = counts.gather(1, at)
+        wanted = wanted - up_to.gather(1, at) + num_equal
+        prefix = at - (1 << DIGIT - 1) if shift == width - DIGIT else prefix << DIGIT | at
+    return prefix, wanted, num_equal
+
+
+def smallest_of_groups(source: Lazy, num_drop: int, group: int, is_shared: bool) -> Decide:
+    """Where the ``num_drop`` smallest of each group of neighbours stand; groups that shards cut are put together."""
+    if not is_shared:
+        return lambda rows: _smallest_of_whole_groups(rows.scores, num_drop, group)
+    part, (_, columns) = source.shard, _places_of(source)
+    assert part is not None
+    num_here = torch.bincount(columns // group, minlength=source.num_inputs // group)
+    torn = part.ranks.total(((num_here > 0) & (num_here < group)).long()) > 0
+    is_torn = torn[columns // group]
+    places = torn.cumsum(0)[columns[is_torn] // group].sub_(1) * group + columns[is_torn] % group
+
+    def decide(rows: Rows) -> Tensor:
+        dropped = torch.empty_like(rows.scores, dtype=torch.bool)
+        dropped[:, ~is_torn] = _smallest_of_whole_groups(rows.scores[:, ~is_torn], num_drop, group)
+        whole = rows.scores.new_zeros(rows.num, int(torn.sum()) * group)
+        whole[rows.held.unsqueeze(1), places] = rows.scores[:, is_torn]
+        dropped_whole = _smallest_of_whole_groups(rows.total(whole), num_drop, group)
+        dropped[:, is_torn] = dropped_whole[rows.held.unsqueeze(1), places]
+        return dropped
+
+    return decide
+
+
+def _smallest_of_whole_groups(scores: Tensor, num_drop: int, group: int) -> Tensor:
+    groups = scores.unflatten(1, (-1, group))
+    rank = torch.zeros(groups.shape, dtype=torch.int16, device=scores.device)
+    for j in range(group):
+        other = groups[..., j : j + 1]
+        rank[..., : j + 1] += other < groups[..., : j + 1]
+        rank[..., j + 1 :] += other <= groups[..., j + 1 :]
+    return (rank < num_drop).flatten(1)
+
+
+def num_pruned(source: Lazy, live: Packed, group: int, is_shared: bool) -> Tensor:
+    """Pruned elements of each ``group`` neighbours of the rows on this rank, or of all rows if ranks share them."""
+    dead = ~source.rows_of(bits.unpack(kept(source, live), source.shape)).flatten(1)
+    if not is_shared:
+        return dead.reshape(-1, group).sum(1)
+    part = source.shard
+    assert part is not None
+    rows, columns = _places_of(source)
+    outputs = torch.Size(part.along(_dims(source)[0]).global_shape)
+    found = torch.zeros(outputs.numel(), source.num_inputs // group, dtype=torch.int32, device=dead.device)
+    if part.is_owner:
+        found.index_put_((rows.unsqueeze(1), columns // group), dead.int(), accumulate=True)
+    return part.ranks.total(found).flatten()

@@ -1,0 +1,285 @@
+"""The exact cut: which of all scores of many weights are the k smallest, whether one process holds them or many ranks.
+
+The smallest are dropped; among equal scores the first in the order of the weights, then of the positions in the
+weight, is dropped first, whoever holds it. What is not live is dropped already: it is counted, never ranked.
+
+Each rank reads its own scores once: a sample brackets the threshold, and only what falls into the bracket is ranked.
+Nothing but counts leaves a rank, so that masks are those of one process, to the bit. One process is the case in which
+there is nothing to add; on a GPU it leaves all of the cut to kernels.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from .ops import bits
+from .ops.candidates import Candidates, Packed, candidates, is_small, live_pieces, order_statistics, sampled
+from .ops.lazy import Lazy
+from .ops.shard import Shard, Sums, attempt, together
+from .ops.sorting import DIGIT, digit_counts, from_sortable, sortable
+
+HALF = DIGIT // 2  # a digit travels in two halves: 2^8 counts, then the 2^8 of the one that holds the cut
+POSITION = 48  # bits of a position in a weight
+Counts = Callable[[int | None, int], Tensor]  # how often each digit stands at a shift behind a prefix, on this rank
+
+
+class Alone:
+    """Sums of one process: there is nothing to add."""
+
+    def total(self, counts: Tensor, failed: Exception | None = None) -> Tensor:
+        if failed is not None:
+            raise failed
+        return counts
+
+
+def sums_of(sources: Sequence[Lazy]) -> Sums:
+    """Sums over the ranks that hold the weights together."""
+    return sources[0].shard.ranks if sources[0].shard else Alone()
+
+
+def counts(source: Lazy) -> bool:
+    """Whether this rank counts its part of the weight: of ranks that hold copies one does."""
+    return source.shard is None or source.shard.is_owner
+
+
+def cut(sources: Sequence[Lazy], num_drop: int, live: Packed, num_live: int | None = None) -> dict[str, Tensor]:
+    """Packed masks that drop the ``num_drop`` smallest scores of all weights together.
+
+    ``num_live`` is how many elements of all ranks are live, for callers that know it.
+    """
+    if num_live is None:
+        num_live = sum(num_kept_each(sources, live).values())
+    num_drop -= sum(source.global_numel for source in sources) - num_live
+    if num_drop <= 0:
+        return {source.name: kept(source, live) for source in sources}
+    if num_drop >= num_live:
+        return {source.name: torch.zeros_like(kept(source, live)) for source in sources}
+    return _by_kernels(sources, [num_drop], [num_live], live) or _by_counts(sources, num_drop, num_live, live)
+
+
+def cut_each(
+    sources: Sequence[Lazy], num_drop: Mapping[str, int], live: Packed, num_live: Mapping[str, int]
+) -> dict[str, Tensor]:
+    """Packed masks that drop the ``num_drop`` smallest scores of each weight; on a GPU one launch serves all."""
+    drops = {s.name: num_drop[s.name] - s.global_numel + num_live[s.name] for s in sources}
+    cuts = [s for s in sources if 0 < drops[s.name] < num_live[s.name]]
+    numbers = [drops[s.name] for s in cuts], [num_live[s.name] for s in cuts]
+    masks = _by_kernels(cuts, *numbers, live) if cuts else {}
+    for source in sources:
+        if source.name not in masks:
+            masks |= cut([source], num_drop[source.name], live, num_live[source.name])
+    return masks
+
+
+def kept(source: Lazy, live: Packed) -> Tensor:
+    """Packed mask of the live elements of one weight, a copy."""
+    return live[source.name].clone() if source.name in live else bits.full(source.numel, source.device)
+
+
+def num_kept_each(sources: Sequence[Lazy], live: Packed) -> dict[str, int]:
+    """Live elements of each weight, over all ranks, brought to the host at once."""
+    everything = {source.name: source.global_numel for source in sources}
+    masked = [source for source in sources if source.name in live]
+    if not masked:
+        return everything
+    masks = [live[source.name] for source in masked]
+    if masks[0].is_cuda:
+        from .ops._triton.cut import count_bits
+
+        found = torch.tensor(count_bits(masks, [source.numel for source in masked]))
+    else:
+        found = torch.stack([bits.count(mask) for mask in masks])
+    found = sums_of(masked).total(found * torch.tensor(list(map(counts, masked))))
+    return everything | dict(zip([source.name for source in masked], found.tolist(), strict=True))
+
+
+def _by_kernels(
+    sources: Sequence[Lazy], num_drop: Sequence[int], num_live: Sequence[int], live: Packed
+) -> dict[str, Tensor]:
+    """The masks of one process, of all weights together or of each, if kernels can find them; else none."""
+    if sources[0].device.type != "cuda" or sources[0].shard:
+        return {}
+    from .ops._triton.cut import launch_cut, readable
+
+    low = readable(sources)
+    return launch_cut(low, num_drop, num_live, live).wait() if low else {}
+
+
+def _by_counts(sources: Sequence[Lazy], num_drop: int, num_live: int, live: Packed) -> dict[str, Tensor]:
+    """Masks without the ``num_drop`` smallest of all ranks' ``num_live`` live scores."""
+    sums, dtype = sums_of(sources), sources[0].compared
+    lo, hi, limit = bracket(sources, num_drop, num_live, live)
+    inside, failed = attempt(lambda: candidates(sources, lo, hi, limit, live))
+    num_above, keys = _counted(sources, inside)
+    here = torch.tensor([num_above, len(keys), inside is None])
+    num_above, num_inside, num_over = sums.total(here, failed).tolist()
+    rest = num_drop - (num_live - num_inside - num_above)
+    if num_over or not 0 < rest <= num_inside:
+        return _without_bracket(sources, num_drop, live)
+    assert inside is not None
+    [(key, num_equal)] = descend(lambda *digit: digit_counts(keys, *digit), 8 * dtype.itemsize, [rest], sums)
+    threshold = from_sortable(key, dtype)
+    if not lo <= threshold <= hi:  # beyond an edge, where some are not listed
+        return _without_bracket(sources, num_drop, live)
+    bits.add_(inside.above, inside.positions[inside.scores > threshold])
+    at = inside.positions[inside.scores == threshold]
+    equal = torch.zeros_like(inside.above)
+    bits.add_(equal, at)
+    numbers = torch.bincount(inside.owners(at), minlength=len(sources))
+    return _with_ties(sources, inside.masks(sources), inside.masks(sources, equal), numbers, num_equal)
+
+
+def bracket(sources: Sequence[Lazy], num_drop: int, num_live: int, live: Packed) -> tuple[float, float, int]:
+    """Scores ``lo <= hi`` that very likely enclose the cut, and how many may lie between them.
+
+    They are order statistics of a sample, which stays on the ranks that drew it and is counted there.
+    """
+    dtype, sums = sources[0].compared, sums_of(sources)
+    is_float = dtype.is_floating_point
+    lowest, highest = (-math.inf, math.inf) if is_float else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    if is_small(num_live):
+        return lowest, highest, num_live
+    total = sum(source.global_numel for source in sources)
+    mine = [source for source in sources if counts(source)]
+    keys = sampled(mine, total, num_live, live) if mine else _no_keys(sources)
+    num = int(sums.total(torch.tensor([len(keys)])))
+    first, last, limit = order_statistics(num_drop / num_live, num, num_live)
+    wanted = [rank + 1 for rank in (first, last) if 0 <= rank < num]
+    found = descend(lambda *digit: digit_counts(keys, *digit), 8 * dtype.itemsize, wanted, sums) if wanted else []
+    scores = [from_sortable(key, dtype) for key, _ in found]
+    return scores[0] if 0 <= first < num else lowest, scores[-1] if 0 <= last < num else highest, limit
+
+
+def _counted(sources: Sequence[Lazy], inside: Candidates | None) -> tuple[int, Tensor]:
+    """How many lie above the bracket, and keys of what lies inside, of the parts that this rank counts."""
+    if inside is None:
+        return 0, _no_keys(sources)
+    mine = list(map(counts, sources))
+    num_above = sum(num for num, is_mine in zip(inside.num_above, mine, strict=True) if is_mine)
+    scores = inside.scores
+    if not all(mine):
+        scores = scores[torch.tensor(mine, device=scores.device)[inside.owners(inside.positions)]]
+    return num_above, sortable(scores)
+
+
+def _no_keys(sources: Sequence[Lazy]) -> Tensor:
+    return sortable(torch.empty(0, dtype=sources[0].compared, device=sources[0].device))
+
+
+def descend(counts_of: Counts, width: int, wanted: Sequence[int], sums: Sums) -> list[tuple[int, int]]:
+    """Keys of the wanted ranks (from 1) among the keys of all ranks, and their ranks among equal keys.
+
+    A radix descent over counts, several at once: a digit of 16 bits is counted on each rank, and its two
+    halves travel one after the other, 2 KiB each.
+    """
+    prefixes: list[int | None] = [None] * len(wanted)
+    left = torch.tensor(wanted).unsqueeze(1)
+    for shift in range(width - DIGIT, -1, -DIGIT):
+        needed = set(prefixes)
+        known, failed = attempt(lambda needed=needed, s=shift: {each: counts_of(each, s).cpu() for each in needed})
+        nothing = torch.zeros(1 << DIGIT, dtype=torch.int64)
+        digits = torch.stack([known[prefix] if known else nothing for prefix in prefixes]).unflatten(1, (1 << HALF, -1))
+        coarse, left = _pick(sums.total(digits.sum(2), failed), left)
+        fine, left = _pick(sums.total(digits[torch.arange(len(digits)), coarse]), left)
+        found = ((coarse << HALF) + fine).tolist()
+        prefixes = [
+            digit - (1 << DIGIT - 1) if prefix is None else prefix << DIGIT | digit
+            for prefix, digit in zip(prefixes, found, strict=True)
+        ]
+    return list(zip([prefix or 0 for prefix in prefixes], left.squeeze(1).tolist(), strict=True))
+
+
+def _pick(numbers: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:
+    """Which of the counts in each row holds the element of rank ``left``, and its rank therein."""
+    up_to = numbers.cumsum(1)
+    at = torch.searchsorted(up_to, left)
+    return at.squeeze(1), left - up_to.gather(1, at) + numbers.gather(1, at)
+
+
+def _with_ties(
+    sources: Sequence[Lazy], above: dict[str, Tensor], equal: dict[str, Tensor], here: Tensor, num_drop: int
+) -> dict[str, Tensor]:
+    """``above`` with the bits of ``equal`` but the first ``num_drop``, by weight, then by position in the weight.
+
+    ``here`` says how many bits of ``equal`` each weight has on this rank.
+    """
+    numbers = sums_of(sources).total(here.cpu() * torch.tensor(list(map(counts, sources)))).tolist()
+    for source, number in zip(sources, numbers, strict=True):
+        if number and num_drop <= 0:
+            above[source.name] |= equal[source.name]
+        elif 0 < num_drop < number:
+            above[source.name] |= _behind(source, equal[source.name], num_drop)
+        num_drop -= number
+    return above
+
+
+def _behind(source: Lazy, equal: Tensor, num_drop: int) -> Tensor:
+    """``equal`` without its first ``num_drop`` bits, by position in the weight over all ranks."""
+
+    def pieces() -> list[tuple[int, Tensor]]:
+        return [
+            (start, equal[start // 8 : (start + source.piece) // 8]) for start in range(0, source.numel, source.piece)
+        ]
+
+    def count(prefix: int | None, shift: int) -> Tensor:
+        found = torch.zeros(1 << DIGIT, dtype=torch.int64, device=source.device)
+        for start, packed in pieces() if counts(source) else ():
+            found += digit_counts(_places(source.shard, start, packed)[1], prefix, shift)
+        return found
+
+    [(last, _)] = descend(count, POSITION, [num_drop], sums_of([source]))
+    rest = torch.zeros_like(equal)
+    for start, packed in pieces():
+        here, whole = _places(source.shard, start, packed)
+        bits.add_(rest, here[whole > last])
+    return rest
+
+
+def _places(part: Shard | None, start: int, packed: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions of set bits in what this rank holds of a weight, and in the weight over all ranks."""
+    byte = packed.nonzero().squeeze(1)
+    if 8 * len(byte) < len(packed):  # as nearly always: ties are few
+        which, bit = bits.unpack(packed[byte], (len(byte), 8)).nonzero(as_tuple=True)
+        here = 8 * byte[which] + bit
+    else:
+        here = bits.unpack(packed, (8 * len(packed),)).nonzero().squeeze(1)
+    here = here + start
+    return here, part.positions(here) if part else here
+
+
+def _without_bracket(sources: Sequence[Lazy], num_drop: int, live: Packed) -> dict[str, Tensor]:
+    """The same cut by counting digits of all scores, where the bracket missed or ties overfilled it."""
+    threshold, num_equal = order_statistic(sources, num_drop, live)
+    split = together(sums_of(sources), lambda: [_split(source, live, threshold) for source in sources])
+    above, equal = ({source.name: part[i] for source, part in zip(sources, split, strict=True)} for i in (0, 1))
+    numbers = torch.stack([bits.count(mask) for mask in equal.values()])
+    return _with_ties(sources, above, equal, numbers, num_equal)
+
+
+def order_statistic(sources: Sequence[Lazy], rank: int, live: Packed) -> tuple[float, int]:
+    """The live score of a rank (from 1) among those of all ranks, and its rank among equal scores."""
+    dtype = sources[0].compared
+
+    def count(prefix: int | None, shift: int) -> Tensor:
+        found = torch.zeros(1 << DIGIT, dtype=torch.int64, device=sources[0].device)
+        for source in sources:
+            for _, scores, alive in live_pieces(source, live) if counts(source) else ():
+                keys = sortable(scores if alive is None else scores[alive])
+                found += digit_counts(keys, prefix, shift).to(found.device)
+        return found
+
+    [(key, num_equal)] = descend(count, 8 * dtype.itemsize, [rank], sums_of(sources))
+    return from_sortable(key, dtype), num_equal
+
+
+def _split(source: Lazy, live: Packed, threshold: float) -> tuple[Tensor, Tensor]:
+    """Packed bits of the live elements above the threshold, and of those equal to it."""
+    above = torch.empty(bits.num_bytes(source.numel), dtype=torch.uint8, device=source.device)
+    equal = torch.empty_like(above)
+    for start, scores, alive in live_pieces(source, live):
+        here = slice(start // 8, start // 8 + bits.num_bytes(len(scores)))
+        for mask, found in ((above, scores > threshold), (equal, scores == threshold)):
+            mask[here] = bits.pack(found if alive is None else found & alive)
+    return above, equal
