@@ -1,6 +1,6 @@
 """An event and a step by many ranks: FSDP2 over gloo on CPUs, and the one-rank path over NCCL on a GPU.
 
-The page is ``docs/distributed.md``: how to prune by many ranks, what that costs, and what it would cost on 64 GPUs.
+The figures stand in ``docs/distributed.md`` below a guide that is written by hand.
 """
 
 import json
@@ -194,57 +194,7 @@ LATENCY_US = 100.0  # of a small all-reduce over 8 nodes of 8 GPUs
 LINK_GB_S = 50.0  # of a 400 Gb/s link a GPU
 WEIGHTS, GPUS = 70_000_000_000, 64
 
-GUIDE = """# Many ranks, the same masks
-
-This page is made by `python -m benchmarks page`; no measured figure in it is typed.
-
-`Pruner` works on what a rank holds: weights of DDP are copies, weights of `fully_shard` and of tensor
-parallelism are DTensors of which a rank holds a block. Scores are computed on blocks and never travel; counts
-do. For equal weights and moments the masks are those of one process, to the bit, for any number of ranks and
-any mesh: of equal scores the first by weight, then by the position in the whole weight, is dropped first,
-whoever holds it.
-
-```python
-model = DistributedDataParallel(model)  # or: fully_shard(model), or parallelize_module(model, ...)
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-pruner = Pruner(model, optimizer, schedule=Ramp(0.5, begin=400, end=800))  # after the sharding, on every rank
-```
-
-- **Make it after sharding.** `fully_shard` and `parallelize_module` replace parameters; a Pruner made before
-  them says so at the first step, and in its report.
-- **Collective**, to be called by all ranks: events (`optimizer.step()`, `update`), and for DTensors also
-  `sparsity`, `report`, `digest`, `full_masks`, `load_state_dict`, and making a Pruner. `masks[name]` is local:
-  the mask of this rank's block. `state_dict()` is called by all ranks too, since it is saved by all.
-- **Errors are everybody's.** A score that is not finite on one rank is a ValueError on all, which names the
-  weight and the rank. So are masks that differ between ranks that hold copies: they are compared at every
-  event, before anything is pruned. Ranks that train different models under one process group say who belongs
-  together by `group=`.
-- **Layouts**: `Shard` along any dimensions, uneven and empty shards, copies (counted once), grids of both
-  (HSDP), FSDP2 over tensor parallelism. All weights must be on one mesh; `Partial` is refused. Over a mesh that
-  is smaller than the world (tensor parallelism inside DDP) each mesh decides alone and is not compared with the
-  others.
-- **Scores**: movement sums are local; input norms are the mean over ranks; a function of yours must be
-  element-wise over shards, which is checked; it is handed what the rank holds.
-- **Clipping**: gradients are masked as they are accumulated, so what clips sees zeros. Where FSDP2 offloads to
-  the CPU they are on their way then: call `pruner.mask_gradients()` before you clip, the step masks them
-  anyway. `AdamWPrune(max_norm=...)` sums the norm over all shards, copies once.
-- **Checkpoints**: `torch.distributed.checkpoint` reshards what has a weight's shape and placement. So
-  `pruner.state_dict()` of DTensors, and `state["mask"]` in the optimizer's state dict under a process group,
-  are zeros and ones, a byte a weight (in memory they stay a bit); `state_dict(unpacked=True)` gives the same
-  for DDP. Saved by any layout, they are loaded by any other. Where all is plain, masks are saved as packed
-  bits.
-- **Other numbers of ranks**: for equal weights and moments masks are equal. Trainings of different numbers of ranks
-  do not keep them equal, since sums of gradients round differently. While masks agree, losses of short trainings
-  differ by less than 1e-4, to which tests hold them. Rounding may also move a weight over the cut, and this grows, so
-  that masks and losses part further, the sooner the earlier and the oftener is pruned. The same number of ranks gives
-  the same run.
-
-What travels at an event, a rank: for `Global` 2 KiB a sum for each half of a 16-bit digit of the bracket's two
-edges and of the cut, one count a weight tensor, and where equal scores are cut, digits of a position; for
-`PerLayer` that for every layer; for `PerRow` and N:M nothing but flags while rows lie whole on a rank
-(`Shard(0)`), else 16 counts a row for each 4 bits, and the scores of groups that a shard cuts through.
-"""
-
+MARK = "<!-- What follows is written by python -m benchmarks page. -->\n"
 SETTING = """{num_weights:,} weights ({weights}), bitter7 to {sparsity:.0%} in seven events, FSDP2 with every layer a \
 group, {tokens} rows a rank; medians of up to {repeat} steps that take turns with those of the same training without \
 pruning. """
@@ -253,12 +203,12 @@ SHARED = "One thread a rank. All numbers of ranks ended with one digest. "
 ALONE = "With so few rows a step is memory traffic and launches by the host, so that overheads show most. "
 
 
-def page(folder: Path) -> str | None:
-    """The page, or None where nothing was measured."""
+def page(folder: Path, before: str = "") -> str | None:
+    """The page ``before`` with its figures, which follow its guide, written anew; None where nothing was measured."""
     records = [record for record in newest_records(folder) if record["what"] == "distributed"]
     if not records:
         return None
-    return "\n".join([GUIDE, *map(_measured, records), _projection(records)])
+    return "\n".join([before.partition(MARK)[0] + MARK, *map(_measured, records), _projection(records)])
 
 
 def _measured(record: Record) -> str:

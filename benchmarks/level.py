@@ -22,7 +22,7 @@ from .prune import largest_gradient
 PEAK = 989e12  # bfloat16 FLOP/s of a H100 or H200 without sparsity, as its data sheet says
 SHAPE = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
 VOCABULARY, DTYPE = 32000, torch.bfloat16
-SCHEDULES = ("block", "block", "sequential")  # the first compiles kernels and warms up the libraries
+SCHEDULES = {"block, first in its process": "block", "block": "block", "sequential": "sequential"}  # the first warms up
 KINDS = 7  # weights of a block
 
 
@@ -81,28 +81,23 @@ def flops(level: Level, schedule: str) -> float:
 
 def measure_level(level: Level, sparsity: float) -> list[Row]:
     """A row for the plain scheme, scaled from some weights, and one for each schedule of ours."""
-    rows = [_plain(level)]
-    for number, schedule in enumerate(SCHEDULES):
-        cold = ", first in its process" if number == 0 else ""
-        rows.append({"way": schedule + cold} | _ours(level, schedule, sparsity))
-    return rows
+    plain = _plain(level)
+    return [plain, *({"way": way} | _ours(level, schedule, sparsity) for way, schedule in SCHEDULES.items())]
 
 
 def _ours(level: Level, schedule: Any, sparsity: float) -> Row:
     device = level.tokens.device
     marks: list[float] = []
+
+    def mark(*_: object) -> None:
+        marks.append(time.perf_counter())
+
+    def run() -> Any:
+        probe = Probe(1.0, schedule=schedule)
+        return prune(level.model, [level.tokens], sparsity, "wanda", probe=probe, progress=mark)
+
     with Sampler(utilisation_reader(device)).running() as busy:
-        seconds, result = timed(
-            lambda: prune(
-                level.model,
-                [level.tokens],
-                sparsity,
-                "wanda",
-                probe=Probe(1.0, schedule=schedule),
-                progress=lambda *_: marks.append(time.perf_counter()),
-            ),
-            device,
-        )
+        seconds, result = timed(run, device)
     result.undo_()
     return {
         "seconds": seconds,

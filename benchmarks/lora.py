@@ -106,7 +106,7 @@ def by_masked_updates(model: nn.Module) -> nn.Module:
     model.requires_grad_(False)
     for name, module in model.named_modules():
         if name.rpartition(".")[2] in TARGETS:
-            parametrize.register_parametrization(module, "weight", MaskedUpdate(module.weight))
+            parametrize.register_parametrization(module, "weight", MaskedUpdate(module.get_parameter("weight")))
     return model
 
 

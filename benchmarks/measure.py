@@ -75,7 +75,8 @@ def peak_extra_mib(function: Callable[[], object], device: torch.device, after: 
 
     On CUDA the allocator's own count; on Linux the process's largest resident size, which counts
     every temporary, numpy's too; None elsewhere. The least of three calls, each followed by ``after``:
-    what else the process touches can only add.
+    what else the process touches can only add. Builds of torch for ARM keep freed memory, which hides it from this
+    count; the environment variable MIMALLOC_PURGE_DELAY=0 makes them return it.
     """
     peaks = []
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""``docs/benchmarks.md`` and ``docs/distributed.md`` from the records of the benchmarks."""
+"""``docs/benchmarks.md`` and the figures of ``docs/distributed.md`` from the records of the benchmarks."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,15 +31,16 @@ def page(folder: Path) -> str:
 
 @dataclass(frozen=True)
 class Command:
-    """Write docs/benchmarks.md, and docs/distributed.md beside it, from all results."""
+    """Write docs/benchmarks.md, and the figures of docs/distributed.md beside it, from all results."""
 
     results: Path = Path("benchmarks/results")  # folder of the JSON files
     page: Path = Path("docs/benchmarks.md")  # file to write
 
     def run(self) -> None:
+        beside = self.page.with_name("distributed.md")
         pages = {self.page: page(self.results)}
-        if text := distributed.page(self.results):
-            pages[self.page.with_name("distributed.md")] = text
+        if text := distributed.page(self.results, beside.read_text() if beside.is_file() else ""):
+            pages[beside] = text
         self.page.parent.mkdir(parents=True, exist_ok=True)
         for path, text in pages.items():
             path.write_text(text)

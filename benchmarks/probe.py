@@ -16,6 +16,8 @@ from .probe_figures import SLIGHT, USABLE, Comparison, Figures, read_figures, sp
 from .probe_models import CASES, smaller, subject_for, write_images, write_tokens
 from .probe_study import RANDOM, STRATEGIES, UNPROBED, Design, Study
 
+Model = Literal["stories15M", "SmolLM2-135M", "ResNet-20"]
+
 
 @dataclass(frozen=True)
 class Command:
@@ -33,7 +35,7 @@ class Command:
     data: Path = Path("runs/evidence")  # prepare, run: folder of models and data
     text: Path | None = None  # prepare: text to make tokens of
     cifar10: Path | None = None  # prepare: folder of CIFAR-10
-    models: tuple[Literal["stories15M", "SmolLM2-135M", "ResNet-20"], ...] = tuple(CASES)  # run: which
+    models: tuple[Model, ...] = ("stories15M", "SmolLM2-135M", "ResNet-20")  # run: which
     seeds: tuple[int, ...] = (0, 1, 2)  # run: which calibration samples
     small: bool = False  # run: few samples, one level and one tau, to try it; its figures mean nothing
     device: str = "cpu"  # run: cpu or cuda

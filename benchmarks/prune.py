@@ -220,9 +220,15 @@ def row_of(name: str, seconds: Sequence[float], masks: Sequence[Masks], flops: S
     total = sum(mask.numel() for mask in masks[1].values())
     if different > 1e-4 * total:
         raise RuntimeError(f"{name}: {different} of {total} mask elements differ, so no speed is reported")
-    row = {"task": name, "seconds": seconds[0], "plain_seconds": seconds[1], "times_faster": seconds[1] / seconds[0]}
-    row["times_fewer_operations"] = flops[1] / flops[0] if flops[0] else None
-    return row | {"different": different, "num_weights": total}
+    return {
+        "task": name,
+        "seconds": seconds[0],
+        "plain_seconds": seconds[1],
+        "times_faster": seconds[1] / seconds[0],
+        "times_fewer_operations": flops[1] / flops[0] if flops[0] else None,
+        "different": different,
+        "num_weights": total,
+    }
 
 
 def head_share(task: Task) -> float:

@@ -138,7 +138,7 @@ def _by_their_functions(model: nn.Module, windows: Tensor) -> None:
     for handle in handles:
         handle.remove()
     for layer in layers:
-        layer.weight.data = theirs.sparsify_weight(layer, scalars, SPARSITY, 0, 0)
+        layer.get_parameter("weight").data = theirs.sparsify_weight(layer, scalars, SPARSITY, 0, 0)
 
 
 def _by_their_command(model: nn.Module, windows: Tensor) -> None:
