@@ -19,9 +19,7 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
         part.replace(path)
     except BaseException as error:
         part.unlink(missing_ok=True)  # leave no part behind on a full disk
-        cause = (
-            error if isinstance(error, OSError) else error.__context__
-        )  # torch.save wraps it
+        cause = error if isinstance(error, OSError) else error.__context__  # torch.save wraps it
         if isinstance(cause, OSError) and cause.errno and not cause.filename:
             raise OSError(cause.errno, cause.strerror, str(path)) from error
         raise
