@@ -63,7 +63,12 @@ def open_contents(path: Path) -> Contents:
 
 
 def _report(contents: Contents, expected: Expected) -> Report:
-    findings = [_no_tensor(name, mask) for name, mask in contents.masks.items() if name not in contents.tensors]
+    todo = "take the masks that were saved with this model"
+    findings = [
+        Finding("bad-mask", name, f"{mask.file} holds a mask for it, but there is no such tensor", todo)
+        for name, mask in contents.masks.items()
+        if name not in contents.tensors
+    ]
     chosen = roles(contents.tensors, Choice(expected.include, expected.exclude, contents.masks))
     head = _head_width(contents.config)
     checks = {
@@ -103,7 +108,7 @@ def _named(checks: Iterable[TensorCheck]) -> tuple[list[Layer], str]:
 
 
 def _merged(given: Expected, run: Mapping[str, Any]) -> Expected:
-    """What the caller asks; where nothing was said, what the run expected."""
+    """What the caller asks for; where the caller says nothing, what the run was asked for."""
     said: dict[str, Any] = {name: value for name, value in asdict(given).items() if value not in (None, ())}
     if "sparsity" in said or "pattern" in said:
         run = {name: value for name, value in run.items() if name not in ("sparsity", "pattern")}
@@ -147,11 +152,6 @@ def _undo_parametrization(contents: Contents) -> None:
 
 def _product(original: StoredTensor, mask: StoredTensor) -> Callable[[], Tensor]:
     return lambda: original.load() * mask.load()
-
-
-def _no_tensor(name: str, mask: StoredTensor) -> Finding:
-    what = f"{mask.file} holds a mask for it, but there is no such tensor"
-    return Finding("bad-mask", name, what, "take the masks that were saved with this model")
 
 
 def _head_width(config: Mapping[str, Any]) -> int:

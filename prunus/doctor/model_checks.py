@@ -84,7 +84,7 @@ def _lacking(stem: str, blocks: Mapping[int, set[str]]) -> dict[str, str]:
 
 
 def _gaps(lists: Mapping[str, Mapping[int, set[str]]], config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Blocks left out; every second number may be left out by right: of a Sequential with activations between."""
+    """Blocks left out; a Sequential with activations in between leaves out every second number, which is no fault."""
     todo = "copy them from where the model was saved, or save it anew"
     gaps = {stem: sorted(set(range(min(blocks), max(blocks) + 1)) - set(blocks)) for stem, blocks in lists.items()}
     for stem, gone in gaps.items():

@@ -105,7 +105,7 @@ def num_not_finite(tensor: Tensor) -> int:
 
 
 def nonzero(tensor: Tensor) -> Tensor:
-    """Where a tensor is not zero: -0.0 is zero, NaN is not."""
+    """Where a tensor is not zero; -0.0 is zero, NaN is not."""
     return (tensor.float() if tensor.element_size() == 1 and tensor.is_floating_point() else tensor) != 0
 
 

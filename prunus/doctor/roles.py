@@ -1,4 +1,4 @@
-"""What a tensor is, told from its name and shape: there is no module to ask.
+"""The role of a tensor, from its name and shape: files have no modules to ask.
 
 The defaults are those of ``eligible``: linear and convolution weights are pruned, and embeddings,
 the head, norms and biases are not.

@@ -1,4 +1,4 @@
-"""One tensor looked at: its counts, its pattern, and what is wrong with it alone."""
+"""Checks of one tensor: its counts, its pattern, and what is wrong with it by itself."""
 
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -16,7 +16,7 @@ from .roles import Role, owner_of, rows_of
 
 ODD = 0.01  # share of zeros from which a matrix that should be dense is odd
 ODD_VECTOR = 0.1  # of a vector, whose zeros are more often meant
-ABSENT_ROWS = ("embedding", "head")  # rows of tokens that never occur are zero by right
+ABSENT_ROWS = ("embedding", "head")  # rows of tokens that never occur may be zero
 LINES = ("rows", "columns", "rows and columns")
 QUERIES = ("q_proj", "k_proj", "v_proj", "query", "key", "value")
 OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj")
@@ -24,7 +24,7 @@ OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj")
 
 @dataclass(frozen=True)
 class View:
-    """What a tensor is looked at with: its role and mask, the groups asked for, the width of a head."""
+    """What a tensor is checked against: its role and mask, the groups asked for, the width of a head."""
 
     role: Role
     mask: StoredTensor | None = None
@@ -34,7 +34,7 @@ class View:
 
 @dataclass(frozen=True)
 class TensorCheck:
-    """A layer, the counts of what stays in it, groups that hold too much, and a hash of its bytes."""
+    """A layer, the counts of what stays in it, the number of groups that keep too many, and a hash of its bytes."""
 
     layer: Layer
     counts: Counts | None

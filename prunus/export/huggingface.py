@@ -113,7 +113,8 @@ def _fill_(model: nn.Module, tensors: Tensors, device: torch.device) -> None:
             raise ValueError(f"the shape of {name} is {shapes}")
         if record.same_as in places:
             if place is not places[record.same_as]:
-                _tie_(model, inside[name], places[record.same_as])
+                path, _, key = inside[name].rpartition(".")
+                setattr(model.get_submodule(path), key, places[record.same_as])
             filled[id(place)] = name
         elif id(place) not in filled:
             place.data = tensors.read(name, device)
@@ -140,11 +141,6 @@ def _names_inside(model: nn.Module, tensors: Tensors) -> dict[str, str]:
         elif not any(pattern.search(name) for pattern in old):
             raise ValueError(f"{tensors.path} holds {name!r}, which the model does not have")
     return found
-
-
-def _tie_(model: nn.Module, name: str, parameter: Tensor) -> None:
-    path, _, key = name.rpartition(".")
-    setattr(model.get_submodule(path), key, parameter)
 
 
 @contextmanager

@@ -1,1 +1,1 @@
-"""Reading and writing files: whole or not at all, and without executing what is in them."""
+"""Reading and writing files: each complete when it appears, and read without executing what is in it."""

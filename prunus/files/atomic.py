@@ -18,8 +18,8 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
             os.fsync(file.fileno())
         part.replace(path)
     except BaseException as error:
-        part.unlink(missing_ok=True)  # a full disk is not to be filled by parts
-        cause = error if isinstance(error, OSError) else error.__context__  # torch.save says its own on top of it
+        part.unlink(missing_ok=True)  # leave no part behind on a full disk
+        cause = error if isinstance(error, OSError) else error.__context__  # torch.save wraps it
         if isinstance(cause, OSError) and cause.errno and not cause.filename:
             raise OSError(cause.errno, cause.strerror, str(path)) from error
         raise
@@ -36,13 +36,13 @@ def flushed(file_or_folder: Path) -> None:
 
 
 def part_of(path: Path) -> Path:
-    """Where a file or folder stands until it is whole."""
+    """Where a file or folder is until it is complete."""
     return path.with_name(f".{path.name}.part")
 
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A folder to fill, which becomes ``path`` in one move; one that is in use is refused."""
+    """A folder to fill, which becomes ``path`` in one move; a ``path`` that is not empty is refused."""
     path = path.absolute()
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ValueError(f"{path} is there and not empty; remove it, or choose another place")

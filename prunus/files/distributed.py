@@ -4,7 +4,7 @@ The metadata is a pickle. It is read as plain data, so that nothing in it is exe
 """
 
 import io
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -100,8 +100,7 @@ def _entries(metadata: Any) -> list[Entry]:
     paths = metadata.state.get("planner_data") or {}
     stored: dict[str, dict[Size | None, Shard]] = {}
     for key, info in metadata.state["storage_data"].items():
-        offset = key.value.state.get("offset")
-        offset = None if offset is None else _size(offset)
+        offset = None if (said := key.value.state.get("offset")) is None else _size(said)
         stored.setdefault(key.value.state["fqn"], {})[offset] = _shard(info.state)
     found = []
     for name, kind in metadata.state["state_dict_metadata"].items():
@@ -110,11 +109,8 @@ def _entries(metadata: Any) -> list[Entry]:
         if not kind.name.endswith(".TensorStorageMetadata"):
             found.append(Entry(name, path, None, None, list(shards.values())))
             continue
-        blocks = [
-            Shard(where.file, where.start, where.length, offset, size)
-            for offset, size in _chunks(kind.state["chunks"])
-            if (where := shards.get(offset)) is not None
-        ]
+        chunks = [(_size(chunk.state["offsets"]), _size(chunk.state["sizes"])) for chunk in kind.state["chunks"]]
+        blocks = [replace(shards[offset], offset=offset, size=size) for offset, size in chunks if offset in shards]
         found.append(Entry(name, path, _size(kind.state["size"]), _dtype(kind.state["properties"]), blocks))
     return found
 
@@ -126,10 +122,6 @@ def _shard(info: dict[str, Any]) -> Shard:
     if not is_inside or not is_place or info.get("transform_descriptors"):
         raise ValueError(f"it names {file!r}, which is no plain file of its folder")
     return Shard(file, start, length)
-
-
-def _chunks(chunks: list[PlainObject]) -> list[tuple[Size, Size]]:
-    return [(_size(chunk.state["offsets"]), _size(chunk.state["sizes"])) for chunk in chunks]
 
 
 def _size(value: PlainObject) -> Size:

@@ -1,4 +1,4 @@
-"""Who trains in a run folder: the process that holds its lock, which the system frees when the process dies."""
+"""Which process trains in a run folder: the one that has locked it. The system unlocks it when the process ends."""
 
 import os
 import time
@@ -6,28 +6,28 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-TRIES = 4  # for an instant the folder may be held by a look at it
+TRIES = 4  # ``is_free`` locks a folder for an instant
 
 
 @contextmanager
-def held(folder: Path) -> Iterator[None]:
-    """Keep a folder, made if it is not there, from other trainings."""
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Keep other trainings out of a folder, which is made if it is not there."""
     folder.mkdir(parents=True, exist_ok=True)
-    with _tried(folder, TRIES) as is_ours:
-        if is_ours is False:
+    with _try_lock(folder, TRIES) as is_locked:
+        if is_locked is False:
             raise ValueError(f"another process trains in {folder}; wait for its end, or choose another --out")
         yield
 
 
 def is_free(folder: Path) -> bool:
     """Whether it is certain that nobody trains in a folder, as far as this machine's locks reach."""
-    with _tried(folder, 1) as is_ours:
-        return is_ours is True
+    with _try_lock(folder, 1) as is_locked:
+        return is_locked is True
 
 
 @contextmanager
-def _tried(folder: Path, tries: int) -> Iterator[bool | None]:
-    """Whether this process holds the folder meanwhile; None where folders cannot be locked."""
+def _try_lock(folder: Path, tries: int) -> Iterator[bool | None]:
+    """Whether this process has locked the folder; None where folders cannot be locked."""
     try:
         import fcntl
     except ImportError:  # Windows locks no folders
@@ -45,10 +45,10 @@ def _tried(folder: Path, tries: int) -> Iterator[bool | None]:
 
     fd = os.open(folder, os.O_RDONLY)
     try:
-        is_ours = locked()
-        while is_ours is False and (tries := tries - 1):
+        is_locked = locked()
+        while is_locked is False and (tries := tries - 1):
             time.sleep(0.05)
-            is_ours = locked()
-        yield is_ours
+            is_locked = locked()
+        yield is_locked
     finally:
         os.close(fd)

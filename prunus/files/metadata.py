@@ -1,8 +1,8 @@
 """What a small file says of its tensors, in the metadata of an ordinary safetensors file.
 
 ``prunus`` holds JSON with the version and a record for each tensor, ``prunus_crc32`` its checksum, and
-``format`` is ``prunus`` too, so that one broken mark does not make a plain file of it. docs/format.md has the whole.
-The index of a model in several files says which file holds which entry, as Hugging Face writes it.
+``format`` is ``prunus`` too, so that a file with one damaged mark is not taken for a plain one. The index of a model
+in several files says which file holds which entry, as Hugging Face writes it. docs/format.md describes all of it.
 """
 
 import json

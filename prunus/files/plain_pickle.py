@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 MARK = object()
 CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
-LIMIT = 50_000_000  # opcodes: a file that says more is not a description
+LIMIT = 50_000_000  # opcodes: metadata have fewer
 GETATTR = "builtins.getattr"
 ENUMS = {
     "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING": {
@@ -24,7 +24,7 @@ ENUMS = {
 
 @dataclass
 class PlainObject:
-    """An object that was not made: the class's name, the arguments, the state."""
+    """What a pickle says of an object, which is not made: the class's name, the arguments, the state."""
 
     name: str
     args: tuple[Any, ...] = ()

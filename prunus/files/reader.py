@@ -35,7 +35,7 @@ class TensorFile:
         return is_marked(self.header.metadata)
 
     def read(self, name: str, device: torch.device) -> Tensor:
-        """The tensor, after its bytes were held against their checksum."""
+        """The tensor, after its bytes were compared with their checksum."""
         record = self.description.records[name]
         try:
             entries, sums = {}, []

@@ -1,7 +1,8 @@
-"""The head of a safetensors file, believed only as far as it is checked.
+"""The header of a safetensors file, trusted only as far as it is checked.
 
 Eight bytes give its length, JSON names each entry's type, shape and place. Nothing is allocated by what it
-says: sizes must add up to the file's own.
+says: sizes must add up to the file's own. safetensors' own reader tells no places, maps the file (which crashes if
+it shrinks) and takes the last of two entries of one name, so that it does not serve here.
 """
 
 import json

@@ -9,9 +9,9 @@ import torch
 
 
 def read_torch_file(file: Path | BinaryIO, mmap: bool = False) -> Any:
-    """What ``torch.save`` wrote, of plain values and tensors alone; whatever else it is, it is a ValueError.
+    """What ``torch.save`` wrote, if it is plain values and tensors alone; ValueError for anything else.
 
-    With ``mmap``, tensors are mapped where the file allows it: those of before 2020 are read whole.
+    With ``mmap``, tensors are mapped where the file allows it: files from before 2020 are read whole.
     """
     mmap = mmap and zipfile.is_zipfile(file)
     try:

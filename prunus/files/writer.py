@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 from torch import Tensor
 
-from .atomic import flushed, part_of
+from .atomic import flushed, part_of, write_atomically
 from .checksum import checksum
 from .encode import SAME, Encoded, Layout, encode
 from .metadata import Description, Index, Record
@@ -21,7 +21,7 @@ from .safetensors_header import ALIGN, DTYPES, LARGEST, NAMES, Entry, Header, he
 
 SUFFIXES = (".bits", ".indices", ".values")
 MAX_SHARD_BYTES = 5_000_000_000
-MOVED = 1 << 26  # bytes of data that are moved up to a head that turned out shorter than its room
+MOVED = 1 << 26  # bytes of data that are moved up to a header that turned out shorter than its room
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class TensorSource:
 
 
 @dataclass(frozen=True)
-class Row:
+class SavedTensor:
     """What became of one tensor."""
 
     name: str
@@ -59,7 +59,7 @@ class Saved:
     """Files that were written, and a row for each tensor."""
 
     files: list[Path]
-    rows: list[Row]
+    rows: list[SavedTensor]
 
     @property
     def dense_bytes(self) -> int:
@@ -100,8 +100,8 @@ class Plan:
 
 
 @dataclass
-class Part:
-    """A file with room for a head at its start; places of entries count from the end of that room."""
+class UnfinishedFile:
+    """A file with room for a header at its start; places of entries count from the end of that room."""
 
     path: Path
     file: BinaryIO
@@ -121,7 +121,7 @@ class Part:
         self.records[name] = record
 
     def finish(self, metadata: dict[str, str]) -> None:
-        """Write the head, without much empty room in a small file, and wait for the disk."""
+        """Write the header, without much empty room in a small file, and wait for the disk."""
         text, size = header_text(Header(self.entries, metadata)), self.size
         assert aligned(len(text)) <= self.room
         if size <= MOVED and aligned(len(text)) < self.room:
@@ -138,13 +138,6 @@ class Part:
         self.file.close()
 
 
-def open_part(path: Path, room: int) -> Part:
-    """A new file with room for a header of ``room`` bytes."""
-    file = path.open("w+b")
-    file.seek(aligned(room))
-    return Part(path, file, aligned(room))
-
-
 def aligned(length: int) -> int:
     """Where data begins behind a header of ``length`` bytes."""
     return -(-(length + 8) // ALIGN) * ALIGN
@@ -155,8 +148,8 @@ class Writer:
 
     def __init__(self, plan: Plan, source: TensorSource) -> None:
         self.plan, self.source = plan, source
-        self.parts: list[Part] = []
-        self.rows: list[Row] = []
+        self.parts: list[UnfinishedFile] = []
+        self.rows: list[SavedTensor] = []
         self.all_names = set(source.order)
         self.left = {name: _room(name, source) for name in source.specs}  # of tensors not yet written
         self.shared = sum(_room(name, source) for name in source.aliases)
@@ -199,16 +192,17 @@ class Writer:
         room = 512 + len(json.dumps(json.dumps(self.source.metadata))) + self.shared + sum(self.left.values())
         if room > LARGEST:
             raise ValueError(f"{len(self.left)} tensors are too many for one header; save them in several sets")
-        name = f"{self.plan.path.stem}-{len(self.parts) + 1:05}.safetensors"
-        self.parts.append(open_part(part_of(self.plan.path.with_name(name)), room))
+        path = part_of(self.plan.path.with_name(f"{self.plan.path.stem}-{len(self.parts) + 1:05}.safetensors"))
+        file = path.open("w+b")
+        file.seek(aligned(room))
+        self.parts.append(UnfinishedFile(path, file, aligned(room)))
 
     def _add_aliases(self) -> None:
         for name, other in self.source.aliases.items():
             part = next(part for part in self.parts if other in part.records)
             record = part.records[other]
-            if self.plan.small:
-                part.records[name] = Record(record.dtype, Layout(SAME, record.layout.shape), None, other)
-                self.rows.append(Row(name, SAME, 0, 0, 0, 0))
+            part.records[name] = Record(record.dtype, Layout(SAME, record.layout.shape), None, other)
+            self.rows.append(SavedTensor(name, SAME, 0, 0, 0, 0))
 
     def _finish_part(self, number: int) -> str | None:
         """Complete one file; the checksum of its description."""
@@ -225,11 +219,8 @@ class Writer:
         pairs = zip(files, self.parts, strict=True)
         weight_map = {name: file for file, part in pairs for name in part.entries}
         sums = {file: crc for file, crc in zip(files, checksums, strict=True) if crc is not None}
-        path = part_of(self.plan.index)
-        path.write_bytes(Index(weight_map, sums, sum(row.stored_bytes for row in self.rows)).to_json())
-        flushed(path)
-        path.replace(self.plan.index)
-        flushed(path.parent)
+        index = Index(weight_map, sums, sum(row.stored_bytes for row in self.rows))
+        write_atomically(self.plan.index, lambda file: file.write(index.to_json()))
 
 
 def write(source: TensorSource, plan: Plan) -> Saved:
@@ -257,16 +248,16 @@ def _without_aliases(source: TensorSource) -> TensorSource:
 
 
 def _room(name: str, source: TensorSource) -> int:
-    """Bytes of the head that a tensor may take."""
+    """Bytes of the header that a tensor may take."""
     spec = source.specs[source.aliases.get(name, name)]
     quoted, twice = json.dumps(name), json.dumps(json.dumps(name))
     shape = len(str(spec.shape))
     return 2 * len(quoted.encode()) + len(twice.encode()) + 2 * shape + 260
 
 
-def _row(name: str, encoded: Encoded, tensor: Tensor) -> Row:
+def _row(name: str, encoded: Encoded, tensor: Tensor) -> SavedTensor:
     values = list(encoded.entries.values())[-1]
     has_sign = values.is_floating_point() and values.element_size() > 1
     negative = encoded.num_nonzero - int(values.count_nonzero()) if has_sign else 0
     counts = tensor.numel(), encoded.num_nonzero, tensor.nbytes, encoded.num_bytes
-    return Row(name, encoded.encoding, *counts, negative)
+    return SavedTensor(name, encoded.encoding, *counts, negative)

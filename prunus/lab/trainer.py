@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..eligible import eligible
-from ..files.lock import held
+from ..files.lock import lock_folder
 from ..ops.machine import device_of
 from ..optim import AdamWPrune
 from ..ranks import ranks_of
@@ -186,7 +186,7 @@ def train(
         stack.enter_context(fixed_arithmetic(run, team))
         training = Training(run, data, team)
         if team.is_first:
-            stack.enter_context(held(run.out))
+            stack.enter_context(lock_folder(run.out))
             _begun(run)  # another process may have been here meanwhile
         if run.resume:
             resume(training)

@@ -39,7 +39,9 @@ class SparseLinear(nn.Module):
     @classmethod
     def from_linear(cls, linear: nn.Linear) -> "SparseLinear":
         """The same layer; the zeros of its weight say what is left out."""
-        _check_layer("the layer", linear.weight)
+        if reason := why_not(linear.weight):
+            shape = tuple(linear.weight.shape)
+            raise ValueError(f"the layer has a weight of {shape}, {linear.weight.dtype}: {reason}; keep it dense")
         return cls(gaps_of_dense(linear.weight), linear.bias)
 
     @classmethod
@@ -97,7 +99,11 @@ def sparsify_(
         weight = linear_weight(module)
         if why_not(weight) is None and sparsity_of(weight) >= least:
             bias = getattr(module, "bias", None)
-            _set(model, name, SparseLinear(gaps_of_dense(weight), bias).train(module.training))
+            if not name:
+                raise ValueError("the model is itself a linear layer: use SparseLinear.from_linear(model)")
+            parent, _, last = name.rpartition(".")
+            layer = SparseLinear(gaps_of_dense(weight), bias).train(module.training)
+            setattr(model.get_submodule(parent), last, layer)
             replaced.append(name)
     return replaced
 
@@ -136,15 +142,3 @@ def why_not(weight: Tensor) -> str | None:
     if weight.shape[1] > WIDEST:
         return f"a row may have at most {WIDEST} columns"
     return None
-
-
-def _check_layer(name: str, weight: Tensor) -> None:
-    if reason := why_not(weight):
-        raise ValueError(f"{name} has a weight of {tuple(weight.shape)}, {weight.dtype}: {reason}; keep it dense")
-
-
-def _set(model: nn.Module, name: str, module: nn.Module) -> None:
-    if not name:
-        raise ValueError("the model is itself a linear layer: use SparseLinear.from_linear(model)")
-    parent, _, last = name.rpartition(".")
-    setattr(model.get_submodule(parent), last, module)

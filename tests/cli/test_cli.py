@@ -9,7 +9,7 @@ from typing import get_args
 import pytest
 
 from prunus.cli import COMMANDS, main
-from prunus.files.lock import held
+from prunus.files.lock import lock_folder
 from prunus.lab.models import MODELS, build
 from prunus.lab.run import ModelName, Run, ScoreName
 from prunus.score import SCORES
@@ -154,11 +154,11 @@ def test_a_folder_in_use_is_not_overwritten(text, tmp_path, capsys):
 
 def test_a_folder_that_another_process_trains_in_is_left_alone(text, tmp_path, capsys):
     options = (*FAST, "--data", text, "--out", tmp_path / "run")
-    with held(tmp_path / "run"):
+    with lock_folder(tmp_path / "run"):
         assert "another process trains" in refused(capsys, "train", *options)
     main([str(option) for option in ("train", *options)])
     capsys.readouterr()
-    with held(tmp_path / "run"):
+    with lock_folder(tmp_path / "run"):
         assert "another process trains" in refused(capsys, "train", "--resume", "--out", tmp_path / "run")
 
 

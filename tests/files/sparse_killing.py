@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from prunus.export import load_sparse, save_model, save_sparse
-from prunus.files.writer import Part
+from prunus.files.writer import UnfinishedFile
 
 
 class Toy(torch.nn.Module):
@@ -48,7 +48,8 @@ def killing(moment: int, save: Callable[[], object]) -> bool:
 
         return call
 
-    os.fsync, Path.replace, Part.add = counted(os.fsync), counted(Path.replace), counted(Part.add)
+    os.fsync, Path.replace = counted(os.fsync), counted(Path.replace)
+    UnfinishedFile.add = counted(UnfinishedFile.add)
     save()
     os._exit(0)
 

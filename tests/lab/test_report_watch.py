@@ -18,7 +18,7 @@ from report_folders import make_run, make_study, stopped
 from prunus.cli import main, watch
 from prunus.cli.watch import BLOCKS, chart, drawn, layer_line, plain_letters, running
 from prunus.cli.watch import stopped as said_of
-from prunus.files.lock import held, is_free
+from prunus.files.lock import is_free, lock_folder
 from prunus.lab.report.cells import read_source
 from prunus.lab.report.records import read_record
 from prunus.lab.run_files import RunFiles
@@ -201,7 +201,7 @@ def test_a_run_that_is_killed_is_said_to_be_stopped(watching, tmp_path, capsys):
 def test_a_run_that_a_process_holds_is_waited_for(watching, tmp_path, capsys):
     folder, lines, result = unfinished(tmp_path / "run")
     ends = threading.Timer(2 * watch.GRACE, finish, (folder, lines, result))
-    with held(folder):
+    with lock_folder(folder):
         ends.start()
         assert watching(folder) == 0
     ends.join()
@@ -229,12 +229,12 @@ def test_a_stopped_run_of_a_study_is_continued_by_the_study(tmp_path):
 
 
 def test_a_look_at_the_folder_keeps_no_training_from_it(tmp_path):
-    with held(tmp_path):
+    with lock_folder(tmp_path):
         assert not is_free(tmp_path)
     look = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(look, fcntl.LOCK_EX)
     threading.Timer(0.07, os.close, (look,)).start()
-    with held(tmp_path):
+    with lock_folder(tmp_path):
         assert not is_free(tmp_path)
     assert is_free(tmp_path)
 
