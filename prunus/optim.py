@@ -56,12 +56,10 @@ class AdamWPrune(torch.optim.Optimizer):
     since they change in place, as long as learning rates are tensors and there is no ``spam``.
     """
 
-    watch: tuple[
-        Callable[[nn.Parameter, Tensor, float], None], ...
-    ] = ()  # called with weight, gradient and rate of each update
-    unmasked: frozenset[nn.Parameter] = (
-        frozenset()
-    )  # whose gradients the step does not mask: pruned weights may come back
+    # called with the weight, gradient and learning rate of each update
+    watch: tuple[Callable[[nn.Parameter, Tensor, float], None], ...] = ()
+    # parameters whose gradients are not masked, since pruned weights may come back
+    unmasked: frozenset[nn.Parameter] = frozenset()
 
     def __init__(
         self,
