@@ -1,4 +1,4 @@
-"""Input norms: how large every input feature of each weight is, collected while a model trains."""
+"""Input norms of each weight, collected by hooks while a model trains."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -20,9 +20,9 @@ class InputNorms(AbstractContextManager["InputNorms"]):
     """L2 norms of the inputs of each weight's module, over every forward pass in training mode while open.
 
     A norm broadcasts to its weight: (in,) for a linear layer, (in, 1) for ``Conv1D``, one for each
-    element of the kernel window for a convolution. The modules themselves are left as they are.
-    What gradient checkpointing runs again in the backward is counted once. Compiled models run eagerly meanwhile.
-    Over several ``ranks`` squares are means of the ranks' sums, so that all have the same norms.
+    element of the kernel window for a convolution. Gradient checkpointing, which runs a forward pass twice, is counted
+    once. Compiled models run eagerly meanwhile. Over several ``ranks`` squares are means of the ranks' sums, so that
+    all have the same norms.
     """
 
     def __init__(self, weights: Sequence[Weight], ranks: Ranks | None = None) -> None:
@@ -30,10 +30,10 @@ class InputNorms(AbstractContextManager["InputNorms"]):
         self.weights, self.ranks = weights, ranks
         self._squares: dict[str, Tensor] = {}
         self._open = ExitStack()
-        finalize(self, self._open.close)  # the hook is global: it must not outlive what it collects for
+        finalize(self, self._open.close)  # the hook is global: it must not outlive this object
 
     def __enter__(self) -> "InputNorms":
-        """Begin anew."""
+        """Start from zero."""
         self.__exit__()
         self._squares.clear()
         names = WeakKeyDictionary[nn.Module, list[str]]()
@@ -55,7 +55,7 @@ class InputNorms(AbstractContextManager["InputNorms"]):
         self._open.close()
 
     def listen(self, on: bool) -> None:
-        """Begin anew, or stop."""
+        """Start from zero, or stop."""
         self.__enter__() if on else self.__exit__()
 
     def norms(self) -> dict[str, Tensor]:
@@ -66,7 +66,7 @@ class InputNorms(AbstractContextManager["InputNorms"]):
         return {name: sums.sqrt() for name, sums in squares.items()}
 
     def _agreed(self) -> dict[str, Tensor]:
-        """Sums of the weights whose modules were called, which must be the same on all ranks, of the whole inputs."""
+        """Sums of all weights; raises on all ranks if one of them lacks some, or has only a shard of the inputs."""
         assert self.ranks is not None
         found, missing = {}, []
         for weight in self.weights:
@@ -86,7 +86,7 @@ class InputNorms(AbstractContextManager["InputNorms"]):
 
 
 def check_inputs(weights: Sequence[Weight]) -> None:
-    """Refuse weights that may multiply something else than what their module is called with: tables, experts."""
+    """Refuse weights that may not multiply the input of their module, as embeddings and experts."""
     for weight in weights:
         module = weight.module
         num_matrices = sum(p.ndim > 1 for p in module.parameters(recurse=False))
@@ -101,11 +101,11 @@ def check_inputs(weights: Sequence[Weight]) -> None:
 
 def _remove(handle: RemovableHandle) -> None:
     handle.remove()
-    _global_forward_hooks_with_kwargs.pop(handle.id, None)  # which torch leaves there, and torch.compile warns of
+    _global_forward_hooks_with_kwargs.pop(handle.id, None)  # torch leaves it there, and torch.compile warns of it
 
 
 def _is_backward() -> bool:
-    """Whether a backward pass runs in this thread: it calls checkpointed layers again."""
+    """Whether this thread runs a backward pass, in which checkpointed layers are called again."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -146,20 +146,20 @@ def _window_squares(conv: nn.Conv1d | nn.Conv2d | nn.Conv3d, squares: Tensor) ->
     return sums.unflatten(0, (conv.groups, -1)).repeat_interleave(conv.out_channels // conv.groups, 0)
 
 
-_open: list[Any] = []  # one for each that is open
+_stances: list[Any] = []  # one for each ``eagerly`` that is open
 
 
 @contextmanager
 def eagerly() -> Iterator[None]:
-    """Nothing runs compiled while one of these is open: a graph calls none of the hooks that came after it.
+    """Run compiled models as they were written: a compiled graph calls no hook that was registered after it.
 
-    What was compiled is not lost, and is run again afterwards.
+    Compiled code is kept and used again afterwards.
     """
-    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and to import it takes seconds
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing it takes seconds
         yield
         return
-    _open.append(torch.compiler.set_stance("force_eager"))
+    _stances.append(torch.compiler.set_stance("force_eager"))
     try:
         yield
     finally:
-        _open.pop().__exit__(None, None, None)  # the last one's, whoever closes: the first knows what was before
+        _stances.pop().__exit__(None, None, None)  # the latest, whoever closes: the first restores what was before

@@ -1,4 +1,4 @@
-"""Masks by name, kept as packed bits: look-up, overlap and a digest that needs no gather."""
+"""Masks by name as packed bits: look-up, overlap, and a digest that gathers nothing."""
 
 import hashlib
 import json
@@ -42,17 +42,17 @@ class Masks(Mapping[str, Tensor]):
 
 
 def full_masks(masks: Mapping[str, Tensor], shards: Mapping[str, Shard] | None) -> dict[str, Tensor]:
-    """Boolean masks of the whole weights from the shards of all ranks; collective if there are ``shards``."""
+    """Boolean masks of the full weights, gathered from all ranks; collective if there are ``shards``."""
     if shards is None:
         return dict(masks)
     return {name: gather(mask.to(torch.uint8), shards[name]).bool() for name, mask in masks.items()}
 
 
 def digest(masks: Mapping[str, Tensor], shards: Mapping[str, Shard] | None = None) -> str:
-    """Hex string that is the same for the same masks, however they are stored, by one process or by many.
+    """Hex string that is equal for equal masks, held by one process or by many.
 
-    For each mask the sum of a hash of every kept position, modulo 2^64: a sum over shards of a
-    tensor is the sum of the shards. Names and shapes are hashed with them. Collective if there are ``shards``.
+    It hashes names, shapes and for each mask the sum of a hash of every kept position, modulo 2^64: such
+    sums add up over shards. Collective if there are ``shards``.
     """
     names = sorted(masks)
     if shards is None:
@@ -63,7 +63,7 @@ def digest(masks: Mapping[str, Tensor], shards: Mapping[str, Shard] | None = Non
 
 
 def position_sum(mask: Tensor, shard: Shard | None = None) -> int:
-    """``sum of hash(position)`` over the True elements, modulo 2^64; of a shard, of positions in the whole."""
+    """``sum of hash(position)`` over the True elements, modulo 2^64, by their positions in the full tensor."""
     flat, total = mask.reshape(-1), 0
     for start in range(0, len(flat), bits.PIECE):
         kept = flat[start : start + bits.PIECE].nonzero().squeeze(1) + start
@@ -73,13 +73,13 @@ def position_sum(mask: Tensor, shard: Shard | None = None) -> int:
 
 def _sums_of_ranks(names: list[str], masks: Mapping[str, Tensor], shards: Mapping[str, Shard]) -> list[int]:
     sums = [position_sum(masks[name], shards[name]) if shards[name].is_owner else 0 for name in names]
-    halves = torch.tensor([(number >> 32, number & 0xFFFFFFFF) for number in sums])  # whose sums do not overflow
+    halves = torch.tensor([(number >> 32, number & 0xFFFFFFFF) for number in sums])  # sums of halves do not overflow
     totals = shards[names[0]].ranks.total(halves).tolist()
     return [((high << 32) + low) % (1 << 64) for high, low in totals]
 
 
 def check_copies(ranks: Ranks | None, weights: Mapping[str, Tensor], packed: Mapping[str, Tensor]) -> None:
-    """Raise a ValueError on all ranks if some that hold copies of a weight have found another mask for it."""
+    """Raise a ValueError on all ranks if ranks that hold copies of a weight found different masks for it."""
     if ranks is None:
         return
     prints = dict(zip(packed, torch.stack([fingerprint(mask) for mask in packed.values()]).tolist(), strict=True))
@@ -95,13 +95,13 @@ def check_copies(ranks: Ranks | None, weights: Mapping[str, Tensor], packed: Map
     where = f" (rank {', '.join(map(str, odd))})" if 0 < len(odd) < len(whose) else ""
     raise ValueError(
         f"ranks that hold copies of the weights found different masks{where}: their weights or optimizer states "
-        "have drifted apart, or they train different models, and then group= says who belongs together; "
+        "have drifted apart, or they train different models: then pass group= the ranks that train one; "
         "nothing was pruned"
     )
 
 
 def fingerprint(packed: Tensor) -> Tensor:
-    """A number that differs where packed bits do, on their device: a sum of hashes of their words and places."""
+    """A 64-bit hash of packed bits, on their device: the sum of a hash of each word and its position."""
     words = torch.zeros(-(-len(packed) // 8), dtype=torch.int64, device=packed.device)
     words.view(torch.uint8)[: len(packed)] = packed
     return mixed(words + mixed(torch.arange(1, len(words) + 1, device=words.device))).sum()
@@ -117,7 +117,7 @@ def overlap(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float:
 def packed_masks(
     masks: Mapping[str, Tensor], weights: Mapping[str, Tensor], shards: Mapping[str, Shard] | None = None
 ) -> dict[str, Tensor]:
-    """Packed bits of boolean masks given by a user, checked against the weights they are for."""
+    """Packed bits of a user's boolean masks, which must fit the weights."""
     for name, mask in masks.items():
         if name not in weights:
             raise ValueError(
@@ -132,9 +132,9 @@ def packed_masks(
 
 
 def restore_bits(name: str, value: Any, weight: Tensor, shard: Shard | None = None) -> Tensor:
-    """This rank's packed bits, read back from a checkpoint, which may have cast them to the weight's dtype.
+    """This rank's packed bits from a checkpoint, which may have cast them to the weight's dtype.
 
-    What was saved are packed bits of the whole weight or of this rank's shard, or zeros and ones in the weight's
+    A checkpoint holds packed bits of the full weight or of this rank's shard, or zeros and ones in the weight's
     shape, as a tensor or as a DTensor of any placement.
     """
     if isinstance(value, Tensor) and value.shape == weight.shape:

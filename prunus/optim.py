@@ -1,4 +1,4 @@
-"""AdamW that knows about masks: what is pruned stays zero because its gradient counts as zero."""
+"""AdamW with masks: a pruned weight stays zero because its gradient counts as zero inside the step."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from .masks import restore_bits
 from .ops import bits
 from .ops.adamw import Update, adamw_, spike_clipped
-from .ops.shard import Shard
 from .ranks import Ranks, is_dtensor, local, ranks_of, shard_of
+
+Given = tuple[dict[str, Any], nn.Parameter, Tensor]  # parameter group, parameter, gradient
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class AdamWPrune(torch.optim.Optimizer):
     Without masks its trajectories equal those of ``AdamW(foreach=False)`` to the bit. ``max_norm``
     clips the norm of the masked gradients of all parameters together inside the step, as
     ``clip_grad_norm_`` before it would. Gradients are masked inside the step alone: what looks at them
-    before it, a ``GradScaler`` or a clipping of your own, sees those of pruned weights too.
+    before it, a ``GradScaler`` or your own clipping, sees those of pruned weights too.
     ``moment_dtype`` keeps moments in another dtype than the weights', as float32 beside bfloat16. Of DTensors
     each rank updates what it holds; only the norm for ``max_norm`` is summed over ranks.
 
@@ -55,8 +56,10 @@ class AdamWPrune(torch.optim.Optimizer):
     since they change in place, as long as learning rates are tensors and there is no ``spam``.
     """
 
-    watch: tuple[Callable[[nn.Parameter, Tensor, float], None], ...] = ()  # see weight, gradient, rate of each update
-    unmasked: frozenset[nn.Parameter] = frozenset()  # pruned weights of these may come back: a Pruner zeroes them
+    # called with the weight, gradient and learning rate of each update
+    watch: tuple[Callable[[nn.Parameter, Tensor, float], None], ...] = ()
+    # parameters whose gradients are not masked, since pruned weights may come back
+    unmasked: frozenset[nn.Parameter] = frozenset()
 
     def __init__(
         self,
@@ -84,12 +87,12 @@ class AdamWPrune(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether a GradScaler leaves unscaling and skipping to the step, as it may where kernels take it."""
+        """Whether the step unscales and skips by itself under a GradScaler: its kernels do."""
         return self._on_gpu and not self.watch
 
     @property
     def num_steps(self) -> int:
-        """Steps taken so far, whatever was reset: SPAM's one counter."""
+        """Steps taken so far; resets of the moments do not change it."""
         return self.param_groups[0]["num_steps"]
 
     @property
@@ -107,7 +110,7 @@ class AdamWPrune(torch.optim.Optimizer):
 
     @property
     def lr_scale(self) -> float:
-        """Factor that the next step puts on every group's learning rate."""
+        """Factor on every group's learning rate in the next step."""
         return self.spam.lr_scale(self.num_steps) if self.spam else 1.0
 
     @torch.no_grad()
@@ -116,12 +119,12 @@ class AdamWPrune(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        parts = [(group, p, p.grad) for group in self.param_groups for p in group["params"] if p.grad is not None]
-        take = self._step_by_kernels if parts and self._step_supports_amp_scaling else self._step_plainly
-        if torch.compiler.is_compiling():  # numbers are read on the way, which no graph holds
-            take = torch.compiler.disable(take)
-        take(parts)
-        if self.spam is not None and getattr(self, "found_inf", 0):  # a GradScaler has the kernels skip the step
+        given = [(group, p, p.grad) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        update = self._update_by_kernels if given and self._step_supports_amp_scaling else self._update_plainly
+        if torch.compiler.is_compiling():  # it reads numbers of tensors, which breaks a graph
+            update = torch.compiler.disable(update)
+        update(given)
+        if self.spam is not None and getattr(self, "found_inf", 0):  # a GradScaler made the kernels skip the step
             return loss
         for group in self.param_groups:
             group["num_steps"] += 1
@@ -129,26 +132,26 @@ class AdamWPrune(torch.optim.Optimizer):
             self._reset()
         return loss
 
-    def _step_plainly(self, parts: list[tuple[dict[str, Any], nn.Parameter, Tensor]]) -> None:
-        for _, parameter, grad in parts:
+    def _update_plainly(self, given: list[Given]) -> None:
+        for _, parameter, grad in given:
             mask = self._state_of(parameter).get("mask")
             if mask is not None and parameter not in self.unmasked:
                 bits.zero_(local(grad), mask)
-        factor = self._clip_factor([parameter for _, parameter, _ in parts])
+        factor = self._clip_factor([parameter for _, parameter, _ in given])
         scale = self.lr_scale
-        for group, parameter, grad in parts:
+        for group, parameter, grad in given:
             grad = local(grad)
             self._update(group, parameter, grad if factor is None else grad * factor.to(grad.device), scale)
 
-    def _step_by_kernels(self, parts: list[tuple[dict[str, Any], nn.Parameter, Tensor]]) -> None:
-        """All tensors in one launch: mask, clipping, SPAM, moments and decay; gradients are only read."""
-        from .ops._triton.adamw import Extras, Part, Step
+    def _update_by_kernels(self, given: list[Given]) -> None:
+        """Mask, clip, update moments and weights of all tensors in one launch; gradients are only read."""
+        from .ops._triton.adamw import Extras, Operand, Step
 
         self._kernels = getattr(self, "_kernels", None) or Step()
-        scale, rows, copies = self.lr_scale, [], []
-        speaks, ranks = self._speakers([parameter for _, parameter, _ in parts])
+        scale, operands, copies = self.lr_scale, [], []
+        owned, ranks = self._owned([parameter for _, parameter, _ in given])
         found_inf = getattr(self, "found_inf", None)
-        for (group, parameter, grad), counts in zip(parts, speaks, strict=True):
+        for (group, parameter, grad), is_owner in zip(given, owned, strict=True):
             state, lr = self._state_of(parameter), group["lr"]
             if not local(parameter).numel():  # an empty shard: no kernel is launched for it
                 state["step"] += 1 if found_inf is None else 1 - found_inf
@@ -157,44 +160,46 @@ class AdamWPrune(torch.optim.Optimizer):
             numbers = (0.0 if on_device else float(lr) * scale, *group["betas"], group["eps"], group["weight_decay"])
             mask = None if parameter in self.unmasked else state.get("mask")
             written = [local(tensor) for tensor in (parameter, state["exp_avg"], state["exp_avg_sq"])]
-            # kernels count elements as they lie in memory; masks count otherwise where that is channels_last
+            # kernels index memory, masks index elements: with channels_last the two differ
             weight, exp_avg, exp_avg_sq = flat = [tensor.contiguous() for tensor in written]
             copies += [(old, new) for old, new in zip(written, flat, strict=True) if new is not old]
             tensors = (weight, local(grad).contiguous(), exp_avg, exp_avg_sq, state["step"], mask)
-            rows.append(Part(*tensors, numbers, lr.data_ptr() if on_device else 0, counts))
+            operands.append(Operand(*tensors, numbers, lr.data_ptr() if on_device else 0, is_owner))
         theta, total = self.spam.theta if self.spam else None, ranks.sum if ranks else None
         extras = Extras(self.max_norm, theta, getattr(self, "grad_scale", None), found_inf, total)
-        if rows:
-            self.grad_norm = self._kernels(rows, extras)
+        if operands:
+            self.grad_norm = self._kernels(operands, extras)
             for old, new in copies:
                 old.copy_(new)
-        elif self.max_norm and total:  # the other ranks wait for this one's share
-            self.grad_norm = total(torch.zeros(1, device=parts[0][1].device)).sqrt().squeeze(0)
+        elif self.max_norm and total:  # the sum over ranks is collective
+            self.grad_norm = total(torch.zeros(1, device=given[0][1].device)).sqrt().squeeze(0)
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("max_norm", "spam", "moment_dtype", "grad_norm", "_on_gpu")
         return super().__getstate__() | {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Loading casts every state tensor to the weight's dtype: packed bits are cast back; AdamW's state is taken."""
+        """Cast packed bits back, which loading cast to the weight's dtype; the state of a plain AdamW is accepted."""
         super().__setstate__(state)
         for group in self.param_groups:
             group.setdefault("num_steps", 0)
         for parameter, kept in self.state.items():
             if "mask" in kept:
-                kept["mask"] = restore_bits("a weight", kept["mask"], parameter, self._part_of(parameter))
+                ranks = ranks_of({"": parameter}) if is_dtensor(parameter) else None
+                shard = shard_of("a weight", parameter, ranks) if ranks else None
+                kept["mask"] = restore_bits("a weight", kept["mask"], parameter, shard)
             if "step" in kept and parameter.is_cuda:
                 kept["step"] = kept["step"].to(parameter.device, torch.float32)
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's; once there are masks, with moments for all: who loads a checkpoint asks for what is here."""
+        """As torch's; with masks it has moments from the start, since distributed loading fills only what exists."""
         if self.state and self.num_steps == 0:
             for parameter in (p for group in self.param_groups for p in group["params"] if p.requires_grad):
                 self._state_of(parameter)
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but moments of a dtype of their own are not rounded to the weights'."""
+        """As torch's, but moments in ``moment_dtype`` are not rounded to the weights' dtype."""
         super().load_state_dict(state_dict)
         if self.moment_dtype is None:
             return
@@ -216,30 +221,26 @@ class AdamWPrune(torch.optim.Optimizer):
         return state
 
     def _clip_factor(self, parameters: list[nn.Parameter]) -> Tensor | None:
-        """What scales the gradients of these parameters to ``max_norm``; collective if ranks hold parts of them."""
+        """Factor that scales the gradients to ``max_norm``; collective if the parameters are sharded."""
         if self.max_norm is None or not parameters:
             return None
-        speaks, ranks = self._speakers(parameters)
+        owned, ranks = self._owned(parameters)
         grads = [local(p.grad) for p in parameters if p.grad is not None]
-        norm = nn.utils.get_total_norm([grad for grad, counts in zip(grads, speaks, strict=True) if counts])
+        norm = nn.utils.get_total_norm([grad for grad, is_owner in zip(grads, owned, strict=True) if is_owner])
         self.grad_norm = ranks.sum(norm.square()).sqrt() if ranks else norm
         return (self.max_norm / (self.grad_norm + 1e-6)).clamp(max=1.0)
 
-    def _speakers(self, parameters: list[nn.Parameter]) -> tuple[list[bool], Ranks | None]:
-        """For which parameters this rank speaks, and the ranks, if there are several, that hold parts of them."""
+    def _owned(self, parameters: list[nn.Parameter]) -> tuple[list[bool], Ranks | None]:
+        """Whether this rank owns its shard of each parameter, and the ranks, if there are several."""
         if not any(map(is_dtensor, parameters)):
             return [True] * len(parameters), None
         key = [*map(id, parameters)]
-        if getattr(self, "_spoken", (None,))[0] != key:
+        if getattr(self, "_known_owners", (None,))[0] != key:
             tensors = {str(i): p for i, p in enumerate(parameters)}
             ranks = ranks_of(tensors)
-            speaks = [ranks is None or shard_of(name, p, ranks).is_owner for name, p in tensors.items()]
-            self._spoken = key, (speaks, ranks)
-        return self._spoken[1]
-
-    def _part_of(self, parameter: Tensor) -> Shard | None:
-        ranks = ranks_of({"": parameter}) if is_dtensor(parameter) else None
-        return shard_of("a weight", parameter, ranks) if ranks else None
+            owned = [ranks is None or shard_of(name, p, ranks).is_owner for name, p in tensors.items()]
+            self._known_owners = key, (owned, ranks)
+        return self._known_owners[1]
 
     def _update(self, group: dict[str, Any], parameter: nn.Parameter, grad: Tensor, scale: float) -> None:
         state = self.state[parameter]

@@ -1,4 +1,4 @@
-"""What a rank holds of a tensor, and sums over ranks: the one module that talks to ``torch.distributed``.
+"""What a rank holds of a tensor, and sums over ranks.
 
 Weights of FSDP2 and of tensor parallelism are DTensors: this rank holds a block of each, or a copy.
 Weights of DDP are plain tensors, of which every rank holds a copy.
@@ -16,11 +16,11 @@ from torch.distributed import ProcessGroup
 
 from .ops.shard import Shard
 
-MESSAGE = 400  # bytes of a failure's message that travel
+MESSAGE = 400  # bytes of an error's message that are sent
 
 
 def is_dtensor(tensor: object) -> bool:
-    """Whether it is a DTensor; if that module was never loaded, nothing is."""
+    """Whether it is a DTensor; the module is not loaded to find out."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -29,19 +29,19 @@ def local(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor, without autograd and without DTensor's dispatch."""
     if not is_dtensor(tensor):
         return tensor.detach() if tensor.requires_grad else tensor
-    part = tensor._local_tensor  # pyrefly: ignore[missing-attribute]
-    return part.wait() if hasattr(part, "wait") else part
+    block = tensor._local_tensor  # pyrefly: ignore[missing-attribute]
+    return block.wait() if hasattr(block, "wait") else block
 
 
-def placed_like(part: Tensor, tensor: Tensor) -> Tensor:
-    """``part`` as this rank's share of a tensor that is laid out as ``tensor`` is."""
+def placed_like(block: Tensor, tensor: Tensor) -> Tensor:
+    """``block`` as this rank's shard of a tensor with the mesh and placements of ``tensor``."""
     if not is_dtensor(tensor):
-        return part
+        return block
     layout: Any = tensor
     made = type(layout) if type(layout).__name__ == "DTensor" else sys.modules["torch.distributed.tensor"].DTensor
     shape, stride = layout.shape, layout.stride()
     return made.from_local(
-        part.view(local(tensor).shape),
+        block.view(local(tensor).shape),
         layout.device_mesh,
         layout.placements,
         run_check=False,
@@ -51,14 +51,14 @@ def placed_like(part: Tensor, tensor: Tensor) -> Tensor:
 
 
 class RemoteError(ValueError):
-    """A failure that every rank has heard of, and raises."""
+    """The error of one rank, raised on every rank."""
 
 
 class Ranks:
-    """The ranks that hold one model together: sums over them, and the bytes this rank handed over.
+    """The ranks that hold one model together: sums over them, and the number of bytes that this rank sent.
 
-    ``groups`` are summed over one after the other: one group of all, or one for each axis of a mesh.
-    ``copies`` are the groups within which ranks hold copies of (some of) the weights.
+    Sums run over ``groups`` one after the other: one group of all ranks, or one for each axis of a mesh.
+    ``copies`` are the groups whose ranks hold copies of (some of) the weights.
     """
 
     def __init__(self, groups: Sequence[ProcessGroup] = (), copies: Sequence[ProcessGroup] = ()) -> None:
@@ -80,7 +80,7 @@ class Ranks:
     def total(self, counts: Tensor, failed: Exception | None = None) -> Tensor:
         """Element-wise sum over all ranks, on the device of ``counts``.
 
-        A failure of one rank travels with the sum, so that all raise a ValueError and none waits for ever.
+        If one rank ``failed``, all raise a ValueError, so that none waits for ever.
         """
         flag = counts.new_full((1,), 0 if failed is None else 1)
         sums = self._reduced(torch.cat([counts.reshape(-1), flag]), dist.ReduceOp.SUM, self.groups)
@@ -93,11 +93,11 @@ class Ranks:
         self.total(torch.zeros(0, dtype=torch.int64), failed)
 
     def sum(self, values: Tensor) -> Tensor:
-        """Element-wise sum over all ranks, for which the host does not wait."""
+        """Element-wise sum over all ranks, without waiting for the device."""
         return self._reduced(values.clone(), dist.ReduceOp.SUM, self.groups)
 
     def differ(self, numbers: Sequence[int]) -> bool:
-        """Whether ranks that hold copies have other ``numbers``, one for each of ``copies``; the same on all ranks."""
+        """Whether ``numbers``, one for each group of ``copies``, differ within such a group; the same on all ranks."""
         found = 0
         for group, number in zip(self.copies, numbers, strict=True):
             half = number & (1 << 62) - 1
@@ -122,15 +122,15 @@ class Ranks:
         return tensor.to(device)
 
     def _raise(self, failed: Exception | None) -> None:
-        """Every rank has come here: the failure of the first that has one is told to all."""
-        who = [rank for rank, number in enumerate(self.each(failed is not None)) if number]
+        """Raise the error of the first rank that has one; all ranks call this."""
+        failing = [rank for rank, number in enumerate(self.each(failed is not None)) if number]
         text = torch.zeros(MESSAGE, dtype=torch.int64)
-        if self.rank == who[0]:
-            said = str(failed).encode()[:MESSAGE]
-            text[: len(said)] = torch.tensor(list(said))
+        if self.rank == failing[0]:
+            encoded = str(failed).encode()[:MESSAGE]
+            text[: len(encoded)] = torch.tensor(list(encoded))
         message = bytes(self.total(text).tolist()).rstrip(b"\0").decode(errors="replace")
         raise RemoteError(
-            message if isinstance(failed, RemoteError) else f"{message} (rank {', '.join(map(str, who))})"
+            message if isinstance(failed, RemoteError) else f"{message} (rank {', '.join(map(str, failing))})"
         ) from failed
 
 
@@ -167,56 +167,54 @@ def _ranks_of_mesh(mesh: Any) -> Ranks | None:
 
 
 def shards_of(tensors: Mapping[str, Tensor], ranks: Ranks | None) -> dict[str, Shard] | None:
-    """The block of each weight that this rank holds; None where every rank holds all of all weights."""
+    """This rank's shard of each weight; None if every rank holds all weights."""
     if ranks is None or not any(map(is_dtensor, tensors.values())):
         return None
     return {name: shard_of(name, tensor, ranks) for name, tensor in tensors.items()}
 
 
-def local_block(value: Tensor, weight: Tensor, part: Shard | None) -> Tensor:
-    """This rank's block of ``value``, which is whole or a DTensor of any placement; collective if it must be moved."""
+def local_block(value: Tensor, weight: Tensor, shard: Shard | None) -> Tensor:
+    """This rank's shard of ``value``, a full tensor or a DTensor of any placement; collective if it is moved."""
     if is_dtensor(value):
         given: Any = value
         layout: Any = weight
         if is_dtensor(weight) and given.device_mesh == layout.device_mesh:
             return local(given.redistribute(placements=layout.placements))
         value = given.full_tensor()
-    return part.of(value) if part else value
+    return shard.of(value) if shard else value
 
 
 def shard_of(name: str, tensor: Tensor, ranks: Ranks) -> Shard:
-    """The block of a weight that this rank holds; a plain tensor among DTensors is a copy on every rank."""
-    whole = tuple(tensor.shape)
+    """This rank's shard of a weight; a plain tensor among DTensors is copied on every rank."""
+    global_shape = tuple(tensor.shape)
     if not is_dtensor(tensor):
-        return Shard(whole, (0,) * len(whole), whole, ranks.rank == 0, ranks)
+        return Shard(global_shape, (0,) * len(global_shape), global_shape, ranks.rank == 0, ranks)
     layout: Any = tensor
     mesh, placements, place = layout.device_mesh, layout.placements, layout.device_mesh.get_coordinate()
-    start, size, speaks = [0] * len(whole), list(whole), True
+    offset, shape, is_owner = [0] * len(global_shape), list(global_shape), True
     strided = [axis for axis, placement in enumerate(placements) if _is_strided(placement)]
     if len({placements[axis].dim for axis in strided}) < len(strided):
         raise ValueError(f"{name} is sharded as {placements}, twice with a stride along one dimension; exclude= it")
-    # FSDP2 over tensor parallelism shards what that has left of a dimension, and calls it strided
+    # FSDP2 over tensor parallelism shards a dimension that is sharded already, and calls it strided: last
     for axis in [axis for axis in range(mesh.ndim) if axis not in strided] + strided:
         if placements[axis].is_replicate():
-            speaks = speaks and place[axis] == 0
+            is_owner = is_owner and place[axis] == 0
         elif _is_strided(placements[axis]) or placements[axis].is_shard():
             dim = placements[axis].dim
-            step = -(-size[dim] // mesh.size(axis))
-            first = min(place[axis] * step, size[dim])
-            start[dim], size[dim] = start[dim] + first, min(step, size[dim] - first)
+            step = -(-shape[dim] // mesh.size(axis))
+            first = min(place[axis] * step, shape[dim])
+            offset[dim], shape[dim] = offset[dim] + first, min(step, shape[dim] - first)
         else:
             raise ValueError(
                 f"{name} is placed as {placements}, but a weight is sharded or replicated; redistribute it"
             )
-    if tuple(size) != tuple(local(tensor).shape):
-        raise ValueError(
-            f"{name}, placed as {placements}, should be {tuple(size)} on this rank, but is {tuple(local(tensor).shape)}"
-        )
-    return Shard(whole, tuple(start), tuple(size), speaks, ranks)
+    if (here := tuple(local(tensor).shape)) != tuple(shape):
+        raise ValueError(f"{name}, placed as {placements}, should be {tuple(shape)} on this rank, but is {here}")
+    return Shard(global_shape, tuple(offset), tuple(shape), is_owner, ranks)
 
 
 def is_replicated(tensor: Tensor, axis: int) -> bool:
-    """Whether ranks along an axis of the mesh hold copies; of a plain tensor they do."""
+    """Whether ranks along an axis of the mesh hold copies, as they do of plain tensors."""
     return not is_dtensor(tensor) or tensor.placements[axis].is_replicate()  # pyrefly: ignore[missing-attribute]
 
 
@@ -224,14 +222,14 @@ def _is_strided(placement: object) -> bool:
     return type(placement).__name__ == "_StridedShard"
 
 
-def gather(local_part: Tensor, part: Shard) -> Tensor:
-    """The whole of a tensor of small integers, from the blocks of all ranks."""
-    whole = local_part.new_zeros(part.global_shape)
-    if part.is_owner:
-        part.of(whole).copy_(local_part)
-    return part.ranks.total(whole)
+def gather(block: Tensor, shard: Shard) -> Tensor:
+    """The full tensor of small integers, from the blocks of all ranks."""
+    full = block.new_zeros(shard.global_shape)
+    if shard.is_owner:
+        shard.of(full).copy_(block)
+    return shard.ranks.total(full)
 
 
 def is_offloaded(tensor: Tensor) -> bool:
-    """Whether its gradient is still on the way to the CPU while it is accumulated (FSDP2's CPU offload)."""
+    """Whether FSDP2 offloads it to the CPU: its gradient is still being copied when it is accumulated."""
     return is_dtensor(tensor) and tensor.device_mesh.device_type != local(tensor).device.type  # pyrefly: ignore

@@ -1,8 +1,8 @@
-"""Regrowth: at an event some more weights are pruned than asked, and as many pruned ones come back.
+"""Regrowth: an event prunes some weights more than the schedule says, and as many pruned ones come back.
 
-Until the ramp ends, gradients of pruned weights reach the optimizer, so that their moments stay warm, and
-the weights are zeroed after each step. A weight that comes back takes an ordinary first step; until that step it is
-still 0, so that right after an event there are more zeros than the masks prune.
+Until the ramp ends, gradients of pruned weights reach the optimizer, so that their moments go on, and
+the weights are zeroed after each step. A weight that comes back is 0 until its first step, so that right after an
+event there are more zeros than the masks prune.
 """
 
 import math
@@ -32,7 +32,7 @@ class Regrow:
     """How many weights come back at an event, and which: those with the largest ``by`` among the pruned.
 
     ``"snr"`` is ``|m| / (sqrt(v) + eps)``, ``"momentum"`` ``|m|`` (SGD's buffer too), ``"gradient"`` ``|g|`` at the
-    event's step. Until the ramp ends, what clips gradients sees those of pruned weights as well.
+    event's step. Until the ramp ends, gradient clipping sees the gradients of pruned weights as well.
     """
 
     fraction: float = 0.1  # of the live weights, at the ramp's begin
@@ -56,7 +56,7 @@ class Regrow:
         return self.fraction * 0.5 * (1 + math.cos(math.pi * min(max(progress, 0.0), 1.0)))
 
     def check(self, schedule: Schedule | None, select: Selector, is_sharded: bool = False) -> None:
-        """Refuse what it cannot go with."""
+        """Refuse a schedule, a selector or shards that regrowth does not work with."""
         if not isinstance(schedule, Ramp) or not schedule.final:
             raise ValueError(
                 f"regrowth ends with its ramp: pass schedule=Ramp(...) to a sparsity above 0, not {schedule}"
@@ -67,7 +67,7 @@ class Regrow:
             raise ValueError("regrowth by rows needs whole weights; over shards it goes with Global and PerLayer")
 
     def check_moments(self, optimizer: Optimizer) -> None:
-        """Refuse an optimizer that keeps nothing to rank pruned weights by."""
+        """Refuse an optimizer that does not keep what pruned weights are ranked by."""
         if all(p.grad is None for group in optimizer.param_groups for p in group["params"]):
             return  # nothing has been stepped yet
         kept = {key for state in optimizer.state.values() for key, value in state.items() if value is not None}
@@ -81,14 +81,14 @@ class Regrow:
         )
 
     def swap(self, schedule: Schedule | None, step: int, back: Callable[[], list[Lazy]]) -> "Swap | None":
-        """What the event of this step swaps, ranked by the sources that ``back`` gives; None if that is nothing."""
+        """The swap of this step's event; ``back`` returns the scores of pruned weights. None if none comes back."""
         share = self.share(schedule, step)
         return Swap(share, back) if share else None
 
     def sources(
         self, weights: Sequence[Weight], optimizer: Optimizer, shards: Mapping[str, Shard] | None = None
     ) -> list[Lazy]:
-        """Lazy scores of every weight by which pruned ones are ranked; ``shards`` are what this rank holds of them."""
+        """Lazy scores by which pruned weights are ranked; ``shards`` are this rank's."""
         row = REGROWTH[self.by]
         buffers = {w.name: optimizer.state.get(w.parameter, {}).get("momentum_buffer") for w in weights}
         if self.by != "momentum" or all(buffer is None for buffer in buffers.values()):

@@ -1,4 +1,4 @@
-"""What scores read: weights, Adam's moments, gradients and what is collected, as sources of scores."""
+"""What scores read: weights, Adam's moments, gradients, movement sums and collected input norms."""
 
 import inspect
 import math
@@ -20,7 +20,7 @@ MOMENTS = {"exp_avg": "beta1", "exp_avg_sq": "beta2"}
 
 
 def score_of(score: str | Callable[..., Tensor], options: Mapping[str, Any]) -> Score:
-    """The row of SCORES, or the row of a function, which reads what its arguments name."""
+    """The row of SCORES, or a row for a function, which reads what its arguments name."""
     if isinstance(score, str):
         if score not in SCORES:
             raise ValueError(f"score must be one of {', '.join(SCORES)}, or a function, got {score!r}")
@@ -59,11 +59,10 @@ def sources(
 ) -> list[Lazy]:
     """Lazy scores of every weight; ``more`` holds statistics that no optimizer keeps, by kind and name.
 
-    ``shards`` say which part of each weight this rank holds, if it does not hold all of them.
-    Where weights took different numbers of Adam steps, or have different betas, their moments are made
-    comparable by the bias corrections; a score that takes ``step`` sees to that itself. Elsewhere the
-    corrections are one factor, which decides nothing and is left out of our own scores, so that
-    bitter8 is bitter3 to the bit, and fisher with an exponent of 1/4 is bitter7.
+    ``shards`` are this rank's, if weights are sharded. If weights took different numbers of Adam steps or have
+    different betas, bias corrections make their moments comparable; a score that reads ``step`` corrects them
+    itself. Otherwise the corrections are one common factor, which changes no order: our own scores leave it out, so
+    that bitter8 equals bitter3 to the bit, and fisher with an exponent of 1/4 equals bitter7.
     """
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     reads_moments = any(name in MOMENTS for name in score.reads)
@@ -105,7 +104,7 @@ def sources(
 
 
 def settings_of(name: str, group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a score may take beside statistics: the weight's name and Adam's constants for it."""
+    """What a score may read beside statistics: the weight's name and its group's Adam constants."""
     found: dict[str, Any] = {"name": name}
     if len(group.get("betas", ())) == 2:
         found["beta1"], found["beta2"] = (float(beta) for beta in group["betas"])
@@ -115,7 +114,7 @@ def settings_of(name: str, group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_moments(weights: Sequence[Weight], optimizer: torch.optim.Optimizer, score: Score) -> None:
-    """Raise ValueError unless the optimizer keeps what the score reads of the weights that it has stepped."""
+    """Refuse an optimizer that does not keep the moments that the score reads."""
     for weight in weights:
         for name in score.reads:
             if name in MOMENTS and weight.parameter.grad is not None:
@@ -123,7 +122,7 @@ def check_moments(weights: Sequence[Weight], optimizer: torch.optim.Optimizer, s
 
 
 def moment(name: str, weight: Weight, optimizer: torch.optim.Optimizer) -> Tensor:
-    """``exp_avg`` or ``exp_avg_sq`` of a weight, plain and of its shape; what this rank holds of it."""
+    """``exp_avg`` or ``exp_avg_sq`` of a weight, as a plain tensor of its shape; on this rank its shard."""
     state = optimizer.state.get(weight.parameter, {})
     tensor = state.get(name)
     if isinstance(tensor, Tensor) and tensor.shape == weight.parameter.shape and tensor.is_floating_point():
@@ -142,7 +141,7 @@ def moment(name: str, weight: Weight, optimizer: torch.optim.Optimizer) -> Tenso
 
 
 def _steps(weights: Sequence[Weight], optimizer: torch.optim.Optimizer) -> list[float]:
-    """Adam's step count of every weight, brought to the host at once."""
+    """Adam's step count of every weight, copied to the host in one go."""
     steps = [optimizer.state.get(weight.parameter, {}).get("step", 0.0) for weight in weights]
     return torch.stack([torch.as_tensor(step, dtype=torch.float32).reshape(()) for step in steps]).tolist()
 

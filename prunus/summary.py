@@ -11,19 +11,19 @@ from .ranks import Ranks, local, shard_of
 
 @dataclass(frozen=True)
 class Event:
-    """What an event did; ``on_event`` is called with it."""
+    """What an event did, as given to ``on_event``."""
 
     step: int
-    sparsity: float  # asked for by the schedule
+    sparsity: float  # of the schedule
     seconds: float
     newly_pruned: int
     regrown: int = 0  # weights that came back
-    bytes_exchanged: int = 0  # that this rank handed to sums over ranks
+    bytes_exchanged: int = 0  # sent by this rank in sums over ranks
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One weight: how many elements it has, how many of them are zero, and why it stays dense if it does."""
+    """One weight: its size, its zeros, and the reason if it is not pruned."""
 
     name: str
     shape: tuple[int, ...]
@@ -38,7 +38,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Report:
-    """Sparsity from the actual zeros: by weight, over prunable weights and over all parameters."""
+    """Sparsity counted from the zeros: by weight, over prunable weights, and over all parameters."""
 
     layers: list[Layer]
     num_parameters: int
@@ -74,9 +74,9 @@ class Report:
 
 
 def report(model: nn.Module, found: Eligible, ranks: Ranks | None = None) -> Report:
-    """Zeros of every weight matrix that is pruned, and of those that stay dense, with the reason.
+    """Zeros of every weight matrix, pruned or not, with the reason for those that are not.
 
-    Collective over ``ranks`` that each hold a part of the weights.
+    Collective over ``ranks``, which hold shards of the weights.
     """
     parameters = {plain_name(name): p for name, p in model.named_parameters()}
     reasons = {weight.name: None for weight in found.weights} | found.dense

@@ -9,7 +9,7 @@ from prunus.ops.adamw import Update, adamw_, spike_clipped
 
 triton = pytest.importorskip("triton", reason="kernels need triton")
 
-from prunus.ops._triton.adamw import Extras, Part, Step  # noqa: E402
+from prunus.ops._triton.adamw import Extras, Operand, Step  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [(37, 41), (8, 128), (3,), (5, 5, 7)]
@@ -32,7 +32,7 @@ def test_the_step_is_its_definition(masked, extras, types):
         grads = [torch.randn(shape).to(DEVICE, weight_type) for shape in SHAPES]
         masks = [bits.pack(keep) if masked else None for keep in keeps]
         rows = zip(weights, grads, *moments, counts, masks, strict=True)
-        norm = step([Part(*row, numbers) for row in rows], extras, tile=512)
+        norm = step([Operand(*row, numbers) for row in rows], extras, tile=512)
         seen = [g.float() * keep if masked else g.float() for g, keep in zip(grads, keeps, strict=True)]
         if extras.max_norm:
             length = torch.stack([g.norm() for g in seen]).norm()
@@ -55,7 +55,7 @@ def test_a_step_with_infinite_gradients_is_skipped_and_scales_are_taken_off():
     weight, grad = torch.ones(40, device=DEVICE), torch.full((40,), 8.0, device=DEVICE)
     moments = [torch.zeros(40, device=DEVICE) for _ in range(2)]
     count, step = torch.zeros((), device=DEVICE), Step()
-    part = Part(weight, grad, *moments, count, None, (0.1, 0.9, 0.99, 1e-8, 0.0))
+    part = Operand(weight, grad, *moments, count, None, (0.1, 0.9, 0.99, 1e-8, 0.0))
     step([part], Extras(grad_scale=torch.tensor(8.0, device=DEVICE), found_inf=torch.ones((), device=DEVICE)), tile=512)
     assert count.item() == 0 and torch.equal(weight, torch.ones_like(weight)) and not moments[0].any()
     step(
@@ -64,10 +64,10 @@ def test_a_step_with_infinite_gradients_is_skipped_and_scales_are_taken_off():
     assert count.item() == 1 and torch.allclose(moments[0], torch.full_like(weight, 0.1))
 
 
-def parts_of(grads, keeps, counts):
-    """Rows of a first step for weights of 1; ``counts`` are those that this rank speaks for."""
+def operands(grads, keeps, owned):
+    """Those of a first step for weights of 1; ``owned`` says which of them this rank owns."""
     return [
-        Part(
+        Operand(
             torch.ones_like(grad),
             grad,
             torch.zeros_like(grad),
@@ -75,15 +75,15 @@ def parts_of(grads, keeps, counts):
             torch.zeros((), device=DEVICE),
             bits.pack(keep),
             (1e-2, 0.9, 0.99, 1e-8, 0.1),
-            counts=own,
+            is_owner=own,
         )
-        for grad, keep, own in zip(grads, keeps, counts, strict=True)
+        for grad, keep, own in zip(grads, keeps, owned, strict=True)
     ]
 
 
-@pytest.mark.parametrize("speaks", [(True, True), (True, False), (False, True), (False, False)], ids=str)
+@pytest.mark.parametrize("owned", [(True, True), (True, False), (False, True), (False, False)], ids=str)
 @pytest.mark.parametrize("scale", [None, 8.0])
-def test_a_norm_over_ranks_has_the_squares_of_others_and_of_what_this_rank_speaks_for(speaks, scale):
+def test_a_norm_over_ranks_has_the_squares_of_others_and_of_what_this_rank_owns(owned, scale):
     torch.manual_seed(0)
     shapes = [(37, 41), (8, 128)]
     grads = [torch.randn(shape, device=DEVICE) for shape in shapes]
@@ -95,14 +95,14 @@ def test_a_norm_over_ranks_has_the_squares_of_others_and_of_what_this_rank_speak
         return squares + others
 
     grad_scale = None if scale is None else torch.tensor(scale, device=DEVICE)
-    parts = parts_of(grads, keeps, speaks)
-    norm = Step()(parts, Extras(max_norm=0.5, grad_scale=grad_scale, total=total), tile=512)
+    given = operands(grads, keeps, owned)
+    norm = Step()(given, Extras(max_norm=0.5, grad_scale=grad_scale, total=total), tile=512)
     kept = [grad * keep for grad, keep in zip(grads, keeps, strict=True)]
-    own = sum(float(grad.square().sum()) for grad, counts in zip(kept, speaks, strict=True) if counts)
-    length = (own + others) ** 0.5 / (scale or 1.0)
+    squares = sum(float(grad.square().sum()) for grad, own in zip(kept, owned, strict=True) if own)
+    length = (squares + others) ** 0.5 / (scale or 1.0)
     assert len(handed) == 1 and handed[0].shape == (1,)
-    assert handed[0].item() == pytest.approx(own, rel=1e-5) and norm.item() == pytest.approx(length, rel=1e-5)
-    for part, grad in zip(parts, kept, strict=True):  # spoken for or not, every part is updated
+    assert handed[0].item() == pytest.approx(squares, rel=1e-5) and norm.item() == pytest.approx(length, rel=1e-5)
+    for part, grad in zip(given, kept, strict=True):  # owned or not, every weight is updated
         clipped = grad / (scale or 1.0) * min(1.0, 0.5 / (length + 1e-6))
         assert torch.allclose(part.exp_avg, 0.1 * clipped, rtol=1e-4, atol=1e-8)
         assert part.step.item() == 1 and not part.exp_avg[grad == 0].any()

@@ -18,14 +18,14 @@ from ..masking import unwrapped
 from ..pruner import Event, Pruner
 from .plan import Plan, check_saved, check_whole, warn_if_unfinished
 
-KEY = "pruner"  # in the optimizer's first parameter group: all of an optimizer's state that loading leaves uncast
+KEY = "pruner"  # in the optimizer's first parameter group, the only place that loading does not cast
 
 
 class PruneCallback(TrainerCallback):
     """Prunes the model while the Trainer trains it; options are those of ``Pruner``.
 
-    Steps of the schedule may be fractions of the run. Everything that a resumed run needs is saved with the optimizer.
-    The best model (``load_best_model_at_end``) is sought anew after every event, so that it has the final masks.
+    Steps of the schedule may be fractions of the run. The state is saved with the optimizer. The search for the best
+    model (``load_best_model_at_end``) restarts after every event, so that it has the final masks.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -42,17 +42,17 @@ class PruneCallback(TrainerCallback):
         saved = optimizer.param_groups[0].pop(KEY, None)
         check_saved(saved, state.global_step)
         self.pruner = self._begin(model, optimizer, state.max_steps)
-        if state.global_step:  # else a new run, whatever its optimizer went through before
+        if state.global_step:  # otherwise a new run, whose optimizer may have trained before
             self.pruner.load_state_dict(saved)
 
     def _begin(self, model: nn.Module, optimizer: Optimizer, num_steps: int) -> Pruner:
         pruner = self.plan.begin(model, optimizer, num_steps, self.pruner)
-        asked = pruner.on_event
+        users_own = pruner.on_event
 
         def on_event(event: Event) -> None:
             self._masks_changed = True
-            if asked:
-                asked(event)
+            if users_own:
+                users_own(event)
 
         def add_state(_: Optimizer, saved: dict[str, Any]) -> None:
             saved["param_groups"][0][KEY] = pruner.state_dict()
@@ -64,7 +64,7 @@ class PruneCallback(TrainerCallback):
         return pruner
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if self._masks_changed:  # a metric of a denser model is no measure for this one
+        if self._masks_changed:  # the metric of a denser model is not comparable
             state.best_metric = state.best_global_step = state.best_model_checkpoint = None
         self._masks_changed = False
 

@@ -35,7 +35,7 @@ class PruneCallback(Callback):
         check_whole(type(trainer.strategy).__name__)
         if len(trainer.optimizers) != 1:
             raise ValueError(f"PruneCallback works with one optimizer, but there are {len(trainer.optimizers)}")
-        saved = self._saved or (self.pruner.state_dict() if self.pruner and trainer.global_step else {})  # fit again
+        saved = self._saved or (self.pruner.state_dict() if self.pruner and trainer.global_step else {})  # a second fit
         check_saved(saved, trainer.global_step)
         total = trainer.estimated_stepping_batches
         num_steps = int(total) if 0 <= total < math.inf else None

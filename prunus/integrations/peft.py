@@ -1,4 +1,4 @@
-"""LoRA on a pruned model: adapters are merged into its weights, and every zero stays zero."""
+"""LoRA on a pruned model: merge adapters into its weights and keep every zero."""
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,17 +14,17 @@ except ImportError as error:
 import torch
 from torch import Tensor, nn
 
-WRAPPERS = ("base_layer", "original_module")  # parts of a name that PEFT puts in and takes out again
+WRAPPERS = ("base_layer", "original_module")  # parts of a name that PEFT adds and removes
 
 
 @dataclass(frozen=True)
 class MergedWeight:
-    """One weight: its zeros before, those a plain merge would have left, those it has, and its update (squared)."""
+    """One weight: its zeros, and the squared norms of its update and of what its mask dropped."""
 
     name: str
     num_weights: int
-    num_before: int
-    num_plain: int
+    num_before: int  # zeros before the merge
+    num_plain: int  # zeros that a plain merge would have left
     num_zeros: int
     update: float
     dropped: float
@@ -32,7 +32,7 @@ class MergedWeight:
 
 @dataclass(frozen=True)
 class Merged:
-    """The plain model, and what its masks cost."""
+    """The merged model, and how much of the update its masks dropped."""
 
     model: nn.Module
     weights: list[MergedWeight]
@@ -69,10 +69,11 @@ class Merged:
 def merge(
     model: PeftModel, *, adapters: Sequence[str] | None = None, masks: Mapping[str, Tensor] | None = None
 ) -> Merged:
-    """The base model with adapters merged in (the active ones) and its zeros kept; ``model`` is used up, as by PEFT.
+    """The base model with ``adapters`` (default: the active ones) merged in and its zeros kept.
 
-    Kept are the zeros of every weight matrix that the merge changes, embeddings excepted; ``masks``, True where a
-    weight stays, take their place by the weight's name in the base model. A copy of those weights is held meanwhile.
+    Kept are the zeros of every weight matrix that the merge changes, except embeddings, or those of ``masks``:
+    True where a weight stays, by the weight's name in the base model. As PEFT's own merge does, it changes
+    ``model``; meanwhile it holds a copy of those weights.
     """
     base, masks = model.get_base_model(), masks or {}
     names = None if adapters is None else list(adapters)
@@ -88,7 +89,7 @@ def merge(
 
 
 def _mask(name: str, weight: Tensor, old: Tensor, keep: Tensor) -> MergedWeight:
-    """Zero what is pruned in a merged weight, and count."""
+    """Zero what is pruned in a merged weight, and count its zeros."""
     keep = keep.to(weight.device, torch.bool)
     plain, update = _num_zeros(weight), weight.float() - old.float()
     if not bool(update.isfinite().all()):
@@ -103,19 +104,19 @@ def _num_zeros(weight: Tensor) -> int:
     return weight.numel() - int(weight.count_nonzero())
 
 
-def _adapted(base: nn.Module, asked: Container[str]) -> dict[str, nn.Parameter]:
-    """Weight matrices that a merge changes, by plain name; embeddings only where they are asked for."""
+def _adapted(base: nn.Module, included: Container[str]) -> dict[str, nn.Parameter]:
+    """Weight matrices that a merge changes, by plain name; embeddings only if ``included``."""
     found = {}
     for path, parameter in _base_parameters(base):
         name = _plain(path)
         is_embedding = isinstance(base.get_submodule(path.rpartition(".")[0]), nn.Embedding)
-        if name != path and parameter.ndim > 1 and (name in asked or not is_embedding):
+        if name != path and parameter.ndim > 1 and (name in included or not is_embedding):
             found[name] = parameter
     return found
 
 
 def _base_parameters(base: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters that are not an adapter's."""
+    """Parameters of the base model, without those of adapters."""
     tuners = [module for module in base.modules() if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)]
     adapters = {name for module in tuners for name in module.adapter_layer_names}
     for path, parameter in base.named_parameters(remove_duplicate=False):
@@ -124,12 +125,12 @@ def _base_parameters(base: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _plain(path: str) -> str:
-    """A parameter's name without what PEFT put into it."""
+    """A parameter's name without PEFT's wrappers."""
     return ".".join(part for part in path.split(".") if part not in WRAPPERS)
 
 
 def _check(model: PeftModel, adapted: Mapping[str, nn.Parameter], adapters: list[str] | None) -> None:
-    """Refuse what cannot be merged under masks, before anything is changed."""
+    """Refuse what cannot be merged under masks, before anything changes."""
     if unknown := set(adapters or ()) - set(model.peft_config):
         raise ValueError(f"there is no adapter {min(unknown)!r}; there are: {', '.join(model.peft_config)}")
     if any(module.merged for module in model.modules() if isinstance(module, BaseTunerLayer)):

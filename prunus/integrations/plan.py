@@ -1,4 +1,4 @@
-"""What the callbacks of all trainers share: a pruner's options, until model and length of the run are known."""
+"""What the callbacks of all trainers share: a Pruner's options, until the model and the length of the run are known."""
 
 import warnings
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ SHARDING = ("FSDP", "DEEPSPEED", "DeepSpeed", "MEGATRON", "ModelParallel")
 
 @dataclass(frozen=True)
 class Plan:
-    """Options of a ``Pruner``; a misspelt or wrong one is refused here and not when the training begins."""
+    """Options of a ``Pruner``; wrong ones are refused here, not when the training begins."""
 
     options: Mapping[str, Any]
 
@@ -29,7 +29,7 @@ class Plan:
     def begin(
         self, model: nn.Module, optimizer: Optimizer, num_steps: int | None, last: Pruner | None = None
     ) -> Pruner:
-        """A pruner for a run of ``num_steps``; what ``last`` pruned with the same optimizer stays pruned."""
+        """A Pruner for a run of ``num_steps``; it keeps the masks of ``last`` if that had the same optimizer."""
         options = dict(self.options)
         if options.get("schedule") is not None:
             options["schedule"] = options["schedule"].over(num_steps)
@@ -41,7 +41,7 @@ class Plan:
 
 
 def check_whole(way: str) -> None:
-    """Refuse a trainer that splits weights over ranks, whose checkpoints would not bring the masks back."""
+    """Refuse a trainer that shards weights, whose checkpoints would not restore the masks."""
     if any(name in way for name in SHARDING):
         raise ValueError(
             f"PruneCallback works on one device and with DDP, but the trainer uses {way}; "
@@ -50,7 +50,7 @@ def check_whole(way: str) -> None:
 
 
 def check_saved(saved: object, step: int) -> None:
-    """Refuse to go on from a checkpoint of this step without the masks: its zeros would grow back."""
+    """Refuse to resume from a checkpoint without masks: its zeros would grow back."""
     if step and not saved:
         raise ValueError(
             f"the checkpoint of step {step} has no state of a pruner, so its zeros would not be held; resume from one "
@@ -59,7 +59,7 @@ def check_saved(saved: object, step: int) -> None:
 
 
 def warn_if_unfinished(pruner: Pruner | None) -> None:
-    """Say it where a training stopped before its schedule did: the model is denser than was asked."""
+    """Warn if the training ended before the schedule: the model is denser than the schedule's final sparsity."""
     if pruner and pruner.schedule and pruner.step < pruner.schedule.end:
         warnings.warn(
             f"the training ended at step {pruner.step}, before the last event at {pruner.schedule.end}: "

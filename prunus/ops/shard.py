@@ -1,4 +1,4 @@
-"""A rectangular part of a tensor that many ranks hold together, and what is summed over them."""
+"""The shard of a tensor that one rank holds, and errors that are raised on all ranks."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,18 +12,18 @@ Result = TypeVar("Result")
 
 
 class Sums(Protocol):
-    """What parts ask of the ranks that hold the others."""
+    """Sums over the ranks that hold a tensor together."""
 
     def total(self, counts: Tensor, failed: Exception | None = None) -> Tensor:
-        """Element-wise sum over all ranks; a failure of one of them is raised on all."""
+        """Element-wise sum over all ranks; if one of them ``failed``, all raise."""
         ...
 
 
 @dataclass(frozen=True)
 class Shard:
-    """The block of ``size`` at ``start`` of a tensor of shape ``whole``, in each dimension.
+    """The block of ``shape`` at ``offset`` of a tensor of ``global_shape``.
 
-    ``counts`` says whether this rank speaks for the block: of several ranks that hold the same one, one does.
+    Of several ranks that hold copies of a block one ``is_owner``: it alone contributes to sums.
     """
 
     global_shape: tuple[int, ...]
@@ -34,27 +34,27 @@ class Shard:
 
     @property
     def global_numel(self) -> int:
-        """Elements of the whole."""
+        """Elements of the whole tensor."""
         return math.prod(self.global_shape)
 
     def along(self, dims: Sequence[int]) -> "Shard":
-        """The part seen along some dimensions only."""
+        """The shard seen along some dimensions only."""
         picked = ([values[dim] for dim in dims] for values in (self.global_shape, self.offset, self.shape))
-        whole, start, size = map(tuple, picked)
-        return Shard(whole, start, size, self.is_owner, self.ranks)
+        global_shape, offset, shape = map(tuple, picked)
+        return Shard(global_shape, offset, shape, self.is_owner, self.ranks)
 
     def positions(self, local: Tensor) -> Tensor:
-        """Positions in the flattened whole of elements given by their positions in the flattened part."""
+        """Positions in the flattened tensor of elements at the positions ``local`` of the flattened shard."""
         if self.global_shape[1:] == self.shape[1:]:
             return local + self.offset[0] * math.prod(self.global_shape[1:]) if self.global_shape else local
         found, stride = local.new_zeros(local.shape), 1
-        for whole, start, size in zip(self.global_shape[::-1], self.offset[::-1], self.shape[::-1], strict=True):
-            found += (local % max(1, size) + start) * stride
-            local, stride = local // max(1, size), stride * whole
+        for length, first, size in zip(self.global_shape[::-1], self.offset[::-1], self.shape[::-1], strict=True):
+            found += (local % max(1, size) + first) * stride
+            local, stride = local // max(1, size), stride * length
         return found
 
     def of(self, tensor: Tensor) -> Tensor:
-        """This part of a tensor that broadcasts to the whole."""
+        """This shard of ``tensor``, which broadcasts to the global shape."""
         for dim in range(1, tensor.ndim + 1):
             if tensor.shape[-dim] == self.global_shape[-dim]:
                 tensor = tensor.narrow(-dim, self.offset[-dim], self.shape[-dim])
@@ -62,7 +62,7 @@ class Shard:
 
 
 def attempt(work: Callable[[], Result]) -> tuple[Result | None, ValueError | None]:
-    """What the work returned, or the error that all ranks shall hear of."""
+    """The result of ``work``, or its ValueError, to be raised on all ranks."""
     try:
         return work(), None
     except ValueError as failed:
@@ -70,7 +70,7 @@ def attempt(work: Callable[[], Result]) -> tuple[Result | None, ValueError | Non
 
 
 def together(ranks: Sums | None, work: Callable[[], Result]) -> Result:
-    """What ``work`` returns on this rank; its ValueError on one rank is raised on all."""
+    """The result of ``work`` on this rank; a ValueError on one rank is raised on all."""
     if ranks is None:
         return work()
     result, failed = attempt(work)

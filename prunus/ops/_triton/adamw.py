@@ -112,7 +112,7 @@ def update_block(
     w_at, g_at, m_at, v_at, mask_at, out, start, left, keep1, beta2, keep2, eps, shrink, size, scale, theta,
     FULL: tl.constexpr, SPAM: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One block of a tile; what the pointers and numbers are is said in ``update_kernel``."""
+    """One block of a tile of ``update_kernel``."""
     lane = start + tl.arange(0, BLOCK)
     valid = lane < left
     g, m = load(g_at + lane, valid, FULL), load(m_at + lane, valid, FULL)
@@ -173,8 +173,8 @@ def update_kernel(
 
 
 @dataclass(frozen=True)
-class Part:
-    """One tensor of a step: weight, gradient, moments, step count on its device, mask, and its group's numbers."""
+class Operand:
+    """One weight of a step: its gradient, moments, step count on the device, mask, and its group's numbers."""
 
     weight: Tensor
     grad: Tensor
@@ -184,11 +184,11 @@ class Part:
     mask: Tensor | None
     numbers: tuple[float, float, float, float, float]  # lr, beta1, beta2, eps, weight decay
     lr_at: int = 0  # address of a float32 learning rate on the device
-    counts: bool = True  # in the norm; of the same part on several ranks, one does
+    is_owner: bool = True  # of several ranks that hold copies one is: it adds to the norm
 
     @property
     def kind(self) -> tuple[torch.device, torch.dtype, torch.dtype, torch.dtype]:
-        """What parts of one launch have in common."""
+        """What the operands of one launch have in common."""
         return self.weight.device, self.weight.dtype, self.grad.dtype, self.exp_avg.dtype
 
     def row(self, first_tile: int) -> tuple[int, ...]:
@@ -199,7 +199,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Extras:
-    """What a step may do beside the update."""
+    """Options of a step."""
 
     max_norm: float | None = None
     theta: float | None = None  # of SPAM's clipping
@@ -214,37 +214,39 @@ class Step:
     def __init__(self) -> None:
         self._tables: dict[tuple, tuple[tuple, Tensor]] = {}
 
-    def __call__(self, parts: Sequence[Part], extras: Extras, tile: int = UPDATED) -> Tensor | None:
-        """Update all parts; the norm of the kept gradients, on the device, if they are clipped."""
-        device = parts[0].weight.device
+    def __call__(self, operands: Sequence[Operand], extras: Extras, tile: int = UPDATED) -> Tensor | None:
+        """Update all weights; returns the norm of the kept gradients, on the device, if they are clipped."""
+        device = operands[0].weight.device
         norm = torch.empty((), device=device)
         partial = norm
         if extras.max_norm:
-            counted = by_kind([part for part in parts if part.counts])
+            counted = by_kind([operand for operand in operands if operand.is_owner])
             partial = self._squares(counted, max(tile, TILE if device.type == "cuda" else tile)) if counted else None
             if extras.total is not None:
                 partial = extras.total(norm.new_zeros(1) if partial is None else partial.sum(0, keepdim=True))
-        for kind, alike in by_kind(parts).items():
+        for kind, alike in by_kind(operands).items():
             self._update(kind, alike, extras, partial, norm, tile)
         return norm if extras.max_norm else None
 
-    def _squares(self, kinds: dict[tuple, list[Part]], tile: int) -> Tensor:
-        """Partial sums of squares of the kept gradients of all parts."""
+    def _squares(self, kinds: dict[tuple, list[Operand]], tile: int) -> Tensor:
+        """Partial sums of squares of the kept gradients of all operands."""
         sums = []
-        for kind, parts in kinds.items():
-            table, num_tiles, align = self._addresses(("norm", *kind), parts, tile)
+        for kind, operands in kinds.items():
+            table, num_tiles, align = self._addresses(("norm", *kind), operands, tile)
             num_programs = max(1, min(num_tiles, PROGRAMS_PER_SM * num_multiprocessors(table.device)))
             sums.append(torch.empty(num_programs, device=table.device))
-            shape = {"ALIGN": align, "DEPTH": _depth(parts), "BLOCK": min(BLOCK, tile), "TILE": tile}
-            args = (table, len(parts), num_tiles, sums[-1])
+            shape = {"ALIGN": align, "DEPTH": _depth(operands), "BLOCK": min(BLOCK, tile), "TILE": tile}
+            args = (table, len(operands), num_tiles, sums[-1])
             launch(norm_kernel, (num_programs,), args, {"GT": TYPES[kind[2]], **shape})
         return torch.cat(sums) if len(sums) > 1 else sums[0]
 
-    def _update(self, kind: tuple, parts: list[Part], extras: Extras, partial: Tensor, norm: Tensor, tile: int) -> None:
-        table, num_tiles, align = self._addresses(("update", *kind), parts, tile)
-        numbers = tuple((*p.numbers, float(p.lr_at), 0.0, 0.0) for p in parts)
+    def _update(
+        self, kind: tuple, operands: list[Operand], extras: Extras, partial: Tensor, norm: Tensor, tile: int
+    ) -> None:
+        table, num_tiles, align = self._addresses(("update", *kind), operands, tile)
+        numbers = tuple((*operand.numbers, float(operand.lr_at), 0.0, 0.0) for operand in operands)
         given = self._table(("numbers", *kind), numbers, torch.float64, table.device)
-        derived = torch.empty(len(parts), 4, device=table.device)
+        derived = torch.empty(len(operands), 4, device=table.device)
         grad_scale = extras.grad_scale if extras.grad_scale is not None else norm
         found_inf = extras.found_inf if extras.found_inf is not None else norm
         skips = extras.found_inf is not None
@@ -252,20 +254,20 @@ class Step:
         max_norm, theta = extras.max_norm or 0.0, extras.theta or 0.0
         sums = (partial, norm, grad_scale, found_inf, max_norm, partial.numel())
         does = {"CLIPS": clips, "SCALES": scales, "SKIPS": skips, "CHUNK": 1024}
-        launch(prepare_kernel, (len(parts),), (table, given, derived, *sums), does)
+        launch(prepare_kernel, (len(operands),), (table, given, derived, *sums), does)
         types = {"WT": TYPES[kind[1]], "GT": TYPES[kind[2]], "MT": TYPES[kind[3]], "ALIGN": align}
         does = {"SPAM": extras.theta is not None, "SCALED": clips or scales, "SKIPS": skips}
-        shape = {"DEPTH": _depth(parts), "BLOCK": tile, "TILE": tile}
-        args = (table, len(parts), num_tiles, given, derived, found_inf, theta)
+        shape = {"DEPTH": _depth(operands), "BLOCK": tile, "TILE": tile}
+        args = (table, len(operands), num_tiles, given, derived, found_inf, theta)
         launch(update_kernel, (num_tiles,), args, {**types, **does, **shape})
 
-    def _addresses(self, key: tuple, parts: list[Part], tile: int) -> tuple[Tensor, int, int]:
+    def _addresses(self, key: tuple, operands: list[Operand], tile: int) -> tuple[Tensor, int, int]:
         """The table of addresses, the number of tiles, and what all addresses are multiples of."""
         rows, num_tiles = [], 0
-        for part in parts:
-            rows.append(part.row(num_tiles))
-            num_tiles += triton.cdiv(part.weight.numel(), tile)
-        table = self._table(key, tuple(rows), torch.int64, parts[0].weight.device)
+        for operand in operands:
+            rows.append(operand.row(num_tiles))
+            num_tiles += triton.cdiv(operand.weight.numel(), tile)
+        table = self._table(key, tuple(rows), torch.int64, operands[0].weight.device)
         return table, num_tiles, alignment(address for row in rows for address in row[:4])
 
     def _table(self, key: tuple, rows: tuple, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -277,13 +279,13 @@ class Step:
         return known[1]
 
 
-def by_kind(parts: Sequence[Part]) -> dict[tuple, list[Part]]:
-    """Parts that one launch can work on together."""
-    kinds: dict[tuple, list[Part]] = {}
-    for part in parts:
-        kinds.setdefault(part.kind, []).append(part)
+def by_kind(operands: Sequence[Operand]) -> dict[tuple, list[Operand]]:
+    """Operands by what one launch needs to be equal."""
+    kinds: dict[tuple, list[Operand]] = {}
+    for operand in operands:
+        kinds.setdefault(operand.kind, []).append(operand)
     return kinds
 
 
-def _depth(parts: Sequence[Part]) -> int:
-    return max(1, (len(parts) - 1).bit_length())
+def _depth(operands: Sequence[Operand]) -> int:
+    return max(1, (len(operands) - 1).bit_length())
