@@ -47,6 +47,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()  # what the imports have made need not be walked by every collection to come
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # libraries complain at the exit about what they cannot free
+
+
 def _shared() -> dict[str, object]:
     """What a test can change of its process that later tests would notice."""
     return {
@@ -65,8 +69,9 @@ def _shared() -> dict[str, object]:
 def _alone() -> Iterator[None]:
     """Every test begins with the same seed, and leaves its process as it found it."""
     torch.manual_seed(0)
-    before, environment = _shared(), dict(os.environ)
+    before, environment, has_onednn = _shared(), dict(os.environ), torch.backends.mkldnn.enabled
     yield
+    torch.backends.mkldnn.set_flags(has_onednn)  # torch switches it off where it cannot multiply bfloat16
     if _shared() != before:
         gc.collect()  # a pruner that waits for its event has global hooks until it is freed
     assert _shared() == before, "the test changed what others share"

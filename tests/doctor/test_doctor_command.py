@@ -147,13 +147,22 @@ def test_a_finished_run_is_healthy_and_says_itself_what_was_asked(run, doctor, o
         assert said["digest"] == json.loads((Path(said["path"]).parent / "result.json").read_text())["digest"]
 
 
+@pytest.fixture(scope="module", params=["linear", "zhu_gupta", "one_shot"])
+def scheduled(request, tmp_path_factory):
+    """A schedule, and the folder of a run by it."""
+    path = tmp_path_factory.mktemp("scheduled")
+    (path / "data.txt").write_bytes(bytes(range(32, 127)) * 40)
+    options = ["--score", "magnitude", "--schedule", request.param, "--begin", "2", "--end", "5"]
+    main(["train", *FAST, "--data", str(path / "data.txt"), "--out", str(path / "run"), *options])
+    return request.param, path / "run"
+
+
 @pytest.mark.parametrize("step", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize("schedule", ["linear", "zhu_gupta", "one_shot"])
-def test_a_run_on_its_way_is_held_to_its_schedule(run, doctor, step, schedule):
+def test_a_run_on_its_way_is_held_to_its_schedule(scheduled, step):
     from prunus.lab.run import Run
     from prunus.lab.trainer import Training
 
-    path = run("--score", "magnitude", "--schedule", schedule, "--begin", "2", "--end", "5", "--steps", "6")
+    schedule, path = scheduled
     values = json.loads((path / "run.json").read_text())
     training = Training(Run.from_json(values.get("run", values)))
     for _ in range(step):

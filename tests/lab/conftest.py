@@ -1,11 +1,12 @@
 """One real study of a tiny GPT, made once a worker: to read, or to change a copy of it."""
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from study_command import ASKED, BASE, study
+from study_command import ASKED, BASE, fewer_weights, study
 
 
 @pytest.fixture(scope="session")
@@ -22,12 +23,20 @@ def base(tmp_path_factory) -> Path:
 def done(base, tmp_path_factory) -> Path:
     """The folder of a finished study, which no test may change."""
     out = tmp_path_factory.mktemp("done") / "study"
-    assert study(base, out, *ASKED) == 0
+    with fewer_weights():
+        assert study(base, out, *ASKED) == 0
     return out
 
 
 @pytest.fixture
-def copy(done, tmp_path) -> Path:
+def few_weights() -> Iterator[None]:
+    """``fewer_weights`` in one test."""
+    with fewer_weights():
+        yield
+
+
+@pytest.fixture
+def copy(done, few_weights, tmp_path) -> Path:
     """The same, for one test to change."""
     return Path(shutil.copytree(done, tmp_path / "study"))
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from study_command import fewer_weights
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from prunus.lab.files import read_json
@@ -19,6 +20,7 @@ from prunus.lab.study.runner import Options, Worker
 from prunus.lab.study.starts import Starts, num_shared
 from prunus.lab.trainer import train
 
+pytestmark = pytest.mark.usefixtures("few_weights")
 RUN = Run(steps=100, begin=10, end=90, every=7, eval_every=50)
 
 
@@ -78,7 +80,8 @@ def study(tmp_path_factory):
     steps = []
     handle = register_optimizer_step_pre_hook(lambda *_: steps.append(1))
     worker = Worker(out, Options(device="cpu"), Quiet())
-    worker.work(plan.cells)
+    with fewer_weights():
+        worker.work(plan.cells)
     handle.remove()
     assert worker.starts.kept == {}, "nobody needs them any more"
     return out, plan, len(steps)
