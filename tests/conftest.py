@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import settings
+from small_gpt import fewer_weights
 from torch.nn.modules import module
 from torch.optim import optimizer
 
@@ -42,13 +43,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
-def pytest_collection_finish() -> None:
-    gc.collect()
-    gc.freeze()  # what the imports have made need not be walked by every collection to come
-
-
 def pytest_unconfigure() -> None:
     gc.unfreeze()  # libraries complain at the exit about what they cannot free
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _frozen() -> None:
+    gc.collect()
+    gc.freeze()  # collections, of which some tests make many, need not walk what the imports have made
 
 
 def _shared() -> dict[str, object]:
@@ -80,6 +82,13 @@ def _alone() -> Iterator[None]:
             os.environ[name] = environment[name]
         else:
             del os.environ[name]  # which a library has set
+
+
+@pytest.fixture
+def few_weights() -> Iterator[None]:
+    """The smallest GPT has a thirtieth of its weights."""
+    with fewer_weights():
+        yield
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from prunus.lab.models import MODELS, build
 from prunus.lab.run import ModelName, Run, ScoreName
 from prunus.score import SCORES
 
+pytestmark = pytest.mark.usefixtures("few_weights")
 FAST = "--model gpt2-tiny --context 8 --batch 2 --steps 6 --every 2 --eval-size 2 --warmup 1".split()
 
 

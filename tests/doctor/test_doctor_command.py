@@ -10,10 +10,12 @@ import pytest
 import torch
 from patients import folder, healthy, prune_rows_
 from safetensors import safe_open
+from small_gpt import fewer_weights
 
 from prunus.cli import main
 from prunus.doctor import examine
 
+pytestmark = pytest.mark.usefixtures("few_weights")
 FAST = "--model gpt2-tiny --context 8 --batch 2 --steps 6 --every 2 --eval-size 2 --warmup 1".split()
 CHANCE = ["--allow", "dead-rows", "dead-columns"]
 STORIES = [Path(os.environ.get("PRUNUS_DATA", "nowhere"), "models", name) for name in ("stories260K", "stories15M")]
@@ -153,7 +155,8 @@ def scheduled(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("scheduled")
     (path / "data.txt").write_bytes(bytes(range(32, 127)) * 40)
     options = ["--score", "magnitude", "--schedule", request.param, "--begin", "2", "--end", "5"]
-    main(["train", *FAST, "--data", str(path / "data.txt"), "--out", str(path / "run"), *options])
+    with fewer_weights():
+        main(["train", *FAST, "--data", str(path / "data.txt"), "--out", str(path / "run"), *options])
     return request.param, path / "run"
 
 

@@ -1,12 +1,12 @@
 """One real study of a tiny GPT, made once a worker: to read, or to change a copy of it."""
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from study_command import ASKED, BASE, fewer_weights, study
+from small_gpt import fewer_weights
+from study_command import ASKED, BASE, study
 
 
 @pytest.fixture(scope="session")
@@ -26,13 +26,6 @@ def done(base, tmp_path_factory) -> Path:
     with fewer_weights():
         assert study(base, out, *ASKED) == 0
     return out
-
-
-@pytest.fixture
-def few_weights() -> Iterator[None]:
-    """``fewer_weights`` in one test."""
-    with fewer_weights():
-        yield
 
 
 @pytest.fixture

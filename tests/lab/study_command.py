@@ -1,13 +1,10 @@
 """The command, run on a tiny GPT, and what the folder of a study holds afterwards."""
 
 import contextlib
-from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 from prunus.cli import main
 from prunus.lab.files import read_json
-from prunus.lab.models import MODELS, Model, _gpt
 
 BASE = """model = "gpt2-tiny"
 data = "{data}"
@@ -23,17 +20,6 @@ warmup = 2
 log_every = 3
 """
 ASKED = ("--scores", "bitter7,bitter1", "--sparsity", "0.5", "--seeds", "2")
-
-
-@contextlib.contextmanager
-def fewer_weights() -> Iterator[None]:
-    """``gpt2-tiny`` with a thirtieth of its weights, in this process: for what holds of every model."""
-    own = MODELS["gpt2-tiny"]
-    MODELS["gpt2-tiny"] = Model("tokens", partial(_gpt, num_layers=2, num_heads=2, width=32))
-    try:
-        yield
-    finally:
-        MODELS["gpt2-tiny"] = own
 
 
 def study(base: Path, out: Path, *options: object) -> int:

@@ -161,7 +161,7 @@ def test_outside_a_terminal_it_says_that_nothing_comes(tmp_path, capsys, monkeyp
 @pytest.fixture(params=["terminal", "log"])
 def watching(request, monkeypatch):
     """Watches a run, in a terminal or outside one, with little patience; returns the exit code."""
-    monkeypatch.setattr(watch, "GRACE", 1.0)
+    monkeypatch.setattr(watch, "GRACE", 0.4)
     if request.param == "terminal":
         monkeypatch.setenv("FORCE_COLOR", "1")
 

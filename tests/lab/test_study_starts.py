@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from study_command import fewer_weights
+from small_gpt import fewer_weights
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from prunus.lab.files import read_json
@@ -90,7 +90,7 @@ def study(tmp_path_factory):
 def test_few_starts_are_kept_and_none_of_a_resumed_run(tmp_path, study):
     _, plan, _ = study
     base = replace(plan.base, steps=20, eval_every=20, end=18)
-    arms = [f"b{begin}: score=bitter7 begin={begin}" for begin in range(3, 15)]
+    arms = [f"b{begin}: score=bitter7 begin={begin}" for begin in range(3, 11)]
     many = make_plan(base, map(parse_arm, arms), [0.5], [0])
     folder, most = Folder(tmp_path / "study"), []
     folder.write(many, {})
