@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import settings
+from small_gpt import fewer_weights
 from torch.nn.modules import module
 from torch.optim import optimizer
 
@@ -42,9 +43,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
-def pytest_collection_finish() -> None:
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # libraries complain at the exit about what they cannot free
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _frozen() -> None:
     gc.collect()
-    gc.freeze()  # what the imports have made need not be walked by every collection to come
+    gc.freeze()  # collections, of which some tests make many, need not walk what the imports have made
 
 
 def _shared() -> dict[str, object]:
@@ -65,8 +71,9 @@ def _shared() -> dict[str, object]:
 def _alone() -> Iterator[None]:
     """Every test begins with the same seed, and leaves its process as it found it."""
     torch.manual_seed(0)
-    before, environment = _shared(), dict(os.environ)
+    before, environment, has_onednn = _shared(), dict(os.environ), torch.backends.mkldnn.enabled
     yield
+    torch.backends.mkldnn.set_flags(has_onednn)  # torch switches it off where it cannot multiply bfloat16
     if _shared() != before:
         gc.collect()  # a pruner that waits for its event has global hooks until it is freed
     assert _shared() == before, "the test changed what others share"
@@ -75,6 +82,13 @@ def _alone() -> Iterator[None]:
             os.environ[name] = environment[name]
         else:
             del os.environ[name]  # which a library has set
+
+
+@pytest.fixture
+def few_weights() -> Iterator[None]:
+    """The smallest GPT has a thirtieth of its weights."""
+    with fewer_weights():
+        yield
 
 
 @pytest.fixture

@@ -36,8 +36,8 @@ class DecayToOne(torch.optim.AdamW):
 
 
 MIXING = {
-    "lbfgs": lambda params: torch.optim.LBFGS(params, lr=0.1),
-    "lbfgs wolfe": lambda params: torch.optim.LBFGS(params, line_search_fn="strong_wolfe"),
+    "lbfgs": lambda params: torch.optim.LBFGS(params, lr=0.1, max_iter=6),
+    "lbfgs wolfe": lambda params: torch.optim.LBFGS(params, max_iter=6, line_search_fn="strong_wolfe"),
     "somebody's": Mixed,
     "a subclass": DecayToOne,
 } | ({"muon": torch.optim.Muon} if hasattr(torch.optim, "Muon") else {})

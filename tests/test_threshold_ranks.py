@@ -11,7 +11,7 @@ from prunus.ops.lazy import Lazy, alike, stored
 from prunus.score import SCORES, random
 from prunus.select import Global, NofM, PerLayer, PerRow
 
-SHAPES = [(1, 8), (13, 8), (3, 4, 2), (40, 24), (8, 4, 2, 2), (5, 16)]
+SHAPES = [(1, 8), (13, 8), (3, 4, 2), (12, 24), (8, 4, 2, 2), (5, 16)]
 LAYOUTS = {
     "rows of 2": ((2,), 1),
     "rows of 3": ((3,), 1),

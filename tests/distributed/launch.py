@@ -1,6 +1,7 @@
 """Ranks that are real processes: they are forked from one that has loaded everything, and each runs all checks.
 
-``python launch.py WORLD OUT`` writes what went wrong to OUT, a file a rank.
+``python launch.py WORLD OUT EVERY`` writes what went wrong to OUT, a file a rank; of the runs that are compared with
+one process it takes one of EVERY.
 """
 
 import json
@@ -41,5 +42,6 @@ def rank_of_many(rank: int, world: int, out: str) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    checks.every = int(sys.argv[3])
     checks.prepare()
     mp.start_processes(rank_of_many, (int(sys.argv[1]), sys.argv[2]), int(sys.argv[1]), start_method="fork")

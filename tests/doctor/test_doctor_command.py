@@ -10,10 +10,12 @@ import pytest
 import torch
 from patients import folder, healthy, prune_rows_
 from safetensors import safe_open
+from small_gpt import fewer_weights
 
 from prunus.cli import main
 from prunus.doctor import examine
 
+pytestmark = pytest.mark.usefixtures("few_weights")
 FAST = "--model gpt2-tiny --context 8 --batch 2 --steps 6 --every 2 --eval-size 2 --warmup 1".split()
 CHANCE = ["--allow", "dead-rows", "dead-columns"]
 STORIES = [Path(os.environ.get("PRUNUS_DATA", "nowhere"), "models", name) for name in ("stories260K", "stories15M")]
@@ -147,13 +149,23 @@ def test_a_finished_run_is_healthy_and_says_itself_what_was_asked(run, doctor, o
         assert said["digest"] == json.loads((Path(said["path"]).parent / "result.json").read_text())["digest"]
 
 
+@pytest.fixture(scope="module", params=["linear", "zhu_gupta", "one_shot"])
+def scheduled(request, tmp_path_factory):
+    """A schedule, and the folder of a run by it."""
+    path = tmp_path_factory.mktemp("scheduled")
+    (path / "data.txt").write_bytes(bytes(range(32, 127)) * 40)
+    options = ["--score", "magnitude", "--schedule", request.param, "--begin", "2", "--end", "5"]
+    with fewer_weights():
+        main(["train", *FAST, "--data", str(path / "data.txt"), "--out", str(path / "run"), *options])
+    return request.param, path / "run"
+
+
 @pytest.mark.parametrize("step", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize("schedule", ["linear", "zhu_gupta", "one_shot"])
-def test_a_run_on_its_way_is_held_to_its_schedule(run, doctor, step, schedule):
+def test_a_run_on_its_way_is_held_to_its_schedule(scheduled, step):
     from prunus.lab.run import Run
     from prunus.lab.trainer import Training
 
-    path = run("--score", "magnitude", "--schedule", schedule, "--begin", "2", "--end", "5", "--steps", "6")
+    schedule, path = scheduled
     values = json.loads((path / "run.json").read_text())
     training = Training(Run.from_json(values.get("run", values)))
     for _ in range(step):

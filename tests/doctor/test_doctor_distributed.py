@@ -96,6 +96,7 @@ if rank == 0:
 """
 
 
+@pytest.mark.slow
 def test_pieces_of_ranks_are_put_together(tmp_path):
     tensors = prune_rows_({f"{name}.proj.weight": torch.randn(7, 12) for name in ("rows", "columns", "whole")})
     tensors["one.proj.weight"] = torch.randn(1, 12)  # the second rank has nothing of it
@@ -183,7 +184,7 @@ def test_opcodes_that_are_not_known_are_refused_and_not_guessed(opcode):
         read_pickle(alone(b"K\x01" + opcode))
 
 
-@pytest.mark.parametrize("step", [2, 3, 7])
+@pytest.mark.parametrize("step", [7, *(pytest.param(step, marks=pytest.mark.slow) for step in (2, 3))])
 def test_damaged_descriptions_are_refused_or_found(distributed, step):
     path = distributed()
     whole = (path / ".metadata").read_bytes()

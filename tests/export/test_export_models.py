@@ -68,6 +68,7 @@ def test_parts_in_half_precision_stay_so(tmp_path):
     assert torch.get_default_dtype() == torch.float32
 
 
+@pytest.mark.slow
 def test_a_plain_folder_that_stores_a_tied_weight_once_is_loaded_by_a_process_that_only_loads(tmp_path):
     llama().save_pretrained(tmp_path / "plain")
     main(["export", str(tmp_path / "plain"), "--out", str(tmp_path / "small")])

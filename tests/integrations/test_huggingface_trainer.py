@@ -51,7 +51,9 @@ def bare_loop(model, accumulate=1, bf16=False):
     return pruner
 
 
-@pytest.mark.parametrize(("accumulate", "bf16"), [(1, False), (3, False), (2, True)])
+@pytest.mark.parametrize(
+    ("accumulate", "bf16"), [(1, False), (3, False), pytest.param(2, True, marks=pytest.mark.slow)]
+)
 def test_a_training_ends_as_the_bare_loop_to_the_bit(tmp_path, accumulate, bf16):
     model, bare, callback = gpt2(), gpt2(), callback_of()
     trainer_of(tmp_path, model, callback, gradient_accumulation_steps=accumulate, bf16=bf16).train()
@@ -94,7 +96,9 @@ def resumable(folder, kind, *callbacks, **arguments):
     return trainer_of(folder, model, callback, *callbacks, options=trained, **arguments), callback
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow) if "bfloat16" in kind else kind for kind in KINDS]
+)
 def test_an_interrupted_run_resumes_to_the_same_bits(tmp_path, kind):
     whole, undisturbed = resumable(tmp_path / "whole", kind)
     whole.train()

@@ -87,7 +87,9 @@ def bare_loop(accumulate, bf16=False):
     return pruner
 
 
-@pytest.mark.parametrize(("accumulate", "precision"), [(2, "32-true"), (1, "bf16-mixed")])
+@pytest.mark.parametrize(
+    ("accumulate", "precision"), [(2, "32-true"), pytest.param(1, "bf16-mixed", marks=pytest.mark.slow)]
+)
 def test_a_training_ends_as_the_bare_loop_to_the_bit(lightning, tmp_path, accumulate, precision):
     callback, bare = callback_of(), bare_loop(accumulate, "bf16" in precision)
     module, trainer = fit(

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from prunus.cli import main
 from prunus.lab.checkpoint import load_checkpoint
 
 OPTIONS = (
@@ -81,8 +82,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def unbroken(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("unbroken") / "run"
-    done = prunus("train", *OPTIONS, "--data", text, "--out", out)
-    assert done.returncode == 0, done.stderr
+    main(["train", *OPTIONS, "--data", str(text), "--out", str(out)])
     return out
 
 
@@ -113,7 +113,9 @@ def metrics(folder: Path) -> list[dict]:
     return lines
 
 
-@pytest.mark.parametrize("moment", KILLERS)
+@pytest.mark.parametrize(
+    "moment", ["event", *(pytest.param(m, marks=pytest.mark.slow) for m in ("step", "checkpoint"))]
+)
 def test_a_run_killed_and_resumed_equals_the_unbroken_one(moment, text, unbroken, tmp_path):
     out = tmp_path / "run"
     killed = prunus("train", *OPTIONS, "--data", text, "--out", out, prelude=KILLERS[moment])
@@ -133,10 +135,11 @@ def test_a_run_killed_and_resumed_equals_the_unbroken_one(moment, text, unbroken
     assert one["sparsity"] == 0.5
 
 
-def test_a_resumed_run_refuses_an_option_that_contradicts_it(unbroken):
-    done = prunus("train", "--resume", "--out", unbroken, "--lr", "0.5")
-    assert done.returncode == 2
-    assert len(done.stderr.splitlines()) == 1 and "lr = 0.002, not 0.5" in done.stderr
+def test_a_resumed_run_refuses_an_option_that_contradicts_it(unbroken, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["train", "--resume", "--out", str(unbroken), "--lr", "0.5"])
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and len(said.splitlines()) == 1 and "lr = 0.002, not 0.5" in said
 
 
 @pytest.mark.parametrize("damage", ["truncated", "foreign", "empty", "pickle"])

@@ -47,6 +47,7 @@ def losses(folder: Path) -> list[float]:
     return [line["loss"] for line in metrics(folder) if "loss" in line]
 
 
+@pytest.mark.slow
 def test_ranks_train_as_one_process_and_their_checkpoints_outlive_them(tmp_path):
     data = tmp_path / "text.txt"
     data.write_bytes(bytes(torch.randint(32, 127, (8000,)).tolist()))

@@ -46,6 +46,7 @@ def test_a_launch_that_does_not_fit_is_one_line(launch, args, words, monkeypatch
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_one_rank_speaks_for_all_under_torchrun(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += ["-m", "prunus", "train", "--out", str(tmp_path / "run")]

@@ -21,6 +21,7 @@ from prunus.lab.run import Run
 from prunus.lab.study.tables import page
 from prunus.lab.trainer import Training
 
+pytestmark = pytest.mark.usefixtures("few_weights")
 RUNS = {
     "hooks": {},
     "adamwprune": {"optimizer": "adamwprune", "spam": True, "score": "movement"},
@@ -196,6 +197,7 @@ def test_arms_are_equal_in_all_but_compile(text, tmp_path, monkeypatch, capsys):
     assert len(json.loads((tmp_path / "compile.json").read_text())["says"]) == 5
 
 
+@pytest.mark.slow
 def test_an_arm_is_measured_in_a_fresh_process_and_has_a_place_on_the_page(text, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # compiling takes a minute; what is tested is all around it
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

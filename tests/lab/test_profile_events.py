@@ -14,6 +14,7 @@ from prunus.lab.trainer import Training
 
 every_step = partial(small, every=1)
 
+pytestmark = pytest.mark.usefixtures("few_weights")
 RUNS = {
     "hooks": {},
     "adamwprune": {"optimizer": "adamwprune", "score": "movement"},
@@ -63,7 +64,7 @@ def test_steps_before_the_measurement_do_not_pass_the_events_that_are_measured(t
 
 @pytest.mark.parametrize("name", RUNS)
 def test_with_an_event_at_every_step_its_time_is_not_in_the_step(name, text, monkeypatch):
-    pause, update = 0.2, Pruner.update
+    pause, update = 0.1, Pruner.update
 
     def slow(pruner):
         time.sleep(pause)

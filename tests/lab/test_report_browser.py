@@ -99,6 +99,7 @@ def test_the_charts_of_a_run_show_its_metrics_and_say_them_on_hover(run, visit):
     assert_fits(page, 360)
 
 
+@pytest.mark.slow
 def test_nothing_overflows_on_a_narrow_screen_and_colours_follow_the_scheme(study, visit):
     page = visit(write_report(study))
     look = "[getComputedStyle(document.body).backgroundColor, document.querySelector('.chart').layout.font.color]"
@@ -110,6 +111,7 @@ def test_nothing_overflows_on_a_narrow_screen_and_colours_follow_the_scheme(stud
         assert_fits(page, width)
 
 
+@pytest.mark.slow
 def test_what_a_table_is_of_is_read_whole_on_a_narrow_screen(study, visit):
     page = visit(write_report(study), width=320)
     page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
@@ -144,6 +146,7 @@ def assert_labels_are_apart(chart, slack: float = 0.0) -> None:
 SHARE = "(one) => one.querySelector('.nsewdrag').getBoundingClientRect().width / one.clientWidth"
 
 
+@pytest.mark.slow
 def test_long_names_of_arms_are_read_whole_on_a_narrow_screen(long_names, visit):
     chart = visit(write_report(long_names), width=360).locator("#verdicts .chart").first
     assert "warmup 200" in chart.text_content()
@@ -151,6 +154,7 @@ def test_long_names_of_arms_are_read_whole_on_a_narrow_screen(long_names, visit)
     assert_labels_are_apart(chart)
 
 
+@pytest.mark.slow
 def test_a_window_that_is_made_narrow_or_wide_shows_what_it_shows_when_opened_so(long_names, visit):
     page, shown = visit(write_report(long_names)), {}
     look = "[...document.querySelectorAll('.chart')].map((one) => [one.style.height, one.layout.yaxis.ticktext || []])"
@@ -170,6 +174,7 @@ def test_a_window_that_is_made_narrow_or_wide_shows_what_it_shows_when_opened_so
     assert_labels_are_apart(chart)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [1280, 800, 390])
 def test_rows_of_a_heat_map_are_apart_below_long_names_of_columns(width, long_names, visit):
     charts = visit(write_report(long_names), width=width).locator("#layers .chart")
@@ -178,6 +183,7 @@ def test_rows_of_a_heat_map_are_apart_below_long_names_of_columns(width, long_na
         assert_labels_are_apart(charts.nth(i), slack=3.0)  # boxes of text have air above and below
 
 
+@pytest.mark.slow
 def test_the_words_of_a_hostile_folder_stay_words(tmp_path, visit):
     page = visit(write_report(hostile_study(tmp_path / "study")))
     assert page.locator("img").count() == 0
@@ -186,6 +192,7 @@ def test_the_words_of_a_hostile_folder_stay_words(tmp_path, visit):
     assert any("<img src=x" in text for text in shown)
 
 
+@pytest.mark.slow
 def test_a_screen_reader_finds_names_and_tables(study, visit):
     page = visit(write_report(study), draw=False)
     unnamed = "[...document.querySelectorAll('[role=img], [role=region], nav')].filter((one) => !one.ariaLabel).length"

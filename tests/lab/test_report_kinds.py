@@ -67,7 +67,7 @@ def assert_shown_or_refused(command: list[str], capsys, about: object) -> None:
 
 
 @pytest.mark.parametrize("kind", ["run", "runs", "study"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))])
 def test_a_field_of_any_kind_is_shown_or_refused_in_one_line(kind, seed, good, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("plotly.offline.get_plotlyjs", str)  # four megabytes that no field is in
     rng = random.Random(f"{kind} {seed}")

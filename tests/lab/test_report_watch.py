@@ -162,7 +162,7 @@ def test_outside_a_terminal_it_says_that_nothing_comes(tmp_path, capsys, monkeyp
 @pytest.fixture(params=["terminal", "log"])
 def watching(request, monkeypatch):
     """Watches a run, in a terminal or outside one, with little patience; returns the exit code."""
-    monkeypatch.setattr(watch, "GRACE", 1.0)
+    monkeypatch.setattr(watch, "GRACE", 0.4)
     if request.param == "terminal":
         monkeypatch.setenv("FORCE_COLOR", "1")
 
@@ -176,6 +176,7 @@ def watching(request, monkeypatch):
     return code
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_is_said_to_be_stopped(watching, tmp_path, capsys):
     (tmp_path / "data.txt").write_bytes(bytes(range(32, 127)) * 40)
     small = "--context 8 --batch 2 --steps 100000 --eval-size 2 --log-every 1".split()
@@ -271,6 +272,7 @@ def test_in_a_narrow_terminal_it_draws_without_colour_and_ends(tmp_path):
     assert max(len(line) for line in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text).replace("\r", "\n").split("\n")) <= 40
 
 
+@pytest.mark.slow
 def test_a_training_shows_its_charts_itself_and_ends_with_the_same_result(tmp_path):
     (tmp_path / "data.txt").write_bytes(bytes(range(32, 127)) * 40)
     small = "--context 8 --batch 2 --steps 12 --every 2 --eval-every 4 --eval-size 2 --warmup 1".split()

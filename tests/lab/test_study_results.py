@@ -26,7 +26,7 @@ from prunus.lab.trainer import train
 ARMS = ["dense", "random", "magnitude", "bitter7", "bitter1"]
 
 
-def test_rows_are_the_results_of_ordinary_runs(done, base, tmp_path):
+def test_rows_are_the_results_of_ordinary_runs(done, few_weights, tmp_path):
     found = rows(done)
     assert list(found) == ARMS
     alone = train(
@@ -80,7 +80,7 @@ def test_budgets_are_told_by_what_they_are_against(copy, base):
     assert "| 50.0% | long" not in page([copy]).split("##")[1]  # which is best is asked of equal budgets
 
 
-def test_a_budget_that_all_arms_share_hides_no_best_arm(base, tmp_path):
+def test_a_budget_that_all_arms_share_hides_no_best_arm(base, few_weights, tmp_path):
     assert study(base, tmp_path / "study", *ASKED, "--set", "budget_scale=1.5") == 0
     assert "| [study](#study) | 50.0% |" in page([tmp_path / "study"])
 

@@ -86,8 +86,17 @@ main(sys.argv[1:])
 """
 
 
+@pytest.fixture(scope="module")
+def unbroken(base, tmp_path_factory):
+    """The losses of the study that other processes run too, with all the weights of its model."""
+    out = tmp_path_factory.mktemp("unbroken") / "study"
+    assert study(base, out, *ASKED) == 0
+    return losses(out)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("save_every", [0, 1])
-def test_a_study_killed_and_started_again_equals_the_unbroken_one(save_every, done, base, tmp_path):
+def test_a_study_killed_and_started_again_equals_the_unbroken_one(save_every, unbroken, base, tmp_path):
     out = tmp_path / "study"
     asked = (*ASKED, "--seeds", 2 - save_every, "--save-every", save_every)
     options = ["--base", base, "--out", out, *asked]
@@ -99,7 +108,7 @@ def test_a_study_killed_and_started_again_equals_the_unbroken_one(save_every, do
     assert set(before) == {"dense-0-s0", "random-0.5-s0"}  # 4 and 3 steps; it died in the third run
     assert study(base, out, *asked) == 0
     assert {name: stamps(out)[name] for name in before} == before
-    assert losses(out) == {name: loss for name, loss in losses(done).items() if name in losses(out)}
+    assert losses(out) == {name: loss for name, loss in unbroken.items() if name in losses(out)}
     assert read_json(out / "study_result.json")["num_finished"] == (4 if save_every else 8)
     assert not list(out.glob("runs/*/checkpoint.pt"))
     for run in out.glob("runs/*"):  # what was trained before the end counts
@@ -140,10 +149,18 @@ def test_a_failure_is_not_tried_twice_in_one_session(copy, base):
     assert len(said) == 1
 
 
-def test_workers_share_the_runs(done, base, tmp_path):
-    out = tmp_path / "study"
+@pytest.fixture(scope="module")
+def shared(base, tmp_path_factory):
+    """A study that two workers did."""
+    out = tmp_path_factory.mktemp("shared") / "study"
     assert study(base, out, *ASKED, "--seeds", "1", "--devices", "cpu,cpu") == 0
-    assert losses(out) == {name: loss for name, loss in losses(done).items() if name.endswith("s0")}
+    return out
+
+
+@pytest.mark.slow
+def test_workers_share_the_runs(unbroken, shared):
+    out = shared
+    assert losses(out) == {name: loss for name, loss in unbroken.items() if name.endswith("s0")}
     assert read_json(out / "study_result.json")["num_finished"] == 4
     runs = [read_json(path)["environment"]["command"] for path in out.glob("runs/*/run.json")]
     assert len(runs) == 4 and all(
@@ -151,14 +168,15 @@ def test_workers_share_the_runs(done, base, tmp_path):
     )
 
 
-def test_times_of_workers_that_share_a_device_say_so(base, tmp_path):
-    out = tmp_path / "study"
-    assert study(base, out, *ASKED, "--seeds", "1", "--devices", "cpu,cpu") == 0
+@pytest.mark.slow
+def test_times_of_workers_that_share_a_device_say_so(shared):
+    out = shared
     assert {row["at_once"] for row in rows(out).values()} == {2}
     assert ", 2 at once |" in page([out])
     assert any("Up to 2 runs shared a device" in text for text in page_of(out).texts["p"])
 
 
+@pytest.mark.slow
 def test_workers_end_with_the_command_that_started_them(base, tmp_path):
     out = tmp_path / "study"
     options = ["--base", base, "--out", out, "--seeds", "1", "--set", "steps=5000", "--devices", "cpu,cpu"]

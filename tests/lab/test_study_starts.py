@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from small_gpt import fewer_weights
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from prunus.files.json_file import read_json
@@ -19,6 +20,7 @@ from prunus.lab.study.runner import Options, Worker
 from prunus.lab.study.starts import Starts, num_shared
 from prunus.lab.trainer import train
 
+pytestmark = pytest.mark.usefixtures("few_weights")
 RUN = Run(steps=100, begin=10, end=90, every=7, eval_every=50)
 
 
@@ -78,7 +80,8 @@ def study(tmp_path_factory):
     steps = []
     handle = register_optimizer_step_pre_hook(lambda *_: steps.append(1))
     worker = Worker(out, Options(device="cpu"), Quiet())
-    worker.work(plan.cells)
+    with fewer_weights():
+        worker.work(plan.cells)
     handle.remove()
     assert worker.starts.kept == {}, "nobody needs them any more"
     return out, plan, len(steps)
@@ -87,7 +90,7 @@ def study(tmp_path_factory):
 def test_few_starts_are_kept_and_none_of_a_resumed_run(tmp_path, study):
     _, plan, _ = study
     base = replace(plan.base, steps=20, eval_every=20, end=18)
-    arms = [f"b{begin}: score=bitter7 begin={begin}" for begin in range(3, 15)]
+    arms = [f"b{begin}: score=bitter7 begin={begin}" for begin in range(3, 11)]
     many = make_plan(base, map(parse_arm, arms), [0.5], [0])
     folder, most = Folder(tmp_path / "study"), []
     folder.write(many, {})

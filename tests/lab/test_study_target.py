@@ -12,6 +12,8 @@ from prunus.lab.study.folder import Folder
 from prunus.lab.study.results import summary
 from prunus.lab.trainer import train
 
+pytestmark = pytest.mark.usefixtures("few_weights")
+
 
 def test_quality_off_the_target_does_not_count(copy):
     path = copy / "runs" / "bitter7-0.5-s0" / "result.json"

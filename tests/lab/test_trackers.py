@@ -34,6 +34,7 @@ def test_a_process_has_the_commit_that_it_began_with(monkeypatch):
         commit.cache_clear()
 
 
+@pytest.mark.slow
 def test_tensorboard_and_wandb_offline_hold_the_same_metrics(tmp_path, monkeypatch):
     pytest.importorskip("wandb", reason="needs wandb: pip install 'prunus[wandb]'")
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")

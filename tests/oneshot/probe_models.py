@@ -1,6 +1,7 @@
 """Small models with their samples and losses, for the probe and its reference."""
 
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -91,7 +92,7 @@ def llama_blocks(num_layers):
     return [[f"model.layers.{i}.{part}.weight" for part in parts] for i in range(num_layers)]
 
 
-def llama(dtype=torch.float64, tie=True):
+def llama(dtype=torch.float64, tie=True, num_layers=3):
     """A Llama with grouped queries, drawn at random, and padded samples of two lengths."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(2)
@@ -99,7 +100,7 @@ def llama(dtype=torch.float64, tie=True):
         vocab_size=31,
         hidden_size=16,
         intermediate_size=24,
-        num_hidden_layers=3,
+        num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=32,
@@ -114,7 +115,7 @@ def llama(dtype=torch.float64, tie=True):
     batches = [{"input_ids": first, "attention_mask": mask}]
     second = torch.randint(0, 31, (2, 7))
     batches.append({"input_ids": second, "attention_mask": torch.ones_like(second)})
-    return Case(model, batches, None, own_loss, llama_blocks(3))
+    return Case(model, batches, None, own_loss, llama_blocks(num_layers))
 
 
 def stories260k(dtype=torch.float64):
@@ -128,4 +129,4 @@ def stories260k(dtype=torch.float64):
     return Case(model, batches, None, own_loss, llama_blocks(model.config.num_hidden_layers))
 
 
-CASES = {"mlp": mlp, "cnn": cnn, "llama": llama}
+CASES = {"mlp": mlp, "cnn": cnn, "llama": partial(llama, num_layers=2)}

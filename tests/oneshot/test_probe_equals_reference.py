@@ -64,6 +64,7 @@ def test_the_size_of_a_batch_changes_no_decision(case, size):
 
 @needs_data
 @pytest.mark.parametrize(("schedule", "order"), ORDERS, ids=["-".join(pair) for pair in ORDERS])
+@pytest.mark.slow
 def test_masks_of_a_trained_gpt_are_those_of_the_reference(schedule, order):
     assert_equal(*both(stories260k(), "wanda", PerRow(), Probe(tau=0.02, order=order, schedule=schedule)))
 

@@ -1,5 +1,7 @@
 """The kernels compute what their definitions say: in the interpreter, and on a GPU where there is one."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -43,8 +45,11 @@ def test_a_product_with_one_vector(shape, sparsity):
     assert close(y, weight, x)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("batch", [1, 2, 4, 8])
+QUICK = [(1, torch.float16), (4, torch.float32), (8, torch.bfloat16)]  # the interpreter takes a second for each
+MORE = [pair for pair in itertools.product([1, 2, 4, 8], DTYPES) if pair not in QUICK]
+
+
+@pytest.mark.parametrize(("batch", "dtype"), [*QUICK, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in MORE)])
 def test_products_with_several_vectors_of_any_type(batch, dtype):
     from prunus.sparse._triton import product
 
