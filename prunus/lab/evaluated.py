@@ -10,7 +10,7 @@ from .evaluate import Quality
 from .exported import described, load_exported
 from .recipe import device_named
 from .run import Run
-from .subject import check_vocabulary, longest_window, side_by_side, token_ids, token_quality
+from .trained_model import check_vocabulary, longest_window, side_by_side, token_ids, token_quality
 from .trainer import Training
 
 

@@ -19,7 +19,7 @@ from prunus.lab.evidence.masks import exactly, pruned_by, replaced_veto, share_b
 from prunus.lab.evidence.study import Arm, Row
 from prunus.lab.evidence.verdict import verdict
 from prunus.lab.models.resnet import RESNETS, resnet
-from prunus.oneshot.decide import within
+from prunus.oneshot.probe.decide import within
 from prunus.oneshot.prune import Job, Plan
 from prunus.ops import bits
 from prunus.select import Global, PerLayer, PerRow

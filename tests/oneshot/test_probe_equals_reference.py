@@ -12,8 +12,7 @@ from prunus.ops import bits
 
 ORDERS = [
     ("joint", "reverse"),
-    ("jacobi", "reverse"),
-    *[(schedule, order) for schedule in ("sequential", "block") for order in ("reverse", "forward", "size")],
+    *[(schedule, order) for schedule in ("sequential", "block") for order in ("reverse", "forward")],
 ]
 
 
@@ -69,7 +68,7 @@ def test_masks_of_a_trained_gpt_are_those_of_the_reference(schedule, order):
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("schedule", ["joint", "block", "jacobi"])
+@pytest.mark.parametrize("schedule", ["joint", "block"])
 def test_in_float32_only_what_lies_on_the_edge_may_differ(case, schedule):
     probe = Probe(tau=0.02, schedule=schedule)
     result, expected, *_ = both(CASES[case](torch.float32), "magnitude", Global(), probe)

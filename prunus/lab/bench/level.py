@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...oneshot import Probe, prune
-from ..prune_profile import Sampler, utilisation_reader
+from ..gpu import Sampler, utilisation_reader
 from .measure import timed
 from .prune import largest_gradient
 

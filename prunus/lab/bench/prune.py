@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ...eligible import Weight, eligible
 from ...oneshot import Probe, prune
-from ...oneshot.head import head_of
+from ...oneshot.walk import head_of
 from ...ops.device import wait_for
 from ...select import PerRow
 from .measure import median_ms, timed

@@ -6,10 +6,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...oneshot import objective
-from ...oneshot.engine import Engine
-from ...oneshot.objective import Objective
-from ...oneshot.taps import Taps
+from ...oneshot.probe import objective
+from ...oneshot.probe.engine import Engine
+from ...oneshot.probe.objective import Objective
+from ...oneshot.probe.taps import Taps
 
 CLOCKED = {  # what is timed, and where it is found
     "head": (objective, "entropy_in_parts"),

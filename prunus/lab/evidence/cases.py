@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...oneshot.probe import Schedule
+from ...oneshot.probe.prober import Schedule
 from ..data.images import Normalise
 from ..data.shape import ImageShape
 from ..models.resnet import RESNETS, resnet
-from ..subject import Request, Subject, subject_of
+from ..trained_model import ModelSource, TrainedModel, load_trained
 
 IMAGES = "cifar10.npz"
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # what ResNet-20 was trained with
@@ -62,7 +62,7 @@ def smaller(case: Case) -> Case:
     return replace(case, samples=4, held_out=4, length=16)
 
 
-def subject_for(case: Case, data: Path, seed: int, device: torch.device) -> Subject:
+def subject_for(case: Case, data: Path, seed: int, device: torch.device) -> TrainedModel:
     """The case's model, samples and measure; ``seed`` chooses the calibration samples."""
     folder = data / case.name
     if not folder.is_dir():
@@ -70,8 +70,8 @@ def subject_for(case: Case, data: Path, seed: int, device: torch.device) -> Subj
     if (folder / IMAGES).is_file():
         return _images(case, folder, seed, device)
     packed = sorted(folder.glob("*.gguf"))
-    return subject_of(
-        Request(
+    return load_trained(
+        ModelSource(
             model=str(folder),
             tokens=folder / "calib.u16",
             eval_tokens=folder / "valid.u16",
@@ -86,7 +86,7 @@ def subject_for(case: Case, data: Path, seed: int, device: torch.device) -> Subj
     )
 
 
-def _images(case: Case, folder: Path, seed: int, device: torch.device) -> Subject:
+def _images(case: Case, folder: Path, seed: int, device: torch.device) -> TrainedModel:
     with np.load(folder / IMAGES) as file:
         images = {name: file[name] for name in file.files}
     model = _resnet20(folder).to(device).eval()
@@ -96,7 +96,7 @@ def _images(case: Case, folder: Path, seed: int, device: torch.device) -> Subjec
     batch = batch[0].to(device), batch[1].to(device)
     pixels = normalise(images["test_pixels"][: case.held_out]).to(device)
     labels = torch.from_numpy(images["test_labels"][: case.held_out]).to(device)
-    return Subject(model, [batch], _accuracy_on(pixels, labels), _unsaved, F.cross_entropy, "accuracy")
+    return TrainedModel(model, [batch], _accuracy_on(pixels, labels), _unsaved, F.cross_entropy, "accuracy")
 
 
 def _resnet20(folder: Path) -> nn.Module:

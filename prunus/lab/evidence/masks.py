@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from ...eligible import Weight
-from ...oneshot.decide import within
+from ...oneshot.probe.decide import within
 from ...oneshot.prune import Job
-from ...oneshot.result import Result, prune_
-from ...oneshot.session import Originals
+from ...oneshot.result import Result
+from ...oneshot.walk import Originals
 from ...ops import bits
 from ...ops.source import Lazy
 from ...select import Global, PerRow, Selector
@@ -110,7 +110,7 @@ def pruned_by(job: Job, masks: Masks) -> Iterator[float]:
     originals = Originals()
     try:
         for name, mask in masks.items():
-            prune_(job.weights[name].parameter, ~mask, originals)
+            originals.prune_(job.weights[name].parameter, ~mask)
         yield sum(int((~mask).sum()) for mask in masks.values()) / sum(mask.numel() for mask in masks.values())
     finally:
         job.undo_(originals)

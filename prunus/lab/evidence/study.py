@@ -17,8 +17,8 @@ from ...oneshot.prune import Job, Plan
 from ...oneshot.result import Result
 from ...select import Global, PerLayer, PerRow, Selector
 from ..files import write_json
-from ..subject import Subject
 from ..tracking import environment
+from ..trained_model import TrainedModel
 from .cases import Case
 from .masks import Masks, drawn, exactly, pruned_by, replaced_veto, share_beyond, vetoed_by_lot
 
@@ -102,7 +102,7 @@ class Study:
     def finished(self) -> bool:
         return len(self.done) == len(self.steps)
 
-    def run(self, load: Callable[[], Subject], say: Say) -> None:
+    def run(self, load: Callable[[], TrainedModel], say: Say) -> None:
         """Do what is left; ``load`` gives the model, where there is something left."""
         if self.finished:
             return
@@ -134,7 +134,7 @@ class Arm:
     strategy: str
     select: Selector
     job: Job
-    subject: Subject
+    subject: TrainedModel
 
     def rows(self, step: str) -> Iterator[Row]:
         way, _, level = step.rpartition(" ")
@@ -195,4 +195,4 @@ class Arm:
             self.job.undo_(result.originals)
 
     def _generator(self) -> torch.Generator:
-        return torch.Generator(self.job.device).manual_seed(self.study.seed)
+        return torch.Generator(self.job.walk.device).manual_seed(self.study.seed)

@@ -2,7 +2,7 @@
 
 import torch
 
-from ..prune_profile import GIB
+from ..gpu import GIB
 from .measure import Profile
 from .memory import CATEGORIES
 from .parts import PARTS
