@@ -14,59 +14,68 @@ from test_search import searched
 
 from prunus import Levels, Limit, Probe
 
-KILLED = """
-import os, signal, sys
+SEARCHES = """
+import json, os, signal, sys
 from pathlib import Path
 import torch
 from prunus import *
 sys.path.insert(0, {here!r})
 from probe_models import mlp
 from test_search import held_out
-case, tune, schedule, kill_at = mlp(), Tune(3, {both}), {schedule!r}, int(sys.argv[2])
-events = []
-def event(*_):
-    events.append(1)
-    if len(events) == kill_at:
-        os.kill(os.getpid(), signal.SIGKILL)
-inner = held_out(case)
-def evaluate(model):
-    event()
-    return inner(model)
-options = SearchOptions(Levels(0.2, 0.2, 0.8), tune, Path(sys.argv[1]), progress=event)
-found = search(case.model, case.batches, evaluate, Limit(relative=0.003), Probe(2.0, schedule=schedule),
-               loss=case.loss, options=options)
-trials = [(t.asked, t.sparsity, t.metric, t.accepted, t.scale) for t in found.trials]
-torch.save({{"model": case.model.state_dict(), "masks": dict(found.masks)}}, Path(sys.argv[1]).with_suffix(".out"))
-import json
-print(json.dumps([len(events), trials, found.metric, found.sparsity, found.alone]))
+
+def searched(folder, kill_at):
+    case, events = mlp(), []
+    def event(*_):
+        events.append(1)
+        if len(events) == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+    inner = held_out(case)
+    def evaluate(model):
+        event()
+        return inner(model)
+    options = SearchOptions(Levels(0.2, 0.2, 0.8), Tune(3, {both}), folder, progress=event)
+    probe = Probe(2.0, schedule={schedule!r})
+    found = search(case.model, case.batches, evaluate, Limit(relative=0.003), probe, loss=case.loss, options=options)
+    trials = [(t.asked, t.sparsity, t.metric, t.accepted, t.scale) for t in found.trials]
+    torch.save({{"model": case.model.state_dict(), "masks": dict(found.masks)}}, folder.with_suffix(".out"))
+    return [len(events), trials, found.metric, found.sparsity, found.alone]
+
+def forked(folder, kill_at):
+    # a process of its own for each search; nothing has run in this one, so a fork of it is a fresh start
+    answer = folder.with_suffix(".json")
+    answer.unlink(missing_ok=True)
+    child = os.fork()
+    if child == 0:
+        try:
+            answer.write_text(json.dumps(searched(folder, kill_at)))
+        finally:
+            os._exit(0 if answer.is_file() else 1)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return status, json.loads(answer.read_text()) if answer.is_file() else None
+
+torch.set_num_threads(1)
+root = Path(sys.argv[1])
+whole = forked(root / "whole", 0)
+killed = []
+for kill_at in (3, 5, 8, whole[1][0] // 2, 2):
+    killed.append(forked(root / "broken", kill_at)[0])
+    if killed[-1] == 0:
+        break
+print(json.dumps([whole, killed, forked(root / "broken", 0)]))
 """
-
-
-def run(script, folder, kill_at):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", script, str(folder), str(kill_at)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
 
 
 @pytest.mark.parametrize(("schedule", "both"), [("sequential", False), ("sequential", True), ("joint", False)])
 def test_a_search_killed_anywhere_goes_on_and_ends_as_the_unbroken_one(schedule, both, tmp_path):
-    script = KILLED.format(here=str(Path(__file__).parent), both=both, schedule=schedule)
-    done = run(script, tmp_path / "whole", 0)
+    script = SEARCHES.format(here=str(Path(__file__).parent), both=both, schedule=schedule)
+    command, environment = [sys.executable, "-c", script, str(tmp_path)], {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr
-    num_events, *expected = json.loads(done.stdout)
-    assert num_events > 8
-    folder, tries = tmp_path / "broken", 0
-    for kill_at in (3, 5, 8, num_events // 2, 2):
-        killed = run(script, folder, kill_at)
-        if killed.returncode == 0:
-            break
-        assert killed.returncode == -signal.SIGKILL, killed.stderr
-        tries += 1
-    assert tries >= 2
-    resumed = run(script, folder, 0)
-    assert resumed.returncode == 0, resumed.stderr
-    num_left, *found = json.loads(resumed.stdout)
-    assert found == expected and num_left < num_events
+    (status, (num_events, *expected)), killed, (resumed, (num_left, *found)) = json.loads(done.stdout)
+    assert status == 0 and num_events > 8
+    assert killed.count(-signal.SIGKILL) >= 2 and set(killed[:-1]) == {-signal.SIGKILL}
+    assert killed[-1] in (0, -signal.SIGKILL)
+    assert resumed == 0 and found == expected and num_left < num_events
     first, second = (torch.load(f"{tmp_path / name}.out", weights_only=True) for name in ("whole", "broken"))
     for part in ("model", "masks"):
         assert all(torch.equal(first[part][key], second[part][key]) for key in first[part])
