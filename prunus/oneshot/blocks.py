@@ -93,7 +93,7 @@ class Stream:
         self._outputs = {k: output for k, output in self._outputs.items() if k in positions}
 
     def drop_after(self, k: int) -> None:
-        """Forget the positions after ``k``: a weight behind it has changed."""
+        """Forget the positions after ``k``: a weight after it has changed."""
         self._outputs = {i: output for i, output in self._outputs.items() if i <= k}
 
     def ensure(self, k: int, forward: Callable[[Chunk], object], size: int) -> int:

@@ -47,9 +47,9 @@ def prune(
     compared by itself, has more zeros than asked for, none comes back.
 
     ``batches`` are tensors, pairs (input, target) or dicts, read once; a sample is one index of dimension 0, and
-    its loss is that of a batch which holds it alone. They may be left out where nothing reads them: magnitude
-    without a probe. ``loss(output, target)`` defaults to the model's own for Hugging Face models. ``select``
-    defaults to ``PerRow`` for wanda and to ``Global`` for the rest.
+    its loss is that of a batch of one. They may be left out where nothing reads them: magnitude without a probe.
+    ``loss(output, target)`` defaults to the model's own for Hugging Face models. ``select`` defaults to ``PerRow``
+    for wanda and to ``Global`` for the rest.
 
     A probe keeps some of what the strategy proposes, so the sparsity ends below the one asked for, unless its tau is
     ``target``. With ``offload``, a device, the model's blocks are moved there one at a time, and everything else

@@ -38,7 +38,7 @@ class Chunk:
     def size(self) -> int:
         return self.stop - self.start
 
-    def behind(self, other: "Chunk") -> "Chunk":
+    def after(self, other: "Chunk") -> "Chunk":
         """The part of it after ``other``, which holds the first samples of a group."""
         if self.group != other.group:
             return self

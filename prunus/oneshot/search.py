@@ -83,7 +83,7 @@ class _Search:
         try:
             dense = self._metric()
             if not math.isfinite(dense):
-                raise ValueError(f"the metric of the dense model is {dense}; a limit has nothing to go by")
+                raise ValueError(f"the metric of the dense model is {dense}; a limit needs a finite one")
             state = self._state()
             while (asked := self.options.steps.next(self.trials)) is not None:
                 self._try(asked, dense, state)

@@ -65,7 +65,7 @@ class Walk:
 
         ``after`` are the first samples of a group, and are left out.
         """
-        chunks = [chunk if after is None else chunk.behind(after) for chunk in self.samples.chunks(size)]
+        chunks = [chunk if after is None else chunk.after(after) for chunk in self.samples.chunks(size)]
         pending = [chunk for chunk in chunks if chunk.size]
         while pending:
             chunk = pending.pop(0)

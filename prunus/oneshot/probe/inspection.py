@@ -38,7 +38,7 @@ class Findings:
 
     batched: bool = False  # the loss of two samples in one pass is the sum of their own losses
     form: str | None = None  # formula of the model's own loss
-    chained: bool = False  # a pass may start behind any block
+    chained: bool = False  # a pass may start after any block
     quick: set[str] = field(default_factory=set)  # weights whose gradients can be rebuilt from a batch
     starts: dict[str, int] = field(default_factory=dict)  # blocks that have ended when a weight is first used
     saved_bytes: int = 0  # that one sample saves for its backward
@@ -118,7 +118,7 @@ def _inspected(walk: Walk, objective: Objective, modules: Modules, two: Tree) ->
 
 
 def _rounds_products(loss: Tensor) -> bool:
-    """Whether the matrix products behind it may have been rounded to TF32."""
+    """Whether the matrix products that led to it may have been rounded to TF32."""
     if not loss.is_cuda:
         return False
     return bool(torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32)

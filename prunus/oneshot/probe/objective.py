@@ -1,4 +1,4 @@
-"""The loss of each sample: that of a batch which holds it alone, whatever batch it is run in.
+"""The loss of each sample: that of a batch of one, whatever batch the sample is run in.
 
 The logits of a language model are by far the largest tensor of a pass. Where its head is plain, they are computed for
 a few tokens at a time, together with the gradient that goes back to the hidden state.
