@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from prunus import Probe, prune
-from prunus.lab.prune_profile import Sampler, utilisation_reader
+from prunus.lab.gpu import Sampler, utilisation_reader
 from prunus.ops.machine import device_of
 
 from .benchmark import Benchmark, Measured, Record, Row, section, table_of

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from prunus.lab.data.batches import ImageShape, Normalise
 from prunus.lab.data.image_files import read_cifar10
 from prunus.lab.models.vision import RESNETS, resnet
-from prunus.lab.subject import Request, Subject, subject_of
-from prunus.oneshot.probe import Schedule
+from prunus.lab.trained_model import ModelSource, TrainedModel, load_trained
+from prunus.oneshot.probe.prober import Schedule
 
 IMAGES = "cifar10.npz"
 NUM_CALIBRATION = 2048  # images to draw calibration samples from
@@ -63,7 +63,7 @@ def smaller(case: Case) -> Case:
     return replace(case, samples=4, held_out=4, length=16)
 
 
-def subject_for(case: Case, data: Path, seed: int, device: torch.device) -> Subject:
+def subject_for(case: Case, data: Path, seed: int, device: torch.device) -> TrainedModel:
     """The case's model, samples and measure; ``seed`` chooses the calibration samples."""
     folder = data / case.name
     if not folder.is_dir():
@@ -71,8 +71,8 @@ def subject_for(case: Case, data: Path, seed: int, device: torch.device) -> Subj
     if (folder / IMAGES).is_file():
         return _image_subject(case, folder, seed, device)
     packed = sorted(folder.glob("*.gguf"))
-    return subject_of(
-        Request(
+    return load_trained(
+        ModelSource(
             model=str(folder),
             tokens=folder / "calib.u16",
             eval_tokens=folder / "valid.u16",
@@ -87,7 +87,7 @@ def subject_for(case: Case, data: Path, seed: int, device: torch.device) -> Subj
     )
 
 
-def _image_subject(case: Case, folder: Path, seed: int, device: torch.device) -> Subject:
+def _image_subject(case: Case, folder: Path, seed: int, device: torch.device) -> TrainedModel:
     with np.load(folder / IMAGES) as file:
         images = {name: file[name] for name in file.files}
     normalise = Normalise(torch.tensor(MEAN)[:, None, None] * 255, torch.tensor(STD)[:, None, None] * 255)
@@ -105,7 +105,8 @@ def _image_subject(case: Case, folder: Path, seed: int, device: torch.device) ->
         raise ValueError("models of the study are not written")
 
     model = _resnet20(folder).to(device).eval()
-    return Subject(model, [(batch[0].to(device), batch[1].to(device))], accuracy, save, F.cross_entropy, "accuracy")
+    images = [(batch[0].to(device), batch[1].to(device))]
+    return TrainedModel(model, images, accuracy, save, F.cross_entropy, "accuracy")
 
 
 def _resnet20(folder: Path) -> nn.Module:

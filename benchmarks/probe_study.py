@@ -16,12 +16,12 @@ from torch import Tensor
 from prunus import Global, PerLayer, PerRow, Probe
 from prunus.eligible import Weight
 from prunus.files.json_file import write_json
-from prunus.lab.subject import Subject
 from prunus.lab.tracking import environment
-from prunus.oneshot.decide import within
+from prunus.lab.trained_model import TrainedModel
+from prunus.oneshot.probe.decide import within
 from prunus.oneshot.prune import Job, Plan
-from prunus.oneshot.result import Result, prune_
-from prunus.oneshot.session import Originals
+from prunus.oneshot.result import Result
+from prunus.oneshot.walk import Originals
 from prunus.ops import bits
 from prunus.ops.lazy import Lazy
 from prunus.select import Selector
@@ -94,7 +94,7 @@ class Study:
             found += [(strategy, f"{way} {level}") for level in self.design.levels for way in ways]
         return found
 
-    def run(self, load: Callable[[], Subject]) -> None:
+    def run(self, load: Callable[[], TrainedModel]) -> None:
         """Do the steps that are left; ``load`` gives the model, and is not called where there are none."""
         done: dict[str, float] = self.content["done"]
         left = [(strategy, step) for strategy, step in self.steps if f"{strategy}: {step}" not in done]
@@ -124,7 +124,7 @@ class Arm:
     strategy: str
     select: Selector
     job: Job
-    subject: Subject
+    subject: TrainedModel
 
     def rows(self, step: str) -> Iterator[Row]:
         way, _, level = step.rpartition(" ")
@@ -185,7 +185,7 @@ class Arm:
             self.job.undo_(result.originals)
 
     def _generator(self) -> torch.Generator:
-        return torch.Generator(self.job.device).manual_seed(self.study.seed)
+        return torch.Generator(self.job.walk.device).manual_seed(self.study.seed)
 
 
 # Masks that are compared with those of ``prune``
@@ -277,7 +277,7 @@ def pruned_by(job: Job, masks: Masks) -> Iterator[float]:
     originals = Originals()
     try:
         for name, mask in masks.items():
-            prune_(job.weights[name].parameter, ~mask, originals)
+            originals.prune_(job.weights[name].parameter, ~mask)
         yield sum(int((~mask).sum()) for mask in masks.values()) / sum(mask.numel() for mask in masks.values())
     finally:
         job.undo_(originals)

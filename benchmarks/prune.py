@@ -16,11 +16,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from prunus import PerRow, Probe, prune
 from prunus.eligible import Weight, eligible
 from prunus.lab.data.token_files import read_tokens
-from prunus.oneshot import objective
-from prunus.oneshot.engine import Engine
-from prunus.oneshot.head import head_of
-from prunus.oneshot.objective import Objective
-from prunus.oneshot.taps import Taps
+from prunus.oneshot.probe import objective
+from prunus.oneshot.probe.engine import Engine
+from prunus.oneshot.probe.objective import Objective
+from prunus.oneshot.probe.taps import Taps
+from prunus.oneshot.walk import head_of
 from prunus.ops.machine import device_of, wait_for
 
 from .benchmark import Benchmark, Measured, Record, Row, section, table_of

@@ -1,10 +1,10 @@
-"""Input norms of each weight, collected by hooks while a model trains."""
+"""Input norms: how large every input feature of each weight is, collected while a model runs."""
 
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import product
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakKeyDictionary, finalize
 
 import torch
@@ -17,34 +17,47 @@ from .ranks import Ranks
 
 
 class InputNorms(AbstractContextManager["InputNorms"]):
-    """L2 norms of the inputs of each weight's module, over every forward pass in training mode while open.
+    """L2 norms of the inputs of each weight's module, over every forward pass while open.
 
     A norm broadcasts to its weight: (in,) for a linear layer, (in, 1) for ``Conv1D``, one for each
-    element of the kernel window for a convolution. Gradient checkpointing, which runs a forward pass twice, is counted
-    once. Compiled models run eagerly meanwhile. Over several ``ranks`` squares are means of the ranks' sums, so that
-    all have the same norms.
+    element of the kernel window for a convolution. The modules themselves are left as they are.
+    Layers that gradient checkpointing runs again in the backward are counted once. Compiled models run eagerly
+    meanwhile. Over several ``ranks`` squares are means of the ranks' sums, so that all have the same norms.
+
+    In training (``mode`` is train) only modules in training mode count, and sums are float32. For a trained model
+    (eval) all modules count, and sums are float64 and do not depend on the batch size; ``mask`` (sample, token) says
+    which tokens count.
     """
 
-    def __init__(self, weights: Sequence[Weight], ranks: Ranks | None = None) -> None:
+    def __init__(
+        self,
+        weights: Sequence[Weight],
+        ranks: Ranks | None = None,
+        *,
+        mode: Literal["train", "eval"] = "train",
+        mask: Tensor | None = None,
+    ) -> None:
         check_inputs(weights)
-        self.weights, self.ranks = weights, ranks
-        self._squares: dict[str, Tensor] = {}
+        self.weights, self.ranks, self.mode, self.mask = weights, ranks, mode, mask
+        self.squares: dict[str, Tensor] = {}  # sums, by weight
         self._open = ExitStack()
         finalize(self, self._open.close)  # the hook is global: it must not outlive this object
 
     def __enter__(self) -> "InputNorms":
         """Start from zero."""
         self.__exit__()
-        self._squares.clear()
+        self.squares.clear()
         names = WeakKeyDictionary[nn.Module, list[str]]()
         for weight in self.weights:
             names.setdefault(weight.module, []).append(weight.name)
-        sums = self._squares
+        # not self: the hook is global, and must not keep it alive
+        sums, train, mask = self.squares, self.mode == "train", self.mask
+        dtype = torch.float32 if train else torch.float64
 
         @torch.no_grad()
         def add(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _: object) -> None:
-            for name in names.get(module, ()) if module.training and not _is_backward() else ():
-                squares = input_squares(module, next(iter(args or kwargs.values())).detach())
+            for name in names.get(module, ()) if (module.training or not train) and not _is_backward() else ():
+                squares = input_squares(module, next(iter(args or kwargs.values())).detach(), dtype, mask)
                 sums[name] = sums[name] + squares if name in sums else squares
 
         self._open.callback(_remove, register_module_forward_hook(add, with_kwargs=True))
@@ -60,7 +73,7 @@ class InputNorms(AbstractContextManager["InputNorms"]):
 
     def norms(self) -> dict[str, Tensor]:
         """Norms by weight; collective where there are several ranks."""
-        squares = self._squares
+        squares = self.squares
         if self.ranks:
             squares = {name: self.ranks.sum(sums) / self.ranks.size for name, sums in self._agreed().items()}
         return {name: sums.sqrt() for name, sums in squares.items()}
@@ -70,7 +83,7 @@ class InputNorms(AbstractContextManager["InputNorms"]):
         assert self.ranks is not None
         found, missing = {}, []
         for weight in self.weights:
-            sums = self._squares.get(weight.name)
+            sums = self.squares.get(weight.name)
             if sums is None:
                 missing.append(weight.name)
             elif any(a not in (1, b) for a, b in zip(sums.shape[::-1], weight.parameter.shape[::-1], strict=False)):
@@ -109,16 +122,33 @@ def _is_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def input_squares(module: nn.Module, x: Tensor) -> Tensor:
-    """Sum of squares of each input feature, in a shape that broadcasts to the module's weight."""
+def input_squares(
+    module: nn.Module, x: Tensor, dtype: torch.dtype = torch.float32, mask: Tensor | None = None
+) -> Tensor:
+    """Sum of squares of each input feature, in a shape that broadcasts to the module's weight.
+
+    In float64 convolutions are summed one sample after the other, so that the batch size does not show.
+    """
+    if isinstance(module, (*CONVOLUTIONS, *TRANSPOSED)):
+        if dtype == torch.float32:
+            return _convolution_squares(module, x)
+        samples = x if x.ndim == module.weight.ndim else [x]
+        return torch.stack([_convolution_squares(module, sample).to(dtype) for sample in samples]).sum(0)
+    squares = x.float().square()
+    if mask is not None and x.ndim > 2 and mask.shape == x.shape[:2]:
+        squares = squares[mask.bool()]
+    features = squares.flatten(0, -2).sum(0, dtype=dtype) if squares.ndim > 1 else squares.to(dtype)
+    return features.unsqueeze(1) if is_conv1d(module) else features
+
+
+def _convolution_squares(module: nn.Module, x: Tensor) -> Tensor:
+    """Sums over all places of the input, with or without a batch dimension."""
     squares = x.float().square()
     if isinstance(module, TRANSPOSED):
         channels = squares.movedim(-module.weight.ndim + 1, 0).flatten(1).sum(1)
         return channels.view(-1, *[1] * (module.weight.ndim - 1))
-    if isinstance(module, CONVOLUTIONS):
-        return _window_squares(module, squares)
-    features = squares.flatten(0, -2).sum(0) if squares.ndim > 1 else squares
-    return features.unsqueeze(1) if is_conv1d(module) else features
+    assert isinstance(module, CONVOLUTIONS)
+    return _window_squares(module, squares)
 
 
 def _window_squares(conv: nn.Conv1d | nn.Conv2d | nn.Conv3d, squares: Tensor) -> Tensor:

@@ -98,7 +98,7 @@ def _of_tokens(folder: Path, validation: Path, eval_size: int, length: int) -> "
     from ..eligible import eligible
     from ..export import load_model
     from ..lab.recipe import device_named
-    from ..lab.subject import check_vocabulary, longest_window, side_by_side, token_ids, token_quality
+    from ..lab.trained_model import check_vocabulary, longest_window, side_by_side, token_ids, token_quality
     from ..summary import report
 
     tokens = token_ids(validation)

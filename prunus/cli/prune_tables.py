@@ -1,21 +1,103 @@
-"""What ``prunus prune`` prints."""
+"""What ``prunus prune`` prints: the pruned weights, the models compared, where time and memory went, and advice."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import dataclass
 
+import torch
 from rich.table import Table
 
+from ..lab.gpu import GIB
+from ..lab.trained_model import TrainedModel
+from ..oneshot import Result
 from .progress import wide_console
 
-if TYPE_CHECKING:
-    from ..lab.prune_profile import Profile
-    from ..oneshot import Result
-    from .prune import Command, Outcome
+PARTS = {
+    "strategy": "input norms or gradients, and the choice of candidates",
+    "inspection": "what can be batched and skipped in this model",
+    "records": "gradients before and after the reduction, and the decisions",
+    "evaluation": "held-out data",
+    "other": "everything else",
+}
 
 
-def print_result(command: "Command", outcome: "Outcome") -> None:
-    """One table of the weights and one of the models."""
-    result, rows, metric = outcome.result, outcome.rows, outcome.subject.metric
-    layers = _layers(result, is_probed=command.probe != "none")
+@dataclass(frozen=True)
+class Profile:
+    """Seconds by part, and the state of the device."""
+
+    seconds: Mapping[str, float]
+    rows: int  # per pass, at the end; 0 where no gradient was read
+    halved: int  # how often memory ran out
+    used_bytes: int  # at the peak
+    left_bytes: int  # free at the peak
+    device: str
+    schedule: str = "none"
+    utilisation: float | None = None  # share of the time in which the GPU was busy
+    checkpointing: bool = False  # whether blocks ran again for the backward
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds.values())
+
+    def share(self, part: str) -> float:
+        return self.seconds.get(part, 0.0) / self.total if self.total else 0.0
+
+
+def split(parts: Mapping[str, float], total: float) -> dict[str, float]:
+    """Seconds by part in the order of PARTS, with the rest as ``other``."""
+    found = {part: parts[part] for part in PARTS if part in parts}
+    return found | {"other": max(0.0, total - sum(found.values()))}
+
+
+def advice(profile: Profile) -> list[str]:
+    """What would make the run faster or smaller; at least one sentence."""
+    found = []
+    if profile.halved:
+        times = "once" if profile.halved == 1 else f"{profile.halved} times"
+        found.append(f"Memory ran out {times}; --batch {profile.rows} starts with what fitted in the end.")
+    if profile.rows == 1 and profile.halved:
+        found.append(f"One row per pass is the minimum: {_room(profile)} leave more room.")
+    if profile.checkpointing and not profile.halved:
+        found.append("Checkpointing was not needed: leave it out, or take more rows per pass (--batch).")
+    roomy = profile.left_bytes > profile.used_bytes
+    if profile.device.startswith("cuda") and profile.rows and roomy and not profile.halved:
+        found.append(f"More memory is left than was used: --batch {2 * profile.rows} or more fills the GPU better.")
+    elif profile.utilisation is not None and profile.utilisation < 0.7:
+        found.append("The GPU waits for the host: longer windows (--length) or more rows per pass (--batch) help.")
+    if profile.share("evaluation") > 0.5:
+        found.append("Most of the time went into held-out data: --eval-windows takes fewer of them.")
+    if profile.share("inspection") > 0.25:
+        found.append("The inspection of the model shows because the rest is short; it is done once.")
+    if profile.share("records") > 0.5 and profile.schedule == "sequential":
+        found.append("Gradients are recorded for one weight at a time: --probe block takes far fewer passes, "
+                     "and decides a little differently.")  # fmt: skip
+    if profile.share("strategy") > 0.5 and profile.schedule == "none":
+        found.append("Most of it is passes over the samples: fewer or shorter ones (--samples, --length) cost less.")
+    if profile.device == "cpu":
+        threads = torch.get_num_threads()
+        found.append(f"The passes ran on {threads} CPU thread{'s' * (threads > 1)}: --device cuda where there is one.")
+    return found or ["Nothing stands out: time and memory go where they should."]
+
+
+def _room(profile: Profile) -> str:
+    """Options that leave more memory for activations and were not used."""
+    if profile.checkpointing or profile.schedule in ("none", "joint"):
+        return "shorter windows (--length) or --offload"
+    return "--checkpointing, shorter windows (--length) or --offload"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A model that was pruned, and the figures."""
+
+    model: TrainedModel
+    result: Result
+    rows: dict[str, dict[str, float]]  # sparsity and metric of the dense model, the pruned one and the comparison
+    profile: Profile | None = None
+
+
+def print_result(outcome: Outcome, asked: float, *, is_probed: bool) -> None:
+    """One table of the weights and one of the models; ``asked`` is the sparsity asked for."""
+    result, rows, metric = outcome.result, outcome.rows, outcome.model.metric
     table = Table(title="on held-out data")
     for heading in ("model", "sparsity", metric):
         table.add_column(heading)
@@ -23,17 +105,13 @@ def print_result(command: "Command", outcome: "Outcome") -> None:
         name = "as it came" if name == "dense" and row["sparsity"] else name
         table.add_row(name, f"{row['sparsity']:.4%}", f"{row[metric]:.4f}")
     console = wide_console()
-    console.print(layers)
+    console.print(_layers(result, is_probed=is_probed))
     console.print(table)
     if result.sparsity_before:
-        print(_zero_already(command.sparsity, result))
-    if command.score == "wanda" and command.scope == "global":
-        print("One threshold for all layers suits wanda badly: on small GPTs it was far worse than by rows.")
-    cost = f"{result.passes:,} passes with gradients and {result.forwards:,} without, of one sample"
-    print(f"{command.out}: written; {command.model} was pruned in {result.seconds:.1f} s, {cost}")
+        print(_zero_already(asked, result))
 
 
-def _zero_already(asked: float, result: "Result") -> str:
+def _zero_already(asked: float, result: Result) -> str:
     said = f"{result.sparsity_before:.4%} were zero already"
     if result.sparsity_before > asked:
         return f"{said}, more than the {asked:.4%} asked for; none comes back"
@@ -43,8 +121,8 @@ def _zero_already(asked: float, result: "Result") -> str:
     return said
 
 
-def _layers(result: "Result", *, is_probed: bool) -> Table:
-    """A row a weight; what only the probe knows is left out without it."""
+def _layers(result: Result, *, is_probed: bool) -> Table:
+    """One row per weight; columns of the probe are left out without one."""
     table = Table(title="what was pruned in each weight")
     headings = ("weight", "shape", "proposed", "pruned", "sparsity", "no gradient", "not finite", "tau")
     for heading in headings if is_probed else ("weight", "shape", "pruned", "sparsity"):
@@ -60,10 +138,8 @@ def _layers(result: "Result", *, is_probed: bool) -> Table:
     return table
 
 
-def print_profile(profile: "Profile") -> None:
+def print_profile(profile: Profile) -> None:
     """Where time and memory went, and what to change."""
-    from ..lab.prune_profile import advice, table_rows
-
     table = Table(title="where time and memory went")
     for heading in ("what", "how much", "meaning"):
         table.add_column(heading, justify="right" if heading == "how much" else "left")
@@ -72,3 +148,19 @@ def print_profile(profile: "Profile") -> None:
     wide_console().print(table)
     for line in advice(profile):
         print(line)
+
+
+def table_rows(profile: Profile) -> list[tuple[str, str, str]]:
+    """Rows (what, how much, meaning) of the table."""
+    rows = [
+        (part, f"{seconds:.2f} s ({profile.share(part):.0%})", PARTS[part]) for part, seconds in profile.seconds.items()
+    ]
+    rows.append(("memory used", f"{profile.used_bytes / GIB:.2f} GiB", f"at the peak, on {profile.device}"))
+    rows.append(("memory left", f"{profile.left_bytes / GIB:.2f} GiB", "at the peak"))
+    if profile.rows:
+        rows.append(("rows per pass", str(profile.rows), "samples times variants of the weights"))
+    if profile.checkpointing:
+        rows.append(("checkpointing", "yes", "blocks after the probed one ran again for the backward"))
+    if profile.utilisation is not None:
+        rows.append(("GPU busy", f"{profile.utilisation:.0%}", "of the time, as the driver says"))
+    return rows

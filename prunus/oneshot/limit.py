@@ -1,4 +1,4 @@
-"""How far a search may go, and by which steps."""
+"""Options of a search: how far it may go, in which steps, and how it tunes."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -6,15 +6,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-Progress = Callable[[int, int, str], None]  # how many of how many weights are done, and the last one's name
+Progress = Callable[[int, int, str], None]  # weights done, weights in all, and the name of the last one done
 
 
 @dataclass(frozen=True)
 class Limit:
     """How much worse a metric may get: by a fraction of the dense model's (``relative``) or by a number (``absolute``).
 
-    ``better`` says which way the metric is good: ``lower`` for perplexity, ``higher`` for accuracy. What is not
-    finite is beyond every limit.
+    ``better`` is ``lower`` for perplexity and ``higher`` for accuracy. A metric that is not finite fails every limit.
     """
 
     relative: float | None = None
@@ -36,9 +35,9 @@ class Limit:
 
 @dataclass(frozen=True)
 class Trial:
-    """One level that was tried: sparsity asked for and reached, its metric, and whether it was kept.
+    """One level: sparsity asked for and reached, its metric, and whether it was accepted.
 
-    ``scale`` is what tuning multiplied tau by; ``passes`` are forward and backward passes of one sample.
+    ``scale`` is what tuning multiplied tau by; ``passes`` counts forward and backward passes of one sample.
     """
 
     asked: float
@@ -64,7 +63,7 @@ class Levels:
             raise ValueError(f"levels need 0 < initial <= final < 1 and a step above 0, got {self}")
 
     def next(self, trials: Sequence[Trial]) -> float | None:
-        """The sparsity to try after these, if any."""
+        """The sparsity to try next, if any."""
         asked = round(self.initial + len(trials) * self.step, 9)
         failed = bool(trials) and not trials[-1].accepted
         return None if failed or asked > self.final else asked
@@ -72,7 +71,7 @@ class Levels:
 
 @dataclass(frozen=True)
 class Bisection:
-    """Halves the gap between what was kept and what failed until it is at most ``gap``; begins at ``final``."""
+    """Starts at ``final``, then halves the gap between what passed and what failed until it is at most ``gap``."""
 
     final: float = 0.9
     gap: float = 0.01
@@ -91,10 +90,10 @@ class Bisection:
 
 @dataclass(frozen=True)
 class Tune:
-    """What to do with a level that fails: search a smaller tau for it, by ``steps`` halvings of a common factor.
+    """For a level that fails, search a smaller tau in ``steps`` halvings of a common factor.
 
-    By default from the stored ratios of the level, which takes evaluations and no new pass. With ``both_steps`` the
-    level before it is taken back and probed again too, so that every halving costs two probes.
+    By default this uses the stored ratios of the level: it costs evaluations and no new pass. With ``both_steps`` the
+    level before is taken back and probed again too, so every halving costs two probes.
     """
 
     steps: int = 5
@@ -107,13 +106,13 @@ class Tune:
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """What a search does beside its limit: how it steps and tunes, and where it keeps its state."""
+    """How a search steps and tunes, where it keeps its state, and how its passes run."""
 
     steps: Levels | Bisection = field(default_factory=Levels)
     tune: Tune | None = None
     state: Path | None = None
-    offload: str | None = None  # device on which the model is run block by block
-    checkpointing: bool = False  # blocks are run again for the backward instead of kept
-    compare: bool = True  # evaluate the strategy without the probe at the sparsity that was found
+    offload: str | None = None  # device to which blocks are moved one at a time
+    checkpointing: bool = False  # blocks run again for the backward instead of keeping their activations
+    compare: bool = True  # also evaluate the strategy without the probe at the sparsity that was found
     progress: Progress | None = None
     on_trial: Callable[[Trial], None] | None = None

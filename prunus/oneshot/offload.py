@@ -1,7 +1,7 @@
-"""Models larger than the accelerator: the weights of one block are on it at a time, forward and backward.
+"""Models that do not fit on the accelerator: one block is there at a time, or runs again for the backward.
 
-Blocks are moved by hooks around their calls. What autograd would save of a block's weights for the backward is
-replaced by a note of which weight it was, and fetched again when the backward reaches it.
+Hooks around the calls of a block move its weights. Where autograd would save a weight for the backward, a reference to
+it is saved instead, and the weight is fetched again when the backward needs it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,16 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
 
 from ..eligible import Weight
-from .chain import STUB, blocks_of
+from .blocks import blocks_of, is_stubbed
 
 Saves = Callable[[Tensor], None]
 
 
 @dataclass(frozen=True)
-class _Note:
-    """A saved tensor that is part of a weight: which, and which part."""
+class _Reference:
+    """A view of a weight, saved in place of its values."""
 
     parameter: Tensor
     size: torch.Size
@@ -30,13 +32,13 @@ class _Note:
 
 
 class Offload:
-    """Where a model's weights are while it runs on ``device`` block by block."""
+    """Moves the weights of a model while it runs on ``device`` block by block."""
 
     def __init__(self, model: nn.Module, weights: Sequence[Weight], device: torch.device) -> None:
         blocks = blocks_of(model, weights)
         if not blocks:
             raise ValueError(
-                f"{type(model).__name__} has no list of blocks with weights to prune, so that none can be moved alone; "
+                f"{type(model).__name__} has no list of blocks with weights to prune, so none can be moved by itself; "
                 "leave out offload"
             )
         inside = {part for block in blocks for part in block.modules()}
@@ -52,11 +54,11 @@ class Offload:
 
     @contextmanager
     def open(self) -> Iterator["Offload"]:
-        """The model runs on the device; all that is in no unit is there the whole time, and comes back at the end."""
+        """The model runs on the device; what is in no unit stays there, and comes back at the end."""
         outside = [t for t in _tensors(self.model) if t not in self._owners]
         homes = {tensor: tensor.data for tensor in outside}
         handles = [unit.register_forward_pre_hook(self._load) for unit in self.units]
-        handles += [unit.register_forward_hook(self._unload, always_call=True) for unit in self.units]
+        handles += [unit.register_forward_hook(lambda *_: self.unload(), always_call=True) for unit in self.units]
         try:
             for tensor, home in homes.items():
                 tensor.data = home.to(self.device)
@@ -64,15 +66,15 @@ class Offload:
         finally:
             for handle in handles:
                 handle.remove()
-            self.settle()
+            self.unload()
             for tensor, home in homes.items():
                 tensor.data = home
             self._fetched = (None, {})
 
     def _load(self, unit: nn.Module, *_: Any) -> None:
-        if hasattr(vars(unit).get("forward"), STUB):
-            return  # its output is known, and nothing in it will run
-        self.settle()  # a unit that was left by an exception
+        if is_stubbed(unit):
+            return
+        self.unload()  # a unit whose forward ended with an exception
         self.num_moves += 1
         for tensor in _tensors(unit):
             self._homes[tensor] = tensor.data
@@ -83,24 +85,21 @@ class Offload:
                 # the node that gradients end in belongs to the data of this moment
                 self._edges.setdefault(tensor, []).append(get_gradient_edge(tensor))
 
-    def _unload(self, unit: nn.Module, *_: Any) -> None:
-        self.settle()
-
     def holds(self, unit: nn.Module) -> bool:
         """Whether the weights of ``unit`` are on the device now."""
         return all(tensor in self._homes for tensor in _tensors(unit))
 
     @contextmanager
     def loaded(self, unit: nn.Module) -> Iterator[None]:
-        """The weights of ``unit`` on the device, for a run that none of its hooks sees."""
+        """The weights of ``unit`` on the device, for a run that does not call its hooks."""
         self._load(unit)
         try:
             yield
         finally:
-            self.settle()
+            self.unload()
 
-    def settle(self) -> None:
-        """Have every weight of a unit where it was."""
+    def unload(self) -> None:
+        """Give the weights of the unit on the device back their own data."""
         for tensor, home in self._homes.items():
             tensor.data = home
         self._homes.clear()
@@ -108,17 +107,17 @@ class Offload:
 
     @contextmanager
     def saving(self, saves: Saves | None = None) -> Iterator[None]:
-        """Passes whose graph holds no weight of a unit; ``saves`` is told of what it does hold."""
+        """Passes whose graph holds no weight of a unit; ``saves`` is called with every tensor that it does hold."""
 
-        def pack(tensor: Tensor) -> Tensor | _Note:
+        def pack(tensor: Tensor) -> Tensor | _Reference:
             parameter = self._by_address.get(tensor.untyped_storage().data_ptr())
             if parameter is not None:
-                return _Note(parameter, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+                return _Reference(parameter, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
             if saves is not None:
                 saves(tensor)
             return tensor
 
-        def unpack(saved: Tensor | _Note) -> Tensor:
+        def unpack(saved: Tensor | _Reference) -> Tensor:
             if isinstance(saved, Tensor):
                 return saved
             return self._value(saved.parameter).as_strided(saved.size, saved.stride, saved.offset)
@@ -132,16 +131,16 @@ class Offload:
             self._fetched = (None, {})
 
     def _value(self, parameter: Tensor) -> Tensor:
-        """A weight on the device, with the others of its unit: the backward will ask for them next."""
+        """A weight on the device; the others of its unit are fetched too, as the backward needs them next."""
         owner = self._owners[parameter]
         if self._fetched[0] is not owner:
-            self._fetched = (None, {})  # frees the unit before, ahead of this one
+            self._fetched = (None, {})  # frees the previous unit first
             self._fetched = (owner, {t: _copy(t.data, self.device) for t in _tensors(owner)})
             self.num_moves += 1
         return self._fetched[1][parameter].detach()
 
     def gradients(self, total: Tensor, inputs: Sequence[Tensor]) -> list[Tensor | None]:
-        """Gradients of ``total`` for tensors and weights, None where there is no way to them."""
+        """Gradients of ``total`` for tensors and weights, None where the graph does not reach them."""
         edges = [[*{edge.node: edge for edge in self._edges[t]}.values()] if t in self._edges else [t] for t in inputs]
         flat: list[Any] = [edge for each in edges for edge in each]
         found = iter(torch.autograd.grad(total, flat, allow_unused=True))
@@ -149,24 +148,63 @@ class Offload:
 
 
 def saving(offload: Offload | None, saves: Saves | None = None) -> AbstractContextManager[None]:
-    """Passes whose saves are told to ``saves``, without the weights of an offloaded model."""
+    """Passes that call ``saves`` with each tensor that autograd saves, an offloaded model's weights aside."""
     if offload is not None:
         return offload.saving(saves)
-    return nullcontext() if saves is None else saved_tensors_hooks(_told(saves), lambda tensor: tensor)
+    if saves is None:
+        return nullcontext()
+
+    def pack(tensor: Tensor) -> Tensor:
+        saves(tensor)
+        return tensor
+
+    return saved_tensors_hooks(pack, lambda tensor: tensor)
+
+
+@contextmanager
+def counted_saves(model: nn.Module, offload: Offload | None = None) -> Iterator[list[int]]:
+    """A list that collects the sizes in bytes of what autograd saves, the model's own tensors aside."""
+    sizes: list[int] = []
+    seen = {tensor.untyped_storage().data_ptr() for tensor in _tensors(model)}
+
+    def count(tensor: Tensor) -> None:
+        address = tensor.untyped_storage().data_ptr()
+        if address not in seen:
+            seen.add(address)
+            sizes.append(tensor.untyped_storage().nbytes())
+
+    with saving(offload, count):
+        yield sizes
 
 
 def gradients(offload: Offload | None, total: Tensor, inputs: Sequence[Tensor]) -> list[Tensor | None]:
+    """``torch.autograd.grad`` of a model that may be offloaded, None for what has no part in ``total``."""
     if offload is not None:
         return offload.gradients(total, inputs)
     return [*torch.autograd.grad(total, list(inputs), allow_unused=True)]
 
 
-def _told(saves: Saves) -> Callable[[Tensor], Tensor]:
-    def pack(tensor: Tensor) -> Tensor:
-        saves(tensor)
-        return tensor
+def checkpointed(block: nn.Module, offload: Offload | None) -> Callable[..., Any]:
+    """A forward for ``block`` that saves only its inputs, and runs the block again for the backward."""
+    own = block.forward
 
-    return pack
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return own(*args, **kwargs)
+        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        versions = [tensor._version for tensor in given]
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if [tensor._version for tensor in given] != versions:
+                raise ValueError(f"{type(block).__name__} changes its input in place; leave out checkpointing")
+            if offload is None or offload.holds(block):
+                return own(*args, **kwargs)
+            with offload.loaded(block):  # the backward calls no hook of the block
+                return own(*args, **kwargs)
+
+        return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    return forward
 
 
 def _tensors(module: nn.Module) -> list[Tensor]:
@@ -174,7 +212,7 @@ def _tensors(module: nn.Module) -> list[Tensor]:
 
 
 def _copy(tensor: Tensor, device: torch.device) -> Tensor:
-    """Always a copy, so that a device which is the weights' own is treated as any other."""
+    """Always a copy, so that the weights' own device is treated like any other."""
     return torch.empty_like(tensor, device=device).copy_(tensor, non_blocking=True)
 
 

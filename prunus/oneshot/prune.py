@@ -1,8 +1,8 @@
-"""Prune a trained model: a strategy says which weights, a probe may say no to some of them."""
+"""Prune a trained model: a strategy proposes weights, and a probe may keep some of them."""
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
@@ -15,17 +15,14 @@ from ..input_statistics import eagerly
 from ..ops import bits
 from ..ranks import is_dtensor
 from ..select import Selector
-from .clock import Clock
-from .engine import Engine
 from .limit import Progress
-from .memory import Peak
-from .objective import Loss, Objective
-from .offload import Offload
-from .probe import Finished, Probe, Probed, Prober
-from .result import Result, prune_
-from .samples import Samples, check_batches, samples_of
-from .session import Originals, quiet, unwrapped
-from .strategy import ScoreLike, Strategy, Work, default_select
+from .probe.engine import Engine
+from .probe.objective import Loss, Objective
+from .probe.prober import Finished, Probe, Probed, Prober
+from .resources import Clock, Peak
+from .result import Result
+from .strategy import ScoreLike, Strategy, default_select
+from .walk import Originals, Walk, unwrapped
 
 
 def prune(
@@ -44,22 +41,22 @@ def prune(
     checkpointing: bool = False,
     progress: Progress | None = None,
 ) -> Result:
-    """Prune ``model`` in place to ``sparsity`` of its prunable weights, and say what was done.
+    """Prune ``model`` in place to ``sparsity`` of its prunable weights, and return what was done.
 
-    The sparsity is that of zeros in the weights: those that are there already count, and are removed first. Where
-    more is zero than was asked for, in the model or in a row that is compared alone, none comes back.
+    The sparsity counts all zeros, and weights that are zero already go first. Where the model, or a row that is
+    compared by itself, has more zeros than asked for, none comes back.
 
     ``batches`` are tensors, pairs (input, target) or dicts, read once; a sample is one index of dimension 0, and
-    its loss is that of a batch which holds it alone. They may be left out where nothing reads them: magnitude
-    without a probe. ``loss(output, target)`` defaults to the model's own for Hugging Face models. ``select``
-    defaults to ``PerRow`` for wanda and to ``Global`` for the rest.
+    its loss is that of a batch of one. They may be left out where nothing reads them: magnitude without a probe.
+    ``loss(output, target)`` defaults to the model's own for Hugging Face models. ``select`` defaults to ``PerRow``
+    for wanda and to ``Global`` for the rest.
 
-    A probe vetoes some of what the strategy proposes, so that the sparsity ends below the one asked for, unless its
-    tau is ``target``. With ``offload``, a device, the model's blocks are moved there one at a time, and everything
-    else for as long as it takes: the masks are the same. With ``checkpointing`` blocks behind the probed one are run
-    again for the backward instead of kept, which a model also gets whose single sample would not fit.
+    A probe keeps some of what the strategy proposes, so the sparsity ends below the one asked for, unless its tau is
+    ``target``. With ``offload``, a device, the model's blocks are moved there one at a time, and everything else
+    stays there until the end: the masks are the same. With ``checkpointing`` blocks after the probed one run again
+    for the backward instead of keeping their activations; this is also done where a single sample does not fit.
 
-    The model comes back in the mode and with the statistics that it had; after an exception with its weights too.
+    The model comes back in its mode and with its buffers; after an exception with its weights too.
     """
     job = Job(model, batches, Plan(score, select, loss, include, exclude, batch_size, offload, checkpointing))
     with job.open():
@@ -82,9 +79,9 @@ class Plan:
 
 @dataclass
 class Start:
-    """Where a level begins: what is pruned already, and the weights of this level that are done."""
+    """Where a level begins: the masks so far, and the weights of this level that are done."""
 
-    live: Mapping[str, Tensor] = field(default_factory=dict)  # packed; of a missing name all that is not zero
+    live: Mapping[str, Tensor] = field(default_factory=dict)  # packed; for a missing name all that is not zero
     done: Probed | None = None
 
 
@@ -92,44 +89,30 @@ class Job:
     """A model with its samples and strategy; levels of pruning can be run on it one after another."""
 
     def __init__(self, model: nn.Module, batches: Iterable[Any], plan: Plan) -> None:
-        check_batches(batches)
         if plan.batch_size is not None and not (isinstance(plan.batch_size, Integral) and plan.batch_size >= 1):
             raise ValueError(f"batch_size is a number of samples, at least 1, or None, got {plan.batch_size!r}")
         self.model = unwrapped(model)
         self.plan = plan
-        found = eligible(self.model, plan.include, plan.exclude)
-        self.weights = {weight.name: weight for weight in found.weights}
-        if sharded := [weight.name for weight in found.weights if is_dtensor(weight.parameter)]:
+        weights = eligible(self.model, plan.include, plan.exclude).weights
+        self.weights = {weight.name: weight for weight in weights}
+        if sharded := [weight.name for weight in weights if is_dtensor(weight.parameter)]:
             raise ValueError(f"{sharded[0]} is sharded over ranks; prune the whole model in one process, then shard it")
-        device = None if plan.offload is None else torch.device(plan.offload)
-        self.offload = None if device is None else Offload(self.model, found.weights, device)
-        self.device = device or found.weights[0].parameter.device
-        self.clock = Clock(self.device)
+        self.walk = Walk(self.model, weights, batches, plan.offload)
+        self.clock = Clock(self.walk.device)
         select = plan.select or default_select(plan.score)
-        work = Work(self.model, self.device, self.samples, self.engine)
-        self.strategy = Strategy(work, found.weights, plan.score, select)
-        self._batches = batches
-        self._samples: Samples | None = None
+        self.strategy = Strategy(self.walk, self.engine, plan.score, select)
         self._engine: Engine | None = None
 
-    @contextmanager
-    def open(self) -> Iterator[None]:
-        """The model as it is worked on: it comes back as it was."""
-        with quiet(self.model), self.offload.open() if self.offload else nullcontext():
-            yield
-
-    def samples(self) -> Samples:
-        if self._samples is None:
-            self._samples = samples_of(self._batches)
-        return self._samples
+    def open(self) -> AbstractContextManager[None]:
+        """The model as it is worked on; afterwards all but its weights is as before."""
+        return self.walk.open()
 
     def engine(self) -> Engine:
-        """The engine, made when something reads a sample."""
+        """The engine of the model's gradients, made when it is first asked for."""
         if self._engine is None:
-            objective = Objective(self.model, self.plan.loss, self.offload)
+            objective = Objective(self.model, self.plan.loss)
             with self.clock.part("inspection"):
-                weights, size = list(self.weights.values()), self.plan.batch_size
-                self._engine = Engine(objective, weights, self.samples(), size, self.plan.checkpointing)
+                self._engine = Engine(self.walk, objective, self.plan.batch_size, self.plan.checkpointing)
         return self._engine
 
     def _counts(self) -> tuple[int, int]:
@@ -138,7 +121,7 @@ class Job:
         return (engine.passes if engine else 0, self.strategy.forwards + (engine.forwards if engine else 0))
 
     def changed(self) -> None:
-        """Say that weights were changed from outside."""
+        """Drop what the engine stored: weights were changed outside it."""
         if self._engine is not None:
             self._engine.changed(list(self.weights))
 
@@ -154,13 +137,13 @@ class Job:
         """One level: candidates once, then the probe; on an exception the weights are as before."""
         if not isinstance(sparsity, Real) or not 0 <= sparsity < 1:
             raise ValueError(f"sparsity must be a number in [0, 1), got {sparsity!r}")
-        began, peak, start = time.perf_counter(), Peak(self.device), start or Start()
+        began, peak, start = time.perf_counter(), Peak(self.walk.device), start or Start()
         passes, forwards = self._counts()
         self.clock.seconds = {}
         result = Result(self.weights, {}, {})
         try:
             with eagerly():
-                self._level(result, sparsity, probe, start, _told(self.weights, progress, finished))
+                self._level(result, sparsity, probe, start, self._on_finished(progress, finished))
         except BaseException:
             self.undo_(result.originals)
             raise
@@ -174,8 +157,8 @@ class Job:
 
     def undo_(self, originals: Originals) -> None:
         """Take changes back."""
-        if self.offload is not None:
-            self.offload.settle()
+        if self.walk.offload is not None:
+            self.walk.offload.unload()
         originals.restore_()
         self.changed()
 
@@ -189,42 +172,37 @@ class Job:
         result.candidates = {name: live[name] & ~keep[name] for name in self.weights}
         if probe is None:
             result.packed = keep
-            self._apply(result)
+            for name, weight in self.weights.items():
+                where = bits.unpack(result.candidates[name], weight.parameter.shape)
+                result.originals.prune_(weight.parameter, where)
+            self.changed()
             finished(list(self.weights), Probed())
             return
         num_prune = {name: int(bits.count(live[name] & ~exact[name])) for name in self.weights}
         prober = Prober(self.engine(), probe, result.candidates, num_prune, result.originals)
         done = list(start.done.pruned) if start.done else []
         if start.done:
-            prober.take(start.done)
+            prober.resume(start.done)
         with self.clock.part("records"):
             found = prober.run(finished, done)
         result.ratios, result.taus = found.ratios, found.taus
         result.packed = {name: live[name] & ~found.pruned[name] for name in self.weights}
 
     def live(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Packed bits of what is not zero, within ``given``.
-
-        A weight that is zero counts as pruned: it is gone whichever mask says so.
-        """
+        """Packed bits of what is not zero, within ``given``: a weight that is zero counts as pruned."""
         found = {name: bits.pack(weight.parameter.detach() != 0) for name, weight in self.weights.items()}
         return {name: here & given[name] if name in given else here for name, here in found.items()}
 
-    def _apply(self, result: Result) -> None:
-        for name, weight in self.weights.items():
-            prune_(weight.parameter, bits.unpack(result.candidates[name], weight.parameter.shape), result.originals)
-        self.changed()
+    def _on_finished(self, progress: Progress | None, finished: Finished | None) -> Finished:
+        """Calls both when a group is done."""
+        num_done = 0
 
+        def call(names: Sequence[str], found: Probed) -> None:
+            nonlocal num_done
+            num_done += len(names)
+            if finished is not None:
+                finished(names, found)
+            if progress is not None:
+                progress(num_done, len(self.weights), names[-1])
 
-def _told(weights: Mapping[str, Any], progress: Progress | None, finished: Finished | None) -> Finished:
-    """Tells both who shows progress and who saves it of every group that is done."""
-    num_done = [0]
-
-    def tell(names: Sequence[str], found: Probed) -> None:
-        num_done[0] += len(names)
-        if finished is not None:
-            finished(names, found)
-        if progress is not None:
-            progress(num_done[0], len(weights), names[-1])
-
-    return tell
+        return call

@@ -1,29 +1,28 @@
-"""What pruning a trained model came to."""
+"""Results of pruning a trained model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor, nn
 
 from ..eligible import Weight
 from ..masks import Masks
 from ..ops import bits
-from .decide import Ratios, Tau, check_tau, taus, within
 from .limit import Trial
-from .session import Originals
+from .probe.decide import Ratios, Tau, check_tau, taus, within
+from .walk import Originals
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One weight: how many elements are zero, in all, and how many a strategy proposed at this level."""
+    """One weight: how many of its elements are zero, and how many the strategy proposed at this level."""
 
     name: str
     shape: tuple[int, ...]
     num_weights: int
-    num_pruned: int  # with those that were zero before
+    num_pruned: int  # including those that were zero before
     num_candidates: int
-    num_zero_gradient: int = 0  # candidates with no gradient before and after: no evidence
+    num_zero_gradient: int = 0  # candidates whose gradient was zero before and after
     num_not_finite: int = 0  # candidates kept because a gradient was NaN or infinite
     tau: float | None = None
 
@@ -34,7 +33,7 @@ class Layer:
 
 @dataclass(repr=False)
 class Result:
-    """Masks, one row a weight, and what they cost. ``undo_`` gives the model back as it was before."""
+    """Masks, figures of each weight, and the cost. ``undo_`` restores the model as it was before."""
 
     weights: Mapping[str, Weight]
     packed: dict[str, Tensor]
@@ -44,11 +43,11 @@ class Result:
     passes: int = 0  # forward and backward passes of one sample
     forwards: int = 0  # forward passes of one sample without a backward
     seconds: float = 0.0
-    parts: dict[str, float] = field(default_factory=dict)  # seconds by what they were spent on
+    parts: dict[str, float] = field(default_factory=dict)  # seconds by part of the run
     peak_bytes: int = 0
-    rows: int = 0  # of a pass at the end: samples times the weights that each is seen with
+    rows: int = 0  # per pass, at the end: samples times variants of the weights
     halved: int = 0  # how often memory ran out
-    checkpointing: bool = False  # whether blocks were run again for the backward
+    checkpointing: bool = False  # whether blocks ran again for the backward
     originals: Originals = field(default_factory=Originals)
 
     def __repr__(self) -> str:
@@ -79,39 +78,41 @@ class Result:
 
     @property
     def sparsity_before(self) -> float:
-        """The same before this level: what was zero already."""
+        """The same before this level."""
         return 1 - sum(int(bits.count(self._live(name))) for name in self.weights) / self.num_weights
 
     def undo_(self) -> None:
-        """Give every weight that was pruned its old value, bit for bit."""
+        """Give every pruned weight its old value, bit for bit."""
         self.originals.restore_()
 
     def apply_(self) -> None:
-        """Prune again what ``undo_`` gave back."""
+        """Prune again what ``undo_`` restored."""
         self.undo_()
         for name, weight in self.weights.items():
             where = bits.unpack(self._live(name) & ~self.packed[name], weight.parameter.shape)
-            prune_(weight.parameter, where, self.originals)
+            self.originals.prune_(weight.parameter, where)
 
     def packed_at(self, tau: Tau, base: float = 1.0) -> dict[str, Tensor]:
-        """Packed masks that another tau gives with the ratios as they were recorded: no new pass.
+        """Packed masks that another tau gives from the stored ratios, without a new pass.
 
-        For ``joint`` and ``jacobi`` these are the masks of a probe with that tau. For ``sequential`` and ``block``
-        later ratios were recorded with the earlier weights pruned by the tau of the run, not by this one.
+        For ``joint`` these are the masks of a probe with that tau. For ``sequential`` and ``block`` later ratios were
+        recorded with the earlier weights pruned by the tau of the run, not by this one.
         """
         if tau == "target":
             raise ValueError("target is a rule for a whole probe; give a number, a mapping, a list or 'adaptive'")
         check_tau(tau)
         if not self.ratios:
             raise ValueError("there are no ratios to read: the model was pruned without a probe")
-        by_name = taus(tau, {name: weight.parameter.numel() for name, weight in self.weights.items()}, base)
-        return {name: self._with_tau(name, by_name[name]) for name in self.weights}
+        return {name: self._with_tau(name, value) for name, value in self._taus(tau, base).items()}
 
     def retake_(self, tau: Tau, base: float = 1.0) -> None:
         """Make masks, model and ``taus`` those of another tau, from the stored ratios."""
         self.packed = self.packed_at(tau, base)
         self.apply_()
-        self.taus = taus(tau, {name: weight.parameter.numel() for name, weight in self.weights.items()}, base)
+        self.taus = self._taus(tau, base)
+
+    def _taus(self, tau: Tau, base: float) -> dict[str, float]:
+        return taus(tau, {name: weight.parameter.numel() for name, weight in self.weights.items()}, base)
 
     def _with_tau(self, name: str, tau: float) -> Tensor:
         shape = self.weights[name].parameter.shape
@@ -139,9 +140,9 @@ class Result:
 
 @dataclass
 class Found:
-    """What a search came to; the model is pruned by ``masks``.
+    """The result of a search; the model is pruned by ``masks``.
 
-    ``alone`` is the metric of the same strategy without the probe, in one shot from the dense model, at the sparsity
+    ``alone`` is the metric of the same strategy without the probe, in one shot from the dense model, at sparsity
     ``alone_sparsity``: that of the result, up to the rounding of its scope.
     """
 
@@ -154,10 +155,3 @@ class Found:
     alone_sparsity: float = 0.0
     passes: int = 0
     seconds: float = 0.0
-
-
-@torch.no_grad()
-def prune_(parameter: nn.Parameter, where: Tensor, originals: Originals) -> None:
-    """Set the elements at the boolean ``where`` to zero; ``originals`` remember them."""
-    originals.save(parameter, where)
-    parameter.detach()[where] = 0.0

@@ -1,7 +1,7 @@
-"""Calibration samples: read once, kept in their order, and run in batches of any size.
+"""Calibration samples: read once, kept in order, and run in batches of any size.
 
-A sample is one index of dimension 0. A batch is a tree of tensors (a tensor, a pair of input and target,
-a dict); its size is the first dimension of its first tensor, and every tensor of that length has a row a sample.
+A sample is one index of dimension 0. A batch is a tree of tensors (a tensor, a pair of input and target, a dict). Its
+size is the first dimension of its first tensor; every tensor of that length has one row per sample.
 """
 
 import hashlib
@@ -15,11 +15,12 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 Tree = Any  # tensors in tuples, lists and dicts
+IGNORED = -100  # the label that Hugging Face's losses leave out
 
 
 @dataclass(frozen=True)
 class Group:
-    """Samples of equal shapes, side by side."""
+    """Samples of equal shapes, stacked."""
 
     tree: Tree
     size: int
@@ -37,8 +38,8 @@ class Chunk:
     def size(self) -> int:
         return self.stop - self.start
 
-    def behind(self, other: "Chunk") -> "Chunk":
-        """What is left of it behind ``other``, which holds the first samples of a group."""
+    def after(self, other: "Chunk") -> "Chunk":
+        """The part of it after ``other``, which holds the first samples of a group."""
         if self.group != other.group:
             return self
         return Chunk(self.group, min(max(self.start, other.stop), self.stop), self.stop)
@@ -58,20 +59,20 @@ class Samples:
         return sum(group.size for group in self.groups)
 
     def chunks(self, size: int) -> Iterator[Chunk]:
-        """At most ``size`` samples at a time, in order and in parts of nearly equal size."""
+        """Chunks of at most ``size`` samples, in order and of nearly equal size."""
         for number, group in enumerate(self.groups):
             num_parts = -(-group.size // size)
             edges = [group.size * i // num_parts for i in range(num_parts + 1)]
             yield from (Chunk(number, start, stop) for start, stop in pairwise(edges))
 
     def tree(self, chunk: Chunk, times: int = 1) -> Tree:
-        """The samples of a chunk, ``times`` over."""
+        """The samples of a chunk, repeated ``times`` times."""
         group = self.groups[chunk.group]
         return repeated(rows(group.tree, chunk.start, chunk.stop, group.size), times, chunk.size)
 
 
 def check_batches(batches: Any) -> None:
-    """Raise ValueError where ``batches`` cannot be read as batches; magnitude would never look at them."""
+    """Raise ValueError where ``batches`` cannot be read as batches, even if the score never reads them."""
     if isinstance(batches, Tensor | Mapping):
         raise ValueError("batches must be a sequence of batches, got a single one; put it into a list")
     if isinstance(batches, str) or not (isinstance(batches, Iterable) or hasattr(batches, "__getitem__")):
@@ -82,7 +83,7 @@ def check_batches(batches: Any) -> None:
 
 
 def samples_of(batches: Iterable[Any]) -> Samples:
-    """All samples of ``batches``, which are read once: a loader that shuffles does not shuffle here."""
+    """All samples of ``batches``, which are read once: a loader that shuffles has no effect later."""
     found = Samples(_merged([_group(batch) for batch in batches]))
     if not found.groups:
         raise ValueError("no calibration samples were given; batches must hold at least one sample")
@@ -90,7 +91,7 @@ def samples_of(batches: Iterable[Any]) -> Samples:
 
 
 def fingerprint(samples: Samples) -> str:
-    """Hex string that is the same for the same samples."""
+    """Hash of the samples as a hex string."""
     found = hashlib.sha256()
     for leaf in pytree.tree_leaves([group.tree for group in samples.groups]):
         if isinstance(leaf, Tensor):
@@ -106,14 +107,14 @@ def rows(tree: Tree, start: int, stop: int, size: int) -> Tree:
 
 
 def repeated(tree: Tree, times: int, size: int) -> Tree:
-    """The same tree with all rows ``times`` over."""
+    """The same tree with all rows repeated ``times`` times."""
     if times == 1:
         return tree
     return pytree.tree_map(lambda leaf: torch.cat([leaf] * times) if has_rows(leaf, size) else leaf, tree)
 
 
 def joined(trees: list[Tree], sizes: list[int]) -> Tree:
-    """One tree with the rows of all; what has no rows is taken from the first."""
+    """One tree with the rows of all; leaves without rows are taken from the first."""
     if len(trees) == 1:
         return trees[0]
     leaves = [pytree.tree_flatten(tree)[0] for tree in trees]
@@ -121,6 +122,11 @@ def joined(trees: list[Tree], sizes: list[int]) -> Tree:
         torch.cat(column) if all(map(has_rows, column, sizes)) else column[0] for column in zip(*leaves, strict=True)
     ]
     return pytree.tree_unflatten(columns, pytree.tree_flatten(trees[0])[1])
+
+
+def copied(tree: Tree) -> Tree:
+    """The same tree with cloned tensors."""
+    return pytree.tree_map(lambda leaf: leaf.clone() if torch.is_tensor(leaf) else leaf, tree)
 
 
 def moved(tree: Tree, device: torch.device) -> Tree:
@@ -131,19 +137,40 @@ def has_rows(leaf: Any, size: int) -> bool:
     return isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == size
 
 
+def mask_of(tree: Tree) -> Tensor | None:
+    """The attention mask (sample, token) of a batch, if it has one."""
+    inputs = tree[0] if isinstance(tree, tuple) else tree
+    mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
+    return mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
+
+
+def num_tokens(tree: Tree) -> int:
+    """Tokens per sample where every token counts, so that samples can be shortened; 0 for all other batches."""
+    leaves = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.ndim != 1]
+    if any(leaf.ndim != 2 or leaf.is_floating_point() or (leaf == IGNORED).any() for leaf in leaves):
+        return 0
+    lengths, mask = {leaf.shape[1] for leaf in leaves}, mask_of(tree)
+    return lengths.pop() if len(lengths) == 1 and (mask is None or bool(mask.all())) else 0
+
+
+def shortened(tree: Tree, length: int) -> Tree:
+    """The first ``length`` tokens of each sample."""
+    return pytree.tree_map(lambda leaf: leaf[:, :length] if isinstance(leaf, Tensor) and leaf.ndim == 2 else leaf, tree)
+
+
 def _group(batch: Any) -> Group:
     tree = _plain(batch)
     sizes = [len(leaf) for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.ndim]
     if not sizes or sizes[0] == 0:
         raise ValueError(
-            f"a batch must be a tensor, a pair (input, target) or a dict of tensors with a sample in each row, "
+            f"a batch must be a tensor, a pair (input, target) or a dict of tensors with one sample per row, "
             f"got {type(batch).__name__} {'without rows' if sizes else 'without a tensor'}"
         )
     return Group(tree, sizes[0])
 
 
 def _plain(batch: Any) -> Tree:
-    """A tensor, a dict or a pair of such, however the loader named its classes."""
+    """A tensor, a dict or a pair of these, whatever classes the loader uses."""
     if isinstance(batch, Mapping):
         return {key: value for key, value in batch.items() if value is not None}
     if isinstance(batch, tuple | list):
@@ -154,7 +181,7 @@ def _plain(batch: Any) -> Tree:
 
 
 def _merged(groups: list[Group]) -> list[Group]:
-    """Neighbours whose tensors differ in the number of rows alone become one group."""
+    """Neighbours whose tensors differ only in the number of rows become one group."""
     runs: list[list[Group]] = []
     for group in groups:
         if runs and _form(runs[-1][0]) == _form(group) is not None:
@@ -168,7 +195,7 @@ def _merged(groups: list[Group]) -> list[Group]:
 
 
 def _form(group: Group) -> tuple[Any, ...] | None:
-    """What two groups must share to be merged; None where a part has no rows and so belongs to its batch."""
+    """What two groups must share to be merged; None where a leaf has no rows and so belongs to its own batch."""
     leaves, spec = pytree.tree_flatten(group.tree)
     if not all(has_rows(leaf, group.size) for leaf in leaves):
         return None

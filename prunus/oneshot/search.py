@@ -1,4 +1,4 @@
-"""How sparse can a model get within a limit on its quality: levels of pruning, each kept or taken back exactly."""
+"""The search for how sparse a model can get within a limit on its quality: levels, each kept or taken back exactly."""
 
 import math
 import time
@@ -12,16 +12,16 @@ from torch import Tensor, nn
 from ..masks import Masks
 from ..ops import bits
 from ..select import Selector
-from .decide import taus
 from .limit import Limit, SearchOptions, Trial
-from .objective import Loss
-from .probe import Probe, Probed
+from .probe.decide import taus
+from .probe.objective import Loss
+from .probe.prober import Probe, Probed
 from .prune import Job, Plan, Start
-from .result import Found, Result, prune_
+from .result import Found, Result
 from .samples import fingerprint
-from .session import Originals
 from .state import State
 from .strategy import ScoreLike
+from .walk import Originals
 
 Evaluate = Callable[[nn.Module], float]
 Packed = Mapping[str, Tensor]
@@ -42,11 +42,11 @@ def search(
     batch_size: int | None = None,
     options: SearchOptions = SearchOptions(),
 ) -> Found:
-    """Prune ``model`` in place as far as ``limit`` allows for ``evaluate(model)``, a number from held-out data.
+    """Prune ``model`` in place as far as ``limit`` allows for ``evaluate(model)``, a metric on held-out data.
 
     Masks are cumulative: a level prunes within what the one before it kept. A level that fails is taken back bit for
     bit; if the first fails, the model comes back dense. With ``options.state``, a folder, a search that was
-    killed goes on from its last finished group of weights when it is called again with the same dense model.
+    killed resumes after its last finished group of weights when it is called again with the same dense model.
     """
     if options.tune and probe and probe.tau == "target":
         raise ValueError("tau='target' cannot be tuned: it follows from the sparsity; give a number, or no tune")
@@ -83,7 +83,7 @@ class _Search:
         try:
             dense = self._metric()
             if not math.isfinite(dense):
-                raise ValueError(f"the metric of the dense model is {dense}; a limit has nothing to go by")
+                raise ValueError(f"the metric of the dense model is {dense}; a limit needs a finite one")
             state = self._state()
             while (asked := self.options.steps.next(self.trials)) is not None:
                 self._try(asked, dense, state)
@@ -100,15 +100,14 @@ class _Search:
         return self.kept[-1].packed if self.kept else {}
 
     def _state(self) -> State | None:
-        """The folder of the search, with the model where it was left."""
+        """The folder of the search; the model is pruned by the trials in it."""
         if self.options.state is None:
             return None
-        plan = self.job.plan
         settings = {"limit": self.limit, "probe": self.probe, "steps": self.options.steps, "tune": self.options.tune}
         settings |= {
-            "score": plan.score,
+            "score": self.job.plan.score,
             "select": self.job.strategy.select,
-            "samples": fingerprint(self.job.samples()),
+            "samples": fingerprint(self.job.walk.samples),
         }
         state = State(self.options.state, {k: str(v) for k, v in settings.items()}, self.job.weights)
         self.trials = state.trials()
@@ -118,7 +117,7 @@ class _Search:
         return state
 
     def _replay(self, trial: Trial, levels: Sequence[Packed]) -> None:
-        """Prune as a finished trial did, which may have changed the level before it too."""
+        """Prune as a finished trial did; tuning may have changed the level before it too."""
         if len(levels) > 1 and any(not torch.equal(mask, self.live[name]) for name, mask in levels[0].items()):
             before = self.kept[-1]
             self._take_back()
@@ -126,12 +125,12 @@ class _Search:
         self._apply(trial.asked, levels[-1], trial)
 
     def _apply(self, asked: float, packed: Packed, trial: Trial | None) -> None:
-        """Prune to masks that are known, as one level."""
+        """Prune to known masks, as one level."""
         level, before = _Kept(asked, Originals(), packed, trial), self.job.live(self.live)
         self.kept.append(level)
         for name, weight in self.job.weights.items():
             gone = before[name] & ~packed[name]
-            prune_(weight.parameter, bits.unpack(gone, weight.parameter.shape), level.originals)
+            level.originals.prune_(weight.parameter, bits.unpack(gone, weight.parameter.shape))
         self.job.changed()
 
     def _try(self, asked: float, dense: float, state: State | None) -> None:
@@ -158,7 +157,7 @@ class _Search:
             self.options.on_trial(trial)
 
     def _level(self, asked: float, probe: Probe | None, state: State | None = None) -> Result:
-        """Prune to ``asked`` within what was kept, and put it on top of that."""
+        """Prune to ``asked`` within what was kept, as a new level."""
         number = len(self.trials)
         start = Start(self.live, state.groups(number) if state else None)
         self.job.strategy.refresh()
@@ -176,7 +175,7 @@ class _Search:
         self.job.undo_(self.kept.pop().originals)
 
     def _tuned(self, result: Result, asked: float, dense: float, metric: float) -> tuple[float, float]:
-        """The largest factor of tau found that passes (1 if none), and its metric; the model is pruned by it."""
+        """The largest factor of tau that passes (1 if none), and its metric; the model is pruned by it."""
         tune = self.options.tune
         assert tune is not None
         both = tune.both_steps and len(self.kept) > 1
@@ -189,7 +188,7 @@ class _Search:
             if self.limit.allows(dense, value):
                 low, best = scale, (scale, value)
             elif scale == 0.0:
-                break  # not even with no increase allowed
+                break  # it fails even where no increase is allowed
             else:
                 high = scale
             scale = (low + high) / 2
@@ -211,7 +210,7 @@ class _Search:
         return self._metric()
 
     def _both(self, result: Result, asked: float, scale: float) -> float:
-        """Metric after this level and the one before it have been probed again with tau scaled."""
+        """Metric after this level and the one before it were probed again with tau scaled."""
         before = self.kept[-2].asked
         self._take_back()
         self._take_back()
@@ -221,7 +220,7 @@ class _Search:
         return self._metric()
 
     def _restore_level(self, before: _Kept, asked: float) -> None:
-        """Put the level before back as it was; this one, which failed, on top of it, empty."""
+        """Put the level before back as it was, and an empty level in place of the one that failed."""
         self._take_back()
         self._take_back()
         self._apply(before.asked, before.packed, before.trial)

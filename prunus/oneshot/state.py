@@ -1,4 +1,4 @@
-"""The state of a search on disk: each finished group of weights and each finished trial is a file, whole or absent."""
+"""The state of a search on disk: one file for each finished group of weights and each finished trial."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -12,24 +12,24 @@ from torch import Tensor
 from ..eligible import Weight
 from ..files.atomic import write_atomically
 from ..ops.bits import words_of
-from .decide import Ratios
 from .limit import Trial
-from .probe import Probed
+from .probe.decide import Ratios
+from .probe.prober import Probed
 
 FORMAT = "prunus-search-1"
 
 
 class State:
-    """A folder that belongs to one search: a model with these weights and settings."""
+    """The folder of one search: of a model with these weights, with these settings."""
 
     def __init__(self, folder: Path, settings: Mapping[str, str], weights: Mapping[str, Weight]) -> None:
         self.folder = folder
         self.weights = weights
         folder.mkdir(parents=True, exist_ok=True)
-        self._own({"format": FORMAT, "settings": dict(settings), "weights": fingerprint(weights)})
+        self._claim({"format": FORMAT, "settings": dict(settings), "weights": fingerprint(weights)})
 
-    def _own(self, about: dict[str, Any]) -> None:
-        """Claim the folder, or make sure that it is this search's own."""
+    def _claim(self, about: dict[str, Any]) -> None:
+        """Mark the folder as this search's, or check that it is."""
         path = self.folder / "search.json"
         if not path.is_file():
             if any(path.suffix != ".part" for path in self.folder.iterdir()):
@@ -54,11 +54,13 @@ class State:
         return found
 
     def levels(self, number: int) -> list[dict[str, Tensor]]:
-        """Packed masks of the last two levels, or the only one, that were kept after trial ``number``."""
-        return [self._on_device(masks) for masks in _read(self._path(number))["levels"]]
+        """Packed masks of the last two levels (or the only one) that were kept after trial ``number``."""
+        devices = {name: weight.parameter.device for name, weight in self.weights.items()}
+        levels = _read(self._path(number))["levels"]
+        return [{name: mask.to(devices[name]) for name, mask in masks.items()} for masks in levels]
 
     def finish(self, number: int, trial: Trial, levels: Sequence[Mapping[str, Tensor]]) -> None:
-        """Save a trial with the levels kept after it; what its groups had saved is no longer needed."""
+        """Save a trial with the levels kept after it, and delete the files of its groups."""
         last = [{name: mask.cpu() for name, mask in masks.items()} for masks in levels[-2:]]
         content = {"trial": asdict(trial), "levels": last}
         write_atomically(self._path(number), lambda file: torch.save(content, file))
@@ -66,13 +68,22 @@ class State:
             path.unlink()
 
     def save_group(self, number: int, names: Sequence[str], found: Probed) -> None:
-        """Save what the probe of trial ``number`` has decided of these weights."""
-        content = {name: _packed(name, found) for name in names}
+        """Save what the probe of trial ``number`` has decided for these weights."""
+        content = {}
+        for name in names:
+            ratios = found.ratios[name]
+            content[name] = {
+                "pruned": found.pruned[name].cpu(),
+                "q": ratios.q.cpu(),
+                "num_zero": ratios.num_zero,
+                "num_not_finite": ratios.num_not_finite,
+                "tau": found.taus[name],
+            }
         path = self.folder / f"group_{number:04}_{len(list(self.folder.glob('group_*.pt'))):05}.pt"
         write_atomically(path, lambda file: torch.save(content, file))
 
     def groups(self, number: int) -> Probed:
-        """What was decided in trial ``number`` before the search was broken off."""
+        """What was decided in trial ``number`` before the search was interrupted."""
         found = Probed()
         for path in sorted(self.folder.glob(f"group_{number:04}_*.pt")):
             for name, saved in _read(path).items():
@@ -85,9 +96,6 @@ class State:
     def _path(self, number: int) -> Path:
         return self.folder / f"trial_{number:04}.pt"
 
-    def _on_device(self, masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: mask.to(self.weights[name].parameter.device) for name, mask in masks.items()}
-
 
 def fingerprint(weights: Mapping[str, Weight]) -> dict[str, list[int]]:
     """Shape and an exact sum of the bits of every weight."""
@@ -95,17 +103,6 @@ def fingerprint(weights: Mapping[str, Weight]) -> dict[str, list[int]]:
     for name, weight in weights.items():
         found[name] = [*weight.parameter.shape, int(words_of(weight.parameter).sum(dtype=torch.int64))]
     return found
-
-
-def _packed(name: str, found: Probed) -> dict[str, Any]:
-    ratios = found.ratios[name]
-    return {
-        "pruned": found.pruned[name].cpu(),
-        "q": ratios.q.cpu(),
-        "num_zero": ratios.num_zero,
-        "num_not_finite": ratios.num_not_finite,
-        "tau": found.taus[name],
-    }
 
 
 def _read(path: Path) -> dict[str, Any]:

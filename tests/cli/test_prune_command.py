@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from prunus.cli import main
-from prunus.lab.subject import token_quality
+from prunus.lab.trained_model import token_quality
 
 DATA = os.environ.get("PRUNUS_DATA")
 FAST = "--samples 4 --length 12 --eval-windows 6".split()

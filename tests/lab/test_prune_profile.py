@@ -6,7 +6,8 @@ import time
 import pytest
 import torch
 
-from prunus.lab.prune_profile import Profile, Sampler, advice, split, table_rows, utilisation_reader
+from prunus.cli.prune_tables import Profile, advice, split, table_rows
+from prunus.lab.gpu import Sampler, utilisation_reader
 
 BASE = {"seconds": {"records": 1.0, "other": 9.0}, "rows": 8, "halved": 0, "used_bytes": 10, "left_bytes": 5}
 

@@ -1,6 +1,6 @@
-"""The gradient probe as its definition says it: 2 L B passes, one sample and one layer at a time, nothing shared.
+"""The gradient probe as it is defined: gradients by autograd, one sample at a time, nothing stored or rebuilt.
 
-Written to be read beside the definition, and slow. What the fast engine decides must be what this decides.
+Written to be read beside the definition, and slow. The engine must decide what this decides.
 """
 
 import torch
@@ -25,16 +25,18 @@ def split(batches):
     return alone
 
 
-def record(model, loss_of, samples, weight):
-    """Maximum over samples of ``|dLoss / dW|``."""
-    largest = torch.zeros_like(weight)
+def record(model, loss_of, samples, weights):
+    """Maximum over samples of ``|dLoss / dW|`` for each of the weights, by name."""
+    largest = {name: torch.zeros_like(weight) for name, weight in weights.items()}
     for sample in samples:
         for parameter in model.parameters():
-            parameter.requires_grad_(parameter is weight)
+            parameter.requires_grad_(any(parameter is weight for weight in weights.values()))
         loss = loss_of(model, sample)
-        if loss.requires_grad:  # else the weight has no part in it
-            (gradient,) = torch.autograd.grad(loss, [weight])
-            largest = torch.maximum(largest, gradient.abs())
+        if loss.requires_grad:  # else it depends on none of the weights
+            gradients = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
+            for name, gradient in zip(weights, gradients, strict=True):
+                if gradient is not None:
+                    largest[name] = torch.maximum(largest[name], gradient.abs())
     return largest
 
 
@@ -72,12 +74,6 @@ def candidates(model, loss_of, samples, weights, settings):
     return {name: ~mask for name, mask in masks.items()}
 
 
-def ordered(names, sizes, order):
-    if order == "size":
-        return sorted(names, key=lambda name: -sizes[name])
-    return list(reversed(names)) if order == "reverse" else list(names)
-
-
 def probe_reference(model, loss_of, batches, settings, blocks=None):
     """Masks (True where the weight stays) after one level; the model is pruned.
 
@@ -87,35 +83,29 @@ def probe_reference(model, loss_of, batches, settings, blocks=None):
     model.eval()
     weights = eligible(model).weights
     parameters = {w.name: w.parameter for w in weights}
-    sizes = {name: p.numel() for name, p in parameters.items()}
     samples = split(batches)
     chosen = candidates(model, loss_of, samples, weights, settings)
     schedule, tau, r = settings["schedule"], settings["tau"], settings.get("reduction", 0.1)
 
     if schedule == "joint":
         groups = [list(parameters)]
-    elif schedule == "block":
-        groups = sorted(blocks, key=lambda g: -sum(sizes[n] for n in g)) if settings["order"] == "size" else blocks
-        groups = groups[::-1] if settings["order"] == "reverse" else groups
     else:
-        groups = [[name] for name in ordered(list(parameters), sizes, settings["order"])]
+        groups = blocks if schedule == "block" else [[name] for name in parameters]
+        groups = groups[::-1] if settings["order"] == "reverse" else groups
 
     pruned = {}
     for group in groups:
-        before = {name: record(model, loss_of, samples, parameters[name]) for name in group}
+        probed = {name: parameters[name] for name in group}
+        before = record(model, loss_of, samples, probed)
         originals = {name: parameters[name].detach().clone() for name in group}
         with torch.no_grad():
             for name in group:
                 parameters[name].copy_(torch.where(chosen[name], originals[name] * r, originals[name]))
-        after = {name: record(model, loss_of, samples, parameters[name]) for name in group}
+        after = record(model, loss_of, samples, probed)
         with torch.no_grad():
             for name in group:
                 allowed = after[name] <= (1 + tau) * before[name]
                 pruned[name] = chosen[name] & allowed & after[name].isfinite() & before[name].isfinite()
                 parameters[name].copy_(originals[name])
-                if schedule != "jacobi":
-                    parameters[name].masked_fill_(pruned[name], 0.0)
-    with torch.no_grad():
-        for name, where in pruned.items():
-            parameters[name].masked_fill_(where, 0.0)
+                parameters[name].masked_fill_(pruned[name], 0.0)
     return {name: ~where for name, where in pruned.items()}

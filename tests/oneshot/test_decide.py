@@ -10,7 +10,7 @@ from probe_models import mlp
 from probe_reference import split
 
 from prunus import Limit
-from prunus.oneshot.decide import ratios, smallest_ratios, taus, within
+from prunus.oneshot.probe.decide import ratios, smallest_ratios, taus, within
 from prunus.oneshot.prune import Job, Plan
 
 NASTY = [0.0, 1e-45, 1e-30, 0.5, 1.0, 1.5, 2.0, 2.0000002, 3.0, 1e30, 3e38, math.inf, math.nan]

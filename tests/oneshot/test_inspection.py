@@ -8,18 +8,18 @@ from probe_models import cnn, llama
 from torch import nn
 
 from prunus import Probe, prune
-from prunus.oneshot import inspection
-from prunus.oneshot.chain import Prefix
-from prunus.oneshot.clock import Clock
+from prunus.oneshot.blocks import Stream
 from prunus.oneshot.norms import _Reader
-from prunus.oneshot.objective import num_tokens, shortened
+from prunus.oneshot.probe import inspection
 from prunus.oneshot.prune import Job, Plan
-from prunus.oneshot.session import quiet, unwrapped
+from prunus.oneshot.resources import Clock
+from prunus.oneshot.samples import num_tokens, shortened
+from prunus.oneshot.walk import frozen, unwrapped
 
 
 def findings(case, batches):
     job = Job(case.model, batches, Plan(loss=case.loss))
-    with quiet(job.model):
+    with frozen(job.model):
         return job.engine().findings
 
 
@@ -27,12 +27,12 @@ def crowded(limit, monkeypatch):
     """Memory that holds passes of at most that many tokens, and the lengths that were seen."""
     observe, seen = inspection._observe, []
 
-    def observing(objective, loss, tree, *rest):
+    def observing(walk, loss, tree, *rest):
         tokens = tree.numel() if torch.is_tensor(tree) else len(tree[1])
         seen.append(tokens)
         if tokens > limit:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return observe(objective, loss, tree, *rest)
+        return observe(walk, loss, tree, *rest)
 
     monkeypatch.setattr(inspection, "_observe", observing)
     return seen
@@ -80,7 +80,7 @@ def test_norms_survive_a_lack_of_memory(limit, monkeypatch):
     case = llama()
     case.batches.append({key: value.repeat(3, 1) for key, value in case.batches[-1].items()})
     expected = prune(deepcopy(case.model), case.batches, 0.5, "wanda").masks
-    squares, refused = _Reader._squares, []
+    squares, refused = _Reader.squares, []
 
     def reading(self, chunk):
         if chunk.size > limit:
@@ -88,7 +88,7 @@ def test_norms_survive_a_lack_of_memory(limit, monkeypatch):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return squares(self, chunk)
 
-    monkeypatch.setattr(_Reader, "_squares", reading)
+    monkeypatch.setattr(_Reader, "squares", reading)
     result = prune(case.model, case.batches, 0.5, "wanda")
     assert refused and all(torch.equal(result.masks[name], mask) for name, mask in expected.items())
 
@@ -149,7 +149,7 @@ def test_time_is_booked_on_the_innermost_part():
 def test_no_room_for_what_blocks_return_makes_passes_whole(schedule, monkeypatch):
     case = llama()
     expected = prune(deepcopy(case.model), case.batches, 0.5, probe=Probe(0.05, schedule=schedule)).masks
-    ensure, refused = Prefix.ensure, []
+    ensure, refused = Stream.ensure, []
 
     def crowded(self, k, forward, size):
         if k and len(self.samples) == 5:  # not the two samples of the inspection
@@ -157,7 +157,7 @@ def test_no_room_for_what_blocks_return_makes_passes_whole(schedule, monkeypatch
             raise torch.OutOfMemoryError("CUDA out of memory")
         return ensure(self, k, forward, size)
 
-    monkeypatch.setattr(Prefix, "ensure", crowded)
+    monkeypatch.setattr(Stream, "ensure", crowded)
     result = prune(case.model, case.batches, 0.5, probe=Probe(0.05, schedule=schedule))
     assert refused[-1] == 1 and result.halved > 0
     assert all(torch.equal(result.masks[name], mask) for name, mask in expected.items())

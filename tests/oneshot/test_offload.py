@@ -17,7 +17,7 @@ from prunus import Levels, Limit, Probe, SearchOptions, prune, search
 from prunus.eligible import eligible
 from prunus.oneshot.offload import Offload
 
-SCHEDULES = ["joint", "sequential", "block", "jacobi"]
+SCHEDULES = ["joint", "sequential", "block"]
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def watched(monkeypatch):
 
 def poisoned(monkeypatch):
     """While a unit is on the device, its home holds NaN: whoever reads the home shows it."""
-    load, settle = Offload._load, Offload.settle
+    load, unload = Offload._load, Offload.unload
 
     def loading(self, unit, *args):
         load(self, unit, *args)
@@ -46,13 +46,13 @@ def poisoned(monkeypatch):
             if home.is_floating_point():
                 home.fill_(torch.nan)
 
-    def settling(self):
+    def unloading(self):
         for tensor, home in self._homes.items():
             home.copy_(self.saved[tensor])
-        settle(self)
+        unload(self)
 
     monkeypatch.setattr(Offload, "_load", loading)
-    monkeypatch.setattr(Offload, "settle", settling)
+    monkeypatch.setattr(Offload, "unload", unloading)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

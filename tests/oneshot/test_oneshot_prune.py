@@ -9,11 +9,11 @@ from probe_models import CASES, cnn, entropy, llama, mlp
 from torch import nn
 
 from prunus import NofM, PerRow, Probe, prune
-from prunus.oneshot.engine import Engine
+from prunus.oneshot.probe.engine import Engine
 from prunus.oneshot.prune import Job, Plan
-from prunus.oneshot.session import Originals
+from prunus.oneshot.walk import Originals
 
-SCHEDULES = ["joint", "sequential", "block", "jacobi"]
+SCHEDULES = ["joint", "sequential", "block"]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

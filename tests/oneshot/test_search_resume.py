@@ -13,8 +13,7 @@ from test_search import searched
 
 from prunus import Levels, Limit, Probe
 
-# runs of one search, each in a process forked for it: an unbroken one, some that are killed, and one that ends them
-KILLED = """
+SEARCHES = """
 import json, os, signal, sys
 from pathlib import Path
 import torch
@@ -34,36 +33,34 @@ def searched(folder, kill_at):
         event()
         return inner(model)
     options = SearchOptions(Levels(0.2, 0.2, 0.8), Tune(3, {both}), folder, progress=event)
-    found = search(case.model, case.batches, evaluate, Limit(relative=0.003), Probe(2.0, schedule={schedule!r}),
-                   loss=case.loss, options=options)
+    probe = Probe(2.0, schedule={schedule!r})
+    found = search(case.model, case.batches, evaluate, Limit(relative=0.003), probe, loss=case.loss, options=options)
     trials = [(t.asked, t.sparsity, t.metric, t.accepted, t.scale) for t in found.trials]
     torch.save({{"model": case.model.state_dict(), "masks": dict(found.masks)}}, folder.with_suffix(".out"))
-    folder.with_suffix(".json").write_text(
-        json.dumps([len(events), trials, found.metric, found.sparsity, found.alone]))
+    return [len(events), trials, found.metric, found.sparsity, found.alone]
 
-def run(name, kill_at=0):
-    folder = Path(sys.argv[1], name)
+def forked(folder, kill_at):
+    # a process of its own for each search; nothing has run in this one, so a fork of it is a fresh start
+    answer = folder.with_suffix(".json")
+    answer.unlink(missing_ok=True)
     child = os.fork()
-    if not child:
-        code = 1
+    if child == 0:
         try:
-            searched(folder, kill_at)
-            code = 0
-        except BaseException:
-            import traceback
-            traceback.print_exc()
+            answer.write_text(json.dumps(searched(folder, kill_at)))
         finally:
-            os._exit(code)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert code in (0, -signal.SIGKILL) if kill_at else code == 0, code
-    return json.loads(folder.with_suffix(".json").read_text()) if code == 0 else None
+            os._exit(0 if answer.is_file() else 1)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return status, json.loads(answer.read_text()) if answer.is_file() else None
 
-whole, num_killed = run("whole"), 0
-for kill_at in (3, 5, 8, whole[0] // 2, 2):
-    if run("broken", kill_at) is not None:
+torch.set_num_threads(1)
+root = Path(sys.argv[1])
+whole = forked(root / "whole", 0)
+killed = []
+for kill_at in (3, 5, 8, whole[1][0] // 2, 2):
+    killed.append(forked(root / "broken", kill_at)[0])
+    if killed[-1] == 0:
         break
-    num_killed += 1
-print(json.dumps([whole, run("broken"), num_killed]))
+print(json.dumps([whole, killed, forked(root / "broken", 0)]))
 """
 
 
@@ -76,14 +73,15 @@ print(json.dumps([whole, run("broken"), num_killed]))
     ],
 )
 def test_a_search_killed_anywhere_goes_on_and_ends_as_the_unbroken_one(schedule, both, tmp_path):
-    script = KILLED.format(here=str(Path(__file__).parent), both=both, schedule=schedule)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", script, str(tmp_path)]
+    script = SEARCHES.format(here=str(Path(__file__).parent), both=both, schedule=schedule)
+    command, environment = [sys.executable, "-c", script, str(tmp_path)], {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr
-    (num_events, *expected), (num_left, *found), num_killed = json.loads(done.stdout)
-    assert num_events > 8 and num_killed >= 2
-    assert found == expected and num_left < num_events
+    (status, (num_events, *expected)), killed, (resumed, (num_left, *found)) = json.loads(done.stdout)
+    assert status == 0 and num_events > 8
+    assert killed.count(-signal.SIGKILL) >= 2 and set(killed[:-1]) == {-signal.SIGKILL}
+    assert killed[-1] in (0, -signal.SIGKILL)
+    assert resumed == 0 and found == expected and num_left < num_events
     first, second = (torch.load(f"{tmp_path / name}.out", weights_only=True) for name in ("whole", "broken"))
     for part in ("model", "masks"):
         assert all(torch.equal(first[part][key], second[part][key]) for key in first[part])

@@ -2,7 +2,7 @@
 
 import torch
 
-from ..prune_profile import GIB
+from ..gpu import GIB
 from .measure import Profile
 from .memory_use import CATEGORIES
 from .steps import PARTS

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...ops.machine import wait_for
 from ..data import TokenData
-from ..prune_profile import Sampler, utilisation_reader
+from ..gpu import Sampler, utilisation_reader
 from ..run import Run
 from ..tracking import environment
 from ..trainer import Training

@@ -1,4 +1,4 @@
-"""What ``prunus prune`` works on: a trained model with samples, a measure of its quality and a way to write it back."""
+"""A trained model on disk that ``prunus prune`` works on: its calibration samples, metric, and how to save it."""
 
 import shutil
 import sys
@@ -21,8 +21,8 @@ TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "
 
 
 @dataclass(frozen=True)
-class Subject:
-    """``evaluate`` gives the metric on held-out data, ``save`` writes the model into an empty folder."""
+class TrainedModel:
+    """``evaluate`` returns the metric on held-out data, ``save`` writes the model into an empty folder."""
 
     model: nn.Module
     batches: list[Any]
@@ -33,8 +33,8 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class Request:
-    """Which model and data; ``samples`` windows of ``length`` tokens are drawn by ``seed`` for calibration."""
+class ModelSource:
+    """Which model and data; ``samples`` windows of ``length`` tokens, drawn by ``seed``, are for calibration."""
 
     model: str
     tokens: Path | None = None
@@ -46,43 +46,47 @@ class Request:
     gguf_file: str | None = None
     dtype: str = "auto"
     device: str = "cpu"
-    offload: bool = False  # the weights stay in main memory
+    offload: bool = False  # weights stay in main memory
 
 
-def subject_of(request: Request) -> Subject:
-    """The model that a folder of Hugging Face's, a checkpoint of ours, or ``module:function`` names."""
-    if request.samples < 1:
-        raise ValueError(f"samples must be at least 1, got {request.samples}")
-    path = Path(request.model)
-    if (path.is_dir() and (path / "config.json").is_file()) or request.gguf_file:
-        return _hugging_face(request, path)
+def load_trained(source: ModelSource) -> TrainedModel:
+    """The model in a Hugging Face folder, in a checkpoint of prunus, or returned by ``module:function``."""
+    if source.samples < 1:
+        raise ValueError(f"samples must be at least 1, got {source.samples}")
+    path = Path(source.model)
+    if (path.is_dir() and (path / "config.json").is_file()) or source.gguf_file:
+        return _hugging_face(source, path)
     if checkpoint_of(path).exists():
-        return _checkpoint(request, checkpoint_of(path))
-    if ":" in request.model:
-        return _function(request.model)
+        return _checkpoint(source, checkpoint_of(path))
+    if ":" in source.model:
+        return _function(source.model)
     raise ValueError(
-        f"{request.model} is neither a folder with config.json, nor a checkpoint of prunus, nor module:function"
+        f"{source.model} is neither a folder with config.json, nor a checkpoint of prunus, nor module:function"
     )
 
 
-def _hugging_face(request: Request, folder: Path) -> Subject:
+def _hugging_face(source: ModelSource, folder: Path) -> TrainedModel:
     try:
         from transformers import AutoModelForCausalLM
     except ImportError as missing:
         raise ValueError(f"reading {folder} takes transformers: pip install prunus[hf]") from missing
-    if request.tokens is None or request.eval_tokens is None:
+    if source.tokens is None or source.eval_tokens is None:
         raise ValueError("a model from a folder needs --tokens to calibrate and --eval-tokens to evaluate on")
-    calibration, held_out = token_ids(request.tokens), token_ids(request.eval_tokens)
-    from_gguf = {"gguf_file": request.gguf_file} if request.gguf_file else {"use_safetensors": True}
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=request.dtype, local_files_only=True, **from_gguf)
+    calibration, held_out = token_ids(source.tokens), token_ids(source.eval_tokens)
+    from_gguf = {"gguf_file": source.gguf_file} if source.gguf_file else {"use_safetensors": True}
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=source.dtype, local_files_only=True, **from_gguf)
     _forget_quantization(model)
-    model.to("cpu" if request.offload else request.device).eval()
-    check_vocabulary(request.tokens, calibration, model)
-    check_vocabulary(request.eval_tokens, held_out, model)
-    length = request.length or longest_window(model)
-    drawn = _drawn(calibration, request.samples, length, request.seed)
-    kept = side_by_side(held_out, length, request.eval_windows)
-    return Subject(model, [drawn], lambda m: token_quality(m, kept).perplexity, lambda out: _save(model, folder, out))
+    model.to("cpu" if source.offload else source.device).eval()
+    check_vocabulary(source.tokens, calibration, model)
+    check_vocabulary(source.eval_tokens, held_out, model)
+    length = source.length or longest_window(model)
+    drawn = _drawn(calibration, source.samples, length, source.seed)
+    kept = side_by_side(held_out, length, source.eval_windows)
+
+    def evaluate(model: nn.Module) -> float:
+        return token_quality(model, kept).perplexity
+
+    return TrainedModel(model, [drawn], evaluate, lambda out: _save(model, folder, out))
 
 
 def check_vocabulary(path: Path, tokens: np.ndarray, model: Any) -> None:
@@ -92,12 +96,12 @@ def check_vocabulary(path: Path, tokens: np.ndarray, model: Any) -> None:
 
 
 def longest_window(model: Any) -> int:
-    """Tokens of a window where none are asked for."""
+    """Default number of tokens in a window."""
     return min(256, getattr(model.config, "max_position_embeddings", 256))
 
 
 def token_ids(path: Path) -> np.ndarray:
-    """Tokens of the model's own vocabulary; the bytes of a text would pass for some, silently."""
+    """Tokens of the model's own vocabulary; a text file is refused, since its bytes would pass for tokens."""
     if (path.with_suffix("") if path.suffix in OPENERS else path).suffix not in UINT16:
         raise ValueError(
             f"{path} is no file of uint16 tokens (.u16 or .bin); make one with the model's tokenizer: "
@@ -107,14 +111,14 @@ def token_ids(path: Path) -> np.ndarray:
 
 
 def _forget_quantization(model: Any) -> None:
-    """What was read from a quantised file is plain weights by now, and is to be moved and saved as such."""
+    """Drop the marks of a quantised file: its weights are plain now, and are moved and saved as such."""
     for name in ("hf_quantizer", "quantization_method", "is_quantized"):
         vars(model).pop(name, None)
     vars(model.config).pop("quantization_config", None)
 
 
 def _drawn(tokens: np.ndarray, num: int, length: int, seed: int) -> Tensor:
-    """``num`` different windows (num, length), side by side in the file, chosen by ``seed``."""
+    """``num`` different windows (num, length) that do not overlap, chosen by ``seed``."""
     available = len(tokens) // length
     if available < num:
         raise ValueError(f"{num} windows of {length} tokens were asked for, but there are {available}; take fewer")
@@ -123,7 +127,7 @@ def _drawn(tokens: np.ndarray, num: int, length: int, seed: int) -> Tensor:
 
 
 def side_by_side(tokens: np.ndarray, length: int, limit: int) -> Tensor:
-    """The first windows (num, length), at most ``limit`` if there is one."""
+    """The first windows (num, length), at most ``limit`` unless that is 0."""
     num = min(len(tokens) // length, limit or sys.maxsize)
     if num == 0:
         raise ValueError(f"the held-out file has {len(tokens)} tokens, fewer than a window of {length}")
@@ -145,27 +149,27 @@ def token_quality(model: nn.Module, windows: Tensor, size: int = 8) -> Quality:
     return Quality(loss / num, right / num)
 
 
-def _save(model: Any, source: Path, out: Path) -> None:
+def _save(model: Any, folder: Path, out: Path) -> None:
     """A folder that ``from_pretrained`` reads, with the tokenizer's files as they were."""
     model.save_pretrained(out)
     for pattern in TOKENIZER:
-        for path in source.glob(pattern):
+        for path in folder.glob(pattern):
             if path.is_file() and not (out / path.name).exists():
                 shutil.copy(path, out / path.name)
 
 
-def _checkpoint(request: Request, path: Path) -> Subject:
-    """A checkpoint of our own, calibrated on its training data and evaluated on what it held out."""
+def _checkpoint(source: ModelSource, path: Path) -> TrainedModel:
+    """A checkpoint of prunus, calibrated on its training data and evaluated on its held-out data."""
     from .run import Run
     from .trainer import Training
 
-    if request.offload:
+    if source.offload:
         raise ValueError(f"{path} is a checkpoint of prunus, which fits where it was trained; leave out --offload")
     state = load_checkpoint(path)
-    run = replace(Run.from_json(state["run"]), compile=False, device=request.device, eval_size=request.eval_windows)
+    run = replace(Run.from_json(state["run"]), compile=False, device=source.device, eval_size=source.eval_windows)
     training = Training(replace(run, score="none"))
     training.model.load_state_dict(state["model"])
-    batch = training.data.train.batch(0, request.samples, request.seed)
+    batch = training.data.train.batch(0, source.samples, source.seed)
     images = training.data.shape.kind == "images"
 
     def evaluate(model: nn.Module) -> float:
@@ -176,11 +180,11 @@ def _checkpoint(request: Request, path: Path) -> Subject:
         save_checkpoint(out / "checkpoint.pt", state | {"model": training.model.state_dict()})
 
     metric = "accuracy" if images else "perplexity"
-    return Subject(training.model, [batch], evaluate, save, loss_of, metric)
+    return TrainedModel(training.model, [batch], evaluate, save, loss_of, metric)
 
 
-def _function(name: str) -> Subject:
-    """What a user's function returns: a dict with model, batches, evaluate and, if it has no loss of its own, loss."""
+def _function(name: str) -> TrainedModel:
+    """The dict that a user's function returns: model, batches, evaluate, and loss if the model has none of its own."""
     module, _, function = name.partition(":")
     sys.path.insert(0, "")
     try:
@@ -197,4 +201,4 @@ def _function(name: str) -> Subject:
         torch.save(model.state_dict(), out / "model.pt")
 
     metric = found.get("metric", "metric")
-    return Subject(model, list(found["batches"]), found["evaluate"], save, found.get("loss"), metric)
+    return TrainedModel(model, list(found["batches"]), found["evaluate"], save, found.get("loss"), metric)

@@ -6,35 +6,34 @@ from probe_models import llama
 from torch.nn import functional as F
 
 from prunus import Probe, prune
-from prunus.oneshot import head
-from prunus.oneshot.head import entropy_in_parts
-from prunus.oneshot.objective import IN_PARTS, Objective
+from prunus.oneshot.probe import objective
+from prunus.oneshot.probe.objective import IN_PARTS, Objective, entropy_in_parts
 from prunus.oneshot.prune import Job, Plan
-from prunus.oneshot.session import quiet
+from prunus.oneshot.walk import frozen
 
 
 @pytest.mark.parametrize("elements", [1, 40, 10_000])
 @pytest.mark.parametrize("spread", [1.0, 30.0])
 def test_value_and_gradient_are_those_of_torch(elements, spread, monkeypatch):
-    monkeypatch.setitem(head.ELEMENTS, "cpu", elements)
+    monkeypatch.setitem(objective.ELEMENTS, "cpu", elements)
     hidden = (torch.randn(3, 5, 4) * spread).requires_grad_()
     weight, labels = torch.randn(13, 4), torch.randint(0, 13, (3, 5))
     labels[0, 1:3] = labels[2, 0] = -100
-    found = entropy_in_parts(hidden, weight, labels, -100)
+    found = entropy_in_parts(hidden, weight, labels)
     expected = sum(F.cross_entropy(hidden[i] @ weight.t(), labels[i], ignore_index=-100) for i in range(3))
     assert torch.allclose(found, expected, rtol=1e-5)
     one, other = (torch.autograd.grad(loss * 3, hidden)[0] for loss in (found, expected))
     assert torch.allclose(one, other, rtol=1e-4, atol=1e-6)
     assert not one[0, 1:3].any()
     with torch.no_grad():
-        assert torch.equal(entropy_in_parts(hidden, weight, labels, -100), found)
+        assert torch.equal(entropy_in_parts(hidden, weight, labels), found)
 
 
 @pytest.mark.parametrize(("dtype", "form"), [(torch.float32, IN_PARTS), (torch.float64, "next token")], ids=str)
 def test_it_is_taken_for_a_plain_head_in_float32(dtype, form):
     case = llama(dtype)
     job = Job(case.model, case.batches, Plan())
-    with quiet(job.model):
+    with frozen(job.model):
         found = job.engine().findings
     assert found.form == form and found.quick == set(job.weights) and found.chained
 
@@ -52,7 +51,7 @@ def test_a_head_with_more_behind_it_shows_itself_and_is_not_replaced():
 
     case.model.forward = capped
     job = Job(case.model, case.batches, Plan())
-    with quiet(job.model):
+    with frozen(job.model):
         assert job.engine().findings.form == "next token"
 
 

@@ -1,4 +1,8 @@
-"""The loss of each sample: that of a batch which holds it alone, whatever batch it is run in."""
+"""The loss of each sample: that of a batch of one, whatever batch the sample is run in.
+
+The logits of a language model are by far the largest tensor of a pass. Where its head is plain, they are computed for
+a few tokens at a time, together with the gradient that goes back to the hidden state.
+"""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -8,25 +12,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils import _pytree as pytree
 
-from .head import entropy_in_parts, head_of
-from .offload import Offload
-from .samples import Tree, rows
-from .session import replaced
+from ..blocks import replaced
+from ..samples import IGNORED, Tree, rows
+from ..walk import call, head_of, without_cache
 
 Loss = Callable[[Any, Any], Tensor]
 IN_PARTS = "next token, in parts"
-IGNORED = -100  # the label that Hugging Face's losses leave out
+ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 28}  # of logits that exist at a time
 
 
 @dataclass(frozen=True)
 class Objective:
-    """Losses of a model, by the ``loss(output, target)`` of a user or, without one, by the model's own."""
+    """Losses of a model: by a user's ``loss(output, target)``, or else by the model's own."""
 
     model: nn.Module
     loss: Loss | None = None
-    offload: Offload | None = None  # how the model is run, where it is not all on its device
 
     def __post_init__(self) -> None:
         if self.loss is None and not has_own_loss(self.model):
@@ -38,8 +39,8 @@ class Objective:
         """Loss of a batch of one sample, by definition."""
         if self.loss is not None:
             inputs, target = _split(tree)
-            return self.loss(_call(self.model, inputs), target)
-        found = self.model(**_quiet(self.model, with_labels(tree))).loss
+            return self.loss(call(self.model, inputs), target)
+        found = self.model(**without_cache(self.model, with_labels(tree))).loss
         if found is None:
             raise ValueError(
                 f"{type(self.model).__name__} returned no loss; give labels in the batches, or pass loss=..."
@@ -53,7 +54,7 @@ class Objective:
         """
         if self.loss is not None:
             inputs, target = _split(tree)
-            found = _call(self.model, inputs)
+            found = call(self.model, inputs)
             parts = [self.loss(rows(found, i, i + 1, size), rows(target, i, i + 1, size)) for i in range(size)]
             return torch.stack([part.reshape(()) for part in parts]).sum()
         assert form is not None
@@ -62,25 +63,18 @@ class Objective:
         if form == IN_PARTS:
             head = head_of(self.model)
             with replaced({head: lambda hidden: hidden}):
-                hidden = self.model(**_quiet(self.model, inputs)).logits
-            return entropy_in_parts(hidden, head.weight, shifted(labels), IGNORED)
-        return FORMS[form](self.model(**_quiet(self.model, inputs)).logits, labels)
-
-
-def outputs(model: nn.Module, tree: Tree) -> Any:
-    """What the model says to a batch, its labels aside."""
-    if isinstance(tree, tuple):
-        tree = tree[0]
-    return _call(model, {k: v for k, v in tree.items() if k != "labels"} if isinstance(tree, Mapping) else tree)
+                hidden = self.model(**without_cache(self.model, inputs)).logits
+            return entropy_in_parts(hidden, head.weight, shifted(labels))
+        return FORMS[form](self.model(**without_cache(self.model, inputs)).logits, labels)
 
 
 def has_own_loss(model: nn.Module) -> bool:
-    """Whether it is a model of Hugging Face's kind, which takes labels and returns a loss."""
+    """Whether it takes labels and returns a loss, as Hugging Face models do."""
     return hasattr(model, "config") and "labels" in inspect.signature(model.forward).parameters
 
 
 def with_labels(tree: Tree) -> dict[str, Any]:
-    """Arguments of a Hugging Face model; without labels the tokens themselves are, where the mask admits them."""
+    """Arguments of a Hugging Face model; labels default to the tokens that the mask admits."""
     if isinstance(tree, tuple):
         inputs, labels = tree
         inputs = dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": inputs}
@@ -92,39 +86,18 @@ def with_labels(tree: Tree) -> dict[str, Any]:
     return found
 
 
-def mask_of(tree: Tree) -> Tensor | None:
-    """The attention mask (sample, token) of a batch, if it has one."""
-    inputs = tree[0] if isinstance(tree, tuple) else tree
-    mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
-    return mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
-
-
-def num_tokens(tree: Tree) -> int:
-    """Tokens of each sample where all are admitted and counted, so that samples may be cut; 0 for all else."""
-    leaves = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.ndim != 1]
-    if any(leaf.ndim != 2 or leaf.is_floating_point() or (leaf == IGNORED).any() for leaf in leaves):
-        return 0
-    lengths, mask = {leaf.shape[1] for leaf in leaves}, mask_of(tree)
-    return lengths.pop() if len(lengths) == 1 and (mask is None or bool(mask.all())) else 0
-
-
-def shortened(tree: Tree, length: int) -> Tree:
-    """The first tokens of each sample."""
-    return pytree.tree_map(lambda leaf: leaf[:, :length] if isinstance(leaf, Tensor) and leaf.ndim == 2 else leaf, tree)
-
-
 def next_token(logits: Tensor, labels: Tensor) -> Tensor:
     """Sum over samples of the mean cross-entropy of each next token."""
     return same_token(logits, shifted(labels))
 
 
 def shifted(labels: Tensor) -> Tensor:
-    """The label that each token is to predict."""
+    """The label that each token predicts."""
     return F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
 
 
 def same_token(logits: Tensor, labels: Tensor) -> Tensor:
-    """Sum over samples of the mean cross-entropy at each token, or of one class a sample."""
+    """Sum over samples of the mean cross-entropy at each token, or of one class per sample."""
     each = F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORED, reduction="none")
     counted = (labels != IGNORED).reshape(len(labels), -1)
     return (each.view(counted.shape).sum(1) / counted.sum(1)).sum()
@@ -139,7 +112,7 @@ FORMS = {IN_PARTS: next_token, "next token": next_token, "same token": same_toke
 
 
 def _split(tree: Tree) -> tuple[Tree, Tree]:
-    """Input and target; the target of a dict is its labels, that of a lone tensor is itself."""
+    """Input and target; the target of a dict is its labels, that of a single tensor is itself."""
     if isinstance(tree, tuple):
         return tree
     if isinstance(tree, Mapping):
@@ -147,13 +120,35 @@ def _split(tree: Tree) -> tuple[Tree, Tree]:
     return tree, tree
 
 
-def _call(model: nn.Module, inputs: Tree) -> Any:
-    if isinstance(inputs, Mapping):
-        return model(**_quiet(model, inputs))
-    return model(inputs, **_quiet(model, {}))
+def entropy_in_parts(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """Sum over samples of the mean cross-entropy of labels (sample, token) under ``softmax(hidden weight^T)``."""
+    counted = labels != IGNORED
+    share = (counted / counted.sum(1, keepdim=True)).float()[counted]
+    return _Entropy.apply(hidden[counted], weight.detach(), labels[counted], share)
 
 
-def _quiet(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Without a cache of keys and values, which a pass over whole sequences has no use for."""
-    takes_cache = "use_cache" in inspect.signature(model.forward).parameters
-    return {"use_cache": False} | dict(inputs) if takes_cache else dict(inputs)
+class _Entropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, share: Tensor) -> Tensor:
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        back = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        size = max(1, ELEMENTS.get(hidden.device.type, 1 << 24) // len(weight))
+        for start in range(0, len(hidden), size):
+            here = slice(start, start + size)
+            logits = torch.mm(hidden[here], weight.t()).float()
+            target, shares = labels[here, None], share[here]
+            top = logits.amax(1, keepdim=True)
+            right = logits.gather(1, target)
+            odds = logits.sub_(top).exp_()
+            norm = odds.sum(1, keepdim=True)
+            total += ((norm.log() + top - right).squeeze(1) * shares).sum()
+            if back is not None:
+                odds.mul_(shares[:, None] / norm).scatter_add_(1, target, -shares[:, None])
+                torch.mm(odds.to(weight.dtype), weight, out=back[here])
+        ctx.save_for_backward(*([] if back is None else [back]))
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (back,) = ctx.saved_tensors
+        return back * gradients[0].to(back.dtype), None, None, None

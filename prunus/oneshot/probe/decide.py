@@ -21,9 +21,9 @@ Tau = float | Mapping[str, float] | Sequence[float] | Literal["adaptive", "targe
 
 @dataclass(frozen=True)
 class Ratios:
-    """q at the candidates of one weight, in order of position, and how many had no evidence to go by.
+    """q at the candidates of one weight, in order of position, and how many of them have no usable q.
 
-    NaN marks what is kept whatever tau is; infinity is a gradient that came from nothing.
+    NaN marks candidates that stay whatever tau is; infinity a gradient that was zero before.
     """
 
     q: Tensor
@@ -47,10 +47,7 @@ def within(q: Tensor, tau: float) -> Tensor:
 
 
 def smallest_ratios(q: Sequence[Tensor], num: int) -> list[Tensor]:
-    """Where the ``num`` smallest ratios of all stand, the first of equal ones first; NaN is never among them.
-
-    Fewer where there are not so many that are numbers.
-    """
+    """Masks of the ``num`` smallest ratios of all, the first of equal ones first; of fewer where others are NaN."""
     whole = torch.cat(list(q))
     order = whole.sort(stable=True).indices  # NaN comes last
     chosen = torch.zeros_like(whole, dtype=torch.bool)
@@ -61,8 +58,8 @@ def smallest_ratios(q: Sequence[Tensor], num: int) -> list[Tensor]:
 def taus(tau: Tau, sizes: Mapping[str, int], base: float) -> dict[str, float]:
     """tau of every weight; ``sizes`` are their numbers of elements, in model order.
 
-    ``adaptive`` is ``base sqrt(n / mean n)``: large layers are allowed more. A mapping holds names or patterns of
-    them, of which the first that matches counts; a sequence is in model order.
+    ``adaptive`` is ``base sqrt(n / mean n)``: large layers are allowed more. The keys of a mapping are names or
+    patterns, of which the first match counts; a sequence is in model order.
     """
     if isinstance(tau, str):
         mean = sum(sizes.values()) / len(sizes)
@@ -71,7 +68,13 @@ def taus(tau: Tau, sizes: Mapping[str, int], base: float) -> dict[str, float]:
         for pattern in tau:
             if not any(fnmatchcase(name, pattern) for name in sizes):
                 raise ValueError(f"tau names {pattern!r}, which matches none of: {', '.join(sizes)}")
-        return {name: _matching(name, tau) for name in sizes}
+        by_name = {}
+        for name in sizes:
+            values = [value for pattern, value in tau.items() if fnmatchcase(name, pattern)]
+            if not values:
+                raise ValueError(f"tau has no value for {name}; name it, or give a last pattern '*'")
+            by_name[name] = values[0]
+        return by_name
     if isinstance(tau, Sequence):
         if len(tau) != len(sizes):
             raise ValueError(f"tau as a list needs one value for each of {len(sizes)} weights, got {len(tau)}")
@@ -80,7 +83,7 @@ def taus(tau: Tau, sizes: Mapping[str, int], base: float) -> dict[str, float]:
 
 
 def check_tau(tau: Tau) -> None:
-    """Raise ValueError unless every tau is a finite number that is not negative, or a rule we know."""
+    """Raise ValueError unless tau is a known rule, or every value a finite number of at least 0."""
     if isinstance(tau, str):
         if tau not in ("adaptive", "target"):
             raise ValueError(f"tau must be a number, a mapping, a list, 'adaptive' or 'target', got {tau!r}")
@@ -89,10 +92,3 @@ def check_tau(tau: Tau) -> None:
     for value in values:
         if not (isinstance(value, Real) and math.isfinite(value) and value >= 0):
             raise ValueError(f"tau is the increase allowed, 0 or more (0.1 is 10 %), got {value!r}")
-
-
-def _matching(name: str, tau: Mapping[str, float]) -> float:
-    found = next((value for pattern, value in tau.items() if fnmatchcase(name, pattern)), None)
-    if found is None:
-        raise ValueError(f"tau has no value for {name}; name it, or give a last pattern '*'")
-    return found

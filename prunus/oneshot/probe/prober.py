@@ -1,22 +1,21 @@
-"""The gradient probe: candidates are reduced to a tenth, and those whose gradient then grows too much stay."""
+"""The schedule of a probe: which weights are probed together and in which order, and what is pruned of each."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+import torch
 from torch import Tensor, nn
 
-from ..eligible import Weight
-from ..ops import bits
-from .chain import block_of
+from ...eligible import Weight
+from ...ops import bits
+from ..blocks import block_of
+from ..walk import Originals
 from .decide import Ratios, Tau, ZeroGradient, check_tau, ratios, smallest_ratios, taus, within
-from .engine import Engine, Records
-from .result import prune_
-from .session import Originals
-from .strategy import reduced_in_place, reduced_weight
+from .engine import Engine
 
-Order = Literal["reverse", "forward", "size"]
-Schedule = Literal["joint", "sequential", "block", "jacobi"]
+Order = Literal["reverse", "forward"]
+Schedule = Literal["joint", "sequential", "block"]
 
 
 @dataclass(frozen=True)
@@ -26,11 +25,10 @@ class Probe:
     - ``joint``: all weights reduced at once, two records in all.
     - ``sequential``: one weight after another, gradients recorded anew after each has been pruned.
     - ``block``: the weights of one block together, then the next block; weights in no block one by one.
-    - ``jacobi``: every weight probed against the unpruned model, all applied together.
 
-    ``order`` is that of ``sequential`` and ``block``: from the last to the first, from the first, or the largest
-    first. With tau ``target`` the candidates are those at sparsity ``pool`` (by default a fifth more than is asked
-    for), and the ones with the smallest ratios are pruned until the sparsity is exact.
+    ``order`` is that of ``sequential`` and ``block``: from the last weight or block to the first, or from the first.
+    With tau ``target`` the candidates are those at sparsity ``pool`` (by default a fifth more than is asked for), and
+    those with the smallest ratios are pruned until the sparsity is exact.
     """
 
     tau: Tau = 1.0
@@ -63,7 +61,7 @@ class Probe:
 
 @dataclass
 class Probed:
-    """What a probe has found: candidates as packed bits, their ratios, and the tau that decided."""
+    """What a probe has found, by weight: candidates as packed bits, their ratios, and the tau that decided."""
 
     candidates: dict[str, Tensor] = field(default_factory=dict)
     ratios: dict[str, Ratios] = field(default_factory=dict)
@@ -78,7 +76,7 @@ class Prober:
     """One probe of one model: the schedule over the engine's records.
 
     ``candidates`` are packed bits of what a strategy would prune; ``num_prune`` is how many of each weight it would
-    prune at the sparsity itself, read where tau is ``target``.
+    prune at the sparsity itself, which only tau ``target`` reads.
     """
 
     def __init__(
@@ -98,61 +96,41 @@ class Prober:
         sizes = {name: weight.parameter.numel() for name, weight in self.weights.items()}
         self.found.taus = {} if probe.tau == "target" else taus(probe.tau, sizes, probe.base)
 
-    def groups(self) -> list[list[str]]:
-        """Names of the weights that are probed together, in the order they are."""
-        return grouped(self.weights, self.engine.blocks, self.probe)
-
     def run(self, finished: Finished, done: Sequence[str] = ()) -> Probed:
-        """Probe and prune; ``finished`` is told of every group, those whose weights are ``done`` are passed over."""
-        groups = [group for group in self.groups() if not set(group) <= set(done)]
-        if self.probe.schedule in ("joint", "jacobi") and groups:
-            names = [name for group in groups for name in group]
-            self._joint(names) if self.probe.schedule == "joint" else self._jacobi(groups)
+        """Probe and prune; ``finished`` is called after every group. Groups whose weights are ``done`` are skipped."""
+        groups = grouped(self.weights, self.engine.walk.blocks, self.probe)
+        groups = [group for group in groups if not set(group) <= set(done)]
+        for i, names in enumerate(groups):
+            if self.probe.schedule == "joint":
+                self._record_joint(names)
+            else:
+                # of the activations, keep those that this group and the next ones start from
+                self.engine.stream.want({min(map(self.engine.start, group)) for group in groups[i:]})
+                before, after = self.engine.records(names, [{}, self._reduced(names)])
+                for name in names:
+                    where = self._where(name)
+                    self._keep_ratios(name, before[name][where], after[name][where])
             self._decide(names)
             finished(names, self.found)
-            return self.found
-        for i, group in enumerate(groups):
-            self._want(groups[i:])
-            self._store(group, *self.engine.records(group, [{}, self._reduced(group)]))
-            self._decide(group)
-            finished(group, self.found)
         return self.found
-
-    def _want(self, groups: Sequence[Sequence[str]]) -> None:
-        """Keep of the blocks' outputs what these groups will start from."""
-        self.engine.prefix.want({min(map(self.engine.start, group)) for group in groups})
 
     def _where(self, name: str) -> Tensor:
         return bits.unpack(self.found.candidates[name], self.weights[name].parameter.shape)
 
+    @torch.no_grad()
     def _reduced(self, names: Sequence[str]) -> dict[str, Tensor]:
-        return {n: reduced_weight(self.weights[n].parameter, self._where(n), self.probe.reduction) for n in names}
+        """Copies of the weights with their candidates reduced."""
+        weights = {name: self.weights[name].parameter.detach() for name in names}
+        return {n: torch.where(self._where(n), weight * self.probe.reduction, weight) for n, weight in weights.items()}
 
-    def _joint(self, names: Sequence[str]) -> None:
+    def _record_joint(self, names: Sequence[str]) -> None:
         """Records of the model and of the model with all candidates reduced."""
         (before,) = self.engine.records(names, [{}])
         before = {name: record[self._where(name)] for name, record in before.items()}
-        where = {name: self.found.candidates[name] for name in names}
-        with reduced_in_place(self.engine, where, self.probe.reduction):
+        with self.engine.reduced({name: self.found.candidates[name] for name in names}, self.probe.reduction):
             (after,) = self.engine.records(names, [{}])
         for name in names:
             self._keep_ratios(name, before[name], after[name][self._where(name)])
-
-    def _jacobi(self, groups: Sequence[Sequence[str]]) -> None:
-        """One record of the model for all, then one for each weight reduced alone."""
-        names = [name for group in groups for name in group]
-        (before,) = self.engine.records(names, [{}])
-        at_candidates = {name: record[self._where(name)] for name, record in before.items()}
-        for i, group in enumerate(groups):
-            self._want(groups[i:])
-            (after,) = self.engine.records(group, [self._reduced(group)])
-            for name in group:
-                self._keep_ratios(name, at_candidates[name], after[name][self._where(name)])
-
-    def _store(self, names: Sequence[str], before: Records, after: Records) -> None:
-        for name in names:
-            where = self._where(name)
-            self._keep_ratios(name, before[name][where], after[name][where])
 
     def _keep_ratios(self, name: str, before: Tensor, after: Tensor) -> None:
         self.found.ratios[name] = ratios(before, after, self.probe.zero_gradient)
@@ -168,19 +146,17 @@ class Prober:
         else:
             chosen = [within(part, self.found.taus[name]) for part, name in zip(q, names, strict=True)]
         for name, take in zip(names, chosen, strict=True):
-            self._prune(name, take)
+            where = self._where(name)
+            where[where.clone()] = take
+            self.undo.prune_(self.weights[name].parameter, where)
+            self.found.pruned[name] = bits.pack(where)
         self.engine.changed(names)
 
-    def _prune(self, name: str, take: Tensor) -> None:
-        where = self._where(name)
-        where[where.clone()] = take
-        prune_(self.weights[name].parameter, where, self.undo)
-        self.found.pruned[name] = bits.pack(where)
-
-    def take(self, done: Probed) -> None:
-        """Prune what an earlier run of this probe has decided already."""
+    def resume(self, done: Probed) -> None:
+        """Prune what an earlier run of this probe has already decided."""
         for name, packed in done.pruned.items():
-            prune_(self.weights[name].parameter, bits.unpack(packed, self.weights[name].parameter.shape), self.undo)
+            parameter = self.weights[name].parameter
+            self.undo.prune_(parameter, bits.unpack(packed, parameter.shape))
         self.found.pruned.update(done.pruned)
         self.found.ratios.update(done.ratios)
         self.found.taus.update(done.taus)
@@ -188,7 +164,7 @@ class Prober:
 
 
 def grouped(weights: Mapping[str, Weight], blocks: Sequence[nn.Module], probe: Probe) -> list[list[str]]:
-    """Names that are probed together, in order of the schedule."""
+    """Names of the weights that are probed together, in the order of the schedule."""
     if probe.schedule == "joint":
         return [list(weights)]
     groups: dict[object, list[str]] = {}
@@ -196,6 +172,4 @@ def grouped(weights: Mapping[str, Weight], blocks: Sequence[nn.Module], probe: P
         block = block_of(weight.module, blocks) if probe.schedule == "block" else None
         groups.setdefault(name if block is None else block, []).append(name)
     found = list(groups.values())
-    if probe.order == "size":
-        return sorted(found, key=lambda group: -sum(weights[name].parameter.numel() for name in group))
     return found[::-1] if probe.order == "reverse" else found

@@ -1,7 +1,7 @@
-"""What may be batched and what may be skipped, found by comparing passes over two samples with passes over one.
+"""What may be batched and what may be skipped, found by comparing a pass over two samples with passes over each.
 
-Nothing is concluded from the names of classes: a layer whose rows are not samples, a loss that mixes samples, or a
-model that reads more of its blocks than the last one's output shows itself in the numbers.
+No conclusion rests on class names: a layer whose rows are not samples, a loss that mixes samples, or a model that
+reads other outputs of its blocks than the last shows in the numbers.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,53 +11,53 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from ..eligible import Weight
-from .chain import Prefix
-from .kinds import rebuildable, weight_of
-from .memory import counted_saves, is_out_of_memory, release
-from .objective import FORMS, Objective, num_tokens, shortened
-from .offload import Offload, gradients
-from .samples import Chunk, Group, Samples, Tree, moved, repeated, rows
-from .taps import Taps
+from ...eligible import Weight
+from ..blocks import Stream, is_chain, is_near
+from ..offload import Offload, counted_saves, gradients
+from ..resources import is_out_of_memory, release
+from ..samples import Chunk, Group, Samples, Tree, moved, num_tokens, repeated, rows, shortened
+from ..walk import Walk
+from .objective import FORMS, Objective
+from .taps import Taps, rebuildable, weight_of
 
-# relative: what rounding may do where a batch is run by other kernels than a sample; a mix-up is of order 1
+# relative: rounding where a batch is run by other kernels than a single sample; a real difference is of order 1
 ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.25}
 # relative: two losses from the same operations
 SAME = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 
-TF32 = 0.03  # relative: products of float32 that a GPU may round to 10 bits, as it does in convolutions unless told
+TF32 = 0.03  # relative: float32 products that a GPU may round to 10 bits, as it does in convolutions by default
 
-TOKENS = 64  # of each sample that are looked at
+TOKENS = 64  # of each sample that are run
 
 Modules = Mapping[str, Sequence[nn.Module]]
 
 
 @dataclass
 class Findings:
-    """What was found of a model and its samples."""
+    """What holds for a model and its samples."""
 
-    batched: bool = False  # the sum of losses of two samples is that of their own losses
+    batched: bool = False  # the loss of two samples in one pass is the sum of their own losses
     form: str | None = None  # formula of the model's own loss
-    chained: bool = False  # a pass may start behind any block
+    chained: bool = False  # a pass may start after any block
     quick: set[str] = field(default_factory=set)  # weights whose gradients can be rebuilt from a batch
     starts: dict[str, int] = field(default_factory=dict)  # blocks that have ended when a weight is first used
-    saved_bytes: int = 0  # that one sample leaves for its backward
+    saved_bytes: int = 0  # that one sample saves for its backward
 
 
 @dataclass
 class Seen:
-    """One observed pass: its loss, the blocks in the order they were called, and what the layers saw."""
+    """One observed pass: its loss, the order in which blocks were called, and what the layers saw."""
 
     loss: Tensor
     order: list[int]
     starts: dict[str, int]
     sketches: dict[str, list[list[Tensor]]]  # for each call of a weight's layers: of input and gradient
-    elsewhere: set[str]  # weights that are used other than by a call of their layers
+    elsewhere: set[str]  # weights that are also used outside the calls of their layers
     saved_bytes: int
 
 
 def holders(model: nn.Module, weights: Sequence[Weight]) -> dict[str, list[nn.Module]]:
-    """Modules that hold each weight, by name, if its gradient can be rebuilt in all of them; else none."""
+    """Modules that hold each weight, by name; none if its gradient cannot be rebuilt in all of them."""
     names = {weight.parameter: weight.name for weight in weights}
     found: dict[str, list[nn.Module]] = {name: [] for name in names.values()}
     doubtful = set()
@@ -70,32 +70,31 @@ def holders(model: nn.Module, weights: Sequence[Weight]) -> dict[str, list[nn.Mo
     return {name: [] if name in doubtful else modules for name, modules in found.items()}
 
 
-def inspect(
-    objective: Objective, modules: Modules, blocks: Sequence[nn.Module], samples: Samples, device: torch.device
-) -> Findings:
+def inspect(walk: Walk, objective: Objective, modules: Modules) -> Findings:
     """What holds for these samples; a doubt makes the passes slower, never wrong.
 
-    A few tokens of two samples are enough to see it, fewer where memory runs out.
+    Two samples are run, cut to a few tokens, and to fewer where memory runs out.
     """
-    group = next((group for group in samples.groups if group.size > 1), samples.groups[0])
-    two = moved(rows(group.tree, 0, 2, group.size) if group.size > 1 else repeated(group.tree, 2, 1), device)
+    groups = walk.samples.groups
+    group = next((group for group in groups if group.size > 1), groups[0])
+    two = moved(rows(group.tree, 0, 2, group.size) if group.size > 1 else repeated(group.tree, 2, 1), walk.device)
     whole = num_tokens(two) if objective.loss is None else 0
     length = min(whole, TOKENS) or 1
     while True:
         try:
-            found = _inspected(objective, modules, blocks, shortened(two, length) if whole else two)
+            found = _inspected(walk, objective, modules, shortened(two, length) if whole else two)
             found.saved_bytes *= -(-whole // length) if whole else 1
             return found
         except Exception as error:
             if not is_out_of_memory(error) or length < 4:
                 raise
         length //= 2
-        release(device)
+        release(walk.device)
 
 
-def _inspected(objective: Objective, modules: Modules, blocks: Sequence[nn.Module], two: Tree) -> Findings:
-    tapped = {name: held for name, held in modules.items() if held}
-    alone = [_observe(objective, objective.alone, rows(two, i, i + 1, 2), tapped, blocks) for i in (0, 1)]
+def _inspected(walk: Walk, objective: Objective, modules: Modules, two: Tree) -> Findings:
+    tapped = {name: holding for name, holding in modules.items() if holding}
+    alone = [_observe(walk, objective.alone, rows(two, i, i + 1, 2), tapped) for i in (0, 1)]
     dtypes = {alone[0].loss.dtype, *(p.dtype for p in objective.model.parameters() if p.is_floating_point())}
     tolerance = max([ROUNDING.get(dtype, 0.25) for dtype in dtypes] + [TF32] * _rounds_products(alone[0].loss))
     elsewhere = alone[0].elsewhere | alone[1].elsewhere
@@ -103,31 +102,29 @@ def _inspected(objective: Objective, modules: Modules, blocks: Sequence[nn.Modul
     found = Findings(saved_bytes=max(seen.saved_bytes for seen in alone))
     found.starts = {name: start for name, start in starts.items() if name not in elsewhere}
     found.form = _form(objective, two, alone, min(tolerance, 1e-2))
-    found.chained = _is_chain(objective, blocks, two, alone)
+    found.chained = _is_chained(walk.blocks, objective, two, alone)
     if objective.loss is None and found.form is None:
         return found
     try:
-        together = _observe(objective, lambda tree: objective.summed(tree, 2, found.form), two, tapped, blocks)
+        together = _observe(walk, lambda tree: objective.summed(tree, 2, found.form), two, tapped)
     except Exception as error:
         if not is_out_of_memory(error) or num_tokens(two) > 3:
             raise
-        return found  # there is room for one sample only, and no shorter one to be had
-    found.batched = _near(together.loss, alone[0].loss + alone[1].loss, tolerance)
+        return found  # memory holds one sample only, and it cannot be shortened
+    found.batched = is_near(together.loss, alone[0].loss + alone[1].loss, tolerance)
     if found.batched:
         found.quick = {name for name in found.starts if _agree(name, together, alone, tolerance)}
     return found
 
 
 def _rounds_products(loss: Tensor) -> bool:
-    """Whether the products behind it may have been rounded to TF32."""
+    """Whether the matrix products that led to it may have been rounded to TF32."""
     if not loss.is_cuda:
         return False
     return bool(torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32)
 
 
-def _observe(
-    objective: Objective, loss: Callable[[Tree], Tensor], tree: Tree, modules: Modules, blocks: Sequence[nn.Module]
-) -> Seen:
+def _observe(walk: Walk, loss: Callable[[Tree], Tensor], tree: Tree, modules: Modules) -> Seen:
     order: list[int] = []
     starts: dict[str, int] = {}
     ended = [0]
@@ -138,20 +135,20 @@ def _observe(
     def begin(name: str) -> None:
         starts.setdefault(name, ended[0])
 
-    handles = [block.register_forward_pre_hook(lambda *_, i=i: order.append(i)) for i, block in enumerate(blocks)]
-    handles += [block.register_forward_hook(end) for block in blocks]
+    handles = [block.register_forward_pre_hook(lambda *_, i=i: order.append(i)) for i, block in enumerate(walk.blocks)]
+    handles += [block.register_forward_hook(end) for block in walk.blocks]
     taps = Taps(modules, 0, strict=False, on_call=begin)
+    weights = [weight_of(holding[0]) for holding in modules.values()]
     try:
         with (
             torch.enable_grad(),
             taps.open(),
-            _asking(modules),
-            counted_saves(objective.model, objective.offload) as saved,
+            _requiring_grad(weights),
+            counted_saves(walk.model, walk.offload) as saved,
         ):
             total = loss(tree)
             taps.recording = False
-            asked = [call.out for call in taps.calls], [weight_of(held[0]) for held in modules.values()]
-            outputs, others = _gradients(total, *asked, objective.offload)
+            outputs, others = _gradients(total, [call.out for call in taps.calls], weights, walk.offload)
     finally:
         for handle in handles:
             handle.remove()
@@ -166,7 +163,7 @@ def _observe(
 def _gradients(
     total: Tensor, outputs: list[Tensor], weights: list[Tensor], offload: Offload | None
 ) -> tuple[list[Tensor | None], list[Tensor | None]]:
-    """Gradients of the outputs of all calls, and those that reach a weight by another way."""
+    """Gradients of the outputs of all calls, and those that reach a weight in another way."""
     if total.numel() != 1:
         raise ValueError(f"the loss of a sample must be one number, got a tensor of shape {tuple(total.shape)}")
     if not total.requires_grad:
@@ -176,9 +173,8 @@ def _gradients(
 
 
 @contextmanager
-def _asking(modules: Modules) -> Iterator[None]:
-    """The weights ask for gradients, which the taps keep from them."""
-    weights = [weight_of(held[0]) for held in modules.values()]
+def _requiring_grad(weights: Sequence[Tensor]) -> Iterator[None]:
+    """``requires_grad`` of the weights is on: taps detach them, so that a gradient is of another use."""
     try:
         for weight in weights:
             weight.requires_grad_(True)
@@ -196,7 +192,7 @@ def _sketches(x: Tensor) -> list[Tensor]:
 
 
 def _agree(name: str, together: Seen, alone: Sequence[Seen], tolerance: float) -> bool:
-    """Whether each row of what a layer saw in a batch is what it saw of that sample alone."""
+    """Whether each row that a layer saw in the batch is what it saw of that sample alone."""
     calls = together.sketches.get(name, [])
     if not calls or any(len(seen.sketches.get(name, [])) != len(calls) for seen in alone):
         return False
@@ -205,18 +201,13 @@ def _agree(name: str, together: Seen, alone: Sequence[Seen], tolerance: float) -
             single = [seen.sketches[name][number][which] for seen in alone]
             if any(len(one) != 1 or one.shape[1:] != batch.shape[1:] for one in single) or len(batch) != 2:
                 return False
-            if not all(_near(batch[i], single[i][0], tolerance) for i in (0, 1)):
+            if not all(is_near(batch[i], single[i][0], tolerance) for i in (0, 1)):
                 return False
     return True
 
 
-def _near(value: Tensor, expected: Tensor, tolerance: float) -> bool:
-    difference = (value - expected).abs().max() if value.numel() else torch.zeros(())
-    return bool(difference <= tolerance * expected.abs().max()) if value.numel() else True
-
-
 def _form(objective: Objective, two: Tree, alone: Sequence[Seen], tolerance: float) -> str | None:
-    """The formula by which the model's own loss of a sample follows from its logits, if it is one we know."""
+    """The formula of FORMS by which the model's own loss follows from its logits, if one does."""
     if objective.loss is not None:
         return None
     for form in FORMS:
@@ -225,29 +216,19 @@ def _form(objective: Objective, two: Tree, alone: Sequence[Seen], tolerance: flo
                 found = [objective.summed(rows(two, i, i + 1, 2), 1, form) for i in (0, 1)]
         except (RuntimeError, ValueError, IndexError, KeyError, AttributeError):
             continue
-        if all(_near(value, seen.loss, tolerance) for value, seen in zip(found, alone, strict=True)):
+        if all(is_near(value, seen.loss, tolerance) for value, seen in zip(found, alone, strict=True)):
             return form
     return None
 
 
-def _is_chain(objective: Objective, blocks: Sequence[nn.Module], two: Tree, alone: Sequence[Seen]) -> bool:
-    """Whether passes that start in the middle and at the end of the blocks give the losses of whole passes."""
+def _is_chained(blocks: Sequence[nn.Module], objective: Objective, two: Tree, alone: Sequence[Seen]) -> bool:
+    """Whether passes that start at any block give the losses of whole passes."""
     if len(blocks) < 2 or any(seen.order != list(range(len(blocks))) for seen in alone):
         return False
     samples = Samples([Group(rows(two, i, i + 1, 2), 1) for i in (0, 1)])
-    try:
-        return _skips_well(objective, Prefix(blocks, samples), alone, SAME.get(alone[0].loss.dtype, 1e-2))
-    except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError):
-        return False  # the model does more with its blocks than hand a state from one to the next
 
+    def loss(chunk: Chunk) -> Tensor:
+        return objective.alone(samples.tree(chunk))
 
-def _skips_well(objective: Objective, prefix: Prefix, alone: Sequence[Seen], tolerance: float) -> bool:
-    samples, num = prefix.samples, len(prefix.blocks)
-    for number, seen in enumerate(alone):
-        chunk = Chunk(number, 0, 1)
-        for k in (num // 2, num):
-            prefix.ensure(k, lambda chunk: objective.alone(samples.tree(chunk)), 1)
-            with torch.no_grad(), prefix.skipping(k, chunk):
-                if not _near(objective.alone(samples.tree(chunk)), seen.loss, tolerance):
-                    return False
-    return True
+    tolerance = SAME.get(alone[0].loss.dtype, 1e-2)
+    return is_chain(Stream(blocks, samples), loss, [seen.loss for seen in alone], tolerance)

@@ -1,0 +1,182 @@
+"""The blocks of a model, found from its module tree, and the stream of activations through them.
+
+Stored activations let a pass start at any block. Blocks before it do not run: stubs return what they would.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..eligible import Weight
+from .samples import Chunk, Samples, Tree, copied, joined, repeated, rows
+
+
+def blocks_of(model: nn.Module, weights: Sequence[Weight]) -> list[nn.Module]:
+    """Items of the ``ModuleList`` with the most items that hold weights to prune; of a ``Sequential`` if there is none.
+
+    Empty where no list has two such items. Of equal lists the first in the tree is taken.
+    """
+    owners = {weight.module for weight in weights}
+    best: list[nn.Module] = []
+    for kind in (nn.ModuleList, nn.Sequential):
+        most = 1
+        for module in model.modules():
+            if isinstance(module, kind):
+                num_items = sum(not owners.isdisjoint(item.modules()) for item in module)
+                if num_items > most:
+                    best, most = list(module), num_items
+        if best:
+            break
+    return best
+
+
+def block_of(module: nn.Module, blocks: Sequence[nn.Module]) -> int | None:
+    """Index of the block that holds ``module``."""
+    return next((i for i, block in enumerate(blocks) if any(module is part for part in block.modules())), None)
+
+
+@contextmanager
+def replaced(forwards: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Modules that run another forward while this is open."""
+    before = {module: vars(module).get("forward") for module in forwards}
+    try:
+        for module, forward in forwards.items():
+            vars(module)["forward"] = forward
+        yield
+    finally:
+        for module, forward in before.items():
+            if forward is None:
+                vars(module).pop("forward", None)
+            else:
+                vars(module)["forward"] = forward
+
+
+STUB = "returns_stored_output"  # attribute of a forward that computes nothing
+
+
+def is_stubbed(block: nn.Module) -> bool:
+    """Whether the block returns a stored output now, so that nothing in it runs."""
+    return hasattr(vars(block).get("forward"), STUB)
+
+
+def _stub(output: Tree) -> Callable[..., Tree]:
+    def forward(*args: Any, **kwargs: Any) -> Tree:
+        return output
+
+    setattr(forward, STUB, True)
+    return forward
+
+
+class _Reached(Exception):
+    """Ends a forward pass once the wanted block has run."""
+
+
+class Stream:
+    """Activations between the blocks for every sample: position k holds the output of block k - 1.
+
+    A pass that starts at position k runs the model's own forward with the first k blocks replaced by stubs, so that
+    the model itself computes masks, position embeddings, head and loss.
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module], samples: Samples) -> None:
+        self.blocks = blocks
+        self.samples = samples
+        self.wanted: Collection[int] = range(len(blocks) + 1)
+        self._outputs: dict[int, list[Tree]] = {}  # by position, one tree per group of samples
+
+    def want(self, positions: Collection[int]) -> None:
+        """Forget all other positions, and store no others from now on."""
+        self.wanted = positions
+        self._outputs = {k: output for k, output in self._outputs.items() if k in positions}
+
+    def drop_after(self, k: int) -> None:
+        """Forget the positions after ``k``: a weight after it has changed."""
+        self._outputs = {i: output for i, output in self._outputs.items() if i <= k}
+
+    def ensure(self, k: int, forward: Callable[[Chunk], object], size: int) -> int:
+        """Have position ``k``, running ``forward`` over ``size`` samples at a time from the last position before it.
+
+        Returns the number of samples run.
+        """
+        if k == 0 or k in self._outputs:
+            return 0
+        first = max((i for i in self._outputs if i < k), default=0)
+        found: dict[int, list[list[Tree]]] = {i: [[] for _ in self.samples.groups] for i in range(first + 1, k + 1)}
+        sizes: list[list[int]] = [[] for _ in self.samples.groups]
+        for chunk in self.samples.chunks(size):
+            for i, output in self.run(first, k, forward, chunk).items():
+                found[i][chunk.group].append(output)
+            sizes[chunk.group].append(chunk.size)
+        for i, groups in found.items():
+            if groups[0]:
+                self._outputs[i] = [joined(trees, lengths) for trees, lengths in zip(groups, sizes, strict=True)]
+        return len(self.samples)
+
+    def run(self, first: int, last: int, forward: Callable[[Chunk], object], chunk: Chunk) -> dict[int, Tree]:
+        """Outputs, by position, of a pass from ``first`` that ends at ``last``: at ``last`` and where wanted."""
+        found: dict[int, Tree] = {}
+
+        def hook(position: int) -> Callable[..., None]:
+            def store(module: nn.Module, args: Any, output: Tree) -> None:
+                if position == last or position in self.wanted:
+                    found[position] = copied(output)
+                if position == last:
+                    raise _Reached
+
+            return store
+
+        handles = [self.blocks[i].register_forward_hook(hook(i + 1)) for i in range(first, last)]
+        try:
+            with torch.no_grad(), self.starting_at(first, chunk):
+                forward(chunk)
+        except _Reached:
+            pass
+        finally:
+            for handle in handles:
+                handle.remove()
+        return found
+
+    @contextmanager
+    def starting_at(self, k: int, chunk: Chunk, times: int = 1) -> Iterator[None]:
+        """Passes over ``chunk``, its samples repeated ``times`` times, that start at position ``k``."""
+        if k == 0:
+            yield
+            return
+        size = self.samples.groups[chunk.group].size
+        output = rows(self._outputs[k][chunk.group], chunk.start, chunk.stop, size)
+        # copies: the model may change them in place
+        last = copied(output) if times == 1 else repeated(output, times, chunk.size)
+        others = copied(last) if k > 1 else None
+        stubs = {block: _stub(others) for block in self.blocks[: k - 1]}
+        with replaced(stubs | {self.blocks[k - 1]: _stub(last)}):
+            yield
+
+
+def is_chain(stream: Stream, value: Callable[[Chunk], Tensor], expected: Sequence[Tensor], tolerance: float) -> bool:
+    """Whether passes that start in the middle and at the end of the blocks give the value of a whole pass.
+
+    ``expected`` holds that value for each group of the stream, which has one sample. False also where the model does
+    more with its blocks than pass a state from one to the next.
+    """
+    num = len(stream.blocks)
+    try:
+        for number, whole in enumerate(expected):
+            chunk = Chunk(number, 0, 1)
+            for k in (num // 2, num):
+                stream.ensure(k, value, 1)
+                with torch.no_grad(), stream.starting_at(k, chunk):
+                    if not is_near(value(chunk), whole, tolerance):
+                        return False
+    except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError):
+        return False
+    return True
+
+
+def is_near(value: Tensor, expected: Tensor, tolerance: float) -> bool:
+    """Whether no element differs by more than ``tolerance`` times the largest expected one."""
+    if not value.numel():
+        return True
+    return bool((value - expected).abs().max() <= tolerance * expected.abs().max())

@@ -1,0 +1,84 @@
+"""Time and memory of a run: seconds by part, free and peak memory, and the batch size that fits."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from ..ops.machine import said_by_linux, wait_for
+
+SHARE = {"cpu": 0.25, "cuda": 0.7}  # of the free memory that a pass may take
+CACHED = 1 << 28  # bytes of a pass on a CPU beyond which larger batches only leave the cache
+SLACK = {"cpu": 2.5, "cuda": 1.6}  # a pass takes this many times what it saves for its backward
+
+
+@dataclass
+class Clock:
+    """Seconds by part; time in a nested part counts for the inner one only."""
+
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    seconds: dict[str, float] = field(default_factory=dict)
+    _parts: list[str] = field(default_factory=list)
+    _since: float = 0.0
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        self._switch()
+        self._parts.append(name)
+        try:
+            yield
+        finally:
+            self._switch()
+            self._parts.pop()
+
+    def _switch(self) -> None:
+        """Add the time since the last switch to the part that is open."""
+        wait_for(self.device)
+        now = time.perf_counter()
+        if self._parts:
+            self.seconds[self._parts[-1]] = self.seconds.get(self._parts[-1], 0.0) + now - self._since
+        self._since = now
+
+
+class Peak:
+    """Peak memory in bytes: on CUDA the allocator's since this was made, elsewhere the process's since it started."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+
+    def bytes(self) -> int:
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        return said_by_linux("self/status", "VmHWM") or 0
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that can still be allocated on ``device``."""
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
+    return said_by_linux("meminfo", "MemAvailable") or 1 << 32
+
+
+def batch_size(saved_bytes: int, device: torch.device) -> int:
+    """Samples per pass, from the bytes that one sample saves for its backward."""
+    room = SHARE.get(device.type, 0.25) * free_bytes(device) / SLACK.get(device.type, 2.5)
+    if device.type == "cpu":
+        room = min(room, CACHED)
+    return max(1, int(room / max(1, saved_bytes)))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+def release(device: torch.device) -> None:
+    """Return cached memory to the device."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

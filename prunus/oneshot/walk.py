@@ -1,0 +1,173 @@
+"""A trained model and its calibration samples: run whole or block by block, changed, and given back as it was."""
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..eligible import Weight
+from ..ops import bits
+from .blocks import blocks_of
+from .offload import Offload
+from .resources import is_out_of_memory, release
+from .samples import Chunk, Samples, Tree, check_batches, moved, samples_of
+
+
+class Walk:
+    """What every method after training needs of a model: its blocks, its samples, and where it runs.
+
+    The samples are read when they are first asked for. With ``offload``, a device, the blocks are moved there one at a
+    time. ``blocks.Stream`` stores activations between the blocks, so that a pass can start at any of them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        weights: Sequence[Weight],
+        batches: Iterable[Any] = (),
+        offload: str | torch.device | None = None,
+    ) -> None:
+        check_batches(batches)
+        self.model = model
+        self.weights = weights
+        self.blocks = blocks_of(model, weights)
+        self.offload = None if offload is None else Offload(model, weights, torch.device(offload))
+        self.device = weights[0].parameter.device if self.offload is None else self.offload.device
+        self._batches = batches
+
+    @cached_property
+    def samples(self) -> Samples:
+        return samples_of(self._batches)
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """The model as it is worked on; afterwards all but its weights is as before."""
+        with frozen(self.model), self.offload.open() if self.offload else nullcontext():
+            yield
+
+    def batch(self, chunk: Chunk, times: int = 1) -> Tree:
+        """Samples on the device, repeated ``times`` times."""
+        return moved(self.samples.tree(chunk, times), self.device)
+
+    def visit(
+        self,
+        size: int,
+        act: Callable[[Chunk], None],
+        *,
+        after: Chunk | None = None,
+        on_halved: Callable[[], None] | None = None,
+    ) -> None:
+        """Call ``act`` for all samples, ``size`` at a time; where memory runs out, for the two halves of a chunk.
+
+        ``after`` are the first samples of a group, and are left out.
+        """
+        chunks = [chunk if after is None else chunk.after(after) for chunk in self.samples.chunks(size)]
+        pending = [chunk for chunk in chunks if chunk.size]
+        while pending:
+            chunk = pending.pop(0)
+            try:
+                act(chunk)
+                continue
+            except Exception as error:
+                if not is_out_of_memory(error) or chunk.size == 1:
+                    raise
+            # outside the handler: the error keeps the tensors of the failed pass alive
+            if on_halved is not None:
+                on_halved()
+            release(self.device)
+            pending[:0] = chunk.halves()
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module inside ``torch.compile`` and DDP, whose own forward cannot be run in part."""
+    while True:
+        if isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        elif isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            model = model.module
+        else:
+            return model
+
+
+@contextmanager
+def frozen(model: nn.Module) -> Iterator[None]:
+    """The model in eval mode with ``requires_grad`` off; modes, flags and buffers are restored at the end."""
+    modes = {module: module.training for module in model.modules()}
+    flags = {parameter: parameter.requires_grad for parameter in model.parameters()}
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    fused = torch.backends.mha.get_fastpath_enabled()
+    try:
+        model.eval()
+        for parameter in flags:
+            parameter.requires_grad_(False)
+        # the fused encoder layer of torch does not call its linear layers
+        torch.backends.mha.set_fastpath_enabled(False)
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fused)
+        for parameter, flag in flags.items():
+            parameter.requires_grad_(flag)
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def outputs(model: nn.Module, tree: Tree) -> Any:
+    """What the model returns for a batch without its labels."""
+    if isinstance(tree, tuple):
+        tree = tree[0]
+    return call(model, {k: v for k, v in tree.items() if k != "labels"} if isinstance(tree, Mapping) else tree)
+
+
+def call(model: nn.Module, inputs: Tree) -> Any:
+    if isinstance(inputs, Mapping):
+        return model(**without_cache(model, inputs))
+    return model(inputs, **without_cache(model, {}))
+
+
+def without_cache(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments with the cache of keys and values turned off: passes over whole sequences do not need it."""
+    takes_cache = "use_cache" in inspect.signature(model.forward).parameters
+    return {"use_cache": False} | dict(inputs) if takes_cache else dict(inputs)
+
+
+def head_of(model: nn.Module) -> nn.Linear:
+    """The layer that turns the hidden state into logits; ValueError where it is not a plain one in float32 or less."""
+    get = getattr(model, "get_output_embeddings", None)
+    head = get() if get is not None else None
+    if type(head) is not nn.Linear or head.bias is not None or head.weight.dtype == torch.float64:
+        raise ValueError("the model has no plain head")
+    return head
+
+
+class Originals:
+    """Values of weights before they were changed, at the changed places only, bit for bit."""
+
+    def __init__(self) -> None:
+        self._saved: list[tuple[nn.Parameter, Tensor, Tensor]] = []
+
+    @torch.no_grad()
+    def save(self, parameter: nn.Parameter, where: Tensor) -> Tensor:
+        """Remember the elements of ``parameter`` at the boolean ``where``, and return them."""
+        values = parameter.detach()[where]  # a copy: it never aliases the live weight
+        self._saved.append((parameter, bits.pack(where), values))
+        return values
+
+    @torch.no_grad()
+    def prune_(self, parameter: nn.Parameter, where: Tensor) -> None:
+        """Set the elements at the boolean ``where`` to zero, and remember them."""
+        self.save(parameter, where)
+        parameter.detach()[where] = 0.0
+
+    @torch.no_grad()
+    def restore_(self) -> None:
+        """Write everything back, the last change first."""
+        while self._saved:
+            parameter, packed, values = self._saved.pop()
+            parameter.detach()[bits.unpack(packed, parameter.shape)] = values

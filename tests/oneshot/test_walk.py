@@ -1,0 +1,77 @@
+"""A walk block by block over stored activations computes what whole passes compute, and memory sets only its pace."""
+
+import pytest
+import torch
+from probe_models import cnn, llama, mlp
+
+from prunus.eligible import eligible
+from prunus.input_statistics import InputNorms
+from prunus.oneshot.blocks import Stream, block_of
+from prunus.oneshot.samples import Chunk
+from prunus.oneshot.walk import Walk, outputs
+
+
+def walk_of(case, **options):
+    return Walk(case.model, eligible(case.model).weights, case.batches, **options)
+
+
+def logits(walk, chunk):
+    found = outputs(walk.model, walk.batch(chunk))
+    return found if torch.is_tensor(found) else found.logits
+
+
+@pytest.mark.parametrize("offload", [None, "cpu"])
+@pytest.mark.parametrize("make", [cnn, llama])
+@torch.no_grad()
+def test_one_block_at_a_time_sees_and_gives_what_a_whole_pass_does(make, offload):
+    walk = walk_of(make(), offload=offload)
+    with walk.open():
+        collected = InputNorms(walk.weights, mode="eval")
+        with collected:
+            expected = [logits(walk, chunk) for chunk in walk.samples.chunks(2)]
+        stream, seen = Stream(walk.blocks, walk.samples), {}
+        for k in range(len(walk.blocks)):
+            with InputNorms(walk.weights, mode="eval") as here:
+                stream.want({k, k + 1})
+                stream.ensure(k + 1, lambda chunk: logits(walk, chunk), 2)
+            inside = [w.name for w in walk.weights if block_of(w.module, walk.blocks) == k]
+            seen |= {name: here.squares[name] for name in inside}
+            assert not here.squares.keys() & {w.name for w in walk.weights if block_of(w.module, walk.blocks) == k + 1}
+        for chunk, whole in zip(walk.samples.chunks(2), expected, strict=True):
+            with stream.starting_at(len(walk.blocks), chunk):
+                assert torch.equal(logits(walk, chunk), whole)
+    assert len(seen) > 8 and all(torch.equal(squares, collected.squares[name]) for name, squares in seen.items())
+
+
+@torch.no_grad()
+def test_a_block_whose_weights_have_changed_runs_again_from_its_stored_inputs():
+    walk, chunk = walk_of(llama()), Chunk(0, 0, 3)
+    with walk.open():
+        stream = Stream(walk.blocks, walk.samples)
+        stream.ensure(1, lambda chunk: logits(walk, chunk), 2)
+        before = stream.run(1, 2, lambda chunk: logits(walk, chunk), chunk)[2]
+        next(w for w in walk.weights if block_of(w.module, walk.blocks) == 1).parameter.mul_(0.5)
+        after = stream.run(1, 2, lambda chunk: logits(walk, chunk), chunk)[2]
+        assert not torch.equal(before, after)
+        whole = Stream(walk.blocks, walk.samples).run(0, 2, lambda chunk: logits(walk, chunk), chunk)[2]
+        assert torch.equal(after, whole)
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3])
+def test_a_chunk_that_memory_does_not_hold_is_halved_and_every_sample_is_visited_once_in_order(limit):
+    walk, visited, halved = walk_of(mlp()), [], []
+
+    def act(chunk):
+        if chunk.size > limit:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        visited.extend((chunk.group, i) for i in range(chunk.start, chunk.stop))
+
+    walk.visit(8, act, after=Chunk(0, 0, 2), on_halved=lambda: halved.append(1))
+    assert visited == [(0, i) for i in range(2, len(walk.samples))] and halved
+
+
+def test_a_single_sample_that_does_not_fit_and_other_errors_are_raised():
+    walk = walk_of(mlp())
+    for error in (torch.OutOfMemoryError("CUDA out of memory"), ValueError("mine")):
+        with pytest.raises(type(error)):
+            walk.visit(2, lambda chunk, error=error: (_ for _ in ()).throw(error))
