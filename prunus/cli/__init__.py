@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run ``prunus COMMAND ...``; bad input ends in one line and exit code 2."""
     args = list(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a letter that the terminal lacks ends no study
+        if isinstance(stream, io.TextIOWrapper):  # a letter that the terminal lacks must not end a study
             stream.reconfigure(errors="replace")
     if not args or args[0] in ("-h", "--help"):
         print(_overview())
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         command = import_module(f"{__name__}.{name}")
         command.run(_parse(command.Command, name, rest))
-    except BrokenPipeError:  # whoever read the output has seen enough
+    except BrokenPipeError:  # the reader of the output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(141) from None
     except (ValueError, OSError) as error:
@@ -98,7 +98,7 @@ def _mistake(kind: type[Any], args: list[str]) -> str:
 
 def _fail(who: str, what: str) -> NoReturn:
     rank = os.environ.get("RANK", "0") if who == "prunus train" else "0"
-    if rank != "0":  # the first says it for all, whereupon torchrun ends the others; what it does not know is said late
+    if rank != "0":  # usually rank 0 has the same error, reports it and torchrun ends the others; else this one is late
         time.sleep(10)
         who = f"{who}: rank {rank}"
     print(f"{who}: {' '.join(what.split())}", file=sys.stderr)

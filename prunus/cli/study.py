@@ -11,9 +11,9 @@ import tyro
 
 from ..lab.run import Run
 from ..lab.study.arms import Arm, parse_arm, parse_fields, read_base, score_arm
-from ..lab.study.folder import Folder
 from ..lab.study.plan import Cell, Plan, data_digests, key_of, make_plan, num_examples, only
 from ..lab.study.presets import PRESETS, PresetName
+from ..lab.study.study_folder import Folder
 
 Texts = tyro.conf.UseAppendAction[tuple[str, ...]]
 
@@ -43,7 +43,7 @@ class Command:
     time_limit: float = 0.0  # seconds after which nothing should run, judged by the runs done; 0 is none
     save_every: int = 0  # steps from one checkpoint to the next, to resume within a run
     keep_checkpoints: bool = False  # leave the last checkpoint of every run
-    slim: bool = False  # merge: leave out masks and most lines of metrics.jsonl
+    slim: bool = False  # merge: all runs in one file, runs.jsonl, without masks and with thinned curves
     page: Path = Path("docs/results.md")  # page: file to write
     dry_run: bool = False  # print the plan and an estimate
 

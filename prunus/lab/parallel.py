@@ -1,7 +1,7 @@
-"""One process or many under torchrun, seen from one of them: ``Team`` and what they do together.
+"""One process or many under torchrun: ``Team`` is this process among them, and what they do together.
 
 Every rank runs the same loop. The global batch of a step is a function of seed and step; a rank takes its slice
-of it. What is written, and shown, the first rank writes and shows.
+of it. Only the first rank writes files and shows progress.
 """
 
 import os
@@ -165,7 +165,7 @@ def team_of(run: Run) -> Iterator[Team]:
 
 
 def join(on_gpu: bool) -> None:
-    """Meet the other ranks in a place of this attempt's own.
+    """Meet the other ranks in a store of this attempt's own.
 
     torchrun keeps one store over its restarts (seen in 2.13), where a rank would find the addresses of the dead.
     """

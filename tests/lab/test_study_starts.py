@@ -13,10 +13,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from prunus.lab.files import read_json
 from prunus.lab.run import Run
 from prunus.lab.study.arms import parse_arm
-from prunus.lab.study.folder import Folder
 from prunus.lab.study.plan import make_plan
 from prunus.lab.study.runner import Options, Worker
 from prunus.lab.study.starts import Starts, num_shared
+from prunus.lab.study.study_folder import Folder
 from prunus.lab.trainer import train
 
 RUN = Run(steps=100, begin=10, end=90, every=7, eval_every=50)
@@ -114,7 +114,7 @@ def test_few_starts_are_kept_and_none_of_a_resumed_run(tmp_path, study):
 def test_what_only_the_first_step_of_a_process_takes_is_nobody_elses(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("")
     starts, run = Starts(), replace(RUN, out=tmp_path)
-    taker = starts.taker(replace(run, score="none"), [run])
+    taker = starts.recorder(replace(run, score="none"), [run])
     for step in range(1, 10):
         state = {"seconds": 30 + 0.1 * (step - 1)}
         taker(SimpleNamespace(step=step, run=run, seconds=state["seconds"], state=lambda state=state: state))

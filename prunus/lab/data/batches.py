@@ -76,12 +76,10 @@ class TokenWindows:
     def batch(self, step: int, size: int, seed: int) -> Batch:
         """Inputs and targets (size, context) of one step, whatever was asked for before."""
         drawn = drawn_indices(len(self), step * size, size, seed)
-        starts = [self._offset(seed, epoch) + indices * (self.context + 1) for epoch, indices in drawn]
-        return windows(self.tokens, np.concatenate(starts), self.context)
-
-    def _offset(self, seed: int, epoch: int) -> int:
         spare = len(self.tokens) - len(self) * (self.context + 1)
-        return mixed("offset", seed, epoch) % (min(self.context, spare) + 1)
+        offsets = min(self.context, spare) + 1  # how many there are to draw from, each epoch anew
+        starts = [mixed("offset", seed, epoch) % offsets + indices * (self.context + 1) for epoch, indices in drawn]
+        return windows(self.tokens, np.concatenate(starts), self.context)
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,21 +116,17 @@ def token_data(train: np.ndarray, held_out: np.ndarray, context: int, vocab_size
                 f"the {part} part holds {len(tokens)} tokens, but one window of context {context} takes {context + 1};"
                 f" take a longer file or a smaller context"
             )
-    shape = TokenShape(_vocabulary(train, held_out, vocab_size), context)
-    return TokenData(TokenWindows(train, context), held_out, shape)
-
-
-def _vocabulary(train: np.ndarray, held_out: np.ndarray, given: int | None) -> int:
     if train.dtype != held_out.dtype:
         raise ValueError(
             f"train and validation must both be text or both be uint16 tokens,"
             f" got {train.dtype} and {held_out.dtype}; convert one of them"
         )
     largest = max(int(train.max()), int(held_out.max()))
-    if given is not None and largest >= given:
-        raise ValueError(f"vocab_size is {given}, but the data holds token {largest}; give at least {largest + 1}")
+    if vocab_size is not None and largest >= vocab_size:
+        raise ValueError(f"vocab_size is {vocab_size}, but the data holds token {largest}; give at least {largest + 1}")
     rounded = -(-(largest + 1) // 64) * 64
-    return given or (256 if train.dtype == np.uint8 else rounded)
+    shape = TokenShape(vocab_size or (256 if train.dtype == np.uint8 else rounded), context)
+    return TokenData(TokenWindows(train, context), held_out, shape)
 
 
 @dataclass(frozen=True, eq=False)

@@ -128,16 +128,26 @@ def _quality_trace(arm: str, rows: Sequence[Row], mark: Mark) -> Trace:
 
 def difference_panels(source: Source, marks: Mapping[str, Mark]) -> list[Panel]:
     """Paired differences with their 95 % intervals, arms below each other: one panel a sparsity."""
-    made = []
-    for sparsity in source.sparsities:
-        found = [row for row in source.rows if row.sparsity == sparsity and row.difference is not None]
-        if found:
-            made.append(_differences(sorted(found, key=lambda row: -(row.difference or 0)), marks, source, sparsity))
-    return made
+    return [_differences(rows, marks, source) for rows in _grouped(source, lambda row: row.difference, sign=-1)]
 
 
-def _differences(rows: Sequence[Row], marks: Mapping[str, Mark], source: Source, sparsity: float) -> Panel:
+def _grouped(source: Source, value: Callable[[Row], float | None], sign: int = 1) -> list[list[Row]]:
+    """Rows that have the value, ordered by it: a list for each sparsity that has any."""
+    found = [[row for row in source.rows if row.sparsity == s and value(row) is not None] for s in source.sparsities]
+    return [sorted(rows, key=lambda row: sign * (value(row) or 0)) for rows in found if rows]
+
+
+def _differences(rows: Sequence[Row], marks: Mapping[str, Mark], source: Source) -> Panel:
     unit = "perplexity" if source.record.metric == "perplexity" else "accuracy, points"
+    table = [
+        [
+            _against(row),
+            Number(signed(row.difference), row.difference),
+            Number(fixed(row.half_width, 2), row.half_width),
+            with_minus(row.verdict),
+        ]
+        for row in rows
+    ]
     low, high = _extent(rows)
     better = "left" if source.record.metric == "perplexity" else "right"
     trace = dots(
@@ -151,7 +161,7 @@ def _differences(rows: Sequence[Row], marks: Mapping[str, Mark], source: Source,
         "hovertemplate": "%{text}<extra></extra>",
     }
     return Panel(
-        f"Difference at {short_percent(sparsity)}; {better} is better",
+        f"Difference at {short_percent(rows[0].sparsity)}; {better} is better",
         f"Paired difference in {unit} with 95 % intervals: {'; '.join(f'{row.arm} {row.verdict}' for row in rows)}.",
         [trace],
         layout(
@@ -160,7 +170,7 @@ def _differences(rows: Sequence[Row], marks: Mapping[str, Mark], source: Source,
             hovermode="closest",
             annotations=[_beyond(row, low, high) for row in rows if not low <= (row.difference or 0) <= high],
         ),
-        Table("Paired differences", ["arm", "difference", "± (95 %)", "verdict"], [_difference_row(r) for r in rows]),
+        Table("Paired differences", ["arm", "difference", "± (95 %)", "verdict"], table),
         height=80 + (BAR * 3 // 2 if any("<br>" in _label(row) for row in rows) else BAR) * len(rows),
         is_wide=any(len(row.arm) > LONG for row in rows),
     )
@@ -191,33 +201,24 @@ def _against(row: Row) -> str:
 
 def _label(row: Row) -> str:
     """The same on two lines, a recipe that both have once."""
-    _, other, recipe = apart(row.arm, row.against)
+    _, other, recipe = split_recipe(row.arm, row.against)
     said = f"{row.arm} – {other}, same recipe" if recipe else _against(row)
     return "<br>– ".join(escape(said).split(" – ", 1))
 
 
-def apart(arm: str, other: str) -> tuple[str, str, str]:
+def split_recipe(arm: str, other: str) -> tuple[str, str, str]:
     """Two arms and what both are called after their first words, as in "bitter7 lr 2e-3", "magnitude lr 2e-3"."""
     (first, _, recipe), (second, _, same) = arm.partition(" "), other.partition(" ")
     return (first, second, recipe) if recipe and recipe == same else (arm, other, "")
 
 
-def _difference_row(row: Row) -> list[str | Number]:
-    half = Number(fixed(row.half_width, 2), row.half_width)
-    return [_against(row), Number(signed(row.difference), row.difference), half, with_minus(row.verdict)]
-
-
 def overlap_panels(source: Source, marks: Mapping[str, Mark]) -> list[Panel]:
     """How much of what an arm removed magnitude removed too: one panel a sparsity, chance as a line."""
-    made = []
-    for sparsity in source.sparsities:
-        found = [row for row in source.rows if row.sparsity == sparsity and row.overlap is not None]
-        if found:
-            made.append(_overlap(sorted(found, key=lambda row: row.overlap or 0), marks, sparsity))
-    return made
+    return [_overlap(rows, marks) for rows in _grouped(source, lambda row: row.overlap)]
 
 
-def _overlap(rows: Sequence[Row], marks: Mapping[str, Mark], sparsity: float) -> Panel:
+def _overlap(rows: Sequence[Row], marks: Mapping[str, Mark]) -> Panel:
+    sparsity = rows[0].sparsity
     chance = sparsity / (2 - sparsity)  # expected for two masks that know nothing of each other
     values = {row.arm: row.overlap for row in rows}
     labels = [escape(row.arm) for row in rows]

@@ -25,9 +25,9 @@ from typing import Any
 from ..files import write_json
 from ..run import Run
 from ..run_files import RunFiles
-from .folder import Folder
 from .intervals import ACCURACY, PERPLEXITY, Metric, Paired, deviation, mean, paired, verdict
 from .plan import Cell, Plan, canonical, key_of
+from .study_folder import Folder
 
 SCORE = {"score", "eps", "exponent"}
 CHANCE = 1e-6  # of the prunable weights: one in many millions that stays is zero after some step
@@ -117,25 +117,34 @@ def _rows(plan: Plan, finished: Sequence[Finished], metric: Metric) -> Iterator[
         group = groups[arm, sparsity]
         if not group:
             continue
-        cell = group[0].cell
+        cell, ours = group[0].cell, values[arm, sparsity]
+        numbers = [ours[seed] for seed in sorted(ours)]
         against = mode(plan.against(one.cell) for one in group)
         twins = [twin.arm for one in group if sparsity and (twin := plan.dense_for(one.cell))]
         dense = mode(twins) if twins else None
         other = values.get((against, sparsity)) if against != arm else None
+        difference = paired(ours, other) if other is not None else None
         yield {
             "arm": arm,
             "sparsity": sparsity,
-            **_described(values[arm, sparsity]),
+            "seeds": sorted(ours),
+            "values": numbers,
+            "mean": mean(numbers),
+            "sd": deviation(numbers),
+            "min": min(numbers),
+            "max": max(numbers),
             **_measured(group, plan),
             "decimals": metric.decimals,
             "budget_scale": plan.run_of(cell).budget_scale,
             "same_as": owner.arm if (owner := plan.owners[cell]).arm != arm else None,
             "runs": [one.files.name for one in group],
-            **_compared(values[arm, sparsity], against if other is not None else None, other or {}, metric),
+            "against": against if other is not None else None,
+            "difference": _json(difference),
+            "verdict": verdict(difference, metric) if other is not None else "",
             "against_budget": plan.arm[against].changes.get("budget_scale", plan.base.budget_scale),
             "beside": _beside(plan.run_of(cell), plan.run_of(replace(cell, arm=against))),
             "dense": dense,
-            "cost": _json(paired(values[arm, sparsity], values[dense, 0.0]) if dense else None),
+            "cost": _json(paired(ours, values[dense, 0.0]) if dense else None),
         }
 
 
@@ -147,18 +156,6 @@ def _beside(ours: Run, theirs: Run) -> list[str]:
     if "regrow" in written:
         written.discard("regrow_by")
     return sorted(differ & written - SCORE) if differ & SCORE else []
-
-
-def _described(values: Mapping[int, float]) -> dict[str, Any]:
-    numbers = [values[seed] for seed in sorted(values)]
-    return {
-        "seeds": sorted(values),
-        "values": numbers,
-        "mean": mean(numbers),
-        "sd": deviation(numbers),
-        "min": min(numbers),
-        "max": max(numbers),
-    }
 
 
 def _measured(group: Sequence[Finished], plan: Plan) -> dict[str, Any]:
@@ -180,15 +177,6 @@ def _measured(group: Sequence[Finished], plan: Plan) -> dict[str, Any]:
         "at_once": max(one.notes.get("at_once", 1) for one in group),
         **{name: mean(known) if known else None for name, known in noted.items()},
     }
-
-
-def _compared(
-    ours: Mapping[int, float], against: str | None, theirs: Mapping[int, float], metric: Metric
-) -> dict[str, Any]:
-    if against is None:
-        return {"against": None, "difference": None, "verdict": ""}
-    difference = paired(ours, theirs)
-    return {"against": against, "difference": _json(difference), "verdict": verdict(difference, metric)}
 
 
 def _json(difference: Paired | None) -> dict[str, Any] | None:

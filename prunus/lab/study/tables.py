@@ -10,10 +10,10 @@ from typing import Any
 
 from ..files import read_json
 from ..markdown import table, where
-from .folder import Folder
 from .intervals import written
 from .plan import Plan, num_examples, shared_fields
 from .results import summary
+from .study_folder import Folder
 
 HEADINGS = ("arm", "asked", "zeros", "mean ± sd", "seeds", "to dense", "overlap", "budget", "s a run", "verdict")
 BEST = ("study", "asked", "best arm", "mean ± sd", "seeds", "dense", "to dense", "verdict")
@@ -63,13 +63,16 @@ def title_of(values: Mapping[str, Any]) -> str:
 def cells_of(row: Mapping[str, Any]) -> list[str]:
     """One row under HEADINGS."""
     shared = f", {row['at_once']} at once" if row["at_once"] > 1 else ""
+    cost, decimals = "", row["decimals"]
+    if row["cost"]:
+        cost = written(row["cost"]["mean"], decimals, sign=True) + _plus_minus(row["cost"]["half_width"], decimals)
     return [
         row["arm"],
         f"{row['sparsity']:.1%}" if row["sparsity"] else "dense",
         f"{row['measured_sparsity']:.3%}",
-        written(row["mean"], row["decimals"]) + _plus_minus(row["sd"], row["decimals"]),
+        written(row["mean"], decimals) + _plus_minus(row["sd"], decimals),
         str(len(row["seeds"])),
-        "" if row["cost"] is None else _with_interval(row["cost"], row["decimals"]),
+        cost,
         "" if row["overlap"] is None else f"{row['overlap']:.3f}",
         f"x {row['budget_scale']:g}",
         f"{row['wall_seconds'] or row['seconds']:.1f}{' cold' * row['cold']}{shared}",
@@ -93,10 +96,6 @@ def mixed_with(row: Mapping[str, Any]) -> str:
     beside = row.get("beside") or []
     tokens = [f"{budget / other:g} times the tokens"] if budget != other else []
     return ", ".join([*tokens, *([f"{', '.join(beside)} differ{'s' * (len(beside) == 1)} too"] if beside else [])])
-
-
-def _with_interval(difference: Mapping[str, Any], decimals: int) -> str:
-    return written(difference["mean"], decimals, sign=True) + _plus_minus(difference["half_width"], decimals)
 
 
 def _plus_minus(value: float | None, decimals: int) -> str:
