@@ -77,7 +77,7 @@ def _parse(kind: type[Any], name: str, args: list[str]) -> Any:
 
 
 def _mistake(kind: type[Any], args: list[str]) -> str:
-    """The line that matters of the page that the parser prints about a mistake."""
+    """One line from the page that the parser prints about a mistake."""
     import tyro
 
     said, columns = io.StringIO(), os.environ.get("COLUMNS")

@@ -49,7 +49,7 @@ def _line(known: dict[str, Any]) -> str:
 
 
 def _bar(console: Console, width: int) -> Progress:
-    """A bar with a title of ``width``, shown in a terminal alone."""
+    """A bar with a title of ``width``, shown only in a terminal."""
     columns = (
         TextColumn(f"{{task.description:{width}}}"),
         BarColumn(bar_width=24),

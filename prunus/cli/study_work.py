@@ -58,7 +58,7 @@ def devices_of(text: str) -> list[str]:
 
 
 def _in_processes(folder: Folder, cells: tuple[Cell, ...], options: Options, devices: list[str]) -> bool:
-    """One worker process a device; they claim runs one by one. A worker that dies stops no other, and is told of."""
+    """One worker process a device; they claim runs one by one. If one dies, the others go on; False is returned."""
     shared = {device: replace(options, at_once=devices.count(device)) for device in devices}
     processes = [_started(folder, cells, shared[device], device, len(devices)) for device in devices]
     try:
@@ -82,7 +82,7 @@ def _started(
         "cells": [asdict(cell) for cell in cells],
         "options": asdict(own),
         "device": device,
-        "command": sys.argv[1:],  # which its runs note as theirs
+        "command": sys.argv[1:],  # recorded in run.json
     }
     command = [sys.executable, "-m", "prunus.cli.study_work"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, env=environment_of(device, num_workers))
@@ -96,7 +96,7 @@ def _started(
 def environment_of(device: str, num_workers: int) -> dict[str, str]:
     """The environment of a worker that is to see one GPU, or of one that works on the CPU.
 
-    Workers share the threads that torch would take: more than there are cores wait for each other, and long.
+    Workers share the threads that torch would use: more threads than cores would slow all of them down.
     """
     threads = {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // num_workers))}
     return threads | os.environ | ({} if device == "cpu" else {"CUDA_VISIBLE_DEVICES": device})
@@ -143,7 +143,7 @@ class Lines:
 
 
 def _end_with_parent() -> None:
-    """A parent that was killed can end nobody, and what it started must not keep a GPU."""
+    """End when standard input closes: a killed parent cannot end its workers, which would keep a GPU."""
     while os.read(0, 1):
         pass
     os._exit(1)

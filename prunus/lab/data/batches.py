@@ -40,7 +40,7 @@ class ImageShape:
 
 
 def mixed(*words: int | str) -> int:
-    """64 bits in which every word counts: (seed 1, epoch 0) has nothing in common with (seed 0, epoch 1)."""
+    """A 64-bit hash of the words: (seed 1, epoch 0) has nothing in common with (seed 0, epoch 1)."""
     return int.from_bytes(blake2b("/".join(map(str, words)).encode(), digest_size=8).digest(), "big")
 
 
@@ -74,10 +74,10 @@ class TokenWindows:
         return max(1, (len(self.tokens) + 1) // (self.context + 1) - 1)
 
     def batch(self, step: int, size: int, seed: int) -> Batch:
-        """Inputs and targets (size, context) of one step, whatever was asked for before."""
+        """Inputs and targets (size, context) of one step; a function of its arguments alone."""
         drawn = drawn_indices(len(self), step * size, size, seed)
         spare = len(self.tokens) - len(self) * (self.context + 1)
-        offsets = min(self.context, spare) + 1  # how many there are to draw from, each epoch anew
+        offsets = min(self.context, spare) + 1  # one of so many is drawn for each epoch
         starts = [mixed("offset", seed, epoch) % offsets + indices * (self.context + 1) for epoch, indices in drawn]
         return windows(self.tokens, np.concatenate(starts), self.context)
 
@@ -107,7 +107,7 @@ def windows(tokens: np.ndarray, starts: np.ndarray, context: int) -> Batch:
 
 
 def token_data(train: np.ndarray, held_out: np.ndarray, context: int, vocab_size: int | None) -> TokenData:
-    """Both parts, once they are found long enough and their tokens within the vocabulary."""
+    """Both parts; ValueError if one is too short or a token lies outside the vocabulary."""
     if context < 1:
         raise ValueError(f"context must be at least 1, got {context}")
     for part, tokens in {"train": train, "validation": held_out}.items():
@@ -157,7 +157,7 @@ class ImageStream:
         return len(self.images.labels)
 
     def batch(self, step: int, size: int, seed: int) -> Batch:
-        """Images (size, channels, height, width) and labels (size,) of one step, whatever was asked for before."""
+        """Images (size, channels, height, width) and labels (size,) of one step; a function of its arguments alone."""
         drawn = np.concatenate([indices for _, indices in drawn_indices(len(self), step * size, size, seed)])
         pixels = self.images.pixels[drawn]
         if self.augment:

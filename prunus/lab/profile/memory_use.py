@@ -71,7 +71,7 @@ def held(training: Training) -> dict[str, int]:
 
 
 def _bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
-    """Of the memory under the tensors on this device, each counted once."""
+    """Bytes of the storages under the tensors on this device, each counted once."""
     there = [t.untyped_storage() for t in tensors if t.device.type == device.type]
     return sum({storage.data_ptr(): storage.nbytes() for storage in there}.values())
 

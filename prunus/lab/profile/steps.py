@@ -1,4 +1,4 @@
-"""A training step as a profile sees it: its parts, marked for traces, and its events, where one wants them."""
+"""A training step as a profile sees it: its parts, marked for traces, and its events, at chosen steps."""
 
 import statistics
 import time
@@ -14,7 +14,7 @@ from ..trainer import Training
 from .trace import Split, only_event, part, traced
 
 NUM_EVENTS = 3
-BEFORE_ANY = -10  # a count of steps at which no schedule has an event, and weights that may come back still may
+BEFORE_ANY = -10  # a step before any event of a schedule, while regrowth is still on
 PARTS = {
     "data": "batches from the data set",
     "forward": "the model and its loss, with the copy of the batch to the device",
@@ -53,7 +53,7 @@ def instrument(training: Training) -> None:
     masked, held, updated = pruner._gradients.mask, pruner._held.hold, pruner.update
 
     def update() -> None:
-        wait_for(training.device)  # what the step has under way is not the event's
+        wait_for(training.device)  # work of the step that is still running does not count
         with part("score and select"):
             updated()
             wait_for(training.device)

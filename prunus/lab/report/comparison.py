@@ -7,30 +7,8 @@ from statistics import median
 from typing import Any
 
 from .cells import Cell, Row, Source, mean_of
-from .panel import (
-    BAR,
-    GRID,
-    INK,
-    LONG,
-    MUTED,
-    PAPER,
-    Mark,
-    Number,
-    Panel,
-    Table,
-    Trace,
-    axis,
-    dots,
-    duration,
-    fixed,
-    layout,
-    memory,
-    percent,
-    plain,
-    short_percent,
-    signed,
-    with_minus,
-)
+from .numbers import duration, fixed, memory, percent, plain, short_percent, signed, with_minus
+from .panel import BAR, GRID, INK, LONG, MUTED, PAPER, Mark, Number, Panel, Table, Trace, axis, dots, layout
 
 FAR = 10.0
 
@@ -186,7 +164,7 @@ def _extent(rows: Sequence[Row]) -> tuple[float, float]:
 
 
 def _beyond(row: Row, low: float, high: float) -> dict[str, Any]:
-    """A word at the edge for an arm that lies outside the frame."""
+    """A label at the edge for an arm that lies outside the frame."""
     right = (row.difference or 0) > high
     text = f"{signed(row.difference)} →" if right else f"← {signed(row.difference)}"
     at = {"x": high if right else low, "xanchor": "right" if right else "left"}
@@ -200,14 +178,14 @@ def _against(row: Row) -> str:
 
 
 def _label(row: Row) -> str:
-    """The same on two lines, a recipe that both have once."""
+    """Both arms on two lines; a recipe that they share is named once."""
     _, other, recipe = split_recipe(row.arm, row.against)
     said = f"{row.arm} – {other}, same recipe" if recipe else _against(row)
     return "<br>– ".join(escape(said).split(" – ", 1))
 
 
 def split_recipe(arm: str, other: str) -> tuple[str, str, str]:
-    """Two arms and what both are called after their first words, as in "bitter7 lr 2e-3", "magnitude lr 2e-3"."""
+    """Two arms and the recipe that both names end with, as in "bitter7 lr 2e-3" and "magnitude lr 2e-3"."""
     (first, _, recipe), (second, _, same) = arm.partition(" "), other.partition(" ")
     return (first, second, recipe) if recipe and recipe == same else (arm, other, "")
 
@@ -219,7 +197,7 @@ def overlap_panels(source: Source, marks: Mapping[str, Mark]) -> list[Panel]:
 
 def _overlap(rows: Sequence[Row], marks: Mapping[str, Mark]) -> Panel:
     sparsity = rows[0].sparsity
-    chance = sparsity / (2 - sparsity)  # expected for two masks that know nothing of each other
+    chance = sparsity / (2 - sparsity)  # expected for two independent masks
     values = {row.arm: row.overlap for row in rows}
     labels = [escape(row.arm) for row in rows]
     trace = dots(labels, [row.overlap for row in rows], [marks.get(row.arm, Mark(MUTED)) for row in rows])
@@ -247,7 +225,7 @@ def _overlap(rows: Sequence[Row], marks: Mapping[str, Mark]) -> Panel:
 
 
 def memory_of(cell: Cell) -> float | None:
-    """Bytes at the peak; older folders do not know it."""
+    """Bytes at the peak; None in older folders."""
     own = (cell.record.result or {}).get("peak_memory")
     mebibytes = cell.more.get("peak_mib")
     return own or (mebibytes * 2**20 if isinstance(mebibytes, int | float) else None)

@@ -6,7 +6,8 @@ from html import escape
 from typing import Any
 
 from .cells import Row, Source, mean_of, scale_of
-from .panel import MUTED, Mark, Number, Panel, Table, Trace, axis, count, layout, percent, plain, short_percent
+from .numbers import count, percent, plain, short_percent
+from .panel import MUTED, Mark, Number, Panel, Table, Trace, axis, layout
 from .records import Json, Record, number
 
 MAX_POINTS, MAX_ROWS = 1500, 250

@@ -13,7 +13,7 @@ from typing import Any
 
 from .cells import Row, Source, mean_of, read_source, scale_of
 from .comparison import memory_of, split_recipe
-from .panel import count, duration, fixed, memory, percent, plain, short_percent, signed
+from .numbers import count, duration, fixed, memory, percent, plain, short_percent, signed
 from .records import Record, number
 from .sections import sections
 
@@ -27,7 +27,7 @@ def write_report(folder: Path, out: Path | None = None) -> Path:
         raise ValueError(f"{target} is a folder, but the page is a file; give its name too: {target / 'report.html'}")
     page = render(read_source(folder))
     target.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(target, lambda file: file.write(page.encode(errors="replace")))  # JSON may hold half a letter
+    write_atomically(target, lambda file: file.write(page.encode(errors="replace")))  # JSON may hold a lone surrogate
     return target
 
 
@@ -57,7 +57,7 @@ def render(source: Source) -> str:
 
 
 def _together(text: str) -> str:
-    """The text with no line end between a number and what belongs to it."""
+    """The text with no line break between a number and its unit."""
     return text.replace(" %", "\u00a0%").replace(" ± ", "\u00a0±\u00a0")
 
 

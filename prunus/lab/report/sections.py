@@ -8,7 +8,8 @@ from ..run import Run
 from .cells import CONTROLS, Row, Source
 from .comparison import cost_panels, difference_panels, memory_of, outside, overlap_panels, quality_panel, ranking
 from .curves import compared_panels, run_panels
-from .panel import Mark, Number, Section, Table, Word, fixed, marks_of, plain, short_percent, signed, with_minus
+from .numbers import fixed, plain, short_percent, signed, with_minus
+from .panel import Mark, Number, Section, Table, Word, marks_of
 from .records import number
 from .sparsity import compared_maps, path_mark, run_map, shared_paths, sparsity_panel
 

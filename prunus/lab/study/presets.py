@@ -1,4 +1,4 @@
-"""Studies by name. Data is given by the user where it is not built in. Loads no torch."""
+"""Studies by name; the user says where the data is. Loads no torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -77,7 +77,7 @@ def arms_of(scores: str, *texts: str) -> tuple[Arm, ...]:
 
 
 def crossed(scores: Sequence[str], variations: Mapping[str, Mapping[str, Any]]) -> tuple[Arm, ...]:
-    """Each score with each variation, held against the score without it."""
+    """Each score with each variation, compared with the score without it."""
     return tuple(
         Arm(f"{_named(score)} {name}", {"score": score, **changes}, _named(score))
         for name, changes in variations.items()

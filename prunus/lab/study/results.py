@@ -45,7 +45,7 @@ class Finished:
     notes: Mapping[str, Any]  # of cell.json
 
     def fault(self, plan: Plan, metric: Metric) -> str | None:
-        """Why it does not count, if it does not."""
+        """Why the run does not count; None if it does."""
         share, total = self.result["sparsity"], self.result["num_prunable"]
         zeros, asked = round(share * total), self.result.get("num_asked", self.cell.sparsity * total)
         fewest, most = 0.0, CHANCE  # zeros beyond those asked for, as parts of the prunable weights
@@ -184,7 +184,7 @@ def _json(difference: Paired | None) -> dict[str, Any] | None:
 
 
 def _note_overlaps(folder: Folder, plan: Plan) -> None:
-    """Write into each run's cell.json how much of what it pruned magnitude pruned too, where both masks are there."""
+    """Write each run's overlap with magnitude into its cell.json, where both masks are stored."""
     from .overlap import jaccard
 
     found = {one.cell: one for one in finished_cells(folder, plan)}
@@ -199,6 +199,6 @@ def _note_overlaps(folder: Folder, plan: Plan) -> None:
 
 
 def _overlap(one: Finished, plan: Plan) -> float | None:
-    """What was noted, if it is with the run that it should be with; older notes are with the arm magnitude."""
+    """The overlap in cell.json if it is with the right run; older versions compared with the arm magnitude."""
     twin = plan.overlapped(one.cell)
     return one.notes.get("overlap") if twin and one.notes.get("overlap_with", "magnitude") == twin.arm else None

@@ -91,7 +91,7 @@ def _verdict(row: Mapping[str, Any]) -> str:
 
 
 def mixed_with(row: Mapping[str, Any]) -> str:
-    """What differs between an arm and the one it is against beside what they are to be compared in."""
+    """What else differs between an arm and the one it is compared with."""
     budget, other = row.get("budget_scale", 1.0), row.get("against_budget", 1.0)
     beside = row.get("beside") or []
     tokens = [f"{budget / other:g} times the tokens"] if budget != other else []
