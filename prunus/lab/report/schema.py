@@ -120,5 +120,5 @@ def check(value: Any, spec: Spec, where: str, name: str) -> None:
     elif isinstance(spec, dict):
         inner = {key: spec[key] for key in spec if key in value}
     for key, one in inner.items():
-        check(value[key], one, where, f"{name}[{key}]" if is_list else key if name == "it" else f"{name}.{key}")
+        check(value[key], one, where, f"{name}[{key}]" if is_list else str(key) if name == "it" else f"{name}.{key}")
     return None
