@@ -8,12 +8,18 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
+from rich.markup import escape
+from rich.table import Table
 
 from ..lab.run import Run
 from ..lab.study.arms import Arm, parse_arm, parse_fields, read_base, score_arm
+from ..lab.study.merge import merge
 from ..lab.study.plan import Cell, Plan, data_digests, key_of, make_plan, num_examples, only
 from ..lab.study.presets import PRESETS, PresetName
+from ..lab.study.results import summary, update
 from ..lab.study.study_folder import Folder
+from ..lab.study.tables import HEADINGS, cells_of, notes_of, page, title_of
+from .progress import wide_console
 
 Texts = tyro.conf.UseAppendAction[tuple[str, ...]]
 
@@ -73,8 +79,6 @@ def _check_read(command: Command, what: str) -> None:
 
 
 def _run(command: Command, started: float) -> None:
-    from ..lab.study.results import update
-
     folder, plan = Folder(command.out), planned(command)
     if command.dry_run:
         print_plan(folder, plan)
@@ -175,22 +179,16 @@ def _seeds(text: str) -> tuple[int, ...]:
 
 
 def _merge(command: Command, folders: list[Path]) -> None:
-    from ..lab.study.merge import merge
-
     print_table(merge(folders, command.out, slim=command.slim))
     print(f"{command.out} written")
 
 
 def _show(command: Command, folders: list[Path]) -> None:
-    from ..lab.study.results import summary
-
     for path in folders or [command.out]:
         print_table(summary(Folder(path), Folder(path).plan()))
 
 
 def _page(command: Command, folders: list[Path]) -> None:
-    from ..lab.study.tables import page
-
     text = page(folders or sorted({path.parent for name in PAGED for path in Path("studies").glob(f"*/{name}")}))
     command.page.parent.mkdir(parents=True, exist_ok=True)
     command.page.write_text(text)
@@ -199,12 +197,6 @@ def _page(command: Command, folders: list[Path]) -> None:
 
 def print_table(values: Mapping[str, Any]) -> None:
     """One line an arm and sparsity, then what failed or does not count."""
-    from rich.markup import escape
-    from rich.table import Table
-
-    from ..lab.study.tables import HEADINGS, cells_of, notes_of, title_of
-    from .progress import wide_console
-
     console = wide_console()
     table = Table(title=title_of(values))
     for number, heading in enumerate(HEADINGS):
@@ -222,11 +214,7 @@ def print_table(values: Mapping[str, Any]) -> None:
 
 def print_plan(folder: Folder, plan: Plan) -> None:
     """Every computation of the plan, with its tokens, whether it is done, and what is left in all."""
-    from rich.markup import escape
-    from rich.table import Table
-
     from ..lab.study.runner import estimate
-    from .progress import wide_console
 
     done, damaged = (folder.finished(), folder.damaged()) if folder.exists else ({}, {})
     table = Table(title=escape(f"{folder.path}: hash {plan.hash}"))

@@ -1,7 +1,4 @@
-"""The result of a study as text: the rows of its table, and ``docs/results.md``, in which no figure is typed.
-
-Loads no torch.
-"""
+"""The result of a study as text: the rows of its table, and ``docs/results.md``, in which no figure is typed."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
