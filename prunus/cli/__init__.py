@@ -33,7 +33,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         if isinstance(stream, io.TextIOWrapper):  # a letter that the terminal lacks must not end a study
             stream.reconfigure(errors="replace")
     if not args or args[0] in ("-h", "--help"):
-        print(_overview())
+        width = max(map(len, COMMANDS))
+        rows = "\n".join(f"  {name:{width}}  {text}" for name, text in COMMANDS.items())
+        print(
+            f"usage: prunus COMMAND [OPTIONS]\n\n{rows}\n\nprunus COMMAND --help shows every option with its default."
+        )
         return
     name, rest = args[0], args[1:]
     if name == "--version":
@@ -54,12 +58,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         print(f"prunus {name}: interrupted", file=sys.stderr)
         raise SystemExit(130) from None
-
-
-def _overview() -> str:
-    width = max(map(len, COMMANDS))
-    rows = "\n".join(f"  {name:{width}}  {text}" for name, text in COMMANDS.items())
-    return f"usage: prunus COMMAND [OPTIONS]\n\n{rows}\n\nprunus COMMAND --help shows every option with its default."
 
 
 def _parse(kind: type[Any], name: str, args: list[str]) -> Any:

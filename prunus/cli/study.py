@@ -21,6 +21,8 @@ from ..lab.study.study_folder import Folder
 from ..lab.study.tables import HEADINGS, cells_of, notes_of, page, title_of
 from .progress import wide_console
 
+READ = {"merge": ("out", "slim"), "show": ("out",), "page": ("page",)}  # options that each word reads
+PAGED = ("study.json", "compile.json")  # files of a folder that the page has a section for
 Texts = tyro.conf.UseAppendAction[tuple[str, ...]]
 
 
@@ -57,17 +59,26 @@ class Command:
 def run(command: Command) -> None:
     started = time.time()
     what, folders = (*command.words[:1], "")[0], [Path(word) for word in command.words[1:]]
-    if what and what not in WORDS:
-        raise ValueError(f"expected {', '.join(WORDS)} or options alone, got {what!r}")
-    _check_read(command, what)
-    if what:
-        WORDS[what](command, folders)
+    if what and what not in READ:
+        raise ValueError(f"expected {', '.join(READ)} or options alone, got {what!r}")
+    _check_options(command, what)
+    if what == "merge":
+        print_table(merge(folders, command.out, slim=command.slim))
+        print(f"{command.out} written")
+    elif what == "show":
+        for folder in map(Folder, folders or [command.out]):
+            print_table(summary(folder, folder.plan()))
+    elif what == "page":
+        text = page(folders or sorted({path.parent for name in PAGED for path in Path("studies").glob(f"*/{name}")}))
+        command.page.parent.mkdir(parents=True, exist_ok=True)
+        command.page.write_text(text)
+        print(f"{command.page} written")
     else:
         _run(command, started)
 
 
-def _check_read(command: Command, what: str) -> None:
-    """Refuse an option that this call would not read, and numbers that it could not."""
+def _check_options(command: Command, what: str) -> None:
+    """Refuse an option that this call would not read, and numbers that make no sense."""
     for option in fields(command):
         read = option.name in READ[what] if what else option.name not in ("slim", "page")
         if not read and option.name != "words" and getattr(command, option.name) != option.default:
@@ -178,23 +189,6 @@ def _seeds(text: str) -> tuple[int, ...]:
     return tuple(range(numbers[0])) if numbers and "," not in text else numbers
 
 
-def _merge(command: Command, folders: list[Path]) -> None:
-    print_table(merge(folders, command.out, slim=command.slim))
-    print(f"{command.out} written")
-
-
-def _show(command: Command, folders: list[Path]) -> None:
-    for path in folders or [command.out]:
-        print_table(summary(Folder(path), Folder(path).plan()))
-
-
-def _page(command: Command, folders: list[Path]) -> None:
-    text = page(folders or sorted({path.parent for name in PAGED for path in Path("studies").glob(f"*/{name}")}))
-    command.page.parent.mkdir(parents=True, exist_ok=True)
-    command.page.write_text(text)
-    print(f"{command.page} written")
-
-
 def print_table(values: Mapping[str, Any]) -> None:
     """One line an arm and sparsity, then what failed or does not count."""
     console = wide_console()
@@ -235,8 +229,3 @@ def print_plan(folder: Folder, plan: Plan) -> None:
     tokens = f" = {left * plan.base.context:,} tokens" if plan.base.model.startswith("gpt2") else ""
     seconds_left = "no run is done yet on this machine to judge the time by" if unknown else f"at most {seconds:,.0f} s"
     print(f"left to do: {left:,} examples{tokens}; {seconds_left}")
-
-
-PAGED = ("study.json", "compile.json")  # what a folder holds that the page has a section for
-WORDS = {"merge": _merge, "show": _show, "page": _page}
-READ = {"merge": ("out", "slim"), "show": ("out",), "page": ("page",)}

@@ -151,9 +151,11 @@ def _best_rows(name: str, values: Mapping[str, Any], plan: Plan) -> Iterator[lis
 def _section(folder: Folder, plan: Plan, values: Mapping[str, Any]) -> str:
     notes = folder.path / "notes.md"
     rows = [cells_of(row) for row in values["rows"]]
+    every = [run.load("run.json")["environment"] for run in sorted(folder.finished().values(), key=lambda r: r.name)]
+    environments = Counter(f"{where(one)}; commit {one['commit']}" for one in every)
     parts = [
         f"## {folder.path.name}",
-        _environments(folder),
+        "  \n".join(f"{line}; {count} run{'s' * (count > 1)}" for line, count in environments.items()),
         _configuration(plan),
         *([notes.read_text().strip()] if notes.is_file() else []),
         f"**{title_of(values)}**",
@@ -162,13 +164,6 @@ def _section(folder: Folder, plan: Plan, values: Mapping[str, Any]) -> str:
         _arms(plan),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _environments(folder: Folder) -> str:
-    """Machines, versions and commits of the finished runs, each once."""
-    every = [run.load("run.json")["environment"] for run in sorted(folder.finished().values(), key=lambda r: r.name)]
-    lines = Counter(f"{where(one)}; commit {one['commit']}" for one in every)
-    return "  \n".join(f"{line}; {count} run{'s' * (count > 1)}" for line, count in lines.items())
 
 
 def _configuration(plan: Plan) -> str:
