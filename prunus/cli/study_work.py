@@ -25,10 +25,10 @@ from ..lab.tracking import environment
 from ..lab.trainer import Progress
 from .progress import progress_bar
 
-Table = Callable[[Mapping[str, Any]], None]  # prints what is known
+PrintTable = Callable[[Mapping[str, Any]], None]  # prints what is known
 
 
-def work(folder: Folder, plan: Plan, options: Options, devices: list[str], print_table: Table) -> bool:
+def work(folder: Folder, plan: Plan, options: Options, devices: list[str], print_table: PrintTable) -> bool:
     """Do the runs of the plan that are not done, on all devices; False if a worker died."""
     if not folder.exists:
         with torch.device("meta"):  # data that cannot be read or does not suit the model: refused before writing
@@ -121,7 +121,7 @@ class Lines:
     """A bar for the run that goes on, a line for each that is done, and the table after each seed of all arms."""
 
     prefix: str  # names the worker; the only one has none, and a bar
-    print_table: Table = lambda values: None
+    print_table: PrintTable = lambda values: None
 
     @contextmanager
     def running(self, title: str, run: Run) -> Iterator[Progress]:

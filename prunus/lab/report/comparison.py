@@ -15,14 +15,14 @@ FAR = 10.0
 
 def ranking(source: Source) -> list[str]:
     """Arms from the best to the worst at the highest sparsity that they have."""
-    sign = 1 if source.record.metric == "perplexity" else -1
     ended = [row for row in source.rows if row.mean is not None]
-    return list(dict.fromkeys(row.arm for row in sorted(ended, key=lambda r: (-r.sparsity, sign * (r.mean or 0)))))
+    ranked = sorted(ended, key=lambda row: (-row.sparsity, source.record.sign * (row.mean or 0)))
+    return list(dict.fromkeys(row.arm for row in ranked))
 
 
 def quality_panel(source: Source, marks: Mapping[str, Mark]) -> Panel:
     """Quality against sparsity: mean over seeds, bars of one standard deviation."""
-    name = "Perplexity" if source.record.metric == "perplexity" else "Accuracy, %"
+    name = "Perplexity" if source.record.is_language else "Accuracy, %"
     traces: list[Trace] = []
     for place, arm in enumerate(sorted(source.arms, key=lambda arm: marks[arm].width)):
         own = [row for row in source.rows if row.arm == arm and row.mean is not None]
@@ -62,8 +62,7 @@ def quality_panel(source: Source, marks: Mapping[str, Mark]) -> Panel:
 
 def frame_of(source: Source) -> tuple[float, float] | None:
     """Quality that is shown: of all rows, without those that are far worse than the others of their sparsity."""
-    sign = 1 if source.record.metric == "perplexity" else -1
-    ends = []
+    sign, ends = source.record.sign, []
     for sparsity in {row.sparsity for row in source.rows}:
         rows = [row for row in source.rows if row.sparsity == sparsity and row.mean is not None]
         middle = median(row.mean or 0 for row in rows) if rows else 0.0
@@ -116,7 +115,7 @@ def _grouped(source: Source, value: Callable[[Row], float | None], sign: int = 1
 
 
 def _differences(rows: Sequence[Row], marks: Mapping[str, Mark], source: Source) -> Panel:
-    unit = "perplexity" if source.record.metric == "perplexity" else "accuracy, points"
+    unit = "perplexity" if source.record.is_language else "accuracy, points"
     table = [
         [
             _against(row),
@@ -127,7 +126,7 @@ def _differences(rows: Sequence[Row], marks: Mapping[str, Mark], source: Source)
         for row in rows
     ]
     low, high = _extent(rows)
-    better = "left" if source.record.metric == "perplexity" else "right"
+    better = "left" if source.record.is_language else "right"
     trace = dots(
         [_label(row) for row in rows],
         [row.difference for row in rows],

@@ -72,7 +72,7 @@ def frame(series: Sequence[Sequence[Point]]) -> list[float] | None:
 
 
 def metric_name(record: Record) -> str:
-    return "Held-out perplexity" if record.metric == "perplexity" else "Held-out accuracy, %"
+    return "Held-out perplexity" if record.is_language else "Held-out accuracy, %"
 
 
 def run_panels(record: Record) -> list[Panel]:

@@ -121,7 +121,7 @@ def _of_run(record: Record) -> str:
 
 
 def _quality(value: float | None, record: Record) -> str:
-    return f"perplexity {plain(value)}" if record.metric == "perplexity" else f"{plain(value)} % accuracy"
+    return f"perplexity {plain(value)}" if record.is_language else f"{plain(value)} % accuracy"
 
 
 def _ended(source: Source, sparsity: float) -> list[Row]:
@@ -130,13 +130,15 @@ def _ended(source: Source, sparsity: float) -> list[Row]:
 
 def _of_verdicts(source: Source, sparsity: float) -> str:
     """The best arm whose interval leaves magnitude out, or that there is none; empty without any interval."""
-    sign = -1 if source.record.metric == "perplexity" else 1
     rows = [r for r in _ended(source, sparsity) if r.half_width is not None and r.difference is not None]
     rows = [row for row in rows if row.arm not in ("random", row.against) and not row.mixed]
     if not rows:
         return ""
-    at, unit = f"At {short_percent(sparsity)} sparsity", "perplexity" if sign < 0 else "points of accuracy"
-    gains = {row.arm: sign * (row.difference or 0) for row in rows}
+    at, unit = (
+        f"At {short_percent(sparsity)} sparsity",
+        "perplexity" if source.record.is_language else "points of accuracy",
+    )
+    gains = {row.arm: -source.record.sign * (row.difference or 0) for row in rows}
     clear = [row for row in rows if row.verdict.startswith("better")]
     if clear:
         best = max(clear, key=lambda row: gains[row.arm])
@@ -153,7 +155,7 @@ def _of_means(source: Source, sparsity: float) -> str:
     rows, record = _sorted(source, sparsity), source.record
     seeds = min(len(row.values) for row in rows)
     number_of = "one seed" if seeds == 1 else f"{seeds} seeds"
-    best = f"{'lowest' if record.metric == 'perplexity' else 'highest'}: {_quality(rows[0].mean, record)}"
+    best = f"{'lowest' if record.is_language else 'highest'}: {_quality(rows[0].mean, record)}"
     return f"At {short_percent(sparsity)} sparsity, {rows[0].arm} ended {best} ({number_of}, no verdict)"
 
 
@@ -172,7 +174,7 @@ def lede(source: Source) -> str:
         if dense := source.row("dense", 0.0):
             said.append(f"Dense ends at {_quality(dense.mean, record)}.")
         if best := [_best(rows[0]) for sparsity in source.sparsities if (rows := _sorted(source, sparsity))]:
-            said.append(f"{'Lowest' if record.metric == 'perplexity' else 'Highest'} {'; '.join(best)}.")
+            said.append(f"{'Lowest' if record.is_language else 'Highest'} {'; '.join(best)}.")
     if where := record.environment.get("machine"):
         said.append(f"Measured on {where}.")
     return " ".join(said)
@@ -186,10 +188,9 @@ def _best(row: Row) -> str:
 
 def _sorted(source: Source, sparsity: float) -> list[Row]:
     """Rows of a sparsity that have a mean, the best of the most seeds first; those of other budgets come behind."""
-    sign, own = 1 if source.record.metric == "perplexity" else -1, source.budget
 
     def place(row: Row) -> tuple[float, ...]:
-        return row.budget != own, row.budget, -len(row.values), sign * (row.mean or 0)
+        return row.budget != source.budget, row.budget, -len(row.values), source.record.sign * (row.mean or 0)
 
     return sorted(_ended(source, sparsity), key=place)
 
@@ -202,11 +203,10 @@ def figures(source: Source) -> list[tuple[str, str]]:
     seconds, done = result.get("seconds"), record.last_step * record.per_step
     evals = record.evals
     last = number(evals[-1]["eval"].get(record.metric)) if evals else None
+    quality = "" if last is None else plain(last * scale_of(record)) + " %" * (not record.is_language)
     pruning = mean_of([event.get("seconds") for event in record.events])
     found = {
-        f"held-out {record.metric}": ""
-        if last is None
-        else plain(last * scale_of(record)) + " %" * (record.metric == "accuracy"),
+        f"held-out {record.metric}": quality,
         "weights removed": percent(evals[-1].get("sparsity"), 2) if evals else "",
         f"{record.unit} read": count(done),
         "training time": duration(seconds) if seconds else "",

@@ -109,8 +109,8 @@ def _cost_text(source: Source) -> str:
 
 
 def _verdicts(source: Source, marks: Mapping[str, Mark]) -> Section:
-    metric = source.record.metric
-    rows = [row for sparsity in [0.0, *source.sparsities] for row in _sorted(source.rows, sparsity, metric)]
+    metric, sign = source.record.metric, source.record.sign
+    rows = sorted(source.rows, key=lambda row: (row.sparsity, row.mean is None, sign * (row.mean or 0)))
     is_study = any(row.verdict for row in rows)
     study = ["difference, 95 %", "verdict"] if is_study else []
     columns = ["arm", "sparsity", metric, *study, "± sd", "seeds"]
@@ -124,7 +124,7 @@ def _verdicts(source: Source, marks: Mapping[str, Mark]) -> Section:
         "Differences are to magnitude, or to the arm named behind a dash, of dense arms to dense, and paired: the same "
         "seed has the same first weights and the same batches."
         if is_study
-        else ("These runs are no study, so there are no verdicts: nothing holds them to the same budget and data.")
+        else "These runs are no study, so there are no verdicts: nothing holds them to the same budget and data."
     )
     return Section("verdicts", "Verdicts", text, difference_panels(source, marks), tables=[table])
 
@@ -135,12 +135,6 @@ def _look(rows: Sequence[Row], i: int, budget: float) -> str:
     equal = [row for row in rows if row.sparsity == rows[i].sparsity > 0 and row.budget == budget]
     leads = equal[:1] == [rows[i]] and rows[i].verdict.startswith("better")
     return " ".join(["best"] * leads + ["first"] * first)
-
-
-def _sorted(rows: Sequence[Row], sparsity: float, metric: str) -> list[Row]:
-    """Rows of a sparsity, the best first; those without a mean, as of runs that diverged, are the last."""
-    own, sign = [row for row in rows if row.sparsity == sparsity], 1 if metric == "perplexity" else -1
-    return sorted(own, key=lambda row: (row.mean is None, sign * (row.mean or 0)))
 
 
 def _verdict_row(row: Row, is_study: bool) -> list[Any]:
