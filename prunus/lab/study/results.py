@@ -160,22 +160,25 @@ def _beside(ours: Run, theirs: Run) -> list[str]:
 
 def _measured(group: Sequence[Finished], plan: Plan) -> dict[str, Any]:
     """Means over the runs of what was counted and timed."""
-    from_result = {name: mean([one.result[name] for one in group]) for name in ("sparsity", "tokens", "examples")}
-    noted = {
-        name: [one.notes[name] for one in group if one.notes.get(name) is not None]
-        for name in ("wall_seconds", "peak_mib")
+
+    def over(name: str) -> float:
+        return mean([one.result[name] for one in group])
+
+    known = {
+        "wall_seconds": [one.notes["wall_seconds"] for one in group if one.notes.get("wall_seconds") is not None],
+        "peak_mib": [one.notes["peak_mib"] for one in group if one.notes.get("peak_mib") is not None],
+        "overlap": [value for one in group if (value := _overlap(one, plan)) is not None],
     }
-    noted["overlap"] = [value for one in group if (value := _overlap(one, plan)) is not None]
     warm = [one.notes["wall_seconds"] for one in group if one.notes.get("cold") is False]
-    noted["wall_seconds"] = warm or noted["wall_seconds"]
+    known["wall_seconds"] = warm or known["wall_seconds"]
     return {
-        "measured_sparsity": from_result["sparsity"],
-        "tokens": from_result["tokens"],
-        "examples": from_result["examples"],
-        "seconds": mean([one.result["seconds"] for one in group]),
+        "measured_sparsity": over("sparsity"),
+        "tokens": over("tokens"),
+        "examples": over("examples"),
+        "seconds": over("seconds"),
         "cold": not warm,
         "at_once": max(one.notes.get("at_once", 1) for one in group),
-        **{name: mean(known) if known else None for name, known in noted.items()},
+        **{name: mean(values) if values else None for name, values in known.items()},
     }
 
 
