@@ -14,10 +14,10 @@ from rich.table import Table
 from ..lab.run import Run
 from ..lab.study.arms import Arm, parse_arm, parse_fields, read_base, score_arm
 from ..lab.study.merge import merge
-from ..lab.study.plan import Cell, Plan, data_digests, key_of, make_plan, num_examples, only
 from ..lab.study.presets import PRESETS, PresetName
 from ..lab.study.results import summary, update
 from ..lab.study.study_folder import Folder
+from ..lab.study.study_plan import Cell, Plan, data_digests, key_of, make_plan, num_examples, only
 from ..lab.study.tables import HEADINGS, cells_of, notes_of, page, title_of
 from .progress import wide_console
 

@@ -18,9 +18,9 @@ from rich.console import Console
 from ..lab.models import build
 from ..lab.recipe import data_of
 from ..lab.run import Run
-from ..lab.study.plan import Cell, Plan
 from ..lab.study.runner import Options, Worker
 from ..lab.study.study_folder import Folder
+from ..lab.study.study_plan import Cell, Plan
 from ..lab.tracking import environment
 from ..lab.trainer import Progress
 from .progress import progress_bar

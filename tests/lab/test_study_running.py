@@ -21,9 +21,9 @@ from prunus.cli import main
 from prunus.lab.files import read_json
 from prunus.lab.run import Run
 from prunus.lab.study.arms import Arm
-from prunus.lab.study.plan import make_plan
 from prunus.lab.study.runner import Options, Worker, estimate
 from prunus.lab.study.study_folder import Folder
+from prunus.lab.study.study_plan import make_plan
 from prunus.lab.study.tables import page
 
 

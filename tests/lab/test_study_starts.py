@@ -13,10 +13,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from prunus.lab.files import read_json
 from prunus.lab.run import Run
 from prunus.lab.study.arms import parse_arm
-from prunus.lab.study.plan import make_plan
 from prunus.lab.study.runner import Options, Worker
 from prunus.lab.study.starts import Starts, num_shared
 from prunus.lab.study.study_folder import Folder
+from prunus.lab.study.study_plan import make_plan
 from prunus.lab.trainer import train
 
 RUN = Run(steps=100, begin=10, end=90, every=7, eval_every=50)

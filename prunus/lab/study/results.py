@@ -26,8 +26,8 @@ from ..files import write_json
 from ..run import Run
 from ..run_files import RunFiles
 from .intervals import ACCURACY, PERPLEXITY, Metric, Paired, deviation, mean, paired, verdict
-from .plan import Cell, Plan, canonical, key_of
 from .study_folder import Folder
+from .study_plan import Cell, Plan, canonical, key_of
 
 SCORE = {"score", "eps", "exponent"}
 CHANCE = 1e-6  # of the prunable weights: one in many millions that stays is zero after some step

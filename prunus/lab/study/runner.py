@@ -19,10 +19,10 @@ from ..run import Run, read_run
 from ..tracking import machine
 from ..trainer import Progress, Training, train
 from .overlap import keep_masks
-from .plan import Cell, key_of, num_examples
 from .results import update
 from .starts import Starts
 from .study_folder import Folder
+from .study_plan import Cell, key_of, num_examples
 
 MARGIN = 1.05  # on the longest run so far, when a run must end in time
 SLACK = 2.0  # seconds

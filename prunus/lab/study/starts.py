@@ -12,7 +12,7 @@ import torch
 from ..run import Run
 from ..tracking import read_metrics
 from ..trainer import Start, Training
-from .plan import dense_of, key_of
+from .study_plan import dense_of, key_of
 
 MOST = 4  # starts that are kept at a time: each is as large as a checkpoint
 COLLECT = ("movement", "wanda")  # scores that collect from the first step on

@@ -8,9 +8,9 @@ from typing import Any
 from ..files import read_json
 from ..markdown import table, where
 from .intervals import written
-from .plan import Plan, num_examples, shared_fields
 from .results import summary
 from .study_folder import Folder
+from .study_plan import Plan, num_examples, shared_fields
 
 HEADINGS = ("arm", "asked", "zeros", "mean ± sd", "seeds", "to dense", "overlap", "budget", "s a run", "verdict")
 BEST = ("study", "asked", "best arm", "mean ± sd", "seeds", "dense", "to dense", "verdict")
