@@ -92,13 +92,13 @@ def test_few_starts_are_kept_and_none_of_a_resumed_run(tmp_path, study):
     folder, most = Folder(tmp_path / "study"), []
     folder.write(many, {})
     worker = Worker(folder, Options(device="cpu"), Quiet())
-    kept = worker.starts.taker
+    kept = worker.starts.recorder
 
     def watched(run, others):
         most.append((len(worker.starts.kept), run.resume, len(list(others))))
         return kept(run, others)
 
-    worker.starts.taker = watched
+    worker.starts.recorder = watched
     worker.work(many.cells)
     assert max(number for number, _, _ in most) == 4
     cell = many.cells[0]
