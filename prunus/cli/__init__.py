@@ -28,10 +28,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run ``prunus COMMAND ...``; bad input ends in one line and exit code 2."""
     args = list(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a letter that the terminal lacks ends no study
+        if isinstance(stream, io.TextIOWrapper):  # a letter that the terminal lacks must not end a study
             stream.reconfigure(errors="replace")
     if not args or args[0] in ("-h", "--help"):
-        print(_overview())
+        width = max(map(len, COMMANDS))
+        rows = "\n".join(f"  {name:{width}}  {text}" for name, text in COMMANDS.items())
+        print(
+            f"usage: prunus COMMAND [OPTIONS]\n\n{rows}\n\nprunus COMMAND --help shows every option with its default."
+        )
         return
     name, rest = args[0], args[1:]
     if name == "--version":
@@ -44,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         command = import_module(f"{__name__}.{name}")
         command.run(_parse(command.Command, name, rest))
-    except BrokenPipeError:  # whoever read the output has seen enough
+    except BrokenPipeError:  # the reader of the output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(141) from None
     except (ValueError, OSError) as error:
@@ -52,12 +56,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         print(f"prunus {name}: interrupted", file=sys.stderr)
         raise SystemExit(130) from None
-
-
-def _overview() -> str:
-    width = max(map(len, COMMANDS))
-    rows = "\n".join(f"  {name:{width}}  {text}" for name, text in COMMANDS.items())
-    return f"usage: prunus COMMAND [OPTIONS]\n\n{rows}\n\nprunus COMMAND --help shows every option with its default."
 
 
 def _parse(kind: type[Any], name: str, args: list[str]) -> Any:
@@ -75,7 +73,7 @@ def _parse(kind: type[Any], name: str, args: list[str]) -> Any:
 
 
 def _mistake(kind: type[Any], args: list[str]) -> str:
-    """The line that matters of the page that the parser prints about a mistake."""
+    """One line from the page that the parser prints about a mistake."""
     import tyro
 
     said, columns = io.StringIO(), os.environ.get("COLUMNS")
@@ -96,7 +94,7 @@ def _mistake(kind: type[Any], args: list[str]) -> str:
 
 def _fail(who: str, what: str) -> NoReturn:
     rank = os.environ.get("RANK", "0") if who == "prunus train" else "0"
-    if rank != "0":  # the first says it for all, whereupon torchrun ends the others; what it does not know is said late
+    if rank != "0":  # usually rank 0 has the same error, reports it and torchrun ends the others; else this one is late
         time.sleep(10)
         who = f"{who}: rank {rank}"
     print(f"{who}: {' '.join(what.split())}", file=sys.stderr)

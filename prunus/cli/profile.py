@@ -11,7 +11,7 @@ from ..lab.run import Run
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..lab.profile.measure import Profile, Window
+    from ..lab.profile.measure import Profile
 
 
 UNREAD = ("track", "eval_every", "eval_size", "save_every", "log_every")  # options of a run that is kept
@@ -34,6 +34,7 @@ class Command:
 
 def run(command: Command) -> None:
     from ..files.json_file import write_json
+    from ..lab.profile.compile import compare_compile
     from ..lab.profile.measure import Window, measure
     from .progress import wide_console
 
@@ -45,29 +46,19 @@ def run(command: Command) -> None:
     path = command.run.out / ("profile.json" if command.compare == "none" else "compile.json")
     if path.exists():
         raise ValueError(f"{path} is there already; choose another --out")
-    window = Window(command.steps_before, command.steps_to_measure)
-    console = wide_console()
-    if command.compare == "compile":
-        _compare(command, window, path, console)
-        return
+    window, console = Window(command.steps_before, command.steps_to_measure), wide_console()
     with console.status("start") as status:
-        profile = measure(command.run, window, status.update)
+        if command.compare == "compile":
+            profile, values = None, compare_compile(command.run, window, status.update)
+        else:
+            profile = measure(command.run, window, status.update)
+            values = profile.to_json()
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, profile.to_json())
-    _print(profile, console)
-    print(f"{path}: written")
-
-
-def _compare(command: Command, window: "Window", path: Path, console: "Console") -> None:
-    from ..files.json_file import write_json
-    from ..lab.profile.compile import compare_compile
-
-    with console.status("start") as status:
-        found = compare_compile(command.run, window, status.update)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, found)
-    for line in found["says"]:
-        print(line)
+    write_json(path, values)
+    if profile is None:
+        print("\n".join(values["says"]))
+    else:
+        _print(profile, console)
     print(f"{path}: written")
 
 

@@ -2,16 +2,17 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ..lab.trainer import Progress as Report
+if TYPE_CHECKING:
+    from ..lab.trainer import Progress as Report
 
 
 @contextmanager
-def progress_bar(title: str, total: int) -> Iterator[Report]:
+def progress_bar(title: str, total: int) -> "Iterator[Report]":
     """A function to call after each step; outside a terminal it prints a line at each evaluation."""
     console = Console(stderr=True)
     known: dict[str, Any] = {}
@@ -49,7 +50,7 @@ def _line(known: dict[str, Any]) -> str:
 
 
 def _bar(console: Console, width: int) -> Progress:
-    """A bar with a title of ``width``, shown in a terminal alone."""
+    """A bar with a title of ``width``, shown only in a terminal."""
     columns = (
         TextColumn(f"{{task.description:{width}}}"),
         BarColumn(bar_width=24),

@@ -8,13 +8,21 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
+from rich.markup import escape
+from rich.table import Table
 
 from ..lab.run import Run
 from ..lab.study.arms import Arm, parse_arm, parse_fields, read_base, score_arm
-from ..lab.study.folder import Folder
-from ..lab.study.plan import Cell, Plan, data_digests, key_of, make_plan, num_examples, only
+from ..lab.study.merge import merge
 from ..lab.study.presets import PRESETS, PresetName
+from ..lab.study.results import summary, update
+from ..lab.study.study_folder import Folder
+from ..lab.study.study_plan import Cell, Plan, data_digests, key_of, make_plan, num_examples, only
+from ..lab.study.tables import HEADINGS, cells_of, notes_of, page, title_of
+from .progress import wide_console
 
+READ = {"merge": ("out", "slim"), "show": ("out",), "page": ("page",)}  # options that each word reads
+PAGED = ("study.json", "compile.json")  # files of a folder that the page has a section for
 Texts = tyro.conf.UseAppendAction[tuple[str, ...]]
 
 
@@ -43,7 +51,7 @@ class Command:
     time_limit: float = 0.0  # seconds after which nothing should run, judged by the runs done; 0 is none
     save_every: int = 0  # steps from one checkpoint to the next, to resume within a run
     keep_checkpoints: bool = False  # leave the last checkpoint of every run
-    slim: bool = False  # merge: leave out masks and most lines of metrics.jsonl
+    slim: bool = False  # merge: all runs in one file, runs.jsonl, without masks and with thinned curves
     page: Path = Path("docs/results.md")  # page: file to write
     dry_run: bool = False  # print the plan and an estimate
 
@@ -51,17 +59,26 @@ class Command:
 def run(command: Command) -> None:
     started = time.time()
     what, folders = (*command.words[:1], "")[0], [Path(word) for word in command.words[1:]]
-    if what and what not in WORDS:
-        raise ValueError(f"expected {', '.join(WORDS)} or options alone, got {what!r}")
-    _check_read(command, what)
-    if what:
-        WORDS[what](command, folders)
+    if what and what not in READ:
+        raise ValueError(f"expected {', '.join(READ)} or options alone, got {what!r}")
+    _check_options(command, what)
+    if what == "merge":
+        print_table(merge(folders, command.out, slim=command.slim))
+        print(f"{command.out} written")
+    elif what == "show":
+        for folder in map(Folder, folders or [command.out]):
+            print_table(summary(folder, folder.plan()))
+    elif what == "page":
+        text = page(folders or sorted({path.parent for name in PAGED for path in Path("studies").glob(f"*/{name}")}))
+        command.page.parent.mkdir(parents=True, exist_ok=True)
+        command.page.write_text(text)
+        print(f"{command.page} written")
     else:
         _run(command, started)
 
 
-def _check_read(command: Command, what: str) -> None:
-    """Refuse an option that this call would not read, and numbers that it could not."""
+def _check_options(command: Command, what: str) -> None:
+    """Refuse an option that this call would not read, and numbers that make no sense."""
     for option in fields(command):
         read = option.name in READ[what] if what else option.name not in ("slim", "page")
         if not read and option.name != "words" and getattr(command, option.name) != option.default:
@@ -73,8 +90,6 @@ def _check_read(command: Command, what: str) -> None:
 
 
 def _run(command: Command, started: float) -> None:
-    from ..lab.study.results import update
-
     folder, plan = Folder(command.out), planned(command)
     if command.dry_run:
         print_plan(folder, plan)
@@ -174,37 +189,8 @@ def _seeds(text: str) -> tuple[int, ...]:
     return tuple(range(numbers[0])) if numbers and "," not in text else numbers
 
 
-def _merge(command: Command, folders: list[Path]) -> None:
-    from ..lab.study.merge import merge
-
-    print_table(merge(folders, command.out, slim=command.slim))
-    print(f"{command.out} written")
-
-
-def _show(command: Command, folders: list[Path]) -> None:
-    from ..lab.study.results import summary
-
-    for path in folders or [command.out]:
-        print_table(summary(Folder(path), Folder(path).plan()))
-
-
-def _page(command: Command, folders: list[Path]) -> None:
-    from ..lab.study.tables import page
-
-    text = page(folders or sorted({path.parent for name in PAGED for path in Path("studies").glob(f"*/{name}")}))
-    command.page.parent.mkdir(parents=True, exist_ok=True)
-    command.page.write_text(text)
-    print(f"{command.page} written")
-
-
 def print_table(values: Mapping[str, Any]) -> None:
     """One line an arm and sparsity, then what failed or does not count."""
-    from rich.markup import escape
-    from rich.table import Table
-
-    from ..lab.study.tables import HEADINGS, cells_of, notes_of, title_of
-    from .progress import wide_console
-
     console = wide_console()
     table = Table(title=title_of(values))
     for number, heading in enumerate(HEADINGS):
@@ -222,11 +208,7 @@ def print_table(values: Mapping[str, Any]) -> None:
 
 def print_plan(folder: Folder, plan: Plan) -> None:
     """Every computation of the plan, with its tokens, whether it is done, and what is left in all."""
-    from rich.markup import escape
-    from rich.table import Table
-
     from ..lab.study.runner import estimate
-    from .progress import wide_console
 
     done, damaged = (folder.finished(), folder.damaged()) if folder.exists else ({}, {})
     table = Table(title=escape(f"{folder.path}: hash {plan.hash}"))
@@ -247,8 +229,3 @@ def print_plan(folder: Folder, plan: Plan) -> None:
     tokens = f" = {left * plan.base.context:,} tokens" if plan.base.model.startswith("gpt2") else ""
     seconds_left = "no run is done yet on this machine to judge the time by" if unknown else f"at most {seconds:,.0f} s"
     print(f"left to do: {left:,} examples{tokens}; {seconds_left}")
-
-
-PAGED = ("study.json", "compile.json")  # what a folder holds that the page has a section for
-WORDS = {"merge": _merge, "show": _show, "page": _page}
-READ = {"merge": ("out", "slim"), "show": ("out",), "page": ("page",)}

@@ -18,17 +18,17 @@ from rich.console import Console
 from ..lab.models import build
 from ..lab.recipe import data_of
 from ..lab.run import Run
-from ..lab.study.folder import Folder
-from ..lab.study.plan import Cell, Plan
 from ..lab.study.runner import Options, Worker
+from ..lab.study.study_folder import Folder
+from ..lab.study.study_plan import Cell, Plan
 from ..lab.tracking import environment
 from ..lab.trainer import Progress
 from .progress import progress_bar
 
-Table = Callable[[Mapping[str, Any]], None]  # prints what is known
+PrintTable = Callable[[Mapping[str, Any]], None]  # prints what is known
 
 
-def work(folder: Folder, plan: Plan, options: Options, devices: list[str], print_table: Table) -> bool:
+def work(folder: Folder, plan: Plan, options: Options, devices: list[str], print_table: PrintTable) -> bool:
     """Do the runs of the plan that are not done, on all devices; False if a worker died."""
     if not folder.exists:
         with torch.device("meta"):  # data that cannot be read or does not suit the model: refused before writing
@@ -58,7 +58,7 @@ def devices_of(text: str) -> list[str]:
 
 
 def _in_processes(folder: Folder, cells: tuple[Cell, ...], options: Options, devices: list[str]) -> bool:
-    """One worker process a device; they claim runs one by one. A worker that dies stops no other, and is told of."""
+    """One worker process a device; they claim runs one by one. If one dies, the others go on; False is returned."""
     shared = {device: replace(options, at_once=devices.count(device)) for device in devices}
     processes = [_started(folder, cells, shared[device], device, len(devices)) for device in devices]
     try:
@@ -82,7 +82,7 @@ def _started(
         "cells": [asdict(cell) for cell in cells],
         "options": asdict(own),
         "device": device,
-        "command": sys.argv[1:],  # which its runs note as theirs
+        "command": sys.argv[1:],  # recorded in run.json
     }
     command = [sys.executable, "-m", "prunus.cli.study_work"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, env=environment_of(device, num_workers))
@@ -96,7 +96,7 @@ def _started(
 def environment_of(device: str, num_workers: int) -> dict[str, str]:
     """The environment of a worker that is to see one GPU, or of one that works on the CPU.
 
-    Workers share the threads that torch would take: more than there are cores wait for each other, and long.
+    Workers share the threads that torch would use: more threads than cores would slow all of them down.
     """
     threads = {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // num_workers))}
     return threads | os.environ | ({} if device == "cpu" else {"CUDA_VISIBLE_DEVICES": device})
@@ -121,7 +121,7 @@ class Lines:
     """A bar for the run that goes on, a line for each that is done, and the table after each seed of all arms."""
 
     prefix: str  # names the worker; the only one has none, and a bar
-    print_table: Table = lambda values: None
+    print_table: PrintTable = lambda values: None
 
     @contextmanager
     def running(self, title: str, run: Run) -> Iterator[Progress]:
@@ -143,7 +143,7 @@ class Lines:
 
 
 def _end_with_parent() -> None:
-    """A parent that was killed can end nobody, and what it started must not keep a GPU."""
+    """End when standard input closes: a killed parent cannot end its workers, which would keep a GPU."""
     while os.read(0, 1):
         pass
     os._exit(1)

@@ -33,7 +33,7 @@ def _train(asked: Run, *, live: bool) -> None:
     from .progress import progress_bar
     from .watch import live_charts
 
-    if os.environ.get("RANK", "0") != "0":  # the first rank speaks for all
+    if os.environ.get("RANK", "0") != "0":  # only the first rank reports
         train(asked)
         return
     bar = progress_bar(asked.score if asked.score != "none" else "dense", asked.total_steps)

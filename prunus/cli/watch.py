@@ -16,7 +16,7 @@ from rich.text import Text
 from ..files.lock import is_free
 from ..lab.report.cells import Source, read_source, scale_of
 from ..lab.report.curves import Point, loss_at, metric_name, points, quality_at
-from ..lab.report.panel import count, percent, plain
+from ..lab.report.numbers import count, percent, plain
 from ..lab.report.records import Record, number
 
 if TYPE_CHECKING:

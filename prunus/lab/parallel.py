@@ -1,7 +1,7 @@
-"""One process or many under torchrun, seen from one of them: ``Team`` and what they do together.
+"""One process or many under torchrun: ``Team`` is this process among them, and what they do together.
 
 Every rank runs the same loop. The global batch of a step is a function of seed and step; a rank takes its slice
-of it. What is written, and shown, the first rank writes and shows.
+of it. Only the first rank writes files and shows progress.
 """
 
 import os
@@ -68,10 +68,10 @@ class Team:
         return batch * self.size + self.rank, size // self.size
 
     def shared(self, batches: Iterable[T], measure: Callable[[Iterator[T]], list[Row]]) -> list[Row]:
-        """Rows, one a batch in their order, that ``measure`` gives on the rank that a batch is dealt to.
+        """The rows that ``measure`` gives for the batches, in their order; ranks take turns at the batches.
 
-        All work in step, since sharded weights are gathered by all: where the last round is short, some
-        take the first batch again and its row is left out.
+        All ranks must make the same number of forward passes, since they gather sharded weights together: in a
+        short last round some take the first batch again, and its row is left out.
         """
         if self.kind == "none":
             return measure(iter(batches))
@@ -92,7 +92,7 @@ class Team:
         return [(loss, int(right), int(total)) for loss, right, total in every[:num_batches].tolist()]
 
     def gpus(self, device: torch.device) -> list[torch.device]:
-        """GPUs whose random state is this process's."""
+        """GPUs whose random state belongs to this process."""
         if device.type != "cuda":
             return []
         return [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if self.kind == "none" else [device]
@@ -111,7 +111,7 @@ class Team:
 
     @torch.no_grad()
     def average_buffers_(self, model: nn.Module) -> None:
-        """Give every rank the mean of what batch norms counted; each saw its own part of the batches."""
+        """Give every rank the mean of the batch norms' statistics; each saw its own part of the batches."""
         if self.kind != "none":
             for buffer in model.buffers():
                 if buffer.is_floating_point():
@@ -160,14 +160,14 @@ def team_of(run: Run) -> Iterator[Team]:
     if not joined:
         join(on_gpu=torch.cuda.is_available() and not run.device.startswith("cpu"))
     yield Team(run.parallel, dist.get_rank(), dist.get_world_size())
-    if not joined:  # not after an error, when others may wait for what will not come
+    if not joined:  # not after an error: other ranks may still wait in a collective
         dist.destroy_process_group()
 
 
 def join(on_gpu: bool) -> None:
-    """Meet the other ranks in a place of this attempt's own.
+    """Meet the other ranks in a store of this attempt's own.
 
-    torchrun keeps one store over its restarts (seen in 2.13), where a rank would find the addresses of the dead.
+    torchrun keeps one store over its restarts (seen in 2.13), in which a rank would find old addresses.
     """
     store, rank, size = next(rendezvous("env://"))
     attempt = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)

@@ -1,4 +1,4 @@
-"""What a run names, built: data, learning rate, optimizer and pruner."""
+"""From the fields of a run to data, learning rate, optimizer and pruner."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -62,7 +62,7 @@ def make_optimizer(run: Run, model: nn.Module) -> Optimizer:
         return torch.optim.Adam(groups, lr=run.lr, betas=betas, fused=True)
     if run.optimizer == "nadam":
         return torch.optim.NAdam(groups, lr=run.lr, betas=betas, decoupled_weight_decay=True)
-    fused = not any(map(is_dtensor, parameters))  # which the fused one does not take
+    fused = not any(map(is_dtensor, parameters))  # the fused one takes no DTensor
     return torch.optim.SGD(groups, lr=run.lr, momentum=0.9, fused=fused)
 
 

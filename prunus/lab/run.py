@@ -33,7 +33,7 @@ Parallel = Literal["none", "ddp", "fsdp"]
 
 
 def is_launched() -> bool:
-    """Whether torchrun, or what sets the same variables, started this process as one of several or as the only one."""
+    """Whether torchrun, or a launcher that sets the same variables, started this process."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
@@ -177,7 +177,7 @@ class Run:
             raise ValueError("sgd keeps no second moment; pass --regrow-by momentum or gradient")
 
     def check_launch(self) -> None:
-        """A ValueError where the ranks that were started are not those that the run asks for."""
+        """Raise ValueError where the number of ranks does not fit the run."""
         ranks = int(os.environ["WORLD_SIZE"]) if is_launched() else 1
         if self.parallel == "none" and ranks > 1:
             raise ValueError(
@@ -200,7 +200,7 @@ class Run:
         return moment if isinstance(moment, int) else round(moment * self.total_steps)
 
     def sparsity_schedule(self) -> Schedule:
-        """In steps; a ValueError where it does not lie within the run."""
+        """The schedule in steps; ValueError where it does not lie within the run."""
         if self.schedule == "constant":
             return Constant(self.sparsity)
         if self.schedule == "one_shot":
@@ -208,7 +208,7 @@ class Run:
         return Ramp(self.sparsity, self.begin, self.end, self.schedule).over(self.total_steps)
 
     def to_json(self) -> dict[str, Any]:
-        """Every field as JSON holds it, but for ``resume``, which is not part of what is computed."""
+        """Every field as JSON holds it, without ``resume``, which does not change the result."""
         values = {name: str(value) if isinstance(value, Path) else value for name, value in vars(self).items()}
         values.pop("resume")
         return json.loads(json.dumps(values))
@@ -225,7 +225,7 @@ class Run:
         return cls(**{**values, **typed})
 
     def continuing(self, saved: "Run") -> "Run":
-        """The saved run, to be resumed; an option given now must not contradict it."""
+        """The saved run, to be resumed; ValueError where an option given now contradicts it."""
         default = Run()
         for name, value in self.to_json().items():
             if name not in ("out", "parallel") and value != default.to_json()[name] and value != saved.to_json()[name]:

@@ -1,4 +1,4 @@
-"""A run folder: what was run, on what, and what was measured, which trackers that the user names get too.
+"""A run folder: what was run, where, and what was measured. Trackers that the user names get the numbers too.
 
 A tracker (wandb, tensorboard, trackio) gets what metrics.jsonl gets, nested names joined by a slash: ``loss``,
 ``eval/perplexity``. Its package is imported only when it is asked for.
@@ -27,7 +27,7 @@ from .run import Run
 
 
 def environment() -> dict[str, Any]:
-    """Versions, hardware and commit: what a number needs beside it to be understood."""
+    """Versions, hardware and commit: what is needed to understand a number."""
     packages = ("prunus", "torch", "numpy", "triton")
     return {
         "python": platform.python_version(),
@@ -57,10 +57,10 @@ def machine() -> str:
 
 @cache
 def commit() -> str | None:
-    """Commit of the checkout that this package stands in, with a mark if it is changed; None elsewhere.
+    """Commit of the checkout that holds this package, marked if it is changed; None without a checkout.
 
-    Asked once a process, whose code stays the same while the checkout may go on. PRUNUS_COMMIT says it for
-    a copy of a checkout without its history.
+    Found once a process, since the checkout may change while its code does not. PRUNUS_COMMIT gives it for a
+    copy without history.
     """
     if said := os.environ.get("PRUNUS_COMMIT"):
         return said
@@ -121,7 +121,7 @@ class Tracker:
 
     @classmethod
     def open(cls, run: Run, step: int) -> "Tracker":
-        """Make the folder, or take it up again at ``step``: later lines of metrics.jsonl are dropped."""
+        """Make the folder, or continue it at ``step``: later lines of metrics.jsonl are dropped."""
         run.out.mkdir(parents=True, exist_ok=True)
         tracker = cls(run.out, tuple(SINKS[name](run, step) for name in run.track))
         if step:
@@ -165,7 +165,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 class Silent:
-    """The tracker of a rank whose numbers another one writes."""
+    """The tracker of a rank that writes nothing: the first rank does."""
 
     def log(self, **values: Any) -> None:
         pass
@@ -182,7 +182,7 @@ def check_installed(names: tuple[str, ...]) -> None:
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """The numbers that change: those of a mapping have its name before theirs; lists and sizes are left out."""
+    """Numbers by name, those of inner mappings with a prefix; lists and the sizes of layers are left out."""
     found: dict[str, float] = {}
     for name, value in values.items():
         if name == "layers":
@@ -209,7 +209,7 @@ class Wandb:
                 config=run.to_json(),
                 id=known.read_text() if step and known.is_file() else None,
                 resume="allow" if step else None,
-                reinit="finish_previous",  # a run of the same process that failed
+                reinit="finish_previous",  # of a failed run in this process
                 settings=wandb.Settings(console="off"),
             )
         except wandb.errors.Error as error:

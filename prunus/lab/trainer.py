@@ -75,7 +75,7 @@ class Training:
         self.loss: Callable[..., torch.Tensor] = torch.compile(self._loss) if run.compile else self._loss
         self.step = 0
         self.seconds = 0.0
-        self.mark: Callable[[str], None] = lambda part: None  # told which part of a step begins
+        self.mark: Callable[[str], None] = lambda part: None  # called as each part of a step begins
 
     def autocast(self) -> Any:
         if self.run.precision == "float32":
@@ -154,7 +154,7 @@ class Training:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         if self.pruner and state["pruner"] is None:
-            self.pruner.step = state["step"]  # a dense start: it would have done nothing but count
+            self.pruner.step = state["step"]  # a dense start: the pruner has only counted steps
         elif self.pruner:
             self.pruner.load_state_dict(state["pruner"])
         self.step, self.seconds = state["step"], state["seconds"]
@@ -174,9 +174,8 @@ def train(
 ) -> Result:
     """Train as ``run`` says, or continue it, and leave its folder complete.
 
-    ``data`` is what ``data_of(run)`` gave, for many runs that share it; a run that is not continued begins at
-    ``start``. ``finish`` keeps what it wants of the trained model and is called in place of writing the last
-    checkpoint.
+    ``data`` is what ``data_of(run)`` gave, for many runs that share it; a new run begins at ``start`` if
+    there is one. ``finish`` gets the trained model and is called in place of writing the last checkpoint.
     """
     if run.resume:
         run = run.continuing(read_run(run.out))
@@ -187,14 +186,14 @@ def train(
         training = Training(run, data, team)
         if team.is_first:
             stack.enter_context(lock_folder(run.out))
-            _begun(run)  # another process may have been here meanwhile
+            _begun(run)  # another process may have used the folder meanwhile
         if run.resume:
             resume(training)
         tracker = Tracker.open(run, training.step) if team.is_first else Silent()
         if not training.step and training.pruner:
             tracker.log(step=0, layers=training.layers())
         if start and not training.step:
-            training.load(deepcopy(start.state))  # an optimizer goes on with the very tensors that it is given
+            training.load(deepcopy(start.state))  # an optimizer keeps and changes the tensors that it loads
             for line in start.lines:
                 tracker.log(**line)
 
@@ -211,7 +210,7 @@ def train(
 
 
 def _begun(run: Run) -> Run:
-    """The run to take up in its folder: a new one, or the one in it if that was asked for or torchrun restarts it."""
+    """The run, resumed if torchrun restarts it; a folder that holds something else is refused."""
     if run.resume or not run.out.exists() or all(path.name == "run.json.part" for path in run.out.iterdir()):
         return run
     if is_restarted() and read_run(run.out).to_json() == run.to_json():

@@ -17,8 +17,6 @@ from benchmarks.probe_study import Arm, Row, exactly, pruned_by, replaced_veto, 
 from prunus import Global, PerLayer, PerRow, Probe
 from prunus.lab.data.batches import ImageShape
 from prunus.lab.models.vision import RESNETS, resnet
-from prunus.lab.study.arms import Arm
-from prunus.lab.study.intervals import verdict
 from prunus.oneshot.probe.decide import within
 from prunus.oneshot.prune import Job, Plan
 from prunus.ops import bits

@@ -12,7 +12,7 @@ from profile_runs import small
 from prunus.cli import main
 from prunus.lab.profile import memory_use as profile_memory
 from prunus.lab.profile.advice import advice, memory_rows, summary, time_rows
-from prunus.lab.profile.compile import _in_a_process, compare_compile, compared, said
+from prunus.lab.profile.compile import _in_a_process, compare_compile, compared, sentences
 from prunus.lab.profile.measure import Compiled, Profile, Window, measure
 from prunus.lab.profile.memory_use import Memory, held, measured_memory
 from prunus.lab.profile.steps import PARTS, instrument
@@ -176,11 +176,11 @@ def test_a_comparison_says_what_compile_does():
     figures = compared(arm(0.2, 2**20, 1.0, 3.5), arm(0.1, 2**19, 21.0, 3.5001, 2))
     assert figures["speed_up"] == pytest.approx(2) and figures["peak_ratio"] == pytest.approx(0.5)
     assert figures["pays_after_steps"] == pytest.approx(200)
-    words = " ".join(said(figures))
+    words = " ".join(sentences(figures))
     assert (
         "2.00 times" in words and "0.50 times" in words and "after 200 steps" in words and "unknown recompiles" in words
     )
-    assert "never pays" in " ".join(said(compared(arm(0.1, 1, 1.0, 1.0), arm(0.2, 1, 2.0, 1.0, 1))))
+    assert "never pays" in " ".join(sentences(compared(arm(0.1, 1, 1.0, 1.0), arm(0.2, 1, 2.0, 1.0, 1))))
 
 
 def test_arms_are_equal_in_all_but_compile(text, tmp_path, monkeypatch, capsys):

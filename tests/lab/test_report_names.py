@@ -7,7 +7,7 @@ import pytest
 from report_folders import make_study
 from report_pages import ARMS, figures_of, page_of
 
-from prunus.lab.report.comparison import apart
+from prunus.lab.report.comparison import split_recipe
 
 RECIPE = "lr 2e-3 to 0 warmup 200 every 5 beta2 0.99"
 
@@ -33,7 +33,7 @@ def renamed(folder: Path, **changes: dict) -> Path:
     ],
 )
 def test_a_recipe_is_what_both_names_end_with_behind_one_word(arm, other, expected):
-    assert apart(arm, other) == expected
+    assert split_recipe(arm, other) == expected
 
 
 def test_a_recipe_that_two_arms_share_is_said_once(tmp_path):

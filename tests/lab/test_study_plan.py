@@ -8,8 +8,8 @@ import pytest
 from prunus.cli.study import Command, planned
 from prunus.lab.run import Run
 from prunus.lab.study.arms import Arm, parse_arm, read_base, score_arm, slug
-from prunus.lab.study.plan import Cell, Plan, canonical, extended, key_of, make_plan, only
 from prunus.lab.study.presets import PRESETS
+from prunus.lab.study.study_plan import Cell, Plan, canonical, extended, key_of, make_plan, only
 
 BASE = Run(data="digits", model="lenet5", steps=100, begin=10, end=80, lr=1e-3)
 

@@ -14,15 +14,16 @@ from prunus.cli import main
 from prunus.files.json_file import read_json
 from prunus.lab.report.records import read_record
 from prunus.lab.run import Run
-from prunus.lab.study.folder import Folder
 from prunus.lab.study.merge import merge
 from prunus.lab.study.overlap import jaccard, save_masks
-from prunus.lab.study.plan import make_plan
 from prunus.lab.study.results import summary
 from prunus.lab.study.runner import Options, Worker
+from prunus.lab.study.study_folder import Folder
+from prunus.lab.study.study_plan import make_plan
 from prunus.lab.study.tables import cells_of, page
 from prunus.lab.trainer import train
 
+ROOT = Path(__file__).parents[2]
 ARMS = ["dense", "random", "magnitude", "bitter7", "bitter1"]
 
 
@@ -192,6 +193,12 @@ def test_the_page_begins_with_the_best_arm_of_each_sparsity(copy):
     assert "[study](#study)" not in page([copy])  # one seed tells nothing
     shutil.rmtree(copy / "runs" / f"{best['arm']}-0.5-s0")
     assert "[study](#study)" not in page([copy])
+
+
+def test_the_page_in_docs_is_that_of_the_studies_which_are_a_few_files():
+    folders = sorted(path for path in (ROOT / "studies").iterdir() if path.is_dir())
+    assert page(folders) == (ROOT / "docs" / "results.md").read_text()
+    assert sum(path.is_file() for path in (ROOT / "studies").rglob("*")) < 40
 
 
 def split(done: Path, tmp_path: Path) -> tuple[Path, Path]:

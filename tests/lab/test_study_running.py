@@ -21,9 +21,9 @@ from prunus.cli import main
 from prunus.files.json_file import read_json
 from prunus.lab.run import Run
 from prunus.lab.study.arms import Arm
-from prunus.lab.study.folder import Folder
-from prunus.lab.study.plan import make_plan
 from prunus.lab.study.runner import Options, Worker, estimate
+from prunus.lab.study.study_folder import Folder
+from prunus.lab.study.study_plan import make_plan
 from prunus.lab.study.tables import page
 
 
@@ -284,7 +284,7 @@ def test_compiled_code_for_other_shapes_is_forgotten(copy, monkeypatch):
     worker, run = Worker(Folder(copy), Options(device="cpu"), Quiet([])), Run(compile=True)
     cold = []
     for each in (run, run, replace(run, batch=3), replace(run, batch=3, compile=False), replace(run, batch=3)):
-        cold.append(worker._settle(each))
+        cold.append(worker._prepare_compiler(each))
         worker.num_done += 1
     assert cold == [True, False, True, False, False]
     assert len(resets) == 1

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from prunus.lab.run import Run
-from prunus.lab.study.plan import key_of
+from prunus.lab.study.study_plan import key_of
 from prunus.lab.trainer import train
 
 RUN = Run(data="digits", model="lenet5", steps=12, begin=2, end=10, every=3, batch=16, eval_every=12, eval_size=16)

@@ -14,10 +14,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from prunus.files.json_file import read_json
 from prunus.lab.run import Run
 from prunus.lab.study.arms import parse_arm
-from prunus.lab.study.folder import Folder
-from prunus.lab.study.plan import make_plan
 from prunus.lab.study.runner import Options, Worker
 from prunus.lab.study.starts import Starts, num_shared
+from prunus.lab.study.study_folder import Folder
+from prunus.lab.study.study_plan import make_plan
 from prunus.lab.trainer import train
 
 pytestmark = pytest.mark.usefixtures("few_weights")
@@ -95,13 +95,13 @@ def test_few_starts_are_kept_and_none_of_a_resumed_run(tmp_path, study):
     folder, most = Folder(tmp_path / "study"), []
     folder.write(many, {})
     worker = Worker(folder, Options(device="cpu"), Quiet())
-    kept = worker.starts.taker
+    kept = worker.starts.recorder
 
     def watched(run, others):
         most.append((len(worker.starts.kept), run.resume, len(list(others))))
         return kept(run, others)
 
-    worker.starts.taker = watched
+    worker.starts.recorder = watched
     worker.work(many.cells)
     assert max(number for number, _, _ in most) == 4
     cell = many.cells[0]
@@ -117,7 +117,7 @@ def test_few_starts_are_kept_and_none_of_a_resumed_run(tmp_path, study):
 def test_what_only_the_first_step_of_a_process_takes_is_nobody_elses(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("")
     starts, run = Starts(), replace(RUN, out=tmp_path)
-    taker = starts.taker(replace(run, score="none"), [run])
+    taker = starts.recorder(replace(run, score="none"), [run])
     for step in range(1, 10):
         state = {"seconds": 30 + 0.1 * (step - 1)}
         taker(SimpleNamespace(step=step, run=run, seconds=state["seconds"], state=lambda state=state: state))

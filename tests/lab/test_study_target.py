@@ -8,8 +8,8 @@ from study_command import rows, study
 from prunus.files.json_file import read_json
 from prunus.lab.recipe import SELECTORS
 from prunus.lab.run import Run
-from prunus.lab.study.folder import Folder
 from prunus.lab.study.results import summary
+from prunus.lab.study.study_folder import Folder
 from prunus.lab.trainer import train
 
 pytestmark = pytest.mark.usefixtures("few_weights")

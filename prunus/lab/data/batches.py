@@ -40,7 +40,7 @@ class ImageShape:
 
 
 def mixed(*words: int | str) -> int:
-    """64 bits in which every word counts: (seed 1, epoch 0) has nothing in common with (seed 0, epoch 1)."""
+    """A 64-bit hash of the words: (seed 1, epoch 0) has nothing in common with (seed 0, epoch 1)."""
     return int.from_bytes(blake2b("/".join(map(str, words)).encode(), digest_size=8).digest(), "big")
 
 
@@ -74,14 +74,12 @@ class TokenWindows:
         return max(1, (len(self.tokens) + 1) // (self.context + 1) - 1)
 
     def batch(self, step: int, size: int, seed: int) -> Batch:
-        """Inputs and targets (size, context) of one step, whatever was asked for before."""
+        """Inputs and targets (size, context) of one step; a function of its arguments alone."""
         drawn = drawn_indices(len(self), step * size, size, seed)
-        starts = [self._offset(seed, epoch) + indices * (self.context + 1) for epoch, indices in drawn]
-        return windows(self.tokens, np.concatenate(starts), self.context)
-
-    def _offset(self, seed: int, epoch: int) -> int:
         spare = len(self.tokens) - len(self) * (self.context + 1)
-        return mixed("offset", seed, epoch) % (min(self.context, spare) + 1)
+        offsets = min(self.context, spare) + 1  # one of so many is drawn for each epoch
+        starts = [mixed("offset", seed, epoch) % offsets + indices * (self.context + 1) for epoch, indices in drawn]
+        return windows(self.tokens, np.concatenate(starts), self.context)
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +107,7 @@ def windows(tokens: np.ndarray, starts: np.ndarray, context: int) -> Batch:
 
 
 def token_data(train: np.ndarray, held_out: np.ndarray, context: int, vocab_size: int | None) -> TokenData:
-    """Both parts, once they are found long enough and their tokens within the vocabulary."""
+    """Both parts; ValueError if one is too short or a token lies outside the vocabulary."""
     if context < 1:
         raise ValueError(f"context must be at least 1, got {context}")
     for part, tokens in {"train": train, "validation": held_out}.items():
@@ -118,21 +116,17 @@ def token_data(train: np.ndarray, held_out: np.ndarray, context: int, vocab_size
                 f"the {part} part holds {len(tokens)} tokens, but one window of context {context} takes {context + 1};"
                 f" take a longer file or a smaller context"
             )
-    shape = TokenShape(_vocabulary(train, held_out, vocab_size), context)
-    return TokenData(TokenWindows(train, context), held_out, shape)
-
-
-def _vocabulary(train: np.ndarray, held_out: np.ndarray, given: int | None) -> int:
     if train.dtype != held_out.dtype:
         raise ValueError(
             f"train and validation must both be text or both be uint16 tokens,"
             f" got {train.dtype} and {held_out.dtype}; convert one of them"
         )
     largest = max(int(train.max()), int(held_out.max()))
-    if given is not None and largest >= given:
-        raise ValueError(f"vocab_size is {given}, but the data holds token {largest}; give at least {largest + 1}")
+    if vocab_size is not None and largest >= vocab_size:
+        raise ValueError(f"vocab_size is {vocab_size}, but the data holds token {largest}; give at least {largest + 1}")
     rounded = -(-(largest + 1) // 64) * 64
-    return given or (256 if train.dtype == np.uint8 else rounded)
+    shape = TokenShape(vocab_size or (256 if train.dtype == np.uint8 else rounded), context)
+    return TokenData(TokenWindows(train, context), held_out, shape)
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,7 +157,7 @@ class ImageStream:
         return len(self.images.labels)
 
     def batch(self, step: int, size: int, seed: int) -> Batch:
-        """Images (size, channels, height, width) and labels (size,) of one step, whatever was asked for before."""
+        """Images (size, channels, height, width) and labels (size,) of one step; a function of its arguments alone."""
         drawn = np.concatenate([indices for _, indices in drawn_indices(len(self), step * size, size, seed)])
         pixels = self.images.pixels[drawn]
         if self.augment:

@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import numpy as np
-
 from .batches import ImageData, TokenData, image_data, token_data
 from .image_files import is_cifar10, is_mnist, read_cifar10, read_digits, read_mnist
 from .token_files import HELD_OUT, read_stdlib, read_tokens
@@ -29,19 +27,15 @@ def load(
         return _load_images(spec, augment)
     if augment:
         raise ValueError(f"augment crops and flips images, but {spec} holds tokens; leave it out")
-    train, held_out = _read_parts(spec, validation)
-    return token_data(train, held_out, context, vocab_size)
-
-
-def _read_parts(spec: str | Path, validation: str | Path | None) -> tuple[np.ndarray, np.ndarray]:
     if str(spec) == "stdlib":
         train, held_out = read_stdlib()
-        return train, held_out if validation is None else read_tokens(Path(validation))
-    tokens = read_tokens(Path(spec))
+    else:
+        tokens = read_tokens(Path(spec))
+        edge = len(tokens) - (round(HELD_OUT * len(tokens)) if validation is None else 0)
+        train, held_out = tokens[:edge], tokens[edge:]
     if validation is not None:
-        return tokens, read_tokens(Path(validation))
-    edge = len(tokens) - round(HELD_OUT * len(tokens))
-    return tokens[:edge], tokens[edge:]
+        held_out = read_tokens(Path(validation))
+    return token_data(train, held_out, context, vocab_size)
 
 
 def _load_images(spec: str | Path, augment: bool) -> ImageData:

@@ -86,5 +86,5 @@ def split(paths: Sequence[Path]) -> tuple[list[Path], list[Path]]:
 
 
 def joined(paths: Sequence[Path]) -> np.ndarray:
-    """The bytes of all files, one behind the other."""
+    """The bytes of all files, concatenated."""
     return np.frombuffer(b"".join(path.read_bytes() for path in paths), np.uint8)

@@ -128,7 +128,10 @@ RESNETS = {
 def resnet(config: ResNetConfig, shape: ImageShape) -> nn.Sequential:
     """Logits (batch, classes) from images; small images meet a 3 x 3 stem of stride 1 and no pooling."""
     small = config.only_small or shape.size <= SMALL
-    stem = conv3x3(shape.channels, config.width) if small else _wide_stem(shape.channels, config.width)
+    if small:
+        stem = conv3x3(shape.channels, config.width)
+    else:
+        stem = nn.Conv2d(shape.channels, config.width, 7, stride=2, padding=3, bias=False)
     layers: OrderedDict[str, nn.Module] = OrderedDict(conv1=stem, bn1=nn.BatchNorm2d(config.width), relu=nn.ReLU())
     if not small:
         layers["maxpool"] = nn.MaxPool2d(3, stride=2, padding=1)
@@ -152,10 +155,6 @@ def stage(config: ResNetConfig, depth: int, widths: tuple[int, int], stride: int
     first = config.block(num_in, width, stride, config.shortcut)
     num_out = config.block.expansion * width
     return nn.Sequential(first, *(config.block(num_out, width, 1, config.shortcut) for _ in range(depth - 1)))
-
-
-def _wide_stem(channels: int, width: int) -> nn.Conv2d:
-    return nn.Conv2d(channels, width, 7, stride=2, padding=3, bias=False)
 
 
 def initialise_(model: nn.Module) -> None:

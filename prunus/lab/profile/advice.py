@@ -16,18 +16,15 @@ Rows = list[tuple[str, ...]]
 def time_rows(split: Split) -> Rows:
     """Part, milliseconds and share on the host, then on the device where there is one, and what it is."""
     names = [name for name in PARTS if name in split.host or name in (split.device or {})]
-    rows = [(name, *_cells(name, split), PARTS[name]) for name in names]
-    total = f"{1e3 * split.seconds:.2f} ms"
-    return [*rows, ("in all", total, *([total] if split.device else []), "what was measured")]
-
-
-def _cells(name: str, split: Split) -> list[str]:
     columns = [split.host] + ([split.device] if split.device else [])
-    return [_time(column[name], split.seconds) if name in column else "" for column in columns]
 
+    def cell(seconds: float | None) -> str:
+        if seconds is None:
+            return ""
+        return f"{1e3 * seconds:.2f} ms ({seconds / split.seconds:.1%})" if split.seconds else "0"
 
-def _time(seconds: float, total: float) -> str:
-    return f"{1e3 * seconds:.2f} ms ({seconds / total:.1%})" if total else "0"
+    rows = [(name, *(cell(column.get(name)) for column in columns), PARTS[name]) for name in names]
+    return [*rows, ("in all", *[f"{1e3 * split.seconds:.2f} ms"] * len(columns), "what was measured")]
 
 
 def memory_rows(profile: Profile) -> Rows:
@@ -53,22 +50,17 @@ def summary(profile: Profile) -> list[str]:
         "Start-up: {build:.1f} s to build, {first step:.1f} s for the first step.".format(**profile.startup),
     ]
     if profile.event_seconds:
-        lines.append(
-            f"An event takes {1e3 * profile.event_seconds:.2f} ms more, {_how_often(profile)}: "
-            f"{profile.event_share:.2%} of the time."
-        )
+        every = profile.run.every
+        often = "at every step of the ramp" if every == 1 else f"once in {every} steps of the ramp"
+        often = "once in the run" if profile.has_one_event else often
+        event = f"An event takes {1e3 * profile.event_seconds:.2f} ms more"
+        lines.append(f"{event}, {often}: {profile.event_share:.2%} of the time.")
     if profile.busy is not None:
         driver = "" if profile.utilisation is None else f"; the driver says {profile.utilisation:.0%}"
         lines.append(f"The GPU worked {profile.busy:.0%} of the traced time{driver}.")
     if profile.compiled:
         lines.append(f"torch.compile: {profile.compiled}.")
     return lines + [f"Note: {note}." for note in profile.notes]
-
-
-def _how_often(profile: Profile) -> str:
-    if profile.has_one_event:
-        return "once in the run"
-    return "at every step of the ramp" if profile.run.every == 1 else f"once in {profile.run.every} steps of the ramp"
 
 
 def advice(profile: Profile) -> list[str]:

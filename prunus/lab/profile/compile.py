@@ -28,7 +28,7 @@ def compare_compile(run: Run, window: Window, progress: Callable[[str], None] = 
         progress(name)
         arms[name] = _in_a_process(replace(run, compile=is_compiled), window)
     figures = compared(arms["eager"], arms["compile"])
-    return {"says": said(figures), "figures": figures, "arms": arms}
+    return {"says": sentences(figures), "figures": figures, "arms": arms}
 
 
 def _in_a_process(run: Run, window: Window) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def compared(eager: dict[str, Any], compiled: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def said(figures: dict[str, Any]) -> list[str]:
+def sentences(figures: dict[str, Any]) -> list[str]:
     """What compile does, one sentence a figure."""
     slow, fast = (1e3 * seconds for seconds in figures["seconds"])
     before, after = (num_bytes / MIB for num_bytes in figures["peak_bytes"])

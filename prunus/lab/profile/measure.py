@@ -97,7 +97,10 @@ def measure(run: Run, window: Window, progress: Callable[[str], None] = lambda w
     progress("start")
     started = time.perf_counter()
     training = Training(run)
-    startup = {"build": time.perf_counter() - started, "first step": _first_seconds(training)}
+    built = time.perf_counter()
+    training.train_step()  # in which the pruner checks what it was given
+    wait_for(training.device)
+    startup = {"build": built - started, "first step": time.perf_counter() - built}
     due = _to_the_middle(training, window.before - 1)
     progress("steps")
     seconds, loss = _median_seconds(training, window.measured)
@@ -107,7 +110,11 @@ def measure(run: Run, window: Window, progress: Callable[[str], None] = lambda w
     progress("events")
     event_seconds, event = events_twice(training, due)
     progress("trace")
-    step = _step(training, min(TRACED, window.measured))
+    num_traced = min(TRACED, window.measured)
+    with traced(training.device) as trace:
+        for _ in range(num_traced):
+            plain_step(training)
+    step = split_of(trace.entries, num_traced)
     progress("memory")
     between_events(training)
     memory = measured_memory(training, partial(seek_event, training, due, due[-1]) if due else None)
@@ -128,14 +135,6 @@ def measure(run: Run, window: Window, progress: Callable[[str], None] = lambda w
         counted,
         fused(training),
     )
-
-
-def _first_seconds(training: Training) -> float:
-    """Seconds of the first step, in which the pruner checks what it was given."""
-    started = time.perf_counter()
-    training.train_step()
-    wait_for(training.device)
-    return time.perf_counter() - started
 
 
 def _to_the_middle(training: Training, num_steps: int) -> list[int]:
@@ -163,30 +162,21 @@ def _utilisation(training: Training) -> float | None:
     return sampler.mean
 
 
-def _seconds(training: Training, num: int) -> tuple[float, float]:
-    """Seconds a step without an event, and the loss of the last."""
-    wait_for(training.device)
-    started = time.perf_counter()
-    losses = [plain_step(training) for _ in range(num)]
-    wait_for(training.device)
-    return (time.perf_counter() - started) / num, float(losses[-1])
-
-
 def _median_seconds(training: Training, num: int) -> tuple[float, float]:
-    """Seconds a step, and the loss of the last: on a CPU, which others use too, the median over a few stretches.
+    """Seconds a step without an event, and the last loss: on a CPU, which others use too, the median of some stretches.
 
     A GPU is not stopped in between: it would wait for the host after each stretch, which it does not in training.
     """
     size = num if training.device.type == "cuda" else max(1, num // STRETCHES)
-    found = [_seconds(training, size) for _ in range(num // size)]
-    return statistics.median(seconds for seconds, _ in found), found[-1][1]
-
-
-def _step(training: Training, num: int) -> Split:
-    with traced(training.device) as trace:
-        for _ in range(num):
-            plain_step(training)
-    return split_of(trace.entries, num)
+    seconds, loss = [], 0.0
+    for _ in range(num // size):
+        wait_for(training.device)
+        started = time.perf_counter()
+        losses = [plain_step(training) for _ in range(size)]
+        wait_for(training.device)
+        seconds.append((time.perf_counter() - started) / size)
+        loss = float(losses[-1])
+    return statistics.median(seconds), loss
 
 
 def compiled() -> Compiled:

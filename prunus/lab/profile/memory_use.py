@@ -1,4 +1,4 @@
-"""Whose memory it is: between steps, at the peak of a step, in an event; each adds up to what was measured."""
+"""What holds memory between steps, at the peak of a step and in an event; each adds up to what was measured."""
 
 import gc
 from bisect import bisect_right
@@ -71,7 +71,7 @@ def held(training: Training) -> dict[str, int]:
 
 
 def _bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
-    """Of the memory under the tensors on this device, each counted once."""
+    """Bytes of the storages under the tensors on this device, each counted once."""
     there = [t.untyped_storage() for t in tensors if t.device.type == device.type]
     return sum({storage.data_ptr(): storage.nbytes() for storage in there}.values())
 
@@ -92,9 +92,11 @@ def measured_memory(training: Training, before_event: Callable[[], None] | None)
         found = [m for m in _moments_of(training, total) if m.part in ("score and select", "apply")]
         if found:  # none where SPAM makes events wait
             event = _split(steady, max(found, key=lambda moment: moment.peak), "event scratch")
-    return Memory(
-        steady, _split(steady, top, "activations"), event, top.part, HOW[training.device.type], _limits(training)
-    )
+    limits = {"resident": peak_memory(training.device)}
+    if on_gpu:
+        free, size = torch.cuda.mem_get_info(training.device)
+        limits = {"reserved": torch.cuda.max_memory_reserved(training.device), "device": size, "free": free}
+    return Memory(steady, _split(steady, top, "activations"), event, top.part, HOW[training.device.type], limits)
 
 
 def _split(steady: dict[str, int], moment: Moment, what: str) -> dict[str, int]:
@@ -185,10 +187,3 @@ def _ready(training: Training, seen: Callable[[int], None]) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _limits(training: Training) -> dict[str, int]:
-    if training.device.type == "cuda":
-        free, size = torch.cuda.mem_get_info(training.device)
-        return {"reserved": torch.cuda.max_memory_reserved(training.device), "device": size, "free": free}
-    return {"resident": peak_memory(training.device)}

@@ -1,4 +1,4 @@
-"""A training step as a profile sees it: its parts, marked for traces, and its events, where one wants them."""
+"""A training step as a profile sees it: its parts, marked for traces, and its events, at chosen steps."""
 
 import statistics
 import time
@@ -14,7 +14,7 @@ from ..trainer import Training
 from .trace import Split, only_event, part, traced
 
 NUM_EVENTS = 3
-BEFORE_ANY = -10  # a count of steps at which no schedule has an event, and weights that may come back still may
+BEFORE_ANY = -10  # a step before any event of a schedule, while regrowth is still on
 PARTS = {
     "data": "batches from the data set",
     "forward": "the model and its loss, with the copy of the batch to the device",
@@ -45,7 +45,7 @@ class Marks:
 
 
 def instrument(training: Training) -> None:
-    """Let the training's parts be seen in traces; it computes what it did."""
+    """Mark the training's parts for traces; it computes the same as before."""
     training.mark = Marks()
     pruner = training.pruner
     if pruner is None:
@@ -53,26 +53,25 @@ def instrument(training: Training) -> None:
     masked, applied, updated = pruner._masking.mask_gradient, pruner._masking.apply_, pruner.update
 
     def update() -> None:
-        wait_for(training.device)  # what the step has under way is not the event's
+        wait_for(training.device)  # work of the step that is still running does not count
         with part("score and select"):
             updated()
             wait_for(training.device)
 
-    pruner._masking.mask_gradient = _inside("gradient masking", masked)
-    pruner._masking.apply_ = _inside("apply", applied)
+    def marked(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        def inside(*args: Any) -> Any:
+            with part(name):
+                return work(*args)
+
+        return inside
+
+    pruner._masking.mask_gradient = marked("gradient masking", masked)
+    pruner._masking.apply_ = marked("apply", applied)
     pruner.update = update
 
 
-def _inside(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
-    def seen(*args: Any) -> Any:
-        with part(name):
-            return work(*args)
-
-    return seen
-
-
 def fused(training: Training) -> list[str]:
-    """What happens inside the optimizer's step and cannot be told apart from it, in words."""
+    """Notes on what happens inside another part and cannot be timed apart from it."""
     optimizer, notes = training.optimizer, []
     if isinstance(optimizer, AdamWPrune):
         inside = [
@@ -103,9 +102,9 @@ def due_events(training: Training) -> list[int]:
 
 
 def seek_event(training: Training, due: list[int], step: int) -> None:
-    """Let the next step be the one of this event; the only one of all begins without masks.
+    """Make the next step the one of this event; if it is the only event, it begins without masks.
 
-    Where all that it asks for is pruned already, an event has little to do.
+    An event at which everything is pruned already would have little to do.
     """
     _load(training, step=step - 1, due=False, **({} if len(due) > 1 else {"masks": {}}))
 
@@ -122,7 +121,7 @@ def plain_step(training: Training) -> torch.Tensor:
 
 
 def between_events(training: Training) -> None:
-    """Let the next step have no event; the masks stay."""
+    """Make the next step one without an event; the masks stay."""
     if training.pruner:
         training.pruner.step, training.pruner._progress.is_due = BEFORE_ANY, False
 
@@ -136,7 +135,9 @@ def events_twice(training: Training, due: list[int]) -> tuple[float | None, Spli
         seconds += _event_seconds(training)
         _load(training, masks=masks)
         seek_event(training, due, step)
-        splits.append(_event(training))
+        with traced(training.device) as trace:
+            training.train_step()
+        splits.append(only_event(trace.entries))  # without what is the step's own
     splits = [split for split in splits if split.host]
     if not seconds or not splits:  # SPAM makes events wait
         return None, None
@@ -163,10 +164,3 @@ def _event_seconds(training: Training) -> list[float]:
     finally:
         pruner.update = update
     return found
-
-
-def _event(training: Training) -> Split:
-    """Take a step: its event by part, without what is the step's own."""
-    with traced(training.device) as trace:
-        training.train_step()
-    return only_event(trace.entries)

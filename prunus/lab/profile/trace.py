@@ -1,4 +1,4 @@
-"""What torch.profiler's trace says: whose time it was on the host and on the device, and what was allocated.
+"""What torch.profiler's trace says: the time of each part on the host and on the device, and what was allocated.
 
 Parts are marked by names with a prefix. They nest by time, whatever thread they ran in: while autograd's thread
 works, the main one waits for it. Time belongs to the part that was entered last.
@@ -38,7 +38,7 @@ class Trace:
 
 @contextmanager
 def traced(device: torch.device, memory: bool = False) -> Iterator[Trace]:
-    """A window of work that is traced; on a GPU it begins and ends with nothing under way."""
+    """A window of work that is traced; on a GPU it begins and ends with the device idle."""
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
     trace, recorded = Trace(), profile(activities=activities, profile_memory=memory)
     with _quiet():
@@ -60,7 +60,7 @@ def traced(device: torch.device, memory: bool = False) -> Iterator[Trace]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Nothing goes to the standard error meanwhile, where the profiler speaks of itself."""
+    """Silence the standard error, to which the profiler writes messages."""
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)

@@ -11,7 +11,7 @@ from typing import Any
 from ..run_files import SLIM, RunFiles, slim_runs
 from ..study.arms import slug
 from ..study.tables import mixed_with
-from .panel import short_percent
+from .numbers import short_percent
 from .records import Json, Record, number, read_record
 from .schema import CELL, STUDY, STUDY_RESULT, read_checked
 
@@ -76,19 +76,19 @@ class Source:
 
     @cached_property
     def arms(self) -> list[str]:
-        """Names of arms that are a computation of their own: the controls, then the others in the study's order."""
+        """Arms with computations of their own: the controls, then the others in the study's order."""
         own = [row.arm for row in self.rows if not row.same_as]
         found = list(dict.fromkeys([*(cell.arm for cell in self.cells), *own]))
         return [name for name in CONTROLS if name in found] + [name for name in found if name not in CONTROLS]
 
     @cached_property
     def sparsities(self) -> list[float]:
-        """Those that are compared, dense apart."""
+        """Those that are compared, without dense."""
         return sorted({one.sparsity for one in [*self.cells, *self.rows]} - {0.0})
 
     @property
     def budget(self) -> float:
-        """The study's own, or that of most rows; the best is the best of those that have it."""
+        """The study's own, or that of most rows; only arms with this budget can be the best."""
         if self.study:
             return number(self.study["base"].get("budget_scale")) or 1.0
         return statistics.mode([row.budget for row in self.rows] or [1.0])
@@ -218,7 +218,7 @@ def _read_study(folder: Path) -> Source:
 
 
 def _num_open(study: Json, cells: Sequence[Cell], result: Json | None) -> int:
-    """Runs to come: by the result, which knows arms that share one, else by the plan."""
+    """Runs that are still to end: by the result, which counts runs that arms share once, else by the plan."""
     if result is not None and "num_runs" in result:
         return result["num_runs"] - result.get("num_finished", 0) - len(result.get("failed", ()))
     planned = sum(len(arm.get("cells", ())) for arm in study.get("arms", ()))
@@ -259,7 +259,7 @@ def _row(row: Mapping[str, Any]) -> Row:
 
 
 def _problems(result: Json, cells: Sequence[Cell]) -> list[str]:
-    """What a study lacks, and what does not count; failures that the runs' own notes tell are left out."""
+    """What a study lacks, and what does not count; failures that notes of the runs name already are left out."""
     known = {(cell.seed, cell.record.failure) for cell in cells}
     done, planned = result.get("num_finished"), result.get("num_runs")
     notes = [f"{done} of {planned} runs have ended."] if done is not None and done != planned else []

@@ -7,44 +7,22 @@ from statistics import median
 from typing import Any
 
 from .cells import Cell, Row, Source, mean_of
-from .panel import (
-    BAR,
-    GRID,
-    INK,
-    LONG,
-    MUTED,
-    PAPER,
-    Mark,
-    Number,
-    Panel,
-    Table,
-    Trace,
-    axis,
-    dots,
-    duration,
-    fixed,
-    layout,
-    memory,
-    percent,
-    plain,
-    short_percent,
-    signed,
-    with_minus,
-)
+from .numbers import duration, fixed, memory, percent, plain, short_percent, signed, with_minus
+from .panel import BAR, GRID, INK, LONG, MUTED, PAPER, Mark, Number, Panel, Table, Trace, axis, dots, layout
 
 FAR = 10.0
 
 
 def ranking(source: Source) -> list[str]:
     """Arms from the best to the worst at the highest sparsity that they have."""
-    sign = 1 if source.record.metric == "perplexity" else -1
     ended = [row for row in source.rows if row.mean is not None]
-    return list(dict.fromkeys(row.arm for row in sorted(ended, key=lambda r: (-r.sparsity, sign * (r.mean or 0)))))
+    ranked = sorted(ended, key=lambda row: (-row.sparsity, source.record.sign * (row.mean or 0)))
+    return list(dict.fromkeys(row.arm for row in ranked))
 
 
 def quality_panel(source: Source, marks: Mapping[str, Mark]) -> Panel:
     """Quality against sparsity: mean over seeds, bars of one standard deviation."""
-    name = "Perplexity" if source.record.metric == "perplexity" else "Accuracy, %"
+    name = "Perplexity" if source.record.is_language else "Accuracy, %"
     traces: list[Trace] = []
     for place, arm in enumerate(sorted(source.arms, key=lambda arm: marks[arm].width)):
         own = [row for row in source.rows if row.arm == arm and row.mean is not None]
@@ -84,8 +62,7 @@ def quality_panel(source: Source, marks: Mapping[str, Mark]) -> Panel:
 
 def frame_of(source: Source) -> tuple[float, float] | None:
     """Quality that is shown: of all rows, without those that are far worse than the others of their sparsity."""
-    sign = 1 if source.record.metric == "perplexity" else -1
-    ends = []
+    sign, ends = source.record.sign, []
     for sparsity in {row.sparsity for row in source.rows}:
         rows = [row for row in source.rows if row.sparsity == sparsity and row.mean is not None]
         middle = median(row.mean or 0 for row in rows) if rows else 0.0
@@ -128,18 +105,28 @@ def _quality_trace(arm: str, rows: Sequence[Row], mark: Mark) -> Trace:
 
 def difference_panels(source: Source, marks: Mapping[str, Mark]) -> list[Panel]:
     """Paired differences with their 95 % intervals, arms below each other: one panel a sparsity."""
-    made = []
-    for sparsity in source.sparsities:
-        found = [row for row in source.rows if row.sparsity == sparsity and row.difference is not None]
-        if found:
-            made.append(_differences(sorted(found, key=lambda row: -(row.difference or 0)), marks, source, sparsity))
-    return made
+    return [_differences(rows, marks, source) for rows in _grouped(source, lambda row: row.difference, sign=-1)]
 
 
-def _differences(rows: Sequence[Row], marks: Mapping[str, Mark], source: Source, sparsity: float) -> Panel:
-    unit = "perplexity" if source.record.metric == "perplexity" else "accuracy, points"
+def _grouped(source: Source, value: Callable[[Row], float | None], sign: int = 1) -> list[list[Row]]:
+    """Rows that have the value, ordered by it: a list for each sparsity that has any."""
+    found = [[row for row in source.rows if row.sparsity == s and value(row) is not None] for s in source.sparsities]
+    return [sorted(rows, key=lambda row: sign * (value(row) or 0)) for rows in found if rows]
+
+
+def _differences(rows: Sequence[Row], marks: Mapping[str, Mark], source: Source) -> Panel:
+    unit = "perplexity" if source.record.is_language else "accuracy, points"
+    table = [
+        [
+            _against(row),
+            Number(signed(row.difference), row.difference),
+            Number(fixed(row.half_width, 2), row.half_width),
+            with_minus(row.verdict),
+        ]
+        for row in rows
+    ]
     low, high = _extent(rows)
-    better = "left" if source.record.metric == "perplexity" else "right"
+    better = "left" if source.record.is_language else "right"
     trace = dots(
         [_label(row) for row in rows],
         [row.difference for row in rows],
@@ -151,7 +138,7 @@ def _differences(rows: Sequence[Row], marks: Mapping[str, Mark], source: Source,
         "hovertemplate": "%{text}<extra></extra>",
     }
     return Panel(
-        f"Difference at {short_percent(sparsity)}; {better} is better",
+        f"Difference at {short_percent(rows[0].sparsity)}; {better} is better",
         f"Paired difference in {unit} with 95 % intervals: {'; '.join(f'{row.arm} {row.verdict}' for row in rows)}.",
         [trace],
         layout(
@@ -160,7 +147,7 @@ def _differences(rows: Sequence[Row], marks: Mapping[str, Mark], source: Source,
             hovermode="closest",
             annotations=[_beyond(row, low, high) for row in rows if not low <= (row.difference or 0) <= high],
         ),
-        Table("Paired differences", ["arm", "difference", "± (95 %)", "verdict"], [_difference_row(r) for r in rows]),
+        Table("Paired differences", ["arm", "difference", "± (95 %)", "verdict"], table),
         height=80 + (BAR * 3 // 2 if any("<br>" in _label(row) for row in rows) else BAR) * len(rows),
         is_wide=any(len(row.arm) > LONG for row in rows),
     )
@@ -176,7 +163,7 @@ def _extent(rows: Sequence[Row]) -> tuple[float, float]:
 
 
 def _beyond(row: Row, low: float, high: float) -> dict[str, Any]:
-    """A word at the edge for an arm that lies outside the frame."""
+    """A label at the edge for an arm that lies outside the frame."""
     right = (row.difference or 0) > high
     text = f"{signed(row.difference)} →" if right else f"← {signed(row.difference)}"
     at = {"x": high if right else low, "xanchor": "right" if right else "left"}
@@ -190,35 +177,26 @@ def _against(row: Row) -> str:
 
 
 def _label(row: Row) -> str:
-    """The same on two lines, a recipe that both have once."""
-    _, other, recipe = apart(row.arm, row.against)
+    """Both arms on two lines; a recipe that they share is named once."""
+    _, other, recipe = split_recipe(row.arm, row.against)
     said = f"{row.arm} – {other}, same recipe" if recipe else _against(row)
     return "<br>– ".join(escape(said).split(" – ", 1))
 
 
-def apart(arm: str, other: str) -> tuple[str, str, str]:
-    """Two arms and what both are called after their first words, as in "bitter7 lr 2e-3", "magnitude lr 2e-3"."""
+def split_recipe(arm: str, other: str) -> tuple[str, str, str]:
+    """Two arms and the recipe that both names end with, as in "bitter7 lr 2e-3" and "magnitude lr 2e-3"."""
     (first, _, recipe), (second, _, same) = arm.partition(" "), other.partition(" ")
     return (first, second, recipe) if recipe and recipe == same else (arm, other, "")
 
 
-def _difference_row(row: Row) -> list[str | Number]:
-    half = Number(fixed(row.half_width, 2), row.half_width)
-    return [_against(row), Number(signed(row.difference), row.difference), half, with_minus(row.verdict)]
-
-
 def overlap_panels(source: Source, marks: Mapping[str, Mark]) -> list[Panel]:
     """How much of what an arm removed magnitude removed too: one panel a sparsity, chance as a line."""
-    made = []
-    for sparsity in source.sparsities:
-        found = [row for row in source.rows if row.sparsity == sparsity and row.overlap is not None]
-        if found:
-            made.append(_overlap(sorted(found, key=lambda row: row.overlap or 0), marks, sparsity))
-    return made
+    return [_overlap(rows, marks) for rows in _grouped(source, lambda row: row.overlap)]
 
 
-def _overlap(rows: Sequence[Row], marks: Mapping[str, Mark], sparsity: float) -> Panel:
-    chance = sparsity / (2 - sparsity)  # expected for two masks that know nothing of each other
+def _overlap(rows: Sequence[Row], marks: Mapping[str, Mark]) -> Panel:
+    sparsity = rows[0].sparsity
+    chance = sparsity / (2 - sparsity)  # expected for two independent masks
     values = {row.arm: row.overlap for row in rows}
     labels = [escape(row.arm) for row in rows]
     trace = dots(labels, [row.overlap for row in rows], [marks.get(row.arm, Mark(MUTED)) for row in rows])
@@ -246,7 +224,7 @@ def _overlap(rows: Sequence[Row], marks: Mapping[str, Mark], sparsity: float) ->
 
 
 def memory_of(cell: Cell) -> float | None:
-    """Bytes at the peak; older folders do not know it."""
+    """Bytes at the peak; None in older folders."""
     own = (cell.record.result or {}).get("peak_memory")
     mebibytes = cell.more.get("peak_mib")
     return own or (mebibytes * 2**20 if isinstance(mebibytes, int | float) else None)

@@ -6,7 +6,8 @@ from html import escape
 from typing import Any
 
 from .cells import Row, Source, mean_of, scale_of
-from .panel import MUTED, Mark, Number, Panel, Table, Trace, axis, count, layout, percent, plain, short_percent
+from .numbers import count, percent, plain, short_percent
+from .panel import MUTED, Mark, Number, Panel, Table, Trace, axis, layout
 from .records import Json, Record, number
 
 MAX_POINTS, MAX_ROWS = 1500, 250
@@ -29,11 +30,12 @@ def loss_at(line: Json) -> float | None:
     return number(line.get("loss"))
 
 
-def quality_at(record: Record) -> Pick:
-    scale = scale_of(record)
+def quality_at(record: Record, metric: str | None = None) -> Pick:
+    """Picks a metric on held-out data, the run's own if none is named."""
+    name, scale = metric or record.metric, 1.0 if metric else scale_of(record)
 
     def pick(line: Json) -> float | None:
-        value = number(line["eval"].get(record.metric)) if isinstance(line.get("eval"), dict) else None
+        value = number(line["eval"].get(name)) if isinstance(line.get("eval"), dict) else None
         return None if value is None else value * scale
 
     return pick
@@ -70,12 +72,12 @@ def frame(series: Sequence[Sequence[Point]]) -> list[float] | None:
 
 
 def metric_name(record: Record) -> str:
-    return "Held-out perplexity" if record.metric == "perplexity" else "Held-out accuracy, %"
+    return "Held-out perplexity" if record.is_language else "Held-out accuracy, %"
 
 
 def run_panels(record: Record) -> list[Panel]:
     """Loss and quality of one run."""
-    logged, held = points([record], loss_at), points([record], _held_loss)
+    logged, held = points([record], loss_at), points([record], quality_at(record, "loss"))
     x = axis(record.unit, rangemode="tozero", unifiedhovertitle={"text": f"%{{x:,}} {record.unit}"})
     hover = "%{y:.4g}<extra>%{fullData.name}</extra>"
     traces: list[Trace] = [
@@ -90,10 +92,6 @@ def run_panels(record: Record) -> list[Panel]:
         _run_table(record, thinned(record.logs, MAX_ROWS)),
     )
     return [loss, _quality_panel(record, x)]
-
-
-def _held_loss(line: Json) -> float | None:
-    return number(line["eval"].get("loss")) if isinstance(line.get("eval"), dict) else None
 
 
 def _quality_panel(record: Record, x: Mapping[str, Any]) -> Panel:

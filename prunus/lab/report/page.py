@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from .cells import Row, Source, mean_of, read_source, scale_of
-from .comparison import apart, memory_of
-from .panel import count, duration, fixed, memory, percent, plain, short_percent, signed
+from .comparison import memory_of, split_recipe
+from .numbers import count, duration, fixed, memory, percent, plain, short_percent, signed
 from .records import Record, number
 from .sections import sections
 
@@ -27,7 +27,7 @@ def write_report(folder: Path, out: Path | None = None) -> Path:
         raise ValueError(f"{target} is a folder, but the page is a file; give its name too: {target / 'report.html'}")
     page = render(read_source(folder))
     target.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(target, lambda file: file.write(page.encode(errors="replace")))  # JSON may hold half a letter
+    write_atomically(target, lambda file: file.write(page.encode(errors="replace")))  # JSON may hold a lone surrogate
     return target
 
 
@@ -57,7 +57,7 @@ def render(source: Source) -> str:
 
 
 def _together(text: str) -> str:
-    """The text with no line end between a number and what belongs to it."""
+    """The text with no line break between a number and its unit."""
     return text.replace(" %", "\u00a0%").replace(" ± ", "\u00a0±\u00a0")
 
 
@@ -90,7 +90,9 @@ def headline(source: Source) -> str:
     if not source.is_comparison:
         return _of_run(source.record)
     if not any(row.mean is not None for row in source.rows):
-        return _of_no_end(source)
+        failed = sum(bool(cell.record.failure) for cell in source.cells)
+        some = f"; {failed} failed" if failed else ""
+        return f"{len(source.cells)} runs, none of which has ended{' yet' * (source.num_open > 0)}{some}"
     if not source.sparsities:
         return f"{len(source.cells)} dense runs"
     ended = [sparsity for sparsity in source.sparsities if _ended(source, sparsity)]
@@ -99,36 +101,27 @@ def headline(source: Source) -> str:
     return _of_verdicts(source, max(ended)) or _of_means(source, max(ended))
 
 
-def _of_no_end(source: Source) -> str:
-    failed = sum(bool(cell.record.failure) for cell in source.cells)
-    said = f"none of which has ended{' yet' * (source.num_open > 0)}" + (f"; {failed} failed" if failed else "")
-    return f"{len(source.cells)} runs, {said}"
-
-
 def _of_run(record: Record) -> str:
     score = record.config.get("score", "?")
+    name = "The dense run" if score == "none" else str(score)
     if record.failure:
-        return f"{_named(score)} failed at step {record.last_step:,} of {record.total_steps:,}"
+        return f"{name} failed at step {record.last_step:,} of {record.total_steps:,}"
     if record.result is None:
         last = next((line for line in reversed(record.evals)), {})
         so_far = f", {percent(last['sparsity'])} of the weights removed so far" if "sparsity" in last else ""
-        return f"{_named(score)} at step {record.last_step:,} of {record.total_steps:,}{so_far}"
+        return f"{name} at step {record.last_step:,} of {record.total_steps:,}{so_far}"
     if record.has_diverged:
-        return f"{_named(score)} diverged: it ended with no finite quality"
+        return f"{name} diverged: it ended with no finite quality"
     end = _quality(record.quality and record.quality * scale_of(record), record)
     if score == "none":
         return f"A dense run that ended at {end}"
     removed = record.result.get("sparsity")
     share = short_percent(removed) if isinstance(removed, int | float) else "some"
-    return f"{_named(score)} removed {share} of the prunable weights and ended at {end}"
-
-
-def _named(score: object) -> str:
-    return "The dense run" if score == "none" else str(score)
+    return f"{name} removed {share} of the prunable weights and ended at {end}"
 
 
 def _quality(value: float | None, record: Record) -> str:
-    return f"perplexity {plain(value)}" if record.metric == "perplexity" else f"{plain(value)} % accuracy"
+    return f"perplexity {plain(value)}" if record.is_language else f"{plain(value)} % accuracy"
 
 
 def _ended(source: Source, sparsity: float) -> list[Row]:
@@ -137,17 +130,19 @@ def _ended(source: Source, sparsity: float) -> list[Row]:
 
 def _of_verdicts(source: Source, sparsity: float) -> str:
     """The best arm whose interval leaves magnitude out, or that there is none; empty without any interval."""
-    sign = -1 if source.record.metric == "perplexity" else 1
     rows = [r for r in _ended(source, sparsity) if r.half_width is not None and r.difference is not None]
     rows = [row for row in rows if row.arm not in ("random", row.against) and not row.mixed]
     if not rows:
         return ""
-    at, unit = f"At {short_percent(sparsity)} sparsity", "perplexity" if sign < 0 else "points of accuracy"
-    gains = {row.arm: sign * (row.difference or 0) for row in rows}
+    at, unit = (
+        f"At {short_percent(sparsity)} sparsity",
+        "perplexity" if source.record.is_language else "points of accuracy",
+    )
+    gains = {row.arm: -source.record.sign * (row.difference or 0) for row in rows}
     clear = [row for row in rows if row.verdict.startswith("better")]
     if clear:
         best = max(clear, key=lambda row: gains[row.arm])
-        arm, other, recipe = apart(best.arm, best.against)
+        arm, other, recipe = split_recipe(best.arm, best.against)
         by = f"{fixed(gains[best.arm], 2)} ± {fixed(best.half_width, 2)} {unit} over {len(best.values)} seeds"
         return f"{at}, {arm} beats {other} by {by}" + (f", both {recipe}" if recipe else "")
     names = "no arm" if len(rows) > 1 else rows[0].arm
@@ -159,11 +154,9 @@ def _of_verdicts(source: Source, sparsity: float) -> str:
 def _of_means(source: Source, sparsity: float) -> str:
     rows, record = _sorted(source, sparsity), source.record
     seeds = min(len(row.values) for row in rows)
-    said = "one seed, no verdict" if seeds == 1 else f"{seeds} seeds, no verdict"
-    best = "lowest" if record.metric == "perplexity" else "highest"
-    return (
-        f"At {short_percent(sparsity)} sparsity, {rows[0].arm} ended {best}: {_quality(rows[0].mean, record)} ({said})"
-    )
+    number_of = "one seed" if seeds == 1 else f"{seeds} seeds"
+    best = f"{'lowest' if record.is_language else 'highest'}: {_quality(rows[0].mean, record)}"
+    return f"At {short_percent(sparsity)} sparsity, {rows[0].arm} ended {best} ({number_of}, no verdict)"
 
 
 def lede(source: Source) -> str:
@@ -173,47 +166,33 @@ def lede(source: Source) -> str:
     model = f"{config.get('model', 'a model')}" + (f" ({count(size)} parameters)" if size else "")
     steps = record.total_steps
     budget = f"{count(steps * record.per_step)} {record.unit} in {steps:,} steps"
-    where = record.environment.get("machine")
-    said = [f"{model} on {_data(config)}, {budget}."]
+    data = str(config.get("data", "unknown data")).rstrip("/").split("/")[-1]
+    said = [f"{model} on {data}, {budget}."]
     if source.is_comparison:
         seeds = len({cell.seed for cell in source.cells})
         said.append(f"{len(source.arms)} arms, {len(source.cells)} runs, {seeds} seed{'s' * (seeds > 1)}.")
         if dense := source.row("dense", 0.0):
             said.append(f"Dense ends at {_quality(dense.mean, record)}.")
-        said += _costs(source)
-    if where:
+        if best := [_best(rows[0]) for sparsity in source.sparsities if (rows := _sorted(source, sparsity))]:
+            said.append(f"{'Lowest' if record.is_language else 'Highest'} {'; '.join(best)}.")
+    if where := record.environment.get("machine"):
         said.append(f"Measured on {where}.")
     return " ".join(said)
 
 
-def _costs(source: Source) -> list[str]:
-    """Of each sparsity the best arm of equal budgets and the most seeds, with what it loses to dense of its recipe."""
-    best = "Lowest" if source.record.metric == "perplexity" else "Highest"
-    found = [rows[0] for sparsity in source.sparsities if (rows := _sorted(source, sparsity))]
-    said = [f"at {short_percent(row.sparsity)} {row.arm}{_lost(row)}{_few(row)}" for row in found]
-    return [f"{best} {'; '.join(said)}."] if said else []
-
-
-def _few(row: Row) -> str:
-    return ", one seed" if len(row.values) == 1 else ""
-
-
-def _lost(row: Row) -> str:
-    return "" if row.cost is None else f" ({signed(row.cost)} to {row.dense})"
+def _best(row: Row) -> str:
+    """The best arm at a sparsity, with what it loses to dense of its recipe."""
+    lost = "" if row.cost is None else f" ({signed(row.cost)} to {row.dense})"
+    return f"at {short_percent(row.sparsity)} {row.arm}{lost}{', one seed' * (len(row.values) == 1)}"
 
 
 def _sorted(source: Source, sparsity: float) -> list[Row]:
     """Rows of a sparsity that have a mean, the best of the most seeds first; those of other budgets come behind."""
-    sign, own = 1 if source.record.metric == "perplexity" else -1, source.budget
 
     def place(row: Row) -> tuple[float, ...]:
-        return row.budget != own, row.budget, -len(row.values), sign * (row.mean or 0)
+        return row.budget != source.budget, row.budget, -len(row.values), source.record.sign * (row.mean or 0)
 
     return sorted(_ended(source, sparsity), key=place)
-
-
-def _data(config: dict) -> str:
-    return str(config.get("data", "unknown data")).rstrip("/").split("/")[-1]
 
 
 def figures(source: Source) -> list[tuple[str, str]]:
@@ -224,22 +203,15 @@ def figures(source: Source) -> list[tuple[str, str]]:
     seconds, done = result.get("seconds"), record.last_step * record.per_step
     evals = record.evals
     last = number(evals[-1]["eval"].get(record.metric)) if evals else None
+    quality = "" if last is None else plain(last * scale_of(record)) + " %" * (not record.is_language)
     pruning = mean_of([event.get("seconds") for event in record.events])
     found = {
-        f"held-out {record.metric}": _figure(last, record),
+        f"held-out {record.metric}": quality,
         "weights removed": percent(evals[-1].get("sparsity"), 2) if evals else "",
         f"{record.unit} read": count(done),
         "training time": duration(seconds) if seconds else "",
         f"{record.unit} a second": count(done / seconds) if seconds else "",
-        "an event takes": _short(pruning),
+        "an event takes": f"{plain(pruning * 1e3, 3)} ms" if pruning else "",
         "peak memory": memory(memory_of(source.cells[0])) if memory_of(source.cells[0]) else "",
     }
     return [(name, text) for name, text in found.items() if text]
-
-
-def _figure(value: float | None, record: Record) -> str:
-    return "" if value is None else plain(value * scale_of(record)) + " %" * (record.metric == "accuracy")
-
-
-def _short(seconds: float | None) -> str:
-    return f"{plain(seconds * 1e3, 3)} ms" if seconds else ""

@@ -1,7 +1,5 @@
 """A panel is a chart with its words: caption, description for those who cannot see it, and its numbers as a table."""
 
-import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +18,7 @@ LONG = 36  # letters of a label beside which half a page leaves no room for a ch
 
 @dataclass(frozen=True)
 class Number:
-    """A number as it is shown and as it is: the page keeps both."""
+    """A number as text and as value: the page keeps both."""
 
     shown: str
     value: float | None
@@ -126,64 +124,3 @@ def dots(labels: Sequence[str], values: Sequence[float | None], marks: Sequence[
         "y": list(labels),
         "marker": {"color": [m.colour for m in marks], "symbol": [m.symbol for m in marks], "size": 10},
     }
-
-
-def plain(value: float | None, digits: int = 4) -> str:
-    """``digits`` significant digits, thousands set apart, no exponent within the usual range."""
-    if value is None or not math.isfinite(value):
-        return "–"
-    if value == 0:
-        return "0"
-    size = math.floor(math.log10(abs(value)))
-    if not -5 <= size <= 12:
-        return f"{value:.{digits - 1}e}"
-    return f"{value:,.{max(0, digits - 1 - size)}f}"
-
-
-def fixed(value: float | None, decimals: int) -> str:
-    return "–" if value is None or not math.isfinite(value) else f"{value:,.{decimals}f}"
-
-
-def signed(value: float | None, decimals: int = 2) -> str:
-    """With its sign, and a true minus."""
-    return "–" if value is None else f"{value:+,.{decimals}f}".replace("-", "−")
-
-
-def with_minus(text: str) -> str:
-    """A sentence with true minuses before its numbers."""
-    return re.sub(r"-(?=\d)", "−", text)
-
-
-def percent(value: float | None, decimals: int = 1) -> str:
-    return "–" if value is None else f"{100 * value:.{decimals}f} %"
-
-
-def short_percent(value: float) -> str:
-    """A sparsity as one says it: 50 %, 87.5 %."""
-    return f"{100 * value:.6g} %"
-
-
-def count(value: float | None) -> str:
-    """Large counts with a letter: 59.0 M."""
-    if value is None:
-        return "–"
-    for size, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if abs(value) >= size:
-            return f"{plain(value / (1e3 if letter == 'k' else size), 3)} {letter}"
-    return f"{value:,.0f}"
-
-
-def duration(seconds: float | None) -> str:
-    if seconds is None:
-        return "–"
-    if seconds < 100:
-        return f"{plain(seconds, 3)} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
-
-
-def memory(size: float | None) -> str:
-    if not size:
-        return "–"
-    return f"{plain(size / 2**30, 3)} GiB" if size >= 2**30 else f"{plain(size / 2**20, 3)} MiB"

@@ -59,6 +59,11 @@ class Record:
         return "perplexity" if self.is_language else "accuracy"
 
     @property
+    def sign(self) -> int:
+        """1 where a lower metric is better, -1 where a higher one is."""
+        return 1 if self.is_language else -1
+
+    @property
     def per_step(self) -> int:
         """Tokens or images that one step reads."""
         factors = ("batch", "accumulate", "context") if self.is_language else ("batch", "accumulate")

@@ -101,7 +101,7 @@ def read_checked(path: Path, spec: Spec, line: Mapping[str, Any] | None = None) 
 
 
 def check(value: Any, spec: Spec, where: str, name: str) -> None:
-    """ValueError if ``value`` is not what ``spec`` says; fields that are missing, and others, are no fault."""
+    """ValueError if ``value`` is not what ``spec`` says; missing and unknown fields are allowed."""
     if isinstance(spec, Maybe):
         return None if value is None else check(value, spec.of, where, name)
     is_list = isinstance(spec, list)

@@ -1,17 +1,29 @@
 """The parts of a page, in the order of reading: the finding first, the configuration last."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..run import Run
 from .cells import CONTROLS, Row, Source
 from .comparison import cost_panels, difference_panels, memory_of, outside, overlap_panels, quality_panel, ranking
 from .curves import compared_panels, run_panels
-from .panel import Mark, Number, Section, Table, Word, fixed, marks_of, plain, short_percent, signed, with_minus
-from .records import Record, number
+from .numbers import fixed, plain, short_percent, signed, with_minus
+from .panel import Mark, Number, Section, Table, Word, marks_of
+from .records import number
 from .sparsity import compared_maps, path_mark, run_map, shared_paths, sparsity_panel
 
 FRAME = "The frame is that of the last three quarters of the run."
+SPARSITY = (
+    "Lines are what the schedule asked for at each event, points are zeros counted in the weights. Arms that took the "
+    "same path are one line."
+)
+LAYERS = "Share of each layer that is zero at the end of the run, mean over seeds."
+OVERLAP = (
+    "Of the weights that an arm or magnitude removed, the share that both removed (Jaccard). An arm near 1 is "
+    "magnitude under another name; the dotted line is what two masks share by chance."
+)
+NO_OVERLAP = "Not known here: prunus study compares the masks of its runs, and this folder holds no such comparison."
 NO_LAYERS = "Not recorded: the runs were made by a version that did not count zeros by layer, or have not begun."
 
 
@@ -21,12 +33,14 @@ def sections(source: Source) -> list[Section]:
 
 def _of_run(source: Source) -> list[Section]:
     record, heat = source.record, run_map(source.record)
+    size, what = record.config.get("eval_size"), "windows" if record.unit == "tokens" else record.unit
+    held_out = f"Held-out data are its first {size:,} {what}, or all if it has fewer. " if size else ""
     lines = [("training", Mark("var(--muted)", width=1.2)), ("held-out", Mark("var(--arm-1)"))]
     parts = [
         Section(
             "training",
             "Training",
-            f"Loss and quality over {record.unit}. {_held_out(record)}{FRAME}",
+            f"Loss and quality over {record.unit}. {held_out}{FRAME}",
             run_panels(record),
             legend=lines,
         )
@@ -40,84 +54,47 @@ def _of_run(source: Source) -> list[Section]:
     return parts
 
 
-def _held_out(record: Record) -> str:
-    size = record.config.get("eval_size")
-    what = "windows" if record.unit == "tokens" else record.unit
-    return f"Held-out data are its first {size:,} {what}, or all if it has fewer. " if size else ""
-
-
 def _compared(source: Source) -> list[Section]:
     marks = marks_of(source.arms, [arm for arm in ranking(source) if arm in source.arms and arm not in CONTROLS])
     legend = [(arm, mark) for arm, mark in marks.items() if mark.width > 1]
-    others = ", ".join(arm for arm, mark in marks.items() if mark.width <= 1)
-    shared = {"legend": legend, "others": others}
+    shared = {"legend": legend, "others": ", ".join(arm for arm, mark in marks.items() if mark.width <= 1)}
     heat, overlaps = compared_maps(source), overlap_panels(source, marks)
-    if not source.cells:  # a study whose runs lie elsewhere
-        return [
-            _verdicts(source, marks),
-            Section("quality", "Quality against sparsity", _error_bars(source), [quality_panel(source, marks)]),
-            Section("overlap", "Mask overlap", OVERLAP if overlaps else NO_OVERLAP, overlaps),
-        ]
+    far = ", ".join(f"{row.arm} at {short_percent(row.sparsity)}" for row in outside(source))
+    quality = Section("quality", "Quality against sparsity", _error_bars(source, far), [quality_panel(source, marks)])
+    overlap = Section("overlap", "Mask overlap", OVERLAP if overlaps else NO_OVERLAP, overlaps)
+    if not source.cells:  # a study without its runs
+        return [_verdicts(source, marks), quality, overlap]
+    frame = f"{FRAME[:-1]}, without {far}, which may leave it." if far else FRAME
+    means = f"Mean over seeds, by {source.record.unit} read; the shaded area spans the seeds. {frame}"
+    loss, metric = (compared_panels(source, marks, what, outside(source)) for what in ("loss", "quality"))
+    curves = [panel for pair in zip(loss, metric, strict=True) for panel in pair]
     return [
         _verdicts(source, marks),
-        Section("quality", "Quality against sparsity", _error_bars(source), [quality_panel(source, marks)], **shared),
-        Section("training", "Training", _means(source), _curves(source, marks), **shared),
-        Section("sparsity", "Sparsity", SPARSITY, _paths(source, marks), legend=_path_legend(source, marks)),
+        replace(quality, **shared),
+        Section("training", "Training", means, curves, **shared),
+        _sparsity(source, marks),
         Section("layers", "Layers", LAYERS if heat else NO_LAYERS, heat),
-        Section("overlap", "Mask overlap", OVERLAP if overlaps else NO_OVERLAP, overlaps),
+        overlap,
         Section("cost", "Time and memory", _cost_text(source), cost_panels(source)),
     ]
 
 
-SPARSITY = (
-    "Lines are what the schedule asked for at each event, points are zeros counted in the weights. Arms that took the "
-    "same path are one line."
-)
-LAYERS = "Share of each layer that is zero at the end of the run, mean over seeds."
-OVERLAP = (
-    "Of the weights that an arm or magnitude removed, the share that both removed (Jaccard). An arm near 1 is "
-    "magnitude under another name; the dotted line is what two masks share by chance."
-)
-NO_OVERLAP = "Not known here: prunus study compares the masks of its runs, and this folder holds no such comparison."
-
-
-def _error_bars(source: Source) -> str:
+def _error_bars(source: Source, far: str) -> str:
     seeds = sorted({len(row.values) for row in source.rows if row.values})
     many = f"{seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else f"{seeds[0] if seeds else 0}"
-    said = f"Mean on held-out data at the end of the run; bars are one standard deviation over seeds ({many} an arm)."
-    return said + (f" Outside the frame: {far}." if (far := _far(source)) else "")
+    text = f"Mean on held-out data at the end of the run; bars are one standard deviation over seeds ({many} an arm)."
+    return text + (f" Outside the frame: {far}." if far else "")
 
 
-def _far(source: Source) -> str:
-    return ", ".join(f"{row.arm} at {short_percent(row.sparsity)}" for row in outside(source))
-
-
-def _means(source: Source) -> str:
-    unit = source.record.unit
-    frame = f"{FRAME[:-1]}, without {far}, which may leave it." if (far := _far(source)) else FRAME
-    return f"Mean over seeds, by {unit} read; the shaded area spans the seeds. {frame}"
-
-
-def _curves(source: Source, marks: Mapping[str, Mark]) -> list[Any]:
-    far = outside(source)
-    loss, quality = (compared_panels(source, marks, what, far) for what in ("loss", "quality"))
-    return [panel for pair in zip(loss, quality, strict=True) for panel in pair]
-
-
-def _paths(source: Source, marks: Mapping[str, Mark]) -> list[Any]:
-    found = [
-        ({arm: runs[0] for arm in source.arms if (runs := source.runs(arm, sparsity))}, sparsity)
-        for sparsity in source.sparsities
-    ]
-    return [sparsity_panel(records, marks, f", {short_percent(sparsity)} at the end") for records, sparsity in found]
-
-
-def _path_legend(source: Source, marks: Mapping[str, Mark]) -> list[tuple[str, Mark]]:
-    """One entry a path at the highest sparsity; none if there is but one."""
-    top = source.sparsities[-1] if source.sparsities else 0.0
-    records = {arm: runs[0] for arm in source.arms if (runs := source.runs(arm, top))}
-    paths = shared_paths(records)
-    return [(", ".join(arms), path_mark(arms, marks)) for arms in paths.values()] if len(paths) > 1 else []
+def _sparsity(source: Source, marks: Mapping[str, Mark]) -> Section:
+    """A panel for each sparsity; where arms take different paths to the highest, a legend says which."""
+    panels, paths = [], {}
+    for sparsity in source.sparsities:
+        records = {arm: runs[0] for arm in source.arms if (runs := source.runs(arm, sparsity))}
+        panels.append(sparsity_panel(records, marks, f", {short_percent(sparsity)} at the end"))
+        paths = shared_paths(records)
+    legend = [(", ".join(arms), path_mark(arms, marks)) for arms in paths.values()] if len(paths) > 1 else []
+    return Section("sparsity", "Sparsity", SPARSITY, panels, legend=legend)
 
 
 def _cost_text(source: Source) -> str:
@@ -132,8 +109,8 @@ def _cost_text(source: Source) -> str:
 
 
 def _verdicts(source: Source, marks: Mapping[str, Mark]) -> Section:
-    metric = source.record.metric
-    rows = [row for sparsity in [0.0, *source.sparsities] for row in _sorted(source.rows, sparsity, metric)]
+    metric, sign = source.record.metric, source.record.sign
+    rows = sorted(source.rows, key=lambda row: (row.sparsity, row.mean is None, sign * (row.mean or 0)))
     is_study = any(row.verdict for row in rows)
     study = ["difference, 95 %", "verdict"] if is_study else []
     columns = ["arm", "sparsity", metric, *study, "± sd", "seeds"]
@@ -147,7 +124,7 @@ def _verdicts(source: Source, marks: Mapping[str, Mark]) -> Section:
         "Differences are to magnitude, or to the arm named behind a dash, of dense arms to dense, and paired: the same "
         "seed has the same first weights and the same batches."
         if is_study
-        else ("These runs are no study, so there are no verdicts: nothing holds them to the same budget and data.")
+        else "These runs are no study, so there are no verdicts: nothing holds them to the same budget and data."
     )
     return Section("verdicts", "Verdicts", text, difference_panels(source, marks), tables=[table])
 
@@ -158,12 +135,6 @@ def _look(rows: Sequence[Row], i: int, budget: float) -> str:
     equal = [row for row in rows if row.sparsity == rows[i].sparsity > 0 and row.budget == budget]
     leads = equal[:1] == [rows[i]] and rows[i].verdict.startswith("better")
     return " ".join(["best"] * leads + ["first"] * first)
-
-
-def _sorted(rows: Sequence[Row], sparsity: float, metric: str) -> list[Row]:
-    """Rows of a sparsity, the best first; those without a mean, as of runs that diverged, are the last."""
-    own, sign = [row for row in rows if row.sparsity == sparsity], 1 if metric == "perplexity" else -1
-    return sorted(own, key=lambda row: (row.mean is None, sign * (row.mean or 0)))
 
 
 def _verdict_row(row: Row, is_study: bool) -> list[Any]:
@@ -190,22 +161,26 @@ OWN = ("out", "seed", "sparsity", "resume")  # what every run has for itself
 def _configuration(source: Source) -> Section:
     base = source.study.get("base") if isinstance(source.study.get("base"), dict) else source.record.config
     defaults = Run().to_json()
-    shared = [name for name in base if not source.is_comparison or _is_shared(source, name)]
+    shared = [
+        name
+        for name in base
+        if not source.is_comparison
+        or (name not in OWN and len({str(cell.record.config.get(name)) for cell in source.cells}) == 1)
+    ]
     own = [name for name in shared if base[name] != defaults.get(name)]
-    rows = [[name, _said(base[name])] for name in shared]
+    rows = [[name, _written(base[name])] for name in shared]
     title = "Shared by all runs" if source.is_comparison else "This run"
     tables = [
-        Table(f"{title}: what differs from the defaults", FIELD, [[n, _said(base[n])] for n in own], kind="config"),
-        Table("Environment", FIELD, [[n, _said(v)] for n, v in source.record.environment.items()], kind="config"),
+        Table(f"{title}: what differs from the defaults", FIELD, [[n, _written(base[n])] for n in own], kind="config"),
+        Table("Environment", FIELD, [[n, _written(v)] for n, v in source.record.environment.items()], kind="config"),
         Table(f"{title}: all fields", FIELD, rows, kind="config", folded=f"All {len(rows)} fields"),
     ]
     if source.is_comparison:
         tables.insert(1, _differences(source, base))
-    return Section("configuration", "Configuration and environment", _hash(source), tables=tables)
-
-
-def _is_shared(source: Source, name: str) -> bool:
-    return name not in OWN and len({str(cell.record.config.get(name)) for cell in source.cells}) == 1
+    text = "As the folder says it." if source.is_comparison else "All that decides what this run computes."
+    if found := source.study.get("hash"):
+        text = f"Everything that all arms share has the hash {found}."
+    return Section("configuration", "Configuration and environment", text, tables=tables)
 
 
 def _differences(source: Source, base: Mapping[str, Any]) -> Table:
@@ -217,17 +192,11 @@ def _differences(source: Source, base: Mapping[str, Any]) -> Table:
         if not isinstance(changes, dict):
             config = next((cell.record.config for cell in source.cells if cell.arm == arm), {})
             changes = {n: v for n, v in config.items() if n not in OWN and v != base.get(n)}
-        rows.append([arm, ", ".join(f"{name} = {_said(value)}" for name, value in changes.items()) or "nothing"])
+        rows.append([arm, ", ".join(f"{name} = {_written(value)}" for name, value in changes.items()) or "nothing"])
     return Table("What each arm changes, apart from sparsity and seed", ["arm", "changes"], rows, kind="config")
 
 
-def _hash(source: Source) -> str:
-    if found := source.study.get("hash"):
-        return f"Everything that all arms share has the hash {found}."
-    return "As the folder says it." if source.is_comparison else "All that decides what this run computes."
-
-
-def _said(value: Any) -> str:
+def _written(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name} {one}" for name, one in value.items())
     if isinstance(value, list):

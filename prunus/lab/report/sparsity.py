@@ -6,7 +6,8 @@ from html import escape
 
 from .cells import Source, mean_of
 from .curves import MAX_ROWS, count_cell, number_cell, thinned
-from .panel import INK, Mark, Number, Panel, Table, Trace, axis, layout, percent, short_percent
+from .numbers import percent, short_percent
+from .panel import INK, Mark, Number, Panel, Table, Trace, axis, layout
 from .records import Record, number
 
 LETTER, ROOM = 7, 160  # pixels: of a letter, and of the columns together on a narrow page

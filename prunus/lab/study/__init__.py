@@ -1,6 +1,6 @@
 """Studies: arms x sparsities x seeds from one base run, equal but for what is compared.
 
-A study is a folder that any process may take up again:
+A study is a folder that any process may continue:
 
     study.json          format, base (fields of Run), data (digests of the files), hash (of both), sparsities, seeds,
                         arms: [{name, changes, against, cells: [[sparsity, seed], ...]}], environment
@@ -11,6 +11,7 @@ A study is a folder that any process may take up again:
                             machine, finished and, once known, overlap with magnitude
         masks.safetensors   the final masks as packed bits, shapes in the header; not for dense runs
         failed.json         in place of a result: message, kind, when
+    runs.jsonl          runs of a slim study, a line each, in place of their folders; see ``lab/run_files.py``
     locks/              one file for each run that some process has claimed
 
 A dense run has sparsity 0, whatever the others have. Arms that are the same computation share one folder,

@@ -1,4 +1,4 @@
-"""What some seeds say: mean, spread, the paired difference with its interval, and the words for it."""
+"""Statistics over seeds: mean, deviation, the paired difference with its interval, and a verdict in words."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -89,7 +89,7 @@ def paired(values: Mapping[int, float], reference: Mapping[int, float]) -> Paire
 
 
 def verdict(difference: Paired | None, metric: Metric) -> str:
-    """What the seeds allow to be said."""
+    """What the seeds allow to conclude."""
     if difference is None:
         return "no seed in common yet"
     centre = written(difference.mean, metric.decimals, sign=True)
@@ -105,5 +105,5 @@ def verdict(difference: Paired | None, metric: Metric) -> str:
 
 
 def written(value: float, decimals: int = 2, *, sign: bool = False) -> str:
-    """A figure with these decimals; one that would be many digits long, as of a ruined model, in short."""
+    """The value with these decimals; a huge one, as of a ruined model, in three significant digits."""
     return f"{value:{'+' if sign else ''}{f'.{decimals}f' if abs(value) < 1e6 else '.3g'}}"

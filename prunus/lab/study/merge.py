@@ -7,9 +7,9 @@ from typing import Any
 
 from ...files.json_file import read_json, write_json
 from ..run_files import RunFiles, without_paths, write_slim
-from .folder import Folder, damage
-from .plan import extended, key_of
 from .results import update
+from .study_folder import Folder, damage
+from .study_plan import extended, key_of
 
 COPIED = ("run.json", "metrics.jsonl", "result.json", "cell.json", "failed.json", "masks.safetensors")
 AGREE = ("loss", "accuracy", "sparsity", "digest")

@@ -25,9 +25,9 @@ from typing import Any
 from ...files.json_file import write_json
 from ..run import Run
 from ..run_files import RunFiles
-from .folder import Folder
 from .intervals import ACCURACY, PERPLEXITY, Metric, Paired, deviation, mean, paired, verdict
-from .plan import Cell, Plan, canonical, key_of
+from .study_folder import Folder
+from .study_plan import Cell, Plan, canonical, key_of
 
 SCORE = {"score", "eps", "exponent"}
 CHANCE = 1e-6  # of the prunable weights: one in many millions that stays is zero after some step
@@ -45,7 +45,7 @@ class Finished:
     notes: Mapping[str, Any]  # of cell.json
 
     def fault(self, plan: Plan, metric: Metric) -> str | None:
-        """Why it does not count, if it does not."""
+        """Why the run does not count; None if it does."""
         share, total = self.result["sparsity"], self.result["num_prunable"]
         zeros, asked = round(share * total), self.result.get("num_asked", self.cell.sparsity * total)
         fewest, most = 0.0, CHANCE  # zeros beyond those asked for, as parts of the prunable weights
@@ -117,25 +117,34 @@ def _rows(plan: Plan, finished: Sequence[Finished], metric: Metric) -> Iterator[
         group = groups[arm, sparsity]
         if not group:
             continue
-        cell = group[0].cell
+        cell, ours = group[0].cell, values[arm, sparsity]
+        numbers = [ours[seed] for seed in sorted(ours)]
         against = mode(plan.against(one.cell) for one in group)
         twins = [twin.arm for one in group if sparsity and (twin := plan.dense_for(one.cell))]
         dense = mode(twins) if twins else None
         other = values.get((against, sparsity)) if against != arm else None
+        difference = paired(ours, other) if other is not None else None
         yield {
             "arm": arm,
             "sparsity": sparsity,
-            **_described(values[arm, sparsity]),
+            "seeds": sorted(ours),
+            "values": numbers,
+            "mean": mean(numbers),
+            "sd": deviation(numbers),
+            "min": min(numbers),
+            "max": max(numbers),
             **_measured(group, plan),
             "decimals": metric.decimals,
             "budget_scale": plan.run_of(cell).budget_scale,
             "same_as": owner.arm if (owner := plan.owners[cell]).arm != arm else None,
             "runs": [one.files.name for one in group],
-            **_compared(values[arm, sparsity], against if other is not None else None, other or {}, metric),
+            "against": against if other is not None else None,
+            "difference": _json(difference),
+            "verdict": verdict(difference, metric) if other is not None else "",
             "against_budget": plan.arm[against].changes.get("budget_scale", plan.base.budget_scale),
             "beside": _beside(plan.run_of(cell), plan.run_of(replace(cell, arm=against))),
             "dense": dense,
-            "cost": _json(paired(values[arm, sparsity], values[dense, 0.0]) if dense else None),
+            "cost": _json(paired(ours, values[dense, 0.0]) if dense else None),
         }
 
 
@@ -149,46 +158,28 @@ def _beside(ours: Run, theirs: Run) -> list[str]:
     return sorted(differ & written - SCORE) if differ & SCORE else []
 
 
-def _described(values: Mapping[int, float]) -> dict[str, Any]:
-    numbers = [values[seed] for seed in sorted(values)]
-    return {
-        "seeds": sorted(values),
-        "values": numbers,
-        "mean": mean(numbers),
-        "sd": deviation(numbers),
-        "min": min(numbers),
-        "max": max(numbers),
-    }
-
-
 def _measured(group: Sequence[Finished], plan: Plan) -> dict[str, Any]:
     """Means over the runs of what was counted and timed."""
-    from_result = {name: mean([one.result[name] for one in group]) for name in ("sparsity", "tokens", "examples")}
-    noted = {
-        name: [one.notes[name] for one in group if one.notes.get(name) is not None]
-        for name in ("wall_seconds", "peak_mib")
+
+    def over(name: str) -> float:
+        return mean([one.result[name] for one in group])
+
+    known = {
+        "wall_seconds": [one.notes["wall_seconds"] for one in group if one.notes.get("wall_seconds") is not None],
+        "peak_mib": [one.notes["peak_mib"] for one in group if one.notes.get("peak_mib") is not None],
+        "overlap": [value for one in group if (value := _overlap(one, plan)) is not None],
     }
-    noted["overlap"] = [value for one in group if (value := _overlap(one, plan)) is not None]
     warm = [one.notes["wall_seconds"] for one in group if one.notes.get("cold") is False]
-    noted["wall_seconds"] = warm or noted["wall_seconds"]
+    known["wall_seconds"] = warm or known["wall_seconds"]
     return {
-        "measured_sparsity": from_result["sparsity"],
-        "tokens": from_result["tokens"],
-        "examples": from_result["examples"],
-        "seconds": mean([one.result["seconds"] for one in group]),
+        "measured_sparsity": over("sparsity"),
+        "tokens": over("tokens"),
+        "examples": over("examples"),
+        "seconds": over("seconds"),
         "cold": not warm,
         "at_once": max(one.notes.get("at_once", 1) for one in group),
-        **{name: mean(known) if known else None for name, known in noted.items()},
+        **{name: mean(values) if values else None for name, values in known.items()},
     }
-
-
-def _compared(
-    ours: Mapping[int, float], against: str | None, theirs: Mapping[int, float], metric: Metric
-) -> dict[str, Any]:
-    if against is None:
-        return {"against": None, "difference": None, "verdict": ""}
-    difference = paired(ours, theirs)
-    return {"against": against, "difference": _json(difference), "verdict": verdict(difference, metric)}
 
 
 def _json(difference: Paired | None) -> dict[str, Any] | None:
@@ -196,7 +187,7 @@ def _json(difference: Paired | None) -> dict[str, Any] | None:
 
 
 def _note_overlaps(folder: Folder, plan: Plan) -> None:
-    """Write into each run's cell.json how much of what it pruned magnitude pruned too, where both masks are there."""
+    """Write each run's overlap with magnitude into its cell.json, where both masks are stored."""
     from .overlap import jaccard
 
     found = {one.cell: one for one in finished_cells(folder, plan)}
@@ -211,6 +202,6 @@ def _note_overlaps(folder: Folder, plan: Plan) -> None:
 
 
 def _overlap(one: Finished, plan: Plan) -> float | None:
-    """What was noted, if it is with the run that it should be with; older notes are with the arm magnitude."""
+    """The overlap in cell.json if it is with the right run; older versions compared with the arm magnitude."""
     twin = plan.overlapped(one.cell)
     return one.notes.get("overlap") if twin and one.notes.get("overlap_with", "magnitude") == twin.arm else None

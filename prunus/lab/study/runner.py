@@ -1,4 +1,4 @@
-"""Doing the runs of a study one after the other: claimed, timed, and failures written down."""
+"""Doing the runs of a study one after the other: claimed, timed, and with failures recorded."""
 
 import gc
 import math
@@ -18,11 +18,11 @@ from ..recipe import Data, data_of
 from ..run import Run, read_run
 from ..tracking import machine
 from ..trainer import Progress, Training, train
-from .folder import Folder
 from .overlap import keep_masks
-from .plan import Cell, key_of, num_examples
 from .results import update
 from .starts import Starts
+from .study_folder import Folder
+from .study_plan import Cell, key_of, num_examples
 
 MARGIN = 1.05  # on the longest run so far, when a run must end in time
 SLACK = 2.0  # seconds
@@ -34,14 +34,14 @@ class Options:
 
     device: str = "auto"
     deadline: float | None = None  # time.time() after which nothing should run
-    session: str = ""  # what failed in it is not tried again in it
+    session: str = ""  # a run that failed is tried again in the next session
     save_every: int = 0
     keep_checkpoints: bool = False
     at_once: int = 1  # workers that share the device, which makes each slower
 
 
 class Show(Protocol):
-    """Where a worker says what it does."""
+    """Where a worker reports what it does."""
 
     def running(self, title: str, run: Run) -> AbstractContextManager[Progress]: ...
 
@@ -103,7 +103,7 @@ class Worker:
         return replace(run, out=out, device=self.options.device, save_every=self.options.save_every)
 
     def _trained(self, cell: Cell, run: Run, progress: Progress, later: Sequence[Cell]) -> str:
-        cold = self._settle(run)
+        cold = self._prepare_compiler(run)
         started = time.perf_counter()
         start = None if run.resume else self.starts.of(run)
         ended = self.folder.ended()
@@ -117,16 +117,18 @@ class Worker:
             seconds = time.perf_counter() - started + (start.state["seconds"] if start else 0.0)  # as if made alone
             seconds = max(seconds, training.seconds)  # a resumed run was trained in part before
             noted = {"data": dict(self.plan.data), "at_once": self.options.at_once}
-            write_json(run.out / "cell.json", about(cell, run, seconds, cold) | shared | noted)
+            write_json(run.out / "cell.json", cell_notes(cell, run, seconds, cold) | shared | noted)
 
-        taker = self.starts.taker(run, () if run.resume else others)  # a resumed one may have begun elsewhere
-        result = train(run, finite(progress), data=self.data, start=start, after_step=taker, finish=finish)
+        recorder = self.starts.recorder(run, () if run.resume else others)  # a resumed one may have begun elsewhere
+        result = train(
+            run, stopping_if_diverged(progress), data=self.data, start=start, after_step=recorder, finish=finish
+        )
         if not self.options.keep_checkpoints:
             (run.out / "checkpoint.pt").unlink(missing_ok=True)
         quality = f"perplexity {result.perplexity:.3f}" if result.tokens else f"accuracy {result.accuracy:.2%}"
         return f"{quality} at {result.sparsity:.4%} zeros, {time.perf_counter() - started:.1f} s"
 
-    def _settle(self, run: Run) -> bool:
+    def _prepare_compiler(self, run: Run) -> bool:
         """Forget compiled code for other shapes, which would make torch compile for any; whether the run is cold."""
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
@@ -145,8 +147,8 @@ class Worker:
         return f"failed, {message}"
 
 
-def finite(progress: Progress) -> Progress:
-    """``progress``, with an end to a run whose loss is no number any more."""
+def stopping_if_diverged(progress: Progress) -> Progress:
+    """``progress``, which ends a run whose loss is not finite any more."""
 
     def report(step: int, values: dict[str, Any]) -> None:
         for loss in (values.get("loss", 0.0), values.get("eval", {}).get("loss", 0.0)):
@@ -157,7 +159,7 @@ def finite(progress: Progress) -> Progress:
     return report
 
 
-def about(cell: Cell, run: Run, seconds: float, cold: bool) -> dict[str, Any]:
+def cell_notes(cell: Cell, run: Run, seconds: float, cold: bool) -> dict[str, Any]:
     """What ``cell.json`` says of a finished run."""
     on_gpu = torch.cuda.is_available() and run.device != "cpu"
     return {
@@ -185,7 +187,7 @@ def estimate(folder: Folder, run: Run, *, cold: bool, at_once: int = 1) -> float
 
 
 def free_memory() -> None:
-    """Give back what the last run held; a GPU that a fault has made unusable to this process ends it."""
+    """Free what the last run held; ValueError if a fault has made the GPU unusable to this process."""
     gc.collect()
     if torch.cuda.is_available():
         try:

@@ -1,6 +1,6 @@
 """The dense start that arms share: runs of one recipe and seed are one computation until their first event.
 
-It is trained once in a process, by whichever run comes first, and taken up by the others: the same bits, sooner.
+The first run of a process trains it, and the others begin from its state: the same bits, sooner.
 """
 
 from collections.abc import Iterable
@@ -12,14 +12,14 @@ import torch
 from ..run import Run
 from ..tracking import read_metrics
 from ..trainer import Start, Training
-from .plan import dense_of, key_of
+from .study_plan import dense_of, key_of
 
 MOST = 4  # starts that are kept at a time: each is as large as a checkpoint
-COLLECT = ("movement", "wanda")  # scores that listen from the first step on
+COLLECT = ("movement", "wanda")  # scores that collect from the first step on
 
 
 def num_shared(run: Run) -> int:
-    """Steps that a run has in common with the dense one of its recipe, as far as no evaluation is among them."""
+    """Steps that a run shares with the dense run of its recipe, up to the first evaluation."""
     if run.parallel != "none" or run.optimizer == "adamwprune" or run.score in COLLECT:
         return 0
     before = run.total_steps
@@ -32,7 +32,7 @@ def num_shared(run: Run) -> int:
 
 @dataclass
 class Starts:
-    """Starts that runs still to come will take up, in main memory, by recipe with seed and by step."""
+    """States, in main memory, that later runs will begin from, by recipe with seed and by step."""
 
     kept: dict[tuple[str, int], Start] = field(default_factory=dict)
 
@@ -42,8 +42,8 @@ class Starts:
         steps = [step for key, step in self.kept if key == recipe and step <= most]
         return self.kept[recipe, max(steps)] if steps else None
 
-    def taker(self, run: Run, others: Iterable[Run]) -> "Taker":
-        """What keeps of ``run`` what the ``others`` can begin from; starts that none of them can are forgotten."""
+    def recorder(self, run: Run, others: Iterable[Run]) -> "Recorder":
+        """Keeps states of ``run`` that ``others`` can begin from; starts that none of them needs are dropped."""
         wanted = [(key_of(dense_of(other)), num_shared(other)) for other in others]
         self.kept = {
             (key, step): start
@@ -51,11 +51,11 @@ class Starts:
             if any(key == recipe and step <= most for recipe, most in wanted)
         }
         mine, most = key_of(dense_of(run)), num_shared(run)
-        return Taker(self, mine, {min(step, most) for recipe, step in wanted if recipe == mine})
+        return Recorder(self, mine, {min(step, most) for recipe, step in wanted if recipe == mine})
 
 
 @dataclass
-class Taker:
+class Recorder:
     """Called after each step of a run: keeps its state at the steps that others will begin from."""
 
     starts: Starts

@@ -1,7 +1,4 @@
-"""The result of a study as text: the rows of its table, and ``docs/results.md``, in which no figure is typed.
-
-Loads no torch.
-"""
+"""The result of a study as text: the rows of its table, and ``docs/results.md``, in which no figure is typed."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,10 +7,10 @@ from typing import Any
 
 from ...files.json_file import read_json
 from ..markdown import table, where
-from .folder import Folder
 from .intervals import written
-from .plan import Plan, num_examples, shared_fields
 from .results import summary
+from .study_folder import Folder
+from .study_plan import Plan, num_examples, shared_fields
 
 HEADINGS = ("arm", "asked", "zeros", "mean ± sd", "seeds", "to dense", "overlap", "budget", "s a run", "verdict")
 BEST = ("study", "asked", "best arm", "mean ± sd", "seeds", "dense", "to dense", "verdict")
@@ -63,13 +60,16 @@ def title_of(values: Mapping[str, Any]) -> str:
 def cells_of(row: Mapping[str, Any]) -> list[str]:
     """One row under HEADINGS."""
     shared = f", {row['at_once']} at once" if row["at_once"] > 1 else ""
+    cost, decimals = "", row["decimals"]
+    if row["cost"]:
+        cost = written(row["cost"]["mean"], decimals, sign=True) + _plus_minus(row["cost"]["half_width"], decimals)
     return [
         row["arm"],
         f"{row['sparsity']:.1%}" if row["sparsity"] else "dense",
         f"{row['measured_sparsity']:.3%}",
-        written(row["mean"], row["decimals"]) + _plus_minus(row["sd"], row["decimals"]),
+        written(row["mean"], decimals) + _plus_minus(row["sd"], decimals),
         str(len(row["seeds"])),
-        "" if row["cost"] is None else _with_interval(row["cost"], row["decimals"]),
+        cost,
         "" if row["overlap"] is None else f"{row['overlap']:.3f}",
         f"x {row['budget_scale']:g}",
         f"{row['wall_seconds'] or row['seconds']:.1f}{' cold' * row['cold']}{shared}",
@@ -88,15 +88,11 @@ def _verdict(row: Mapping[str, Any]) -> str:
 
 
 def mixed_with(row: Mapping[str, Any]) -> str:
-    """What differs between an arm and the one it is against beside what they are to be compared in."""
+    """What else differs between an arm and the one it is compared with."""
     budget, other = row.get("budget_scale", 1.0), row.get("against_budget", 1.0)
     beside = row.get("beside") or []
     tokens = [f"{budget / other:g} times the tokens"] if budget != other else []
     return ", ".join([*tokens, *([f"{', '.join(beside)} differ{'s' * (len(beside) == 1)} too"] if beside else [])])
-
-
-def _with_interval(difference: Mapping[str, Any], decimals: int) -> str:
-    return written(difference["mean"], decimals, sign=True) + _plus_minus(difference["half_width"], decimals)
 
 
 def _plus_minus(value: float | None, decimals: int) -> str:
@@ -155,9 +151,11 @@ def _best_rows(name: str, values: Mapping[str, Any], plan: Plan) -> Iterator[lis
 def _section(folder: Folder, plan: Plan, values: Mapping[str, Any]) -> str:
     notes = folder.path / "notes.md"
     rows = [cells_of(row) for row in values["rows"]]
+    every = [run.load("run.json")["environment"] for run in sorted(folder.finished().values(), key=lambda r: r.name)]
+    environments = Counter(f"{where(one)}; commit {one['commit']}" for one in every)
     parts = [
         f"## {folder.path.name}",
-        _environments(folder),
+        "  \n".join(f"{line}; {count} run{'s' * (count > 1)}" for line, count in environments.items()),
         _configuration(plan),
         *([notes.read_text().strip()] if notes.is_file() else []),
         f"**{title_of(values)}**",
@@ -166,13 +164,6 @@ def _section(folder: Folder, plan: Plan, values: Mapping[str, Any]) -> str:
         _arms(plan),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _environments(folder: Folder) -> str:
-    """Machines, versions and commits of the finished runs, each once."""
-    every = [run.load("run.json")["environment"] for run in sorted(folder.finished().values(), key=lambda r: r.name)]
-    lines = Counter(f"{where(one)}; commit {one['commit']}" for one in every)
-    return "  \n".join(f"{line}; {count} run{'s' * (count > 1)}" for line, count in lines.items())
 
 
 def _configuration(plan: Plan) -> str:

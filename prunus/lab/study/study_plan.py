@@ -16,8 +16,10 @@ from .arms import CONTROLS, Arm, slug, with_controls
 
 FORMAT = "prunus-study-1"
 PRUNING = "sparsity schedule begin end every allocate eps exponent regrow regrow_by".split()
-UNSEEN = "out device save_every log_every track eval_every data validation".split()  # which change nothing computed
-PLACES = "out device save_every log_every track seed sparsity data validation".split()  # which are not in the hash
+UNSEEN = (
+    "out device save_every log_every track eval_every data validation".split()
+)  # they do not change what is computed
+PLACES = "out device save_every log_every track seed sparsity data validation".split()  # they are not in the hash
 
 
 def shared_fields(base: Run) -> dict[str, Any]:
@@ -109,7 +111,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a study holds; ``data`` are digests of the files, so that a path may differ from machine to machine."""
+    """What a study holds; ``data`` are digests of the files, whose paths may differ from machine to machine."""
 
     base: Run
     arms: tuple[Arm, ...]
@@ -152,7 +154,7 @@ class Plan:
 
     @cached_property
     def owners(self) -> dict[Cell, Cell]:
-        """For each cell the first one that is the same computation, itself most often."""
+        """For each cell the first cell that is the same computation; usually itself."""
         first: dict[str, Cell] = {}
         return {cell: first.setdefault(key_of(self.run_of(cell)), cell) for cell in self.ordered()}
 
@@ -171,7 +173,7 @@ class Plan:
         return self._cells_by_key.get(key_of(replace(self.run_of(cell), score="magnitude", eps=None, exponent=None)))
 
     def overlapped(self, cell: Cell) -> Cell | None:
-        """The run whose masks a cell's are held against: magnitude of the same recipe, else magnitude trained alike."""
+        """The run to compare a cell's masks with: magnitude of the same recipe, else magnitude trained alike."""
         if not cell.sparsity:
             return None
         alike = self.magnitude_for(cell)
@@ -236,7 +238,7 @@ def only(plan: Plan, names: Iterable[str]) -> Plan:
 
 
 def extended(old: Plan, new: Plan, where: Path) -> Plan:
-    """Both together, if they differ in nothing that all arms share; else one line that names the difference."""
+    """Both plans together; ValueError if they differ in something that all arms share."""
     before, after = shared_fields(old.base), shared_fields(new.base)
     for name in sorted(before.keys() | after.keys()):
         if before.get(name) != after.get(name):

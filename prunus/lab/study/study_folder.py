@@ -9,7 +9,7 @@ from typing import Any
 
 from ...files.json_file import read_json, write_json
 from ..run_files import RunFiles, slim_runs
-from .plan import FORMAT, Cell, Plan, canonical, extended, key_of
+from .study_plan import FORMAT, Cell, Plan, canonical, extended, key_of
 
 NUMBERS = ("accuracy", "sparsity", "num_prunable", "tokens", "examples", "seconds")  # every result has them
 QUALITIES = ("loss", "perplexity")  # null if the training diverged
