@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from .oneshot import Bisection, Levels, Limit, Probe, SearchOptions, Tune, prune, search
     from .optim import AdamWPrune, Spam
     from .pruner import Event, Pruner
+    from .rate import Rate, parameter_groups
     from .regrow import Regrow
     from .schedule import Constant, OneShot, Ramp
     from .score import SCORES
@@ -31,12 +32,14 @@ _HOME = {
     "Probe": "oneshot",
     "Pruner": "pruner",
     "Ramp": "schedule",
+    "Rate": "rate",
     "Regrow": "regrow",
     "SCORES": "score",
     "Spam": "optim",
     "Tune": "oneshot",
     "load_model": "export",
     "load_sparse": "export",
+    "parameter_groups": "rate",
     "prune": "oneshot",
     "save_model": "export",
     "save_sparse": "export",
@@ -58,12 +61,14 @@ __all__ = [
     "Probe",
     "Pruner",
     "Ramp",
+    "Rate",
     "Regrow",
     "SearchOptions",
     "Spam",
     "Tune",
     "load_model",
     "load_sparse",
+    "parameter_groups",
     "prune",
     "save_model",
     "save_sparse",

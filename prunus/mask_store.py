@@ -41,6 +41,7 @@ class MaskStore:
         self.holders = ranks if shards else None  # of shards, not of copies
         self.bits: dict[str, Tensor] = {}
         self.num_kept = 0  # prunable weights that the masks keep, on all ranks
+        self.densities: dict[str, float] = {}  # fraction of each weight that its mask keeps, on all ranks, as counted
         self._in_empty_state = in_empty_state
         others = {id(p) for store in _STORES.get(optimizer, ()) for p in store.weights.values()}
         if twice := [name for name, p in weights.items() if id(p) in others]:
@@ -68,10 +69,21 @@ class MaskStore:
         return {name: bits.pack(local(p) != 0) for name, p in self.weights.items()}
 
     def count(self) -> None:
-        """Set ``num_kept`` from the bits."""
-        owned = [(n, p) for n, p in self.weights.items() if n not in self.shards or self.shards[n].is_owner]
-        here = sum(int(bits.count(self.bits[n])) if n in self.bits else local(p).numel() for n, p in owned)
-        self.num_kept = int(self.holders.total(torch.tensor([here]))) if self.holders else here
+        """Set ``num_kept`` and ``densities`` from the bits; collective if weights are sharded."""
+        kept = torch.tensor([self._num_kept_here(name) for name in self.weights])
+        kept = self.holders.total(kept) if self.holders else kept
+        self.num_kept = int(kept.sum())
+        sizes = [p.numel() for p in self.weights.values()]
+        self.densities = {
+            name: num / size if size else 1.0
+            for name, num, size in zip(self.weights, kept.tolist(), sizes, strict=True)
+        }
+
+    def _num_kept_here(self, name: str) -> int:
+        """Weights that the mask keeps of this rank's shard, if this rank counts for it."""
+        if name in self.shards and not self.shards[name].is_owner:
+            return 0
+        return int(bits.count(self.bits[name])) if name in self.bits else local(self.weights[name]).numel()
 
     def set(self, name: str, packed: Tensor) -> None:
         """Write in place where bits exist, so that a captured graph of the step sees the new mask."""

@@ -1,8 +1,9 @@
 """AdamW with masks: a pruned weight stays zero because its gradient counts as zero inside the step."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -60,6 +61,8 @@ class AdamWPrune(torch.optim.Optimizer):
     watch: tuple[Callable[[nn.Parameter, Tensor, float], None], ...] = ()
     # parameters whose gradients are not masked, since pruned weights may come back
     unmasked: frozenset[nn.Parameter] = frozenset()
+    # factors on the learning rates of some weights, float64, on their devices
+    rates: Mapping[nn.Parameter, Tensor] = MappingProxyType({})
 
     def __init__(
         self,
@@ -164,7 +167,9 @@ class AdamWPrune(torch.optim.Optimizer):
             weight, exp_avg, exp_avg_sq = flat = [tensor.contiguous() for tensor in written]
             copies += [(old, new) for old, new in zip(written, flat, strict=True) if new is not old]
             tensors = (weight, local(grad).contiguous(), exp_avg, exp_avg_sq, state["step"], mask)
-            operands.append(Operand(*tensors, numbers, lr.data_ptr() if on_device else 0, is_owner))
+            rate = self.rates.get(parameter)
+            at = (lr.data_ptr() if on_device else 0, 0 if rate is None else rate.data_ptr())
+            operands.append(Operand(*tensors, numbers, *at, is_owner))
         theta, total = self.spam.theta if self.spam else None, ranks.sum if ranks else None
         extras = Extras(self.max_norm, theta, getattr(self, "grad_scale", None), found_inf, total)
         if operands:
@@ -249,10 +254,11 @@ class AdamWPrune(torch.optim.Optimizer):
             grad = spike_clipped(grad.to(moments[1].dtype), moments[1], self.spam.theta)
         state["step"] += 1
         lr = float(group["lr"]) * scale
+        rate = self.rates[parameter].item() if parameter in self.rates else 1.0
         for watch in self.watch:
-            watch(parameter, grad, lr)
+            watch(parameter, grad, rate * lr)
         beta1, beta2 = group["betas"]
-        update = Update(lr, beta1, beta2, group["eps"], group["weight_decay"], state["step"].item())
+        update = Update(lr, beta1, beta2, group["eps"], group["weight_decay"], state["step"].item(), rate)
         if moments[0].dtype == weight.dtype:
             adamw_(weight, grad, *moments, update)
         else:

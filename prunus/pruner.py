@@ -18,6 +18,7 @@ from .masks import Masks, check_copies, digest, full_masks
 from .ops.lazy import Lazy
 from .ops.shard import together
 from .ranks import is_dtensor, local, local_block, ranks_of, shards_of
+from .rate import Rate, rates_of
 from .regrow import Regrow, selected
 from .schedule import Schedule
 from .score import SCORES
@@ -37,7 +38,8 @@ class Pruner:
 
     ``score`` is a name of SCORES or a function that reads what its arguments name (``weight``, ``grad``,
     ``exp_avg``, ``exp_avg_sq``, ``step``, ...). ``masks`` are boolean masks by name to begin with, or
-    ``"zeros"`` for the zeros that the weights have; without ``schedule`` they do not change. ``regrow`` lets
+    ``"zeros"`` for the zeros that the weights have; without ``schedule`` they do not change. ``rate`` gives
+    pruned weights larger steps, by their density. ``regrow`` lets
     pruned weights come back until the ramp ends.
 
     Over ranks the masks are those that one process would find. Make it after DDP or ``fully_shard``, on every rank.
@@ -55,6 +57,7 @@ class Pruner:
         schedule: Schedule | None = None,
         every: int = 50,
         regrow: Regrow | None = None,
+        rate: Rate | None = None,
         masks: Mapping[str, Tensor] | Literal["zeros"] | None = None,
         include: str | Sequence[str] = (),
         exclude: str | Sequence[str] = (),
@@ -64,7 +67,7 @@ class Pruner:
         group: ProcessGroup | None = None,
     ) -> None:
         check_options(
-            {"schedule": schedule, "select": select, "every": every, "regrow": regrow, "masks": masks}
+            {"schedule": schedule, "select": select, "every": every, "regrow": regrow, "masks": masks, "rate": rate}
             | {"score": score, "score_options": score_options, "score_dtype": score_dtype, "on_event": on_event}
         )
         optimizer = unwrapped(optimizer)
@@ -92,12 +95,17 @@ class Pruner:
         self._store = MaskStore(self._weights, optimizer, self._ranks, self._shards, in_empty_state=way.reads_masks)
         self._bits, self._holders = self._store.bits, self._store.holders
         self._masking = way(self._store, self._progress, self._movement)
+        self.rate = rate if rate and rate.power else None
+        self._rates = rates_of(optimizer, self._weights) if self.rate else None
         self._masking.start(masks)
         self._store.claim()
+        if self._rates:
+            self._rates.attach()  # before the masking, whose hooks read the rate that the step will use
+            self._set_rates()
         self._masking.attach()
         self._handles = [
             optimizer.register_step_post_hook(torch.compiler.disable(self._after_step)),
-            optimizer.register_load_state_dict_post_hook(self._store.read_state),
+            optimizer.register_load_state_dict_post_hook(self._read_state),
             optimizer.register_state_dict_pre_hook(self._store.before_save),
             optimizer.register_state_dict_post_hook(unpack_saved_masks),
         ]
@@ -144,7 +152,7 @@ class Pruner:
     def report(self) -> Report:
         """Sparsity of every weight matrix, from its zeros, and the reason where it stays dense."""
         check_parameters(self.model, self._weights)
-        return report(self.model, self._eligible, self._holders)
+        return report(self.model, self._eligible, self._holders, self._rates.factors if self._rates else {})
 
     def digest(self) -> str:
         """Hex string that is equal for equal masks, over any number of ranks."""
@@ -181,21 +189,26 @@ class Pruner:
         check_copies(self._ranks, self._weights, masks)
         self._progress.is_due = False  # not before: an event that failed is tried again after the next step
         self._masking.apply_(masks)
-        if self.select.group == "all":  # no need to count
+        if self.select.group == "all" and not self._rates:  # no need to count
             [quota] = self.select.quota_of(scores, sparsity)
             self._store.num_kept = min(before, quota.size - quota.num_drop)
         else:
             self._store.count()
+        self._set_rates()
         newly_pruned = before - self._store.num_kept + regrown
         if self.on_event:
             num_bytes = self._ranks.num_bytes if self._ranks else 0
-            self.on_event(Event(self.step, sparsity, time.perf_counter() - started, newly_pruned, regrown, num_bytes))
+            rates = tuple(self._rates.factors.values()) if self._rates else ()
+            seconds = time.perf_counter() - started
+            self.on_event(Event(self.step, sparsity, seconds, newly_pruned, regrown, num_bytes, rates))
 
     def remove(self) -> None:
         """Take the hooks off; the weights keep their zeros until the optimizer moves them."""
         for handle in self._handles:
             handle.remove()
         self._masking.detach()
+        if self._rates:
+            self._rates.detach()
         if self._inputs:
             self._inputs.listen(False)
         self._store.release()
@@ -231,10 +244,21 @@ class Pruner:
         self._progress.step, self._progress.is_due = int(state["step"]), bool(state["due"])
         self._masking.apply_(self._store.with_all(masks))
         self._store.count()
+        self._set_rates()
         self._progress.is_due = self._progress.is_due or self._falls_short()
         for name, value in state["movement"].items():
             local(sums[name]).copy_(local_block(value, self._weights[name], self._store.shards.get(name)))
         self._collect_inputs()
+
+    def _read_state(self, *_: object) -> None:
+        """Take over the masks of an optimizer's state that was loaded."""
+        self._store.read_state()
+        self._set_rates()
+
+    def _set_rates(self) -> None:
+        """Rates that follow the densities as the masks have them now."""
+        if self.rate and self._rates:
+            self._rates.set({name: self.rate(density) for name, density in self._store.densities.items()})
 
     def _after_step(self, *_: object) -> None:
         if is_skipped(self.optimizer) or is_initialising(self.optimizer):

@@ -1,6 +1,8 @@
 """How sparse a model is, counted from its zeros."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -19,6 +21,7 @@ class Event:
     newly_pruned: int
     regrown: int = 0  # weights that came back
     bytes_exchanged: int = 0  # sent by this rank in sums over ranks
+    rates: tuple[float, ...] = ()  # factor on the learning rate of each prunable weight, if rates follow densities
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,7 @@ class Layer:
     num_weights: int
     num_zeros: int
     dense: str | None = None
+    rate: float = 1.0  # factor on its learning rate
 
     @property
     def sparsity(self) -> float:
@@ -65,6 +69,7 @@ class Report:
         rows = [
             f"{layer.name:50} {'x'.join(map(str, layer.shape)):>16} {layer.sparsity:8.2%}"
             + (f"  dense: {layer.dense}" if layer.dense else "")
+            + (f"  rate x {layer.rate:.3f}" if layer.rate != 1 else "")
             for layer in self.layers
         ]
         total = (
@@ -73,7 +78,9 @@ class Report:
         return "\n".join([*rows, total])
 
 
-def report(model: nn.Module, found: Eligible, ranks: Ranks | None = None) -> Report:
+def report(
+    model: nn.Module, found: Eligible, ranks: Ranks | None = None, rates: Mapping[str, float] = MappingProxyType({})
+) -> Report:
     """Zeros of every weight matrix, pruned or not, with the reason for those that are not.
 
     Collective over ``ranks``, which hold shards of the weights.
@@ -85,7 +92,7 @@ def report(model: nn.Module, found: Eligible, ranks: Ranks | None = None) -> Rep
     if ranks:
         zeros = ranks.total(zeros * torch.tensor([shard_of(name, p, ranks).is_owner for name, p in named.items()]))
     layers = [
-        Layer(name, tuple(p.shape), p.numel(), num_zeros, reasons[name])
+        Layer(name, tuple(p.shape), p.numel(), num_zeros, reasons[name], rates.get(name, 1.0))
         for (name, p), num_zeros in zip(named.items(), zeros.tolist(), strict=True)
     ]
     return Report(layers, sum(p.numel() for p in parameters.values()))

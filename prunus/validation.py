@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from .eligible import plain_name
 from .ranks import is_dtensor
+from .rate import Rate
 from .regrow import Regrow
 from .schedule import Ramp, Schedule
 from .select import Selector, Shape
@@ -34,6 +35,7 @@ EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "select": (_has("quota", "packed"), "a selector: Global(), PerLayer(), PerRow() or NofM(2, 4)"),
     "every": (lambda every: isinstance(every, Integral) and int(every) >= 1, "a whole number of steps, at least 1"),
     "regrow": (lambda regrow: regrow is None or isinstance(regrow, Regrow), "a Regrow, as Regrow(0.1)"),
+    "rate": (lambda rate: rate is None or isinstance(rate, Rate), "a Rate, as Rate(power=0.5)"),
     "masks": (
         lambda masks: masks is None or isinstance(masks, str | Mapping),
         'boolean tensors by name, or "zeros"',

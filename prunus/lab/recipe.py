@@ -11,6 +11,7 @@ from ..eligible import Weight
 from ..optim import AdamWPrune, Spam
 from ..pruner import Pruner
 from ..ranks import is_dtensor
+from ..rate import Rate, parameter_groups
 from ..regrow import Regrow
 from ..select import Global, NofM, PerLayer, PerRow, Selector, Shape
 from ..summary import Event
@@ -52,6 +53,8 @@ def make_optimizer(run: Run, model: nn.Module) -> Optimizer:
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": run.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
+    if (run.rate_power or run.replay) and run.optimizer != "adamwprune":
+        groups = parameter_groups(model, weight_decay=run.weight_decay, include=run.include, exclude=run.exclude)
     betas = (run.beta1, run.beta2)
     if run.optimizer == "adamwprune":
         spam = Spam() if run.spam else None
@@ -77,6 +80,7 @@ def make_pruner(run: Run, model: nn.Module, optimizer: Optimizer, on_event: Call
         select=SELECTORS[run.allocate],
         schedule=run.sparsity_schedule(),
         every=run.every,
+        rate=Rate(run.rate_power) if run.rate_power else None,
         regrow=Regrow(run.regrow, run.regrow_by) if run.regrow else None,
         include=run.include,
         exclude=run.exclude,

@@ -74,6 +74,8 @@ class Run:
     exclude: tuple[str, ...] = ()  # patterns of weights to leave dense
     regrow: float = 0.0  # fraction of the live weights that changes places with pruned ones, falling to 0 over the ramp
     regrow_by: Literal["snr", "momentum", "gradient"] = "snr"  # what makes a pruned weight come back
+    rate_power: float = 0.0  # rates of pruned weights grow by density^-power; 0 leaves them alone
+    replay: Path | None = None  # dense runs alone: take the rates that the pruned run in this folder had, step by step
     eps: float | None = None  # absolute eps of the score (older scripts: 1e-8); without it none under roots
     exponent: float | None = None  # q of the score fisher: |w| v^q
 
@@ -140,6 +142,12 @@ class Run:
             raise ValueError(
                 f"eps belongs to the scores that read moments, bitter0 and bitter3 to bitter9, not {self.score}"
             )
+        if not 0 <= self.rate_power <= 2:
+            raise ValueError(f"rate_power must lie in [0, 2], got {self.rate_power}")
+        if self.rate_power and self.score == "none":
+            raise ValueError("rate_power follows the density of pruned weights, but score is none; pass --rate-power 0")
+        if self.replay and self.score != "none":
+            raise ValueError(f"replay is for dense runs, but the score is {self.score}; pass --score none")
         self._check_regrowth()
         named = (name for names in self.track for name in names.split(",") if name)
         object.__setattr__(self, "track", tuple(dict.fromkeys(named)))
@@ -219,7 +227,7 @@ class Run:
         if unknown := set(values) - known:
             raise ValueError(f"run.json has an unknown field {min(unknown)!r}: was it written by another version?")
         typed: dict[str, Any] = {
-            name: Path(values[name]) for name in ("out", "validation") if values.get(name) is not None
+            name: Path(values[name]) for name in ("out", "validation", "replay") if values.get(name) is not None
         }
         typed |= {name: tuple(values[name]) for name in ("include", "exclude", "track") if name in values}
         return cls(**{**values, **typed})

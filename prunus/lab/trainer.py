@@ -23,6 +23,7 @@ from .evaluate import Quality, loss_of, measured, summed
 from .models import build
 from .parallel import Team, team_of
 from .recipe import Data, data_of, device_named, learning_rate, make_optimizer, make_pruner, num_asked
+from .replay import Replay
 from .run import Run, is_restarted, read_run
 from .tracking import Silent, Tracker, check_installed, peak_memory, reset_peak_memory
 
@@ -71,6 +72,7 @@ class Training:
         self.optimizer = make_optimizer(run, self.model)
         self.events: list[Event] = []
         self.pruner = make_pruner(run, self.model, self.optimizer, self.events.append)
+        self.replay = Replay(run, self.model, self.optimizer) if run.replay else None
         # the loss is compiled too: by itself it would read and write the logits in float32 several times over
         self.loss: Callable[..., torch.Tensor] = torch.compile(self._loss) if run.compile else self._loss
         self.step = 0
@@ -94,6 +96,8 @@ class Training:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         lr *= getattr(self.optimizer, "lr_scale", 1.0)
+        if self.replay:
+            self.replay.before(self.step)
         total = torch.zeros((), device=self.device)
         for part in range(run.accumulate):
             self.mark("data")
@@ -229,7 +233,7 @@ def _loop(training: Training, tracker: Tracker | Silent, progress: Progress, *, 
         step, last = training.step, training.step == run.total_steps
         values: dict[str, Any] = {}
         for event in training.events:
-            tracker.log(step=step, event=asdict(event))
+            tracker.log(step=step, event={name: value for name, value in asdict(event).items() if value != ()})
         training.events.clear()
         if step % run.log_every == 0 or last:
             values = {"loss": training.team.mean(loss).item(), "lr": lr, "examples": step * run.batch * run.accumulate}

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..replay import recorded_rates
 from ..run import Run
 from ..tracking import read_metrics
 from ..trainer import Start, Training
@@ -22,12 +23,17 @@ def num_shared(run: Run) -> int:
     """Steps that a run shares with the dense run of its recipe, up to the first evaluation."""
     if run.parallel != "none" or run.optimizer == "adamwprune" or run.score in COLLECT:
         return 0
-    before = run.total_steps
+    before = recorded_rates(run)[0][0] if run.replay else run.total_steps
     if run.score != "none":
         schedule = run.sparsity_schedule()
         events = (step for step in range(1, before + 1) if schedule.is_event(step, run.every))
         before = next(events, before + 1) - 1
     return min(before, run.eval_every - 1)
+
+
+def _recipe(run: Run) -> str:
+    """Equal for runs whose dense starts are interchangeable: one computation, with the same groups in the optimizer."""
+    return f"{key_of(dense_of(run))} {'alone' if run.rate_power or run.replay else 'together'}"
 
 
 @dataclass
@@ -38,19 +44,19 @@ class Starts:
 
     def of(self, run: Run) -> Start | None:
         """Where ``run`` may begin: the latest start there is for it."""
-        recipe, most = key_of(dense_of(run)), num_shared(run)
+        recipe, most = _recipe(run), num_shared(run)
         steps = [step for key, step in self.kept if key == recipe and step <= most]
         return self.kept[recipe, max(steps)] if steps else None
 
     def recorder(self, run: Run, others: Iterable[Run]) -> "Recorder":
         """Keeps states of ``run`` that ``others`` can begin from; starts that none of them needs are dropped."""
-        wanted = [(key_of(dense_of(other)), num_shared(other)) for other in others]
+        wanted = [(_recipe(other), num_shared(other)) for other in others]
         self.kept = {
             (key, step): start
             for (key, step), start in self.kept.items()
             if any(key == recipe and step <= most for recipe, most in wanted)
         }
-        mine, most = key_of(dense_of(run)), num_shared(run)
+        mine, most = _recipe(run), num_shared(run)
         return Recorder(self, mine, {min(step, most) for recipe, step in wanted if recipe == mine})
 
 

@@ -15,7 +15,7 @@ from ..run import Run
 from .arms import CONTROLS, Arm, slug, with_controls
 
 FORMAT = "prunus-study-1"
-PRUNING = "sparsity schedule begin end every allocate eps exponent regrow regrow_by".split()
+PRUNING = "sparsity schedule begin end every allocate eps exponent regrow regrow_by rate_power".split()
 UNSEEN = (
     "out device save_every log_every track eval_every data validation".split()
 )  # they do not change what is computed
@@ -38,7 +38,17 @@ def key_of(run: Run) -> str:
 
 def dense_of(run: Run) -> Run:
     """The dense run that is equal in all but pruning."""
-    return replace(run, score="none", sparsity=0.0, regrow=0.0, regrow_by="snr", eps=None, exponent=None)
+    return replace(
+        run,
+        score="none",
+        sparsity=0.0,
+        regrow=0.0,
+        regrow_by="snr",
+        eps=None,
+        exponent=None,
+        rate_power=0.0,
+        replay=None,
+    )
 
 
 def canonical(run: Run) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from .tensor_table import PROGRAMS_PER_SM, TILE, TYPES, alignment, load, locate,
 BLOCK = 1024
 UPDATED = 512  # elements a program updates: one block of 128 threads, so that many loads are under way
 W, G, M, V, MASK, NUMEL, STEP, FIRST = (tl.constexpr(i) for i in range(8))
-LR, BETA1, BETA2, EPS, DECAY, LR_AT = (tl.constexpr(i) for i in range(6))
+LR, BETA1, BETA2, EPS, DECAY, LR_AT, RATE_AT = (tl.constexpr(i) for i in range(7))
 SHRINK, SIZE, SCALE = (tl.constexpr(i) for i in range(3))
 
 
@@ -74,7 +74,7 @@ def prepare_kernel(
     SKIPS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Advance a tensor's step; derive 1 - lr decay, lr / (1 - beta1^t), 1 / sqrt(1 - beta2^t) and the factor on g."""
+    """Advance a tensor's step; derive 1 - lr decay, rate lr / (1 - beta1^t), 1 / sqrt(1 - beta2^t), factor on g."""
     tensor = tl.program_id(0)
     numbers = given + tensor * 8
     step_at = tl.load(table + tensor * 8 + STEP).to(tl.pointer_type(tl.float32))
@@ -88,6 +88,10 @@ def prepare_kernel(
     lr = tl.load(numbers + LR)
     if lr_at != 0:
         lr = tl.load(lr_at.to(tl.pointer_type(tl.float32))).to(tl.float64)
+    size = lr
+    rate_at = tl.load(numbers + RATE_AT).to(tl.int64)
+    if rate_at != 0:
+        size = lr * tl.load(rate_at.to(tl.pointer_type(tl.float64)))
     t = step.to(tl.float64)
     factor = 1.0
     if SCALES:
@@ -102,7 +106,7 @@ def prepare_kernel(
         factor *= tl.minimum(1.0, max_norm / (length + 1e-6))
     out = derived + tensor * 4
     tl.store(out + SHRINK, (1 - lr * tl.load(numbers + DECAY)).to(tl.float32))
-    tl.store(out + SIZE, (lr / (1 - tl.exp(t * tl.log(tl.load(numbers + BETA1))))).to(tl.float32))
+    tl.store(out + SIZE, (size / (1 - tl.exp(t * tl.log(tl.load(numbers + BETA1))))).to(tl.float32))
     tl.store(out + SCALE, (1 / tl.sqrt(1 - tl.exp(t * tl.log(tl.load(numbers + BETA2))))).to(tl.float32))
     tl.store(out + 3, factor)
 
@@ -184,6 +188,7 @@ class Operand:
     mask: Tensor | None
     numbers: tuple[float, float, float, float, float]  # lr, beta1, beta2, eps, weight decay
     lr_at: int = 0  # address of a float32 learning rate on the device
+    rate_at: int = 0  # address of a float64 factor on the learning rate on the device
     is_owner: bool = True  # of several ranks that hold copies one is: it adds to the norm
 
     @property
@@ -244,7 +249,7 @@ class Step:
         self, kind: tuple, operands: list[Operand], extras: Extras, partial: Tensor, norm: Tensor, tile: int
     ) -> None:
         table, num_tiles, align = self._addresses(("update", *kind), operands, tile)
-        numbers = tuple((*operand.numbers, float(operand.lr_at), 0.0, 0.0) for operand in operands)
+        numbers = tuple((*operand.numbers, float(operand.lr_at), float(operand.rate_at), 0.0) for operand in operands)
         given = self._table(("numbers", *kind), numbers, torch.float64, table.device)
         derived = torch.empty(len(operands), 4, device=table.device)
         grad_scale = extras.grad_scale if extras.grad_scale is not None else norm

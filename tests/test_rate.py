@@ -1,0 +1,240 @@
+"""Factors on learning rates: steps scale by them, weight decay does not, and nobody else sees them."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from prunus import AdamWPrune, Constant, Pruner, Ramp, Spam
+from prunus.rate import GroupRates, Rate, parameter_groups
+
+MAKE = {
+    "adamw": lambda groups: torch.optim.AdamW(groups, lr=1e-2),
+    "adamw tensor rate": lambda groups: torch.optim.AdamW(groups, lr=torch.tensor(1e-2)),
+    "adamw fused": lambda groups: torch.optim.AdamW(groups, lr=1e-2, fused=True),
+    "adam": lambda groups: torch.optim.Adam(groups, lr=1e-2),
+    "nadam decoupled": lambda groups: torch.optim.NAdam(groups, lr=1e-2, decoupled_weight_decay=True),
+    "sgd": lambda groups: torch.optim.SGD(groups, lr=1e-2, momentum=0.9),
+    "rmsprop": lambda groups: torch.optim.RMSprop(groups, lr=1e-2),
+    "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=1e-2),
+}
+COUPLED = ("adam", "sgd", "rmsprop", "adagrad")
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 3))
+
+
+def train(net, optimizer, steps=3):
+    inputs = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
+    for _ in range(steps):
+        optimizer.zero_grad()
+        net(inputs).square().mean().backward()
+        optimizer.step()
+    return [p.detach().clone() for p in net.parameters()]
+
+
+@pytest.mark.parametrize("power", [0, 0.5, 0.75, 1, 2])
+@pytest.mark.parametrize("density", [0.0, 1e-9, 0.02, 0.1, 0.5, 1.0])
+def test_the_factor_is_a_power_of_the_density_down_to_the_floor(power, density):
+    assert Rate(power)(density) == pytest.approx((1 / max(density, 0.02)) ** power)
+    assert Rate(0)(density) == 1.0 and Rate(power)(1.0) == 1.0
+
+
+@pytest.mark.parametrize(
+    "options", [{"power": -0.1}, {"power": 2.1}, {"power": math.nan}, {"floor": 0}, {"floor": 1.5}]
+)
+def test_a_rate_that_cannot_be_meant_is_one_line(options):
+    with pytest.raises(ValueError, match=next(iter(options))) as error:
+        Rate(**options)
+    assert "\n" not in str(error.value)
+
+
+def test_groups_hold_every_parameter_once_and_prunable_weights_alone():
+    net = model()
+    groups = parameter_groups(net, weight_decay=0.1)
+    held = [id(p) for group in groups for p in group["params"]]
+    assert sorted(held) == sorted(map(id, net.parameters())) and len(set(held)) == len(held)
+    alone = [group["params"][0] for group in groups[:2]]
+    assert alone[0] is net[0].weight and alone[1] is net[2].weight
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.1, 0.0]
+
+
+@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize("decay", [0.0, 0.3])
+def test_a_step_is_that_of_scaled_rates_with_decay_as_it_was(name, decay):
+    net, reference = model(), model()
+    optimizer = MAKE[name](parameter_groups(net, weight_decay=decay))
+    rates = GroupRates(optimizer, {"0": net[0].weight, "2": net[2].weight})
+    rates.set({"0": 4.0, "2": 0.5})
+    rates.attach()
+
+    groups = parameter_groups(reference, weight_decay=decay)
+    for group, factor in zip(groups, (4.0, 0.5), strict=False):
+        group["lr"] = torch.tensor(1e-2) * factor if "tensor" in name else 1e-2 * factor
+        if name not in COUPLED and decay:
+            group["weight_decay"] = decay / factor
+    expected = train(reference, MAKE[name](groups))
+    assert all(map(torch.equal, train(net, optimizer), expected))
+    assert [float(group["lr"]) for group in optimizer.param_groups] == [
+        pytest.approx(1e-2)
+    ] * 3  # as a scheduler left it
+    assert [group.get("weight_decay", 0) for group in optimizer.param_groups] == [decay, decay, 0.0]
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_factors_of_one_change_no_bit(name):
+    net, plain = model(), model()
+    optimizer = MAKE[name](parameter_groups(net, weight_decay=0.1))
+    GroupRates(optimizer, {"0": net[0].weight}).attach()
+    assert all(
+        map(torch.equal, train(net, optimizer), train(plain, MAKE[name](parameter_groups(plain, weight_decay=0.1))))
+    )
+
+
+def test_a_step_that_failed_leaves_the_rates_as_they_were_for_the_next():
+    net, whole = model(), model()
+    optimizers = []
+    for it in (net, whole):
+        optimizers.append(torch.optim.AdamW(parameter_groups(it, weight_decay=0.1), lr=1e-2))
+        rates = GroupRates(optimizers[-1], {"0": it[0].weight})
+        rates.set({"0": 3.0})
+        rates.attach()
+
+    def fails():
+        raise RuntimeError("no loss today")
+
+    with pytest.raises(RuntimeError):
+        optimizers[0].step(fails)
+    assert all(map(torch.equal, train(net, optimizers[0]), train(whole, optimizers[1])))
+
+
+def test_adamwprune_scales_its_step_and_not_its_decay():
+    net, reference = model(), model()
+    optimizer = AdamWPrune(parameter_groups(net, weight_decay=0.3), lr=1e-2)
+    optimizer.rates = {net[0].weight: torch.tensor(4.0, dtype=torch.float64)}
+    other = torch.optim.AdamW(parameter_groups(reference, weight_decay=0.3), lr=1e-2, foreach=False)
+    rates = GroupRates(other, {"0": reference[0].weight})
+    rates.set({"0": 4.0})
+    rates.attach()
+    for ours, theirs in zip(train(net, optimizer), train(reference, other), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+
+
+def test_adamwprune_without_factors_keeps_every_bit():
+    net, plain = model(), model()
+    optimizer = AdamWPrune(net.parameters(), lr=1e-2)
+    optimizer.rates = {net[0].weight: torch.ones((), dtype=torch.float64)}
+    assert all(map(torch.equal, train(net, optimizer), train(plain, AdamWPrune(plain.parameters(), lr=1e-2))))
+
+
+@pytest.mark.parametrize("name", ["LBFGS", "Rprop"])
+def test_optimizers_that_cannot_follow_are_refused(name):
+    net = model()
+    with pytest.raises(ValueError, match=f"{name} .* AdamWPrune"):
+        GroupRates(getattr(torch.optim, name)(net.parameters()), {"0": net[0].weight})
+
+
+def test_a_group_with_others_in_it_is_refused_with_the_line_that_splits_it():
+    net = model()
+    with pytest.raises(ValueError, match=r"0.weight shares one with 5 others; .*parameter_groups\(model"):
+        GroupRates(torch.optim.AdamW(net.parameters()), {"0.weight": net[0].weight})
+
+
+def test_decay_that_is_not_understood_is_refused():
+    class Own(torch.optim.Optimizer):
+        def __init__(self, params):
+            super().__init__(params, {"lr": 0.1, "weight_decay": 0.1})
+
+        def step(self, closure=None):
+            pass
+
+    net = model()
+    groups = parameter_groups(net)
+    with pytest.raises(ValueError, match="weight_decay=0"):
+        GroupRates(
+            Own(copy.copy([{k: v for k, v in g.items() if k == "params"} for g in groups])), {"0": net[0].weight}
+        )
+
+
+def pruned(optimizer_of, rate, steps=9, seed=0):
+    """Weights, masks and factors of a training to 75 % by a Pruner with ``rate``."""
+    net = model()
+    optimizer = optimizer_of(net)
+    pruner = Pruner(net, optimizer, score="magnitude", schedule=Ramp(0.75, 2, 7), every=1, rate=rate)
+    weights = train(net, optimizer, steps)
+    return weights, pruner, optimizer
+
+
+OPTIMIZERS = {
+    "adamwprune": lambda net: AdamWPrune(net.parameters(), lr=1e-2),
+    "adamwprune clipped": lambda net: AdamWPrune(net.parameters(), lr=1e-2, max_norm=0.1),
+    "adamwprune spam": lambda net: AdamWPrune(
+        net.parameters(), lr=1e-2, spam=Spam(theta=5.0, every=4, warmup=2, hold=1)
+    ),
+    **{name: lambda net, make=make: make(parameter_groups(net, weight_decay=0.1)) for name, make in MAKE.items()},
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_zeros_stay_zero_and_factors_follow_the_masks(name):
+    weights, pruner, _ = pruned(OPTIMIZERS[name], Rate(power=1))
+    for layer in pruner.report().layers:
+        mask = pruner.masks[layer.name]
+        density = mask.float().mean().item()
+        assert layer.rate == pytest.approx(1 / max(density, 0.02))
+        assert not dict(pruner.model.named_parameters())[layer.name][~mask].any()
+    assert pruner.sparsity == pytest.approx(0.75, abs=0.02) and "rate x" in str(pruner.report())
+    assert not all(map(torch.equal, weights, pruned(OPTIMIZERS[name], None)[0]))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_power_zero_changes_no_bit(name):
+    assert all(map(torch.equal, pruned(OPTIMIZERS[name], Rate(power=0))[0], pruned(OPTIMIZERS[name], None)[0]))
+
+
+@pytest.mark.parametrize("name", ["adamwprune", "adamw", "adamw tensor rate", "sgd"])
+@pytest.mark.parametrize("at", [1, 4, 8])
+def test_a_resumed_run_equals_the_unbroken_one(name, at):
+    unbroken, _, _ = pruned(OPTIMIZERS[name], Rate(), steps=10)
+    _, pruner, optimizer = pruned(OPTIMIZERS[name], Rate(), steps=at)
+    states = copy.deepcopy([pruner.model.state_dict(), optimizer.state_dict(), pruner.state_dict()])
+    net = model()
+    resumed = OPTIMIZERS[name](net)
+    other = Pruner(net, resumed, score="magnitude", schedule=Ramp(0.75, 2, 7), every=1, rate=Rate())
+    for it, state in zip((net, resumed, other), states, strict=True):
+        it.load_state_dict(state)
+    assert other.report() == pruner.report()
+    assert all(map(torch.equal, train(net, resumed, 10 - at), unbroken))
+
+
+def test_a_scheduler_sets_and_sees_its_own_rates():
+    net = model()
+    optimizer = torch.optim.AdamW(parameter_groups(net), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    Pruner(net, optimizer, score="magnitude", schedule=Constant(0.5), rate=Rate(1))
+    seen = []
+    for _ in range(5):
+        train(net, optimizer, 1)
+        scheduler.step()
+        seen.append(scheduler.get_last_lr())
+    assert seen == [[lr] * 3 for lr in (1e-2, 5e-3, 5e-3, 2.5e-3, 2.5e-3)]
+
+
+def test_a_removed_pruner_leaves_the_rates_alone():
+    for name in ("adamwprune", "adamw"):
+        _, pruner, optimizer = pruned(OPTIMIZERS[name], Rate(1))
+        pruner.remove()
+        plain = OPTIMIZERS[name](net := model())
+        net.load_state_dict(pruner.model.state_dict())
+        plain.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        assert all(map(torch.equal, train(pruner.model, optimizer), train(net, plain)))
+
+
+@pytest.mark.parametrize("rate", [0.5, "half", Rate])
+def test_what_is_no_rate_is_refused(rate):
+    with pytest.raises(ValueError, match=r"rate must be a Rate, as Rate\(power=0.5\)"):
+        pruned(OPTIMIZERS["adamwprune"], rate)
