@@ -14,7 +14,7 @@ from ...oneshot.result import Result, prune_
 from ...oneshot.session import Originals
 from ...ops import bits
 from ...ops.lazy import Lazy
-from ...select import Selector
+from ...select import Global, Selector
 
 Masks = Mapping[str, Tensor]  # True where the weight stays
 BEYOND, OUTSIDE = 2.0, 4.0  # where candidates beyond tau, and all that are none, begin; scores are at most 1

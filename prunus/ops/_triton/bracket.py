@@ -3,7 +3,6 @@
 import triton
 import triton.language as tl
 
-from .scores import read_by, scores_of, sortable
 from .cut_state import (
     BASE,
     BINS,
@@ -29,6 +28,7 @@ from .cut_state import (
     slot_of,
     total_of,
 )
+from .scores import read_by, scores_of, sortable
 from .tensor_table import COLUMNS, FIRST, LIVE, NUMEL, is_live, locate
 
 CLUSTER = tl.constexpr(8)  # neighbours that are sampled together: a read from memory brings them all

@@ -14,9 +14,9 @@ from .. import bits
 from ..sorting import sortable
 from .bracket import CLUSTER, sample_kernel
 from .cut import ALIGN, BLOCK, SAMPLED, Workspace, check_finite, launch_pass, offsets_of, workspace
+from .cut_state import HI, LO, NOT_FINITE, num_copies
 from .launch import launch
 from .scores import read_by, scores_of
-from .cut_state import HI, LO, NOT_FINITE, num_copies
 from .tensor_table import COLUMNS, FIRST, TILE, Readable, Table, locate
 
 INFINITY = 0x7F800000  # its key; that of minus infinity is one less than the negative of it
@@ -59,7 +59,7 @@ Found = tuple[Tensor, list[int], list[int], Tensor, Tensor]  # the fields of ``C
 
 
 def candidates(low: Readable, lo: float, hi: float, room: int, live: Mapping[str, Tensor]) -> Found | None:
-    """What one read of all sources finds above and in [lo, hi]; None where more lie inside than there is ``room`` for."""
+    """What one read of all sources finds above and in [lo, hi]; None where more than ``room`` lie inside."""
     tile, starts = TILE, offsets_of(low.sources)
     t = low.table(live, starts, tile)
     above = torch.zeros(starts[-1], dtype=torch.uint8, device=t.rows.device)

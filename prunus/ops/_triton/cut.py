@@ -11,10 +11,6 @@ from torch import Tensor
 from .. import bits
 from ..lazy import Lazy
 from .bracket import CLUSTER, bracket_kernel, coarse_kernel, fine_kernel, sample_kernel
-from .descent import count_kernel, pick_kernel, tally_kernel, write_kernel
-from .finish import decide_kernel, finish_kernel, settle_kernel, spread_kernel
-from .launch import At, launch, launch_as
-from .one_pass import count_bits_kernel, pass_kernel
 from .cut_state import (
     BASE,
     BUCKET,
@@ -32,6 +28,10 @@ from .cut_state import (
     num_copies,
     num_counts,
 )
+from .descent import count_kernel, pick_kernel, tally_kernel, write_kernel
+from .finish import decide_kernel, finish_kernel, settle_kernel, spread_kernel
+from .launch import At, launch, launch_as
+from .one_pass import count_bits_kernel, pass_kernel
 from .tensor_table import TILE, Readable, Table, made_table, readable
 
 __all__ = ["count_bits", "launch_cut", "readable"]

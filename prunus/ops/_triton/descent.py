@@ -6,8 +6,8 @@ It serves where the bracket missed, or where so many scores tie that no list wou
 import triton
 import triton.language as tl
 
-from .scores import is_strange, packed, read_by, scores_of, sortable
 from .cut_state import BASE, DIGIT, DIGITS, FOUND, NEED, NOT_FINITE, NUM_ABOVE, SHIFT, SPAN
+from .scores import is_strange, packed, read_by, scores_of, sortable
 from .tensor_table import COLUMNS, FIRST, LIVE, NUMEL, OUT, is_live, locate
 
 

@@ -3,7 +3,6 @@
 import triton
 import triton.language as tl
 
-from .scores import ones_in, read_by, scores_of, set_bits, sortable
 from .cut_state import (
     BASE,
     BUCKET,
@@ -28,6 +27,7 @@ from .cut_state import (
     slot_of,
     total_of,
 )
+from .scores import ones_in, read_by, scores_of, set_bits, sortable
 from .tensor_table import COLUMNS, FIRST, locate
 
 
