@@ -4,6 +4,7 @@ Rows that lie whole on a rank are cut there, on a GPU by kernels, and nothing tr
 counts of 4-bit digits travel, 16 for each row; where they cut through groups of M, the scores of these groups alone do.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -106,9 +107,13 @@ def by_rows(source: Lazy, chunks: Iterator[tuple[slice, Rows]], decide: Decide) 
 
 def whole_rows(source: Lazy, live: Packed) -> Iterator[tuple[slice, Rows]]:
     """Rows that lie whole on this rank, some at a time; checked to be finite."""
-    everything = torch.arange(0)
+    unused = torch.arange(0)
     for here, scores, alive in _checked(source, live, None):
-        yield here, Rows(_least_where_dead(scores, alive), alive, everything, everything, len(scores), None)
+        if alive is not None:
+            if not scores.is_floating_point():  # ranks, so that there is a number below all of them
+                scores = scores.unique(return_inverse=True)[1]
+            scores = scores.masked_fill(~alive, -torch.inf if scores.is_floating_point() else -1)
+        yield here, Rows(scores, alive, unused, unused, len(scores), None)
 
 
 def shared_rows(source: Lazy, live: Packed) -> Iterator[tuple[slice, Rows]]:
@@ -122,15 +127,18 @@ def shared_rows(source: Lazy, live: Packed) -> Iterator[tuple[slice, Rows]]:
     found = _checked(source, live, [slice(first, last) for first, last in pairwise(borders)])
     for first, last in pairwise(starts):
         here, scores, alive = together(part.ranks, lambda: next(found))
-        scores = _least_where_dead(scores, alive)
+        if alive is not None:
+            least = -torch.inf if scores.is_floating_point() else torch.iinfo(scores.dtype).min
+            scores = scores.masked_fill(~alive, least)
         yield here, Rows(scores, alive, mine[here] - first, columns, last - first, part)
 
 
 def _places_of(source: Lazy) -> tuple[Tensor, Tensor]:
     """Which rows and which inputs of the weight over all ranks this one holds."""
     assert source.shard is not None
-    seen = [source.shard.along(dims) for dims in _dims(source)]
-    return tuple(part.positions(torch.arange(torch.Size(part.shape).numel(), device=source.device)) for part in seen)
+    rows, inputs = (source.shard.along(dims) for dims in _dims(source))
+    numbers = torch.arange(max(math.prod(rows.shape), math.prod(inputs.shape)), device=source.device)
+    return rows.positions(numbers[: math.prod(rows.shape)]), inputs.positions(numbers[: math.prod(inputs.shape)])
 
 
 def _checked(
@@ -142,14 +150,6 @@ def _checked(
         alive = None if living is None else source.rows_of(living)[here].flatten(1)
         check_finite(source.name, scores, None if alive is None else bits.pack(alive))
         yield here, scores, alive
-
-
-def _least_where_dead(scores: Tensor, alive: Tensor | None) -> Tensor:
-    if alive is None:
-        return scores
-    if scores.is_floating_point():
-        return scores.masked_fill(~alive, -torch.inf)
-    return scores.unique(return_inverse=True)[1].masked_fill(~alive, -1)
 
 
 def _dims(source: Lazy) -> tuple[list[int], list[int]]:
@@ -185,7 +185,7 @@ def _smallest_by_counts(rows: Rows, num_drop: int) -> Tensor:
     if bool((num_equal > left).any()):
         assert rows.part is not None
         columns = rows.columns.expand(keys.shape)
-        width = DIGIT * -(-(rows.part.global_numel.bit_length() + 1) // DIGIT)
+        width = DIGIT * -(-(math.prod(rows.part.global_shape).bit_length() + 1) // DIGIT)
         last, _, _ = _descend(rows, columns, equal, left, width)
         equal &= columns <= last[rows.held]
     return below | equal

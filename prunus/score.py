@@ -138,7 +138,7 @@ class Score:
 
     ``settings`` are what it takes beside statistics and options: constants of Adam, the weight's name.
     ``formula`` says how kernels compute it with given constants, None for those that none computes; a score without
-    one, as somebody else's function, is handed whole tensors, and its scores of one weight are stored for a while.
+    one, as a function of the user's, is given whole tensors, and its scores of one weight are stored for a while.
     ``equals`` names the score that computes the same with given options where all weights took as many steps of Adam.
     """
 

@@ -100,7 +100,7 @@ class Selector(ABC):
         live: Packed,
         num_live: Mapping[str, int] | int | None = None,
     ) -> dict[str, Tensor]:
-        """Packed masks without the smallest of each group; ``num_live`` elements of each source, or of all, are live."""
+        """Packed masks without the smallest of each group; ``num_live`` of each source, or of all, are live."""
         if self.group == "row":
             return cut_rows(sources, {name: quota.num_drop for quota in quotas for name in quota.names}, live)
         if self.group == "neighbours":
@@ -119,10 +119,11 @@ class Selector(ABC):
     ) -> list[tuple[int, int]]:
         """The least and the most weights of a group of each quota that are pruned, of the groups on this rank."""
         if self.group == "all" and num_live is not None:
-            return [(quota.size - num_live,) * 2 for quota in quotas]
+            return [(quota.size - num_live, quota.size - num_live) for quota in quotas]
         if self.group in ("all", "layer"):
-            kept_now = num_kept_each(sources, live)
-            return [(quota.size - sum(kept_now[name] for name in quota.names),) * 2 for quota in quotas]
+            each = num_kept_each(sources, live)
+            pruned = [quota.size - sum(each[name] for name in quota.names) for quota in quotas]
+            return list(zip(pruned, pruned, strict=True))
         spans = dict(zip(sources, spanning(sources), strict=True))
         found = []
         for source, quota in zip(sources, quotas, strict=True):

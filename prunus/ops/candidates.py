@@ -1,4 +1,4 @@
-"""Which scores may be the threshold of a cut: a sample that brackets it, and a pass that lists what lies in the bracket.
+"""Which scores may be the threshold of a cut: a sample brackets it, and a pass lists what lies in the bracket.
 
 Each has its definition here; a GPU's kernels read the tensors that they know.
 """

@@ -1,4 +1,4 @@
-"""Where the scores of one weight come from: they exist, or they are computed piece by piece."""
+"""Scores of one weight that exist already, or are computed piece by piece and never stored."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,18 +13,17 @@ from .formula import Formula
 from .shard import Shard
 
 
-@dataclass(
-    slots=True, eq=False
-)  # not frozen: an event makes one for every weight, and a frozen one takes thrice the time
+# not frozen: an event makes one for every weight, and a frozen one takes three times as long to make
+@dataclass(slots=True, eq=False)
 class Lazy:
-    """Scores of the weight ``name``: ``of(**reads, **constants)``, evaluated where they are asked for.
+    """Scores of the weight ``name``: ``of(**reads, **constants)``, evaluated only where they are needed.
 
     ``reads`` are tensors that broadcast to ``weight``; they are cast to ``dtype`` and multiplied by
-    their factor in ``scales`` first. A score that takes ``position`` is handed the positions of its
+    their factor in ``scales`` first. A score that takes ``position`` is given the positions of its
     elements in the flattened weight. ``formula`` says how kernels compute a score with given constants, or
-    that none does (None); a score that has one is element-wise. Any other is handed whole tensors, and its
+    that none does (None); a score that has one is element-wise. Any other is given whole tensors, and its
     scores of one weight are stored for a while. ``outputs`` are the dimensions that count outputs; each index
-    of them is one row of inputs. Where many ranks hold the weight together, all tensors are this rank's ``shard`` of them.
+    of them is one row of inputs. Where ranks share the weight, all tensors are this rank's ``shard`` of them.
     """
 
     name: str
@@ -144,7 +143,7 @@ class Lazy:
         return scores.to(self.compared)
 
     def _check(self, scores: object) -> None:
-        """Refuse what somebody's function gave if it is not one number for each element: broadcast, most would tie."""
+        """Refuse what a user's function gave unless it is one number for each element: broadcast, most would tie."""
         if not isinstance(scores, Tensor):
             came = f"{type(scores).__name__}"
         elif scores.shape != self.shape:

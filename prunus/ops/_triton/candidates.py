@@ -59,7 +59,7 @@ Found = tuple[Tensor, list[int], list[int], Tensor, Tensor]  # the fields of ``C
 
 
 def candidates(low: Readable, lo: float, hi: float, room: int, live: Mapping[str, Tensor]) -> Found | None:
-    """What one read of all sources finds above and in [lo, hi]; None where more lie inside than there is ``room`` for."""
+    """What one read of all sources finds above and in [lo, hi]; None where more than ``room`` lie inside."""
     tile, starts = TILE, offsets_of(low.sources)
     t = low.table(live, starts, tile)
     above = torch.zeros(starts[-1], dtype=torch.uint8, device=t.rows.device)

@@ -67,10 +67,9 @@ def rounded_root(x):
 
 @triton.jit
 def fourth_root(FAST: tl.constexpr, x):
+    found = root(FAST, root(FAST, x))
     if FAST:
         found = tl.sqrt(tl.sqrt(x * 4294967296.0)) * (1.0 / 256)
-    else:
-        found = root(FAST, root(FAST, x))
     return found
 
 
