@@ -64,7 +64,9 @@ def cut_groups(sources: Sequence[Lazy], num_drop: int, group: int, live: Packed)
 
         return drop_in_groups(whole, num_drop, group, live)
 
-    return _masks(sources, live, lambda *which: smallest_of_groups(which[0], num_drop, group, which[1]), by_kernel)
+    return _masks(
+        sources, live, lambda source, is_shared: smallest_of_groups(source, num_drop, group, is_shared), by_kernel
+    )
 
 
 def _masks(
