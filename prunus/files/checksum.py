@@ -1,7 +1,7 @@
 """Checksums that find what disks and networks break.
 
 CRC-32 is in every standard library, misses one random change in four billion and none of up to 32 bits in a
-row, and is several times faster than a cryptographic hash. It does not protect from files that are forged on purpose.
+row, and is several times faster than a cryptographic hash. It is no protection against forged files.
 """
 
 import mmap

@@ -13,7 +13,7 @@ from .tracking import read_metrics
 
 def recorded_rates(run: Run) -> list[tuple[int, dict[str, float]]]:
     """Steps at which the rates of the pruned run changed, and the factor of each weight from then on."""
-    folder = Path(str(run.replay).format(seed=run.seed))
+    folder = Path(run.replay.replace("{seed}", str(run.seed)))
     if not (folder / "metrics.jsonl").is_file():
         raise ValueError(f"{folder} has no metrics.jsonl; replay names the folder of a run that was pruned before")
     lines = read_metrics(folder)

@@ -75,7 +75,7 @@ class Run:
     regrow: float = 0.0  # fraction of the live weights that changes places with pruned ones, falling to 0 over the ramp
     regrow_by: Literal["snr", "momentum", "gradient"] = "snr"  # what makes a pruned weight come back
     rate_power: float = 0.0  # rates of pruned weights grow by density^-power; 0 leaves them alone
-    replay: Path | None = None  # dense runs alone: take the rates that the pruned run in this folder had, step by step
+    replay: str = ""  # dense runs alone: take the rates of the pruned run in this folder; {seed} is the run's
     eps: float | None = None  # absolute eps of the score (older scripts: 1e-8); without it none under roots
     exponent: float | None = None  # q of the score fisher: |w| v^q
 
@@ -227,7 +227,7 @@ class Run:
         if unknown := set(values) - known:
             raise ValueError(f"run.json has an unknown field {min(unknown)!r}: was it written by another version?")
         typed: dict[str, Any] = {
-            name: Path(values[name]) for name in ("out", "validation", "replay") if values.get(name) is not None
+            name: Path(values[name]) for name in ("out", "validation") if values.get(name) is not None
         }
         typed |= {name: tuple(values[name]) for name in ("include", "exclude", "track") if name in values}
         return cls(**{**values, **typed})

@@ -23,7 +23,12 @@ def num_shared(run: Run) -> int:
     """Steps that a run shares with the dense run of its recipe, up to the first evaluation."""
     if run.parallel != "none" or run.optimizer == "adamwprune" or run.score in COLLECT:
         return 0
-    before = recorded_rates(run)[0][0] if run.replay else run.total_steps
+    before = run.total_steps
+    if run.replay:
+        try:
+            before = recorded_rates(run)[0][0]
+        except ValueError:  # the run to replay is not finished yet
+            return 0
     if run.score != "none":
         schedule = run.sparsity_schedule()
         events = (step for step in range(1, before + 1) if schedule.is_event(step, run.every))

@@ -47,7 +47,7 @@ def dense_of(run: Run) -> Run:
         eps=None,
         exponent=None,
         rate_power=0.0,
-        replay=None,
+        replay="",
     )
 
 
