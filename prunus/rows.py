@@ -64,7 +64,10 @@ def cut_groups(sources: Sequence[Lazy], num_drop: int, group: int, live: Packed)
 
         return drop_in_groups(whole, num_drop, group, live)
 
-    return _masks(sources, live, lambda *which: smallest_of_groups(which[0], num_drop, group, which[1]), by_kernel)
+    def decide(source: Lazy, is_shared: bool) -> Decide:
+        return smallest_of_groups(source, num_drop, group, is_shared)
+
+    return _masks(sources, live, decide, by_kernel)
 
 
 def _masks(
