@@ -64,9 +64,10 @@ def cut_groups(sources: Sequence[Lazy], num_drop: int, group: int, live: Packed)
 
         return drop_in_groups(whole, num_drop, group, live)
 
-    return _masks(
-        sources, live, lambda source, is_shared: smallest_of_groups(source, num_drop, group, is_shared), by_kernel
-    )
+    def decide(source: Lazy, is_shared: bool) -> Decide:
+        return smallest_of_groups(source, num_drop, group, is_shared)
+
+    return _masks(sources, live, decide, by_kernel)
 
 
 def _masks(

@@ -119,9 +119,7 @@ def _by_counts(sources: Sequence[Lazy], num_drop: int, num_live: int, live: Pack
     if num_over or not 0 < rest <= num_inside:
         return _without_bracket(sources, num_drop, live)
     assert inside is not None
-    [(key, num_equal)] = descend(
-        lambda prefix, shift: digit_counts(keys, prefix, shift), 8 * dtype.itemsize, [rest], sums
-    )
+    [(key, num_equal)] = descend(_counts_of(keys), 8 * dtype.itemsize, [rest], sums)
     threshold = from_sortable(key, dtype)
     if not lo <= threshold <= hi:  # beyond an edge, where some are not listed
         return _without_bracket(sources, num_drop, live)
@@ -149,11 +147,7 @@ def bracket(sources: Sequence[Lazy], num_drop: int, num_live: int, live: Packed)
     num = int(sums.total(torch.tensor([len(keys)])))
     first, last, limit = order_statistics(num_drop / num_live, num, num_live)
     wanted = [rank + 1 for rank in (first, last) if 0 <= rank < num]
-    found = (
-        descend(lambda prefix, shift: digit_counts(keys, prefix, shift), 8 * dtype.itemsize, wanted, sums)
-        if wanted
-        else []
-    )
+    found = descend(_counts_of(keys), 8 * dtype.itemsize, wanted, sums) if wanted else []
     scores = [from_sortable(key, dtype) for key, _ in found]
     return scores[0] if 0 <= first < num else lowest, scores[-1] if 0 <= last < num else highest, limit
 
@@ -172,6 +166,11 @@ def _counted(sources: Sequence[Lazy], inside: Candidates | None) -> tuple[int, T
 
 def _no_keys(sources: Sequence[Lazy]) -> Tensor:
     return sortable(torch.empty(0, dtype=sources[0].compared, device=sources[0].device))
+
+
+def _counts_of(keys: Tensor) -> Counts:
+    """Counts of digits of keys that are kept."""
+    return lambda prefix, shift: digit_counts(keys, prefix, shift)
 
 
 def descend(counts_of: Counts, width: int, wanted: Sequence[int], sums: Sums) -> list[tuple[int, int]]:
