@@ -69,7 +69,7 @@ def on_ranks(work, sources, live, layouts):
             start, length = every[rank % len(every)]
             part = Shard(tuple(source.shape), start, length, rank < len(every), Seat(meeting, rank))
             reads = {name: part.of(tensor).contiguous() for name, tensor in source.reads.items()}
-            mine.append(replace(source, weight=part.of(source.weight).contiguous(), reads=reads, part=part))
+            mine.append(replace(source, weight=part.of(source.weight).contiguous(), reads=reads, shard=part))
             if source.name in live:
                 alive[source.name] = live[source.name](part)
         try:

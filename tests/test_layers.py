@@ -1,7 +1,8 @@
-"""Imports point down: no module reaches for one above it, at the top of a file or inside a function."""
+"""Imports point down and never in a circle: at the top of a file, inside functions, and for typing alone."""
 
 import ast
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -11,42 +12,47 @@ import prunus
 PACKAGE = Path(prunus.__file__).parent
 CORE = {
     "ops": set(),
-    "files": set(),
     "schedule": set(),
     "allocate": set(),
-    "eager": set(),
     "eligible": set(),
-    "shard": {"ops"},
-    "across": {"ops"},
-    "across_rows": {"ops", "across"},
     "score": {"ops"},
-    "mask": {"ops", "shard"},
-    "cut": {"ops", "across"},
-    "gradients": {"ops", "shard"},
-    "select": {"ops", "allocate", "across", "across_rows", "cut", "mask", "schedule", "shard"},
-    "inputs": {"eager", "eligible", "shard"},
-    "stats": {"ops", "eligible", "score", "shard"},
-    "summary": {"eligible", "shard"},
-    "optim": {"ops", "mask", "shard"},
-    "regrow": {"ops", "allocate", "cut", "eligible", "optim", "schedule", "score", "select", "shard", "stats"},
-    "asked": {"allocate", "regrow", "schedule", "select", "stats"},
-    "held": {"ops", "mask", "optim", "saved", "shard"},
-    "saved": {"ops", "gradients", "mask", "shard"},
-    "export": {"ops", "mask", "eligible", "files"},
+    "ranks": {"ops"},
+    "threshold": {"ops"},
+    "rows": {"ops", "threshold"},
+    "select": {"ops", "ranks", "threshold", "rows", "allocate"},
+    "statistics": {"ops", "eligible", "score", "ranks"},
+    "input_statistics": {"eligible", "ranks"},
+    "summary": {"eligible", "ranks"},
+    "masks": {"ops", "ranks"},
+    "mask_store": {"ops", "ranks", "masks"},
+    "optim": {"ops", "ranks", "masks"},
+    "rate": {"eligible", "ranks", "optim"},
+    "masking": {"ops", "ranks", "mask_store", "optim", "statistics"},
+    "regrow": {"ops", "eligible", "ranks", "schedule", "score", "select", "statistics", "threshold"},
+    "validation": {"eligible", "ranks", "rate", "regrow", "schedule", "select", "statistics"},
+    "files": {"ops", "masks"},
 }
-ALL_BUT_TRAINING = set(CORE) - {"export"}
-CORE["training"] = CORE["oneshot"] = ALL_BUT_TRAINING
-CORE["integrations"] = {"training", "asked", "gradients"}
+BELOW = set(CORE)
+CORE |= {
+    "pruner": BELOW - {"files"},
+    "oneshot": BELOW - {"rate", "regrow", "validation", "masking", "mask_store"},
+    "sparse": {"ops", "eligible", "files"},
+    "export": {"ops", "files"},
+    "integrations": {"pruner", "masking", "validation"},
+}
 MAY_IMPORT = CORE | {
+    "doctor": {"ops", "masks", "eligible", "schedule", "files"},
     "lab": set(CORE),
-    "doctor": {"ops", "mask", "eligible", "schedule", "export"},
     "cli": {*CORE, "lab", "doctor"},
     "__main__": {"cli"},
 }
 # what else than torch and numpy the core may load, and where
-HEAVY = {"triton": "ops/_triton", "transformers": "export/huggingface"}
+HEAVY = {"triton": ("ops/_triton", "sparse/_triton"), "transformers": ("export/huggingface",)}
+# the same idea in two packages: a definition and its kernels, a command and what it does, both ends of Hugging Face
+SHARED_NAMES = {"adamw.py", "candidates.py", "compact.py", "outer.py", "rows.py", "prune.py", "huggingface.py"}
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 MODULES = [path for path in FILES if path != Path("__init__.py")]
+NAMES = {".".join(("prunus", *path.with_suffix("").parts)).removesuffix(".__init__"): path for path in FILES}
 
 
 def imports_of(path):
@@ -59,6 +65,14 @@ def imports_of(path):
             base = [*here[: len(here) - node.level]] if node.level else []
             start = ".".join([*base, *(node.module or "").split(".")]).strip(".")
             yield from (f"{start}.{alias.name}" for alias in node.names)
+
+
+def files_of(path):
+    """Files of this package that a file imports."""
+    for name in imports_of(path):
+        found = NAMES.get(name) or NAMES.get(name.rpartition(".")[0])
+        if name.startswith("prunus.") and found not in (None, path, Path("__init__.py")):
+            yield found
 
 
 def layers_of(path):
@@ -79,23 +93,32 @@ def test_imports_point_down(path):
     assert layers_of(path) <= {layer, *MAY_IMPORT[layer]}
 
 
+def test_no_files_import_each_other_in_a_circle():
+    left = {path: set(files_of(path)) for path in MODULES}
+    while free := [path for path, below in left.items() if not below & set(left)]:
+        left = {path: below for path, below in left.items() if path not in free}
+    assert not left
+
+
+def test_every_layer_of_the_table_exists():
+    assert set(MAY_IMPORT) == {layer_of(path) for path in MODULES}
+
+
+def test_no_two_files_have_one_name_unless_they_are_one_idea():
+    counts = Counter(path.name for path in MODULES if path.name != "__init__.py")
+    assert {name for name, count in counts.items() if count > 1} <= SHARED_NAMES
+
+
 @pytest.mark.parametrize("path", [path for path in MODULES if layer_of(path) in CORE], ids=str)
 def test_the_core_loads_torch_and_numpy_and_nothing_heavier(path):
     packages = {name.split(".")[0] for name in imports_of(path)} - set(sys.stdlib_module_names) - {"prunus"}
-    allowed = {"torch", "numpy"} | {name for name, place in HEAVY.items() if path.as_posix().startswith(place)}
+    allowed = {"torch", "numpy"} | {name for name, places in HEAVY.items() if path.as_posix().startswith(places)}
     if layer_of(path) in ("schedule", "allocate"):
         allowed = set()
     if layer_of(path) != "integrations":
         assert packages <= allowed
 
 
-def test_scores_use_of_the_operations_the_hash_alone():
+def test_scores_load_of_the_operations_hashes_and_formulas_alone():
     used = {name for name in imports_of(Path("score.py")) if name.startswith("prunus.")}
-    assert all(name.startswith("prunus.ops.hash") for name in used)
-
-
-def test_the_table_itself_has_no_circles():
-    above = {layer: set(below) for layer, below in MAY_IMPORT.items()}
-    while free := [layer for layer, below in above.items() if not below & set(above)]:
-        above = {layer: below for layer, below in above.items() if layer not in free}
-    assert not above
+    assert all(name.startswith(("prunus.ops.hash", "prunus.ops.formula")) for name in used)

@@ -104,7 +104,7 @@ def _width(layers: "list[Layer]") -> int:
 
 
 def _cells(layer: "Layer") -> tuple[str, ...]:
-    from ..doctor.report import percent
+    from ..doctor.findings import percent
 
     zeros, shape = percent(layer.num_zeros, layer.num), "x".join(map(str, layer.shape)) or "scalar"
     return _name(layer), shape, zeros, layer.pattern, _dead(layer)

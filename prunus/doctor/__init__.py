@@ -1,6 +1,6 @@
 """Checks what a pruned model promises, reading one tensor at a time and executing nothing from its files."""
 
 from .examine import examine
-from .report import Finding, Layer, Report
+from .findings import Finding, Layer, Report
 
 __all__ = ["Finding", "Layer", "Report", "examine"]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..masks import position_sum
 from ..ops import bits
-from .report import Finding
+from .findings import Finding
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from ..files.reader import located
 from .checkpoints import add_state, load_mapping, masks_in, rank_files, read_checkpoint, read_distributed, read_ranks
 from .contents import Contents, StoredTensor
 from .expected import Expected, check_expected, of_run
+from .findings import Finding, Layer, Report
 from .folders import read_file, read_folder, tensors_of
 from .model_checks import check_digests, check_moments, check_neighbours, check_ties
 from .pattern import overall
-from .report import Finding, Layer, Report
 from .roles import Choice, roles
 from .tensor_checks import TensorCheck, View, check_tensor
 

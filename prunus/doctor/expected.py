@@ -7,7 +7,7 @@ from typing import Any
 
 from ..schedule import SHAPES
 from .contents import Contents
-from .report import KINDS, Finding, total
+from .findings import KINDS, Finding, total
 from .tensor_checks import TensorCheck
 
 PATTERNS = ("global", "layer", "row")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..ops import bits
 from .contents import Contents, digest_of
-from .report import Finding
+from .findings import Finding
 from .roles import Role, token_embeddings
 from .tensor_checks import TensorCheck
 

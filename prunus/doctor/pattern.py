@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .report import Layer
+from .findings import Layer
 
 GROUPS = (4, 8, 16, 32)
 TILES = (64, 32, 16, 8, 4)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from .contents import StoredTensor, mask_of
+from .findings import Finding, Layer, percent
 from .pattern import PIECE, Counts, count, nonzero, num_crowded, num_not_finite, pattern_of, whole_heads
-from .report import Finding, Layer, percent
 from .roles import Role, owner_of, rows_of
 
 ODD = 0.01  # share of zeros from which a matrix that should be dense is odd
