@@ -32,7 +32,7 @@ check-slow: .venv/test .venv/browser
 
 torture: .venv/test
 	$(PYTEST) --hypothesis-profile torture --shuffle $$(date +%s) -m "slow or not slow"
-	OMP_NUM_THREADS=1 $(BIN)/python tests/export/export_fuzzing.py $$(mktemp -d) 1000000 3600
+	OMP_NUM_THREADS=1 $(BIN)/python tests/files/sparse_fuzzing.py $$(mktemp -d) 1000000 3600
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv

@@ -26,7 +26,7 @@ from prunus.eligible import eligible
 from prunus.lab.data.token_files import read_tokens
 from prunus.ops import bits
 from prunus.ops.lazy import Lazy
-from prunus.score import wanda
+from prunus.score import formula_of, wanda
 
 from .benchmark import Benchmark, Measured, Record, Row, section, table_of
 
@@ -87,7 +87,7 @@ def layer_rows(repeat: int) -> list[Row]:
     def ours() -> Weights:
         weight = layer.weight.detach()
         reads = {"weight": weight, "input_norm": squares.sqrt()}
-        masks = PerRow().packed([Lazy("w", weight, wanda, reads, formula="wanda")], SPARSITY, {})
+        masks = PerRow().packed([Lazy("w", weight, wanda, reads, formula=formula_of(wanda))], SPARSITY, {})
         pruned = weight.clone()
         bits.zero_(pruned, masks["w"])
         return {"w": pruned}
