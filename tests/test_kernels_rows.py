@@ -12,7 +12,7 @@ from prunus.score import SCORES
 
 triton = pytest.importorskip("triton", reason="kernels need triton")
 
-from test_kernels import DEVICE, assert_near, matrix, scores_by_definition  # noqa: E402
+from test_kernels import DEVICE, assert_near, matrix, scores_by_definition, units_of  # noqa: E402
 
 from prunus.ops._triton.rows import drop_in_groups, drop_in_rows  # noqa: E402
 
@@ -94,8 +94,9 @@ def test_scores_are_computed_on_the_fly(name):
     wanted = bits.unpack(rows_by_definition(source, 24, {}), (6, 48)).cpu()
     if DEVICE == "cpu":
         assert torch.equal(found, wanted)
-    for row, other_row, scores in zip(found, wanted, scores_by_definition([source])["a"], strict=True):
-        assert_near({"a": row}, {"a": other_row}, {"a": scores}, scores[~other_row])
+    scores, units = scores_by_definition([source])["a"], units_of([source])["a"]
+    for row, other, score, unit in zip(found, wanted, scores, units, strict=True):
+        assert_near({"a": row}, {"a": other}, {"a": score}, score[~other], {"a": unit})
 
 
 def test_rows_of_several_lengths_take_a_launch_for_each_block_size():

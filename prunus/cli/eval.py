@@ -20,7 +20,7 @@ class Command:
     It may be a checkpoint of prunus train, a folder that prunus export or prunus prune wrote, or a Hugging Face folder.
     """
 
-    path: tyro.conf.Positional[Path]  # a checkpoint.pt, one in pieces, the run folder that holds it, or a model's
+    path: tyro.conf.Positional[Path]  # a checkpoint.pt, a sharded one, the run folder that holds it, or a model's
     data: str | None = None  # other data than the run's own
     validation: Path | None = None  # other held-out file than the run's own; tokens (uint16) for a Hugging Face model
     eval_size: int = 0  # held-out windows or images, the first ones; 0 takes all
