@@ -107,7 +107,7 @@ class MaskStore:
         """Whether one of these masks is not the one that is stored."""
         return any(name not in self.bits or not torch.equal(self.bits[name], new) for name, new in packed.items())
 
-    def read_state(self, *_: object) -> None:
+    def read_state(self) -> None:
         """Take the masks that came with the optimizer's state; loading cast them to the weights' dtype."""
         for name, parameter in self.weights.items():
             mask = self.optimizer.state.get(parameter, {}).get("mask")

@@ -39,8 +39,7 @@ class Pruner:
     ``score`` is a name of SCORES or a function that reads what its arguments name (``weight``, ``grad``,
     ``exp_avg``, ``exp_avg_sq``, ``step``, ...). ``masks`` are boolean masks by name to begin with, or
     ``"zeros"`` for the zeros that the weights have; without ``schedule`` they do not change. ``rate`` gives
-    pruned weights larger steps, by their density. ``regrow`` lets
-    pruned weights come back until the ramp ends.
+    pruned weights larger steps, by their density. ``regrow`` lets pruned weights come back until the ramp ends.
 
     Over ranks the masks are those that one process would find. Make it after DDP or ``fully_shard``, on every rank.
     Events are collective then, and for DTensors so are ``sparsity``, ``report``, ``digest``, ``full_masks``,
@@ -209,6 +208,7 @@ class Pruner:
         self._masking.detach()
         if self._rates:
             self._rates.detach()
+            self._rates = None
         if self._inputs:
             self._inputs.listen(False)
         self._store.release()

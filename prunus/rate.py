@@ -17,8 +17,14 @@ from .eligible import eligible
 from .optim import AdamWPrune
 from .ranks import local
 
-COUPLED = {"Adadelta", "Adagrad", "Adamax", "ASGD", "RMSprop", "SGD"}  # weight decay is part of the gradient
-DECOUPLED = {"AdamW", "Adafactor", "Muon"}  # the weight shrinks by lr * weight_decay
+COUPLED = {"Adadelta", "Adagrad", "Adamax", "RMSprop", "SGD"}  # weight decay is part of the gradient
+UNFIT = {
+    "LBFGS": "takes one group only",
+    "Rprop": "does not step by its learning rate",
+    "Adafactor": "limits its steps by its own rule",
+    "ASGD": "steps by a rate that it derived one step before",
+}
+DECOUPLED = {"AdamW", "Muon"}  # the weight shrinks by lr * weight_decay
 BY_GROUP = {"Adam", "NAdam", "RAdam"}  # as the group's decoupled_weight_decay says
 
 
@@ -91,55 +97,53 @@ class GroupRates:
 
     def __init__(self, optimizer: Optimizer, weights: Mapping[str, nn.Parameter]) -> None:
         name = type(optimizer).__name__
-        if name in ("LBFGS", "Rprop"):
-            why = "takes one group only" if name == "LBFGS" else "does not step by its learning rate"
+        if why := UNFIT.get(name):
             raise ValueError(f"{name} {why}, so rate= has no effect there; use AdamWPrune or torch.optim.AdamW")
         self.optimizer = optimizer
         self.places = {name: place_of(name, weight, optimizer) for name, weight in weights.items()}  # in param_groups
         groups = optimizer.param_groups
         self.decouples = {name: is_decoupled(optimizer, groups[place]) for name, place in self.places.items()}
         self.factors = dict.fromkeys(weights, 1.0)
-        self._on_device: dict[str, Tensor] = {}  # for rates that are tensors, changed in place: graphs read them
-        self._before: list[tuple[dict[str, Any], Any, float]] = []
+        self._scaled: list[
+            tuple[int, Any, Any, float, float]
+        ] = []  # group; its rate before and now, its decay likewise
         self._handles: list[RemovableHandle] = []
 
     def set(self, factors: Mapping[str, float]) -> None:
         self.factors.update(factors)
-        for name, tensor in self._on_device.items():
-            tensor.fill_(self.factors[name])
 
     def attach(self) -> None:
         self._handles = [
             self.optimizer.register_step_pre_hook(self._scale),
             self.optimizer.register_step_post_hook(self._put_back),
+            self.optimizer.register_state_dict_pre_hook(self._recover),
         ]
 
     def detach(self) -> None:
+        self._recover()
         for handle in self._handles:
             handle.remove()
 
     def _scale(self, *_: object) -> None:
-        self._put_back()  # what a step that failed has left
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise ValueError(
+                "a graph of this step would keep the rates of today's densities; use AdamWPrune with rate="
+            )
+        self._recover()
         self._part_shared_tensors()
         for name, place in self.places.items():
-            group = self.optimizer.param_groups[place]  # loading a state makes new ones
-            factor, lr, decay = self.factors[name], group["lr"], group.get("weight_decay", 0.0)
-            if factor == 1.0 and not isinstance(lr, Tensor):
+            group, factor = self.optimizer.param_groups[place], self.factors[name]
+            if factor == 1.0:
                 continue
-            if isinstance(lr, Tensor):
-                self._check_capture(factor, decay if self.decouples[name] else 0.0)
-                if name not in self._on_device:
-                    self._on_device[name] = torch.full((), factor, dtype=lr.dtype, device=lr.device)
-                self._before.append((group, lr.clone(), decay))
-                lr.mul_(self._on_device[name])
-            else:
-                self._before.append((group, lr, decay))
-                group["lr"] = lr * factor
-            if self.decouples[name] and decay:
-                group["weight_decay"] = decay / factor
+            lr, decay = group["lr"], group.get("weight_decay", 0.0)
+            scaled = decay / factor if self.decouples[name] else decay
+            self._scaled.append((place, lr, lr * factor, decay, scaled))
+            group["lr"] = lr * factor
+            if decay:
+                group["weight_decay"] = scaled
 
     def _part_shared_tensors(self) -> None:
-        """Give each group a rate of its own: a tensor that was given for all of them would be scaled once for each."""
+        """Give each group a rate of its own where one tensor was given for all of them."""
         seen: set[int] = set()
         for group in self.optimizer.param_groups:
             if isinstance(group["lr"], Tensor):
@@ -147,21 +151,18 @@ class GroupRates:
                 seen.add(id(group["lr"]))
 
     def _put_back(self, *_: object) -> None:
-        for group, lr, decay in self._before:
-            if isinstance(lr, Tensor):
-                group["lr"].copy_(lr)
-            else:
-                group["lr"] = lr
+        for place, lr, _now, decay, _decay_now in self._scaled:
+            group = self.optimizer.param_groups[place]
+            group["lr"] = lr
             if "weight_decay" in group:
                 group["weight_decay"] = decay
-        self._before.clear()
+        self._scaled.clear()
 
-    @staticmethod
-    def _check_capture(factor: float, decay: float) -> None:
-        if decay and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            raise ValueError(
-                "a graph of this step would keep the weight decay of today's rates; use AdamWPrune, or weight_decay=0"
-            )
+    def _recover(self, *_: object) -> None:
+        """Put back what a step that failed has left scaled, unless somebody has set another value since."""
+        groups = self.optimizer.param_groups
+        self._scaled = [one for one in self._scaled if float(groups[one[0]]["lr"]) == float(one[2])]
+        self._put_back()
 
 
 def place_of(name: str, weight: nn.Parameter, optimizer: Optimizer) -> int:

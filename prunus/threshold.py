@@ -91,7 +91,7 @@ def num_kept_each(sources: Sequence[Lazy], live: Packed) -> dict[str, int]:
         found = torch.tensor(count_bits(masks, [source.numel for source in masked]))
     else:
         found = torch.stack([bits.count(mask) for mask in masks])
-    found = sums_of(masked).total(found * torch.tensor(list(map(counts, masked))))
+    found = sums_of(masked).total(found.cpu() * torch.tensor(list(map(counts, masked))))
     return everything | dict(zip([source.name for source in masked], found.tolist(), strict=True))
 
 

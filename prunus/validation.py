@@ -32,7 +32,10 @@ EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
         _or_none(_has("__call__", "is_event", "over")),
         "a schedule: Ramp(0.5, begin=100, end=1000), OneShot(0.5, at=100) or Constant(0.5)",
     ),
-    "select": (_has("quota", "packed"), "a selector: Global(), PerLayer(), PerRow() or NofM(2, 4)"),
+    "select": (
+        _has("quota", "packed", "group", "sparsity"),
+        "a selector: Global(), PerLayer(), PerRow() or NofM(2, 4)",
+    ),
     "every": (lambda every: isinstance(every, Integral) and int(every) >= 1, "a whole number of steps, at least 1"),
     "regrow": (lambda regrow: regrow is None or isinstance(regrow, Regrow), "a Regrow, as Regrow(0.1)"),
     "rate": (lambda rate: rate is None or isinstance(rate, Rate), "a Rate, as Rate(power=0.5)"),

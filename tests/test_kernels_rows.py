@@ -109,10 +109,15 @@ def test_rows_of_several_lengths_take_a_launch_for_each_block_size():
     assert_equal(masks, wanted)
 
 
-@pytest.mark.parametrize("value", matrix([math.nan, math.inf, -math.inf], [math.nan, -math.inf]))
+GPU_NAN = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32).item()  # the bits that CUDA computes
+
+
+@pytest.mark.parametrize("value", matrix([math.nan, GPU_NAN, math.inf, -math.inf], [math.nan, GPU_NAN, -math.inf]))
 def test_scores_that_are_not_finite_are_refused_by_name_unless_dead(value):
     sources = given("normal")
     sources[3].weight.view(-1)[5] = value
+    if math.isnan(value):
+        sources[3].weight.view(-1).view(torch.int32)[5] = 0x7FFFFFFF if value is GPU_NAN else 0x7FC00000
     with pytest.raises(ValueError, match="t3"):
         drop_in_rows(sources, [1] * len(sources), {})
     with pytest.raises(ValueError, match="t3"):

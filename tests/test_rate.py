@@ -112,6 +112,27 @@ def test_a_step_that_failed_leaves_the_rates_as_they_were_for_the_next():
     assert all(map(torch.equal, train(net, optimizers[0]), train(whole, optimizers[1])))
 
 
+def test_after_a_step_that_failed_others_see_and_set_the_rates_as_they_are():
+    net = model()
+    optimizer = torch.optim.AdamW(parameter_groups(net, weight_decay=0.1), lr=1e-2)
+    rates = GroupRates(optimizer, {"0": net[0].weight, "2": net[2].weight})
+    rates.set({"0": 3.0, "2": 3.0})
+    rates.attach()
+
+    def fails():
+        raise RuntimeError("no loss today")
+
+    with pytest.raises(RuntimeError):
+        optimizer.step(fails)
+    optimizer.param_groups[1]["lr"] = 0.005  # as a scheduler would
+    saved = optimizer.state_dict()["param_groups"]
+    assert [group["lr"] for group in saved] == [1e-2, 0.005, 1e-2] and saved[0]["weight_decay"] == 0.1
+    with pytest.raises(RuntimeError):
+        optimizer.step(fails)
+    rates.detach()
+    assert [group["lr"] for group in optimizer.param_groups] == [1e-2, 0.005, 1e-2]
+
+
 def test_adamwprune_scales_its_step_and_not_its_decay():
     net, reference = model(), model()
     optimizer = AdamWPrune(parameter_groups(net, weight_decay=0.3), lr=1e-2)
@@ -131,7 +152,7 @@ def test_adamwprune_without_factors_keeps_every_bit():
     assert all(map(torch.equal, train(net, optimizer), train(plain, AdamWPrune(plain.parameters(), lr=1e-2))))
 
 
-@pytest.mark.parametrize("name", ["LBFGS", "Rprop"])
+@pytest.mark.parametrize("name", ["LBFGS", "Rprop", "Adafactor", "ASGD"])
 def test_optimizers_that_cannot_follow_are_refused(name):
     net = model()
     with pytest.raises(ValueError, match=f"{name} .* AdamWPrune"):

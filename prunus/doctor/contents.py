@@ -76,7 +76,7 @@ def mask_of(stored: StoredTensor, shape: tuple[int, ...]) -> Tensor | None:
 
 
 def digest_of(masks: Mapping[str, StoredTensor], tensors: Mapping[str, StoredTensor]) -> str:
-    """``mask.digest`` of stored masks, with one of them in memory at a time."""
+    """``masks.digest`` of stored masks, with one of them in memory at a time."""
     sums = []
     for name in sorted(masks):
         shape = tensors[name].shape if name in tensors else masks[name].shape

@@ -68,9 +68,13 @@ def load_model(folder: AnyPath, device: torch.device | str = "cpu") -> Any:
 
 def _unwrapped(model: nn.Module) -> nn.Module:
     """The model inside ``torch.compile`` and DDP."""
-    while isinstance(inner := getattr(model, "_orig_mod", None) or getattr(model, "module", None), nn.Module):
-        model = inner
-    return model
+    while True:
+        if isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        elif isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            model = model.module
+        else:
+            return model
 
 
 def _name_the_class(path: Path, name: str) -> None:

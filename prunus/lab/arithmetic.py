@@ -36,11 +36,11 @@ def fixed_arithmetic(run: Run, team: Team = Team()) -> Iterator[None]:
             "oneDNN): it goes on, and its last digits will differ from those of an unbroken run",
             stacklevel=2,
         )
-    torch.backends.mkldnn.set_flags(use and recorded is not False)
+    torch.backends.mkldnn.enabled = use and recorded is not False  # pyrefly: ignore[bad-assignment]
     try:
         yield
     finally:
-        torch.backends.mkldnn.set_flags(before)
+        torch.backends.mkldnn.enabled = before  # pyrefly: ignore[bad-assignment]
 
 
 def recorded_onednn(folder: Path) -> bool | None:
@@ -54,7 +54,7 @@ def restore_onednn(expected: bool) -> None:
     """Switch oneDNN back to ``expected`` where something in this process switched it while a run went on; say so."""
     if torch.backends.mkldnn.enabled == expected:
         return
-    torch.backends.mkldnn.set_flags(expected)
+    torch.backends.mkldnn.enabled = expected  # pyrefly: ignore[bad-assignment]
     warnings.warn(
         f"oneDNN was switched {'off' if expected else 'on'} in this process while the run went on (torch switches it "
         "off at a bfloat16 product on a CPU without bfloat16); it is switched back, but the last digits of this run "

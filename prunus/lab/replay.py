@@ -16,6 +16,8 @@ def recorded_rates(run: Run) -> list[tuple[int, dict[str, float]]]:
     folder = Path(run.replay.replace("{seed}", str(run.seed)))
     if not (folder / "metrics.jsonl").is_file():
         raise ValueError(f"{folder} has no metrics.jsonl; replay names the folder of a run that was pruned before")
+    if not (folder / "result.json").is_file():
+        raise ValueError(f"the run in {folder} has not ended; replay its rates when it has")
     lines = read_metrics(folder)
     names = next((list(line["layers"]) for line in lines if "layers" in line), [])
     events = [(line["step"], line["event"].get("rates") or ()) for line in lines if "event" in line]
@@ -39,4 +41,6 @@ class Replay:
     def before(self, step: int) -> None:
         """Factors for the step that follows ``step`` others."""
         now = [factors for changed, factors in self.changes if changed <= step]
-        self.rates.set(now[-1] if now else dict.fromkeys(self.rates.factors, 1.0))
+        factors = now[-1] if now else dict.fromkeys(self.rates.factors, 1.0)
+        if factors != self.rates.factors:
+            self.rates.set(factors)

@@ -122,11 +122,11 @@ class Run:
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must lie in [0, 1), got {getattr(self, name)}")
         check_step("warmup", self.warmup)
-        self._check_decay()
         if not -(2**63) <= self.seed < 2**63:
             raise ValueError(f"seed must be a whole number of at most 63 bits, got {self.seed}")
         if not 0 < self.budget_scale < math.inf:
             raise ValueError(f"budget_scale must be positive and finite, got {self.budget_scale}")
+        self._check_decay()
         if self.spam and self.optimizer != "adamwprune":
             raise ValueError(
                 f"spam is part of adamwprune, but the optimizer is {self.optimizer}; pass --optimizer adamwprune"

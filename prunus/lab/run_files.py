@@ -17,7 +17,7 @@ from .run import Run, read_run, run_of
 SLIM = "runs.jsonl"
 SLIM_FILES = ("run.json", "cell.json", "result.json", "failed.json")
 MAX_POINTS = 60  # of each curve in a slim study
-EVENT = ("step", "sparsity", "rates")  # what charts, and dense runs that replay rates, need of an event
+EVENT = ("step", "sparsity", "rates")  # what charts show of an event, and the record of its rates
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,8 @@ class Folder:
     def runs(self) -> dict[str, RunFiles]:
         """What is stored of every run, in runs.jsonl or in a folder of its own, by the name of its folder."""
         folders = (path for path in (self.path / "runs").glob("*") if path.is_dir())
-        return dict(sorted((run.name, run) for run in [*slim_runs(self.path), *map(RunFiles, folders)]))
+        found = [*slim_runs(self.path), *map(RunFiles, folders)]  # a folder of a run stands above its line
+        return {run.name: run for run in sorted(found, key=lambda run: run.name)}
 
     def ended(self) -> dict[str, RunFiles]:
         """Runs that are not to be run again, by what they compute: finished ones, and damaged ones, which are kept."""

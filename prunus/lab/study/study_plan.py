@@ -20,10 +20,14 @@ UNSEEN = (
     "out device save_every log_every track eval_every data validation".split()
 )  # they do not change what is computed
 PLACES = "out device save_every log_every track seed sparsity data validation".split()  # they are not in the hash
+LATER = "lr_schedule decay rate_power replay".split()  # fields that came later: at their defaults they change no hash
 
 
 def shared_fields(base: Run) -> dict[str, Any]:
-    return {name: value for name, value in base.to_json().items() if name not in PLACES}
+    """Fields that all arms share; those that runs have had since the first studies only where they say something."""
+    default = Run().to_json()
+    values = {name: value for name, value in base.to_json().items() if name not in PLACES}
+    return {name: value for name, value in values.items() if name not in LATER or value != default[name]}
 
 
 def num_examples(run: Run) -> int:

@@ -65,7 +65,7 @@ def row_kernel(
     valid = lane < num_inputs
     addresses, numbers = read_by(row, constants + tensor * 4)
     s = scores_of(addresses, numbers, first, lane, valid, FULL, False, NAME, WT, MT, VT, ALIGN)
-    keys = sortable(s)
+    keys = tl.minimum(sortable(s), NOTHING - 1)  # a GPU's own NaN would have the key of nothing
     if not FULL:
         keys = tl.where(valid, keys, NOTHING)
     num_live, live = num_inputs, tl.load(row + LIVE)
