@@ -57,12 +57,12 @@ class Group:
         unit = diagonal.mean(dtype=torch.float64).clamp(min=torch.finfo(dtype).tiny).to(dtype)
         unseen = diagonal == 0
         scale = (diagonal / unit + damping).masked_fill(unseen, 1).sqrt()
-        gram = moments.gram / unit
+        gram = moments.gram.to(dtype) / unit
         energy, drift = energies(gram), None
         floor = torch.zeros_like(energy)
         if dense_targets and moments.cross is not None and moments.dense is not None:
-            cross = moments.cross / unit
-            own, energy = energy, energies(moments.dense / unit)
+            cross = moments.cross.to(dtype) / unit
+            own, energy = energy, energies(moments.dense.to(dtype) / unit)
             floor = (own + energy - 2 * energies(cross)).clamp_(min=0)
             drift = (weight @ cross.sub_(gram)).div_(scale)
         gram.div_(scale).div_(scale.unsqueeze(1)).fill_diagonal_(1)
@@ -102,7 +102,8 @@ class Group:
         A row keeps its dense weights where rounding makes them the better ones, and a layer that loses nothing
         keeps all of them.
         """
-        rounded = [w.to(self.weights[name].dtype).to(w.dtype) for name, w in self.split(values / self.scale).items()]
+        weight = self.split((values - self.scaled()).div_(self.scale).add_(self.weight))
+        rounded = [rows.to(self.weights[name].dtype).to(rows.dtype) for name, rows in weight.items()]
         found, mask = self._with_costs(torch.cat(rounded).mul_(support), support), self.masked(support)
         is_pruned = self._sum_by_layer((support ^ self.live).sum(1)) > 0
         return _choose_rows(is_pruned & (found.damped <= mask.damped), found, mask)

@@ -23,7 +23,7 @@ from .group import Candidate, Group
 Choose = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], dict[str, Tensor]]  # (scores, live) -> masks
 RHO = 0.1  # penalty of the first iterations
 LOOK = 3  # iterations between looks at how much the support still changes
-ATTEMPTS = 6  # each with ten times the damping, until the Gram matrix can be factorised
+ATTEMPTS = 4  # each with ten times the damping, until the Gram matrix can be factorised
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,11 @@ def keep_all_but(num_drop: Mapping[str, int]) -> Choose:
     """All but the ``num_drop`` smallest of each layer; weights that are zero already count as dropped."""
 
     def choose(scores: Mapping[str, Tensor], live: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        shares = {name: num_drop[name] / score.numel() for name, score in scores.items()}
-        total = sum(num_drop[name] for name in scores)
-        return PerLayer(shares)(scores, total / sum(score.numel() for score in scores.values()), live)
+        zeros = {name: int((~mask).sum()) for name, mask in live.items()}
+        counts = {name: max(num_drop[name], zeros.get(name, 0)) for name in scores}
+        shares = {name: counts[name] / score.numel() for name, score in scores.items()}
+        sparsity = sum(counts.values()) / sum(score.numel() for score in scores.values())
+        return PerLayer(shares)(scores, sparsity, live)
 
     return choose
 
