@@ -40,7 +40,7 @@ class Repair:
     damping: float = 0.01
     iterations: int = 300
     refine: int = 20
-    tf32: bool = False
+    tf32: bool = True
 
     def __post_init__(self) -> None:
         if self.targets not in ("dense", "own"):
@@ -76,9 +76,11 @@ def keep_all_but(num_drop: Mapping[str, int]) -> Choose:
     def choose(scores: Mapping[str, Tensor], live: Mapping[str, Tensor]) -> dict[str, Tensor]:
         zeros = {name: int((~mask).sum()) for name, mask in live.items()}
         counts = {name: max(num_drop[name], zeros.get(name, 0)) for name in scores}
-        shares = {name: counts[name] / score.numel() for name, score in scores.items()}
-        sparsity = sum(counts.values()) / sum(score.numel() for score in scores.values())
-        return PerLayer(shares)(scores, sparsity, live)
+        sizes = {name: score.numel() for name, score in scores.items()}
+        if counts == sizes:
+            return {name: torch.zeros_like(score, dtype=torch.bool) for name, score in scores.items()}
+        shares = {name: counts[name] / size for name, size in sizes.items()}
+        return PerLayer(shares)(scores, sum(counts.values()) / sum(sizes.values()), live)
 
     return choose
 
@@ -181,7 +183,7 @@ def _refined(group: Group, support: Tensor, values: Tensor, num_steps: int) -> C
     """
     values = values * support
     residual = (group.targets - values @ group.gram).mul_(support)
-    enough = (8 * torch.finfo(values.dtype).eps) ** 2 * (group.targets * support).square().sum(1, keepdim=True)
+    enough = 0.01 * torch.finfo(values.dtype).eps * (group.targets * support).square().sum(1, keepdim=True)
     direction, square = residual.clone(), residual.square().sum(1, keepdim=True)
     for _ in range(num_steps):
         if bool((square <= enough).all()):
