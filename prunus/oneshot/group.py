@@ -103,7 +103,7 @@ class Group:
         keeps all of them.
         """
         weight = self.split((values - self.scaled()).div_(self.scale).add_(self.weight))
-        rounded = [rows.to(self.weights[name].dtype).to(rows.dtype) for name, rows in weight.items()]
+        rounded = [_rounded(rows, self.weights[name].dtype) for name, rows in weight.items()]
         found, mask = self._with_costs(torch.cat(rounded).mul_(support), support), self.masked(support)
         is_pruned = self._sum_by_layer((support ^ self.live).sum(1)) > 0
         return _choose_rows(is_pruned & (found.damped <= mask.damped), found, mask)
@@ -140,6 +140,12 @@ class Group:
     def _sum_by_layer(self, rows: Tensor) -> Tensor:
         """For each row the sum over all rows of its layer."""
         return torch.cat([part.sum().expand_as(part) for part in self.split(rows).values()])
+
+
+def _rounded(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """``weight`` as ``dtype`` holds it, but never zero: a weight that stays is not to count as pruned."""
+    rounded = weight.to(dtype)
+    return rounded.masked_fill(rounded == 0, torch.finfo(dtype).tiny).to(weight.dtype)
 
 
 def _choose_rows(where: Tensor, first: Candidate, second: Candidate) -> Candidate:
