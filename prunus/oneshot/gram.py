@@ -1,0 +1,123 @@
+"""Gram matrices of layer inputs: what repair knows of the calibration tokens."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+BLOCK = 2048  # tokens of one product: sums run over blocks that begin at fixed tokens, wherever batches end
+PANEL = {"cpu": 384, "cuda": 2048}  # columns of one product of a symmetric matrix
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Second moments of the inputs X (in, tokens) that a group of layers shares, summed over tokens.
+
+    ``cross`` and ``dense`` bring in the inputs X_d of the same tokens in the dense model; both are None
+    where X_d = X.
+    """
+
+    gram: Tensor  # X X^T, (in, in)
+    cross: Tensor | None  # X_d X^T
+    dense: Tensor | None  # X_d X_d^T
+    num_tokens: int
+
+
+class Gram:
+    """Sums up ``Moments`` batch by batch, in float32 or better.
+
+    Tokens are taken up in the order they come and multiplied in blocks of fixed size, so neither the size of
+    batches nor padding shows in the bits.
+    """
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self._block: Tensor | None = None  # (1 or 2 streams, BLOCK, in): tokens that wait for their block to fill
+        self._sums: list[Tensor] = []  # X X^T, X_d X^T, X_d X_d^T
+
+    @torch.no_grad()
+    def add(self, x: Tensor, x_dense: Tensor | None = None, valid: Tensor | None = None) -> None:
+        """Take up inputs of shape (..., in); ``valid`` (...) is False where a token does not count."""
+        streams = [x] if x_dense is None else [x, x_dense]
+        streams = [s.reshape(-1, s.shape[-1]) if valid is None else s[valid.bool()] for s in streams]
+        if self._block is None:
+            self._block = x.new_empty(len(streams), BLOCK, x.shape[-1])
+            dtype = torch.promote_types(x.dtype, torch.float32)
+            count = 1 if x_dense is None else 3
+            self._sums = [x.new_zeros(x.shape[-1], x.shape[-1], dtype=dtype) for _ in range(count)]
+        start, total = 0, len(streams[0])
+        while start < total:
+            filled = self.num_tokens % BLOCK
+            size = min(BLOCK - filled, total - start)
+            for block, stream in zip(self._block, streams, strict=True):
+                block[filled : filled + size] = stream[start : start + size]
+            self.num_tokens += size
+            start += size
+            if filled + size == BLOCK:
+                self._multiply(BLOCK)
+
+    @torch.no_grad()
+    def moments(self) -> Moments:
+        """The sums over all tokens; nothing can be added afterwards."""
+        if self._block is None:
+            raise ValueError("no tokens were added, so there is no Gram matrix")
+        self._multiply(self.num_tokens % BLOCK)
+        self._block = None
+        for total in self._sums[::2]:
+            for columns in _panels(total):
+                total[columns.stop :, columns] = total[columns, columns.stop :].T
+        gram, cross, dense = (*self._sums, None, None)[:3]
+        assert gram is not None
+        return Moments(gram, cross, dense, self.num_tokens)
+
+    def _multiply(self, size: int) -> None:
+        assert self._block is not None
+        x, *dense = self._block[:, :size]
+        with float32_products(x.device):
+            _add_gram_(self._sums[0], x)
+            for x_dense in dense:
+                _add_product_(self._sums[1], x_dense, x)
+                _add_gram_(self._sums[2], x_dense)
+
+
+def _add_gram_(total: Tensor, x: Tensor) -> None:
+    """Add x^T x to the panels of ``total`` on and right of its diagonal."""
+    for columns in _panels(total):
+        _add_product_(total[columns, columns.start :], x[:, columns], x[:, columns.start :])
+
+
+def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """``total += left^T right``. Products of half-precision numbers are exact in float32, where CUDA sums them."""
+    if left.dtype == total.dtype:
+        total.addmm_(left.T, right)
+    elif left.is_cuda:
+        total += torch.mm(left.T, right, out_dtype=total.dtype)
+    else:
+        total.addmm_(left.T.to(total.dtype), right.to(total.dtype))
+
+
+def _panels(total: Tensor) -> Iterator[slice]:
+    width = PANEL.get(total.device.type, 2048)
+    for start in range(0, len(total), width):
+        yield slice(start, min(start + width, len(total)))
+
+
+@contextmanager
+def float32_products(device: torch.device, tf32: bool = False) -> Iterator[None]:
+    """Products of float32 matrices on CUDA are float32 inside, or TF32, whatever is set outside."""
+    if device.type != "cuda":
+        yield
+        return
+    settings = torch.backends.cuda.matmul
+    before = getattr(settings, "fp32_precision", None)  # since torch 2.9; the older switch cannot always be read there
+    if before is None:
+        before = "tf32" if settings.allow_tf32 else "ieee"
+    settings.allow_tf32 = tf32
+    try:
+        yield
+    finally:
+        settings.allow_tf32 = before == "tf32"
+        if before == "none":
+            settings.fp32_precision = before

@@ -1,0 +1,168 @@
+"""Layers that read the same input, as one least-squares problem in scaled weights."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from .gram import Moments
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Weights of a group on a support, as the layers' dtypes hold them, and what each row costs."""
+
+    weight: Tensor  # (rows, in)
+    support: Tensor
+    damped: Tensor  # (rows,): damped errors, less those of the dense weights
+    errors: Tensor  # (rows,): |W' X - W X_d|^2
+
+
+@dataclass(frozen=True)
+class Group:
+    """The rows of all layers, one under another, with inputs scaled so that the damped Gram matrix has diagonal 1.
+
+    The size of a scaled dense weight is WANDA's score. With d the change of a row of scaled weights from the dense
+    ones, its damped error changes by ``d G d^T - 2 d t^T``. Errors are in units of ``mean(diag X X^T)``.
+    """
+
+    weights: Mapping[str, Tensor]
+    damping: float
+    weight: Tensor  # (rows, in): dense, in float32 or better
+    gram: Tensor  # G, (in, in): scaled and damped
+    scale: Tensor  # (in,)
+    drift: Tensor | None  # t, (rows, in): W (X_d - X) X^T, scaled; None where X_d = X or targets are the layer's own
+    targets: Tensor  # (rows, in): scaled dense weights times G, plus t
+    live: Tensor  # (rows, in): weights that were not zero before
+    within: Mapping[str, Tensor]  # the same by layer; empty where all are live
+    unseen: Tensor | None  # (in,): inputs that were zero at every token
+    energy: Tensor  # (rows,): |W X_d|^2
+    floor: Tensor  # (rows,): |W X - W X_d|^2, what the dense weights leave
+
+    @staticmethod
+    def of(weights: Mapping[str, Tensor], moments: Moments, dense_targets: bool, damping: float) -> "Group":
+        """Set up the problem; ``moments`` are not changed."""
+        _check(weights, moments)
+        dtype = moments.gram.dtype
+        for dense in weights.values():
+            dtype = torch.promote_types(dtype, dense.dtype)
+        weight = torch.cat([dense.to(dtype) for dense in weights.values()])
+
+        def energies(matrix: Tensor) -> Tensor:
+            return (weight @ matrix).mul_(weight).sum(1, dtype=torch.float64)
+
+        diagonal = moments.gram.diagonal().to(dtype)
+        unit = diagonal.mean(dtype=torch.float64).clamp(min=torch.finfo(dtype).tiny).to(dtype)
+        unseen = diagonal == 0
+        scale = (diagonal / unit + damping).masked_fill(unseen, 1).sqrt()
+        gram = moments.gram.to(dtype) / unit
+        energy, drift = energies(gram), None
+        floor = torch.zeros_like(energy)
+        if dense_targets and moments.cross is not None and moments.dense is not None:
+            cross = moments.cross.to(dtype) / unit
+            own, energy = energy, energies(moments.dense.to(dtype) / unit)
+            floor = (own + energy - 2 * energies(cross)).clamp_(min=0)
+            drift = (weight @ cross.sub_(gram)).div_(scale)
+        gram.div_(scale).div_(scale.unsqueeze(1)).fill_diagonal_(1)
+        targets = (weight * scale) @ gram
+        live = weight != 0
+        group = Group(
+            weights=weights,
+            damping=damping,
+            weight=weight,
+            gram=gram,
+            scale=scale,
+            drift=drift,
+            targets=targets if drift is None else targets.add_(drift),
+            live=live,
+            within={},
+            unseen=unseen if bool(unseen.any()) else None,
+            energy=energy,
+            floor=floor,
+        )
+        return group if bool(live.all()) else replace(group, within=group.split(live))
+
+    def split(self, rows: Tensor) -> dict[str, Tensor]:
+        """Rows by layer."""
+        return dict(zip(self.weights, rows.split([len(weight) for weight in self.weights.values()]), strict=True))
+
+    def scaled(self) -> Tensor:
+        """Scaled dense weights."""
+        return self.weight * self.scale
+
+    def masked(self, support: Tensor) -> Candidate:
+        """The dense weights on a support."""
+        return self._with_costs(self.weight * support, support)
+
+    def candidate(self, values: Tensor, support: Tensor) -> Candidate:
+        """Scaled values on a support, rounded to the layers' dtypes.
+
+        A row keeps its dense weights where rounding makes them the better ones, and a layer that loses nothing
+        keeps all of them.
+        """
+        weight = self.split((values - self.scaled()).div_(self.scale).add_(self.weight))
+        rounded = [_rounded(rows, self.weights[name].dtype) for name, rows in weight.items()]
+        found, mask = self._with_costs(torch.cat(rounded).mul_(support), support), self.masked(support)
+        is_pruned = self._sum_by_layer((support ^ self.live).sum(1)) > 0
+        return _choose_rows(is_pruned & (found.damped <= mask.damped), found, mask)
+
+    def better(self, first: Candidate, second: Candidate, mask: Candidate) -> Candidate:
+        """The candidate of smaller damped error, layer by layer, or for all together where layers trade counts.
+
+        The second one must also not leave a larger error than ``mask``.
+        """
+        same_counts = torch.equal(*(self._sum_by_layer(found.support.sum(1)) for found in (first, second)))
+        total = self._sum_by_layer if same_counts else lambda rows: rows.sum().expand_as(rows)
+        wins = (total(second.damped) < total(first.damped)) & (total(second.errors) <= total(mask.errors))
+        return _choose_rows(wins, second, first)
+
+    def relative_errors(self, found: Candidate) -> list[float]:
+        """``|W' X - W X_d|^2 / |W X_d|^2`` of each layer."""
+        errors = [rows.sum().item() for rows in self.split(found.errors).values()]
+        energies = [rows.sum().item() for rows in self.split(self.energy).values()]
+        return [e / of if of > 0 else math.inf if e > 0 else 0.0 for e, of in zip(errors, energies, strict=True)]
+
+    def _with_costs(self, weight: Tensor, support: Tensor) -> Candidate:
+        change = weight - self.weight
+        ridge = torch.full_like(self.scale, self.damping)
+        if self.unseen is not None:
+            ridge.masked_fill_(self.unseen, 1)
+        damping = (change.square() * ridge).sum(1, dtype=torch.float64)
+        change.mul_(self.scale)
+        gradient = change @ self.gram
+        if self.drift is not None:
+            gradient.sub_(self.drift, alpha=2)
+        damped = gradient.mul_(change).sum(1, dtype=torch.float64)
+        return Candidate(weight, support, damped, (damped - damping + self.floor).clamp_(min=0))
+
+    def _sum_by_layer(self, rows: Tensor) -> Tensor:
+        """For each row the sum over all rows of its layer."""
+        return torch.cat([part.sum().expand_as(part) for part in self.split(rows).values()])
+
+
+def _rounded(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """``weight`` as ``dtype`` holds it, but never zero: a weight that stays is not to count as pruned."""
+    rounded = weight.to(dtype)
+    return rounded.masked_fill(rounded == 0, torch.finfo(dtype).tiny).to(weight.dtype)
+
+
+def _choose_rows(where: Tensor, first: Candidate, second: Candidate) -> Candidate:
+    """Rows of ``first`` where told, else of ``second``."""
+    return Candidate(
+        torch.where(where.unsqueeze(1), first.weight, second.weight),
+        torch.where(where.unsqueeze(1), first.support, second.support),
+        torch.where(where, first.damped, second.damped),
+        torch.where(where, first.errors, second.errors),
+    )
+
+
+def _check(weights: Mapping[str, Tensor], moments: Moments) -> None:
+    names = ", ".join(weights)
+    for matrix in (moments.gram, moments.cross, moments.dense):
+        if matrix is not None and not bool(matrix.isfinite().all()):
+            raise ValueError(f"the Gram matrix of the inputs of {names} is not finite: a sample gives NaN or inf there")
+    for name, weight in weights.items():
+        if weight.ndim != 2 or weight.shape[1] != len(moments.gram):
+            raise ValueError(f"{name} has shape {tuple(weight.shape)}, but its Gram matrix {tuple(moments.gram.shape)}")

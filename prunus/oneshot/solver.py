@@ -1,0 +1,215 @@
+"""Which weights of a layer stay, and what they must be so that its outputs stay: ADMM, then least squares.
+
+W (out, in) are the dense weights, X the inputs that the layer gets in the pruned model, X_d those it gets in the
+dense one. Layers that read the same input are solved together. W' has an exact number of zeros and makes
+
+    |W' X - W X_d|^2 + lam |W' - W|^2,    lam = damping * mean(diag X X^T)
+
+small: the damped error. The iteration is that of ALPS (Meng et al. 2024, https://arxiv.org/abs/2406.07831).
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..select import PerLayer, Selector
+from .gram import Moments, float32_products
+from .group import Candidate, Group
+
+Choose = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], dict[str, Tensor]]  # (scores, live) -> masks
+RHO = 0.1  # penalty of the first iterations
+LOOK = 3  # iterations between looks at how much the support still changes
+ATTEMPTS = 4  # each with ten times the damping, until the Gram matrix can be factorised
+
+
+@dataclass(frozen=True)
+class Repair:
+    """How the weights that stay make up for those that go.
+
+    ``targets``: reproduce the outputs of the dense model (``"dense"``), or those of the dense weights on the inputs
+    that the pruned model gives them (``"own"``). At most ``iterations`` of ADMM find which weights stay, at most
+    ``refine`` steps of conjugate gradients their values. ``tf32`` lets the products of ADMM use TF32 on CUDA;
+    factorisation, refinement and errors never do.
+    """
+
+    targets: Literal["dense", "own"] = "dense"
+    damping: float = 0.01
+    iterations: int = 300
+    refine: int = 20
+    tf32: bool = True
+
+    def __post_init__(self) -> None:
+        if self.targets not in ("dense", "own"):
+            raise ValueError(f"targets must be dense or own, got {self.targets!r}")
+        if not 0 <= self.damping < math.inf:
+            raise ValueError(f"damping must be a finite number and not negative, got {self.damping}")
+        for name in ("iterations", "refine"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(f"{name} must be a whole number and not negative, got {value!r}")
+
+
+@dataclass(frozen=True)
+class Solution:
+    """One layer, solved. Errors are ``|W' X - W X_d|^2 / |W X_d|^2``; own targets have X in place of X_d."""
+
+    weight: Tensor  # (out, in), in the dtype of the dense weight
+    mask: Tensor  # True where the weight stays
+    mask_error: float  # of the first mask with dense weights
+    error: float
+    iterations: int  # of ADMM
+    damping: float  # larger than asked for where the Gram matrix could not be factorised otherwise
+
+
+def keep(select: Selector, sparsity: float) -> Choose:
+    """What ``select`` keeps of the layers of a group."""
+    return lambda scores, live: select(scores, sparsity, live)
+
+
+def keep_all_but(num_drop: Mapping[str, int]) -> Choose:
+    """All but the ``num_drop`` smallest of each layer; weights that are zero already count as dropped."""
+
+    def choose(scores: Mapping[str, Tensor], live: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        zeros = {name: int((~mask).sum()) for name, mask in live.items()}
+        counts = {name: max(num_drop[name], zeros.get(name, 0)) for name in scores}
+        sizes = {name: score.numel() for name, score in scores.items()}
+        if counts == sizes:
+            return {name: torch.zeros_like(score, dtype=torch.bool) for name, score in scores.items()}
+        shares = {name: counts[name] / size for name, size in sizes.items()}
+        return PerLayer(shares)(scores, sum(counts.values()) / sum(sizes.values()), live)
+
+    return choose
+
+
+@torch.no_grad()
+def solve(
+    weights: Mapping[str, Tensor], moments: Moments, choose: Choose, repair: Repair = Repair()
+) -> dict[str, Solution]:
+    """Prune layers (out, in) that share their input: find which weights stay and their values together."""
+    damping = repair.damping
+    for _ in range(ATTEMPTS):
+        with float32_products(moments.gram.device):
+            group = Group.of(weights, moments, repair.targets == "dense", damping)
+            if (found := _solved(group, choose, repair)) is not None:
+                return found
+        damping = max(10 * damping, 0.01)
+    raise ValueError(
+        f"the Gram matrix of the inputs of {', '.join(weights)} has no Cholesky factor, even damped by {damping / 10:g}"
+    )
+
+
+@torch.no_grad()
+def refine(
+    weights: Mapping[str, Tensor], masks: Mapping[str, Tensor], moments: Moments, repair: Repair = Repair()
+) -> dict[str, Solution]:
+    """Repair layers (out, in) that share their input and whose masks are known."""
+    with float32_products(moments.gram.device):
+        group = Group.of(weights, moments, repair.targets == "dense", repair.damping)
+        support = torch.cat([masks[name] for name in weights]) & group.live
+        return _solutions(group, group.masked(support), _refined(group, support, group.scaled(), repair.refine))
+
+
+def _solved(group: Group, choose: Choose, repair: Repair) -> dict[str, Solution] | None:
+    """The better one of two supports, refined: the first, which is WANDA's, and ADMM's."""
+    first = _support(group, group.scaled(), choose)
+    mask = group.masked(first)
+    if torch.equal(first, group.live):
+        return _solutions(group, mask, mask)
+    best, iterations = _refined(group, first, group.scaled(), repair.refine), 0
+    if repair.iterations:
+        if (found := _admm(group, first, choose, repair)) is None:
+            return None
+        support, values, iterations = found
+        best = group.better(best, _refined(group, support, values, repair.refine), mask)
+    return _solutions(group, mask, best, iterations)
+
+
+def _support(group: Group, values: Tensor, choose: Choose) -> Tensor:
+    """Where the largest values stand, within what is live; weights of inputs that were never seen go first."""
+    scores = values.abs()
+    if group.unseen is not None:
+        scores = torch.where(group.unseen, -1 / (1 + scores), scores)
+    masks = choose(group.split(scores), group.within)
+    return torch.cat([masks[name] for name in group.weights])
+
+
+def _admm(group: Group, support: Tensor, choose: Choose, repair: Repair) -> tuple[Tensor, Tensor, int] | None:
+    """Support and values that fit each other, and the iterations it took; None where the factorisation fails.
+
+        B = (Y - V + rho D) (G + rho I)^-1,   D = the largest of B + V / rho,   V += rho (B - D)
+
+    With U = rho B + V, rho D is U on the support and V is U off it, so U is all there is to remember.
+    """
+    rho = RHO
+    state = group.scaled() * support * rho
+    if (inverse := _inverse(group.gram, rho)) is None:
+        return None
+    seen, iteration = support, 0
+    for iteration in range(1, repair.iterations + 1):
+        multiplier = state.masked_fill(support, 0)
+        rhs = state.sub_(multiplier, alpha=2).add_(group.targets)
+        with float32_products(rhs.device, repair.tf32):
+            state = torch.addmm(multiplier, rhs, inverse, alpha=rho)
+        support = _support(group, state, choose)
+        if iteration % LOOK == 0:
+            num_changed, num_kept = torch.stack([(support ^ seen).sum(), support.sum()]).tolist()
+            if num_changed == 0:
+                break
+            factor = 1.3 if num_changed >= 0.1 * num_kept else 1.2 if num_changed >= 0.005 * num_kept else 1.1
+            state = torch.where(support, state * factor, state)
+            rho *= factor
+            if (inverse := _inverse(group.gram, rho)) is None:
+                return None
+            seen = support
+    return support, state * support / rho, iteration
+
+
+def _inverse(gram: Tensor, rho: float) -> Tensor | None:
+    """``(G + rho I)^-1``, or None where that has no Cholesky factor."""
+    shifted = gram.clone()
+    shifted.diagonal().add_(rho)
+    factor, info = torch.linalg.cholesky_ex(shifted)
+    return torch.cholesky_inverse(factor) if info.item() == 0 else None
+
+
+def _refined(group: Group, support: Tensor, values: Tensor, num_steps: int) -> Candidate:
+    """Least squares on a support, from ``values`` on: conjugate gradients, each row with steps of its own.
+
+    A row whose error would rise by it (a dtype rounds) keeps its dense weights on the support.
+    """
+    values = values * support
+    residual = (group.targets - values @ group.gram).mul_(support)
+    enough = 0.01 * torch.finfo(values.dtype).eps * (group.targets * support).square().sum(1, keepdim=True)
+    direction, square = residual.clone(), residual.square().sum(1, keepdim=True)
+    for _ in range(num_steps):
+        if bool((square <= enough).all()):
+            break
+        image = (direction @ group.gram).mul_(support)
+        curvature = (direction * image).sum(1, keepdim=True)
+        step = torch.where((square > enough) & (curvature > 0), square / curvature, 0)
+        values.addcmul_(step, direction)
+        residual.addcmul_(step, image, value=-1)
+        square, before = residual.square().sum(1, keepdim=True), square
+        direction = direction.mul_(torch.where(before > 0, square / before, 0)).add_(residual)
+    return group.candidate(values, support)
+
+
+def _solutions(group: Group, mask: Candidate, best: Candidate, iterations: int = 0) -> dict[str, Solution]:
+    """The layers of a group, apart again."""
+    weights, supports = group.split(best.weight), group.split(best.support)
+    errors = zip(group.weights, group.relative_errors(mask), group.relative_errors(best), strict=True)
+    return {
+        name: Solution(
+            weight=weights[name].to(group.weights[name].dtype),
+            mask=supports[name],
+            mask_error=mask_error,
+            error=error,
+            iterations=iterations,
+            damping=group.damping,
+        )
+        for name, mask_error, error in errors
+    }

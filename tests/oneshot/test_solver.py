@@ -1,0 +1,420 @@
+"""A solved layer has its exact count of zeros, never a larger error than the mask alone, and least-squares weights."""
+
+import math
+from dataclasses import replace
+from itertools import combinations, pairwise
+
+import pytest
+import torch
+
+from prunus import Global, NofM, PerLayer, PerRow
+from prunus.oneshot import gram as gram_module
+from prunus.oneshot import solver
+from prunus.oneshot.gram import Gram, Moments
+from prunus.oneshot.solver import Repair, keep, keep_all_but, refine, solve
+from prunus.score import wanda
+
+IN, TOKENS = 24, 200
+SELECTORS = {"layer": PerLayer(), "row": PerRow(), "2:4": NofM(2, 4), "group": Global(), "erk": PerLayer("erk")}
+
+
+def correlated(tokens=TOKENS, inputs=IN):
+    return torch.randn(tokens, inputs) @ torch.randn(inputs, inputs) / inputs**0.5
+
+
+def dead_inputs():
+    x = correlated()
+    x[:, [0, 5, 6, 7, 8]] = 0
+    return x
+
+
+def normal(rows, inputs=IN):
+    return torch.randn(rows, inputs)
+
+
+# inputs (tokens, in) and weights (out, in) that are hard on a solver
+CASES = {
+    "plain": lambda: (correlated(), normal(16)),
+    "one row": lambda: (correlated(), normal(1)),
+    "one input": lambda: (correlated(inputs=1), normal(8, 1)),
+    "one token": lambda: (correlated(tokens=1), normal(16)),
+    "fewer tokens than inputs": lambda: (correlated(tokens=9), normal(16)),
+    "equal inputs": lambda: (correlated()[:, :1].repeat(1, IN), normal(16)),
+    "inputs never seen": lambda: (dead_inputs(), normal(16)),
+    "no input seen": lambda: (torch.zeros(TOKENS, IN), normal(16)),
+    "ties": lambda: (torch.randint(-1, 2, (TOKENS, IN)).float(), torch.randint(1, 3, (16, IN)).float()),
+    "all equal": lambda: (torch.ones(TOKENS, IN), torch.ones(16, IN)),
+    "zeros": lambda: (correlated(), normal(16) * (torch.rand(16, IN) < 0.6)),
+    "no weights": lambda: (correlated(), torch.zeros(16, IN)),
+    "bfloat16": lambda: (correlated().bfloat16(), normal(16).bfloat16()),
+    "float16": lambda: (correlated().half(), normal(16).half()),
+    "float64": lambda: (correlated().double(), normal(16).double()),
+    "wide range": lambda: (correlated() * 10.0 ** torch.randint(-8, 9, (IN,)), normal(16)),
+    "tiny": lambda: (correlated() * 1e-15, normal(16) * 1e-6),
+    "offset": lambda: (correlated() + 100, normal(16)),
+}
+
+
+@pytest.fixture(params=CASES)
+def case(request):
+    return CASES[request.param]()
+
+
+def moments_of(x, x_dense=None):
+    gram = Gram()
+    gram.add(x, x_dense)
+    return gram.moments()
+
+
+def noisy(x):
+    return (x.float() + 0.1 * x.float().std(unbiased=False) * torch.randn(x.shape)).to(x.dtype)
+
+
+def error_of(weight, dense, x, x_dense):
+    """``|W' X - W X_d|^2 / |W X_d|^2`` by definition, in float64."""
+    weight, dense, x, x_dense = (tensor.double() for tensor in (weight, dense, x, x_dense))
+    target = dense @ x_dense.T
+    return ((weight @ x.T - target).square().sum() / target.square().sum()).item()
+
+
+def damped_error(weight, dense, x, x_dense, damping):
+    weight, dense, x, x_dense = (tensor.double() for tensor in (weight, dense, x, x_dense))
+    lam = damping * x.square().sum(0).mean()
+    return (weight @ x.T - dense @ x_dense.T).square().sum(1) + lam * (weight - dense).square().sum(1)
+
+
+def least_squares(dense, mask, x, x_dense, damping):
+    """The best weights on a mask, row by row, by a float64 solver."""
+    lam = damping * x.square().sum(0).mean()
+    best = torch.zeros_like(dense)
+    for row, keep_row in enumerate(mask):
+        inputs = torch.cat([x[:, keep_row], lam.sqrt() * torch.eye(int(keep_row.sum()), dtype=x.dtype)])
+        target = torch.cat([x_dense @ dense[row], lam.sqrt() * dense[row, keep_row]])
+        best[row, keep_row] = torch.linalg.lstsq(inputs, target, driver="gelsd").solution
+    return best
+
+
+# Gram matrices
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("inputs", [1, 7, 24])
+def test_moments_are_those_of_a_plain_loop_in_float64(monkeypatch, dtype, inputs):
+    monkeypatch.setitem(gram_module.PANEL, "cpu", 5)
+    monkeypatch.setattr(gram_module, "BLOCK", 16)
+    x, x_dense = torch.randn(2, 3, 11, inputs).to(dtype)
+    gram = Gram()
+    gram.add(x, x_dense)
+    found = gram.moments()
+
+    expected = torch.zeros(3, inputs, inputs, dtype=torch.float64)
+    for token, token_dense in zip(x.double().flatten(0, 1), x_dense.double().flatten(0, 1), strict=True):
+        expected[0] += torch.outer(token, token)
+        expected[1] += torch.outer(token_dense, token)
+        expected[2] += torch.outer(token_dense, token_dense)
+    exactness = 1e-13 if dtype == torch.float64 else 1e-5
+    for matrix, wanted in zip((found.gram, found.cross, found.dense), expected, strict=True):
+        assert matrix.dtype == torch.promote_types(dtype, torch.float32)
+        torch.testing.assert_close(matrix.double(), wanted, rtol=exactness, atol=exactness * 33)
+    assert found.num_tokens == 33
+
+
+@pytest.mark.parametrize("sizes", [[8], [1] * 8, [3, 5], [5, 2, 1]])
+def test_batch_sizes_do_not_show_in_the_bits(monkeypatch, sizes):
+    monkeypatch.setattr(gram_module, "BLOCK", 32)
+    x, x_dense = torch.randn(2, 8, 13, IN)
+    whole = moments_of(x, x_dense)
+    gram = Gram()
+    for parts in zip(x.split(sizes), x_dense.split(sizes), strict=True):
+        gram.add(*parts)
+    found = gram.moments()
+    assert all(torch.equal(getattr(found, name), getattr(whole, name)) for name in ("gram", "cross", "dense"))
+
+
+def test_tokens_that_are_not_valid_change_nothing():
+    x, x_dense = torch.randn(2, 4, 9, IN)
+    valid = torch.rand(4, 9) < 0.6
+    plain = moments_of(x[valid], x_dense[valid])
+    x[~valid], x_dense[~valid] = math.nan, math.inf
+    gram = Gram()
+    gram.add(x, x_dense, valid)
+    found = gram.moments()
+    assert found.num_tokens == int(valid.sum())
+    assert all(torch.equal(getattr(found, name), getattr(plain, name)) for name in ("gram", "cross", "dense"))
+
+
+def test_inputs_may_change_after_they_were_added():
+    x = torch.randn(9, IN)
+    gram = Gram()
+    gram.add(copy := x.clone())
+    copy.zero_()
+    assert torch.equal(gram.moments().gram, moments_of(x).gram)
+
+
+def test_no_tokens_make_no_gram():
+    with pytest.raises(ValueError, match="no tokens"):
+        Gram().moments()
+
+
+# the solver
+
+
+@pytest.mark.parametrize("targets", ["dense", "own"])
+@pytest.mark.parametrize("scope", SELECTORS)
+def test_counts_are_exact_and_no_error_is_above_that_of_the_mask_alone(case, scope, targets):
+    x, weight = case
+    if scope == "2:4" and weight.shape[1] % 4:
+        pytest.skip("2:4 needs rows of fours")
+    x_dense = noisy(x)
+    weights = {"q": weight, "k": weight.flip(0)[: len(weight) // 2 + 1]}
+    choose = keep(SELECTORS[scope], 0.5)
+    found = solve(weights, moments_of(x, x_dense), choose, Repair(targets, iterations=30))
+
+    live = {name: weight != 0 for name, weight in weights.items()}
+    counts = choose({name: weight.abs().float() for name, weight in weights.items()}, live)
+    if scope == "group":
+        assert sum(int(s.mask.sum()) for s in found.values()) == sum(int(mask.sum()) for mask in counts.values())
+    for name, dense in weights.items():
+        solution = found[name]
+        if scope != "group":
+            by_row = scope in ("row", "2:4")
+            assert torch.equal(*(m.sum(1) if by_row else m.sum() for m in (solution.mask, counts[name])))
+        if scope == "2:4":
+            assert (solution.mask.unflatten(1, (-1, 4)).sum(2) <= 2).all()
+        assert solution.weight.dtype == dense.dtype
+        assert solution.weight.isfinite().all()
+        assert torch.equal(solution.weight != 0, solution.mask)
+        assert not (solution.mask & ~live[name]).any()
+        assert 0 <= solution.error <= solution.mask_error or scope == "group"
+
+
+@pytest.mark.parametrize("name", ["plain", "bfloat16", "wide range", "inputs never seen", "zeros", "one token"])
+@pytest.mark.parametrize("targets", ["dense", "own"])
+def test_errors_are_those_by_definition(name, targets):
+    x, weight = CASES[name]()
+    x_dense = noisy(x) if targets == "dense" else x
+    found = solve({"q": weight}, moments_of(x, x_dense), keep(PerLayer(), 0.5), Repair(targets))["q"]
+    assert found.error == pytest.approx(error_of(found.weight, weight, x, x_dense), rel=1e-3, abs=1e-5)
+    refined = refine({"q": weight}, {"q": found.mask}, moments_of(x, x_dense), Repair(targets))["q"]
+    assert refined.mask_error == pytest.approx(error_of(weight * found.mask, weight, x, x_dense), rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.parametrize("damping", [1e-3, 0.01, 1.0])
+def test_refinement_reaches_the_least_squares_solution(case, damping):
+    x, weight = (tensor.double() for tensor in case)
+    x_dense, mask = noisy(x), torch.rand(weight.shape) < 0.5
+    repair = Repair(damping=damping, refine=500)
+    found = refine({"q": weight}, {"q": mask}, moments_of(x, x_dense), repair)["q"]
+
+    assert torch.equal(found.mask, mask & (weight != 0))
+    best = least_squares(weight, found.mask, x, x_dense, damping)
+    least = damped_error(best, weight, x, x_dense, damping)
+    scale = damped_error(torch.zeros_like(weight), weight, x, x_dense, damping)
+    assert (damped_error(found.weight, weight, x, x_dense, damping) <= least + 1e-9 * scale).all()
+
+
+def test_refinement_never_raises_the_damped_error(case):
+    x, weight = case
+    x_dense, mask = noisy(x), torch.rand(weight.shape) < 0.5
+    moments = moments_of(x, x_dense)
+    errors = []
+    for steps in (0, 1, 2, 5, 20, 100):
+        found = refine({"q": weight}, {"q": mask}, moments, Repair(refine=steps))["q"]
+        errors.append(damped_error(found.weight, weight, x, x_dense, 0.01).sum())
+        if steps == 0:
+            assert torch.equal(found.weight, weight * mask)
+    slack = 1e-5 * damped_error(weight * 0, weight, x, x_dense, 0.01).sum()
+    if weight.dtype in (torch.bfloat16, torch.float16):
+        slack *= 100  # further steps are worth less than a rounding
+    assert all(later <= earlier + slack for earlier, later in pairwise(errors))
+    assert errors[-1] <= errors[0] + 1e-6 * slack
+
+
+@pytest.mark.parametrize("scope", ["row", "layer", "2:4"])
+def test_iteration_0_is_wanda(scope):
+    x, weight = correlated(), normal(16)
+    found = solve({"q": weight}, moments_of(x), keep(SELECTORS[scope], 0.5), Repair(damping=0, iterations=0, refine=0))
+    mask = SELECTORS[scope]({"q": wanda(weight, x.square().sum(0).sqrt())}, 0.5)["q"]
+    assert torch.equal(found["q"].mask, mask)
+    assert torch.equal(found["q"].weight, weight * mask)
+
+
+def test_the_support_is_near_the_best_there_is():
+    """One row of 8 inputs, 4 of them kept: all 70 supports are tried."""
+    excess = []
+    for _ in range(20):
+        x, weight = correlated(inputs=8).double(), normal(1, 8).double()
+        found = solve({"q": weight}, moments_of(x), keep(PerLayer(), 0.5), Repair(damping=1e-6, refine=100))["q"]
+        errors = []
+        for kept in combinations(range(8), 4):
+            mask = torch.zeros(1, 8, dtype=torch.bool).index_fill_(1, torch.tensor(kept), True)
+            errors.append(error_of(least_squares(weight, mask, x, x, 1e-6), weight, x, x))
+        assert found.error >= min(errors) - 1e-6
+        excess.append(found.error / min(errors))
+    assert sorted(excess)[10] < 1.05
+
+
+def test_admm_finds_better_supports_than_wanda():
+    x, weight = correlated(), normal(64)
+    moments = moments_of(x)
+    mask_only = solve({"q": weight}, moments, keep(PerLayer(), 0.6), Repair(iterations=0, refine=100))["q"]
+    found = solve({"q": weight}, moments, keep(PerLayer(), 0.6), Repair(refine=100))["q"]
+    assert found.iterations % 3 == 0
+    assert found.error < 0.9 * mask_only.error < 0.9 * mask_only.mask_error
+
+
+def test_admm_follows_the_formulas():
+    """The same supports and values as the iteration written down with B, D and V, in float64."""
+    x, weight = correlated().double(), normal(32).double()
+    x_dense = noisy(x)
+    repair, choose = Repair(iterations=21, refine=0), keep(PerLayer(), 0.5)
+    group = solver.Group.of({"q": weight}, moments_of(x, x_dense), True, 0.01)
+    first = choose({"q": group.scaled().abs()}, {})["q"]
+    support, values, iterations = solver._admm(group, first, choose, repair)
+
+    lam = 0.01 * x.square().sum(0).mean()
+    gram = x.T @ x + lam * torch.eye(IN)
+    e = gram.diagonal().sqrt()
+    y = (weight @ (x_dense.T @ x) + lam * weight) / e
+    gram = gram / e / e.unsqueeze(1)
+    v, rho, seen = torch.zeros_like(weight), 0.1, first
+    d = weight * e * first
+    for iteration in range(1, 22):
+        b = (y - v + rho * d) @ torch.linalg.inv(gram + rho * torch.eye(IN))
+        mask = choose({"q": (b + v / rho).abs()}, {})["q"]
+        d = (b + v / rho) * mask
+        v = v + rho * (b - d)
+        if iteration % 3 == 0:
+            changed, kept = int((mask ^ seen).sum()), int(mask.sum())
+            if changed == 0:
+                break
+            rho *= 1.3 if changed >= 0.1 * kept else 1.2 if changed >= 0.005 * kept else 1.1
+            seen = mask
+    assert iterations == iteration
+    assert torch.equal(support, mask)
+    unit = x.square().sum(0).mean().sqrt()  # energies of a group are relative to the mean diagonal
+    torch.testing.assert_close(values * unit, d)
+
+
+def test_targets_of_the_dense_model_lower_the_error_to_it():
+    x_dense, weight = correlated(), normal(32)
+    x = noisy(x_dense)
+    errors = {}
+    for targets in ("dense", "own"):
+        found = solve({"q": weight}, moments_of(x, x_dense), keep(PerLayer(), 0.5), Repair(targets))["q"]
+        errors[targets] = error_of(found.weight, weight, x, x_dense)
+    assert errors["dense"] < errors["own"]
+
+
+def test_without_a_dense_stream_the_targets_are_the_layers_own():
+    x, weight = correlated(), {"q": normal(16)}
+    dense, own = (
+        solve(weight, moments_of(x), keep(PerLayer(), 0.5), Repair(targets))["q"] for targets in ("dense", "own")
+    )
+    assert torch.equal(dense.weight, own.weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_a_layer_with_nothing_to_prune_is_returned_bit_for_bit(dtype):
+    x = correlated()
+    dense = normal(16).to(dtype)
+    dense[0, :3] = 0
+    pruned = dense * (torch.rand(dense.shape) < 0.4)
+    weights, moments = {"q": dense, "k": normal(8).to(dtype), "v": pruned}, moments_of(x, noisy(x))
+    found = solve(weights, moments, keep_all_but({"q": 0, "k": 50, "v": 100}))
+    for name in ("q", "v"):
+        assert torch.equal(found[name].weight, weights[name])
+        assert found[name].error == found[name].mask_error
+    assert int((found["k"].weight == 0).sum()) == 50
+    untouched = solve(weights, moments, keep(PerLayer(), 0.0))
+    assert all(torch.equal(untouched[name].weight, weights[name]) for name in weights)
+    given = refine(weights, {name: torch.ones_like(w, dtype=torch.bool) for name, w in weights.items()}, moments)
+    assert all(torch.equal(given[name].weight, weights[name]) for name in weights)
+
+
+@pytest.mark.parametrize("num_drop", [(0, 0), (0, 1), (1, 383), (100, 0), (383, 200), (17, 191), (384, 384)])
+def test_counts_by_name_are_exact(num_drop):
+    weights = {"q": normal(16), "k": normal(16)}
+    found = solve(
+        weights, moments_of(correlated()), keep_all_but(dict(zip(weights, num_drop, strict=True))), Repair(iterations=9)
+    )
+    assert tuple(int((found[name].weight == 0).sum()) for name in weights) == num_drop
+
+
+def test_weights_of_inputs_never_seen_go_first_and_stay_as_they_are():
+    x, weight = dead_inputs(), normal(16)
+    dead = (x == 0).all(0)
+    half = solve({"q": weight}, moments_of(x), keep(PerLayer(), 0.5))["q"]
+    assert (half.weight[:, dead] == 0).all()
+    few = solve({"q": weight}, moments_of(x), keep(PerLayer(), 0.1))["q"]
+    assert int((~few.mask).sum()) == round(0.1 * weight.numel())
+    assert few.mask[:, ~dead].all()
+    torch.testing.assert_close(few.weight[:, dead], (weight * few.mask)[:, dead])
+
+
+def test_layers_of_a_group_are_solved_as_they_would_be_alone_where_the_schedule_is_the_same():
+    x, weights = correlated(), {"q": normal(16), "k": normal(16)}
+    together = refine(weights, masks := {n: torch.rand(16, IN) < 0.5 for n in weights}, moments_of(x))
+    for name, weight in weights.items():
+        alone = refine({name: weight}, masks, moments_of(x))[name]
+        torch.testing.assert_close(together[name].weight, alone.weight, rtol=1e-4, atol=1e-5)
+
+
+def test_a_gram_that_is_not_finite_names_the_layer():
+    x = correlated()
+    x[3, 4] = math.nan
+    for call in (
+        lambda moments: solve({"block.q": normal(16)}, moments, keep(PerLayer(), 0.5)),
+        lambda moments: refine({"block.q": normal(16)}, {"block.q": torch.ones(16, IN) > 0}, moments),
+    ):
+        with pytest.raises(ValueError, match=r"block\.q is not finite"):
+            call(moments_of(x))
+
+
+def test_a_failed_factorisation_is_damped_more_and_the_solution_says_so():
+    gram = moments_of(correlated()).gram
+    values, vectors = torch.linalg.eigh(gram)
+    values[-1] *= -0.02  # no Gram matrix: one direction is negative
+    broken = Moments(vectors @ torch.diag(values) @ vectors.T, None, None, TOKENS)
+    found = solve({"q": normal(16)}, broken, keep(PerLayer(), 0.5), Repair(damping=0.001))["q"]
+    assert found.damping > 0.001
+    assert int(found.mask.sum()) == 16 * IN // 2
+    hopeless = replace(broken, gram=-torch.ones(IN, IN) * 1e9 + torch.eye(IN) * 1.1e9)
+    with pytest.raises(ValueError, match="q has no Cholesky factor"):
+        solve({"q": normal(16)}, hopeless, keep(PerLayer(), 0.5))
+
+
+def test_a_weight_of_another_shape_is_refused():
+    with pytest.raises(ValueError, match=r"q has shape \(16, 8\)"):
+        solve({"q": normal(16, 8)}, moments_of(correlated()), keep(PerLayer(), 0.5))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"targets": "none"}, "targets must be dense or own"),
+        ({"damping": -1.0}, "damping must be"),
+        ({"damping": math.nan}, "damping must be"),
+        ({"iterations": -1}, "iterations must be"),
+        ({"refine": 1.5}, "refine must be"),
+        ({"refine": True}, "refine must be"),
+    ],
+)
+def test_options_out_of_range_are_one_clear_line(options, message):
+    with pytest.raises(ValueError, match=message) as error:
+        Repair(**options)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tf32", [False, True])
+@pytest.mark.parametrize("scope", ["layer", "row", "2:4"])
+def test_errors_on_cuda_are_those_on_the_cpu_within_a_percent(scope, tf32):
+    x, weight = correlated(4096, 256), normal(512, 256)
+    x_dense = noisy(x)
+    errors = []
+    for device in ("cpu", "cuda"):
+        moments = moments_of(x.to(device), x_dense.to(device))
+        choose = keep(SELECTORS[scope], 0.5)
+        errors.append(solve({"q": weight.to(device)}, moments, choose, Repair(tf32=tf32))["q"].error)
+    assert errors[1] == pytest.approx(errors[0], rel=0.01)
