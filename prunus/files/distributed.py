@@ -132,7 +132,7 @@ def _size(value: PlainObject) -> Size:
 
 
 def _dtype(properties: PlainObject) -> torch.dtype:
-    """The type of a tensor of torch's ordinary layout, which torch writes by the names of both."""
+    """The dtype of a strided tensor, from the names of dtype and layout; any other layout is refused."""
     dtype, layout, *_ = properties.state
     found = getattr(torch, dtype.name.removeprefix("torch."), None) if isinstance(dtype, PlainObject) else None
     if not isinstance(found, torch.dtype):

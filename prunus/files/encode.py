@@ -80,7 +80,7 @@ def encode(tensor: Tensor, packs: bool = True) -> Encoded:
 
 
 def smallest(mask: Tensor, num_nonzero: int, tensor: Tensor) -> str:
-    """The encoding of the fewest bytes; of equal ones N:M, whose place of a value is known without a sum."""
+    """The encoding with the fewest bytes; on a tie N:M, where a value's position needs no prefix sum."""
     shape, width = tuple(tensor.shape), tensor.element_size()
     by_mask = 8 * -(-tensor.numel() // 64) + num_nonzero * width
 

@@ -1,4 +1,4 @@
-"""Which process trains in a run folder: the one that has locked it. The system unlocks it when the process ends."""
+"""Locks on run folders: one process trains in a folder at a time. The system frees a lock when its process ends."""
 
 import os
 import time

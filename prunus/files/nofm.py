@@ -44,7 +44,7 @@ class Pattern:
         return 8 * -(-(numel // 8 * self.code_bits) // 64)
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """Whether groups end where rows end, and bytes of the mask with them."""
+        """Whether groups fill rows exactly, and the mask fills whole bytes."""
         numel = math.prod(shape)
         return bool(shape) and shape[-1] % self.m == 0 and numel % 8 == 0 and numel > 0
 

@@ -72,7 +72,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class Plan:
-    """Where to write, and how: ``small`` packs, else plain safetensors are written."""
+    """Where to write, and how: ``small`` writes the packed form, otherwise plain safetensors are written."""
 
     path: Path  # of the one file; several take their names from it
     small: bool = True

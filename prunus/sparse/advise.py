@@ -39,7 +39,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Row:
-    """One kind of layer: how many there are, and microseconds of each way; a way that cannot be has none."""
+    """One kind of layer: how many there are, and microseconds of each way; a way that is not possible is missing."""
 
     shape: tuple[int, int]
     dtype: str

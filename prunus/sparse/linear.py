@@ -74,7 +74,7 @@ class SparseLinear(nn.Module):
 
 
 def _make_room(layer: SparseLinear, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
-    """Before loading: buffers as long as the saved ones, which depends on the zeros; nothing that would read astray."""
+    """Resize the buffers to the saved ones before loading; refuse indices that are out of range."""
     found = {name: state_dict[prefix + name] for name in BUFFERS if prefix + name in state_dict}
     if len(found) == len(BUFFERS):
         check_gaps(Gaps(**found, shape=(layer.out_features, layer.in_features)))
