@@ -161,3 +161,14 @@ def _heads(model: nn.Module) -> set[int]:
 
 def _patterns(patterns: str | Sequence[str]) -> list[str]:
     return [patterns] if isinstance(patterns, str) else list(patterns)
+
+
+def unwrapped_model(model: nn.Module) -> nn.Module:
+    """The module inside ``torch.compile`` and DDP, whose own forward cannot be run in part."""
+    while True:
+        if isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        elif isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            model = model.module
+        else:
+            return model

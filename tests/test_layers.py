@@ -37,7 +37,7 @@ CORE |= {
     "pruner": BELOW - {"files"},
     "oneshot": BELOW - {"rate", "regrow", "validation", "masking", "mask_store"},
     "sparse": {"ops", "eligible", "files"},
-    "export": {"ops", "files"},
+    "export": {"ops", "eligible", "files"},
     "integrations": {"pruner", "masking", "validation"},
 }
 MAY_IMPORT = CORE | {

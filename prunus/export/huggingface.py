@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..eligible import unwrapped_model
 from ..files.atomic import new_folder
 from ..files.reader import SMALL, Tensors, open_tensors
 from ..files.safetensors_header import DTYPES
@@ -37,7 +38,7 @@ def save_model(
     ``source`` is a folder whose tokenizer and other small files are copied. With ``masks``, a model that has
     a non-zero weight where its mask says pruned is refused. The folder appears when it is whole.
     """
-    inner = _unwrapped(model)
+    inner = unwrapped_model(model)
     tensors = inner.state_dict()
     if masks is not None:
         check_masks(tensors, masks)
@@ -64,17 +65,6 @@ def load_model(folder: AnyPath, device: torch.device | str = "cpu") -> Any:
         model = _empty(folder, tensors, device)
         _fill_(model, tensors, device)
     return model.eval()
-
-
-def _unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside ``torch.compile`` and DDP."""
-    while True:
-        if isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
-            model = inner
-        elif isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
-            model = model.module
-        else:
-            return model
 
 
 def _name_the_class(path: Path, name: str) -> None:

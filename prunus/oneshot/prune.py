@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..eligible import eligible
+from ..eligible import eligible, unwrapped_model
 from ..input_statistics import eagerly
 from ..ops import bits
 from ..ranks import is_dtensor
@@ -22,7 +22,7 @@ from .probe.prober import Finished, Probe, Probed, Prober
 from .resources import Clock, Peak
 from .result import Result
 from .strategy import ScoreLike, Strategy, default_select
-from .walk import Originals, Walk, unwrapped
+from .walk import Originals, Walk
 
 
 def prune(
@@ -91,7 +91,7 @@ class Job:
     def __init__(self, model: nn.Module, batches: Iterable[Any], plan: Plan) -> None:
         if plan.batch_size is not None and not (isinstance(plan.batch_size, Integral) and plan.batch_size >= 1):
             raise ValueError(f"batch_size is a number of samples, at least 1, or None, got {plan.batch_size!r}")
-        self.model = unwrapped(model)
+        self.model = unwrapped_model(model)
         self.plan = plan
         weights = eligible(self.model, plan.include, plan.exclude).weights
         self.weights = {weight.name: weight for weight in weights}

@@ -82,17 +82,6 @@ class Walk:
             pending[:0] = chunk.halves()
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The module inside ``torch.compile`` and DDP, whose own forward cannot be run in part."""
-    while True:
-        if isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
-            model = inner
-        elif isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
-            model = model.module
-        else:
-            return model
-
-
 @contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
     """The model in eval mode with ``requires_grad`` off; modes, flags and buffers are restored at the end."""

@@ -8,13 +8,14 @@ from probe_models import cnn, llama
 from torch import nn
 
 from prunus import Probe, prune
+from prunus.eligible import unwrapped_model
 from prunus.oneshot.blocks import Stream
 from prunus.oneshot.norms import _Reader
 from prunus.oneshot.probe import inspection
 from prunus.oneshot.prune import Job, Plan
 from prunus.oneshot.resources import Clock
 from prunus.oneshot.samples import num_tokens, shortened
-from prunus.oneshot.walk import frozen, unwrapped
+from prunus.oneshot.walk import frozen
 
 
 def findings(case, batches):
@@ -128,7 +129,7 @@ def test_a_users_model_with_a_part_called_module_is_not_taken_for_a_wrapper():
             return self.head(self.module(x).tanh())
 
     model = Mine()
-    assert unwrapped(model) is model and unwrapped(nn.DataParallel(model)) is model
+    assert unwrapped_model(model) is model and unwrapped_model(nn.DataParallel(model)) is model
     batches = [(torch.randn(5, 4), torch.randint(0, 3, (5,)))]
     result = prune(model, batches, 0.5, "wanda", probe=Probe(1e9), loss=nn.functional.cross_entropy)
     assert len(result.layers) == 2 and result.num_pruned == 21
