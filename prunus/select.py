@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,8 +27,7 @@ Scores = Mapping[str, Tensor | Lazy]
 Masks = Mapping[str, Tensor]
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(NamedTuple):
     """Name and shape of a weight over all ranks; each index of the dimensions ``outputs`` is one row."""
 
     name: str
@@ -42,7 +41,8 @@ class Shape:
     @property
     def num_inputs(self) -> int:
         """Elements of a row."""
-        return math.prod(size for dim, size in enumerate(self.dims) if dim not in (self.outputs or ()))
+        outputs = self.outputs or ()
+        return math.prod([size for dim, size in enumerate(self.dims) if dim not in outputs])
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,8 @@ class Selector(ABC):
             return cut_each(sources, {quota.names[0]: quota.num_drop for quota in quotas}, live, num_live)
         masks: dict[str, Tensor] = {}
         for quota in quotas:
-            own = [source for source in sources if source.name in quota.names]
+            names = set(quota.names)
+            own = [source for source in sources if source.name in names]
             number = sum(num_live[name] for name in quota.names) if isinstance(num_live, Mapping) else num_live
             masks |= cut(own, quota.num_drop, live, number)
         return masks
@@ -180,7 +181,8 @@ class PerRow(Selector):
     def quota(
         self, shapes: Sequence[Shape], sparsity: float, num_pruned: Mapping[str, int] | None = None
     ) -> list[Quota]:
-        return [Quota((s.name,), s.num_inputs, round(sparsity * s.num_inputs), _num_groups(s)) for s in shapes]
+        inputs = [(shape, shape.num_inputs) for shape in shapes]
+        return [Quota((s.name,), num, round(sparsity * num), s.numel // max(1, num)) for s, num in inputs]
 
 
 @dataclass(frozen=True)
@@ -215,10 +217,6 @@ class NofM(Selector):
                     "exclude it, or choose another N:M"
                 )
         return [Quota((shape.name,), self.m, num_drop, shape.numel // self.m) for shape in shapes]
-
-
-def _num_groups(shape: Shape) -> int:
-    return shape.numel // max(1, shape.num_inputs)
 
 
 def _checked(scores: Scores, within: Masks) -> tuple[list[Lazy], dict[str, Tensor]]:

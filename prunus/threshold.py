@@ -49,9 +49,10 @@ def cut(sources: Sequence[Lazy], num_drop: int, live: Packed, num_live: int | No
 
     ``num_live`` is how many elements of all ranks are live, for callers that know it.
     """
+    total = sum(source.global_numel for source in sources)
     if num_live is None:
-        num_live = sum(num_kept_each(sources, live).values())
-    num_drop -= sum(source.global_numel for source in sources) - num_live
+        num_live = sum(num_kept_each(sources, live).values()) if live else total
+    num_drop -= total - num_live
     if num_drop <= 0:
         return {source.name: kept(source, live) for source in sources}
     if num_drop >= num_live:

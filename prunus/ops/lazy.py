@@ -53,7 +53,7 @@ class Lazy:
 
     @property
     def global_numel(self) -> int:
-        return math.prod(self.global_shape)
+        return math.prod(self.shard.global_shape) if self.shard else self.weight.numel()
 
     @property
     def device(self) -> torch.device:

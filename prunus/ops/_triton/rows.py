@@ -155,7 +155,7 @@ def drop_in_rows(sources: Sequence[Lazy], num_drop: Sequence[int], live: Mapping
 
 def block_of(length: int) -> int:
     """Elements that a program holds for a row."""
-    return max(64, triton.next_power_of_2(length))
+    return max(64, 1 << (length - 1).bit_length())
 
 
 def drop_in_groups(
@@ -177,7 +177,8 @@ def drop_in_groups(
 
 
 def _split(sources: Sequence[Lazy], out: Tensor, offsets: Sequence[int]) -> dict[str, Tensor]:
-    return {source.name: out[start:stop] for source, (start, stop) in zip(sources, pairwise(offsets), strict=True)}
+    parts = out.split_with_sizes([stop - start for start, stop in pairwise(offsets)])
+    return dict(zip([source.name for source in sources], parts, strict=True))
 
 
 def num_inputs(source: Lazy) -> int:
