@@ -71,9 +71,10 @@ class Cut:
         sizes = [bits.num_bytes(source.weight.numel()) for source in sources]
         gaps = (stop - start - size for start, stop, size in zip(offsets, offsets[1:], sizes, strict=False))
         spans = [size for pair in zip(sizes, gaps, strict=True) for size in pair]
+        # one call, not a slice for each
         parts = self.out[offsets[0] : offsets[len(sources)]].split_with_sizes(spans)[
             ::2
-        ]  # a call, not a slice for each
+        ]
         return dict(zip([source.name for source in sources], parts, strict=True))
 
     def only(self, i: int, live: Mapping[str, Tensor]) -> "Cut":
