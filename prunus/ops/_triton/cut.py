@@ -29,7 +29,7 @@ from .cut_state import (
     num_counts,
 )
 from .descent import count_kernel, pick_kernel, tally_kernel, write_kernel
-from .finish import decide_kernel, finish_kernel, settle_kernel, spread_kernel
+from .finish import decide_kernel, finish_kernel, split_kernel, spread_kernel
 from .launch import At, launch, launch_as
 from .one_pass import count_bits_kernel, pass_kernel
 from .tensor_table import TILE, Readable, Table, made_table, readable
@@ -72,9 +72,7 @@ class Cut:
         gaps = (stop - start - size for start, stop, size in zip(offsets, offsets[1:], sizes, strict=False))
         spans = [size for pair in zip(sizes, gaps, strict=True) for size in pair]
         # one call, not a slice for each
-        parts = self.out[offsets[0] : offsets[len(sources)]].split_with_sizes(spans)[
-            ::2
-        ]
+        parts = self.out[offsets[0] : offsets[len(sources)]].split_with_sizes(spans)[::2]
         return dict(zip([source.name for source in sources], parts, strict=True))
 
     def only(self, i: int, live: Mapping[str, Tensor]) -> "Cut":
@@ -173,7 +171,7 @@ def by_one_pass(cut: Cut, live: Mapping[str, Tensor]) -> "Pending":
     launch_as(kind, decide_kernel, (groups,), arguments, {**grouped, "CHUNK": 2048, "num_warps": 8})
     arguments = (*tensors, cut.out, *last, w.scratch, w.keys, w.state, w.counters, capacity, t.num_programs)
     how = {**read, "EACH": each, "BYTES": BYTES // 4, "TILE": tile, "num_warps": 1}
-    launch_as(kind, settle_kernel, grid, arguments, how)
+    launch_as(kind, split_kernel, grid, arguments, how)
     shape = {"DEPTH": t.depth, "TILE": tile, "num_warps": 16}
     arguments = (t.rows, len(t.rows), cut.out, *last, w.state, w.counts)
     launch_as(kind, finish_kernel, (groups,), arguments, {**shape, "COPIES": num_copies(groups)})

@@ -115,7 +115,7 @@ def decide_kernel(
 
 
 @triton.jit(do_not_specialize=["num_tensors", "room", "order_bits", "capacity", "num_programs"])
-def settle_kernel(
+def split_kernel(
     table, constants, num_tensors, masks, own, room, order_bits,
     listed, keys, state, counters, capacity, num_programs,
     NAME: tl.constexpr, WT: tl.constexpr, MT: tl.constexpr, VT: tl.constexpr,

@@ -11,8 +11,8 @@ from torch import Tensor
 from .. import bits
 from ..lazy import Lazy
 from .launch import launch
-from .scores import is_strange, packed, read_by, scores_of, sortable
-from .tensor_table import COLUMNS, FIRST, LIVE, NUMEL, OUT, TILE, is_live, locate, readable
+from .scores import find_tile, is_strange, packed, read_by, scores_of, sortable
+from .tensor_table import COLUMNS, FIRST, LIVE, OUT, TILE, is_live, locate, readable
 
 LONGEST = 1 << 15  # inputs of a row that a program holds in registers
 WIDEST = 16  # of a group
@@ -101,11 +101,7 @@ def group_kernel(
 ):  # fmt: skip
     """Bits of a tile without the ``num_drop`` smallest of every ``GROUP`` elements."""
     tile = tl.program_id(0)
-    tensor = locate(table, num_tensors, tile, DEPTH)
-    row = table + tensor * COLUMNS
-    first = (tile - tl.load(row + FIRST)) * TILE
-    left, live = tl.load(row + NUMEL) - first, tl.load(row + LIVE)
-    addresses, numbers = read_by(row, constants + tensor * 4)
+    tensor, row, first, left, live, addresses, numbers = find_tile(table, constants, num_tensors, tile, DEPTH, TILE)
     mask = masks + tl.load(row + OUT) + first // 8
     for start in range(0, TILE, BLOCK):
         lane = start + tl.arange(0, BLOCK)
