@@ -23,7 +23,7 @@ def count_kernel(
     shift = tl.load(state + SHIFT).to(tl.uint32)
     digits, above = tl.zeros((DIGITS,), tl.int32), tl.zeros((BLOCK,), tl.int32)
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        tensor, row, first, left, live, addresses, numbers = find_tile(
+        tensor, _row, first, left, live, addresses, numbers = find_tile(
             table, constants, num_tensors, tile, DEPTH, TILE
         )  # fmt: skip
         for start in range(0, TILE, BLOCK):
@@ -65,7 +65,7 @@ def tally_kernel(
     """How many live elements of each tile equal the threshold."""
     threshold = tl.load(state + BASE).to(tl.int32)
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        tensor, row, first, left, live, addresses, numbers = find_tile(
+        _tensor, _row, first, left, live, addresses, numbers = find_tile(
             table, constants, num_tensors, tile, DEPTH, TILE
         )  # fmt: skip
         equal = tl.zeros((BLOCK,), tl.int32)
@@ -86,7 +86,7 @@ def write_kernel(
     """Bits of what lies above the threshold, and of what equals it but the first ``NEED`` in order."""
     threshold, need = tl.load(state + BASE).to(tl.int32), tl.load(state + NEED)
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        tensor, row, first, left, live, addresses, numbers = find_tile(
+        _tensor, row, first, left, live, addresses, numbers = find_tile(
             table, constants, num_tensors, tile, DEPTH, TILE
         )  # fmt: skip
         num_equal = tl.load(tallies + tile)
