@@ -10,7 +10,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 from toys import NAMES, Net, adamw, adamw_prune, batch, net
 
-from prunus import AdamWPrune, Constant, Global, PerLayer, PerRow, Pruner, Ramp, Regrow, prune
+from prunus import AdamWPrune, Constant, Global, PerLayer, PerRow, Pruner, Ramp, Rate, Regrow, parameter_groups, prune
 
 RAMP = Ramp(0.7, 2, 6)
 
@@ -143,6 +143,34 @@ def fsdp2_holds_zeros_with_mixed_precision_and_accumulation(rank, world):
             assert round(pruner.sparsity * 1054) == round(0.7 * 1054)
             assert same_everywhere(pruner.digest())
             assert make is adamw or same_everywhere(float(optimizer.grad_norm))
+
+
+def rates_follow_the_density_of_whole_weights(rank, world):
+    """Factors and weights are those of one process, whichever way the weights are shared."""
+
+    def trained(model, optimizer, start=0):
+        pruner = Pruner(model, optimizer, schedule=RAMP, every=2, score="magnitude", rate=Rate(1))
+        for step in range(8):
+            optimizer.zero_grad()
+            backward(model, step, 0)
+            optimizer.step()
+        return pruner
+
+    for make in (adamw_prune, lambda model: torch.optim.AdamW(parameter_groups(model), lr=1e-2)):
+        alone = trained(plain := net(), make(plain))
+        expected = {layer.name: layer.rate for layer in alone.report().layers}
+        assert max(expected.values()) > 2
+        sharded = net()
+        fully_shard(sharded.hidden)
+        fully_shard(sharded)
+        for model in (DistributedDataParallel(net()), sharded):
+            pruner = trained(model, make(model))
+            pruned_are_zero(pruner)
+            found = {layer.name.removeprefix("module."): layer.rate for layer in pruner.report().layers}
+            assert found == expected and same_everywhere(str(found))
+            for ours, one in zip(model.parameters(), plain.parameters(), strict=True):
+                full = ours.full_tensor() if isinstance(ours, DTensor) else ours
+                torch.testing.assert_close(full, one, atol=1e-5, rtol=1e-4)
 
 
 def clipping_inside_the_step_knows_the_norm_of_all_shards(rank, world):
@@ -282,6 +310,7 @@ CHECKS = {  # on how many ranks
     a_group_of_ones_own_is_not_compared: {2},
     scores_that_are_not_finite_on_one_rank_raise_on_all: {3},
     fsdp2_holds_zeros_with_mixed_precision_and_accumulation: {3},
+    rates_follow_the_density_of_whole_weights: {2, 3},
     clipping_inside_the_step_knows_the_norm_of_all_shards: {3},
     wanda_has_the_same_norms_on_all_ranks: {2},
     tensor_parallel_and_fsdp_over_it_prune_as_one: {2, 4},
