@@ -16,8 +16,7 @@ from prunus.ops.machine import device_of
 from prunus.score import Score
 from prunus.statistics import score_of
 
-from .benchmark import Benchmark, Measured, Record, Row, section, table_of
-from .measure import copy_gb_s, median_ms, peak_extra_mib
+from .benchmark import Benchmark, Measured, Record, Row, Section, copy_gb_s, median_ms, peak_extra_mib
 
 GPT2 = [(2304, 768), (768, 768), (3072, 768), (768, 3072)]
 MISTRAL = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336)]
@@ -26,15 +25,8 @@ OURS = "prunus, exact"
 LARGEST = 1 << 31  # weights that the rivals, which put all scores into one tensor, are run on
 
 
-def shapes_of(name: str | None, layers: int, dim: int) -> tuple[list[tuple[int, int]], str]:
-    """The prunable weights of a model by name, or ``layers`` square ones; and what to call them."""
-    if name is None:
-        return [(dim, dim)] * layers, f"{layers} weights of {dim} x {dim}"
-    return SHAPES[name], f"{len(SHAPES[name])} weights of {name}"
-
-
 @dataclass(frozen=True, kw_only=True)
-class Command(Benchmark):
+class Select(Benchmark):
     """Find masks by every selector, and in the ways of others."""
 
     layers: int = 12  # number of weights
@@ -49,13 +41,21 @@ class Command(Benchmark):
 
     def measure(self) -> Measured:
         device = device_of(self.device)
-        shapes, weights = shapes_of(self.shapes, self.layers, self.dim)
+        shapes, weights = [(self.dim, self.dim)] * self.layers, square_weights(self.layers, self.dim)
+        if self.shapes:
+            shapes = SHAPES[self.shapes]
+            weights = f"{len(shapes)} weights of {self.shapes}"
         p = problem(shapes, self.score, self.sparsity, device, getattr(torch, self.dtype))
         settings = {"score": self.score, "sparsity": self.sparsity, "repeat": self.repeat, "dtype": self.dtype}
         settings |= {"num_weights": p.num_weights, "weights": weights, "num_bytes": p.num_bytes}
         rivals = self.rivals and p.num_weights <= LARGEST
         methods = {name: method for name, method in METHODS.items() if rivals or name.startswith("prunus")}
         return "select", settings | {"copy_gb_s": copy_gb_s(device)}, measure_methods(p, methods, self.repeat, device)
+
+
+def square_weights(layers: int, dim: int) -> str:
+    """What records call so many square weights."""
+    return f"{layers} weights of {dim} x {dim}"
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,7 @@ class Problem:
 
     def scores(self) -> Iterator[Tensor]:
         """The score of each weight, one at a time."""
-        for source in self.sources():
-            yield next(source.pieces(source.numel))[1].view(source.shape)
+        return (source.all() for source in self.sources())
 
     def sources(self) -> list[Lazy]:
         found = []
@@ -156,9 +155,9 @@ def torch_prune(p: Problem) -> list[Tensor]:
     return [layer.get_buffer("weight_mask") for layer in layers]
 
 
-def by(select: Any, sparsity: float | None = None) -> Callable[[Problem], list[Tensor]]:
+def by(select: Any) -> Callable[[Problem], list[Tensor]]:
     """Ours: packed masks by one read of what the score reads."""
-    return lambda p: list(select.packed(p.sources(), p.sparsity if sparsity is None else sparsity, {}).values())
+    return lambda p: list(select.packed(p.sources(), select.sparsity or p.sparsity, {}).values())
 
 
 def from_half_on(p: Problem) -> list[Tensor]:
@@ -198,7 +197,7 @@ METHODS = {
     "prunus, by row": Method(
         by(PerRow()), num_drop=lambda p: sum(len(weight) * round(p.sparsity * weight.shape[1]) for weight in p.weights)
     ),
-    "prunus, 2:4": Method(by(NofM(2, 4), 0.5), num_drop=lambda p: round(0.5 * p.num_weights)),
+    "prunus, 2:4": Method(by(NofM(2, 4)), num_drop=lambda p: round(0.5 * p.num_weights)),
 }
 
 
@@ -208,31 +207,21 @@ def measure_methods(p: Problem, methods: dict[str, Method], repeat: int, device:
     _ = p.halved  # found ahead, so that it counts for no method
     rows = []
     for name, method in methods.items():
-        restore = _restorer(p) if method.masks is with_zeroing else lambda: None
+        tensors = [tensor for w, state in zip(p.weights, p.moments, strict=True) for tensor in (w, *state.values())]
+        copies = [tensor.clone() for tensor in tensors] if method.masks is with_zeroing else []
+        restore = partial(torch._foreach_copy_, tensors, copies) if copies else lambda: None
         call = partial(method.masks, p)
         peak = peak_extra_mib(call, device, restore)
-        num_wanted = p.num_weights - method.num_drop(p)
         masks = call()
-        row: Row = {"kept_too_many": count_kept(masks) - num_wanted}
-        row["edge_error"] = None if method.exact else error_of_edge(p, masks, edge)
+        too_many = count_kept(masks) - (p.num_weights - method.num_drop(p))
+        edge_error = None if method.exact else error_of_edge(p, masks, edge)
         del masks
         restore()
-        time_ms = median_ms(call, repeat, device, restore)
+        ms = median_ms(call, repeat, device, restore)
         restore()
-        row |= {"read_gb_s": p.num_bytes / time_ms / 1e6 if name == OURS else None}
-        rows.append({"method": name, "exact": method.exact, "ms": time_ms, "extra_mib": peak, **row})
+        row = {"method": name, "exact": method.exact, "ms": ms, "extra_mib": peak, "kept_too_many": too_many}
+        rows.append(row | {"edge_error": edge_error, "read_gb_s": p.num_bytes / ms / 1e6 if name == OURS else None})
     return rows
-
-
-def _restorer(p: Problem) -> Callable[[], None]:
-    tensors = [*p.weights, *(moment for state in p.moments for moment in state.values())]
-    copies = [tensor.clone() for tensor in tensors]
-
-    def restore() -> None:
-        for tensor, copy in zip(tensors, copies, strict=True):
-            tensor.copy_(copy)
-
-    return restore
 
 
 def check_exact(p: Problem) -> float:
@@ -268,6 +257,8 @@ weights than asked are kept (negative: fewer), "edge" how far the smallest score
 torch.nn.utils.prune ranks by magnitude, which reads less. "From half pruned on" is a later event: half are pruned, \
 and half of the rest goes.
 """
+COLUMNS = {"method": "method", "ms": "ms:.2f", "times ours": "times_ours:.2f", "extra MiB": "extra"}
+COLUMNS |= {"off by": "kept_too_many:,", "edge": "edge_error:+.2%"}
 PARTS = """Where the time of one event goes ({weights}, bitter7, 50 %). Events queued one behind the other take \
 {queued_ms:.2f} ms each on the device, a CUDA graph of one with the wait {replayed_ms:.2f} ms; called one by one, \
 {total_ms:.2f} ms in the median of the stamped calls and {least_ms:.2f} ms at best: the rest is the host before the \
@@ -275,27 +266,29 @@ pass is launched, which the device waits for. What the host does after that is h
 """
 
 
-def select_section(record: Record) -> str:
-    ours = next(row for row in record["rows"] if row["method"] == OURS)
-    rows = []
-    for row in record["rows"]:
-        extra = "not measured" if row["extra_mib"] is None else f"{row['extra_mib']:.1f}"
-        rows.append(row | {"times_ours": row["ms"] / ours["ms"], "extra": extra})
-    columns = {"method": "method", "ms": "ms:.2f", "times ours": "times_ours:.2f", "extra MiB": "extra"}
-    body = table_of(rows, columns | {"off by": "kept_too_many:,", "edge": "edge_error:+.2%"})
-    num_bytes, copy = record["settings"]["num_bytes"], record["settings"]["copy_gb_s"]
-    if copy:
-        body += (
-            f"\n\nThe least that must be read is {num_bytes / 1e9:.2f} GB: {num_bytes / copy / 1e6:.2f} ms at the "
-            f"{copy:,.0f} GB/s of a copy measured in the same run. Ours reads {ours['read_gb_s']:,.0f} GB/s over the "
-            f"whole event, {ours['read_gb_s'] / copy:.0%} of that."
-        )
-    return section("Finding the masks", record, SELECT, body)
+def _ours(record: Record) -> Row:
+    return next(row for row in record["rows"] if row["method"] == OURS)
 
 
-def parts_section(record: Record) -> str:
-    body = table_of(record["rows"], {"part": "part", "where": "where", "us": "us:,.1f"})
-    return section("Finding the masks: what bounds it", record, PARTS, body)
+def _more(row: Row, record: Record) -> Row:
+    extra = "not measured" if row["extra_mib"] is None else f"{row['extra_mib']:.1f}"
+    return {"times_ours": row["ms"] / _ours(record)["ms"], "extra": extra}
 
 
-SECTIONS = {"select": select_section, "parts": parts_section}
+def _bound(record: Record) -> str:
+    num_bytes, copy, read = record["settings"]["num_bytes"], record["settings"]["copy_gb_s"], _ours(record)["read_gb_s"]
+    if not copy:
+        return ""
+    return (
+        f"\n\nThe least that must be read is {num_bytes / 1e9:.2f} GB: {num_bytes / copy / 1e6:.2f} ms at the "
+        f"{copy:,.0f} GB/s of a copy measured in the same run. Ours reads {read:,.0f} GB/s over the "
+        f"whole event, {read / copy:.0%} of that."
+    )
+
+
+SECTIONS = {
+    "select": Section("Finding the masks", SELECT, COLUMNS, _more, _bound),
+    "parts": Section(
+        "Finding the masks: what bounds it", PARTS, {"part": "part", "where": "where", "us": "us:,.1f"}
+    ),  # no command writes such a record
+}
