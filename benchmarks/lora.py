@@ -62,7 +62,7 @@ def sparse_model(steps: int) -> nn.Module:
 
 
 def tokens_of(text: str) -> Tensor:
-    return torch.tensor(list(text.encode()))
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).long()
 
 
 def batches(data: Tensor, count: int, seed: int) -> list[Tensor]:
