@@ -28,7 +28,6 @@ from prunus.statistics import score_of, sources
 from prunus.threshold import cut
 
 from .benchmark import Benchmark, Measured, Record, Row, Section, in_turns, median_ms, newest_records
-from .select import square_weights
 
 RANKS = (1, 2, 4)
 TOKENS = 64  # rows of the batch of each rank
@@ -49,7 +48,8 @@ class Distributed(Benchmark):
     def measure(self) -> Measured:
         device = device_of(self.device)
         settings = {"sparsity": self.sparsity, "repeat": self.repeat, "tokens": TOKENS}
-        settings |= {"num_weights": self.layers * self.dim**2, "weights": square_weights(self.layers, self.dim)}
+        weights = f"{self.layers} weights of {self.dim} x {self.dim}"
+        settings |= {"num_weights": self.layers * self.dim**2, "weights": weights}
         rows = measure_ranks(self) if device.type == "cpu" else []
         return "distributed", settings, rows + measure_one_rank(self, device)
 

@@ -13,7 +13,6 @@ from prunus import Global, NofM, PerLayer, PerRow
 from prunus.ops import bits
 from prunus.ops.lazy import Lazy
 from prunus.ops.machine import device_of
-from prunus.score import Score
 from prunus.statistics import score_of
 
 from .benchmark import Benchmark, Measured, Record, Row, Section, copy_gb_s, median_ms, peak_extra_mib
@@ -41,60 +40,51 @@ class Select(Benchmark):
 
     def measure(self) -> Measured:
         device = device_of(self.device)
-        shapes, weights = [(self.dim, self.dim)] * self.layers, square_weights(self.layers, self.dim)
-        if self.shapes:
-            shapes = SHAPES[self.shapes]
-            weights = f"{len(shapes)} weights of {self.shapes}"
+        shapes = SHAPES[self.shapes] if self.shapes else [(self.dim, self.dim)] * self.layers
+        weights = f"{len(shapes)} weights of {self.shapes or f'{self.dim} x {self.dim}'}"
         p = problem(shapes, self.score, self.sparsity, device, getattr(torch, self.dtype))
         settings = {"score": self.score, "sparsity": self.sparsity, "repeat": self.repeat, "dtype": self.dtype}
-        settings |= {"num_weights": p.num_weights, "weights": weights, "num_bytes": p.num_bytes}
+        num_bytes = sum(tensor.nbytes for source in p.sources for tensor in source.reads.values())
+        settings |= {"num_weights": p.num_weights, "weights": weights, "num_bytes": num_bytes}
         rivals = self.rivals and p.num_weights <= LARGEST
         methods = {name: method for name, method in METHODS.items() if rivals or name.startswith("prunus")}
-        return "select", settings | {"copy_gb_s": copy_gb_s(device)}, measure_methods(p, methods, self.repeat, device)
-
-
-def square_weights(layers: int, dim: int) -> str:
-    """What records call so many square weights."""
-    return f"{layers} weights of {dim} x {dim}"
+        rows = measure_methods(p, methods, self.repeat, device)
+        for row in rows:
+            row["read_gb_s"] = num_bytes / row["ms"] / 1e6 if row["method"] == OURS else None
+        return "select", settings | {"copy_gb_s": copy_gb_s(device)}, rows
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Weights and Adam moments of one model, and the score to rank them by."""
+    """Scores of a model's weights, as sources, Adam's moments of each, and the sparsity."""
 
-    weights: list[Tensor]
-    moments: list[dict[str, Tensor]]  # exp_avg and exp_avg_sq
-    score: Score
+    sources: list[Lazy]
+    moments: list[tuple[Tensor, Tensor]]
     sparsity: float
 
     @property
     def num_weights(self) -> int:
-        return sum(weight.numel() for weight in self.weights)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of what the score reads: the least that must be moved."""
-        return sum(tensor.nbytes for source in self.sources() for tensor in source.reads.values())
+        return sum(source.numel for source in self.sources)
 
     @property
     def num_drop(self) -> int:
         return round(self.sparsity * self.num_weights)
 
+    @property
+    def weights(self) -> list[Tensor]:
+        return [source.weight for source in self.sources]
+
     @cached_property
     def halved(self) -> dict[str, Tensor]:
         """Packed masks of half of the weights."""
-        return Global().packed(self.sources(), 0.5, {})
+        return Global().packed(self.sources, 0.5, {})
 
     def scores(self) -> Iterator[Tensor]:
         """The score of each weight, one at a time."""
-        return (source.all() for source in self.sources())
+        return (source.all() for source in self.sources)
 
-    def sources(self) -> list[Lazy]:
-        found = []
-        for i, (weight, state) in enumerate(zip(self.weights, self.moments, strict=True)):
-            reads = {name: weight if name == "weight" else state[name] for name in self.score.reads}
-            found.append(Lazy(f"{i}", weight, self.score.of, reads, formula=self.score.formula))
-        return found
+    def all_scores(self) -> Tensor:
+        return torch.cat([score.flatten() for score in self.scores()])
 
 
 def problem(
@@ -105,25 +95,27 @@ def problem(
     if unknown := set(row.reads) - {"weight", "exp_avg", "exp_avg_sq"}:
         raise ValueError(f"the benchmark has weights and moments, but {score} reads {min(unknown)}")
     torch.manual_seed(0)
-    weights, moments = [], []
-    for outputs, inputs in shapes:
-        weight = torch.empty(outputs, inputs, device=device, dtype=dtype).normal_(std=0.02)
+    sources, moments = [], []
+    for number, shape in enumerate(shapes):
+        weight = torch.empty(shape, device=device, dtype=dtype).normal_(std=0.02)
         grad = torch.randn_like(weight) * torch.rand_like(weight) * 1e-4
-        weights.append(weight)
-        moments.append({"exp_avg": 0.1 * grad, "exp_avg_sq": grad.square()})
-    return Problem(weights, moments, row, sparsity)
+        tensors = {"weight": weight, "exp_avg": 0.1 * grad, "exp_avg_sq": grad.square()}
+        reads = {name: tensors[name] for name in row.reads}
+        sources.append(Lazy(f"{number}", weight, row.of, reads, formula=row.formula))
+        moments.append((tensors["exp_avg"], tensors["exp_avg_sq"]))
+    return Problem(sources, moments, sparsity)
 
 
 def kthvalue(p: Problem) -> list[Tensor]:
     """Exact but for ties: all scores in one tensor, its k-th value, masks."""
-    scores = torch.cat([score.flatten() for score in p.scores()])
+    scores = p.all_scores()
     edge = scores.kthvalue(max(1, p.num_drop)).values
     return [score > edge for score in p.scores()]
 
 
 def topk(p: Problem) -> list[Tensor]:
     """Exact: the indices of the largest scores."""
-    scores = torch.cat([score.flatten() for score in p.scores()])
+    scores = p.all_scores()
     keep = torch.zeros_like(scores, dtype=torch.bool)
     keep[scores.topk(p.num_weights - p.num_drop, sorted=False).indices] = True
     return list(keep.split([weight.numel() for weight in p.weights]))
@@ -131,7 +123,7 @@ def topk(p: Problem) -> list[Tensor]:
 
 def sampled_2_percent(p: Problem) -> list[Tensor]:
     """Approximate: a quantile of 2 % of the concatenated scores."""
-    scores = torch.cat([score.flatten() for score in p.scores()])
+    scores = p.all_scores()
     sample = scores[torch.randint(0, len(scores), (len(scores) // 50,), device=scores.device)]
     edge = sample.kthvalue(max(1, round(p.sparsity * len(sample)))).values
     return [score > edge for score in scores.split([weight.numel() for weight in p.weights])]
@@ -157,20 +149,20 @@ def torch_prune(p: Problem) -> list[Tensor]:
 
 def by(select: Any) -> Callable[[Problem], list[Tensor]]:
     """Ours: packed masks by one read of what the score reads."""
-    return lambda p: list(select.packed(p.sources(), select.sparsity or p.sparsity, {}).values())
+    return lambda p: list(select.packed(p.sources, select.sparsity or p.sparsity, {}).values())
 
 
 def from_half_on(p: Problem) -> list[Tensor]:
     """A later event: half of the weights are pruned, and half of the rest goes."""
     live = p.num_weights - round(0.5 * p.num_weights)
-    return list(Global().packed(p.sources(), 0.75, p.halved, live).values())
+    return list(Global().packed(p.sources, 0.75, p.halved, live).values())
 
 
 def with_zeroing(p: Problem) -> list[Tensor]:
     """The whole event: the masks, then weights and moments zeroed by them."""
     masks = by(Global())(p)
-    for weight, state, mask in zip(p.weights, p.moments, masks, strict=True):
-        for tensor in (weight, *state.values()):
+    for weight, moments, mask in zip(p.weights, p.moments, masks, strict=True):
+        for tensor in (weight, *moments):
             bits.zero_(tensor, mask)
     return masks
 
@@ -207,7 +199,7 @@ def measure_methods(p: Problem, methods: dict[str, Method], repeat: int, device:
     _ = p.halved  # found ahead, so that it counts for no method
     rows = []
     for name, method in methods.items():
-        tensors = [tensor for w, state in zip(p.weights, p.moments, strict=True) for tensor in (w, *state.values())]
+        tensors = [*p.weights, *(tensor for both in p.moments for tensor in both)]
         copies = [tensor.clone() for tensor in tensors] if method.masks is with_zeroing else []
         restore = partial(torch._foreach_copy_, tensors, copies) if copies else lambda: None
         call = partial(method.masks, p)
@@ -219,8 +211,8 @@ def measure_methods(p: Problem, methods: dict[str, Method], repeat: int, device:
         restore()
         ms = median_ms(call, repeat, device, restore)
         restore()
-        row = {"method": name, "exact": method.exact, "ms": ms, "extra_mib": peak, "kept_too_many": too_many}
-        rows.append(row | {"edge_error": edge_error, "read_gb_s": p.num_bytes / ms / 1e6 if name == OURS else None})
+        row = {"method": name, "exact": method.exact, "ms": ms, "extra_mib": peak}
+        rows.append(row | {"kept_too_many": too_many, "edge_error": edge_error})
     return rows
 
 

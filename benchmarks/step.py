@@ -23,7 +23,6 @@ from prunus.ops import bits
 from prunus.ops.machine import device_of, wait_for
 
 from .benchmark import QUEUED, Benchmark, Measured, Record, Row, Section, copy_gb_s, in_turns, overhead, queued, timed
-from .select import square_weights
 
 CONTEXT, LR = 256, 1e-4
 MASKED, WITH_RATES = "prunus AdamWPrune, masks", "prunus AdamWPrune, masks, rates"
@@ -44,8 +43,8 @@ class Step(Benchmark):
     def measure(self) -> Measured:
         device, settings = device_of(self.device), {"sparsity": self.sparsity, "repeat": self.repeat}
         if device.type == "cuda":
-            settings |= {"weights": square_weights(self.layers, self.dim), "num_weights": self.layers * self.dim**2}
-            settings |= {"copy_gb_s": copy_gb_s(device)}
+            weights = f"{self.layers} weights of {self.dim} x {self.dim}"
+            settings |= {"weights": weights, "num_weights": self.layers * self.dim**2, "copy_gb_s": copy_gb_s(device)}
             return "update", settings, measure_updates(self, device)
         rows = [row for tokens in self.tokens for fused in (False, True) for row in measure_steps(self, tokens, fused)]
         model = self.network()
@@ -81,6 +80,10 @@ def prunable(model: nn.Module) -> list[nn.Parameter]:
     return [weight.parameter for weight in eligible(model).weights]
 
 
+def gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
 def dense(model: nn.Module, fused: bool, sparsity: float) -> Arm:
     return Arm(model, AdamW(model.parameters(), lr=LR, fused=fused))
 
@@ -103,20 +106,10 @@ def multiply(model: nn.Module, fused: bool, sparsity: float) -> Arm:
     """The usual way: a float mask multiplied on gradient and weight, four bytes a weight."""
     weights = prunable(model)
     masks = [(w.abs() > w.abs().flatten().quantile(sparsity)).float() for w in weights]
-
-    @torch.no_grad()
-    def on_gradients() -> None:
-        for weight, mask in zip(weights, masks, strict=True):
-            if weight.grad is not None:
-                weight.grad.mul_(mask)
-
-    @torch.no_grad()
-    def on_weights() -> None:
-        for weight, mask in zip(weights, masks, strict=True):
-            weight.mul_(mask)
-
-    on_weights()
-    return replace(dense(model, fused, sparsity), before=on_gradients, after=on_weights)
+    multiply_weights = partial(torch._foreach_mul_, [w.detach() for w in weights], masks)
+    multiply_weights()
+    arm = dense(model, fused, sparsity)
+    return replace(arm, before=lambda: torch._foreach_mul_(gradients(weights), masks), after=multiply_weights)
 
 
 def torch_prune(model: nn.Module, fused: bool, sparsity: float) -> Arm:
@@ -209,13 +202,11 @@ def measure_updates(options: Step, device: torch.device) -> list[Row]:
             optimizer.state[parameter]["mask"] = mask
         return optimizer
 
-    def with_rates() -> AdamWPrune:
-        optimizer, factor = masked(), Rate(power=0.5)(1 - options.sparsity)
-        optimizer.rates = {p: torch.full((), factor, dtype=torch.float64, device=device) for p in made}
-        return optimizer
+    with_rates, factor = masked(), Rate(power=0.5)(1 - options.sparsity)
+    with_rates.rates = {p: torch.full((), factor, dtype=torch.float64, device=device) for p in made}
 
     def around_fused() -> None:
-        torch._foreach_mul_([p.grad for p in made if p.grad is not None], floats)
+        torch._foreach_mul_(gradients(made), floats)
         fused.step()
         torch._foreach_mul_(weights, floats)
 
@@ -228,7 +219,7 @@ def measure_updates(options: Step, device: torch.device) -> list[Row]:
         "masks times gradient and weight around it": around_fused,
         "prunus AdamWPrune, no masks": AdamWPrune(made, lr=LR).step,
         MASKED: masked().step,
-        WITH_RATES: with_rates().step,
+        WITH_RATES: with_rates.step,
         "prunus AdamWPrune, masks, spam": masked(spam=Spam(every=10**9)).step,
         "torch: clip_grad_norm_, then fused": clipped_fused,
         "prunus AdamWPrune, masks, max_norm": masked(max_norm=1.0).step,
@@ -275,7 +266,7 @@ class Train(Benchmark):
         base = Run(**said, data=self.data, device=self.device, steps=steps, begin=1, end=steps)
         rows: list[Row] = []
         for name, arm in TRAINED.items():
-            row = {"arm": name} | measure_training(replace(base, **arm), rounds)
+            row: Row = {"arm": name} | measure_training(replace(base, **arm), rounds)
             rows.append(row | {"ratio": row["ms"] / (rows[0]["ms"] if rows else row["ms"])})
         return "train", said | {"rounds": rounds}, rows
 
@@ -316,20 +307,12 @@ steps counted in; medians of {rounds} rounds of {every} steps, to {sparsity:.0%}
 """
 
 
-def _alone(row: Row, record: Record) -> Row:
-    return {"overhead": None, "beside": None} if row["arm"] == row["beside"] else {}
-
-
 def _agreement(record: Record) -> str:
-    text = (
-        f"\n\nOne step from equal state differs from torch's by at most {record['rows'][0]['ulps_from_torch']:.2f} ulp, "
-        "counted at the larger of the weight and the learning rate."
-    )
-    for row in record["rows"]:
-        if "overhead" in row:
-            text += (
-                f" Factors on learning rates add {row['overhead']:+.2%} to the masked step, in the median of rounds."
-            )
+    ulps = record["rows"][0]["ulps_from_torch"]
+    text = f"\n\nOne step from equal state differs from torch's by at most {ulps:.2f} ulp, "
+    text += "counted at the larger of the weight and the learning rate."
+    for row in (row for row in record["rows"] if "overhead" in row):
+        text += f" Factors on learning rates add {row['overhead']:+.2%} to the masked step, in the median over rounds."
     return text
 
 
@@ -338,7 +321,12 @@ COLUMNS |= {"overhead": "overhead:+.2%", "beside": "beside"}
 TRAIN_COLUMNS = {"arm": "arm", "ms a step": "ms:.2f", "ratio": "ratio:.4f", "spread": "spread:.2f"}
 TRAIN_COLUMNS |= {"tokens/s": "tokens_a_second:,.0f", "peak MiB": "peak_mib:,.0f", "steady MiB": "steady_mib:,.1f"}
 SECTIONS = {
-    "step": Section("Keeping them: a training step", STEP, COLUMNS, _alone),
+    "step": Section(
+        "Keeping them: a training step",
+        STEP,
+        COLUMNS,
+        lambda row, record: {"overhead": None, "beside": None} if row["arm"] == row["beside"] else {},
+    ),
     "update": Section(
         "Keeping them: the optimizer's step",
         UPDATE,
