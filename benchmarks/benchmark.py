@@ -20,7 +20,7 @@ import torch
 
 from prunus.files.json_file import write_json
 from prunus.lab.markdown import table, where
-from prunus.lab.tracking import commit, environment, machine
+from prunus.lab.tracking import commit, environment, machine, peak_memory, reset_peak_memory
 from prunus.ops.machine import said_by_linux, wait_for
 from prunus.schedule import check_sparsity
 
@@ -163,22 +163,18 @@ def peak_extra_mib(function: Callable[[], object], device: torch.device, after: 
     what else the process touches can only add. Builds of torch for ARM keep freed memory, which hides it from this
     count; the environment variable MIMALLOC_PURGE_DELAY=0 makes them return it.
     """
-    if device.type != "cuda" and said_by_linux("self/status", "VmHWM") is None:
+    on_gpu = device.type == "cuda"
+    if not on_gpu and said_by_linux("self/status", "VmHWM") is None:
         return None
     peaks = []
     for _ in range(3):
         gc.collect()
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-            base = torch.cuda.memory_allocated()
-        else:
+        if not on_gpu:
             ctypes.CDLL(None).malloc_trim(0)
-            Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-            base = said_by_linux("self/status", "VmRSS") or 0
+        reset_peak_memory(device)
+        base = torch.cuda.memory_allocated() if on_gpu else said_by_linux("self/status", "VmRSS") or 0
         timed(queued(function, 1), device)
-        on_gpu = device.type == "cuda"
-        peak = torch.cuda.max_memory_allocated() if on_gpu else said_by_linux("self/status", "VmHWM") or 0
-        peaks.append((peak - base) / 2**20)
+        peaks.append((peak_memory(device) - base) / 2**20)
         after()
     return min(peaks)
 

@@ -33,8 +33,8 @@ class Evidence:
     """Does the gradient probe help? Prunes three models by each strategy with and without it, at equal sparsity.
 
     The folder --data holds stories15M/ (a Hugging Face folder, with calib.u16 and valid.u16), SmolLM2-135M/ (its .gguf
-    file and text.txt, the validation text of wikitext-2) and ResNet-20/ (its weights as .th, with CIFAR-10 as its
-    binary version has it).
+    file, with calib.u16 and valid.u16: tokens of both halves of the validation text of wikitext-2, without special
+    ones) and ResNet-20/ (its weights as .th, with the .bin files of CIFAR-10).
 
     run: the study, a JSON file for each model and seed; an interrupted run continues. page: docs/probe.md from all
     files.

@@ -88,8 +88,6 @@ def load_model(case: Case, data: Path, seed: int, device: torch.device) -> Train
     if is_cifar10(folder):
         return _image_model(case, folder, seed, device)
     packed = sorted(folder.glob("*.gguf"))
-    if packed and not (folder / "calib.u16").is_file():
-        write_tokens(folder, packed[0].name)
     return load_trained(
         ModelSource(
             model=str(folder),
@@ -104,20 +102,6 @@ def load_model(case: Case, data: Path, seed: int, device: torch.device) -> Train
             device=str(device),
         )
     )
-
-
-def write_tokens(folder: Path, gguf_file: str) -> None:
-    """Tokens of both halves of ``text.txt``, cut between two lines: ``calib.u16`` and ``valid.u16``."""
-    from transformers import AutoTokenizer
-
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder, gguf_file=gguf_file, local_files_only=True)
-    text = (folder / "text.txt").read_text(encoding="utf-8")
-    middle = text.index("\n", len(text) // 2) + 1
-    for name, half in (("valid", text[middle:]), ("calib", text[:middle])):
-        tokens = np.array(tokenizer.encode(half, add_special_tokens=False))
-        if tokens.max() > 0xFFFF:
-            raise ValueError(f"the vocabulary of {folder} does not fit into uint16: token {tokens.max()}")
-        tokens.astype("<u2").tofile(folder / f"{name}.u16")
 
 
 def _image_model(case: Case, folder: Path, seed: int, device: torch.device) -> TrainedModel:
@@ -229,13 +213,12 @@ class Arm:
         yield self._by(Global()(draw, level), level, "alone")
 
     def _alone(self, level: float) -> Iterator[Row]:
-        with self._pruned(level) as result:
-            yield self._row(level, "alone", result.sparsity)
+        yield self._by(self._result(level).masks, level, "alone")
 
     def _exact(self, level: float) -> Iterator[Row]:
         """The probe of more candidates than are needed, all at once, for every tau; and tau by the sparsity."""
-        with self._pruned(level, Probe("target", schedule="joint")) as result:
-            yield self._row(level, "target", result.sparsity)
+        result = self._result(level, Probe("target", schedule="joint"))
+        yield self._by(result.masks, level, "target")
         sources = self.job.strategy.sources(level, {})
         for tau in self.study.case.taus:
             masks = replaced_veto(result, sources, tau, self.select, level)
@@ -243,33 +226,25 @@ class Arm:
 
     def _probed(self, level: float) -> Iterator[Row]:
         """The probe as it is defined, with the strategy alone and a veto by lot as sparse beside it."""
-        schedule, taus = self.study.case.schedule, self.study.case.taus
-        result = None
-        for tau in taus:
+        schedule, result = self.study.case.schedule, None
+        for tau in self.study.case.taus:
             if result is None or schedule != "joint":  # joint ratios serve every tau
-                with self._pruned(level, Probe(tau, schedule=schedule)) as result:
-                    pass
-            result.retake_(tau)
-            yield self._row(level, "probed", result.sparsity, tau)
-            self.job.undo_(result.originals)
+                result = self._result(level, Probe(tau, schedule=schedule))
+            result.packed = result.packed_at(tau)
+            yield self._by(result.masks, level, "probed", tau)
             yield self._by(exactly(self.job, result.sparsity, self._generator()), level, "alone, as sparse", tau)
             yield self._by(vetoed_by_lot(result, self._generator()), level, "by lot", tau)
 
+    def _result(self, sparsity: float, probe: Probe | None = None) -> Result:
+        """What pruning would do; the model stays dense."""
+        result = self.job.prune(sparsity, probe)
+        self.job.undo_(result.originals)
+        return result
+
     def _by(self, masks: Masks, level: float, way: str, tau: float | None = None) -> Row:
         with pruned_by(self.job, masks) as sparsity:
-            return self._row(level, way, sparsity, tau)
-
-    def _row(self, level: float, way: str, sparsity: float, tau: float | None = None) -> Row:
-        value = self.trained.evaluate(self.trained.model)
+            value = self.trained.evaluate(self.trained.model)
         return Row(self.strategy, level, way, tau, sparsity, value if math.isfinite(value) else None)
-
-    @contextmanager
-    def _pruned(self, sparsity: float, probe: Probe | None = None) -> Iterator[Result]:
-        result = self.job.prune(sparsity, probe)
-        try:
-            yield result
-        finally:
-            self.job.undo_(result.originals)
 
     def _generator(self) -> torch.Generator:
         return torch.Generator(self.job.walk.device).manual_seed(self.study.seed)
