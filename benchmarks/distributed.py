@@ -89,24 +89,21 @@ class Training:
         self.pruner.step = 0
 
 
-Pair = tuple[Training, Training]  # without and with pruning
+def pair(options: Distributed, device: torch.device, sharded: bool) -> list[Training]:
+    """The same training without and with pruning."""
+    return [Training(options, device, sharded=sharded, pruned=pruned) for pruned in (False, True)]
 
 
-def pair(options: Distributed, device: torch.device, sharded: bool) -> Pair:
-    plain, pruned = (Training(options, device, sharded=sharded, pruned=pruned) for pruned in (False, True))
-    return plain, pruned
-
-
-def rows_of(pairs: Mapping[str, Pair], options: Distributed, device: torch.device) -> list[Row]:
+def rows_of(pairs: Mapping[str, list[Training]], options: Distributed, device: torch.device) -> list[Row]:
     """Event and step of each pair, all of them in turns."""
     events = in_turns({way: pruned.event for way, (_, pruned) in pairs.items()}, EVENTS - 1, device)
-    arms = {(way, i): training.step for way, both in pairs.items() for i, training in enumerate(both)}
-    steps = in_turns({str(key): step for key, step in arms.items()}, options.repeat, device)
-    return [
-        {"way": way, "event_ms": events[way].ms}
-        | {"plain_step_ms": steps[str((way, 0))].ms, "pruned_step_ms": steps[str((way, 1))].ms}
-        for way in pairs
-    ]
+    arms = {f"{way} {i}": training.step for way, both in pairs.items() for i, training in enumerate(both)}
+    steps = {name: turns.ms for name, turns in in_turns(arms, options.repeat, device).items()}
+    rows = []
+    for way in pairs:
+        row = {"way": way, "event_ms": events[way].ms}
+        rows.append(row | {"plain_step_ms": steps[f"{way} 0"], "pruned_step_ms": steps[f"{way} 1"]})
+    return rows
 
 
 def _rank(rank: int, world: int, folder: str, options: Distributed) -> None:
@@ -169,9 +166,24 @@ def _by_counts(pruner: Pruner, options: Distributed, device: torch.device) -> Ro
     return row | {"num_sums": ranks.num_sums, "bytes_exchanged": ranks.num_bytes}
 
 
+WEIGHTS, GPUS = 70_000_000_000, 64
 LATENCY_US = 100.0  # of a small all-reduce over 8 nodes of 8 GPUs
 LINK_GB_S = 50.0  # of a 400 Gb/s link a GPU
-WEIGHTS, GPUS = 70_000_000_000, 64
+STATED = """## An event for 70 B weights on 64 GPUs
+
+Computed, not measured. Stated, too: 100 us for a small all-reduce over 8 nodes of 8 GPUs, and 50 GB/s a GPU between \
+them. The counts do not grow with the model, but for one number a weight tensor. Later events, where some weights are \
+pruned already, read the masks too. The time of a rank's own cut includes its all-reduces with itself.
+"""
+PROJECTION = """On {machine} a cut by counts of {num:,} weights took {event_ms:.2f} ms, {num_sums} all-reduces and \
+{bytes_exchanged:,} bytes. At 70 B weights on 64 of them:
+
+- a rank reads 70 B / 64 = {billions:.3f} B weights: {event_ms:.2f} ms x {a_rank:,.0f} / {num:,} = {read:,.1f} ms
+- it waits for {num_sums} all-reduces of 100 us each: {wait:.2f} ms
+- it sends 2 x 63/64 x {bytes_exchanged:,} bytes at 50 GB/s: {sent:.4f} ms
+
+together {total:,.1f} ms an event; every 50 steps, {a_step:,.2f} ms a step.
+"""
 
 MARK = "<!-- What follows is written by python -m benchmarks page. -->\n"
 SETTING = """{num_weights:,} weights ({weights}), bitter7 to {sparsity:.0%} in seven events, FSDP2 with every layer a \
@@ -218,32 +230,16 @@ ON_GPU = Section("Measured on a GPU, one rank over NCCL", SETTING + ALONE + READ
 
 
 def _projection(records: list[Record]) -> str:
-    """What an event costs at 70 B weights on 64 GPUs, from the cut by counts as it was measured."""
+    """What an event costs at 70 B weights on 64 GPUs, from the cut by counts as a GPU took it."""
     lines = []
     for record in records:
-        if not any("nccl" in row.get("way", "") for row in record["rows"]):
-            continue  # a CPU says nothing about GPUs
-        row = next(row for row in record["rows"] if row.get("num_sums"))
-        a_rank = WEIGHTS / GPUS
-        read = row["event_ms"] / record["settings"]["num_weights"] * a_rank
-        wait = row["num_sums"] * LATENCY_US / 1e3
-        sent = 2 * (GPUS - 1) / GPUS * row["bytes_exchanged"] / LINK_GB_S / 1e6
-        num, took, size = record["settings"]["num_weights"], row["event_ms"], row["bytes_exchanged"]
-        lines.append(
-            f"On {record['environment']['machine']} a cut by counts of {num:,} weights took {took:.2f} ms, "
-            f"{row['num_sums']} all-reduces and {size:,} bytes. At {WEIGHTS / 1e9:.0f} B weights on {GPUS} of them:\n\n"
-            f"- a rank reads {WEIGHTS / 1e9:.0f} B / {GPUS} = {a_rank / 1e9:.3f} B weights: "
-            f"{took:.2f} ms x {a_rank:,.0f} / {num:,} = {read:,.1f} ms\n"
-            f"- it waits for {row['num_sums']} all-reduces of {LATENCY_US:.0f} us each: {wait:.2f} ms\n"
-            f"- it sends 2 x {GPUS - 1}/{GPUS} x {size:,} bytes at {LINK_GB_S:.0f} GB/s: {sent:.4f} ms\n\n"
-            f"together {read + wait + sent:,.1f} ms an event; "
-            f"every 50 steps, {(read + wait + sent) / 50:,.2f} ms a step.\n"
-        )
-    stated = (
-        f"Computed, not measured. Stated, too: {LATENCY_US:.0f} us for a small all-reduce over 8 nodes of 8 GPUs, and "
-        f"{LINK_GB_S:.0f} GB/s a GPU between them. The counts do not grow with the model, but for one number a weight "
-        "tensor. Later events, where some weights are pruned already, read the masks too. The time of a rank's own cut "
-        "includes its all-reduces with itself.\n"
-    )
+        if any("nccl" in row.get("way", "") for row in record["rows"]):  # a CPU says nothing about GPUs
+            row = next(row for row in record["rows"] if row.get("num_sums"))
+            num, a_rank = record["settings"]["num_weights"], WEIGHTS / GPUS
+            read, wait = row["event_ms"] * a_rank / num, row["num_sums"] * LATENCY_US / 1e3
+            sent = 2 * (GPUS - 1) / GPUS * row["bytes_exchanged"] / LINK_GB_S / 1e6
+            figures = {"num": num, "a_rank": a_rank, "read": read, "wait": wait, "sent": sent}
+            figures |= {"billions": a_rank / 1e9, "total": read + wait + sent, "a_step": (read + wait + sent) / 50}
+            lines.append(PROJECTION.format(machine=record["environment"]["machine"], **row, **figures))
     lines = lines or ["No GPU has been measured yet: `python -m benchmarks distributed --device cuda`, then `page`.\n"]
-    return "\n".join([f"## An event for {WEIGHTS / 1e9:.0f} B weights on {GPUS} GPUs\n", stated, *lines])
+    return "\n".join([STATED, *lines])

@@ -371,7 +371,7 @@ def _section(model: Figures) -> str:
     return f"""
 ## {name}
 
-{settings["about"]}. {_data(model)} {_origin(model)}
+{settings["about"]}. {_origin(model)}
 
 ### {name}: {metric} at exactly the level
 
@@ -387,29 +387,23 @@ what the probe gains over the strategy alone ({gained}, positive is better). Cle
 """
 
 
-def _data(model: Figures) -> str:
-    settings = model.settings
-    unit = f"windows of {settings['length']} tokens" if model.metric == "perplexity" else "images"
-    seeds = ", ".join(str(file["settings"]["seed"]) for file in model.files)
-    text = (
-        f"Calibrated on {settings['samples']} {unit}, seeds {seeds}; {model.metric} on {settings['held_out']:,} "
-        f"held-out {unit}."
-    )
-    if unfinished := ", ".join(str(file["settings"]["seed"]) for file in model.files if not is_complete(file)):
-        text += (
-            f" **The runs of seeds {unfinished} were interrupted**: n is the number of seeds where some are missing."
-        )
-    return " ".join([text, *dict.fromkeys(file["note"] for file in model.files if "note" in file)])
-
-
 def _origin(model: Figures) -> str:
-    made = [file["environment"] for file in model.files]
+    """Data, seeds, notes, machines and versions."""
+
+    def joined(values: Iterable[Any], by: str = ", ") -> str:
+        return by.join(dict.fromkeys(map(str, values)))
+
+    settings, files, made = model.settings, model.files, [file["environment"] for file in model.files]
+    unit = f"windows of {settings['length']} tokens" if model.metric == "perplexity" else "images"
+    samples = f"Calibrated on {settings['samples']} {unit}, seeds {joined(f['settings']['seed'] for f in files)}"
+    parts = [f"{samples}; {model.metric} on {settings['held_out']:,} held-out {unit}."]
+    if unfinished := joined(file["settings"]["seed"] for file in files if not is_complete(file)):
+        lack = "n is the number of seeds where some are missing."
+        parts.append(f"**The runs of seeds {unfinished} were interrupted**: {lack}")
+    parts += dict.fromkeys(file["note"] for file in files if "note" in file)
     versions = ", ".join(f"{name} {version}" for name, version in made[0]["versions"].items())
-    machines = "; ".join(dict.fromkeys(each["machine"] for each in made))
-    commits = ", ".join(dict.fromkeys(str(each["commit"]) for each in made))
-    return (
-        f"{machines}; {versions}; {', '.join(dict.fromkeys(file['date'] for file in model.files))}, commit {commits}."
-    )
+    machines, commits = joined((each["machine"] for each in made), "; "), joined(each["commit"] for each in made)
+    return " ".join([*parts, f"{machines}; {versions}; {joined(file['date'] for file in files)}, commit {commits}."])
 
 
 def _marked(text: str, comparison: Comparison | None) -> str:

@@ -1,13 +1,10 @@
 """One-shot WANDA and the gradient probe beside plain implementations: on a small Llama, and a level of a 7 B model."""
 
-import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +14,7 @@ from prunus import PerRow, Probe, prune
 from prunus.eligible import Weight, eligible
 from prunus.lab.data.token_files import read_tokens
 from prunus.lab.gpu import Sampler, utilisation_reader
-from prunus.oneshot.probe import objective
-from prunus.oneshot.probe.engine import Engine
-from prunus.oneshot.probe.objective import Objective
-from prunus.oneshot.probe.taps import Taps
-from prunus.oneshot.prune import Job, Plan
+from prunus.oneshot.result import Result
 from prunus.oneshot.walk import head_of
 from prunus.ops.machine import device_of
 
@@ -33,7 +26,12 @@ VOCABULARY, TAU = 32000, 1.0
 LEVEL_DTYPE = torch.bfloat16
 PEAK = 989e12  # bfloat16 FLOP/s of a H100 or H200 without sparsity, as its data sheet says
 KINDS = 7  # weights of a block
-Masks = dict[str, Tensor]  # True where the weight stays
+SCHEDULES: dict[str, Literal["block", "sequential"]] = {
+    "block, first in its process": "block",
+    "block": "block",
+    "sequential": "sequential",
+}
+Masks = Mapping[str, Tensor]  # True where the weight stays
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +118,7 @@ def one_shot_plainly(task: Task) -> Masks:
 
 def probe_plainly(task: Task) -> Masks:
     """The sequential probe in reverse order by its definition: two passes for each weight and sample."""
-    masks = one_shot_plainly(task)
+    masks = dict(one_shot_plainly(task))
     for weight in reversed(task.weights):
         values = weight.parameter.detach().clone()
         before = largest_gradient(task.model, weight.parameter, task.windows)
@@ -142,13 +140,13 @@ def largest_gradient(model: nn.Module, parameter: nn.Parameter, windows: Tensor)
     return largest
 
 
-def by_prunus(task: Task, probe: Probe | None = None) -> Masks:
-    return dict(prune(task.model, [task.windows], task.sparsity, "wanda", probe=probe, exclude=task.excluded).masks)
+def by_prunus(task: Task, probe: Probe | None = None) -> Result:
+    return prune(task.model, [task.windows], task.sparsity, "wanda", probe=probe, exclude=task.excluded)
 
 
 WAYS: dict[str, tuple[Callable[[Task], Masks], Callable[[Task], Masks]]] = {  # ours, plainly
-    "WANDA, model": (by_prunus, one_shot_plainly),
-    "WANDA + sequential probe": (lambda task: by_prunus(task, Probe(TAU)), probe_plainly),
+    "WANDA, model": (lambda task: dict(by_prunus(task).masks), one_shot_plainly),
+    "WANDA + sequential probe": (lambda task: dict(by_prunus(task, Probe(TAU)).masks), probe_plainly),
 }
 
 
@@ -217,41 +215,12 @@ def head_share(model: nn.Module) -> float:
     return 2 * head / (2 * head + blocks)  # a record runs half of the blocks in the mean, there and back
 
 
-CLOCKED: dict[str, tuple[Any, str]] = {  # what is timed, and where it is found
-    "head": (objective, "entropy_in_parts"),
-    "forward": (Objective, "summed"),
-    "backward": (Taps, "gradients"),
-    "pass": (Engine, "_add_chunk"),
-}
-
-
 def probe_parts(task: Task) -> list[Row]:
-    """Seconds and share of each part of our probe, from a run of its own: the clocks would show in the other."""
-    seconds, device = dict.fromkeys(CLOCKED, 0.0), task.windows.device
-
-    def clocked(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            took, result = timed(lambda: function(*args, **kwargs), device)
-            seconds[part] += took
-            return result
-
-        return call
-
-    job = Job(task.model, [task.windows], Plan("wanda", exclude=task.excluded))
-    with job.open(), ExitStack() as stack:
-        job.engine()  # inspects the model ahead, by the functions that are clocked
-        for part, (owner, name) in CLOCKED.items():
-            stack.enter_context(mock.patch.object(owner, name, clocked(part, getattr(owner, name))))
-        total, result = timed(lambda: job.prune(task.sparsity, Probe(TAU)), device)
-        job.undo_(result.originals)
-    found = {
-        "head, forward and backward": seconds["head"],
-        "blocks, forward": seconds["forward"] - seconds["head"],
-        "blocks, backward": seconds["backward"],
-        "gradients of each sample and their maximum": seconds["pass"] - seconds["forward"] - seconds["backward"],
-        "strategy, what blocks return, decisions": total - seconds["pass"],
-    }
-    return [{"part": part, "seconds": value, "share": value / total} for part, value in found.items()]
+    """Seconds and share of each part of our probe, from a run of its own."""
+    result = by_prunus(task, Probe(TAU))
+    result.undo_()
+    parts = result.parts | {"the rest": result.seconds - sum(result.parts.values())}
+    return [{"part": part, "seconds": value, "share": value / result.seconds} for part, value in parts.items()]
 
 
 # A level of a 7 B model
@@ -290,29 +259,17 @@ class Level(Benchmark):
 
 def measure_level(model: Any, tokens: Tensor, sparsity: float) -> list[Row]:
     """A row for the plain scheme, scaled from some weights, and one for each schedule; the first of ours warms up."""
-    rows = [level_plainly(model, tokens)]
-    for way in ("block, first in its process", "block", "sequential"):
-        schedule: Literal["block", "sequential"] = "sequential" if way == "sequential" else "block"
-        rows.append({"way": way} | level_of(model, tokens, schedule, sparsity))
+    rows, device = [level_plainly(model, tokens)], tokens.device
+    for way, schedule in SCHEDULES.items():
+        run = partial(prune, model, [tokens], sparsity, "wanda", probe=Probe(1.0, schedule=schedule))
+        with Sampler(utilisation_reader(device)).running() as busy:
+            seconds, result = timed(run, device)
+        result.undo_()
+        row = {"way": way, "seconds": seconds, "utilisation": busy.mean}
+        row |= {"share_of_peak": flops(model, tokens, schedule) / seconds / PEAK if device.type == "cuda" else None}
+        row |= {"peak_gib": result.peak_bytes / 2**30, "passes": result.passes, "sparsity": result.sparsity}
+        rows.append(row)
     return rows
-
-
-def level_of(model: Any, tokens: Tensor, schedule: Literal["block", "sequential"], sparsity: float) -> Row:
-    device, probe = tokens.device, Probe(1.0, schedule=schedule)
-    marks: list[float] = []
-    run = partial(prune, model, [tokens], sparsity, "wanda", probe=probe)
-    with Sampler(utilisation_reader(device)).running() as busy:
-        seconds, result = timed(lambda: run(progress=lambda *_: marks.append(time.perf_counter())), device)
-    result.undo_()
-    return {
-        "seconds": seconds,
-        "seconds_after_first_group": marks[-1] - marks[0],
-        "utilisation": busy.mean,
-        "share_of_peak": flops(model, tokens, schedule) / seconds / PEAK if device.type == "cuda" else None,
-        "peak_gib": result.peak_bytes / 2**30,
-        "passes": result.passes,
-        "sparsity": result.sparsity,
-    }
 
 
 def flops(model: Any, tokens: Tensor, schedule: str) -> float:
