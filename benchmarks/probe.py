@@ -260,15 +260,15 @@ def _line(model: Figures) -> str:
     return " ".join([*parts, _best_strategies(model)])
 
 
-def _counts(found: Iterable[Comparison]) -> Counter[str]:
-    return Counter(each.outcome for each in found)
+def _counts(comparisons: Iterable[Comparison]) -> Counter[str]:
+    return Counter(each.outcome for each in comparisons)
 
 
-def _clear(found: Sequence[Comparison]) -> str:
-    counts = _counts(found)
-    if not found:
+def _clear(comparisons: Sequence[Comparison]) -> str:
+    counts = _counts(comparisons)
+    if not comparisons:
         return "there is none"
-    return f"{counts['better']} of {len(found)} are clearly better, {counts['worse']} clearly worse"
+    return f"{counts['better']} of {len(comparisons)} are clearly better, {counts['worse']} clearly worse"
 
 
 def _by_strategy(model: Figures) -> dict[str, Counter[str]]:
@@ -277,12 +277,12 @@ def _by_strategy(model: Figures) -> dict[str, Counter[str]]:
     return {name: _counts(each for each in found if each.strategy == name) for name in STRATEGIES}
 
 
-def _extremes(model: Figures, found: Sequence[Comparison]) -> str:
+def _extremes(model: Figures, comparisons: Sequence[Comparison]) -> str:
     """The largest clear gain and loss."""
     unit = "%" if model.metric == "perplexity" else "points"
     parts = []
     for outcome, pick in (("better", max), ("worse", min)):
-        if clear := [each for each in found if each.outcome == outcome]:
+        if clear := [each for each in comparisons if each.outcome == outcome]:
             most = pick(clear, key=lambda each: each.gain)
             where = f"{most.strategy} at {most.level:.0%}" + ("" if most.tau is None else f", tau {most.tau:g}")
             parts.append(f"at most {abs(most.gain):.2g} {unit} {outcome} ({where})")
