@@ -58,80 +58,57 @@ class Step(Benchmark):
 
 # A training step
 
-
-@dataclass(frozen=True)
-class Arm:
-    """A model and its optimizer, and what is done around the step to keep the model sparse."""
-
-    model: nn.Module
-    optimizer: Optimizer
-    before: Callable[[], object] = lambda: None  # between backward and step
-    after: Callable[[], object] = lambda: None  # after the step
-
-    def step(self, tokens: Tensor) -> None:
-        loss_of(self.model(tokens[:, :-1]), tokens[:, 1:]).backward()
-        self.before()
-        self.optimizer.step()
-        self.after()
-        self.optimizer.zero_grad()
+Around = tuple[Callable[[], object], Callable[[], object]]  # what runs before and after the optimizer's step
 
 
-def prunable(model: nn.Module) -> list[nn.Parameter]:
-    return [weight.parameter for weight in eligible(model).weights]
+def nothing() -> None:
+    pass
 
 
-def gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
-    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+def dense(model: nn.Module, optimizer: Optimizer, sparsity: float) -> Around:
+    return nothing, nothing
 
 
-def dense(model: nn.Module, fused: bool, sparsity: float) -> Arm:
-    return Arm(model, AdamW(model.parameters(), lr=LR, fused=fused))
-
-
-def hooks(model: nn.Module, fused: bool, sparsity: float) -> Arm:
+def hooks(model: nn.Module, optimizer: Optimizer, sparsity: float) -> Around:
     """Ours: ``Pruner`` on torch's AdamW."""
-    arm = dense(model, fused, sparsity)
-    Pruner(model, arm.optimizer, schedule=Constant(sparsity))
-    return arm
+    Pruner(model, optimizer, schedule=Constant(sparsity))
+    return nothing, nothing
 
 
-def clipped(make: Callable[[nn.Module, bool, float], Arm], model: nn.Module, fused: bool, sparsity: float) -> Arm:
-    """The same with ``clip_grad_norm_`` in between, after which ours masks gradients once more."""
-    arm = make(model, fused, sparsity)
-    return replace(arm, before=partial(nn.utils.clip_grad_norm_, list(model.parameters()), 1.0))
+def clipped(arm: Callable[..., Around], model: nn.Module, optimizer: Optimizer, sparsity: float) -> Around:
+    """The same with ``clip_grad_norm_`` before the step, after which ours masks gradients once more."""
+    _, after = arm(model, optimizer, sparsity)
+    return partial(nn.utils.clip_grad_norm_, list(model.parameters()), 1.0), after
 
 
 @torch.no_grad()
-def multiply(model: nn.Module, fused: bool, sparsity: float) -> Arm:
+def multiply(model: nn.Module, optimizer: Optimizer, sparsity: float) -> Around:
     """The usual way: a float mask multiplied on gradient and weight, four bytes a weight."""
     weights = prunable(model)
     masks = [(w.abs() > w.abs().flatten().quantile(sparsity)).float() for w in weights]
-    multiply_weights = partial(torch._foreach_mul_, [w.detach() for w in weights], masks)
-    multiply_weights()
-    arm = dense(model, fused, sparsity)
-    return replace(arm, before=lambda: torch._foreach_mul_(gradients(weights), masks), after=multiply_weights)
+    on_weights = partial(torch._foreach_mul_, [w.detach() for w in weights], masks)
+    on_weights()
+    return lambda: torch._foreach_mul_(gradients(weights), masks), on_weights
 
 
-def torch_prune(model: nn.Module, fused: bool, sparsity: float) -> Arm:
+def torch_prune(model: nn.Module, optimizer: Optimizer, sparsity: float) -> Around:
     """torch.nn.utils.prune: a parametrization that multiplies in each forward pass."""
     for weight in eligible(model).weights:
         prune.l1_unstructured(weight.module, "weight", sparsity)
-    return dense(model, fused, sparsity)
+    return nothing, nothing
 
 
-def topk_every_step(model: nn.Module, fused: bool, sparsity: float) -> Arm:
+def topk_every_step(model: nn.Module, optimizer: Optimizer, sparsity: float) -> Around:
     """A proximal step: the smallest weights of every layer are set to zero after each update."""
 
-    @torch.no_grad()
     def project() -> None:
-        for weight in prunable(model):
-            flat = weight.view(-1)
+        for flat in (weight.detach().view(-1) for weight in prunable(model)):
             flat[flat.abs().topk(round(sparsity * flat.numel()), largest=False, sorted=False).indices] = 0
 
-    return replace(dense(model, fused, sparsity), after=project)
+    return nothing, project
 
 
-ARMS = {
+ARMS: dict[str, Callable[..., Around]] = {
     "dense": dense,
     "prunus, hooks on AdamW": hooks,
     "dense, clipping": partial(clipped, dense),
@@ -143,12 +120,35 @@ ARMS = {
 BESIDE = {"prunus, clipping": "dense, clipping"}  # what an arm is compared with, if not with dense
 
 
+def prunable(model: nn.Module) -> list[nn.Parameter]:
+    return [weight.parameter for weight in eligible(model).weights]
+
+
+def gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
 def measure_steps(options: Step, tokens: int, fused: bool) -> list[Row]:
     """A row for each arm: median step time, and overhead over the dense step."""
     torch.manual_seed(0)
     batch = torch.randint(0, 256, (max(1, tokens // CONTEXT), min(tokens, CONTEXT) + 1))
-    arms = {name: partial(make(options.network(), fused, options.sparsity).step, batch) for name, make in ARMS.items()}
-    turns = in_turns(arms, options.repeat, torch.device("cpu"), warm_up=3)
+
+    def step_of(arm: Callable[..., Around]) -> Callable[[], None]:
+        model = options.network()
+        optimizer = AdamW(model.parameters(), lr=LR, fused=fused)
+        before, after = arm(model, optimizer, options.sparsity)
+
+        def step() -> None:
+            loss_of(model(batch[:, :-1]), batch[:, 1:]).backward()
+            before()
+            optimizer.step()
+            after()
+            optimizer.zero_grad()
+
+        return step
+
+    steps = {name: step_of(arm) for name, arm in ARMS.items()}
+    turns = in_turns(steps, options.repeat, torch.device("cpu"), warm_up=3)
     rows = []
     for name, turn in turns.items():
         beside = BESIDE.get(name, "dense")
