@@ -4,19 +4,19 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-COMMANDS = {  # module, what the command does
-    "select": ("select", "finding masks"),
-    "step": ("step", "keeping masks: a training step on a CPU, the optimizer's step on a GPU"),
-    "train": ("train", "whole training steps of GPT-2 124M"),
-    "export": ("export", "the small file form"),
-    "matvec": ("matvec", "products with a pruned weight"),
-    "prune": ("prune", "WANDA and the gradient probe after training"),
-    "level": ("level", "a level of the probe on a random model of Mistral-7B's shape"),
-    "distributed": ("distributed", "1, 2 and 4 ranks on a CPU; on a GPU one rank beside none"),
-    "lora": ("lora", "what masks cost a merge of LoRA adapters"),
-    "wanda": ("wanda", "one-shot WANDA beside llmcompressor's, in an environment that has both"),
-    "page": ("page", "docs/benchmarks.md and docs/distributed.md from all results"),
-    "evidence": ("probe", "does the gradient probe help? the study behind docs/probe.md"),
+COMMANDS = {  # module and class, what the command does
+    "select": ("select:Select", "finding masks"),
+    "step": ("step:Step", "keeping masks: a training step on a CPU, the optimizer's step on a GPU"),
+    "train": ("step:Train", "whole training steps of GPT-2 124M"),
+    "export": ("export:Export", "the small file form"),
+    "matvec": ("matvec:Matvec", "products with a pruned weight"),
+    "prune": ("prune:Prune", "WANDA and the gradient probe after training"),
+    "level": ("prune:Level", "a level of the probe on a random model of Mistral-7B's shape"),
+    "distributed": ("distributed:Distributed", "1, 2 and 4 ranks on a CPU; on a GPU one rank beside none"),
+    "lora": ("lora:Lora", "what masks cost a merge of LoRA adapters"),
+    "wanda": ("wanda:Wanda", "one-shot WANDA beside llmcompressor's, in an environment that has both"),
+    "page": ("page:Page", "docs/benchmarks.md and docs/distributed.md from all results"),
+    "evidence": ("probe:Evidence", "does the gradient probe help? the study behind docs/probe.md"),
 }
 
 
@@ -32,8 +32,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise ValueError(f"there is no such command; the commands are {', '.join(COMMANDS)}")
         import tyro
 
-        command = import_module(f".{COMMANDS[name][0]}", __package__).Command
-        tyro.cli(command, prog=f"python -m benchmarks {name}", args=rest).run()
+        module, _, command = COMMANDS[name][0].partition(":")
+        options = getattr(import_module(f".{module}", __package__), command)
+        tyro.cli(options, prog=f"python -m benchmarks {name}", args=rest).run()
     except (ValueError, OSError) as error:
         print(f"benchmarks {name}: {error}", file=sys.stderr)
         raise SystemExit(2) from None
