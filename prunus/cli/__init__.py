@@ -25,6 +25,7 @@ COMMANDS = {
 }
 # module, options and function of a command; the others are Command and run of a module of their name
 PLACES = {"report": ("watch", "ReportCommand", "run_report")}
+LONGEST = 4000  # characters of an error's line, which may quote a name of any length
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -117,5 +118,6 @@ def _fail(who: str, what: str) -> NoReturn:
     if rank != "0":  # usually rank 0 has the same error, reports it and torchrun ends the others; else this one is late
         time.sleep(10)
         who = f"{who}: rank {rank}"
-    print(escaped(f"{who}: {' '.join(what.split())}"), file=sys.stderr)
+    line = escaped(f"{who}: {' '.join(what.split())}")
+    print(line if len(line) <= LONGEST else f"{line[:LONGEST]} ...", file=sys.stderr)
     raise SystemExit(2)

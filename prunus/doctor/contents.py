@@ -45,6 +45,7 @@ class StoredTensor:
 
     @property
     def is_float(self) -> bool:
+        """Whether its elements are floating-point numbers, not pairs of them as in float4."""
         return self.dtype.startswith(("float", "bfloat")) and not self.dtype.startswith("float4")
 
     @classmethod
@@ -98,7 +99,9 @@ def nonzero(tensor: Tensor) -> Tensor:
 
 
 def widened(tensor: Tensor) -> Tensor:
-    """A float8 as float32, since few operations know it; any other tensor as it is."""
+    """A float8 as float32, since few operations know it, pairs of float4 as bytes; any other tensor as it is."""
+    if dtype_name(tensor.dtype).startswith("float4"):
+        return tensor.view(torch.uint8)
     return tensor.float() if tensor.element_size() == 1 and tensor.is_floating_point() else tensor
 
 

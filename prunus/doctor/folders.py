@@ -94,6 +94,8 @@ def tensors_of(path: Path) -> list[StoredTensor]:
 
     def load(name: str) -> Tensor:
         try:
+            if len(slices[name].get_shape()) > 64:
+                raise RuntimeError("it has more than 64 dimensions")
             return file.get_tensor(name)
         except (SafetensorError, RuntimeError, AttributeError) as error:  # a type or shape that torch does not have
             raise ValueError(f"{path} has {name!r}, which torch cannot read: {error}") from error

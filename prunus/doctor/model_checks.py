@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..ops import bits
-from .contents import Contents, Role, embeds_tokens
+from .contents import Contents, Role, embeds_tokens, nonzero
 from .findings import Expected, Finding
 from .tensor_checks import TensorCheck
 
@@ -201,7 +201,7 @@ def check_moments(contents: Contents) -> Iterator[Finding]:
             yield Finding("masks-disagree", where, what, "go back to a checkpoint whose masks agree")
         for key, value in row.items():
             if value.ndim > 1 and bits.num_bytes(value.numel()) == len(packed):
-                alive = int(((value != 0) & ~bits.unpack(packed, value.shape)).sum())
+                alive = int((nonzero(value) & ~bits.unpack(packed, value.shape)).sum())
                 if alive:
                     what = f"{alive:,} values of {key} are not zero where the weight is pruned"
                     yield Finding("moments", where, what, "zero them, or the weights come back with the next step")
