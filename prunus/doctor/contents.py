@@ -81,9 +81,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def stored_mask(stored: StoredTensor, shape: tuple[int, ...]) -> Tensor | None:
     """The boolean mask of a tensor of ``shape``, from booleans, numbers or packed bits; None if it does not fit."""
-    mask = stored.load()
+    mask = widened(stored.load())
     if tuple(mask.shape) == shape and (mask.dtype != torch.uint8 or not mask.numel() or int(mask.max()) <= 1):
-        return nonzero(mask)
+        return mask != 0
     numel = math.prod(shape)
     if mask.shape != (bits.num_bytes(numel),):
         return None
