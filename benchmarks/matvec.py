@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from prunus.ops.machine import device_of
-from prunus.sparse.advise import Way, ways_of
-from prunus.sparse.timing import launched_us, microseconds, num_copies
+from prunus.sparse.advise import Way, launched_us, microseconds, num_copies, ways_of
 
 from .benchmark import Benchmark, Measured, Record, Row, section, table_of
 from .measure import copy_gb_s
