@@ -22,7 +22,7 @@ from .contents import Contents, StoredTensor, digest_of, dtype_name
 
 MODELS = ("model", "state_dict", "model_state_dict")  # where scripts put the model's weights
 NOT_WEIGHTS = ("optimizer", "optim", "pruner", "rng", "cuda_rng")
-RANK = re.compile(r"rank[-_]?\d+\.pt$")
+RANK = re.compile(r"rank[-_]?\d+\.pt$")  # names of files that ranks write
 DEPTH = 5  # of the mappings that digests are looked for in
 REPEATED = 1 << 28  # bytes that tensors may be larger than their storage, which strides of 0 allow
 ALLOCATE = {"uniform": "layer", "row": "row", "2:4": "2:4"}  # others promise the total alone
@@ -44,10 +44,6 @@ def read_checkpoint(path: Path) -> Contents:
             if values.get("steps") == contents.state.get("step"):
                 contents.digests |= digests_in(values, result.name)
     return contents
-
-
-def rank_files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("*.pt") if RANK.search(path.name))
 
 
 def read_ranks(folder: Path, files: Sequence[Path]) -> Contents:

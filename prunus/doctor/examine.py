@@ -1,19 +1,18 @@
 """``examine(path)``: every check, one tensor in memory at a time."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from ..files.reader import located
 from .checkpoints import (
+    RANK,
     add_state,
     load_mapping,
     masks_in,
     of_run,
-    rank_files,
     read_checkpoint,
     read_distributed,
     read_ranks,
@@ -67,7 +66,7 @@ def open_contents(path: Path) -> Contents:
             return read_checkpoint(path / "checkpoint.pt")
         if sharded := [p.parent for p in path.glob("checkpoint-*/.metadata") if p.parent.name[11:].isdecimal()]:
             return read_distributed(max(sharded, key=lambda p: int(p.name[11:])))
-        if ranks := rank_files(path):
+        if ranks := sorted(file for file in path.glob("*.pt") if RANK.search(file.name)):
             return read_ranks(path, ranks)
         return read_folder(path)
     path = located(path)
@@ -143,13 +142,10 @@ def _undo_parametrization(contents: Contents) -> None:
         if mask is None or mask.shape != contents.tensors[name].shape:
             continue
         original, _ = contents.tensors.pop(name), contents.tensors.pop(f"{plain}_mask")
-        contents.tensors[plain] = replace(original, name=plain, load=_product(original, mask))
+        load = partial(lambda weight, mask: weight.load() * mask.load(), original, mask)
+        contents.tensors[plain] = replace(original, name=plain, load=load)
         what = "it is stored as weight and mask, which needs more room and is not loaded by other tools"
         contents.find("not-removed", plain, what, "call torch.nn.utils.prune.remove before saving")
-
-
-def _product(original: StoredTensor, mask: StoredTensor) -> Callable[[], Tensor]:
-    return lambda: original.load() * mask.load()
 
 
 def _head_width(config: Mapping[str, Any]) -> int:

@@ -101,9 +101,10 @@ def _dense(weights: Sequence[TensorCheck]) -> list[str]:
 
 def check_ties(contents: Contents, chosen: Mapping[str, Role], checks: Mapping[str, TensorCheck]) -> Iterator[Finding]:
     """Heads that should be their embedding and are not."""
-    is_tied = tie_of(contents.config)
-    if str(contents.run.get("model", "")).startswith("gpt2"):
-        is_tied = True
+    inner = contents.config.get("text_config")
+    configs = [contents.config, *([inner] if isinstance(inner, dict) else [])]
+    said = next((config["tie_word_embeddings"] for config in configs if "tie_word_embeddings" in config), None)
+    is_tied = True if str(contents.run.get("model", "")).startswith("gpt2") else said  # None where nothing is said
     embeddings = [name for name, role in chosen.items() if role.kind == "embedding" and embeds_tokens(name)]
     heads = [name for name, role in chosen.items() if role.kind == "head" and name.endswith("weight")]
     if is_tied is False or not embeddings:
@@ -115,18 +116,11 @@ def check_ties(contents: Contents, chosen: Mapping[str, Role], checks: Mapping[s
             continue
         if checks[name].hashed == checks[first].hashed:
             contents.notes.append(f"{name} and {first} hold the same values")
-        elif is_tied and is_head:
+        elif is_tied is True and is_head:
             what = f"it differs from {first}, but the configuration ties them"
             yield Finding("untied", name, what, "store one of them, or set tie_word_embeddings to false")
         elif is_head:
             contents.notes.append(f"{name} differs from {first}, and nothing says whether they are tied")
-
-
-def tie_of(config: Mapping[str, Any]) -> bool | None:
-    """What config.json says about ties; None where it says nothing."""
-    inner = config.get("text_config")
-    said = config.get("tie_word_embeddings", inner.get("tie_word_embeddings") if isinstance(inner, dict) else None)
-    return said if isinstance(said, bool) else None
 
 
 def check_neighbours(names: Iterable[str], config: Mapping[str, Any]) -> Iterator[Finding]:

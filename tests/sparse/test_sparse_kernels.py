@@ -17,6 +17,12 @@ SPARSITIES = [0.0, 0.5, 0.8, 0.97, 1.0]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
+def cases(quick, *values):
+    """All combinations of values; those that are not quick are for a GPU, or slow: the interpreter takes its time."""
+    marks = () if torch.cuda.is_available() else pytest.mark.slow
+    return [case if case in quick else pytest.param(*case, marks=marks) for case in itertools.product(*values)]
+
+
 def sparse(shape, sparsity, dtype=torch.float32):
     weight = torch.randn(shape).to(dtype).masked_fill_(torch.rand(shape) < sparsity, 0)
     if shape[0] > 2:
@@ -33,8 +39,10 @@ def close(y, weight, x, bias=None):
     return bool(((y.double() - exact).abs() <= 4e-6 * size + ulp * exact.abs() + torch.finfo(y.dtype).tiny).all())
 
 
-@pytest.mark.parametrize("sparsity", SPARSITIES)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+ONE = [(SHAPES[0], 0.0), (SHAPES[1], 0.8), (SHAPES[2], 0.97), (SHAPES[2], 1.0), (SHAPES[3], 0.5)]
+
+
+@pytest.mark.parametrize(("shape", "sparsity"), cases(ONE, SHAPES, SPARSITIES), ids=str)
 def test_a_product_with_one_vector(shape, sparsity):
     from prunus.sparse._triton import product
 
@@ -45,11 +53,10 @@ def test_a_product_with_one_vector(shape, sparsity):
     assert close(y, weight, x)
 
 
-QUICK = [(1, torch.float16), (4, torch.float32), (8, torch.bfloat16)]  # the interpreter takes a second for each
-MORE = [pair for pair in itertools.product([1, 2, 4, 8], DTYPES) if pair not in QUICK]
+SEVERAL = [(1, torch.float16), (4, torch.float32), (8, torch.bfloat16)]
 
 
-@pytest.mark.parametrize(("batch", "dtype"), [*QUICK, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in MORE)])
+@pytest.mark.parametrize(("batch", "dtype"), cases(SEVERAL, [1, 2, 4, 8], DTYPES), ids=str)
 def test_products_with_several_vectors_of_any_type(batch, dtype):
     from prunus.sparse._triton import product
 
@@ -85,8 +92,10 @@ def test_each_entry_finds_its_own_column(dtype):
     assert product(x, gaps_of_dense(weight), None).item() == 2**8 - 1
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("sparsity", SPARSITIES)
+BACK = [(0.0, torch.bfloat16), (0.5, torch.float32), (0.97, torch.float16), (1.0, torch.float32)]
+
+
+@pytest.mark.parametrize(("sparsity", "dtype"), cases(BACK, SPARSITIES, DTYPES), ids=str)
 def test_the_dense_matrix_comes_back_bit_for_bit(sparsity, dtype):
     from prunus.sparse._triton import dense
 
