@@ -64,10 +64,14 @@ def _run(args: list[str]) -> None:
         near = difflib.get_close_matches(name, COMMANDS, 1)
         hint = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(COMMANDS)}"
         _fail("prunus", f"there is no command {name!r}; {hint}")
+    from .console import escaped_messages, print_traceback
+
+    sys.excepthook = print_traceback
     try:
         module, options, run = PLACES.get(name, (name, "Command", "run"))
         command = import_module(f"{__name__}.{module}")
-        getattr(command, run)(_parse(getattr(command, options), name, rest))
+        with escaped_messages():
+            getattr(command, run)(_parse(getattr(command, options), name, rest))
     except BrokenPipeError:
         raise
     except (ValueError, OSError) as error:

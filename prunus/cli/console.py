@@ -6,7 +6,11 @@ marks that reverse the direction of text. Commands print through this module, wh
 
 import builtins
 import json
+import logging
+import re
 import sys
+import traceback
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
@@ -18,6 +22,9 @@ from rich.text import Text
 
 if TYPE_CHECKING:
     from ..lab.trainer import Progress as Report
+
+
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def escaped(text: str) -> str:
@@ -39,6 +46,34 @@ def print_json(value: Any) -> None:
     sys.stdout.write(json.dumps(value, indent=2) + "\n")
 
 
+@contextmanager
+def escaped_messages() -> Iterator[None]:
+    """Escape what libraries log and warn of as well, which may quote names from files; colours are left out."""
+    create, form = logging.getLogRecordFactory(), warnings.formatwarning
+
+    def created(*args: Any, **options: Any) -> logging.LogRecord:
+        record = create(*args, **options)
+        record.msg, record.args = _escaped_lines(record.getMessage()), None
+        return record
+
+    logging.setLogRecordFactory(created)
+    warnings.formatwarning = lambda *args, **options: _escaped_lines(form(*args, **options))
+    try:
+        yield
+    finally:
+        logging.setLogRecordFactory(create)
+        warnings.formatwarning = form
+
+
+def print_traceback(_: Any, error: BaseException, trace: Any) -> None:
+    """An exception hook: the usual traceback, whose message may quote a file, too."""
+    builtins.print(_escaped_lines("".join(traceback.format_exception(error))), end="", file=sys.stderr)
+
+
+def _escaped_lines(text: str) -> str:
+    return "\n".join(map(escaped, COLOURS.sub("", text).split("\n")))
+
+
 class Terminal(Console):
     """A console that takes text as it is: no markup, no emoji codes, nothing that acts on the terminal."""
 
@@ -50,8 +85,7 @@ class Terminal(Console):
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):  # what was no plain string has not been escaped yet
-            lines = segment.text.split("\n")
-            yield segment if segment.control else segment._replace(text="\n".join(map(escaped, lines)))
+            yield segment if segment.control else segment._replace(text=_escaped_lines(segment.text))
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError  # for main to end the command, with the exit code of all commands

@@ -2,9 +2,11 @@
 
 import ast
 import json
+import logging
 import re
 import sys
 import types
+import warnings
 from pathlib import Path
 
 import pytest
@@ -13,9 +15,9 @@ from report_folders import make_run, make_study, stopped
 from safetensors.torch import save_file
 from torch import nn
 
-import prunus.cli
+import prunus.cli.doctor
 from prunus.cli import main
-from prunus.cli.console import Terminal, escaped
+from prunus.cli.console import Terminal, escaped, print_traceback
 
 EVIL = "x\x1b[2J\x1b]0;owned\x07\r\x9b31m\u202eab\u2066\nhealthy: forged[red]y[/red]:smile:"
 SHOWN = r"x\x1b[2J\x1b]0;owned\x07\r\x9b31m\u202eab\u2066\nhealthy: forged[red]y[/red]:smile:"
@@ -129,6 +131,27 @@ def test_arms_of_a_study(says, tmp_path):
     options = ("study", "--base", base, "--dry-run", "--out", tmp_path / FILE)
     assert SHOWN in says(*options)
     assert "[red]" in says(*options, "--arm", f"{EVIL} score=bitter3", code=2)
+
+
+def test_logs_and_warnings_of_libraries_and_tracebacks(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+
+    def run(command):
+        assert EVIL not in warnings.formatwarning(EVIL, UserWarning, "file.py", 1)
+        logging.getLogger("somewhere").warning("\x1b[1mREPORT\x1b[0m\nkey: %s", EVIL)
+        logging.getLogger("somewhere").warning("100 %", *())
+
+    handler = logging.StreamHandler(sys.stderr)
+    monkeypatch.setattr(prunus.cli.doctor, "run", run)
+    monkeypatch.setattr(logging.getLogger("somewhere"), "handlers", [handler])
+    before = logging.getLogRecordFactory(), warnings.formatwarning
+    main(["doctor", "x"])
+    assert (logging.getLogRecordFactory(), warnings.formatwarning) == before
+    log = capsys.readouterr().err
+    assert log.startswith("REPORT\nkey: x\\x1b[2J") and log.endswith("\n100 %\n")
+    print_traceback(None, RuntimeError(EVIL), None)
+    assert all(line.isprintable() for line in (log + capsys.readouterr().err).split("\n"))
+    assert sys.excepthook is print_traceback
 
 
 @pytest.mark.parametrize("width", [20, 80])
