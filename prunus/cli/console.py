@@ -12,7 +12,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -22,7 +22,6 @@ from rich.text import Text
 
 if TYPE_CHECKING:
     from ..lab.trainer import Progress as Report
-
 
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -53,11 +52,15 @@ def escaped_messages() -> Iterator[None]:
 
     def created(*args: Any, **options: Any) -> logging.LogRecord:
         record = create(*args, **options)
-        record.msg, record.args = _escaped_lines(record.getMessage()), None
+        with suppress(TypeError, ValueError, KeyError):  # a message that does not fit its arguments
+            record.msg, record.args = _escaped_lines(record.getMessage()), None
         return record
 
+    def formed(*args: Any, **options: Any) -> str:
+        return _escaped_lines(form(*args, **options))
+
     logging.setLogRecordFactory(created)
-    warnings.formatwarning = lambda *args, **options: _escaped_lines(form(*args, **options))
+    warnings.formatwarning = formed
     try:
         yield
     finally:
