@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             _run(list(sys.argv[1:] if argv is None else argv))
         finally:
             if sys.stdout is not None:
-                sys.stdout.flush()  # here, where a closed pipe can be told from a mistake
+                sys.stdout.flush()  # while a closed pipe can still be handled
     except BrokenPipeError:  # the reader of the output has left
         null = os.open(os.devnull, os.O_WRONLY)
         for descriptor in (1, 2):  # both are flushed once more at the exit

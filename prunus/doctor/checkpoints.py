@@ -77,10 +77,9 @@ def load_mapping(path: Path) -> Mapping[Any, Any]:
 
 def add_state(contents: Contents, state: Mapping[Any, Any], file: str) -> None:
     """Take over what a state holds: ours, a script's, or the bare weights."""
+    weights = next((state[key] for key in MODELS if isinstance(state.get(key), Mapping)), state)
     seen: dict[tuple[Any, ...], str] = {}
-    for name, value in plain_tensors(
-        next((state[key] for key in MODELS if isinstance(state.get(key), Mapping)), state)
-    ):
+    for name, value in dense_tensors(weights):
         first = seen.setdefault((value.data_ptr(), value.shape, value.stride(), value.dtype), name)
         if value.numel() and first != name:
             contents.notes.append(f"{name} is {first}: one tensor under two names")
@@ -93,7 +92,8 @@ def add_state(contents: Contents, state: Mapping[Any, Any], file: str) -> None:
         contents.run = {key: value for key, value in state["run"].items() if isinstance(key, str) and _is_option(value)}
     optimizer = state.get("optimizer")
     if isinstance(optimizer, Mapping) and isinstance(optimizer.get("state"), Mapping):
-        rows = [dict(plain_tensors(row)) for row in optimizer["state"].values() if isinstance(row, Mapping)]
+        rows = [dict(dense_tensors(row)) for row in optimizer["state"].values() if isinstance(row, Mapping)]
+        rows = [{key: value for key, value in row.items() if not value.is_quantized} for row in rows]
         contents.moments = [row for row in rows if "mask" in row]
     contents.digests |= digests_in(state, file)
 
@@ -105,18 +105,18 @@ def _is_option(value: Any) -> bool:
 
 
 def masks_in(masks: Any, file: str) -> dict[str, StoredTensor]:
-    found = plain_tensors(masks) if isinstance(masks, Mapping) else ()
-    return {name: StoredTensor.of(name, mask, file) for name, mask in found}
+    found = dense_tensors(masks) if isinstance(masks, Mapping) else ()
+    return {name: StoredTensor.of(name, mask, file) for name, mask in found if not mask.is_quantized}
 
 
-def plain_tensors(values: Mapping[Any, Any]) -> Iterator[tuple[str, Tensor]]:
+def dense_tensors(values: Mapping[Any, Any]) -> Iterator[tuple[str, Tensor]]:
     """Tensors with their names; ValueError for one that is not dense, or larger than the file that holds it."""
     repeated = 0
     for name, value in values.items():
         if not isinstance(value, Tensor) or not isinstance(name, str):
             continue
-        if value.layout != torch.strided or value.is_quantized or value.is_nested or value.device.type != "cpu":
-            raise ValueError(f"{name} is no dense tensor of plain numbers; save it as one to have it examined")
+        if value.layout != torch.strided or value.is_nested or value.device.type != "cpu":
+            raise ValueError(f"{name} is not a dense tensor of the CPU; save it as one to have it examined")
         num_bytes, stored = value.numel() * value.element_size(), value.untyped_storage().nbytes()
         repeated += num_bytes - stored if num_bytes > stored else 0
         if repeated > REPEATED:

@@ -1,4 +1,4 @@
-"""What a model is held to, and what the doctor says of it: its tensors, findings, warnings and notes."""
+"""What a model should be, and what the doctor says of it: its tensors, findings, warnings and notes."""
 
 import re
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from typing import Any
 KINDS = {
     "too-dense": "fewer zeros than asked for",
     "too-sparse": "more zeros than asked for",
-    "rows": "rows whose zeros are not the asked number",
+    "rows": "rows that do not have the number of zeros asked for",
     "groups": "groups of M that hold more than N non-zeros",
     "dead-rows": "outputs whose weights are all zero",
     "dead-columns": "inputs that nothing reads",

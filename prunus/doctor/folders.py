@@ -101,10 +101,10 @@ def tensors_of(path: Path) -> list[StoredTensor]:
             raise ValueError(f"{path} has {name!r}, which torch cannot read: {error}") from error
 
     found = []
-    for name, piece in slices.items():
-        dtype = str(piece.get_dtype())
+    for name, stored in slices.items():
+        dtype = str(stored.get_dtype())
         dtype = dtype_name(DTYPES[dtype]) if dtype in DTYPES else dtype
-        found.append(StoredTensor(plain_name(name), tuple(piece.get_shape()), dtype, path.name, partial(load, name)))
+        found.append(StoredTensor(plain_name(name), tuple(stored.get_shape()), dtype, path.name, partial(load, name)))
     return found
 
 

@@ -103,8 +103,9 @@ def check_ties(contents: Contents, chosen: Mapping[str, Role], checks: Mapping[s
     """Heads that should be their embedding and are not."""
     inner = contents.config.get("text_config")
     configs = [contents.config, *([inner] if isinstance(inner, dict) else [])]
-    said = next((config["tie_word_embeddings"] for config in configs if "tie_word_embeddings" in config), None)
-    is_tied = True if str(contents.run.get("model", "")).startswith("gpt2") else said  # None where nothing is said
+    is_tied = next((config["tie_word_embeddings"] for config in configs if "tie_word_embeddings" in config), None)
+    if str(contents.run.get("model", "")).startswith("gpt2"):
+        is_tied = True
     embeddings = [name for name, role in chosen.items() if role.kind == "embedding" and embeds_tokens(name)]
     heads = [name for name, role in chosen.items() if role.kind == "head" and name.endswith("weight")]
     if is_tied is False or not embeddings:
@@ -166,8 +167,8 @@ def _gaps(lists: Mapping[str, Mapping[int, set[str]]], config: Mapping[str, Any]
             shown = f"{first}{f' and {more:,} more' if more else ''}"
             what = f"blocks {shown} of {there[0]} to {there[-1]} are not there"
             yield Finding("missing", f"{stem}.{first[0]}", what, todo)
-    said = [config.get(key) for key in ("num_hidden_layers", "n_layer")]
-    num = next((number for number in said if isinstance(number, int) and not isinstance(number, bool)), 0)
+    given = [config.get(key) for key in ("num_hidden_layers", "n_layer")]
+    num = next((number for number in given if isinstance(number, int) and not isinstance(number, bool)), 0)
     stacks = [stem for stem in lists if not stem.endswith("experts")]
     if num and stacks:
         stem = max(stacks, key=lambda stem: len(lists[stem]))

@@ -108,8 +108,8 @@ def _resize_buffers(layer: SparseLinear, state_dict: Mapping[str, Any], prefix: 
     found = {name: state_dict[prefix + name] for name in BUFFERS if prefix + name in state_dict}
     if len(found) == len(BUFFERS):
         check_gaps(Gaps(**found, shape=(layer.out_features, layer.in_features)))
-        for name, saved in found.items():
-            setattr(layer, name, torch.empty_like(saved, dtype=getattr(layer, name).dtype, device=layer.rows.device))
+        for name, buffer in found.items():
+            setattr(layer, name, torch.empty_like(buffer, dtype=getattr(layer, name).dtype, device=layer.rows.device))
 
 
 def sparsify_(

@@ -54,8 +54,8 @@ def test_states_that_make_no_sense(tmp_path, key):
 
 
 TENSORS = {
-    "sparse": (torch.eye(4).to_sparse(), "no dense tensor"),
-    "meta": (torch.ones(4, 4, device="meta"), "no dense tensor"),
+    "sparse": (torch.eye(4).to_sparse(), "not a dense tensor"),
+    "meta": (torch.ones(4, 4, device="meta"), "not a dense tensor"),
     "repeated": (torch.ones(1).expand(1 << 20, 1 << 20), "repeats 4 stored bytes"),
     "float4": (FLOAT4, ""),
     "60 dimensions": (torch.ones([1] * 60), ""),
