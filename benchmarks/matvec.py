@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from prunus.ops.machine import device_of
-from prunus.sparse.advise import ways_of
-from prunus.sparse.timing import launched_us, microseconds, num_copies
+from prunus.sparse.advise import launched_us, microseconds, num_copies, ways_of
 
 from .benchmark import Benchmark, Measured, Row, Section, copy_gb_s
 

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import tyro
 
+from .console import print
+
 if TYPE_CHECKING:
     from ..lab.evaluate import Quality
     from ..lab.run import Run

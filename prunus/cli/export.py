@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
+from .console import print
+
 if TYPE_CHECKING:
     from ..export.convert import Done
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from ..lab.run import Run
+from .console import print, wide_console
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,7 +37,6 @@ def run(command: Command) -> None:
     from ..files.json_file import write_json
     from ..lab.profile.compile import compare_compile
     from ..lab.profile.measure import Window, measure
-    from .progress import wide_console
 
     if command.run.resume:
         raise ValueError("a profile measures a run of its own and resumes none; leave --resume off")
@@ -56,7 +56,7 @@ def run(command: Command) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, values)
     if profile is None:
-        print("\n".join(values["says"]))
+        print(*values["says"])
     else:
         _print(profile, console)
     print(f"{path}: written")

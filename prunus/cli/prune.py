@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
+from .console import print, weights_bar
+
 if TYPE_CHECKING:
     import torch
 
@@ -104,7 +106,6 @@ def _pruned(command: Command) -> "Outcome":
     from ..lab.gpu import Sampler, utilisation_reader
     from ..lab.trained_model import load_trained
     from ..oneshot import prune
-    from .progress import weights_bar
     from .prune_tables import Outcome
 
     probe, select, device = _probe(command), _selector(command.scope), torch.device(command.device)

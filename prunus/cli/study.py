@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
-from rich.markup import escape
 from rich.table import Table
 
 from ..lab.run import Run
@@ -19,7 +18,7 @@ from ..lab.study.results import summary, update
 from ..lab.study.study_folder import Folder
 from ..lab.study.study_plan import Cell, Plan, data_digests, key_of, make_plan, num_examples, only
 from ..lab.study.tables import HEADINGS, cells_of, notes_of, page, title_of
-from .progress import wide_console
+from .console import print, wide_console
 
 READ = {"merge": ("out", "slim"), "show": ("out",), "page": ("page",)}  # options that each word reads
 PAGED = ("study.json", "compile.json")  # files of a folder that the page has a section for
@@ -200,10 +199,10 @@ def print_table(values: Mapping[str, Any]) -> None:
         if before is not None and row["sparsity"] != before:
             table.add_section()
         before = row["sparsity"]
-        table.add_row(*map(escape, cells_of(row)))  # names of arms are no markup
+        table.add_row(*cells_of(row))
     console.print(table)
     for note in notes_of(values):
-        console.print(note, highlight=False, markup=False, soft_wrap=True)
+        console.print(note, highlight=False, soft_wrap=True)
 
 
 def print_plan(folder: Folder, plan: Plan) -> None:
@@ -211,7 +210,7 @@ def print_plan(folder: Folder, plan: Plan) -> None:
     from ..lab.study.runner import estimate
 
     done, damaged = (folder.finished(), folder.damaged()) if folder.exists else ({}, {})
-    table = Table(title=escape(f"{folder.path}: hash {plan.hash}"))
+    table = Table(title=f"{folder.path}: hash {plan.hash}")
     for heading in ("run", "arms", "steps", "examples", "state"):
         table.add_column(heading, justify="right" if heading in ("steps", "examples") else "left")
     left, seconds, unknown = 0, 0.0, False
@@ -219,8 +218,7 @@ def print_plan(folder: Folder, plan: Plan) -> None:
         run = plan.run_of(owner)
         sharing = [cell.arm for cell, first in plan.owners.items() if first == owner]
         state = "done" if key_of(run) in done else "damaged" if key_of(run) in damaged else "to do"
-        names = escape(owner.folder), escape(", ".join(sharing))
-        table.add_row(*names, f"{run.total_steps:,}", f"{num_examples(run):,}", state)
+        table.add_row(owner.folder, ", ".join(sharing), f"{run.total_steps:,}", f"{num_examples(run):,}", state)
         if state == "to do":
             left += num_examples(run)
             expected = estimate(folder, run, cold=False) if folder.exists else None

@@ -7,6 +7,7 @@ from typing import Annotated
 import tyro
 
 from ..lab.run import Run, read_run
+from .console import Terminal, print, progress_bar
 
 
 @dataclass(frozen=True)
@@ -27,17 +28,14 @@ def run(command: Command) -> None:
 
 
 def _train(asked: Run, *, live: bool) -> None:
-    from rich.console import Console
-
     from ..lab.trainer import train
-    from .progress import progress_bar
     from .watch import live_charts
 
     if os.environ.get("RANK", "0") != "0":  # only the first rank reports
         train(asked)
         return
     bar = progress_bar(asked.score if asked.score != "none" else "dense", asked.total_steps)
-    with live_charts(asked.out) if live and Console(stderr=True).is_terminal else bar as report:
+    with live_charts(asked.out) if live and Terminal(stderr=True).is_terminal else bar as report:
         result = train(asked, report)
     print(
         f"{asked.out}: {result.sparsity:.4%} of {result.num_prunable:,} prunable weights are zero; "

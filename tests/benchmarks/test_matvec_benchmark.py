@@ -12,8 +12,8 @@ from benchmarks.matvec import Case, rows_of
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    monkeypatch.setattr("prunus.sparse.timing.PATIENCE", 0.0)
-    monkeypatch.setattr("prunus.sparse.timing.MOST_COPIES", 2)
+    monkeypatch.setattr("prunus.sparse.advise.PATIENCE", 0.0)
+    monkeypatch.setattr("prunus.sparse.advise.MOST_COPIES", 2)
     cases = [Case((64, 128), 0.5), Case((64, 128), 0.9, vectors=3), Case((64, 64), 0.5, 64, two_of_four=True)]
     monkeypatch.setattr(matvec, "cases", lambda device: cases)
 
