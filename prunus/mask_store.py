@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from .masks import packed_masks, restore_bits
 from .ops import bits
+from .ops.compact import nonzero
 from .ops.shard import Shard, together
 from .ranks import Ranks, is_dtensor, local, placed_like
 
@@ -106,6 +107,20 @@ class MaskStore:
     def differs(self, packed: Mapping[str, Tensor]) -> bool:
         """Whether one of these masks is not the one that is stored."""
         return any(name not in self.bits or not torch.equal(self.bits[name], new) for name, new in packed.items())
+
+    def num_not_zeroed(self) -> dict[str, int]:
+        """Weights on this rank that are not zero although their mask prunes them, by name, where there are any."""
+        if not self.bits:
+            return {}
+        odd = {name: nonzero(local(self.weights[name])) & ~mask for name, mask in self.bits.items()}
+        device = next(iter(odd.values())).device
+        numbers = torch.stack([bits.count(each).to(device) for each in odd.values()]).tolist()
+        found = {}
+        for (name, each), number in zip(odd.items(), numbers, strict=True):
+            weight = local(self.weights[name])
+            if number and (number := int(weight[bits.unpack(each, weight.shape)].count_nonzero())):  # -0.0 is zero
+                found[name] = number
+        return found
 
     def read_state(self) -> None:
         """Take the masks that came with the optimizer's state; loading cast them to the weights' dtype."""

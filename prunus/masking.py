@@ -3,7 +3,7 @@
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -250,6 +250,21 @@ def is_initialising(optimizer: Optimizer) -> bool:
         return False
     grads = (p.grad for group in optimizer.param_groups for p in group["params"])
     return not any(bool(local(grad).any()) for grad in grads if grad is not None)
+
+
+class LoadHook:
+    """Calls a method when a module has loaded its weights; it keeps nothing alive, and copies of the module forget it."""
+
+    def __init__(self, method: Callable[[], None]) -> None:
+        self._method = weakref.WeakMethod(method)
+
+    def __call__(self, *_: object) -> None:
+        if method := self._method():
+            method()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A function that does nothing, so that a pickled module can be loaded without this package."""
+        return getattr, (nullcontext(), "__exit__")
 
 
 def _states(parameter: nn.Parameter, optimizer: Optimizer) -> dict[str, Tensor]:

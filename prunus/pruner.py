@@ -1,6 +1,7 @@
 """Pruning while training: the optimizer's own step drives score, select, mask and apply."""
 
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -12,12 +13,12 @@ from torch.optim import Optimizer
 
 from .eligible import eligible
 from .input_statistics import InputNorms
-from .mask_store import MaskStore, load_masks, unpack_saved_masks
-from .masking import Progress, check_state, is_initialising, masking_of, unwrapped
+from .mask_store import MaskStore, load_masks, unpack_like, unpack_saved_masks
+from .masking import LoadHook, Progress, check_state, is_initialising, masking_of, unwrapped
 from .masks import Masks, check_copies, digest, full_masks
 from .ops.lazy import Lazy
 from .ops.shard import together
-from .ranks import is_dtensor, local, local_block, ranks_of, shards_of
+from .ranks import is_dtensor, local, local_block, ranks_of, shard_of, shards_of
 from .rate import Rate, rates_of
 from .regrow import Regrow, selected
 from .schedule import Schedule
@@ -25,7 +26,7 @@ from .score import SCORES
 from .select import Global, Selector, Shape
 from .statistics import MOMENTS, Movement, check_moments, is_skipped, score_of, sources
 from .summary import Event, Report, report
-from .validation import check_eps, check_options, check_order, check_parameters, check_together
+from .validation import check_eps, check_options, check_order, check_parameters, check_together, copied_weights
 
 
 class Pruner:
@@ -40,6 +41,10 @@ class Pruner:
     ``exp_avg``, ``exp_avg_sq``, ``step``, ...). ``masks`` are boolean masks by name to begin with, or
     ``"zeros"`` for the zeros that the weights have; without ``schedule`` they do not change. ``rate`` gives
     pruned weights larger steps, by their density. ``regrow`` lets pruned weights come back until the ramp ends.
+
+    Weights that are loaded without the pruner's state, or written over in another way, may not be zero where the masks
+    prune. The next step after ``load_state_dict`` of the model, and every event, notices that; ``reloaded`` says whether
+    they are then zeroed again, with one warning, or refused by a ValueError (``"raise"``).
 
     Over ranks the masks are those that one process would find. Make it after DDP or ``fully_shard``, on every rank.
     Events are collective then, and for DTensors so are ``sparsity``, ``report``, ``digest``, ``full_masks``,
@@ -60,6 +65,7 @@ class Pruner:
         masks: Mapping[str, Tensor] | Literal["zeros"] | None = None,
         include: str | Sequence[str] = (),
         exclude: str | Sequence[str] = (),
+        reloaded: Literal["zero", "raise"] = "zero",
         score_options: Mapping[str, Any] | None = None,
         score_dtype: torch.dtype = torch.float32,
         on_event: Callable[[Event], None] | None = None,
@@ -67,7 +73,13 @@ class Pruner:
     ) -> None:
         check_options(
             {"schedule": schedule, "select": select, "every": every, "regrow": regrow, "masks": masks, "rate": rate}
-            | {"score": score, "score_options": score_options, "score_dtype": score_dtype, "on_event": on_event}
+            | {
+                "reloaded": reloaded,
+                "score": score,
+                "score_options": score_options,
+                "score_dtype": score_dtype,
+                "on_event": on_event,
+            }
         )
         optimizer = unwrapped(optimizer)
         check_order(model, optimizer)
@@ -77,10 +89,12 @@ class Pruner:
         self.score_options = dict(score_options or {})
         self.score = score_of(score, self.score_options)
         self._score_name = score if isinstance(score, str) else getattr(score, "__name__", type(score).__name__)
-        self.score_dtype, self.on_event = score_dtype, on_event
+        self.score_dtype, self.on_event, self.reloaded = score_dtype, on_event, reloaded
+        self._is_reloaded = self._has_warned = False
         trained = [p for of_group in optimizer.param_groups for p in of_group["params"]]
         self._eligible = eligible(model, include, exclude, trained)
         self._weights = {weight.name: weight.parameter for weight in self._eligible.weights}
+        ids = {id(p) for p in self._weights.values()}
         self._num_weights = sum(p.numel() for p in self._weights.values())
         self._ranks = ranks_of(self._weights, group)
         self._shards = shards_of(self._weights, self._ranks)
@@ -101,8 +115,12 @@ class Pruner:
         if self._rates:
             self._rates.attach()  # before the masking, whose hooks read the rate that the step will use
             self._set_rates()
+        before_step = optimizer.register_step_pre_hook(torch.compiler.disable(self._before_step))
         self._masking.attach()
+        owners = [m for m in model.modules() if any(id(p) in ids for p in m.parameters(recurse=False))]
         self._handles = [
+            before_step,
+            *(owner.register_load_state_dict_post_hook(LoadHook(self._note_loading)) for owner in owners),
             optimizer.register_step_post_hook(torch.compiler.disable(self._after_step)),
             optimizer.register_load_state_dict_post_hook(self._read_state),
             optimizer.register_state_dict_pre_hook(self._store.before_save),
@@ -160,6 +178,24 @@ class Pruner:
     def mask_gradients(self) -> None:
         """Mask all gradients now. Call it before clipping under FSDP2's CPU offload, where they are masked late."""
         self._masking.mask_gradients()
+
+    @torch.no_grad()
+    def apply_to(self, model: nn.Module) -> None:
+        """Zero in a copy of the model what the masks prune: an average of its weights has no zeros of its own.
+
+            averaged = torch.optim.swa_utils.AveragedModel(model)
+            ...  # train, and averaged.update_parameters(model)
+            pruner.apply_to(averaged)  # before it is evaluated or saved
+
+        The copy may be wrapped, cast, on another device or sharded in another way; if one of the two is
+        sharded this is collective. All prunable weights are found by name, and must have their shapes.
+        """
+        weights = copied_weights(model, self._weights)
+        for name, weight in weights.items():
+            mask, ranks = unpack_like(self._weights[name], self._bits.get(name)), ranks_of({name: weight})
+            shard = shard_of(name, weight, ranks) if ranks and is_dtensor(weight) else None
+            keep = local_block(mask, weight, shard).to(weight.device)
+            local(weight).masked_fill_(keep == 0, 0)
 
     @torch.no_grad()
     def update(self) -> None:
@@ -243,6 +279,7 @@ class Pruner:
         check_state(self._weights, self.optimizer)
         self._progress.step, self._progress.is_due = int(state["step"]), bool(state["due"])
         self._masking.apply_(self._store.with_all(masks))
+        self._is_reloaded = False
         self._store.count()
         self._set_rates()
         self._progress.is_due = self._progress.is_due or self._falls_short()
@@ -253,6 +290,7 @@ class Pruner:
     def _read_state(self, *_: object) -> None:
         """Take over the masks of an optimizer's state that was loaded."""
         self._store.read_state()
+        self._is_reloaded = True
         self._set_rates()
 
     def _set_rates(self) -> None:
@@ -260,10 +298,34 @@ class Pruner:
         if self.rate and self._rates:
             self._rates.set({name: self.rate(density) for name, density in self._store.densities.items()})
 
+    def _note_loading(self) -> None:
+        """Leave it to the next step to look at loaded weights: masks that fit them may be loaded after them."""
+        self._is_reloaded = True
+
+    @torch.no_grad()
+    def _before_step(self, *_: object) -> None:
+        if self._is_reloaded and not _is_capturing() and not is_initialising(self.optimizer):
+            together(self._holders if self.reloaded == "raise" else None, self._has_only_zeros)
+            self._masking.apply_(self._bits)
+            self._is_reloaded = False
+
+    def _has_only_zeros(self) -> bool:
+        """Whether the weights on this rank are zero where the masks prune; if not, it warns once, or raises."""
+        if not (found := self._store.num_not_zeroed()):
+            return True
+        what = f"{sum(found.values())} weights that the masks prune are not zero, first in {next(iter(found))}"
+        if self.reloaded == "raise":
+            raise ValueError(f"{what}; load the pruner's state after the weights, by pruner.load_state_dict")
+        if not self._has_warned:
+            advice = "after weights load the pruner's state too, or pass reloaded='raise'"
+            warnings.warn(f"{what}; they are zeroed again: {advice}", stacklevel=2)
+        self._has_warned = True
+        return False
+
     def _after_step(self, *_: object) -> None:
         if is_skipped(self.optimizer) or is_initialising(self.optimizer):
             return
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if _is_capturing():
             self._masking.check_captured(masks_change=self.schedule is not None)
             return  # a captured step is recorded, not run
         self.step += 1
@@ -286,6 +348,7 @@ class Pruner:
     def _scores(self, input_norms: Mapping[str, Tensor]) -> list[Lazy]:
         """Lazy scores of all weights at this step."""
         check_state(self._weights, self.optimizer)
+        self._has_only_zeros()
         collected = {"movement": self._movement.sums if self._movement else {}, "input_norm": input_norms}
         how = {"dtype": self.score_dtype, "more": collected, "shards": self._shards}
         return sources(self._eligible.weights, self.optimizer, self.score, self.score_options, **how)
@@ -307,3 +370,7 @@ class Pruner:
         """Listen to the modules' inputs during the step that an event follows."""
         if self._inputs and self.schedule:
             self._inputs.listen(self._progress.is_due or self.schedule.is_event(self.step + 1, self.every))
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -43,6 +43,7 @@ EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda masks: masks is None or isinstance(masks, str | Mapping),
         'boolean tensors by name, or "zeros"',
     ),
+    "reloaded": (lambda reloaded: reloaded in ("zero", "raise"), '"zero" or "raise"'),
     "score_options": (lambda given: given is None or isinstance(given, Mapping), "values by name, as {'eps': 1e-8}"),
     "score_dtype": (
         lambda dtype: isinstance(dtype, torch.dtype) and dtype.is_floating_point,
@@ -96,6 +97,25 @@ def check_parameters(model: nn.Module, weights: Mapping[str, nn.Parameter]) -> N
                 f"{plain_name(full)} has become a DTensor since the Pruner was made; "
                 "make the optimizer and the Pruner after fully_shard or parallelize_module"
             )
+
+
+def copied_weights(copy: object, weights: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """The weights of these names in a copy of their model, wrapped or not; refused if one is missing or differs."""
+    if not isinstance(copy, nn.Module):
+        raise ValueError(f"apply_to takes a model, as AveragedModel(model), got {type(copy).__name__}")
+    found = {plain_name(full): p for full, p in copy.named_parameters(remove_duplicate=False)}
+    for name, weight in weights.items():
+        if name not in found:
+            raise ValueError(
+                f"{name!r} is not in the model given, whose first weight is {next(iter(found), 'none')!r}; "
+                "apply_to takes a copy of the model that is pruned"
+            )
+        if found[name].shape != weight.shape:
+            raise ValueError(
+                f"{name} has shape {tuple(found[name].shape)} in the model given, but {tuple(weight.shape)} in the "
+                "one that is pruned; apply_to takes a copy of it"
+            )
+    return {name: found[name] for name in weights}
 
 
 def check_eps(weights: Mapping[str, nn.Parameter], optimizer: Optimizer) -> None:
