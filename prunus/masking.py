@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .mask_store import MaskStore
+from .masks import MaskStore
 from .ops import bits
 from .optim import AdamWPrune
 from .ranks import is_offloaded, local

@@ -3,6 +3,7 @@
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -11,11 +12,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from .eligible import eligible
+from .eligible import Report, eligible, report
 from .input_statistics import InputNorms
-from .mask_store import MaskStore, load_masks, unpack_like, unpack_saved_masks
 from .masking import LoadHook, Progress, check_state, is_initialising, masking_of, unwrapped
-from .masks import Masks, check_copies, digest, full_masks
+from .masks import Masks, MaskStore, check_copies, digest, full_masks, load_masks, unpack_like, unpack_saved_masks
 from .ops.lazy import Lazy
 from .ops.shard import together
 from .ranks import is_dtensor, local, local_block, ranks_of, shard_of, shards_of
@@ -25,8 +25,20 @@ from .schedule import Schedule
 from .score import SCORES
 from .select import Global, Selector, Shape
 from .statistics import MOMENTS, Movement, check_moments, is_skipped, score_of, sources
-from .summary import Event, Report, report
 from .validation import check_eps, check_options, check_order, check_parameters, check_together, copied_weights
+
+
+@dataclass(frozen=True)
+class Event:
+    """What an event did, as given to ``on_event``."""
+
+    step: int
+    sparsity: float  # of the schedule
+    seconds: float
+    newly_pruned: int
+    regrown: int = 0  # weights that came back
+    bytes_exchanged: int = 0  # sent by this rank in sums over ranks
+    rates: tuple[float, ...] = ()  # factor on the learning rate of each prunable weight, if rates follow densities
 
 
 class Pruner:

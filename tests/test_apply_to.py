@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
-from toys import adamw, net, num_pruned, train
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from toys import adamw, net, num_pruned, train
 
 from prunus import Pruner, Ramp
 

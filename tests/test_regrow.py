@@ -9,12 +9,12 @@ from torch import nn
 from toys import NAMES, RAMP, Conv1D, adamw, adamw_prune, assert_pruned_are_zero, net, regrowing, sgd, train
 
 from prunus import Constant, Global, NofM, OneShot, PerLayer, PerRow, Ramp, Regrow
-from prunus.allocate import allocate
 from prunus.lab.run import Run
 from prunus.ops import bits
 from prunus.ops.lazy import Lazy, stored
 from prunus.regrow import Swap, selected
 from prunus.score import REGROWTH
+from prunus.select import allocate
 
 SELECTORS = [Global(), PerLayer(), PerLayer("depth"), PerLayer("erk"), PerRow()]
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import tyro
 
 if TYPE_CHECKING:
+    from ..eligible import Report
     from ..lab.evaluate import Quality
     from ..lab.run import Run
     from ..lab.trainer import Training
-    from ..summary import Report
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,11 @@ def evaluated(
 
     A Hugging Face model has no data of its own: it takes ``validation``, in windows of ``length`` tokens.
     """
-    from ..eligible import eligible
+    from ..eligible import eligible, report
     from ..lab.arithmetic import fixed_arithmetic
     from ..lab.checkpoint import checkpoint_of, load_checkpoint
     from ..lab.exported_model import described, load_exported
     from ..lab.run import Run
-    from ..summary import report
 
     checkpoint = checkpoint_of(path)
     if not checkpoint.exists() and (path / "config.json").is_file():
@@ -95,11 +94,10 @@ def _training(run: "Run", data: str | None, validation: Path | None, eval_size: 
 
 
 def _of_tokens(folder: Path, validation: Path, eval_size: int, length: int) -> "tuple[Quality, Report]":
-    from ..eligible import eligible
+    from ..eligible import eligible, report
     from ..export import load_model
     from ..lab.recipe import device_named
     from ..lab.trained_model import check_vocabulary, longest_window, side_by_side, token_ids, token_quality
-    from ..summary import report
 
     tokens = token_ids(validation)
     model = load_model(folder, device_named("auto"))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import bits
 from .bits import words_of
-from .threads import in_threads
+from .machine import in_threads
 
 PIECE = 1 << 17  # elements a thread works on at a time, a multiple of 8: what it makes of them stays in its cache
 
