@@ -76,8 +76,13 @@ class Masking(ABC):
     @torch.no_grad()
     def apply_(self, packed: Mapping[str, Tensor]) -> None:
         """Make these the masks, and zero what they prune in weights and, unless it may come back, in their state."""
-        if isinstance(self.optimizer, torch.optim.LBFGS) and self.store.differs(packed):
-            _restart(self.optimizer)
+        known = self.store.bits
+        if isinstance(self.optimizer, torch.optim.LBFGS) and any(
+            name not in known or not torch.equal(known[name], mask) for name, mask in packed.items()
+        ):
+            for state in self.optimizer.state.values():
+                if "n_iter" in state:
+                    state["n_iter"] = 0  # begin anew: the curvature of weights that are gone would make it diverge
         for name, mask in packed.items():
             parameter = self.store.weights[name]
             self.store.set(name, mask)
@@ -138,7 +143,13 @@ class Masking(ABC):
             closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
             if closure is None:
                 return before_update()
-            return (args[0],), {**kwargs, "closure": _followed(closure, before_update)}
+
+            def followed() -> Any:
+                loss = closure()
+                before_update()
+                return loss
+
+            return (args[0],), {**kwargs, "closure": followed}
 
         self._hooks.callback(self.optimizer.register_step_pre_hook(before_step).remove)
         # a tensor's hook that held its tensor would never be freed: the garbage collector does not see through it
@@ -164,7 +175,11 @@ class InsideStep(Masking):
         self.store.fill(name for name, p in self.store.weights.items() if p.is_cuda)  # a graph must find its masks
         if self.movement:
             self.optimizer.watch += (self.movement.add,)
-            self._hooks.callback(self._stop_watching, self.movement.add)
+
+            def stop_watching(add: Callable[..., None] = self.movement.add) -> None:
+                self.optimizer.watch = tuple(watch for watch in self.optimizer.watch if watch != add)
+
+            self._hooks.callback(stop_watching)
         if self.progress.regrow_until is not None:
             self._hooks.callback(self.optimizer.register_step_pre_hook(self._let_through).remove)
             self._hooks.callback(self.optimizer.register_step_post_hook(self._after_step).remove)
@@ -174,9 +189,6 @@ class InsideStep(Masking):
     @property
     def is_holding(self) -> bool:
         return self.optimizer.is_holding
-
-    def _stop_watching(self, added: Callable[..., None]) -> None:
-        self.optimizer.watch = tuple(watch for watch in self.optimizer.watch if watch != added)
 
     def _let_through(self, *_: object) -> None:
         if self.progress.is_regrowing:
@@ -253,7 +265,7 @@ def is_initialising(optimizer: Optimizer) -> bool:
 
 
 class LoadHook:
-    """Calls a method when a module has loaded its weights; it keeps nothing alive, and copies of the module forget it."""
+    """Calls a method when a module has loaded its weights; keeps nothing alive, and copies of the module forget it."""
 
     def __init__(self, method: Callable[[], None]) -> None:
         self._method = weakref.WeakMethod(method)
@@ -272,21 +284,3 @@ def _states(parameter: nn.Parameter, optimizer: Optimizer) -> dict[str, Tensor]:
     state = optimizer.state.get(parameter, {})
     tensors = {key: value for key, value in state.items() if key != "mask" and isinstance(value, Tensor)}
     return {key: value for key, value in tensors.items() if value.shape == parameter.shape}
-
-
-def _restart(optimizer: torch.optim.LBFGS) -> None:
-    """Let LBFGS begin anew: the curvature of weights that are gone would make it diverge."""
-    for state in optimizer.state.values():
-        if "n_iter" in state:
-            state["n_iter"] = 0
-
-
-def _followed(closure: Callable[[], Any], then: Callable[[], None]) -> Callable[[], Any]:
-    """A closure that calls ``closure``, then ``then``."""
-
-    def both() -> Any:
-        loss = closure()
-        then()
-        return loss
-
-    return both

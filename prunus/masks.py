@@ -1,4 +1,8 @@
-"""Masks by name as packed bits: look-up, overlap, and a digest that gathers nothing."""
+"""Masks as packed bits by name: look-up, digest, and the store that keeps a Pruner's in the optimizer's state.
+
+In memory a mask is one bit a weight, on each rank for its shard. ``torch.distributed.checkpoint`` reshards what
+has a weight's shape and placement, so it is given zeros and ones, a byte a weight.
+"""
 
 import hashlib
 import json
@@ -64,7 +68,11 @@ def digest(masks: Mapping[str, Tensor], shards: Mapping[str, Shard] | None = Non
     if shards is None:
         shapes, sums = [list(masks[name].shape) for name in names], [position_sum(masks[name]) for name in names]
     else:
-        shapes, sums = [list(shards[name].global_shape) for name in names], _sums_of_ranks(names, masks, shards)
+        shapes = [list(shards[name].global_shape) for name in names]
+        sums = [position_sum(masks[name], shards[name]) if shards[name].is_owner else 0 for name in names]
+        halves = torch.tensor([(number >> 32, number & 0xFFFFFFFF) for number in sums])  # their sums do not overflow
+        totals = shards[names[0]].ranks.total(halves).tolist()
+        sums = [((high << 32) + low) % (1 << 64) for high, low in totals]
     return hashlib.sha256(json.dumps(list(zip(names, shapes, sums, strict=True))).encode()).hexdigest()
 
 
@@ -77,21 +85,14 @@ def position_sum(mask: Tensor, shard: Shard | None = None) -> int:
     return total % (1 << 64)
 
 
-def _sums_of_ranks(names: list[str], masks: Mapping[str, Tensor], shards: Mapping[str, Shard]) -> list[int]:
-    sums = [position_sum(masks[name], shards[name]) if shards[name].is_owner else 0 for name in names]
-    halves = torch.tensor([(number >> 32, number & 0xFFFFFFFF) for number in sums])  # sums of halves do not overflow
-    totals = shards[names[0]].ranks.total(halves).tolist()
-    return [((high << 32) + low) % (1 << 64) for high, low in totals]
-
-
 def check_copies(ranks: Ranks | None, weights: Mapping[str, Tensor], packed: Mapping[str, Tensor]) -> None:
     """Raise a ValueError on all ranks if ranks that hold copies of a weight found different masks for it."""
     if ranks is None:
         return
-    prints = dict(zip(packed, torch.stack([fingerprint(mask) for mask in packed.values()]).tolist(), strict=True))
+    hashes = dict(zip(packed, torch.stack([_hash_of_bits(mask) for mask in packed.values()]).tolist(), strict=True))
 
     def folded(names: list[str]) -> int:
-        return int.from_bytes(hashlib.sha256(json.dumps([prints[n] for n in names]).encode()).digest()[:7])
+        return int.from_bytes(hashlib.sha256(json.dumps([hashes[n] for n in names]).encode()).digest()[:7])
 
     axes = range(len(ranks.copies))
     if not ranks.differ([folded([name for name in packed if is_replicated(weights[name], axis)]) for axis in axes]):
@@ -106,18 +107,11 @@ def check_copies(ranks: Ranks | None, weights: Mapping[str, Tensor], packed: Map
     )
 
 
-def fingerprint(packed: Tensor) -> Tensor:
+def _hash_of_bits(packed: Tensor) -> Tensor:
     """A 64-bit hash of packed bits, on their device: the sum of a hash of each word and its position."""
     words = torch.zeros(-(-len(packed) // 8), dtype=torch.int64, device=packed.device)
     words.view(torch.uint8)[: len(packed)] = packed
     return mixed(words + mixed(torch.arange(1, len(words) + 1, device=words.device))).sum()
-
-
-def overlap(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float:
-    """Jaccard index of the kept weights: 1 for equal masks, 0 for disjoint ones."""
-    both = sum(int((first[name] & second[name]).sum()) for name in first)
-    either = sum(int((first[name] | second[name]).sum()) for name in first)
-    return both / either if either else 1.0
 
 
 def packed_masks(
@@ -206,42 +200,28 @@ class MaskStore:
 
     def count(self) -> None:
         """Set ``num_kept`` and ``densities`` from the bits; collective if weights are sharded."""
-        kept = torch.tensor([self._num_kept_here(name) for name in self.weights])
-        kept = self.holders.total(kept) if self.holders else kept
-        self.num_kept = int(kept.sum())
-        sizes = [p.numel() for p in self.weights.values()]
+        numbers = []
+        for name, weight in self.weights.items():
+            here = int(bits.count(self.bits[name])) if name in self.bits else local(weight).numel()
+            numbers.append(here if name not in self.shards or self.shards[name].is_owner else 0)
+        if self.holders:
+            numbers = self.holders.total(torch.tensor(numbers)).tolist()
+        self.num_kept = sum(numbers)
+        sizes = [(name, weight.numel()) for name, weight in self.weights.items()]
         self.densities = {
-            name: num / size if size else 1.0
-            for name, num, size in zip(self.weights, kept.tolist(), sizes, strict=True)
+            name: number / size if size else 1.0 for (name, size), number in zip(sizes, numbers, strict=True)
         }
-
-    def _num_kept_here(self, name: str) -> int:
-        """Weights that the mask keeps of this rank's shard, if this rank counts for it."""
-        if name in self.shards and not self.shards[name].is_owner:
-            return 0
-        return int(bits.count(self.bits[name])) if name in self.bits else local(self.weights[name]).numel()
 
     def set(self, name: str, packed: Tensor) -> None:
         """Write in place where bits exist, so that a captured graph of the step sees the new mask."""
-        if name in self.bits:
-            self.bits[name].copy_(packed)
-        else:
-            self.bits[name] = packed.clone()
+        self.bits[name] = self.bits[name].copy_(packed) if name in self.bits else packed.clone()
         self._put_into_state(name)
 
     def fill(self, names: Iterable[str]) -> None:
         """Give weights that have no bits a mask that keeps all."""
         for name in names:
             if name not in self.bits:
-                self.set(name, self._full(name))
-
-    def with_all(self, packed: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """These masks, and for all other weights that have one a mask that keeps all."""
-        return {name: self._full(name) for name in self.bits} | dict(packed)
-
-    def differs(self, packed: Mapping[str, Tensor]) -> bool:
-        """Whether one of these masks is not the one that is stored."""
-        return any(name not in self.bits or not torch.equal(self.bits[name], new) for name, new in packed.items())
+                self.set(name, self.full(name))
 
     def num_not_zeroed(self) -> dict[str, int]:
         """Weights on this rank that are not zero although their mask prunes them, by name, where there are any."""
@@ -276,13 +256,8 @@ class MaskStore:
         """Create the masks of weights that may be resharded: loading a checkpoint looks for what exists here."""
         self.fill(name for name, p in self.weights.items() if is_resharded(p))
 
-    def to_save(self, unpacked: bool) -> dict[str, Tensor]:
-        """Copies of the packed bits that exist, or all masks as zeros and ones in the weights' shapes."""
-        if unpacked:
-            return {name: unpack_like(weight, self.bits.get(name)) for name, weight in self.weights.items()}
-        return {name: mask.clone() for name, mask in self.bits.items()}
-
-    def _full(self, name: str) -> Tensor:
+    def full(self, name: str) -> Tensor:
+        """A mask that keeps all of a weight."""
         block = local(self.weights[name])
         return bits.full(block.numel(), block.device)
 
@@ -309,23 +284,23 @@ def unpack_saved_masks(optimizer: Optimizer, state: dict[str, Any]) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     indices = [index for group in state["param_groups"] for index in group["params"]]
     for index, parameter in zip(indices, parameters, strict=True):
-        saved = state["state"].get(index, {})
-        if "mask" in saved and is_resharded(parameter):
-            state["state"][index] = {**saved, "mask": unpack_like(parameter, saved["mask"])}
+        own = state["state"].get(index, {})
+        if "mask" in own and is_resharded(parameter):
+            state["state"][index] = {**own, "mask": unpack_like(parameter, own["mask"])}
 
 
-def load_masks(state: Mapping[str, Any], store: MaskStore, summed: Collection[str]) -> dict[str, Tensor]:
-    """Packed masks from a Pruner's state, checked to fit these weights and the names of the movement sums."""
+def load_masks(state: Mapping[str, Any], store: MaskStore, movement: Collection[str]) -> dict[str, Tensor]:
+    """Packed masks from a Pruner's state, checked to fit these weights; ``movement`` names those that have sums."""
     weights, kinds = store.weights, {"step": int, "due": bool, "masks": dict, "movement": dict}
     if wrong := [key for key, kind in kinds.items() if not isinstance(state.get(key), kind)]:
         raise ValueError(f"this is not a Pruner's state: it lacks {', '.join(wrong)}")
     for kind in ("masks", "movement"):
         if unknown := set(state[kind]) - set(weights):
             raise ValueError(f"the state has {kind} of {min(unknown)}, which is no prunable weight of this model")
-    if set(state["movement"]) != set(summed):
+    if set(state["movement"]) != set(movement):
         raise ValueError("the state was saved with another score: one of the two is movement, which keeps sums")
     for name, sums in state["movement"].items():
         if not isinstance(sums, Tensor) or sums.shape != weights[name].shape:
             raise ValueError(f"the state's movement of {name} does not fit its shape {tuple(weights[name].shape)}")
-    shards = store.shards
-    return {name: restore_bits(name, mask, weights[name], shards.get(name)) for name, mask in state["masks"].items()}
+    masks = state["masks"].items()
+    return {name: restore_bits(name, mask, weights[name], store.shards.get(name)) for name, mask in masks}

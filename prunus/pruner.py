@@ -54,9 +54,9 @@ class Pruner:
     ``"zeros"`` for the zeros that the weights have; without ``schedule`` they do not change. ``rate`` gives
     pruned weights larger steps, by their density. ``regrow`` lets pruned weights come back until the ramp ends.
 
-    Weights that are loaded without the pruner's state, or written over in another way, may not be zero where the masks
-    prune. The next step after ``load_state_dict`` of the model, and every event, notices that; ``reloaded`` says whether
-    they are then zeroed again, with one warning, or refused by a ValueError (``"raise"``).
+    Weights that are loaded without the pruner's state may not be zero where the masks prune. The next step after the
+    model's ``load_state_dict``, and every event, notices that: they are zeroed again, with one warning, or, with
+    ``reloaded="raise"``, refused by a ValueError.
 
     Over ranks the masks are those that one process would find. Make it after DDP or ``fully_shard``, on every rank.
     Events are collective then, and for DTensors so are ``sparsity``, ``report``, ``digest``, ``full_masks``,
@@ -276,7 +276,9 @@ class Pruner:
         return {
             "step": self.step,
             "due": self._progress.is_due,
-            "masks": self._store.to_save(unpacked),
+            "masks": {name: unpack_like(weight, self._bits.get(name)) for name, weight in self._weights.items()}
+            if unpacked
+            else {name: mask.clone() for name, mask in self._bits.items()},
             "movement": {name: s.clone() for name, s in self._movement.sums.items()} if self._movement else {},
         }
 
@@ -290,7 +292,7 @@ class Pruner:
         masks = together(self._holders, lambda: load_masks(state, self._store, sums))
         check_state(self._weights, self.optimizer)
         self._progress.step, self._progress.is_due = int(state["step"]), bool(state["due"])
-        self._masking.apply_(self._store.with_all(masks))
+        self._masking.apply_({name: self._store.full(name) for name in self._bits} | masks)
         self._is_reloaded = False
         self._store.count()
         self._set_rates()
