@@ -45,33 +45,32 @@ def eligible(
     model: nn.Module,
     include: str | Sequence[str] = (),
     exclude: str | Sequence[str] = (),
-    held: Iterable[nn.Parameter] | None = None,
+    trained: Iterable[nn.Parameter] | None = None,
 ) -> Eligible:
     """Linear and convolution weights but the head, and what ``include`` adds; ``exclude`` wins.
 
-    ``held`` are the parameters an optimizer trains; others stay dense. Patterns are globs over
+    ``trained`` are the parameters of an optimizer; others stay dense. Patterns are globs over
     parameter names or the names of their modules. Norms and biases are never pruned.
     """
-    include, exclude = _patterns(include), _patterns(exclude)
+    include, exclude = ([given] if isinstance(given, str) else list(given) for given in (include, exclude))
     names = {full: plain_name(full) for full, _ in model.named_parameters()}
-    _check_distinct(names)
-    check_patterns(include + exclude, names.values())
-    _check_included(model, include, names)
+    _check_names(model, names, include, exclude)
     owners, heads = _owners(model), _heads(model)
-    trained = None if held is None else {id(parameter) for parameter in held}
+    ids = None if trained is None else {id(parameter) for parameter in trained}
     found = Eligible([], {})
     for full, parameter in model.named_parameters():
         if parameter.ndim < 2:
             continue
         name, module = names[full], owners[full]
-        asked = matches(name, include)
+        is_included = matches(name, include)
         reasons = {
             "excluded": matches(name, exclude),
-            "embedding or head": not asked and id(parameter) in heads,
-            f"{type(module).__name__}, not a linear or convolution weight": not (asked or prunable_kind(module, full)),
+            "embedding or head": not is_included and id(parameter) in heads,
+            f"{type(module).__name__}, not a linear or convolution weight": not is_included
+            and not prunable_kind(module, full),
             "frozen": not parameter.requires_grad,
-            "not held by the optimizer": trained is not None and id(parameter) not in trained,
-            "its gradients are sparse tensors": trained is not None and getattr(module, "sparse", False) is True,
+            "not held by the optimizer": ids is not None and id(parameter) not in ids,
+            "its gradients are sparse tensors": ids is not None and getattr(module, "sparse", False) is True,
         }
         if reason := next((reason for reason, holds in reasons.items() if holds), None):
             found.dense[name] = reason
@@ -83,16 +82,13 @@ def eligible(
     return found
 
 
-def _check_distinct(names: Mapping[str, str]) -> None:
-    """Refuse names that are one without the prefixes of wrappers: one mask would stand for two weights."""
+def _check_names(model: nn.Module, names: Mapping[str, str], include: list[str], exclude: list[str]) -> None:
+    """Refuse names that are equal without the prefixes of wrappers, and patterns that find nothing to prune."""
     fulls: dict[str, str] = {}
     for full, name in names.items():
         if (other := fulls.setdefault(name, full)) != full:
             raise ValueError(f"{other} and {full} are both {name} without DDP's prefix; rename the attribute 'module'")
-
-
-def _check_included(model: nn.Module, include: Sequence[str], names: Mapping[str, str]) -> None:
-    """Refuse a pattern that finds nothing but vectors."""
+    check_patterns(include + exclude, names.values())
     for pattern in include:
         found = {names[full]: p for full, p in model.named_parameters() if matches(names[full], [pattern])}
         if all(p.ndim < 2 for p in found.values()):
@@ -115,9 +111,8 @@ def check_patterns(patterns: Iterable[str], names: Iterable[str]) -> None:
 
 
 def prunable_kind(module: nn.Module, name: str) -> bool:
-    return name.endswith("weight") and (
-        isinstance(module, (nn.Linear, *CONVOLUTIONS, *TRANSPOSED)) or is_conv1d(module)
-    )
+    is_known = isinstance(module, (nn.Linear, *CONVOLUTIONS, *TRANSPOSED)) or is_conv1d(module)
+    return is_known and name.endswith("weight")
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -161,10 +156,6 @@ def _heads(model: nn.Module) -> set[int]:
         if module is not None and getattr(module, "weight", None) is not None:
             heads.add(id(module.weight))
     return heads
-
-
-def _patterns(patterns: str | Sequence[str]) -> list[str]:
-    return [patterns] if isinstance(patterns, str) else list(patterns)
 
 
 def unwrapped_model(model: nn.Module) -> nn.Module:
@@ -226,10 +217,8 @@ class Report:
             + (f"  rate x {layer.rate:.3f}" if layer.rate != 1 else "")
             for layer in self.layers
         ]
-        total = (
-            f"{self.sparsity:.4%} of {self.num_prunable} prunable weights, {self.sparsity_of_all:.4%} of all are zero"
-        )
-        return "\n".join([*rows, total])
+        share, of_all = f"{self.sparsity:.4%}", f"{self.sparsity_of_all:.4%}"
+        return "\n".join([*rows, f"{share} of {self.num_prunable} prunable weights, {of_all} of all are zero"])
 
 
 def report(

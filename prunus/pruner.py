@@ -20,7 +20,7 @@ from .ops.lazy import Lazy
 from .ops.shard import together
 from .ranks import is_dtensor, local, local_block, ranks_of, shard_of, shards_of
 from .rate import Rate, rates_of
-from .regrow import Regrow, selected
+from .regrow import Regrow, Swap, selected
 from .schedule import Schedule
 from .score import SCORES
 from .select import Global, Selector, Shape
@@ -231,7 +231,7 @@ class Pruner:
         live, swap = (self._bits, before), None
         if self.regrow:
             back = partial(self.regrow.sources, self._eligible.weights, self.optimizer, self._shards)
-            swap = self.regrow.swap(self.schedule, self.step, back)
+            swap = Swap(self.regrow.share(self.schedule, self.step), back)
         masks, regrown = together(self._ranks, lambda: selected(self.select, scores, sparsity, live, swap))
         check_copies(self._ranks, self._weights, masks)
         self._progress.is_due = False  # not before: an event that failed is tried again after the next step
