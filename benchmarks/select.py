@@ -88,7 +88,7 @@ class Problem:
     def scores(self) -> Iterator[Tensor]:
         """The score of each weight, one at a time."""
         for source in self.sources():
-            yield next(source.pieces(source.numel))[1].view(source.shape)
+            yield next(source.chunks(source.numel))[1].view(source.shape)
 
     def sources(self) -> list[Lazy]:
         found = []

@@ -79,8 +79,8 @@ def digest(masks: Mapping[str, Tensor], shards: Mapping[str, Shard] | None = Non
 def position_sum(mask: Tensor, shard: Shard | None = None) -> int:
     """``sum of hash(position)`` over the True elements, modulo 2^64, by their positions in the full tensor."""
     flat, total = mask.reshape(-1), 0
-    for start in range(0, len(flat), bits.PIECE):
-        kept = flat[start : start + bits.PIECE].nonzero().squeeze(1) + start
+    for start in range(0, len(flat), bits.CHUNK):
+        kept = flat[start : start + bits.CHUNK].nonzero().squeeze(1) + start
         total += int(mixed((shard.positions(kept) if shard else kept) + 1).sum())
     return total % (1 << 64)
 

@@ -25,7 +25,7 @@ from .schedule import Schedule
 from .score import SCORES
 from .select import Global, Selector, Shape
 from .statistics import MOMENTS, Movement, check_moments, is_skipped, score_of, sources
-from .validation import check_eps, check_options, check_order, check_parameters, check_together, copied_weights
+from .validation import check_eps, check_options, check_parameters, check_together, copied_weights
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,11 @@ class Pruner:
             }
         )
         optimizer = unwrapped(optimizer)
-        check_order(model, optimizer)
+        if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
+            raise ValueError(
+                "a Pruner takes a model, then the optimizer that trains it: Pruner(model, optimizer, ...); "
+                f"got {type(model).__name__} and {type(optimizer).__name__}"
+            )
         schedule = schedule and schedule.over(None)  # refuses fractions: the length of the run is not known here
         self.model, self.optimizer, self.regrow = model, optimizer, regrow
         self.select, self.schedule, self.every = select, schedule, every

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .ops import bits
-from .ops.candidates import Candidates, Packed, candidates, is_small, live_pieces, order_statistics, sampled
+from .ops.candidates import Candidates, Packed, candidates, is_small, live_chunks, order_statistics, sampled
 from .ops.lazy import Lazy
 from .ops.shard import Shard, Sums, attempt, together
 from .ops.sorting import DIGIT, digit_counts, from_sortable, sortable
@@ -223,20 +223,18 @@ def _with_ties(
 def _behind(source: Lazy, equal: Tensor, num_drop: int) -> Tensor:
     """``equal`` without its first ``num_drop`` bits, by position in the weight over all ranks."""
 
-    def pieces() -> list[tuple[int, Tensor]]:
-        return [
-            (start, equal[start // 8 : (start + source.piece) // 8]) for start in range(0, source.numel, source.piece)
-        ]
+    size = source.chunk_size
+    chunks = [(start, equal[start // 8 : (start + size) // 8]) for start in range(0, source.numel, size)]
 
     def count(prefix: int | None, shift: int) -> Tensor:
         found = torch.zeros(1 << DIGIT, dtype=torch.int64, device=source.device)
-        for start, packed in pieces() if counts(source) else ():
+        for start, packed in chunks if counts(source) else ():
             found += digit_counts(_places(source.shard, start, packed)[1], prefix, shift)
         return found
 
     [(last, _)] = descend(count, POSITION, [num_drop], sums_of([source]))
     rest = torch.zeros_like(equal)
-    for start, packed in pieces():
+    for start, packed in chunks:
         here, whole = _places(source.shard, start, packed)
         bits.add_(rest, here[whole > last])
     return rest
@@ -270,7 +268,7 @@ def order_statistic(sources: Sequence[Lazy], rank: int, live: Packed) -> tuple[f
     def count(prefix: int | None, shift: int) -> Tensor:
         found = torch.zeros(1 << DIGIT, dtype=torch.int64, device=sources[0].device)
         for source in sources:
-            for _, scores, alive in live_pieces(source, live) if counts(source) else ():
+            for _, scores, alive in live_chunks(source, live) if counts(source) else ():
                 keys = sortable(scores if alive is None else scores[alive])
                 found += digit_counts(keys, prefix, shift).to(found.device)
         return found
@@ -283,7 +281,7 @@ def _split(source: Lazy, live: Packed, threshold: float) -> tuple[Tensor, Tensor
     """Packed bits of the live elements above the threshold, and of those equal to it."""
     above = torch.empty(bits.num_bytes(source.numel), dtype=torch.uint8, device=source.device)
     equal = torch.empty_like(above)
-    for start, scores, alive in live_pieces(source, live):
+    for start, scores, alive in live_chunks(source, live):
         here = slice(start // 8, start // 8 + bits.num_bytes(len(scores)))
         for mask, found in ((above, scores > threshold), (equal, scores == threshold)):
             mask[here] = bits.pack(found if alive is None else found & alive)

@@ -58,19 +58,11 @@ def check_options(options: Mapping[str, Any]) -> None:
     for name, value in options.items():
         fits, expected = EXPECTED.get(name, (lambda _: True, ""))
         if not fits(value):
-            raise ValueError(f"{name} must be {expected}; got {_shown(value)}")
+            text = " ".join(repr(value).split())
+            raise ValueError(f"{name} must be {expected}; got {text if len(text) <= 80 else f'{text[:77]}...'}")
     score_of(options.get("score", "bitter7"), options.get("score_options") or {})
     if options.get("schedule") is None and options.get("masks") is None:
         raise ValueError("say how sparse: pass schedule=Ramp(...), OneShot(...) or Constant(...), or masks to hold")
-
-
-def check_order(model: object, optimizer: object) -> None:
-    """Refuse arguments that are no model or no optimizer, as when the two are swapped."""
-    if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
-        raise ValueError(
-            "a Pruner takes a model, then the optimizer that trains it: Pruner(model, optimizer, ...); "
-            f"got {type(model).__name__} and {type(optimizer).__name__}"
-        )
 
 
 def check_together(
@@ -129,9 +121,3 @@ def check_eps(weights: Mapping[str, nn.Parameter], optimizer: Optimizer) -> None
                     f"eps = {eps} is 0 in {p.dtype}, so a pruned element of {names[id(p)]} would become 0 / 0; "
                     "give the optimizer a larger eps"
                 )
-
-
-def _shown(value: object) -> str:
-    """The value in one short line."""
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 80 else f"{text[:77]}..."

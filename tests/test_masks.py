@@ -62,7 +62,7 @@ def test_a_swap_of_two_masks_changes_the_digest():
     assert digest({"a": first, "b": second}) != digest({"a": second, "b": first})
 
 
-def test_the_sum_of_positions_is_the_sum_of_its_pieces(small_pieces):
+def test_the_sum_of_positions_is_the_sum_of_its_pieces(small_chunks):
     mask = torch.rand(200) < 0.5
     in_pieces = position_sum(mask)
     whole = sum(position_sum(mask & (torch.arange(200) == place)) for place in range(200)) % (1 << 64)

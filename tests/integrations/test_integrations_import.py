@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from prunus import Ramp
-from prunus.integrations.plan import Plan, check_whole
+from prunus.integrations.plan import Plan, refuse_sharding
 
 NEEDED = {"huggingface": ["transformers"], "lightning": ["lightning.pytorch", "pytorch_lightning"], "peft": ["peft"]}
 
@@ -30,6 +30,6 @@ def test_a_misspelt_option_is_refused_when_the_callback_is_made():
 @pytest.mark.parametrize("way", ["DistributedType.FSDP", "DistributedType.DEEPSPEED", "FSDPStrategy"])
 def test_sharded_weights_are_refused(way):
     with pytest.raises(ValueError, match=way):
-        check_whole(way)
-    check_whole("DistributedType.MULTI_GPU")
-    check_whole("DDPStrategy")
+        refuse_sharding(way)
+    refuse_sharding("DistributedType.MULTI_GPU")
+    refuse_sharding("DDPStrategy")
