@@ -127,11 +127,64 @@ class Masking(ABC):
                 "a graph of this step would not mask gradients after the ramp; with regrow, capture it after that"
             )
 
-    def _mask_gradients_by_hooks(self) -> None:
-        """Mask gradients as they are accumulated, so that clipping sees them masked, and again before the step.
+    def _zero_after_steps(self, always: bool) -> None:
+        """Zero pruned weights after each step: always, or while they may come back."""
 
-        Gradients that FSDP2 still copies to the CPU when it accumulates them are masked before the step alone.
-        """
+        def after_step(*_: object) -> None:
+            if always or self.progress.is_regrowing:
+                self.zero_weights()
+
+        if always or self.progress.regrow_until is not None:
+            self._hooks.callback(self.optimizer.register_step_post_hook(after_step).remove)
+
+
+class InsideStep(Masking):
+    """``AdamWPrune`` masks gradients in its own step, by the masks that it finds in its state."""
+
+    reads_masks = True
+    optimizer: AdamWPrune  # pyrefly: ignore[bad-override-mutable-attribute]
+
+    def attach(self) -> None:
+        optimizer, weights = self.optimizer, frozenset(self.store.weights.values())
+        self.store.fill(name for name, p in self.store.weights.items() if p.is_cuda)  # a graph must find its masks
+        if self.movement:
+            optimizer.watch += (self.movement.add,)
+
+            def stop_watching(add: Callable[..., None] = self.movement.add) -> None:
+                optimizer.watch = tuple(watch for watch in optimizer.watch if watch != add)
+
+            self._hooks.callback(stop_watching)
+
+        def before_step(*_: object) -> None:
+            optimizer.unmasked |= weights if self.progress.is_regrowing else frozenset()
+
+        def after_step(*_: object) -> None:
+            optimizer.unmasked -= weights
+
+        if self.progress.regrow_until is not None:
+            self._hooks.callback(optimizer.register_step_pre_hook(before_step).remove)
+            self._hooks.callback(optimizer.register_step_post_hook(after_step).remove)
+        self._zero_after_steps(always=type(optimizer) is not AdamWPrune)  # a subclass may step otherwise
+
+    @property
+    def is_holding(self) -> bool:
+        return self.optimizer.is_holding
+
+
+class ByHooks(Masking):
+    """Gradients are masked as they are accumulated, so that clipping sees them masked, and again before the step.
+
+    That is enough for optimizers that move no element whose gradient and state are zero. With those that mix the
+    elements of a weight, as Muon and LBFGS do, and with unknown ones, weights are zeroed after each step too.
+    Gradients that FSDP2 still copies to the CPU when it accumulates them are masked before the step alone.
+    """
+
+    reads_masks = False
+    is_holding = False
+
+    def attach(self) -> None:
+        # torch's own are known by exact type: a subclass may step otherwise
+        self._zero_after_steps(always=type(self.optimizer) not in ELEMENTWISE)
 
         @torch.no_grad()
         def before_update() -> None:
@@ -165,73 +218,9 @@ class Masking(ABC):
                 self._hooks.callback(handle.remove)
 
 
-class InsideStep(Masking):
-    """``AdamWPrune`` masks gradients in its own step, by the masks that it finds in its state."""
-
-    reads_masks = True
-    optimizer: AdamWPrune  # pyrefly: ignore[bad-override-mutable-attribute]
-
-    def attach(self) -> None:
-        self.store.fill(name for name, p in self.store.weights.items() if p.is_cuda)  # a graph must find its masks
-        if self.movement:
-            self.optimizer.watch += (self.movement.add,)
-
-            def stop_watching(add: Callable[..., None] = self.movement.add) -> None:
-                self.optimizer.watch = tuple(watch for watch in self.optimizer.watch if watch != add)
-
-            self._hooks.callback(stop_watching)
-        if self.progress.regrow_until is not None:
-            self._hooks.callback(self.optimizer.register_step_pre_hook(self._let_through).remove)
-            self._hooks.callback(self.optimizer.register_step_post_hook(self._after_step).remove)
-        if type(self.optimizer) is not AdamWPrune:  # a subclass may step otherwise
-            self._hooks.callback(self.optimizer.register_step_post_hook(self.zero_weights).remove)
-
-    @property
-    def is_holding(self) -> bool:
-        return self.optimizer.is_holding
-
-    def _let_through(self, *_: object) -> None:
-        if self.progress.is_regrowing:
-            self.optimizer.unmasked |= frozenset(self.store.weights.values())
-
-    def _after_step(self, *_: object) -> None:
-        self.optimizer.unmasked -= frozenset(self.store.weights.values())
-        if self.progress.is_regrowing:
-            self.zero_weights()
-
-
-class ByHooks(Masking):
-    """Masked gradients are enough for optimizers that move no element whose gradient and state are zero."""
-
-    reads_masks = False
-    is_holding = False
-
-    def attach(self) -> None:
-        if self.progress.regrow_until is not None:
-            self._hooks.callback(self.optimizer.register_step_post_hook(self._after_step).remove)
-        self._mask_gradients_by_hooks()
-
-    def _after_step(self, *_: object) -> None:
-        if self.progress.is_regrowing:
-            self.zero_weights()
-
-
-class AfterStep(Masking):
-    """Optimizers that mix the elements of a weight, as Muon and LBFGS do, and unknown ones: weights are zeroed too."""
-
-    reads_masks = False
-    is_holding = False
-
-    def attach(self) -> None:
-        self._hooks.callback(self.optimizer.register_step_post_hook(self.zero_weights).remove)
-        self._mask_gradients_by_hooks()
-
-
-def masking_of(optimizer: Optimizer) -> type[InsideStep | ByHooks | AfterStep]:
-    """How zeros are kept under this optimizer. Torch's own are known by exact type: a subclass may step otherwise."""
-    if isinstance(optimizer, AdamWPrune):
-        return InsideStep
-    return ByHooks if type(optimizer) in ELEMENTWISE else AfterStep
+def masking_of(optimizer: Optimizer) -> type[InsideStep | ByHooks]:
+    """How zeros are kept under this optimizer."""
+    return InsideStep if isinstance(optimizer, AdamWPrune) else ByHooks
 
 
 def check_state(weights: Mapping[str, nn.Parameter], optimizer: Optimizer) -> None:
