@@ -52,14 +52,13 @@ def by_rows(score, back, live, sparsity, share):
     return keep | keep_largest_of_runs(back, length, length - r, ~live)
 
 
-@pytest.mark.parametrize("share", [0.05, 0.4, 0.95])
 @pytest.mark.parametrize("select", SELECTORS, ids=str)
 @pytest.mark.parametrize("kind", [kind for kind in DRAWS if kind not in ("float64", "int64", "few integers")])
-def test_masks_are_those_of_the_definition_for_nasty_scores(kind, select, share):
+def test_masks_are_those_of_the_definition_for_nasty_scores(kind, select):
     score, back = (draw(kind, (7, 9), (3, 5, 2), (1, 1), (16, 24)) for _ in range(2))
     sources, ranked = ([stored(name, value) for name, value in values.items()] for values in (score, back))
     live = {name: torch.ones(s.shape, dtype=torch.bool) for name, s in score.items()}
-    for sparsity in (0.2, 0.35, 0.6, 0.6):
+    for sparsity, share in ((0.2, 0.4), (0.35, 0.05), (0.6, 0.4), (0.6, 0.95), (0.6, 0.05)):
         packed = {name: bits.pack(mask) for name, mask in live.items()}
         num_live = sum(int(mask.sum()) for mask in live.values())
         found, num = selected(select, sources, sparsity, (packed, num_live), Swap(share, lambda: ranked))
@@ -88,11 +87,12 @@ def test_masks_that_are_sparser_than_asked_keep_their_counts(select):
     assert same(masks, by_definition(select, score, back, live, 0.1, 0.5))
 
 
-@pytest.mark.parametrize("select", SELECTORS, ids=str)
 @pytest.mark.parametrize(
-    ("make", "by"),
-    [(make, by) for make in (adamw, adamw_prune) for by in REGROWTH] + [(sgd, "momentum"), (sgd, "gradient")],
-    ids=lambda value: value if isinstance(value, str) else value.__name__,
+    ("make", "by", "select"),
+    [(adamw, by, select) for by in REGROWTH for select in SELECTORS]
+    + [(adamw_prune, by, select) for by in REGROWTH for select in (Global(), PerRow())]
+    + [(sgd, by, select) for by in ("momentum", "gradient") for select in (Global(), PerLayer("erk"))],
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_an_event_swaps_exactly_what_the_definition_says(make, by, select):
     model = net()
@@ -124,7 +124,7 @@ def test_an_event_swaps_exactly_what_the_definition_says(make, by, select):
 
     options = {"score": "magnitude", "select": select, "regrow": Regrow(0.3, by), "on_event": check}
     pruner = regrowing(model, optimizer, **options)
-    train(model, optimizer, range(24))
+    train(model, optimizer, range(20))
     assert len(swaps) == 4 and swaps[0] == swaps[-1] == 0 and all(swaps[1:-1])
     assert_pruned_are_zero(pruner)
 
@@ -208,7 +208,7 @@ def test_a_run_says_what_regrowth_cannot_go_with(options, text):
 def test_kernels_rank_the_pruned_as_the_definitions_do():
     driver = pytest.importorskip("prunus.ops._triton.cut", reason="kernels need triton")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    shapes = [(37, 41), (8, 128), (5, 5, 7)]
+    shapes = [(13, 41), (5, 5, 7)]
     for row in REGROWTH.values():
         tensors = {"exp_avg": 1e-5, "exp_avg_sq": 1e-4, "grad": 1e-3}
         given = []
