@@ -20,7 +20,7 @@ from .ops import bits
 from .ops.compact import nonzero
 from .ops.formula import mixed
 from .ops.shard import Shard, together
-from .ranks import Ranks, gather, is_dtensor, is_replicated, local, local_block, placed_like
+from .ranks import Ranks, is_dtensor, is_replicated, local, local_block, placed_like
 
 _STORES: weakref.WeakKeyDictionary[Optimizer, weakref.WeakSet["MaskStore"]] = weakref.WeakKeyDictionary()
 
@@ -49,13 +49,6 @@ class Masks(Mapping[str, Tensor]):
 
     def __repr__(self) -> str:
         return f"Masks({', '.join(f'{name}: {tuple(weight.shape)}' for name, weight in self.weights.items())})"
-
-
-def full_masks(masks: Mapping[str, Tensor], shards: Mapping[str, Shard] | None) -> dict[str, Tensor]:
-    """Boolean masks of the full weights, gathered from all ranks; collective if there are ``shards``."""
-    if shards is None:
-        return dict(masks)
-    return {name: gather(mask.to(torch.uint8), shards[name]).bool() for name, mask in masks.items()}
 
 
 def digest(masks: Mapping[str, Tensor], shards: Mapping[str, Shard] | None = None) -> str:

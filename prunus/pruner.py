@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 from .eligible import Report, eligible, report
 from .input_statistics import InputNorms
 from .masking import LoadHook, Progress, check_state, is_initialising, masking_of, unwrapped
-from .masks import Masks, MaskStore, check_copies, digest, full_masks, load_masks, unpack_like, unpack_saved_masks
+from .masks import Masks, MaskStore, check_copies, digest, load_masks, unpack_like, unpack_saved_masks
 from .ops.lazy import Lazy
 from .ops.shard import together
-from .ranks import is_dtensor, local, local_block, ranks_of, shard_of, shards_of
+from .ranks import gather, is_dtensor, local, local_block, ranks_of, shard_of, shards_of
 from .rate import Rate, rates_of
 from .regrow import Regrow, Swap, selected
 from .schedule import Schedule
@@ -175,7 +175,9 @@ class Pruner:
 
     def full_masks(self) -> dict[str, Tensor]:
         """Boolean masks of the whole weights; collective if they are sharded."""
-        return full_masks(self.masks, self._shards)
+        if self._shards is None:
+            return dict(self.masks)
+        return {name: gather(mask.to(torch.uint8), self._shards[name]).bool() for name, mask in self.masks.items()}
 
     @property
     def sparsity(self) -> float:

@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from .ops import bits
 from .ops.candidates import Packed, check_finite, kernels_read
-from .ops.lazy import Lazy
+from .ops.lazy import Lazy, sortable
 from .ops.shard import Shard, together
-from .ops.sorting import kth_smallest, sortable
 from .threshold import kept, sums_of
 
 DIGIT = 4  # bits of a key that one round of counts settles
@@ -170,7 +170,10 @@ def smallest(rows: Rows, num_drop: int) -> Tensor:
     if rows.shard is not None:
         return _smallest_by_counts(rows, num_drop)
     scores = rows.scores
-    threshold = kth_smallest(scores, num_drop)
+    if scores.is_cpu:  # where numpy's selection is faster
+        threshold = torch.from_numpy(np.partition(scores.numpy(), num_drop - 1)[:, num_drop - 1 : num_drop].copy())
+    else:
+        threshold = scores.sort(dim=-1).values[:, num_drop - 1 : num_drop]
     found = scores <= threshold
     crowded = (found.sum(1) > num_drop).nonzero().squeeze(1)  # where several equal the threshold
     below, equal = scores[crowded] < threshold[crowded], scores[crowded] == threshold[crowded]

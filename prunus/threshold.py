@@ -10,16 +10,17 @@ there is nothing to add; on a GPU it leaves all of the cut to kernels.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from .ops import bits
 from .ops.candidates import Candidates, Packed, candidates, is_small, live_chunks, order_statistics, sampled
-from .ops.lazy import Lazy
+from .ops.lazy import Lazy, from_sortable, sortable
 from .ops.shard import Shard, Sums, attempt, together
-from .ops.sorting import DIGIT, digit_counts, from_sortable, sortable
 
+DIGIT = 16  # bits fixed by one pass; 2^16 counts fit the cache, and float32 needs two passes
 HALF = DIGIT // 2  # a digit travels in two halves: 2^8 counts, then the 2^8 of the one that holds the cut
 POSITION = 48  # bits of a position in a weight
 Counts = Callable[[int | None, int], Tensor]  # how often each digit stands at a shift behind a prefix, on this rank
@@ -119,7 +120,7 @@ def _by_counts(sources: Sequence[Lazy], num_drop: int, num_live: int, live: Pack
     if num_over or not 0 < rest <= num_inside:
         return _without_bracket(sources, num_drop, live)
     assert inside is not None
-    [(key, num_equal)] = descend(_counts_of(keys), 8 * dtype.itemsize, [rest], sums)
+    [(key, num_equal)] = descend(partial(digit_counts, keys), 8 * dtype.itemsize, [rest], sums)
     threshold = from_sortable(key, dtype)
     if not lo <= threshold <= hi:  # beyond an edge, where some are not listed
         return _without_bracket(sources, num_drop, live)
@@ -147,7 +148,7 @@ def bracket(sources: Sequence[Lazy], num_drop: int, num_live: int, live: Packed)
     num = int(sums.total(torch.tensor([len(keys)])))
     first, last, limit = order_statistics(num_drop / num_live, num, num_live)
     wanted = [rank + 1 for rank in (first, last) if 0 <= rank < num]
-    found = descend(_counts_of(keys), 8 * dtype.itemsize, wanted, sums) if wanted else []
+    found = descend(partial(digit_counts, keys), 8 * dtype.itemsize, wanted, sums) if wanted else []
     scores = [from_sortable(key, dtype) for key, _ in found]
     return scores[0] if 0 <= first < num else lowest, scores[-1] if 0 <= last < num else highest, limit
 
@@ -166,11 +167,6 @@ def _counted(sources: Sequence[Lazy], inside: Candidates | None) -> tuple[int, T
 
 def _no_keys(sources: Sequence[Lazy]) -> Tensor:
     return sortable(torch.empty(0, dtype=sources[0].compared, device=sources[0].device))
-
-
-def _counts_of(keys: Tensor) -> Counts:
-    """Counts of digits of keys that are kept."""
-    return lambda prefix, shift: digit_counts(keys, prefix, shift)
 
 
 def descend(counts_of: Counts, width: int, wanted: Sequence[int], sums: Sums) -> list[tuple[int, int]]:
@@ -194,6 +190,19 @@ def descend(counts_of: Counts, width: int, wanted: Sequence[int], sums: Sums) ->
             for prefix, digit in zip(prefixes, found, strict=True)
         ]
     return list(zip([prefix or 0 for prefix in prefixes], left.squeeze(1).tolist(), strict=True))
+
+
+def digit_counts(keys: Tensor, prefix: int | None, shift: int) -> Tensor:
+    """How often each 16-bit digit stands at bit ``shift`` of the keys whose higher bits are ``prefix``.
+
+    The top digit (``prefix`` is None) carries the sign: it is shifted so that counts stand in the
+    order of the keys.
+    """
+    if prefix is None:
+        digits = (keys >> shift) + (1 << DIGIT - 1)
+    else:
+        digits = (keys >> shift)[keys >> (shift + DIGIT) == prefix] & ((1 << DIGIT) - 1)
+    return torch.bincount(digits, minlength=1 << DIGIT)
 
 
 def _pick(numbers: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:

@@ -180,3 +180,22 @@ def test_gradients_may_be_accumulated_before_it_is_noticed():
     with pytest.warns(UserWarning):
         pruner.optimizer.step()
     assert_pruned_are_zero(pruner)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("make", MAKERS)
+def test_weights_on_a_gpu_are_noticed_too(make):
+    model = net().cuda()
+    dense = copy.deepcopy(model.state_dict())
+    optimizer = make(model)
+    pruner = Pruner(model, optimizer, score="magnitude", schedule=Constant(0.5))
+    for step in range(4):
+        for p in model.parameters():
+            p.grad = torch.randn_like(p)
+        if step == 2:
+            model.load_state_dict(dense)
+            with pytest.warns(UserWarning, match=r"^527 weights"):
+                optimizer.step()
+        else:
+            optimizer.step()
+    assert_pruned_are_zero(pruner)

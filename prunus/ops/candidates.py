@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from . import bits
-from .lazy import Lazy
-from .sorting import sortable
+from .lazy import Lazy, sortable
 
 Packed = Mapping[str, Tensor]  # packed bits by name; a name that is missing is wholly live
 

@@ -1,4 +1,4 @@
-"""Scores of one weight that exist already, or are computed piece by piece and never stored."""
+"""Scores of one weight that exist already, or are computed chunk by chunk and never stored; scores as integers."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -210,3 +210,21 @@ def _itself(scores: Tensor) -> Tensor:
 
 def _as_stored(_: Mapping[str, Any]) -> Formula:
     return Formula("itself", {"w": "scores"})
+
+
+def sortable(scores: Tensor) -> Tensor:
+    """Signed integers of the width of ``scores`` that stand in the same order; -0.0 equals 0.0."""
+    if not scores.is_floating_point():
+        return scores.long()
+    width = {4: torch.int32, 8: torch.int64}[scores.element_size()]
+    words = (scores + 0.0).view(width)
+    return words ^ ((words >> (8 * words.element_size() - 1)) & torch.iinfo(width).max)
+
+
+def from_sortable(key: int, dtype: torch.dtype) -> float | int:
+    """The score whose sortable integer is ``key``."""
+    if not dtype.is_floating_point:
+        return key
+    width = {4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    word = key if key >= 0 else key ^ torch.iinfo(width).max
+    return torch.tensor(word, dtype=width).view(dtype).item()
