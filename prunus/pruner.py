@@ -83,16 +83,7 @@ class Pruner:
         on_event: Callable[[Event], None] | None = None,
         group: ProcessGroup | None = None,
     ) -> None:
-        check_options(
-            {"schedule": schedule, "select": select, "every": every, "regrow": regrow, "masks": masks, "rate": rate}
-            | {
-                "reloaded": reloaded,
-                "score": score,
-                "score_options": score_options,
-                "score_dtype": score_dtype,
-                "on_event": on_event,
-            }
-        )
+        check_options(locals())
         optimizer = unwrapped(optimizer)
         if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
             raise ValueError(
@@ -110,7 +101,6 @@ class Pruner:
         trained = [p for of_group in optimizer.param_groups for p in of_group["params"]]
         self._eligible = eligible(model, include, exclude, trained)
         self._weights = {weight.name: weight.parameter for weight in self._eligible.weights}
-        ids = {id(p) for p in self._weights.values()}
         self._num_weights = sum(p.numel() for p in self._weights.values())
         self._ranks = ranks_of(self._weights, group)
         self._shards = shards_of(self._weights, self._ranks)
@@ -133,6 +123,7 @@ class Pruner:
             self._set_rates()
         before_step = optimizer.register_step_pre_hook(torch.compiler.disable(self._before_step))
         self._masking.attach()
+        ids = {id(p) for p in self._weights.values()}
         owners = [m for m in model.modules() if any(id(p) in ids for p in m.parameters(recurse=False))]
         self._handles = [
             before_step,
@@ -279,12 +270,13 @@ class Pruner:
             )
         if unpacked is None:
             unpacked = any(map(is_dtensor, self._weights.values()))
+        masks = {name: mask.clone() for name, mask in self._bits.items()}
+        if unpacked:
+            masks = {name: unpack_like(weight, self._bits.get(name)) for name, weight in self._weights.items()}
         return {
             "step": self.step,
             "due": self._progress.is_due,
-            "masks": {name: unpack_like(weight, self._bits.get(name)) for name, weight in self._weights.items()}
-            if unpacked
-            else {name: mask.clone() for name, mask in self._bits.items()},
+            "masks": masks,
             "movement": {name: s.clone() for name, s in self._movement.sums.items()} if self._movement else {},
         }
 

@@ -37,14 +37,11 @@ EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
         "a selector: Global(), PerLayer(), PerRow() or NofM(2, 4)",
     ),
     "every": (lambda every: isinstance(every, Integral) and int(every) >= 1, "a whole number of steps, at least 1"),
-    "regrow": (lambda regrow: regrow is None or isinstance(regrow, Regrow), "a Regrow, as Regrow(0.1)"),
-    "rate": (lambda rate: rate is None or isinstance(rate, Rate), "a Rate, as Rate(power=0.5)"),
-    "masks": (
-        lambda masks: masks is None or isinstance(masks, str | Mapping),
-        'boolean tensors by name, or "zeros"',
-    ),
+    "regrow": (lambda regrow: isinstance(regrow, Regrow | None), "a Regrow, as Regrow(0.1)"),
+    "rate": (lambda rate: isinstance(rate, Rate | None), "a Rate, as Rate(power=0.5)"),
+    "masks": (lambda masks: isinstance(masks, str | Mapping | None), 'boolean tensors by name, or "zeros"'),
     "reloaded": (lambda reloaded: reloaded in ("zero", "raise"), '"zero" or "raise"'),
-    "score_options": (lambda given: given is None or isinstance(given, Mapping), "values by name, as {'eps': 1e-8}"),
+    "score_options": (lambda given: isinstance(given, Mapping | None), "values by name, as {'eps': 1e-8}"),
     "score_dtype": (
         lambda dtype: isinstance(dtype, torch.dtype) and dtype.is_floating_point,
         "a floating-point dtype, as torch.float32",
