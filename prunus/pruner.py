@@ -20,7 +20,7 @@ from .ops.lazy import Lazy
 from .ops.shard import together
 from .ranks import gather, is_dtensor, local, local_block, ranks_of, shard_of, shards_of
 from .rate import Rate, rates_of
-from .regrow import Regrow, Swap, selected
+from .regrow import Regrow, selected
 from .schedule import Schedule
 from .score import SCORES
 from .select import Global, Selector, Shape
@@ -225,11 +225,11 @@ class Pruner:
         norms = self._inputs.norms() if self._inputs else {}
         scores = together(self._ranks, lambda: self._scores(norms))
         before = self._store.num_kept
-        live, swap = (self._bits, before), None
+        live, swap = (self._bits, before), ()
         if self.regrow:
             back = partial(self.regrow.sources, self._eligible.weights, self.optimizer, self._shards)
-            swap = Swap(self.regrow.share(self.schedule, self.step), back)
-        masks, regrown = together(self._ranks, lambda: selected(self.select, scores, sparsity, live, swap))
+            swap = self.regrow.share(self.schedule, self.step), back
+        masks, regrown = together(self._ranks, lambda: selected(self.select, scores, sparsity, live, *swap))
         check_copies(self._ranks, self._weights, masks)
         self._progress.is_due = False  # not before: an event that failed is tried again after the next step
         self._masking.apply_(masks)

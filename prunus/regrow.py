@@ -97,27 +97,22 @@ class Regrow:
         return found
 
 
-@dataclass(frozen=True)
-class Swap:
-    """Which share of the live weights changes places with pruned ones, and what ranks those."""
-
-    share: float
-    back: Callable[[], list[Lazy]]
-
-
-Live = tuple[Packed, int]  # packed bits, and how many are set in all
-
-
 def selected(
-    select: Selector, scores: Sequence[Lazy], sparsity: float, live: Live, swap: Swap | None
+    select: Selector,
+    scores: Sequence[Lazy],
+    sparsity: float,
+    live: tuple[Packed, int],
+    share: float = 0.0,
+    back: Callable[[], list[Lazy]] = list,
 ) -> tuple[dict[str, Tensor], int]:
     """Packed masks of exactly the selector's counts, and how many weights came back.
 
-    Every group of the selector (all weights, a layer, a row) loses r live weights more than its quota and gets
-    back r of those that were pruned before: nothing that is pruned now comes back now. A weight with a row that is
-    sparser than its quota, as masks given at the start may be, swaps none.
+    ``live`` are packed bits, and how many are set in all. A ``share`` of the live weights changes places with pruned
+    ones, which ``back`` ranks: every group of the selector (all weights, a layer, a row) loses r live weights more than
+    its quota and gets back r of those that were pruned before: nothing that is pruned now comes back now. A weight with
+    a row that is sparser than its quota, as masks given at the start may be, swaps none.
     """
-    if swap is None or not swap.share:
+    if not share:
         return select.packed(scores, sparsity, *live), 0
     num_live = num_kept_each(scores, live[0]) if select.group == "layer" else live[1]
     quotas, nums = select.quota_of(scores, sparsity, num_live), []
@@ -125,15 +120,15 @@ def selected(
         if select.group != "row":
             quotas[i] = replace(quotas[i], num_drop=max(quotas[i].num_drop, most))
         size, num_drop = quotas[i].size, quotas[i].num_drop
-        nums.append(min(round(swap.share * (size - num_drop)), least) if most <= num_drop else 0)
+        nums.append(min(round(share * (size - num_drop)), least) if most <= num_drop else 0)
     more = [replace(quota, num_drop=quota.num_drop + num) for quota, num in zip(quotas, nums, strict=True)]
     masks = select.cut(scores, more, live[0], num_live)
     if any(nums):
         dead = {source.name: kept(source, {}) ^ kept(source, live[0]) for source in scores}
-        back = [replace(q, num_drop=q.size - num) for q, num in zip(quotas, nums, strict=True) if num]
-        names = {name for quota in back for name in quota.names}
-        ranked = [source for source in swap.back() if source.name in names]
+        taken = [replace(q, num_drop=q.size - num) for q, num in zip(quotas, nums, strict=True) if num]
+        names = {name for quota in taken for name in quota.names}
+        ranked = [source for source in back() if source.name in names]
         num_dead = num_kept_each(ranked, dead) if select.group == "layer" else quotas[0].size - live[1]
-        found = select.cut(ranked, back, dead, num_dead)
+        found = select.cut(ranked, taken, dead, num_dead)
         masks = {name: mask | found[name] if name in found else mask for name, mask in masks.items()}
     return masks, sum(num * quota.num for num, quota in zip(nums, quotas, strict=True))
