@@ -170,7 +170,7 @@ def unwrapped_model(model: nn.Module) -> nn.Module:
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerSparsity:
     """One weight: its size, its zeros, and the reason if it is not pruned."""
 
     name: str
@@ -186,10 +186,10 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Report:
+class SparsityReport:
     """Sparsity counted from the zeros: by weight, over prunable weights, and over all parameters."""
 
-    layers: list[Layer]
+    layers: list[LayerSparsity]
     num_parameters: int
 
     @property
@@ -223,7 +223,7 @@ class Report:
 
 def report(
     model: nn.Module, found: Eligible, ranks: Ranks | None = None, rates: Mapping[str, float] = MappingProxyType({})
-) -> Report:
+) -> SparsityReport:
     """Zeros of every weight matrix, pruned or not, with the reason for those that are not.
 
     Collective over ``ranks``, which hold shards of the weights.
@@ -235,7 +235,7 @@ def report(
     if ranks:
         zeros = ranks.total(zeros * torch.tensor([shard_of(name, p, ranks).is_owner for name, p in named.items()]))
     layers = [
-        Layer(name, tuple(p.shape), p.numel(), num_zeros, reasons[name], rates.get(name, 1.0))
+        LayerSparsity(name, tuple(p.shape), p.numel(), num_zeros, reasons[name], rates.get(name, 1.0))
         for (name, p), num_zeros in zip(named.items(), zeros.tolist(), strict=True)
     ]
-    return Report(layers, sum(p.numel() for p in parameters.values()))
+    return SparsityReport(layers, sum(p.numel() for p in parameters.values()))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from .eligible import Report, eligible, report
+from .eligible import SparsityReport, eligible, report
 from .input_statistics import InputNorms
 from .masking import LoadHook, Progress, check_state, is_initialising, masking_of, unwrapped
 from .masks import Masks, MaskStore, check_copies, digest, load_masks, unpack_like, unpack_saved_masks
@@ -175,7 +175,7 @@ class Pruner:
         """Fraction of zeros in the prunable weights, counted."""
         return self.report().sparsity
 
-    def report(self) -> Report:
+    def report(self) -> SparsityReport:
         """Sparsity of every weight matrix, from its zeros, and the reason where it stays dense."""
         check_parameters(self.model, self._weights)
         return report(self.model, self._eligible, self._holders, self._rates.factors if self._rates else {})
@@ -225,11 +225,11 @@ class Pruner:
         norms = self._inputs.norms() if self._inputs else {}
         scores = together(self._ranks, lambda: self._scores(norms))
         before = self._store.num_kept
-        live, swap = (self._bits, before), ()
+        find = partial(selected, self.select, scores, sparsity, (self._bits, before))
         if self.regrow:
             back = partial(self.regrow.sources, self._eligible.weights, self.optimizer, self._shards)
-            swap = self.regrow.share(self.schedule, self.step), back
-        masks, regrown = together(self._ranks, lambda: selected(self.select, scores, sparsity, live, *swap))
+            find = partial(find, share=self.regrow.share(self.schedule, self.step), back=back)
+        masks, regrown = together(self._ranks, find)
         check_copies(self._ranks, self._weights, masks)
         self._progress.is_due = False  # not before: an event that failed is tried again after the next step
         self._masking.apply_(masks)

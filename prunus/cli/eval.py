@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import tyro
 
 if TYPE_CHECKING:
-    from ..eligible import Report
+    from ..eligible import SparsityReport
     from ..lab.evaluate import Quality
     from ..lab.run import Run
     from ..lab.trainer import Training
@@ -49,7 +49,7 @@ def run(command: Command) -> None:
 
 def evaluated(
     path: Path, data: str | None = None, validation: Path | None = None, eval_size: int = 0, length: int = 0
-) -> "tuple[Quality, Report, int | None]":
+) -> "tuple[Quality, SparsityReport, int | None]":
     """Quality and sparsity on the run's own held-out data or another's, and the step where it is known.
 
     A Hugging Face model has no data of its own: it takes ``validation``, in windows of ``length`` tokens.
@@ -93,7 +93,7 @@ def _training(run: "Run", data: str | None, validation: Path | None, eval_size: 
     return Training(run if validation is None else replace(run, validation=validation))
 
 
-def _of_tokens(folder: Path, validation: Path, eval_size: int, length: int) -> "tuple[Quality, Report]":
+def _of_tokens(folder: Path, validation: Path, eval_size: int, length: int) -> "tuple[Quality, SparsityReport]":
     from ..eligible import eligible, report
     from ..export import load_model
     from ..lab.recipe import device_named

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..masking import unwrapped
 from ..pruner import Event, Pruner
-from .plan import Plan, check_resumable, refuse_sharding, warn_if_unfinished
+from .pruner_options import PrunerOptions, check_resumable, refuse_sharding, warn_if_unfinished
 
 KEY = "pruner"  # in the optimizer's first parameter group, the only place that loading does not cast
 
@@ -29,7 +29,7 @@ class PruneCallback(TrainerCallback):
     """
 
     def __init__(self, **options: Any) -> None:
-        self.plan = Plan(options)
+        self.options = PrunerOptions(options)
         self.pruner: Pruner | None = None
         self._saving: RemovableHandle | None = None
         self._masks_changed = False
@@ -46,7 +46,7 @@ class PruneCallback(TrainerCallback):
             self.pruner.load_state_dict(pruner_state)
 
     def _begin(self, model: nn.Module, optimizer: Optimizer, num_steps: int) -> Pruner:
-        pruner = self.plan.begin(model, optimizer, num_steps, self.pruner)
+        pruner = self.options.begin(model, optimizer, num_steps, self.pruner)
         users_own = pruner.on_event
 
         def on_event(event: Event) -> None:

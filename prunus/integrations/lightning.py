@@ -4,7 +4,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from ..pruner import Pruner
-from .plan import Plan, check_resumable, refuse_sharding, warn_if_unfinished
+from .pruner_options import PrunerOptions, check_resumable, refuse_sharding, warn_if_unfinished
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -27,7 +27,7 @@ class PruneCallback(Callback):
     """
 
     def __init__(self, **options: Any) -> None:
-        self.plan = Plan(options)
+        self.options = PrunerOptions(options)
         self.pruner: Pruner | None = None
         self._state: dict[str, Any] = {}
 
@@ -39,7 +39,7 @@ class PruneCallback(Callback):
         check_resumable(state, trainer.global_step)
         total = trainer.estimated_stepping_batches
         num_steps = int(total) if 0 <= total < math.inf else None
-        self.pruner = self.plan.begin(pl_module, trainer.optimizers[0], num_steps, self.pruner)
+        self.pruner = self.options.begin(pl_module, trainer.optimizers[0], num_steps, self.pruner)
         if state:
             self.pruner.load_state_dict(state)
         self._state = {}

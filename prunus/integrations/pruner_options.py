@@ -17,7 +17,7 @@ SHARDING = ("FSDP", "DEEPSPEED", "DeepSpeed", "MEGATRON", "ModelParallel")
 
 
 @dataclass(frozen=True)
-class Plan:
+class PrunerOptions:
     """Options of a ``Pruner``; wrong ones are refused here, not when the training begins."""
 
     options: Mapping[str, Any]
