@@ -2,6 +2,7 @@
 
 import math
 from itertools import pairwise
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reference import DRAWS, draw, is_subset, keep_largest, keep_largest_of_runs, num_dropped, same, some_dead
 
-from prunus import Global, NofM, PerLayer, PerRow, threshold
+from prunus import Global, NofM, PerLayer, PerRow, select, threshold
+from prunus.lab.run import Run
 from prunus.ops import bits
 from prunus.ops.lazy import Lazy, stored
 from prunus.score import bitter7, random
@@ -353,3 +355,8 @@ def test_a_selector_of_ones_own_says_how_many_go():
         assert same({name: masks[name] for name in names}, wanted)
     later = Pairs()(scores, 0.7, masks)
     assert is_subset(later, masks) and num_dropped(later) == round(0.7 * 128) + round(0.7 * 960)
+
+
+def test_the_command_line_offers_every_selector_of_the_table():
+    assert get_args(get_type_hints(Run)["allocate"]) == tuple(select.SELECTORS)
+    assert all(each.quota([Shape("a", (4, 8))], 0.5) for each in select.SELECTORS.values())
