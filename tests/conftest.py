@@ -92,7 +92,7 @@ def few_weights() -> Iterator[None]:
 
 
 @pytest.fixture
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Work on 64 elements at a time, so that a small tensor is many pieces."""
-    monkeypatch.setattr(bits, "PIECE", 64)
-    monkeypatch.setattr(lazy, "PIECE", 64)
+    monkeypatch.setattr(bits, "CHUNK", 64)
+    monkeypatch.setattr(lazy, "CHUNK", 64)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prunus.allocate import CAP, allocate
+from prunus.select import CAP, allocate
 
 GPT2 = {
     f"h.{i}.{name}": shape

@@ -2,6 +2,7 @@
 
 import math
 from itertools import pairwise
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -9,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reference import DRAWS, draw, is_subset, keep_largest, keep_largest_of_runs, num_dropped, same, some_dead
 
-from prunus import Global, NofM, PerLayer, PerRow, threshold
-from prunus.allocate import allocate
+from prunus import Global, NofM, PerLayer, PerRow, select, threshold
+from prunus.lab.run import Run
 from prunus.ops import bits
 from prunus.ops.lazy import Lazy, stored
 from prunus.score import bitter7, random
-from prunus.select import Quota, Selector, Shape
+from prunus.select import Quota, Selector, Shape, allocate
 
 SHAPES = {
     "one element": [(1,)],
@@ -72,7 +73,7 @@ def test_layers_drop_what_is_allocated_to_them_and_the_total_in_all(scores, spar
 
 
 @pytest.mark.parametrize("sparsity", SPARSITIES)
-def test_a_row_drops_its_rounded_share_and_its_smallest(scores, sparsity, small_pieces):
+def test_a_row_drops_its_rounded_share_and_its_smallest(scores, sparsity, small_chunks):
     masks = PerRow()(scores, sparsity)
     for name, score in scores.items():
         length = row_length(score)
@@ -81,7 +82,7 @@ def test_a_row_drops_its_rounded_share_and_its_smallest(scores, sparsity, small_
 
 @pytest.mark.parametrize("kind", DRAWS)
 @pytest.mark.parametrize(("n", "m"), [(2, 4), (1, 4), (3, 4), (4, 4), (1, 12), (1, 1)])
-def test_n_of_m_keeps_the_n_largest_of_every_m(kind, n, m, small_pieces):
+def test_n_of_m_keeps_the_n_largest_of_every_m(kind, n, m, small_chunks):
     scores = draw(kind, (5, 24), (3, 12, 3, 3), (48,), (2, 4, 6))
     masks = NofM(n, m)(scores)
     for name, score in scores.items():
@@ -217,7 +218,7 @@ def test_a_score_that_is_not_finite_is_refused_by_name_only_where_it_is_live(sel
 
 
 @pytest.mark.parametrize("selector", [*SELECTORS.values(), NofM(1, 2)], ids=str)
-def test_lazy_scores_give_the_masks_of_stored_ones(selector, small_pieces):
+def test_lazy_scores_give_the_masks_of_stored_ones(selector, small_chunks):
     shapes = {"a": (8, 12), "b": (6, 4, 3, 3), "c": (5, 2, 6)}
     weights = {name: torch.randn(shape) for name, shape in shapes.items()}
     weights["b"] = weights["b"].to(memory_format=torch.channels_last)
@@ -233,7 +234,7 @@ def test_lazy_scores_give_the_masks_of_stored_ones(selector, small_pieces):
 
 
 @pytest.mark.parametrize("norm_shape", [(12,), (1, 12), (8, 1), (1, 1)], ids=str)
-def test_lazy_scores_broadcast_what_they_read(norm_shape, small_pieces):
+def test_lazy_scores_broadcast_what_they_read(norm_shape, small_chunks):
     weight, norm = torch.randn(8, 12), torch.rand(norm_shape) + 0.1
     source = Lazy("a", weight, lambda weight, norm: weight.abs() * norm, {"weight": weight, "norm": norm})
     for selector in (Global(), PerRow(), NofM(1, 4)):
@@ -241,7 +242,7 @@ def test_lazy_scores_broadcast_what_they_read(norm_shape, small_pieces):
 
 
 @pytest.mark.parametrize("selector", [Global(), PerRow(), NofM(2, 4)], ids=str)
-def test_lazy_scores_of_positions_and_transposed_rows(selector, small_pieces):
+def test_lazy_scores_of_positions_and_transposed_rows(selector, small_chunks):
     weight = torch.empty(12, 10)
     noise = random(torch.arange(120), name="a", seed=3).view(12, 10)
     source = Lazy("a", weight, random, {}, {"name": "a", "seed": 3}, takes_position=True, outputs=(1,))
@@ -354,3 +355,8 @@ def test_a_selector_of_ones_own_says_how_many_go():
         assert same({name: masks[name] for name in names}, wanted)
     later = Pairs()(scores, 0.7, masks)
     assert is_subset(later, masks) and num_dropped(later) == round(0.7 * 128) + round(0.7 * 960)
+
+
+def test_the_command_line_offers_every_selector_of_the_table():
+    assert get_args(get_type_hints(Run)["allocate"]) == tuple(select.SELECTORS)
+    assert all(each.quota([Shape("a", (4, 8))], 0.5) for each in select.SELECTORS.values())

@@ -62,7 +62,7 @@ def descents(monkeypatch):
 
 
 @pytest.fixture(params=ROUTES)
-def route(request, monkeypatch, small_pieces):
+def route(request, monkeypatch, small_chunks):
     ROUTES[request.param](monkeypatch)
     return request.param
 
@@ -104,7 +104,7 @@ def test_every_route_lets_the_dead_be_what_they_are(route, bad):
 
 
 @pytest.mark.parametrize("kind", FEW_TIES)
-def test_a_bracket_from_a_sample_holds_where_scores_differ(kind, monkeypatch, small_pieces, descents):
+def test_a_bracket_from_a_sample_holds_where_scores_differ(kind, monkeypatch, small_chunks, descents):
     monkeypatch.setattr(candidates, "SAMPLE", 256)
     scores = draw(kind, (120, 50), (33, 7), (900,))
     for share in (0.05, 0.3, 0.5, 0.9):
@@ -161,7 +161,7 @@ def test_more_scores_than_one_sample_with_ties_are_cut_exactly(kind):
 
 
 @pytest.mark.parametrize("kind", DRAWS)
-def test_the_descent_finds_the_order_statistic_and_its_rank_among_equals(kind, small_pieces):
+def test_the_descent_finds_the_order_statistic_and_its_rank_among_equals(kind, small_chunks):
     scores = draw(kind, (37, 11), (5,))
     sources = alike([stored(name, score) for name, score in scores.items()])
     ordered = sorted(flat(scores).tolist())
@@ -193,5 +193,5 @@ def test_any_scores_any_mask_any_count_any_route(data):
     num_drop = data.draw(st.integers(0, sum(sizes)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(candidates, "SAMPLE", data.draw(st.sampled_from([1, 2, 8, 1 << 18])))
-        patch.setattr(Lazy.pieces, "__defaults__", (data.draw(st.sampled_from([8, 16, 64])),))
+        patch.setattr(Lazy.chunks, "__defaults__", (data.draw(st.sampled_from([8, 16, 64])),))
         assert same(masks_of(scores, num_drop, within), keep_largest(scores, num_drop, within))

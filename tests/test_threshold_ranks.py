@@ -79,7 +79,7 @@ def asked(select):
 
 
 @pytest.fixture(params=[1 << 19, 64], ids=["all candidates", "sampled"])
-def room(request, monkeypatch, small_pieces):
+def room(request, monkeypatch, small_chunks):
     monkeypatch.setattr(candidates, "SAMPLE", request.param)
 
 

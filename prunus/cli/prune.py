@@ -144,7 +144,7 @@ class _Measure:
         self.eligible = eligible(trained.model, command.include, command.exclude)
 
     def __call__(self) -> dict[str, float]:
-        from ..summary import report
+        from ..eligible import report
 
         with self.clock.part("evaluation"), self._offloaded():
             zeros = report(self.trained.model, self.eligible).sparsity

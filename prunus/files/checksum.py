@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..ops.threads import in_threads
+from ..ops.machine import in_threads
 
 PIECE = 1 << 20  # bytes; pieces are summed by several threads
 

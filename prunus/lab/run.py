@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from ..files.json_file import read_json
 from ..schedule import Constant, OneShot, Ramp, Schedule, check_sparsity, check_step
 from ..score import SCORES
+from ..select import SELECTORS
 
 if TYPE_CHECKING:
-    ScoreName = str
+    ScoreName = SelectorName = str
 else:
-    ScoreName = Literal[("none", *SCORES)]
+    ScoreName, SelectorName = Literal[("none", *SCORES)], Literal[tuple(SELECTORS)]
 ModelName = Literal[
     "gpt2-tiny",
     "gpt2-mini",
@@ -69,7 +70,7 @@ class Run:
     begin: int | float = 0.4  # first event: a step, or a fraction of the run if it has a decimal point
     end: int | float = 0.8  # last event of a ramp, likewise
     every: int = 50  # steps from one event to the next
-    allocate: Literal["global", "uniform", "depth", "erk", "row", "2:4"] = "global"  # where the sparsity goes
+    allocate: SelectorName = "global"  # where the sparsity goes
     include: tuple[str, ...] = ()  # patterns of weights to prune beside linear and convolution weights
     exclude: tuple[str, ...] = ()  # patterns of weights to leave dense
     regrow: float = 0.0  # fraction of the live weights that changes places with pruned ones, falling to 0 over the ramp

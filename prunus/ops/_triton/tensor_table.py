@@ -9,8 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..formula import Formula
-from ..hash import start_of
+from ..formula import Formula, start_of
 from ..lazy import Lazy
 
 TILE = 16384  # elements of one tensor that a program works on before it takes the next tile

@@ -17,7 +17,7 @@ SHARDING = ("FSDP", "DEEPSPEED", "DeepSpeed", "MEGATRON", "ModelParallel")
 
 
 @dataclass(frozen=True)
-class Plan:
+class PrunerOptions:
     """Options of a ``Pruner``; wrong ones are refused here, not when the training begins."""
 
     options: Mapping[str, Any]
@@ -40,18 +40,18 @@ class Plan:
         return Pruner(model, optimizer, **options)
 
 
-def check_whole(way: str) -> None:
+def refuse_sharding(strategy: str) -> None:
     """Refuse a trainer that shards weights, whose checkpoints would not restore the masks."""
-    if any(name in way for name in SHARDING):
+    if any(name in strategy for name in SHARDING):
         raise ValueError(
-            f"PruneCallback works on one device and with DDP, but the trainer uses {way}; "
+            f"PruneCallback works on one device and with DDP, but the trainer uses {strategy}; "
             "for sharded weights use Pruner in a loop of your own"
         )
 
 
-def check_saved(saved: object, step: int) -> None:
-    """Refuse to resume from a checkpoint without masks: its zeros would grow back."""
-    if step and not saved:
+def check_resumable(state: object, step: int) -> None:
+    """Refuse to resume from a checkpoint without a pruner's state: its zeros would grow back."""
+    if step and not state:
         raise ValueError(
             f"the checkpoint of step {step} has no state of a pruner, so its zeros would not be held; resume from one "
             "that was saved whole by a run with PruneCallback, or begin a new run from its weights"
