@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from prunus.lab.data.batches import ImageShape, Normalise
-from prunus.lab.data.image_files import read_cifar10
-from prunus.lab.models.vision import RESNETS, resnet
+from prunus.lab.data.datasets import read_cifar10
+from prunus.lab.models import RESNETS, resnet
 from prunus.lab.trained_model import ModelSource, TrainedModel, load_trained
 from prunus.oneshot.probe.prober import Schedule
 

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from prunus import PerRow, Probe, prune
 from prunus.eligible import Weight, eligible
-from prunus.lab.data.token_files import read_tokens
+from prunus.lab.data.datasets import read_tokens
 from prunus.oneshot.probe import objective
 from prunus.oneshot.probe.engine import Engine
 from prunus.oneshot.probe.objective import Objective

@@ -16,7 +16,7 @@ from benchmarks.probe_models import CASES, IMAGES, smaller, subject_for
 from benchmarks.probe_study import Arm, Row, exactly, pruned_by, replaced_veto, share_beyond, vetoed_by_lot
 from prunus import Global, PerLayer, PerRow, Probe
 from prunus.lab.data.batches import ImageShape
-from prunus.lab.models.vision import RESNETS, resnet
+from prunus.lab.models import RESNETS, resnet
 from prunus.oneshot.probe.decide import within
 from prunus.oneshot.prune import Job, Plan
 from prunus.ops import bits

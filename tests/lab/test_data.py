@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from prunus.lab.data import Labelled, load
 from prunus.lab.data.batches import crop_and_flip, image_data, permutation, token_data
-from prunus.lab.data.token_files import LIMIT, joined, sources, split
+from prunus.lab.data.datasets import LIMIT, joined, sources, split
 
 MNIST = Path(os.environ.get("PRUNUS_DATA", "")) / "vision" / "mnist"
 

@@ -94,7 +94,7 @@ def data_digests(base: Run) -> dict[str, str]:
 def _digest_of(spec: str) -> str:
     path, total = Path(spec), sha256()
     if spec == "stdlib":
-        from ..data.token_files import read_stdlib
+        from ..data.datasets import read_stdlib
 
         for part in read_stdlib():
             total.update(part.tobytes())
