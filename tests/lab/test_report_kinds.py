@@ -10,7 +10,7 @@ import pytest
 from report_folders import make_run, make_study
 
 from prunus.cli import main
-from prunus.lab.report.schema import ANY, COUNT, NUMBER, SHARE, TEXT, Maybe, Named, check
+from prunus.lab.schema import AMOUNT, ANY, COUNT, SHARE, TEXT, Maybe, Named, check
 
 VALUES = ["x", "", "\ud800", None, [], [1], {}, {"a": None}, True, 0, -1, 5, 0.3, 1e-320, 1e308, 10**400, -(10**30)]
 VALUES += [float("nan"), float("inf"), [[]], "9" * 5000]
@@ -130,7 +130,7 @@ def test_a_folder_with_no_run_that_can_be_read_says_why(good, tmp_path, capsys):
     ("spec", "good", "bad"),
     [
         (COUNT, [0, 7, 2**53], [True, -1, 1.0, 2**53 + 1, None, "1"]),
-        (NUMBER, [0, -1.5, 1e99], [True, float("nan"), float("inf"), 10**400, None]),
+        (AMOUNT, [0, 1.5, 1e99], [True, -1.5, float("nan"), float("inf"), 10**400, None]),
         (SHARE, [0, 0.5, 1], [-0.1, 1.1, "0.5"]),
         (Maybe(TEXT), [None, ""], [5]),
         ([COUNT], [[], [1]], [{}, None, [1, None]]),

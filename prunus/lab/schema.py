@@ -45,7 +45,6 @@ ANY = Kind("anything", lambda value: True)
 TEXT = Kind("text", lambda value: isinstance(value, str))
 WHOLE = Kind("a whole number", is_whole)
 COUNT = Kind("a whole number from 0 on", lambda value: is_whole(value) and value >= 0)
-NUMBER = Kind("a number", is_number)
 AMOUNT = Kind("a number from 0 on", lambda value: is_number(value) and value >= 0)
 SHARE = Kind("a number from 0 to 1", lambda value: is_number(value) and 0 <= value <= 1)
 
