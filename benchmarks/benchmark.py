@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from prunus.files.json_file import write_json
-from prunus.lab.markdown import table, where
+from prunus.lab.study.tables import markdown_table, measured_on
 from prunus.lab.tracking import commit, environment, machine
 from prunus.schedule import check_sparsity
 
@@ -91,7 +91,7 @@ def newest_records(folder: Path) -> list[Record]:
 def section(title: str, record: Record, text: str, body: str) -> str:
     """A section of a page: where the record was made, ``text`` filled in from its settings, then ``body``."""
     environment = record["environment"]
-    origin = f"{where(environment)}; {record['date']}, commit {environment['commit']}; `{record['file']}`"
+    origin = f"{measured_on(environment)}; {record['date']}, commit {environment['commit']}; `{record['file']}`"
     note = f"{record['settings']['note']}\n\n" if "note" in record["settings"] else ""
     return f"## {title}\n\n{origin}\n\n{text.format(**record['settings'])}\n{note}{body}\n"
 
@@ -103,4 +103,4 @@ def table_of(rows: Sequence[Row], columns: Mapping[str, str]) -> str:
         key, _, form = column.partition(":")
         return "" if row.get(key) is None else format(row[key], form)
 
-    return table(list(columns), [[cell(row, column) for column in columns.values()] for row in rows])
+    return markdown_table(list(columns), [[cell(row, column) for column in columns.values()] for row in rows])

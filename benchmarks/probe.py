@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 import tyro
 
-from prunus.lab.markdown import table
+from prunus.lab.study.tables import markdown_table
 from prunus.ops.machine import device_of
 
 from .probe_figures import SLIGHT, USABLE, Comparison, Figures, read_figures, spread, verdict
@@ -180,7 +180,7 @@ def _levels(case: Figures) -> str:
         for tau in case.settings["taus"]:
             lines.append([f"{name}, probe tau {tau:g}", *(_exact(case, name, level, tau) for level in levels)])
         lines.append([f"{name}, probe by ratios", *(_marked(case, name, level, "target") for level in levels)])
-    return table(["", *(f"{level:.0%}" for level in levels)], lines)
+    return markdown_table(["", *(f"{level:.0%}" for level in levels)], lines)
 
 
 def _exact(case: Figures, name: str, level: float, tau: float) -> str:
@@ -205,7 +205,7 @@ def _defined(case: Figures) -> str:
     for name in STRATEGIES:
         for tau in case.settings["taus"]:
             lines.append([f"{name}, tau {tau:g}", *(_cell(case, name, level, tau) for level in levels)])
-    return table(["", *(f"candidates {level:.0%}" for level in levels)], lines)
+    return markdown_table(["", *(f"candidates {level:.0%}" for level in levels)], lines)
 
 
 def _cell(case: Figures, name: str, level: float, tau: float) -> str:

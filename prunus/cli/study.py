@@ -11,13 +11,13 @@ import tyro
 from rich.markup import escape
 from rich.table import Table
 
+from ..files.atomic import write_atomically
 from ..lab.run import Run
-from ..lab.study.arms import Arm, parse_arm, parse_fields, read_base, score_arm
+from ..lab.study.arms import PRESETS, Arm, PresetName, parse_arm, parse_fields, read_base, score_arm
 from ..lab.study.merge import merge
-from ..lab.study.presets import PRESETS, PresetName
 from ..lab.study.results import summary, update
 from ..lab.study.study_folder import Folder
-from ..lab.study.study_plan import Cell, Plan, data_digests, key_of, make_plan, num_examples, only
+from ..lab.study.study_plan import Cell, StudyPlan, data_digests, key_of, make_plan, num_examples, only
 from ..lab.study.tables import HEADINGS, cells_of, notes_of, page, title_of
 from .progress import wide_console
 
@@ -71,7 +71,7 @@ def run(command: Command) -> None:
     elif what == "page":
         text = page(folders or sorted({path.parent for name in PAGED for path in Path("studies").glob(f"*/{name}")}))
         command.page.parent.mkdir(parents=True, exist_ok=True)
-        command.page.write_text(text)
+        write_atomically(command.page, lambda file: file.write(text.encode()))
         print(f"{command.page} written")
     else:
         _run(command, started)
@@ -124,19 +124,19 @@ def _run(command: Command, started: float) -> None:
         raise SystemExit(1)
 
 
-def planned(command: Command) -> Plan:
+def planned(command: Command) -> StudyPlan:
     """What the options ask for, on the base that they or the folder give."""
     start = _start(command)
     more = [score_arm(score) for score in _split(command.scores)] + [parse_arm(text) for text in command.arm]
     if start.cells and not (more or command.sparsity or command.seeds or command.only):
-        return Plan(start.base, start.arms, start.cells, data_digests(start.base))
+        return StudyPlan(start.base, start.arms, start.cells, data_digests(start.base))
     sparsities = [_number(text, float) for text in _split(command.sparsity)] or start.sparsities
     plan = make_plan(start.base, [*start.arms, *more], sparsities, _seeds(command.seeds) or start.seeds)
     return only(plan, _split(command.only)) if command.only else plan
 
 
 @dataclass(frozen=True)
-class Start:
+class PlanStart:
     """What a plan begins with."""
 
     base: Run
@@ -146,7 +146,7 @@ class Start:
     cells: tuple[Cell, ...] = ()
 
 
-def _start(command: Command) -> Start:
+def _start(command: Command) -> PlanStart:
     """The preset, the file, or what the folder holds already, with the fields that options change."""
     if command.base and command.preset:
         raise ValueError("--base and --preset both name a base run; give one of them")
@@ -155,14 +155,14 @@ def _start(command: Command) -> Start:
         preset = PRESETS[command.preset]
         if command.data is None:
             raise ValueError(f"the preset {command.preset} needs --data: {preset.reads}")
-        start = Start(preset.base, preset.arms, preset.sparsities)
+        start = PlanStart(preset.base, preset.arms, preset.sparsities)
     elif command.base:
         base, arms, sparsities = read_base(command.base)
-        start = Start(base, tuple(arms), sparsities or (0.5,))
+        start = PlanStart(base, tuple(arms), sparsities or (0.5,))
     elif folder.exists:
         plan = folder.plan()
         known = plan.to_json()
-        start = Start(plan.base, plan.arms, tuple(known["sparsities"]), tuple(known["seeds"]), plan.cells)
+        start = PlanStart(plan.base, plan.arms, tuple(known["sparsities"]), tuple(known["seeds"]), plan.cells)
     else:
         raise ValueError("say what to run: --base run.toml or --preset NAME, or --out with a study to continue")
     changes = parse_fields(command.field, "--set")
@@ -206,7 +206,7 @@ def print_table(values: Mapping[str, Any]) -> None:
         console.print(note, highlight=False, markup=False, soft_wrap=True)
 
 
-def print_plan(folder: Folder, plan: Plan) -> None:
+def print_plan(folder: Folder, plan: StudyPlan) -> None:
     """Every computation of the plan, with its tokens, whether it is done, and what is left in all."""
     from ..lab.study.runner import estimate
 

@@ -42,6 +42,7 @@ def is_whole(value: object) -> bool:
 
 
 ANY = Kind("anything", lambda value: True)
+FLAG = Kind("true or false", lambda value: isinstance(value, bool))
 TEXT = Kind("text", lambda value: isinstance(value, str))
 WHOLE = Kind("a whole number", is_whole)
 COUNT = Kind("a whole number from 0 on", lambda value: is_whole(value) and value >= 0)
@@ -64,8 +65,19 @@ RESULT: Spec = {
     "num_parameters": Maybe(COUNT),
 }
 FAILED: Spec = {"message": TEXT}
-CELL: Spec = {"arm": TEXT, "peak_mib": Maybe(AMOUNT)}
-STUDY: Spec = {"base": CONFIG, "arms": [{"name": TEXT, "changes": {}, "cells": [ANY]}]}
+CELL: Spec = {"arm": TEXT, "machine": TEXT, "overlap_with": TEXT, "data": Named(TEXT)} | {
+    "peak_mib": Maybe(AMOUNT),
+    "wall_seconds": Maybe(AMOUNT),
+    "examples": COUNT,
+    "cold": FLAG,
+    "at_once": COUNT,
+    "overlap": Maybe(SHARE),
+}
+STUDY: Spec = {
+    "base": CONFIG,
+    "data": Named(TEXT),
+    "arms": [{"name": TEXT, "changes": {}, "against": TEXT, "cells": [[ANY]]}],
+}
 _ROW: Spec = {name: Maybe(TEXT) for name in ("against", "verdict", "dense", "same_as")} | {
     "arm": TEXT,
     "sparsity": SHARE,

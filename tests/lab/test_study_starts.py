@@ -14,8 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from prunus.files.json_file import read_json
 from prunus.lab.run import Run
 from prunus.lab.study.arms import parse_arm
-from prunus.lab.study.runner import Options, Worker
-from prunus.lab.study.starts import Starts, num_shared
+from prunus.lab.study.runner import Options, Starts, Worker, num_shared
 from prunus.lab.study.study_folder import Folder
 from prunus.lab.study.study_plan import make_plan
 from prunus.lab.trainer import train

@@ -135,9 +135,9 @@ def events_twice(training: Training, due: list[int]) -> tuple[float | None, Spli
         seconds += _event_seconds(training)
         _load(training, masks=masks)
         seek_event(training, due, step)
-        with traced(training.device) as trace:
+        with traced(training.device) as entries:
             training.train_step()
-        splits.append(only_event(trace.entries))  # without what is the step's own
+        splits.append(only_event(entries))  # without what is the step's own
     splits = [split for split in splits if split.host]
     if not seconds or not splits:  # SPAM makes events wait
         return None, None

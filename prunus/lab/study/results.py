@@ -16,18 +16,17 @@ num_runs, num_finished      different computations, and those with a result
 round_ends  whether every arm has the seeds that any arm has
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from statistics import mode
+from statistics import fmean, mode
 from typing import Any
 
 from ...files.json_file import write_json
 from ..run import Run
 from ..run_files import RunFiles
-from .intervals import ACCURACY, PERPLEXITY, Metric, Paired, deviation, mean, paired, verdict
-from .study_folder import Folder
-from .study_plan import Cell, Plan, canonical, key_of
+from .intervals import ACCURACY, PERPLEXITY, Metric, Paired, deviation, paired, verdict
+from .study_folder import Folder, jaccard, read_cell
+from .study_plan import Cell, StudyPlan, canonical, key_of
 
 SCORE = {"score", "eps", "exponent"}
 CHANCE = 1e-6  # of the prunable weights: one in many millions that stays is zero after some step
@@ -44,7 +43,7 @@ class Finished:
     result: Mapping[str, Any]
     notes: Mapping[str, Any]  # of cell.json
 
-    def fault(self, plan: Plan, metric: Metric) -> str | None:
+    def fault(self, plan: StudyPlan, metric: Metric) -> str | None:
         """Why the run does not count; None if it does."""
         share, total = self.result["sparsity"], self.result["num_prunable"]
         zeros, asked = round(share * total), self.result.get("num_asked", self.cell.sparsity * total)
@@ -55,7 +54,7 @@ class Finished:
         if not fewest * total <= zeros - asked <= most * total:
             return f"{share:.4%} of the prunable weights are zero, {zeros:,}; asked for were {asked:,.0f}"
         for name in ("loss", metric.name):
-            if (value := self.result[name]) is None or not math.isfinite(value):
+            if (value := self.result[name]) is None or not abs(value) < 1e300:
                 return f"the training diverged: its {name} is not finite"
         if self.notes.get("data", dict(plan.data)) != dict(plan.data):
             return "it was made with other data than the study's"
@@ -72,7 +71,7 @@ def update(folder: Folder) -> dict[str, Any]:
     return values
 
 
-def summary(folder: Folder, plan: Plan) -> dict[str, Any]:
+def summary(folder: Folder, plan: StudyPlan) -> dict[str, Any]:
     """What the runs in ``folder`` say about ``plan``."""
     every = list(finished_cells(folder, plan))
     metric = ACCURACY if every and not every[0].result["tokens"] else PERPLEXITY  # only text counts tokens
@@ -101,15 +100,15 @@ def summary(folder: Folder, plan: Plan) -> dict[str, Any]:
     }
 
 
-def finished_cells(folder: Folder, plan: Plan) -> Iterator[Finished]:
+def finished_cells(folder: Folder, plan: StudyPlan) -> Iterator[Finished]:
     """Every cell whose run has a whole result, in the plan's order."""
     stored = folder.finished()
     for cell in plan.ordered():
         if files := stored.get(key_of(plan.run_of(cell))):
-            yield Finished(cell, files, files.load("result.json"), files.load_if_there("cell.json"))
+            yield Finished(cell, files, files.load("result.json"), read_cell(files))
 
 
-def _rows(plan: Plan, finished: Sequence[Finished], metric: Metric) -> Iterator[dict[str, Any]]:
+def _rows(plan: StudyPlan, finished: Sequence[Finished], metric: Metric) -> Iterator[dict[str, Any]]:
     places = dict.fromkeys((cell.arm, cell.sparsity) for cell in plan.cells)
     groups = {place: [one for one in finished if (one.cell.arm, one.cell.sparsity) == place] for place in places}
     values = {place: {one.cell.seed: metric.of(one.result) for one in group} for place, group in groups.items()}
@@ -129,7 +128,7 @@ def _rows(plan: Plan, finished: Sequence[Finished], metric: Metric) -> Iterator[
             "sparsity": sparsity,
             "seeds": sorted(ours),
             "values": numbers,
-            "mean": mean(numbers),
+            "mean": fmean(numbers),
             "sd": deviation(numbers),
             "min": min(numbers),
             "max": max(numbers),
@@ -158,11 +157,11 @@ def _beside(ours: Run, theirs: Run) -> list[str]:
     return sorted(differ & written - SCORE) if differ & SCORE else []
 
 
-def _measured(group: Sequence[Finished], plan: Plan) -> dict[str, Any]:
+def _measured(group: Sequence[Finished], plan: StudyPlan) -> dict[str, Any]:
     """Means over the runs of what was counted and timed."""
 
     def over(name: str) -> float:
-        return mean([one.result[name] for one in group])
+        return fmean([one.result[name] for one in group])
 
     known = {
         "wall_seconds": [one.notes["wall_seconds"] for one in group if one.notes.get("wall_seconds") is not None],
@@ -178,7 +177,7 @@ def _measured(group: Sequence[Finished], plan: Plan) -> dict[str, Any]:
         "seconds": over("seconds"),
         "cold": not warm,
         "at_once": max(one.notes.get("at_once", 1) for one in group),
-        **{name: mean(values) if values else None for name, values in known.items()},
+        **{name: fmean(values) if values else None for name, values in known.items()},
     }
 
 
@@ -186,10 +185,8 @@ def _json(difference: Paired | None) -> dict[str, Any] | None:
     return asdict(difference) if difference else None
 
 
-def _note_overlaps(folder: Folder, plan: Plan) -> None:
+def _note_overlaps(folder: Folder, plan: StudyPlan) -> None:
     """Write each run's overlap with magnitude into its cell.json, where both masks are stored."""
-    from .overlap import jaccard
-
     found = {one.cell: one for one in finished_cells(folder, plan)}
     for cell, one in found.items():
         twin = plan.overlapped(cell)
@@ -201,7 +198,7 @@ def _note_overlaps(folder: Folder, plan: Plan) -> None:
             write_json(one.files.path / "cell.json", {**one.notes, **noted})
 
 
-def _overlap(one: Finished, plan: Plan) -> float | None:
+def _overlap(one: Finished, plan: StudyPlan) -> float | None:
     """The overlap in cell.json if it is with the right run; older versions compared with the arm magnitude."""
     twin = plan.overlapped(one.cell)
     return one.notes.get("overlap") if twin and one.notes.get("overlap_with", "magnitude") == twin.arm else None
