@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..lab.profile.trace import Split
 
 Rows = list[tuple[str, ...]]
-UNREAD = ("track", "eval_every", "eval_size", "save_every", "log_every")  # options of a run that is kept
+UNREAD = ("track", "eval_every", "eval_size", "save_every", "log_every")  # options of a run that leaves a folder
 
 
 @dataclass(frozen=True)

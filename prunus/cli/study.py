@@ -210,7 +210,7 @@ def print_plan(folder: Folder, plan: StudyPlan) -> None:
     """Every computation of the plan, with its tokens, whether it is done, and what is left in all."""
     from ..lab.study.runner import estimate
 
-    done, damaged = (folder.finished(), folder.damaged()) if folder.exists else ({}, {})
+    done, damaged = folder.finished() if folder.exists else ({}, {})
     table = Table(title=escape(f"{folder.path}: hash {plan.hash}"))
     for heading in ("run", "arms", "steps", "examples", "state"):
         table.add_column(heading, justify="right" if heading in ("steps", "examples") else "left")

@@ -239,17 +239,17 @@ class Run:
         typed |= {name: tuple(values[name]) for name in ("include", "exclude", "track") if name in values}
         return cls(**{**values, **typed})
 
-    def continuing(self, saved: "Run") -> "Run":
-        """The saved run, to be resumed; ValueError where an option given now contradicts it."""
-        default = Run()
+    def continuing(self, begun: "Run") -> "Run":
+        """The run that was begun, to be resumed; ValueError where an option given now contradicts it."""
+        default, before = Run().to_json(), begun.to_json()
         for name, value in self.to_json().items():
-            if name not in ("out", "parallel") and value != default.to_json()[name] and value != saved.to_json()[name]:
+            if name not in ("out", "parallel") and value not in (default[name], before[name]):
                 raise ValueError(
-                    f"the run in {self.out} has {name} = {saved.to_json()[name]}, not {value}; "
+                    f"the run in {self.out} has {name} = {before[name]}, not {value}; "
                     "a resumed run keeps its options: leave it off, or choose another --out"
                 )
-        kept = saved.parallel if self.parallel == "none" and is_launched() else self.parallel
-        return replace(saved, out=self.out, resume=True, parallel=kept)
+        parallel = begun.parallel if self.parallel == "none" and is_launched() else self.parallel
+        return replace(begun, out=self.out, resume=True, parallel=parallel)
 
 
 FIELDS = {  # what each field of a run takes

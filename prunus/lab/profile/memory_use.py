@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from ...ops.machine import wait_for
-from ...pruner import Pruner
 from ..tracking import peak_memory
 from ..trainer import Training
+from .steps import around_events
 from .trace import allocated, traced
 
 READY = "prunus gradients of bytes: "
@@ -127,7 +127,7 @@ def _by_trace(training: Training, total: int) -> list[Moment]:
 
 def _by_allocator(training: Training, total: int) -> list[Moment]:
     """The same on a GPU, as torch's allocator says."""
-    mark, pruner = training.mark, training.pruner
+    mark = training.mark
     moments, now, gradients = [], "other", 0
 
     def cut(name: str, ready: int | None = None) -> None:
@@ -140,7 +140,12 @@ def _by_allocator(training: Training, total: int) -> list[Moment]:
         cut(name)
         mark(name)
 
-    with _ready(training, lambda num_bytes: cut(now, num_bytes)), _events_seen(pruner, cut):
+    def event(update: Callable[[], None]) -> None:
+        cut("score and select")
+        update()
+        cut("optimizer")
+
+    with _ready(training, lambda num_bytes: cut(now, num_bytes)), around_events(training, event):
         torch.cuda.reset_peak_memory_stats(training.device)
         training.mark = marked
         try:
@@ -149,25 +154,6 @@ def _by_allocator(training: Training, total: int) -> list[Moment]:
             training.mark = mark
         cut("other")
     return moments
-
-
-@contextmanager
-def _events_seen(pruner: Pruner | None, cut: Callable[[str], None]) -> Iterator[None]:
-    if pruner is None:
-        yield
-        return
-    update = pruner.update
-
-    def seen() -> None:
-        cut("score and select")
-        update()
-        cut("optimizer")
-
-    pruner.update = seen
-    try:
-        yield
-    finally:
-        pruner.update = update
 
 
 @contextmanager

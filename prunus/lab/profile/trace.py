@@ -59,13 +59,13 @@ def traced(device: torch.device, memory: bool = False) -> Iterator[list[Any]]:
 def _quiet() -> Iterator[None]:
     """Silence the standard error, to which the profiler writes messages."""
     sys.stderr.flush()
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+        os.dup2(stderr, 2)
+        os.close(stderr)
         os.close(nowhere)
 
 

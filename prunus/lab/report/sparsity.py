@@ -133,11 +133,11 @@ def _counted(record: RunRecord) -> list[tuple[int, float]]:
 def _path_traces(path: Sequence[tuple[int, float]], record: RunRecord, mark: Mark, name: str) -> list[Trace]:
     counted = _counted(record)
     line = {"color": mark.colour, "width": mark.width, "dash": mark.dash, "shape": "hv"}
-    asked: Trace = {"type": "scatter", "mode": "lines", "line": line, "name": escape(name)}
-    asked |= {"x": [step for step, _ in path], "y": [share for _, share in path]}
-    asked |= {"hovertemplate": "%{y:.2%} asked<extra>%{fullData.name}</extra>"}
+    target: Trace = {"type": "scatter", "mode": "lines", "line": line, "name": escape(name)}
+    target |= {"x": [step for step, _ in path], "y": [share for _, share in path]}
+    target |= {"hovertemplate": "%{y:.2%} asked<extra>%{fullData.name}</extra>"}
     return [
-        *([asked] if record.events else []),
+        *([target] if record.events else []),
         {"type": "scatter", "mode": "markers", "name": escape(name), "x": [step for step, _ in counted]}
         | {"y": [share for _, share in counted], "marker": {"size": 6, "color": mark.colour, "symbol": mark.symbol}}
         | {"hovertemplate": "%{y:.4%} counted<extra>%{fullData.name}</extra>"},

@@ -46,13 +46,13 @@ class Finished:
     def fault(self, plan: StudyPlan, metric: Metric) -> str | None:
         """Why the run does not count; None if it does."""
         share, total = self.result["sparsity"], self.result["num_prunable"]
-        zeros, asked = round(share * total), self.result.get("num_asked", self.cell.sparsity * total)
+        zeros, target = round(share * total), self.result.get("num_asked", self.cell.sparsity * total)
         fewest, most = 0.0, CHANCE  # zeros beyond those asked for, as parts of the prunable weights
         if "num_asked" not in self.result:
             most = BY_ROW if plan.run_of(self.cell).allocate == "row" else TOLERANCE
             fewest = -most
-        if not fewest * total <= zeros - asked <= most * total:
-            return f"{share:.4%} of the prunable weights are zero, {zeros:,}; asked for were {asked:,.0f}"
+        if not fewest * total <= zeros - target <= most * total:
+            return f"{share:.4%} of the prunable weights are zero, {zeros:,}; asked for were {target:,.0f}"
         for name in ("loss", metric.name):
             if (value := self.result[name]) is None or not abs(value) < 1e300:
                 return f"the training diverged: its {name} is not finite"
@@ -62,10 +62,21 @@ class Finished:
 
 
 def update(folder: Folder) -> dict[str, Any]:
-    """Read every run and write ``study_result.json`` anew; returns it."""
+    """Read every run and write ``study_result.json`` anew; returns it.
+
+    A run's overlap with magnitude goes into its cell.json, where both masks are stored.
+    """
     with folder.locked("study", wait=True):
         plan = folder.plan()
-        _note_overlaps(folder, plan)
+        cells = {one.cell: one for one in finished_cells(plan, folder.finished()[0])}
+        for cell, one in cells.items():
+            twin = plan.overlapped(cell)
+            control = cells.get(twin) if twin else None
+            if control and _overlap(one, plan) is None:
+                value = jaccard(one.files.path, control.files.path)
+                if value is not None:  # a slim run keeps no masks
+                    noted = {"overlap": value, "overlap_with": control.cell.arm}
+                    write_json(one.files.path / "cell.json", {**one.notes, **noted})
         values = summary(folder, plan)
         write_json(folder.path / "study_result.json", values)
     return values
@@ -73,7 +84,8 @@ def update(folder: Folder) -> dict[str, Any]:
 
 def summary(folder: Folder, plan: StudyPlan) -> dict[str, Any]:
     """What the runs in ``folder`` say about ``plan``."""
-    every = list(finished_cells(folder, plan))
+    finished, damaged = folder.finished()
+    every = finished_cells(plan, finished)
     metric = ACCURACY if every and not every[0].result["tokens"] else PERPLEXITY  # only text counts tokens
     faults = [one.fault(plan, metric) for one in every]
     counted = [one for one, fault in zip(every, faults, strict=True) if not fault]
@@ -81,7 +93,7 @@ def summary(folder: Folder, plan: StudyPlan) -> dict[str, Any]:
         metric = replace(metric, decimals=3)  # differences are smaller still
     done = {one.cell for one in every}
     seeds = {cell.seed for cell in done}
-    damaged, failures = folder.damaged(), folder.failures()
+    failures = folder.failures()
     reasons = {
         cell: damaged.get(key_of(plan.run_of(cell))) or failures.get(cell.folder, {}).get("message")
         for cell in plan.owners.values()
@@ -100,12 +112,10 @@ def summary(folder: Folder, plan: StudyPlan) -> dict[str, Any]:
     }
 
 
-def finished_cells(folder: Folder, plan: StudyPlan) -> Iterator[Finished]:
+def finished_cells(plan: StudyPlan, stored: Mapping[str, RunFiles]) -> list[Finished]:
     """Every cell whose run has a whole result, in the plan's order."""
-    stored = folder.finished()
-    for cell in plan.ordered():
-        if files := stored.get(key_of(plan.run_of(cell))):
-            yield Finished(cell, files, files.load("result.json"), read_cell(files))
+    found = [(cell, files) for cell in plan.ordered() if (files := stored.get(key_of(plan.run_of(cell))))]
+    return [Finished(cell, files, files.load("result.json"), read_cell(files)) for cell, files in found]
 
 
 def _rows(plan: StudyPlan, finished: Sequence[Finished], metric: Metric) -> Iterator[dict[str, Any]]:
@@ -160,21 +170,18 @@ def _beside(ours: Run, theirs: Run) -> list[str]:
 def _measured(group: Sequence[Finished], plan: StudyPlan) -> dict[str, Any]:
     """Means over the runs of what was counted and timed."""
 
-    def over(name: str) -> float:
-        return fmean([one.result[name] for one in group])
+    def noted(name: str, runs: Sequence[Finished]) -> list[float]:
+        return [value for one in runs if (value := one.notes.get(name)) is not None]
 
+    warm = noted("wall_seconds", [one for one in group if one.notes.get("cold") is False])
     known = {
-        "wall_seconds": [one.notes["wall_seconds"] for one in group if one.notes.get("wall_seconds") is not None],
-        "peak_mib": [one.notes["peak_mib"] for one in group if one.notes.get("peak_mib") is not None],
+        "wall_seconds": warm or noted("wall_seconds", group),
+        "peak_mib": noted("peak_mib", group),
         "overlap": [value for one in group if (value := _overlap(one, plan)) is not None],
     }
-    warm = [one.notes["wall_seconds"] for one in group if one.notes.get("cold") is False]
-    known["wall_seconds"] = warm or known["wall_seconds"]
     return {
-        "measured_sparsity": over("sparsity"),
-        "tokens": over("tokens"),
-        "examples": over("examples"),
-        "seconds": over("seconds"),
+        "measured_sparsity": fmean(one.result["sparsity"] for one in group),
+        **{name: fmean(one.result[name] for one in group) for name in ("tokens", "examples", "seconds")},
         "cold": not warm,
         "at_once": max(one.notes.get("at_once", 1) for one in group),
         **{name: fmean(values) if values else None for name, values in known.items()},
@@ -183,19 +190,6 @@ def _measured(group: Sequence[Finished], plan: StudyPlan) -> dict[str, Any]:
 
 def _json(difference: Paired | None) -> dict[str, Any] | None:
     return asdict(difference) if difference else None
-
-
-def _note_overlaps(folder: Folder, plan: StudyPlan) -> None:
-    """Write each run's overlap with magnitude into its cell.json, where both masks are stored."""
-    found = {one.cell: one for one in finished_cells(folder, plan)}
-    for cell, one in found.items():
-        twin = plan.overlapped(cell)
-        control = found.get(twin) if twin else None
-        if not control or _overlap(one, plan) is not None:
-            continue
-        if (value := jaccard(one.files.path, control.files.path)) is not None:  # a slim run keeps no masks
-            noted = {"overlap": value, "overlap_with": control.cell.arm}
-            write_json(one.files.path / "cell.json", {**one.notes, **noted})
 
 
 def _overlap(one: Finished, plan: StudyPlan) -> float | None:

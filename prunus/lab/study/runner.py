@@ -224,20 +224,20 @@ def _recipe(run: Run) -> str:
 class Starts:
     """States, in main memory, that later runs will begin from, by recipe with seed and by step."""
 
-    kept: dict[tuple[str, int], Start] = field(default_factory=dict)
+    states: dict[tuple[str, int], Start] = field(default_factory=dict)
 
     def of(self, run: Run) -> Start | None:
         """Where ``run`` may begin: the latest start there is for it."""
         recipe, most = _recipe(run), num_shared(run)
-        steps = [step for key, step in self.kept if key == recipe and step <= most]
-        return self.kept[recipe, max(steps)] if steps else None
+        steps = [step for key, step in self.states if key == recipe and step <= most]
+        return self.states[recipe, max(steps)] if steps else None
 
     def recorder(self, run: Run, others: Iterable[Run]) -> "Recorder":
         """Keeps states of ``run`` that ``others`` can begin from; starts that none of them needs are dropped."""
         wanted = [(_recipe(other), num_shared(other)) for other in others]
-        self.kept = {
+        self.states = {
             (key, step): start
-            for (key, step), start in self.kept.items()
+            for (key, step), start in self.states.items()
             if any(key == recipe and step <= most for recipe, most in wanted)
         }
         mine, most = _recipe(run), num_shared(run)
@@ -254,14 +254,14 @@ class Recorder:
     first: tuple[int, float] | None = None  # step and seconds after the first one, which may have compiled
 
     def __call__(self, training: Training) -> None:
-        step, kept, seconds = training.step, self.starts.kept, training.seconds
+        step, states, seconds = training.step, self.starts.states, training.seconds
         first, before = self.first = self.first or (step, seconds)
-        if step in self.steps and (self.recipe, step) not in kept and len(kept) < MOST_STARTS:
+        if step in self.steps and (self.recipe, step) not in states and len(states) < MOST_STARTS:
             if step > first:  # as it would be without what only the first run of a process pays
                 seconds = (seconds - before) / (step - first) * step
             state = training.state() | {"pruner": None, "seconds": seconds}
             lines = [line for line in read_metrics(training.run.out) if 0 < line["step"] <= step]
-            kept[self.recipe, step] = Start(_in_main_memory(state), lines)
+            states[self.recipe, step] = Start(_in_main_memory(state), lines)
 
 
 def _in_main_memory(value: Any) -> Any:

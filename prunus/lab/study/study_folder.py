@@ -100,13 +100,11 @@ class Folder:
         """Runs that are not to be run again, by what they compute: finished ones, and damaged ones, which are kept."""
         return {key_of(run.run()): run for run in self.runs().values() if run.has("result.json")}
 
-    def finished(self) -> dict[str, RunFiles]:
-        """Runs with a whole result, by what they compute."""
-        return {key: run for key, run in self.ended().items() if not damage(run)}
-
-    def damaged(self) -> dict[str, str]:
-        """What is wrong with the results that are not whole, by what their runs compute."""
-        return {key: wrong for key, run in self.ended().items() if (wrong := damage(run))}
+    def finished(self) -> tuple[dict[str, RunFiles], dict[str, str]]:
+        """Runs with a whole result, and what is wrong with the other results; both by what the runs compute."""
+        ended = self.ended()
+        damaged = {key: wrong for key, run in ended.items() if (wrong := damage(run))}
+        return {key: run for key, run in ended.items() if key not in damaged}, damaged
 
     def failures(self) -> dict[str, dict[str, Any]]:
         """What is known of the runs that failed, by the name of their folder."""

@@ -6,7 +6,7 @@ Runs with equal keys are the same computation, data with equal digests the same 
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ def num_examples(run: Run) -> int:
     return run.total_steps * run.batch * run.accumulate
 
 
+@lru_cache(maxsize=4096)
 def key_of(run: Run) -> str:
     """Equal for runs that compute the same, bit for bit."""
     return digest(canonical(run))

@@ -158,7 +158,7 @@ def _best_rows(name: str, values: Mapping[str, Any], plan: StudyPlan) -> Iterato
 
 def _section(folder: Folder, plan: StudyPlan, values: Mapping[str, Any]) -> str:
     environments: Counter[str] = Counter()
-    for run in sorted(folder.finished().values(), key=lambda run: run.name):
+    for run in sorted(folder.finished()[0].values(), key=lambda run: run.name):
         with _as_value_error(f"{run.path / 'run.json'} does not say where it was run"):
             made = run.load("run.json")["environment"]
             environments[f"{measured_on(made)}; commit {made['commit']}"] += 1
