@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,12 +12,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..files.atomic import write_atomically
-from ..lab.run import Run
 from ..lab.study.arms import PRESETS, Arm, PresetName, parse_arm, parse_fields, read_base, score_arm
 from ..lab.study.merge import merge
 from ..lab.study.results import summary, update
 from ..lab.study.study_folder import Folder
-from ..lab.study.study_plan import Cell, StudyPlan, data_digests, key_of, make_plan, num_examples, only
+from ..lab.study.study_plan import StudyPlan, data_digests, key_of, make_plan, num_examples, only
 from ..lab.study.tables import HEADINGS, cells_of, notes_of, page, title_of
 from .progress import wide_console
 
@@ -125,49 +124,35 @@ def _run(command: Command, started: float) -> None:
 
 
 def planned(command: Command) -> StudyPlan:
-    """What the options ask for, on the base that they or the folder give."""
-    start = _start(command)
-    more = [score_arm(score) for score in _split(command.scores)] + [parse_arm(text) for text in command.arm]
-    if start.cells and not (more or command.sparsity or command.seeds or command.only):
-        return StudyPlan(start.base, start.arms, start.cells, data_digests(start.base))
-    sparsities = [_number(text, float) for text in _split(command.sparsity)] or start.sparsities
-    plan = make_plan(start.base, [*start.arms, *more], sparsities, _seeds(command.seeds) or start.seeds)
-    return only(plan, _split(command.only)) if command.only else plan
-
-
-@dataclass(frozen=True)
-class PlanStart:
-    """What a plan begins with."""
-
-    base: Run
-    arms: tuple[Arm, ...]
-    sparsities: tuple[float, ...] = (0.5,)
-    seeds: tuple[int, ...] = (0, 1, 2)
-    cells: tuple[Cell, ...] = ()
-
-
-def _start(command: Command) -> PlanStart:
-    """The preset, the file, or what the folder holds already, with the fields that options change."""
+    """What the options ask for, on the preset, the file, or what the folder holds already."""
     if command.base and command.preset:
         raise ValueError("--base and --preset both name a base run; give one of them")
-    folder = Folder(command.out)
+    folder, known = Folder(command.out), None
+    arms: Sequence[Arm]
+    sparsities, seeds = (0.5,), (0, 1, 2)
     if command.preset:
         preset = PRESETS[command.preset]
         if command.data is None:
             raise ValueError(f"the preset {command.preset} needs --data: {preset.reads}")
-        start = PlanStart(preset.base, preset.arms, preset.sparsities)
+        base, arms, sparsities = preset.base, preset.arms, preset.sparsities
     elif command.base:
-        base, arms, sparsities = read_base(command.base)
-        start = PlanStart(base, tuple(arms), sparsities or (0.5,))
+        base, arms, own = read_base(command.base)
+        sparsities = own or sparsities
     elif folder.exists:
-        plan = folder.plan()
-        known = plan.to_json()
-        start = PlanStart(plan.base, plan.arms, tuple(known["sparsities"]), tuple(known["seeds"]), plan.cells)
+        known = folder.plan()
+        base, arms = known.base, known.arms
+        sparsities, seeds = (tuple(known.to_json()[name]) for name in ("sparsities", "seeds"))
     else:
         raise ValueError("say what to run: --base run.toml or --preset NAME, or --out with a study to continue")
     changes = parse_fields(command.field, "--set")
     changes |= {name: value for name in ("data", "validation") if (value := getattr(command, name)) is not None}
-    return replace(start, base=replace(start.base, **changes))
+    base = replace(base, **changes)
+    more = [score_arm(score) for score in _split(command.scores)] + [parse_arm(text) for text in command.arm]
+    if known and not (more or command.sparsity or command.seeds or command.only):
+        return StudyPlan(base, known.arms, known.cells, data_digests(base))
+    sparsities = [_number(text, float) for text in _split(command.sparsity)] or sparsities
+    plan = make_plan(base, [*arms, *more], sparsities, _seeds(command.seeds) or seeds)
+    return only(plan, _split(command.only)) if command.only else plan
 
 
 def _split(text: str) -> list[str]:

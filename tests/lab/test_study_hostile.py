@@ -7,17 +7,20 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from prunus.files.json_file import read_json
 from prunus.lab.report.cells import read_source
 from prunus.lab.report.page import headline, lede
 from prunus.lab.report.sections import sections
 from prunus.lab.run import Run
+from prunus.lab.study.arms import read_base
 from prunus.lab.study.merge import merge
 from prunus.lab.study.results import summary
 from prunus.lab.study.runner import estimate, num_shared
-from prunus.lab.study.study_folder import Folder
+from prunus.lab.study.study_folder import Folder, jaccard
 from prunus.lab.study.tables import page
 
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -180,6 +183,29 @@ def test_an_absurd_field_of_a_plan_is_named(field, value, words, copy):
     (copy / "study.json").write_text(json.dumps(values))
     with pytest.raises(ValueError, match=f"study.json cannot be read: .*{words}"):
         Folder(copy).plan()
+
+
+@pytest.mark.parametrize("text", ["x = " + "[" * 100_000, "steps = 1e", "lr = {a = {b = 1}}", "arm = 3", "\x00"])
+def test_a_hostile_base_is_refused_in_one_line(text, tmp_path):
+    (tmp_path / "run.toml").write_text(text)
+    with pytest.raises(ValueError, match=r"run\.toml") as refused:
+        read_base(tmp_path / "run.toml")
+    assert "\n" not in str(refused.value) and len(str(refused.value)) < 400
+
+
+def test_masks_of_another_shape_or_kind_are_refused(tmp_path):
+    for name, masks, header in (
+        ("short", {"w": np.zeros(3, np.uint8)}, {"w": "5x8"}),
+        ("floats", {"w": np.zeros(5, np.float32)}, {"w": "5x8"}),
+        ("no shapes", {"w": np.zeros(5, np.uint8)}, None),
+        ("words", {"w": np.zeros(5, np.uint8)}, {"w": "five"}),
+        ("no bits", {}, {"w": "5x8"}),
+    ):
+        folder = tmp_path / name
+        folder.mkdir()
+        save_file(masks, folder / "masks.safetensors", header)
+        with pytest.raises(ValueError, match="cannot be read"):
+            jaccard(folder, folder)
 
 
 def test_a_run_of_a_million_million_steps_is_planned_at_once():

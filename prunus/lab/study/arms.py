@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args, get_origin
 from ..run import FIELDS, Run, ScoreName, check_field
 
 # what makes two numbers comparable: data, order, evaluation set and the weights that are counted
-SAME = "model data validation vocab_size context augment include exclude eval_every eval_size".split()
+SHARED = "model data validation vocab_size context augment include exclude eval_every eval_size".split()
 OF_THE_STUDY = {
     "out": "--out",
     "save_every": "--save-every",
@@ -43,7 +43,7 @@ class Arm:
         if not slug(self.name):
             raise ValueError(f"an arm needs a name with letters or digits, got {self.name!r}")
         for name in self.changes:
-            if name in SAME:
+            if name in SHARED:
                 raise ValueError(f"arm {self.name} changes {name}, which all arms share; make another study of it")
             if name in ELSEWHERE or name in UNCHANGED:
                 where = f"; it is given by {ELSEWHERE[name]}" if name in ELSEWHERE else ""

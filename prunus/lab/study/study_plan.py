@@ -18,18 +18,17 @@ from .arms import CONTROLS, Arm, slug, with_controls
 
 FORMAT = "prunus-study-1"
 PRUNING = "sparsity schedule begin end every allocate eps exponent regrow regrow_by rate_power".split()
-UNSEEN = (
-    "out device save_every log_every track eval_every data validation".split()
-)  # they do not change what is computed
-PLACES = "out device save_every log_every track seed sparsity data validation".split()  # they are not in the hash
-LATER = "lr_schedule decay rate_power replay".split()  # fields that came later: at their defaults they change no hash
+UNREAD_IF_DENSE = "eps exponent regrow regrow_by rate_power replay".split()  # fields that a dense run must not set
+IRRELEVANT = "out device save_every log_every track eval_every data validation".split()  # to what is computed
+NOT_SHARED = "out device save_every log_every track seed sparsity data validation".split()  # fields outside the hash
+ADDED_LATER = "lr_schedule decay rate_power replay".split()  # fields that at their defaults change no hash
 
 
 def shared_fields(base: Run) -> dict[str, Any]:
     """Fields that all arms share; those that runs have had since the first studies only where they say something."""
     default = Run().to_json()
-    values = {name: value for name, value in base.to_json().items() if name not in PLACES}
-    return {name: value for name, value in values.items() if name not in LATER or value != default[name]}
+    values = {name: value for name, value in base.to_json().items() if name not in NOT_SHARED}
+    return {name: value for name, value in values.items() if name not in ADDED_LATER or value != default[name]}
 
 
 def num_examples(run: Run) -> int:
@@ -45,7 +44,7 @@ def key_of(run: Run) -> str:
 
 def dense_of(run: Run) -> Run:
     """The dense run that is equal in all but pruning."""
-    unread = {"eps": None, "exponent": None, "regrow": 0.0, "regrow_by": "snr", "rate_power": 0.0, "replay": ""}
+    unread: dict[str, Any] = {name: getattr(Run, name) for name in UNREAD_IF_DENSE}
     return replace(run, score="none", sparsity=0.0, **unread)
 
 
@@ -55,7 +54,7 @@ def canonical(run: Run) -> dict[str, Any]:
     Scores too: bitter1 is magnitude, bitter4 is bitter3. All weights of a run take the same steps, so that no bias is
     corrected: bitter8 is bitter3, fisher's 1/4 bitter7.
     """
-    values = {name: value for name, value in run.to_json().items() if name not in UNSEEN}
+    values = {name: value for name, value in run.to_json().items() if name not in IRRELEVANT}
     values |= {"steps": run.total_steps, "budget_scale": 1.0, "warmup": run.step_of(run.warmup)}
     if run.decay is not None:
         values["decay"] = run.step_of(run.decay)
