@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..files.json_file import is_deep
+
 LARGEST = 1e100  # beyond it sums and products of a report would overflow
 EXACT = 2**53
 
@@ -107,6 +109,8 @@ def read_checked(path: Path, spec: Spec, line: Mapping[str, Any] | None = None) 
         value: Any = json.loads(path.read_text()) if line is None else line.get(path.name)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
+    if is_deep(value):
+        raise ValueError(f"{path} is nested too deep")
     check(value, spec, f"{path}: ", "it")
     return value
 
@@ -122,7 +126,7 @@ def check(value: Any, spec: Spec, where: str, name: str) -> None:
         holds, expected = isinstance(value, list if is_list else dict), "a list" if is_list else "an object"
     if not holds:
         shown = json.dumps(value)
-        raise ValueError(f"{where}{name} is to be {expected}, but is {shown[:40]}{'...' * (len(shown) > 40)}")
+        raise ValueError(f"{where}{name} should be {expected}, but is {shown[:40]}{'...' * (len(shown) > 40)}")
     inner: dict[Any, Spec] = {}
     if isinstance(spec, list):
         inner = dict.fromkeys(range(len(value)), spec[0])

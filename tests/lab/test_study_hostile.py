@@ -23,7 +23,7 @@ from prunus.lab.study.runner import estimate, num_shared
 from prunus.lab.study.study_folder import Folder, jaccard
 from prunus.lab.study.tables import page
 
-DEEP = "[" * 100_000 + "]" * 100_000
+DEEP = {"DEEP": "[" * 100_000 + "]" * 100_000, "LESS DEEP": "[" * 700 + "]" * 700}
 VALUES = [
     None,
     True,
@@ -41,7 +41,7 @@ VALUES = [
     [None],
     {},
     {"a": {"b": []}},
-    "DEEP",
+    *DEEP,
 ]
 
 
@@ -83,7 +83,9 @@ def mutate(path, draw):
         return
     lines = text.splitlines() if path.suffix == ".jsonl" else [text]
     place = draw.randrange(len(lines))
-    lines[place] = json.dumps(mutated(json.loads(lines[place]), draw)).replace('"DEEP"', DEEP)
+    lines[place] = json.dumps(mutated(json.loads(lines[place]), draw))
+    for name, nested in DEEP.items():
+        lines[place] = lines[place].replace(f'"{name}"', nested)
     path.write_text("\n".join(lines))
 
 
@@ -171,7 +173,7 @@ def test_merging_takes_a_link_that_stays_inside_and_a_study_behind_a_link(copy, 
         ("batch", 10**12, "batch must be at most 1,048,576"),
         ("context", 2**40, "context must be at most 1,048,576"),
         ("vocab_size", 10**9, "vocab_size must be at most 1,048,576"),
-        ("steps", 10**30, "steps is to be a whole number"),
+        ("steps", 10**30, "steps should be a whole number"),
         ("lr", "fast", "lr cannot be 'fast'; it takes float"),
         ("track", [1], r"track cannot be \[1\]"),
         ("model", ["gpt2"], "model cannot be"),
@@ -183,6 +185,16 @@ def test_an_absurd_field_of_a_plan_is_named(field, value, words, copy):
     (copy / "study.json").write_text(json.dumps(values))
     with pytest.raises(ValueError, match=f"study.json cannot be read: .*{words}"):
         Folder(copy).plan()
+
+
+@pytest.mark.parametrize("name", ["study.json", "runs/bitter7-0.5-s0/metrics.jsonl", "runs/bitter7-0.5-s0/cell.json"])
+def test_deep_nesting_below_the_limit_of_the_parser_is_refused(name, copy, tmp_path):
+    line = (copy / name).read_text().splitlines()[-1] if name.endswith("l") else (copy / name).read_text()
+    nested = {"environment": "LESS DEEP", "eval": "LESS DEEP"}
+    (copy / name).write_text(json.dumps(json.loads(line) | nested).replace('"LESS DEEP"', DEEP["LESS DEEP"]))
+    with pytest.raises(ValueError, match="nested too deep"):
+        merge([copy], tmp_path / "out", slim=True)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("text", ["x = " + "[" * 100_000, "steps = 1e", "lr = {a = {b = 1}}", "arm = 3", "\x00"])

@@ -88,7 +88,7 @@ REFUSED = {
     "a sparsity of its own": ("x: sparsity=0.3", "given by --sparsity"),
     "more steps": (
         "x: steps=130",
-        "2,080 examples and the base 1,600; a longer budget is said by budget_scale=1.3",
+        "2,080 examples and the base 1,600; a longer budget is given by budget_scale=1.3",
     ),
     "larger batch": ("x: batch=32", "steps=50"),
     "impossible run": ("x: score=magnitude eps=1e-8", "arm x"),

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from ...files.json_file import is_deep
 from ..run_files import RunFiles
 from ..schema import COUNT, FAILED, LINE, RESULT, RUN, check, is_number, read_checked
 
@@ -116,8 +117,8 @@ def read_record(run: RunFiles) -> RunRecord:
     lines: list[Json] = []
     notes = [] if run.has("metrics.jsonl") else ["has no metrics.jsonl"]
     for place, line in enumerate(() if notes else run.metrics(), 1):
-        if not isinstance(line, dict) or not COUNT.holds(line.get("step")):  # a run may be just writing it
-            what = "is damaged" if line is None else "has no step"
+        if not isinstance(line, dict) or is_deep(line) or not COUNT.holds(line.get("step")):  # it may just be written
+            what = "is damaged" if line is None or is_deep(line) else "has no step"
             notes.append(f"line {place} of metrics.jsonl {what}; what follows it is left out")
             break
         check(line, LINE, f"{metrics}: line {place}: ", "it")

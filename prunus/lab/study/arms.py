@@ -136,7 +136,7 @@ def read_base(path: Path) -> tuple[Run, list[Arm], tuple[float, ...]]:
     if not isinstance(tables, list) or not all(isinstance(table, dict) and "name" in table for table in tables):
         raise ValueError(f"{path}: an arm is a table [[arm]] with a name and the fields that it changes")
     if "seed" in values:
-        raise ValueError(f"{path}: the seeds of a study are said by --seeds ('5,' is seed 5 alone); leave seed out")
+        raise ValueError(f"{path}: the seeds of a study are given by --seeds ('5,' is seed 5 alone); leave seed out")
     base = Run(**{name: typed(name, value, str(path)) for name, value in values.items()})
     arms = [score_arm(base.score)] if "score" in values else []
     for table in tables:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...files.atomic import write_atomically
-from ...files.json_file import read_json, write_json
-from ..run_files import RunFiles, slim_runs
+from ...files.json_file import is_deep, read_json, write_json
+from ..run_files import SLIM, RunFiles, slim_runs
 from ..schema import CELL, check, is_number
 from .study_plan import FORMAT, Cell, StudyPlan, canonical, extended, key_of
 
@@ -94,6 +94,9 @@ class Folder:
         """What is stored of every run, in runs.jsonl or in a folder of its own, by the name of its folder."""
         folders = (path for path in (self.path / "runs").glob("*") if path.is_dir())
         found = [*slim_runs(self.path), *map(RunFiles, folders)]  # a folder of a run stands above its line
+        for run in found:
+            if run.line is not None and is_deep(run.line):
+                raise ValueError(f"{self.path / SLIM}: the line of {run.name} is nested too deep")
         return {run.name: run for run in sorted(found, key=lambda run: run.name)}
 
     def ended(self) -> dict[str, RunFiles]:

@@ -138,7 +138,7 @@ class StudyPlan:
         own, shared = (one.steps * one.batch * one.accumulate for one in (run, self.base))
         if own != shared:
             a_step = run.batch * run.accumulate
-            mend = f"a longer budget is said by budget_scale={own / shared:g}"
+            mend = f"a longer budget is given by budget_scale={own / shared:g}"
             if a_step != self.base.batch * self.base.accumulate:
                 mend = f"with {a_step} a step it needs steps={shared / a_step:g}"
             raise ValueError(f"arm {arm.name} ({arm}) reads {own:,} examples and the base {shared:,}; {mend}")
