@@ -129,8 +129,8 @@ def _of_verdicts(source: Source, sparsity: float) -> str:
     rows = [row for row in rows if row.arm not in ("random", row.against) and not row.mixed]
     if not rows:
         return ""
-    at, unit = f"At {short_percent(sparsity)} sparsity", "perplexity"
-    unit = unit if source.record.is_language else "points of accuracy"
+    at = f"At {short_percent(sparsity)} sparsity"
+    unit = "perplexity" if source.record.is_language else "points of accuracy"
     gains = {row.arm: -source.record.sign * (row.difference or 0) for row in rows}
     clear = [row for row in rows if row.verdict.startswith("better")]
     if clear:
