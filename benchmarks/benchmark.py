@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from prunus.files.json_file import write_json
-from prunus.lab.markdown import table, where
+from prunus.lab.study.tables import markdown_table, measured_on
 from prunus.lab.tracking import commit, environment, machine, peak_memory, reset_peak_memory
 from prunus.ops.machine import said_by_linux, wait_for
 from prunus.schedule import check_sparsity
@@ -55,7 +55,11 @@ class Benchmark(ABC):
         what, settings, rows = self.measure()
         columns = dict.fromkeys(name for row in rows for name in row)
         cells = [[row.get(name, "") for name in columns] for row in rows]
-        print(table(list(columns), [[f"{v:.4g}" if isinstance(v, float) else str(v) for v in line] for line in cells]))
+        print(
+            markdown_table(
+                list(columns), [[f"{v:.4g}" if isinstance(v, float) else str(v) for v in line] for line in cells]
+            )
+        )
         print(f"written to {write_record(what, settings, rows, self.results)}")
 
 
@@ -198,7 +202,7 @@ class Section:
 
     def __call__(self, record: Record) -> str:
         settings, made = record["settings"], record["environment"]
-        origin = f"{where(made)}; {record['date']}, commit {made['commit']}; `{record['file']}`"
+        origin = f"{measured_on(made)}; {record['date']}, commit {made['commit']}; `{record['file']}`"
         note = f"{settings['note']}\n\n" if "note" in settings else ""
         body = table_of([row | self.more(row, record) for row in record["rows"]], self.columns) + self.below(record)
         return f"## {self.title}\n\n{origin}\n\n{self.text.format(**settings)}\n{note}{body}\n"
@@ -209,7 +213,7 @@ def table_of(rows: Sequence[Row], columns: Mapping[str, str]) -> str:
         key, _, form = column.partition(":")
         return "" if row.get(key) is None else format(row[key], form)
 
-    return table(list(columns), [[cell(row, column) for column in columns.values()] for row in rows])
+    return markdown_table(list(columns), [[cell(row, column) for column in columns.values()] for row in rows])
 
 
 def newest_records(folder: Path) -> list[Record]:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 import tyro
 
-from prunus.lab.markdown import table
+from prunus.lab.study.tables import markdown_table
 from prunus.ops.machine import device_of
 
 from .probe_study import CASES, RANDOM, STRATEGIES, UNPROBED, Row, Study, load_model
@@ -375,7 +375,7 @@ def _section(model: Figures) -> str:
 
 ### {name}: {metric} at exactly the level
 
-{table(["", *(f"{level:.0%}" for level in levels)], exact)}
+{markdown_table(["", *(f"{level:.0%}" for level in levels)], exact)}
 
 ### {name}: the probe as it is defined ({settings["schedule"]})
 
@@ -383,7 +383,7 @@ Each cell: the sparsity that the probe left; {metric} probed, of the strategy al
 what the probe gains over the strategy alone ({gained}, positive is better). Clear differences are marked: \
 **better**, *worse*.
 
-{table(["", *(f"candidates {level:.0%}" for level in levels)], defined)}
+{markdown_table(["", *(f"candidates {level:.0%}" for level in levels)], defined)}
 """
 
 

@@ -18,8 +18,8 @@ from torch.nn import functional as F
 from prunus import Global, PerLayer, PerRow, Probe
 from prunus.files.json_file import write_json
 from prunus.lab.data.batches import ImageShape, Normalise
-from prunus.lab.data.image_files import is_cifar10, read_cifar10
-from prunus.lab.models.vision import RESNETS, resnet
+from prunus.lab.data.datasets import read_cifar10
+from prunus.lab.models import RESNETS, resnet
 from prunus.lab.tracking import environment
 from prunus.lab.trained_model import ModelSource, TrainedModel, load_trained
 from prunus.oneshot.probe.decide import within
@@ -85,7 +85,7 @@ def load_model(case: Case, data: Path, seed: int, device: torch.device) -> Train
     folder = data / case.case
     if not folder.is_dir():
         raise ValueError(f"{data} has no folder {case.case}; python -m benchmarks evidence --help says what it holds")
-    if is_cifar10(folder):
+    if any(folder.glob("*batch*")):
         return _image_model(case, folder, seed, device)
     packed = sorted(folder.glob("*.gguf"))
     return load_trained(

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from prunus import PerRow, Probe, prune
 from prunus.eligible import Weight, eligible
-from prunus.lab.data.token_files import read_tokens
+from prunus.lab.data.datasets import read_tokens
 from prunus.lab.gpu import Sampler, utilisation_reader
 from prunus.oneshot.result import Result
 from prunus.oneshot.walk import head_of

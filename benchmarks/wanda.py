@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from prunus import PerRow, prune
 from prunus.eligible import eligible
-from prunus.lab.data.token_files import read_tokens
+from prunus.lab.data.datasets import read_tokens
 from prunus.ops import bits
 from prunus.ops.lazy import Lazy
 from prunus.score import formula_of, wanda

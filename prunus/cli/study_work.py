@@ -19,7 +19,7 @@ from ..lab.recipe import data_of
 from ..lab.run import Run
 from ..lab.study.runner import Options, Worker
 from ..lab.study.study_folder import Folder
-from ..lab.study.study_plan import Cell, Plan
+from ..lab.study.study_plan import Cell, StudyPlan
 from ..lab.tracking import environment
 from ..lab.trainer import Progress
 from .console import escaped, print, progress_bar
@@ -27,7 +27,7 @@ from .console import escaped, print, progress_bar
 PrintTable = Callable[[Mapping[str, Any]], None]  # prints what is known
 
 
-def work(folder: Folder, plan: Plan, options: Options, devices: list[str], print_table: PrintTable) -> bool:
+def work(folder: Folder, plan: StudyPlan, options: Options, devices: list[str], print_table: PrintTable) -> bool:
     """Do the runs of the plan that are not done, on all devices; False if a worker died."""
     if not folder.exists:
         with torch.device("meta"):  # data that cannot be read or does not suit the model: refused before writing

@@ -18,10 +18,10 @@ from rich.table import Table
 from rich.text import Text
 
 from ..files.lock import is_free
-from ..lab.report.cells import Source, read_source, scale_of
+from ..lab.report.cells import Source, read_source
 from ..lab.report.curves import Point, loss_at, metric_name, points, quality_at
 from ..lab.report.numbers import count, percent, plain
-from ..lab.report.records import Record, number
+from ..lab.report.records import RunRecord, number
 from .console import Terminal, print
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def _follow(command: Command) -> Source:
     return source
 
 
-def stopped(record: Record, folder: Path) -> str:
+def stopped(record: RunRecord, folder: Path) -> str:
     """The line about a run without an end that no process trains any more."""
     study = folder.resolve().parent.parent
     command = f"train --resume --out {folder}" if not (study / "study.json").is_file() else f"study --out {study}"
@@ -163,7 +163,7 @@ def _view(source: Source, console: Console, quiet: float) -> RenderableType:
     return Group(*parts)
 
 
-def running(source: Source) -> Record | None:
+def running(source: Source) -> RunRecord | None:
     """The run that goes on; of several the one that is farthest."""
     going = [cell.record for cell in source.cells if cell.record.is_open]
     return max(going, key=lambda record: record.last_step / max(1, record.total_steps), default=None)
@@ -182,15 +182,15 @@ def _table(source: Source) -> RenderableType:
     return table
 
 
-def _state(record: Record) -> str:
+def _state(record: RunRecord) -> str:
     if record.has_diverged:
         return "diverged"
     if record.result is not None:
-        return plain(record.quality and record.quality * scale_of(record))
+        return plain(record.quality)
     return "failed" if record.failure else f"{record.last_step / max(1, record.total_steps):.0%} done"
 
 
-def _charts(record: Record, console: Console) -> list[RenderableType]:
+def _charts(record: RunRecord, console: Console) -> list[RenderableType]:
     """How far the run is, then loss, quality and sparsity beside each other where there is room, then its layers."""
     columns = 3 if console.width >= 120 else 2 if console.width >= 80 else 1
     show = (lambda line: line) if "utf" in console.encoding else plain_letters
@@ -208,7 +208,7 @@ def _charts(record: Record, console: Console) -> list[RenderableType]:
     return [Text(_status(record)), grid, *([Text(layers, style="cyan", no_wrap=True)] if layers else [])]
 
 
-def _status(record: Record) -> str:
+def _status(record: RunRecord) -> str:
     """How far a run is, in a line."""
     done, total = record.last_step, record.total_steps
     parts = [f"step {done:,} of {total:,}", f"{count(done * record.per_step)} {record.unit}"]
@@ -227,7 +227,7 @@ def _later(line: Sequence[Point]) -> list[tuple[float, float]]:
     return [(p.x, p.mean) for p in line if p.x >= line[-1].x / 10]
 
 
-def sparsities(record: Record) -> list[tuple[float, float]]:
+def sparsities(record: RunRecord) -> list[tuple[float, float]]:
     """Steps and sparsities of the events, each kept until the next."""
     found: list[tuple[float, float]] = [(0.0, 0.0)]
     for event in record.events:
@@ -269,7 +269,7 @@ def _scaled(values: Sequence[float], top: int) -> list[int]:
     return [round(top * (value - low) / (high - low)) if high > low else top // 2 for value in values]
 
 
-def layer_line(record: Record, width: int) -> str:
+def layer_line(record: RunRecord, width: int) -> str:
     """One block a layer, in the model's order: the fuller, the sparser. Empty where layers are not recorded."""
     by = next((by for line in reversed(record.evals) if (by := record.layer_sparsity(line))), {})
     if not by:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .checkpoint import checkpoint_of, load_checkpoint, save_checkpoint
-from .data.token_files import OPENERS, UINT16, read_tokens
+from .data.datasets import OPENERS, UINT16, read_tokens
 from .evaluate import Quality, loss_of
 
 TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "*.model", "chat_template*")

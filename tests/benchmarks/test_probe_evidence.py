@@ -25,7 +25,7 @@ from benchmarks.probe_study import (
 )
 from prunus import Global, PerLayer, PerRow, Probe
 from prunus.lab.data.batches import ImageShape
-from prunus.lab.models.vision import RESNETS, resnet
+from prunus.lab.models import RESNETS, resnet
 from prunus.oneshot.probe.decide import within
 from prunus.oneshot.prune import Job, Plan
 from prunus.ops import bits

@@ -49,7 +49,7 @@ def test_a_seed_in_the_file_is_refused(base, tmp_path, capsys):
     file = tmp_path / "run.toml"
     file.write_text(base.read_text() + "seed = 5\n")
     assert study(file, tmp_path / "study") == 2
-    assert "said by --seeds" in capsys.readouterr().err and not (tmp_path / "study").exists()
+    assert "given by --seeds" in capsys.readouterr().err and not (tmp_path / "study").exists()
 
 
 def test_a_folder_of_something_else_is_left_alone(base, tmp_path, capsys):

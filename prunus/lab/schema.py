@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..files.json_file import is_deep
+
 LARGEST = 1e100  # beyond it sums and products of a report would overflow
 EXACT = 2**53
 
@@ -42,10 +44,10 @@ def is_whole(value: object) -> bool:
 
 
 ANY = Kind("anything", lambda value: True)
+FLAG = Kind("true or false", lambda value: isinstance(value, bool))
 TEXT = Kind("text", lambda value: isinstance(value, str))
 WHOLE = Kind("a whole number", is_whole)
 COUNT = Kind("a whole number from 0 on", lambda value: is_whole(value) and value >= 0)
-NUMBER = Kind("a number", is_number)
 AMOUNT = Kind("a number from 0 on", lambda value: is_number(value) and value >= 0)
 SHARE = Kind("a number from 0 to 1", lambda value: is_number(value) and 0 <= value <= 1)
 
@@ -65,8 +67,19 @@ RESULT: Spec = {
     "num_parameters": Maybe(COUNT),
 }
 FAILED: Spec = {"message": TEXT}
-CELL: Spec = {"arm": TEXT, "peak_mib": Maybe(AMOUNT)}
-STUDY: Spec = {"base": CONFIG, "arms": [{"name": TEXT, "changes": {}, "cells": [ANY]}]}
+CELL: Spec = {"arm": TEXT, "machine": TEXT, "overlap_with": TEXT, "data": Named(TEXT)} | {
+    "peak_mib": Maybe(AMOUNT),
+    "wall_seconds": Maybe(AMOUNT),
+    "examples": COUNT,
+    "cold": FLAG,
+    "at_once": COUNT,
+    "overlap": Maybe(SHARE),
+}
+STUDY: Spec = {
+    "base": CONFIG,
+    "data": Named(TEXT),
+    "arms": [{"name": TEXT, "changes": {}, "against": TEXT, "cells": [[ANY]]}],
+}
 _ROW: Spec = {name: Maybe(TEXT) for name in ("against", "verdict", "dense", "same_as")} | {
     "arm": TEXT,
     "sparsity": SHARE,
@@ -96,6 +109,8 @@ def read_checked(path: Path, spec: Spec, line: Mapping[str, Any] | None = None) 
         value: Any = json.loads(path.read_text()) if line is None else line.get(path.name)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
+    if is_deep(value):
+        raise ValueError(f"{path} is nested too deep")
     check(value, spec, f"{path}: ", "it")
     return value
 
@@ -111,7 +126,7 @@ def check(value: Any, spec: Spec, where: str, name: str) -> None:
         holds, expected = isinstance(value, list if is_list else dict), "a list" if is_list else "an object"
     if not holds:
         shown = json.dumps(value)
-        raise ValueError(f"{where}{name} is to be {expected}, but is {shown[:40]}{'...' * (len(shown) > 40)}")
+        raise ValueError(f"{where}{name} should be {expected}, but is {shown[:40]}{'...' * (len(shown) > 40)}")
     inner: dict[Any, Spec] = {}
     if isinstance(spec, list):
         inner = dict.fromkeys(range(len(value)), spec[0])
