@@ -33,7 +33,7 @@ FLIPPED = ("checkpoint", "sharded checkpoint", "sparse file", "sparse shards")
 
 def writers(home: Path, seconds: float, rng: random.Random) -> dict[str, Any]:
     """Two processes save to one path, one of them is killed now and then: what lies there is one of the two, whole."""
-    path, counts = home / "shared.safetensors", {"saves": 0, "kills": 0, "unreadable": 0, "mixed": 0, "left behind": 0}
+    path, counts = home / "shared.safetensors", dict.fromkeys(("saves", "kills", "errors", "unreadable", "mixed"), 0)
     values = [{name: value * factor for name, value in tensors().items()} for factor in (1, 2)]
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -41,16 +41,14 @@ def writers(home: Path, seconds: float, rng: random.Random) -> dict[str, Any]:
         for value in values:
             child = os.fork()
             if not child:
-                for _ in range(10):
-                    prunus.save_sparse(value, path)
-                os._exit(0)
+                _save_often(value, path)
             children.append(child)
         if rng.random() < 0.5:
             time.sleep(rng.uniform(0, 0.1))
             os.kill(children[0], signal.SIGKILL)
             counts["kills"] += 1
-        for child in children:
-            os.waitpid(child, 0)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        counts["errors"] += codes.count(1)
         counts["saves"] += 20
         try:
             found = prunus.load_sparse(path)
@@ -61,6 +59,16 @@ def writers(home: Path, seconds: float, rng: random.Random) -> dict[str, Any]:
         prunus.save_sparse(values[0], home / "later.safetensors")
     counts["left behind"] = sum(1 for name in home.iterdir() if "part" in name.name)
     return counts
+
+
+def _save_often(value: dict[str, torch.Tensor], path: Path) -> None:
+    code = 1
+    try:
+        for _ in range(10):
+            prunus.save_sparse(value, path)
+        code = 0
+    finally:
+        os._exit(code)
 
 
 def run(minutes: float, seed: int) -> dict[str, Any]:
@@ -138,7 +146,8 @@ def page(found: dict[str, Any]) -> str:
     lines += ["", "## Writers at once", ""]
     lines.append(
         f"Two processes saved to one path {saves['saves']:,} times, {saves['kills']} of them killed on the way: "
-        f"{saves['unreadable']} unreadable, {saves['mixed']} of mixed content, {saves['left behind']} parts left behind."
+        f"{saves['errors']} ended with an error, {saves['unreadable']} files were unreadable, {saves['mixed']} mixed, "
+        f"{saves['left behind']} parts were left behind."
     )
     lines += ["", "## Flipped bits", "", "| file | flips | found | harmless | wrong tensors |", "|---|--:|--:|--:|--:|"]
     for name, counts in found["flips"]["readers"].items():
