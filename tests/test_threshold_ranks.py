@@ -89,7 +89,7 @@ def room(request, monkeypatch, small_pieces):
 
 
 @pytest.mark.parametrize(
-    ("select", "layout", "room", "kind"), covering(SELECTORS, LAYOUTS, ROOMS, KINDS), indirect=["room"]
+    ("select", "layout", "room", "kind"), covering(SELECTORS, LAYOUTS, ROOMS, KINDS, one_of=3), indirect=["room"]
 )
 def test_ranks_find_the_masks_of_one_process(select, layout, room, kind):
     number = KINDS.index(kind)

@@ -11,6 +11,7 @@ import shutil
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,7 +37,15 @@ STUDY = (
     "eval_every = 4\neval_size = 2\nwarmup = 2\nlog_every = 3\n"
 )
 CHANGES = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate")  # of what audit hooks are told
-MEASURED = ("cold", "at_once", "peak_mib", "cost")  # of time and memory, which a kill may change
+MEASURED = (
+    "seconds",
+    "wall_seconds",
+    "cold",
+    "at_once",
+    "peak_mib",
+    "cost",
+)  # of time and memory, which a kill may change
+SAID = Path(tempfile.gettempdir(), f"prunus-torture-{os.getpid()}.txt")  # what the last command printed about errors
 MOST_KILLS = 6  # of one command, before it is let live
 
 
@@ -111,9 +120,8 @@ def _call(
         return child if before or environment else _wait(child)
     code = 1
     try:
-        null = os.open(os.devnull, os.O_RDWR)
-        os.dup2(null, 1)
-        os.dup2(null, 2)
+        os.dup2(os.open(os.devnull, os.O_RDWR), 1)
+        os.dup2(os.open(SAID, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), 2)
         os.environ.update(environment or {})
         if before:
             before()
@@ -204,7 +212,7 @@ def torture(name: str, victim: Victim, home: Path, seconds: float, rng: random.R
         counts["trials"] += 1
         try:
             if any(codes):
-                counts["errors"].append(f"trial {number}: begun again, it ended with {codes}")
+                counts["errors"].append(f"trial {number}: {codes}: {SAID.read_text(errors='replace').strip()[-300:]}")
             elif victim.found(out) != wanted:
                 counts["differences"] += 1
         except (ValueError, OSError, KeyError) as error:

@@ -183,7 +183,10 @@ def main() -> None:
     if given.page:
         given.page[1].write_text(page(json.loads(given.page[0].read_text())))
         return
-    found = run(given.minutes, given.seed)
+    try:
+        found = run(given.minutes, given.seed)
+    finally:
+        kills.SAID.unlink(missing_ok=True)
     given.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
