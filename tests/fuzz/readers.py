@@ -151,6 +151,48 @@ def hugging_face(folder: Path) -> None:
     save_model(model, folder / "model")
 
 
+def plain_hugging_face(folder: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    (folder.parent / "tokens.u16").write_bytes((np.arange(600) % 16).astype("<u2").tobytes())
+
+
+def gguf_file(folder: Path) -> None:
+    """A LLaMA of one layer."""
+    from gguf import GGUFWriter
+
+    writer = GGUFWriter(folder / "model.gguf", "llama")
+    writer.add_context_length(16)
+    writer.add_embedding_length(8)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(16)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(16)
+    shapes = {"token_embd": (16, 8), "output_norm": (8,), "output": (16, 8), "blk.0.ffn_down": (8, 16)}
+    shapes |= {f"blk.0.attn_{name}": (8, 8) for name in ("q", "k", "v", "output")}
+    shapes |= {"blk.0.attn_norm": (8,), "blk.0.ffn_norm": (8,), "blk.0.ffn_gate": (16, 8), "blk.0.ffn_up": (16, 8)}
+    generator = np.random.default_rng(0)
+    for name, shape in shapes.items():
+        writer.add_tensor(f"{name}.weight", generator.standard_normal(shape, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    (folder.parent / "tokens.u16").write_bytes((np.arange(600) % 16).astype("<u2").tobytes())
+
+
+def prune(folder: Path, *more: str) -> None:
+    """With magnitude, on tokens that lie beside the sample."""
+    tokens = folder.parent / "tokens.u16"
+    size = "--score magnitude --samples 2 --length 8 --eval-windows 2".split()
+    command("prune", folder, "--out", folder / "out", *size, "--tokens", tokens, "--eval-tokens", tokens, *more)
+
+
 def plain_folder(folder: Path) -> None:
     kept = {f"layer.{name}.weight": value for name, value in tensors().items() if value.ndim == 2 and name != "tied"}
     save_file(kept, folder / "model.safetensors")
@@ -302,6 +344,8 @@ READERS = {
     "sharded checkpoint": Reader(sharded, load_checkpoint, "checkpoint-*/*", BYTEWISE),
     "exported model": Reader(exported, load_exported, "model/*"),
     "Hugging Face model": Reader(hugging_face, load_model, "model/*", needs="transformers"),
+    "prune": Reader(plain_hugging_face, prune, "*.json *.safetensors", needs="transformers"),
+    "prune, GGUF": Reader(gguf_file, lambda to: prune(to, "--gguf-file", "model.gguf"), needs="gguf"),
     "train --resume": Reader(
         half_trained, lambda to: command("train", "--resume", "--out", to), "run.json metrics.jsonl checkpoint*.pt"
     ),

@@ -12,6 +12,8 @@ KNOWN = {  # readers that still fail, and how
     "checkpoint": "flipped bits are read",
     "sharded checkpoint": "flipped bits are read; metadata with wrong types",
     "Hugging Face model": "config.json with nonsense",
+    "prune": "config.json or safetensors with nonsense",
+    "prune, GGUF": "cut short, or with sizes that are not there",
     "train --resume": "a state or metrics.jsonl with missing keys or wrong types",
     "study merge": "results and metrics with missing keys or wrong types",
     "tokens .xz": "half a megabyte that becomes gigabytes",
