@@ -15,6 +15,7 @@ KNOWN = {  # readers that still fail, and how
     "prune": "config.json or safetensors with nonsense",
     "prune, GGUF": "cut short, or with sizes that are not there",
     "train --resume": "a state or metrics.jsonl with missing keys or wrong types",
+    "eval": "a state with missing keys",
     "study merge": "results and metrics with missing keys or wrong types",
     "tokens .xz": "half a megabyte that becomes gigabytes",
     "tokens .gz": "half a megabyte that becomes gigabytes",
