@@ -4,6 +4,7 @@ import gc
 import os
 import random
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,10 @@ from prunus.ops import bits, lazy
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # kernels run in the interpreter; read when triton is first imported
+    if find_spec("triton"):
+        from interpreter import hasten
+
+        hasten()
 
 settings.register_profile("prunus", deadline=None, derandomize=True, max_examples=60)
 settings.register_profile("torture", deadline=None, max_examples=5000)

@@ -121,11 +121,11 @@ def test_scores_that_are_not_finite_are_refused_by_name_unless_dead(value):
     with pytest.raises(ValueError, match="t3"):
         drop_in_rows(sources, [1] * len(sources), {})
     with pytest.raises(ValueError, match="t3"):
-        drop_in_groups(sources, 1, 2, {})
+        drop_in_groups(sources, 1, 2, {}, tile=1024)
     dead = torch.ones(sources[3].numel, dtype=torch.bool, device=DEVICE)
     dead[5] = False
     drop_in_rows(sources, [1] * len(sources), {"t3": bits.pack(dead)})
-    drop_in_groups(sources, 1, 2, {"t3": bits.pack(dead)})
+    drop_in_groups(sources, 1, 2, {"t3": bits.pack(dead)}, tile=1024)
 
 
 def test_rows_that_kernels_cannot_read_are_left_to_the_definition():

@@ -6,6 +6,7 @@ from typing import get_args, get_type_hints
 
 import pytest
 import torch
+from covering import covering
 from hypothesis import given
 from hypothesis import strategies as st
 from reference import DRAWS, draw, is_subset, keep_largest, keep_largest_of_runs, num_dropped, same, some_dead
@@ -33,9 +34,11 @@ SELECTORS = {
 }
 
 
-@pytest.fixture(params=[(shapes, kind) for shapes in SHAPES for kind in DRAWS], ids=" ".join)
-def scores(request):
-    shapes, kind = request.param
+ALLOCATIONS = ["depth", "erk", {"layer0": 0.3, "layer*": 0.6}]
+at_each_sparsity = pytest.mark.parametrize(("shapes", "kind", "sparsity"), covering(SHAPES, DRAWS, SPARSITIES))
+
+
+def drawn(shapes, kind):
     return draw(kind, *SHAPES[shapes])
 
 
@@ -47,24 +50,28 @@ def row_length(score):
     return score[0].numel() if score.ndim > 1 else score.numel()
 
 
-@pytest.mark.parametrize("sparsity", SPARSITIES)
-def test_global_drops_the_rounded_share_of_all_and_the_smallest(scores, sparsity):
+@at_each_sparsity
+def test_global_drops_the_rounded_share_of_all_and_the_smallest(shapes, kind, sparsity):
+    scores = drawn(shapes, kind)
     masks = Global()(scores, sparsity)
     assert num_dropped(masks) == round(sparsity * num_weights(scores))
     assert same(masks, keep_largest(scores, round(sparsity * num_weights(scores))))
 
 
-@pytest.mark.parametrize("sparsity", SPARSITIES)
-def test_a_layer_drops_its_rounded_share_and_its_smallest(scores, sparsity):
+@at_each_sparsity
+def test_a_layer_drops_its_rounded_share_and_its_smallest(shapes, kind, sparsity):
+    scores = drawn(shapes, kind)
     masks = PerLayer()(scores, sparsity)
     for name, score in scores.items():
         assert int((~masks[name]).sum()) == round(sparsity * score.numel())
         assert torch.equal(masks[name], keep_largest({"": score}, round(sparsity * score.numel()))[""])
 
 
-@pytest.mark.parametrize("how", ["depth", "erk", {"layer0": 0.3, "layer*": 0.6}], ids=str)
-@pytest.mark.parametrize("sparsity", SPARSITIES[:-1])
-def test_layers_drop_what_is_allocated_to_them_and_the_total_in_all(scores, sparsity, how):
+@pytest.mark.parametrize(
+    ("shapes", "kind", "sparsity", "how"), covering(SHAPES, DRAWS, SPARSITIES[:-1], ALLOCATIONS), ids=str
+)
+def test_layers_drop_what_is_allocated_to_them_and_the_total_in_all(shapes, kind, sparsity, how):
+    scores = drawn(shapes, kind)
     masks = PerLayer(how)(scores, sparsity)
     expected = allocate({name: score.shape for name, score in scores.items()}, sparsity, how)
     assert num_dropped(masks) == round(sparsity * num_weights(scores))
@@ -72,8 +79,9 @@ def test_layers_drop_what_is_allocated_to_them_and_the_total_in_all(scores, spar
         assert torch.equal(masks[name], keep_largest({"": score}, expected[name])[""])
 
 
-@pytest.mark.parametrize("sparsity", SPARSITIES)
-def test_a_row_drops_its_rounded_share_and_its_smallest(scores, sparsity, small_chunks):
+@at_each_sparsity
+def test_a_row_drops_its_rounded_share_and_its_smallest(shapes, kind, sparsity, small_chunks):
+    scores = drawn(shapes, kind)
     masks = PerRow()(scores, sparsity)
     for name, score in scores.items():
         length = row_length(score)
@@ -90,15 +98,16 @@ def test_n_of_m_keeps_the_n_largest_of_every_m(kind, n, m, small_chunks):
         assert torch.equal(masks[name], keep_largest_of_runs(score, m, m - n))
 
 
-@pytest.mark.parametrize("name", ["global", "uniform", "row"])
-def test_a_higher_sparsity_keeps_a_subset(scores, name):
+@pytest.mark.parametrize(("shapes", "kind", "name"), covering(SHAPES, DRAWS, ["global", "uniform", "row"]))
+def test_a_higher_sparsity_keeps_a_subset(shapes, kind, name):
+    scores = drawn(shapes, kind)
     masks = [SELECTORS[name](scores, sparsity) for sparsity in SPARSITIES]
     assert all(is_subset(tight, loose) for loose, tight in pairwise(masks))
 
 
-@pytest.mark.parametrize("name", SELECTORS)
-def test_events_that_build_on_one_another_keep_subsets_and_exact_counts(scores, name):
-    within = None
+@pytest.mark.parametrize(("shapes", "kind", "name"), covering(SHAPES, DRAWS, SELECTORS))
+def test_events_that_build_on_one_another_keep_subsets_and_exact_counts(shapes, kind, name):
+    scores, within = drawn(shapes, kind), None
     for sparsity in SPARSITIES[:-1]:
         masks = SELECTORS[name](scores, sparsity, within)
         assert within is None or is_subset(masks, within)
@@ -109,8 +118,9 @@ def test_events_that_build_on_one_another_keep_subsets_and_exact_counts(scores, 
         within = masks
 
 
-@pytest.mark.parametrize("sparsity", SPARSITIES)
-def test_the_dead_are_counted_not_ranked(scores, sparsity):
+@at_each_sparsity
+def test_the_dead_are_counted_not_ranked(shapes, kind, sparsity):
+    scores = drawn(shapes, kind)
     within = some_dead(scores)
     total = round(sparsity * num_weights(scores))
     assert same(Global()(scores, sparsity, within), keep_largest(scores, total, within))
