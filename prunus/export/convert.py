@@ -12,7 +12,7 @@ from ..files.atomic import new_folder
 from ..files.json_file import read_json
 from ..files.reader import PLAIN, SMALL, open_tensors
 from ..files.sparse_file import from_files
-from ..files.writer import MAX_SHARD_BYTES, Plan, Saved, TensorSource, write
+from ..files.writer import MAX_SHARD_BYTES, Saved, TensorSource, WritePlan, write
 from ..ops.bits import words_of
 
 BESIDE = {".json", ".txt", ".model", ".jinja", ".md", ".vocab"}  # configuration, tokenizer, licence
@@ -83,7 +83,7 @@ def _written(source: TensorSource, job: Job, before: int, path: Path) -> Done:
     if not job.small:
         source = replace(source, metadata={"format": "pt"} | source.metadata)
     started = time.perf_counter()
-    saved = write(source, Plan(path, job.small, job.max_shard_bytes))
+    saved = write(source, WritePlan(path, job.small, job.max_shard_bytes))
     written = time.perf_counter()
     after = sum(file.stat().st_size for file in saved.files)
     if job.check:

@@ -17,7 +17,7 @@ from ..files.atomic import new_folder
 from ..files.reader import SMALL, Tensors, open_tensors
 from ..files.safetensors_header import DTYPES
 from ..files.sparse_file import check_masks, in_memory
-from ..files.writer import MAX_SHARD_BYTES, Plan, Saved, write
+from ..files.writer import MAX_SHARD_BYTES, Saved, WritePlan, write
 from ..ops.bits import words_of
 from ..ops.machine import device_of
 from .convert import copy_beside
@@ -31,25 +31,27 @@ def save_model(
     *,
     masks: Mapping[str, Tensor] | None = None,
     source: AnyPath | None = None,
+    replace: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Saved:
     """Write a model to a new folder in the small form; what became of each tensor is returned.
 
     ``source`` is a folder whose tokenizer and other small files are copied. With ``masks``, a model that has
-    a non-zero weight where its mask says pruned is refused. The folder appears when it is whole.
+    a non-zero weight where its mask says pruned is refused. The folder appears when it is whole; one that is
+    there and not empty is refused, or swapped for the new one with ``replace``.
     """
     inner = unwrapped_model(model)
     tensors = inner.state_dict()
     if masks is not None:
         check_masks(tensors, masks)
-    with new_folder(Path(folder)) as part:
+    with new_folder(Path(folder), replace) as part:
         for name in ("config", "generation_config"):
             if hasattr(getattr(inner, name, None), "save_pretrained"):
                 getattr(inner, name).save_pretrained(part)
         _name_the_class(part / "config.json", type(inner).__name__)
         if source is not None:
             copy_beside(Path(source), part)
-        saved = write(in_memory(tensors, {"format": "pt"}), Plan(part / SMALL, max_shard_bytes=max_shard_bytes))
+        saved = write(in_memory(tensors, {"format": "pt"}), WritePlan(part / SMALL, max_shard_bytes=max_shard_bytes))
     return Saved([Path(folder) / path.name for path in saved.files], saved.rows)
 
 

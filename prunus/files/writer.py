@@ -7,13 +7,14 @@ is written last. All files have other names until everything is on the disk; an 
 import json
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
 
 from torch import Tensor
 
-from .atomic import flushed, part_of, write_atomically
+from .atomic import part_file, publish, sync_folder, write_atomically
 from .checksum import checksum
 from .encode import SAME, Encoded, Layout, encode
 from .metadata import Description, Index, Record
@@ -71,7 +72,7 @@ class Saved:
 
 
 @dataclass(frozen=True)
-class Plan:
+class WritePlan:
     """Where to write, and how: ``small`` writes the packed form, otherwise plain safetensors are written."""
 
     path: Path  # of the one file; several take their names from it
@@ -103,7 +104,6 @@ class Plan:
 class UnfinishedFile:
     """A file with room for a header at its start; places of entries count from the end of that room."""
 
-    path: Path
     file: BinaryIO
     room: int
     entries: dict[str, Entry] = field(default_factory=dict)
@@ -135,7 +135,6 @@ class UnfinishedFile:
         self.file.write((self.room - 8).to_bytes(8, "little") + text.ljust(self.room - 8))
         self.file.flush()
         os.fsync(self.file.fileno())
-        self.file.close()
 
 
 def aligned(length: int) -> int:
@@ -144,10 +143,10 @@ def aligned(length: int) -> int:
 
 
 class Writer:
-    """Fills one file after the other; ``finish`` gives them their names, ``abandon`` leaves nothing."""
+    """Fills one file after the other; ``finish`` gives them their names. Parts end with ``files``."""
 
-    def __init__(self, plan: Plan, source: TensorSource) -> None:
-        self.plan, self.source = plan, source
+    def __init__(self, plan: WritePlan, source: TensorSource, files: ExitStack) -> None:
+        self.plan, self.source, self.files = plan, source, files
         self.parts: list[UnfinishedFile] = []
         self.rows: list[SavedTensor] = []
         self.all_names = set(source.order)
@@ -171,20 +170,32 @@ class Writer:
             self._open()
         self._add_aliases()
         names = self.plan.names(len(self.parts))
-        if len(names) > 1 and (taken := [path for path in (self.plan.path, *names) if path.exists()]):
-            raise ValueError(f"{taken[0]} is there: remove that model first, or choose another place")
         checksums = [self._finish_part(i) for i in range(len(self.parts))]
-        for part, path in zip(self.parts, names, strict=True):
-            part.path.replace(path)
-        flushed(self.plan.path.parent)
-        if len(names) > 1:
+        if len(names) == 1:
+            publish(self.parts[0].file, self.plan.path)
+            sync_folder(self.plan.path.parent)
+        else:
+            self._publish_all(names)
             self._write_index([path.name for path in names], checksums)
         return Saved(names, self.rows)
 
-    def abandon(self) -> None:
-        for part in self.parts:
-            part.file.close()
-            part.path.unlink(missing_ok=True)
+    def _publish_all(self, names: list[Path]) -> None:
+        """Give several files their names; one that is there is refused, so that files of two models never mix."""
+        taken = next((path for path in (self.plan.path, *names) if path.exists()), None)
+        done: list[Path] = []
+        try:
+            for part, path in zip(self.parts if taken is None else (), names, strict=False):
+                publish(part.file, path, replace=False)
+                done.append(path)
+        except BaseException as error:
+            for path in done:
+                path.unlink(missing_ok=True)
+            if not isinstance(error, FileExistsError):
+                raise
+            taken = names[len(done)]
+        if taken is not None:
+            raise ValueError(f"{taken} is there: remove that model first, or choose another place")
+        sync_folder(self.plan.path.parent)
 
     def _open(self) -> None:
         if self.parts:
@@ -192,10 +203,9 @@ class Writer:
         room = 512 + len(json.dumps(json.dumps(self.source.metadata))) + self.shared + sum(self.left.values())
         if room > LARGEST:
             raise ValueError(f"{len(self.left)} tensors are too many for one header; save them in several sets")
-        path = part_of(self.plan.path.with_name(f"{self.plan.path.stem}-{len(self.parts) + 1:05}.safetensors"))
-        file = path.open("w+b")
+        file = self.files.enter_context(part_file(self.plan.path))
         file.seek(aligned(room))
-        self.parts.append(UnfinishedFile(path, file, aligned(room)))
+        self.parts.append(UnfinishedFile(file, aligned(room)))
 
     def _add_aliases(self) -> None:
         for name, other in self.source.aliases.items():
@@ -223,18 +233,15 @@ class Writer:
         write_atomically(self.plan.index, lambda file: file.write(index.to_json()))
 
 
-def write(source: TensorSource, plan: Plan) -> Saved:
+def write(source: TensorSource, plan: WritePlan) -> Saved:
     """Write all tensors: those of wide elements first, so that every entry is aligned."""
     if not plan.small:
         source = _without_aliases(source)
-    writer = Writer(plan, source)
-    try:
+    with ExitStack() as files:
+        writer = Writer(plan, source, files)
         for name in sorted(source.specs, key=lambda name: -DTYPES[source.specs[name].dtype].itemsize):
             writer.add(name)
         return writer.finish()
-    except BaseException:
-        writer.abandon()
-        raise
 
 
 def _without_aliases(source: TensorSource) -> TensorSource:

@@ -10,6 +10,7 @@ import json
 import shutil
 import warnings
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -30,7 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.optim import Optimizer
 
-from ..files.atomic import flushed
+from ..files.atomic import new_folder
 from ..files.distributed import Entry, check_complete, read_entries
 from ..files.torch_file import read_torch_file
 from ..ops import bits
@@ -44,25 +45,22 @@ PER_RANK = ("rng", "cuda_rng", "digest")
 def save_sharded(folder: Path, state: Mapping[str, Any], team: Team) -> Path:
     """Write a new checkpoint to a run folder; older ones go once it is complete and in its place."""
     path = folder / f"checkpoint-{state['step']}"
-    part = path.with_name(path.name + ".part")
-    team.first(lambda: shutil.rmtree(part, ignore_errors=True))
     own = dict(state)
     for key in PER_RANK:
         own[key] = {f"rank{team.rank}": state[key]}
-    try:
-        places = json.dumps(_places(own))
-        dcp.save({"format": FORMAT, "places": places, **own}, storage_writer=dcp.FileSystemWriter(part))
-    except CheckpointException as error:
-        raise OSError(f"{path} could not be written: {_cause(error)}") from error
-    team.first(lambda: _publish(part, path))
+    with ExitStack() as stack:
+        part = team.first(lambda: stack.enter_context(new_folder(path, replace=True)))
+        try:
+            places = json.dumps(_places(own))
+            dcp.save({"format": FORMAT, "places": places, **own}, storage_writer=dcp.FileSystemWriter(part))
+        except CheckpointException as error:
+            raise OSError(f"{path} could not be written: {_cause(error)}") from error
+        team.first(stack.close)
+    team.first(lambda: _remove_older(path))
     return path
 
 
-def _publish(part: Path, path: Path) -> None:
-    flushed(part)
-    shutil.rmtree(path, ignore_errors=True)
-    part.replace(path)
-    flushed(path.parent)
+def _remove_older(path: Path) -> None:
     remove_sharded(path.parent, but=path)
     (path.parent / "checkpoint.pt").unlink(missing_ok=True)  # of an earlier step
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..eligible import eligible
+from ..files.atomic import is_part
 from ..files.lock import lock_folder
 from ..ops.machine import device_of
 from ..optim import AdamWPrune
@@ -215,7 +216,7 @@ def train(
 
 def _begun(run: Run) -> Run:
     """The run, resumed if torchrun restarts it; a folder that holds something else is refused."""
-    if run.resume or not run.out.exists() or all(path.name == "run.json.part" for path in run.out.iterdir()):
+    if run.resume or not run.out.exists() or all(map(is_part, run.out.iterdir())):
         return run
     if is_restarted() and read_run(run.out).to_json() == run.to_json():
         return replace(run, resume=True)

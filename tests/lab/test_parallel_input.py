@@ -14,6 +14,7 @@ from descriptions import ENUM, FORMS, HOSTILE, MEMBER, MEMBER_BY_VALUE, before, 
 from test_killed import assert_same
 
 from prunus.cli import main
+from prunus.files.atomic import part_name
 from prunus.lab.checkpoint import checkpoint_of, load_checkpoint
 from prunus.lab.data import load
 from prunus.lab.parallel import Team
@@ -206,7 +207,7 @@ def test_a_value_that_is_no_plain_one_is_refused(tmp_path, monkeypatch):
         ("1", ["run.json"], {}, True),
         ("1", ["run.json"], {"lr": 0.5}, "not empty"),
         ("0", ["run.json"], {}, "not empty"),
-        ("1", ["run.json.part"], {}, False),
+        ("1", [part_name(Path("run.json")).name], {}, False),
         ("1", [], {}, False),
         ("1", ["letters.txt"], {}, "no run.json"),
     ],
