@@ -29,12 +29,15 @@ PART = re.compile(r"\..*\.(?P<host>[A-Za-z0-9-]+)\.\d+\.[0-9a-f]{8}\.part", re.D
 CURRENT_FOLDER, EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
 
 
-def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Write beside ``path`` and move it there: a reader sees the old file or the new one, never a part."""
+def write_atomically(path: Path, write: Callable[[BinaryIO], object], previous: Path | None = None) -> None:
+    """Write beside ``path`` and move it there: a reader sees the old file or the new one, never a part.
+
+    The old file becomes ``previous`` if that is given, when the disk has the new one.
+    """
     try:
         with part_file(path) as part:
             write(part)
-            publish(part, path)
+            publish(part, path, previous=previous)
     except Exception as error:
         cause = error if isinstance(error, OSError) else error.__context__  # torch.save wraps it
         if isinstance(cause, OSError) and cause.errno and (not cause.filename or is_part(Path(cause.filename))):
@@ -55,11 +58,13 @@ def part_file(path: Path) -> Iterator[BinaryIO]:
             part.unlink(missing_ok=True)
 
 
-def publish(part: BinaryIO, path: Path, replace: bool = True) -> None:
+def publish(part: BinaryIO, path: Path, replace: bool = True, previous: Path | None = None) -> None:
     """Move a part to its place when the disk has it; without ``replace``, FileExistsError if a file is there."""
     part.flush()
     os.fsync(part.fileno())
     part.close()
+    if previous is not None and path.exists():
+        _give_second_name(path, previous)
     if not replace:
         try:
             os.link(part.name, path)  # os.replace would replace
@@ -70,6 +75,18 @@ def publish(part: BinaryIO, path: Path, replace: bool = True) -> None:
             if path.exists():
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
     Path(part.name).replace(path)
+
+
+def _give_second_name(path: Path, name: Path) -> None:
+    """Name a file ``name`` too, so that there is no moment without a file at ``path``."""
+    link = part_name(name)
+    try:
+        os.link(path, link)
+    except OSError:  # a file system without links
+        path.replace(name)
+        return
+    link.replace(name)
+    link.unlink(missing_ok=True)  # rename does nothing if both are names of one file already
 
 
 @contextmanager

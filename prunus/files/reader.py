@@ -41,7 +41,7 @@ class TensorFile:
             entries, sums = {}, []
             for suffix, full in zip(record.layout.entries(0), entry_names(name, record), strict=True):
                 entry = self.header.entries[full]
-                data, crcs = read_bytes(self.fd, entry.begin, entry.end - entry.begin, passing=bool(suffix))
+                data, crcs = read_bytes(self.fd, entry.begin, entry.end - entry.begin, is_temporary=bool(suffix))
                 entries[suffix] = data.view(DTYPES[entry.dtype]).view(entry.shape)
                 sums += crcs
             if record.crc32 not in (None, combined(sums)):

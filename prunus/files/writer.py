@@ -157,7 +157,7 @@ class Writer:
         spec, tensor = self.source.specs[name], self.source.fetch(name)
         packs = self.plan.small and not any(name + suffix in self.all_names for suffix in SUFFIXES)
         encoded = encode(tensor, packs)
-        crc32 = checksum(encoded.parts) if self.plan.small else None
+        crc32 = checksum(*(part.numpy().data for part in encoded.parts)) if self.plan.small else None
         limit = self.plan.max_shard_bytes
         if not self.parts or (self.parts[-1].size and self.parts[-1].size + encoded.num_bytes > limit):
             self._open()

@@ -21,6 +21,7 @@ from .arithmetic import fixed_arithmetic, restore_onednn
 from .checkpoint import resume, save
 from .data import TokenData
 from .evaluate import Quality, loss_of, measured, summed
+from .interruption import Interrupted, SignalWatch
 from .models import build
 from .parallel import Team, team_of
 from .recipe import Data, data_of, device_named, learning_rate, make_optimizer, make_pruner, num_asked
@@ -156,8 +157,12 @@ class Training:
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        try:
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+        except (RuntimeError, KeyError, TypeError, ValueError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise ValueError(f"the checkpoint does not fit {self.run.model}, the model of its run: {reason}") from error
         if self.pruner and state["pruner"] is None:
             self.pruner.step = state["step"]  # a dense start: the pruner has only counted steps
         elif self.pruner:
@@ -227,26 +232,32 @@ def _loop(training: Training, tracker: Tracker | Silent, progress: Progress, *, 
     """Step until the budget is spent; the quality at the end, if there was a step to take."""
     run, quality = training.run, None
     onednn = bool(torch.backends.mkldnn.enabled)
-    while training.step < run.total_steps:
-        started = time.perf_counter()
-        loss, lr = training.train_step()
-        restore_onednn(onednn)
-        step, last = training.step, training.step == run.total_steps
-        values: dict[str, Any] = {}
-        for event in training.events:
-            tracker.log(step=step, event={name: value for name, value in asdict(event).items() if value != ()})
-        training.events.clear()
-        if step % run.log_every == 0 or last:
-            values = {"loss": training.team.mean(loss).item(), "lr": lr, "examples": step * run.batch * run.accumulate}
-        training.seconds += time.perf_counter() - started
-        if step % run.eval_every == 0 or last:
-            quality = training.evaluate()
-            values |= {**training.zeros(), "eval": asdict(quality) | {"perplexity": quality.perplexity}}
-        if values:
-            tracker.log(step=step, **values)
-        if saves_last if last else run.save_every and step % run.save_every == 0:
-            save(training, last)
-        progress(step, values)
+    with SignalWatch(training.team) as signals:
+        while training.step < run.total_steps:
+            started = time.perf_counter()
+            loss, lr = training.train_step()
+            restore_onednn(onednn)
+            step, last = training.step, training.step == run.total_steps
+            values: dict[str, Any] = {}
+            for event in training.events:
+                tracker.log(step=step, event={name: value for name, value in asdict(event).items() if value != ()})
+            training.events.clear()
+            if step % run.log_every == 0 or last:
+                mean = training.team.mean(loss).item()
+                values = {"loss": mean, "lr": lr, "examples": step * run.batch * run.accumulate}
+            training.seconds += time.perf_counter() - started
+            if step % run.eval_every == 0 or last:
+                quality = training.evaluate()
+                values |= {**training.zeros(), "eval": asdict(quality) | {"perplexity": quality.perplexity}}
+            if values:
+                tracker.log(step=step, **values)
+            signum = 0 if last else signals.agreed()
+            if signum or (saves_last if last else run.save_every and step % run.save_every == 0):
+                tracker.flush()
+                save(training, last)
+            progress(step, values)
+            if signum:
+                raise Interrupted(signum, run, step)
     return quality
 
 

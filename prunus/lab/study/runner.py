@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from ...files.json_file import write_json
-from ..checkpoint import save_checkpoint
+from ..checkpoint import remove_checkpoints, save_checkpoint
 from ..recipe import Data, data_of
 from ..run import Run, read_run
 from ..tracking import machine
@@ -124,7 +124,7 @@ class Worker:
             run, stopping_if_diverged(progress), data=self.data, start=start, after_step=recorder, finish=finish
         )
         if not self.options.keep_checkpoints:
-            (run.out / "checkpoint.pt").unlink(missing_ok=True)
+            remove_checkpoints(run.out)
         quality = f"perplexity {result.perplexity:.3f}" if result.tokens else f"accuracy {result.accuracy:.2%}"
         return f"{quality} at {result.sparsity:.4%} zeros, {time.perf_counter() - started:.1f} s"
 

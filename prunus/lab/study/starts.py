@@ -11,7 +11,7 @@ import torch
 
 from ..replay import recorded_rates
 from ..run import Run
-from ..tracking import read_metrics
+from ..run_files import read_metrics
 from ..trainer import Start, Training
 from .study_plan import dense_of, key_of
 
