@@ -49,13 +49,13 @@ def _notes_in_one_line() -> Iterator[None]:
     """Print warnings of prunus as a line without the place in its code that they come from."""
     before = warnings.showwarning
 
-    def show(message: Warning | str, category: type[Warning], filename: str, *rest: Any) -> None:
+    def show(message: Warning | str, category: type[Warning], filename: str, *rest: Any, **more: Any) -> None:
         if "prunus" in Path(filename).parts:
             print(f"prunus train: {message}", file=sys.stderr)
         else:
-            before(message, category, filename, *rest)
+            before(message, category, filename, *rest, **more)
 
-    warnings.showwarning = show
+    warnings.showwarning = show  # pyrefly: ignore[bad-assignment]
     try:
         yield
     finally:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..export.huggingface import load_causal_model
 from .checkpoint import checkpoint_of, load_checkpoint, save_checkpoint
 from .data.token_files import OPENERS, UINT16, read_tokens
 from .evaluate import Quality, loss_of
@@ -66,17 +67,12 @@ def load_trained(source: ModelSource) -> TrainedModel:
 
 
 def _hugging_face(source: ModelSource, folder: Path) -> TrainedModel:
-    try:
-        from transformers import AutoModelForCausalLM
-    except ImportError as missing:
-        raise ValueError(f"reading {folder} takes transformers: pip install prunus[hf]") from missing
     if source.tokens is None or source.eval_tokens is None:
         raise ValueError("a model from a folder needs --tokens to calibrate and --eval-tokens to evaluate on")
     calibration, held_out = token_ids(source.tokens), token_ids(source.eval_tokens)
-    from_gguf = {"gguf_file": source.gguf_file} if source.gguf_file else {"use_safetensors": True}
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=source.dtype, local_files_only=True, **from_gguf)
+    model = load_causal_model(folder, source.dtype, source.gguf_file)
     _forget_quantization(model)
-    model.to("cpu" if source.offload else source.device).eval()
+    model.to("cpu" if source.offload else source.device)
     check_vocabulary(source.tokens, calibration, model)
     check_vocabulary(source.eval_tokens, held_out, model)
     length = source.length or longest_window(model)

@@ -102,7 +102,7 @@ def test_a_checkpoint_that_lost_its_checksums_is_damaged(make, tmp_path):
         torch.save(load_checkpoint(path), path)
     else:
         (path / "checksums.json").unlink()
-    with pytest.raises(ValueError, match="damaged.*checksums"):
+    with pytest.raises(ValueError, match=r"damaged.*checksums"):
         load_checkpoint(path)
 
 

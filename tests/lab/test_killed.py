@@ -265,7 +265,7 @@ def test_metrics_are_on_the_disk_before_the_checkpoint_that_relies_on_them(text,
     fsync, save = os.fsync, trainer.save
 
     def synced(fd: int) -> None:
-        order.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name)
+        order.append(Path(f"/proc/self/fd/{fd}").readlink().name)
         fsync(fd)
 
     monkeypatch.setattr(os, "fsync", synced)
