@@ -16,7 +16,7 @@ from .checksum import hexadecimal
 from .encode import BITMASK, DENSE, SAME, Layout
 from .json_file import strict_json
 from .nofm import NOFM
-from .safetensors_header import DTYPES, LARGEST, Entry, Header, file_error, shape_of
+from .safetensors_header import DTYPES, LARGEST, Header, StoredArray, file_error, shape_of
 
 VERSION = 1
 ENCODINGS = (DENSE, BITMASK, *NOFM)
@@ -36,6 +36,12 @@ class Record:
     def dense_bytes(self) -> int:
         return 0 if self.same_as else self.layout.numel * DTYPES[self.dtype].itemsize
 
+    def to_json(self) -> dict[str, Any]:
+        if self.same_as is not None:
+            return {"encoding": SAME, "as": self.same_as}
+        shape, encoding = list(self.layout.shape), self.layout.encoding
+        return {"dtype": self.dtype, "shape": shape, "encoding": encoding, "crc32": self.crc32}
+
 
 @dataclass(frozen=True)
 class Description:
@@ -46,7 +52,7 @@ class Description:
 
     def to_metadata(self) -> dict[str, str]:
         """The metadata of the file."""
-        tensors = {name: _to_json(record) for name, record in self.records.items()}
+        tensors = {name: record.to_json() for name, record in self.records.items()}
         value = {"version": VERSION, "shard": list(self.shard), "metadata": self.metadata, "tensors": tensors}
         text = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
         return {"format": "prunus", "prunus": text, "prunus_crc32": hexadecimal(text.encode())}
@@ -74,7 +80,7 @@ def description_of(header: Header) -> Description:
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
         raise ValueError("the description's metadata is no mapping of strings")
     if not isinstance(shard, list) or [type(n) for n in shard] != [int, int] or not 1 <= shard[0] <= shard[1]:
-        raise ValueError("the description has no number of this file among how many")
+        raise ValueError("the description does not say which of how many files this is")
     records = _records(value["tensors"])
     check_entries(header.entries, records)
     return Description(records, metadata, (shard[0], shard[1]), crc32)
@@ -85,7 +91,7 @@ def entry_names(name: str, record: Record) -> list[str]:
     return [name + suffix for suffix in record.layout.entries(0)]
 
 
-def check_entries(entries: Mapping[str, Entry], records: Mapping[str, Record]) -> None:
+def check_entries(entries: Mapping[str, StoredArray], records: Mapping[str, Record]) -> None:
     """Every tensor must have just the entries that its encoding asks for, and none may be left over."""
     used: set[str] = set()
     for name, record in records.items():
@@ -129,20 +135,9 @@ def _record(name: str, value: Any) -> Record:
     return Record(value["dtype"], Layout(value["encoding"], shape), value["crc32"])
 
 
-def _to_json(record: Record) -> dict[str, Any]:
-    if record.same_as is not None:
-        return {"encoding": SAME, "as": record.same_as}
-    return {
-        "dtype": record.dtype,
-        "shape": list(record.layout.shape),
-        "encoding": record.layout.encoding,
-        "crc32": record.crc32,
-    }
-
-
 @dataclass(frozen=True)
 class Index:
-    """Entry to file; of small files also each file's checksum of what it says of its tensors."""
+    """StoredArray to file; of small files also each file's checksum of what it says of its tensors."""
 
     weight_map: dict[str, str]
     checksums: dict[str, str]
@@ -174,12 +169,12 @@ def read_index(path: Path) -> Index:
         weight_map = _strings(value.get("weight_map") if isinstance(value, dict) else None)
         metadata = value.get("metadata", {})
         marked = metadata.get("prunus") if isinstance(metadata, dict) else None
-        if marked is None:
-            return _checked(Index(weight_map, {}))
-        if not isinstance(marked, dict) or marked.get("version") != 1:
+        if marked is not None and (not isinstance(marked, dict) or marked.get("version") != 1):
             raise ValueError("it is not of version 1 of the format; a newer prunus may read it")
-        index = _checked(Index(weight_map, _strings(marked.get("files"))))
-        if marked.get("crc32") != index.crc32:
+        index = Index(weight_map, {} if marked is None else _strings(marked.get("files")))
+        if wrong := [name for name in index.files if not FILE_NAME.fullmatch(name)]:
+            raise ValueError(f"it names the file {wrong[0]!r}; files lie beside it and end in .safetensors")
+        if marked is not None and marked.get("crc32") != index.crc32:
             raise ValueError("its list of tensors does not match its checksum")
         return index
     except ValueError as error:
@@ -190,10 +185,3 @@ def _strings(value: Any) -> dict[str, str]:
     if not isinstance(value, dict) or not all(isinstance(item, str) for item in value.values()):
         raise ValueError("its weight_map and files must be mappings of strings")
     return value
-
-
-def _checked(index: Index) -> Index:
-    for name in index.files:
-        if not FILE_NAME.fullmatch(name):
-            raise ValueError(f"it names the file {name!r}; files lie beside it and end in .safetensors")
-    return index

@@ -18,7 +18,7 @@ from .atomic import part_file, publish, sync_folder, write_atomically
 from .checksum import checksum
 from .encode import SAME, Encoded, Layout, encode
 from .metadata import Description, Index, Record
-from .safetensors_header import ALIGN, DTYPES, LARGEST, NAMES, Entry, Header, header_text
+from .safetensors_header import ALIGN, DTYPES, LARGEST, NAMES, Header, StoredArray, header_text
 
 SUFFIXES = (".bits", ".indices", ".values")
 MAX_SHARD_BYTES = 5_000_000_000
@@ -106,7 +106,7 @@ class UnfinishedFile:
 
     file: BinaryIO
     room: int
-    entries: dict[str, Entry] = field(default_factory=dict)
+    entries: dict[str, StoredArray] = field(default_factory=dict)
     records: dict[str, Record] = field(default_factory=dict)
 
     @property
@@ -117,7 +117,7 @@ class UnfinishedFile:
         for (suffix, tensor), data in zip(encoded.entries.items(), encoded.parts, strict=True):
             begin = self.size
             self.file.write(data.numpy().data)
-            self.entries[name + suffix] = Entry(NAMES[tensor.dtype], tuple(tensor.shape), begin, self.size)
+            self.entries[name + suffix] = StoredArray(NAMES[tensor.dtype], tuple(tensor.shape), begin, self.size)
         self.records[name] = record
 
     def finish(self, metadata: dict[str, str]) -> None:

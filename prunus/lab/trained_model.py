@@ -160,7 +160,7 @@ def _checkpoint(source: ModelSource, path: Path) -> TrainedModel:
     from .trainer import Training
 
     if source.offload:
-        raise ValueError(f"{path} is a checkpoint of prunus, which fits where it was trained; leave out --offload")
+        raise ValueError(f"--offload is for Hugging Face models, but {path} is a checkpoint of prunus; leave it out")
     state = load_checkpoint(path)
     run = replace(Run.from_json(state["run"]), compile=False, device=source.device, eval_size=source.eval_windows)
     training = Training(replace(run, score="none"))
