@@ -42,8 +42,9 @@ class SignalWatch:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        for signum, handler in self.before.items():
-            signal.signal(signum, handler)
+        for signum, handler in self.before.items():  # torchrun signals the other ranks when the first one has ended
+            ends_with_others = isinstance(error, Interrupted) and self.team.kind != "none"
+            signal.signal(signum, signal.SIG_IGN if ends_with_others else handler)
         if self.pending is not None and kind is None:
             self.pending[1].wait()
 
