@@ -19,7 +19,7 @@ BESIDE = {".json", ".txt", ".model", ".jinja", ".md", ".vocab"}  # configuration
 
 
 @dataclass(frozen=True)
-class Job:
+class ExportJob:
     """What to write: ``out`` is a new folder, or a file that ends in .safetensors."""
 
     out: Path
@@ -29,7 +29,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Done:
+class Exported:
     """What was written, how many bytes the source's tensors or files and the new files have, and how long it took."""
 
     saved: Saved
@@ -39,7 +39,7 @@ class Done:
     check_seconds: float | None
 
 
-def convert(path: Path, job: Job) -> Done:
+def convert(path: Path, job: ExportJob) -> Exported:
     """Write the tensors of a file or folder, small or plain, as ``job`` says."""
     with open_tensors(path) as tensors:
         before = sum(file.path.stat().st_size for file in tensors.files)
@@ -52,12 +52,12 @@ def convert(path: Path, job: Job) -> Done:
         return to_folder(source, job, before, lambda part: copy_beside(folder, part) if folder else None)
 
 
-def to_file(source: TensorSource, job: Job, before: int) -> Done:
+def to_file(source: TensorSource, job: ExportJob, before: int) -> Exported:
     """One file, or several beside each other if it would be too large."""
     return _written(source, job, before, job.out)
 
 
-def to_folder(source: TensorSource, job: Job, before: int, beside: Callable[[Path], None]) -> Done:
+def to_folder(source: TensorSource, job: ExportJob, before: int, beside: Callable[[Path], None]) -> Exported:
     """A new folder with the tensors and what ``beside`` puts there; it appears when it is whole and checked."""
     with new_folder(job.out) as part:
         beside(part)
@@ -79,7 +79,7 @@ def check_same(source: TensorSource, path: Path) -> None:
                 raise ValueError(f"{path} differs from its source in {name!r}; the disk or memory may be damaged")
 
 
-def _written(source: TensorSource, job: Job, before: int, path: Path) -> Done:
+def _written(source: TensorSource, job: ExportJob, before: int, path: Path) -> Exported:
     if not job.small:
         source = replace(source, metadata={"format": "pt"} | source.metadata)
     started = time.perf_counter()
@@ -89,7 +89,7 @@ def _written(source: TensorSource, job: Job, before: int, path: Path) -> Done:
     if job.check:
         check_same(source, path if len(saved.files) == 1 else path.with_name(path.name + ".index.json"))
     checked = time.perf_counter() - written if job.check else None
-    return Done(saved, before, after, written - started, checked)
+    return Exported(saved, before, after, written - started, checked)
 
 
 def copy_beside(source: Path, target: Path) -> None:

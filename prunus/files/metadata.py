@@ -24,7 +24,7 @@ FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
 
 
 @dataclass(frozen=True)
-class Record:
+class TensorRecord:
     """One tensor: its type, its layout, the checksum of its bytes, and of which tensor it is another name."""
 
     dtype: str
@@ -45,7 +45,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Description:
-    records: dict[str, Record]
+    records: dict[str, TensorRecord]
     metadata: dict[str, str]  # what the user gave
     shard: tuple[int, int] = (1, 1)  # this file's number among how many
     crc32: str | None = None
@@ -66,7 +66,7 @@ def is_marked(metadata: Mapping[str, str]) -> bool:
 def description_of(header: Header) -> Description:
     """What the file says of itself, checked against its entries; of a plain file, that all is dense."""
     if not is_marked(header.metadata):
-        records = {name: Record(e.dtype, Layout(DENSE, e.shape)) for name, e in header.entries.items()}
+        records = {name: TensorRecord(e.dtype, Layout(DENSE, e.shape)) for name, e in header.entries.items()}
         return Description(records, header.metadata)
     text, crc32 = header.metadata.get("prunus", ""), header.metadata.get("prunus_crc32", "")
     if header.metadata.get("format") != "prunus" or hexadecimal(text.encode()) != crc32:
@@ -86,12 +86,12 @@ def description_of(header: Header) -> Description:
     return Description(records, metadata, (shard[0], shard[1]), crc32)
 
 
-def entry_names(name: str, record: Record) -> list[str]:
+def entry_names(name: str, record: TensorRecord) -> list[str]:
     """Names of a tensor's entries, in the order of their bytes in the checksum."""
     return [name + suffix for suffix in record.layout.entries(0)]
 
 
-def check_entries(entries: Mapping[str, StoredArray], records: Mapping[str, Record]) -> None:
+def check_entries(entries: Mapping[str, StoredArray], records: Mapping[str, TensorRecord]) -> None:
     """Every tensor must have just the entries that its encoding asks for, and none may be left over."""
     used: set[str] = set()
     for name, record in records.items():
@@ -107,7 +107,7 @@ def check_entries(entries: Mapping[str, StoredArray], records: Mapping[str, Reco
         raise ValueError(f"the entry {min(left)!r} belongs to no tensor")
 
 
-def _records(tensors: Mapping[str, Any]) -> dict[str, Record]:
+def _records(tensors: Mapping[str, Any]) -> dict[str, TensorRecord]:
     """Records by name; another name of a tensor has that tensor's type and shape."""
     found = {name: _record(name, value) for name, value in tensors.items() if not _is_alias(value)}
     for name, value in tensors.items():
@@ -115,7 +115,7 @@ def _records(tensors: Mapping[str, Any]) -> dict[str, Record]:
             if value["as"] not in found or _is_alias(tensors[value["as"]]):
                 raise ValueError(f"{name!r} is another name of a tensor that is not there")
             other = found[value["as"]]
-            found[name] = Record(other.dtype, Layout(SAME, other.layout.shape), None, value["as"])
+            found[name] = TensorRecord(other.dtype, Layout(SAME, other.layout.shape), None, value["as"])
     return {name: found[name] for name in tensors}
 
 
@@ -123,7 +123,7 @@ def _is_alias(value: Any) -> bool:
     return isinstance(value, dict) and value.get("encoding") == SAME and isinstance(value.get("as"), str)
 
 
-def _record(name: str, value: Any) -> Record:
+def _record(name: str, value: Any) -> TensorRecord:
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "encoding", "crc32"}:
         raise ValueError(f"the record of {name!r} must have dtype, shape, encoding and crc32")
     named = all(isinstance(value[key], str) for key in ("dtype", "encoding", "crc32"))
@@ -132,7 +132,7 @@ def _record(name: str, value: Any) -> Record:
     shape = shape_of(value["shape"])
     if value["encoding"] in NOFM and not NOFM[value["encoding"]].fits(shape):
         raise ValueError(f"{name!r} of shape {list(shape)} cannot be {value['encoding']}")
-    return Record(value["dtype"], Layout(value["encoding"], shape), value["crc32"])
+    return TensorRecord(value["dtype"], Layout(value["encoding"], shape), value["crc32"])
 
 
 @dataclass(frozen=True)

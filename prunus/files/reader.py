@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .checksum import combined, read_bytes
 from .encode import decode
-from .metadata import Description, Index, Record, description_of, entry_names, is_marked, read_index
+from .metadata import Description, Index, TensorRecord, description_of, entry_names, is_marked, read_index
 from .safetensors_header import DTYPES, Header, file_error, read_header
 
 # A small model has a name of its own: a tool that knows only model.safetensors then says that there is none,
@@ -64,7 +64,7 @@ class Tensors:
         return any(file.is_small for file in self.files)
 
     @property
-    def records(self) -> dict[str, Record]:
+    def records(self) -> dict[str, TensorRecord]:
         return {name: file.description.records[name] for name, file in self.homes.items()}
 
     @property

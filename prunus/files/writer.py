@@ -17,7 +17,7 @@ from torch import Tensor
 from .atomic import part_file, publish, sync_folder, write_atomically
 from .checksum import checksum
 from .encode import SAME, Encoded, Layout, encode
-from .metadata import Description, Index, Record
+from .metadata import Description, Index, TensorRecord
 from .safetensors_header import ALIGN, DTYPES, LARGEST, NAMES, Header, StoredArray, header_text
 
 SUFFIXES = (".bits", ".indices", ".values")
@@ -107,13 +107,13 @@ class UnfinishedFile:
     file: BinaryIO
     room: int
     entries: dict[str, StoredArray] = field(default_factory=dict)
-    records: dict[str, Record] = field(default_factory=dict)
+    records: dict[str, TensorRecord] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
         return self.file.tell() - self.room
 
-    def add(self, name: str, encoded: Encoded, record: Record) -> None:
+    def add(self, name: str, encoded: Encoded, record: TensorRecord) -> None:
         for (suffix, tensor), data in zip(encoded.entries.items(), encoded.parts, strict=True):
             begin = self.size
             self.file.write(data.numpy().data)
@@ -161,7 +161,7 @@ class Writer:
         limit = self.plan.max_shard_bytes
         if not self.parts or (self.parts[-1].size and self.parts[-1].size + encoded.num_bytes > limit):
             self._open()
-        self.parts[-1].add(name, encoded, Record(spec.dtype, Layout(encoded.encoding, spec.shape), crc32))
+        self.parts[-1].add(name, encoded, TensorRecord(spec.dtype, Layout(encoded.encoding, spec.shape), crc32))
         self.left.pop(name)
         self.rows.append(_row(name, encoded, tensor))
 
@@ -211,7 +211,7 @@ class Writer:
         for name, other in self.source.aliases.items():
             part = next(part for part in self.parts if other in part.records)
             record = part.records[other]
-            part.records[name] = Record(record.dtype, Layout(SAME, record.layout.shape), None, other)
+            part.records[name] = TensorRecord(record.dtype, Layout(SAME, record.layout.shape), None, other)
             self.rows.append(SavedTensor(name, SAME, 0, 0, 0, 0))
 
     def _finish_part(self, number: int) -> str | None:

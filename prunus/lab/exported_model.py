@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..export.convert import Done, Job, to_folder
+from ..export.convert import Exported, ExportJob, to_folder
 from ..files.json_file import read_json, write_json
 from ..files.reader import open_tensors
 from ..files.sparse_file import check_pruned, in_memory, loaded
@@ -17,7 +17,7 @@ from .models import MODELS, build
 from .run import Run, run_of
 
 
-def export_checkpoint(path: Path, job: Job) -> Done:
+def export_checkpoint(path: Path, job: ExportJob) -> Exported:
     """Write the model of a checkpoint to a new folder, with the run that made it.
 
     A non-zero weight where the checkpoint's mask says pruned is refused. Optimizer and masks are left out.

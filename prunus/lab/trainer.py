@@ -33,7 +33,7 @@ Progress = Callable[[int, dict[str, Any]], None]  # called after each step with 
 
 
 @dataclass(frozen=True)
-class Start:
+class DenseStart:
     """A dense training some steps on, which a run that is equal until then may begin from."""
 
     state: dict[str, Any]  # ``Training.state`` without a Pruner's
@@ -178,7 +178,7 @@ def train(
     progress: Progress = lambda step, values: None,
     *,
     data: Data | None = None,
-    start: Start | None = None,
+    start: DenseStart | None = None,
     after_step: Callable[[Training], None] = lambda training: None,
     finish: Callable[[Training], None] | None = None,
 ) -> Result:

@@ -12,7 +12,7 @@ import torch
 from ..replay import recorded_rates
 from ..run import Run
 from ..run_files import read_metrics
-from ..trainer import Start, Training
+from ..trainer import DenseStart, Training
 from .study_plan import dense_of, key_of
 
 MOST = 4  # starts that are kept at a time: each is as large as a checkpoint
@@ -45,9 +45,9 @@ def _recipe(run: Run) -> str:
 class Starts:
     """States, in main memory, that later runs will begin from, by recipe with seed and by step."""
 
-    kept: dict[tuple[str, int], Start] = field(default_factory=dict)
+    kept: dict[tuple[str, int], DenseStart] = field(default_factory=dict)
 
-    def of(self, run: Run) -> Start | None:
+    def of(self, run: Run) -> DenseStart | None:
         """Where ``run`` may begin: the latest start there is for it."""
         recipe, most = _recipe(run), num_shared(run)
         steps = [step for key, step in self.kept if key == recipe and step <= most]
@@ -80,7 +80,7 @@ class Recorder:
         if step in self.steps and (self.recipe, step) not in kept and len(kept) < MOST:
             state = training.state() | {"pruner": None, "seconds": self._seconds(training)}
             lines = [line for line in read_metrics(training.run.out) if 0 < line["step"] <= step]
-            kept[self.recipe, step] = Start(_in_main_memory(state), lines)
+            kept[self.recipe, step] = DenseStart(_in_main_memory(state), lines)
 
     def _seconds(self, training: Training) -> float:
         """Training time so far, as it would be without what only the first run of a process pays."""
