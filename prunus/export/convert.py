@@ -45,16 +45,12 @@ def convert(path: Path, job: ExportJob) -> Exported:
         before = sum(file.path.stat().st_size for file in tensors.files)
         source = from_files(tensors)
         if job.out.suffix == ".safetensors":
-            return to_file(source, job, before)
+            return _written(source, job, before, job.out)
         folder = path if path.is_dir() else None
-        if folder and not job.small and _ties_words(folder):
+        config = read_json(folder / "config.json") if folder and (folder / "config.json").is_file() else {}
+        if not job.small and config.get("tie_word_embeddings"):  # the head is the embedding, and need not be stored
             source = replace(source, aliases={}, order=[name for name in source.order if name in source.specs])
         return to_folder(source, job, before, lambda part: copy_beside(folder, part) if folder else None)
-
-
-def to_file(source: TensorSource, job: ExportJob, before: int) -> Exported:
-    """One file, or several beside each other if it would be too large."""
-    return _written(source, job, before, job.out)
 
 
 def to_folder(source: TensorSource, job: ExportJob, before: int, beside: Callable[[Path], None]) -> Exported:
@@ -98,9 +94,3 @@ def copy_beside(source: Path, target: Path) -> None:
         wanted = path.suffix in BESIDE or path.name.upper().startswith("LICENSE")
         if wanted and path.is_file() and not path.name.endswith(".index.json") and not (target / path.name).exists():
             shutil.copyfile(path, target / path.name)
-
-
-def _ties_words(folder: Path) -> bool:
-    """Whether the model's configuration ties its head to its embedding, so that one of them need not be stored."""
-    path = folder / "config.json"
-    return path.is_file() and bool(read_json(path).get("tie_word_embeddings"))

@@ -51,8 +51,11 @@ class Entry:
     shards: list[StoredBlock]
 
 
-def read_entries(folder: Path) -> list[Entry]:
-    """All that a checkpoint's metadata lists; ValueError where it is damaged or something else."""
+def read_entries(folder: Path, verify: bool = True) -> list[Entry]:
+    """All that a checkpoint's metadata lists; ValueError where it is damaged or something else.
+
+    With ``verify`` every block that is there is read and compared with its checksum, whoever needs it.
+    """
     data = _read_whole(folder / ".metadata")
     stored = _read_checksums(folder)
     if stored and stored.get(".metadata") != checksum(data):
@@ -63,7 +66,12 @@ def read_entries(folder: Path) -> list[Entry]:
         raise ValueError(f"its metadata is damaged: {type(error).__name__} {str(error)[:80]}") from error
     if not stored:
         return entries
-    return [replace(entry, shards=[_with_checksum(block, stored) for block in entry.shards]) for entry in entries]
+    entries = [replace(entry, shards=[_with_checksum(block, stored) for block in entry.shards]) for entry in entries]
+    for block in [block for entry in entries for block in entry.shards] if verify else ():
+        path = folder / block.file
+        if path.is_file() and block.start + block.length <= path.stat().st_size:
+            read_block(folder, block)
+    return entries
 
 
 def read_block(folder: Path, block: StoredBlock) -> bytes:
@@ -107,6 +115,8 @@ def read_tensor(folder: Path, entry: Entry) -> Tensor:
 def check_complete(folder: Path, entry: Entry) -> None:
     """ValueError unless a tensor's blocks lie inside it, have all of its elements, and fit into their files."""
     size, name = entry.size or (), ".".join(entry.path)
+    if prod(size) > sum(block.length for block in entry.shards):
+        raise ValueError(f"{name} is said to be {size}, which its bytes cannot hold")
     num_elements = sum(prod(block.size or ()) for block in entry.shards)
     if num_elements != prod(size):
         raise ValueError(f"the ranks wrote {num_elements} of the {prod(size)} elements of {name}")

@@ -143,7 +143,7 @@ def aligned(length: int) -> int:
 
 
 class Writer:
-    """Fills one file after the other; ``finish`` gives them their names. Parts end with ``files``."""
+    """Fills one file after the other; ``finish`` gives them their names. ``files`` removes those that have none."""
 
     def __init__(self, plan: WritePlan, source: TensorSource, files: ExitStack) -> None:
         self.plan, self.source, self.files = plan, source, files
@@ -168,33 +168,49 @@ class Writer:
     def finish(self) -> Saved:
         if not self.parts:
             self._open()
-        self._add_aliases()
+        for name, other in self.source.aliases.items():
+            part = next(part for part in self.parts if other in part.records)
+            record = part.records[other]
+            part.records[name] = TensorRecord(record.dtype, Layout(SAME, record.layout.shape), None, other)
+            self.rows.append(SavedTensor(name, SAME, 0, 0, 0, 0))
         names = self.plan.names(len(self.parts))
-        checksums = [self._finish_part(i) for i in range(len(self.parts))]
+        checksums = {path.name: self._finish_part(i) for i, path in enumerate(names)}
         if len(names) == 1:
             publish(self.parts[0].file, self.plan.path)
             sync_folder(self.plan.path.parent)
-        else:
-            self._publish_all(names)
-            self._write_index([path.name for path in names], checksums)
+            return Saved(names, self.rows)
+        self._publish_all(names)
+        weight_map = {name: path.name for path, part in zip(names, self.parts, strict=True) for name in part.entries}
+        size = sum(row.stored_bytes for row in self.rows)
+        index = Index(weight_map, checksums if self.plan.small else {}, size)
+        write_atomically(self.plan.index, lambda file: file.write(index.to_json()))
         return Saved(names, self.rows)
+
+    def _finish_part(self, number: int) -> str:
+        """Complete one file; the checksum of its description, which plain files do not have."""
+        part, described = self.parts[number], self.source.metadata
+        if self.plan.small:
+            ordered = {name: part.records[name] for name in self.source.order if name in part.records}
+            described = Description(ordered, self.source.metadata, (number + 1, len(self.parts))).to_metadata()
+        part.finish(described)
+        return described["prunus_crc32"] if self.plan.small else ""
 
     def _publish_all(self, names: list[Path]) -> None:
         """Give several files their names; one that is there is refused, so that files of two models never mix."""
-        taken = next((path for path in (self.plan.path, *names) if path.exists()), None)
         done: list[Path] = []
         try:
-            for part, path in zip(self.parts if taken is None else (), names, strict=False):
+            if self.plan.path.exists():
+                raise FileExistsError
+            for part, path in zip(self.parts, names, strict=True):
                 publish(part.file, path, replace=False)
                 done.append(path)
         except BaseException as error:
             for path in done:
                 path.unlink(missing_ok=True)
-            if not isinstance(error, FileExistsError):
-                raise
-            taken = names[len(done)]
-        if taken is not None:
-            raise ValueError(f"{taken} is there: remove that model first, or choose another place")
+            if isinstance(error, FileExistsError):
+                taken = self.plan.path if self.plan.path.exists() else names[len(done)]
+                raise ValueError(f"{taken} is there: remove that model first, or choose another place") from None
+            raise
         sync_folder(self.plan.path.parent)
 
     def _open(self) -> None:
@@ -206,31 +222,6 @@ class Writer:
         file = self.files.enter_context(part_file(self.plan.path))
         file.seek(aligned(room))
         self.parts.append(UnfinishedFile(file, aligned(room)))
-
-    def _add_aliases(self) -> None:
-        for name, other in self.source.aliases.items():
-            part = next(part for part in self.parts if other in part.records)
-            record = part.records[other]
-            part.records[name] = TensorRecord(record.dtype, Layout(SAME, record.layout.shape), None, other)
-            self.rows.append(SavedTensor(name, SAME, 0, 0, 0, 0))
-
-    def _finish_part(self, number: int) -> str | None:
-        """Complete one file; the checksum of its description."""
-        part = self.parts[number]
-        if not self.plan.small:
-            part.finish(self.source.metadata)
-            return None
-        ordered = {name: part.records[name] for name in self.source.order if name in part.records}
-        described = Description(ordered, self.source.metadata, (number + 1, len(self.parts))).to_metadata()
-        part.finish(described)
-        return described["prunus_crc32"]
-
-    def _write_index(self, files: list[str], checksums: list[str | None]) -> None:
-        pairs = zip(files, self.parts, strict=True)
-        weight_map = {name: file for file, part in pairs for name in part.entries}
-        sums = {file: crc for file, crc in zip(files, checksums, strict=True) if crc is not None}
-        index = Index(weight_map, sums, sum(row.stored_bytes for row in self.rows))
-        write_atomically(self.plan.index, lambda file: file.write(index.to_json()))
 
 
 def write(source: TensorSource, plan: WritePlan) -> Saved:
@@ -256,10 +247,8 @@ def _without_aliases(source: TensorSource) -> TensorSource:
 
 def _room(name: str, source: TensorSource) -> int:
     """Bytes of the header that a tensor may take."""
-    spec = source.specs[source.aliases.get(name, name)]
-    quoted, twice = json.dumps(name), json.dumps(json.dumps(name))
-    shape = len(str(spec.shape))
-    return 2 * len(quoted.encode()) + len(twice.encode()) + 2 * shape + 260
+    quoted, shape = json.dumps(name), str(source.specs[source.aliases.get(name, name)].shape)
+    return 2 * len(quoted) + len(json.dumps(quoted)) + 2 * len(shape) + 260
 
 
 def _row(name: str, encoded: Encoded, tensor: Tensor) -> SavedTensor:

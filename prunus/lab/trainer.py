@@ -1,7 +1,7 @@
 """One training, one loop: ``train(run) -> Result``."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
@@ -156,13 +156,21 @@ class Training:
             "cuda_rng": [torch.cuda.get_rng_state(device) for device in self.team.gpus(self.device)],
         }
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take over the tensors of a model; ValueError where they do not fit this one."""
         try:
-            self.model.load_state_dict(state["model"])
+            self.model.load_state_dict(tensors)
+        except (RuntimeError, TypeError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise ValueError(f"the weights do not fit {self.run.model} on {self.run.data}: {reason}") from error
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.load_weights(state["model"])
+        try:
             self.optimizer.load_state_dict(state["optimizer"])
         except (RuntimeError, KeyError, TypeError, ValueError) as error:
             reason = " ".join(str(error).split())[:200]
-            raise ValueError(f"the checkpoint does not fit {self.run.model}, the model of its run: {reason}") from error
+            raise ValueError(f"the state does not fit the optimizer {self.run.optimizer}: {reason}") from error
         if self.pruner and state["pruner"] is None:
             self.pruner.step = state["step"]  # a dense start: the pruner has only counted steps
         elif self.pruner:

@@ -60,10 +60,12 @@ def test_every_flipped_bit_is_found_or_harmless(make, number, tmp_path):
     assert_same(load_checkpoint(path), whole)
 
 
+@pytest.mark.parametrize("where", ["a weight", "the random state"])
 @pytest.mark.parametrize("make", [one_file, of_ranks])
-def test_the_doctor_finds_a_flipped_weight(make, tmp_path):
+def test_the_doctor_finds_a_flipped_bit(make, where, tmp_path):
     path = make(tmp_path)
-    weight = load_checkpoint(path)["model"]["b.weight"].numpy().tobytes()
+    state = load_checkpoint(path)
+    weight = (state["model"]["b.weight"] if where == "a weight" else state["rng"][100:200]).numpy().tobytes()
     file = path if path.is_file() else path / "__0_0.distcp"
     data = bytearray(file.read_bytes())
     data[data.index(weight) + 3] ^= 0x40
