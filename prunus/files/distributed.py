@@ -200,20 +200,20 @@ def _block(info: dict[str, Any]) -> StoredBlock:
     is_inside = isinstance(file, str) and Path(file).name == file
     is_place = all(type(n) is int and 0 <= n < 1 << 62 for n in (start, length))
     if not is_inside or not is_place or info.get("transform_descriptors"):
-        raise ValueError(f"it names {reprlib.repr(file)}, expected a place in a plain file of its folder")
+        raise ValueError(f"it names {reprlib.repr(file)[:80]}, expected a place in a plain file of its folder")
     return StoredBlock(file, start, length)
 
 
 def _size(value: PlainObject) -> Size:
     size = value.args[0] if value.args else ()
     if len(size) > MOST_DIMS or not all(type(n) is int and 0 <= n < 1 << 62 for n in size):
-        raise ValueError(f"it has the size {reprlib.repr(size)}; a size is whole numbers from 0 on")
+        raise ValueError(f"it has the size {reprlib.repr(size)[:80]}; a size is whole numbers from 0 on")
     return tuple(size)
 
 
 def _string(value: Any) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"it has the name {reprlib.repr(value)}; a name is a string")
+        raise ValueError(f"it has the name {reprlib.repr(value)[:80]}; a name is a string")
     return value
 
 
@@ -222,7 +222,7 @@ def _dtype(properties: PlainObject) -> torch.dtype:
     dtype, layout, *_ = properties.state
     found = getattr(torch, dtype.name.removeprefix("torch."), None) if isinstance(dtype, PlainObject) else None
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"it names the type {reprlib.repr(dtype)}, which torch does not have")
+        raise ValueError(f"it names the type {reprlib.repr(dtype)[:80]}, which torch does not have")
     if not isinstance(layout, PlainObject) or layout.args != ("torch.strided",):
         raise ValueError("it names a layout that is not torch.strided")
     return found
