@@ -51,7 +51,10 @@ def save_model(
         for name in ("config", "generation_config"):
             if hasattr(getattr(inner, name, None), "save_pretrained"):
                 getattr(inner, name).save_pretrained(part)
-        _name_the_class(part / "config.json", type(inner).__name__)
+        path, kind = part / "config.json", [type(inner).__name__]
+        if path.is_file() and (config := json.loads(path.read_text())).get("architectures") != kind:
+            config["architectures"] = kind  # a model made from a configuration may not have said
+            path.write_text(json.dumps(config, indent=2) + "\n")
         if source is not None:
             copy_beside(Path(source), part)
         saved = write(in_memory(tensors, {"format": "pt"}), WritePlan(part / SMALL, max_shard_bytes=max_shard_bytes))
@@ -70,12 +73,6 @@ def load_model(folder: AnyPath, device: torch.device | str = "cpu") -> Any:
         model = _empty(folder, tensors, device)
         _fill_(model, tensors, device)
     return model.eval()
-
-
-def _name_the_class(path: Path, name: str) -> None:
-    """Say in config.json which class is saved: a model made from a configuration may not have said."""
-    if path.is_file() and (config := json.loads(path.read_text())).get("architectures") != [name]:
-        path.write_text(json.dumps(config | {"architectures": [name]}, indent=2) + "\n")
 
 
 def read_config(folder: Path, num_tensors: int = 0, gguf_file: str | None = None) -> Any:

@@ -19,7 +19,6 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -165,18 +164,15 @@ def _cause(error: CheckpointException) -> str:
 
 
 def _metadata(entries: list[Entry]) -> Metadata:
-    """The entries in DCP's own terms."""
+    """The entries in DCP's own terms, without their places, which ``_Reader`` knows."""
     kinds: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    places = {}
     for entry in entries:
         chunks = [ChunkStorageMetadata(torch.Size(s.offset or ()), torch.Size(s.size or ())) for s in entry.shards]
         kinds[entry.name] = BytesStorageMetadata()
         if entry.size is not None and entry.dtype is not None:
             properties = TensorProperties(dtype=entry.dtype)
             kinds[entry.name] = TensorStorageMetadata(properties, torch.Size(entry.size), chunks)
-        for shard in entry.shards:
-            places[MetadataIndex(entry.name, shard.offset)] = _StorageInfo(shard.file, shard.start, shard.length)
-    return Metadata(kinds, {entry.name: entry.path for entry in entries}, places)
+    return Metadata(kinds, {entry.name: entry.path for entry in entries}, {})
 
 
 class _Reader(dcp.FileSystemReader):

@@ -122,14 +122,16 @@ class Tracker:
 
     @classmethod
     def open(cls, run: Run, step: int) -> "Tracker":
-        """Make the folder, or continue it at ``step``: later lines of metrics.jsonl are dropped."""
+        """Make the folder, or continue it at ``step``: later lines of metrics.jsonl, or half ones, are dropped."""
         run.out.mkdir(parents=True, exist_ok=True)
         tracker = cls(run.out, tuple(SINKS[name](run, step) for name in run.track))
         if step:
-            tracker._drop_after(step)
+            lines = [line for line in RunFiles(run.out).metrics() if has_step(line) and line["step"] <= step]
         else:
             write_json(run.out / "run.json", {"run": run.to_json(), "environment": environment()})
-            write_atomically(tracker.metrics, lambda file: None)
+            lines = []
+        text = "".join(to_json(line) + "\n" for line in lines)
+        write_atomically(tracker.metrics, lambda file: file.write(text.encode()))
         return tracker
 
     @property
@@ -152,12 +154,6 @@ class Tracker:
         write_json(self.folder / "result.json", values)
         for sink in self.sinks:
             sink.close()
-
-    def _drop_after(self, step: int) -> None:
-        """Keep the lines up to the checkpoint; one that a crash cut short is dropped with the later ones."""
-        lines = RunFiles(self.folder).metrics()
-        kept = [to_json(line) + "\n" for line in lines if has_step(line) and line["step"] <= step]
-        write_atomically(self.metrics, lambda file: file.write("".join(kept).encode()))
 
 
 class Silent:
