@@ -36,6 +36,7 @@ WAYS: dict[str, tuple[str, Callable[[Path, float], object], Callable[[Path], flo
     "json": ("a.json", lambda p, v: write_json(p, {"value": [v] * 500}), lambda p: read_json(p)["value"][499]),
     "tensors": ("a.safetensors", lambda p, v: save_sparse(tensors(v), p), value_of),
     "model": ("model", lambda p, v: save_model(Toy(v), p, replace=True), value_of),
+    "shards": ("shards", lambda p, v: save_model(Toy(v), p, replace=True, max_shard_bytes=2000), value_of),
     "folder": ("folder", save_folder, lambda p: read_json(p / "b.json")["value"]),
 }
 
