@@ -76,9 +76,9 @@ def _run(args: list[str]) -> None:
         raise
     except (ValueError, OSError) as error:
         _fail(f"prunus {name}", str(error))
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         print(f"prunus {name}: interrupted", file=sys.stderr)
-        raise SystemExit(130) from None
+        raise SystemExit(getattr(stop, "exit_code", 130)) from None
 
 
 def _parse(kind: type[Any], name: str, args: list[str]) -> Any:

@@ -73,7 +73,7 @@ def evaluated(
     if not checkpoint.exists() and (path / "run.json").is_file() and any(path.glob("*.safetensors")):
         run, step, _ = described(path)
         training = _training(run, data, validation, eval_size)
-        training.model.load_state_dict(load_exported(path, training.device).state_dict())
+        training.load_weights(load_exported(path, training.device).state_dict())
     else:
         if path.is_dir() and not checkpoint.exists():
             raise ValueError(f"{path} has no checkpoint of prunus, no config.json and no run.json of prunus export")

@@ -57,24 +57,22 @@ def is_deep(value: Any) -> bool:
 
 def strict_json(data: bytes | str) -> Any:
     """JSON without repeated keys, NaN and what UTF-8 cannot hold; any mistake is a ValueError."""
+
+    def refuse_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            raise ValueError("a name occurs twice")
+        "".join(found).encode()
+        return found
+
+    def refuse_constant(name: str) -> Any:
+        raise ValueError(f"JSON has no number {name}")
+
     try:
         text = data if isinstance(data, str) else data.decode()
         text.encode()
-        return json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
+        return json.loads(text, object_pairs_hook=refuse_twice, parse_constant=refuse_constant)
     except RecursionError:
         raise ValueError("its JSON is nested too deep") from None
     except ValueError as error:
         raise ValueError(f"its JSON is damaged: {error}") from None
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name occurs twice")
-    for name in found:
-        name.encode()
-    return found
-
-
-def _constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number of JSON")

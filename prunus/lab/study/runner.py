@@ -17,12 +17,13 @@ import torch
 
 from ...files.json_file import write_json
 from ...schedule import Ramp
-from ..checkpoint import save_checkpoint
+from ..checkpoint import remove_checkpoints, save_checkpoint
 from ..recipe import Data, data_of
 from ..replay import recorded_rates
 from ..run import Run, read_run
-from ..tracking import machine, read_metrics
-from ..trainer import Progress, Start, Training, train
+from ..run_files import read_metrics
+from ..tracking import machine
+from ..trainer import DenseStart, Progress, Training, train
 from .results import update
 from .study_folder import Folder, read_cell, save_masks
 from .study_plan import Cell, dense_of, key_of, num_examples
@@ -144,7 +145,7 @@ class Worker:
             run, stopping_if_diverged(progress), data=self.data, start=start, after_step=recorder, finish=finish
         )
         if not self.options.keep_checkpoints:
-            (run.out / "checkpoint.pt").unlink(missing_ok=True)
+            remove_checkpoints(run.out)
         quality = f"perplexity {result.perplexity:.3f}" if result.tokens else f"accuracy {result.accuracy:.2%}"
         return f"{quality} at {result.sparsity:.4%} zeros, {time.perf_counter() - started:.1f} s"
 
@@ -224,9 +225,9 @@ def _recipe(run: Run) -> str:
 class Starts:
     """States, in main memory, that later runs will begin from, by recipe with seed and by step."""
 
-    states: dict[tuple[str, int], Start] = field(default_factory=dict)
+    states: dict[tuple[str, int], DenseStart] = field(default_factory=dict)
 
-    def of(self, run: Run) -> Start | None:
+    def of(self, run: Run) -> DenseStart | None:
         """Where ``run`` may begin: the latest start there is for it."""
         recipe, most = _recipe(run), num_shared(run)
         steps = [step for key, step in self.states if key == recipe and step <= most]
@@ -261,7 +262,7 @@ class Recorder:
                 seconds = (seconds - before) / (step - first) * step
             state = training.state() | {"pruner": None, "seconds": seconds}
             lines = [line for line in read_metrics(training.run.out) if 0 < line["step"] <= step]
-            states[self.recipe, step] = Start(_in_main_memory(state), lines)
+            states[self.recipe, step] = DenseStart(_in_main_memory(state), lines)
 
 
 def _in_main_memory(value: Any) -> Any:
