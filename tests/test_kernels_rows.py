@@ -14,7 +14,7 @@ triton = pytest.importorskip("triton", reason="kernels need triton")
 
 from test_kernels import DEVICE, assert_near, matrix, scores_by_definition, units_of  # noqa: E402
 
-from prunus.ops._triton.rows import drop_in_groups, drop_in_rows  # noqa: E402
+from prunus.ops._triton.rows import LONGEST, drop_in_groups, drop_in_rows  # noqa: E402
 
 SHAPES = [(5, 40), (3, 8), (7, 4, 2, 3), (2, 1000), (64,)]
 VALUES = {
@@ -97,6 +97,11 @@ def test_scores_are_computed_on_the_fly(name):
     scores, units = scores_by_definition([source])["a"], units_of([source])["a"]
     for row, other, score, unit in zip(found, wanted, scores, units, strict=True):
         assert_near({"a": row}, {"a": other}, {"a": score}, score[~other], {"a": unit})
+
+
+def test_the_longest_rows_may_hold_one_value_alone():
+    source = stored("a", torch.zeros(1, LONGEST, device=DEVICE))
+    assert_equal(drop_in_rows([source], [5], {}), {"a": rows_by_definition(source, 5, {})})
 
 
 def test_rows_of_several_lengths_take_a_launch_for_each_block_size():

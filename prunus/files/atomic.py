@@ -43,7 +43,7 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object], previous: 
         if isinstance(cause, OSError) and cause.errno and (not cause.filename or is_part(Path(cause.filename))):
             raise OSError(cause.errno, cause.strerror, str(path)) from error
         raise
-    sync_folder(path.parent)
+    sync(path.parent)
 
 
 @contextmanager
@@ -51,10 +51,12 @@ def part_file(path: Path) -> Iterator[BinaryIO]:
     """A new file beside ``path`` to write and read; it is removed unless ``publish`` moved it."""
     part = part_name(path)
     with part.open("x+b") as file, try_lock(part):
-        remove_abandoned(part.parent, os.fstat(file.fileno()).st_mtime)
         try:
+            remove_abandoned(part.parent, os.fstat(file.fileno()).st_mtime)
             yield file
         finally:
+            with suppress(OSError):  # a full disk again; Windows removes no file that is open
+                file.close()
             part.unlink(missing_ok=True)
 
 
@@ -96,7 +98,7 @@ def new_folder(path: Path, replace: bool = False) -> Iterator[Path]:
     A ``path`` that is not empty is refused at the start, or swapped for the new folder at the end with ``replace``.
     What another writer put there in between is swapped too.
     """
-    path = path.absolute()
+    path = path.resolve()  # through a link, as opening a file would
     if path.exists() and (not path.is_dir() or (not replace and any(path.iterdir()))):
         raise ValueError(f"{path} is there and not empty; remove it, or choose another place")
     part = part_name(path)
@@ -106,9 +108,9 @@ def new_folder(path: Path, replace: bool = False) -> Iterator[Path]:
             remove_abandoned(part.parent, part.stat().st_mtime)
             yield part
             for inner in [*part.rglob("*"), part]:
-                sync_folder(inner) if inner.is_dir() else _sync(inner)
+                sync(inner)
             _move_folder(part, path)
-            sync_folder(path.parent)
+            sync(path.parent)
         finally:
             shutil.rmtree(part, ignore_errors=True)
 
@@ -152,7 +154,7 @@ def _move_folder(part: Path, path: Path) -> None:
                 raise
         if _exchange(part, path):
             break
-        replaced.append(path.with_name(f"{part.name.removesuffix('.part')}.replaced"))
+        replaced.append(part_name(path).with_suffix(".replaced"))
         with suppress(FileNotFoundError):  # another writer may have moved it away
             path.replace(replaced[-1])
     for folder in replaced:
@@ -168,18 +170,14 @@ def _exchange(first: Path, second: Path) -> bool:
     return rename(CURRENT_FOLDER, os.fsencode(first), CURRENT_FOLDER, os.fsencode(second), EXCHANGE) == 0
 
 
-def sync_folder(folder: Path) -> None:
-    """Wait until the disk has the names in a folder, where the system can say so."""
+def sync(path: Path) -> None:
+    """Wait until the disk has a file, or the names in a folder, where the system can say so."""
     try:
-        _sync(folder)
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.EACCES, errno.EBADF):  # no such thing here, as on Windows
             raise
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

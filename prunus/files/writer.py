@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 from torch import Tensor
 
-from .atomic import part_file, publish, sync_folder, write_atomically
+from .atomic import part_file, publish, sync, write_atomically
 from .checksum import checksum
 from .encode import SAME, Encoded, Layout, encode
 from .metadata import Description, Index, TensorRecord
@@ -177,7 +177,7 @@ class Writer:
         checksums = {path.name: self._finish_part(i) for i, path in enumerate(names)}
         if len(names) == 1:
             publish(self.parts[0].file, self.plan.path)
-            sync_folder(self.plan.path.parent)
+            sync(self.plan.path.parent)
             return Saved(names, self.rows)
         self._publish_all(names)
         weight_map = {name: path.name for path, part in zip(names, self.parts, strict=True) for name in part.entries}
@@ -211,7 +211,7 @@ class Writer:
                 taken = self.plan.path if self.plan.path.exists() else names[len(done)]
                 raise ValueError(f"{taken} is there: remove that model first, or choose another place") from None
             raise
-        sync_folder(self.plan.path.parent)
+        sync(self.plan.path.parent)
 
     def _open(self) -> None:
         if self.parts:

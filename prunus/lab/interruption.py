@@ -38,7 +38,11 @@ class SignalWatch:
 
     def __enter__(self) -> "SignalWatch":
         if threading.current_thread() is threading.main_thread():  # others cannot set handlers
-            self.before = {signum: signal.signal(signum, self._note) for signum in SIGNALS}
+            handlers = {signum: signal.getsignal(signum) for signum in SIGNALS}
+            # ignored ones stay so, as in a shell's background; None is a handler of C, which could not be set again
+            self.before = {s: before for s, before in handlers.items() if before not in (None, signal.SIG_IGN)}
+            for signum in self.before:
+                signal.signal(signum, self._note)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:

@@ -139,3 +139,40 @@ def test_processes_that_save_to_one_path_leave_whole_files(writers, tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     for name, found in json.loads(done.stdout).items():
         assert sum(found.values()) > 1 and (writers == 2 or len(found) > 2), name
+
+
+@pytest.mark.parametrize("target", ["empty", "full", "missing"])
+def test_a_folder_that_is_a_link_is_filled_where_it_points(tmp_path, target):
+    real, link = tmp_path / "other" / "real", tmp_path / "link"
+    real.parent.mkdir()
+    link.symlink_to(real)
+    if target != "missing":
+        real.mkdir()
+    if target == "full":
+        (real / "old").touch()
+    with atomic.new_folder(link, replace=target == "full") as part:
+        (part / "new").touch()
+    assert link.is_symlink()
+    assert [path.name for path in real.iterdir()] == ["new"]
+    assert list(real.parent.iterdir()) == [real]
+
+
+def test_without_an_exchange_of_names_a_folder_may_be_replaced_by_others_meanwhile(tmp_path, monkeypatch):
+    path, moved, others = tmp_path / "folder", Path.replace, []
+    monkeypatch.setattr(atomic, "_exchange", lambda *_: False)
+
+    def replace(self, target):
+        result = moved(self, target)
+        if target.suffix == ".replaced" and len(others) < 2:  # another writer comes in between
+            others.append(path)
+            path.mkdir()
+            (path / "other").touch()
+        return result
+
+    monkeypatch.setattr(Path, "replace", replace)
+    path.mkdir()
+    (path / "old").touch()
+    with atomic.new_folder(path, replace=True) as part:
+        (part / "new").touch()
+    assert [file.name for file in path.iterdir()] == ["new"]
+    assert list(tmp_path.iterdir()) == [path]

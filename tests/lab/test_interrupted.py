@@ -17,6 +17,8 @@ from test_killed import OPTIONS, assert_same, metrics
 from prunus.cli import main
 from prunus.lab import trainer
 from prunus.lab.checkpoint import load_checkpoint
+from prunus.lab.interruption import SIGNALS, SignalWatch
+from prunus.lab.parallel import Team
 from prunus.lab.run import read_run
 from prunus.lab.tracking import Tracker
 from prunus.lab.trainer import Training
@@ -160,3 +162,20 @@ def test_metrics_are_on_the_disk_before_the_checkpoint_that_relies_on_them(text,
     main(["train", *OPTIONS, *options, "--data", str(text), "--out", str(tmp_path / "run")])
     places = [i for i, name in enumerate(order) if name == "save"]
     assert len(places) == 2 and all(order[i - 1] == "metrics.jsonl" for i in places)
+
+
+def test_signals_that_are_ignored_or_handled_in_c_are_left_alone(monkeypatch):
+    before = {s: signal.getsignal(s) for s in SIGNALS}
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell starts what it runs in the background
+        with SignalWatch(Team()):
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+            assert signal.getsignal(signal.SIGTERM) is not before[signal.SIGTERM]
+        assert signal.getsignal(signal.SIGTERM) is before[signal.SIGTERM]
+        monkeypatch.setattr(signal, "getsignal", lambda _: None)
+        with SignalWatch(Team()) as watch:
+            assert not watch.before
+    finally:
+        monkeypatch.undo()
+        for signum, handler in before.items():
+            signal.signal(signum, handler)

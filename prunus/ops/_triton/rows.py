@@ -18,6 +18,7 @@ LONGEST = 1 << 15  # inputs of a row that a program holds in registers
 WIDEST = 16  # of a group
 BLOCK = 1024
 NOTHING = tl.constexpr(0x7FFFFFFF)  # the key of what is not ranked
+BOTH = tl.constexpr(LONGEST + 1)  # base of two counts of a row in one number: 65536 would overflow int32
 
 
 @triton.jit
@@ -80,10 +81,10 @@ def row_kernel(
     keep = ranked
     if need > 0:
         threshold = kth_smallest(keys, lowest, highest, need, num_live)
-        found = tl.sum((keys < threshold).to(tl.int32) + (keys == threshold).to(tl.int32) * 65536)
-        num_equal = need - found % 65536  # of equal ones so many are dropped, the first ones
+        found = tl.sum((keys < threshold).to(tl.int32) + (keys == threshold).to(tl.int32) * BOTH)
+        num_equal = need - found % BOTH  # of equal ones so many are dropped, the first ones
         keep = ranked & (keys > threshold)
-        if num_equal < found // 65536:
+        if num_equal < found // BOTH:
             equal = keys == threshold
             keep = keep | (equal & (tl.cumsum(equal.to(tl.int32)) > num_equal))
     byte = tl.arange(0, BLOCK // 8)
