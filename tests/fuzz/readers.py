@@ -129,7 +129,7 @@ def sharded(folder: Path) -> None:
     rows = {name: {"step": torch.tensor(3.0), "exp_avg": torch.randn_like(w)} for name, w in weights.items()}
     optimizer = {"state": rows, "groups": {"0": {"lr": 0.1, "params": list(weights)}}}
     random_state = {"rng": torch.get_rng_state(), "cuda_rng": torch.empty(0, 0, dtype=torch.uint8), "digest": None}
-    rest = {"step": 3, "run": {"model": "gpt2-tiny"}, "ties": {}, "pruner": None}
+    rest = {"step": 3, "seconds": 1.5, "run": {"model": "gpt2-tiny"}, "ties": {}, "pruner": None}
     save_sharded(folder, {"model": weights, "optimizer": optimizer, **rest, **random_state}, Team())
 
 
