@@ -188,6 +188,9 @@ def gguf_file(folder: Path) -> None:
 
 def prune(folder: Path, *more: str) -> None:
     """With magnitude, on tokens that lie beside the sample."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # of loading, which would stand beside the one line of an error
     tokens = folder.parent / "tokens.u16"
     size = "--score magnitude --samples 2 --length 8 --eval-windows 2".split()
     command("prune", folder, "--out", folder / "out", *size, "--tokens", tokens, "--eval-tokens", tokens, *more)
