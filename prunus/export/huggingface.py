@@ -101,13 +101,17 @@ def load_causal_model(folder: Path, dtype: str = "auto", gguf_file: str | None =
     if gguf_file:
         stored, form = (folder / gguf_file).stat().st_size, {"gguf_file": gguf_file}
         config = read_config(folder, gguf_file=gguf_file)
+        with (folder / gguf_file).open("rb") as file:
+            num_tensors = int.from_bytes(file.read(16)[8:], "little")
+        if (num := getattr(config, "num_hidden_layers", 0)) > num_tensors:  # a field without a name has its default
+            raise ValueError(f"{folder / gguf_file} cannot be read: it has {num} layers, but {num_tensors} tensors")
     else:
         with open_tensors(folder) as tensors:
             stored, form = sum(r.layout.numel for r in tensors.records.values()), {"use_safetensors": True}
             config = read_config(folder, len(tensors.records))
     from transformers import AutoModelForCausalLM
 
-    with _in_one_line(folder):
+    with _in_one_line(folder), _without_load_report():
         with suppress(RuntimeError, NotImplementedError), torch.device("meta"):
             empty = AutoModelForCausalLM.from_config(deepcopy(config), trust_remote_code=False)
             if (num := sum(p.numel() for p in empty.parameters())) > MOST_PACKED * stored + 10**6:
@@ -127,6 +131,19 @@ def _in_one_line(path: Path) -> Iterator[None]:
     except Exception as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise ValueError(f"{path} cannot be read: {reason}") from error
+
+
+@contextmanager
+def _without_load_report() -> Iterator[None]:
+    """Keep transformers from printing a table of missing tensors before the one line that refuses the model."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def _all_configs(config: Any) -> Iterator[Any]:

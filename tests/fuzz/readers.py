@@ -129,7 +129,7 @@ def sharded(folder: Path) -> None:
     rows = {name: {"step": torch.tensor(3.0), "exp_avg": torch.randn_like(w)} for name, w in weights.items()}
     optimizer = {"state": rows, "groups": {"0": {"lr": 0.1, "params": list(weights)}}}
     random_state = {"rng": torch.get_rng_state(), "cuda_rng": torch.empty(0, 0, dtype=torch.uint8), "digest": None}
-    rest = {"step": 3, "run": {"model": "gpt2-tiny"}, "ties": {}, "pruner": None}
+    rest = {"step": 3, "seconds": 1.5, "run": {"model": "gpt2-tiny"}, "ties": {}, "pruner": None}
     save_sharded(folder, {"model": weights, "optimizer": optimizer, **rest, **random_state}, Team())
 
 
@@ -188,6 +188,9 @@ def gguf_file(folder: Path) -> None:
 
 def prune(folder: Path, *more: str) -> None:
     """With magnitude, on tokens that lie beside the sample."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # of loading, which would stand beside the one line of an error
     tokens = folder.parent / "tokens.u16"
     size = "--score magnitude --samples 2 --length 8 --eval-windows 2".split()
     command("prune", folder, "--out", folder / "out", *size, "--tokens", tokens, "--eval-tokens", tokens, *more)

@@ -117,14 +117,31 @@ SYSTEMS = {  # what each promises, and what it leaves open
 }
 
 
+PROMISES = """\
+- Files and folders are written beside their place under a unique name, flushed to the disk, and moved in one step.
+  Of several writers the last whole one wins.
+- What a killed writer leaves behind is removed by later writers after an hour, never while its writer lives; where
+  locks do not reach (another host, a file system without them), after a day without a change.
+- Checkpoints carry a CRC-32 for each tensor or block, and one over the rest. Every command that opens a checkpoint
+  verifies it; of a distributed one each rank verifies what it reads.
+- Two checkpoints are kept. `train --resume` falls back from a damaged one to the one before, says so in a line, and
+  gives the damaged one a name that begins with `damaged-`.
+- SIGTERM ends a training with exit code 143, Ctrl-C with 130, both with a checkpoint.
+- A model's `config.json` runs nothing and fetches nothing.
+- Damaged or hostile files are refused in one line, in bounded time and memory. The tables below say where
+  this failed."""
+
+
 def page(found: dict[str, Any]) -> str:
     """The counts as a page."""
-    lines = ["# Reliability", ""]
+    lines = ["# Reliability", "", "What Prunus promises:", "", PROMISES, "", "## How it was counted", ""]
     lines.append(
-        f"Counted by `make torture` in {found['minutes']:g} minutes (seed {found['seed']}; {found['machine']}; "
+        f"By `make torture MINUTES={found['minutes']:g}`, that is "
+        f"`python tests/torture/torture.py --minutes {found['minutes']:g} --seed {found['seed']}` ({found['machine']}; "
         + ", ".join(f"{name} {version}" for name, version in found["versions"].items())
         + ")."
     )
+    lines += [line for note in found.get("notes", ()) for line in ("", note)]
     lines += [
         "",
         "## Kills",
@@ -142,24 +159,38 @@ def page(found: dict[str, Any]) -> str:
         total = {key: total[key] + number for key, number in numbers.items()}
         lines.append(f"| {name} | " + " | ".join(f"{number:,}" for number in numbers.values()) + " |")
     lines.append("| **all** | " + " | ".join(f"{number:,}" for number in total.values()) + " |")
+    goal = f"The goal is 500 kills without a difference; this run made {total['kills']:,}."
+    lines += ["", goal, *(["", "Errors:", ""] if total["errors"] else [])]
+    for name, counts in found["kills"].items():
+        lines += [f"- `{name}`, {' '.join(error.split())}" for error in counts["errors"]]
     saves = found["writers"]
     lines += ["", "## Writers at once", ""]
     lines.append(
-        f"Two processes saved to one path {saves['saves']:,} times, {saves['kills']} of them killed on the way: "
-        f"{saves['errors']} ended with an error, {saves['unreadable']} files were unreadable, {saves['mixed']} mixed, "
-        f"{saves['left behind']} parts were left behind."
+        f"Two processes at a time were to save to one path, {saves['saves']:,} times in all; "
+        f"{saves['kills']} were killed on the way. {saves['errors']} ended with an error, "
+        f"{saves['unreadable']} files were unreadable, {saves['mixed']} mixed, "
+        f"{saves['left behind']} parts of killed writers were left, too young to be removed."
     )
     lines += ["", "## Flipped bits", "", "| file | flips | found | harmless | wrong tensors |", "|---|--:|--:|--:|--:|"]
     for name, counts in found["flips"]["readers"].items():
         wrong = counts.get("wrong tensors", 0)
         cells = (sum(counts.values()), counts.get("refused", 0), counts.get("harmless", 0), wrong)
         lines.append(f"| {name} | " + " | ".join(f"{cell:,}" for cell in cells) + " |")
-    lines += ["", "## Damaged files", "", f"{found['mutations']['mutations']:,} mutations of valid files:"]
-    lines += ["", "| reader | mutations | refused | harmless | failures |", "|---|--:|--:|--:|--:|"]
+    lines += ["", "A run folder has two checkpoints: a flip in the one that is not read counts as harmless."]
+    lines += ["", "## Damaged files", ""]
+    lines.append(f"{found['mutations']['mutations']:,} mutations of valid files; the goal is 20,000 without a failure.")
+    lines += [
+        "",
+        "| reader | mutations | refused | in several lines | harmless | failures |",
+        "|---|--:|--:|--:|--:|--:|",
+    ]
     for name, counts in found["mutations"]["readers"].items():
-        good = counts.get("refused", 0), counts.get("harmless", 0)
-        number = sum(counts.values())
-        lines.append(f"| {name} | {number:,} | {good[0]:,} | {good[1]:,} | {number - sum(good):,} |")
+        good = [counts.get(outcome, 0) for outcome in ("refused", "refused in several lines", "harmless")]
+        cells = (sum(counts.values()), *good, sum(counts.values()) - sum(good))
+        lines.append(f"| {name} | " + " | ".join(f"{cell:,}" for cell in cells) + " |")
+    if failures := found["mutations"]["failures"]:
+        lines += ["", "Failures:", ""]
+        lines += [f"- {f['reader']}, seed {f['seed']}, {f['mutation']}: {f['kind']}, {f['error']}" for f in failures]
     hostile = found["payloads"]
     lines += [
         "",

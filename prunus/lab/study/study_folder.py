@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...files.atomic import write_atomically
+from ...files.atomic import is_part, write_atomically
 from ...files.json_file import is_deep, read_json, write_json
 from ..run_files import SLIM, RunFiles, slim_runs
 from ..schema import CELL, check, is_number
@@ -63,7 +63,7 @@ class Folder:
 
     def _check_is_free(self, *, locked: bool) -> None:
         """Refuse a folder that holds something and is no study; until we have the lock another may be making one."""
-        names = {path.name for path in self.path.iterdir()} if self.path.exists() else set()
+        names = {path.name for path in self.path.iterdir() if not is_part(path)} if self.path.exists() else set()
         begins = "locks" in names and (names == {"locks"} or not locked)
         if names and not self.exists and not begins:
             raise ValueError(f"{self.path} is not empty and not a study; choose another --out")
