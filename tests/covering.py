@@ -1,4 +1,4 @@
-"""Few cases of many: every pair of values is in the quick tests, every combination in the slow ones."""
+"""Few cases of many: every value, or every pair of them, is in the quick tests, every combination in the slow ones."""
 
 from collections.abc import Iterable
 from itertools import combinations, product
@@ -21,6 +21,16 @@ def covering(*axes: Iterable, one_of: int = 1) -> list:
         elif sum(row) % one_of == 0:
             found.append(pytest.param(*case, marks=pytest.mark.slow))
     return found
+
+
+def each_once(*axes: Iterable) -> list:
+    """The product of ``axes``: a few cases in which every value comes once are quick, all others are slow."""
+    values = [list(axis) for axis in axes]
+    quick = {tuple(n % len(axis) for axis in values) for n in range(max(map(len, values)))}
+    return [
+        pytest.param(*case, marks=() if row in quick else pytest.mark.slow)
+        for row, case in zip(product(*(range(len(axis)) for axis in values)), product(*values), strict=True)
+    ]
 
 
 def _pairwise(sizes: list[int]) -> list[tuple[int, ...]]:
