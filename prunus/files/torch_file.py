@@ -41,6 +41,8 @@ def read_torch_file(file: Path | BinaryIO, mmap: bool = False) -> Any:
         source = str(file) if isinstance(file, Path) else file
         state = torch.load(source, "cpu", weights_only=True, mmap=mmap and is_zip)
     except Exception as error:
+        if isinstance(error, OSError) and error.errno:
+            raise  # the system did not let us read: that says nothing about the file
         raise ValueError(_reason(error)) from error
     if isinstance(state, dict) and (CHECKSUMS in state or state.get("format") == FORMAT):
         _verify(state, state.pop(CHECKSUMS, None))

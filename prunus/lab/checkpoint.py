@@ -64,7 +64,7 @@ def resume(training: Training) -> None:
     for path in team.first(lambda: checkpoints_in(training.run.out)):
         try:
             state = _read_for(training, path)
-        except (ValueError, OSError) as error:
+        except ValueError as error:  # not OSError: a file that cannot be read now may be whole
             damaged[path] = str(error)
             continue
         if damaged:

@@ -129,7 +129,7 @@ class Team:
         dist.broadcast_object_list(box)
         value, error = box[0]
         if error is not None:
-            raise ValueError(error)
+            raise error
         return value  # pyrefly: ignore[bad-return]
 
     def each(self, make: Callable[[], T]) -> T:
@@ -137,19 +137,22 @@ class Team:
         if self.kind == "none":
             return make()
         value, error = _tried(make)
-        errors: list[str | None] = [None] * self.size
+        errors: list[Exception | None] = [None] * self.size
         dist.all_gather_object(errors, error)
         for rank, said in enumerate(errors):
             if said is not None:
-                raise ValueError(f"rank {rank}: {said}" if rank else said)
+                raise type(said)(f"rank {rank}: {said}" if rank else str(said))
         return value  # pyrefly: ignore[bad-return]
 
 
-def _tried(make: Callable[[], T]) -> tuple[T | None, str | None]:
+def _tried(make: Callable[[], T]) -> tuple[T | None, ValueError | OSError | None]:
+    """What ``make`` gives, or its error in a form that every rank can read."""
     try:
         return make(), None
-    except (ValueError, OSError) as error:
-        return None, str(error)
+    except OSError as error:
+        return None, OSError(str(error))
+    except ValueError as error:
+        return None, ValueError(str(error))
 
 
 @contextmanager

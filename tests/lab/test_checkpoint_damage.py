@@ -1,10 +1,12 @@
 """A bit that changes in a checkpoint is found when it is read, or was in no value."""
 
+import errno
 import json
 import random
 import shutil
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from test_parallel_input import a_state
 
 from prunus.doctor import examine
 from prunus.files.torch_file import OLD_FORMAT
-from prunus.lab.checkpoint import load_checkpoint, save_checkpoint
+from prunus.lab.checkpoint import load_checkpoint, resume, save_checkpoint
 from prunus.lab.parallel import Team
 from prunus.lab.sharded_checkpoint import by_number, save_sharded
 
@@ -132,3 +134,17 @@ def test_no_checkpoint_warns_of_itself(tmp_path):
         warnings.simplefilter("error", UserWarning)
         load_checkpoint(one_file(tmp_path))
     assert json.loads((of_ranks(tmp_path) / "checksums.json").read_text())["version"] == 1
+
+
+def test_a_checkpoint_that_the_system_does_not_let_us_read_is_not_taken_for_damaged(tmp_path, monkeypatch):
+    path = one_file(tmp_path)
+    shutil.copy(path, tmp_path / "checkpoint.previous.pt")
+
+    def refuse(*_, **__):
+        raise OSError(errno.EMFILE, "Too many open files", str(path))
+
+    monkeypatch.setattr(torch, "load", refuse)
+    training = SimpleNamespace(team=Team(), run=SimpleNamespace(out=tmp_path))
+    with pytest.raises(OSError, match="Too many open files"):
+        resume(training)
+    assert {file.name for file in tmp_path.iterdir()} == {"checkpoint.pt", "checkpoint.previous.pt"}
