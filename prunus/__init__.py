@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .export import load_model, load_sparse, save_model, save_sparse
-    from .oneshot import Bisection, Levels, Limit, Probe, SearchOptions, Tune, prune, search
+    from .oneshot import Bisection, Levels, Limit, Probe, Repair, SearchOptions, Tune, prune, search
     from .optim import AdamWPrune, Spam
     from .pruner import Event, Pruner
     from .rate import Rate, parameter_groups
@@ -34,6 +34,7 @@ _HOME = {
     "Ramp": "schedule",
     "Rate": "rate",
     "Regrow": "regrow",
+    "Repair": "oneshot",
     "SCORES": "score",
     "Spam": "optim",
     "Tune": "oneshot",
@@ -63,6 +64,7 @@ __all__ = [
     "Ramp",
     "Rate",
     "Regrow",
+    "Repair",
     "SearchOptions",
     "Spam",
     "Tune",

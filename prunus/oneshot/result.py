@@ -1,8 +1,9 @@
 """Results of pruning a trained model."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 
 from ..eligible import Weight
@@ -10,6 +11,7 @@ from ..masks import Masks
 from ..ops import bits
 from .limit import Trial
 from .probe.decide import Ratios, Tau, check_tau, taus, within
+from .repair import LayerRepair
 from .walk import Originals
 
 
@@ -25,6 +27,9 @@ class Layer:
     num_zero_gradient: int = 0  # candidates whose gradient was zero before and after
     num_not_finite: int = 0  # candidates kept because a gradient was NaN or infinite
     tau: float | None = None
+    mask_error: float | None = None  # of the outputs, relative, with the first mask and dense weights
+    error: float | None = None  # after the repair
+    not_repaired: str | None = None  # why, where other weights were
 
     @property
     def sparsity(self) -> float:
@@ -49,6 +54,9 @@ class Result:
     halved: int = 0  # how often memory ran out
     checkpointing: bool = False  # whether blocks ran again for the backward
     originals: Originals = field(default_factory=Originals)
+    repairs: dict[str, LayerRepair] = field(default_factory=dict)
+    repair_again: "Callable[[Result], None] | None" = None  # repairs the dense model by other masks of the probe
+    _repaired: dict[Tensor, Tensor] = field(default_factory=dict)  # values that ``undo_`` took back
 
     def __repr__(self) -> str:
         of = f"{self.num_pruned:,} of {self.num_weights:,} in {len(self.weights)} weights are zero"
@@ -82,12 +90,19 @@ class Result:
         return 1 - sum(int(bits.count(self._live(name))) for name in self.weights) / self.num_weights
 
     def undo_(self) -> None:
-        """Give every pruned weight its old value, bit for bit."""
+        """Give every changed weight its old value, bit for bit."""
+        self._repaired = self.originals.replaced() or self._repaired
         self.originals.restore_()
 
+    @torch.no_grad()
     def apply_(self) -> None:
         """Prune again what ``undo_`` restored."""
         self.undo_()
+        for tensor, values in self._repaired.items():
+            self.originals.save_all(tensor)
+            tensor.detach().copy_(values)
+        if self._repaired:
+            return
         for name, weight in self.weights.items():
             where = bits.unpack(self._live(name) & ~self.packed[name], weight.parameter.shape)
             self.originals.prune_(weight.parameter, where)
@@ -106,9 +121,13 @@ class Result:
         return {name: self._with_tau(name, value) for name, value in self._taus(tau, base).items()}
 
     def retake_(self, tau: Tau, base: float = 1.0) -> None:
-        """Make masks, model and ``taus`` those of another tau, from the stored ratios."""
+        """Make masks, model and ``taus`` those of another tau, from the stored ratios; a repair is done anew."""
         self.packed = self.packed_at(tau, base)
-        self.apply_()
+        if self.repair_again is None:
+            self.apply_()
+        else:
+            self.undo_()
+            self.repair_again(self)
         self.taus = self._taus(tau, base)
 
     def _taus(self, tau: Tau, base: float) -> dict[str, float]:
@@ -125,7 +144,7 @@ class Result:
         return self.packed[name] | self.candidates[name]
 
     def _layer(self, name: str, parameter: nn.Parameter) -> Layer:
-        ratios = self.ratios.get(name)
+        ratios, repair = self.ratios.get(name), self.repairs.get(name, LayerRepair())
         return Layer(
             name,
             tuple(parameter.shape),
@@ -135,6 +154,9 @@ class Result:
             ratios.num_zero if ratios else 0,
             ratios.num_not_finite if ratios else 0,
             self.taus.get(name),
+            repair.mask_error,
+            repair.error,
+            repair.not_repaired,
         )
 
 

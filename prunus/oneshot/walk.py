@@ -1,7 +1,7 @@
 """A trained model and its calibration samples: run whole or block by block, changed, and given back as it was."""
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
@@ -37,6 +37,7 @@ class Walk:
         self.blocks = blocks_of(model, weights)
         self.offload = None if offload is None else Offload(model, weights, torch.device(offload))
         self.device = weights[0].parameter.device if self.offload is None else self.offload.device
+        self.renewed: set[Tensor] = set()  # buffers that stay as they were changed
         self._batches = batches
 
     @cached_property
@@ -46,7 +47,7 @@ class Walk:
     @contextmanager
     def open(self) -> Iterator[None]:
         """The model as it is worked on; afterwards all but its weights is as before."""
-        with frozen(self.model), self.offload.open() if self.offload else nullcontext():
+        with frozen(self.model, self.renewed), self.offload.open() if self.offload else nullcontext():
             yield
 
     def batch(self, chunk: Chunk, times: int = 1) -> Tree:
@@ -83,8 +84,8 @@ class Walk:
 
 
 @contextmanager
-def frozen(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode with ``requires_grad`` off; modes, flags and buffers are restored at the end."""
+def frozen(model: nn.Module, renewed: Collection[Tensor] = ()) -> Iterator[None]:
+    """The model in eval mode with ``requires_grad`` off; at the end all but the ``renewed`` buffers is as before."""
     modes = {module: module.training for module in model.modules()}
     flags = {parameter: parameter.requires_grad for parameter in model.parameters()}
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
@@ -102,7 +103,8 @@ def frozen(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(flag)
         with torch.no_grad():
             for buffer, before in buffers:
-                buffer.copy_(before)
+                if buffer not in renewed:
+                    buffer.copy_(before)
         for module, mode in modes.items():
             module.training = mode
 
@@ -136,27 +138,41 @@ def head_of(model: nn.Module) -> nn.Linear:
 
 
 class Originals:
-    """Values of weights before they were changed, at the changed places only, bit for bit."""
+    """Values of tensors before they were changed, bit for bit: those at the changed places, or all."""
 
     def __init__(self) -> None:
-        self._saved: list[tuple[nn.Parameter, Tensor, Tensor]] = []
+        self._before: list[tuple[Tensor, Tensor | None, Tensor]] = []  # tensor, packed places (None for all), values
 
     @torch.no_grad()
-    def save(self, parameter: nn.Parameter, where: Tensor) -> Tensor:
+    def save(self, parameter: Tensor, where: Tensor) -> Tensor:
         """Remember the elements of ``parameter`` at the boolean ``where``, and return them."""
         values = parameter.detach()[where]  # a copy: it never aliases the live weight
-        self._saved.append((parameter, bits.pack(where), values))
+        self._before.append((parameter, bits.pack(where), values))
         return values
 
     @torch.no_grad()
-    def prune_(self, parameter: nn.Parameter, where: Tensor) -> None:
+    def save_all(self, tensor: Tensor) -> Tensor:
+        """Remember all elements of ``tensor``, in main memory, and return them."""
+        values = tensor.detach().to("cpu", copy=True)
+        self._before.append((tensor, None, values))
+        return values
+
+    @torch.no_grad()
+    def prune_(self, parameter: Tensor, where: Tensor) -> None:
         """Set the elements at the boolean ``where`` to zero, and remember them."""
         self.save(parameter, where)
         parameter.detach()[where] = 0.0
 
+    def replaced(self) -> dict[Tensor, Tensor]:
+        """What stands now in the tensors that were changed as a whole, in main memory."""
+        return {tensor: tensor.detach().to("cpu", copy=True) for tensor, packed, _ in self._before if packed is None}
+
     @torch.no_grad()
     def restore_(self) -> None:
         """Write everything back, the last change first."""
-        while self._saved:
-            parameter, packed, values = self._saved.pop()
-            parameter.detach()[bits.unpack(packed, parameter.shape)] = values
+        while self._before:
+            tensor, packed, values = self._before.pop()
+            if packed is None:
+                tensor.detach().copy_(values)
+            else:
+                tensor.detach()[bits.unpack(packed, tensor.shape)] = values

@@ -205,7 +205,7 @@ def test_tuning_both_steps_probes_the_level_before_again_or_puts_it_back(allowed
 def test_beside_it_stands_the_strategy_alone_at_the_same_sparsity_and_scope():
     case, dense = mlp(), mlp()
     found = searched(case, Limit(relative=0.03), Probe(0.3))
-    alone = prune(dense.model, dense.batches, found.sparsity, loss=dense.loss)
+    alone = prune(dense.model, dense.batches, found.sparsity, loss=dense.loss, repair=None)
     assert found.alone_sparsity == alone.sparsity == pytest.approx(found.sparsity)
     assert found.alone == held_out(mlp())(dense.model)
     assert all(torch.equal(case.model.get_parameter(name) != 0, mask) for name, mask in found.masks.items())
@@ -236,10 +236,10 @@ def test_every_level_reads_the_inputs_of_the_model_as_it_is_then():
     found = searched(
         case, Limit(absolute=0.0), None, lambda _: 1.0, steps=Levels(0.5, 0.2, 0.7), score="wanda", select=Global()
     )
-    first = prune(again.model, again.batches, 0.5, "wanda", Global())
+    first = prune(again.model, again.batches, 0.5, "wanda", Global(), repair=None)
     job = Job(again.model, again.batches, Plan("wanda", Global()))
     with job.open():
         second = job.prune(0.7, start=Start(first.packed))
     assert all(torch.equal(found.masks[name], mask) for name, mask in second.masks.items())
-    stale = prune(mlp().model, again.batches, 0.7, "wanda", Global())
+    stale = prune(mlp().model, again.batches, 0.7, "wanda", Global(), repair=None)
     assert any(not torch.equal(stale.masks[name], mask) for name, mask in second.masks.items())

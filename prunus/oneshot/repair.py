@@ -1,0 +1,321 @@
+"""Pruning with repair: block after block, the weights that stay are solved for, and take over from those that go.
+
+Two streams of activations go through the model: that of the dense model and that of the model as pruned so far. Each
+group of layers that read the same input is solved when the groups before it have been replaced.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..ops import bits
+from .blocks import Reached, Stream
+from .gram import Gram, Moments
+from .layers import as_matrix, from_matrix, holders, input_rows, num_groups
+from .order import InputGroup, can_batch, input_groups
+from .resources import Clock
+from .samples import Chunk, mask_of
+from .solver import Choose, Repair, Solution, refine, solve
+from .walk import Originals, Walk, outputs
+
+TOKENS = {"cpu": 1024, "cuda": 16384}  # of a pass
+FEW = 0.25  # tokens an input below which an expert is not repaired
+
+
+@dataclass(frozen=True)
+class LayerRepair:
+    """What was done to one weight; errors are ``|W' X - W X_d|^2 / |W X_d|^2``, None where they are not known."""
+
+    mask_error: float | None = None  # of the first mask with dense weights
+    error: float | None = None
+    iterations: int = 0
+    damping: float | None = None
+    not_repaired: str | None = None  # the reason
+
+
+Done = Callable[[Sequence[str]], None]  # called with the weights of a group that is finished
+
+
+class RepairWalk:
+    """Prunes and repairs a model in place, group after group.
+
+    ``masks`` are packed masks to repair; without them ``choose`` finds the weights that stay. ``live`` are packed
+    masks of weights that may stay, by default all that are not zero.
+    """
+
+    def __init__(
+        self,
+        walk: Walk,
+        repair: Repair,
+        choose: Choose,
+        originals: Originals,
+        *,
+        masks: Mapping[str, Tensor] | None = None,
+        live: Mapping[str, Tensor] | None = None,
+        size: int | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self.walk, self.repair, self.choose, self.originals = walk, repair, choose, originals
+        self.masks, self.live = masks, live or {}
+        self.clock = clock or Clock(walk.device)
+        self.weights = {weight.name: weight for weight in walk.weights}
+        self.size = size or _size(walk)
+        self.forwards = 0  # forward passes of one sample
+        self.found: dict[str, LayerRepair] = {}
+        self.packed: dict[str, Tensor] = {}
+        self._dense: dict[str, Tensor] = {}  # dense values of weights that passes from here on still read
+        self._position = 0
+        self._is_same = True  # nothing has changed yet, so that the pruned stream is the dense one too
+
+    @torch.no_grad()
+    def run(self, done: Done) -> None:
+        """Go through all weights."""
+        self._modules = holders(self.walk.model, self.walk.weights)
+        with self.clock.part("forwards"):
+            plain = {name: modules for name, modules in self._modules.items() if modules}
+            groups, blocks = input_groups(self.walk, plain)
+            if not can_batch(self.walk):
+                self.size = 1
+        device = self.walk.device if self.walk.offload is not None else None
+        self._streams = {kind: Stream(blocks, self.walk.samples, device) for kind in ("dense", "pruned")}
+        self._blocks = blocks
+        for group in groups:
+            self._advance(group.start, groups)
+            self._repair_group(group)
+            done(group.names)
+        for name in self.weights:
+            if name not in self.found:
+                is_plain = bool(self._modules[name])
+                reason = "no sample reached it" if is_plain else "it is no plain linear layer or convolution"
+                self._prune_by_magnitude(name, reason)
+                done([name])
+
+    def _advance(self, position: int, groups: Sequence[InputGroup]) -> None:
+        """Take both streams to ``position``."""
+        while self._position < position:
+            with self.clock.part("forwards"):
+                for kind in ("pruned",) if self._is_same or self.repair.targets == "own" else ("dense", "pruned"):
+                    with self._running(kind):
+                        visit = partial(self.walk.visit, self.size)
+                        self._streams[kind].advance(self._position, self._forward, visit)
+                    self.forwards += len(self.walk.samples)
+            self._position += 1
+            later = {name for group in groups if group.stop >= self._position for name in group.names}
+            self._dense = {name: value for name, value in self._dense.items() if name in later}
+
+    def _forward(self, chunk: Chunk) -> None:
+        outputs(self.walk.model, self.walk.batch(chunk))
+
+    @contextmanager
+    def _running(self, kind: str) -> Iterator[None]:
+        """The model as it is, or with its dense weights from the current position on."""
+        dense = self._dense if kind == "dense" else {}
+        own = {name: self.weights[name].parameter.data for name in dense}
+        try:
+            for name, value in dense.items():
+                self.weights[name].parameter.data = value
+            yield
+        finally:
+            for name, value in own.items():
+                self.weights[name].parameter.data = value
+
+    def _repair_group(self, group: InputGroup) -> None:
+        grams = self._grams(group)
+        if not grams:
+            return
+        moments = [gram.moments() for gram in grams]
+        if self._is_too_few(group, moments):
+            few = f"it has {len(moments[0].gram)} inputs, but only {moments[0].num_tokens} tokens reached it"
+            self._write(group, self._solved(group, moments, replace(self.repair, iterations=0, refine=0)), few)
+        else:
+            self._write(group, self._solved(group, moments, self.repair))
+
+    def _is_too_few(self, group: InputGroup, moments: Sequence[Moments]) -> bool:
+        return group.is_routed and moments[0].num_tokens < FEW * len(moments[0].gram)
+
+    def _grams(self, group: InputGroup) -> list[Gram]:
+        """Gram matrices of the inputs, one for each group of a convolution."""
+        has_dense = self.repair.targets == "dense" and not (self._is_same or group.is_routed)
+        grams = [Gram() for _ in range(num_groups(self._modules[group.names[0]][0]))]
+        seen = 0
+
+        def add(chunk: Chunk) -> None:
+            nonlocal seen
+            with self.clock.part("forwards"):
+                dense = self._inputs("dense", group, chunk) if has_dense else None
+                pruned = self._inputs("pruned", group, chunk)
+            mask = mask_of(self.walk.batch(chunk))
+            with self.clock.part("grams"):
+                for call, (module, x) in enumerate(pruned):
+                    self._check_finite(group, x, mask, seen)
+                    others = input_rows(module, dense[call][1]) if dense else [None] * len(grams)
+                    for gram, x_rows, dense_rows in zip(grams, input_rows(module, x), others, strict=True):
+                        gram.add(x_rows, dense_rows, _valid(x_rows, mask))
+            seen += chunk.size
+
+        self.walk.visit(self.size, add)
+        return [gram for gram in grams if gram.num_tokens]
+
+    def _inputs(self, kind: str, group: InputGroup, chunk: Chunk) -> list[tuple[nn.Module, Tensor]]:
+        """Inputs of a group's layers in one pass; the pass ends with the last of them."""
+        found: list[tuple[nn.Module, Tensor]] = []
+
+        def store(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            x = next(iter(args or kwargs.values())).detach()
+            found.append((module, x if group.num_calls == 1 else x.clone()))
+            if len(found) == group.num_calls:
+                raise Reached
+
+        def stop(*_: object) -> None:
+            raise Reached
+
+        handles = [
+            module.register_forward_pre_hook(store, with_kwargs=True) for module in self._modules[group.names[0]]
+        ]
+        if group.stop < len(self._blocks):  # a layer that this sample does not reach is in this block
+            handles.append(self._blocks[group.stop].register_forward_hook(stop))
+        try:
+            with self._running(kind), self._streams[kind].starting_at(self._position, chunk):
+                self._forward(chunk)
+        except Reached:
+            pass
+        finally:
+            for handle in handles:
+                handle.remove()
+        self.forwards += chunk.size
+        return found
+
+    def _check_finite(self, group: InputGroup, x: Tensor, mask: Tensor | None, seen: int) -> None:
+        if bool(x.isfinite().all()):
+            return
+        valid = _valid(x, mask)
+        for number, sample in enumerate(x):
+            if not bool((sample if valid is None or x.ndim < 3 else sample[valid[number]]).isfinite().all()):
+                raise ValueError(
+                    f"the inputs of {', '.join(group.names)} are not finite: look at sample {seen + number}"
+                )
+
+    def _solved(self, group: InputGroup, moments: Sequence[Moments], repair: Repair) -> dict[str, list[Solution]]:
+        """The solution of every weight, for each group of a convolution."""
+        weights = {name: self._matrix(name, self.weights[name].parameter.detach()) for name in group.names}
+        live = {name: self._mask(name, self.live) for name in group.names if name in self.live}
+        if self.masks is None and len(moments) == 1:
+            found = solve(weights, moments[0], self.choose, repair, live, self.clock)
+            return {name: [solution] for name, solution in found.items()}
+        if self.masks is not None:
+            masks = {name: self._mask(name, self.masks) for name in group.names}
+        else:  # which weights of a grouped convolution stay is WANDA's choice over all of it
+            norms = torch.stack([part.gram.diagonal().sqrt() for part in moments])
+            scores = {name: w.abs() * norms.repeat_interleave(len(w) // len(norms), 0) for name, w in weights.items()}
+            masks = self.choose(scores, live or {name: w != 0 for name, w in weights.items()})
+        parts: dict[str, list[Solution]] = {name: [] for name in weights}
+        for i, part in enumerate(moments):
+            here = {name: weight.chunk(len(moments))[i] for name, weight in weights.items()}
+            those = {name: masks[name].chunk(len(moments))[i] for name in weights}
+            for name, solution in refine(here, those, part, repair, self.clock).items():
+                parts[name].append(solution)
+        return parts
+
+    def _matrix(self, name: str, tensor: Tensor) -> Tensor:
+        return as_matrix(self.weights[name].module, tensor).to(self.walk.device)
+
+    def _mask(self, name: str, packed: Mapping[str, Tensor]) -> Tensor:
+        return self._matrix(name, bits.unpack(packed[name], self.weights[name].parameter.shape))
+
+    def _write(self, group: InputGroup, found: Mapping[str, Sequence[Solution]], reason: str | None = None) -> None:
+        for name, parts in found.items():
+            weight = self.weights[name]
+            value, mask = (
+                from_matrix(weight.module, torch.cat(each), weight.parameter.shape)
+                for each in ([part.weight for part in parts], [part.mask for part in parts])
+            )
+            energy = sum(part.energy for part in parts) or 1.0
+            self._replace(name, value)
+            self.packed[name] = bits.pack(mask.to(weight.parameter.device))
+            self.found[name] = LayerRepair(
+                mask_error=sum(part.mask_error * part.energy for part in parts) / energy,
+                error=sum(part.error * part.energy for part in parts) / energy,
+                iterations=parts[0].iterations,
+                damping=max(part.damping for part in parts),
+                not_repaired=reason,
+            )
+
+    def _prune_by_magnitude(self, name: str, reason: str) -> None:
+        weight = self.weights[name]
+        value = weight.parameter.detach()
+        if self.masks is not None:
+            mask = bits.unpack(self.masks[name], value.shape)
+        else:
+            live = {name: bits.unpack(self.live[name], value.shape) if name in self.live else value != 0}
+            shape, outputs = value.shape, weight.outputs or ()
+            inputs = [dim for dim in range(value.ndim) if dim not in outputs]
+            to_rows = (*outputs, *inputs)
+            back = sorted(range(value.ndim), key=to_rows.__getitem__)
+            permuted = [shape[dim] for dim in to_rows]
+
+            def rows(tensor: Tensor) -> Tensor:
+                return tensor.permute(to_rows).flatten(0, max(0, len(outputs) - 1)).flatten(1)
+
+            found = self.choose({name: rows(value.abs().float())}, {name: rows(live[name])})[name]
+            mask = found.view(permuted).permute(back)
+        self._replace(name, value * mask)
+        self.packed[name] = bits.pack(mask)
+        self.found[name] = LayerRepair(not_repaired=reason)
+
+    def _replace(self, name: str, value: Tensor) -> None:
+        """Change a weight in place, and remember its dense values."""
+        if self._is_same:
+            self._is_same = False
+            self._streams["dense"].copy_from(self._streams["pruned"], self._position)
+        parameter = self.weights[name].parameter
+        saved = self.originals.save_all(parameter)
+        self._dense[name] = saved if saved.device == parameter.device else parameter.detach().clone()
+        parameter.detach().copy_(value)
+
+
+@torch.no_grad()
+def renew_batch_norms(walk: Walk, size: int, originals: Originals) -> None:
+    """Running statistics of batch norms become means over the samples, as the model is now."""
+    norms = [
+        module
+        for module in walk.model.modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is not None
+    ]
+    if not norms or len(walk.samples) < 2:
+        return
+    momenta = [norm.momentum for norm in norms]
+    for norm in norms:
+        for buffer in norm.buffers():
+            originals.save_all(buffer)
+            walk.renewed.add(buffer)
+        norm.reset_running_stats()
+        norm.momentum = None  # the mean over all batches
+        norm.train()
+    try:
+        walk.visit(size, lambda chunk: outputs(walk.model, walk.batch(chunk)))
+    finally:
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
+            norm.eval()
+
+
+def _size(walk: Walk) -> int:
+    """Samples of a pass."""
+    group = max(walk.samples.groups, key=lambda group: group.size)
+    leaf = next(leaf for leaf in torch.utils._pytree.tree_leaves(group.tree) if isinstance(leaf, Tensor) and leaf.ndim)
+    length = leaf.shape[1] if leaf.ndim == 2 and not leaf.is_floating_point() else 32
+    return max(1, TOKENS.get(walk.device.type, 1024) // max(1, length))
+
+
+def _valid(x: Tensor, mask: Tensor | None) -> Tensor | None:
+    """Which rows of ``x`` (..., in) are tokens that count."""
+    if mask is None or bool(mask.all()):
+        return None
+    if x.shape[:-1] == mask.shape:
+        return mask.bool()
+    return mask.flatten().bool() if x.ndim == 2 and len(x) == mask.numel() else None
