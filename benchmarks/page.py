@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import distributed, export, level, lora, matvec, prune, select, step, train, wanda
+from . import distributed, export, level, lora, matvec, prune, repair, select, step, train, wanda
 from .benchmark import newest_records
 
 SECTIONS = {
     what: draw
-    for module in (export, level, lora, matvec, prune, select, step, train, wanda)
+    for module in (export, level, lora, matvec, prune, repair, select, step, train, wanda)
     for what, draw in module.SECTIONS.items()
 }
 INTRODUCTION = """# Benchmarks
