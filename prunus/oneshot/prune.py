@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -22,7 +23,9 @@ from .probe.prober import Finished, Probe, Probed, Prober
 from .repair import RepairWalk, renew_batch_norms
 from .resources import Clock, Peak
 from .result import Result
+from .samples import fingerprint as samples_hash
 from .solver import Choose, Repair, keep, keep_all_but
+from .state import RepairState
 from .strategy import ScoreLike, Strategy, default_select
 from .walk import Originals, Walk
 
@@ -42,6 +45,7 @@ def prune(
     batch_size: int | None = None,
     offload: str | torch.device | None = None,
     checkpointing: bool = False,
+    state: Path | None = None,
     progress: Progress | None = None,
 ) -> Result:
     """Prune ``model`` in place to ``sparsity`` of its prunable weights, and return what was done.
@@ -61,7 +65,8 @@ def prune(
     ``target``; nothing is repaired then unless ``repair`` says so. With ``offload``, a device, the model's blocks are
     moved there one at a time, and everything else stays there until the end: the masks are the same. With
     ``checkpointing`` blocks after the probed one run again for the backward instead of keeping their activations; this
-    is also done where a single sample does not fit.
+    is also done where a single sample does not fit. With ``state``, a folder, a repair that was killed goes on where
+    it was when it is called again with the same dense model, and ends with the same bits.
 
     The model comes back in its mode and with its buffers, but for batch norms, whose statistics a repair renews; after
     an exception with its weights too.
@@ -72,7 +77,7 @@ def prune(
     if sparsity is None:
         sparsity = getattr(select, "sparsity", None) or 0.5
     with job.open():
-        return job.prune(sparsity, probe, progress=progress)
+        return job.prune(sparsity, probe, Start(state=state), progress=progress)
 
 
 def method(
@@ -112,6 +117,7 @@ class Start:
 
     live: Mapping[str, Tensor] = field(default_factory=dict)  # packed; for a missing name all that is not zero
     done: Probed | None = None
+    state: Path | None = None  # folder of a repair
 
 
 class Job:
@@ -264,13 +270,20 @@ class Job:
             size=self.plan.batch_size,
             clock=self.clock,
         )
-        walk.run(lambda names: finished(names, Probed()))
+        walk.run(lambda names: finished(names, Probed()), self._state(start.state, sparsity))
         if self.plan.repair.batch_norm:
             with self.clock.part("batch norms"):
                 renew_batch_norms(self.walk, walk.size, result.originals)
         result.packed, result.repairs = walk.packed, walk.found
         self._repair_forwards += walk.forwards
         self.changed()
+
+    def _state(self, folder: Path | None, sparsity: float) -> RepairState | None:
+        if folder is None:
+            return None
+        settings = {"sparsity": sparsity, "score": self.plan.score, "select": self.strategy.select}
+        settings |= {"repair": self.plan.repair, "samples": samples_hash(self.walk.samples)}
+        return RepairState(folder, {name: str(value) for name, value in settings.items()}, self.weights)
 
     def _choose(self, sparsity: float, live: Mapping[str, Tensor]) -> Choose:
         """How the solver keeps the right number of each layer, row or group."""

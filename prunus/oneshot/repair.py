@@ -6,7 +6,7 @@ group of layers that read the same input is solved when the groups before it hav
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from .order import InputGroup, can_batch, input_groups
 from .resources import Clock
 from .samples import Chunk, mask_of
 from .solver import Choose, Repair, Solution, refine, solve
+from .state import RepairState
 from .walk import Originals, Walk, outputs
 
 TOKENS = {"cpu": 1024, "cuda": 16384}  # of a pass
@@ -73,8 +74,8 @@ class RepairWalk:
         self._is_same = True  # nothing has changed yet, so that the pruned stream is the dense one too
 
     @torch.no_grad()
-    def run(self, done: Done) -> None:
-        """Go through all weights."""
+    def run(self, done: Done, state: RepairState | None = None) -> None:
+        """Go through all weights, but those that ``state`` knows."""
         self._modules = holders(self.walk.model, self.walk.weights)
         with self.clock.part("forwards"):
             plain = {name: modules for name, modules in self._modules.items() if modules}
@@ -84,9 +85,15 @@ class RepairWalk:
         device = self.walk.device if self.walk.offload is not None else None
         self._streams = {kind: Stream(blocks, self.walk.samples, device) for kind in ("dense", "pruned")}
         self._blocks = blocks
-        for group in groups:
+        for number, group in enumerate(groups):
             self._advance(group.start, groups)
-            self._repair_group(group)
+            before = state.load(number) if state else None
+            if before is not None:
+                self._resume(before)
+            else:
+                self._repair_group(group)
+                if state:
+                    state.save(number, {name: self._content(name) for name in group.names if name in self.found})
             done(group.names)
         for name in self.weights:
             if name not in self.found:
@@ -94,6 +101,16 @@ class RepairWalk:
                 reason = "no sample reached it" if is_plain else "it is no plain linear layer or convolution"
                 self._prune_by_magnitude(name, reason)
                 done([name])
+
+    def _content(self, name: str) -> dict[str, Any]:
+        weight = self.weights[name].parameter.detach()
+        return {"weight": weight.cpu(), "mask": self.packed[name].cpu(), "repair": asdict(self.found[name])}
+
+    def _resume(self, content: Mapping[str, Any]) -> None:
+        for name, saved in content.items():
+            self._replace(name, saved["weight"])
+            self.packed[name] = saved["mask"].to(self.weights[name].parameter.device)
+            self.found[name] = LayerRepair(**saved["repair"])
 
     def _advance(self, position: int, groups: Sequence[InputGroup]) -> None:
         """Take both streams to ``position``."""

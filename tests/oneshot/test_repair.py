@@ -295,3 +295,25 @@ def test_memory_that_runs_out_makes_batches_smaller_and_nothing_else(limit):
     prune(other.model, other.batches, batch_size=3)
     for a, b in zip(case.model.parameters(), other.model.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("score", [None, "wanda"])
+@pytest.mark.parametrize("at", [1, 4, 8])
+def test_a_repair_that_was_interrupted_goes_on_and_ends_with_the_same_bits(at, score, tmp_path):
+    whole, case, calls = llama(torch.float32), llama(torch.float32), []
+    expected = prune(whole.model, whole.batches, score=score)
+
+    def progress(*_):
+        calls.append(1)
+        if len(calls) == at:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prune(case.model, case.batches, score=score, state=tmp_path / "state", progress=progress)
+    assert len([*(tmp_path / "state").glob("group_*.pt")]) == at
+    again = llama(torch.float32)
+    result = prune(again.model, again.batches, score=score, state=tmp_path / "state")
+    assert all(torch.equal(a, b) for a, b in zip(again.model.parameters(), whole.model.parameters(), strict=True))
+    assert result.layers == expected.layers
+    with pytest.raises(ValueError, match="has sparsity = 0.5, not 0.6"):
+        prune(case.model, case.batches, 0.6, score, state=tmp_path / "state")
