@@ -5,8 +5,9 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Literal
 
-Allocation = Literal["uniform", "depth", "erk"] | Mapping[str, float]
+Allocation = Literal["uniform", "depth", "erk", "fisher"] | Mapping[str, float]
 CAP = 0.95  # no layer is emptied further than this by depth, unless the target itself is higher
+NEAR, MOST = 0.15, 0.98  # how far a layer's sparsity may be from the target by fisher, and its largest
 
 
 def allocate(
@@ -22,6 +23,7 @@ def allocate(
     - ``depth``: proportional to ``0.7 + 0.6 i / (L - 1)``, so that later layers lose more.
     - ``erk``: densities proportional to ``sum(dims) / prod(dims)`` (Evci et al. 2019,
       https://arxiv.org/abs/1911.11134): small layers keep more.
+    - ``fisher``: by a global selection that reads gradients, which ``prune`` makes.
     - a mapping from name patterns to sparsities, scaled to the target; what no pattern matches
       stays dense.
 
@@ -49,9 +51,48 @@ def allocate(
         room = [size - low for size, low in zip(sizes.values(), floor, strict=True)]
         stay = spread(density, sum(sizes.values()) - target, [0] * len(room), room)
         counts = [size - num for size, num in zip(sizes.values(), stay, strict=True)]
+    elif how == "fisher":
+        raise ValueError("allocate='fisher' reads gradients of a trained model: it is for prune(), not for training")
     else:
         raise ValueError(f"allocate must be uniform, depth, erk or a mapping from patterns to sparsities, got {how!r}")
     return dict(zip(sizes, counts, strict=True))
+
+
+def clipped(
+    wish: Mapping[str, int], sizes: Mapping[str, int], sparsity: float, at_least: Mapping[str, int]
+) -> dict[str, int]:
+    """Numbers of weights to drop near ``wish``, ``round(s N)`` in all.
+
+    Sparsities of layers are shifted by one constant, clipped to ``s - 0.15 .. s + 0.15`` and ``0 .. 0.98``; what
+    rounding down leaves over goes to the largest remainders. ``at_least`` are dropped already.
+    """
+    target = round(sparsity * sum(sizes.values()))
+    lowest = {n: max(at_least[n], math.floor(max(0.0, sparsity - NEAR) * size)) for n, size in sizes.items()}
+    highest = {n: max(at_least[n], math.ceil(min(MOST, sparsity + NEAR) * size)) for n, size in sizes.items()}
+    if sum(highest.values()) < target:
+        raise ValueError(
+            f"a sparsity of {sparsity:g} cannot be reached where no layer may be sparser than "
+            f"{min(MOST, sparsity + NEAR):g}; take a lower one, or allocate='uniform'"
+        )
+    if sum(lowest.values()) >= target:  # what is dropped already leaves no choice
+        return lowest
+
+    def shifted(shift: float) -> dict[str, float]:
+        return {n: min(max(wish[n] + shift * size, lowest[n]), highest[n]) for n, size in sizes.items()}
+
+    low, high = -1.0, 1.0
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(shifted(middle).values()) < target else (low, middle)
+    exact = shifted(high)
+    counts = {n: math.floor(value) for n, value in exact.items()}
+    by_remainder = sorted(sizes, key=lambda n: counts[n] - exact[n])
+    while (left := target - sum(counts.values())) != 0:
+        step = 1 if left > 0 else -1
+        room = [n for n in by_remainder if lowest[n] <= counts[n] + step <= highest[n]]
+        for n in (room if left > 0 else room[::-1])[: abs(left)]:
+            counts[n] += step
+    return counts
 
 
 def spread(wish: Sequence[float], total: int, floor: Sequence[int], ceiling: Sequence[int]) -> list[int]:

@@ -158,7 +158,7 @@ class PerLayer(Selector):
     """One threshold a weight; ``allocate`` says how the sparsity is spread over the weights.
 
     ``"uniform"`` drops ``round(s n)`` of every weight; ``"depth"``, ``"erk"`` and a mapping from
-    name patterns to sparsities drop exactly ``round(s N)`` in all.
+    name patterns to sparsities drop exactly ``round(s N)`` in all, and so does ``"fisher"``, for ``prune`` alone.
     """
 
     allocate: Allocation = "uniform"

@@ -11,11 +11,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from ..allocate import clipped
 from ..eligible import eligible, unwrapped_model
 from ..input_statistics import eagerly
 from ..ops import bits
 from ..ranks import is_dtensor
-from ..select import PerLayer, Selector, Shape
+from ..select import Global, PerLayer, Selector, Shape
 from .limit import Progress
 from .probe.engine import Engine
 from .probe.objective import Loss, Objective
@@ -134,8 +135,8 @@ class Job:
             raise ValueError(f"{sharded[0]} is sharded over ranks; prune the whole model in one process, then shard it")
         self.walk = Walk(self.model, weights, batches, plan.offload)
         self.clock = Clock(self.walk.device)
-        select = plan.select or (PerLayer() if plan.score is None else default_select(plan.score))
-        self.strategy = Strategy(self.walk, self.engine, plan.score or "magnitude", select)
+        self.select = plan.select or (PerLayer() if plan.score is None else default_select(plan.score))
+        self.strategy = Strategy(self.walk, self.engine, plan.score or "magnitude", self.select)
         self._engine: Engine | None = None
         self._repair_forwards = 0
         self._is_open = False
@@ -209,6 +210,9 @@ class Job:
     @torch.no_grad()
     def _level(self, result: Result, sparsity: float, probe: Probe | None, start: Start, finished: Finished) -> None:
         live = self.live(start.live)
+        if isinstance(self.select, PerLayer) and self.select.allocate == "fisher":
+            with self.clock.part("strategy"):
+                self.strategy.select = self._fisher_allocation(sparsity, live)
         if self.plan.score is None and probe is None:
             result.candidates = live  # until the solver has chosen
             self._repair(result, None, sparsity, live, start, finished)
@@ -281,7 +285,7 @@ class Job:
     def _state(self, folder: Path | None, sparsity: float) -> RepairState | None:
         if folder is None:
             return None
-        settings = {"sparsity": sparsity, "score": self.plan.score, "select": self.strategy.select}
+        settings = {"sparsity": sparsity, "score": self.plan.score, "select": self.select}
         settings |= {"repair": self.plan.repair, "samples": samples_hash(self.walk.samples)}
         return RepairState(folder, {name: str(value) for name, value in settings.items()}, self.weights)
 
@@ -297,6 +301,14 @@ class Job:
         if select.group == "layer":
             return keep_all_but({quota.names[0]: quota.num_drop for quota in quotas})
         return keep(select, sparsity)
+
+    def _fisher_allocation(self, sparsity: float, live: Mapping[str, Tensor]) -> PerLayer:
+        """By layer, with about as many of each as one global selection by fisher would prune."""
+        masks = Strategy(self.walk, self.engine, "fisher", Global()).keep(sparsity, live)
+        sizes = {name: weight.parameter.numel() for name, weight in self.weights.items()}
+        wish, gone = ({name: self._num_pruned(name, packed) for name in sizes} for packed in (masks, live))
+        counts = clipped(wish, sizes, sparsity, gone)
+        return PerLayer({name: count / sizes[name] for name, count in counts.items()})
 
     def _num_pruned(self, name: str, packed: Mapping[str, Tensor]) -> int:
         return self.weights[name].parameter.numel() - int(bits.count(packed[name]))

@@ -1,6 +1,7 @@
 """Results of pruning a trained model."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -106,6 +107,19 @@ class Result:
         for name, weight in self.weights.items():
             where = bits.unpack(self._live(name) & ~self.packed[name], weight.parameter.shape)
             self.originals.prune_(weight.parameter, where)
+
+    @contextmanager
+    def masks_alone(self) -> Iterator[None]:
+        """The dense weights under the masks, without their repair, while this is open."""
+        self.undo_()
+        masks = Originals()
+        try:
+            for name, weight in self.weights.items():
+                masks.prune_(weight.parameter, ~bits.unpack(self.packed[name], weight.parameter.shape))
+            yield
+        finally:
+            masks.restore_()
+            self.apply_()
 
     def packed_at(self, tau: Tau, base: float = 1.0) -> dict[str, Tensor]:
         """Packed masks that another tau gives from the stored ratios, without a new pass.

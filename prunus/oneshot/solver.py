@@ -65,8 +65,11 @@ class Repair:
 
 
 def default_damping(num_tokens: int, num_inputs: int) -> float:
-    """Fewer tokens an input know less of the inputs, so weights should stay nearer to their dense values."""
-    return 0.1
+    """``1.2 / sqrt(tokens an input)``: the fewer there are, the nearer weights should stay to their dense values.
+
+    On stories15M at 50 % the best was near 0.45 at 7 tokens an input, 0.2 at 28 and 0.1 at 114.
+    """
+    return min(max(1.2 * math.sqrt(num_inputs / max(1, num_tokens)), 0.01), 1.0)
 
 
 @dataclass(frozen=True)
