@@ -45,6 +45,7 @@ class Command:
     no_repair: Flag = False  # leave the weights that stay as they are
     repair_probe: Flag = False  # repair the masks of a probe too
     targets: Literal["dense", "own"] = "dense"  # reproduce the dense model's outputs, or those of each layer by itself
+    tune: Flag = False  # let every block learn the dense one's outputs
     damping: float | None = None  # how near weights stay to their dense values; by default from the number of tokens
     probe: Literal["none", "sequential", "block", "joint"] = "none"  # schedule of the probe
     tau: str = "1.0"  # allowed increase of the gradient: a number, adaptive, or target
@@ -67,7 +68,7 @@ class Command:
 
 
 OF_PROBE = ("tau", "order", "reduction", "zero_gradient", "repair_probe")
-OF_REPAIR = ("targets", "damping")
+OF_REPAIR = ("targets", "damping", "tune")
 
 
 def run(command: Command) -> None:
@@ -151,7 +152,7 @@ def _pruned(command: Command) -> "Outcome":
     from .prune_tables import Outcome
 
     probe, score, device = _probe(command), _score(command), torch.device(command.device)
-    repair = Repair(command.targets, command.damping) if _repairs(command) else None
+    repair = Repair(command.targets, command.damping, tune=command.tune) if _repairs(command) else None
     trained = load_trained(_source(command))
     settings: dict[str, Any] = {"score": score, "select": _selector(command), "loss": trained.loss}
     settings |= {"include": command.include, "exclude": command.exclude, "batch_size": command.batch or None}

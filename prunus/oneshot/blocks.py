@@ -161,16 +161,18 @@ class Stream:
                 handle.remove()
         return found
 
+    def stored(self, k: int, chunk: Chunk) -> Tree:
+        """What the samples of a chunk are at position ``k``, on the device of the passes."""
+        output = rows(self._outputs[k][chunk.group], chunk.start, chunk.stop, self.samples.groups[chunk.group].size)
+        return output if self.offload is None else moved(output, self.offload)
+
     @contextmanager
     def starting_at(self, k: int, chunk: Chunk, times: int = 1) -> Iterator[None]:
         """Passes over ``chunk``, its samples repeated ``times`` times, that start at position ``k``."""
         if k == 0:
             yield
             return
-        size = self.samples.groups[chunk.group].size
-        output = rows(self._outputs[k][chunk.group], chunk.start, chunk.stop, size)
-        if self.offload is not None:
-            output = moved(output, self.offload)
+        output = self.stored(k, chunk)
         # copies: the model may change them in place
         last = copied(output) if times == 1 else repeated(output, times, chunk.size)
         others = copied(last) if k > 1 else None

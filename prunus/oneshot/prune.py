@@ -119,6 +119,7 @@ class Start:
     live: Mapping[str, Tensor] = field(default_factory=dict)  # packed; for a missing name all that is not zero
     done: Probed | None = None
     state: Path | None = None  # folder of a repair
+    masks: Mapping[str, Tensor] | None = None  # packed: what this level has chosen before, to be repaired again
 
 
 class Job:
@@ -213,6 +214,10 @@ class Job:
         if isinstance(self.select, PerLayer) and self.select.allocate == "fisher":
             with self.clock.part("strategy"):
                 self.strategy.select = self._fisher_allocation(sparsity, live)
+        if start.masks is not None:
+            result.candidates = {name: live[name] & ~start.masks[name] for name in self.weights}
+            self._repair(result, start.masks, sparsity, live, start, finished)
+            return
         if self.plan.score is None and probe is None:
             result.candidates = live  # until the solver has chosen
             self._repair(result, None, sparsity, live, start, finished)
@@ -264,6 +269,8 @@ class Job:
     ) -> None:
         """Repair masks that are known, or have the solver find them."""
         assert self.plan.repair is not None
+        if self.plan.repair.tune and self.walk.offload is not None:
+            raise ValueError("tuning needs the model on the device; leave out tune, or offload")
         walk = RepairWalk(
             self.walk,
             self.plan.repair,
@@ -278,7 +285,7 @@ class Job:
         if self.plan.repair.batch_norm:
             with self.clock.part("batch norms"):
                 renew_batch_norms(self.walk, walk.size, result.originals)
-        result.packed, result.repairs = walk.packed, walk.found
+        result.packed, result.repairs, result.tuned = walk.packed, walk.found, walk.tuned
         self._repair_forwards += walk.forwards
         self.changed()
 

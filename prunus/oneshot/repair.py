@@ -22,9 +22,11 @@ from .resources import Clock
 from .samples import Chunk, mask_of
 from .solver import Choose, Repair, Solution, refine, solve
 from .state import RepairState
+from .tune import BlockTuner, Tuned
 from .walk import Originals, Walk, outputs
 
 TOKENS = {"cpu": 1024, "cuda": 16384}  # of a pass
+TUNED_TOGETHER = 4  # samples of a step of tuning
 FEW = 0.25  # tokens an input below which an expert is not repaired
 
 
@@ -69,6 +71,7 @@ class RepairWalk:
         self.forwards = 0  # forward passes of one sample
         self.found: dict[str, LayerRepair] = {}
         self.packed: dict[str, Tensor] = {}
+        self.tuned: dict[int, Tuned] = {}  # by block
         self._dense: dict[str, Tensor] = {}  # dense values of weights that passes from here on still read
         self._position = 0
         self._is_same = True  # nothing has changed yet, so that the pruned stream is the dense one too
@@ -85,16 +88,20 @@ class RepairWalk:
         device = self.walk.device if self.walk.offload is not None else None
         self._streams = {kind: Stream(blocks, self.walk.samples, device) for kind in ("dense", "pruned")}
         self._blocks = blocks
+        self._state = state
         for number, group in enumerate(groups):
             self._advance(group.start, groups)
-            before = state.load(number) if state else None
+            path = f"group_{number:05}"
+            before = state.load(path) if state else None
             if before is not None:
                 self._resume(before)
             else:
                 self._repair_group(group)
                 if state:
-                    state.save(number, {name: self._content(name) for name in group.names if name in self.found})
+                    state.save(path, {name: self._content(name) for name in group.names if name in self.found})
             done(group.names)
+        if self.repair.tune:
+            self._advance(len(blocks), groups)
         for name in self.weights:
             if name not in self.found:
                 is_plain = bool(self._modules[name])
@@ -115,15 +122,37 @@ class RepairWalk:
     def _advance(self, position: int, groups: Sequence[InputGroup]) -> None:
         """Take both streams to ``position``."""
         while self._position < position:
-            with self.clock.part("forwards"):
-                for kind in ("pruned",) if self._is_same or self.repair.targets == "own" else ("dense", "pruned"):
-                    with self._running(kind):
-                        visit = partial(self.walk.visit, self.size)
-                        self._streams[kind].advance(self._position, self._forward, visit)
-                    self.forwards += len(self.walk.samples)
+            for kind in ("pruned",) if self._is_same or self.repair.targets == "own" else ("dense", "pruned"):
+                if kind == "pruned" and self.repair.tune and not self._is_same:
+                    self._tune()
+                with self.clock.part("forwards"), self._running(kind):
+                    visit = partial(self.walk.visit, self.size)
+                    self._streams[kind].advance(self._position, self._forward, visit)
+                self.forwards += len(self.walk.samples)
             self._position += 1
             later = {name for group in groups if group.stop >= self._position for name in group.names}
             self._dense = {name: value for name, value in self._dense.items() if name in later}
+
+    def _tune(self) -> None:
+        """Tune the block at this position; the dense stream has gone ahead to what it should give."""
+        tuner = BlockTuner(self.walk, self._position, self._streams["pruned"], self._streams["dense"])
+        saved = {id(self.weights[name].parameter) for name in self.found}
+        for parameter in tuner.parameters:
+            if id(parameter) not in saved:
+                self.originals.save_all(parameter)
+        path = f"block_{self._position:05}"
+        before = self._state.load(path) if self._state else None
+        with self.clock.part("tune"):
+            if before is not None:
+                for parameter, value in zip(tuner.parameters, before["parameters"], strict=True):
+                    parameter.detach().copy_(value)
+                self.tuned[self._position] = Tuned(*before["tuned"])
+                return
+            found = tuner.run(min(self.size, TUNED_TOGETHER))
+        self.tuned[self._position] = found
+        if self._state:
+            values = [parameter.detach().cpu() for parameter in tuner.parameters]
+            self._state.save(path, {"parameters": values, "tuned": [found.before, found.after]})
 
     def _forward(self, chunk: Chunk) -> None:
         outputs(self.walk.model, self.walk.batch(chunk))

@@ -13,6 +13,7 @@ from ..ops import bits
 from .limit import Trial
 from .probe.decide import Ratios, Tau, check_tau, taus, within
 from .repair import LayerRepair
+from .tune import Tuned
 from .walk import Originals
 
 
@@ -56,6 +57,7 @@ class Result:
     checkpointing: bool = False  # whether blocks ran again for the backward
     originals: Originals = field(default_factory=Originals)
     repairs: dict[str, LayerRepair] = field(default_factory=dict)
+    tuned: dict[int, Tuned] = field(default_factory=dict)  # by block
     repair_again: "Callable[[Result], None] | None" = None  # repairs the dense model by other masks of the probe
     _repaired: dict[Tensor, Tensor] = field(default_factory=dict)  # values that ``undo_`` took back
 

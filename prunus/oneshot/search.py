@@ -16,9 +16,10 @@ from .limit import Limit, SearchOptions, Trial
 from .probe.decide import taus
 from .probe.objective import Loss
 from .probe.prober import Probe, Probed
-from .prune import Job, Plan, Start
+from .prune import Job, Plan, Start, method
 from .result import Found, Result
 from .samples import fingerprint
+from .solver import Repair
 from .state import State
 from .strategy import ScoreLike
 from .walk import Originals
@@ -34,8 +35,9 @@ def search(
     limit: Limit = Limit(relative=0.05),
     probe: Probe | None = None,
     *,
-    score: ScoreLike = "magnitude",
+    score: ScoreLike | None = None,
     select: Selector | None = None,
+    repair: Repair | None = None,
     loss: Loss | None = None,
     include: str | Sequence[str] = (),
     exclude: str | Sequence[str] = (),
@@ -47,10 +49,14 @@ def search(
     Masks are cumulative: a level prunes within what the one before it kept. A level that fails is taken back bit for
     bit; if the first fails, the model comes back dense. With ``options.state``, a folder, a search that was
     killed resumes after its last finished group of weights when it is called again with the same dense model.
+
+    With ``repair`` every level is repaired, from the dense weights on. Without a ``score`` the solver of the repair
+    then chooses what stays; otherwise the score is magnitude.
     """
+    score, repair = method(batches, score, probe, repair)
     if options.tune and probe and probe.tau == "target":
         raise ValueError("tau='target' cannot be tuned: it follows from the sparsity; give a number, or no tune")
-    plan = Plan(score, select, loss, include, exclude, batch_size, options.offload, options.checkpointing)
+    plan = Plan(score, select, loss, include, exclude, batch_size, options.offload, options.checkpointing, repair)
     job = Job(model, batches, plan)
     with job.open():
         return _Search(job, evaluate, limit, probe, options).run()
@@ -64,6 +70,7 @@ class _Kept:
     originals: Originals
     packed: Packed
     trial: Trial | None = None
+    result: Result | None = None  # where levels are repaired: each begins with the dense weights
 
 
 @dataclass
@@ -103,12 +110,15 @@ class _Search:
         """The folder of the search; the model is pruned by the trials in it."""
         if self.options.state is None:
             return None
-        settings = {"limit": self.limit, "probe": self.probe, "steps": self.options.steps, "tune": self.options.tune}
+        settings: dict[str, Any] = {"limit": self.limit, "probe": self.probe, "steps": self.options.steps}
         settings |= {
+            "tune": self.options.tune,
             "score": self.job.plan.score,
-            "select": self.job.strategy.select,
+            "select": self.job.select,
             "samples": fingerprint(self.job.walk.samples),
         }
+        if self.job.plan.repair is not None:
+            settings["repair"] = self.job.plan.repair
         state = State(self.options.state, {k: str(v) for k, v in settings.items()}, self.job.weights)
         self.trials = state.trials()
         for number, trial in enumerate(self.trials):
@@ -124,8 +134,18 @@ class _Search:
             self._apply(before.asked, levels[0], before.trial)
         self._apply(trial.asked, levels[-1], trial)
 
-    def _apply(self, asked: float, packed: Packed, trial: Trial | None) -> None:
-        """Prune to known masks, as one level."""
+    def _apply(self, asked: float, packed: Packed, trial: Trial | None, result: Result | None = None) -> None:
+        """Prune to known masks, as one level; ``result`` has repaired weights that are known too."""
+        if self.job.plan.repair is not None:
+            self._to_dense()
+            if result is None:
+                # masks that the solver found are found again, with the values that belong to them
+                masks = None if self.job.plan.score is None else packed
+                result = self.job.prune(asked, None, Start(self.live, masks=masks))
+            else:
+                result.apply_()
+            self.kept.append(_Kept(asked, result.originals, packed, trial, result))
+            return
         level, before = _Kept(asked, Originals(), packed, trial), self.job.live(self.live)
         self.kept.append(level)
         for name, weight in self.job.weights.items():
@@ -166,13 +186,33 @@ class _Search:
             if state is not None and found.ratios:
                 state.save_group(number, names, found)
 
-        result = self.job.prune(asked, probe, start, progress=self.options.progress, finished=save)
+        self._to_dense()
+        try:
+            result = self.job.prune(asked, probe, start, progress=self.options.progress, finished=save)
+        except BaseException:
+            self._from_dense()
+            raise
         self.passes += result.passes
-        self.kept.append(_Kept(asked, result.originals, result.packed))
+        repaired = result if self.job.plan.repair is not None else None
+        self.kept.append(_Kept(asked, result.originals, result.packed, result=repaired))
         return result
 
     def _take_back(self) -> None:
+        self._to_dense()  # what was repaired may be wanted again
         self.job.undo_(self.kept.pop().originals)
+        self._from_dense()
+
+    def _to_dense(self) -> None:
+        """Take back a repaired level, whose masks stay."""
+        if self.kept and (result := self.kept[-1].result):
+            result.undo_()
+            self.job.changed()
+
+    def _from_dense(self) -> None:
+        """Bring back the level that ``_to_dense`` took back."""
+        if self.kept and (result := self.kept[-1].result):
+            result.apply_()
+            self.job.changed()
 
     def _tuned(self, result: Result, asked: float, dense: float, metric: float) -> tuple[float, float]:
         """The largest factor of tau that passes (1 if none), and its metric; the model is pruned by it."""
@@ -223,7 +263,7 @@ class _Search:
         """Put the level before back as it was, and an empty level in place of the one that failed."""
         self._take_back()
         self._take_back()
-        self._apply(before.asked, before.packed, before.trial)
+        self._apply(before.asked, before.packed, before.trial, before.result)
         self.kept.append(_Kept(asked, Originals(), before.packed))
 
     def _scaled(self, scale: float) -> Probe:
@@ -260,5 +300,5 @@ class _Search:
         metric = self._metric()
         self._take_back()
         for level in levels:
-            self._apply(level.asked, level.packed, level.trial)
+            self._apply(level.asked, level.packed, level.trial, level.result)
         return metric, result.sparsity

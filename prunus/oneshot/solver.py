@@ -38,15 +38,17 @@ class Repair:
     ``targets``: reproduce the outputs of the dense model (``"dense"``), or those of the dense weights on the inputs
     that the pruned model gives them (``"own"``). ``damping`` holds weights near their dense values, the more the
     larger it is; None takes what suits the number of tokens. At most ``iterations`` of ADMM find which weights stay, at
-    most ``refine`` steps of conjugate gradients their values. ``batch_norm`` renews the running statistics of batch
-    norms on the samples at the end. ``tf32`` lets the products of ADMM use TF32 on CUDA; factorisation, refinement and
-    errors never do.
+    most ``refine`` steps of conjugate gradients their values. With ``tune`` each block then learns the outputs of the
+    dense one; where that does not help on held-out samples it is undone. ``batch_norm`` renews the running statistics
+    of batch norms on the samples at the end. ``tf32`` lets the products of ADMM use TF32 on CUDA; factorisation,
+    refinement and errors never do.
     """
 
     targets: Literal["dense", "own"] = "dense"
     damping: float | None = None
     iterations: int = 300
     refine: int = 10
+    tune: bool = False
     batch_norm: bool = True
     tf32: bool = True
 
@@ -55,6 +57,8 @@ class Repair:
             raise ValueError(f"targets must be dense or own, got {self.targets!r}")
         if self.damping is not None and not 0 <= self.damping < math.inf:
             raise ValueError(f"damping must be a finite number and not negative, got {self.damping}")
+        if self.tune and self.targets != "dense":
+            raise ValueError("tune learns the outputs of the dense model; it needs targets='dense'")
         for name in ("iterations", "refine"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
@@ -215,6 +219,7 @@ def _admm(
             factor = 1.3 if num_changed >= 0.1 * num_kept else 1.2 if num_changed >= 0.005 * num_kept else 1.1
             state = torch.where(support, state * factor, state)
             rho *= factor
+            inverse = None  # frees its memory for the next one
             if (inverse := _inverse(group.gram, rho, clock)) is None:
                 return None
             seen = support
@@ -227,6 +232,7 @@ def _inverse(gram: Tensor, rho: float, clock: Clock) -> Tensor | None:
         shifted = gram.clone()
         shifted.diagonal().add_(rho)
         factor, info = torch.linalg.cholesky_ex(shifted)
+        del shifted
         return torch.cholesky_inverse(factor) if info.item() == 0 else None
 
 

@@ -27,15 +27,12 @@ class RepairState:
         about = {"format": "prunus-repair-1", "settings": dict(settings), "weights": fingerprint(weights)}
         claim(folder, "repair", about)
 
-    def save(self, number: int, content: Mapping[str, Any]) -> None:
-        write_atomically(self._path(number), lambda file: torch.save(dict(content), file))
+    def save(self, name: str, content: Mapping[str, Any]) -> None:
+        write_atomically(self.folder / f"{name}.pt", lambda file: torch.save(dict(content), file))
 
-    def load(self, number: int) -> dict[str, Any] | None:
-        path = self._path(number)
+    def load(self, name: str) -> dict[str, Any] | None:
+        path = self.folder / f"{name}.pt"
         return _read(path) if path.is_file() else None
-
-    def _path(self, number: int) -> Path:
-        return self.folder / f"group_{number:05}.pt"
 
 
 def claim(folder: Path, kind: str, about: dict[str, Any]) -> None:

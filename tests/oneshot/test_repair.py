@@ -329,3 +329,24 @@ def test_a_repair_that_was_interrupted_goes_on_and_ends_with_the_same_bits(at, s
     assert result.layers == expected.layers
     with pytest.raises(ValueError, match=r"has sparsity = 0\.5, not 0\.6"):
         prune(case.model, case.batches, 0.6, score, state=tmp_path / "state")
+
+
+def test_tuning_lowers_the_error_of_blocks_on_held_out_samples_or_is_undone(tmp_path):
+    tokens = torch.randint(0, 31, (24, 12), generator=torch.Generator().manual_seed(0))
+    models, results = [], []
+    for options in ({"repair": Repair()}, *[{"repair": Repair(tune=True), "state": tmp_path / "state"}] * 2):
+        case = llama(torch.float32)
+        before = snapshot(case.model)
+        results.append(prune(case.model, [tokens], 0.6, **options))
+        models.append(deepcopy(case.model))
+        results[-1].undo_()
+        assert_same(before, snapshot(case.model))
+    plain, tuned, resumed = models
+    assert not results[0].tuned and sorted(results[1].tuned) == [0, 1, 2]
+    assert any(found.helped for found in results[1].tuned.values())
+    assert not torch.equal(plain.model.layers[0].input_layernorm.weight, tuned.model.layers[0].input_layernorm.weight)
+    assert torch.equal(plain.model.norm.weight, tuned.model.norm.weight)
+    assert all(torch.equal(a, b) for a, b in zip(tuned.parameters(), resumed.parameters(), strict=True))
+    assert results[1].num_pruned == results[0].num_pruned == sum(zeros(tuned, results[1].masks).values())
+    with pytest.raises(ValueError, match="needs targets='dense'"):
+        Repair("own", tune=True)

@@ -9,7 +9,7 @@ import torch
 from probe_checks import assert_same, snapshot
 from probe_models import entropy, mlp
 
-from prunus import Bisection, Global, Levels, Limit, PerRow, Probe, SearchOptions, Tune, prune, search
+from prunus import Bisection, Global, Levels, Limit, PerRow, Probe, Repair, SearchOptions, Tune, prune, search
 from prunus.oneshot.limit import Trial
 from prunus.oneshot.prune import Job, Plan, Start
 
@@ -243,3 +243,27 @@ def test_every_level_reads_the_inputs_of_the_model_as_it_is_then():
     assert all(torch.equal(found.masks[name], mask) for name, mask in second.masks.items())
     stale = prune(mlp().model, again.batches, 0.7, "wanda", Global(), repair=None)
     assert any(not torch.equal(stale.masks[name], mask) for name, mask in second.masks.items())
+
+
+@pytest.mark.parametrize("options", [{}, {"score": "wanda"}, {"probe": Probe(0.5)}], ids=str)
+def test_levels_are_repaired_from_the_dense_weights_and_a_failed_one_leaves_the_last_good_one(options, tmp_path):
+    x, y = torch.randn(80, 9, dtype=torch.float64), torch.randint(0, 4, (80,))
+
+    def case_of():
+        case = mlp()
+        case.batches = [(x, y)]
+        return case
+
+    case, again = case_of(), case_of()
+    evaluate, limit = held_out(case), Limit(relative=0.004)
+    found = searched(case, limit, evaluate=evaluate, repair=Repair(), **options)
+    assert [trial.accepted for trial in found.trials] == [True] * (len(found.trials) - 1) + [False]
+    assert len(found.trials) > 1 and evaluate(case.model) == found.metric == found.trials[-2].metric
+    assert all(torch.equal(case.model.get_parameter(name) != 0, mask) for name, mask in found.masks.items())
+    plain = searched(again, limit, evaluate=evaluate, **options)
+    assert found.trials[1].metric < plain.trials[1].metric
+    for _ in range(2):
+        other = case_of()
+        resumed = searched(other, limit, evaluate=evaluate, repair=Repair(), state=tmp_path / "state", **options)
+        assert resumed.metric == found.metric and [t.metric for t in resumed.trials] == [t.metric for t in found.trials]
+        assert all(torch.equal(a, b) for a, b in zip(case.model.parameters(), other.model.parameters(), strict=True))
