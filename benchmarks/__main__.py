@@ -5,6 +5,7 @@ from argparse import ArgumentParser, BooleanOptionalAction
 from collections.abc import Sequence
 from dataclasses import fields
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 COMMANDS = {  # module, what the command does
@@ -15,7 +16,7 @@ COMMANDS = {  # module, what the command does
     "matvec": ("matvec", "products with a pruned weight"),
     "prune": ("prune", "WANDA and the gradient probe after training"),
     "level": ("level", "a level of the probe on a random model of Mistral-7B's shape"),
-    "repair": ("repair", "pruning with repair on a random model of Mistral-7B's shape"),
+    "repair": ("repair", "pruning with repair: a random model of Mistral-7B's shape, or a trained one"),
     "distributed": ("distributed", "1, 2 and 4 ranks on a CPU; on a GPU one rank beside none"),
     "lora": ("lora", "what masks cost a merge of LoRA adapters"),
     "wanda": ("wanda", "one-shot WANDA beside llmcompressor's, in an environment that has both"),
@@ -52,6 +53,7 @@ def _parsed(command: Any, prog: str, args: Sequence[str]) -> Any:
         parser = ArgumentParser(prog)
         for option in fields(command):
             flag, kind = f"--{option.name.replace('_', '-')}", type(option.default)
+            kind = Path if option.default is None else kind
             how: dict[str, Any] = {"action": BooleanOptionalAction} if kind is bool else {"type": kind}
             parser.add_argument(flag, default=option.default, **how)
         return command(**vars(parser.parse_args(args)))

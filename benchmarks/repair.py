@@ -1,14 +1,19 @@
-"""Seconds and memory of pruning with repair on a random model of Mistral-7B's shape, by part of the work.
+"""Pruning with repair: what it costs on a random model of Mistral-7B's shape, and what it is worth on a trained model.
 
-Its weights are random: this says what a repair costs, nothing about quality.
+The weights of the first are random: it says nothing about quality. The second compares ways to prune on held-out
+tokens, over several draws of the calibration windows.
 """
 
-from dataclasses import dataclass
-from typing import Literal
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 
 from prunus import NofM, PerLayer, PerRow, Repair, prune
+from prunus.lab.trained_model import ModelSource, load_trained
 from prunus.ops.machine import device_of
 
 from . import level
@@ -21,7 +26,7 @@ PARTS = ("forwards", "grams", "factorisations", "iterations", "refine", "tune")
 
 @dataclass(frozen=True, kw_only=True)
 class Command(Benchmark):
-    """Prune a random model of Mistral-7B's shape with repair, by default on a GPU; on a CPU take few blocks."""
+    """Time repair on a random model of Mistral-7B's shape; or with --model compare ways to prune a trained one."""
 
     blocks: int = 32  # blocks of the model
     windows: int = 128  # calibration windows
@@ -32,15 +37,63 @@ class Command(Benchmark):
     refine: int = 10  # steps of conjugate gradients, at most
     offload: bool = False  # the model stays in main memory, one block at a time on the device
     device: str = "cuda"  # cpu or cuda
+    model: Path | None = None  # Hugging Face folder of a trained model
+    tokens: Path | None = None  # uint16 tokens to calibrate it on
+    eval_tokens: Path | None = None  # held-out tokens
+    eval_windows: int = 24  # held-out windows
+    seeds: int = 3  # draws of the calibration windows
 
     def measure(self) -> Measured:
         device = device_of(self.device)
+        if self.model is not None:
+            return self._quality()
         made = level.level_of(self.blocks, self.windows, self.length, torch.device("cpu") if self.offload else device)
         repair = Repair(iterations=self.iterations, refine=self.refine)
         settings = {"blocks": self.blocks, "windows": self.windows, "length": self.length, **level.SHAPE}
         settings |= {"sparsity": self.sparsity, "scope": self.scope, "refine": self.refine, "offload": self.offload}
         settings |= {"num_weights": sum(p.numel() for p in made.model.parameters())}
         return "repair", settings, [measure_repair(made, self.sparsity, self.scope, repair, device, self.offload)]
+
+    def _quality(self) -> Measured:
+        settings = {"model": str(self.model and self.model.name), "windows": self.windows, "length": self.length}
+        settings |= {"eval_windows": self.eval_windows, "seeds": self.seeds}
+        return "repair quality", settings, measure_quality(self)
+
+
+# ways to prune to a sparsity, by layer or 2:4
+WAYS: dict[str, Callable[..., Any]] = {
+    "WANDA": lambda *what, select: prune(*what, score="wanda", select=select, repair=None),
+    "WANDA's mask, repaired": lambda *what, select: prune(*what, score="wanda", select=select),
+    "repair, own targets": lambda *what, select: prune(*what, select=select, repair=Repair("own")),
+    "repair": lambda *what, select: prune(*what, select=select),
+    "repair, tuned": lambda *what, select: prune(*what, select=select, repair=Repair(tune=True)),
+}
+LEVELS = {"50 %": (0.5, None), "70 %": (0.7, None), "2:4": (0.5, NofM(2, 4))}
+
+
+def measure_quality(command: Command) -> list[Row]:
+    """Mean and spread over seeds of the metric on held-out data, a row for each way and level."""
+    found: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    dense = 0.0
+    for seed in range(command.seeds):
+        source = ModelSource(str(command.model), command.tokens, command.eval_tokens, command.windows, command.length)
+        source = replace(source, eval_windows=command.eval_windows, seed=seed, device=command.device)
+        trained = load_trained(source)
+        dense = trained.evaluate(trained.model)
+        for way, run in WAYS.items():
+            for name, (sparsity, select) in LEVELS.items():
+                default = PerRow() if way.startswith("WANDA") else PerLayer()
+                result = run(trained.model, trained.batches, sparsity, select=select or default)
+                value = trained.evaluate(trained.model)
+                found.setdefault((way, name), []).append((value, result.seconds))
+                print(f"seed {seed}, {way}, {name}: {value:.3f} in {result.seconds:.1f} s", flush=True)
+                result.undo_()
+    rows: list[Row] = []
+    for (way, name), values in found.items():
+        metrics, seconds = zip(*values, strict=True)
+        row = {"way": way, "level": name, "mean": statistics.mean(metrics), "seconds": statistics.mean(seconds)}
+        rows.append(row | {"values": list(metrics), "dense": dense})
+    return rows
 
 
 def measure_repair(
@@ -77,4 +130,26 @@ def repair_section(record: Record) -> str:
     return section("Repair: a 7 B model", record, REPAIR, table_of(record["rows"], columns))
 
 
-SECTIONS = {"repair": repair_section}
+QUALITY = """{model} pruned by several ways, perplexity on {eval_windows} held-out windows of {length} tokens; means \
+over {seeds} draws of {windows} calibration windows, and the range, by `python -m benchmarks repair --model`.
+"""
+
+
+def quality_section(record: Record) -> str:
+    rows = []
+    for way in dict.fromkeys(row["way"] for row in record["rows"]):
+        line = {"way": way}
+        for row in record["rows"]:
+            if row["way"] == way:
+                line[row["level"].replace(":", " of ")] = (
+                    f"{row['mean']:.3f} ({min(row['values']):.3f} - {max(row['values']):.3f})"
+                )
+                line["seconds"] = row["seconds"]
+        rows.append(line)
+    columns = {level: level.replace(":", " of ") for level in LEVELS}  # a colon separates a key from its format
+    rows.insert(0, {"way": "dense", **dict.fromkeys(columns.values(), f"{record['rows'][0]['dense']:.3f}")})
+    body = table_of(rows, {"way": "way", **columns, "s": "seconds:.0f"})
+    return section("Repair: a trained model", record, QUALITY, body)
+
+
+SECTIONS = {"repair": repair_section, "repair quality": quality_section}

@@ -43,3 +43,23 @@ def test_the_command_leaves_a_file_that_the_page_draws(small, has_tyro, tmp_path
     (path,) = tmp_path.glob("repair_*.json")
     assert json.loads(path.read_text())["settings"]["offload"] is True
     assert "Repair: a 7 B model" in page(tmp_path)
+
+
+def test_ways_to_prune_a_trained_model_are_compared_over_seeds(tmp_path, capsys):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=40, num_hidden_layers=2, max_position_embeddings=32, **SMALL, tie_word_embeddings=True
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    files = {name: tmp_path / f"{name}.u16" for name in ("tokens", "eval-tokens")}
+    for path in files.values():
+        torch.randint(0, 40, (200,)).to(torch.uint16).numpy().tofile(path)
+    sizes = ["--windows", "4", "--length", "8", "--eval-windows", "3", "--seeds", "2", "--device", "cpu"]
+    given = [part for name, path in files.items() for part in (f"--{name}", str(path))]
+    main(["repair", "--model", str(tmp_path / "model"), *given, *sizes, "--results", str(tmp_path)])
+    (path,) = tmp_path.glob("repair-quality_*.json")
+    rows = json.loads(path.read_text())["rows"]
+    assert len(rows) == len(bench.WAYS) * len(bench.LEVELS) and all(len(row["values"]) == 2 for row in rows)
+    drawn = page(tmp_path)
+    assert "Repair: a trained model" in drawn and all(f"{row['mean']:.3f} (" in drawn for row in rows)
