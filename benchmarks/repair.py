@@ -141,9 +141,8 @@ def quality_section(record: Record) -> str:
         line = {"way": way}
         for row in record["rows"]:
             if row["way"] == way:
-                line[row["level"].replace(":", " of ")] = (
-                    f"{row['mean']:.3f} ({min(row['values']):.3f} - {max(row['values']):.3f})"
-                )
+                values = sorted(row["values"])
+                line[row["level"].replace(":", " of ")] = f"{row['mean']:.3f} ({values[0]:.3f} - {values[-1]:.3f})"
                 line["seconds"] = row["seconds"]
         rows.append(line)
     columns = {level: level.replace(":", " of ") for level in LEVELS}  # a colon separates a key from its format

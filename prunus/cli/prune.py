@@ -36,7 +36,7 @@ class Command:
 
     model: tyro.conf.Positional[str]  # a Hugging Face folder, a checkpoint of prunus, or module:function
     out: Path  # folder to write; it must not exist
-    tokens: Path | None = None  # calibration tokens (uint16, .u16 or .bin) for a Hugging Face folder
+    tokens: Path | None = None  # calibration tokens (uint16, .u16 or .bin) or text for a Hugging Face folder
     eval_tokens: Path | None = None  # held-out tokens for it
     score: Score = "auto"  # what makes a weight matter; auto leaves it to the repair, and is wanda without one
     scope: Scope = "auto"  # where weights are compared with each other; auto is layer, row for wanda, else global
@@ -52,6 +52,7 @@ class Command:
     order: Literal["reverse", "forward"] = "reverse"  # in which weights or blocks are probed
     reduction: float = 0.1  # factor that candidates are multiplied by
     zero_gradient: Literal["prune", "keep"] = "prune"  # what to do with candidates that have no gradient
+    calibrate: Literal["tokens", "self"] = "tokens"  # self: on text that the model writes from its start token
     samples: int = 32  # calibration windows
     length: int = 0  # tokens per window; 0 takes 256, or the model's longest
     eval_windows: int = 0  # held-out windows; 0 takes all

@@ -104,6 +104,17 @@ def test_by_default_the_weights_that_stay_are_repaired(folder, options, capsys):
     assert sorted(path.name for path in folder.iterdir()) == ["calib.u16", "model", "out", "valid.u16"]
 
 
+def test_calibration_text_may_be_the_models_own(folder, capsys):
+    options = [*FAST, "--eval-tokens", folder / "valid.u16", "--calibrate", "self"]
+    command = ["prune", folder / "model", *options]
+    for out in ("first", "second"):
+        main([str(arg) for arg in [*command, "--out", folder / out]])
+    rows = [json.loads((folder / out / "result.json").read_text())["rows"] for out in ("first", "second")]
+    assert rows[0] == rows[1] and "repaired" in rows[0]
+    both = ["--tokens", folder / "calib.u16", "--out", folder / "third"]
+    assert "leave off --tokens" in refused(capsys, *command, *both)
+
+
 @pytest.mark.parametrize("at", [1, 4, 7])
 def test_killed_in_a_repair_the_same_command_goes_on_and_ends_with_the_same_bits(folder, at, monkeypatch):
     transformers = pytest.importorskip("transformers")
