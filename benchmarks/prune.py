@@ -156,7 +156,8 @@ def largest_gradient(model: nn.Module, parameter: nn.Parameter, windows: Tensor)
 
 
 def ours(task: Task, probe: Probe | None) -> Masks:
-    return dict(prune(task.model, [task.windows], task.sparsity, "wanda", probe=probe, exclude=task.excluded).masks)
+    result = prune(task.model, [task.windows], task.sparsity, "wanda", probe=probe, repair=None, exclude=task.excluded)
+    return dict(result.masks)
 
 
 WAYS: dict[str, tuple[Callable[[Task], Masks], Callable[[Task], Masks]]] = {

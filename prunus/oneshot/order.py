@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .blocks import Stream, is_chain, is_near
-from .layers import geometry
+from .layers import geometry, is_plain
 from .resources import is_out_of_memory
 from .samples import Chunk, Group, Samples, Tree, moved, rows
 from .walk import Walk, outputs
@@ -31,7 +31,7 @@ class InputGroup:
     start: int
     stop: int  # blocks that have ended when they are last called
     num_calls: int  # in a pass
-    is_routed: bool  # reads some tokens only, as experts do
+    is_routed: bool = False  # reads some tokens only, as experts do
 
 
 @dataclass
@@ -91,6 +91,7 @@ def _observe(
         alive.append(x)
         layer = found.setdefault(name, _Layer([], ended))
         layer.calls.append((x.data_ptr(), x._version, x.numel(), x.shape[-1], x.dtype, ended, geometry(module)))
+        layer.calls[-1] += () if is_plain(module) else (name,)  # experts share an input, but not its rows
         layer.stop = ended
         layer.is_routed |= x.ndim == 2 and geometry(module) == "linear" and len(x) not in num_rows
 

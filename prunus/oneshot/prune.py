@@ -25,7 +25,7 @@ from .repair import RepairWalk, renew_batch_norms
 from .resources import Clock, Peak
 from .result import Result
 from .samples import fingerprint as samples_hash
-from .solver import Choose, Repair, keep, keep_all_but
+from .solver import Repair, keep, keep_all_but
 from .state import RepairState
 from .strategy import ScoreLike, Strategy, default_select
 from .walk import Originals, Walk
@@ -271,11 +271,13 @@ class Job:
         assert self.plan.repair is not None
         if self.plan.repair.tune and self.walk.offload is not None:
             raise ValueError("tuning needs the model on the device; leave out tune, or offload")
+        num_drop = self._num_drop(sparsity, live)
         walk = RepairWalk(
             self.walk,
             self.plan.repair,
-            self._choose(sparsity, live),
+            keep(self.strategy.select, sparsity) if num_drop is None else keep_all_but(num_drop),
             result.originals,
+            num_drop=num_drop,
             masks=masks,
             live=live if start.live else None,
             size=self.plan.batch_size,
@@ -296,18 +298,16 @@ class Job:
         settings |= {"repair": self.plan.repair, "samples": samples_hash(self.walk.samples)}
         return RepairState(folder, {name: str(value) for name, value in settings.items()}, self.weights)
 
-    def _choose(self, sparsity: float, live: Mapping[str, Tensor]) -> Choose:
-        """How the solver keeps the right number of each layer, row or group."""
+    def _num_drop(self, sparsity: float, live: Mapping[str, Tensor]) -> dict[str, int] | None:
+        """How many of each weight go; None where rows or neighbours are compared by themselves."""
         select = self.strategy.select
         if select.group == "all":
             masks = self.strategy.keep(sparsity, live)
-            return keep_all_but({name: self._num_pruned(name, masks) for name in self.weights})
+            return {name: self._num_pruned(name, masks) for name in self.weights}
         shapes = [Shape(name, tuple(weight.parameter.shape), weight.outputs) for name, weight in self.weights.items()]
         pruned = {name: self._num_pruned(name, live) for name in self.weights}
         quotas = select.quota(shapes, sparsity, pruned)
-        if select.group == "layer":
-            return keep_all_but({quota.names[0]: quota.num_drop for quota in quotas})
-        return keep(select, sparsity)
+        return {quota.names[0]: quota.num_drop for quota in quotas} if select.group == "layer" else None
 
     def _fisher_allocation(self, sparsity: float, live: Mapping[str, Tensor]) -> PerLayer:
         """By layer, with about as many of each as one global selection by fisher would prune."""

@@ -15,12 +15,13 @@ from torch import Tensor, nn
 
 from ..ops import bits
 from .blocks import Reached, Stream
+from .experts import ExpertInputs, is_stacked, one_by_one, routed, shares
 from .gram import Gram, Moments
 from .layers import as_matrix, from_matrix, holders, input_rows, num_groups
 from .order import InputGroup, can_batch, input_groups
 from .resources import Clock
 from .samples import Chunk, mask_of
-from .solver import Choose, Repair, Solution, refine, solve
+from .solver import Choose, Repair, Solution, keep_all_but, refine, solve
 from .state import RepairState
 from .tune import BlockTuner, Tuned
 from .walk import Originals, Walk, outputs
@@ -47,7 +48,8 @@ Done = Callable[[Sequence[str]], None]  # called with the weights of a group tha
 class RepairWalk:
     """Prunes and repairs a model in place, group after group.
 
-    ``masks`` are packed masks to repair; without them ``choose`` finds the weights that stay. ``live`` are packed
+    ``masks`` are packed masks to repair; without them ``choose`` finds the weights that stay, all but ``num_drop`` of
+    each weight where only that number matters. ``live`` are packed
     masks of weights that may stay, by default all that are not zero.
     """
 
@@ -58,13 +60,14 @@ class RepairWalk:
         choose: Choose,
         originals: Originals,
         *,
+        num_drop: Mapping[str, int] | None = None,
         masks: Mapping[str, Tensor] | None = None,
         live: Mapping[str, Tensor] | None = None,
         size: int | None = None,
         clock: Clock | None = None,
     ) -> None:
         self.walk, self.repair, self.choose, self.originals = walk, repair, choose, originals
-        self.masks, self.live = masks, live or {}
+        self.num_drop, self.masks, self.live = num_drop or {}, masks, live or {}
         self.clock = clock or Clock(walk.device)
         self.weights = {weight.name: weight for weight in walk.weights}
         self.size = size or _size(walk)
@@ -81,8 +84,9 @@ class RepairWalk:
         """Go through all weights, but those that ``state`` knows."""
         self._modules = holders(self.walk.model, self.walk.weights)
         with self.clock.part("forwards"):
+            stacked = {name: [weight.module] for name, weight in self.weights.items() if is_stacked(weight)}
             plain = {name: modules for name, modules in self._modules.items() if modules}
-            groups, blocks = input_groups(self.walk, plain)
+            groups, blocks = input_groups(self.walk, plain | stacked)
             if not can_batch(self.walk):
                 self.size = 1
         device = self.walk.device if self.walk.offload is not None else None
@@ -96,7 +100,7 @@ class RepairWalk:
             if before is not None:
                 self._resume(before)
             else:
-                self._repair_group(group)
+                self._repair_experts(group) if group.names[0] in stacked else self._repair_group(group)
                 if state:
                     state.save(path, {name: self._content(name) for name in group.names if name in self.found})
             done(group.names)
@@ -177,9 +181,9 @@ class RepairWalk:
         moments = [gram.moments() for gram in grams]
         if self._is_too_few(group, moments):
             few = f"it has {len(moments[0].gram)} inputs, but only {moments[0].num_tokens} tokens reached it"
-            self._write(group, self._solved(group, moments, replace(self.repair, iterations=0, refine=0)), few)
+            self._write(self._solved(group, moments, replace(self.repair, iterations=0, refine=0)), few)
         else:
-            self._write(group, self._solved(group, moments, self.repair))
+            self._write(self._solved(group, moments, self.repair))
 
     def _is_too_few(self, group: InputGroup, moments: Sequence[Moments]) -> bool:
         return group.is_routed and moments[0].num_tokens < FEW * len(moments[0].gram)
@@ -236,6 +240,77 @@ class RepairWalk:
         self.forwards += chunk.size
         return found
 
+    def _repair_experts(self, group: InputGroup) -> None:
+        """Repair a weight (expert, out, in): each expert by the tokens that the pruned model sends to it."""
+        (name,), weight = group.names, self.weights[group.names[0]]
+        grams: dict[int, Gram] = {}
+
+        def add(chunk: Chunk) -> None:
+            calls: list[tuple[Any, ...]] = []
+            mask = mask_of(self.walk.batch(chunk))
+            with self.clock.part("forwards"):
+                pruned = self._expert_inputs("pruned", group, chunk, calls, mask)
+                has_dense = self.repair.targets == "dense" and not self._is_same
+                dense = (
+                    self._expert_inputs("dense", group, chunk, calls, mask) if has_dense else [(0, None)] * len(pruned)
+                )
+            with self.clock.part("grams"):
+                for (expert, x), (_, x_dense) in zip(pruned, dense, strict=True):
+                    self._check_finite(group, x, None, chunk.start)
+                    grams.setdefault(expert, Gram()).add(x, x_dense, (x != 0).any(-1))
+
+        self.walk.visit(self.size, add)
+        if not grams:
+            return  # pruned by its size at the end
+        solutions, few, values = [], 0, weight.parameter.detach().to(self.walk.device)
+        masks = None if self.masks is None else bits.unpack(self.masks[name], values.shape).to(values.device)
+        live = bits.unpack(self.live[name], values.shape).to(values.device) if name in self.live else values != 0
+        for expert, num_drop in enumerate(shares(self.num_drop.get(name, 0), len(values))):
+            choose = keep_all_but({name: num_drop}) if name in self.num_drop else self.choose
+            gram = grams.get(expert)
+            num_tokens = gram.num_tokens if gram else 0
+            moments = gram.moments() if gram and num_tokens else _no_moments(values)
+            is_few = num_tokens < FEW * values.shape[2]
+            few += is_few
+            repair = replace(self.repair, iterations=0, refine=0, damping=1.0) if is_few else self.repair
+            here = {name: values[expert]}
+            if masks is None:
+                found = solve(here, moments, choose, repair, {name: live[expert]}, self.clock)
+            else:
+                found = refine(here, {name: masks[expert]}, moments, repair, self.clock)
+            solutions.append(found[name])
+        reason = f"{few} of {len(values)} experts got too few tokens to be repaired" if few else None
+        self._write({name: solutions}, reason)
+
+    def _expert_inputs(
+        self, kind: str, group: InputGroup, chunk: Chunk, calls: list[tuple[Any, ...]], mask: Tensor | None
+    ) -> list[tuple[int, Tensor]]:
+        """What each expert reads in one pass; the dense stream's tokens go where the pruned stream's went."""
+        weight = self.weights[group.names[0]]
+        seen = ExpertInputs(weight.parameter)
+
+        def stop(*_: object) -> None:
+            raise Reached
+
+        at = self._blocks[group.stop] if group.stop < len(self._blocks) else weight.module
+        handle = at.register_forward_hook(stop) if group.num_calls == 1 else None
+        try:
+            with (
+                self._running(kind),
+                self._streams[kind].starting_at(self._position, chunk),
+                one_by_one(weight.module),
+                routed(weight.module, calls, kind == "dense", mask),
+                seen,
+            ):
+                self._forward(chunk)
+        except Reached:
+            pass
+        finally:
+            if handle is not None:
+                handle.remove()
+        self.forwards += chunk.size
+        return seen.found
+
     def _check_finite(self, group: InputGroup, x: Tensor, mask: Tensor | None, seen: int) -> None:
         if bool(x.isfinite().all()):
             return
@@ -273,7 +348,7 @@ class RepairWalk:
     def _mask(self, name: str, packed: Mapping[str, Tensor]) -> Tensor:
         return self._matrix(name, bits.unpack(packed[name], self.weights[name].parameter.shape))
 
-    def _write(self, group: InputGroup, found: Mapping[str, Sequence[Solution]], reason: str | None = None) -> None:
+    def _write(self, found: Mapping[str, Sequence[Solution]], reason: str | None = None) -> None:
         for name, parts in found.items():
             weight = self.weights[name]
             value, mask = (
@@ -356,6 +431,12 @@ def _size(walk: Walk) -> int:
     leaf = next(leaf for leaf in torch.utils._pytree.tree_leaves(group.tree) if isinstance(leaf, Tensor) and leaf.ndim)
     length = leaf.shape[1] if leaf.ndim == 2 and not leaf.is_floating_point() else 32
     return max(1, TOKENS.get(walk.device.type, 1024) // max(1, length))
+
+
+def _no_moments(experts: Tensor) -> Moments:
+    """Moments of an expert that no token reached."""
+    dtype = torch.promote_types(experts.dtype, torch.float32)
+    return Moments(experts.new_zeros(experts.shape[2], experts.shape[2], dtype=dtype), None, None, 0)
 
 
 def _valid(x: Tensor, mask: Tensor | None) -> Tensor | None:

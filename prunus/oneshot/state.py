@@ -50,7 +50,8 @@ def claim(folder: Path, kind: str, about: dict[str, Any]) -> None:
     for name, value in about["settings"].items():
         if before["settings"].get(name) != value:
             was = before["settings"].get(name)
-            raise ValueError(f"the {kind} in {folder} has {name} = {was}, not {value}; give another folder")
+            differs = f"has {name} = {was}, not {value}"
+            raise ValueError(f"the {kind} in {folder} {differs}; give another folder, or delete it")
     if before["weights"] != about["weights"]:
         raise ValueError(f"the {kind} in {folder} began with other weights; load the same model, still dense")
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from prunus import Repair, prune
+from prunus import NofM, PerRow, Repair, prune
 
 transformers = pytest.importorskip("transformers")
 TEXT = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -50,10 +50,35 @@ def test_every_layer_is_repaired(name):
     assert repaired < alone
 
 
-def test_stacked_experts_are_pruned_by_score_and_named():
+@pytest.mark.parametrize("select", [None, PerRow(), NofM(2, 4)], ids=repr)
+@pytest.mark.parametrize("repair", [Repair(), Repair("own")], ids=["dense", "own"])
+def test_stacked_experts_are_repaired_each_by_its_tokens(repair, select):
     torch.manual_seed(0)
-    model = MODELS["mixtral"]()
-    result = prune(model, [torch.randint(0, 40, (24, 12))], 0.5, include="*experts*")
-    reasons = {layer.name: layer.not_repaired for layer in result.layers}
-    assert {name for name, reason in reasons.items() if reason} == {name for name in reasons if "experts" in name}
+    model = MODELS["mixtral"]().eval()
+    tokens = torch.randint(0, 40, (24, 12))
+    dense = model(tokens).logits.detach()
+    how = model.config._experts_implementation
+    result = prune(model, [tokens], 0.5, select=select, repair=repair, include="*experts*")
+    assert model.config._experts_implementation == how
+    assert sum("experts" in layer.name for layer in result.layers) == 4
+    assert all(layer.not_repaired is None and layer.error <= layer.mask_error for layer in result.layers)
     assert all(layer.num_pruned == layer.num_weights // 2 for layer in result.layers)
+    repaired = (model(tokens).logits - dense).square().mean()
+    with result.masks_alone():
+        assert repaired < (model(tokens).logits - dense).square().mean()
+
+
+def test_experts_with_few_tokens_are_pruned_by_score_and_named_and_padding_changes_nothing():
+    weights = []
+    for padding in (0, 7):
+        torch.manual_seed(0)
+        model = MODELS["mixtral"]().eval()
+        tokens, mask = torch.randint(0, 40, (2, 6)), torch.ones(2, 6, dtype=torch.long)
+        mask[1, 4:] = 0
+        tokens[mask == 0] = padding
+        result = prune(model, [{"input_ids": tokens, "attention_mask": mask}], include="*experts*")
+        weights.append([*model.parameters()])
+    reasons = {layer.name: layer.not_repaired for layer in result.layers if "experts" in layer.name}
+    assert any(reason and "of 3 experts got too few tokens" in reason for reason in reasons.values())
+    assert all(layer.num_pruned == layer.num_weights // 2 for layer in result.layers)
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
