@@ -42,6 +42,7 @@ class LayerRepair:
     not_repaired: str | None = None  # the reason
 
 
+Calls = list[tuple[nn.Module, Tensor]]  # layers and what they are called with
 Done = Callable[[Sequence[str]], None]  # called with the weights of a group that is finished
 
 
@@ -194,11 +195,14 @@ class RepairWalk:
         grams = [Gram() for _ in range(num_groups(self._modules[group.names[0]][0]))]
         seen = 0
 
-        def add(chunk: Chunk) -> None:
-            nonlocal seen
+        def collect(chunk: Chunk) -> tuple[Calls | None, Calls]:
             with self.clock.part("forwards"):
                 dense = self._inputs("dense", group, chunk) if has_dense else None
-                pruned = self._inputs("pruned", group, chunk)
+                return dense, self._inputs("pruned", group, chunk)
+
+        def add(chunk: Chunk, found: tuple[Calls | None, Calls]) -> None:
+            nonlocal seen
+            dense, pruned = found
             mask = mask_of(self.walk.batch(chunk))
             with self.clock.part("grams"):
                 for call, (module, x) in enumerate(pruned):
@@ -208,12 +212,12 @@ class RepairWalk:
                         gram.add(x_rows, dense_rows, _valid(x_rows, mask))
             seen += chunk.size
 
-        self.walk.visit(self.size, add)
+        self.walk.visit(self.size, collect, add)
         return [gram for gram in grams if gram.num_tokens]
 
-    def _inputs(self, kind: str, group: InputGroup, chunk: Chunk) -> list[tuple[nn.Module, Tensor]]:
+    def _inputs(self, kind: str, group: InputGroup, chunk: Chunk) -> Calls:
         """Inputs of a group's layers in one pass; the pass ends with the last of them."""
-        found: list[tuple[nn.Module, Tensor]] = []
+        found: Calls = []
 
         def store(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             x = next(iter(args or kwargs.values())).detach()
@@ -245,21 +249,22 @@ class RepairWalk:
         (name,), weight = group.names, self.weights[group.names[0]]
         grams: dict[int, Gram] = {}
 
-        def add(chunk: Chunk) -> None:
+        def collect(chunk: Chunk) -> tuple[Sequence[tuple[int, Tensor | None]], Sequence[tuple[int, Tensor]]]:
             calls: list[tuple[Any, ...]] = []
             mask = mask_of(self.walk.batch(chunk))
             with self.clock.part("forwards"):
                 pruned = self._expert_inputs("pruned", group, chunk, calls, mask)
-                has_dense = self.repair.targets == "dense" and not self._is_same
-                dense = (
-                    self._expert_inputs("dense", group, chunk, calls, mask) if has_dense else [(0, None)] * len(pruned)
-                )
+                if self.repair.targets == "own" or self._is_same:
+                    return [(0, None)] * len(pruned), pruned
+                return self._expert_inputs("dense", group, chunk, calls, mask), pruned
+
+        def add(chunk: Chunk, found: tuple[Sequence[tuple[int, Tensor | None]], Sequence[tuple[int, Tensor]]]) -> None:
             with self.clock.part("grams"):
-                for (expert, x), (_, x_dense) in zip(pruned, dense, strict=True):
+                for (_, x_dense), (expert, x) in zip(*found, strict=True):
                     self._check_finite(group, x, None, chunk.start)
                     grams.setdefault(expert, Gram()).add(x, x_dense, (x != 0).any(-1))
 
-        self.walk.visit(self.size, add)
+        self.walk.visit(self.size, collect, add)
         if not grams:
             return  # pruned by its size at the end
         solutions, few, values = [], 0, weight.parameter.detach().to(self.walk.device)

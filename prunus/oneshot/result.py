@@ -11,7 +11,7 @@ from ..eligible import Weight
 from ..masks import Masks
 from ..ops import bits
 from .limit import Trial
-from .probe.decide import Ratios, Tau, check_tau, taus, within
+from .probe.decide import Ratios, Tau, check_tau, is_allowed, taus
 from .repair import LayerRepair
 from .tune import Tuned
 from .walk import Originals
@@ -152,7 +152,7 @@ class Result:
     def _with_tau(self, name: str, tau: float) -> Tensor:
         shape = self.weights[name].parameter.shape
         where = bits.unpack(self.candidates[name], shape)
-        where[where.clone()] = within(self.ratios[name].q, tau)
+        where[where.clone()] = is_allowed(self.ratios[name].q, tau)
         return self._live(name) & ~bits.pack(where)
 
     def _live(self, name: str) -> Tensor:

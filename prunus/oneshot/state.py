@@ -68,7 +68,8 @@ class State:
         """Finished trials, in order."""
         found = []
         while (path := self._path(len(found))).is_file():
-            found.append(Trial(**_read(path)["trial"]))
+            saved = dict(_read(path)["trial"])
+            found.append(Trial(target=saved.pop("asked"), **saved))
         return found
 
     def levels(self, number: int) -> list[dict[str, Tensor]]:
@@ -80,7 +81,8 @@ class State:
     def finish(self, number: int, trial: Trial, levels: Sequence[Mapping[str, Tensor]]) -> None:
         """Save a trial with the levels kept after it, and delete the files of its groups."""
         last = [{name: mask.cpu() for name, mask in masks.items()} for masks in levels[-2:]]
-        content = {"trial": asdict(trial), "levels": last}
+        figures = asdict(trial)
+        content = {"trial": {"asked": figures.pop("target"), **figures}, "levels": last}
         write_atomically(self._path(number), lambda file: torch.save(content, file))
         for path in self.folder.glob("group_*.pt"):
             path.unlink()

@@ -57,25 +57,30 @@ class Walk:
     def visit(
         self,
         size: int,
-        act: Callable[[Chunk], None],
+        act: Callable[[Chunk], Any],
+        then: Callable[[Chunk, Any], None] | None = None,
         *,
         after: Chunk | None = None,
         on_halved: Callable[[], None] | None = None,
     ) -> None:
         """Call ``act`` for all samples, ``size`` at a time; where memory runs out, for the two halves of a chunk.
 
-        ``after`` are the first samples of a group, and are left out.
+        ``then`` is called once for every chunk, with what ``act`` returned. ``after`` are the first samples of a
+        group, and are left out.
         """
         chunks = [chunk if after is None else chunk.after(after) for chunk in self.samples.chunks(size)]
         pending = [chunk for chunk in chunks if chunk.size]
         while pending:
             chunk = pending.pop(0)
             try:
-                act(chunk)
-                continue
+                found = act(chunk)
             except Exception as error:
                 if not is_out_of_memory(error) or chunk.size == 1:
                     raise
+            else:
+                if then is not None:
+                    then(chunk, found)
+                continue
             # outside the handler: the error keeps the tensors of the failed pass alive
             if on_halved is not None:
                 on_halved()

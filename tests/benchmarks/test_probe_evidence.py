@@ -17,7 +17,7 @@ from benchmarks.probe_study import Arm, Row, exactly, pruned_by, replaced_veto, 
 from prunus import Global, PerLayer, PerRow, Probe
 from prunus.lab.data.batches import ImageShape
 from prunus.lab.models.vision import RESNETS, resnet
-from prunus.oneshot.probe.decide import within
+from prunus.oneshot.probe.decide import is_allowed
 from prunus.oneshot.prune import Job, Plan
 from prunus.ops import bits
 
@@ -65,7 +65,7 @@ def test_a_veto_with_replacements_takes_what_is_within_tau_first_and_the_lowest_
     assert num_pruned(masks) == alone.num_pruned
     if isinstance(select, Global):
         where = {s.name: bits.unpack(result.candidates[s.name], s.shape) for s in sources}
-        passes = torch.cat([within(result.ratios[s.name].q, tau) for s in sources])
+        passes = torch.cat([is_allowed(result.ratios[s.name].q, tau) for s in sources])
         scores = torch.cat([s.all()[where[s.name]] for s in sources])
         pruned = torch.cat([~masks[s.name][where[s.name]] for s in sources])
         num = min(int(passes.sum()), num_pruned(masks))

@@ -40,7 +40,7 @@ def test_levels_climb_until_one_fails_and_the_last_good_one_stays(probe):
     case = mlp()
     limit, evaluate = Limit(relative=0.02), held_out(case)
     found = searched(case, limit, probe)
-    assert [trial.asked for trial in found.trials] == [round(0.1 * (i + 1), 9) for i in range(len(found.trials))]
+    assert [trial.target for trial in found.trials] == [round(0.1 * (i + 1), 9) for i in range(len(found.trials))]
     assert [trial.accepted for trial in found.trials] == [True] * (len(found.trials) - 1) + [False]
     assert found.trials[-2].metric == found.metric == evaluate(case.model) <= found.dense * 1.02
     assert not limit.allows(found.dense, found.trials[-1].metric)
@@ -131,7 +131,7 @@ def test_accuracy_is_better_when_higher():
 
 def test_levels_and_bisection_follow_from_their_trials():
     def trials(*pairs):
-        return [Trial(asked, asked, 0.0, accepted) for asked, accepted in pairs]
+        return [Trial(target, target, 0.0, accepted) for target, accepted in pairs]
 
     levels = Levels(0.3, 0.3, 0.9)
     assert levels.next([]) == 0.3 and levels.next(trials((0.3, True), (0.6, True))) == 0.9
