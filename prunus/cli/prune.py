@@ -53,7 +53,7 @@ class Command:
     reduction: float = 0.1  # factor that candidates are multiplied by
     zero_gradient: Literal["prune", "keep"] = "prune"  # what to do with candidates that have no gradient
     calibrate: Literal["tokens", "self"] = "tokens"  # self: on text that the model writes from its start token
-    samples: int = 32  # calibration windows
+    samples: int | None = None  # calibration windows; by default up to 128 for a repair, else 32
     length: int = 0  # tokens per window; 0 takes 256, or the model's longest
     eval_windows: int = 0  # held-out windows; 0 takes all
     seed: int = 0  # which calibration windows
@@ -235,7 +235,10 @@ def _profile(
 def _source(command: Command) -> "ModelSource":
     from ..lab.trained_model import ModelSource
 
-    return ModelSource(**{field.name: getattr(command, field.name) for field in fields(ModelSource)})
+    known = {field.name: getattr(command, field.name) for field in fields(ModelSource) if hasattr(command, field.name)}
+    if command.samples is None:
+        known |= {"samples": 128, "at_most": True} if _repairs(command) else {"samples": 32}
+    return ModelSource(**known)
 
 
 def _probe(command: Command) -> "Probe | None":

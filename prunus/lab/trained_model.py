@@ -48,6 +48,7 @@ class ModelSource:
     device: str = "cpu"
     offload: bool = False  # weights stay in main memory
     calibrate: str = "tokens"  # or self: on text that the model writes
+    at_most: bool = False  # fewer samples will do where the file has no more
 
 
 def load_trained(source: ModelSource) -> TrainedModel:
@@ -88,7 +89,8 @@ def _hugging_face(source: ModelSource, folder: Path) -> TrainedModel:
         drawn = written_by(model, source.samples, length, source.seed)
     else:
         check_vocabulary(source.tokens, calibration, model)
-        drawn = _drawn(calibration, source.samples, length, source.seed)
+        num = min(source.samples, max(1, len(calibration) // length)) if source.at_most else source.samples
+        drawn = _drawn(calibration, num, length, source.seed)
     kept = side_by_side(held_out, length, source.eval_windows)
 
     def evaluate(model: nn.Module) -> float:

@@ -4,6 +4,7 @@ Two streams of activations go through the model: that of the dense model and tha
 group of layers that read the same input is solved when the groups before it have been replaced.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from ..ops import bits
 from .blocks import Reached, Stream
@@ -180,14 +182,11 @@ class RepairWalk:
         if not grams:
             return
         moments = [gram.moments() for gram in grams]
-        if self._is_too_few(group, moments):
+        if group.is_routed and moments[0].num_tokens < FEW * len(moments[0].gram):
             few = f"it has {len(moments[0].gram)} inputs, but only {moments[0].num_tokens} tokens reached it"
             self._write(self._solved(group, moments, replace(self.repair, iterations=0, refine=0)), few)
         else:
             self._write(self._solved(group, moments, self.repair))
-
-    def _is_too_few(self, group: InputGroup, moments: Sequence[Moments]) -> bool:
-        return group.is_routed and moments[0].num_tokens < FEW * len(moments[0].gram)
 
     def _grams(self, group: InputGroup) -> list[Gram]:
         """Gram matrices of the inputs, one for each group of a convolution."""
@@ -377,18 +376,16 @@ class RepairWalk:
         if self.masks is not None:
             mask = bits.unpack(self.masks[name], value.shape)
         else:
-            live = {name: bits.unpack(self.live[name], value.shape) if name in self.live else value != 0}
-            shape, outputs = value.shape, weight.outputs or ()
-            inputs = [dim for dim in range(value.ndim) if dim not in outputs]
-            to_rows = (*outputs, *inputs)
-            back = sorted(range(value.ndim), key=to_rows.__getitem__)
-            permuted = [shape[dim] for dim in to_rows]
+            live = bits.unpack(self.live[name], value.shape) if name in self.live else value != 0
+            outputs = weight.outputs or ()
+            first = tuple(range(len(outputs)))
+            num_rows = math.prod(value.shape[dim] for dim in outputs)
 
             def rows(tensor: Tensor) -> Tensor:
-                return tensor.permute(to_rows).flatten(0, max(0, len(outputs) - 1)).flatten(1)
+                return tensor.movedim(outputs, first).reshape(num_rows, -1)
 
-            found = self.choose({name: rows(value.abs().float())}, {name: rows(live[name])})[name]
-            mask = found.view(permuted).permute(back)
+            found = self.choose({name: rows(value.abs().float())}, {name: rows(live)})[name]
+            mask = found.view(value.movedim(outputs, first).shape).movedim(first, outputs)
         self._replace(name, value * mask)
         self.packed[name] = bits.pack(mask)
         self.found[name] = LayerRepair(not_repaired=reason)
@@ -433,7 +430,7 @@ def renew_batch_norms(walk: Walk, size: int, originals: Originals) -> None:
 def _size(walk: Walk) -> int:
     """Samples of a pass."""
     group = max(walk.samples.groups, key=lambda group: group.size)
-    leaf = next(leaf for leaf in torch.utils._pytree.tree_leaves(group.tree) if isinstance(leaf, Tensor) and leaf.ndim)
+    leaf = next(leaf for leaf in pytree.tree_leaves(group.tree) if isinstance(leaf, Tensor) and leaf.ndim)
     length = leaf.shape[1] if leaf.ndim == 2 and not leaf.is_floating_point() else 32
     return max(1, TOKENS.get(walk.device.type, 1024) // max(1, length))
 

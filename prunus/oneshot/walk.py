@@ -42,7 +42,9 @@ class Walk:
 
     @cached_property
     def samples(self) -> Samples:
-        return samples_of(self._batches)
+        found = samples_of(self._batches)
+        _check_tokens(self.model, found)
+        return found
 
     @contextmanager
     def open(self) -> Iterator[None]:
@@ -131,6 +133,18 @@ def without_cache(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]
     """Arguments with the cache of keys and values turned off: passes over whole sequences do not need it."""
     takes_cache = "use_cache" in inspect.signature(model.forward).parameters
     return {"use_cache": False} | dict(inputs) if takes_cache else dict(inputs)
+
+
+def _check_tokens(model: nn.Module, samples: Samples) -> None:
+    """Refuse tokens that the embedding of a Hugging Face model does not have."""
+    num_known = getattr(getattr(model, "config", None), "vocab_size", None)
+    for group in samples.groups if isinstance(num_known, int) else ():
+        tree = group.tree[0] if isinstance(group.tree, tuple) else group.tree
+        tokens = tree.get("input_ids") if isinstance(tree, Mapping) else tree
+        if isinstance(tokens, Tensor) and not tokens.is_floating_point() and tokens.numel():
+            least, most = tokens.min().item(), tokens.max().item()
+            if least < 0 or most >= num_known:
+                raise ValueError(f"batches hold token {most if least >= 0 else least}, but the model knows {num_known}")
 
 
 def head_of(model: nn.Module) -> nn.Linear:

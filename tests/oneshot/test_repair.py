@@ -350,3 +350,26 @@ def test_tuning_lowers_the_error_of_blocks_on_held_out_samples_or_is_undone(tmp_
     assert results[1].num_pruned == results[0].num_pruned == sum(zeros(tuned, results[1].masks).values())
     with pytest.raises(ValueError, match="needs targets='dense'"):
         Repair("own", tune=True)
+
+
+def test_layers_that_cannot_be_repaired_are_pruned_by_their_size_and_named():
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(2, 4, 3, padding=1), nn.Tanh(), nn.ConvTranspose2d(4, 6, 2), nn.Tanh(), nn.Conv2d(6, 4, 3)]
+    model, x = nn.Sequential(*layers), torch.randn(20, 2, 6, 6)
+    size = model[2].weight.detach().clone().abs()
+    result = prune(model, [x], 0.5)
+    reasons = {layer.name: layer.not_repaired for layer in result.layers}
+    assert reasons == {"0.weight": None, "2.weight": "it is no plain linear layer or convolution", "4.weight": None}
+    assert torch.equal(result.masks["2.weight"], size > size.flatten().sort().values[size.numel() // 2 - 1])
+    by_row = prune(nn.Sequential(*layers[2:3]), [torch.randn(20, 4, 6, 6)], 0.5, select=PerRow())
+    assert (by_row.masks["0.weight"].sum((0, 2, 3)) <= 8).all()
+
+
+@pytest.mark.parametrize("token", [31, -1])
+def test_tokens_outside_the_vocabulary_are_named(token):
+    case = llama(torch.float32)
+    case.batches[1]["input_ids"][0, 3] = token
+    before = snapshot(case.model)
+    with pytest.raises(ValueError, match=f"token {token}, but the model knows 31"):
+        prune(case.model, case.batches)
+    assert_same(before, snapshot(case.model))
