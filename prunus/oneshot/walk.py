@@ -138,7 +138,9 @@ def without_cache(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]
 def _check_tokens(model: nn.Module, samples: Samples) -> None:
     """Refuse tokens that the embedding of a Hugging Face model does not have."""
     num_known = getattr(getattr(model, "config", None), "vocab_size", None)
-    for group in samples.groups if isinstance(num_known, int) else ():
+    if not isinstance(num_known, int):
+        return
+    for group in samples.groups:
         tree = group.tree[0] if isinstance(group.tree, tuple) else group.tree
         tokens = tree.get("input_ids") if isinstance(tree, Mapping) else tree
         if isinstance(tokens, Tensor) and not tokens.is_floating_point() and tokens.numel():
