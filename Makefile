@@ -1,7 +1,8 @@
 # make demo        a first look
 # make check       style, types and the quick tests: within 4 minutes on 2 cores
 # make check-slow  the tests that kill, launch, browse or fuzz; CI runs check and check-slow
-# make torture     all tests in random order with random cases, then an hour of damaged files; for no CI
+# make torture     an hour of kills, flipped bits, damaged and hostile files (MINUTES=10 for a shorter one), for
+#                  docs/reliability.md; then all tests in random order with random cases; for no CI
 PYTHON ?= python3
 BIN := .venv/bin
 # torch comes as the build that constraints.txt names; with your own torch, leave the file off
@@ -30,9 +31,12 @@ test: .venv/test .venv/browser
 check-slow: .venv/test .venv/browser
 	$(PYTEST) -m slow
 
+MINUTES ?= 60
+
 torture: .venv/test
+	OMP_NUM_THREADS=1 $(BIN)/python tests/torture/torture.py --minutes $(MINUTES) --out docs/reliability.json
+	$(BIN)/python tests/torture/torture.py --page docs/reliability.json docs/reliability.md
 	$(PYTEST) --hypothesis-profile torture --shuffle $$(date +%s) -m "slow or not slow"
-	OMP_NUM_THREADS=1 $(BIN)/python tests/files/sparse_fuzzing.py $$(mktemp -d) 1000000 3600
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv

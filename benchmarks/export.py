@@ -17,15 +17,14 @@ from prunus.ops.bits import words_of
 from prunus.ops.compact import compact, expand, nonzero
 from prunus.ops.machine import device_of
 
-from .benchmark import Benchmark, Measured, Record, section, table_of
-from .measure import copy_gb_s, median_ms
+from .benchmark import Benchmark, Measured, Record, Row, Section, copy_gb_s, median_ms
 
 GOALS = {("float32", 0.5): 0.535, ("bfloat16", 0.5): 0.566, ("float32", 0.8): 0.235, ("bfloat16", 0.8): 0.27}
 GZIPPED = 1 << 25  # bytes that gzip is timed on: it is slow
 
 
 @dataclass(frozen=True, kw_only=True)
-class Command(Benchmark):
+class Export(Benchmark):
     """Pack a pruned weight without its zeros, and unpack it."""
 
     megabytes: int = 256  # of the weight that is packed
@@ -35,23 +34,25 @@ class Command(Benchmark):
     def measure(self) -> Measured:
         device = device_of(self.device)
         settings = {"megabytes": self.megabytes, "repeat": self.repeat, "copy_gb_s": copy_gb_s(device)}
-        rows = []
-        for dtype, sparsity in product(("float32", "bfloat16"), (0.5, 0.8)):
-            numel = self.megabytes * 10**6 // getattr(torch, dtype).itemsize // 1024 * 1024
-            figures_of = measure_ways(weight(dtype, sparsity, numel, device), self.repeat, device)
-            for way, figures in figures_of.items():
-                goal = GOALS[dtype, sparsity] if "prunus" in way else None
-                rows.append({"way": way, "dtype": dtype, "sparsity": sparsity, **figures, "size_goal": goal})
+        rows, memory = [], Path("/dev/shm")
+        with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
+            for dtype, sparsity in product(("float32", "bfloat16"), (0.5, 0.8)):
+                numel = self.megabytes * 10**6 // getattr(torch, dtype).itemsize // 1024 * 1024
+                tensor = pruned_weight(dtype, sparsity, numel, device)
+                for name, way in ways(Path(folder) / "a.safetensors", device).items():
+                    row = {"way": name, "dtype": dtype, "sparsity": sparsity} | measure_way(way, tensor, self.repeat)
+                    rows.append(row | {"size_goal": GOALS[dtype, sparsity] if "prunus" in name else None})
         return "export", settings, rows
 
 
 @dataclass(frozen=True)
 class Way:
-    """Two functions that undo each other, and how many bytes what the first returns has."""
+    """Two functions that undo each other, and how many bytes the result of the first has."""
 
     pack: Callable[[Tensor], Any]
     unpack: Callable[[Any, Tensor], Tensor]  # the second argument gives shape and type
-    size: Callable[[Any], int]
+    size: Callable[[Any], int] = lambda packed: packed[0].nbytes + packed[1].nbytes
+    most_bytes: int | None = None  # of the weight that it is timed on
 
 
 def bits_and_values(tensor: Tensor) -> tuple[Tensor, Tensor]:
@@ -60,74 +61,56 @@ def bits_and_values(tensor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def boolean_and_values(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """What a line of torch gives: a byte a weight for the mask."""
+    """A mask of a byte a weight, in a line of torch."""
     mask = tensor != 0
     return mask, tensor[mask]
 
 
-def both_sizes(packed: tuple[Tensor, Tensor]) -> int:
-    return packed[0].nbytes + packed[1].nbytes
-
-
-IN_MEMORY = {
-    "prunus: bits and values": Way(bits_and_values, lambda p, like: expand(p[1], p[0], like.shape), both_sizes),
-    "torch: boolean index, masked_scatter": Way(
-        boolean_and_values, lambda p, like: torch.zeros_like(like).masked_scatter_(*p), both_sizes
-    ),
-}
-GZIP = Way(
-    lambda tensor: gzip.compress(words_of(tensor).view(torch.uint8).numpy().data, 1),
-    lambda packed, like: torch.frombuffer(bytearray(gzip.decompress(packed)), dtype=like.dtype).view(like.shape),
-    len,
-)
-
-
-def in_files(path: Path, device: torch.device) -> dict[str, Way]:
-    def size(_: object) -> int:
-        return path.stat().st_size
-
-    return {
+def ways(path: Path, device: torch.device) -> dict[str, Way]:
+    found = {
+        "prunus: bits and values": Way(bits_and_values, lambda p, like: expand(p[1], p[0], like.shape)),
+        "torch: boolean index, masked_scatter": Way(
+            boolean_and_values, lambda p, like: torch.zeros_like(like).masked_scatter_(*p)
+        ),
+        "gzip, level 1": Way(
+            lambda tensor: gzip.compress(words_of(tensor).view(torch.uint8).numpy().data, 1),
+            lambda packed, like: torch.frombuffer(bytearray(gzip.decompress(packed)), dtype=like.dtype).view_as(like),
+            len,
+            GZIPPED,
+        ),
         "file, prunus: save_sparse, load_sparse": Way(
-            lambda tensor: save_sparse({"a": tensor}, path), lambda *_: load_sparse(path, device)["a"], size
+            lambda tensor: save_sparse({"a": tensor}, path),
+            lambda *_: load_sparse(path, device)["a"],
+            lambda _: path.stat().st_size,
         ),
         "file, dense: safetensors save_file, load_file and read": Way(
             lambda tensor: save_file({"a": tensor}, path),
             lambda *_: load_file(path, str(device))["a"].clone(),  # load_file maps the file and reads nothing
-            size,
+            lambda _: path.stat().st_size,
         ),
     }
+    return {name: way for name, way in found.items() if device.type == "cpu" or not name.startswith("gzip")}
 
 
-def weight(dtype: str, sparsity: float, numel: int, device: torch.device) -> Tensor:
+def pruned_weight(dtype: str, sparsity: float, numel: int, device: torch.device) -> Tensor:
     """A matrix with exactly ``round(sparsity numel)`` zeros at random places."""
     generator = torch.Generator(device).manual_seed(0)
-    made = torch.randn(numel, generator=generator, device=device).to(getattr(torch, dtype))
-    made[torch.randperm(numel, generator=generator, device=device)[: round(sparsity * numel)]] = 0
-    return made.view(-1, 1024)
+    weight = torch.randn(numel, generator=generator, device=device).to(getattr(torch, dtype))
+    weight[torch.randperm(numel, generator=generator, device=device)[: round(sparsity * numel)]] = 0
+    return weight.view(-1, 1024)
 
 
-def measure_ways(tensor: Tensor, repeat: int, device: torch.device) -> dict[str, dict[str, float]]:
-    """The figures of every way."""
-    rows = {name: measure_way(way, tensor, repeat, device) for name, way in IN_MEMORY.items()}
-    if device.type == "cpu":
-        head = tensor[: max(1, GZIPPED // tensor.element_size() // tensor.shape[1])]
-        rows["gzip, level 1"] = measure_way(GZIP, head, 3, device)
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
-        for name, way in in_files(Path(folder) / "a.safetensors", device).items():
-            rows[name] = measure_way(way, tensor, repeat, device)
-    return rows
-
-
-def measure_way(way: Way, tensor: Tensor, repeat: int, device: torch.device) -> dict[str, float]:
+def measure_way(way: Way, tensor: Tensor, repeat: int) -> Row:
     """GB/s of dense bytes each way, and the size; RuntimeError unless every bit comes back."""
+    if way.most_bytes:
+        tensor, repeat = tensor[: max(1, way.most_bytes // tensor.element_size() // tensor.shape[1])], min(repeat, 3)
     packed = way.pack(tensor)
-    found = way.unpack(packed, tensor)
-    if found.dtype != tensor.dtype or not torch.equal(words_of(found), words_of(tensor)):
+    unpacked = way.unpack(packed, tensor)
+    if unpacked.dtype != tensor.dtype or not torch.equal(words_of(unpacked), words_of(tensor)):
         raise RuntimeError("the bits that came back differ, so no speed is reported")
-    del found
-    pack = median_ms(lambda: way.pack(tensor), repeat, device)
-    unpack = median_ms(lambda: way.unpack(packed, tensor), repeat, device)
+    del unpacked
+    pack = median_ms(lambda: way.pack(tensor), repeat, tensor.device)
+    unpack = median_ms(lambda: way.unpack(packed, tensor), repeat, tensor.device)
     speeds = {"pack_gb_s": tensor.nbytes / pack / 1e6, "unpack_gb_s": tensor.nbytes / unpack / 1e6}
     return speeds | {"size": way.size(packed) / tensor.nbytes}
 
@@ -137,15 +120,13 @@ dense bytes, whatever is moved. Every way gave each bit back before it was timed
 compacting them, then expanding. Files lie in memory where the machine has such a place; ours are summed, flushed \
 and checked, dense ones are not. Size is relative to dense, beside the goal.
 """
+COLUMNS = {"way": "way", "type": "dtype", "zeros": "sparsity:.0%", "pack GB/s": "pack_gb_s:.2f"}
+COLUMNS |= {"unpack GB/s": "unpack_gb_s:.2f", "size": "size:.4f", "goal": "size_goal:g"}
 
 
-def export_section(record: Record) -> str:
-    columns = {"way": "way", "type": "dtype", "zeros": "sparsity:.0%", "pack GB/s": "pack_gb_s:.2f"}
-    columns |= {"unpack GB/s": "unpack_gb_s:.2f", "size": "size:.4f", "goal": "size_goal:g"}
-    body = table_of(record["rows"], columns)
-    if copy := record["settings"]["copy_gb_s"]:
-        body += f"\n\nA copy on this device moves {copy:,.0f} GB/s, read and written together."
-    return section("Small files", record, EXPORT, body)
+def _copy_speed(record: Record) -> str:
+    copy = record["settings"]["copy_gb_s"]
+    return f"\n\nA copy on this device moves {copy:,.0f} GB/s, read and written together." if copy else ""
 
 
-SECTIONS = {"export": export_section}
+SECTIONS = {"export": Section("Small files", EXPORT, COLUMNS, below=_copy_speed)}

@@ -18,30 +18,34 @@ from torch.nn.utils import parametrize
 
 from prunus import Pruner, Ramp
 
-from .benchmark import Benchmark, Measured, Record, section, table_of
+from .benchmark import Benchmark, Measured, Section
 
 CONTEXT, BATCH, TARGETS = 64, 8, ["c_attn", "c_fc", "c_proj"]
-STEPS, TUNING, RANK = 400, 150, 8
+RANK = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Command(Benchmark):
+class Lora(Benchmark):
     """Tune a pruned model by LoRA, merge under its masks, and compare with other ways."""
+
+    steps: int = 400  # of the training in which the model is pruned
+    tuning: int = 150  # steps of each tuning
+    seeds: int = 3  # tunings of each way
 
     def measure(self) -> Measured:
         manual = tokens_of("\n".join(pydoc_data.topics.topics.values()))
         train_data, held_out = manual[: len(manual) * 9 // 10], manual[len(manual) * 9 // 10 :]
-        base = sparse_model()
-        runs = [tuned(base, train_data, held_out, seed) for seed in (1, 2, 3)]
+        base = sparse_model(self.steps)
+        runs = [tuned(base, train_data, held_out, self.tuning, seed) for seed in range(1, self.seeds + 1)]
         rows = []
         for way in runs[0]:
-            losses = [run[way][0] for run in runs]
-            spread, share = statistics.stdev(losses), statistics.fmean(run[way][1] for run in runs)
-            rows.append({"way": way, "loss": statistics.fmean(losses), "spread": spread, "sparsity": share})
-        return "lora", {"steps": STEPS, "tuning": TUNING, "seeds": len(runs), "rank": RANK}, rows
+            losses, sparsities = zip(*(run[way] for run in runs), strict=True)
+            row = {"way": way, "loss": statistics.fmean(losses), "sparsity": statistics.fmean(sparsities)}
+            rows.append(row | {"spread": statistics.stdev(losses) if self.seeds > 1 else 0.0})
+        return "lora", {"steps": self.steps, "tuning": self.tuning, "seeds": self.seeds, "rank": RANK}, rows
 
 
-def sparse_model() -> nn.Module:
+def sparse_model(steps: int) -> nn.Module:
     """The GPT-2 of bytes, pruned while it learned Python's standard library."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -49,15 +53,16 @@ def sparse_model() -> nn.Module:
     torch.manual_seed(0)
     base = GPT2LMHeadModel(
         GPT2Config(vocab_size=256, n_positions=CONTEXT, n_embd=64, n_layer=2, n_head=4, use_cache=False,
-                   resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+                   resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=None, eos_token_id=None)
     )  # fmt: skip
-    schedule = Ramp(0.5, STEPS // 10, STEPS * 85 // 100)
-    train(base, tokens_of(library), STEPS, 0, {"score": "bitter7", "schedule": schedule, "every": 10})
+    schedule = Ramp(0.5, steps // 10, max(1, steps * 85 // 100))
+    every = max(1, min(10, steps // 10))
+    train(base, tokens_of(library), steps, 0, {"score": "bitter7", "schedule": schedule, "every": every})
     return base
 
 
 def tokens_of(text: str) -> Tensor:
-    return torch.tensor(list(text.encode()))
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).long()
 
 
 def batches(data: Tensor, count: int, seed: int) -> list[Tensor]:
@@ -102,40 +107,36 @@ class MaskedUpdate(nn.Module):
         return weight + self.mask * (self.a @ self.b) * 2
 
 
-def by_masked_updates(model: nn.Module) -> nn.Module:
-    model.requires_grad_(False)
-    for name, module in model.named_modules():
-        if name.rpartition(".")[2] in TARGETS:
-            parametrize.register_parametrization(module, "weight", MaskedUpdate(module.get_parameter("weight")))
-    return model
-
-
-def tuned(base: nn.Module, train_data: Tensor, held_out: Tensor, seed: int) -> dict[str, tuple[float, float]]:
+def tuned(base: nn.Module, data: Tensor, held_out: Tensor, steps: int, seed: int) -> dict[str, tuple[float, float]]:
     """Loss and sparsity of every way, from the same base and the same batches."""
     import peft
 
     from prunus.integrations.peft import merge
 
-    found = {"sparse model, not tuned": (loss(base, held_out), sparsity(base))}
+    def measured(model: nn.Module) -> tuple[float, float]:
+        return loss(model, held_out), sparsity(model)
+
+    found = {"sparse model, not tuned": measured(base)}
     torch.manual_seed(seed)
     config = peft.LoraConfig(r=RANK, lora_alpha=16, target_modules=TARGETS, fan_in_fan_out=True)
     lora = peft.get_peft_model(deepcopy(base), config)
-    train(lora, train_data, TUNING, seed)
+    train(lora, data, steps, seed)
     found["LoRA, before the merge"] = (loss(lora, held_out), sparsity(base))  # and a dense update
-    plain = deepcopy(lora).merge_and_unload()
-    found["LoRA, plain merge"] = (loss(plain, held_out), sparsity(plain))
+    found["LoRA, plain merge"] = measured(deepcopy(lora).merge_and_unload())
     merged = merge(lora)
-    found["LoRA, merge under masks"] = (loss(merged.model, held_out), sparsity(merged.model))
+    found["LoRA, merge under masks"] = measured(merged.model)
     print(f"seed {seed}: {merged}", flush=True)
-    masked = by_masked_updates(deepcopy(base))
-    train(masked, train_data, TUNING, seed)
-    for module in list(masked.modules()):
-        if parametrize.is_parametrized(module):
-            parametrize.remove_parametrizations(module, "weight")
-    found["LoRA that learns under the masks"] = (loss(masked, held_out), sparsity(masked))
+    masked = deepcopy(base).requires_grad_(False)
+    adapted = [module for name, module in masked.named_modules() if name.rpartition(".")[2] in TARGETS]
+    for module in adapted:
+        parametrize.register_parametrization(module, "weight", MaskedUpdate(module.get_parameter("weight")))
+    train(masked, data, steps, seed)
+    for module in adapted:
+        parametrize.remove_parametrizations(module, "weight")
+    found["LoRA that learns under the masks"] = measured(masked)
     whole = deepcopy(base)
-    train(whole, train_data, TUNING, seed, {"masks": "zeros"})
-    found['all kept weights, `Pruner(masks="zeros")`'] = (loss(whole, held_out), sparsity(whole))
+    train(whole, data, steps, seed, {"masks": "zeros"})
+    found['all kept weights, `Pruner(masks="zeros")`'] = measured(whole)
     return found
 
 
@@ -144,12 +145,11 @@ LORA = """A small GPT-2 of bytes learns the source of Python's standard library 
 held-out loss, mean and deviation of {seeds} seeds of the tuning, by `python -m benchmarks lora`. Sparsity is of the \
 weights the adapters stand on; before the merge a dense update stands beside them.
 """
-
-
-def lora_section(record: Record) -> str:
-    rows = [row | {"mean": f"{row['loss']:.3f} ± {row['spread']:.3f}"} for row in record["rows"]]
-    body = table_of(rows, {"way": "way", "loss": "mean", "sparsity": "sparsity:.2%"})
-    return section("Merging adapters under masks", record, LORA, body)
-
-
-SECTIONS = {"lora": lora_section}
+SECTIONS = {
+    "lora": Section(
+        "Merging adapters under masks",
+        LORA,
+        {"way": "way", "loss": "mean", "sparsity": "sparsity:.2%"},
+        lambda row, record: {"mean": f"{row['loss']:.3f} ± {row['spread']:.3f}"},
+    )
+}

@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import distributed, export, level, lora, matvec, prune, repair, select, step, train, wanda
+from . import distributed, export, lora, matvec, prune, repair, select, step, wanda
 from .benchmark import newest_records
 
 SECTIONS = {
     what: draw
-    for module in (export, level, lora, matvec, prune, repair, select, step, train, wanda)
+    for module in (export, lora, matvec, prune, repair, select, step, wanda)
     for what, draw in module.SECTIONS.items()
 }
 INTRODUCTION = """# Benchmarks
@@ -30,7 +30,7 @@ def page(folder: Path) -> str:
 
 
 @dataclass(frozen=True)
-class Command:
+class Page:
     """Write docs/benchmarks.md, and the figures of docs/distributed.md beside it, from all results."""
 
     results: Path = Path("benchmarks/results")  # folder of the JSON files

@@ -10,23 +10,26 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from prunus import Global, PerLayer, PerRow, Probe
-from prunus.eligible import Weight
 from prunus.files.json_file import write_json
+from prunus.lab.data.batches import ImageShape, Normalise
+from prunus.lab.data.datasets import read_cifar10
+from prunus.lab.models import RESNETS, resnet
 from prunus.lab.tracking import environment
-from prunus.lab.trained_model import TrainedModel
+from prunus.lab.trained_model import ModelSource, TrainedModel, load_trained
 from prunus.oneshot.probe.decide import is_allowed
+from prunus.oneshot.probe.prober import Schedule
 from prunus.oneshot.prune import Job, Plan
 from prunus.oneshot.result import Result
 from prunus.oneshot.walk import Originals
 from prunus.ops import bits
 from prunus.ops.lazy import Lazy
 from prunus.select import Selector
-
-from .probe_models import Case
 
 STRATEGIES: dict[str, tuple[str, Selector]] = {
     "magnitude, global": ("magnitude", Global()),
@@ -36,19 +39,98 @@ STRATEGIES: dict[str, tuple[str, Selector]] = {
 }
 UNPROBED: dict[str, tuple[str, Selector]] = {"fisher, global": ("fisher", Global()), "path, global": ("path", Global())}
 RANDOM = "random"
-BEYOND, OUTSIDE = (
-    2.0,
-    4.0,
-)  # where candidates beyond tau, and weights that are no candidates, begin; scores are at most 1
+BEYOND, OUTSIDE = 2.0, 4.0  # added to scores of at most 1: of candidates beyond tau, of weights that are no candidates
+NUM_CALIBRATION = 2048  # images to draw calibration samples from
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # what ResNet-20 was trained with
 Masks = Mapping[str, Tensor]  # True where the weight stays
 
 
 @dataclass(frozen=True)
-class Design:
-    """The levels and taus that every model is pruned with."""
+class Case:
+    """A model of the study: how it is calibrated, probed and evaluated."""
 
+    case: str
+    about: str
+    schedule: Schedule
+    samples: int  # calibration windows or images
+    held_out: int  # windows or images
+    length: int = 256  # tokens of a window
     levels: tuple[float, ...] = (0.3, 0.5, 0.6, 0.7)
     taus: tuple[float, ...] = (0.5, 1.0, 5.0)
+
+    def small(self) -> "Case":
+        """The same in seconds, to try whether it runs: its figures mean nothing."""
+        return replace(self, samples=4, held_out=4, length=16, levels=(0.5,), taus=(1.0,))
+
+
+CASES = [
+    Case("stories15M", "Llama, 15 M weights, float32; TinyStories", "sequential", 16, 128),
+    Case(
+        "SmolLM2-135M",
+        "SmolLM2-135M-Instruct, Llama with grouped queries, 135 M weights, read from a file that was quantised to "
+        "Q4_1 and computed in float32; the validation text of wikitext-2, in two halves",
+        "joint",
+        16,
+        64,
+    ),
+    Case("ResNet-20", "ResNet-20, 0.27 M weights, float32; CIFAR-10", "sequential", 128, 10_000),
+]
+
+
+# Models and their data
+
+
+def load_model(case: Case, data: Path, seed: int, device: torch.device) -> TrainedModel:
+    """The case's model, samples and metric; ``seed`` chooses the calibration samples."""
+    folder = data / case.case
+    if not folder.is_dir():
+        raise ValueError(f"{data} has no folder {case.case}; python -m benchmarks evidence --help says what it holds")
+    if any(folder.glob("*batch*")):
+        return _image_model(case, folder, seed, device)
+    packed = sorted(folder.glob("*.gguf"))
+    return load_trained(
+        ModelSource(
+            model=str(folder),
+            tokens=folder / "calib.u16",
+            eval_tokens=folder / "valid.u16",
+            samples=case.samples,
+            length=case.length,
+            eval_windows=case.held_out,
+            seed=seed,
+            gguf_file=packed[0].name if packed else None,
+            dtype="float32",
+            device=str(device),
+        )
+    )
+
+
+def _image_model(case: Case, folder: Path, seed: int, device: torch.device) -> TrainedModel:
+    paths = sorted(folder.glob("*.th"))
+    if not paths:
+        raise ValueError(f"{folder} holds no weights; put resnet20_cifar10.th there")
+    state = torch.load(paths[0], map_location="cpu", weights_only=True)["state_dict"]
+    model = resnet(RESNETS["resnet20"], ImageShape(3, 32, 10))
+    model.load_state_dict({name.removeprefix("module."): value for name, value in state.items()})
+    train, test = read_cifar10(folder)
+    normalise = Normalise(torch.tensor(MEAN)[:, None, None] * 255, torch.tensor(STD)[:, None, None] * 255)
+    num = min(NUM_CALIBRATION, len(train.labels))
+    chosen = np.random.default_rng(seed).permutation(num)[: case.samples]
+    batch = normalise(train.pixels[chosen]).to(device), torch.from_numpy(train.labels[chosen]).to(device)
+    pixels = normalise(test.pixels[: case.held_out]).to(device)
+    labels = torch.from_numpy(test.labels[: case.held_out]).to(device)
+
+    @torch.no_grad()
+    def accuracy(model: nn.Module) -> float:
+        parts = zip(pixels.split(1000), labels.split(1000), strict=True)
+        return sum(int((model(x).argmax(1) == y).sum()) for x, y in parts) / len(labels)
+
+    def save(out: Path) -> None:
+        raise ValueError("models of the study are not written")
+
+    return TrainedModel(model.to(device).eval(), [batch], accuracy, save, F.cross_entropy, "accuracy")
+
+
+# The study
 
 
 @dataclass(frozen=True)
@@ -71,11 +153,14 @@ class Row:
 class Study:
     """Rows of one case and seed, in a file that an interrupted run continues."""
 
-    def __init__(self, case: Case, design: Design, seed: int, folder: Path) -> None:
-        self.case, self.design, self.seed = case, design, seed
-        self.path = folder / f"probe_{case.name.lower()}_seed{seed}.json"
-        settings = {"case": case.name, "about": case.about, "seed": seed, **case.settings}
-        settings |= {"levels": list(design.levels), "taus": list(design.taus)}
+    def __init__(self, case: Case, seed: int, folder: Path) -> None:
+        self.case, self.seed = case, seed
+        self.steps = [(RANDOM, f"{level}") for level in (0.0, *case.levels)]  # strategy, what is done with it
+        for strategy in (*STRATEGIES, *UNPROBED):
+            ways = ("alone", "exact", "probed") if strategy in STRATEGIES else ("alone",)
+            self.steps += [(strategy, f"{way} {level}") for level in case.levels for way in ways]
+        self.path = folder / f"probe_{case.case.lower()}_seed{seed}.json"
+        settings = asdict(case) | {"seed": seed, "levels": list(case.levels), "taus": list(case.taus)}
         self.content: dict[str, Any] = {"what": "probe evidence", "settings": settings, "num_steps": len(self.steps)}
         self.content |= {"done": {}, "rows": [], "date": str(date.today()), "environment": environment()}
         if self.path.is_file():
@@ -85,35 +170,26 @@ class Study:
                 if before != value:
                     raise ValueError(f"{self.path} has {name} = {before}, not {value}; give another --results")
 
-    @property
-    def steps(self) -> list[tuple[str, str]]:
-        """Strategy and what is done with it, a step each."""
-        found = [(RANDOM, f"{level}") for level in (0.0, *self.design.levels)]
-        for strategy in (*STRATEGIES, *UNPROBED):
-            ways = ("alone", "exact", "probed") if strategy in STRATEGIES else ("alone",)
-            found += [(strategy, f"{way} {level}") for level in self.design.levels for way in ways]
-        return found
-
     def run(self, load: Callable[[], TrainedModel]) -> None:
         """Do the steps that are left; ``load`` gives the model, and is not called where there are none."""
         done: dict[str, float] = self.content["done"]
         left = [(strategy, step) for strategy, step in self.steps if f"{strategy}: {step}" not in done]
         if not left:
             return
-        subject = load()
-        self.content["metric"] = subject.metric
+        trained = load()
+        self.content["metric"] = trained.metric
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         for strategy in dict.fromkeys(strategy for strategy, _ in left):
             score, select = (STRATEGIES | UNPROBED).get(strategy, ("magnitude", Global()))
-            job = Job(subject.model, subject.batches, Plan(score, select, subject.loss))
+            job = Job(trained.model, trained.batches, Plan(score, select, trained.loss))
             with job.open():
-                arm = Arm(self, strategy, select, job, subject)
+                arm = Arm(self, strategy, select, job, trained)
                 for step in (step for which, step in left if which == strategy):
                     began = time.perf_counter()
                     self.content["rows"] += [asdict(row) for row in arm.rows(step)]
                     done[f"{strategy}: {step}"] = round(time.perf_counter() - began, 3)
-                    self.path.parent.mkdir(parents=True, exist_ok=True)
                     write_json(self.path, self.content)
-                    print(f"{self.case.name}, seed {self.seed}: {len(done)} of {len(self.steps)}, {strategy} {step}")
+                    print(f"{self.case.case}, seed {self.seed}: {len(done)} of {len(self.steps)}, {strategy} {step}")
 
 
 @dataclass
@@ -124,65 +200,51 @@ class Arm:
     strategy: str
     select: Selector
     job: Job
-    subject: TrainedModel
+    trained: TrainedModel
 
     def rows(self, step: str) -> Iterator[Row]:
         way, _, level = step.rpartition(" ")
         return getattr(self, f"_{way or 'random'}")(float(level))
 
-    def _row(self, level: float, way: str, sparsity: float, tau: float | None = None) -> Row:
-        value = self.subject.evaluate(self.subject.model)
-        return Row(self.strategy, level, way, tau, sparsity, value if math.isfinite(value) else None)
-
     def _random(self, level: float) -> Iterator[Row]:
-        yield self._by(drawn(list(self.job.weights.values()), level, self._generator()), level, "alone")
+        generator, device = self._generator(), self.job.walk.device
+        shapes = {name: weight.parameter.shape for name, weight in self.job.weights.items()}
+        draw = {name: torch.rand(shape, generator=generator, device=device) for name, shape in shapes.items()}
+        yield self._by(Global()(draw, level), level, "alone")
 
     def _alone(self, level: float) -> Iterator[Row]:
-        with self._pruned(level) as result:
-            yield self._row(level, "alone", result.sparsity)
+        yield self._by(self._result(level).masks, level, "alone")
 
     def _exact(self, level: float) -> Iterator[Row]:
         """The probe of more candidates than are needed, all at once, for every tau; and tau by the sparsity."""
-        with self._pruned(level, Probe("target", schedule="joint")) as result:
-            yield self._row(level, "target", result.sparsity)
+        result = self._result(level, Probe("target", schedule="joint"))
+        yield self._by(result.masks, level, "target")
         sources = self.job.strategy.sources(level, {})
-        for tau in self.study.design.taus:
+        for tau in self.study.case.taus:
             masks = replaced_veto(result, sources, tau, self.select, level)
             yield replace(self._by(masks, level, "exact", tau), beyond=share_beyond(result, masks, tau))
 
     def _probed(self, level: float) -> Iterator[Row]:
-        """The probe as it is defined; joint ratios serve every tau, others are recorded for each."""
-        schedule, taus = self.study.case.schedule, self.study.design.taus
-        if schedule != "joint":
-            for tau in taus:
-                with self._pruned(level, Probe(tau, schedule=schedule)) as result:
-                    yield self._row(level, "probed", result.sparsity, tau)
-                yield from self._beside(result, level, tau)
-            return
-        with self._pruned(level, Probe(taus[0], schedule=schedule)) as result:
-            pass
-        for tau in taus:
-            result.retake_(tau)
-            yield self._row(level, "probed", result.sparsity, tau)
-            self.job.undo_(result.originals)
-            yield from self._beside(result, level, tau)
+        """The probe as it is defined, with the strategy alone and a veto by lot as sparse beside it."""
+        schedule, result = self.study.case.schedule, None
+        for tau in self.study.case.taus:
+            if result is None or schedule != "joint":  # joint ratios serve every tau
+                result = self._result(level, Probe(tau, schedule=schedule))
+            result.packed = result.packed_at(tau)
+            yield self._by(result.masks, level, "probed", tau)
+            yield self._by(exactly(self.job, result.sparsity, self._generator()), level, "alone, as sparse", tau)
+            yield self._by(vetoed_by_lot(result, self._generator()), level, "by lot", tau)
 
-    def _beside(self, result: Result, level: float, tau: float) -> Iterator[Row]:
-        """The strategy alone and a veto by lot, as sparse as the probe left the model."""
-        yield self._by(exactly(self.job, result.sparsity, self._generator()), level, "alone, as sparse", tau)
-        yield self._by(vetoed_by_lot(result, self._generator()), level, "by lot", tau)
+    def _result(self, sparsity: float, probe: Probe | None = None) -> Result:
+        """What pruning would do; the model stays dense."""
+        result = self.job.prune(sparsity, probe)
+        self.job.undo_(result.originals)
+        return result
 
     def _by(self, masks: Masks, level: float, way: str, tau: float | None = None) -> Row:
         with pruned_by(self.job, masks) as sparsity:
-            return self._row(level, way, sparsity, tau)
-
-    @contextmanager
-    def _pruned(self, sparsity: float, probe: Probe | None = None) -> Iterator[Result]:
-        result = self.job.prune(sparsity, probe)
-        try:
-            yield result
-        finally:
-            self.job.undo_(result.originals)
+            value = self.trained.evaluate(self.trained.model)
+        return Row(self.strategy, level, way, tau, sparsity, value if math.isfinite(value) else None)
 
     def _generator(self) -> torch.Generator:
         return torch.Generator(self.job.walk.device).manual_seed(self.study.seed)
@@ -235,27 +297,17 @@ def exactly(job: Job, sparsity: float, generator: torch.Generator) -> Masks:
     row or layer gives the whole number below its share, and lots decide which of them give one more.
     """
     select, sources = job.strategy.select, job.strategy.sources(sparsity, {})
-    if isinstance(select, Global):
-        return _unpacked(sources, select.packed(sources, sparsity, {}))
-    many: dict[str, Tensor] = {}  # what stays where each row or layer drops the whole number below its share
-    between: dict[str, Tensor] = {}  # what would go if each dropped one more
-    for source in sources:
-        size = source.num_inputs if isinstance(select, PerRow) else source.numel
-        drop = int(sparsity * size)
-        shares = (drop / size, min(drop + 1, size) / size)
-        below, above = (_unpacked([source], select.packed([source], share, {})) for share in shares)
-        many |= below
-        between[source.name] = below[source.name] & ~above[source.name]
-    missing = round(sparsity * sum(source.numel for source in sources)) - sum(int((~m).sum()) for m in many.values())
+    fewer = [replace(quota, num_drop=int(sparsity * quota.size)) for quota in select.quota_of(sources, sparsity)]
+    more = [replace(quota, num_drop=min(quota.num_drop + 1, quota.size)) for quota in fewer]
+    below, above = (select.cut(sources, quotas, {}) for quotas in (fewer, more))
+    masks = {source.name: bits.unpack(below[source.name], source.shape) for source in sources}
+    between = {source.name: masks[source.name] & ~bits.unpack(above[source.name], source.shape) for source in sources}
+    missing = round(sparsity * sum(m.numel() for m in masks.values())) - sum(int((~m).sum()) for m in masks.values())
     counts = [int(each.sum()) for each in between.values()]
     gone = _lots(sum(counts), missing, generator)
     for (name, where), part in zip(between.items(), gone.split(counts), strict=True):
-        many[name][where] = ~part
-    return many
-
-
-def _unpacked(sources: Sequence[Lazy], packed: Masks) -> dict[str, Tensor]:
-    return {source.name: bits.unpack(packed[source.name], source.shape) for source in sources}
+        masks[name][where] = ~part
+    return masks
 
 
 def _lots(num: int, num_drawn: int, generator: torch.Generator) -> Tensor:
@@ -263,12 +315,6 @@ def _lots(num: int, num_drawn: int, generator: torch.Generator) -> Tensor:
     found = torch.zeros(num, dtype=torch.bool, device=generator.device)
     found[torch.rand(num, generator=generator, device=generator.device).argsort()[:num_drawn]] = True
     return found
-
-
-def drawn(weights: Sequence[Weight], sparsity: float, generator: torch.Generator) -> Masks:
-    """Weights of all layers by lot."""
-    draw = {w.name: torch.rand(w.parameter.shape, generator=generator, device=w.parameter.device) for w in weights}
-    return Global()(draw, sparsity)
 
 
 @contextmanager

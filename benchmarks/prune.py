@@ -1,13 +1,10 @@
-"""The gradient probe and one-shot WANDA on a small Llama, beside plain implementations, in one process."""
+"""One-shot WANDA and the gradient probe beside plain implementations: on a small Llama, and a level of a 7 B model."""
 
-import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
-from unittest import mock
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,25 +12,30 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from prunus import PerRow, Probe, prune
 from prunus.eligible import Weight, eligible
-from prunus.lab.data.token_files import read_tokens
-from prunus.oneshot.probe import objective
-from prunus.oneshot.probe.engine import Engine
-from prunus.oneshot.probe.objective import Objective
-from prunus.oneshot.probe.taps import Taps
+from prunus.lab.data.datasets import read_tokens
+from prunus.lab.gpu import Sampler, utilisation_reader
+from prunus.oneshot.result import Result
 from prunus.oneshot.walk import head_of
-from prunus.ops.machine import device_of, wait_for
+from prunus.ops.machine import device_of
 
-from .benchmark import Benchmark, Measured, Record, Row, section, table_of
-from .measure import median_ms, timed
+from .benchmark import Benchmark, Measured, Record, Row, Section, in_turns, table_of, timed
 
-SHAPE = {"hidden_size": 288, "intermediate_size": 768, "num_hidden_layers": 6, "num_attention_heads": 6}
-VOCABULARY = 32000
-TAU = 1.0
-Masks = dict[str, Tensor]  # True where the weight stays
+STORIES = {"hidden_size": 288, "intermediate_size": 768, "num_hidden_layers": 6, "num_attention_heads": 6}
+MISTRAL = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
+VOCABULARY, TAU = 32000, 1.0
+LEVEL_DTYPE = torch.bfloat16
+PEAK = 989e12  # bfloat16 FLOP/s of a H100 or H200 without sparsity, as its data sheet says
+KINDS = 7  # weights of a block
+SCHEDULES: dict[str, Literal["block", "sequential"]] = {
+    "block, first in its process": "block",
+    "block": "block",
+    "sequential": "sequential",
+}
+Masks = Mapping[str, Tensor]  # True where the weight stays
 
 
 @dataclass(frozen=True, kw_only=True)
-class Command(Benchmark):
+class Prune(Benchmark):
     """Prune a trained model by WANDA and by the gradient probe."""
 
     checkpoint: Path | None = None  # Hugging Face folder; without it, random weights of stories15M's shape
@@ -45,76 +47,46 @@ class Command(Benchmark):
     repeat: int = 15  # calls that the median is taken over
     device: str = "cpu"  # cpu or cuda
 
+    def measure(self) -> Measured:
+        task, device = self.task(), device_of(self.device)
+        about = self.checkpoint.name if self.checkpoint else "random weights of the shape of stories15M"
+        settings = {"model": about, "probed": len(task.weights), "sparsity": self.sparsity}
+        settings |= {"windows": self.windows, "length": self.length, "head_share": head_share(task.model)}
+        rows = [measure_layer(4096, self.repeat, device), *(measure_way(task, name, self.repeat) for name in WAYS)]
+        return "prune", settings | {"parts": probe_parts(task)}, rows
+
     def task(self) -> "Task":
         """Some of the model's weights, spread over its depth, and windows of tokens."""
         from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
         torch.manual_seed(0)
         if self.checkpoint is None:
-            model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, tie_word_embeddings=True, **SHAPE))
+            model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, tie_word_embeddings=True, **STORIES))
         else:
             model = AutoModelForCausalLM.from_pretrained(self.checkpoint, local_files_only=True, use_safetensors=True)
-        shape = (self.windows, self.length)
+        shape, device = (self.windows, self.length), device_of(self.device)
         if self.calibration is None:
             windows = torch.randint(0, VOCABULARY, shape, generator=torch.Generator().manual_seed(0))
         else:
             tokens = read_tokens(self.calibration)[: self.windows * self.length]
             windows = torch.from_numpy(tokens.reshape(shape).astype("int64"))
-        names = [weight.name for weight in eligible(model).weights]
-        num = min(self.layers, len(names))
+        weights = eligible(model.to(device).eval()).weights
+        num = min(self.layers, len(weights))
         # a step that shares no factor with the seven weights of a block visits all kinds
-        chosen = [names[i * len(names) // num] for i in range(num)]
-        device = device_of(self.device)
-        return Task(model.to(device).eval(), windows.to(device), chosen, self.sparsity)
-
-    def measure(self) -> Measured:
-        task = self.task()
-        about = self.checkpoint.name if self.checkpoint else "random weights of the shape of stories15M"
-        settings = {"model": about, "probed": len(task.names), "sparsity": self.sparsity}
-        settings |= {"windows": self.windows, "length": self.length, "head_share": head_share(task)}
-        rows = [_layer(self.repeat, task.device), *(measure_way(task, name, self.repeat) for name in WAYS)]
-        return "prune", settings | {"parts": probe_parts(task)}, rows
+        chosen = {i * len(weights) // num for i in range(num)}
+        excluded = [weight.name for i, weight in enumerate(weights) if i not in chosen]
+        return Task(model, windows.to(device), [weights[i] for i in sorted(chosen)], excluded, self.sparsity)
 
 
 @dataclass(frozen=True)
 class Task:
-    """A model, its windows (num, length), and the names of the weights that are probed."""
+    """A model, its windows (num, length), the weights that are probed, and the names of the others."""
 
     model: nn.Module
     windows: Tensor
-    names: Sequence[str]
+    weights: Sequence[Weight]
+    excluded: Sequence[str]
     sparsity: float
-
-    @property
-    def device(self) -> torch.device:
-        return self.windows.device
-
-    @property
-    def weights(self) -> list[Weight]:
-        return [weight for weight in eligible(self.model).weights if weight.name in self.names]
-
-    @property
-    def excluded(self) -> list[str]:
-        return [weight.name for weight in eligible(self.model).weights if weight.name not in self.names]
-
-
-def norms_plainly(task: Task) -> dict[str, Tensor]:
-    """Root of the mean square of every input feature, a sample at a time, as WANDA's authors gather it."""
-    means: dict[str, Tensor] = {weight.name: torch.zeros(()) for weight in task.weights}
-
-    def hook(name: str, seen: int) -> Callable[..., None]:
-        def add(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            x = args[0].flatten(0, -2).t().float()
-            means[name] = means[name] * (seen / (seen + 1)) + torch.norm(x, p=2, dim=1) ** 2 / (seen + 1)
-
-        return add
-
-    for seen, window in enumerate(task.windows.split(1)):
-        handles = [w.module.register_forward_pre_hook(hook(w.name, seen)) for w in task.weights]
-        task.model(input_ids=window)
-        for handle in handles:
-            handle.remove()
-    return {name: mean.sqrt() for name, mean in means.items()}
 
 
 def wanda_plainly(weight: Tensor, norm: Tensor, sparsity: float) -> Tensor:
@@ -127,13 +99,26 @@ def wanda_plainly(weight: Tensor, norm: Tensor, sparsity: float) -> Tensor:
 
 @torch.no_grad()
 def one_shot_plainly(task: Task) -> Masks:
-    norms = norms_plainly(task)
-    return {w.name: wanda_plainly(w.parameter, norms[w.name], task.sparsity) for w in task.weights}
+    """WANDA by means of squares of every input feature, gathered a sample at a time as its authors do."""
+    means: dict[str, Tensor] = {}
+    num_seen = 0
+
+    def add(name: str, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        squares = torch.norm(args[0].flatten(0, -2).t().float(), p=2, dim=1) ** 2
+        means[name] = means.get(name, 0.0) * (num_seen / (num_seen + 1)) + squares / (num_seen + 1)
+
+    handles = [weight.module.register_forward_pre_hook(partial(add, weight.name)) for weight in task.weights]
+    for window in task.windows.split(1):
+        task.model(input_ids=window)
+        num_seen += 1
+    for handle in handles:
+        handle.remove()
+    return {w.name: wanda_plainly(w.parameter, means[w.name].sqrt(), task.sparsity) for w in task.weights}
 
 
 def probe_plainly(task: Task) -> Masks:
     """The sequential probe in reverse order by its definition: two passes for each weight and sample."""
-    masks = one_shot_plainly(task)
+    masks = dict(one_shot_plainly(task))
     for weight in reversed(task.weights):
         values = weight.parameter.detach().clone()
         before = largest_gradient(task.model, weight.parameter, task.windows)
@@ -155,138 +140,160 @@ def largest_gradient(model: nn.Module, parameter: nn.Parameter, windows: Tensor)
     return largest
 
 
-def ours(task: Task, probe: Probe | None) -> Masks:
-    result = prune(task.model, [task.windows], task.sparsity, "wanda", probe=probe, repair=None, exclude=task.excluded)
-    return dict(result.masks)
+def by_prunus(task: Task, probe: Probe | None = None) -> Result:
+    return prune(task.model, [task.windows], task.sparsity, "wanda", probe=probe, repair=None, exclude=task.excluded)
 
 
-WAYS: dict[str, tuple[Callable[[Task], Masks], Callable[[Task], Masks]]] = {
-    "WANDA, model": (lambda task: ours(task, None), one_shot_plainly),
-    "WANDA + sequential probe": (lambda task: ours(task, Probe(TAU)), probe_plainly),
+WAYS: dict[str, tuple[Callable[[Task], Masks], Callable[[Task], Masks]]] = {  # ours, plainly
+    "WANDA, model": (lambda task: dict(by_prunus(task).masks), one_shot_plainly),
+    "WANDA + sequential probe": (lambda task: dict(by_prunus(task, Probe(TAU)).masks), probe_plainly),
 }
 
 
-@contextmanager
-def restored(model: nn.Module) -> Iterator[None]:
-    """The model comes back with the weights and flags that it had."""
-    before = {p: (p.detach().clone(), p.requires_grad) for p in model.parameters()}
-    try:
-        yield
-    finally:
-        for parameter, (value, flag) in before.items():
-            parameter.data = value
+def restorer(model: nn.Module) -> Callable[[], None]:
+    """A function that gives the model the weights and flags that it has now."""
+    before = [(p, p.detach().clone(), p.requires_grad) for p in model.parameters()]
+
+    def restore() -> None:
+        for parameter, value, flag in before:
+            parameter.detach().copy_(value)
             parameter.requires_grad_(flag)
+
+    return restore
 
 
 def measure_way(task: Task, name: str, repeat: int) -> Row:
-    """Both sides in turns: seconds, operations, and how many mask elements differ."""
-    times: list[list[float]] = [[], []]
-    masks: list[Masks] = [{}, {}]
-    for _ in range(min(repeat, 3) if "probe" not in name else 1):
-        for side, way in enumerate(WAYS[name]):
-            seconds, masks[side] = timed_way(task, way)
-            times[side].append(seconds)
+    """Seconds and operations of both sides, and how many mask elements differ."""
+    ways, restore = dict(zip(("ours", "plainly"), WAYS[name], strict=True)), restorer(task.model)
     flops = []
-    few = Task(task.model, task.windows[:8], task.names, task.sparsity)
-    for way in WAYS[name]:
-        with restored(task.model), FlopCounterMode(display=False) as counter:
-            way(few)
+    for way in ways.values():
+        with FlopCounterMode(display=False) as counter:
+            way(replace(task, windows=task.windows[:8]))
         flops.append(counter.get_total_flops())
-    return row_of(name, [statistics.median_high(each) for each in times], masks, flops)
+        restore()
+    arms = {side: partial(way, task) for side, way in ways.items()}
+    num = 1 if "probe" in name else min(repeat, 3)
+    return compared(name, arms, num, task.windows.device, restore) | {"times_fewer_operations": flops[1] / flops[0]}
 
 
-def timed_way(task: Task, way: Callable[[Task], Masks]) -> tuple[float, Masks]:
-    with restored(task.model):
-        return timed(lambda: way(task), task.device)
-
-
-def _layer(repeat: int, device: torch.device) -> Row:
-    """The choice alone, on one layer of 4096 x 4096 whose norms are known."""
+def measure_layer(dim: int, repeat: int, device: torch.device) -> Row:
+    """The choice alone, on one square layer whose norms are known."""
     torch.manual_seed(0)
-    weight, norm = torch.randn(4096, 4096, device=device), torch.rand(4096, device=device) + 0.1
-    found: list[Masks] = [{}, {}]
-
-    def fast() -> None:
-        found[0] = PerRow()({"w": weight.abs() * norm}, 0.5)
-
-    def plain() -> None:
-        found[1] = {"w": wanda_plainly(weight, norm, 0.5)}
-
-    times = [median_ms(way, repeat, device) / 1e3 for way in (fast, plain)]
-    return row_of("WANDA, 4096 x 4096", times, found, [0, 0])
+    weight, norm = torch.randn(dim, dim, device=device), torch.rand(dim, device=device) + 0.1
+    arms = {
+        "ours": lambda: PerRow()({"w": weight.abs() * norm}, 0.5),
+        "plainly": lambda: {"w": wanda_plainly(weight, norm, 0.5)},
+    }
+    return compared(f"WANDA, {dim} x {dim}", arms, repeat, device)
 
 
-def row_of(name: str, seconds: Sequence[float], masks: Sequence[Masks], flops: Sequence[int]) -> Row:
-    different = sum(int((masks[0][key] != mask).sum()) for key, mask in masks[1].items())
-    total = sum(mask.numel() for mask in masks[1].values())
+def compared(
+    name: str,
+    arms: Mapping[str, Callable[[], Masks]],
+    repeat: int,
+    device: torch.device,
+    restore: Callable[[], object] = lambda: None,
+) -> Row:
+    """Both sides in turns; RuntimeError where their masks differ in more than one element of ten thousand."""
+    ours, plainly = in_turns(arms, repeat, device, warm_up=0, after=restore).values()
+    different = sum(int((ours.result[key] != mask).sum()) for key, mask in plainly.result.items())
+    total = sum(mask.numel() for mask in plainly.result.values())
     if different > 1e-4 * total:
         raise RuntimeError(f"{name}: {different} of {total} mask elements differ, so no speed is reported")
-    return {
-        "task": name,
-        "seconds": seconds[0],
-        "plain_seconds": seconds[1],
-        "times_faster": seconds[1] / seconds[0],
-        "times_fewer_operations": flops[1] / flops[0] if flops[0] else None,
-        "different": different,
-        "num_weights": total,
-    }
+    row = {"task": name, "seconds": ours.ms / 1e3, "plain_seconds": plainly.ms / 1e3}
+    return row | {"times_faster": plainly.ms / ours.ms, "different": different, "num_weights": total}
 
 
-def head_share(task: Task) -> float:
+def head_share(model: nn.Module) -> float:
     """Fraction of a record's products that the head takes, forward and backward, in the mean over the weights.
 
     By the definition both sides run it once a record, so that nothing which keeps every decision can save it: a
     record with other weights behind it has other logits.
     """
-    head = head_of(task.model).weight.numel()
-    blocks = sum(weight.parameter.numel() for weight in eligible(task.model).weights)
+    head = head_of(model).weight.numel()
+    blocks = sum(weight.parameter.numel() for weight in eligible(model).weights)
     return 2 * head / (2 * head + blocks)  # a record runs half of the blocks in the mean, there and back
 
 
-CLOCKED: dict[str, tuple[Any, str]] = {  # what is timed, and where it is found
-    "head": (objective, "entropy_in_parts"),
-    "forward": (Objective, "summed"),
-    "backward": (Taps, "gradients"),
-    "pass": (Engine, "_add_chunk"),
-}
-
-
 def probe_parts(task: Task) -> list[Row]:
-    """Seconds and share of each part of our probe, from a run of its own: the clocks would show in the other."""
-    seconds = dict.fromkeys(CLOCKED, 0.0)
-    passing = False  # only passes count: the inspection of the model runs the same functions
+    """Seconds and share of each part of our probe, from a run of its own."""
+    result = by_prunus(task, Probe(TAU))
+    result.undo_()
+    parts = result.parts | {"the rest": result.seconds - sum(result.parts.values())}
+    return [{"part": part, "seconds": value, "share": value / result.seconds} for part, value in parts.items()]
 
-    def now() -> float:
-        wait_for(task.device)
-        return time.perf_counter()
 
-    def clocked(function: Callable[..., Any], part: str) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal passing
-            if part != "pass" and not passing:
-                return function(*args, **kwargs)
-            passing = True
-            began = now()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                seconds[part] += now() - began
-                passing = part != "pass"
+# A level of a 7 B model
 
-        return call
 
-    with restored(task.model), ExitStack() as stack:
-        for part, (owner, name) in CLOCKED.items():
-            stack.enter_context(mock.patch.object(owner, name, clocked(getattr(owner, name), part)))
-        total, _ = timed(lambda: ours(task, Probe(TAU)), task.device)
-    found = {
-        "head, forward and backward": seconds["head"],
-        "blocks, forward": seconds["forward"] - seconds["head"],
-        "blocks, backward": seconds["backward"],
-        "gradients of each sample and their maximum": seconds["pass"] - seconds["forward"] - seconds["backward"],
-        "strategy, inspection, what blocks return, decisions": total - seconds["pass"],
-    }
-    return [{"part": part, "seconds": value, "share": value / total} for part, value in found.items()]
+@dataclass(frozen=True, kw_only=True)
+class Level(Benchmark):
+    """Run a level of the gradient probe on a random model of Mistral-7B's shape: its cost, nothing about quality."""
+
+    blocks: int = 32  # blocks of the model
+    windows: int = 32  # calibration windows
+    length: int = 256  # tokens of each
+    sparsity: float = 0.5  # fraction removed
+    device: str = "cpu"  # cpu or cuda
+
+    def measure(self) -> Measured:
+        model, tokens = self.model_and_tokens()
+        settings = {"blocks": self.blocks, "windows": self.windows, "length": self.length, **MISTRAL}
+        settings |= {"sparsity": self.sparsity, "num_weights": sum(p.numel() for p in model.parameters())}
+        return "level", settings, measure_level(model, tokens, self.sparsity)
+
+    def model_and_tokens(self) -> tuple[Any, Tensor]:
+        from transformers import MistralConfig, MistralForCausalLM
+
+        device, before = device_of(self.device), torch.get_default_dtype()
+        config = MistralConfig(vocab_size=VOCABULARY, num_hidden_layers=self.blocks, sliding_window=None, **MISTRAL)
+        torch.manual_seed(0)
+        try:
+            torch.set_default_dtype(LEVEL_DTYPE)
+            with device:
+                model = MistralForCausalLM(config).eval()
+        finally:
+            torch.set_default_dtype(before)
+        return model, torch.randint(0, VOCABULARY, (self.windows, self.length), device=device)
+
+
+def measure_level(model: Any, tokens: Tensor, sparsity: float) -> list[Row]:
+    """A row for the plain scheme, scaled from some weights, and one for each schedule; the first of ours warms up."""
+    rows, device = [level_plainly(model, tokens)], tokens.device
+    for way, schedule in SCHEDULES.items():
+        run = partial(prune, model, [tokens], sparsity, "wanda", probe=Probe(1.0, schedule=schedule))
+        with Sampler(utilisation_reader(device)).running() as busy:
+            seconds, result = timed(run, device)
+        result.undo_()
+        row = {"way": way, "seconds": seconds, "utilisation": busy.mean}
+        row |= {"share_of_peak": flops(model, tokens, schedule) / seconds / PEAK if device.type == "cuda" else None}
+        row |= {"peak_gib": result.peak_bytes / 2**30, "passes": result.passes, "sparsity": result.sparsity}
+        rows.append(row)
+    return rows
+
+
+def flops(model: Any, tokens: Tensor, schedule: str) -> float:
+    """Operations of matrix products: two variants, forward and back through what follows, and the outer products."""
+    blocks = model.model.layers
+    block = sum(p.numel() for p in blocks[0].parameters() if p.ndim == 2)
+    suffixes = sum(i * block + model.lm_head.weight.numel() for i in range(1, len(blocks) + 1))
+    times = KINDS if schedule == "sequential" else 1
+    return 2 * tokens.numel() * (4 * times * suffixes + 2 * len(blocks) * block)
+
+
+def level_plainly(model: Any, tokens: Tensor) -> Row:
+    """A level of one sample a pass, two records a weight, from passes for three weights over four samples."""
+    blocks, samples, restore = model.model.layers, tokens[:4], [(p, p.requires_grad) for p in model.parameters()]
+    chosen = sorted({0, len(blocks) // 2, len(blocks) - 1})
+    seconds = 0.0
+    for i in chosen:
+        record = partial(largest_gradient, model, blocks[i].mlp.up_proj.weight)
+        record(samples[:1])  # warms up
+        seconds += timed(partial(record, samples), samples.device)[0]
+    for parameter, flag in restore:
+        parameter.requires_grad_(flag)
+    passes = 2 * KINDS * len(blocks) * len(tokens)
+    return {"way": "plainly, scaled", "seconds": passes * seconds / len(chosen) / len(samples), "passes": passes}
 
 
 PRUNE = """{model}, {probed} of its weights, {windows} windows of {length} tokens, to {sparsity:.0%}, in float32. \
@@ -299,22 +306,40 @@ HEAD = """The head takes {head_share:.0%} of the products of a record that start
 side runs it once for each record and sample: a record is taken with other weights than the one before it, so that its \
 logits are new ones, and no decision is kept without them. What can be saved is the blocks before the probed weight, \
 and the time that batches and a head in parts save. The parts below are of a run of its own, with clocks."""
+LEVEL = """One level, WANDA candidates and the probe at {sparsity:.0%}, on a random bfloat16 model of Mistral-7B's \
+shape ({num_weights:,} weights, {blocks} blocks, {windows} samples of {length} tokens): what a level costs, nothing \
+about quality. Plainly is the probe by its definition, one sample a pass, all other weights frozen, two records a \
+weight; it was timed for three weights over four samples and scaled to all. The first level of a process also compiles \
+kernels, which stay on disk. Busy is the driver's figure; the share of peak counts matrix products alone, against 989 \
+TFLOP/s.
+"""
 
 
-def prune_section(record: Record) -> str:
-    rows = [row | {"differ": f"{row['different']:,} of {row['num_weights']:,}"} for row in record["rows"]]
-    columns = {
-        "task": "task",
-        "s": "seconds:.3f",
-        "plainly, s": "plain_seconds:.3f",
-        "times faster": "times_faster:.2f",
-    }
-    columns |= {"times fewer operations": "times_fewer_operations:.2f", "mask elements that differ": "differ"}
-    body = table_of(rows, columns)
-    if parts := record["settings"].get("parts"):
-        body += f"\n\n{HEAD.format(**record['settings'])}\n\n"
-        body += table_of(parts, {"part of our probe": "part", "s": "seconds:.3f", "share": "share:.0%"})
-    return section("Pruning after training", record, PRUNE, body)
+def _parts(record: Record) -> str:
+    parts = table_of(
+        record["settings"]["parts"], {"part of our probe": "part", "s": "seconds:.3f", "share": "share:.0%"}
+    )
+    return f"\n\n{HEAD.format(**record['settings'])}\n\n{parts}"
 
 
-SECTIONS = {"prune": prune_section}
+PRUNE_COLUMNS = {"task": "task", "s": "seconds:.3f", "plainly, s": "plain_seconds:.3f"}
+PRUNE_COLUMNS |= {"times faster": "times_faster:.2f", "times fewer operations": "times_fewer_operations:.2f"}
+PRUNE_COLUMNS |= {"mask elements that differ": "differ"}
+LEVEL_COLUMNS = {"way": "way", "s a level": "seconds:.1f", "times faster": "times_faster:.1f"}
+LEVEL_COLUMNS |= {"busy": "utilisation:.0%", "of peak": "share_of_peak:.0%", "peak GiB": "peak_gib:.1f"}
+LEVEL_COLUMNS |= {"passes": "passes:,", "sparsity": "sparsity:.2%"}
+SECTIONS = {
+    "prune": Section(
+        "Pruning after training",
+        PRUNE,
+        PRUNE_COLUMNS,
+        lambda row, record: {"differ": f"{row['different']:,} of {row['num_weights']:,}"},
+        _parts,
+    ),
+    "level": Section(
+        "The gradient probe: a level of a 7 B model",
+        LEVEL,
+        LEVEL_COLUMNS,
+        lambda row, record: {"times_faster": record["rows"][0]["seconds"] / row["seconds"]},
+    ),
+}

@@ -11,21 +11,23 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
-from prunus import NofM, PerLayer, PerRow, Repair, prune
+import prunus
+from prunus import NofM, PerLayer, PerRow, prune
+from prunus.lab.study.tables import markdown_table
 from prunus.lab.trained_model import ModelSource, load_trained
 from prunus.ops.machine import device_of
 
-from . import level
-from .benchmark import Benchmark, Measured, Record, Row, section, table_of
-from .measure import timed
+from .benchmark import Benchmark, Measured, Record, Row, Section, timed
+from .prune import MISTRAL, Level
 
 SCOPES = {"layer": PerLayer(), "row": PerRow(), "2:4": NofM(2, 4)}
 PARTS = ("forwards", "grams", "factorisations", "iterations", "refine", "tune")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Command(Benchmark):
+class Repair(Benchmark):
     """Time repair on a random model of Mistral-7B's shape; or with --model compare ways to prune a trained one."""
 
     blocks: int = 32  # blocks of the model
@@ -47,12 +49,16 @@ class Command(Benchmark):
         device = device_of(self.device)
         if self.model is not None:
             return self._quality()
-        made = level.level_of(self.blocks, self.windows, self.length, torch.device("cpu") if self.offload else device)
-        repair = Repair(iterations=self.iterations, refine=self.refine)
-        settings = {"blocks": self.blocks, "windows": self.windows, "length": self.length, **level.SHAPE}
+        place = "cpu" if self.offload else self.device
+        model, tokens = Level(
+            blocks=self.blocks, windows=self.windows, length=self.length, device=place
+        ).model_and_tokens()
+        repair = prunus.Repair(iterations=self.iterations, refine=self.refine)
+        settings = {"blocks": self.blocks, "windows": self.windows, "length": self.length, **MISTRAL}
         settings |= {"sparsity": self.sparsity, "scope": self.scope, "refine": self.refine, "offload": self.offload}
-        settings |= {"num_weights": sum(p.numel() for p in made.model.parameters())}
-        return "repair", settings, [measure_repair(made, self.sparsity, self.scope, repair, device, self.offload)]
+        settings |= {"num_weights": sum(p.numel() for p in model.parameters())}
+        row = measure_repair(model, tokens, self.sparsity, self.scope, repair, device if self.offload else None)
+        return "repair", settings, [row]
 
     def _quality(self) -> Measured:
         settings = {"model": str(self.model and self.model.name), "windows": self.windows, "length": self.length}
@@ -64,14 +70,14 @@ class Command(Benchmark):
 WAYS: dict[str, Callable[..., Any]] = {
     "WANDA": lambda *what, select: prune(*what, score="wanda", select=select, repair=None),
     "WANDA's mask, repaired": lambda *what, select: prune(*what, score="wanda", select=select),
-    "repair, own targets": lambda *what, select: prune(*what, select=select, repair=Repair("own")),
+    "repair, own targets": lambda *what, select: prune(*what, select=select, repair=prunus.Repair("own")),
     "repair": lambda *what, select: prune(*what, select=select),
-    "repair, tuned": lambda *what, select: prune(*what, select=select, repair=Repair(tune=True)),
+    "repair, tuned": lambda *what, select: prune(*what, select=select, repair=prunus.Repair(tune=True)),
 }
 LEVELS = {"50 %": (0.5, None), "70 %": (0.7, None), "2:4": (0.5, NofM(2, 4))}
 
 
-def measure_quality(command: Command) -> list[Row]:
+def measure_quality(command: Repair) -> list[Row]:
     """Mean and spread over seeds of the metric on held-out data, a row for each way and level."""
     found: dict[tuple[str, str], list[tuple[float, float]]] = {}
     dense = 0.0
@@ -97,12 +103,12 @@ def measure_quality(command: Command) -> list[Row]:
 
 
 def measure_repair(
-    made: level.Level, sparsity: float, scope: str, repair: Repair, device: torch.device, offload: bool
+    model: Any, tokens: Tensor, sparsity: float, scope: str, repair: prunus.Repair, offload: torch.device | None
 ) -> Row:
     """Seconds by part, peak memory and errors of one repair; the model comes back as it was."""
-    place = device if offload else None
     seconds, result = timed(
-        lambda: prune(made.model, [made.tokens], sparsity, select=SCOPES[scope], repair=repair, offload=place), device
+        lambda: prune(model, [tokens], sparsity, select=SCOPES[scope], repair=repair, offload=offload),
+        offload or tokens.device,
     )
     row = {"scope": scope, "seconds": seconds, "peak_gib": result.peak_bytes / 2**30, "sparsity": result.sparsity}
     parts = {part: result.parts[part] for part in PARTS if part in result.parts}
@@ -122,33 +128,29 @@ nothing about quality. Errors are means over layers of the relative error of the
 dense weights, and after the repair.
 """
 
-
-def repair_section(record: Record) -> str:
-    columns = {"scope": "scope", "s": "seconds:.1f", "peak GiB": "peak_gib:.1f"}
-    columns |= {part: f"{part}:.1f" for part in (*PARTS, "other") if any(part in row for row in record["rows"])}
-    columns |= {"mask error": "mask_error:.4f", "error": "error:.4f", "iterations of ADMM": "mean_iterations:.0f"}
-    return section("Repair: a 7 B model", record, REPAIR, table_of(record["rows"], columns))
-
-
+REPAIR_COLUMNS = {"scope": "scope", "s": "seconds:.1f", "peak GiB": "peak_gib:.1f"}
+REPAIR_COLUMNS |= {part: f"{part}:.1f" for part in (*PARTS, "other")}
+REPAIR_COLUMNS |= {"mask error": "mask_error:.4f", "error": "error:.4f", "iterations of ADMM": "mean_iterations:.0f"}
 QUALITY = """{model} pruned by several ways, perplexity on {eval_windows} held-out windows of {length} tokens; means \
 over {seeds} draws of {windows} calibration windows, and the range, by `python -m benchmarks repair --model`.
 """
 
 
-def quality_section(record: Record) -> str:
-    rows = []
+def _by_way(record: Record) -> str:
+    """A line for each way, a column for each level."""
+    lines = [{"way": "dense", **dict.fromkeys(LEVELS, f"{record['rows'][0]['dense']:.3f}")}]
     for way in dict.fromkeys(row["way"] for row in record["rows"]):
-        line = {"way": way}
-        for row in record["rows"]:
-            if row["way"] == way:
-                values = sorted(row["values"])
-                line[row["level"].replace(":", " of ")] = f"{row['mean']:.3f} ({values[0]:.3f} - {values[-1]:.3f})"
-                line["seconds"] = row["seconds"]
-        rows.append(line)
-    columns = {level: level.replace(":", " of ") for level in LEVELS}  # a colon separates a key from its format
-    rows.insert(0, {"way": "dense", **dict.fromkeys(columns.values(), f"{record['rows'][0]['dense']:.3f}")})
-    body = table_of(rows, {"way": "way", **columns, "s": "seconds:.0f"})
-    return section("Repair: a trained model", record, QUALITY, body)
+        here = [row for row in record["rows"] if row["way"] == way]
+        cells = {
+            row["level"]: f"{row['mean']:.3f} ({min(row['values']):.3f} - {max(row['values']):.3f})" for row in here
+        }
+        lines.append({"way": way, **cells, "s": f"{statistics.mean(row['seconds'] for row in here):.1f}"})
+    return markdown_table(
+        ["way", *LEVELS, "s"], [[line.get(key, "") for key in ("way", *LEVELS, "s")] for line in lines]
+    )
 
 
-SECTIONS = {"repair": repair_section, "repair quality": quality_section}
+SECTIONS = {
+    "repair": Section("Repair: a 7 B model", REPAIR, REPAIR_COLUMNS),
+    "repair quality": Section("Repair: a trained model", QUALITY, {}, below=_by_way),
+}

@@ -13,11 +13,9 @@ from prunus import Global, NofM, PerLayer, PerRow
 from prunus.ops import bits
 from prunus.ops.lazy import Lazy
 from prunus.ops.machine import device_of
-from prunus.score import Score
 from prunus.statistics import score_of
 
-from .benchmark import Benchmark, Measured, Record, Row, section, table_of
-from .measure import copy_gb_s, median_ms, peak_extra_mib
+from .benchmark import Benchmark, Measured, Record, Row, Section, copy_gb_s, median_ms, peak_extra_mib
 
 GPT2 = [(2304, 768), (768, 768), (3072, 768), (768, 3072)]
 MISTRAL = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336)]
@@ -26,15 +24,8 @@ OURS = "prunus, exact"
 LARGEST = 1 << 31  # weights that the rivals, which put all scores into one tensor, are run on
 
 
-def shapes_of(name: str | None, layers: int, dim: int) -> tuple[list[tuple[int, int]], str]:
-    """The prunable weights of a model by name, or ``layers`` square ones; and what to call them."""
-    if name is None:
-        return [(dim, dim)] * layers, f"{layers} weights of {dim} x {dim}"
-    return SHAPES[name], f"{len(SHAPES[name])} weights of {name}"
-
-
 @dataclass(frozen=True, kw_only=True)
-class Command(Benchmark):
+class Select(Benchmark):
     """Find masks by every selector, and in the ways of others."""
 
     layers: int = 12  # number of weights
@@ -49,53 +40,51 @@ class Command(Benchmark):
 
     def measure(self) -> Measured:
         device = device_of(self.device)
-        shapes, weights = shapes_of(self.shapes, self.layers, self.dim)
+        shapes = SHAPES[self.shapes] if self.shapes else [(self.dim, self.dim)] * self.layers
+        weights = f"{len(shapes)} weights of {self.shapes or f'{self.dim} x {self.dim}'}"
         p = problem(shapes, self.score, self.sparsity, device, getattr(torch, self.dtype))
         settings = {"score": self.score, "sparsity": self.sparsity, "repeat": self.repeat, "dtype": self.dtype}
-        settings |= {"num_weights": p.num_weights, "weights": weights, "num_bytes": p.num_bytes}
+        num_bytes = sum(tensor.nbytes for source in p.sources for tensor in source.reads.values())
+        settings |= {"num_weights": p.num_weights, "weights": weights, "num_bytes": num_bytes}
         rivals = self.rivals and p.num_weights <= LARGEST
         methods = {name: method for name, method in METHODS.items() if rivals or name.startswith("prunus")}
-        return "select", settings | {"copy_gb_s": copy_gb_s(device)}, measure_methods(p, methods, self.repeat, device)
+        rows = measure_methods(p, methods, self.repeat, device)
+        for row in rows:
+            row["read_gb_s"] = num_bytes / row["ms"] / 1e6 if row["method"] == OURS else None
+        return "select", settings | {"copy_gb_s": copy_gb_s(device)}, rows
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Weights and Adam moments of one model, and the score to rank them by."""
+    """Scores of a model's weights, as sources, Adam's moments of each, and the sparsity."""
 
-    weights: list[Tensor]
-    moments: list[dict[str, Tensor]]  # exp_avg and exp_avg_sq
-    score: Score
+    sources: list[Lazy]
+    moments: list[tuple[Tensor, Tensor]]
     sparsity: float
 
     @property
     def num_weights(self) -> int:
-        return sum(weight.numel() for weight in self.weights)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of what the score reads: the least that must be moved."""
-        return sum(tensor.nbytes for source in self.sources() for tensor in source.reads.values())
+        return sum(source.numel for source in self.sources)
 
     @property
     def num_drop(self) -> int:
         return round(self.sparsity * self.num_weights)
 
+    @property
+    def weights(self) -> list[Tensor]:
+        return [source.weight for source in self.sources]
+
     @cached_property
     def halved(self) -> dict[str, Tensor]:
         """Packed masks of half of the weights."""
-        return Global().packed(self.sources(), 0.5, {})
+        return Global().packed(self.sources, 0.5, {})
 
     def scores(self) -> Iterator[Tensor]:
         """The score of each weight, one at a time."""
-        for source in self.sources():
-            yield next(source.pieces(source.numel))[1].view(source.shape)
+        return (source.all() for source in self.sources)
 
-    def sources(self) -> list[Lazy]:
-        found = []
-        for i, (weight, state) in enumerate(zip(self.weights, self.moments, strict=True)):
-            reads = {name: weight if name == "weight" else state[name] for name in self.score.reads}
-            found.append(Lazy(f"{i}", weight, self.score.of, reads, formula=self.score.formula))
-        return found
+    def all_scores(self) -> Tensor:
+        return torch.cat([score.flatten() for score in self.scores()])
 
 
 def problem(
@@ -106,25 +95,27 @@ def problem(
     if unknown := set(row.reads) - {"weight", "exp_avg", "exp_avg_sq"}:
         raise ValueError(f"the benchmark has weights and moments, but {score} reads {min(unknown)}")
     torch.manual_seed(0)
-    weights, moments = [], []
-    for outputs, inputs in shapes:
-        weight = torch.empty(outputs, inputs, device=device, dtype=dtype).normal_(std=0.02)
+    sources, moments = [], []
+    for number, shape in enumerate(shapes):
+        weight = torch.empty(shape, device=device, dtype=dtype).normal_(std=0.02)
         grad = torch.randn_like(weight) * torch.rand_like(weight) * 1e-4
-        weights.append(weight)
-        moments.append({"exp_avg": 0.1 * grad, "exp_avg_sq": grad.square()})
-    return Problem(weights, moments, row, sparsity)
+        tensors = {"weight": weight, "exp_avg": 0.1 * grad, "exp_avg_sq": grad.square()}
+        reads = {name: tensors[name] for name in row.reads}
+        sources.append(Lazy(f"{number}", weight, row.of, reads, formula=row.formula))
+        moments.append((tensors["exp_avg"], tensors["exp_avg_sq"]))
+    return Problem(sources, moments, sparsity)
 
 
 def kthvalue(p: Problem) -> list[Tensor]:
     """Exact but for ties: all scores in one tensor, its k-th value, masks."""
-    scores = torch.cat([score.flatten() for score in p.scores()])
+    scores = p.all_scores()
     edge = scores.kthvalue(max(1, p.num_drop)).values
     return [score > edge for score in p.scores()]
 
 
 def topk(p: Problem) -> list[Tensor]:
     """Exact: the indices of the largest scores."""
-    scores = torch.cat([score.flatten() for score in p.scores()])
+    scores = p.all_scores()
     keep = torch.zeros_like(scores, dtype=torch.bool)
     keep[scores.topk(p.num_weights - p.num_drop, sorted=False).indices] = True
     return list(keep.split([weight.numel() for weight in p.weights]))
@@ -132,7 +123,7 @@ def topk(p: Problem) -> list[Tensor]:
 
 def sampled_2_percent(p: Problem) -> list[Tensor]:
     """Approximate: a quantile of 2 % of the concatenated scores."""
-    scores = torch.cat([score.flatten() for score in p.scores()])
+    scores = p.all_scores()
     sample = scores[torch.randint(0, len(scores), (len(scores) // 50,), device=scores.device)]
     edge = sample.kthvalue(max(1, round(p.sparsity * len(sample)))).values
     return [score > edge for score in scores.split([weight.numel() for weight in p.weights])]
@@ -156,22 +147,22 @@ def torch_prune(p: Problem) -> list[Tensor]:
     return [layer.get_buffer("weight_mask") for layer in layers]
 
 
-def by(select: Any, sparsity: float | None = None) -> Callable[[Problem], list[Tensor]]:
+def by(select: Any) -> Callable[[Problem], list[Tensor]]:
     """Ours: packed masks by one read of what the score reads."""
-    return lambda p: list(select.packed(p.sources(), p.sparsity if sparsity is None else sparsity, {}).values())
+    return lambda p: list(select.packed(p.sources, select.sparsity or p.sparsity, {}).values())
 
 
 def from_half_on(p: Problem) -> list[Tensor]:
     """A later event: half of the weights are pruned, and half of the rest goes."""
     live = p.num_weights - round(0.5 * p.num_weights)
-    return list(Global().packed(p.sources(), 0.75, p.halved, live).values())
+    return list(Global().packed(p.sources, 0.75, p.halved, live).values())
 
 
 def with_zeroing(p: Problem) -> list[Tensor]:
     """The whole event: the masks, then weights and moments zeroed by them."""
     masks = by(Global())(p)
-    for weight, state, mask in zip(p.weights, p.moments, masks, strict=True):
-        for tensor in (weight, *state.values()):
+    for weight, moments, mask in zip(p.weights, p.moments, masks, strict=True):
+        for tensor in (weight, *moments):
             bits.zero_(tensor, mask)
     return masks
 
@@ -198,7 +189,7 @@ METHODS = {
     "prunus, by row": Method(
         by(PerRow()), num_drop=lambda p: sum(len(weight) * round(p.sparsity * weight.shape[1]) for weight in p.weights)
     ),
-    "prunus, 2:4": Method(by(NofM(2, 4), 0.5), num_drop=lambda p: round(0.5 * p.num_weights)),
+    "prunus, 2:4": Method(by(NofM(2, 4)), num_drop=lambda p: round(0.5 * p.num_weights)),
 }
 
 
@@ -208,31 +199,21 @@ def measure_methods(p: Problem, methods: dict[str, Method], repeat: int, device:
     _ = p.halved  # found ahead, so that it counts for no method
     rows = []
     for name, method in methods.items():
-        restore = _restorer(p) if method.masks is with_zeroing else lambda: None
+        tensors = [*p.weights, *(tensor for both in p.moments for tensor in both)]
+        copies = [tensor.clone() for tensor in tensors] if method.masks is with_zeroing else []
+        restore = partial(torch._foreach_copy_, tensors, copies) if copies else lambda: None
         call = partial(method.masks, p)
         peak = peak_extra_mib(call, device, restore)
-        num_wanted = p.num_weights - method.num_drop(p)
         masks = call()
-        row: Row = {"kept_too_many": count_kept(masks) - num_wanted}
-        row["edge_error"] = None if method.exact else error_of_edge(p, masks, edge)
+        too_many = count_kept(masks) - (p.num_weights - method.num_drop(p))
+        edge_error = None if method.exact else error_of_edge(p, masks, edge)
         del masks
         restore()
-        time_ms = median_ms(call, repeat, device, restore)
+        ms = median_ms(call, repeat, device, restore)
         restore()
-        row |= {"read_gb_s": p.num_bytes / time_ms / 1e6 if name == OURS else None}
-        rows.append({"method": name, "exact": method.exact, "ms": time_ms, "extra_mib": peak, **row})
+        row = {"method": name, "exact": method.exact, "ms": ms, "extra_mib": peak}
+        rows.append(row | {"kept_too_many": too_many, "edge_error": edge_error})
     return rows
-
-
-def _restorer(p: Problem) -> Callable[[], None]:
-    tensors = [*p.weights, *(moment for state in p.moments for moment in state.values())]
-    copies = [tensor.clone() for tensor in tensors]
-
-    def restore() -> None:
-        for tensor, copy in zip(tensors, copies, strict=True):
-            tensor.copy_(copy)
-
-    return restore
 
 
 def check_exact(p: Problem) -> float:
@@ -268,6 +249,8 @@ weights than asked are kept (negative: fewer), "edge" how far the smallest score
 torch.nn.utils.prune ranks by magnitude, which reads less. "From half pruned on" is a later event: half are pruned, \
 and half of the rest goes.
 """
+COLUMNS = {"method": "method", "ms": "ms:.2f", "times ours": "times_ours:.2f", "extra MiB": "extra"}
+COLUMNS |= {"off by": "kept_too_many:,", "edge": "edge_error:+.2%"}
 PARTS = """Where the time of one event goes ({weights}, bitter7, 50 %). Events queued one behind the other take \
 {queued_ms:.2f} ms each on the device, a CUDA graph of one with the wait {replayed_ms:.2f} ms; called one by one, \
 {total_ms:.2f} ms in the median of the stamped calls and {least_ms:.2f} ms at best: the rest is the host before the \
@@ -275,27 +258,29 @@ pass is launched, which the device waits for. What the host does after that is h
 """
 
 
-def select_section(record: Record) -> str:
-    ours = next(row for row in record["rows"] if row["method"] == OURS)
-    rows = []
-    for row in record["rows"]:
-        extra = "not measured" if row["extra_mib"] is None else f"{row['extra_mib']:.1f}"
-        rows.append(row | {"times_ours": row["ms"] / ours["ms"], "extra": extra})
-    columns = {"method": "method", "ms": "ms:.2f", "times ours": "times_ours:.2f", "extra MiB": "extra"}
-    body = table_of(rows, columns | {"off by": "kept_too_many:,", "edge": "edge_error:+.2%"})
-    num_bytes, copy = record["settings"]["num_bytes"], record["settings"]["copy_gb_s"]
-    if copy:
-        body += (
-            f"\n\nThe least that must be read is {num_bytes / 1e9:.2f} GB: {num_bytes / copy / 1e6:.2f} ms at the "
-            f"{copy:,.0f} GB/s of a copy measured in the same run. Ours reads {ours['read_gb_s']:,.0f} GB/s over the "
-            f"whole event, {ours['read_gb_s'] / copy:.0%} of that."
-        )
-    return section("Finding the masks", record, SELECT, body)
+def _ours(record: Record) -> Row:
+    return next(row for row in record["rows"] if row["method"] == OURS)
 
 
-def parts_section(record: Record) -> str:
-    body = table_of(record["rows"], {"part": "part", "where": "where", "us": "us:,.1f"})
-    return section("Finding the masks: what bounds it", record, PARTS, body)
+def _more(row: Row, record: Record) -> Row:
+    extra = "not measured" if row["extra_mib"] is None else f"{row['extra_mib']:.1f}"
+    return {"times_ours": row["ms"] / _ours(record)["ms"], "extra": extra}
 
 
-SECTIONS = {"select": select_section, "parts": parts_section}
+def _bound(record: Record) -> str:
+    num_bytes, copy, read = record["settings"]["num_bytes"], record["settings"]["copy_gb_s"], _ours(record)["read_gb_s"]
+    if not copy:
+        return ""
+    return (
+        f"\n\nThe least that must be read is {num_bytes / 1e9:.2f} GB: {num_bytes / copy / 1e6:.2f} ms at the "
+        f"{copy:,.0f} GB/s of a copy measured in the same run. Ours reads {read:,.0f} GB/s over the "
+        f"whole event, {read / copy:.0%} of that."
+    )
+
+
+SECTIONS = {
+    "select": Section("Finding the masks", SELECT, COLUMNS, _more, _bound),
+    "parts": Section(
+        "Finding the masks: what bounds it", PARTS, {"part": "part", "where": "where", "us": "us:,.1f"}
+    ),  # no command writes such a record
+}

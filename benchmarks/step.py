@@ -1,147 +1,118 @@
-"""What it costs to keep masks: in a training step on a CPU, in the optimizer's step on a GPU; ours beside others."""
+"""What it costs to keep masks: in a training step on a CPU, in the optimizer's step on a GPU, in a whole training."""
 
+import gc
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.optim import AdamW, Optimizer
 
-from prunus import AdamWPrune, Constant, Pruner, Spam
+from prunus import AdamWPrune, Constant, Pruner, Rate, Spam
 from prunus.eligible import eligible
 from prunus.lab.data.batches import TokenShape
 from prunus.lab.evaluate import loss_of
 from prunus.lab.models import build
+from prunus.lab.run import ModelName, Run
+from prunus.lab.trainer import Training
 from prunus.ops import bits
-from prunus.ops.machine import device_of
+from prunus.ops.machine import device_of, wait_for
 
-from .benchmark import Benchmark, Measured, Record, Row, section, table_of
-from .measure import copy_gb_s, queued_ms, timed
-from .select import shapes_of
+from .benchmark import QUEUED, Benchmark, Measured, Record, Row, Section, copy_gb_s, in_turns, overhead, queued, timed
 
-CONTEXT, WARM_UP = 256, 3
-LR = 1e-4
+CONTEXT, LR = 256, 1e-4
+MASKED, WITH_RATES = "prunus AdamWPrune, masks", "prunus AdamWPrune, masks, rates"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Command(Benchmark):
+class Step(Benchmark):
     """Keep masks: in a training step of a small GPT on a CPU, in the optimizer's step alone on a GPU."""
 
+    model: ModelName = "gpt2-mini"  # on a CPU: network
     tokens: tuple[int, ...] = (256, 2048)  # on a CPU: tokens a step
     layers: int = 12  # on a GPU: number of weights
     dim: int = 2048  # on a GPU: rows and columns of each
-    shapes: Literal["gpt2", "mistral-7b"] | None = None  # on a GPU: a model's weights instead
     sparsity: float = 0.5  # fraction removed
-    repeat: int = 15  # rounds or calls that the median is taken over
+    repeat: int = 15  # rounds that the median is taken over
     device: str = "cpu"  # cpu or cuda
 
     def measure(self) -> Measured:
         device, settings = device_of(self.device), {"sparsity": self.sparsity, "repeat": self.repeat}
         if device.type == "cuda":
-            shapes, weights = shapes_of(self.shapes, self.layers, self.dim)
-            settings |= {"weights": weights, "num_weights": sum(a * b for a, b in shapes)}
-            settings |= {"copy_gb_s": copy_gb_s(device)}
-            return "update", settings, measure_updates(shapes, self.sparsity, self.repeat, device)
-        rows = [
-            row
-            for tokens in self.tokens
-            for fused in (False, True)
-            for row in measure_steps(tokens, fused, self.repeat, self.sparsity, device)
-        ]
-        model = _model(torch.device("meta"))
+            weights = f"{self.layers} weights of {self.dim} x {self.dim}"
+            settings |= {"weights": weights, "num_weights": self.layers * self.dim**2, "copy_gb_s": copy_gb_s(device)}
+            return "update", settings, measure_updates(self, device)
+        rows = [row for tokens in self.tokens for fused in (False, True) for row in measure_steps(self, tokens, fused)]
+        model = self.network()
         settings["num_weights"] = sum(p.numel() for p in model.parameters())
-        return "step", settings | {"num_prunable": sum(w.numel() for w in _weights(model))}, rows
+        return "step", settings | {"num_prunable": sum(w.numel() for w in prunable(model))}, rows
+
+    def network(self) -> nn.Module:
+        torch.manual_seed(0)
+        return build(self.model, TokenShape(256, CONTEXT))
 
 
 # A training step
 
-
-@dataclass(frozen=True)
-class Arm:
-    """A model and its optimizer, and what is done around the step to keep the model sparse."""
-
-    model: nn.Module
-    optimizer: Optimizer
-    before: Callable[[], object] = lambda: None  # between backward and step
-    after: Callable[[], object] = lambda: None  # after the step
-
-    def step(self, inputs: Tensor, targets: Tensor) -> None:
-        loss_of(self.model(inputs), targets).backward()
-        self.before()
-        self.optimizer.step()
-        self.after()
-        self.optimizer.zero_grad()
+Around = tuple[Callable[[], object], Callable[[], object]]  # what runs before and after the optimizer's step
 
 
-def dense(model: nn.Module, fused: bool, sparsity: float) -> Arm:
-    return Arm(model, AdamW(model.parameters(), lr=LR, fused=fused))
+def nothing() -> None:
+    pass
 
 
-def hooks(model: nn.Module, fused: bool, sparsity: float) -> Arm:
+def dense(model: nn.Module, optimizer: Optimizer, sparsity: float) -> Around:
+    return nothing, nothing
+
+
+def hooks(model: nn.Module, optimizer: Optimizer, sparsity: float) -> Around:
     """Ours: ``Pruner`` on torch's AdamW."""
-    optimizer = AdamW(model.parameters(), lr=LR, fused=fused)
     Pruner(model, optimizer, schedule=Constant(sparsity))
-    return Arm(model, optimizer)
+    return nothing, nothing
 
 
-def clipping(make: Callable[[nn.Module, bool, float], Arm]) -> Callable[[nn.Module, bool, float], Arm]:
-    """The same with ``clip_grad_norm_`` in between, after which ours masks gradients once more."""
-
-    def made(model: nn.Module, fused: bool, sparsity: float) -> Arm:
-        optimizer = make(model, fused, sparsity).optimizer
-        return Arm(model, optimizer, before=lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0))
-
-    return made
+def clipped(arm: Callable[..., Around], model: nn.Module, optimizer: Optimizer, sparsity: float) -> Around:
+    """The same with ``clip_grad_norm_`` before the step, after which ours masks gradients once more."""
+    _, after = arm(model, optimizer, sparsity)
+    return partial(nn.utils.clip_grad_norm_, list(model.parameters()), 1.0), after
 
 
 @torch.no_grad()
-def multiply(model: nn.Module, fused: bool, sparsity: float) -> Arm:
+def multiply(model: nn.Module, optimizer: Optimizer, sparsity: float) -> Around:
     """The usual way: a float mask multiplied on gradient and weight, four bytes a weight."""
-    masks = [(w, (w.abs() > w.abs().flatten().quantile(sparsity)).float()) for w in _weights(model)]
-
-    @torch.no_grad()
-    def on_gradients() -> None:
-        for weight, mask in masks:
-            if weight.grad is not None:
-                weight.grad.mul_(mask)
-
-    @torch.no_grad()
-    def on_weights() -> None:
-        for weight, mask in masks:
-            weight.mul_(mask)
-
+    weights = prunable(model)
+    masks = [(w.abs() > w.abs().flatten().quantile(sparsity)).float() for w in weights]
+    on_weights = partial(torch._foreach_mul_, [w.detach() for w in weights], masks)
     on_weights()
-    return Arm(model, AdamW(model.parameters(), lr=LR, fused=fused), on_gradients, on_weights)
+    return lambda: torch._foreach_mul_(gradients(weights), masks), on_weights
 
 
-def torch_prune(model: nn.Module, fused: bool, sparsity: float) -> Arm:
+def torch_prune(model: nn.Module, optimizer: Optimizer, sparsity: float) -> Around:
     """torch.nn.utils.prune: a parametrization that multiplies in each forward pass."""
     for weight in eligible(model).weights:
         prune.l1_unstructured(weight.module, "weight", sparsity)
-    return dense(model, fused, sparsity)
+    return nothing, nothing
 
 
-def topk_every_step(model: nn.Module, fused: bool, sparsity: float) -> Arm:
+def topk_every_step(model: nn.Module, optimizer: Optimizer, sparsity: float) -> Around:
     """A proximal step: the smallest weights of every layer are set to zero after each update."""
 
-    @torch.no_grad()
     def project() -> None:
-        for weight in _weights(model):
-            flat = weight.view(-1)
+        for flat in (weight.detach().view(-1) for weight in prunable(model)):
             flat[flat.abs().topk(round(sparsity * flat.numel()), largest=False, sorted=False).indices] = 0
 
-    return Arm(model, AdamW(model.parameters(), lr=LR, fused=fused), after=project)
+    return nothing, project
 
 
-ARMS = {
+ARMS: dict[str, Callable[..., Around]] = {
     "dense": dense,
     "prunus, hooks on AdamW": hooks,
-    "dense, clipping": clipping(dense),
-    "prunus, clipping": clipping(hooks),
+    "dense, clipping": partial(clipped, dense),
+    "prunus, clipping": partial(clipped, hooks),
     "mask times gradient and weight": multiply,
     "torch.nn.utils.prune": torch_prune,
     "top-k every step": topk_every_step,
@@ -149,69 +120,60 @@ ARMS = {
 BESIDE = {"prunus, clipping": "dense, clipping"}  # what an arm is compared with, if not with dense
 
 
-def measure_steps(tokens: int, fused: bool, repeat: int, sparsity: float, device: torch.device) -> list[Row]:
-    """A row for each arm: median step time, and median overhead over the dense step of the same round.
-
-    The arms take turns, one step each, so that what else the machine does falls on all of them.
-    """
-    arms = {name: make(_model(device), fused, sparsity) for name, make in ARMS.items()}
-    times: dict[str, list[float]] = {name: [] for name in arms}
-    for number, (inputs, targets) in enumerate(_batches(tokens, repeat + WARM_UP, device)):
-        for name, arm in arms.items():
-            seconds, _ = timed(partial(arm.step, inputs, targets), device)
-            if number >= WARM_UP:
-                times[name].append(1e3 * seconds)
-    rows = []
-    for name, measured in times.items():
-        beside = BESIDE.get(name, "dense")
-        overheads = [ours / other - 1 for ours, other in zip(measured, times[beside], strict=True)]
-        row = {"arm": name, "optimizer": "AdamW(fused=True)" if fused else "AdamW", "tokens": tokens}
-        row |= {"ms": statistics.median(measured), "overhead": statistics.median(overheads), "beside": beside}
-        rows.append(row)
-    return rows
-
-
-def _model(device: torch.device) -> nn.Module:
-    torch.manual_seed(0)
-    return build("gpt2-mini", TokenShape(256, CONTEXT)).to(device)
-
-
-def _weights(model: nn.Module) -> list[nn.Parameter]:
+def prunable(model: nn.Module) -> list[nn.Parameter]:
     return [weight.parameter for weight in eligible(model).weights]
 
 
-def _batches(tokens: int, num: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(num):
-        drawn = torch.randint(0, 256, (tokens // CONTEXT, CONTEXT + 1), generator=generator).to(device)
-        yield drawn[:, :-1], drawn[:, 1:]
+def gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+def measure_steps(options: Step, tokens: int, fused: bool) -> list[Row]:
+    """A row for each arm: median step time, and overhead over the dense step."""
+    torch.manual_seed(0)
+    batch = torch.randint(0, 256, (max(1, tokens // CONTEXT), min(tokens, CONTEXT) + 1))
+
+    def step_of(arm: Callable[..., Around]) -> Callable[[], None]:
+        model = options.network()
+        optimizer = AdamW(model.parameters(), lr=LR, fused=fused)
+        before, after = arm(model, optimizer, options.sparsity)
+
+        def step() -> None:
+            loss_of(model(batch[:, :-1]), batch[:, 1:]).backward()
+            before()
+            optimizer.step()
+            after()
+            optimizer.zero_grad()
+
+        return step
+
+    steps = {name: step_of(arm) for name, arm in ARMS.items()}
+    turns = in_turns(steps, options.repeat, torch.device("cpu"), warm_up=3)
+    rows = []
+    for name, turn in turns.items():
+        beside = BESIDE.get(name, "dense")
+        row = {"arm": name, "optimizer": "AdamW(fused=True)" if fused else "AdamW", "tokens": tokens, "ms": turn.ms}
+        rows.append(row | {"overhead": overhead(turn, turns[beside]), "beside": beside})
+    return rows
 
 
 # The optimizer's step alone
 
 
-def parameters(shapes: Sequence[tuple[int, int]], device: torch.device) -> list[nn.Parameter]:
+def parameters(layers: int, dim: int, device: torch.device) -> list[nn.Parameter]:
     torch.manual_seed(0)
-    made = [nn.Parameter(0.02 * torch.randn(shape, device=device)) for shape in shapes]
+    made = [nn.Parameter(0.02 * torch.randn(dim, dim, device=device)) for _ in range(layers)]
     for parameter in made:
         parameter.grad = 1e-3 * torch.randn_like(parameter)
     return made
 
 
-def masked(optimizer: Optimizer, sparsity: float) -> Optimizer:
-    """The optimizer with a random mask of each parameter in its state."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            optimizer.state[parameter]["mask"] = bits.pack(torch.rand_like(parameter) >= sparsity)
-    return optimizer
-
-
-def check_agrees(shapes: Sequence[tuple[int, int]], device: torch.device) -> float:
+def check_agrees(dim: int, device: torch.device) -> float:
     """Largest difference of a weight from torch's after one step from equal state.
 
     In ulps of the weight, or of the learning rate where the weight is smaller: of what the step adds to it.
     """
-    ours, theirs = parameters(shapes[:2], device), parameters(shapes[:2], device)
+    ours, theirs = parameters(2, dim, device), parameters(2, dim, device)
     AdamWPrune(ours, lr=LR).step()
     AdamW(theirs, lr=LR, fused=True).step()
     worst = 0.0
@@ -223,51 +185,114 @@ def check_agrees(shapes: Sequence[tuple[int, int]], device: torch.device) -> flo
     return worst
 
 
-def around_fused(made: list[nn.Parameter], sparsity: float) -> Callable[[], None]:
-    """The usual way: float masks multiplied on gradients and weights around torch's fused step."""
-    optimizer = AdamW(made, lr=LR, fused=True)
-    masks = [(torch.rand_like(p) >= sparsity).float() for p in made]
-    grads = [p.grad for p in made if p.grad is not None]
-    weights = [p.detach() for p in made]
+def measure_updates(options: Step, device: torch.device) -> list[Row]:
+    """A row for each way to step, in turns: median of queued calls, and the ratio to torch's fused step without masks.
 
-    def step() -> None:
-        torch._foreach_mul_(grads, masks)
-        optimizer.step()
-        torch._foreach_mul_(weights, masks)
+    With rates, every weight has the factor on its learning rate that its density gives.
+    """
+    ulps = check_agrees(options.dim, device)
+    made = parameters(options.layers, options.dim, device)
+    keep = [torch.rand_like(p) >= options.sparsity for p in made]
+    packed, floats = [bits.pack(mask) for mask in keep], [mask.float() for mask in keep]
+    fused, weights = AdamW(made, lr=LR, fused=True), [p.detach() for p in made]
 
-    return step
+    def masked(**settings: Any) -> AdamWPrune:
+        optimizer = AdamWPrune(made, lr=LR, **settings)
+        for parameter, mask in zip(made, packed, strict=True):
+            optimizer.state[parameter]["mask"] = mask
+        return optimizer
 
+    with_rates, factor = masked(), Rate(power=0.5)(1 - options.sparsity)
+    with_rates.rates = {p: torch.full((), factor, dtype=torch.float64, device=device) for p in made}
 
-def clipped_fused(made: list[nn.Parameter]) -> Callable[[], None]:
-    optimizer = AdamW(made, lr=LR, fused=True)
+    def around_fused() -> None:
+        torch._foreach_mul_(gradients(made), floats)
+        fused.step()
+        torch._foreach_mul_(weights, floats)
 
-    def step() -> None:
+    def clipped_fused() -> None:
         nn.utils.clip_grad_norm_(made, 1.0)
-        optimizer.step()
+        fused.step()
 
-    return step
-
-
-def measure_updates(shapes: Sequence[tuple[int, int]], sparsity: float, repeat: int, device: torch.device) -> list[Row]:
-    """A row for each way to step: median of queued calls, and the ratio to torch's fused step without masks."""
-    ulps = check_agrees(shapes, device)
-    made = parameters(shapes, device)
     ways: dict[str, Callable[[], object]] = {
-        "torch AdamW(fused=True), no masks": AdamW(made, lr=LR, fused=True).step,
-        "masks times gradient and weight around it": around_fused(made, sparsity),
+        "torch AdamW(fused=True), no masks": fused.step,
+        "masks times gradient and weight around it": around_fused,
         "prunus AdamWPrune, no masks": AdamWPrune(made, lr=LR).step,
-        "prunus AdamWPrune, masks": masked(AdamWPrune(made, lr=LR), sparsity).step,
-        "prunus AdamWPrune, masks, spam": masked(AdamWPrune(made, lr=LR, spam=Spam(every=10**9)), sparsity).step,
-        "torch: clip_grad_norm_, then fused": clipped_fused(made),
-        "prunus AdamWPrune, masks, max_norm": masked(AdamWPrune(made, lr=LR, max_norm=1.0), sparsity).step,
+        MASKED: masked().step,
+        WITH_RATES: with_rates.step,
+        "prunus AdamWPrune, masks, spam": masked(spam=Spam(every=10**9)).step,
+        "torch: clip_grad_norm_, then fused": clipped_fused,
+        "prunus AdamWPrune, masks, max_norm": masked(max_norm=1.0).step,
     }
+    turns = in_turns({name: queued(way) for name, way in ways.items()}, options.repeat, device)
+    first = next(iter(turns.values()))
     rows: list[Row] = []
-    for name in list(ways):
-        milliseconds = queued_ms(ways.pop(name), repeat, device)
-        first = rows[0]["ms"] if rows else milliseconds
-        rows.append({"way": name, "ms": milliseconds, "ratio": milliseconds / first, "ulps_from_torch": ulps})
-        torch.cuda.empty_cache()
+    for name, turn in turns.items():
+        row = {"way": name, "ms": turn.ms / QUEUED, "ratio": turn.ms / first.ms, "ulps_from_torch": ulps}
+        rows.append(row | ({"overhead": overhead(turn, turns[MASKED])} if name == WITH_RATES else {}))
     return rows
+
+
+# A whole training
+
+
+TRAINED: dict[str, dict[str, Any]] = {
+    "dense, torch AdamW(fused=True)": {"score": "none", "optimizer": "adamw"},
+    "Pruner + AdamWPrune": {"score": "bitter7", "optimizer": "adamwprune"},
+    "Pruner by hooks on AdamW(fused=True)": {"score": "bitter7", "optimizer": "adamw"},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train(Benchmark):
+    """Train GPT-2 124M, dense and pruned."""
+
+    data: str = "stdlib"  # what to read
+    model: ModelName = "gpt2"  # network
+    context: int = 1024  # tokens a window
+    batch: int = 32  # windows a step
+    compile: bool = True  # torch.compile the model
+    precision: Literal["float32", "bfloat16"] = "bfloat16"  # bfloat16 by autocast
+    every: int = 50  # steps from an event to the next, and of a round
+    sparsity: float = 0.5  # fraction removed
+    repeat: int = 15  # a third of it, at least three, is the number of rounds
+    device: str = "cpu"  # cpu or cuda
+
+    def measure(self) -> Measured:
+        rounds = max(3, self.repeat // 3)
+        steps = self.every * (rounds + 2)
+        said = {name: getattr(self, name) for name in ("model", "context", "batch", "compile", "precision", "every")}
+        said |= {"sparsity": self.sparsity}
+        base = Run(**said, data=self.data, device=self.device, steps=steps, begin=1, end=steps)
+        rows: list[Row] = []
+        for name, arm in TRAINED.items():
+            row: Row = {"arm": name} | measure_training(replace(base, **arm), rounds)
+            rows.append(row | {"ratio": row["ms"] / (rows[0]["ms"] if rows else row["ms"])})
+        return "train", said | {"rounds": rounds}, rows
+
+
+def measure_training(run: Run, rounds: int) -> Row:
+    """Milliseconds a step over rounds of ``every`` steps, each round with one event, and memory."""
+    torch.compiler.reset()  # so that no arm inherits what the one before left
+    gc.collect()
+    torch.cuda.empty_cache()
+    training = Training(run)
+    on_gpu = training.device.type == "cuda"
+    queued(training.train_step, run.every + 1)()  # to warm up
+    wait_for(training.device)
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    calls = queued(training.train_step, run.every)
+    times = [1e3 * timed(calls, training.device)[0] / run.every for _ in range(rounds)]
+    median = statistics.median(times)
+    return {
+        "ms": median,
+        "spread": max(times) - min(times),
+        "tokens_a_second": 1e3 * run.batch * run.accumulate * run.context / median,
+        "peak_mib": torch.cuda.max_memory_allocated() / 2**20 if on_gpu else None,
+        "steady_mib": torch.cuda.memory_allocated() / 2**20 if on_gpu else None,
+        "sparsity": training.sparsity(),
+    }
 
 
 STEP = """A step of a GPT with {num_weights:,} weights, {num_prunable:,} of them prunable, at {sparsity:.0%}, \
@@ -277,22 +302,36 @@ over rounds of the time beyond the arm it stands beside, in the same round.
 UPDATE = """The optimizer's step alone on {num_weights:,} float32 weights ({weights}), {sparsity:.0%} of them masked; \
 medians of queued calls, the ratio is to torch's fused step without masks.
 """
+TRAIN = """Training {model}, context {context}, batch {batch}, {precision}, compile {compile}, an event every {every} \
+steps counted in; medians of {rounds} rounds of {every} steps, to {sparsity:.0%}.
+"""
 
 
-def step_section(record: Record) -> str:
-    alone = {"overhead": None, "beside": None}
-    rows = [row | alone if row["arm"] == row["beside"] else row for row in record["rows"]]
-    columns = {"arm": "arm", "optimizer": "optimizer", "tokens": "tokens:,", "ms": "ms:.1f"}
-    body = table_of(rows, columns | {"overhead": "overhead:+.2%", "beside": "beside"})
-    return section("Keeping them: a training step", record, STEP, body)
-
-
-def update_section(record: Record) -> str:
-    body = table_of(record["rows"], {"way": "way", "ms": "ms:.3f", "ratio": "ratio:.3f"})
+def _agreement(record: Record) -> str:
     ulps = record["rows"][0]["ulps_from_torch"]
-    body += f"\n\nOne step from equal state differs from torch's by at most {ulps:.2f} ulp, "
-    body += "counted at the larger of the weight and the learning rate."
-    return section("Keeping them: the optimizer's step", record, UPDATE, body)
+    text = f"\n\nOne step from equal state differs from torch's by at most {ulps:.2f} ulp, "
+    text += "counted at the larger of the weight and the learning rate."
+    for row in (row for row in record["rows"] if "overhead" in row):
+        text += f" Factors on learning rates add {row['overhead']:+.2%} to the masked step, in the median over rounds."
+    return text
 
 
-SECTIONS = {"step": step_section, "update": update_section}
+COLUMNS = {"arm": "arm", "optimizer": "optimizer", "tokens": "tokens:,", "ms": "ms:.1f"}
+COLUMNS |= {"overhead": "overhead:+.2%", "beside": "beside"}
+TRAIN_COLUMNS = {"arm": "arm", "ms a step": "ms:.2f", "ratio": "ratio:.4f", "spread": "spread:.2f"}
+TRAIN_COLUMNS |= {"tokens/s": "tokens_a_second:,.0f", "peak MiB": "peak_mib:,.0f", "steady MiB": "steady_mib:,.1f"}
+SECTIONS = {
+    "step": Section(
+        "Keeping them: a training step",
+        STEP,
+        COLUMNS,
+        lambda row, record: {"overhead": None, "beside": None} if row["arm"] == row["beside"] else {},
+    ),
+    "update": Section(
+        "Keeping them: the optimizer's step",
+        UPDATE,
+        {"way": "way", "ms": "ms:.3f", "ratio": "ratio:.3f"},
+        below=_agreement,
+    ),
+    "train": Section("Whole training", TRAIN, TRAIN_COLUMNS),
+}

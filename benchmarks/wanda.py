@@ -11,7 +11,6 @@ way its users take, ``oneshot`` with the basic pipeline, which calibrates the wh
 """
 
 import statistics
-import time
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
@@ -23,19 +22,19 @@ from torch import Tensor, nn
 
 from prunus import PerRow, prune
 from prunus.eligible import eligible
-from prunus.lab.data.token_files import read_tokens
+from prunus.lab.data.datasets import read_tokens
 from prunus.ops import bits
 from prunus.ops.lazy import Lazy
 from prunus.score import formula_of, wanda
 
-from .benchmark import Benchmark, Measured, Record, Row, section, table_of
+from .benchmark import Benchmark, Measured, Record, Row, Section, in_turns
 
 SPARSITY = 0.5
 Weights = Mapping[str, Tensor]  # pruned, by name
 
 
 @dataclass(frozen=True, kw_only=True)
-class Command(Benchmark):
+class Wanda(Benchmark):
     """Prune a layer and a model by WANDA, and by llmcompressor's, which must be installed."""
 
     model: tyro.conf.Positional[Path]  # Hugging Face folder
@@ -52,37 +51,31 @@ class Command(Benchmark):
         windows = torch.from_numpy(tokens.reshape(self.windows, self.length))
         settings = {"llmcompressor": __version__, "sparsity": SPARSITY, "repeat": self.repeat}
         settings |= {"windows": self.windows, "length": self.length}
-        return "wanda", settings, layer_rows(self.repeat) + model_rows(self.model, windows, self.repeat)
+        return "wanda", settings, layer_rows(4096, self.repeat) + model_rows(self.model, windows, self.repeat)
 
 
 def compared(task: str, ways: Mapping[str, Callable[[], Weights]], repeat: int) -> list[Row]:
     """A row for each way, in turns; the first is ours, and what the others prune elsewhere is counted."""
-    runs: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}  # seconds, and seconds of all CPU cores
-    pruned: dict[str, Weights] = {}
-    for _ in range(repeat + 1):  # the first is to warm up
-        for name, way in ways.items():
-            began, cpu = time.perf_counter(), time.process_time()
-            pruned[name] = way()
-            runs[name].append((time.perf_counter() - began, time.process_time() - cpu))
-    ours = next(iter(pruned.values()))
+    turns = in_turns(ways, repeat, torch.device("cpu"))
+    ours = next(iter(turns.values())).result
     total = sum(value.numel() for value in ours.values())
     rows: list[Row] = []
-    for name in ways:
-        different = sum(int(((pruned[name][key] == 0) != (value == 0)).sum()) for key, value in ours.items())
+    for name, turn in turns.items():
+        different = sum(int(((turn.result[key] == 0) != (value == 0)).sum()) for key, value in ours.items())
         if different > 1e-4 * total:
             raise RuntimeError(f"{task}, {name}: {different} of {total} weights differ, so no speed is reported")
-        seconds, cpu = (statistics.median(each) for each in zip(*runs[name][1:], strict=True))
-        row = {"task": task, "way": name, "seconds": seconds, "cpu_seconds": cpu, "different": different}
+        cpu = statistics.median(turn.cpu_seconds)
+        row = {"task": task, "way": name, "seconds": turn.ms / 1e3, "cpu_seconds": cpu, "different": different}
         rows.append(row | {"num_weights": total, "times_ours": cpu / (rows[0]["cpu_seconds"] if rows else cpu)})
     return rows
 
 
-def layer_rows(repeat: int) -> list[Row]:
-    """One layer of 4096 x 4096 whose input norms are known."""
+def layer_rows(dim: int, repeat: int) -> list[Row]:
+    """One square layer whose input norms are known."""
     from llmcompressor.modifiers.pruning.wanda.wanda_sparsify import sparsify_weight
 
-    layer = nn.Linear(4096, 4096, bias=False)
-    squares = torch.rand(4096) + 0.1
+    layer = nn.Linear(dim, dim, bias=False)
+    squares = torch.rand(dim) + 0.1
 
     def ours() -> Weights:
         weight = layer.weight.detach()
@@ -95,7 +88,7 @@ def layer_rows(repeat: int) -> list[Row]:
     def theirs() -> Weights:
         return {"w": sparsify_weight(layer, {layer: squares}, SPARSITY, 0, 0)}
 
-    return compared("a layer of 4096 x 4096", {"prunus": ours, "llmcompressor, its function": theirs}, repeat)
+    return compared(f"a layer of {dim} x {dim}", {"prunus": ours, "llmcompressor, its function": theirs}, repeat)
 
 
 def model_rows(folder: Path, windows: Tensor, repeat: int) -> list[Row]:
@@ -169,16 +162,15 @@ of {length} tokens for the model; medians of {repeat} runs in turns in one proce
 `python -m benchmarks wanda`. "Times ours" is of CPU seconds over all cores. Its functions are called from \
 plain hooks; `oneshot` is its users' way. A model's time is that of its forward passes first of all.
 """
+COLUMNS = {"task and way": "name", "s": "seconds:.3f", "CPU s": "cpu_seconds:.3f", "times ours": "times_ours:.2f"}
+COLUMNS |= {"weights pruned elsewhere": "differ"}
 
 
-def wanda_section(record: Record) -> str:
-    rows = []
-    for row in record["rows"]:
-        differ = f"{row['different']:,} of {row['num_weights']:,}"
-        rows.append(row | {"name": f"{row['task']}: {row['way']}", "differ": differ})
-    columns = {"task and way": "name", "s": "seconds:.3f", "CPU s": "cpu_seconds:.3f", "times ours": "times_ours:.2f"}
-    body = table_of(rows, columns | {"weights pruned elsewhere": "differ"})
-    return section("WANDA beside llmcompressor", record, WANDA, body)
+def _more(row: Row, record: Record) -> Row:
+    return {
+        "name": f"{row['task']}: {row['way']}",
+        "differ": f"{row['different']:,} of {row['num_weights']:,}",
+    }
 
 
-SECTIONS = {"wanda": wanda_section}
+SECTIONS = {"wanda": Section("WANDA beside llmcompressor", WANDA, COLUMNS, _more)}

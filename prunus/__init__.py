@@ -16,36 +16,18 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOME = {
-    "AdamWPrune": "optim",
-    "Bisection": "oneshot",
-    "Constant": "schedule",
-    "Event": "pruner",
-    "Global": "select",
-    "Levels": "oneshot",
-    "Limit": "oneshot",
-    "NofM": "select",
-    "OneShot": "schedule",
-    "SearchOptions": "oneshot",
-    "PerLayer": "select",
-    "PerRow": "select",
-    "Probe": "oneshot",
-    "Pruner": "pruner",
-    "Ramp": "schedule",
-    "Rate": "rate",
-    "Regrow": "regrow",
-    "Repair": "oneshot",
-    "SCORES": "score",
-    "Spam": "optim",
-    "Tune": "oneshot",
-    "load_model": "export",
-    "load_sparse": "export",
-    "parameter_groups": "rate",
-    "prune": "oneshot",
-    "save_model": "export",
-    "save_sparse": "export",
-    "search": "oneshot",
+_NAMES = {  # by module
+    "export": "load_model load_sparse save_model save_sparse",
+    "oneshot": "Bisection Levels Limit Probe Repair SearchOptions Tune prune search",
+    "optim": "AdamWPrune Spam",
+    "pruner": "Event Pruner",
+    "rate": "Rate parameter_groups",
+    "regrow": "Regrow",
+    "schedule": "Constant OneShot Ramp",
+    "score": "SCORES",
+    "select": "Global NofM PerLayer PerRow",
 }
+_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = [
     "SCORES",
     "AdamWPrune",
@@ -86,4 +68,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return __all__

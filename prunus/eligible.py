@@ -1,11 +1,15 @@
-"""Which weights of a model may be pruned, and why others stay dense."""
+"""Which weights of a model may be pruned, why others stay dense, and how sparse all of them are."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 
+import torch
 from torch import nn
+
+from .ranks import Ranks, local, shard_of
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -41,33 +45,32 @@ def eligible(
     model: nn.Module,
     include: str | Sequence[str] = (),
     exclude: str | Sequence[str] = (),
-    held: Iterable[nn.Parameter] | None = None,
+    trained: Iterable[nn.Parameter] | None = None,
 ) -> Eligible:
     """Linear and convolution weights but the head, and what ``include`` adds; ``exclude`` wins.
 
-    ``held`` are the parameters an optimizer trains; others stay dense. Patterns are globs over
+    ``trained`` are the parameters of an optimizer; others stay dense. Patterns are globs over
     parameter names or the names of their modules. Norms and biases are never pruned.
     """
-    include, exclude = _patterns(include), _patterns(exclude)
+    include, exclude = ([given] if isinstance(given, str) else list(given) for given in (include, exclude))
     names = {full: plain_name(full) for full, _ in model.named_parameters()}
-    _check_distinct(names)
-    check_patterns(include + exclude, names.values())
-    _check_included(model, include, names)
+    _check_names(model, names, include, exclude)
     owners, heads = _owners(model), _heads(model)
-    trained = None if held is None else {id(parameter) for parameter in held}
+    ids = None if trained is None else {id(parameter) for parameter in trained}
     found = Eligible([], {})
     for full, parameter in model.named_parameters():
         if parameter.ndim < 2:
             continue
         name, module = names[full], owners[full]
-        asked = matches(name, include)
+        is_included = matches(name, include)
         reasons = {
             "excluded": matches(name, exclude),
-            "embedding or head": not asked and id(parameter) in heads,
-            f"{type(module).__name__}, not a linear or convolution weight": not (asked or prunable_kind(module, full)),
+            "embedding or head": not is_included and id(parameter) in heads,
+            f"{type(module).__name__}, not a linear or convolution weight": not is_included
+            and not prunable_kind(module, full),
             "frozen": not parameter.requires_grad,
-            "not held by the optimizer": trained is not None and id(parameter) not in trained,
-            "its gradients are sparse tensors": trained is not None and getattr(module, "sparse", False) is True,
+            "not held by the optimizer": ids is not None and id(parameter) not in ids,
+            "its gradients are sparse tensors": ids is not None and getattr(module, "sparse", False) is True,
         }
         if reason := next((reason for reason, holds in reasons.items() if holds), None):
             found.dense[name] = reason
@@ -79,16 +82,13 @@ def eligible(
     return found
 
 
-def _check_distinct(names: Mapping[str, str]) -> None:
-    """Refuse names that are one without the prefixes of wrappers: one mask would stand for two weights."""
+def _check_names(model: nn.Module, names: Mapping[str, str], include: list[str], exclude: list[str]) -> None:
+    """Refuse names that are equal without the prefixes of wrappers, and patterns that find nothing to prune."""
     fulls: dict[str, str] = {}
     for full, name in names.items():
         if (other := fulls.setdefault(name, full)) != full:
             raise ValueError(f"{other} and {full} are both {name} without DDP's prefix; rename the attribute 'module'")
-
-
-def _check_included(model: nn.Module, include: Sequence[str], names: Mapping[str, str]) -> None:
-    """Refuse a pattern that finds nothing but vectors."""
+    check_patterns(include + exclude, names.values())
     for pattern in include:
         found = {names[full]: p for full, p in model.named_parameters() if matches(names[full], [pattern])}
         if all(p.ndim < 2 for p in found.values()):
@@ -111,9 +111,8 @@ def check_patterns(patterns: Iterable[str], names: Iterable[str]) -> None:
 
 
 def prunable_kind(module: nn.Module, name: str) -> bool:
-    return name.endswith("weight") and (
-        isinstance(module, (nn.Linear, *CONVOLUTIONS, *TRANSPOSED)) or is_conv1d(module)
-    )
+    is_known = isinstance(module, (nn.Linear, *CONVOLUTIONS, *TRANSPOSED)) or is_conv1d(module)
+    return is_known and name.endswith("weight")
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -159,10 +158,6 @@ def _heads(model: nn.Module) -> set[int]:
     return heads
 
 
-def _patterns(patterns: str | Sequence[str]) -> list[str]:
-    return [patterns] if isinstance(patterns, str) else list(patterns)
-
-
 def unwrapped_model(model: nn.Module) -> nn.Module:
     """The module inside ``torch.compile`` and DDP, whose own forward cannot be run in part."""
     while True:
@@ -172,3 +167,75 @@ def unwrapped_model(model: nn.Module) -> nn.Module:
             model = model.module
         else:
             return model
+
+
+@dataclass(frozen=True)
+class LayerSparsity:
+    """One weight: its size, its zeros, and the reason if it is not pruned."""
+
+    name: str
+    shape: tuple[int, ...]
+    num_weights: int
+    num_zeros: int
+    dense: str | None = None
+    rate: float = 1.0  # factor on its learning rate
+
+    @property
+    def sparsity(self) -> float:
+        return self.num_zeros / self.num_weights if self.num_weights else 0.0
+
+
+@dataclass(frozen=True)
+class SparsityReport:
+    """Sparsity counted from the zeros: by weight, over prunable weights, and over all parameters."""
+
+    layers: list[LayerSparsity]
+    num_parameters: int
+
+    @property
+    def num_prunable(self) -> int:
+        return sum(layer.num_weights for layer in self.layers if layer.dense is None)
+
+    @property
+    def num_zeros(self) -> int:
+        return sum(layer.num_zeros for layer in self.layers if layer.dense is None)
+
+    @property
+    def sparsity(self) -> float:
+        """Over prunable weights."""
+        return self.num_zeros / self.num_prunable
+
+    @property
+    def sparsity_of_all(self) -> float:
+        """Pruned weights over all parameters of the model."""
+        return self.num_zeros / self.num_parameters
+
+    def __str__(self) -> str:
+        rows = [
+            f"{layer.name:50} {'x'.join(map(str, layer.shape)):>16} {layer.sparsity:8.2%}"
+            + (f"  dense: {layer.dense}" if layer.dense else "")
+            + (f"  rate x {layer.rate:.3f}" if layer.rate != 1 else "")
+            for layer in self.layers
+        ]
+        share, of_all = f"{self.sparsity:.4%}", f"{self.sparsity_of_all:.4%}"
+        return "\n".join([*rows, f"{share} of {self.num_prunable} prunable weights, {of_all} of all are zero"])
+
+
+def report(
+    model: nn.Module, found: Eligible, ranks: Ranks | None = None, rates: Mapping[str, float] = MappingProxyType({})
+) -> SparsityReport:
+    """Zeros of every weight matrix, pruned or not, with the reason for those that are not.
+
+    Collective over ``ranks``, which hold shards of the weights.
+    """
+    parameters = {plain_name(name): p for name, p in model.named_parameters()}
+    reasons = {weight.name: None for weight in found.weights} | found.dense
+    named = {name: p for name, p in parameters.items() if name in reasons}
+    zeros = torch.tensor([local(p).numel() - int(local(p).count_nonzero()) for p in named.values()])
+    if ranks:
+        zeros = ranks.total(zeros * torch.tensor([shard_of(name, p, ranks).is_owner for name, p in named.items()]))
+    layers = [
+        LayerSparsity(name, tuple(p.shape), p.numel(), num_zeros, reasons[name], rates.get(name, 1.0))
+        for (name, p), num_zeros in zip(named.items(), zeros.tolist(), strict=True)
+    ]
+    return SparsityReport(layers, sum(p.numel() for p in parameters.values()))

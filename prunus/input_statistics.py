@@ -10,7 +10,6 @@ from weakref import WeakKeyDictionary, finalize
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_hooks_with_kwargs, register_module_forward_hook
-from torch.utils.hooks import RemovableHandle
 
 from .eligible import CONVOLUTIONS, TRANSPOSED, Weight, is_conv1d, prunable_kind
 from .ranks import Ranks
@@ -56,11 +55,15 @@ class InputNorms(AbstractContextManager["InputNorms"]):
 
         @torch.no_grad()
         def add(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _: object) -> None:
-            for name in names.get(module, ()) if (module.training or not train) and not _is_backward() else ():
+            is_backward = torch._C._current_graph_task_id() != -1  # in which checkpointed layers are called again
+            for name in names.get(module, ()) if (module.training or not train) and not is_backward else ():
                 squares = input_squares(module, next(iter(args or kwargs.values())).detach(), dtype, mask)
                 sums[name] = sums[name] + squares if name in sums else squares
 
-        self._open.callback(_remove, register_module_forward_hook(add, with_kwargs=True))
+        handle = register_module_forward_hook(add, with_kwargs=True)
+        # torch leaves this entry there when the hook is removed, and torch.compile warns of it
+        self._open.callback(_global_forward_hooks_with_kwargs.pop, handle.id, None)
+        self._open.callback(handle.remove)
         self._open.enter_context(eagerly())
         return self
 
@@ -73,29 +76,18 @@ class InputNorms(AbstractContextManager["InputNorms"]):
 
     def norms(self) -> dict[str, Tensor]:
         """Norms by weight; collective where there are several ranks."""
-        squares = self.squares
-        if self.ranks:
-            squares = {name: self.ranks.sum(sums) / self.ranks.size for name, sums in self._agreed().items()}
-        return {name: sums.sqrt() for name, sums in squares.items()}
-
-    def _agreed(self) -> dict[str, Tensor]:
-        """Sums of all weights; raises on all ranks if one of them lacks some, or has only a shard of the inputs."""
-        assert self.ranks is not None
-        found, missing = {}, []
+        if not self.ranks:
+            return {name: sums.sqrt() for name, sums in self.squares.items()}
+        missing = []  # on this rank; all raise if one lacks some, or has only a shard of the inputs
         for weight in self.weights:
             sums = self.squares.get(weight.name)
             if sums is None:
                 missing.append(weight.name)
             elif any(a not in (1, b) for a, b in zip(sums.shape[::-1], weight.parameter.shape[::-1], strict=False)):
                 missing.append(f"{weight.name}, whose inputs are sharded,")
-            else:
-                found[weight.name] = sums
-        self.ranks.agree(
-            ValueError(f"the score reads input_norm, but none of all inputs was collected for {missing[0]}; exclude it")
-            if missing
-            else None
-        )
-        return found
+        what = "the score reads input_norm, but none of all inputs was collected for {}; exclude it"
+        self.ranks.agree(ValueError(what.format(missing[0])) if missing else None)
+        return {w.name: (self.ranks.sum(self.squares[w.name]) / self.ranks.size).sqrt() for w in self.weights}
 
 
 def check_inputs(weights: Sequence[Weight]) -> None:
@@ -110,16 +102,6 @@ def check_inputs(weights: Sequence[Weight]) -> None:
                 f"the score reads the inputs of linear layers and convolutions, but {weight.name} belongs to "
                 f"{type(module).__name__}; leave it out, or take a score that reads none: magnitude"
             )
-
-
-def _remove(handle: RemovableHandle) -> None:
-    handle.remove()
-    _global_forward_hooks_with_kwargs.pop(handle.id, None)  # torch leaves it there, and torch.compile warns of it
-
-
-def _is_backward() -> bool:
-    """Whether this thread runs a backward pass, in which checkpointed layers are called again."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def input_squares(
@@ -141,20 +123,17 @@ def input_squares(
     return features.unsqueeze(1) if is_conv1d(module) else features
 
 
-def _convolution_squares(module: nn.Module, x: Tensor) -> Tensor:
-    """Sums over all places of the input, with or without a batch dimension."""
+def _convolution_squares(conv: nn.Module, x: Tensor) -> Tensor:
+    """Sums over all positions of the window, with or without a batch: (in, *kernel), or (out, in / groups, *kernel).
+
+    Of a transposed convolution every input meets the whole kernel: (in, 1, ...).
+    """
     squares = x.float().square()
-    if isinstance(module, TRANSPOSED):
-        channels = squares.movedim(-module.weight.ndim + 1, 0).flatten(1).sum(1)
-        return channels.view(-1, *[1] * (module.weight.ndim - 1))
-    assert isinstance(module, CONVOLUTIONS)
-    return _window_squares(module, squares)
-
-
-def _window_squares(conv: nn.Conv1d | nn.Conv2d | nn.Conv3d, squares: Tensor) -> Tensor:
-    """Sums over all positions of the window: (in, *kernel), or (out, in / groups, *kernel) with groups."""
-    spatial = len(conv.kernel_size)
-    if squares.ndim == spatial + 1:
+    if isinstance(conv, TRANSPOSED):
+        channels = squares.movedim(-conv.weight.ndim + 1, 0).flatten(1).sum(1)
+        return channels.view(-1, *[1] * (conv.weight.ndim - 1))
+    assert isinstance(conv, CONVOLUTIONS)
+    if squares.ndim == len(conv.kernel_size) + 1:
         squares = squares.unsqueeze(0)
     mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
     padded = nn.functional.pad(squares, conv._reversed_padding_repeated_twice, mode=mode)

@@ -3,7 +3,7 @@
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .mask_store import MaskStore
+from .masks import MaskStore
 from .ops import bits
 from .optim import AdamWPrune
 from .ranks import is_offloaded, local
@@ -76,8 +76,13 @@ class Masking(ABC):
     @torch.no_grad()
     def apply_(self, packed: Mapping[str, Tensor]) -> None:
         """Make these the masks, and zero what they prune in weights and, unless it may come back, in their state."""
-        if isinstance(self.optimizer, torch.optim.LBFGS) and self.store.differs(packed):
-            _restart(self.optimizer)
+        known = self.store.bits
+        if isinstance(self.optimizer, torch.optim.LBFGS) and any(
+            name not in known or not torch.equal(known[name], mask) for name, mask in packed.items()
+        ):
+            for state in self.optimizer.state.values():
+                if "n_iter" in state:
+                    state["n_iter"] = 0  # begin anew: the curvature of weights that are gone would make it diverge
         for name, mask in packed.items():
             parameter = self.store.weights[name]
             self.store.set(name, mask)
@@ -122,11 +127,64 @@ class Masking(ABC):
                 "a graph of this step would not mask gradients after the ramp; with regrow, capture it after that"
             )
 
-    def _mask_gradients_by_hooks(self) -> None:
-        """Mask gradients as they are accumulated, so that clipping sees them masked, and again before the step.
+    def _zero_after_steps(self, always: bool) -> None:
+        """Zero pruned weights after each step: always, or while they may come back."""
 
-        Gradients that FSDP2 still copies to the CPU when it accumulates them are masked before the step alone.
-        """
+        def after_step(*_: object) -> None:
+            if always or self.progress.is_regrowing:
+                self.zero_weights()
+
+        if always or self.progress.regrow_until is not None:
+            self._hooks.callback(self.optimizer.register_step_post_hook(after_step).remove)
+
+
+class InsideStep(Masking):
+    """``AdamWPrune`` masks gradients in its own step, by the masks that it finds in its state."""
+
+    reads_masks = True
+    optimizer: AdamWPrune  # pyrefly: ignore[bad-override-mutable-attribute]
+
+    def attach(self) -> None:
+        optimizer, weights = self.optimizer, frozenset(self.store.weights.values())
+        self.store.fill(name for name, p in self.store.weights.items() if p.is_cuda)  # a graph must find its masks
+        if self.movement:
+            optimizer.watch += (self.movement.add,)
+
+            def stop_watching(add: Callable[..., None] = self.movement.add) -> None:
+                optimizer.watch = tuple(watch for watch in optimizer.watch if watch != add)
+
+            self._hooks.callback(stop_watching)
+
+        def before_step(*_: object) -> None:
+            optimizer.unmasked |= weights if self.progress.is_regrowing else frozenset()
+
+        def after_step(*_: object) -> None:
+            optimizer.unmasked -= weights
+
+        if self.progress.regrow_until is not None:
+            self._hooks.callback(optimizer.register_step_pre_hook(before_step).remove)
+            self._hooks.callback(optimizer.register_step_post_hook(after_step).remove)
+        self._zero_after_steps(always=type(optimizer) is not AdamWPrune)  # a subclass may step otherwise
+
+    @property
+    def is_holding(self) -> bool:
+        return self.optimizer.is_holding
+
+
+class ByHooks(Masking):
+    """Gradients are masked as they are accumulated, so that clipping sees them masked, and again before the step.
+
+    That is enough for optimizers that move no element whose gradient and state are zero. With those that mix the
+    elements of a weight, as Muon and LBFGS do, and with unknown ones, weights are zeroed after each step too.
+    Gradients that FSDP2 still copies to the CPU when it accumulates them are masked before the step alone.
+    """
+
+    reads_masks = False
+    is_holding = False
+
+    def attach(self) -> None:
+        # torch's own are known by exact type: a subclass may step otherwise
+        self._zero_after_steps(always=type(self.optimizer) not in ELEMENTWISE)
 
         @torch.no_grad()
         def before_update() -> None:
@@ -138,7 +196,13 @@ class Masking(ABC):
             closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
             if closure is None:
                 return before_update()
-            return (args[0],), {**kwargs, "closure": _followed(closure, before_update)}
+
+            def followed() -> Any:
+                loss = closure()
+                before_update()
+                return loss
+
+            return (args[0],), {**kwargs, "closure": followed}
 
         self._hooks.callback(self.optimizer.register_step_pre_hook(before_step).remove)
         # a tensor's hook that held its tensor would never be freed: the garbage collector does not see through it
@@ -154,72 +218,9 @@ class Masking(ABC):
                 self._hooks.callback(handle.remove)
 
 
-class InsideStep(Masking):
-    """``AdamWPrune`` masks gradients in its own step, by the masks that it finds in its state."""
-
-    reads_masks = True
-    optimizer: AdamWPrune  # pyrefly: ignore[bad-override-mutable-attribute]
-
-    def attach(self) -> None:
-        self.store.fill(name for name, p in self.store.weights.items() if p.is_cuda)  # a graph must find its masks
-        if self.movement:
-            self.optimizer.watch += (self.movement.add,)
-            self._hooks.callback(self._stop_watching, self.movement.add)
-        if self.progress.regrow_until is not None:
-            self._hooks.callback(self.optimizer.register_step_pre_hook(self._let_through).remove)
-            self._hooks.callback(self.optimizer.register_step_post_hook(self._after_step).remove)
-        if type(self.optimizer) is not AdamWPrune:  # a subclass may step otherwise
-            self._hooks.callback(self.optimizer.register_step_post_hook(self.zero_weights).remove)
-
-    @property
-    def is_holding(self) -> bool:
-        return self.optimizer.is_holding
-
-    def _stop_watching(self, added: Callable[..., None]) -> None:
-        self.optimizer.watch = tuple(watch for watch in self.optimizer.watch if watch != added)
-
-    def _let_through(self, *_: object) -> None:
-        if self.progress.is_regrowing:
-            self.optimizer.unmasked |= frozenset(self.store.weights.values())
-
-    def _after_step(self, *_: object) -> None:
-        self.optimizer.unmasked -= frozenset(self.store.weights.values())
-        if self.progress.is_regrowing:
-            self.zero_weights()
-
-
-class ByHooks(Masking):
-    """Masked gradients are enough for optimizers that move no element whose gradient and state are zero."""
-
-    reads_masks = False
-    is_holding = False
-
-    def attach(self) -> None:
-        if self.progress.regrow_until is not None:
-            self._hooks.callback(self.optimizer.register_step_post_hook(self._after_step).remove)
-        self._mask_gradients_by_hooks()
-
-    def _after_step(self, *_: object) -> None:
-        if self.progress.is_regrowing:
-            self.zero_weights()
-
-
-class AfterStep(Masking):
-    """Optimizers that mix the elements of a weight, as Muon and LBFGS do, and unknown ones: weights are zeroed too."""
-
-    reads_masks = False
-    is_holding = False
-
-    def attach(self) -> None:
-        self._hooks.callback(self.optimizer.register_step_post_hook(self.zero_weights).remove)
-        self._mask_gradients_by_hooks()
-
-
-def masking_of(optimizer: Optimizer) -> type[InsideStep | ByHooks | AfterStep]:
-    """How zeros are kept under this optimizer. Torch's own are known by exact type: a subclass may step otherwise."""
-    if isinstance(optimizer, AdamWPrune):
-        return InsideStep
-    return ByHooks if type(optimizer) in ELEMENTWISE else AfterStep
+def masking_of(optimizer: Optimizer) -> type[InsideStep | ByHooks]:
+    """How zeros are kept under this optimizer."""
+    return InsideStep if isinstance(optimizer, AdamWPrune) else ByHooks
 
 
 def check_state(weights: Mapping[str, nn.Parameter], optimizer: Optimizer) -> None:
@@ -252,26 +253,23 @@ def is_initialising(optimizer: Optimizer) -> bool:
     return not any(bool(local(grad).any()) for grad in grads if grad is not None)
 
 
+class LoadHook:
+    """Calls a method when a module has loaded its weights; keeps nothing alive, and copies of the module forget it."""
+
+    def __init__(self, method: Callable[[], None]) -> None:
+        self._method = weakref.WeakMethod(method)
+
+    def __call__(self, *_: object) -> None:
+        if method := self._method():
+            method()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A function that does nothing, so that a pickled module can be loaded without this package."""
+        return getattr, (nullcontext(), "__exit__")
+
+
 def _states(parameter: nn.Parameter, optimizer: Optimizer) -> dict[str, Tensor]:
     """Optimizer state of the parameter's shape."""
     state = optimizer.state.get(parameter, {})
     tensors = {key: value for key, value in state.items() if key != "mask" and isinstance(value, Tensor)}
     return {key: value for key, value in tensors.items() if value.shape == parameter.shape}
-
-
-def _restart(optimizer: torch.optim.LBFGS) -> None:
-    """Let LBFGS begin anew: the curvature of weights that are gone would make it diverge."""
-    for state in optimizer.state.values():
-        if "n_iter" in state:
-            state["n_iter"] = 0
-
-
-def _followed(closure: Callable[[], Any], then: Callable[[], None]) -> Callable[[], Any]:
-    """A closure that calls ``closure``, then ``then``."""
-
-    def both() -> Any:
-        loss = closure()
-        then()
-        return loss
-
-    return both

@@ -1,18 +1,28 @@
-"""Masks by name as packed bits: look-up, overlap, and a digest that gathers nothing."""
+"""Masks as packed bits by name: look-up, digest, and the store that keeps a Pruner's in the optimizer's state.
+
+In memory a mask is one bit a weight, on each rank for its shard. ``torch.distributed.checkpoint`` reshards what
+has a weight's shape and placement, so it is given zeros and ones, a byte a weight.
+"""
 
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from .ops import bits
-from .ops.hash import mixed
-from .ops.shard import Shard
-from .ranks import Ranks, gather, is_dtensor, is_replicated, local_block
+from .ops.compact import nonzero
+from .ops.formula import mixed
+from .ops.shard import Shard, together
+from .ranks import Ranks, is_dtensor, is_replicated, local, local_block, placed_like
+
+_STORES: weakref.WeakKeyDictionary[Optimizer, weakref.WeakSet["MaskStore"]] = weakref.WeakKeyDictionary()
 
 
 class Masks(Mapping[str, Tensor]):
@@ -41,13 +51,6 @@ class Masks(Mapping[str, Tensor]):
         return f"Masks({', '.join(f'{name}: {tuple(weight.shape)}' for name, weight in self.weights.items())})"
 
 
-def full_masks(masks: Mapping[str, Tensor], shards: Mapping[str, Shard] | None) -> dict[str, Tensor]:
-    """Boolean masks of the full weights, gathered from all ranks; collective if there are ``shards``."""
-    if shards is None:
-        return dict(masks)
-    return {name: gather(mask.to(torch.uint8), shards[name]).bool() for name, mask in masks.items()}
-
-
 def digest(masks: Mapping[str, Tensor], shards: Mapping[str, Shard] | None = None) -> str:
     """Hex string that is equal for equal masks, held by one process or by many.
 
@@ -58,34 +61,31 @@ def digest(masks: Mapping[str, Tensor], shards: Mapping[str, Shard] | None = Non
     if shards is None:
         shapes, sums = [list(masks[name].shape) for name in names], [position_sum(masks[name]) for name in names]
     else:
-        shapes, sums = [list(shards[name].global_shape) for name in names], _sums_of_ranks(names, masks, shards)
+        shapes = [list(shards[name].global_shape) for name in names]
+        sums = [position_sum(masks[name], shards[name]) if shards[name].is_owner else 0 for name in names]
+        halves = torch.tensor([(number >> 32, number & 0xFFFFFFFF) for number in sums])  # their sums do not overflow
+        totals = shards[names[0]].ranks.total(halves).tolist()
+        sums = [((high << 32) + low) % (1 << 64) for high, low in totals]
     return hashlib.sha256(json.dumps(list(zip(names, shapes, sums, strict=True))).encode()).hexdigest()
 
 
 def position_sum(mask: Tensor, shard: Shard | None = None) -> int:
     """``sum of hash(position)`` over the True elements, modulo 2^64, by their positions in the full tensor."""
     flat, total = mask.reshape(-1), 0
-    for start in range(0, len(flat), bits.PIECE):
-        kept = flat[start : start + bits.PIECE].nonzero().squeeze(1) + start
+    for start in range(0, len(flat), bits.CHUNK):
+        kept = flat[start : start + bits.CHUNK].nonzero().squeeze(1) + start
         total += int(mixed((shard.positions(kept) if shard else kept) + 1).sum())
     return total % (1 << 64)
-
-
-def _sums_of_ranks(names: list[str], masks: Mapping[str, Tensor], shards: Mapping[str, Shard]) -> list[int]:
-    sums = [position_sum(masks[name], shards[name]) if shards[name].is_owner else 0 for name in names]
-    halves = torch.tensor([(number >> 32, number & 0xFFFFFFFF) for number in sums])  # sums of halves do not overflow
-    totals = shards[names[0]].ranks.total(halves).tolist()
-    return [((high << 32) + low) % (1 << 64) for high, low in totals]
 
 
 def check_copies(ranks: Ranks | None, weights: Mapping[str, Tensor], packed: Mapping[str, Tensor]) -> None:
     """Raise a ValueError on all ranks if ranks that hold copies of a weight found different masks for it."""
     if ranks is None:
         return
-    prints = dict(zip(packed, torch.stack([fingerprint(mask) for mask in packed.values()]).tolist(), strict=True))
+    hashes = dict(zip(packed, torch.stack([_hash_of_bits(mask) for mask in packed.values()]).tolist(), strict=True))
 
     def folded(names: list[str]) -> int:
-        return int.from_bytes(hashlib.sha256(json.dumps([prints[n] for n in names]).encode()).digest()[:7])
+        return int.from_bytes(hashlib.sha256(json.dumps([hashes[n] for n in names]).encode()).digest()[:7])
 
     axes = range(len(ranks.copies))
     if not ranks.differ([folded([name for name in packed if is_replicated(weights[name], axis)]) for axis in axes]):
@@ -100,18 +100,11 @@ def check_copies(ranks: Ranks | None, weights: Mapping[str, Tensor], packed: Map
     )
 
 
-def fingerprint(packed: Tensor) -> Tensor:
+def _hash_of_bits(packed: Tensor) -> Tensor:
     """A 64-bit hash of packed bits, on their device: the sum of a hash of each word and its position."""
     words = torch.zeros(-(-len(packed) // 8), dtype=torch.int64, device=packed.device)
     words.view(torch.uint8)[: len(packed)] = packed
     return mixed(words + mixed(torch.arange(1, len(words) + 1, device=words.device))).sum()
-
-
-def overlap(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float:
-    """Jaccard index of the kept weights: 1 for equal masks, 0 for disjoint ones."""
-    both = sum(int((first[name] & second[name]).sum()) for name in first)
-    either = sum(int((first[name] | second[name]).sum()) for name in first)
-    return both / either if either else 1.0
 
 
 def packed_masks(
@@ -149,3 +142,158 @@ def restore_bits(name: str, value: Any, weight: Tensor, shard: Shard | None = No
         if value.shape == (bits.num_bytes(math.prod(shard.shape) if shard else weight.numel()),):
             return packed
     raise ValueError(f"the saved mask of {name} does not fit its shape {tuple(weight.shape)}; was the model changed?")
+
+
+class MaskStore:
+    """One mask for each weight, as packed bits of what this rank holds; a weight without bits keeps all.
+
+    Bits are also put into the optimizer's state, so that whoever saves the one saves the other. Torch's
+    optimizers take a parameter without state for a new one, so theirs comes first unless ``in_empty_state``.
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[str, nn.Parameter],
+        optimizer: Optimizer,
+        ranks: Ranks | None,
+        shards: Mapping[str, Shard] | None,
+        *,
+        in_empty_state: bool,
+    ) -> None:
+        self.weights, self.optimizer, self.shards = weights, optimizer, shards or {}
+        self.holders = ranks if shards else None  # of shards, not of copies
+        self.bits: dict[str, Tensor] = {}
+        self.num_kept = 0  # prunable weights that the masks keep, on all ranks
+        self.densities: dict[str, float] = {}  # fraction of each weight that its mask keeps, on all ranks, as counted
+        self._in_empty_state = in_empty_state
+        others = {id(p) for store in _STORES.get(optimizer, ()) for p in store.weights.values()}
+        if twice := [name for name, p in weights.items() if id(p) in others]:
+            raise ValueError(
+                f"{twice[0]} is pruned by another Pruner of this optimizer already; call .remove() on the first, "
+                "or leave its weights out by exclude="
+            )
+
+    def claim(self) -> None:
+        """From now on no other store may have these weights in this optimizer."""
+        _STORES.setdefault(self.optimizer, weakref.WeakSet()).add(self)
+
+    def release(self) -> None:
+        """Take the masks out of the optimizer's state, and leave the weights to other stores."""
+        _STORES.get(self.optimizer, weakref.WeakSet()).discard(self)
+        for parameter in self.weights.values():
+            self.optimizer.state.get(parameter, {}).pop("mask", None)
+
+    def packed(self, masks: Mapping[str, Tensor] | Literal["zeros"]) -> dict[str, Tensor]:
+        """Packed bits of a user's masks, or of where the weights are not zero."""
+        if isinstance(masks, Mapping):
+            return together(self.holders, lambda: packed_masks(masks, self.weights, self.shards))
+        if masks != "zeros":
+            raise ValueError(f'masks must be boolean tensors by name or "zeros", got {masks!r}')
+        return {name: bits.pack(local(p) != 0) for name, p in self.weights.items()}
+
+    def count(self) -> None:
+        """Set ``num_kept`` and ``densities`` from the bits; collective if weights are sharded."""
+        numbers = []
+        for name, weight in self.weights.items():
+            here = int(bits.count(self.bits[name])) if name in self.bits else local(weight).numel()
+            numbers.append(here if name not in self.shards or self.shards[name].is_owner else 0)
+        if self.holders:
+            numbers = self.holders.total(torch.tensor(numbers)).tolist()
+        self.num_kept = sum(numbers)
+        sizes = [(name, weight.numel()) for name, weight in self.weights.items()]
+        self.densities = {
+            name: number / size if size else 1.0 for (name, size), number in zip(sizes, numbers, strict=True)
+        }
+
+    def set(self, name: str, packed: Tensor) -> None:
+        """Write in place where bits exist, so that a captured graph of the step sees the new mask."""
+        self.bits[name] = self.bits[name].copy_(packed) if name in self.bits else packed.clone()
+        self._put_into_state(name)
+
+    def fill(self, names: Iterable[str]) -> None:
+        """Give weights that have no bits a mask that keeps all."""
+        for name in names:
+            if name not in self.bits:
+                self.set(name, self.full(name))
+
+    def num_not_zeroed(self) -> dict[str, int]:
+        """Weights on this rank that are not zero although their mask prunes them, by name, where there are any."""
+        if not self.bits:
+            return {}
+        odd = {name: nonzero(local(self.weights[name])) & ~mask for name, mask in self.bits.items()}
+        device = next(iter(odd.values())).device
+        numbers = torch.stack([bits.count(each).to(device) for each in odd.values()]).tolist()
+        found = {}
+        for (name, each), number in zip(odd.items(), numbers, strict=True):
+            weight = local(self.weights[name])
+            if number and (number := int(weight[bits.unpack(each, weight.shape)].count_nonzero())):  # -0.0 is zero
+                found[name] = number
+        return found
+
+    def read_state(self) -> None:
+        """Take the masks that came with the optimizer's state; loading cast them to the weights' dtype."""
+        for name, parameter in self.weights.items():
+            mask = self.optimizer.state.get(parameter, {}).get("mask")
+            if mask is not None:
+                self.set(name, restore_bits(name, mask, parameter, self.shards.get(name)))
+            elif name in self.bits:
+                self._put_into_state(name)
+        self.count()
+
+    def write_state(self) -> None:
+        """Put the masks into the optimizer's state after a step, which may have created it."""
+        for name in self.bits:
+            self._put_into_state(name, has_stepped=self.weights[name].grad is not None)
+
+    def before_save(self, *_: object) -> None:
+        """Create the masks of weights that may be resharded: loading a checkpoint looks for what exists here."""
+        self.fill(name for name, p in self.weights.items() if is_resharded(p))
+
+    def full(self, name: str) -> Tensor:
+        """A mask that keeps all of a weight."""
+        block = local(self.weights[name])
+        return bits.full(block.numel(), block.device)
+
+    def _put_into_state(self, name: str, has_stepped: bool = False) -> None:
+        parameter = self.weights[name]
+        if self.optimizer.state.get(parameter) or has_stepped or self._in_empty_state:
+            self.optimizer.state[parameter]["mask"] = self.bits[name]
+
+
+def unpack_like(weight: Tensor, packed: Tensor | None) -> Tensor:
+    """A mask as zeros and ones in the weight's shape and placement; all ones where there are no bits yet."""
+    block = local(weight)
+    keep = torch.ones_like(block, dtype=torch.bool) if packed is None else bits.unpack(packed, block.shape)
+    return placed_like(keep.to(torch.uint8), weight)
+
+
+def is_resharded(weight: Tensor) -> bool:
+    """Whether a checkpoint of this weight may be loaded by another number of ranks."""
+    return is_dtensor(weight) or (dist.is_available() and dist.is_initialized())
+
+
+def unpack_saved_masks(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Replace packed bits in an optimizer's state dict by masks that can be resharded, where that may happen."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    indices = [index for group in state["param_groups"] for index in group["params"]]
+    for index, parameter in zip(indices, parameters, strict=True):
+        own = state["state"].get(index, {})
+        if "mask" in own and is_resharded(parameter):
+            state["state"][index] = {**own, "mask": unpack_like(parameter, own["mask"])}
+
+
+def load_masks(state: Mapping[str, Any], store: MaskStore, movement: Collection[str]) -> dict[str, Tensor]:
+    """Packed masks from a Pruner's state, checked to fit these weights; ``movement`` names those that have sums."""
+    weights, kinds = store.weights, {"step": int, "due": bool, "masks": dict, "movement": dict}
+    if wrong := [key for key, kind in kinds.items() if not isinstance(state.get(key), kind)]:
+        raise ValueError(f"this is not a Pruner's state: it lacks {', '.join(wrong)}")
+    for kind in ("masks", "movement"):
+        if unknown := set(state[kind]) - set(weights):
+            raise ValueError(f"the state has {kind} of {min(unknown)}, which is no prunable weight of this model")
+    if set(state["movement"]) != set(movement):
+        raise ValueError("the state was saved with another score: one of the two is movement, which keeps sums")
+    for name, sums in state["movement"].items():
+        if not isinstance(sums, Tensor) or sums.shape != weights[name].shape:
+            raise ValueError(f"the state's movement of {name} does not fit its shape {tuple(weights[name].shape)}")
+    masks = state["masks"].items()
+    return {name: restore_bits(name, mask, weights[name], store.shards.get(name)) for name, mask in masks}

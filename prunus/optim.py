@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from .masks import restore_bits
 from .ops import bits
-from .ops.adamw import Update, adamw_, spike_clipped
 from .ranks import Ranks, is_dtensor, local, ranks_of, shard_of
 
 Given = tuple[dict[str, Any], nn.Parameter, Tensor]  # parameter group, parameter, gradient
@@ -132,7 +131,10 @@ class AdamWPrune(torch.optim.Optimizer):
         for group in self.param_groups:
             group["num_steps"] += 1
         if self.steps_since_reset == 0:
-            self._reset()
+            for state in self.state.values():
+                for key in ("step", "exp_avg", "exp_avg_sq"):
+                    if key in state:
+                        state[key].zero_()
         return loss
 
     def _update_plainly(self, given: list[Given]) -> None:
@@ -140,11 +142,23 @@ class AdamWPrune(torch.optim.Optimizer):
             mask = self._state_of(parameter).get("mask")
             if mask is not None and parameter not in self.unmasked:
                 bits.zero_(local(grad), mask)
-        factor = self._clip_factor([parameter for _, parameter, _ in given])
-        scale = self.lr_scale
+        factor, scale = self._clip_factor([parameter for _, parameter, _ in given]), self.lr_scale
         for group, parameter, grad in given:
-            grad = local(grad)
-            self._update(group, parameter, grad if factor is None else grad * factor.to(grad.device), scale)
+            grad, state = local(grad), self.state[parameter]
+            grad = grad if factor is None else grad * factor.to(grad.device)
+            weight, moments = local(parameter), (local(state["exp_avg"]), local(state["exp_avg_sq"]))
+            if self.spam is not None:
+                grad = spike_clipped(grad.to(moments[1].dtype), moments[1], self.spam.theta)
+            state["step"] += 1
+            lr = float(group["lr"]) * scale
+            rate = self.rates[parameter].item() if parameter in self.rates else 1.0
+            for watch in self.watch:
+                watch(parameter, grad, rate * lr)
+            numbers = (*group["betas"], group["eps"], group["weight_decay"], state["step"].item(), rate)
+            wide = weight.to(moments[0].dtype)  # the weight itself unless moments have another dtype
+            adamw_(wide, grad.to(wide.dtype), *moments, Update(lr, *numbers))
+            if wide is not weight:
+                weight.copy_(wide)
 
     def _update_by_kernels(self, given: list[Given]) -> None:
         """Mask, clip, update moments and weights of all tensors in one launch; gradients are only read."""
@@ -180,21 +194,21 @@ class AdamWPrune(torch.optim.Optimizer):
             self.grad_norm = total(torch.zeros(1, device=given[0][1].device)).sqrt().squeeze(0)
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("max_norm", "spam", "moment_dtype", "grad_norm", "_on_gpu")
-        return super().__getstate__() | {name: getattr(self, name) for name in kept}
+        names = ("max_norm", "spam", "moment_dtype", "grad_norm", "_on_gpu")
+        return super().__getstate__() | {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Cast packed bits back, which loading cast to the weight's dtype; the state of a plain AdamW is accepted."""
         super().__setstate__(state)
         for group in self.param_groups:
             group.setdefault("num_steps", 0)
-        for parameter, kept in self.state.items():
-            if "mask" in kept:
+        for parameter, own in self.state.items():
+            if "mask" in own:
                 ranks = ranks_of({"": parameter}) if is_dtensor(parameter) else None
                 shard = shard_of("a weight", parameter, ranks) if ranks else None
-                kept["mask"] = restore_bits("a weight", kept["mask"], parameter, shard)
-            if "step" in kept and parameter.is_cuda:
-                kept["step"] = kept["step"].to(parameter.device, torch.float32)
+                own["mask"] = restore_bits("a weight", own["mask"], parameter, shard)
+            if "step" in own and parameter.is_cuda:
+                own["step"] = own["step"].to(parameter.device, torch.float32)
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's; with masks it has moments from the start, since distributed loading fills only what exists."""
@@ -209,11 +223,10 @@ class AdamWPrune(torch.optim.Optimizer):
         if self.moment_dtype is None:
             return
         parameters = [p for group in self.param_groups for p in group["params"]]
-        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
-        for index, parameter in zip(saved, parameters, strict=True):
-            for key in ("exp_avg", "exp_avg_sq"):
-                if key in state_dict["state"].get(index, {}):
-                    value = state_dict["state"][index][key]
+        indices = [index for group in state_dict["param_groups"] for index in group["params"]]
+        for index, parameter in zip(indices, parameters, strict=True):
+            for key, value in state_dict["state"].get(index, {}).items():
+                if key in ("exp_avg", "exp_avg_sq"):
                     self.state[parameter][key] = value.to(parameter.device, self.moment_dtype, copy=True)
 
     def _state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
@@ -247,27 +260,37 @@ class AdamWPrune(torch.optim.Optimizer):
             self._known_owners = key, (owned, ranks)
         return self._known_owners[1]
 
-    def _update(self, group: dict[str, Any], parameter: nn.Parameter, grad: Tensor, scale: float) -> None:
-        state = self.state[parameter]
-        weight, moments = local(parameter), (local(state["exp_avg"]), local(state["exp_avg_sq"]))
-        if self.spam is not None:
-            grad = spike_clipped(grad.to(moments[1].dtype), moments[1], self.spam.theta)
-        state["step"] += 1
-        lr = float(group["lr"]) * scale
-        rate = self.rates[parameter].item() if parameter in self.rates else 1.0
-        for watch in self.watch:
-            watch(parameter, grad, rate * lr)
-        beta1, beta2 = group["betas"]
-        update = Update(lr, beta1, beta2, group["eps"], group["weight_decay"], state["step"].item(), rate)
-        if moments[0].dtype == weight.dtype:
-            adamw_(weight, grad, *moments, update)
-        else:
-            wide = weight.to(moments[0].dtype)
-            adamw_(wide, grad.to(wide.dtype), *moments, update)
-            weight.copy_(wide)
 
-    def _reset(self) -> None:
-        for state in self.state.values():
-            for key in ("step", "exp_avg", "exp_avg_sq"):
-                if key in state:
-                    state[key].zero_()
+@dataclass(frozen=True)
+class Update:
+    """The numbers of one step: ``step`` counts from 1 and corrects the moments' cold start."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    step: float
+    rate: float = 1.0  # factor on lr, but not on the decay
+
+
+def adamw_(weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, update: Update) -> None:
+    """``w <- (1 - lr decay) w - rate lr m_hat / (sqrt(v_hat) + eps)``  (https://arxiv.org/abs/1711.05101).
+
+    The operations and their order are those of ``torch.optim.AdamW(foreach=False)``, so that
+    trajectories are equal to the bit.
+    """
+    weight.mul_(1 - update.lr * update.weight_decay)
+    exp_avg.lerp_(grad, 1 - update.beta1)
+    exp_avg_sq.mul_(update.beta2).addcmul_(grad, grad, value=1 - update.beta2)
+    size = update.rate * update.lr / (1 - update.beta1**update.step)
+    scale = (1 - update.beta2**update.step) ** 0.5
+    root = exp_avg_sq.pow(0.5)  # as sqrt(), which is twenty times slower on zeros on x86
+    weight.addcdiv_(exp_avg, (root / scale).add_(update.eps), value=-size)
+
+
+def spike_clipped(grad: Tensor, exp_avg_sq: Tensor, theta: float) -> Tensor:
+    """``g``, but ``sign(g) sqrt(theta v)`` where ``v > 0`` and ``g^2 > theta v``; v is from before the step."""
+    limit = exp_avg_sq.mul(theta).pow_(0.5)
+    spike = (grad.abs() > limit) & (exp_avg_sq > 0)
+    return grad.where(~spike, limit.copysign_(grad))

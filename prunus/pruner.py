@@ -1,7 +1,9 @@
 """Pruning while training: the optimizer's own step drives score, select, mask and apply."""
 
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -10,22 +12,33 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from .eligible import eligible
+from .eligible import SparsityReport, eligible, report
 from .input_statistics import InputNorms
-from .mask_store import MaskStore, load_masks, unpack_saved_masks
-from .masking import Progress, check_state, is_initialising, masking_of, unwrapped
-from .masks import Masks, check_copies, digest, full_masks
+from .masking import LoadHook, Progress, check_state, is_initialising, masking_of, unwrapped
+from .masks import Masks, MaskStore, check_copies, digest, load_masks, unpack_like, unpack_saved_masks
 from .ops.lazy import Lazy
 from .ops.shard import together
-from .ranks import is_dtensor, local, local_block, ranks_of, shards_of
+from .ranks import gather, is_dtensor, local, local_block, ranks_of, shard_of, shards_of
 from .rate import Rate, rates_of
 from .regrow import Regrow, selected
 from .schedule import Schedule
 from .score import SCORES
 from .select import Global, Selector, Shape
 from .statistics import MOMENTS, Movement, check_moments, is_skipped, score_of, sources
-from .summary import Event, Report, report
-from .validation import check_eps, check_options, check_order, check_parameters, check_together
+from .validation import check_eps, check_options, check_parameters, check_together, copied_weights
+
+
+@dataclass(frozen=True)
+class Event:
+    """What an event did, as given to ``on_event``."""
+
+    step: int
+    sparsity: float  # of the schedule
+    seconds: float
+    newly_pruned: int
+    regrown: int = 0  # weights that came back
+    bytes_exchanged: int = 0  # sent by this rank in sums over ranks
+    rates: tuple[float, ...] = ()  # factor on the learning rate of each prunable weight, if rates follow densities
 
 
 class Pruner:
@@ -40,6 +53,10 @@ class Pruner:
     ``exp_avg``, ``exp_avg_sq``, ``step``, ...). ``masks`` are boolean masks by name to begin with, or
     ``"zeros"`` for the zeros that the weights have; without ``schedule`` they do not change. ``rate`` gives
     pruned weights larger steps, by their density. ``regrow`` lets pruned weights come back until the ramp ends.
+
+    Weights that are loaded without the pruner's state may not be zero where the masks prune. The next step after the
+    model's ``load_state_dict``, and every event, notices that: they are zeroed again, with one warning, or, with
+    ``reloaded="raise"``, refused by a ValueError.
 
     Over ranks the masks are those that one process would find. Make it after DDP or ``fully_shard``, on every rank.
     Events are collective then, and for DTensors so are ``sparsity``, ``report``, ``digest``, ``full_masks``,
@@ -60,24 +77,27 @@ class Pruner:
         masks: Mapping[str, Tensor] | Literal["zeros"] | None = None,
         include: str | Sequence[str] = (),
         exclude: str | Sequence[str] = (),
+        reloaded: Literal["zero", "raise"] = "zero",
         score_options: Mapping[str, Any] | None = None,
         score_dtype: torch.dtype = torch.float32,
         on_event: Callable[[Event], None] | None = None,
         group: ProcessGroup | None = None,
     ) -> None:
-        check_options(
-            {"schedule": schedule, "select": select, "every": every, "regrow": regrow, "masks": masks, "rate": rate}
-            | {"score": score, "score_options": score_options, "score_dtype": score_dtype, "on_event": on_event}
-        )
+        check_options(locals())
         optimizer = unwrapped(optimizer)
-        check_order(model, optimizer)
+        if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
+            raise ValueError(
+                "a Pruner takes a model, then the optimizer that trains it: Pruner(model, optimizer, ...); "
+                f"got {type(model).__name__} and {type(optimizer).__name__}"
+            )
         schedule = schedule and schedule.over(None)  # refuses fractions: the length of the run is not known here
         self.model, self.optimizer, self.regrow = model, optimizer, regrow
         self.select, self.schedule, self.every = select, schedule, every
         self.score_options = dict(score_options or {})
         self.score = score_of(score, self.score_options)
         self._score_name = score if isinstance(score, str) else getattr(score, "__name__", type(score).__name__)
-        self.score_dtype, self.on_event = score_dtype, on_event
+        self.score_dtype, self.on_event, self.reloaded = score_dtype, on_event, reloaded
+        self._is_reloaded = self._has_warned = False
         trained = [p for of_group in optimizer.param_groups for p in of_group["params"]]
         self._eligible = eligible(model, include, exclude, trained)
         self._weights = {weight.name: weight.parameter for weight in self._eligible.weights}
@@ -101,8 +121,13 @@ class Pruner:
         if self._rates:
             self._rates.attach()  # before the masking, whose hooks read the rate that the step will use
             self._set_rates()
+        before_step = optimizer.register_step_pre_hook(torch.compiler.disable(self._before_step))
         self._masking.attach()
+        ids = {id(p) for p in self._weights.values()}
+        owners = [m for m in model.modules() if any(id(p) in ids for p in m.parameters(recurse=False))]
         self._handles = [
+            before_step,
+            *(owner.register_load_state_dict_post_hook(LoadHook(self._note_loading)) for owner in owners),
             optimizer.register_step_post_hook(torch.compiler.disable(self._after_step)),
             optimizer.register_load_state_dict_post_hook(self._read_state),
             optimizer.register_state_dict_pre_hook(self._store.before_save),
@@ -141,14 +166,16 @@ class Pruner:
 
     def full_masks(self) -> dict[str, Tensor]:
         """Boolean masks of the whole weights; collective if they are sharded."""
-        return full_masks(self.masks, self._shards)
+        if self._shards is None:
+            return dict(self.masks)
+        return {name: gather(mask.to(torch.uint8), self._shards[name]).bool() for name, mask in self.masks.items()}
 
     @property
     def sparsity(self) -> float:
         """Fraction of zeros in the prunable weights, counted."""
         return self.report().sparsity
 
-    def report(self) -> Report:
+    def report(self) -> SparsityReport:
         """Sparsity of every weight matrix, from its zeros, and the reason where it stays dense."""
         check_parameters(self.model, self._weights)
         return report(self.model, self._eligible, self._holders, self._rates.factors if self._rates else {})
@@ -160,6 +187,24 @@ class Pruner:
     def mask_gradients(self) -> None:
         """Mask all gradients now. Call it before clipping under FSDP2's CPU offload, where they are masked late."""
         self._masking.mask_gradients()
+
+    @torch.no_grad()
+    def apply_to(self, model: nn.Module) -> None:
+        """Zero in a copy of the model what the masks prune: an average of its weights has no zeros of its own.
+
+            averaged = torch.optim.swa_utils.AveragedModel(model)
+            ...  # train, and averaged.update_parameters(model)
+            pruner.apply_to(averaged)  # before it is evaluated or saved
+
+        The copy may be wrapped, cast, on another device or sharded in another way; if one of the two is
+        sharded this is collective. All prunable weights are found by name, and must have their shapes.
+        """
+        weights = copied_weights(model, self._weights)
+        for name, weight in weights.items():
+            mask, ranks = unpack_like(self._weights[name], self._bits.get(name)), ranks_of({name: weight})
+            shard = shard_of(name, weight, ranks) if ranks and is_dtensor(weight) else None
+            keep = local_block(mask, weight, shard).to(weight.device)
+            local(weight).masked_fill_(keep == 0, 0)
 
     @torch.no_grad()
     def update(self) -> None:
@@ -180,11 +225,11 @@ class Pruner:
         norms = self._inputs.norms() if self._inputs else {}
         scores = together(self._ranks, lambda: self._scores(norms))
         before = self._store.num_kept
-        live, swap = (self._bits, before), None
+        find = partial(selected, self.select, scores, sparsity, (self._bits, before))
         if self.regrow:
             back = partial(self.regrow.sources, self._eligible.weights, self.optimizer, self._shards)
-            swap = self.regrow.swap(self.schedule, self.step, back)
-        masks, regrown = together(self._ranks, lambda: selected(self.select, scores, sparsity, live, swap))
+            find = partial(find, share=self.regrow.share(self.schedule, self.step), back=back)
+        masks, regrown = together(self._ranks, find)
         check_copies(self._ranks, self._weights, masks)
         self._progress.is_due = False  # not before: an event that failed is tried again after the next step
         self._masking.apply_(masks)
@@ -225,10 +270,13 @@ class Pruner:
             )
         if unpacked is None:
             unpacked = any(map(is_dtensor, self._weights.values()))
+        masks = {name: mask.clone() for name, mask in self._bits.items()}
+        if unpacked:
+            masks = {name: unpack_like(weight, self._bits.get(name)) for name, weight in self._weights.items()}
         return {
             "step": self.step,
             "due": self._progress.is_due,
-            "masks": self._store.to_save(unpacked),
+            "masks": masks,
             "movement": {name: s.clone() for name, s in self._movement.sums.items()} if self._movement else {},
         }
 
@@ -242,7 +290,8 @@ class Pruner:
         masks = together(self._holders, lambda: load_masks(state, self._store, sums))
         check_state(self._weights, self.optimizer)
         self._progress.step, self._progress.is_due = int(state["step"]), bool(state["due"])
-        self._masking.apply_(self._store.with_all(masks))
+        self._masking.apply_({name: self._store.full(name) for name in self._bits} | masks)
+        self._is_reloaded = False
         self._store.count()
         self._set_rates()
         self._progress.is_due = self._progress.is_due or self._falls_short()
@@ -253,6 +302,7 @@ class Pruner:
     def _read_state(self, *_: object) -> None:
         """Take over the masks of an optimizer's state that was loaded."""
         self._store.read_state()
+        self._is_reloaded = True
         self._set_rates()
 
     def _set_rates(self) -> None:
@@ -260,10 +310,34 @@ class Pruner:
         if self.rate and self._rates:
             self._rates.set({name: self.rate(density) for name, density in self._store.densities.items()})
 
+    def _note_loading(self) -> None:
+        """Leave it to the next step to look at loaded weights: masks that fit them may be loaded after them."""
+        self._is_reloaded = True
+
+    @torch.no_grad()
+    def _before_step(self, *_: object) -> None:
+        if self._is_reloaded and not _is_capturing() and not is_initialising(self.optimizer):
+            together(self._holders if self.reloaded == "raise" else None, self._has_only_zeros)
+            self._masking.apply_(self._bits)
+            self._is_reloaded = False
+
+    def _has_only_zeros(self) -> bool:
+        """Whether the weights on this rank are zero where the masks prune; if not, it warns once, or raises."""
+        if not (found := self._store.num_not_zeroed()):
+            return True
+        what = f"{sum(found.values())} weights that the masks prune are not zero, first in {next(iter(found))}"
+        if self.reloaded == "raise":
+            raise ValueError(f"{what}; load the pruner's state after the weights, by pruner.load_state_dict")
+        if not self._has_warned:
+            advice = "after weights load the pruner's state too, or pass reloaded='raise'"
+            warnings.warn(f"{what}; they are zeroed again: {advice}", stacklevel=2)
+        self._has_warned = True
+        return False
+
     def _after_step(self, *_: object) -> None:
         if is_skipped(self.optimizer) or is_initialising(self.optimizer):
             return
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if _is_capturing():
             self._masking.check_captured(masks_change=self.schedule is not None)
             return  # a captured step is recorded, not run
         self.step += 1
@@ -286,6 +360,7 @@ class Pruner:
     def _scores(self, input_norms: Mapping[str, Tensor]) -> list[Lazy]:
         """Lazy scores of all weights at this step."""
         check_state(self._weights, self.optimizer)
+        self._has_only_zeros()
         collected = {"movement": self._movement.sums if self._movement else {}, "input_norm": input_norms}
         how = {"dtype": self.score_dtype, "more": collected, "shards": self._shards}
         return sources(self._eligible.weights, self.optimizer, self.score, self.score_options, **how)
@@ -307,3 +382,7 @@ class Pruner:
         """Listen to the modules' inputs during the step that an event follows."""
         if self._inputs and self.schedule:
             self._inputs.listen(self._progress.is_due or self.schedule.is_event(self.step + 1, self.every))
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -39,15 +39,9 @@ def placed_like(block: Tensor, tensor: Tensor) -> Tensor:
         return block
     layout: Any = tensor
     made = type(layout) if type(layout).__name__ == "DTensor" else sys.modules["torch.distributed.tensor"].DTensor
-    shape, stride = layout.shape, layout.stride()
-    return made.from_local(
-        block.view(local(tensor).shape),
-        layout.device_mesh,
-        layout.placements,
-        run_check=False,
-        shape=shape,
-        stride=stride,
-    )
+    where = layout.device_mesh, layout.placements
+    form = {"run_check": False, "shape": layout.shape, "stride": layout.stride()}
+    return made.from_local(block.view(local(tensor).shape), *where, **form)
 
 
 class RemoteError(ValueError):
@@ -149,21 +143,18 @@ def ranks_of(tensors: Mapping[str, Tensor], group: ProcessGroup | None = None) -
                     "exclude= it, or shard all over the same mesh"
                 )
     if meshes:
-        return _ranks_of_mesh(meshes[0])
+        [mesh] = meshes
+        if mesh.size() == 1:
+            return None
+        axes = [mesh.get_group(axis) for axis in range(mesh.ndim)]
+        if mesh.size() == dist.get_world_size() and dist.group.WORLD is not None:
+            return Ranks([dist.group.WORLD], axes)
+        return Ranks([axis for axis in axes if dist.get_world_size(axis) > 1], axes)
     if not dist.is_available() or not dist.is_initialized():
         return None
     group = group or dist.group.WORLD
     assert group is not None
     return Ranks([group], [group]) if dist.get_world_size(group) > 1 else None
-
-
-def _ranks_of_mesh(mesh: Any) -> Ranks | None:
-    if mesh.size() == 1:
-        return None
-    axes = [mesh.get_group(axis) for axis in range(mesh.ndim)]
-    if mesh.size() == dist.get_world_size() and dist.group.WORLD is not None:
-        return Ranks([dist.group.WORLD], axes)
-    return Ranks([axis for axis in axes if dist.get_world_size(axis) > 1], axes)
 
 
 def shards_of(tensors: Mapping[str, Tensor], ranks: Ranks | None) -> dict[str, Shard] | None:

@@ -17,13 +17,13 @@ from .eligible import eligible
 from .optim import AdamWPrune
 from .ranks import local
 
-COUPLED = {"Adadelta", "Adagrad", "Adamax", "RMSprop", "SGD"}  # weight decay is part of the gradient
 UNFIT = {
     "LBFGS": "takes one group only",
     "Rprop": "does not step by its learning rate",
     "Adafactor": "limits its steps by its own rule",
     "ASGD": "steps by a rate that it derived one step before",
 }
+COUPLED = {"Adadelta", "Adagrad", "Adamax", "RMSprop", "SGD"}  # weight decay is part of the gradient
 DECOUPLED = {"AdamW", "Muon"}  # the weight shrinks by lr * weight_decay
 BY_GROUP = {"Adam", "NAdam", "RAdam"}  # as the group's decoupled_weight_decay says
 
@@ -104,9 +104,7 @@ class GroupRates:
         groups = optimizer.param_groups
         self.decouples = {name: is_decoupled(optimizer, groups[place]) for name, place in self.places.items()}
         self.factors = dict.fromkeys(weights, 1.0)
-        self._scaled: list[
-            tuple[int, Any, Any, float, float]
-        ] = []  # group; its rate before and now, its decay likewise
+        self._scaled: list[tuple[int, Any, Any, float]] = []  # group; its rate before and now; its decay before
         self._handles: list[RemovableHandle] = []
 
     def set(self, factors: Mapping[str, float]) -> None:
@@ -130,28 +128,23 @@ class GroupRates:
                 "a graph of this step would keep the rates of today's densities; use AdamWPrune with rate="
             )
         self._recover()
-        self._part_shared_tensors()
+        seen: set[int] = set()
+        for group in self.optimizer.param_groups:  # each needs a rate of its own, where one tensor was given for all
+            if isinstance(group["lr"], Tensor):
+                group["lr"] = group["lr"].clone() if id(group["lr"]) in seen else group["lr"]
+                seen.add(id(group["lr"]))
         for name, place in self.places.items():
             group, factor = self.optimizer.param_groups[place], self.factors[name]
             if factor == 1.0:
                 continue
             lr, decay = group["lr"], group.get("weight_decay", 0.0)
-            scaled = decay / factor if self.decouples[name] else decay
-            self._scaled.append((place, lr, lr * factor, decay, scaled))
+            self._scaled.append((place, lr, lr * factor, decay))
             group["lr"] = lr * factor
-            if decay:
-                group["weight_decay"] = scaled
-
-    def _part_shared_tensors(self) -> None:
-        """Give each group a rate of its own where one tensor was given for all of them."""
-        seen: set[int] = set()
-        for group in self.optimizer.param_groups:
-            if isinstance(group["lr"], Tensor):
-                group["lr"] = group["lr"].clone() if id(group["lr"]) in seen else group["lr"]
-                seen.add(id(group["lr"]))
+            if decay and self.decouples[name]:
+                group["weight_decay"] = decay / factor
 
     def _put_back(self, *_: object) -> None:
-        for place, lr, _now, decay, _decay_now in self._scaled:
+        for place, lr, _, decay in self._scaled:
             group = self.optimizer.param_groups[place]
             group["lr"] = lr
             if "weight_decay" in group:
@@ -193,6 +186,6 @@ def is_decoupled(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
     )
 
 
-def rates_of(optimizer: Optimizer, weights: Mapping[str, nn.Parameter]) -> "StepRates | GroupRates":
+def rates_of(optimizer: Optimizer, weights: Mapping[str, nn.Parameter]) -> StepRates | GroupRates:
     """How factors reach the step of this optimizer."""
     return StepRates(optimizer, weights) if isinstance(optimizer, AdamWPrune) else GroupRates(optimizer, weights)

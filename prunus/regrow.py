@@ -8,7 +8,7 @@ event there are more zeros than the masks prune.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -70,71 +70,49 @@ class Regrow:
         """Refuse an optimizer that does not keep what pruned weights are ranked by."""
         if all(p.grad is None for group in optimizer.param_groups for p in group["params"]):
             return  # nothing has been stepped yet
-        kept = {key for state in optimizer.state.values() for key, value in state.items() if value is not None}
+        found = {key for state in optimizer.state.values() for key, value in state.items() if value is not None}
         needed = set(self.reads) - {"grad"}
-        if needed <= kept or (self.by == "momentum" and "momentum_buffer" in kept):
-            return
-        raise ValueError(
-            f"regrowth by {self.by} reads {' and '.join(sorted(needed))}, but {type(optimizer).__name__} keeps "
-            f"{', '.join(sorted(kept - {'mask', 'step'})) or 'nothing'}; "
-            "use AdamW, Adam, NAdam or AdamWPrune, or by='gradient'"
-        )
-
-    def swap(self, schedule: Schedule | None, step: int, back: Callable[[], list[Lazy]]) -> "Swap | None":
-        """The swap of this step's event; ``back`` returns the scores of pruned weights. None if none comes back."""
-        share = self.share(schedule, step)
-        return Swap(share, back) if share else None
+        if not needed <= found and not (self.by == "momentum" and "momentum_buffer" in found):
+            raise ValueError(
+                f"regrowth by {self.by} reads {' and '.join(sorted(needed))}, but {type(optimizer).__name__} keeps "
+                f"{', '.join(sorted(found - {'mask', 'step'})) or 'nothing'}; "
+                "use AdamW, Adam, NAdam or AdamWPrune, or by='gradient'"
+            )
 
     def sources(
         self, weights: Sequence[Weight], optimizer: Optimizer, shards: Mapping[str, Shard] | None = None
     ) -> list[Lazy]:
         """Lazy scores by which pruned weights are ranked; ``shards`` are this rank's."""
         row = REGROWTH[self.by]
-        buffers = {w.name: optimizer.state.get(w.parameter, {}).get("momentum_buffer") for w in weights}
+        buffers: dict[str, Any] = {w.name: optimizer.state.get(w.parameter, {}).get("momentum_buffer") for w in weights}
         if self.by != "momentum" or all(buffer is None for buffer in buffers.values()):
             return sources(weights, optimizer, row, {}, more={}, shards=shards)
         if missing := [name for name, buffer in buffers.items() if buffer is None]:
             raise ValueError(f"{missing[0]} has no momentum yet, since no gradient has reached it; exclude it, or wait")
-        return [
-            Lazy(
-                w.name,
-                local(w.parameter),
-                row.of,
-                {"exp_avg": local(buffer)},
-                formula=row.formula,
-                outputs=w.outputs,
-                shard=shards[w.name] if shards else None,
-            )
-            for w in weights
-            if (buffer := buffers[w.name]) is not None
-        ]
-
-
-@dataclass(frozen=True)
-class Swap:
-    """Which share of the live weights changes places with pruned ones, and what ranks those."""
-
-    share: float
-    back: Callable[[], list[Lazy]]
-
-    def num(self, num_kept: int, num_pruned: int) -> int:
-        """Weights that change places in a group that keeps ``num_kept`` and had ``num_pruned``."""
-        return min(round(self.share * num_kept), num_pruned)
-
-
-Live = tuple[Packed, int]  # packed bits, and how many are set in all
+        found = []
+        for w in weights:
+            where = {"outputs": w.outputs, "shard": shards[w.name] if shards else None}
+            reads = {"exp_avg": local(buffers[w.name])}
+            found.append(Lazy(w.name, local(w.parameter), row.of, reads, formula=row.formula, **where))
+        return found
 
 
 def selected(
-    select: Selector, scores: Sequence[Lazy], sparsity: float, live: Live, swap: Swap | None
+    select: Selector,
+    scores: Sequence[Lazy],
+    sparsity: float,
+    live: tuple[Packed, int],
+    share: float = 0.0,
+    back: Callable[[], list[Lazy]] = list,
 ) -> tuple[dict[str, Tensor], int]:
     """Packed masks of exactly the selector's counts, and how many weights came back.
 
-    Every group of the selector (all weights, a layer, a row) loses r live weights more than its quota and gets
-    back r of those that were pruned before: nothing that is pruned now comes back now. A weight with a row that is
-    sparser than its quota, as masks given at the start may be, swaps none.
+    ``live`` are packed bits, and how many are set in all. A ``share`` of the live weights changes places with pruned
+    ones, which ``back`` ranks: every group of the selector (all weights, a layer, a row) loses r live weights more than
+    its quota and gets back r of those that were pruned before: nothing that is pruned now comes back now. A weight with
+    a row that is sparser than its quota, as masks given at the start may be, swaps none.
     """
-    if swap is None:
+    if not share:
         return select.packed(scores, sparsity, *live), 0
     num_live = num_kept_each(scores, live[0]) if select.group == "layer" else live[1]
     quotas, nums = select.quota_of(scores, sparsity, num_live), []
@@ -142,15 +120,15 @@ def selected(
         if select.group != "row":
             quotas[i] = replace(quotas[i], num_drop=max(quotas[i].num_drop, most))
         size, num_drop = quotas[i].size, quotas[i].num_drop
-        nums.append(swap.num(size - num_drop, least) if most <= num_drop else 0)
+        nums.append(min(round(share * (size - num_drop)), least) if most <= num_drop else 0)
     more = [replace(quota, num_drop=quota.num_drop + num) for quota, num in zip(quotas, nums, strict=True)]
     masks = select.cut(scores, more, live[0], num_live)
     if any(nums):
         dead = {source.name: kept(source, {}) ^ kept(source, live[0]) for source in scores}
-        back = [replace(q, num_drop=q.size - num) for q, num in zip(quotas, nums, strict=True) if num]
-        names = {name for quota in back for name in quota.names}
-        ranked = [source for source in swap.back() if source.name in names]
+        taken = [replace(q, num_drop=q.size - num) for q, num in zip(quotas, nums, strict=True) if num]
+        names = {name for quota in taken for name in quota.names}
+        ranked = [source for source in back() if source.name in names]
         num_dead = num_kept_each(ranked, dead) if select.group == "layer" else quotas[0].size - live[1]
-        found = select.cut(ranked, back, dead, num_dead)
+        found = select.cut(ranked, taken, dead, num_dead)
         masks = {name: mask | found[name] if name in found else mask for name, mask in masks.items()}
     return masks, sum(num * quota.num for num, quota in zip(nums, quotas, strict=True))

@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from .ops import bits
 from .ops.candidates import Packed, check_finite, kernels_read
-from .ops.lazy import Lazy
+from .ops.lazy import Lazy, sortable
 from .ops.shard import Shard, together
-from .ops.sorting import kth_smallest, sortable
 from .threshold import kept, sums_of
 
 DIGIT = 4  # bits of a key that one round of counts settles
@@ -25,19 +25,19 @@ ROOM = 1 << 22  # elements of a weight over all ranks that are worked on at a ti
 
 @dataclass(frozen=True)
 class Rows:
-    """Some rows of a weight: the columns that this rank has of those it holds; the dead have the least score."""
+    """Some rows of a weight, and what this rank has of them; the dead have the least score."""
 
-    scores: Tensor  # (held, columns)
+    scores: Tensor  # (indices, columns)
     alive: Tensor | None  # None where all are
-    held: Tensor  # which of the ``num`` rows are here
+    indices: Tensor  # which of the ``num`` rows are here
     columns: Tensor  # which inputs of a row are here
     num: int
-    part: Shard | None  # None where rows lie whole on this rank
+    shard: Shard | None  # None where rows lie whole on this rank
 
     def total(self, numbers: Tensor) -> Tensor:
-        """Sum over ranks, of those that count their part."""
-        assert self.part is not None
-        return self.part.ranks.total(numbers if self.part.is_owner else torch.zeros_like(numbers))
+        """Sum over the ranks that own their shards."""
+        assert self.shard is not None
+        return self.shard.ranks.total(numbers if self.shard.is_owner else torch.zeros_like(numbers))
 
 
 Decide = Callable[[Rows], Tensor]  # what goes
@@ -94,7 +94,7 @@ def spanning(sources: Sequence[Lazy]) -> list[bool]:
     if not sources[0].shard:
         return [False] * len(sources)
     inputs = [source.shard.along(_dims(source)[1]) for source in sources if source.shard]
-    flags = torch.tensor([int(part.global_shape != part.shape) for part in inputs])
+    flags = torch.tensor([int(each.global_shape != each.shape) for each in inputs])
     return sums_of(sources).total(flags).bool().tolist()
 
 
@@ -121,19 +121,19 @@ def whole_rows(source: Lazy, live: Packed) -> Iterator[tuple[slice, Rows]]:
 
 def shared_rows(source: Lazy, live: Packed) -> Iterator[tuple[slice, Rows]]:
     """This rank's share of successive rows, which are the same rows on all ranks at a time; checked to be finite."""
-    part = source.shard
-    assert part is not None
-    num_rows, step = torch.Size(part.along(_dims(source)[0]).global_shape).numel(), max(1, ROOM // source.num_inputs)
+    shard = source.shard
+    assert shard is not None
+    num_rows, step = math.prod(shard.along(_dims(source)[0]).global_shape), max(1, ROOM // source.num_inputs)
     mine, columns = _places_of(source)
     starts = [*range(0, num_rows, step), num_rows]
     borders = torch.searchsorted(mine, torch.tensor(starts, device=source.device)).tolist()
     found = _checked(source, live, [slice(first, last) for first, last in pairwise(borders)])
     for first, last in pairwise(starts):
-        here, scores, alive = together(part.ranks, lambda: next(found))
+        here, scores, alive = together(shard.ranks, lambda: next(found))
         if alive is not None:
             least = -torch.inf if scores.is_floating_point() else torch.iinfo(scores.dtype).min
             scores = scores.masked_fill(~alive, least)
-        yield here, Rows(scores, alive, mine[here] - first, columns, last - first, part)
+        yield here, Rows(scores, alive, mine[here] - first, columns, last - first, shard)
 
 
 def _places_of(source: Lazy) -> tuple[Tensor, Tensor]:
@@ -167,10 +167,13 @@ def smallest(rows: Rows, num_drop: int) -> Tensor:
     """Where the ``num_drop`` smallest of each row stand, the first of equal ones first."""
     if num_drop == 0:
         return torch.zeros_like(rows.scores, dtype=torch.bool)
-    if rows.part is not None:
+    if rows.shard is not None:
         return _smallest_by_counts(rows, num_drop)
     scores = rows.scores
-    threshold = kth_smallest(scores, num_drop)
+    if scores.is_cpu:  # where numpy's selection is faster
+        threshold = torch.from_numpy(np.partition(scores.numpy(), num_drop - 1)[:, num_drop - 1 : num_drop].copy())
+    else:
+        threshold = scores.sort(dim=-1).values[:, num_drop - 1 : num_drop]
     found = scores <= threshold
     crowded = (found.sum(1) > num_drop).nonzero().squeeze(1)  # where several equal the threshold
     below, equal = scores[crowded] < threshold[crowded], scores[crowded] == threshold[crowded]
@@ -184,13 +187,13 @@ def _smallest_by_counts(rows: Rows, num_drop: int) -> Tensor:
     wanted = torch.full((rows.num, 1), num_drop, device=keys.device)
     width = 8 * rows.scores.element_size()
     threshold, left, num_equal = _descend(rows, keys, everything, wanted, width)
-    below, equal = keys < threshold[rows.held], keys == threshold[rows.held]
+    below, equal = keys < threshold[rows.indices], keys == threshold[rows.indices]
     if bool((num_equal > left).any()):
-        assert rows.part is not None
+        assert rows.shard is not None
         columns = rows.columns.expand(keys.shape)
-        width = DIGIT * -(-(math.prod(rows.part.global_shape).bit_length() + 1) // DIGIT)
+        width = DIGIT * -(-(math.prod(rows.shard.global_shape).bit_length() + 1) // DIGIT)
         last, _, _ = _descend(rows, columns, equal, left, width)
-        equal &= columns <= last[rows.held]
+        equal &= columns <= last[rows.indices]
     return below | equal
 
 
@@ -203,8 +206,8 @@ def _descend(rows: Rows, keys: Tensor, valid: Tensor, wanted: Tensor, width: int
         if shift == width - DIGIT:
             digits = digits ^ 1 << DIGIT - 1  # the sign's place
         else:
-            match = valid & (keys >> shift + DIGIT == prefix[rows.held])
-        slots = (rows.held.unsqueeze(1) << DIGIT) + digits
+            match = valid & (keys >> shift + DIGIT == prefix[rows.indices])
+        slots = (rows.indices.unsqueeze(1) << DIGIT) + digits
         here = torch.bincount(slots[match], minlength=rows.num << DIGIT).view(-1, 1 << DIGIT).int()
         counts = rows.total(here).long()
         up_to = counts.cumsum(1)
@@ -219,10 +222,10 @@ def smallest_of_groups(source: Lazy, num_drop: int, group: int, is_shared: bool)
     """Where the ``num_drop`` smallest of each group of neighbours stand; groups that shards cut are put together."""
     if not is_shared:
         return lambda rows: _smallest_of_whole_groups(rows.scores, num_drop, group)
-    part, (_, columns) = source.shard, _places_of(source)
-    assert part is not None
+    shard, (_, columns) = source.shard, _places_of(source)
+    assert shard is not None
     num_here = torch.bincount(columns // group, minlength=source.num_inputs // group)
-    torn = part.ranks.total(((num_here > 0) & (num_here < group)).long()) > 0
+    torn = shard.ranks.total(((num_here > 0) & (num_here < group)).long()) > 0
     is_torn = torn[columns // group]
     places = torn.cumsum(0)[columns[is_torn] // group].sub_(1) * group + columns[is_torn] % group
 
@@ -230,9 +233,9 @@ def smallest_of_groups(source: Lazy, num_drop: int, group: int, is_shared: bool)
         dropped = torch.empty_like(rows.scores, dtype=torch.bool)
         dropped[:, ~is_torn] = _smallest_of_whole_groups(rows.scores[:, ~is_torn], num_drop, group)
         whole = rows.scores.new_zeros(rows.num, int(torn.sum()) * group)
-        whole[rows.held.unsqueeze(1), places] = rows.scores[:, is_torn]
+        whole[rows.indices.unsqueeze(1), places] = rows.scores[:, is_torn]
         dropped_whole = _smallest_of_whole_groups(rows.total(whole), num_drop, group)
-        dropped[:, is_torn] = dropped_whole[rows.held.unsqueeze(1), places]
+        dropped[:, is_torn] = dropped_whole[rows.indices.unsqueeze(1), places]
         return dropped
 
     return decide
@@ -253,11 +256,11 @@ def num_pruned(source: Lazy, live: Packed, group: int, is_shared: bool) -> Tenso
     dead = ~source.rows_of(bits.unpack(kept(source, live), source.shape)).flatten(1)
     if not is_shared:
         return dead.reshape(-1, group).sum(1)
-    part = source.shard
-    assert part is not None
+    shard = source.shard
+    assert shard is not None
     rows, columns = _places_of(source)
-    outputs = torch.Size(part.along(_dims(source)[0]).global_shape)
-    found = torch.zeros(outputs.numel(), source.num_inputs // group, dtype=torch.int32, device=dead.device)
-    if part.is_owner:
+    num_rows = math.prod(shard.along(_dims(source)[0]).global_shape)
+    found = torch.zeros(num_rows, source.num_inputs // group, dtype=torch.int32, device=dead.device)
+    if shard.is_owner:
         found.index_put_((rows.unsqueeze(1), columns // group), dead.int(), accumulate=True)
-    return part.ranks.total(found).flatten()
+    return shard.ranks.total(found).flatten()

@@ -14,8 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .ops.formula import Formula
-from .ops.hash import mixed, start_of
+from .ops.formula import Formula, mixed, start_of
 
 if TYPE_CHECKING:
     from torch import Tensor

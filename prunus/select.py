@@ -1,34 +1,33 @@
 """Scores to masks, exact to the weight.
 
 A selector answers two questions: how many weights go at a sparsity (``quota``), from shapes and counts alone, and
-which ones, given these numbers (``cut``). It takes scores by name, the sparsity, and the masks ``within`` which it must
-stay. A score may exist (a tensor) or be a ``Lazy`` source that is evaluated piece by piece and never stored; both
-give the same masks. The smallest are dropped; of equal scores the first in order is dropped first.
+which ones, given these numbers (``cut``). It takes scores by name, the sparsity, and the masks that hold so far: what
+they prune stays pruned. A score may exist (a tensor) or be a ``Lazy`` source that is evaluated piece by piece and never
+stored; both give the same masks. The smallest are dropped; of equal scores the first in order is dropped first.
 """
+
+from __future__ import annotations  # the command line reads SELECTORS without loading torch
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
-from .allocate import Allocation, allocate
-from .ops import bits
-from .ops.candidates import Packed
-from .ops.lazy import Lazy, alike, stored
-from .ranks import is_dtensor
-from .rows import cut_groups, cut_rows, num_pruned, spanning
-from .threshold import cut, cut_each, num_kept_each, sums_of
+    from .ops.candidates import Packed
+    from .ops.lazy import Lazy
 
-Scores = Mapping[str, Tensor | Lazy]
-Masks = Mapping[str, Tensor]
+Allocation = Literal["uniform", "depth", "erk", "fisher"] | Mapping[str, float]
+Counts = Mapping[str, int]  # weights by name
+CAP = 0.95  # no layer is emptied further than this by depth, unless the target itself is higher
+NEAR, MOST = 0.15, 0.98  # how far a layer's sparsity may be from the target by fisher, and its largest
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(NamedTuple):
     """Name and shape of a weight over all ranks; each index of the dimensions ``outputs`` is one row."""
 
     name: str
@@ -42,7 +41,8 @@ class Shape:
     @property
     def num_inputs(self) -> int:
         """Elements of a row."""
-        return math.prod(size for dim, size in enumerate(self.dims) if dim not in (self.outputs or ()))
+        outputs = self.outputs or ()
+        return math.prod([size for dim, size in enumerate(self.dims) if dim not in outputs])
 
 
 @dataclass(frozen=True)
@@ -62,13 +62,18 @@ class Selector(ABC):
     sparsity: float | None = None  # the only one there is, if there is only one
 
     @abstractmethod
-    def quota(
-        self, shapes: Sequence[Shape], sparsity: float, num_pruned: Mapping[str, int] | None = None
-    ) -> list[Quota]:
+    def quota(self, shapes: Sequence[Shape], sparsity: float, num_pruned: Counts | None = None) -> list[Quota]:
         """How many weights of each group go; ``num_pruned`` are gone already, by weight."""
 
-    def __call__(self, scores: Scores, sparsity: float | None = None, within: Masks | None = None) -> dict[str, Tensor]:
-        """Boolean masks, True where the weight stays."""
+    def __call__(
+        self,
+        scores: Mapping[str, Tensor | Lazy],
+        sparsity: float | None = None,
+        within: Mapping[str, Tensor] | None = None,
+    ) -> dict[str, Tensor]:
+        """Boolean masks, True where the weight stays; what the masks ``within`` prune stays pruned."""
+        from .ops import bits
+
         sparsity = self.sparsity if sparsity is None else sparsity
         if sparsity is None or not 0 <= sparsity < 1:
             raise ValueError(f"sparsity must lie in [0, 1), got {sparsity}")
@@ -80,12 +85,12 @@ class Selector(ABC):
         self, sources: Sequence[Lazy], sparsity: float, live: Packed, num_live: int | None = None
     ) -> dict[str, Tensor]:
         """Packed masks; ``num_live`` is how many elements of all sources are live, if that is known."""
+        from .threshold import num_kept_each
+
         numbers = num_kept_each(sources, live) if self.group == "layer" else num_live
         return self.cut(sources, self.quota_of(sources, sparsity, numbers), live, numbers)
 
-    def quota_of(
-        self, sources: Sequence[Lazy], sparsity: float, num_live: Mapping[str, int] | int | None = None
-    ) -> list[Quota]:
+    def quota_of(self, sources: Sequence[Lazy], sparsity: float, num_live: Counts | int | None = None) -> list[Quota]:
         """The quota of sources, of which so many elements are live."""
         shapes = [Shape(source.name, source.global_shape, source.outputs) for source in sources]
         pruned = None
@@ -94,13 +99,12 @@ class Selector(ABC):
         return self.quota(shapes, sparsity, pruned)
 
     def cut(
-        self,
-        sources: Sequence[Lazy],
-        quotas: Sequence[Quota],
-        live: Packed,
-        num_live: Mapping[str, int] | int | None = None,
+        self, sources: Sequence[Lazy], quotas: Sequence[Quota], live: Packed, num_live: Counts | int | None = None
     ) -> dict[str, Tensor]:
         """Packed masks without the smallest of each group; ``num_live`` of each source, or of all, are live."""
+        from .rows import cut_groups, cut_rows
+        from .threshold import cut, cut_each
+
         if self.group == "row":
             return cut_rows(sources, {name: quota.num_drop for quota in quotas for name in quota.names}, live)
         if self.group == "neighbours":
@@ -109,7 +113,8 @@ class Selector(ABC):
             return cut_each(sources, {quota.names[0]: quota.num_drop for quota in quotas}, live, num_live)
         masks: dict[str, Tensor] = {}
         for quota in quotas:
-            own = [source for source in sources if source.name in quota.names]
+            names = set(quota.names)
+            own = [source for source in sources if source.name in names]
             number = sum(num_live[name] for name in quota.names) if isinstance(num_live, Mapping) else num_live
             masks |= cut(own, quota.num_drop, live, number)
         return masks
@@ -118,6 +123,9 @@ class Selector(ABC):
         self, sources: Sequence[Lazy], quotas: Sequence[Quota], live: Packed, num_live: int | None = None
     ) -> list[tuple[int, int]]:
         """The least and the most weights of a group of each quota that are pruned, of the groups on this rank."""
+        from .rows import num_pruned, spanning
+        from .threshold import num_kept_each
+
         if self.group == "all" and num_live is not None:
             return [(quota.size - num_live, quota.size - num_live) for quota in quotas]
         if self.group in ("all", "layer"):
@@ -133,6 +141,10 @@ class Selector(ABC):
 
     def prunes_more(self, sources: Sequence[Lazy], sparsity: float, live: Packed, num_live: int) -> bool:
         """Whether a group has fewer weights pruned than its quota; the same on all ranks."""
+        import torch
+
+        from .threshold import num_kept_each, sums_of
+
         numbers = num_kept_each(sources, live) if self.group == "layer" else num_live
         quotas = self.quota_of(sources, sparsity, numbers)
         pruned = self.num_pruned(sources, quotas, live, num_live)
@@ -146,9 +158,7 @@ class Global(Selector):
 
     group = "all"
 
-    def quota(
-        self, shapes: Sequence[Shape], sparsity: float, num_pruned: Mapping[str, int] | None = None
-    ) -> list[Quota]:
+    def quota(self, shapes: Sequence[Shape], sparsity: float, num_pruned: Counts | None = None) -> list[Quota]:
         total = sum(shape.numel for shape in shapes)
         return [Quota(tuple(shape.name for shape in shapes), total, round(sparsity * total))]
 
@@ -164,9 +174,7 @@ class PerLayer(Selector):
     allocate: Allocation = "uniform"
     group = "layer"
 
-    def quota(
-        self, shapes: Sequence[Shape], sparsity: float, num_pruned: Mapping[str, int] | None = None
-    ) -> list[Quota]:
+    def quota(self, shapes: Sequence[Shape], sparsity: float, num_pruned: Counts | None = None) -> list[Quota]:
         counts = allocate({s.name: s.dims for s in shapes}, sparsity, self.allocate, at_least=num_pruned)
         return [Quota((shape.name,), shape.numel, counts[shape.name]) for shape in shapes]
 
@@ -177,10 +185,12 @@ class PerRow(Selector):
 
     group = "row"
 
-    def quota(
-        self, shapes: Sequence[Shape], sparsity: float, num_pruned: Mapping[str, int] | None = None
-    ) -> list[Quota]:
-        return [Quota((s.name,), s.num_inputs, round(sparsity * s.num_inputs), _num_groups(s)) for s in shapes]
+    def quota(self, shapes: Sequence[Shape], sparsity: float, num_pruned: Counts | None = None) -> list[Quota]:
+        found = []
+        for shape in shapes:
+            size = shape.num_inputs
+            found.append(Quota((shape.name,), size, round(sparsity * size), shape.numel // max(1, size)))
+        return found
 
 
 @dataclass(frozen=True)
@@ -199,9 +209,7 @@ class NofM(Selector):
     def sparsity(self) -> float:  # pyrefly: ignore[bad-override]
         return 1 - self.n / self.m
 
-    def quota(
-        self, shapes: Sequence[Shape], sparsity: float, num_pruned: Mapping[str, int] | None = None
-    ) -> list[Quota]:
+    def quota(self, shapes: Sequence[Shape], sparsity: float, num_pruned: Counts | None = None) -> list[Quota]:
         num_drop = self.m - self.n if sparsity else 0
         if sparsity and abs(sparsity - self.sparsity) >= 1e-9:
             raise ValueError(
@@ -217,12 +225,24 @@ class NofM(Selector):
         return [Quota((shape.name,), self.m, num_drop, shape.numel // self.m) for shape in shapes]
 
 
-def _num_groups(shape: Shape) -> int:
-    return shape.numel // max(1, shape.num_inputs)
+SELECTORS: dict[str, Selector] = {  # by their names on the command line
+    "global": Global(),
+    "uniform": PerLayer("uniform"),
+    "depth": PerLayer("depth"),
+    "erk": PerLayer("erk"),
+    "row": PerRow(),
+    "2:4": NofM(2, 4),
+}
 
 
-def _checked(scores: Scores, within: Masks) -> tuple[list[Lazy], dict[str, Tensor]]:
+def _checked(scores: Mapping[str, Tensor | Lazy], within: Mapping[str, Tensor]) -> tuple[list[Lazy], dict[str, Tensor]]:
     """Sources of scores given by name, and packed masks of what is live: the border where they are checked."""
+    import torch
+
+    from .ops import bits
+    from .ops.lazy import Lazy, alike, stored
+    from .ranks import is_dtensor
+
     if sharded := [name for name, value in scores.items() if is_dtensor(value)]:
         raise ValueError(f"the scores of {sharded[0]} are a DTensor; a selector takes whole tensors, a Pruner shards")
     if unknown := sorted(set(within) - set(scores)):
@@ -236,3 +256,114 @@ def _checked(scores: Scores, within: Masks) -> tuple[list[Lazy], dict[str, Tenso
                 raise ValueError(f"within[{source.name!r}] must be boolean of shape {tuple(source.shape)}")
             live[source.name] = bits.pack(mask.to(source.device))
     return sources, live
+
+
+def allocate(
+    shapes: Mapping[str, Sequence[int]],
+    sparsity: float,
+    how: Allocation = "uniform",
+    *,
+    at_least: Mapping[str, int] | None = None,
+) -> dict[str, int]:
+    """Number of weights to drop in each layer; ``at_least`` are dropped there already.
+
+    - ``uniform``: ``round(s n)`` in each.
+    - ``depth``: proportional to ``0.7 + 0.6 i / (L - 1)``, so that later layers lose more.
+    - ``erk``: densities proportional to ``sum(dims) / prod(dims)`` (Evci et al. 2019,
+      https://arxiv.org/abs/1911.11134): small layers keep more.
+    - ``fisher``: by a global selection that reads gradients, which ``prune`` makes.
+    - a mapping from name patterns to sparsities, scaled to the target; what no pattern matches
+      stays dense.
+
+    All but ``uniform`` drop exactly ``round(s N)`` in all.
+    """
+    sizes = [math.prod(shape) for shape in shapes.values()]
+    floor = [(at_least or {}).get(name, 0) for name in shapes]
+    target = round(sparsity * sum(sizes))
+    if how != "uniform" and target <= sum(floor):
+        counts = floor
+    elif isinstance(how, Mapping):
+        wish = [size * share for size, share in zip(sizes, _matched(list(shapes), how), strict=True)]
+        ceiling = [size if share else low for size, share, low in zip(sizes, wish, floor, strict=True)]
+        counts = spread(wish, target, floor, ceiling)
+    elif how == "uniform":
+        counts = [round(sparsity * size) for size in sizes]
+    elif how == "depth":
+        wish = [size * (0.7 + 0.6 * i / max(1, len(sizes) - 1)) for i, size in enumerate(sizes)]
+        ceiling = [max(low, math.ceil(max(CAP, sparsity) * size)) for low, size in zip(floor, sizes, strict=True)]
+        counts = spread(wish, target, floor, ceiling)
+    elif how == "erk":
+        density = [sum(shape) for shape in shapes.values()]
+        room = [size - low for size, low in zip(sizes, floor, strict=True)]
+        stay = spread(density, sum(sizes) - target, [0] * len(room), room)
+        counts = [size - num for size, num in zip(sizes, stay, strict=True)]
+    elif how == "fisher":
+        raise ValueError("allocate='fisher' reads gradients of a trained model: it is for prune(), not for training")
+    else:
+        raise ValueError(f"allocate must be uniform, depth, erk or a mapping from patterns to sparsities, got {how!r}")
+    return dict(zip(shapes, counts, strict=True))
+
+
+def clipped(wish: Sequence[int], sizes: Sequence[int], sparsity: float, floor: Sequence[int]) -> list[int]:
+    """Numbers of weights to drop near ``wish``, ``round(s N)`` in all; ``floor`` are dropped already.
+
+    Sparsities of layers are shifted by one constant, clipped to ``s - 0.15 .. s + 0.15`` and ``0 .. 0.98``.
+    """
+    total, largest = round(sparsity * sum(sizes)), min(MOST, sparsity + NEAR)
+    floor = [max(low, math.floor(max(0.0, sparsity - NEAR) * size)) for low, size in zip(floor, sizes, strict=True)]
+    ceiling = [max(low, math.ceil(largest * size)) for low, size in zip(floor, sizes, strict=True)]
+    if sum(ceiling) < total:
+        raise ValueError(
+            f"a sparsity of {sparsity:g} cannot be reached where no layer may be sparser than {largest:g}; "
+            "take a lower one, or allocate='uniform'"
+        )
+    return _summing_to(total, lambda x: [w + (x - 1) * n for w, n in zip(wish, sizes, strict=True)], floor, ceiling)
+
+
+def spread(wish: Sequence[float], total: int, floor: Sequence[int], ceiling: Sequence[int]) -> list[int]:
+    """Whole numbers between ``floor`` and ``ceiling``, in proportion to ``wish``, that sum to ``total``."""
+    ceiling = [high if w > 0 else low for w, low, high in zip(wish, floor, ceiling, strict=True)]
+    if total > max(sum(floor), sum(ceiling)):
+        raise ValueError(f"{total} weights are to be dropped, but the layers that may lose any hold {sum(ceiling)}")
+    return _summing_to(total, lambda x: [x * w for w in wish], floor, ceiling)
+
+
+def _summing_to(
+    total: int, values: Callable[[float], list[float]], floor: Sequence[int], ceiling: Sequence[int]
+) -> list[int]:
+    """Whole numbers between ``floor`` and ``ceiling`` near ``values(x)``, for the x with which they sum to ``total``.
+
+    ``values`` rises with x, which is found by bisection; what rounding down leaves over goes to the largest
+    remainders. A total below the floors gives the floors.
+    """
+    if total <= sum(floor):
+        return list(floor)
+
+    def between(x: float) -> list[float]:
+        return [min(max(value, low), high) for value, low, high in zip(values(x), floor, ceiling, strict=True)]
+
+    low, high = 0.0, 1.0
+    while sum(between(high)) < total:
+        high *= 2
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(between(middle)) < total else (low, middle)
+    exact = between(high)
+    counts = [math.floor(value) for value in exact]
+    order = sorted(range(len(exact)), key=lambda i: counts[i] - exact[i])
+    while (left := total - sum(counts)) != 0:
+        step = 1 if left > 0 else -1
+        room = [i for i in order if floor[i] <= counts[i] + step <= ceiling[i]]
+        for i in (room if left > 0 else room[::-1])[: abs(left)]:
+            counts[i] += step
+    return counts
+
+
+def _matched(names: Sequence[str], shares: Mapping[str, float]) -> list[float]:
+    """Sparsity of the first pattern that matches each name, 0 where none does."""
+    for pattern, share in shares.items():
+        if not 0 <= share <= 1:
+            raise ValueError(f"the sparsity of {pattern!r} must lie in [0, 1], got {share}")
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(f"the pattern {pattern!r} matches none of: {', '.join(names)}")
+    return [next((s for p, s in shares.items() if fnmatchcase(name, p)), 0.0) for name in names]

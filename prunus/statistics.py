@@ -21,20 +21,14 @@ MOMENTS = {"exp_avg": "beta1", "exp_avg_sq": "beta2"}
 
 def score_of(score: str | Callable[..., Tensor], options: Mapping[str, Any]) -> Score:
     """The row of SCORES, or a row for a function, which reads what its arguments name."""
-    if isinstance(score, str):
-        if score not in SCORES:
-            raise ValueError(f"score must be one of {', '.join(SCORES)}, or a function, got {score!r}")
+    if isinstance(score, str) and score in SCORES:
         row = SCORES[score]
     elif not callable(score):
         raise ValueError(f"score must be one of {', '.join(SCORES)}, or a function, got {score!r}")
     else:
         arguments = inspect.signature(score).parameters
-        row = Score(
-            score,
-            tuple(name for name in arguments if name in READS),
-            tuple(name for name in arguments if name in SETTINGS),
-            formula_of(score),
-        )
+        reads, settings = (tuple(name for name in arguments if name in known) for known in (READS, SETTINGS))
+        row = Score(score, reads, settings, formula_of(score))
         needed = [n for n, a in arguments.items() if a.default is a.empty and a.kind is not a.VAR_KEYWORD]
         if unknown := [n for n in needed if n not in (*READS, *SETTINGS, *options)]:
             raise ValueError(f"a score may read {', '.join(READS + SETTINGS)}, but yours asks for {unknown[0]!r}")
@@ -66,7 +60,11 @@ def sources(
     """
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     reads_moments = any(name in MOMENTS for name in score.reads)
-    steps = _steps(weights, optimizer) if reads_moments or "step" in score.reads else [0.0] * len(weights)
+    steps = [0.0] * len(weights)
+    if reads_moments or "step" in score.reads:
+        counts = [optimizer.state.get(weight.parameter, {}).get("step", 0.0) for weight in weights]
+        # copied to the host in one go
+        steps = torch.stack([torch.as_tensor(step, dtype=torch.float32).reshape(()) for step in counts]).tolist()
     known = [settings_of(weight.name, groups[id(weight.parameter)]) for weight in weights]
     num_factors = len({(step, own.get("beta1"), own.get("beta2")) for step, own in zip(steps, known, strict=True)})
     corrected = reads_moments and "step" not in score.reads and num_factors > 1 and any(steps)
@@ -77,27 +75,14 @@ def sources(
         if "step" in score.reads:
             constants["step"] = math.inf if is_uncorrected else step
         reads = {n: _read(n, weight, optimizer, more) for n in score.reads if n not in ("step", "position")}
-        part = shards[weight.name] if shards else None
-        if part and "input_norm" in reads:
-            reads["input_norm"] = part.of(reads["input_norm"])
+        shard = shards[weight.name] if shards else None
+        if shard and "input_norm" in reads:
+            reads["input_norm"] = shard.of(reads["input_norm"])
         if step == 0 and (corrected or "step" in score.reads):
             raise ValueError(f"{weight.name} has taken no Adam step since its moments were reset; exclude it, or wait")
         scales = {n: 1 / (1 - settings[beta] ** step) for n, beta in MOMENTS.items() if corrected and n in score.reads}
-        found.append(
-            Lazy(
-                weight.name,
-                local(weight.parameter),
-                score.of,
-                reads,
-                constants=constants,
-                scales=scales,
-                takes_position="position" in score.reads,
-                dtype=dtype,
-                formula=score.formula,
-                outputs=weight.outputs,
-                shard=part,
-            )
-        )
+        given = (local(weight.parameter), score.of, reads, constants, scales, "position" in score.reads)
+        found.append(Lazy(weight.name, *given, dtype, score.formula, weight.outputs, shard))
     if shards and score.formula is None:
         check_elementwise(min(found, key=lambda source: (source.numel < 2, source.numel)))
     return found
@@ -138,12 +123,6 @@ def moment(name: str, weight: Weight, optimizer: torch.optim.Optimizer) -> Tenso
         f"{weight.name}; "
         "use an optimizer with plain Adam moments (AdamW, Adam, NAdam, AdamWPrune), or the score magnitude or movement"
     )
-
-
-def _steps(weights: Sequence[Weight], optimizer: torch.optim.Optimizer) -> list[float]:
-    """Adam's step count of every weight, copied to the host in one go."""
-    steps = [optimizer.state.get(weight.parameter, {}).get("step", 0.0) for weight in weights]
-    return torch.stack([torch.as_tensor(step, dtype=torch.float32).reshape(()) for step in steps]).tolist()
 
 
 def _read(

@@ -10,16 +10,17 @@ there is nothing to add; on a GPU it leaves all of the cut to kernels.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from .ops import bits
-from .ops.candidates import Candidates, Packed, candidates, is_small, live_pieces, order_statistics, sampled
-from .ops.lazy import Lazy
+from .ops.candidates import Candidates, Packed, candidates, is_small, live_chunks, order_statistics, sampled
+from .ops.lazy import Lazy, from_sortable, sortable
 from .ops.shard import Shard, Sums, attempt, together
-from .ops.sorting import DIGIT, digit_counts, from_sortable, sortable
 
+DIGIT = 16  # bits fixed by one pass; 2^16 counts fit the cache, and float32 needs two passes
 HALF = DIGIT // 2  # a digit travels in two halves: 2^8 counts, then the 2^8 of the one that holds the cut
 POSITION = 48  # bits of a position in a weight
 Counts = Callable[[int | None, int], Tensor]  # how often each digit stands at a shift behind a prefix, on this rank
@@ -49,9 +50,10 @@ def cut(sources: Sequence[Lazy], num_drop: int, live: Packed, num_live: int | No
 
     ``num_live`` is how many elements of all ranks are live, for callers that know it.
     """
+    total = sum(source.global_numel for source in sources)
     if num_live is None:
-        num_live = sum(num_kept_each(sources, live).values())
-    num_drop -= sum(source.global_numel for source in sources) - num_live
+        num_live = sum(num_kept_each(sources, live).values()) if live else total
+    num_drop -= total - num_live
     if num_drop <= 0:
         return {source.name: kept(source, live) for source in sources}
     if num_drop >= num_live:
@@ -119,7 +121,7 @@ def _by_counts(sources: Sequence[Lazy], num_drop: int, num_live: int, live: Pack
     if num_over or not 0 < rest <= num_inside:
         return _without_bracket(sources, num_drop, live)
     assert inside is not None
-    [(key, num_equal)] = descend(_counts_of(keys), 8 * dtype.itemsize, [rest], sums)
+    [(key, num_equal)] = descend(partial(digit_counts, keys), 8 * dtype.itemsize, [rest], sums)
     threshold = from_sortable(key, dtype)
     if not lo <= threshold <= hi:  # beyond an edge, where some are not listed
         return _without_bracket(sources, num_drop, live)
@@ -147,7 +149,7 @@ def bracket(sources: Sequence[Lazy], num_drop: int, num_live: int, live: Packed)
     num = int(sums.total(torch.tensor([len(keys)])))
     first, last, limit = order_statistics(num_drop / num_live, num, num_live)
     wanted = [rank + 1 for rank in (first, last) if 0 <= rank < num]
-    found = descend(_counts_of(keys), 8 * dtype.itemsize, wanted, sums) if wanted else []
+    found = descend(partial(digit_counts, keys), 8 * dtype.itemsize, wanted, sums) if wanted else []
     scores = [from_sortable(key, dtype) for key, _ in found]
     return scores[0] if 0 <= first < num else lowest, scores[-1] if 0 <= last < num else highest, limit
 
@@ -166,11 +168,6 @@ def _counted(sources: Sequence[Lazy], inside: Candidates | None) -> tuple[int, T
 
 def _no_keys(sources: Sequence[Lazy]) -> Tensor:
     return sortable(torch.empty(0, dtype=sources[0].compared, device=sources[0].device))
-
-
-def _counts_of(keys: Tensor) -> Counts:
-    """Counts of digits of keys that are kept."""
-    return lambda prefix, shift: digit_counts(keys, prefix, shift)
 
 
 def descend(counts_of: Counts, width: int, wanted: Sequence[int], sums: Sums) -> list[tuple[int, int]]:
@@ -194,6 +191,19 @@ def descend(counts_of: Counts, width: int, wanted: Sequence[int], sums: Sums) ->
             for prefix, digit in zip(prefixes, found, strict=True)
         ]
     return list(zip([prefix or 0 for prefix in prefixes], left.squeeze(1).tolist(), strict=True))
+
+
+def digit_counts(keys: Tensor, prefix: int | None, shift: int) -> Tensor:
+    """How often each 16-bit digit stands at bit ``shift`` of the keys whose higher bits are ``prefix``.
+
+    The top digit (``prefix`` is None) carries the sign: it is shifted so that counts stand in the
+    order of the keys.
+    """
+    if prefix is None:
+        digits = (keys >> shift) + (1 << DIGIT - 1)
+    else:
+        digits = (keys >> shift)[keys >> (shift + DIGIT) == prefix] & ((1 << DIGIT) - 1)
+    return torch.bincount(digits, minlength=1 << DIGIT)
 
 
 def _pick(numbers: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:
@@ -223,20 +233,18 @@ def _with_ties(
 def _behind(source: Lazy, equal: Tensor, num_drop: int) -> Tensor:
     """``equal`` without its first ``num_drop`` bits, by position in the weight over all ranks."""
 
-    def pieces() -> list[tuple[int, Tensor]]:
-        return [
-            (start, equal[start // 8 : (start + source.piece) // 8]) for start in range(0, source.numel, source.piece)
-        ]
+    size = source.chunk_size
+    chunks = [(start, equal[start // 8 : (start + size) // 8]) for start in range(0, source.numel, size)]
 
     def count(prefix: int | None, shift: int) -> Tensor:
         found = torch.zeros(1 << DIGIT, dtype=torch.int64, device=source.device)
-        for start, packed in pieces() if counts(source) else ():
+        for start, packed in chunks if counts(source) else ():
             found += digit_counts(_places(source.shard, start, packed)[1], prefix, shift)
         return found
 
     [(last, _)] = descend(count, POSITION, [num_drop], sums_of([source]))
     rest = torch.zeros_like(equal)
-    for start, packed in pieces():
+    for start, packed in chunks:
         here, whole = _places(source.shard, start, packed)
         bits.add_(rest, here[whole > last])
     return rest
@@ -270,7 +278,7 @@ def order_statistic(sources: Sequence[Lazy], rank: int, live: Packed) -> tuple[f
     def count(prefix: int | None, shift: int) -> Tensor:
         found = torch.zeros(1 << DIGIT, dtype=torch.int64, device=sources[0].device)
         for source in sources:
-            for _, scores, alive in live_pieces(source, live) if counts(source) else ():
+            for _, scores, alive in live_chunks(source, live) if counts(source) else ():
                 keys = sortable(scores if alive is None else scores[alive])
                 found += digit_counts(keys, prefix, shift).to(found.device)
         return found
@@ -283,7 +291,7 @@ def _split(source: Lazy, live: Packed, threshold: float) -> tuple[Tensor, Tensor
     """Packed bits of the live elements above the threshold, and of those equal to it."""
     above = torch.empty(bits.num_bytes(source.numel), dtype=torch.uint8, device=source.device)
     equal = torch.empty_like(above)
-    for start, scores, alive in live_pieces(source, live):
+    for start, scores, alive in live_chunks(source, live):
         here = slice(start // 8, start // 8 + bits.num_bytes(len(scores)))
         for mask, found in ((above, scores > threshold), (equal, scores == threshold)):
             mask[here] = bits.pack(found if alive is None else found & alive)

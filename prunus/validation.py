@@ -37,13 +37,11 @@ EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
         "a selector: Global(), PerLayer(), PerRow() or NofM(2, 4)",
     ),
     "every": (lambda every: isinstance(every, Integral) and int(every) >= 1, "a whole number of steps, at least 1"),
-    "regrow": (lambda regrow: regrow is None or isinstance(regrow, Regrow), "a Regrow, as Regrow(0.1)"),
-    "rate": (lambda rate: rate is None or isinstance(rate, Rate), "a Rate, as Rate(power=0.5)"),
-    "masks": (
-        lambda masks: masks is None or isinstance(masks, str | Mapping),
-        'boolean tensors by name, or "zeros"',
-    ),
-    "score_options": (lambda given: given is None or isinstance(given, Mapping), "values by name, as {'eps': 1e-8}"),
+    "regrow": (lambda regrow: isinstance(regrow, Regrow | None), "a Regrow, as Regrow(0.1)"),
+    "rate": (lambda rate: isinstance(rate, Rate | None), "a Rate, as Rate(power=0.5)"),
+    "masks": (lambda masks: isinstance(masks, str | Mapping | None), 'boolean tensors by name, or "zeros"'),
+    "reloaded": (lambda reloaded: reloaded in ("zero", "raise"), '"zero" or "raise"'),
+    "score_options": (lambda given: isinstance(given, Mapping | None), "values by name, as {'eps': 1e-8}"),
     "score_dtype": (
         lambda dtype: isinstance(dtype, torch.dtype) and dtype.is_floating_point,
         "a floating-point dtype, as torch.float32",
@@ -57,19 +55,11 @@ def check_options(options: Mapping[str, Any]) -> None:
     for name, value in options.items():
         fits, expected = EXPECTED.get(name, (lambda _: True, ""))
         if not fits(value):
-            raise ValueError(f"{name} must be {expected}; got {_shown(value)}")
+            text = " ".join(repr(value).split())
+            raise ValueError(f"{name} must be {expected}; got {text if len(text) <= 80 else f'{text[:77]}...'}")
     score_of(options.get("score", "bitter7"), options.get("score_options") or {})
     if options.get("schedule") is None and options.get("masks") is None:
         raise ValueError("say how sparse: pass schedule=Ramp(...), OneShot(...) or Constant(...), or masks to hold")
-
-
-def check_order(model: object, optimizer: object) -> None:
-    """Refuse arguments that are no model or no optimizer, as when the two are swapped."""
-    if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
-        raise ValueError(
-            "a Pruner takes a model, then the optimizer that trains it: Pruner(model, optimizer, ...); "
-            f"got {type(model).__name__} and {type(optimizer).__name__}"
-        )
 
 
 def check_together(
@@ -98,6 +88,25 @@ def check_parameters(model: nn.Module, weights: Mapping[str, nn.Parameter]) -> N
             )
 
 
+def copied_weights(copy: object, weights: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """The weights of these names in a copy of their model, wrapped or not; refused if one is missing or differs."""
+    if not isinstance(copy, nn.Module):
+        raise ValueError(f"apply_to takes a model, as AveragedModel(model), got {type(copy).__name__}")
+    found = {plain_name(full): p for full, p in copy.named_parameters(remove_duplicate=False)}
+    for name, weight in weights.items():
+        if name not in found:
+            raise ValueError(
+                f"{name!r} is not in the model given, whose first weight is {next(iter(found), 'none')!r}; "
+                "apply_to takes a copy of the model that is pruned"
+            )
+        if found[name].shape != weight.shape:
+            raise ValueError(
+                f"{name} has shape {tuple(found[name].shape)} in the model given, but {tuple(weight.shape)} in the "
+                "one that is pruned; apply_to takes a copy of it"
+            )
+    return {name: found[name] for name in weights}
+
+
 def check_eps(weights: Mapping[str, nn.Parameter], optimizer: Optimizer) -> None:
     """Refuse an eps that is zero: Adam would divide zero by zero where a weight is pruned."""
     names = {id(p): name for name, p in weights.items()}
@@ -109,9 +118,3 @@ def check_eps(weights: Mapping[str, nn.Parameter], optimizer: Optimizer) -> None
                     f"eps = {eps} is 0 in {p.dtype}, so a pruned element of {names[id(p)]} would become 0 / 0; "
                     "give the optimizer a larger eps"
                 )
-
-
-def _shown(value: object) -> str:
-    """The value in one short line."""
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -4,6 +4,7 @@ import gc
 import os
 import random
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,10 @@ from prunus.ops import bits, lazy
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # kernels run in the interpreter; read when triton is first imported
+    if find_spec("triton"):
+        from interpreter import hasten
+
+        hasten()
 
 settings.register_profile("prunus", deadline=None, derandomize=True, max_examples=60)
 settings.register_profile("torture", deadline=None, max_examples=5000)
@@ -92,7 +97,7 @@ def few_weights() -> Iterator[None]:
 
 
 @pytest.fixture
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Work on 64 elements at a time, so that a small tensor is many pieces."""
-    monkeypatch.setattr(bits, "PIECE", 64)
-    monkeypatch.setattr(lazy, "PIECE", 64)
+    monkeypatch.setattr(bits, "CHUNK", 64)
+    monkeypatch.setattr(lazy, "CHUNK", 64)

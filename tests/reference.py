@@ -42,9 +42,13 @@ def keep_largest(scores, num_drop, within=None):
 
 def keep_largest_of_runs(score, length, num_drop, within=None):
     """Mask of one tensor whose flattened runs of ``length`` each lose their ``num_drop`` smallest."""
-    live = torch.ones_like(score, dtype=torch.bool) if within is None else within
-    runs = zip(score.reshape(-1).split(length), live.reshape(-1).split(length), strict=True)
-    return torch.cat([keep_largest({"": run}, num_drop, {"": here})[""] for run, here in runs]).view(score.shape)
+    runs = flat({"": score}).reshape(-1, length)
+    live = np.ones_like(runs, dtype=bool) if within is None else within.reshape(-1, length).numpy()
+    order = np.lexsort((runs, ~live))  # the living first, by score, then by position
+    rank = np.argsort(order, axis=1)
+    num_live = live.sum(1, keepdims=True)
+    dropped = rank < num_drop - (length - num_live)
+    return torch.from_numpy(live & ~dropped).view(score.shape)
 
 
 def draw(kind, *shapes):

@@ -2,16 +2,15 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 
-from prunus.lab.models import MODELS, Model, _gpt
+from prunus.lab.models import MODELS, gpt
 
 
 @contextmanager
 def fewer_weights() -> Iterator[None]:
     """``gpt2-tiny`` with a thirtieth of its weights, in this process: for what holds of every model."""
     own = MODELS["gpt2-tiny"]
-    MODELS["gpt2-tiny"] = Model("tokens", partial(_gpt, num_layers=2, num_heads=2, width=32))
+    MODELS["gpt2-tiny"] = gpt(num_layers=2, num_heads=2, width=32)
     try:
         yield
     finally:

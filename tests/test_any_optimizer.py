@@ -6,7 +6,6 @@ from torch import nn
 from toys import through_a_file
 
 from prunus import AdamWPrune, Constant, Pruner, Ramp
-from prunus.masking import AfterStep, masking_of
 
 NUM_WEIGHTS = 16 * 13 + 13 * 8
 
@@ -142,18 +141,17 @@ def test_a_run_resumed_ends_as_the_unbroken_one(name):
 
 
 def test_lbfgs_learns_on_after_an_event():
-    """Curvature of weights that are gone makes it diverge."""
+    """With the curvature of weights that are gone it is at 0.35, then at 0.009."""
     model = mlp()
-    pruner = pruner_of(model, torch.optim.LBFGS(model.parameters(), lr=0.1), schedule=Ramp(0.7, 1, 20))
-    losses = [step(model, pruner.optimizer, 0).item() for _ in range(40)]
-    assert losses[-1] < losses[20] < 1
+    pruner = pruner_of(model, torch.optim.LBFGS(model.parameters(), lr=0.1), schedule=Ramp(0.7, 1, 8))
+    losses = [step(model, pruner.optimizer, 0).item() for _ in range(16)]
+    assert losses[8] < 0.2 and losses[-1] < 0.002
 
 
 @pytest.mark.parametrize("make", [*OWN.values(), torch.optim.AdamW, torch.optim.SGD, AdamWPrune])
 def test_an_optimizer_that_keeps_zeros_by_itself_pays_for_no_zeroing(make, monkeypatch):
     model = mlp()
     optimizer = make(model.parameters())
-    assert masking_of(optimizer) is not AfterStep
     monkeypatch.setattr("prunus.masking.Masking.zero_weights", lambda *_: pytest.fail("zeroed again"))
     pruner = pruner_of(model, optimizer)
     for seed in range(8):

@@ -76,7 +76,7 @@ def test_adding_positions_sets_just_their_bits(size):
 @pytest.mark.parametrize("size", SIZES)
 def test_zeroing_equals_its_reference(size, dtype, pieces, request):
     if pieces == "many pieces":
-        request.getfixturevalue("small_pieces")
+        request.getfixturevalue("small_chunks")
     tensor = torch.randn(size).mul(9).to(dtype)
     expected, packed = tensor.clone(), bits.pack(drawn(size))
     bits.zero_(tensor, packed)

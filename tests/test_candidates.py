@@ -20,7 +20,7 @@ BRACKETS = [(-0.5, 0.5), (0.0, 0.0), (-math.inf, math.inf), (-math.inf, 0.0), (0
 
 @pytest.mark.parametrize("dead", [False, True], ids=["all live", "some dead"])
 @pytest.mark.parametrize("kind", [kind for kind in DRAWS if "int" not in kind])
-def test_a_pass_in_pieces_equals_the_definition(kind, dead, small_pieces):
+def test_a_pass_in_pieces_equals_the_definition(kind, dead, small_chunks):
     source = stored("a", DRAWS[kind](23, 17))
     live = bits.pack(torch.rand(23, 17) < 0.7) if dead else None
     scores = source.weight.to(source.compared).view(-1)
@@ -31,13 +31,13 @@ def test_a_pass_in_pieces_equals_the_definition(kind, dead, small_pieces):
         assert torch.equal(found.positions, positions) and torch.equal(found.scores, scores[positions])
 
 
-def test_a_pass_gives_up_where_more_than_the_limit_lie_inside(small_pieces):
+def test_a_pass_gives_up_where_more_than_the_limit_lie_inside(small_chunks):
     source = stored("a", torch.arange(300).float())
     assert sweep(source, None, 100.0, 149.0, limit=50) is not None
     assert sweep(source, None, 100.0, 149.0, limit=49) is None
 
 
-def test_dead_scores_that_are_not_finite_are_neither_above_nor_inside(small_pieces):
+def test_dead_scores_that_are_not_finite_are_neither_above_nor_inside(small_chunks):
     scores, live = torch.randn(200), torch.rand(200) < 0.5
     scores[~live] = torch.tensor([float("nan"), float("inf"), -float("inf")]).repeat(67)[: int((~live).sum())]
     found = sweep(stored("a", scores), bits.pack(live), -0.5, 0.5, limit=200)

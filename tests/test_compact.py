@@ -22,9 +22,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.fixture(autouse=True)
-def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small pieces, so that little data makes many."""
-    monkeypatch.setattr(compact, "PIECE", 64)
+    monkeypatch.setattr(compact, "CHUNK", 64)
 
 
 @pytest.fixture(params=[1, 2, 3], ids="{} threads".format)

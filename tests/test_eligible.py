@@ -130,7 +130,7 @@ def test_attention_projections_are_pruned_when_asked_for():
 def test_frozen_weights_and_weights_no_optimizer_holds_stay_dense_with_a_reason():
     model = Net()
     model.conv.weight.requires_grad_(False)
-    found = eligible(model, held=[model.conv.weight, model.out.weight])
+    found = eligible(model, trained=[model.conv.weight, model.out.weight])
     assert names_of(found) == ["out.weight"]
     assert found.dense == {"conv.weight": "frozen", "hidden.weight": "not held by the optimizer"}
 
@@ -203,7 +203,7 @@ def test_two_weights_never_share_one_plain_name():
         (Net(), {"include": "hidden.bias"}, "hidden.bias"),
         (Net(), {"include": "norm"}, "norm.weight"),
         (Net(), {"exclude": "*"}, "excluded"),
-        (Net(), {"held": []}, "not held"),
+        (Net(), {"trained": []}, "not held"),
         (nn.Sequential(nn.Embedding(3, 4)), {}, "0.weight"),
         (nn.LayerNorm(4), {}, "no weight"),
     ],
@@ -232,6 +232,6 @@ def test_weights_that_would_have_one_name_are_refused():
 
 def test_an_embedding_with_sparse_gradients_cannot_be_masked_in_training_and_stays_dense():
     model = nn.ModuleDict({"words": nn.Embedding(9, 4, sparse=True), "out": nn.Linear(4, 3)})
-    found = eligible(model, include="words", held=model.parameters())
+    found = eligible(model, include="words", trained=model.parameters())
     assert [weight.name for weight in found.weights] == ["out.weight"] and "sparse" in found.dense["words.weight"]
     assert len(eligible(model, include="words").weights) == 2  # after training it may be pruned

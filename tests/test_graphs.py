@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from prunus import AdamWPrune, Pruner, Ramp
+from prunus import AdamWPrune, Pruner, Ramp, Rate
 
 pytestmark = pytest.mark.gpu
 
@@ -14,12 +14,12 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(48, 64), nn.ReLU(), nn.Linear(64, 24)).cuda()
 
 
-def trained(graphed: bool, steps: int = 24, **options) -> tuple[nn.Sequential, Pruner]:
+def trained(graphed: bool, steps: int = 24, power: float = 0.0, **options) -> tuple[nn.Sequential, Pruner]:
     """A network after ``steps`` steps with an event after every sixth, and its pruner."""
     model = network()
     rate = torch.tensor(1e-2, device="cuda")
     optimizer = AdamWPrune(model.parameters(), lr=rate, **options)
-    pruner = Pruner(model, optimizer, schedule=Ramp(0.8, 0, 24), every=10**6, score="magnitude")
+    pruner = Pruner(model, optimizer, schedule=Ramp(0.8, 0, 24), every=10**6, score="magnitude", rate=Rate(power))
     aims = [torch.randn_like(parameter) for parameter in model.parameters()]
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -52,7 +52,7 @@ def trained(graphed: bool, steps: int = 24, **options) -> tuple[nn.Sequential, P
 
 
 @pytest.mark.parametrize("steps", [7, 24])
-@pytest.mark.parametrize("options", [{}, {"max_norm": 0.1}], ids=["plain", "clipped"])
+@pytest.mark.parametrize("options", [{}, {"max_norm": 0.1}, {"power": 1.0}], ids=["plain", "clipped", "rates"])
 def test_a_replayed_step_trains_as_a_plain_one_and_keeps_the_zeros(options, steps):
     plain, plain_pruner = trained(False, steps, **options)
     graphed, graphed_pruner = trained(True, steps, **options)

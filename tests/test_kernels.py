@@ -77,7 +77,7 @@ def by_kernel(given: list[Lazy], num_drop: int, live: dict | None = None) -> dic
 
 
 def scores_by_definition(given: list[Lazy]) -> dict:
-    return {source.name: next(source.pieces(source.numel))[1].view(source.shape).cpu() for source in given}
+    return {source.name: next(source.chunks(source.numel))[1].view(source.shape).cpu() for source in given}
 
 
 def units_of(given: list[Lazy]) -> dict:

@@ -10,8 +10,7 @@ from test_threshold_ranks import LAYOUTS, assert_as_one, found_by_ranks, layouts
 from prunus import rows, threshold
 from prunus.ops import bits, candidates
 from prunus.ops.candidates import Candidates, candidates_reference
-from prunus.ops.lazy import Lazy
-from prunus.ops.sorting import sortable
+from prunus.ops.lazy import Lazy, sortable
 from prunus.score import SCORES as TABLE
 from prunus.score import random
 from prunus.select import Global, NofM, PerLayer, PerRow

@@ -14,7 +14,7 @@ triton = pytest.importorskip("triton", reason="kernels need triton")
 
 from test_kernels import DEVICE, assert_near, matrix, scores_by_definition, units_of  # noqa: E402
 
-from prunus.ops._triton.rows import drop_in_groups, drop_in_rows  # noqa: E402
+from prunus.ops._triton.rows import LONGEST, drop_in_groups, drop_in_rows  # noqa: E402
 
 SHAPES = [(5, 40), (3, 8), (7, 4, 2, 3), (2, 1000), (64,)]
 VALUES = {
@@ -99,6 +99,11 @@ def test_scores_are_computed_on_the_fly(name):
         assert_near({"a": row}, {"a": other}, {"a": score}, score[~other], {"a": unit})
 
 
+def test_the_longest_rows_may_hold_one_value_alone():
+    source = stored("a", torch.zeros(1, LONGEST, device=DEVICE))
+    assert_equal(drop_in_rows([source], [5], {}), {"a": rows_by_definition(source, 5, {})})
+
+
 def test_rows_of_several_lengths_take_a_launch_for_each_block_size():
     generator = torch.Generator().manual_seed(0)
     shapes = [(3, 64), (2, 72), (5, 40), (4, 128), (2, 64)]
@@ -121,11 +126,11 @@ def test_scores_that_are_not_finite_are_refused_by_name_unless_dead(value):
     with pytest.raises(ValueError, match="t3"):
         drop_in_rows(sources, [1] * len(sources), {})
     with pytest.raises(ValueError, match="t3"):
-        drop_in_groups(sources, 1, 2, {})
+        drop_in_groups(sources, 1, 2, {}, tile=1024)
     dead = torch.ones(sources[3].numel, dtype=torch.bool, device=DEVICE)
     dead[5] = False
     drop_in_rows(sources, [1] * len(sources), {"t3": bits.pack(dead)})
-    drop_in_groups(sources, 1, 2, {"t3": bits.pack(dead)})
+    drop_in_groups(sources, 1, 2, {"t3": bits.pack(dead)}, tile=1024)
 
 
 def test_rows_that_kernels_cannot_read_are_left_to_the_definition():

@@ -5,7 +5,7 @@ import torch
 
 from prunus import AdamWPrune, Spam
 from prunus.ops import bits
-from prunus.ops.adamw import Update, adamw_, spike_clipped
+from prunus.optim import Update, adamw_, spike_clipped
 
 triton = pytest.importorskip("triton", reason="kernels need triton")
 

@@ -13,21 +13,18 @@ PACKAGE = Path(prunus.__file__).parent
 CORE = {
     "ops": set(),
     "schedule": set(),
-    "allocate": set(),
-    "eligible": set(),
     "score": {"ops"},
     "ranks": {"ops"},
+    "eligible": {"ranks"},
     "threshold": {"ops"},
     "rows": {"ops", "threshold"},
-    "select": {"ops", "ranks", "threshold", "rows", "allocate"},
+    "select": {"ops", "ranks", "threshold", "rows"},
     "statistics": {"ops", "eligible", "score", "ranks"},
     "input_statistics": {"eligible", "ranks"},
-    "summary": {"eligible", "ranks"},
     "masks": {"ops", "ranks"},
-    "mask_store": {"ops", "ranks", "masks"},
     "optim": {"ops", "ranks", "masks"},
     "rate": {"eligible", "ranks", "optim"},
-    "masking": {"ops", "ranks", "mask_store", "optim", "statistics"},
+    "masking": {"ops", "ranks", "masks", "optim", "statistics"},
     "regrow": {"ops", "eligible", "ranks", "schedule", "score", "select", "statistics", "threshold"},
     "validation": {"eligible", "ranks", "rate", "regrow", "schedule", "select", "statistics"},
     "files": {"ops", "masks"},
@@ -35,7 +32,7 @@ CORE = {
 BELOW = set(CORE)
 CORE |= {
     "pruner": BELOW - {"files"},
-    "oneshot": BELOW - {"rate", "regrow", "validation", "masking", "mask_store"},
+    "oneshot": BELOW - {"rate", "regrow", "validation", "masking"},
     "sparse": {"ops", "eligible", "files"},
     "export": {"ops", "eligible", "files"},
     "integrations": {"pruner", "masking", "validation"},
@@ -49,7 +46,7 @@ MAY_IMPORT = CORE | {
 # what else than torch and numpy the core may load, and where
 HEAVY = {"triton": ("ops/_triton", "sparse/_triton"), "transformers": ("export/huggingface",)}
 # the same idea in two packages: a definition and its kernels, a command and what it does, both ends of Hugging Face
-SHARED_NAMES = {"adamw.py", "candidates.py", "compact.py", "outer.py", "rows.py", "prune.py", "huggingface.py"}
+SHARED_NAMES = {"candidates.py", "compact.py", "outer.py", "rows.py", "prune.py", "huggingface.py"}
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 MODULES = [path for path in FILES if path != Path("__init__.py")]
 NAMES = {".".join(("prunus", *path.with_suffix("").parts)).removesuffix(".__init__"): path for path in FILES}
@@ -113,7 +110,7 @@ def test_no_two_files_have_one_name_unless_they_are_one_idea():
 def test_the_core_loads_torch_and_numpy_and_nothing_heavier(path):
     packages = {name.split(".")[0] for name in imports_of(path)} - set(sys.stdlib_module_names) - {"prunus"}
     allowed = {"torch", "numpy"} | {name for name, places in HEAVY.items() if path.as_posix().startswith(places)}
-    if layer_of(path) in ("schedule", "allocate"):
+    if layer_of(path) == "schedule":
         allowed = set()
     if layer_of(path) != "integrations":
         assert packages <= allowed
@@ -121,4 +118,4 @@ def test_the_core_loads_torch_and_numpy_and_nothing_heavier(path):
 
 def test_scores_load_of_the_operations_hashes_and_formulas_alone():
     used = {name for name in imports_of(Path("score.py")) if name.startswith("prunus.")}
-    assert all(name.startswith(("prunus.ops.hash", "prunus.ops.formula")) for name in used)
+    assert all(name.startswith("prunus.ops.formula.") for name in used)

@@ -17,14 +17,14 @@ STRIDES = {
 
 
 def by_pieces(source, size=None):
-    parts = list(source.pieces(size) if size else source.pieces())
+    parts = list(source.chunks(size) if size else source.chunks())
     assert [start for start, _ in parts] == list(range(0, source.numel, size or 64))
     return torch.cat([scores for _, scores in parts]).view(source.shape)
 
 
 @pytest.mark.parametrize("strided", STRIDES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_pieces_and_positions_agree_with_the_whole(shape, strided, small_pieces):
+def test_pieces_and_positions_agree_with_the_whole(shape, strided, small_chunks):
     weight, moment = STRIDES[strided](torch.randn(shape)), torch.rand(shape)
     source = Lazy("a", weight, lambda weight, moment: weight * moment, {"weight": weight, "moment": moment})
     assert torch.equal(by_pieces(source), weight * moment)
@@ -34,7 +34,7 @@ def test_pieces_and_positions_agree_with_the_whole(shape, strided, small_pieces)
 
 
 @pytest.mark.parametrize("norm_shape", [(5,), (11, 1, 5), (6, 1, 5), (1, 1, 1), (6, 11, 1)], ids=str)
-def test_what_is_read_is_broadcast_to_the_weight(norm_shape, small_pieces):
+def test_what_is_read_is_broadcast_to_the_weight(norm_shape, small_chunks):
     weight = torch.randn(6, 11, 5)
     norm = torch.rand(norm_shape) if norm_shape != (11, 1, 5) else torch.rand(11, 5)
     source = Lazy("a", weight, lambda weight, norm: weight * norm, {"weight": weight, "norm": norm})
@@ -44,7 +44,7 @@ def test_what_is_read_is_broadcast_to_the_weight(norm_shape, small_pieces):
     assert torch.equal(torch.cat([scores for _, scores in source.rows()]), (weight * norm).flatten(1))
 
 
-def test_positions_are_those_in_the_flattened_weight(small_pieces):
+def test_positions_are_those_in_the_flattened_weight(small_chunks):
     source = Lazy("a", torch.empty(9, 20), random, {}, {"name": "a", "seed": 1}, takes_position=True)
     whole = random(torch.arange(180), name="a", seed=1)
     assert torch.equal(by_pieces(source).view(-1), whole)
@@ -62,7 +62,7 @@ def test_positions_are_those_in_the_flattened_weight(small_pieces):
     ],
     ids=["first", "second", "both", "none"],
 )
-def test_rows_are_the_inputs_of_each_output(outputs, expected, small_pieces):
+def test_rows_are_the_inputs_of_each_output(outputs, expected, small_chunks):
     weight = torch.randn(12, 8, 5)
     source = Lazy("a", weight, lambda weight: weight, {"weight": weight}, outputs=outputs)
     parts = list(source.rows())
@@ -123,7 +123,7 @@ def test_a_function_that_does_not_score_each_element_is_refused_in_one_line(of, 
     for ask in (
         source.all,
         lambda: source.at(torch.tensor([1])),
-        lambda: [*source.pieces()],
+        lambda: [*source.chunks()],
         lambda: [*source.rows()],
     ):
         with pytest.raises(ValueError, match=rf"^[^\n]*block\.weight[^\n]*\(4, 5\)[^\n]*{came}$"):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from prunus.masks import Masks, digest, overlap, packed_masks, position_sum, restore_bits
+from prunus.masks import Masks, digest, packed_masks, position_sum, restore_bits
 from prunus.ops import bits
 
 SHAPES = {"a": (5, 3), "b": (2, 3, 4), "c": (70,)}
@@ -62,19 +62,11 @@ def test_a_swap_of_two_masks_changes_the_digest():
     assert digest({"a": first, "b": second}) != digest({"a": second, "b": first})
 
 
-def test_the_sum_of_positions_is_the_sum_of_its_pieces(small_pieces):
-    mask = torch.rand(1000) < 0.5
+def test_the_sum_of_positions_is_the_sum_of_its_pieces(small_chunks):
+    mask = torch.rand(200) < 0.5
     in_pieces = position_sum(mask)
-    whole = sum(position_sum(mask & (torch.arange(1000) == place)) for place in range(1000)) % (1 << 64)
+    whole = sum(position_sum(mask & (torch.arange(200) == place)) for place in range(200)) % (1 << 64)
     assert in_pieces == whole and 0 <= in_pieces < 1 << 64
-
-
-def test_overlap_is_the_share_of_what_either_keeps(masks):
-    assert overlap(masks, masks) == 1.0
-    assert overlap(masks, {name: ~mask for name, mask in masks.items()}) == 0.0
-    assert overlap({"a": torch.tensor([True, True, False])}, {"a": torch.tensor([False, True, True])}) == 1 / 3
-    nothing = {"a": torch.zeros(3, dtype=torch.bool)}
-    assert overlap(nothing, nothing) == 1.0
 
 
 def test_masks_given_are_packed_and_checked(masks, weights):

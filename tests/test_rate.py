@@ -255,6 +255,33 @@ def test_a_removed_pruner_leaves_the_rates_alone():
         assert all(map(torch.equal, train(pruner.model, optimizer), train(net, plain)))
 
 
+@pytest.mark.parametrize("name", ["adamwprune", "adamw", "adam", "sgd"])
+def test_a_scaler_that_skips_a_step_leaves_rates_and_weights_alone(name):
+    net = model()
+    optimizer = OPTIMIZERS[name](net)
+    pruner = Pruner(net, optimizer, score="magnitude", schedule=Constant(0.75), rate=Rate(1))
+    train(net, optimizer, 1)
+    plain = copy.deepcopy((net, optimizer.state_dict(), [group["lr"] for group in optimizer.param_groups]))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for bad in (True, False):
+        optimizer.zero_grad()
+        inputs = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
+        scaler.scale(net(inputs).square().mean()).backward()
+        if bad:
+            net[0].bias.grad.fill_(math.inf)
+        scaler.step(optimizer)
+        scaler.update()
+        assert [group["lr"] for group in optimizer.param_groups] == plain[2]
+        if bad:
+            assert all(map(torch.equal, net.parameters(), plain[0].parameters()))
+    other = plain[0]
+    unscaled = OPTIMIZERS[name](other)
+    Pruner(other, unscaled, score="magnitude", masks=dict(pruner.masks), rate=Rate(1))
+    unscaled.load_state_dict(plain[1])
+    for ours, theirs in zip(train(other, unscaled, 1), net.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 @pytest.mark.parametrize("rate", [0.5, "half", Rate])
 def test_what_is_no_rate_is_refused(rate):
     with pytest.raises(ValueError, match=r"rate must be a Rate, as Rate\(power=0.5\)"):

@@ -1,5 +1,6 @@
 """While weights may come back the optimizer sees them all; after the ramp everything is as without regrowth."""
 
+import functools
 import gc
 import weakref
 
@@ -155,25 +156,42 @@ def test_a_weight_that_comes_back_takes_an_ordinary_first_step(make):
     assert len(jumps) > 20 and jumps.max() < 1.5
 
 
-@pytest.mark.parametrize("stop", [1, 5, 6, 9, 10, 13, 17, 18, 20])
-@pytest.mark.parametrize("name", ["adamw", "adamw prune", "sgd", "spam"])
-def test_a_resumed_run_is_the_unbroken_one_to_the_bit(name, stop):
-    def make(seed):
-        model = net(seed)
-        spam = Spam(theta=20.0, every=8, warmup=3, hold=3)
-        optimizers = {"adamw": adamw, "adamw prune": adamw_prune, "sgd": sgd}
-        optimizer = adamw_prune(model, spam=spam) if name == "spam" else optimizers[name](model)
-        by = "momentum" if name == "sgd" else "snr"
-        return model, regrowing(model, optimizer, score="magnitude", regrow=Regrow(0.3, by))
+MAKERS = {
+    "adamw": adamw,
+    "adamw prune": adamw_prune,
+    "sgd": sgd,
+    "spam": lambda model: adamw_prune(model, spam=Spam(theta=20.0, every=8, warmup=3, hold=3)),
+}
+STOPS = [1, 5, 6, 9, 10, 13, 17, 18, 20]
 
-    whole, pruner = make(0)
-    train(whole, pruner.optimizer, range(24))
-    first, broken = make(0)
-    train(first, broken.optimizer, range(stop))
-    saved = through_a_file([first.state_dict(), broken.optimizer.state_dict(), broken.state_dict()])
-    second, resumed = make(9)
-    train(second, resumed.optimizer, range(40, 63))  # past its ramp, and then rewound
-    for part, state in zip((second, resumed.optimizer, resumed), saved, strict=True):
+
+def made(name, seed):
+    model = net(seed)
+    by = "momentum" if name == "sgd" else "snr"
+    return model, regrowing(model, MAKERS[name](model), score="magnitude", regrow=Regrow(0.3, by))
+
+
+@functools.cache
+def unbroken(name):
+    """A run that was never saved, and the states of another where it stopped."""
+    model, pruner = made(name, 0)
+    train(model, pruner.optimizer, range(24))
+    broken, saved = made(name, 0), {}
+    for step in range(max(STOPS) + 1):
+        if step in STOPS:
+            states = [broken[0].state_dict(), broken[1].optimizer.state_dict(), broken[1].state_dict()]
+            saved[step] = through_a_file(states)
+        train(broken[0], broken[1].optimizer, [step])
+    return model, pruner, saved
+
+
+@pytest.mark.parametrize("stop", STOPS)
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_resumed_run_is_the_unbroken_one_to_the_bit(name, stop):
+    whole, pruner, saved = unbroken(name)
+    second, resumed = made(name, 9)
+    train(second, resumed.optimizer, range(40, 59))  # past its ramp, and then rewound
+    for part, state in zip((second, resumed.optimizer, resumed), saved[stop], strict=True):
         part.load_state_dict(state)
     train(second, resumed.optimizer, range(stop, 24))
     assert resumed.digest() == pruner.digest() and resumed.step == pruner.step

@@ -2,19 +2,21 @@
 
 import math
 from itertools import pairwise
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
+from covering import covering
 from hypothesis import given
 from hypothesis import strategies as st
 from reference import DRAWS, draw, is_subset, keep_largest, keep_largest_of_runs, num_dropped, same, some_dead
 
-from prunus import Global, NofM, PerLayer, PerRow, threshold
-from prunus.allocate import allocate
+from prunus import Global, NofM, PerLayer, PerRow, select, threshold
+from prunus.lab.run import Run
 from prunus.ops import bits
 from prunus.ops.lazy import Lazy, stored
 from prunus.score import bitter7, random
-from prunus.select import Quota, Selector, Shape
+from prunus.select import Quota, Selector, Shape, allocate
 
 SHAPES = {
     "one element": [(1,)],
@@ -32,9 +34,11 @@ SELECTORS = {
 }
 
 
-@pytest.fixture(params=[(shapes, kind) for shapes in SHAPES for kind in DRAWS], ids=" ".join)
-def scores(request):
-    shapes, kind = request.param
+ALLOCATIONS = ["depth", "erk", {"layer0": 0.3, "layer*": 0.6}]
+at_each_sparsity = pytest.mark.parametrize(("shapes", "kind", "sparsity"), covering(SHAPES, DRAWS, SPARSITIES))
+
+
+def drawn(shapes, kind):
     return draw(kind, *SHAPES[shapes])
 
 
@@ -46,24 +50,28 @@ def row_length(score):
     return score[0].numel() if score.ndim > 1 else score.numel()
 
 
-@pytest.mark.parametrize("sparsity", SPARSITIES)
-def test_global_drops_the_rounded_share_of_all_and_the_smallest(scores, sparsity):
+@at_each_sparsity
+def test_global_drops_the_rounded_share_of_all_and_the_smallest(shapes, kind, sparsity):
+    scores = drawn(shapes, kind)
     masks = Global()(scores, sparsity)
     assert num_dropped(masks) == round(sparsity * num_weights(scores))
     assert same(masks, keep_largest(scores, round(sparsity * num_weights(scores))))
 
 
-@pytest.mark.parametrize("sparsity", SPARSITIES)
-def test_a_layer_drops_its_rounded_share_and_its_smallest(scores, sparsity):
+@at_each_sparsity
+def test_a_layer_drops_its_rounded_share_and_its_smallest(shapes, kind, sparsity):
+    scores = drawn(shapes, kind)
     masks = PerLayer()(scores, sparsity)
     for name, score in scores.items():
         assert int((~masks[name]).sum()) == round(sparsity * score.numel())
         assert torch.equal(masks[name], keep_largest({"": score}, round(sparsity * score.numel()))[""])
 
 
-@pytest.mark.parametrize("how", ["depth", "erk", {"layer0": 0.3, "layer*": 0.6}], ids=str)
-@pytest.mark.parametrize("sparsity", SPARSITIES[:-1])
-def test_layers_drop_what_is_allocated_to_them_and_the_total_in_all(scores, sparsity, how):
+@pytest.mark.parametrize(
+    ("shapes", "kind", "sparsity", "how"), covering(SHAPES, DRAWS, SPARSITIES[:-1], ALLOCATIONS), ids=str
+)
+def test_layers_drop_what_is_allocated_to_them_and_the_total_in_all(shapes, kind, sparsity, how):
+    scores = drawn(shapes, kind)
     masks = PerLayer(how)(scores, sparsity)
     expected = allocate({name: score.shape for name, score in scores.items()}, sparsity, how)
     assert num_dropped(masks) == round(sparsity * num_weights(scores))
@@ -71,8 +79,9 @@ def test_layers_drop_what_is_allocated_to_them_and_the_total_in_all(scores, spar
         assert torch.equal(masks[name], keep_largest({"": score}, expected[name])[""])
 
 
-@pytest.mark.parametrize("sparsity", SPARSITIES)
-def test_a_row_drops_its_rounded_share_and_its_smallest(scores, sparsity, small_pieces):
+@at_each_sparsity
+def test_a_row_drops_its_rounded_share_and_its_smallest(shapes, kind, sparsity, small_chunks):
+    scores = drawn(shapes, kind)
     masks = PerRow()(scores, sparsity)
     for name, score in scores.items():
         length = row_length(score)
@@ -81,7 +90,7 @@ def test_a_row_drops_its_rounded_share_and_its_smallest(scores, sparsity, small_
 
 @pytest.mark.parametrize("kind", DRAWS)
 @pytest.mark.parametrize(("n", "m"), [(2, 4), (1, 4), (3, 4), (4, 4), (1, 12), (1, 1)])
-def test_n_of_m_keeps_the_n_largest_of_every_m(kind, n, m, small_pieces):
+def test_n_of_m_keeps_the_n_largest_of_every_m(kind, n, m, small_chunks):
     scores = draw(kind, (5, 24), (3, 12, 3, 3), (48,), (2, 4, 6))
     masks = NofM(n, m)(scores)
     for name, score in scores.items():
@@ -89,15 +98,16 @@ def test_n_of_m_keeps_the_n_largest_of_every_m(kind, n, m, small_pieces):
         assert torch.equal(masks[name], keep_largest_of_runs(score, m, m - n))
 
 
-@pytest.mark.parametrize("name", ["global", "uniform", "row"])
-def test_a_higher_sparsity_keeps_a_subset(scores, name):
+@pytest.mark.parametrize(("shapes", "kind", "name"), covering(SHAPES, DRAWS, ["global", "uniform", "row"]))
+def test_a_higher_sparsity_keeps_a_subset(shapes, kind, name):
+    scores = drawn(shapes, kind)
     masks = [SELECTORS[name](scores, sparsity) for sparsity in SPARSITIES]
     assert all(is_subset(tight, loose) for loose, tight in pairwise(masks))
 
 
-@pytest.mark.parametrize("name", SELECTORS)
-def test_events_that_build_on_one_another_keep_subsets_and_exact_counts(scores, name):
-    within = None
+@pytest.mark.parametrize(("shapes", "kind", "name"), covering(SHAPES, DRAWS, SELECTORS))
+def test_events_that_build_on_one_another_keep_subsets_and_exact_counts(shapes, kind, name):
+    scores, within = drawn(shapes, kind), None
     for sparsity in SPARSITIES[:-1]:
         masks = SELECTORS[name](scores, sparsity, within)
         assert within is None or is_subset(masks, within)
@@ -108,8 +118,9 @@ def test_events_that_build_on_one_another_keep_subsets_and_exact_counts(scores, 
         within = masks
 
 
-@pytest.mark.parametrize("sparsity", SPARSITIES)
-def test_the_dead_are_counted_not_ranked(scores, sparsity):
+@at_each_sparsity
+def test_the_dead_are_counted_not_ranked(shapes, kind, sparsity):
+    scores = drawn(shapes, kind)
     within = some_dead(scores)
     total = round(sparsity * num_weights(scores))
     assert same(Global()(scores, sparsity, within), keep_largest(scores, total, within))
@@ -217,7 +228,7 @@ def test_a_score_that_is_not_finite_is_refused_by_name_only_where_it_is_live(sel
 
 
 @pytest.mark.parametrize("selector", [*SELECTORS.values(), NofM(1, 2)], ids=str)
-def test_lazy_scores_give_the_masks_of_stored_ones(selector, small_pieces):
+def test_lazy_scores_give_the_masks_of_stored_ones(selector, small_chunks):
     shapes = {"a": (8, 12), "b": (6, 4, 3, 3), "c": (5, 2, 6)}
     weights = {name: torch.randn(shape) for name, shape in shapes.items()}
     weights["b"] = weights["b"].to(memory_format=torch.channels_last)
@@ -233,7 +244,7 @@ def test_lazy_scores_give_the_masks_of_stored_ones(selector, small_pieces):
 
 
 @pytest.mark.parametrize("norm_shape", [(12,), (1, 12), (8, 1), (1, 1)], ids=str)
-def test_lazy_scores_broadcast_what_they_read(norm_shape, small_pieces):
+def test_lazy_scores_broadcast_what_they_read(norm_shape, small_chunks):
     weight, norm = torch.randn(8, 12), torch.rand(norm_shape) + 0.1
     source = Lazy("a", weight, lambda weight, norm: weight.abs() * norm, {"weight": weight, "norm": norm})
     for selector in (Global(), PerRow(), NofM(1, 4)):
@@ -241,7 +252,7 @@ def test_lazy_scores_broadcast_what_they_read(norm_shape, small_pieces):
 
 
 @pytest.mark.parametrize("selector", [Global(), PerRow(), NofM(2, 4)], ids=str)
-def test_lazy_scores_of_positions_and_transposed_rows(selector, small_pieces):
+def test_lazy_scores_of_positions_and_transposed_rows(selector, small_chunks):
     weight = torch.empty(12, 10)
     noise = random(torch.arange(120), name="a", seed=3).view(12, 10)
     source = Lazy("a", weight, random, {}, {"name": "a", "seed": 3}, takes_position=True, outputs=(1,))
@@ -354,3 +365,8 @@ def test_a_selector_of_ones_own_says_how_many_go():
         assert same({name: masks[name] for name in names}, wanted)
     later = Pairs()(scores, 0.7, masks)
     assert is_subset(later, masks) and num_dropped(later) == round(0.7 * 128) + round(0.7 * 960)
+
+
+def test_the_command_line_offers_every_selector_of_the_table():
+    assert get_args(get_type_hints(Run)["allocate"]) == tuple(select.SELECTORS)
+    assert all(each.quota([Shape("a", (4, 8))], 0.5) for each in select.SELECTORS.values())

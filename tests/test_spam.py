@@ -8,7 +8,7 @@ from torch import nn
 from toys import adamw_prune, assert_pruned_are_zero, backward, net, num_pruned, train
 
 from prunus import AdamWPrune, OneShot, Pruner, Ramp, Spam
-from prunus.ops.adamw import spike_clipped
+from prunus.optim import spike_clipped
 
 
 @pytest.mark.parametrize("theta", [1.0, 2.5, 5000.0])

@@ -11,7 +11,7 @@ from prunus.statistics import score_of, sources
 
 def events_of(score, optimizer, model, options=None, more=None):
     found = sources(eligible(model).weights, optimizer, score, options or {}, more=more or {})
-    return {source.name: next(source.pieces())[1].view(source.shape) for source in found}
+    return {source.name: next(source.chunks())[1].view(source.shape) for source in found}
 
 
 @pytest.fixture

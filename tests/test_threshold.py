@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from covering import covering
 from hypothesis import given
 from hypothesis import strategies as st
 from reference import DRAWS, draw, flat, keep_largest, same, some_dead
@@ -21,8 +22,15 @@ def masks_of(scores, num_drop, within=None):
     return {name: bits.unpack(packed[name], score.shape) for name, score in scores.items()}
 
 
-def counts_for(total):
-    return [0, 1, total // 3, total // 2, total * 9 // 10, total - 1, total]
+COUNTS = {  # of so many, so many go
+    "none": lambda total: 0,
+    "one": lambda total: 1,
+    "a third": lambda total: total // 3,
+    "half": lambda total: total // 2,
+    "most": lambda total: total * 9 // 10,
+    "all but one": lambda total: total - 1,
+    "all": lambda total: total,
+}
 
 
 def bracket_above(sources, *_):
@@ -61,29 +69,32 @@ def descents(monkeypatch):
     return calls
 
 
-@pytest.fixture(params=ROUTES)
-def route(request, monkeypatch, small_pieces):
+@pytest.fixture
+def route(request, monkeypatch, small_chunks):
     ROUTES[request.param](monkeypatch)
     return request.param
 
 
-@pytest.mark.parametrize("kind", DRAWS)
-def test_every_route_equals_a_stable_sort(route, kind):
+@pytest.mark.parametrize(("route", "kind", "count"), covering(ROUTES, DRAWS, COUNTS), indirect=["route"])
+def test_every_route_equals_a_stable_sort(route, kind, count):
     scores = draw(kind, *SHAPES)
-    for num_drop in counts_for(len(flat(scores))):
-        assert same(masks_of(scores, num_drop), keep_largest(scores, num_drop))
+    num_drop = COUNTS[count](len(flat(scores)))
+    assert same(masks_of(scores, num_drop), keep_largest(scores, num_drop))
 
 
-@pytest.mark.parametrize("kind", DRAWS)
-def test_every_route_counts_the_dead_and_ranks_the_living(route, kind):
+@pytest.mark.parametrize(("route", "kind", "count"), covering(ROUTES, DRAWS, COUNTS), indirect=["route"])
+def test_every_route_counts_the_dead_and_ranks_the_living(route, kind, count):
     scores = draw(kind, *SHAPES)
-    within = some_dead(scores)
-    for num_drop in counts_for(len(flat(scores))):
-        assert same(masks_of(scores, num_drop, within), keep_largest(scores, num_drop, within))
+    within, num_drop = some_dead(scores), COUNTS[count](len(flat(scores)))
+    assert same(masks_of(scores, num_drop, within), keep_largest(scores, num_drop, within))
 
 
-@pytest.mark.parametrize("where", range(len(SHAPES)))
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")], ids=str)
+BAD = [float("nan"), float("inf"), -float("inf")]
+
+
+@pytest.mark.parametrize(
+    ("route", "bad", "where"), covering(ROUTES, BAD, range(len(SHAPES))), indirect=["route"], ids=str
+)
 def test_every_route_names_the_tensor_with_a_score_that_is_not_finite(route, bad, where):
     scores = {f"layer{i}": torch.rand(shape) + 0.5 for i, shape in enumerate(SHAPES)}
     scores[f"layer{where}"].view(-1)[-1] = bad
@@ -93,7 +104,7 @@ def test_every_route_names_the_tensor_with_a_score_that_is_not_finite(route, bad
             module.cut(sources, num_drop, {})
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")], ids=str)
+@pytest.mark.parametrize(("route", "bad"), covering(ROUTES, BAD), indirect=["route"], ids=str)
 def test_every_route_lets_the_dead_be_what_they_are(route, bad):
     scores = draw("positive", *SHAPES)
     within = some_dead(scores)
@@ -104,7 +115,7 @@ def test_every_route_lets_the_dead_be_what_they_are(route, bad):
 
 
 @pytest.mark.parametrize("kind", FEW_TIES)
-def test_a_bracket_from_a_sample_holds_where_scores_differ(kind, monkeypatch, small_pieces, descents):
+def test_a_bracket_from_a_sample_holds_where_scores_differ(kind, monkeypatch, small_chunks, descents):
     monkeypatch.setattr(candidates, "SAMPLE", 256)
     scores = draw(kind, (120, 50), (33, 7), (900,))
     for share in (0.05, 0.3, 0.5, 0.9):
@@ -161,7 +172,7 @@ def test_more_scores_than_one_sample_with_ties_are_cut_exactly(kind):
 
 
 @pytest.mark.parametrize("kind", DRAWS)
-def test_the_descent_finds_the_order_statistic_and_its_rank_among_equals(kind, small_pieces):
+def test_the_descent_finds_the_order_statistic_and_its_rank_among_equals(kind, small_chunks):
     scores = draw(kind, (37, 11), (5,))
     sources = alike([stored(name, score) for name, score in scores.items()])
     ordered = sorted(flat(scores).tolist())
@@ -193,5 +204,5 @@ def test_any_scores_any_mask_any_count_any_route(data):
     num_drop = data.draw(st.integers(0, sum(sizes)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(candidates, "SAMPLE", data.draw(st.sampled_from([1, 2, 8, 1 << 18])))
-        patch.setattr(Lazy.pieces, "__defaults__", (data.draw(st.sampled_from([8, 16, 64])),))
+        patch.setattr(Lazy.chunks, "__defaults__", (data.draw(st.sampled_from([8, 16, 64])),))
         assert same(masks_of(scores, num_drop, within), keep_largest(scores, num_drop, within))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from covering import covering
 from ranks import on_ranks
 from reference import draw
 
@@ -78,28 +79,27 @@ def asked(select):
     return [select.sparsity] if isinstance(select, NofM) else [0.0, 0.37, 0.5, 0.95]
 
 
-@pytest.fixture(params=[1 << 19, 64], ids=["all candidates", "sampled"])
-def room(request, monkeypatch, small_pieces):
-    monkeypatch.setattr(candidates, "SAMPLE", request.param)
-
-
+ROOMS = {"all candidates": 1 << 19, "sampled": 64}
 KINDS = ["normal", "many ties", "all equal", "signed zeros", "half zero", "bfloat16", "wide range", "float64"]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("select", SELECTORS)
-def test_ranks_find_the_masks_of_one_process(select, layout, room):
-    where = list(LAYOUTS).index(layout) + list(SELECTORS).index(select)
-    for number, kind in enumerate(KINDS):
-        if (number + where) % 4 and select != "global":  # all kinds come by, not all everywhere
-            continue
-        torch.manual_seed(number)
-        shapes = [shape for shape in SHAPES if select != "1:8" or shape[1:] in [(8,), (24,), (16,)]]
-        sources = source_of(draw(kind, *shapes))
-        within = {source.name: torch.rand(source.shape) > 0.3 for source in sources[1:]} if number % 2 else {}
-        sparsities = asked(SELECTORS[select])
-        sparsity = sparsities[number % len(sparsities)]
-        assert_as_one(SELECTORS[select], sources, sparsity, within, LAYOUTS[layout])
+@pytest.fixture
+def room(request, monkeypatch, small_chunks):
+    monkeypatch.setattr(candidates, "SAMPLE", ROOMS[request.param])
+
+
+@pytest.mark.parametrize(
+    ("select", "layout", "room", "kind"), covering(SELECTORS, LAYOUTS, ROOMS, KINDS, one_of=3), indirect=["room"]
+)
+def test_ranks_find_the_masks_of_one_process(select, layout, room, kind):
+    number = KINDS.index(kind)
+    torch.manual_seed(number)
+    shapes = [shape for shape in SHAPES if select != "1:8" or shape[1:] in [(8,), (24,), (16,)]]
+    sources = source_of(draw(kind, *shapes))
+    within = {source.name: torch.rand(source.shape) > 0.3 for source in sources[1:]} if number % 2 else {}
+    sparsities = asked(SELECTORS[select])
+    sparsity = sparsities[number % len(sparsities)]
+    assert_as_one(SELECTORS[select], sources, sparsity, within, LAYOUTS[layout])
 
 
 @pytest.mark.parametrize("kind", ["normal", "half zero"])
@@ -134,15 +134,17 @@ def test_rows_and_groups_that_lie_whole_on_a_rank_send_nothing_but_flags():
         assert num_bytes < 100
 
 
-@pytest.mark.parametrize("where", [0, 1, 2])
-@pytest.mark.parametrize("select", ["global", "uniform", "rows", "2:4"])
-def test_a_score_that_is_not_finite_on_one_rank_is_an_error_on_all(select, where, room):
+@pytest.mark.parametrize(
+    ("where", "select", "layout", "room"),
+    covering([0, 1, 2], ["global", "uniform", "rows", "2:4"], LAYOUTS, ROOMS),
+    indirect=["room"],
+)
+def test_a_score_that_is_not_finite_on_one_rank_is_an_error_on_all(where, select, layout, room):
     scores = draw("positive", (12, 8), (16, 8), (4, 8))
     scores[f"layer{where}"][-1, -1] = float("nan")
-    for layout in LAYOUTS.values():
-        sources = source_of(scores)
-        with pytest.raises(ValueError, match=f"layer{where}"):
-            found_by_ranks(SELECTORS[select], sources, 0.5, {}, layouts_for(sources, layout))
+    sources = source_of(scores)
+    with pytest.raises(ValueError, match=f"layer{where}"):
+        found_by_ranks(SELECTORS[select], sources, 0.5, {}, layouts_for(sources, LAYOUTS[layout]))
 
 
 def test_random_scores_are_keyed_by_the_position_in_the_whole():

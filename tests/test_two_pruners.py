@@ -114,7 +114,7 @@ def test_a_copy_which_would_hold_nothing_is_refused(make, copied):
 
 
 def test_nothing_is_kept_alive_by_it():
-    from prunus.mask_store import _STORES
+    from prunus.masks import _STORES
 
     model = net()
     pruner = pruner_of(model, adamw(model))

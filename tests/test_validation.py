@@ -53,10 +53,10 @@ def test_a_wrong_option_is_refused_at_once_and_leaves_no_trace(options, text):
 
 @pytest.mark.parametrize(("options", "text"), WRONG, ids=str)
 def test_a_callbacks_option_is_refused_when_the_callback_is_made(options, text):
-    from prunus.integrations.plan import Plan
+    from prunus.integrations.pruner_options import PrunerOptions
 
     with pytest.raises(ValueError, match=text):
-        Plan({"schedule": RAMP} | options)
+        PrunerOptions({"schedule": RAMP} | options)
 
 
 def test_model_and_optimizer_the_other_way_round_are_told_apart():

@@ -1,6 +1,7 @@
-"""The command line: one file a command, each imported only when it is called."""
+"""The command line: each command is imported only when it is called."""
 
 import contextlib
+import difflib
 import io
 import os
 import re
@@ -22,14 +23,30 @@ COMMANDS = {
     "export": "a smaller file that gives every bit back, and back to a plain one",
     "profile": "where the time and memory of a training step go",
 }
+# module, options and function of a command; the others are Command and run of a module of their name
+PLACES = {"report": ("watch", "ReportCommand", "run_report")}
+LONGEST = 4000  # characters of an error's line, which may quote a name of any length
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run ``prunus COMMAND ...``; bad input ends in one line and exit code 2."""
-    args = list(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a letter that the terminal lacks must not end a study
             stream.reconfigure(errors="replace")
+    try:
+        try:
+            _run(list(sys.argv[1:] if argv is None else argv))
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # while a closed pipe can still be handled
+    except BrokenPipeError:  # the reader of the output has left
+        null = os.open(os.devnull, os.O_WRONLY)
+        for descriptor in (1, 2):  # both are flushed once more at the exit
+            os.dup2(null, descriptor)
+        raise SystemExit(141) from None
+
+
+def _run(args: list[str]) -> None:
     if not args or args[0] in ("-h", "--help"):
         width = max(map(len, COMMANDS))
         rows = "\n".join(f"  {name:{width}}  {text}" for name, text in COMMANDS.items())
@@ -44,27 +61,32 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"prunus {__version__}")
         return
     if name not in COMMANDS:
-        _fail("prunus", f"there is no command {name!r}; the commands are {', '.join(COMMANDS)}")
+        near = difflib.get_close_matches(name, COMMANDS, 1)
+        hint = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(COMMANDS)}"
+        _fail("prunus", f"there is no command {name!r}; {hint}")
+    from .console import escaped_messages, print_traceback
+
+    sys.excepthook = print_traceback
     try:
-        command = import_module(f"{__name__}.{name}")
-        command.run(_parse(command.Command, name, rest))
-    except BrokenPipeError:  # the reader of the output has closed it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(141) from None
+        module, options, run = PLACES.get(name, (name, "Command", "run"))
+        command = import_module(f"{__name__}.{module}")
+        with escaped_messages():
+            getattr(command, run)(_parse(getattr(command, options), name, rest))
+    except BrokenPipeError:
+        raise
     except (ValueError, OSError) as error:
         _fail(f"prunus {name}", str(error))
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         print(f"prunus {name}: interrupted", file=sys.stderr)
-        raise SystemExit(130) from None
+        raise SystemExit(getattr(stop, "exit_code", 130)) from None
 
 
 def _parse(kind: type[Any], name: str, args: list[str]) -> Any:
     """The command's dataclass from its options."""
     import tyro
 
-    said = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(io.StringIO()):
             return tyro.cli(kind, prog=f"prunus {name}", args=args)
     except SystemExit as stop:
         if not stop.code:
@@ -76,14 +98,14 @@ def _mistake(kind: type[Any], args: list[str]) -> str:
     """One line from the page that the parser prints about a mistake."""
     import tyro
 
-    said, columns = io.StringIO(), os.environ.get("COLUMNS")
+    page, columns = io.StringIO(), os.environ.get("COLUMNS")
     os.environ["COLUMNS"] = "2000"  # unwrapped, so that a line is a line
     try:
-        with contextlib.redirect_stderr(said), contextlib.suppress(SystemExit):
+        with contextlib.redirect_stderr(page), contextlib.suppress(SystemExit):
             tyro.cli(kind, args=args)
     finally:
         os.environ.pop("COLUMNS") if columns is None else os.environ.update(COLUMNS=columns)
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", said.getvalue())
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", page.getvalue())
     lines = [line.strip("│ ") for line in plain.splitlines() if line.strip("─-│ ")]
     if len(lines) > 3 and lines[1].startswith("Missing from"):
         return f"{lines[2].split()[0]} is missing: {lines[3].removesuffix('(required)').strip()}"
@@ -93,9 +115,13 @@ def _mistake(kind: type[Any], args: list[str]) -> str:
 
 
 def _fail(who: str, what: str) -> NoReturn:
+    """End with one line on standard error."""
+    from .console import escaped
+
     rank = os.environ.get("RANK", "0") if who == "prunus train" else "0"
     if rank != "0":  # usually rank 0 has the same error, reports it and torchrun ends the others; else this one is late
         time.sleep(10)
         who = f"{who}: rank {rank}"
-    print(f"{who}: {' '.join(what.split())}", file=sys.stderr)
+    line = escaped(f"{who}: {' '.join(what.split())}")
+    print(line if len(line) <= LONGEST else f"{line[:LONGEST]} ...", file=sys.stderr)
     raise SystemExit(2)

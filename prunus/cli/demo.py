@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..lab.run import Run, ScoreName
+from .console import Terminal, print, progress_bar
 
 if TYPE_CHECKING:
     from ..lab.trainer import Result
@@ -28,7 +29,6 @@ class Command:
 
 def run(command: Command) -> None:
     from ..lab.trainer import train
-    from .progress import progress_bar
 
     base = Run(
         model="gpt2-tiny",
@@ -56,7 +56,6 @@ def _fresh(folder: Path) -> Path:
 
 
 def _print_table(results: "dict[str, Result]", folder: Path) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(title="A byte-level GPT on Python's own source: equal budgets, one seed")
@@ -73,6 +72,6 @@ def _print_table(results: "dict[str, Result]", folder: Path) -> None:
             f"{result.steps:,}",
             f"{result.seconds:.1f}",
         )
-    Console().print(table)
+    Terminal(highlight=True).print(table)
     print(f"Perplexity is on held-out files, sparsity is counted from the zeros. The runs are in {folder}.")
     print("One seed shows that it works, not which score is better.")

@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING
 
 import tyro
 
+from .console import print
+
 if TYPE_CHECKING:
+    from ..eligible import SparsityReport
     from ..lab.evaluate import Quality
     from ..lab.run import Run
     from ..lab.trainer import Training
-    from ..summary import Report
 
 
 @dataclass(frozen=True)
@@ -49,17 +51,16 @@ def run(command: Command) -> None:
 
 def evaluated(
     path: Path, data: str | None = None, validation: Path | None = None, eval_size: int = 0, length: int = 0
-) -> "tuple[Quality, Report, int | None]":
+) -> "tuple[Quality, SparsityReport, int | None]":
     """Quality and sparsity on the run's own held-out data or another's, and the step where it is known.
 
     A Hugging Face model has no data of its own: it takes ``validation``, in windows of ``length`` tokens.
     """
-    from ..eligible import eligible
+    from ..eligible import eligible, report
     from ..lab.arithmetic import fixed_arithmetic
     from ..lab.checkpoint import checkpoint_of, load_checkpoint
     from ..lab.exported_model import described, load_exported
     from ..lab.run import Run
-    from ..summary import report
 
     checkpoint = checkpoint_of(path)
     if not checkpoint.exists() and (path / "config.json").is_file():
@@ -72,7 +73,7 @@ def evaluated(
     if not checkpoint.exists() and (path / "run.json").is_file() and any(path.glob("*.safetensors")):
         run, step, _ = described(path)
         training = _training(run, data, validation, eval_size)
-        training.model.load_state_dict(load_exported(path, training.device).state_dict())
+        training.load_weights(load_exported(path, training.device).state_dict())
     else:
         if path.is_dir() and not checkpoint.exists():
             raise ValueError(f"{path} has no checkpoint of prunus, no config.json and no run.json of prunus export")
@@ -94,12 +95,11 @@ def _training(run: "Run", data: str | None, validation: Path | None, eval_size: 
     return Training(run if validation is None else replace(run, validation=validation))
 
 
-def _of_tokens(folder: Path, validation: Path, eval_size: int, length: int) -> "tuple[Quality, Report]":
-    from ..eligible import eligible
+def _of_tokens(folder: Path, validation: Path, eval_size: int, length: int) -> "tuple[Quality, SparsityReport]":
+    from ..eligible import eligible, report
     from ..export import load_model
     from ..lab.recipe import device_named
     from ..lab.trained_model import check_vocabulary, longest_window, side_by_side, token_ids, token_quality
-    from ..summary import report
 
     tokens = token_ids(validation)
     model = load_model(folder, device_named("auto"))

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
+from .console import print
+
 if TYPE_CHECKING:
-    from ..export.convert import Done
+    from ..export.convert import Exported
 
 
 HEADS = ("stored as", "tensors", "non-zero", "dense MB", "stored MB", "ratio")
@@ -69,13 +71,13 @@ def _advise(command: Command) -> None:
 
 
 def _convert(command: Command) -> None:
-    from ..export.convert import Job, convert
+    from ..export.convert import ExportJob, convert
 
     if command.out is None:
         raise ValueError("there is no place to write to; pass --out with a new folder or a .safetensors file")
     if command.out.suffix.lower() in FILES:
         raise ValueError(f"--out is a folder to make or a .safetensors file, and {command.out} looks like another file")
-    job = Job(command.out, command.form == "sparse", command.check, num_bytes(command.max_shard))
+    job = ExportJob(command.out, command.form == "sparse", command.check, num_bytes(command.max_shard))
     checkpoint = _checkpoint(command.source)
     if checkpoint is None:
         done = convert(command.source, job)
@@ -107,7 +109,7 @@ def _checkpoint(path: Path) -> Path | None:
     return path if path.suffix == ".pt" else None
 
 
-def _show(command: Command, done: "Done") -> None:
+def _show(command: Command, done: "Exported") -> None:
     rows = done.saved.rows
     names = dict.fromkeys(row.encoding for row in rows)
     kinds = {encoding: [row for row in rows if row.encoding == encoding] for encoding in names}

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from .console import print, weights_bar
+
 if TYPE_CHECKING:
     import torch
 
@@ -149,7 +151,6 @@ def _pruned(command: Command) -> "Outcome":
     from ..lab.gpu import Sampler, utilisation_reader
     from ..lab.trained_model import load_trained
     from ..oneshot import Repair, prune
-    from .progress import weights_bar
     from .prune_tables import Outcome
 
     probe, score, device = _probe(command), _score(command), torch.device(command.device)
@@ -200,7 +201,7 @@ class _Measure:
         self.eligible = eligible(trained.model, command.include, command.exclude)
 
     def __call__(self) -> dict[str, float]:
-        from ..summary import report
+        from ..eligible import report
 
         with self.clock.part("evaluation"), self._offloaded():
             zeros = report(self.trained.model, self.eligible).sparsity

@@ -9,7 +9,7 @@ from rich.table import Table
 from ..lab.gpu import GIB
 from ..lab.trained_model import TrainedModel
 from ..oneshot import Result
-from .progress import wide_console
+from .console import print, wide_console
 
 PARTS = {
     "strategy": "input norms or gradients, and the choice of candidates",

@@ -2,24 +2,22 @@
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
-from rich.markup import escape
 from rich.table import Table
 
-from ..lab.run import Run
-from ..lab.study.arms import Arm, parse_arm, parse_fields, read_base, score_arm
+from ..files.atomic import write_atomically
+from ..lab.study.arms import PRESETS, Arm, PresetName, parse_arm, parse_fields, read_base, score_arm
 from ..lab.study.merge import merge
-from ..lab.study.presets import PRESETS, PresetName
 from ..lab.study.results import summary, update
 from ..lab.study.study_folder import Folder
-from ..lab.study.study_plan import Cell, Plan, data_digests, key_of, make_plan, num_examples, only
+from ..lab.study.study_plan import StudyPlan, data_digests, key_of, make_plan, num_examples, only
 from ..lab.study.tables import HEADINGS, cells_of, notes_of, page, title_of
-from .progress import wide_console
+from .console import print, wide_console
 
 READ = {"merge": ("out", "slim"), "show": ("out",), "page": ("page",)}  # options that each word reads
 PAGED = ("study.json", "compile.json")  # files of a folder that the page has a section for
@@ -71,7 +69,7 @@ def run(command: Command) -> None:
     elif what == "page":
         text = page(folders or sorted({path.parent for name in PAGED for path in Path("studies").glob(f"*/{name}")}))
         command.page.parent.mkdir(parents=True, exist_ok=True)
-        command.page.write_text(text)
+        write_atomically(command.page, lambda file: file.write(text.encode()))
         print(f"{command.page} written")
     else:
         _run(command, started)
@@ -124,50 +122,36 @@ def _run(command: Command, started: float) -> None:
         raise SystemExit(1)
 
 
-def planned(command: Command) -> Plan:
-    """What the options ask for, on the base that they or the folder give."""
-    start = _start(command)
-    more = [score_arm(score) for score in _split(command.scores)] + [parse_arm(text) for text in command.arm]
-    if start.cells and not (more or command.sparsity or command.seeds or command.only):
-        return Plan(start.base, start.arms, start.cells, data_digests(start.base))
-    sparsities = [_number(text, float) for text in _split(command.sparsity)] or start.sparsities
-    plan = make_plan(start.base, [*start.arms, *more], sparsities, _seeds(command.seeds) or start.seeds)
-    return only(plan, _split(command.only)) if command.only else plan
-
-
-@dataclass(frozen=True)
-class Start:
-    """What a plan begins with."""
-
-    base: Run
-    arms: tuple[Arm, ...]
-    sparsities: tuple[float, ...] = (0.5,)
-    seeds: tuple[int, ...] = (0, 1, 2)
-    cells: tuple[Cell, ...] = ()
-
-
-def _start(command: Command) -> Start:
-    """The preset, the file, or what the folder holds already, with the fields that options change."""
+def planned(command: Command) -> StudyPlan:
+    """What the options ask for, on the preset, the file, or what the folder holds already."""
     if command.base and command.preset:
         raise ValueError("--base and --preset both name a base run; give one of them")
-    folder = Folder(command.out)
+    folder, known = Folder(command.out), None
+    arms: Sequence[Arm]
+    sparsities, seeds = (0.5,), (0, 1, 2)
     if command.preset:
         preset = PRESETS[command.preset]
         if command.data is None:
             raise ValueError(f"the preset {command.preset} needs --data: {preset.reads}")
-        start = Start(preset.base, preset.arms, preset.sparsities)
+        base, arms, sparsities = preset.base, preset.arms, preset.sparsities
     elif command.base:
-        base, arms, sparsities = read_base(command.base)
-        start = Start(base, tuple(arms), sparsities or (0.5,))
+        base, arms, own = read_base(command.base)
+        sparsities = own or sparsities
     elif folder.exists:
-        plan = folder.plan()
-        known = plan.to_json()
-        start = Start(plan.base, plan.arms, tuple(known["sparsities"]), tuple(known["seeds"]), plan.cells)
+        known = folder.plan()
+        base, arms = known.base, known.arms
+        sparsities, seeds = (tuple(known.to_json()[name]) for name in ("sparsities", "seeds"))
     else:
         raise ValueError("say what to run: --base run.toml or --preset NAME, or --out with a study to continue")
     changes = parse_fields(command.field, "--set")
     changes |= {name: value for name in ("data", "validation") if (value := getattr(command, name)) is not None}
-    return replace(start, base=replace(start.base, **changes))
+    base = replace(base, **changes)
+    more = [score_arm(score) for score in _split(command.scores)] + [parse_arm(text) for text in command.arm]
+    if known and not (more or command.sparsity or command.seeds or command.only):
+        return StudyPlan(base, known.arms, known.cells, data_digests(base))
+    sparsities = [_number(text, float) for text in _split(command.sparsity)] or sparsities
+    plan = make_plan(base, [*arms, *more], sparsities, _seeds(command.seeds) or seeds)
+    return only(plan, _split(command.only)) if command.only else plan
 
 
 def _split(text: str) -> list[str]:
@@ -200,18 +184,18 @@ def print_table(values: Mapping[str, Any]) -> None:
         if before is not None and row["sparsity"] != before:
             table.add_section()
         before = row["sparsity"]
-        table.add_row(*map(escape, cells_of(row)))  # names of arms are no markup
+        table.add_row(*cells_of(row))
     console.print(table)
     for note in notes_of(values):
-        console.print(note, highlight=False, markup=False, soft_wrap=True)
+        console.print(note, highlight=False, soft_wrap=True)
 
 
-def print_plan(folder: Folder, plan: Plan) -> None:
+def print_plan(folder: Folder, plan: StudyPlan) -> None:
     """Every computation of the plan, with its tokens, whether it is done, and what is left in all."""
     from ..lab.study.runner import estimate
 
-    done, damaged = (folder.finished(), folder.damaged()) if folder.exists else ({}, {})
-    table = Table(title=escape(f"{folder.path}: hash {plan.hash}"))
+    done, damaged = folder.finished() if folder.exists else ({}, {})
+    table = Table(title=f"{folder.path}: hash {plan.hash}")
     for heading in ("run", "arms", "steps", "examples", "state"):
         table.add_column(heading, justify="right" if heading in ("steps", "examples") else "left")
     left, seconds, unknown = 0, 0.0, False
@@ -219,8 +203,7 @@ def print_plan(folder: Folder, plan: Plan) -> None:
         run = plan.run_of(owner)
         sharing = [cell.arm for cell, first in plan.owners.items() if first == owner]
         state = "done" if key_of(run) in done else "damaged" if key_of(run) in damaged else "to do"
-        names = escape(owner.folder), escape(", ".join(sharing))
-        table.add_row(*names, f"{run.total_steps:,}", f"{num_examples(run):,}", state)
+        table.add_row(owner.folder, ", ".join(sharing), f"{run.total_steps:,}", f"{num_examples(run):,}", state)
         if state == "to do":
             left += num_examples(run)
             expected = estimate(folder, run, cold=False) if folder.exists else None

@@ -13,22 +13,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from ..lab.models import build
 from ..lab.recipe import data_of
 from ..lab.run import Run
 from ..lab.study.runner import Options, Worker
 from ..lab.study.study_folder import Folder
-from ..lab.study.study_plan import Cell, Plan
+from ..lab.study.study_plan import Cell, StudyPlan
 from ..lab.tracking import environment
 from ..lab.trainer import Progress
-from .progress import progress_bar
+from .console import escaped, print, progress_bar
 
 PrintTable = Callable[[Mapping[str, Any]], None]  # prints what is known
 
 
-def work(folder: Folder, plan: Plan, options: Options, devices: list[str], print_table: PrintTable) -> bool:
+def work(folder: Folder, plan: StudyPlan, options: Options, devices: list[str], print_table: PrintTable) -> bool:
     """Do the runs of the plan that are not done, on all devices; False if a worker died."""
     if not folder.exists:
         with torch.device("meta"):  # data that cannot be read or does not suit the model: refused before writing
@@ -111,7 +110,7 @@ def worker() -> None:
     try:
         Worker(Folder(Path(task["folder"])), Options(**task["options"]), Lines(f"[{task['device']}] ")).work(cells)
     except (ValueError, OSError) as error:
-        raise SystemExit(f"prunus study: {' '.join(str(error).split())}") from None
+        raise SystemExit(escaped(f"prunus study: {' '.join(str(error).split())}")) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
 
@@ -132,12 +131,7 @@ class Lines:
                 yield report
 
     def done(self, line: str, values: Mapping[str, Any]) -> None:
-        Console(stderr=True).print(
-            f"{self.prefix}{line} ({values['num_finished']} of {values['num_runs']})",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
-        )
+        print(f"{self.prefix}{line} ({values['num_finished']} of {values['num_runs']})", file=sys.stderr)
         if values["round_ends"] and values["num_finished"] < values["num_runs"] and not self.prefix:
             self.print_table(values)
 

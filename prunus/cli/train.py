@@ -1,12 +1,18 @@
 """``prunus train``"""
 
 import os
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import tyro
 
 from ..lab.run import Run, read_run
+from .console import Terminal, print, progress_bar
 
 
 @dataclass(frozen=True)
@@ -19,29 +25,54 @@ Command.__doc__ = Run.__doc__
 
 
 def run(command: Command) -> None:
-    asked = command.run
-    if asked.resume:
-        asked = asked.continuing(read_run(asked.out))
-    asked.check_launch()
-    _train(asked, live=command.live)
-
-
-def _train(asked: Run, *, live: bool) -> None:
-    from rich.console import Console
-
+    run = command.run
+    if run.resume:
+        run = run.continuing(read_run(run.out))
+    run.check_launch()
+    from ..lab.interruption import Interrupted
     from ..lab.trainer import train
-    from .progress import progress_bar
+
+    is_first = os.environ.get("RANK", "0") == "0"  # only the first rank reports
+    try:
+        with _notes_in_one_line():
+            if is_first:
+                _train(run, live=command.live)
+            else:
+                train(run)
+    except Interrupted as stop:
+        if is_first:
+            print(f"prunus train: {stop}", file=sys.stderr)
+        raise SystemExit(stop.exit_code) from None
+
+
+@contextmanager
+def _notes_in_one_line() -> Iterator[None]:
+    """Print warnings of prunus as a line without the place in its code that they come from."""
+    before = warnings.showwarning
+
+    def show(message: Warning | str, category: type[Warning], filename: str, *rest: Any, **more: Any) -> None:
+        if "prunus" in Path(filename).parts:
+            print(f"prunus train: {message}", file=sys.stderr)
+        else:
+            before(message, category, filename, *rest, **more)
+
+    warnings.showwarning = show  # pyrefly: ignore[bad-assignment]
+    try:
+        yield
+    finally:
+        warnings.showwarning = before
+
+
+def _train(run: Run, *, live: bool) -> None:
+    from ..lab.trainer import train
     from .watch import live_charts
 
-    if os.environ.get("RANK", "0") != "0":  # only the first rank reports
-        train(asked)
-        return
-    bar = progress_bar(asked.score if asked.score != "none" else "dense", asked.total_steps)
-    with live_charts(asked.out) if live and Console(stderr=True).is_terminal else bar as report:
-        result = train(asked, report)
+    bar = progress_bar(run.score if run.score != "none" else "dense", run.total_steps)
+    with live_charts(run.out) if live and Terminal(stderr=True).is_terminal else bar as report:
+        result = train(run, report)
     print(
-        f"{asked.out}: {result.sparsity:.4%} of {result.num_prunable:,} prunable weights are zero; "
-        f"held-out (--eval-size {asked.eval_size}) "
+        f"{run.out}: {result.sparsity:.4%} of {result.num_prunable:,} prunable weights are zero; "
+        f"held-out (--eval-size {run.eval_size}) "
         f"loss {result.loss:.4f}, perplexity {result.perplexity:.3f}, accuracy {result.accuracy:.2%}; "
         f"{result.steps} steps (budget x {result.budget_scale:g}) in {result.seconds:.1f} s"
     )

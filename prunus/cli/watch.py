@@ -1,4 +1,7 @@
-"""``prunus watch``: charts of a run as text, lines drawn with braille dots and layers as blocks. Loads no torch."""
+"""``prunus watch`` and ``prunus report``: the charts of runs as text and as a page. Loads no torch.
+
+In a terminal lines are drawn with braille dots, and layers as blocks.
+"""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -10,19 +13,22 @@ from typing import TYPE_CHECKING
 import tyro
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.styled import Styled
 from rich.table import Table
 from rich.text import Text
 
 from ..files.lock import is_free
-from ..lab.report.cells import Source, read_source, scale_of
+from ..lab.report.cells import Source, read_source
 from ..lab.report.curves import Point, loss_at, metric_name, points, quality_at
 from ..lab.report.numbers import count, percent, plain
-from ..lab.report.records import Record, number
+from ..lab.report.records import RunRecord, number
+from .console import Terminal, print
 
 if TYPE_CHECKING:
     from ..lab.trainer import Progress
 
-QUIET = 60.0  # seconds without a line before a word is said about it
+QUIET = 60.0  # seconds without a new line before that is mentioned
+SILENCE = "nothing new for {:.0f} s: it may have been interrupted"
 GRACE = 10.0  # seconds without a training process before a run counts as stopped: it may be about to go on
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # bits of a braille cell by row and column
 BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -31,11 +37,29 @@ Series = Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True)
+class ReportCommand:
+    """One HTML page of a run, a study or a folder of runs; it opens from disk and loads nothing from elsewhere.
+
+    Charts come from plotly: pip install 'prunus[report]'.
+    """
+
+    folder: tyro.conf.Positional[Path]  # run folder, study folder, or a folder of run folders
+    out: Path | None = None  # where to write the page; without it report.html in the folder
+
+
+def run_report(command: ReportCommand) -> None:
+    from ..lab.report.page import write_report
+
+    page = write_report(command.folder, command.out)
+    print(f"{page}: {page.stat().st_size / 1e6:.1f} MB; open it in a browser")
+
+
+@dataclass(frozen=True)
 class Command:
     """The charts of a run or a study in the terminal while it goes on; ends when it ends.
 
-    Reads the folder and changes nothing. Outside a terminal it prints a line at each evaluation. A run that was stopped
-    before its end is told, with exit code 1.
+    Reads the folder and changes nothing. Outside a terminal it prints a line at each evaluation. If a run stops before
+    its end, the last line says how to continue it, and the exit code is 1.
     """
 
     folder: tyro.conf.Positional[Path]  # run folder, study folder, or a folder of run folders
@@ -44,9 +68,9 @@ class Command:
 
 
 def run(command: Command) -> None:
-    if command.every <= 0:
+    if not command.every > 0:
         raise ValueError(f"every is a number of seconds above 0, got {command.every}")
-    console = Console(highlight=False)
+    console = Terminal()
     if command.once:
         console.print(_view(read_source(command.folder), console, 0))
         return
@@ -56,65 +80,54 @@ def run(command: Command) -> None:
         raise SystemExit(1)
 
 
-def _watch(command: Command, console: Console) -> Source:
-    """Charts until the run ends, or until no process trains it any more; returns what was seen last."""
-    source, since = read_source(command.folder), time.monotonic()
-    trained = since
-    with Live(_view(source, console, 0), console=console, auto_refresh=False) as live:
-        while source.num_open > 0 and not _is_abandoned(source, trained):
-            time.sleep(command.every)
-            if not is_free(command.folder):
-                trained = time.monotonic()
-            new = read_source(command.folder)
-            if _num_lines(new) != _num_lines(source):
-                since = time.monotonic()
-            source = new
-            live.update(_view(source, console, time.monotonic() - since), refresh=True)
-    return source
+def _looks(command: Command) -> Iterator[tuple[Source, float]]:
+    """What the folder holds and for how many seconds nothing was new, look by look.
 
-
-def _follow(command: Command) -> Source:
-    """One line for each evaluation and each failure that is new, as logs want it; else as ``_watch``."""
-    seen: dict[str, int] = {}
-    failed: set[str] = set()
+    It ends when the run does, or when no process has trained it for too long; of studies the latter is not known.
+    """
     num_lines, since = -1, time.monotonic()
     trained = since
     while True:
         source = read_source(command.folder)
-        if _num_lines(source) != num_lines:
-            num_lines, since = _num_lines(source), time.monotonic()
-        elif time.monotonic() - since > QUIET:
-            print(_silence(time.monotonic() - since), flush=True)
-            since = time.monotonic()
-        for record in (cell.record for cell in source.cells):
-            if len(record.evals) > seen.get(record.name, 0):
-                seen[record.name] = len(record.evals)
-                print(f"{record.name}: {_status(record)}", flush=True)
-            if record.failure and record.name not in failed:
-                failed.add(record.name)
-                print(f"{record.name} failed: {record.failure}", flush=True)
-        if source.num_open <= 0 or _is_abandoned(source, trained):
-            return source
+        num_before, num_lines = num_lines, sum(len(cell.record.lines) for cell in source.cells)
+        since = since if num_lines == num_before else time.monotonic()
+        yield source, time.monotonic() - since
+        is_abandoned = source.kind == "run" and time.monotonic() - trained > GRACE
+        if source.num_open <= 0 or is_abandoned:
+            return
         time.sleep(command.every)
         if not is_free(command.folder):
             trained = time.monotonic()
 
 
-def _is_abandoned(source: Source, trained: float) -> bool:
-    """Whether no process has trained a run since ``trained``, too long ago; of studies that is not known."""
-    return source.kind == "run" and time.monotonic() - trained > GRACE
+def _watch(command: Command, console: Console) -> Source:
+    """Charts at every look; returns what was seen last."""
+    with Live(console=console, auto_refresh=False) as live:
+        for source, quiet in _looks(command):
+            live.update(_view(source, console, quiet), refresh=True)
+    return source
 
 
-def _num_lines(source: Source) -> int:
-    return sum(len(cell.record.lines) for cell in source.cells)
+def _follow(command: Command) -> Source:
+    """One line for each evaluation and each failure that is new, as logs want it; returns what was seen last."""
+    num_evals, failed, mentioned = dict[str, int](), set[str](), 0.0
+    for source, quiet in _looks(command):
+        mentioned = min(mentioned, quiet)
+        if quiet - mentioned > QUIET:
+            print(SILENCE.format(quiet), flush=True)
+            mentioned = quiet
+        for record in (cell.record for cell in source.cells):
+            if len(record.evals) > num_evals.get(record.name, 0):
+                num_evals[record.name] = len(record.evals)
+                print(f"{record.name}: {_status(record)}", flush=True)
+            if record.failure and record.name not in failed:
+                failed.add(record.name)
+                print(f"{record.name} failed: {record.failure}", flush=True)
+    return source
 
 
-def _silence(seconds: float) -> str:
-    return f"nothing new for {seconds:.0f} s: it may have been interrupted"
-
-
-def stopped(record: Record, folder: Path) -> str:
-    """What to say of a run without an end that no process trains any more."""
+def stopped(record: RunRecord, folder: Path) -> str:
+    """The line about a run without an end that no process trains any more."""
     study = folder.resolve().parent.parent
     command = f"train --resume --out {folder}" if not (study / "study.json").is_file() else f"study --out {study}"
     done = f"step {record.last_step:,} of {record.total_steps:,}"
@@ -124,7 +137,7 @@ def stopped(record: Record, folder: Path) -> str:
 @contextmanager
 def live_charts(folder: Path) -> "Iterator[Progress]":
     """A function to call after each step of the training in ``folder``; drawing takes a twentieth of the time."""
-    console, due = Console(stderr=True, highlight=False), 0.0
+    console, due = Terminal(stderr=True), 0.0
     with Live(console=console, auto_refresh=False) as live:
 
         def draw() -> None:
@@ -142,15 +155,15 @@ def _view(source: Source, console: Console, quiet: float) -> RenderableType:
     record = source.record if source.kind == "run" else running(source)
     parts: list[RenderableType] = [] if source.kind == "run" else [_table(source)]
     if record:
-        parts += [Text(record.name, style="bold"), *_charts(record, console)]
+        parts += [Styled(record.name, "bold"), *_charts(record, console)]
     failed = [cell.record for cell in source.cells if cell.record.failure]
-    parts += [Text(f"{record.name} failed: {record.failure}", style="red") for record in failed]
+    parts += [Styled(f"{record.name} failed: {record.failure}", "red") for record in failed]
     if quiet > QUIET:
-        parts.append(Text(_silence(quiet), style="yellow"))
+        parts.append(Styled(SILENCE.format(quiet), "yellow"))
     return Group(*parts)
 
 
-def running(source: Source) -> Record | None:
+def running(source: Source) -> RunRecord | None:
     """The run that goes on; of several the one that is farthest."""
     going = [cell.record for cell in source.cells if cell.record.is_open]
     return max(going, key=lambda record: record.last_step / max(1, record.total_steps), default=None)
@@ -159,25 +172,25 @@ def running(source: Source) -> Record | None:
 def _table(source: Source) -> RenderableType:
     """Quality by arm and seed, which runs failed, and how far those are that go on."""
     seeds = sorted({cell.seed for cell in source.cells})
-    table = Table(title=Text(source.title), title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table = Table(title=source.title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     table.add_column("arm")
     for heading in ("sparsity", *(f"seed {seed}" for seed in seeds)):
         table.add_column(heading, justify="right")
     for arm, sparsity in dict.fromkeys((cell.arm, cell.sparsity) for cell in source.cells):
         known = {c.seed: _state(c.record) for c in source.cells if (c.arm, c.sparsity) == (arm, sparsity)}
-        table.add_row(Text(arm), f"{sparsity:.6g}", *(known.get(seed, "") for seed in seeds))
+        table.add_row(arm, f"{sparsity:.6g}", *(known.get(seed, "") for seed in seeds))
     return table
 
 
-def _state(record: Record) -> str:
+def _state(record: RunRecord) -> str:
     if record.has_diverged:
         return "diverged"
     if record.result is not None:
-        return plain(record.quality and record.quality * scale_of(record))
+        return plain(record.quality)
     return "failed" if record.failure else f"{record.last_step / max(1, record.total_steps):.0%} done"
 
 
-def _charts(record: Record, console: Console) -> list[RenderableType]:
+def _charts(record: RunRecord, console: Console) -> list[RenderableType]:
     """How far the run is, then loss, quality and sparsity beside each other where there is room, then its layers."""
     columns = 3 if console.width >= 120 else 2 if console.width >= 80 else 1
     show = (lambda line: line) if "utf" in console.encoding else plain_letters
@@ -195,7 +208,7 @@ def _charts(record: Record, console: Console) -> list[RenderableType]:
     return [Text(_status(record)), grid, *([Text(layers, style="cyan", no_wrap=True)] if layers else [])]
 
 
-def _status(record: Record) -> str:
+def _status(record: RunRecord) -> str:
     """How far a run is, in a line."""
     done, total = record.last_step, record.total_steps
     parts = [f"step {done:,} of {total:,}", f"{count(done * record.per_step)} {record.unit}"]
@@ -214,7 +227,7 @@ def _later(line: Sequence[Point]) -> list[tuple[float, float]]:
     return [(p.x, p.mean) for p in line if p.x >= line[-1].x / 10]
 
 
-def sparsities(record: Record) -> list[tuple[float, float]]:
+def sparsities(record: RunRecord) -> list[tuple[float, float]]:
     """Steps and sparsities of the events, each kept until the next."""
     found: list[tuple[float, float]] = [(0.0, 0.0)]
     for event in record.events:
@@ -256,7 +269,7 @@ def _scaled(values: Sequence[float], top: int) -> list[int]:
     return [round(top * (value - low) / (high - low)) if high > low else top // 2 for value in values]
 
 
-def layer_line(record: Record, width: int) -> str:
+def layer_line(record: RunRecord, width: int) -> str:
     """One block a layer, in the model's order: the fuller, the sparser. Empty where layers are not recorded."""
     by = next((by for line in reversed(record.evals) if (by := record.layer_sparsity(line))), {})
     if not by:

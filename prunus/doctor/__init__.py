@@ -1,6 +1,6 @@
 """Checks what a pruned model promises, reading one tensor at a time and executing nothing from its files."""
 
 from .examine import examine
-from .findings import Finding, Layer, Report
+from .findings import Diagnosis, Finding, TensorReport
 
-__all__ = ["Finding", "Layer", "Report", "examine"]
+__all__ = ["Diagnosis", "Finding", "TensorReport", "examine"]

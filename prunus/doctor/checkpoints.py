@@ -10,17 +10,22 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..eligible import plain_name
 from ..files.distributed import Entry, read_entries, read_shard, read_tensor
 from ..files.json_file import read_json
 from ..files.torch_file import read_torch_file
+from ..schedule import SHAPES
 from .contents import Contents, StoredTensor, digest_of, dtype_name
 
 MODELS = ("model", "state_dict", "model_state_dict")  # where scripts put the model's weights
 NOT_WEIGHTS = ("optimizer", "optim", "pruner", "rng", "cuda_rng")
-RANK = re.compile(r"rank[-_]?\d+\.pt$")
+RANK = re.compile(r"rank[-_]?\d+\.pt$")  # names of files that ranks write
+DEPTH = 5  # of the mappings that digests are looked for in
+REPEATED = 1 << 28  # bytes that tensors may be larger than their storage, which strides of 0 allow
+ALLOCATE = {"uniform": "layer", "row": "row", "2:4": "2:4"}  # others promise the total alone
 
 
 def read_checkpoint(path: Path) -> Contents:
@@ -37,12 +42,8 @@ def read_checkpoint(path: Path) -> Contents:
             contents.notes.append(f"{result.name} is not JSON")
         else:
             if values.get("steps") == contents.state.get("step"):
-                contents.digests |= dict(_digests_in(values, result.name))
+                contents.digests |= digests_in(values, result.name)
     return contents
-
-
-def rank_files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("*.pt") if RANK.search(path.name))
 
 
 def read_ranks(folder: Path, files: Sequence[Path]) -> Contents:
@@ -57,13 +58,13 @@ def read_ranks(folder: Path, files: Sequence[Path]) -> Contents:
         add_state(other, state, path.name)
         contents.digests |= other.digests
         if other.masks:
-            contents.digests[f"masks of {path.name}"] = digest_of(other.masks, contents.tensors)
+            contents.digests[f"masks of {path.name}"] = digest_of(other.masks, contents.tensors) or "no masks"
     if not contents.tensors:
         raise ValueError(f"no file of {folder} holds tensors by name; the first is {files[0].name}")
     return contents
 
 
-def load_mapping(path: Path) -> Mapping[str, Any]:
+def load_mapping(path: Path) -> Mapping[Any, Any]:
     """The mapping that a file of ``torch.save`` holds; ValueError if it is anything else."""
     try:
         state = read_torch_file(path, mmap=True)
@@ -74,61 +75,134 @@ def load_mapping(path: Path) -> Mapping[str, Any]:
     return state
 
 
-def add_state(contents: Contents, state: Mapping[str, Any], file: str) -> None:
+def add_state(contents: Contents, state: Mapping[Any, Any], file: str) -> None:
     """Take over what a state holds: ours, a script's, or the bare weights."""
-    weights: Mapping[Any, Any] = next((state[key] for key in MODELS if isinstance(state.get(key), Mapping)), state)
+    weights = next((state[key] for key in MODELS if isinstance(state.get(key), Mapping)), state)
     seen: dict[tuple[Any, ...], str] = {}
-    for name, value in weights.items():
-        if not isinstance(value, Tensor) or not isinstance(name, str):
-            continue
-        key = (value.data_ptr(), value.shape, value.stride(), value.dtype)
-        if value.numel() and seen.setdefault(key, name) != name:
-            contents.notes.append(f"{plain_name(name)} is {plain_name(seen[key])}: one tensor under two names")
-        contents.tensors[plain_name(name)] = StoredTensor.of(plain_name(name), value, file)
+    for name, value in dense_tensors(weights):
+        first = seen.setdefault((value.data_ptr(), value.shape, value.stride(), value.dtype), name)
+        if value.numel() and first != name:
+            contents.notes.append(f"{name} is {first}: one tensor under two names")
+        contents.tensors[name] = StoredTensor.of(name, value, file)
     pruner = state.get("pruner", state if "masks" in state else None)
     if isinstance(pruner, Mapping):
-        contents.masks |= masks_in(pruner, file)
-        contents.state |= {key: pruner[key] for key in ("step", "due") if key in pruner}
+        contents.masks |= masks_in(pruner.get("masks"), file)
+        contents.state |= {key: pruner[key] for key in ("step", "due") if isinstance(pruner.get(key), int)}
     if isinstance(state.get("run"), Mapping):
-        contents.run = dict(state["run"])
+        contents.run = {key: value for key, value in state["run"].items() if isinstance(key, str) and _is_option(value)}
     optimizer = state.get("optimizer")
     if isinstance(optimizer, Mapping) and isinstance(optimizer.get("state"), Mapping):
-        rows = optimizer["state"].values()
-        contents.moments = [
-            dict(row) for row in rows if isinstance(row, Mapping) and isinstance(row.get("mask"), Tensor)
-        ]
-    contents.digests |= dict(_digests_in(state, file))
+        rows = [dict(dense_tensors(row)) for row in optimizer["state"].values() if isinstance(row, Mapping)]
+        rows = [{key: value for key, value in row.items() if not value.is_quantized} for row in rows]
+        contents.moments = [row for row in rows if "mask" in row]
+    contents.digests |= digests_in(state, file)
 
 
-def masks_in(pruner: Mapping[str, Any], file: str) -> dict[str, StoredTensor]:
-    masks = pruner.get("masks")
-    if not isinstance(masks, Mapping):
-        return {}
-    tensors = {plain_name(name): mask for name, mask in masks.items() if isinstance(mask, Tensor)}
-    return {name: StoredTensor.of(name, mask, file) for name, mask in tensors.items()}
+def _is_option(value: Any) -> bool:
+    """Whether it is what options of a run are: text, a number, or several texts."""
+    texts = value if isinstance(value, list | tuple) else ()
+    return isinstance(value, str | int | float | list | tuple) and all(isinstance(text, str) for text in texts)
 
 
-def _digests_in(value: object, place: str, depth: int = 0) -> Iterator[tuple[str, str]]:
-    """Every string under a key that names a digest, with the path to it."""
-    if not isinstance(value, Mapping) or depth > 4:
-        return
-    for key, inner in value.items():
-        path = f"{place}: {key}" if depth == 0 else f"{place}.{key}"
-        if "digest" in str(key):
-            yield from _strings_in(inner, path)
-        else:
-            yield from _digests_in(inner, path, depth + 1)
+def masks_in(masks: Any, file: str) -> dict[str, StoredTensor]:
+    found = dense_tensors(masks) if isinstance(masks, Mapping) else ()
+    return {name: StoredTensor.of(name, mask, file) for name, mask in found if not mask.is_quantized}
 
 
-def _strings_in(value: object, path: str) -> Iterator[tuple[str, str]]:
-    if isinstance(value, str):
-        yield path, value
-    elif isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _strings_in(inner, f"{path}.{key}")
-    elif isinstance(value, list | tuple):
-        for number, inner in enumerate(value):
-            yield from _strings_in(inner, f"{path}.{number}")
+def dense_tensors(values: Mapping[Any, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Tensors with their names; ValueError for one that is not dense, or larger than the file that holds it."""
+    repeated = 0
+    for name, value in values.items():
+        if not isinstance(value, Tensor) or not isinstance(name, str):
+            continue
+        if value.layout != torch.strided or value.is_nested or value.device.type != "cpu":
+            raise ValueError(f"{name} is not a dense tensor of the CPU; save it as one to have it examined")
+        num_bytes, stored = value.numel() * value.element_size(), value.untyped_storage().nbytes()
+        repeated += num_bytes - stored if num_bytes > stored else 0
+        if repeated > REPEATED:
+            raise ValueError(
+                f"{name} is {tuple(value.shape)}, which repeats {stored:,} stored bytes; save a plain tensor"
+            )
+        yield plain_name(name), value
+
+
+def digests_in(value: Any, place: str, *, is_digest: bool = False) -> dict[str, str]:
+    """Every string under a key that names a digest, by the path to it; what repeats inside is taken once."""
+    found: dict[str, str] = {}
+    seen: set[int] = set()
+
+    def collect(value: Any, path: str, is_digest: bool, depth: int) -> None:
+        if isinstance(value, str) and is_digest:
+            found[path] = value
+        if depth == DEPTH or id(value) in seen or isinstance(value, str):
+            return
+        seen.add(id(value))
+        is_list = isinstance(value, list | tuple) and is_digest
+        for key, inner in enumerate(value) if is_list else value.items() if isinstance(value, Mapping) else ():
+            if isinstance(key, str | int):
+                joined = f"{path}: {key}" if path == place else f"{path}.{key}"
+                collect(inner, joined, is_digest or "digest" in str(key), depth + 1)
+
+    collect(value, place, is_digest, 0)
+    return found
+
+
+def of_run(contents: Contents) -> dict[str, Any]:
+    """Sparsity, pattern and patterns of names that a training checkpoint was made with, as far as it says."""
+    run = contents.run
+    found: dict[str, Any] = {
+        name: tuple(run[name]) for name in ("include", "exclude") if isinstance(run.get(name), list | tuple)
+    }
+    if run.get("score", "none") == "none" or _number(run, "sparsity") is None:
+        return found
+    sparsity = sparsity_at(run, contents.state)
+    if sparsity is None:
+        contents.notes.append(
+            "the run is on its way to its sparsity, which is not checked: an event is due or was late"
+        )
+        return found
+    if sparsity == 0:
+        return found | ({"sparsity": 0.0} if contents.masks else {})  # without masks a zero is just a value
+    return found | {"sparsity": sparsity, "pattern": ALLOCATE.get(str(run.get("allocate")), "global")}
+
+
+def sparsity_at(run: Mapping[str, Any], state: Mapping[str, int]) -> float | None:
+    """What the last event up to the checkpoint's step asked for; None if an event was put off."""
+    final, step, schedule = _number(run, "sparsity"), state.get("step"), str(run.get("schedule"))
+    if final is None or state.get("due") or step is None:
+        return None
+    if schedule == "constant":
+        return final if step >= 1 else 0.0
+    begin, end = (_step(run, name) for name in ("begin", "end"))
+    if begin is None or end is None:
+        return None
+    if schedule == "one_shot":
+        return final if step >= max(begin, 1) else 0.0
+    if schedule not in SHAPES or begin >= end:
+        return None
+    if step >= end:
+        return final
+    if step < max(begin, 1):
+        return 0.0
+    every = run.get("every", 1)
+    if run.get("spam") or not isinstance(every, int) or every < 1:
+        return None  # with SPAM an event waits for moments that were reset, and then asks for more
+    event = begin + (step - begin) // every * every
+    return final * SHAPES[schedule]((event - begin) / (end - begin))
+
+
+def _step(run: Mapping[str, Any], name: str) -> int | None:
+    """A moment of the run as a step: JSON keeps apart 1 and 1.0, a fraction of the run."""
+    moment, steps, scale = (_number(run, key) for key in (name, "steps", "budget_scale"))
+    if isinstance(moment, int) or not isinstance(moment, float) or not isinstance(steps, int):
+        return moment if isinstance(moment, int) else None
+    return round(moment * round(steps * (1.0 if scale is None else scale)))
+
+
+def _number(run: Mapping[str, Any], name: str) -> float | int | None:
+    """An option that is a number of usual size."""
+    value = run.get(name)
+    return value if isinstance(value, int | float) and abs(value) < 1 << 53 else None
 
 
 def read_distributed(path: Path) -> Contents:
@@ -139,12 +213,8 @@ def read_distributed(path: Path) -> Contents:
     except ValueError as error:
         raise ValueError(f"{path / '.metadata'} does not describe a distributed checkpoint: {error}") from error
     for entry in entries:
-        if not _is_stored(contents, entry):
-            continue
-        if entry.size is None:
-            _add_value(contents, entry)
-        else:
-            _add_tensor(contents, entry)
+        if entry.path and _is_stored(contents, entry):
+            (_add_value if entry.size is None else _add_tensor)(contents, entry)
     if not contents.tensors:
         raise ValueError(f"{path} holds no tensors of a model")
     return contents
@@ -186,8 +256,8 @@ def _add_value(contents: Contents, entry: Entry) -> None:
         return
     value = read_shard(contents.path, entry.shards[0])
     if is_digest:
-        contents.digests |= dict(_strings_in(value, f"{entry.shards[0].file}: {'.'.join(keys)}"))
-    elif keys[0] == "run" and len(keys) == 2:
+        contents.digests |= digests_in(value, f"{entry.shards[0].file}: {'.'.join(keys)}", is_digest=True)
+    elif keys[0] == "run" and len(keys) == 2 and _is_option(value):
         contents.run[keys[1]] = value
-    elif keys[0] == "pruner" and keys[-1] in ("step", "due"):
+    elif keys[0] == "pruner" and keys[-1] in ("step", "due") and isinstance(value, int):
         contents.state[keys[-1]] = value

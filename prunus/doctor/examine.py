@@ -1,22 +1,28 @@
 """``examine(path)``: every check, one tensor in memory at a time."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from ..files.reader import located
-from .checkpoints import add_state, load_mapping, masks_in, rank_files, read_checkpoint, read_distributed, read_ranks
-from .contents import Contents, StoredTensor
-from .expected import Expected, check_expected, of_run
-from .findings import Finding, Layer, Report
+from .checkpoints import (
+    RANK,
+    add_state,
+    load_mapping,
+    masks_in,
+    of_run,
+    read_checkpoint,
+    read_distributed,
+    read_ranks,
+)
+from .contents import Contents, StoredTensor, digest_of, roles, widened
+from .findings import WARNINGS, Diagnosis, Expected, Finding
 from .folders import read_file, read_folder, tensors_of
-from .model_checks import check_digests, check_moments, check_neighbours, check_ties
+from .model_checks import check_digests, check_expected, check_moments, check_neighbours, check_ties
 from .pattern import overall
-from .roles import Choice, roles
-from .tensor_checks import TensorCheck, View, check_tensor
+from .tensor_checks import Context, check_tensor
 
 
 def examine(
@@ -28,20 +34,27 @@ def examine(
     include: str | Sequence[str] = (),
     exclude: str | Sequence[str] = (),
     allow: str | Sequence[str] = (),
-) -> Report:
+    strict: bool = False,
+) -> Diagnosis:
     """What the model or checkpoint at ``path`` is, and where it is not what it promises.
 
     ``sparsity`` and ``pattern`` (``global``, ``layer``, ``row`` or ``N:M``) are what was asked for; a
     training checkpoint says so itself. ``masks`` is a file of masks; ``allow`` are kinds of findings
-    that are meant, and become notes.
+    that are meant, and become notes. Dead rows and columns are warnings, findings if ``strict``.
     """
-    given = Expected(sparsity, pattern, _tuple(include), _tuple(exclude), _tuple(allow))
+    names = ((one,) if isinstance(one, str) else tuple(one) for one in (include, exclude, allow))
+    given = Expected(sparsity, pattern, *names)
     contents = open_contents(Path(path))
     with contents.stack:
+        if not contents.tensors and not contents.findings:
+            raise ValueError(f"{path} holds no tensors; expected those of a model")
         if masks is not None:
             contents.masks = _read_masks(Path(masks))
         _undo_parametrization(contents)
-        return _report(contents, _merged(given, of_run(contents)))
+        run = of_run(contents)
+        if sparsity is not None or pattern is not None:  # the caller's word, not the run's
+            run = {name: value for name, value in run.items() if name not in ("sparsity", "pattern")}
+        return _diagnosis(contents, Expected(**(run | given.given)), strict)
 
 
 def open_contents(path: Path) -> Contents:
@@ -53,7 +66,7 @@ def open_contents(path: Path) -> Contents:
             return read_checkpoint(path / "checkpoint.pt")
         if sharded := [p.parent for p in path.glob("checkpoint-*/.metadata") if p.parent.name[11:].isdecimal()]:
             return read_distributed(max(sharded, key=lambda p: int(p.name[11:])))
-        if ranks := rank_files(path):
+        if ranks := sorted(file for file in path.glob("*.pt") if RANK.search(file.name)):
             return read_ranks(path, ranks)
         return read_folder(path)
     path = located(path)
@@ -62,57 +75,45 @@ def open_contents(path: Path) -> Contents:
     return read_checkpoint(path)
 
 
-def _report(contents: Contents, expected: Expected) -> Report:
-    todo = "take the masks that were saved with this model"
-    findings = [
-        Finding("bad-mask", name, f"{mask.file} holds a mask for it, but there is no such tensor", todo)
-        for name, mask in contents.masks.items()
-        if name not in contents.tensors
-    ]
-    chosen = roles(contents.tensors, Choice(expected.include, expected.exclude, contents.masks))
+def _diagnosis(contents: Contents, expected: Expected, strict: bool) -> Diagnosis:
+    findings = contents.findings
+    for name, mask in contents.masks.items():
+        if name not in contents.tensors:
+            what = f"{mask.file} holds a mask for it, but there is no such tensor"
+            contents.find("bad-mask", name, what, "take the masks that were saved with this model")
+    chosen = roles(contents.tensors, expected.include, expected.exclude, contents.masks)
     head = _head_width(contents.config)
     checks = {
-        name: check_tensor(stored, View(chosen[name], contents.masks.get(name), expected.groups, head))
+        name: check_tensor(stored, Context(chosen[name], contents.masks.get(name), expected.groups, head))
         for name, stored in contents.tensors.items()
     }
-    for one in checks.values():
-        findings += one.findings
-    findings += check_expected(expected, list(checks.values()))
+    digest = digest_of(contents.masks, contents.tensors) if contents.masks else None
+    findings += [finding for check in checks.values() for finding in check.findings]
+    findings += check_expected(expected, checks.values())
     findings += check_ties(contents, chosen, checks)
     findings += check_neighbours(contents.tensors, contents.config)
     findings += check_moments(contents)
-    digest = check_digests(contents)
-    findings = contents.findings + findings
-    allowed = [finding for finding in findings if finding.kind in expected.allow]
-    layers, pattern = _named(checks.values())
-    return Report(
+    findings += check_digests(contents, digest)
+    kinds: dict[str, list[Finding]] = {"allowed": [], "warning": [], "finding": []}
+    for one in findings:
+        is_warning = one.kind in WARNINGS and not strict
+        kinds["allowed" if one.kind in expected.allow else "warning" if is_warning else "finding"].append(one)
+    layers = [check.layer for check in checks.values()]
+    pattern = overall(layer for layer in layers if layer.is_prunable)
+    if pattern == "layer-uniform":  # which shows only beside other layers
+        is_plain = [layer.is_prunable and layer.pattern == "unstructured" for layer in layers]
+        layers = [replace(x, pattern=pattern) if plain else x for x, plain in zip(layers, is_plain, strict=True)]
+    return Diagnosis(
         path=str(contents.path),
         kind=contents.kind,
         pattern=pattern,
         layers=layers,
-        findings=[finding for finding in findings if finding.kind not in expected.allow],
-        notes=contents.notes + [f"allowed: {one.kind}: {one.where}: {one.what}" for one in allowed],
-        asked={name: value for name, value in asdict(expected).items() if value not in (None, ())},
+        findings=kinds["finding"],
+        warnings=kinds["warning"],
+        notes=contents.notes + [f"allowed: {one.kind}: {one.where}: {one.what}" for one in kinds["allowed"]],
+        asked=expected.given,
         digest=digest,
     )
-
-
-def _named(checks: Iterable[TensorCheck]) -> tuple[list[Layer], str]:
-    """The layers, with a pattern that shows only beside the others, and the pattern over all of them."""
-    layers = [one.layer for one in checks]
-    pattern = overall([layer for layer in layers if layer.is_prunable])
-    if pattern == "layer-uniform":
-        plain = [layer.is_prunable and layer.pattern == "unstructured" for layer in layers]
-        layers = [replace(x, pattern=pattern) if is_plain else x for x, is_plain in zip(layers, plain, strict=True)]
-    return layers, pattern
-
-
-def _merged(given: Expected, run: Mapping[str, Any]) -> Expected:
-    """What the caller asks for; where the caller says nothing, what the run was asked for."""
-    said: dict[str, Any] = {name: value for name, value in asdict(given).items() if value not in (None, ())}
-    if "sparsity" in said or "pattern" in said:
-        run = {name: value for name, value in run.items() if name not in ("sparsity", "pattern")}
-    return Expected(**(dict(run) | said))
 
 
 def _read_masks(path: Path) -> dict[str, StoredTensor]:
@@ -120,15 +121,15 @@ def _read_masks(path: Path) -> dict[str, StoredTensor]:
     if not path.is_file():
         raise ValueError(f"there is no file of masks {path}")
     if path.name.endswith(".safetensors"):
-        found = {stored.name: stored for stored in tensors_of(path).values()}
+        found = {stored.name: stored for stored in tensors_of(path)}
     else:
         state, contents = load_mapping(path), Contents(path, "")
         add_state(contents, state, path.name)
-        found = contents.masks or masks_in({"masks": state}, path.name)
+        found = contents.masks or masks_in(state, path.name)
     if not found:
         raise ValueError(f"{path} holds no masks; expected booleans or packed bits by the names of the weights")
     for stored in found.values():
-        if stored.is_float and not ((values := stored.load()).eq(0) | values.eq(1)).all():
+        if stored.is_float and not ((values := widened(stored.load())).eq(0) | values.eq(1)).all():
             raise ValueError(f"{stored.name} in {path} is no mask: expected booleans, packed bits, or zeros and ones")
     return found
 
@@ -141,17 +142,10 @@ def _undo_parametrization(contents: Contents) -> None:
         if mask is None or mask.shape != contents.tensors[name].shape:
             continue
         original, _ = contents.tensors.pop(name), contents.tensors.pop(f"{plain}_mask")
-        contents.tensors[plain] = replace(original, name=plain, load=_product(original, mask))
-        contents.find(
-            "not-removed",
-            plain,
-            "it is stored as weight and mask, which needs more room and is not loaded by other tools",
-            "call torch.nn.utils.prune.remove before saving",
-        )
-
-
-def _product(original: StoredTensor, mask: StoredTensor) -> Callable[[], Tensor]:
-    return lambda: original.load() * mask.load()
+        load = partial(lambda weight, mask: weight.load() * mask.load(), original, mask)
+        contents.tensors[plain] = replace(original, name=plain, load=load)
+        what = "it is stored as weight and mask, which needs more room and is not loaded by other tools"
+        contents.find("not-removed", plain, what, "call torch.nn.utils.prune.remove before saving")
 
 
 def _head_width(config: Mapping[str, Any]) -> int:
@@ -159,7 +153,3 @@ def _head_width(config: Mapping[str, Any]) -> int:
     numbers = [config.get(name) for name in ("head_dim", "hidden_size", "num_attention_heads")]
     own, width, heads = (n if isinstance(n, int) and not isinstance(n, bool) and n > 0 else 0 for n in numbers)
     return own or (width // heads if heads else 0)
-
-
-def _tuple(value: str | Sequence[str]) -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) else tuple(value)

@@ -1,6 +1,7 @@
-"""What the doctor says: layers as they are, findings that need a hand, and notes that do not."""
+"""What a model should be, and what the doctor says of it: its tensors, findings, warnings and notes."""
 
-from collections.abc import Iterable
+import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -8,7 +9,7 @@ from typing import Any
 KINDS = {
     "too-dense": "fewer zeros than asked for",
     "too-sparse": "more zeros than asked for",
-    "rows": "rows whose zeros are not the asked number",
+    "rows": "rows that do not have the number of zeros asked for",
     "groups": "groups of M that hold more than N non-zeros",
     "dead-rows": "outputs whose weights are all zero",
     "dead-columns": "inputs that nothing reads",
@@ -24,6 +25,42 @@ KINDS = {
     "digest": "digests that differ from each other or from the masks",
     "not-removed": "pruning that was left as weight_orig and weight_mask",
 }
+WARNINGS = ("dead-rows", "dead-columns")  # what hard pruning does to healthy models too; findings only if strict
+PATTERNS = ("global", "layer", "row")
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a model should be; None where nothing was said."""
+
+    sparsity: float | None = None
+    pattern: str | None = None  # global, layer, row or N:M
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    allow: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.sparsity is not None and not 0 <= self.sparsity < 1:
+            raise ValueError(f"sparsity must lie in [0, 1), got {self.sparsity}")
+        if self.pattern is not None and self.pattern not in PATTERNS and self.groups is None:
+            raise ValueError(f"pattern must be {', '.join(PATTERNS)} or N:M such as 2:4, got {self.pattern!r}")
+        if self.groups and self.sparsity is not None:
+            n, m = self.groups
+            if abs(1 - n / m - self.sparsity) > 1e-9:
+                raise ValueError(f"{n}:{m} is a sparsity of {1 - n / m:g}, but {self.sparsity:g} was asked for")
+        if unknown := sorted(set(self.allow) - set(KINDS)):
+            raise ValueError(f"allow takes kinds of findings, got {unknown[0]!r}; they are {', '.join(KINDS)}")
+
+    @property
+    def groups(self) -> tuple[int, int] | None:
+        """n and m of an N:M pattern."""
+        match = re.fullmatch(r"(\d{1,4}):(\d{1,4})", self.pattern or "")
+        return (int(match[1]), int(match[2])) if match and 0 < int(match[1]) < int(match[2]) else None
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The fields that say something."""
+        return {name: value for name, value in asdict(self).items() if value not in (None, ())}
 
 
 @dataclass(frozen=True)
@@ -43,7 +80,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Layer:
+class TensorReport:
     """One tensor as it was found; rows are outputs, columns inputs.
 
     ``num_pruned``, ``num_live_zeros`` and ``num_came_back`` are counted where there is a mask.
@@ -79,14 +116,15 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Report:
-    """All that was found in ``path``; it is healthy if ``findings`` is empty."""
+class Diagnosis:
+    """All that was found in ``path``; it is healthy if ``findings`` is empty, whatever the warnings."""
 
     path: str
     kind: str
     pattern: str
-    layers: list[Layer]
+    layers: list[TensorReport]
     findings: list[Finding]
+    warnings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     asked: dict[str, Any] = field(default_factory=dict)
     digest: str | None = None
@@ -112,11 +150,10 @@ class Report:
     @property
     def verdict(self) -> str:
         counted = f"{self.sparsity:.4%} of {self.num_prunable:,} prunable weights are zero ({self.pattern})"
+        found = _counted("finding", self.findings) + _counted("warning", self.warnings)
         if self.is_healthy:
-            return f"healthy: {counted}"
-        kinds = ", ".join(dict.fromkeys(finding.kind for finding in self.findings))
-        number = f"{len(self.findings)} finding{'s' if len(self.findings) > 1 else ''}"
-        return f"not healthy: {number} ({kinds}); {counted}"
+            return f"healthy{' with ' if found else ''}{', '.join(found)}: {counted}"
+        return f"not healthy: {', '.join(found)}; {counted}"
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, all of them finite."""
@@ -126,8 +163,12 @@ class Report:
         return own | counts | asdict(self) | {"layers": layers}
 
 
-def total(layers: Iterable[Layer], what: str) -> int:
-    return sum(getattr(layer, what) or 0 for layer in layers)
+def _counted(noun: str, findings: Sequence[Finding]) -> list[str]:
+    """``2 findings (rows, untied)``, or nothing."""
+    if not findings:
+        return []
+    kinds = ", ".join(dict.fromkeys(finding.kind for finding in findings))
+    return [f"{len(findings)} {noun}{'s' if len(findings) > 1 else ''} ({kinds})"]
 
 
 def percent(part: int, whole: int) -> str:

@@ -1,13 +1,14 @@
 """Hugging Face folders and safetensors files, plain or in the sparse form that ``prunus.export`` writes."""
 
 import re
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from ..eligible import plain_name
 from ..files.json_file import read_json
@@ -25,20 +26,19 @@ def read_folder(path: Path) -> Contents:
     files = sorted(file.name for file in path.glob("*.safetensors"))
     index = sorted(path.glob(f"*{INDEX}"))
     if not files and not index:
-        raise ValueError(f"{path} holds no safetensors file{_others(path)}")
+        others = "; expected a Hugging Face folder, a run folder or a distributed checkpoint"
+        if any(path.glob("*.bin")) or any(path.glob("*.pth")):
+            others = "; pickled weights (.bin, .pth) are not read: save the model with safe_serialization=True"
+        raise ValueError(f"{path} holds no safetensors file{others}")
     contents = Contents(path, "folder", config=_config(path))
-    if _is_sparse_form(path):
-        return _read_sparse_form(path, replace(contents, kind="small folder"))
+    if any(_is_marked(path / file) for file in files):
+        return _read_sparse_form(contents, "small folder")
     if index and "model.safetensors" not in files:
         return _by_index(contents, index[0], files)
     chosen = ["model.safetensors"] if "model.safetensors" in files else files
     if index:
-        contents.find(
-            "duplicate",
-            "model.safetensors",
-            f"it stands beside {index[0].name}, and tools load the one or the other",
-            "delete the one that is out of date",
-        )
+        what = f"it stands beside {index[0].name}, and tools load the one or the other"
+        contents.find("duplicate", "model.safetensors", what, "delete the one that is out of date")
     if ignored := sorted(set(files) - set(chosen)):
         contents.notes.append(f"not read, since there is a model.safetensors: {', '.join(ignored)}")
     return _by_files(contents, chosen)
@@ -46,25 +46,20 @@ def read_folder(path: Path) -> Contents:
 
 def read_file(path: Path) -> Contents:
     """The tensors of one safetensors file, or of the shards that an index names."""
-    if _is_sparse_form(path):
-        return _read_sparse_form(path, Contents(path, "small file", config=_config(path.parent)))
-    if path.name.endswith(INDEX):
+    is_index = path.name.endswith(INDEX)
+    files = sorted(path.parent.glob("*.safetensors")) if is_index else [path]
+    if any(map(_is_marked, files)):
+        return _read_sparse_form(Contents(path, "", config=_config(path.parent)), "small file")
+    if is_index:
         contents = Contents(path, "folder", config=_config(path.parent))
-        return _by_index(contents, path, sorted(file.name for file in path.parent.glob("*.safetensors")))
+        return _by_index(contents, path, [file.name for file in files])
     contents = Contents(path, "file")
     _add(contents, path)
     return contents
 
 
-def _is_sparse_form(path: Path) -> bool:
-    """Whether a file or folder says that it is in the sparse form."""
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    if path.name.endswith(".index.json"):
-        files = sorted(path.parent.glob("*.safetensors"))
-    return any(_is_marked(file) for file in files)
-
-
 def _is_marked(file: Path) -> bool:
+    """Whether a file says that it is in the sparse form."""
     try:
         with safe_open(str(file), framework="pt") as opened:
             return is_marked(opened.metadata() or {})
@@ -72,9 +67,10 @@ def _is_marked(file: Path) -> bool:
         return False
 
 
-def _read_sparse_form(path: Path, contents: Contents) -> Contents:
+def _read_sparse_form(contents: Contents, kind: str) -> Contents:
     """All tensors in the sparse form; what is damaged, missing or doubled in it is a ValueError."""
-    tensors = contents.stack.enter_context(open_tensors(path))
+    contents.kind = kind
+    tensors = contents.stack.enter_context(open_tensors(contents.path))
     for name, record in tensors.records.items():
         file = tensors.homes[name].path.name
         dtype = dtype_name(DTYPES[record.dtype])
@@ -87,44 +83,42 @@ def _read_sparse_form(path: Path, contents: Contents) -> Contents:
     return contents
 
 
-def tensors_of(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file by name, not read yet."""
+def tensors_of(path: Path) -> list[StoredTensor]:
+    """The tensors of a safetensors file, not read yet."""
     try:
         file = safe_open(str(path), framework="pt")
         names = list(file.keys())
-        shapes = {name: file.get_slice(name) for name in names}
+        slices = {name: file.get_slice(name) for name in names}
     except SafetensorError as error:
         raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
-    found = {}
-    for name, piece in shapes.items():
-        dtype = str(piece.get_dtype())
-        found[name] = StoredTensor(
-            plain_name(name),
-            tuple(piece.get_shape()),
-            dtype_name(DTYPES[dtype]) if dtype in DTYPES else dtype,
-            path.name,
-            partial(file.get_tensor, name),
-        )
+
+    def load(name: str) -> Tensor:
+        try:
+            if len(slices[name].get_shape()) > 64:
+                raise RuntimeError("it has more than 64 dimensions")
+            return file.get_tensor(name)
+        except (SafetensorError, RuntimeError, AttributeError) as error:  # a type or shape that torch does not have
+            raise ValueError(f"{path} has {name!r}, which torch cannot read: {error}") from error
+
+    found = []
+    for name, stored in slices.items():
+        dtype = str(stored.get_dtype())
+        dtype = dtype_name(DTYPES[dtype]) if dtype in DTYPES else dtype
+        found.append(StoredTensor(plain_name(name), tuple(stored.get_shape()), dtype, path.name, partial(load, name)))
     return found
 
 
 def _add(contents: Contents, path: Path) -> None:
-    for stored in sorted(tensors_of(path).values(), key=lambda stored: _in_order(stored.name)):
-        other = contents.tensors.get(stored.name)
-        if other:
-            contents.find(
-                "duplicate",
-                stored.name,
-                f"it is stored in {other.file} and in {stored.file}",
-                "delete one: which of them is loaded depends on the tool",
-            )
-        else:
-            contents.tensors[stored.name] = stored
+    for stored in sorted(tensors_of(path), key=lambda stored: _in_order(stored.name)):
+        other = contents.tensors.setdefault(stored.name, stored)
+        if other is not stored:
+            what = f"it is stored in {other.file} and in {stored.file}"
+            contents.find("duplicate", stored.name, what, "delete one: which of them is loaded depends on the tool")
 
 
-def _in_order(name: str) -> list[tuple[bool, int, str]]:
-    """Key that puts layer 2 before layer 10."""
-    return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in name.split(".")]
+def _in_order(name: str) -> list[tuple[int, str]]:
+    """Key that puts layer 2 before layer 10: longer numbers are larger."""
+    return [(len(part) if part.isdecimal() else 0, part) for part in name.split(".")]
 
 
 def _by_files(contents: Contents, files: Sequence[str]) -> Contents:
@@ -143,22 +137,27 @@ def _by_files(contents: Contents, files: Sequence[str]) -> Contents:
 
 
 def _by_index(contents: Contents, index: Path, files: Sequence[str]) -> Contents:
-    listed = _weight_map(index)
-    folder = index.parent
-    for file in sorted(set(listed.values())):
-        if (folder / file).is_file():
-            _add(contents, folder / file)
+    listed = read_json(index).get("weight_map")
+    if not isinstance(listed, dict) or not listed:
+        raise ValueError(f"{index} has no weight_map from names to files")
+    for name, file in listed.items():
+        if not isinstance(file, str) or not file or Path(file).name != file:
+            raise ValueError(f"{index} places {name} in {file!r}, which is no file of its folder")
+    is_there = {}
+    for file, number in sorted(Counter(listed.values()).items()):
+        is_there[file] = (index.parent / file).is_file()
+        if is_there[file]:
+            _add(contents, index.parent / file)
         else:
-            number = sum(shard == file for shard in listed.values())
             contents.find("missing", file, f"the index names it for {number} tensors", "copy the shard again")
+    duplicates = {finding.where for finding in contents.findings if finding.kind == "duplicate"}
     for name, file in listed.items():
         stored = contents.tensors.get(plain_name(name))
-        if stored is None and (folder / file).is_file():
+        if stored is None and is_there[file]:
             contents.find("missing", name, f"the index places it in {file}, which lacks it", "save the model anew")
-        elif stored is not None and stored.file != file and not _is_duplicate(contents, stored.name):
-            contents.find(
-                "missing", name, f"the index places it in {file}, but it is in {stored.file}", "mend the index"
-            )
+        elif stored is not None and stored.file != file and stored.name not in duplicates:
+            what = f"the index places it in {file}, but it is in {stored.file}"
+            contents.find("missing", name, what, "mend the index")
     known = {plain_name(name) for name in listed}
     for name, stored in contents.tensors.items():
         if name not in known:
@@ -166,26 +165,6 @@ def _by_index(contents: Contents, index: Path, files: Sequence[str]) -> Contents
     if ignored := sorted(set(files) - set(listed.values())):
         contents.notes.append(f"not read, since the index does not name them: {', '.join(ignored)}")
     return contents
-
-
-def _is_duplicate(contents: Contents, name: str) -> bool:
-    return any(finding.kind == "duplicate" and finding.where == name for finding in contents.findings)
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    listed = read_json(index).get("weight_map")
-    if not isinstance(listed, dict) or not listed:
-        raise ValueError(f"{index} has no weight_map from names to files")
-    for name, file in listed.items():
-        if not isinstance(file, str) or not file or Path(file).name != file:
-            raise ValueError(f"{index} places {name} in {file!r}, which is no file of its folder")
-    return listed
-
-
-def _others(path: Path) -> str:
-    if any(path.glob("*.bin")) or any(path.glob("*.pth")):
-        return "; pickled weights (.bin, .pth) are not read: save the model with safe_serialization=True"
-    return "; expected a Hugging Face folder, a run folder or a distributed checkpoint"
 
 
 def _config(folder: Path) -> dict[str, Any]:

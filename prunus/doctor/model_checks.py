@@ -1,51 +1,127 @@
-"""Checks over all tensors: ties, missing neighbours, optimizer state."""
+"""Checks over all tensors: the sparsity asked for, ties, missing neighbours, optimizer state, digests."""
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..ops import bits
-from .contents import Contents, digest_of
-from .findings import Finding
-from .roles import Role, token_embeddings
+from .contents import Contents, Role, embeds_tokens, nonzero
+from .findings import Expected, Finding
 from .tensor_checks import TensorCheck
 
-NUMBER = re.compile(r"\.(\d+)\.")
+NUMBER = re.compile(r"\.(\d{1,9})\.")
 LISTS = ("layers", "h", "blocks", "layer", "block", "experts")  # of equal blocks; stages of a network differ
+NAMED = 4  # names or numbers in a message
+LONGEST = 1000  # characters of a name; one that is longer is of no block
+MASKED = "prune it anew with exact counts, or finish its training"
+LIVE = "prune it anew with exact counts; --masks tells pruned weights from live zeros"
 
 
-def check_ties(contents: Contents, chosen: Mapping[str, Role], seen: Mapping[str, TensorCheck]) -> Iterator[Finding]:
+def check_expected(expected: Expected, checks: Iterable[TensorCheck]) -> list[Finding]:
+    """Findings where prunable weights differ from what was expected."""
+    weights = [check for check in checks if check.layer.is_prunable and check.counts is not None]
+    found = _groups(*expected.groups, weights) if expected.groups else []
+    if expected.sparsity is None:
+        return found
+    todo = MASKED if any(check.layer.num_pruned is not None for check in weights) else LIVE
+    if expected.groups:
+        return found + _total(expected.sparsity, weights, todo)
+    ways = {"global": _total, "layer": _layers, "row": _rows}
+    if expected.pattern is not None:
+        return ways[expected.pattern](expected.sparsity, weights, todo)
+    tried = [way(expected.sparsity, weights, todo) for way in ways.values()]
+    return tried[0] if all(tried) else []
+
+
+def _total(sparsity: float, weights: Sequence[TensorCheck], todo: str) -> list[Finding]:
+    """``round(s N)`` of all N."""
+    removed, num = (sum(getattr(check.layer, name) for check in weights) for name in ("num_removed", "num"))
+    if removed < round(sparsity * num) and (dense := _dense(weights)):
+        named = ", ".join(dense[:NAMED]) + (f" and {len(dense) - NAMED} more" if len(dense) > NAMED else "")
+        todo = f"no zero is in {named}: --exclude PATTERN leaves out what was meant to be dense, else {todo}"
+    return _count("all weights", removed, sparsity, num, todo)
+
+
+def _layers(sparsity: float, weights: Sequence[TensorCheck], todo: str) -> list[Finding]:
+    """``round(s n)`` of every weight."""
+    dense, found = set(_dense(weights)), []
+    for layer in (check.layer for check in weights):
+        hint = f"--exclude {layer.name} if it was meant to be dense, else {todo}" if layer.name in dense else todo
+        found += _count(layer.name, layer.num_removed, sparsity, layer.num, hint)
+    return found
+
+
+def _rows(sparsity: float, weights: Sequence[TensorCheck], todo: str) -> list[Finding]:
+    """``round(s n)`` of every row."""
+    found = []
+    for check in weights:
+        assert check.counts is not None
+        width = check.counts.shape[1]
+        due, removed = round(sparsity * width), width - check.counts.rows
+        if wrong := int((removed != due).sum()):
+            what = (
+                f"{wrong:,} of {len(removed):,} rows have not the {due:,} zeros of {width:,} "
+                f"asked for: they have {int(removed.min()):,} to {int(removed.max()):,}"
+            )
+            found.append(Finding("rows", check.layer.name, what, todo))
+    return found
+
+
+def _groups(n: int, m: int, weights: Sequence[TensorCheck]) -> list[Finding]:
+    found = []
+    for check in weights:
+        assert check.counts is not None
+        if check.num_crowded < 0:
+            what = f"its rows of {check.counts.shape[1]:,} cannot be split into groups of {m}"
+            found.append(Finding("groups", check.layer.name, what, "exclude it, or choose another N:M"))
+        elif check.num_crowded:
+            what = f"{check.num_crowded:,} of {check.counts.num // m:,} groups of {m} inputs keep more than {n}"
+            found.append(Finding("groups", check.layer.name, what, f"prune it to {n}:{m}, or exclude it"))
+    return found
+
+
+def _count(where: str, removed: int, sparsity: float, num: int, todo: str) -> list[Finding]:
+    due = round(sparsity * num)
+    if removed == due:
+        return []
+    kind, word = ("too-dense", "fewer") if removed < due else ("too-sparse", "more")
+    difference = f"{abs(removed - due):,} {word} than the {due:,} that {sparsity:g} asks for"
+    return [Finding(kind, where, f"{removed:,} of {num:,} weights are removed, {difference}", todo)]
+
+
+def _dense(weights: Sequence[TensorCheck]) -> list[str]:
+    """Names of weights that nothing was removed from, where something was from others."""
+    names = [check.layer.name for check in weights if not check.layer.num_removed]
+    return names if len(names) < len(weights) else []
+
+
+def check_ties(contents: Contents, chosen: Mapping[str, Role], checks: Mapping[str, TensorCheck]) -> Iterator[Finding]:
     """Heads that should be their embedding and are not."""
-    said = tie_of(contents.config)
+    inner = contents.config.get("text_config")
+    configs = [contents.config, *([inner] if isinstance(inner, dict) else [])]
+    is_tied = next((config["tie_word_embeddings"] for config in configs if "tie_word_embeddings" in config), None)
     if str(contents.run.get("model", "")).startswith("gpt2"):
-        said = True
-    embeddings = token_embeddings(contents.tensors, chosen)
+        is_tied = True
+    embeddings = [name for name, role in chosen.items() if role.kind == "embedding" and embeds_tokens(name)]
     heads = [name for name, role in chosen.items() if role.kind == "head" and name.endswith("weight")]
-    if said is False or not embeddings:
+    if is_tied is False or not embeddings:
         return
-    for name in (*heads, *embeddings[1:]):
-        first = embeddings[0]
-        if name != first and seen[name].layer.shape != seen[first].layer.shape and name not in heads:
+    first, *others = embeddings
+    for name in (*heads, *others):
+        is_head = chosen[name].kind == "head"
+        if not is_head and checks[name].layer.shape != checks[first].layer.shape:
             continue
-        if seen[name].hashed == seen[first].hashed:
+        if checks[name].hashed == checks[first].hashed:
             contents.notes.append(f"{name} and {first} hold the same values")
-        elif said and name in heads:
+        elif is_tied is True and is_head:
             what = f"it differs from {first}, but the configuration ties them"
             yield Finding("untied", name, what, "store one of them, or set tie_word_embeddings to false")
-        elif name in heads:
+        elif is_head:
             contents.notes.append(f"{name} differs from {first}, and nothing says whether they are tied")
-
-
-def tie_of(config: Mapping[str, Any]) -> bool | None:
-    """What config.json says about ties; None where it says nothing."""
-    inner = config.get("text_config")
-    said = config.get("tie_word_embeddings", inner.get("tie_word_embeddings") if isinstance(inner, dict) else None)
-    return said if isinstance(said, bool) else None
 
 
 def check_neighbours(names: Iterable[str], config: Mapping[str, Any]) -> Iterator[Finding]:
@@ -53,13 +129,13 @@ def check_neighbours(names: Iterable[str], config: Mapping[str, Any]) -> Iterato
 
     A block with tensors of its own is of another kind, and is left alone.
     """
-    names = sorted(names)
-    found: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
-    for name in names:
+    lists: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for name in sorted(name for name in names if len(name) <= LONGEST):
         for match in NUMBER.finditer(f".{name}"):
-            found[f".{name}"[1 : match.start()]][int(match[1])].add(f".{name}"[match.end() :])
+            stem = f".{name}"[1 : match.start()]
+            if stem.rpartition(".")[2] in LISTS:
+                lists[stem][int(match[1])].add(f".{name}"[match.end() :])
     missing: dict[str, str] = {}
-    lists = {stem: blocks for stem, blocks in found.items() if stem.rpartition(".")[2] in LISTS}
     for stem, blocks in lists.items():
         if len(blocks) > 2:
             missing |= _lacking(stem, blocks)
@@ -69,41 +145,48 @@ def check_neighbours(names: Iterable[str], config: Mapping[str, Any]) -> Iterato
 
 
 def _lacking(stem: str, blocks: Mapping[int, set[str]]) -> dict[str, str]:
-    held: dict[str, int] = defaultdict(int)
-    for suffixes in blocks.values():
-        for suffix in suffixes:
-            held[suffix] += 1
-    usual = {suffix for suffix, times in held.items() if 2 * times > len(blocks)}
+    num_blocks = Counter(suffix for suffixes in blocks.values() for suffix in suffixes)
+    usual = {suffix for suffix, number in num_blocks.items() if 2 * number > len(blocks)}
     found = {}
     for number, suffixes in sorted(blocks.items()):
-        if suffixes <= usual:
-            for suffix in sorted(usual - suffixes):
-                if "." in suffix:  # blocks, not the layers of a Sequential
-                    found[f"{stem}.{number}.{suffix}"] = f"{held[suffix]} of {len(blocks)} blocks of {stem} have one"
+        for suffix in sorted(usual - suffixes) if suffixes <= usual else ():
+            if "." in suffix:  # blocks, not the layers of a Sequential
+                found[f"{stem}.{number}.{suffix}"] = f"{num_blocks[suffix]} of {len(blocks)} blocks of {stem} have one"
     return found
 
 
 def _gaps(lists: Mapping[str, Mapping[int, set[str]]], config: Mapping[str, Any]) -> Iterator[Finding]:
     """Blocks left out; a Sequential with activations in between leaves out every second number, which is no fault."""
     todo = "copy them from where the model was saved, or save it anew"
-    gaps = {stem: sorted(set(range(min(blocks), max(blocks) + 1)) - set(blocks)) for stem, blocks in lists.items()}
-    for stem, gone in gaps.items():
-        there = sorted(lists[stem])
-        if gone and len({after - before for before, after in pairwise(there)}) > 1:
-            what = f"blocks {gone} of {there[0]} to {there[-1]} are not there"
-            yield Finding("missing", f"{stem}.{gone[0]}", what, todo)
-    said = next((config[key] for key in ("num_hidden_layers", "n_layer") if isinstance(config.get(key), int)), None)
+    for stem, blocks in lists.items():
+        there = sorted(blocks)
+        if len({after - before for before, after in pairwise(there)}) > 1:
+            gone = (number for before, after in pairwise(there) for number in range(before + 1, after))
+            first = list(islice(gone, NAMED))
+            more = _num_gone(blocks) - len(first)
+            shown = f"{first}{f' and {more:,} more' if more else ''}"
+            what = f"blocks {shown} of {there[0]} to {there[-1]} are not there"
+            yield Finding("missing", f"{stem}.{first[0]}", what, todo)
+    given = [config.get(key) for key in ("num_hidden_layers", "n_layer")]
+    num = next((number for number in given if isinstance(number, int) and not isinstance(number, bool)), 0)
     stacks = [stem for stem in lists if not stem.endswith("experts")]
-    if said and stacks:
+    if num and stacks:
         stem = max(stacks, key=lambda stem: len(lists[stem]))
-        if len(lists[stem]) + len(gaps[stem]) < said or (len(lists[stem]) == 2 < said):
-            what = f"config.json says {said} blocks, and {len(lists[stem])} are stored"
-            yield Finding("missing", stem, what, todo)
+        num_there = len(lists[stem])
+        if num_there + _num_gone(lists[stem]) < num or (num_there == 2 < num):
+            yield Finding("missing", stem, f"config.json says {num} blocks, and {num_there} are stored", todo)
+
+
+def _num_gone(blocks: Mapping[int, Any]) -> int:
+    return max(blocks) - min(blocks) + 1 - len(blocks)
 
 
 def check_moments(contents: Contents) -> Iterator[Finding]:
     """Optimizer state that is alive where its mask says pruned, and masks there that are not the pruner's."""
-    own = {bytes(mask.load().flatten().numpy()): name for name, mask in _packed(contents)}
+    packed_masks = {
+        name: mask for name, mask in contents.masks.items() if (mask.dtype, len(mask.shape)) == ("uint8", 1)
+    }
+    own = {bytes(mask.load().numpy()): name for name, mask in packed_masks.items()}
     for number, row in enumerate(contents.moments):
         packed = row["mask"].flatten().to(dtype=torch.uint8)
         name = own.get(bytes(packed.numpy())) if own else None
@@ -112,27 +195,19 @@ def check_moments(contents: Contents) -> Iterator[Finding]:
             what = "its mask is none of the pruner's masks"
             yield Finding("masks-disagree", where, what, "go back to a checkpoint whose masks agree")
         for key, value in row.items():
-            if isinstance(value, Tensor) and value.ndim > 1 and bits.num_bytes(value.numel()) == len(packed):
-                alive = int(((value != 0) & ~bits.unpack(packed, value.shape)).sum())
+            if value.ndim > 1 and bits.num_bytes(value.numel()) == len(packed):
+                alive = int((nonzero(value) & ~bits.unpack(packed, value.shape)).sum())
                 if alive:
                     what = f"{alive:,} values of {key} are not zero where the weight is pruned"
                     yield Finding("moments", where, what, "zero them, or the weights come back with the next step")
 
 
-def _packed(contents: Contents) -> Sequence[tuple[str, Any]]:
-    return [(name, mask) for name, mask in contents.masks.items() if mask.dtype == "uint8" and len(mask.shape) == 1]
-
-
-def check_digests(contents: Contents) -> str | None:
-    """Digest of the model's masks; stored ones that differ from it, or from each other, are findings."""
-    own = digest_of(contents.masks, contents.tensors) if contents.masks else None
-    stored = contents.digests
-    expected = own or next(iter(stored.values()), None)
-    reference = "the masks" if own else next(iter(stored), "")
-    for place, value in stored.items():
+def check_digests(contents: Contents, own: str | None) -> Iterator[Finding]:
+    """Stored digests that differ from the masks' ``own``, or from each other where there are no masks."""
+    first = next(iter(contents.digests), "")
+    expected = own or contents.digests.get(first)
+    for place, value in contents.digests.items():
         if value != expected:
-            given = f"{value[:16]} is stored, but {reference} give {str(expected)[:16]}"
-            what = given if own else f"it differs from {reference}"
+            what = f"{value[:16]} is stored, but the masks give {own[:16]}" if own else f"it differs from {first}"
             todo = "the ranks' masks have parted or the file was changed: go back to a checkpoint before it"
-            contents.find("digest", place, what, todo)
-    return own
+            yield Finding("digest", place, what, todo)

@@ -1,16 +1,17 @@
 """The pattern that zeros form: counts over one tensor seen as (outputs, inputs), and what they tell."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from .findings import Layer
+from .contents import widened
+from .findings import TensorReport
 
 GROUPS = (4, 8, 16, 32)
 TILES = (64, 32, 16, 8, 4)
-PIECE = 1 << 20  # elements worked on at a time
+CHUNK = 1 << 20  # elements worked on at a time
 FEW = 1e-3  # below this share of zeros a weight is dense: training leaves some by itself
 NEARLY = 0.01  # zeros beyond a pattern's own, which a live weight may be by chance
 MIN_GROUPS, MIN_ROWS = 16, 4  # fewer agree by chance
@@ -53,16 +54,16 @@ def count(keep: Tensor) -> Counts:
     columns = torch.zeros(num_columns, dtype=torch.int64)
     most = {m: 0 for m in GROUPS if num_columns and num_columns % m == 0}
     widths = set(most)
-    for start, piece in pieces(keep):
-        columns += _sum_of_rows(piece.view(torch.uint8))
-        groups = piece.view(torch.uint8)
+    for start, chunk in row_chunks(keep):
+        columns += _sum_of_rows(chunk.view(torch.uint8))
+        groups = chunk.view(torch.uint8)
         for m in (2, *most) if most else ():
             groups = groups[:, 0::2] + groups[:, 1::2]
             if m in most:
                 most[m] = max(most[m], int(groups.max()))
             if m in widths and not ((groups == 0) | (groups == m)).all():
                 widths.discard(m)
-        rows[start : start + len(piece)] = groups.sum(1)
+        rows[start : start + len(chunk)] = groups.sum(1)
     return Counts((num_rows, num_columns), rows, columns, most, _tile(keep, widths))
 
 
@@ -79,34 +80,26 @@ def _sum_of_rows(bytes_: Tensor) -> Tensor:
     return bytes_.sum(0)
 
 
-def pieces(matrix: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Runs of rows that hold about a million elements, each with its first row's number."""
-    num_rows, num_columns = matrix.shape
-    step = max(1, PIECE // max(1, num_columns))
-    for start in range(0, num_rows, step):
+def row_chunks(matrix: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Neighbouring rows of about ``CHUNK`` elements, each time with the first one's number."""
+    step = max(1, CHUNK // max(1, matrix.shape[1]))
+    for start in range(0, len(matrix), step):
         yield start, matrix[start : start + step].contiguous()
 
 
 def num_crowded(keep: Tensor, n: int, m: int) -> int:
     """How many groups of ``m`` consecutive elements of a row keep more than ``n``."""
-    return sum(int((piece.unflatten(1, (-1, m)).sum(2) > n).sum()) for _, piece in pieces(keep))
+    return sum(int((chunk.unflatten(1, (-1, m)).sum(2) > n).sum()) for _, chunk in row_chunks(keep))
 
 
 def num_not_finite(tensor: Tensor) -> int:
-    """How many elements are NaN or infinite; float8 is looked at as float32."""
+    """How many elements are NaN or infinite."""
     flat, found = tensor.reshape(-1), 0
-    for start in range(0, len(flat), PIECE):
-        piece = flat[start : start + PIECE]
-        piece = piece.float() if piece.element_size() == 1 else piece
-        if piece.sum(dtype=torch.float64).isfinite():
-            continue  # one value that is not finite would have shown; a sum is cheap
-        found += int((~piece.isfinite()).sum())
+    for start in range(0, len(flat), CHUNK):
+        chunk = widened(flat[start : start + CHUNK])
+        if not chunk.sum(dtype=torch.float64).isfinite():  # a sum is cheap, and shows one value that is not finite
+            found += int((~chunk.isfinite()).sum())
     return found
-
-
-def nonzero(tensor: Tensor) -> Tensor:
-    """Where a tensor is not zero; -0.0 is zero, NaN is not."""
-    return (tensor.float() if tensor.element_size() == 1 and tensor.is_floating_point() else tensor) != 0
 
 
 def _tile(keep: Tensor, widths: set[int]) -> tuple[int, int] | None:
@@ -123,73 +116,47 @@ def _tile(keep: Tensor, widths: set[int]) -> tuple[int, int] | None:
 
 
 def pattern_of(counts: Counts) -> str:
-    """dense, empty, rows, columns, a tile, N:M, row-uniform or unstructured: the most specific that holds."""
-    removed = counts.num - counts.num_kept
+    """dense, all zero, rows, columns, a tile, N:M, row-uniform or unstructured: the most specific that holds."""
+    removed, (num_rows, num_columns) = counts.num - counts.num_kept, counts.shape
+    rows, columns = counts.num_dead_rows, counts.num_dead_columns
     if removed <= FEW * counts.num:
         return "dense"
     if not counts.num_kept:
         return "all zero"
-    if block := _whole_lines(counts):
-        return block
+    if counts.num_kept == (num_rows - rows) * (num_columns - columns):  # all that is removed are whole lines
+        return "rows and columns" if rows and columns else "rows" if rows else "columns"
     if counts.tile and max(counts.tile) > 1:
         return f"{counts.tile[0]}x{counts.tile[1]} blocks"
-    return _groups(counts) or _rows(counts) or "unstructured"
+    for m in GROUPS:  # the smallest, shorter than a row, that all groups obey and nearly all fill
+        n = counts.most.get(m, m)
+        num_groups = counts.num // m if num_columns > m else 0
+        if 0 < n < m and num_groups >= MIN_GROUPS and counts.num_kept >= (1 - NEARLY) * n * num_groups:
+            return f"{n}:{m}"
+    most = int(counts.rows.max())
+    alike, short = int((counts.rows == most).sum()), most * num_rows - counts.num_kept
+    is_uniform = num_rows >= MIN_ROWS and alike >= (1 - 5 * NEARLY) * num_rows and short <= NEARLY * removed
+    return "row-uniform" if most < num_columns and is_uniform else "unstructured"
 
 
-def overall(layers: Iterable[Layer]) -> str:
+def overall(layers: Iterable[TensorReport]) -> str:
     """The pattern over all weights that are not dense: the most specific that all of them obey."""
     sparse = [layer for layer in layers if layer.pattern not in ("dense", "no elements")]
+    names = {layer.pattern for layer in sparse}
     if not sparse:
         return "dense"
-    names = {layer.pattern for layer in sparse}
-    if len(names) == 1 and (name := names.pop()) not in ("unstructured", "row-uniform"):
-        return name
-    if is_uniform(sparse):
-        rows = all(layer.pattern == "row-uniform" for layer in sparse)
-        return "row-uniform" if rows else "layer-uniform"
-    kinds = {"unstructured" if layer.pattern == "row-uniform" else layer.pattern for layer in sparse}
-    return "global" if kinds == {"unstructured"} else "mixed"
-
-
-def is_uniform(layers: Sequence[Layer]) -> bool:
-    """Whether one sparsity gives every layer its count: some s with ``|s n - removed|`` within the rounding."""
-    low, high = 0.0, 1.0
-    for layer in layers:
+    if len(names) == 1 and not names & {"unstructured", "row-uniform"}:
+        return names.pop()
+    low, high = 0.0, 1.0  # sparsities that give every layer its count, within the rounding
+    for layer in sparse:
         slack = max(0.5, FEW * layer.num)
         low = max(low, (layer.num_removed - slack) / layer.num)
         high = min(high, (layer.num_removed + slack) / layer.num)
-    return len(layers) > 1 and low <= high
+    if len(sparse) > 1 and low <= high:
+        return "row-uniform" if names == {"row-uniform"} else "layer-uniform"
+    return "global" if names <= {"unstructured", "row-uniform"} else "mixed"
 
 
-def _whole_lines(counts: Counts) -> str | None:
-    """Whether every removed element stands in a row or column that is removed whole."""
-    rows, columns = counts.num_dead_rows, counts.num_dead_columns
-    if counts.num_kept != (counts.shape[0] - rows) * (counts.shape[1] - columns):
-        return None
-    return "rows and columns" if rows and columns else "rows" if rows else "columns"
-
-
-def _groups(counts: Counts) -> str | None:
-    """N:M of the smallest M, shorter than a row, that all groups obey and nearly all fill."""
-    for m in GROUPS:
-        n = counts.most.get(m, m)
-        num_groups = counts.num // m if counts.shape[1] > m else 0
-        if 0 < n < m and num_groups >= MIN_GROUPS and counts.num_kept >= (1 - NEARLY) * n * num_groups:
-            return f"{n}:{m}"
-    return None
-
-
-def _rows(counts: Counts) -> str | None:
-    """row-uniform if nearly all rows keep the same number, and the others hardly fewer."""
-    most = int(counts.rows.max())
-    alike = int((counts.rows == most).sum())
-    short = most * len(counts.rows) - counts.num_kept
-    if most < counts.shape[1] and len(counts.rows) >= MIN_ROWS and alike >= (1 - 5 * NEARLY) * len(counts.rows):
-        return "row-uniform" if short <= NEARLY * (counts.num - counts.num_kept) else None
-    return None
-
-
-def whole_heads(lines: torch.Tensor, head: int) -> int:
+def num_whole_heads(lines: Tensor, head: int) -> int:
     """How many aligned runs of ``head`` lines are removed whole; ``lines`` counts what stays in each."""
     if head < 2 or len(lines) % head:
         return 0

@@ -1,18 +1,16 @@
 """Checks of one tensor: its counts, its pattern, and what is wrong with it by itself."""
 
 import hashlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from .contents import StoredTensor, mask_of
-from .findings import Finding, Layer, percent
-from .pattern import PIECE, Counts, count, nonzero, num_crowded, num_not_finite, pattern_of, whole_heads
-from .roles import Role, owner_of, rows_of
+from .contents import Role, StoredTensor, nonzero, owner_of, stored_mask
+from .findings import Finding, TensorReport, percent
+from .pattern import CHUNK, Counts, count, num_crowded, num_not_finite, num_whole_heads, pattern_of
 
 ODD = 0.01  # share of zeros from which a matrix that should be dense is odd
 ODD_VECTOR = 0.1  # of a vector, whose zeros are more often meant
@@ -23,8 +21,8 @@ OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj")
 
 
 @dataclass(frozen=True)
-class View:
-    """What a tensor is checked against: its role and mask, the groups asked for, the width of a head."""
+class Context:
+    """What a tensor is checked against: its role and mask, the N:M groups asked for, the width of a head."""
 
     role: Role
     mask: StoredTensor | None = None
@@ -36,101 +34,86 @@ class View:
 class TensorCheck:
     """A layer, the counts of what stays in it, the number of groups that keep too many, and a hash of its bytes."""
 
-    layer: Layer
-    counts: Counts | None
-    findings: list[Finding]
-    num_crowded: int = 0
+    layer: TensorReport
+    counts: Counts | None = None
+    findings: list[Finding] = field(default_factory=list)
+    num_crowded: int = 0  # -1 where its rows cannot be split into the groups
     hashed: str | None = None
 
 
-def check_tensor(stored: StoredTensor, view: View) -> TensorCheck:
+def check_tensor(stored: StoredTensor, context: Context) -> TensorCheck:
     """Everything about one tensor, which is in memory only here."""
-    if not stored.is_float or prod(stored.shape) == 0:
-        return _unread(stored, view)
-    tensor, role = stored.load(), view.role
-    alive = nonzero(tensor)
-    findings = list(_not_finite(stored, num := num_not_finite(tensor)))
-    facts: dict[str, Any] = {"num": tensor.numel(), "num_zeros": tensor.numel() - int(alive.count_nonzero())}
-    facts["num_not_finite"] = num
-    hashed = _hash(tensor) if role.kind in ABSENT_ROWS else None
-    if tensor.ndim < 2:
-        layer = _layer(stored, view, facts | {"pattern": "-"})
-        findings += [_misfit(stored, view.mask)] if view.mask else []
-        return TensorCheck(layer, None, findings + list(_odd(layer, facts["num_zeros"])), hashed=hashed)
+    num, role, findings = prod(stored.shape), context.role.kind, []
+    layer = TensorReport(stored.name, stored.shape, stored.dtype, role, num, 0, "-" if num else "no elements")
+    if context.mask and num and (not stored.is_float or len(stored.shape) < 2):
+        findings.append(_bad_mask(stored, context.mask))
+    if not stored.is_float or num == 0:  # zeros of integers and booleans say nothing
+        return TensorCheck(layer, None, findings)
+    tensor = stored.load()
+    alive, not_finite = nonzero(tensor), num_not_finite(tensor)
+    hashed = _hash(tensor) if role in ABSENT_ROWS else None
     del tensor
-    mask = mask_of(view.mask, stored.shape) if view.mask else None
-    if view.mask and mask is None:
-        findings.append(_misfit(stored, view.mask))
+    layer = replace(layer, num_zeros=num - int(alive.count_nonzero()), num_not_finite=not_finite)
+    if not_finite and "mask" not in stored.name.rpartition(".")[2]:
+        what = f"{not_finite:,} of {num:,} values are NaN or infinite"
+        findings.append(Finding("not-finite", stored.name, what, "go back to a checkpoint before they appeared"))
+    if alive.ndim < 2:
+        return TensorCheck(layer, None, [*findings, *_odd(layer, layer.num_zeros)], hashed=hashed)
+    check = _check_matrix(alive, layer, stored, context)
+    return replace(check, findings=findings + check.findings, hashed=hashed)
+
+
+def _check_matrix(alive: Tensor, layer: TensorReport, stored: StoredTensor, context: Context) -> TensorCheck:
+    """A weight of two or more dimensions against its mask, and the lines, groups and pattern of its zeros."""
+    findings, notes, outputs = [], [], context.role.outputs
+    mask = stored_mask(context.mask, stored.shape) if context.mask else None
     if mask is not None:
-        facts |= _against_mask(alive, mask)
-        findings += _came_back(stored, facts["num_came_back"], facts["num_pruned"])
-    counts = count(rows_of(alive, role.outputs))
-    stays = counts if mask is None else count(rows_of(mask, role.outputs))
-    facts |= _lines(counts, stored.shape, role) | {"pattern": pattern_of(stays)}
-    notes = _notes(facts, counts, owner_of(stored.name), view)
-    layer = _layer(stored, view, facts | {"notes": notes})
-    findings += _dead(layer, counts) if layer.is_prunable else _odd(layer, _odd_zeros(layer, counts))
-    crowded = _crowded(alive if mask is None else mask, view) if layer.is_prunable else 0
-    return TensorCheck(layer, stays, findings, crowded, hashed)
+        kept, both = int(mask.count_nonzero()), int((alive & mask).count_nonzero())
+        pruned, came_back = layer.num - kept, layer.num - layer.num_zeros - both
+        layer = replace(layer, num_pruned=pruned, num_live_zeros=kept - both, num_came_back=came_back)
+        notes += [f"{kept - both:,} live zeros"] if kept > both else []
+        if came_back:
+            what = f"{came_back:,} of {pruned:,} pruned weights are not zero"
+            todo = "apply the masks, and hold them where the weights are trained"
+            findings.append(Finding("came-back", stored.name, what, todo))
+    elif context.mask:
+        findings.append(_bad_mask(stored, context.mask))
+    counts, stays = count(rows_of(alive, outputs)), rows_of(alive if mask is None else mask, outputs)
+    kept_counts = counts if mask is None else count(stays)
+    channels = counts.columns  # an input of a convolution is a channel, not one tap of its kernel
+    if alive.ndim > 2 and outputs == (0,):
+        channels = channels.view(stored.shape[1], -1).sum(1)
+    owner = owner_of(stored.name)
+    lines = counts.rows if owner in QUERIES else counts.columns if owner in OUTPUTS else None
+    if lines is not None and (heads := num_whole_heads(lines, context.head)):
+        notes.append(f"{heads} whole heads")
+    dead_columns, crowded = int((channels == 0).sum()), 0
+    layer = replace(layer, num_dead_rows=counts.num_dead_rows, num_dead_columns=dead_columns)
+    layer = replace(layer, pattern=pattern_of(kept_counts), notes=tuple(notes))
+    if not layer.is_prunable:
+        in_rows = counts.num_dead_rows * counts.shape[1] if layer.role in ABSENT_ROWS else 0  # which have a reason
+        findings += _odd(layer, layer.num_zeros - in_rows)
+    else:
+        findings += _dead(layer, counts)
+        if context.groups:
+            n, m = context.groups
+            crowded = num_crowded(stays, n, m) if stays.shape[1] % m == 0 else -1
+    return TensorCheck(layer, kept_counts, findings, crowded)
 
 
-def _layer(stored: StoredTensor, view: View, facts: Mapping[str, Any]) -> Layer:
-    return Layer(stored.name, stored.shape, stored.dtype, view.role.kind, **facts)
-
-
-def _unread(stored: StoredTensor, view: View) -> TensorCheck:
-    """An empty tensor, or one of integers or booleans, whose zeros say nothing."""
-    num = prod(stored.shape)
-    facts = {"num": num, "num_zeros": 0, "pattern": "-" if num else "no elements"}
-    findings = [_misfit(stored, view.mask)] if view.mask and num else []
-    return TensorCheck(_layer(stored, view, facts), None, findings)
-
-
-def _not_finite(stored: StoredTensor, number: int) -> Iterator[Finding]:
-    if number and "mask" not in stored.name.rpartition(".")[2]:
-        what = f"{number:,} of {prod(stored.shape):,} values are NaN or infinite"
-        yield Finding("not-finite", stored.name, what, "go back to a checkpoint before they appeared")
-
-
-def _misfit(stored: StoredTensor, mask: StoredTensor) -> Finding:
+def _bad_mask(stored: StoredTensor, mask: StoredTensor) -> Finding:
     what = f"its mask in {mask.file} is {mask.dtype} {mask.shape}, which is no mask of {stored.dtype} {stored.shape}"
     return Finding("bad-mask", stored.name, what, "take the masks that were saved with this model")
 
 
-def _against_mask(alive: Tensor, mask: Tensor) -> dict[str, int]:
-    kept, both = int(mask.count_nonzero()), int((alive & mask).count_nonzero())
-    return {
-        "num_pruned": mask.numel() - kept,
-        "num_live_zeros": kept - both,
-        "num_came_back": int(alive.count_nonzero()) - both,
-    }
+def rows_of(tensor: Tensor, outputs: Sequence[int]) -> Tensor:
+    """The tensor as (outputs, inputs)."""
+    inputs = [dim for dim in range(tensor.ndim) if dim not in outputs]
+    num_rows = prod(tensor.shape[dim] for dim in outputs)
+    return tensor.permute(*outputs, *inputs).reshape(num_rows, tensor.numel() // max(1, num_rows))
 
 
-def _came_back(stored: StoredTensor, number: int, pruned: int) -> Iterator[Finding]:
-    if number:
-        what = f"{number:,} of {pruned:,} pruned weights are not zero"
-        yield Finding("came-back", stored.name, what, "apply the masks, and hold them where the weights are trained")
-
-
-def _lines(counts: Counts, shape: tuple[int, ...], role: Role) -> dict[str, int]:
-    """Dead outputs and dead inputs; an input of a convolution is a channel, not one tap of its kernel."""
-    columns = counts.columns
-    if len(shape) > 2 and role.outputs == (0,):
-        columns = columns.view(shape[1], -1).sum(1)
-    return {"num_dead_rows": counts.num_dead_rows, "num_dead_columns": int((columns == 0).sum())}
-
-
-def _notes(facts: Mapping[str, Any], counts: Counts, owner: str, view: View) -> tuple[str, ...]:
-    notes = []
-    if live := facts.get("num_live_zeros"):
-        notes.append(f"{live:,} live zeros")
-    lines = counts.rows if owner in QUERIES else counts.columns if owner in OUTPUTS else None
-    if lines is not None and (heads := whole_heads(lines, view.head)):
-        notes.append(f"{heads} whole heads")
-    return tuple(notes)
-
-
-def _dead(layer: Layer, counts: Counts) -> Iterator[Finding]:
+def _dead(layer: TensorReport, counts: Counts) -> Iterator[Finding]:
     """Lines that died; where all that was removed are whole lines, that is the pattern and no fault."""
     if layer.pattern in LINES:
         return
@@ -146,13 +129,7 @@ def _dead(layer: Layer, counts: Counts) -> Iterator[Finding]:
             yield Finding(kind, layer.name, what, todo)
 
 
-def _odd_zeros(layer: Layer, counts: Counts) -> int:
-    """Zeros that need a reason; whole rows of an embedding have one."""
-    in_rows = counts.num_dead_rows * counts.shape[1] if layer.role in ABSENT_ROWS else 0
-    return layer.num_zeros - in_rows
-
-
-def _odd(layer: Layer, zeros: int) -> Iterator[Finding]:
+def _odd(layer: TensorReport, zeros: int) -> Iterator[Finding]:
     """A tensor that should be dense and is not."""
     if layer.role in ("weight", "other", "buffer"):
         return
@@ -166,18 +143,10 @@ def _odd(layer: Layer, zeros: int) -> Iterator[Finding]:
         yield Finding("excluded", layer.name, what, todo)
 
 
-def _crowded(keep: Tensor, view: View) -> int:
-    if view.groups is None:
-        return 0
-    rows = rows_of(keep, view.role.outputs)
-    n, m = view.groups
-    return num_crowded(rows, n, m) if rows.shape[1] % m == 0 else -1
-
-
 def _hash(tensor: Tensor) -> str:
     """Hash of the values' bits, dtype and shape."""
     made = hashlib.blake2b(f"{tensor.dtype}{tuple(tensor.shape)}".encode(), digest_size=16)
     flat = tensor.reshape(-1)
-    for start in range(0, len(flat), PIECE):
-        made.update(flat[start : start + PIECE].contiguous().view(torch.uint8).numpy().data)
+    for start in range(0, len(flat), CHUNK):
+        made.update(flat[start : start + CHUNK].contiguous().view(torch.uint8).numpy().data)
     return made.hexdigest()

@@ -12,14 +12,14 @@ from ..files.atomic import new_folder
 from ..files.json_file import read_json
 from ..files.reader import PLAIN, SMALL, open_tensors
 from ..files.sparse_file import from_files
-from ..files.writer import MAX_SHARD_BYTES, Plan, Saved, TensorSource, write
+from ..files.writer import MAX_SHARD_BYTES, Saved, TensorSource, WritePlan, write
 from ..ops.bits import words_of
 
 BESIDE = {".json", ".txt", ".model", ".jinja", ".md", ".vocab"}  # configuration, tokenizer, licence
 
 
 @dataclass(frozen=True)
-class Job:
+class ExportJob:
     """What to write: ``out`` is a new folder, or a file that ends in .safetensors."""
 
     out: Path
@@ -29,7 +29,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Done:
+class Exported:
     """What was written, how many bytes the source's tensors or files and the new files have, and how long it took."""
 
     saved: Saved
@@ -39,25 +39,21 @@ class Done:
     check_seconds: float | None
 
 
-def convert(path: Path, job: Job) -> Done:
+def convert(path: Path, job: ExportJob) -> Exported:
     """Write the tensors of a file or folder, small or plain, as ``job`` says."""
     with open_tensors(path) as tensors:
         before = sum(file.path.stat().st_size for file in tensors.files)
         source = from_files(tensors)
         if job.out.suffix == ".safetensors":
-            return to_file(source, job, before)
+            return _written(source, job, before, job.out)
         folder = path if path.is_dir() else None
-        if folder and not job.small and _ties_words(folder):
+        config = read_json(folder / "config.json") if folder and (folder / "config.json").is_file() else {}
+        if not job.small and config.get("tie_word_embeddings"):  # the head is the embedding, and need not be stored
             source = replace(source, aliases={}, order=[name for name in source.order if name in source.specs])
         return to_folder(source, job, before, lambda part: copy_beside(folder, part) if folder else None)
 
 
-def to_file(source: TensorSource, job: Job, before: int) -> Done:
-    """One file, or several beside each other if it would be too large."""
-    return _written(source, job, before, job.out)
-
-
-def to_folder(source: TensorSource, job: Job, before: int, beside: Callable[[Path], None]) -> Done:
+def to_folder(source: TensorSource, job: ExportJob, before: int, beside: Callable[[Path], None]) -> Exported:
     """A new folder with the tensors and what ``beside`` puts there; it appears when it is whole and checked."""
     with new_folder(job.out) as part:
         beside(part)
@@ -79,17 +75,17 @@ def check_same(source: TensorSource, path: Path) -> None:
                 raise ValueError(f"{path} differs from its source in {name!r}; the disk or memory may be damaged")
 
 
-def _written(source: TensorSource, job: Job, before: int, path: Path) -> Done:
+def _written(source: TensorSource, job: ExportJob, before: int, path: Path) -> Exported:
     if not job.small:
         source = replace(source, metadata={"format": "pt"} | source.metadata)
     started = time.perf_counter()
-    saved = write(source, Plan(path, job.small, job.max_shard_bytes))
+    saved = write(source, WritePlan(path, job.small, job.max_shard_bytes))
     written = time.perf_counter()
     after = sum(file.stat().st_size for file in saved.files)
     if job.check:
         check_same(source, path if len(saved.files) == 1 else path.with_name(path.name + ".index.json"))
     checked = time.perf_counter() - written if job.check else None
-    return Done(saved, before, after, written - started, checked)
+    return Exported(saved, before, after, written - started, checked)
 
 
 def copy_beside(source: Path, target: Path) -> None:
@@ -98,9 +94,3 @@ def copy_beside(source: Path, target: Path) -> None:
         wanted = path.suffix in BESIDE or path.name.upper().startswith("LICENSE")
         if wanted and path.is_file() and not path.name.endswith(".index.json") and not (target / path.name).exists():
             shutil.copyfile(path, target / path.name)
-
-
-def _ties_words(folder: Path) -> bool:
-    """Whether the model's configuration ties its head to its embedding, so that one of them need not be stored."""
-    path = folder / "config.json"
-    return path.is_file() and bool(read_json(path).get("tie_word_embeddings"))

@@ -12,14 +12,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..ops.threads import in_threads
+from ..ops.machine import in_threads
 
 PIECE = 1 << 20  # bytes; pieces are summed by several threads
 
 
-def checksum(parts: Sequence[Tensor]) -> str:
-    """CRC-32 of the CRC-32s, four bytes each, of the parts' pieces, as eight hexadecimal digits."""
-    views = [part.numpy().data for part in parts if len(part)]
+def checksum(*buffers: memoryview | bytes) -> str:
+    """CRC-32 of the CRC-32s, four bytes each, of the buffers' pieces, as eight hexadecimal digits."""
+    views = [memoryview(buffer) for buffer in buffers if len(buffer)]
     pieces = [view[start : start + PIECE] for view in views for start in range(0, len(view), PIECE)]
     return combined(in_threads(zlib.crc32, pieces))
 
@@ -34,9 +34,16 @@ def hexadecimal(data: bytes) -> str:
     return f"{zlib.crc32(data):08x}"
 
 
-def read_bytes(fd: int, begin: int, size: int, passing: bool) -> tuple[Tensor, list[int]]:
-    """Bytes of a file, ``passing`` if they are not needed for long, and the CRC-32s of their pieces."""
-    data = _passing(size) if passing and size > PIECE else torch.empty(size, dtype=torch.uint8)
+def read_bytes(fd: int, begin: int, size: int, is_temporary: bool) -> tuple[Tensor, list[int]]:
+    """Bytes of a file, and the CRC-32s of their pieces.
+
+    Large temporary ones go back to the system when they are freed, where the heap would keep a hole between tensors.
+    """
+    if is_temporary and size > PIECE:
+        memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        data = torch.frombuffer(memory, dtype=torch.uint8)
+    else:
+        data = torch.empty(size, dtype=torch.uint8)
     view = data.numpy().data
 
     def work(start: int) -> int:
@@ -50,8 +57,3 @@ def read_bytes(fd: int, begin: int, size: int, passing: bool) -> tuple[Tensor, l
         return zlib.crc32(piece)
 
     return data, in_threads(work, range(0, len(data), PIECE))
-
-
-def _passing(size: int) -> Tensor:
-    """Bytes that go back to the system when they are done with, where the heap would keep a hole between tensors."""
-    return torch.frombuffer(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)

@@ -72,7 +72,8 @@ def encode(tensor: Tensor, packs: bool = True) -> Encoded:
     if encoding == DENSE:
         return Encoded(DENSE, {"": tensor.contiguous().cpu()}, num_nonzero)
     if encoding == BITMASK:
-        entries = {".bits": _words(host), ".values": compact(tensor, mask).cpu()}
+        words = torch.nn.functional.pad(host, (0, -len(host) % 8))  # of 64 bits, so that what follows stays aligned
+        entries = {".bits": words, ".values": compact(tensor, mask).cpu()}
     else:
         full = padded(mask, NOFM[encoding])
         entries = {".indices": indices_of(full.cpu(), NOFM[encoding]), ".values": compact(tensor, full).cpu()}
@@ -103,11 +104,6 @@ def decode(layout: Layout, entries: dict[str, Tensor], device: torch.device) -> 
     else:
         mask = mask_of(entries[".indices"], NOFM[layout.encoding], numel)
     return expand(values.to(device), mask.to(device), layout.shape)
-
-
-def _words(mask: Tensor) -> Tensor:
-    """The mask filled up to whole words of 64 bits, so that what follows stays aligned."""
-    return torch.nn.functional.pad(mask, (0, -len(mask) % 8))
 
 
 def _checked(words: Tensor, numel: int) -> Tensor:

@@ -14,7 +14,10 @@ def write_json(path: Path, value: Any) -> None:
 
 def to_json(value: Any, indent: int | None = None) -> str:
     """The value as text; a number that is not finite, which JSON does not have, is null."""
-    return json.dumps(_finite(value), indent=indent, allow_nan=False)
+    try:
+        return json.dumps(_finite(value), indent=indent, allow_nan=False)
+    except RecursionError:
+        raise ValueError("JSON that is nested too deep, as from a damaged file, is not written") from None
 
 
 def _finite(value: Any) -> Any:
@@ -38,29 +41,38 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} cannot be read, it is not JSON: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} should hold a JSON object, but holds a {type(values).__name__}")
+    if is_deep(values):
+        raise ValueError(f"{path} cannot be read: its JSON is nested too deep")
     return values
+
+
+def is_deep(value: Any) -> bool:
+    """Whether JSON is nested deeper than anything that is meant: what walks over it would end in a RecursionError."""
+    level = [value]
+    for _ in range(50):
+        inner = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        level = [one for values in inner for one in values]
+    return bool(level)
 
 
 def strict_json(data: bytes | str) -> Any:
     """JSON without repeated keys, NaN and what UTF-8 cannot hold; any mistake is a ValueError."""
+
+    def refuse_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            raise ValueError("a name occurs twice")
+        "".join(found).encode()
+        return found
+
+    def refuse_constant(name: str) -> Any:
+        raise ValueError(f"JSON has no number {name}")
+
     try:
         text = data if isinstance(data, str) else data.decode()
         text.encode()
-        return json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
+        return json.loads(text, object_pairs_hook=refuse_twice, parse_constant=refuse_constant)
     except RecursionError:
         raise ValueError("its JSON is nested too deep") from None
     except ValueError as error:
         raise ValueError(f"its JSON is damaged: {error}") from None
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name occurs twice")
-    for name in found:
-        name.encode()
-    return found
-
-
-def _constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number of JSON")

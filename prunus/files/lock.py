@@ -1,4 +1,4 @@
-"""Locks on run folders: one process trains in a folder at a time. The system frees a lock when its process ends."""
+"""Locks on files and folders, which the system frees when their process ends."""
 
 import os
 import time
@@ -13,7 +13,7 @@ TRIES = 4  # ``is_free`` locks a folder for an instant
 def lock_folder(folder: Path) -> Iterator[None]:
     """Keep other trainings out of a folder, which is made if it is not there."""
     folder.mkdir(parents=True, exist_ok=True)
-    with _try_lock(folder, TRIES) as is_locked:
+    with try_lock(folder, TRIES) as is_locked:
         if is_locked is False:
             raise ValueError(f"another process trains in {folder}; wait for its end, or choose another --out")
         yield
@@ -21,16 +21,16 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 def is_free(folder: Path) -> bool:
     """Whether it is certain that nobody trains in a folder, as far as this machine's locks reach."""
-    with _try_lock(folder, 1) as is_locked:
+    with try_lock(folder) as is_locked:
         return is_locked is True
 
 
 @contextmanager
-def _try_lock(folder: Path, tries: int) -> Iterator[bool | None]:
-    """Whether this process has locked the folder; None where folders cannot be locked."""
+def try_lock(path: Path, tries: int = 1) -> Iterator[bool | None]:
+    """Whether this process has locked a file or folder; None where the system or the file system has no locks."""
     try:
         import fcntl
-    except ImportError:  # Windows locks no folders
+    except ImportError:  # Windows
         yield None
         return
 
@@ -39,11 +39,11 @@ def _try_lock(folder: Path, tries: int) -> Iterator[bool | None]:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
-        except OSError:  # some network file systems lock no folders
+        except OSError:  # some network file systems
             return None
         return True
 
-    fd = os.open(folder, os.O_RDONLY)
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         is_locked = locked()
         while is_locked is False and (tries := tries - 1):

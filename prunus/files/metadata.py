@@ -16,7 +16,7 @@ from .checksum import hexadecimal
 from .encode import BITMASK, DENSE, SAME, Layout
 from .json_file import strict_json
 from .nofm import NOFM
-from .safetensors_header import DTYPES, LARGEST, Entry, Header, file_error, shape_of
+from .safetensors_header import DTYPES, LARGEST, Header, StoredArray, file_error, shape_of
 
 VERSION = 1
 ENCODINGS = (DENSE, BITMASK, *NOFM)
@@ -24,7 +24,7 @@ FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
 
 
 @dataclass(frozen=True)
-class Record:
+class TensorRecord:
     """One tensor: its type, its layout, the checksum of its bytes, and of which tensor it is another name."""
 
     dtype: str
@@ -36,17 +36,23 @@ class Record:
     def dense_bytes(self) -> int:
         return 0 if self.same_as else self.layout.numel * DTYPES[self.dtype].itemsize
 
+    def to_json(self) -> dict[str, Any]:
+        if self.same_as is not None:
+            return {"encoding": SAME, "as": self.same_as}
+        shape, encoding = list(self.layout.shape), self.layout.encoding
+        return {"dtype": self.dtype, "shape": shape, "encoding": encoding, "crc32": self.crc32}
+
 
 @dataclass(frozen=True)
 class Description:
-    records: dict[str, Record]
+    records: dict[str, TensorRecord]
     metadata: dict[str, str]  # what the user gave
     shard: tuple[int, int] = (1, 1)  # this file's number among how many
     crc32: str | None = None
 
     def to_metadata(self) -> dict[str, str]:
         """The metadata of the file."""
-        tensors = {name: _to_json(record) for name, record in self.records.items()}
+        tensors = {name: record.to_json() for name, record in self.records.items()}
         value = {"version": VERSION, "shard": list(self.shard), "metadata": self.metadata, "tensors": tensors}
         text = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
         return {"format": "prunus", "prunus": text, "prunus_crc32": hexadecimal(text.encode())}
@@ -60,7 +66,7 @@ def is_marked(metadata: Mapping[str, str]) -> bool:
 def description_of(header: Header) -> Description:
     """What the file says of itself, checked against its entries; of a plain file, that all is dense."""
     if not is_marked(header.metadata):
-        records = {name: Record(e.dtype, Layout(DENSE, e.shape)) for name, e in header.entries.items()}
+        records = {name: TensorRecord(e.dtype, Layout(DENSE, e.shape)) for name, e in header.entries.items()}
         return Description(records, header.metadata)
     text, crc32 = header.metadata.get("prunus", ""), header.metadata.get("prunus_crc32", "")
     if header.metadata.get("format") != "prunus" or hexadecimal(text.encode()) != crc32:
@@ -74,18 +80,18 @@ def description_of(header: Header) -> Description:
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
         raise ValueError("the description's metadata is no mapping of strings")
     if not isinstance(shard, list) or [type(n) for n in shard] != [int, int] or not 1 <= shard[0] <= shard[1]:
-        raise ValueError("the description has no number of this file among how many")
+        raise ValueError("the description does not say which of how many files this is")
     records = _records(value["tensors"])
     check_entries(header.entries, records)
     return Description(records, metadata, (shard[0], shard[1]), crc32)
 
 
-def entry_names(name: str, record: Record) -> list[str]:
+def entry_names(name: str, record: TensorRecord) -> list[str]:
     """Names of a tensor's entries, in the order of their bytes in the checksum."""
     return [name + suffix for suffix in record.layout.entries(0)]
 
 
-def check_entries(entries: Mapping[str, Entry], records: Mapping[str, Record]) -> None:
+def check_entries(entries: Mapping[str, StoredArray], records: Mapping[str, TensorRecord]) -> None:
     """Every tensor must have just the entries that its encoding asks for, and none may be left over."""
     used: set[str] = set()
     for name, record in records.items():
@@ -101,7 +107,7 @@ def check_entries(entries: Mapping[str, Entry], records: Mapping[str, Record]) -
         raise ValueError(f"the entry {min(left)!r} belongs to no tensor")
 
 
-def _records(tensors: Mapping[str, Any]) -> dict[str, Record]:
+def _records(tensors: Mapping[str, Any]) -> dict[str, TensorRecord]:
     """Records by name; another name of a tensor has that tensor's type and shape."""
     found = {name: _record(name, value) for name, value in tensors.items() if not _is_alias(value)}
     for name, value in tensors.items():
@@ -109,7 +115,7 @@ def _records(tensors: Mapping[str, Any]) -> dict[str, Record]:
             if value["as"] not in found or _is_alias(tensors[value["as"]]):
                 raise ValueError(f"{name!r} is another name of a tensor that is not there")
             other = found[value["as"]]
-            found[name] = Record(other.dtype, Layout(SAME, other.layout.shape), None, value["as"])
+            found[name] = TensorRecord(other.dtype, Layout(SAME, other.layout.shape), None, value["as"])
     return {name: found[name] for name in tensors}
 
 
@@ -117,7 +123,7 @@ def _is_alias(value: Any) -> bool:
     return isinstance(value, dict) and value.get("encoding") == SAME and isinstance(value.get("as"), str)
 
 
-def _record(name: str, value: Any) -> Record:
+def _record(name: str, value: Any) -> TensorRecord:
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "encoding", "crc32"}:
         raise ValueError(f"the record of {name!r} must have dtype, shape, encoding and crc32")
     named = all(isinstance(value[key], str) for key in ("dtype", "encoding", "crc32"))
@@ -126,23 +132,12 @@ def _record(name: str, value: Any) -> Record:
     shape = shape_of(value["shape"])
     if value["encoding"] in NOFM and not NOFM[value["encoding"]].fits(shape):
         raise ValueError(f"{name!r} of shape {list(shape)} cannot be {value['encoding']}")
-    return Record(value["dtype"], Layout(value["encoding"], shape), value["crc32"])
-
-
-def _to_json(record: Record) -> dict[str, Any]:
-    if record.same_as is not None:
-        return {"encoding": SAME, "as": record.same_as}
-    return {
-        "dtype": record.dtype,
-        "shape": list(record.layout.shape),
-        "encoding": record.layout.encoding,
-        "crc32": record.crc32,
-    }
+    return TensorRecord(value["dtype"], Layout(value["encoding"], shape), value["crc32"])
 
 
 @dataclass(frozen=True)
 class Index:
-    """Entry to file; of small files also each file's checksum of what it says of its tensors."""
+    """StoredArray to file; of small files also each file's checksum of what it says of its tensors."""
 
     weight_map: dict[str, str]
     checksums: dict[str, str]
@@ -174,12 +169,12 @@ def read_index(path: Path) -> Index:
         weight_map = _strings(value.get("weight_map") if isinstance(value, dict) else None)
         metadata = value.get("metadata", {})
         marked = metadata.get("prunus") if isinstance(metadata, dict) else None
-        if marked is None:
-            return _checked(Index(weight_map, {}))
-        if not isinstance(marked, dict) or marked.get("version") != 1:
+        if marked is not None and (not isinstance(marked, dict) or marked.get("version") != 1):
             raise ValueError("it is not of version 1 of the format; a newer prunus may read it")
-        index = _checked(Index(weight_map, _strings(marked.get("files"))))
-        if marked.get("crc32") != index.crc32:
+        index = Index(weight_map, {} if marked is None else _strings(marked.get("files")))
+        if wrong := [name for name in index.files if not FILE_NAME.fullmatch(name)]:
+            raise ValueError(f"it names the file {wrong[0]!r}; files lie beside it and end in .safetensors")
+        if marked is not None and marked.get("crc32") != index.crc32:
             raise ValueError("its list of tensors does not match its checksum")
         return index
     except ValueError as error:
@@ -190,10 +185,3 @@ def _strings(value: Any) -> dict[str, str]:
     if not isinstance(value, dict) or not all(isinstance(item, str) for item in value.values()):
         raise ValueError("its weight_map and files must be mappings of strings")
     return value
-
-
-def _checked(index: Index) -> Index:
-    for name in index.files:
-        if not FILE_NAME.fullmatch(name):
-            raise ValueError(f"it names the file {name!r}; files lie beside it and end in .safetensors")
-    return index

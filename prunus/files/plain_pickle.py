@@ -12,6 +12,7 @@ from typing import Any, Literal
 MARK = object()
 CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 LIMIT = 50_000_000  # opcodes: metadata have fewer
+LONGEST_NAME = 400
 GETATTR = "builtins.getattr"
 ENUMS = {
     "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING": {
@@ -22,7 +23,7 @@ ENUMS = {
 }
 
 
-@dataclass
+@dataclass(repr=False)
 class PlainObject:
     """What a pickle says of an object, which is not made: the class's name, the arguments, the state."""
 
@@ -30,6 +31,9 @@ class PlainObject:
     args: tuple[Any, ...] = ()
     state: dict[str, Any] = field(default_factory=dict)
     role: Literal["name", "object", "member"] = "name"  # a member of an enum is neither called nor changed
+
+    def __repr__(self) -> str:
+        return f"<{self.name[:80]}>"  # what is inside may be shared many times over, and would never end
 
 
 def read_pickle(data: bytes) -> Any:
@@ -43,8 +47,8 @@ def read_pickle(data: bytes) -> Any:
             if number > LIMIT:
                 raise ValueError("it is too long")
             _apply(opcode.name, argument, stack, memo)
-    except (IndexError, TypeError, AttributeError) as error:
-        raise ValueError(f"it is not a whole pickle: {error}") from error
+    except (IndexError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        raise ValueError(f"it is not a whole pickle: {str(error)[:80]}") from error
     raise ValueError("it does not end")
 
 
@@ -76,6 +80,8 @@ def _apply(name: str, argument: Any, stack: list[Any], memo: list[Any]) -> None:
         stack[-1].update({_key(key): value for key, value in zip(items[::2], items[1::2], strict=True)})
     elif name == "STACK_GLOBAL":
         module, kind = _last(stack, 2)
+        if not isinstance(module, str) or not isinstance(kind, str) or len(module) + len(kind) > LONGEST_NAME:
+            raise ValueError("it names something that is no class")
         stack.append(PlainObject(f"{module}.{kind}"))
     elif name == "REDUCE":
         (args,) = _last(stack, 1)
@@ -92,7 +98,9 @@ def _apply(name: str, argument: Any, stack: list[Any], memo: list[Any]) -> None:
 def _made(value: PlainObject, args: Any) -> PlainObject:
     if value.role != "name":
         raise _refusal(f"calls an object of {value.name}")
-    return PlainObject(value.name, tuple(args), role="member" if value.name in ENUMS else "object")
+    if not isinstance(args, tuple):
+        raise TypeError("arguments are no tuple")
+    return PlainObject(value.name, args, role="member" if value.name in ENUMS else "object")
 
 
 def _member(args: Any) -> PlainObject:
@@ -132,14 +140,16 @@ def _marked(stack: list[Any]) -> list[Any]:
 
 
 def _without_getattr(taken: list[Any]) -> list[Any]:
-    """``taken``, unless ``getattr`` is among it: that is only called, and no value."""
+    """``taken``; ``getattr`` among it is refused, since REDUCE alone may take it, to name an enum's member."""
     if any(isinstance(value, PlainObject) and value.name == GETATTR for value in taken):
         raise _refusal(f"names {GETATTR}")
     return taken
 
 
 def _key(key: Any) -> Any:
-    """PlainObjects cannot be keys of a dict by value; their identity serves."""
+    """PlainObjects cannot be keys of a dict by value; their identity serves. Nested keys would take forever to hash."""
+    if not isinstance(key, PlainObject | str | int | None):
+        raise _refusal(f"has a {type(key).__name__} as a key")
     return _Key(key) if isinstance(key, PlainObject) else key
 
 

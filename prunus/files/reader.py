@@ -13,12 +13,13 @@ from torch import Tensor
 
 from .checksum import combined, read_bytes
 from .encode import decode
-from .metadata import Description, Index, Record, description_of, entry_names, is_marked, read_index
+from .metadata import Description, Index, TensorRecord, description_of, entry_names, is_marked, read_index
 from .safetensors_header import DTYPES, Header, file_error, read_header
 
 # A small model has a name of its own: a tool that knows only model.safetensors then says that there is none,
 # where it would otherwise warn of unknown names and go on with random weights.
 SMALL, PLAIN = "sparse.safetensors", "model.safetensors"
+SWAPS = 100  # of a folder by other writers while its files are opened
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class TensorFile:
             entries, sums = {}, []
             for suffix, full in zip(record.layout.entries(0), entry_names(name, record), strict=True):
                 entry = self.header.entries[full]
-                data, crcs = read_bytes(self.fd, entry.begin, entry.end - entry.begin, passing=bool(suffix))
+                data, crcs = read_bytes(self.fd, entry.begin, entry.end - entry.begin, is_temporary=bool(suffix))
                 entries[suffix] = data.view(DTYPES[entry.dtype]).view(entry.shape)
                 sums += crcs
             if record.crc32 not in (None, combined(sums)):
@@ -64,7 +65,7 @@ class Tensors:
         return any(file.is_small for file in self.files)
 
     @property
-    def records(self) -> dict[str, Record]:
+    def records(self) -> dict[str, TensorRecord]:
         return {name: file.description.records[name] for name, file in self.homes.items()}
 
     @property
@@ -85,19 +86,40 @@ class Tensors:
 @contextmanager
 def open_tensors(path: Path) -> Iterator[Tensors]:
     """The tensors of a file, of an index, or of a folder with either; ValueError if they are not whole."""
-    path = located(path)
     with ExitStack() as stack:
-        if path.name.endswith(".index.json"):
-            index = read_index(path)
-            files = [stack.enter_context(_open(path.with_name(name))) for name in index.files]
-            _check_set(path, index, files)
+        for _ in range(SWAPS):
+            before = _folder_number(path)
+            try:
+                tensors = _open_all(located(path), stack)
+                break
+            except (ValueError, OSError):
+                stack.close()
+                if _folder_number(path) == before:
+                    raise
         else:
-            files = [stack.enter_context(_open(path))]
-            if files[0].description.shard[1] > 1:
-                number, total = files[0].description.shard
-                raise ValueError(f"{path} is file {number} of {total}; give the folder or the index instead")
-        homes = {name: file for file in files for name in file.description.records}
-        yield Tensors(path, files, homes)
+            raise ValueError(f"{path} is replaced again and again while it is read")
+        yield tensors
+
+
+def _folder_number(path: Path) -> int | None:
+    """What changes when another writer swaps a whole folder."""
+    try:
+        return (path if path.is_dir() else path.parent).stat().st_ino
+    except OSError:
+        return None
+
+
+def _open_all(path: Path, stack: ExitStack) -> Tensors:
+    if path.name.endswith(".index.json"):
+        index = read_index(path)
+        files = [stack.enter_context(_open(path.with_name(name))) for name in index.files]
+        _check_set(path, index, files)
+    else:
+        files = [stack.enter_context(_open(path))]
+        if files[0].description.shard[1] > 1:
+            number, total = files[0].description.shard
+            raise ValueError(f"{path} is file {number} of {total}; give the folder or the index instead")
+    return Tensors(path, files, {name: file for file in files for name in file.description.records})
 
 
 def located(path: Path) -> Path:

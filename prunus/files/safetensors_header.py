@@ -42,7 +42,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
-class Entry:
+class StoredArray:
     """An array of the file: its type and shape, and where its bytes begin and end in the file."""
 
     dtype: str
@@ -53,7 +53,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Header:
-    entries: dict[str, Entry]
+    entries: dict[str, StoredArray]
     metadata: dict[str, str]
 
 
@@ -116,7 +116,7 @@ def file_error(path: Path, error: Exception) -> ValueError:
     return ValueError(f"{path} cannot be read: {error}")
 
 
-def _entry(name: str, value: Any, data: int) -> Entry:
+def _entry(name: str, value: Any, data: int) -> StoredArray:
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"the entry {name!r} must have dtype, shape and data_offsets")
     dtype, places = value["dtype"], value["data_offsets"]
@@ -127,10 +127,10 @@ def _entry(name: str, value: Any, data: int) -> Entry:
     shape, (begin, end) = shape_of(value["shape"]), places
     if end - begin != math.prod(shape) * DTYPES[dtype].itemsize:
         raise ValueError(f"the entry {name!r} of type {dtype} and shape {list(shape)} does not fit its place")
-    return Entry(dtype, shape, data + begin, data + end)
+    return StoredArray(dtype, shape, data + begin, data + end)
 
 
-def _check_places(entries: Mapping[str, Entry], begin: int, size: int) -> None:
+def _check_places(entries: Mapping[str, StoredArray], begin: int, size: int) -> None:
     """The entries must fill the file, one behind the other."""
     for entry in sorted(entries.values(), key=lambda entry: (entry.begin, entry.end)):
         if entry.begin != begin:

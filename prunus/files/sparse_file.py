@@ -12,7 +12,7 @@ from ..ops import bits
 from ..ops.machine import device_of
 from .reader import Tensors, open_tensors
 from .safetensors_header import check_names, dtype_name
-from .writer import MAX_SHARD_BYTES, Plan, Saved, TensorSource, TensorSpec, write
+from .writer import MAX_SHARD_BYTES, Saved, TensorSource, TensorSpec, WritePlan, write
 
 AnyPath = str | os.PathLike[str]
 
@@ -32,7 +32,7 @@ def save_sparse(
     """
     if masks is not None:
         check_masks(tensors, masks)
-    return write(in_memory(tensors, metadata), Plan(Path(path), max_shard_bytes=max_shard_bytes))
+    return write(in_memory(tensors, metadata), WritePlan(Path(path), max_shard_bytes=max_shard_bytes))
 
 
 def load_sparse(path: AnyPath, device: torch.device | str = "cpu") -> dict[str, Tensor]:

@@ -7,17 +7,18 @@ is written last. All files have other names until everything is on the disk; an 
 import json
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
 
 from torch import Tensor
 
-from .atomic import flushed, part_of, write_atomically
+from .atomic import part_file, publish, sync, write_atomically
 from .checksum import checksum
 from .encode import SAME, Encoded, Layout, encode
-from .metadata import Description, Index, Record
-from .safetensors_header import ALIGN, DTYPES, LARGEST, NAMES, Entry, Header, header_text
+from .metadata import Description, Index, TensorRecord
+from .safetensors_header import ALIGN, DTYPES, LARGEST, NAMES, Header, StoredArray, header_text
 
 SUFFIXES = (".bits", ".indices", ".values")
 MAX_SHARD_BYTES = 5_000_000_000
@@ -71,7 +72,7 @@ class Saved:
 
 
 @dataclass(frozen=True)
-class Plan:
+class WritePlan:
     """Where to write, and how: ``small`` writes the packed form, otherwise plain safetensors are written."""
 
     path: Path  # of the one file; several take their names from it
@@ -103,21 +104,20 @@ class Plan:
 class UnfinishedFile:
     """A file with room for a header at its start; places of entries count from the end of that room."""
 
-    path: Path
     file: BinaryIO
     room: int
-    entries: dict[str, Entry] = field(default_factory=dict)
-    records: dict[str, Record] = field(default_factory=dict)
+    entries: dict[str, StoredArray] = field(default_factory=dict)
+    records: dict[str, TensorRecord] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
         return self.file.tell() - self.room
 
-    def add(self, name: str, encoded: Encoded, record: Record) -> None:
+    def add(self, name: str, encoded: Encoded, record: TensorRecord) -> None:
         for (suffix, tensor), data in zip(encoded.entries.items(), encoded.parts, strict=True):
             begin = self.size
             self.file.write(data.numpy().data)
-            self.entries[name + suffix] = Entry(NAMES[tensor.dtype], tuple(tensor.shape), begin, self.size)
+            self.entries[name + suffix] = StoredArray(NAMES[tensor.dtype], tuple(tensor.shape), begin, self.size)
         self.records[name] = record
 
     def finish(self, metadata: dict[str, str]) -> None:
@@ -135,7 +135,6 @@ class UnfinishedFile:
         self.file.write((self.room - 8).to_bytes(8, "little") + text.ljust(self.room - 8))
         self.file.flush()
         os.fsync(self.file.fileno())
-        self.file.close()
 
 
 def aligned(length: int) -> int:
@@ -144,10 +143,10 @@ def aligned(length: int) -> int:
 
 
 class Writer:
-    """Fills one file after the other; ``finish`` gives them their names, ``abandon`` leaves nothing."""
+    """Fills one file after the other; ``finish`` gives them their names. ``files`` removes those that have none."""
 
-    def __init__(self, plan: Plan, source: TensorSource) -> None:
-        self.plan, self.source = plan, source
+    def __init__(self, plan: WritePlan, source: TensorSource, files: ExitStack) -> None:
+        self.plan, self.source, self.files = plan, source, files
         self.parts: list[UnfinishedFile] = []
         self.rows: list[SavedTensor] = []
         self.all_names = set(source.order)
@@ -158,33 +157,61 @@ class Writer:
         spec, tensor = self.source.specs[name], self.source.fetch(name)
         packs = self.plan.small and not any(name + suffix in self.all_names for suffix in SUFFIXES)
         encoded = encode(tensor, packs)
-        crc32 = checksum(encoded.parts) if self.plan.small else None
+        crc32 = checksum(*(part.numpy().data for part in encoded.parts)) if self.plan.small else None
         limit = self.plan.max_shard_bytes
         if not self.parts or (self.parts[-1].size and self.parts[-1].size + encoded.num_bytes > limit):
             self._open()
-        self.parts[-1].add(name, encoded, Record(spec.dtype, Layout(encoded.encoding, spec.shape), crc32))
+        self.parts[-1].add(name, encoded, TensorRecord(spec.dtype, Layout(encoded.encoding, spec.shape), crc32))
         self.left.pop(name)
         self.rows.append(_row(name, encoded, tensor))
 
     def finish(self) -> Saved:
         if not self.parts:
             self._open()
-        self._add_aliases()
+        for name, other in self.source.aliases.items():
+            part = next(part for part in self.parts if other in part.records)
+            record = part.records[other]
+            part.records[name] = TensorRecord(record.dtype, Layout(SAME, record.layout.shape), None, other)
+            self.rows.append(SavedTensor(name, SAME, 0, 0, 0, 0))
         names = self.plan.names(len(self.parts))
-        if len(names) > 1 and (taken := [path for path in (self.plan.path, *names) if path.exists()]):
-            raise ValueError(f"{taken[0]} is there: remove that model first, or choose another place")
-        checksums = [self._finish_part(i) for i in range(len(self.parts))]
-        for part, path in zip(self.parts, names, strict=True):
-            part.path.replace(path)
-        flushed(self.plan.path.parent)
-        if len(names) > 1:
-            self._write_index([path.name for path in names], checksums)
+        checksums = {path.name: self._finish_part(i) for i, path in enumerate(names)}
+        if len(names) == 1:
+            publish(self.parts[0].file, self.plan.path)
+            sync(self.plan.path.parent)
+            return Saved(names, self.rows)
+        self._publish_all(names)
+        weight_map = {name: path.name for path, part in zip(names, self.parts, strict=True) for name in part.entries}
+        size = sum(row.stored_bytes for row in self.rows)
+        index = Index(weight_map, checksums if self.plan.small else {}, size)
+        write_atomically(self.plan.index, lambda file: file.write(index.to_json()))
         return Saved(names, self.rows)
 
-    def abandon(self) -> None:
-        for part in self.parts:
-            part.file.close()
-            part.path.unlink(missing_ok=True)
+    def _finish_part(self, number: int) -> str:
+        """Complete one file; the checksum of its description, which plain files do not have."""
+        part, described = self.parts[number], self.source.metadata
+        if self.plan.small:
+            ordered = {name: part.records[name] for name in self.source.order if name in part.records}
+            described = Description(ordered, self.source.metadata, (number + 1, len(self.parts))).to_metadata()
+        part.finish(described)
+        return described["prunus_crc32"] if self.plan.small else ""
+
+    def _publish_all(self, names: list[Path]) -> None:
+        """Give several files their names; one that is there is refused, so that files of two models never mix."""
+        done: list[Path] = []
+        try:
+            if self.plan.path.exists():
+                raise FileExistsError
+            for part, path in zip(self.parts, names, strict=True):
+                publish(part.file, path, replace=False)
+                done.append(path)
+        except BaseException as error:
+            for path in done:
+                path.unlink(missing_ok=True)
+            if isinstance(error, FileExistsError):
+                taken = self.plan.path if self.plan.path.exists() else names[len(done)]
+                raise ValueError(f"{taken} is there: remove that model first, or choose another place") from None
+            raise
+        sync(self.plan.path.parent)
 
     def _open(self) -> None:
         if self.parts:
@@ -192,49 +219,20 @@ class Writer:
         room = 512 + len(json.dumps(json.dumps(self.source.metadata))) + self.shared + sum(self.left.values())
         if room > LARGEST:
             raise ValueError(f"{len(self.left)} tensors are too many for one header; save them in several sets")
-        path = part_of(self.plan.path.with_name(f"{self.plan.path.stem}-{len(self.parts) + 1:05}.safetensors"))
-        file = path.open("w+b")
+        file = self.files.enter_context(part_file(self.plan.path))
         file.seek(aligned(room))
-        self.parts.append(UnfinishedFile(path, file, aligned(room)))
-
-    def _add_aliases(self) -> None:
-        for name, other in self.source.aliases.items():
-            part = next(part for part in self.parts if other in part.records)
-            record = part.records[other]
-            part.records[name] = Record(record.dtype, Layout(SAME, record.layout.shape), None, other)
-            self.rows.append(SavedTensor(name, SAME, 0, 0, 0, 0))
-
-    def _finish_part(self, number: int) -> str | None:
-        """Complete one file; the checksum of its description."""
-        part = self.parts[number]
-        if not self.plan.small:
-            part.finish(self.source.metadata)
-            return None
-        ordered = {name: part.records[name] for name in self.source.order if name in part.records}
-        described = Description(ordered, self.source.metadata, (number + 1, len(self.parts))).to_metadata()
-        part.finish(described)
-        return described["prunus_crc32"]
-
-    def _write_index(self, files: list[str], checksums: list[str | None]) -> None:
-        pairs = zip(files, self.parts, strict=True)
-        weight_map = {name: file for file, part in pairs for name in part.entries}
-        sums = {file: crc for file, crc in zip(files, checksums, strict=True) if crc is not None}
-        index = Index(weight_map, sums, sum(row.stored_bytes for row in self.rows))
-        write_atomically(self.plan.index, lambda file: file.write(index.to_json()))
+        self.parts.append(UnfinishedFile(file, aligned(room)))
 
 
-def write(source: TensorSource, plan: Plan) -> Saved:
+def write(source: TensorSource, plan: WritePlan) -> Saved:
     """Write all tensors: those of wide elements first, so that every entry is aligned."""
     if not plan.small:
         source = _without_aliases(source)
-    writer = Writer(plan, source)
-    try:
+    with ExitStack() as files:
+        writer = Writer(plan, source, files)
         for name in sorted(source.specs, key=lambda name: -DTYPES[source.specs[name].dtype].itemsize):
             writer.add(name)
         return writer.finish()
-    except BaseException:
-        writer.abandon()
-        raise
 
 
 def _without_aliases(source: TensorSource) -> TensorSource:
@@ -249,10 +247,8 @@ def _without_aliases(source: TensorSource) -> TensorSource:
 
 def _room(name: str, source: TensorSource) -> int:
     """Bytes of the header that a tensor may take."""
-    spec = source.specs[source.aliases.get(name, name)]
-    quoted, twice = json.dumps(name), json.dumps(json.dumps(name))
-    shape = len(str(spec.shape))
-    return 2 * len(quoted.encode()) + len(twice.encode()) + 2 * shape + 260
+    quoted, shape = json.dumps(name), str(source.specs[source.aliases.get(name, name)].shape)
+    return 2 * len(quoted) + len(json.dumps(quoted)) + 2 * len(shape) + 260
 
 
 def _row(name: str, encoded: Encoded, tensor: Tensor) -> SavedTensor:

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..masking import unwrapped
 from ..pruner import Event, Pruner
-from .plan import Plan, check_saved, check_whole, warn_if_unfinished
+from .pruner_options import PrunerOptions, check_resumable, refuse_sharding, warn_if_unfinished
 
 KEY = "pruner"  # in the optimizer's first parameter group, the only place that loading does not cast
 
@@ -29,7 +29,7 @@ class PruneCallback(TrainerCallback):
     """
 
     def __init__(self, **options: Any) -> None:
-        self.plan = Plan(options)
+        self.options = PrunerOptions(options)
         self.pruner: Pruner | None = None
         self._saving: RemovableHandle | None = None
         self._masks_changed = False
@@ -37,16 +37,16 @@ class PruneCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
     ) -> None:
-        check_whole(str(AcceleratorState().distributed_type))
+        refuse_sharding(str(AcceleratorState().distributed_type))
         model, optimizer = parts["model"], unwrapped(parts["optimizer"])
-        saved = optimizer.param_groups[0].pop(KEY, None)
-        check_saved(saved, state.global_step)
+        pruner_state = optimizer.param_groups[0].pop(KEY, None)
+        check_resumable(pruner_state, state.global_step)
         self.pruner = self._begin(model, optimizer, state.max_steps)
         if state.global_step:  # otherwise a new run, whose optimizer may have trained before
-            self.pruner.load_state_dict(saved)
+            self.pruner.load_state_dict(pruner_state)
 
     def _begin(self, model: nn.Module, optimizer: Optimizer, num_steps: int) -> Pruner:
-        pruner = self.plan.begin(model, optimizer, num_steps, self.pruner)
+        pruner = self.options.begin(model, optimizer, num_steps, self.pruner)
         users_own = pruner.on_event
 
         def on_event(event: Event) -> None:
@@ -54,8 +54,8 @@ class PruneCallback(TrainerCallback):
             if users_own:
                 users_own(event)
 
-        def add_state(_: Optimizer, saved: dict[str, Any]) -> None:
-            saved["param_groups"][0][KEY] = pruner.state_dict()
+        def add_state(_: Optimizer, state_dict: dict[str, Any]) -> None:
+            state_dict["param_groups"][0][KEY] = pruner.state_dict()
 
         pruner.on_event = on_event
         if self._saving:

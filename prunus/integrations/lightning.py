@@ -4,7 +4,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from ..pruner import Pruner
-from .plan import Plan, check_saved, check_whole, warn_if_unfinished
+from .pruner_options import PrunerOptions, check_resumable, refuse_sharding, warn_if_unfinished
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -27,22 +27,22 @@ class PruneCallback(Callback):
     """
 
     def __init__(self, **options: Any) -> None:
-        self.plan = Plan(options)
+        self.options = PrunerOptions(options)
         self.pruner: Pruner | None = None
-        self._saved: dict[str, Any] = {}
+        self._state: dict[str, Any] = {}
 
     def on_train_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
-        check_whole(type(trainer.strategy).__name__)
+        refuse_sharding(type(trainer.strategy).__name__)
         if len(trainer.optimizers) != 1:
             raise ValueError(f"PruneCallback works with one optimizer, but there are {len(trainer.optimizers)}")
-        saved = self._saved or (self.pruner.state_dict() if self.pruner and trainer.global_step else {})  # a second fit
-        check_saved(saved, trainer.global_step)
+        state = self._state or (self.pruner.state_dict() if self.pruner and trainer.global_step else {})  # a second fit
+        check_resumable(state, trainer.global_step)
         total = trainer.estimated_stepping_batches
         num_steps = int(total) if 0 <= total < math.inf else None
-        self.pruner = self.plan.begin(pl_module, trainer.optimizers[0], num_steps, self.pruner)
-        if saved:
-            self.pruner.load_state_dict(saved)
-        self._saved = {}
+        self.pruner = self.options.begin(pl_module, trainer.optimizers[0], num_steps, self.pruner)
+        if state:
+            self.pruner.load_state_dict(state)
+        self._state = {}
 
     def on_train_batch_end(
         self, trainer: "Trainer", pl_module: "LightningModule", outputs: Any, batch: Any, batch_idx: int
@@ -55,7 +55,7 @@ class PruneCallback(Callback):
         warn_if_unfinished(self.pruner)
 
     def state_dict(self) -> dict[str, Any]:
-        return self.pruner.state_dict() if self.pruner else self._saved
+        return self.pruner.state_dict() if self.pruner else self._state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._saved = state_dict
+        self._state = state_dict

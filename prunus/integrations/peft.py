@@ -1,6 +1,6 @@
 """LoRA on a pruned model: merge adapters into its weights and keep every zero."""
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,9 +77,19 @@ def merge(
     """
     base, masks = model.get_base_model(), masks or {}
     names = None if adapters is None else list(adapters)
-    adapted = _adapted(base, masks)
+    adapted = {}  # weight matrices that the merge changes; embeddings only if they have a mask
+    for path, parameter in _base_parameters(base):
+        name = _plain(path)
+        is_embedding = isinstance(base.get_submodule(path.rpartition(".")[0]), nn.Embedding)
+        if name != path and parameter.ndim > 1 and (name in masks or not is_embedding):
+            adapted[name] = parameter
     _check(model, adapted, names)
-    _check_masks(masks, base)
+    shapes = {_plain(path): parameter.shape for path, parameter in _base_parameters(base)}
+    for name, mask in masks.items():
+        if name not in shapes:
+            raise ValueError(f"there is a mask for {name!r}, which is no weight of the base model")
+        if mask.shape != shapes[name]:
+            raise ValueError(f"the mask of {name} must have shape {tuple(shapes[name])}, got {tuple(mask.shape)}")
     before = {name: weight.detach().clone() for name, weight in adapted.items()}
     merged: Any = model.merge_and_unload(adapter_names=names)
     after = dict(merged.named_parameters(remove_duplicate=False))
@@ -102,17 +112,6 @@ def _mask(name: str, weight: Tensor, old: Tensor, keep: Tensor) -> MergedWeight:
 
 def _num_zeros(weight: Tensor) -> int:
     return weight.numel() - int(weight.count_nonzero())
-
-
-def _adapted(base: nn.Module, included: Container[str]) -> dict[str, nn.Parameter]:
-    """Weight matrices that a merge changes, by plain name; embeddings only if ``included``."""
-    found = {}
-    for path, parameter in _base_parameters(base):
-        name = _plain(path)
-        is_embedding = isinstance(base.get_submodule(path.rpartition(".")[0]), nn.Embedding)
-        if name != path and parameter.ndim > 1 and (name in included or not is_embedding):
-            found[name] = parameter
-    return found
 
 
 def _base_parameters(base: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -145,12 +144,3 @@ def _check(model: PeftModel, adapted: Mapping[str, nn.Parameter], adapters: list
     for name, weight in model.named_parameters():
         if weight.requires_grad and not bool(weight.isfinite().all()):
             raise ValueError(f"{name} has values that are not finite; nothing was merged")
-
-
-def _check_masks(masks: Mapping[str, Tensor], base: nn.Module) -> None:
-    shapes = {_plain(path): parameter.shape for path, parameter in _base_parameters(base)}
-    for name, mask in masks.items():
-        if name not in shapes:
-            raise ValueError(f"there is a mask for {name!r}, which is no weight of the base model")
-        if mask.shape != shapes[name]:
-            raise ValueError(f"the mask of {name} must have shape {tuple(shapes[name])}, got {tuple(mask.shape)}")

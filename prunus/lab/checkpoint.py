@@ -1,24 +1,27 @@
-"""Checkpoints of a training, replaced only by complete ones and read without executing anything.
+"""Checkpoints of a training: the last two are kept, whole and with checksums, and read without executing anything.
 
-One process writes checkpoint.pt. Ranks write a folder ``checkpoint-STEP`` (``sharded_checkpoint``) and, at the end of
-a run, checkpoint.pt too.
+One process writes checkpoint.pt, and what was there becomes checkpoint.previous.pt. Ranks write a folder
+``checkpoint-STEP`` (``sharded_checkpoint``) and, at the end of a run, checkpoint.pt too. A run that is resumed from a
+damaged checkpoint goes on from the one before. Disks need room for three: two that are kept, and the one being written.
 """
 
+import shutil
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..files.atomic import write_atomically
-from ..files.torch_file import read_torch_file
+from ..files.torch_file import FORMAT, OLD_FORMAT, read_torch_file, write_torch_file
 from ..ops.machine import said_by_linux
 from ..ranks import is_dtensor
 from .parallel import Team
-from .run import Run
+from .run import Run, run_of
 
-FORMAT = "prunus-checkpoint-1"
+LAST, PREVIOUS = "checkpoint.pt", "checkpoint.previous.pt"
+KINDS = {"run": Mapping, "step": int, "seconds": float | int, "model": Mapping, "optimizer": Mapping, "rng": Tensor}
 
 
 class Training(Protocol):
@@ -39,11 +42,9 @@ def save(training: Training, last: bool) -> None:
     """Write the checkpoint of the run folder; ranks put their ``last`` one together as checkpoint.pt, too."""
     out, team = training.run.out, training.team
     if team.kind == "none":
-        save_checkpoint(out / "checkpoint.pt", training.state())
-        if any(out.glob("checkpoint-*")):  # the module takes a second to import
-            from .sharded_checkpoint import remove_sharded
-
-            remove_sharded(out)
+        was_there = (out / LAST).exists()
+        write_torch_file(out / LAST, training.state(), previous=out / PREVIOUS)
+        _remove(sharded_in(out)[0 if was_there else 1 :])
         return
     from .sharded_checkpoint import by_name, save_sharded
 
@@ -52,60 +53,127 @@ def save(training: Training, last: bool) -> None:
     if pruner := training.pruner:
         state |= {"digest": pruner.digest(), "pruner": pruner.state_dict(unpacked=True)}
     path = save_sharded(out, by_name(state, training.model, training.optimizer), team)
+    team.first(lambda: _remove_older(out))
     if last and team.is_first and _fits_in_memory(path):
-        save_checkpoint(out / "checkpoint.pt", load_checkpoint(path))
+        save_checkpoint(out / LAST, load_checkpoint(path))
 
 
 def resume(training: Training) -> None:
-    """Continue from the checkpoint of the run folder; without one the training begins."""
-    path, team = checkpoint_of(training.run.out), training.team
-    if not path.exists():
+    """Continue from the last checkpoint of the run folder that is whole; without one the training begins."""
+    team, damaged = training.team, {}
+    for path in team.first(lambda: checkpoints_in(training.run.out)):
+        try:
+            state = _read_for(training, path)
+        except (ValueError, OSError) as error:
+            damaged[path] = str(error)
+            continue
+        if damaged:
+            team.first(lambda: [_set_aside(bad) for bad in damaged])
+        if damaged and team.is_first:
+            first = next(iter(damaged.values()))
+            warnings.warn(f"{first}; the run goes on from {path.name}, step {state['step']}", stacklevel=2)
+        training.load(state)
         return
-    if path.is_dir() and team.kind != "none":
-        from .sharded_checkpoint import by_number, load_sharded
+    if damaged:
+        raise ValueError(next(iter(damaged.values())))
 
-        state = by_number(load_sharded(path, training.model.state_dict(), team))
-    else:
-        state = _shard_like(team.each(lambda: load_checkpoint(path)), training.model, training.optimizer)
-    training.load(state)
+
+def _read_for(training: Training, path: Path) -> dict[str, Any]:
+    """The state of a checkpoint, its tensors sharded over ranks as the training's are."""
+    team = training.team
+    if path.is_dir() and team.kind != "none":
+        return _load_sharded(path, training.model.state_dict(), team)
+    return _shard_like(team.each(lambda: load_checkpoint(path)), training.model, training.optimizer)
+
+
+def sharded_in(folder: Path) -> list[Path]:
+    """Checkpoints that ranks completed in a run folder, the newest first."""
+    steps = {path: path.name.removeprefix("checkpoint-") for path in folder.glob("checkpoint-*")}
+    found = {path: int(step) for path, step in steps.items() if step.isdecimal() and (path / ".metadata").is_file()}
+    return sorted(found, key=lambda path: -found[path])
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Checkpoints of a run folder, the newest first; what a crash left incomplete has another name."""
+    files = [path for path in (folder / LAST, folder / PREVIOUS) if path.is_file()]
+    return sorted([*files, *sharded_in(folder)], key=lambda path: (path.name != LAST, path.name == PREVIOUS))
 
 
 def checkpoint_of(path: Path) -> Path:
-    """The checkpoint that a path means: itself, or a run folder's; where there is a checkpoint.pt, it is the newest.
-
-    What a crash left incomplete has another name and is never taken.
-    """
+    """The checkpoint that a path means: itself, or the newest of a run folder."""
     if not path.is_dir() or (path / ".metadata").is_file():
         return path
-    one_file = path / "checkpoint.pt"
-    found = {
-        int(step): folder
-        for folder in path.glob("checkpoint-*")
-        if (step := folder.name.removeprefix("checkpoint-")).isdecimal() and (folder / ".metadata").is_file()
-    }
-    return one_file if one_file.is_file() or not found else found[max(found)]
+    return next(iter(checkpoints_in(path)), path / LAST)
+
+
+def remove_checkpoints(folder: Path) -> None:
+    """Remove all checkpoints of a run folder."""
+    _remove(checkpoints_in(folder))
+
+
+def _remove_older(folder: Path) -> None:
+    """After ranks wrote a checkpoint: keep the one before it too, of ranks or of one process, and no others."""
+    _remove(sharded_in(folder)[2:])
+    if len(sharded_in(folder)) > 1:
+        _remove([folder / LAST, folder / PREVIOUS])
+    elif (folder / LAST).is_file():
+        (folder / LAST).replace(folder / PREVIOUS)
+    for path in folder.glob("checkpoint-*"):  # without metadata: nobody finished it
+        if path.name.removeprefix("checkpoint-").removesuffix(".part").isdecimal() and path not in sharded_in(folder):
+            _remove([path])
+
+
+def _remove(paths: list[Path]) -> None:
+    for path in paths:
+        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def _set_aside(path: Path) -> None:
+    """Give a damaged checkpoint a name that no command takes for one, so that it does not replace a whole one."""
+    other = path.with_name(f"damaged-{path.name}")
+    _remove([other])
+    path.replace(other)
 
 
 def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
-    write_atomically(path, lambda file: torch.save({"format": FORMAT, **state}, file))
+    write_torch_file(path, state)
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
-    """The state of a checkpoint of either kind; a missing, truncated or foreign one is a ValueError."""
-    if (path / ".metadata").is_file():
-        from .sharded_checkpoint import by_number, load_sharded
-
-        state = by_number(load_sharded(path, {}), whole=True)
-        return {key: value for key, value in state.items() if key != "digest"}
-    if not path.is_file():
+    """The state of a checkpoint of either kind; a missing, damaged or foreign one is a ValueError."""
+    if not path.is_file() and not (path / ".metadata").is_file():
         raise ValueError(f"there is no checkpoint at {path}")
+    state = _load_sharded(path) if path.is_dir() else _load_file(path)
+    for key, kind in KINDS.items():
+        if not isinstance(state.get(key), kind):
+            raise ValueError(f"{path} is damaged, or no checkpoint of prunus: it lacks {key!r}")
+    run_of(state, path)
+    return {key: value for key, value in state.items() if key != "digest"}
+
+
+def _load_file(path: Path) -> dict[str, Any]:
     try:
         state = read_torch_file(path)
+        if not isinstance(state, dict) or state.get("format") not in (FORMAT, OLD_FORMAT):
+            raise ValueError(f"it lacks the mark {FORMAT!r}")
     except ValueError as error:
-        raise ValueError(f"{path} is not a whole checkpoint of prunus: {error}") from error
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
-        raise ValueError(f"{path} is not a checkpoint of prunus: it lacks the mark {FORMAT!r}")
+        other = path.with_name(PREVIOUS)
+        hint = f"; the one before it is {other.name}" if path.name == LAST and other.is_file() else ""
+        raise ValueError(f"{path} is damaged, or no checkpoint of prunus: {error}{hint}") from error
+    if state["format"] == OLD_FORMAT:
+        warnings.warn(f"{path} is of an older version, without checksums: damage in it is not found", stacklevel=3)
     return state
+
+
+def _load_sharded(path: Path, like: Mapping[str, Tensor] | None = None, team: Team = Team()) -> dict[str, Any]:
+    """The state in a folder of ranks: that of one process, or for ``like`` that of this rank."""
+    from .sharded_checkpoint import by_number, load_sharded
+
+    try:
+        return by_number(load_sharded(path, like or {}, team), whole=like is None)
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        reason = f"{type(error).__name__} {str(error)[:80]}"
+        raise ValueError(f"{path} is damaged, or no checkpoint of prunus: {reason}") from error
 
 
 def _shard_like(state: dict[str, Any], model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:

@@ -1,22 +1,23 @@
 """Training checkpoints as folders of weights: the tensors in the small or plain form, and run.json."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..export.convert import Done, Job, to_folder
+from ..export.convert import Exported, ExportJob, to_folder
 from ..files.json_file import read_json, write_json
 from ..files.reader import open_tensors
 from ..files.sparse_file import check_pruned, in_memory, loaded
 from .checkpoint import load_checkpoint
 from .data.batches import ImageShape, TokenShape
 from .models import MODELS, build
-from .run import Run
+from .run import Run, run_of
 
 
-def export_checkpoint(path: Path, job: Job) -> Done:
+def export_checkpoint(path: Path, job: ExportJob) -> Exported:
     """Write the model of a checkpoint to a new folder, with the run that made it.
 
     A non-zero weight where the checkpoint's mask says pruned is refused. Optimizer and masks are left out.
@@ -25,7 +26,8 @@ def export_checkpoint(path: Path, job: Job) -> Done:
     tensors: dict[str, Tensor] = state["model"]
     for name, packed in ((state["pruner"] or {}).get("masks") or {}).items():
         check_pruned(name, tensors[name], packed)
-    description = {"run": state["run"], "step": state["step"], "shape": _shape(state["run"]["model"], tensors)}
+    shape = _shape(state["run"]["model"], {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    description = {"run": state["run"], "step": state["step"], "shape": shape}
     source = in_memory(tensors)
     before = sum(tensors[name].nbytes for name in source.specs)  # not the file's bytes: most are the optimizer's
     return to_folder(source, job, before, lambda part: write_json(part / "run.json", description))
@@ -36,31 +38,34 @@ def described(folder: Path) -> tuple[Run, int, dict[str, Any]]:
     path = folder / "run.json"
     try:
         values = read_json(path)
-        return Run.from_json(values["run"]), values["step"], values["shape"]
-    except (KeyError, TypeError, ValueError) as error:
+        if not isinstance(values["step"], int) or not isinstance(values["shape"], dict):
+            raise ValueError("its step or its shape of the data is damaged")
+        return run_of(values, path), values["step"], values["shape"]
+    except (KeyError, ValueError) as error:
         raise ValueError(f"{path} does not describe a model: {error}") from error
 
 
 def load_exported(folder: Path, device: torch.device | str = "cpu") -> nn.Module:
     """The model that ``export_checkpoint`` wrote, in evaluation mode."""
     run, _, shape = described(folder)
-    try:
-        kind = TokenShape if MODELS[run.model].kind == "tokens" else ImageShape
-        model = build(run.model, kind(**shape)).to(device)
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{folder / 'run.json'} does not describe a model: {error}") from error
     with open_tensors(folder) as tensors:
-        model.load_state_dict(loaded(tensors, device))
+        shapes = {name: record.layout.shape for name, record in tensors.records.items()}
+        try:
+            if shape != _shape(run.model, shapes):  # before memory is taken for what it says
+                raise ValueError("its shape of the data is not that of the tensors")
+            kind = TokenShape if MODELS[run.model].kind == "tokens" else ImageShape
+            model = build(run.model, kind(**shape)).to(device)
+            model.load_state_dict(loaded(tensors, device))
+        except (KeyError, IndexError, TypeError, RuntimeError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise ValueError(f"{folder / 'run.json'} does not describe the model beside it: {reason}") from error
     return model.eval()
 
 
-def _shape(model: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+def _shape(model: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
     """What the model must know of its data, from the shapes of its weights."""
     if MODELS[model].kind == "tokens":
-        return {
-            "vocab_size": tensors["embedding.weight"].shape[0],
-            "context": tensors["positions.weight"].shape[0],
-        }
-    matrices = [tensor for tensor in tensors.values() if tensor.ndim > 1]
-    size = 224 if matrices[0].shape[-1] == 7 else 32  # only the stem depends on it: 7 x 7 for large images
-    return {"channels": matrices[0].shape[1], "size": size, "num_classes": matrices[-1].shape[0]}
+        return {"vocab_size": shapes["embedding.weight"][0], "context": shapes["positions.weight"][0]}
+    matrices = [shape for shape in shapes.values() if len(shape) > 1]
+    size = 224 if matrices[0][-1] == 7 else 32  # only the stem depends on it: 7 x 7 for large images
+    return {"channels": matrices[0][1], "size": size, "num_classes": matrices[-1][0]}

@@ -18,7 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 from .run import Parallel, Run
 
 T = TypeVar("T")
-Row = tuple[float, int, int]  # of a batch: summed loss, right predictions, targets
+BatchSums = tuple[float, int, int]  # of a batch: summed loss, right predictions, targets
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,10 @@ class Team:
         own = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         if own.index >= torch.cuda.device_count():
             num = torch.cuda.device_count()
-            raise ValueError(f"there are {num} GPUs for more ranks; pass torchrun --nproc-per-node {num}")
+            raise ValueError(
+                f"every rank takes a GPU of its own, but rank {self.rank} finds only {num};"
+                f" pass torchrun --nproc-per-node {num}"
+            )
         torch.cuda.set_device(own)
         return own
 
@@ -67,7 +70,7 @@ class Team:
         """Number and size of this rank's part of global batch ``batch``, in batches as large as the part."""
         return batch * self.size + self.rank, size // self.size
 
-    def shared(self, batches: Iterable[T], measure: Callable[[Iterator[T]], list[Row]]) -> list[Row]:
+    def shared(self, batches: Iterable[T], measure: Callable[[Iterator[T]], list[BatchSums]]) -> list[BatchSums]:
         """The rows that ``measure`` gives for the batches, in their order; ranks take turns at the batches.
 
         All ranks must make the same number of forward passes, since they gather sharded weights together: in a

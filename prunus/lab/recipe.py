@@ -9,12 +9,11 @@ from torch.optim import Optimizer
 
 from ..eligible import Weight
 from ..optim import AdamWPrune, Spam
-from ..pruner import Pruner
+from ..pruner import Event, Pruner
 from ..ranks import is_dtensor
 from ..rate import Rate, parameter_groups
 from ..regrow import Regrow
-from ..select import Global, NofM, PerLayer, PerRow, Selector, Shape
-from ..summary import Event
+from ..select import SELECTORS, Shape
 from .data import ImageData, TokenData, load
 from .run import Run
 
@@ -96,16 +95,6 @@ def num_asked(run: Run, weights: Sequence[Weight]) -> int:
         return 0
     shapes = [Shape(weight.name, tuple(weight.parameter.shape), weight.outputs) for weight in weights]
     return sum(quota.num * quota.num_drop for quota in SELECTORS[run.allocate].quota(shapes, run.sparsity))
-
-
-SELECTORS: dict[str, Selector] = {
-    "global": Global(),
-    "uniform": PerLayer("uniform"),
-    "depth": PerLayer("depth"),
-    "erk": PerLayer("erk"),
-    "row": PerRow(),
-    "2:4": NofM(2, 4),
-}
 
 
 def device_named(name: str) -> str:

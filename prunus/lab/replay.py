@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 from ..eligible import eligible
 from ..rate import rates_of
 from .run import Run
-from .tracking import read_metrics
+from .run_files import read_metrics
 
 
 def recorded_rates(run: Run) -> list[tuple[int, dict[str, float]]]:
@@ -19,9 +19,12 @@ def recorded_rates(run: Run) -> list[tuple[int, dict[str, float]]]:
     if not (folder / "result.json").is_file():
         raise ValueError(f"the run in {folder} has not ended; replay its rates when it has")
     lines = read_metrics(folder)
-    names = next((list(line["layers"]) for line in lines if "layers" in line), [])
-    events = [(line["step"], line["event"].get("rates") or ()) for line in lines if "event" in line]
-    found = [(step, dict(zip(names, rates, strict=True))) for step, rates in events if len(rates) == len(names) > 0]
+    names = next((list(line["layers"]) for line in lines if isinstance(line.get("layers"), dict)), [])
+    events = [(line["step"], line["event"].get("rates")) for line in lines if isinstance(line.get("event"), dict)]
+    rows = [(step, rates) for step, rates in events if isinstance(rates, list) and len(rates) == len(names) > 0]
+    if any(not isinstance(rate, float | int) for _, rates in rows for rate in rates):
+        raise ValueError(f"{folder / 'metrics.jsonl'} has rates that are no numbers")
+    found = [(step, dict(zip(names, rates, strict=True))) for step, rates in rows]
     if not found:
         raise ValueError(f"the run in {folder} has no rates to replay; it must be pruned with --rate-power above 0")
     return found

@@ -3,18 +3,20 @@
 import json
 import math
 import os
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ..files.json_file import read_json
 from ..schedule import Constant, OneShot, Ramp, Schedule, check_sparsity, check_step
 from ..score import SCORES
+from ..select import SELECTORS
 
 if TYPE_CHECKING:
-    ScoreName = str
+    ScoreName = SelectorName = str
 else:
-    ScoreName = Literal[("none", *SCORES)]
+    ScoreName, SelectorName = Literal[("none", *SCORES)], Literal[tuple(SELECTORS)]
 ModelName = Literal[
     "gpt2-tiny",
     "gpt2-mini",
@@ -43,6 +45,7 @@ def is_restarted() -> bool:
 
 
 FROM_ZERO = ("eval_size", "save_every", "warmup", "lr", "min_lr", "weight_decay", "clip", "eps")
+MOST = {"batch": 2**20, "context": 2**20, "vocab_size": 2**20}  # far beyond use; more would only fill the memory
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ class Run:
     begin: int | float = 0.4  # first event: a step, or a fraction of the run if it has a decimal point
     end: int | float = 0.8  # last event of a ramp, likewise
     every: int = 50  # steps from one event to the next
-    allocate: Literal["global", "uniform", "depth", "erk", "row", "2:4"] = "global"  # where the sparsity goes
+    allocate: SelectorName = "global"  # where the sparsity goes
     include: tuple[str, ...] = ()  # patterns of weights to prune beside linear and convolution weights
     exclude: tuple[str, ...] = ()  # patterns of weights to leave dense
     regrow: float = 0.0  # fraction of the live weights that changes places with pruned ones, falling to 0 over the ramp
@@ -115,6 +118,9 @@ class Run:
         for name in ("steps", "batch", "accumulate", "every", "eval_every", "log_every", "context"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name, most in MOST.items():
+            if (getattr(self, name) or 0) > most:
+                raise ValueError(f"{name} must be at most {most:,}, got {getattr(self, name):,}")
         for name in FROM_ZERO:
             if not 0 <= (getattr(self, name) or 0) < math.inf:
                 raise ValueError(f"{name} must be a number of at least 0, got {getattr(self, name)}")
@@ -223,26 +229,52 @@ class Run:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Run":
-        known = {field.name for field in fields(cls)}
-        if unknown := set(values) - known:
+        """The run with these fields; ValueError where there is no such field, or one cannot have its value."""
+        if unknown := set(values) - set(FIELDS):
             raise ValueError(f"run.json has an unknown field {min(unknown)!r}: was it written by another version?")
+        for name, value in values.items():
+            check_field(name, value, "run.json")
         typed: dict[str, Any] = {
             name: Path(values[name]) for name in ("out", "validation") if values.get(name) is not None
         }
         typed |= {name: tuple(values[name]) for name in ("include", "exclude", "track") if name in values}
         return cls(**{**values, **typed})
 
-    def continuing(self, saved: "Run") -> "Run":
-        """The saved run, to be resumed; ValueError where an option given now contradicts it."""
-        default = Run()
+    def continuing(self, begun: "Run") -> "Run":
+        """The run that was begun, to be resumed; ValueError where an option given now contradicts it."""
+        default, before = Run().to_json(), begun.to_json()
         for name, value in self.to_json().items():
-            if name not in ("out", "parallel") and value != default.to_json()[name] and value != saved.to_json()[name]:
+            if name not in ("out", "parallel") and value not in (default[name], before[name]):
                 raise ValueError(
-                    f"the run in {self.out} has {name} = {saved.to_json()[name]}, not {value}; "
+                    f"the run in {self.out} has {name} = {before[name]}, not {value}; "
                     "a resumed run keeps its options: leave it off, or choose another --out"
                 )
-        kept = saved.parallel if self.parallel == "none" and is_launched() else self.parallel
-        return replace(saved, out=self.out, resume=True, parallel=kept)
+        parallel = begun.parallel if self.parallel == "none" and is_launched() else self.parallel
+        return replace(begun, out=self.out, resume=True, parallel=parallel)
+
+
+FIELDS = {  # what each field of a run takes
+    name: get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    for name, hint in get_type_hints(Run).items()
+}
+
+
+def check_field(name: str, value: Any, where: str) -> None:
+    """ValueError where ``value``, as JSON holds it, is nothing for the field ``name``."""
+    for kind in FIELDS[name]:
+        if get_origin(kind) is Literal:
+            fits = value in get_args(kind)
+        elif get_origin(kind) is tuple:
+            fits = isinstance(value, list) and all(isinstance(one, str) for one in value)
+        elif kind in (Path, str, bool, NoneType):
+            fits = isinstance(value, str if kind is Path else kind)
+        else:
+            fits = type(value) in (int, kind) and abs(value) < (2**63 if type(value) is int else math.inf)
+        if fits:
+            return
+    choices = [str(c) for kind in FIELDS[name] for c in (get_args(kind) if get_origin(kind) is Literal else (kind,))]
+    names = ", ".join(choice.removeprefix("<class '").removesuffix("'>") for choice in choices)
+    raise ValueError(f"{where}: {name} cannot be {repr(value)[:60]}; it takes {names}")
 
 
 def read_run(folder: Path) -> Run:
@@ -255,7 +287,9 @@ def read_run(folder: Path) -> Run:
 
 def run_of(values: dict[str, Any], path: Path) -> Run:
     """The run that the content of a run.json describes."""
+    if not isinstance(values.get("run"), dict):
+        raise ValueError(f"{path} describes no run: expected an object with the field 'run'")
     try:
         return Run.from_json(values["run"])
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{path} cannot be read: {error!r}") from error
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error

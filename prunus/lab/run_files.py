@@ -64,6 +64,20 @@ class RunFiles:
                 return
 
 
+def has_step(line: Any) -> bool:
+    """Whether a line of metrics.jsonl is an object with a step, as all of them should be."""
+    return isinstance(line, dict) and type(line.get("step")) is int
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl; ValueError where one is damaged."""
+    lines = list(RunFiles(folder).metrics())
+    for number, line in enumerate(lines, 1):
+        if not has_step(line):
+            raise ValueError(f"{folder / 'metrics.jsonl'}: line {number} is damaged: it is no object with a step")
+    return lines
+
+
 def slim_runs(study: Path) -> list[RunFiles]:
     """The runs in a study's ``runs.jsonl``; none if it has no such file."""
     path, found = study / SLIM, []
@@ -73,11 +87,8 @@ def slim_runs(study: Path) -> list[RunFiles]:
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}: line {number} is not JSON: {error}") from None
         folder = line.get("folder") if isinstance(line, dict) else None
-        if (
-            not isinstance(folder, str)
-            or Path(folder).name != folder
-            or not isinstance(line.get("metrics.jsonl"), list)
-        ):
+        has_lines = isinstance(line, dict) and isinstance(line.get("metrics.jsonl"), list)
+        if not isinstance(folder, str) or Path(folder).name != folder or not has_lines:
             raise ValueError(f"{path}: line {number} is not a run of a study")
         found.append(RunFiles(study / "runs" / folder, line))
     return found
@@ -98,11 +109,11 @@ def _slim_line(run: RunFiles) -> dict[str, Any]:
             line[file] = (run.path / file).read_text(errors="replace") if run.line is None else run.line[file]
     if isinstance(line.get("run.json"), dict):
         line["run.json"] = without_paths(line["run.json"])
-    lines = [one for one in run.metrics() if isinstance(one, dict)] if run.has("metrics.jsonl") else []
-    return line | {"metrics.jsonl": thinned(lines)}
+    lines = list(filter(has_step, run.metrics())) if run.has("metrics.jsonl") else []
+    return line | {"metrics.jsonl": _thin_curves(lines)}
 
 
-def thinned(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _thin_curves(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Evaluations and layers whole; of losses and events at most 60 each, with step and value, the last always."""
     kept = {i: line for i, line in enumerate(lines) if "eval" in line or "layers" in line}
     for kind in ("loss", "event"):
@@ -110,7 +121,7 @@ def thinned(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         stride = max(1, -(-len(places) // MAX_POINTS))
         for i in places[::-stride]:
             value = lines[i][kind]
-            if kind == "event":
+            if kind == "event" and isinstance(value, dict):
                 value = {name: value[name] for name in EVENT if name in value}
             kept[i] = {"step": lines[i]["step"], kind: value}
     return [kept[i] for i in sorted(kept)]

@@ -7,18 +7,18 @@ here both are read without executing anything.
 """
 
 import json
-import shutil
 import warnings
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -28,50 +28,54 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
+from torch.futures import Future
 from torch.optim import Optimizer
 
-from ..files.atomic import flushed
-from ..files.distributed import Entry, check_complete, read_entries
-from ..files.torch_file import read_torch_file
+from ..files.atomic import new_folder
+from ..files.distributed import (
+    Entry,
+    StoredBlock,
+    block_checksums,
+    check_complete,
+    read_entries,
+    read_shard,
+    write_checksums,
+)
 from ..ops import bits
 from .parallel import Team
 
 State = dict[str, Any]
-FORMAT = "prunus-pieces-1"
+FORMAT = "prunus-pieces-2"
+OLD_FORMAT = "prunus-pieces-1"  # without checksums
 PER_RANK = ("rng", "cuda_rng", "digest")
 
 
 def save_sharded(folder: Path, state: Mapping[str, Any], team: Team) -> Path:
-    """Write a new checkpoint to a run folder; older ones go once it is complete and in its place."""
+    """Write a new checkpoint to a run folder, with a checksum of every block that a rank wrote."""
     path = folder / f"checkpoint-{state['step']}"
-    part = path.with_name(path.name + ".part")
-    team.first(lambda: shutil.rmtree(part, ignore_errors=True))
     own = dict(state)
     for key in PER_RANK:
         own[key] = {f"rank{team.rank}": state[key]}
-    try:
-        places = json.dumps(_places(own))
-        dcp.save({"format": FORMAT, "places": places, **own}, storage_writer=dcp.FileSystemWriter(part))
-    except CheckpointException as error:
-        raise OSError(f"{path} could not be written: {_cause(error)}") from error
-    team.first(lambda: _publish(part, path))
+    with ExitStack() as stack:
+        part = team.first(lambda: stack.enter_context(new_folder(path, replace=True)))
+        try:
+            places = json.dumps(_places(own))
+            dcp.save({"format": FORMAT, "places": places, **own}, storage_writer=dcp.FileSystemWriter(part))
+        except CheckpointException as error:
+            raise OSError(f"{path} could not be written: {_cause(error)}") from error
+        every: list[Any] = [team.each(lambda: _own_checksums(part, team.rank))] * team.size
+        if team.kind != "none":
+            dist.all_gather_object(every, every[0])
+        team.first(lambda: write_checksums(part, {place: crc for own in every for place, crc in own.items()}))
+        team.first(stack.close)
     return path
 
 
-def _publish(part: Path, path: Path) -> None:
-    flushed(part)
-    shutil.rmtree(path, ignore_errors=True)
-    part.replace(path)
-    flushed(path.parent)
-    remove_sharded(path.parent, but=path)
-    (path.parent / "checkpoint.pt").unlink(missing_ok=True)  # of an earlier step
-
-
-def remove_sharded(folder: Path, but: Path | None = None) -> None:
-    """Remove the sharded checkpoints of a run folder, complete or only begun, all but one."""
-    for path in folder.glob("checkpoint-*"):
-        if path != but and path.name.removeprefix("checkpoint-").removesuffix(".part").isdecimal():
-            shutil.rmtree(path, ignore_errors=True)
+def _own_checksums(part: Path, rank: int) -> dict[str, str]:
+    """Checksums of the blocks in this rank's files."""
+    blocks = [block for entry in read_entries(part) for block in entry.shards]
+    return block_checksums(part, [block for block in blocks if block.file.startswith(f"__{rank}_")])
 
 
 def load_sharded(path: Path, like: Mapping[str, Tensor], team: Team = Team()) -> State:
@@ -88,10 +92,14 @@ def load_sharded(path: Path, like: Mapping[str, Tensor], team: Team = Team()) ->
             _set(state, entry.path, _blank(entry, like))
     try:
         with warnings.catch_warnings(action="ignore", category=UserWarning):
-            reader = _Reader(path, _metadata(entries))
-            dcp.load(state, storage_reader=reader, planner=_Planner(), no_dist=team.kind == "none")
+            dcp.load(state, storage_reader=_Reader(path, entries), planner=_Planner(), no_dist=team.kind == "none")
     except CheckpointException as error:
-        raise ValueError(f"{path} is not a whole checkpoint of prunus: {_cause(error)}") from error
+        raise ValueError(f"{path} is damaged, or no checkpoint of prunus: {_cause(error)}") from error
+    has_checksums = any(block.crc32 for entry in entries for block in entry.shards)
+    if state["format"] not in (FORMAT, OLD_FORMAT) or (state["format"] == FORMAT and not has_checksums):
+        raise ValueError(f"{path} is damaged, or no checkpoint of prunus: it lacks checksums or the mark {FORMAT!r}")
+    if not has_checksums and team.is_first:
+        warnings.warn(f"{path} is of an older version, without checksums: damage in it is not found", stacklevel=3)
     state = _ordered(state, json.loads(state["places"]))
     for key in PER_RANK:
         state[key] = next(iter(state[key].values()))
@@ -100,14 +108,16 @@ def load_sharded(path: Path, like: Mapping[str, Tensor], team: Team = Team()) ->
 
 def _read_entries(path: Path) -> list[Entry]:
     try:
-        entries = read_entries(path)
+        entries = read_entries(path, verify=False)  # each rank verifies what it reads
         for entry in entries:
             if entry.size is not None:
-                check_complete(entry)
+                check_complete(path, entry)
+        if not {("format",), ("places",), ("step",)} <= {entry.path for entry in entries}:
+            raise ValueError(f"it lacks the mark {FORMAT!r}")
+        if not any(entry.path[0] == "rng" for entry in entries):
+            raise ValueError("no rank wrote its random state")
     except ValueError as error:
-        raise ValueError(f"{path} is not a whole checkpoint of prunus: {error}") from error
-    if not any(entry.name == "format" for entry in entries):
-        raise ValueError(f"{path} is not a checkpoint of prunus: it lacks the mark {FORMAT!r}")
+        raise ValueError(f"{path} is damaged, or no checkpoint of prunus: {error}") from error
     return entries
 
 
@@ -154,36 +164,51 @@ def _cause(error: CheckpointException) -> str:
 
 
 def _metadata(entries: list[Entry]) -> Metadata:
-    """The entries in DCP's own terms."""
+    """The entries in DCP's own terms, without their places, which ``_Reader`` knows."""
     kinds: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    places = {}
     for entry in entries:
         chunks = [ChunkStorageMetadata(torch.Size(s.offset or ()), torch.Size(s.size or ())) for s in entry.shards]
         kinds[entry.name] = BytesStorageMetadata()
         if entry.size is not None and entry.dtype is not None:
             properties = TensorProperties(dtype=entry.dtype)
             kinds[entry.name] = TensorStorageMetadata(properties, torch.Size(entry.size), chunks)
-        for shard in entry.shards:
-            places[MetadataIndex(entry.name, shard.offset)] = _StorageInfo(shard.file, shard.start, shard.length)
-    return Metadata(kinds, {entry.name: entry.path for entry in entries}, places)
+    return Metadata(kinds, {entry.name: entry.path for entry in entries}, {})
 
 
 class _Reader(dcp.FileSystemReader):
-    """DCP's reader with metadata that were read already."""
+    """DCP's reader with metadata that were read already, and with blocks compared with their checksums."""
 
-    def __init__(self, path: Path, metadata: Metadata) -> None:
+    def __init__(self, path: Path, entries: list[Entry]) -> None:
         super().__init__(path)
-        self.metadata = metadata
+        self.folder, self.metadata = path, _metadata(entries)
+        self.blocks = {MetadataIndex(entry.name, block.offset): block for entry in entries for block in entry.shards}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         self.metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return self.metadata
 
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        loaded: tuple[StoredBlock, Any] | None = None  # parts of one block may go to several places
+        for item in sorted(plan.items, key=lambda item: (self.blocks[item.storage_index].file, item.storage_index.fqn)):
+            block = self.blocks[item.storage_index]
+            if loaded is None or loaded[0] != block:
+                loaded = block, read_shard(self.folder, block)
+            if item.type == LoadItemType.BYTE_IO:
+                planner.load_bytes(item, loaded[1])
+                continue
+            places = zip(item.storage_offsets, item.lengths, strict=True)
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(loaded[1][tuple(slice(start, start + n) for start, n in places)])
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
 
 class _Planner(DefaultLoadPlanner):
-    def load_bytes(self, read_item: Any, value: BinaryIO) -> None:
-        """A plain value, read without executing anything; torch's own would unpickle whatever is there."""
-        _set(self.original_state_dict, self.mappings[read_item.dest_index.fqn], read_torch_file(value))
+    def load_bytes(self, read_item: Any, value: Any) -> None:
+        """Take a value that ``_Reader`` has read; torch's own would unpickle whatever is there."""
+        _set(self.original_state_dict, self.mappings[read_item.dest_index.fqn], value)
 
 
 def by_name(state: State, model: nn.Module, optimizer: Optimizer) -> State:

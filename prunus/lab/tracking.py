@@ -5,7 +5,6 @@ A tracker (wandb, tensorboard, trackio) gets what metrics.jsonl gets, nested nam
 """
 
 import contextlib
-import json
 import os
 import platform
 import shutil
@@ -21,9 +20,11 @@ from typing import Any, Protocol
 
 import torch
 
+from ..files.atomic import write_atomically
 from ..files.json_file import to_json, write_json
 from ..ops.machine import said_by_linux
 from .run import Run
+from .run_files import RunFiles, has_step
 
 
 def environment() -> dict[str, Any]:
@@ -121,14 +122,16 @@ class Tracker:
 
     @classmethod
     def open(cls, run: Run, step: int) -> "Tracker":
-        """Make the folder, or continue it at ``step``: later lines of metrics.jsonl are dropped."""
+        """Make the folder, or continue it at ``step``: later lines of metrics.jsonl, or half ones, are dropped."""
         run.out.mkdir(parents=True, exist_ok=True)
         tracker = cls(run.out, tuple(SINKS[name](run, step) for name in run.track))
         if step:
-            tracker._drop_after(step)
+            lines = [line for line in RunFiles(run.out).metrics() if has_step(line) and line["step"] <= step]
         else:
             write_json(run.out / "run.json", {"run": run.to_json(), "environment": environment()})
-            tracker.metrics.write_text("")
+            lines = []
+        text = "".join(to_json(line) + "\n" for line in lines)
+        write_atomically(tracker.metrics, lambda file: file.write(text.encode()))
         return tracker
 
     @property
@@ -142,32 +145,24 @@ class Tracker:
             for sink in self.sinks:
                 sink.log(values["step"], numbers)
 
+    def flush(self) -> None:
+        """Wait until the disk has all lines, as a checkpoint relies on those up to its step."""
+        with self.metrics.open("a") as file:
+            os.fsync(file.fileno())
+
     def result(self, values: dict[str, Any]) -> None:
         write_json(self.folder / "result.json", values)
         for sink in self.sinks:
             sink.close()
-
-    def _drop_after(self, step: int) -> None:
-        """Keep the lines up to the checkpoint; a line that a crash cut short is dropped with the rest."""
-        kept = []
-        for line in self.metrics.read_text().splitlines():
-            try:
-                if json.loads(line)["step"] <= step:
-                    kept.append(line + "\n")
-            except (json.JSONDecodeError, KeyError):
-                break
-        self.metrics.write_text("".join(kept))
-
-
-def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a run's ``metrics.jsonl``."""
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 class Silent:
     """The tracker of a rank that writes nothing: the first rank does."""
 
     def log(self, **values: Any) -> None:
+        pass
+
+    def flush(self) -> None:
         pass
 
     def result(self, values: dict[str, Any]) -> None:

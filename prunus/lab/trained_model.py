@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..export.huggingface import load_causal_model
 from .checkpoint import checkpoint_of, load_checkpoint, save_checkpoint
-from .data.token_files import OPENERS, UINT16, read_tokens
+from .data.datasets import OPENERS, UINT16, read_tokens
 from .evaluate import Quality, loss_of
 
 TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "*.model", "chat_template*")
@@ -68,10 +69,6 @@ def load_trained(source: ModelSource) -> TrainedModel:
 
 
 def _hugging_face(source: ModelSource, folder: Path) -> TrainedModel:
-    try:
-        from transformers import AutoModelForCausalLM
-    except ImportError as missing:
-        raise ValueError(f"reading {folder} takes transformers: pip install prunus[hf]") from missing
     is_own = source.calibrate == "self"
     if (source.tokens is None and not is_own) or source.eval_tokens is None:
         raise ValueError("a model from a folder needs --tokens to calibrate and --eval-tokens to evaluate on")
@@ -79,10 +76,9 @@ def _hugging_face(source: ModelSource, folder: Path) -> TrainedModel:
         raise ValueError("--calibrate self writes the calibration text; leave off --tokens")
     calibration = None if source.tokens is None else tokens_of(source.tokens, folder)
     held_out = tokens_of(source.eval_tokens, folder)
-    from_gguf = {"gguf_file": source.gguf_file} if source.gguf_file else {"use_safetensors": True}
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=source.dtype, local_files_only=True, **from_gguf)
+    model = load_causal_model(folder, source.dtype, source.gguf_file)
     _forget_quantization(model)
-    model.to("cpu" if source.offload else source.device).eval()
+    model.to("cpu" if source.offload else source.device)
     check_vocabulary(source.eval_tokens, held_out, model)
     length = source.length or longest_window(model)
     if calibration is None or source.tokens is None:
@@ -100,14 +96,14 @@ def _hugging_face(source: ModelSource, folder: Path) -> TrainedModel:
 
 
 def check_vocabulary(path: Path, tokens: np.ndarray, model: Any) -> None:
-    largest = int(tokens.max(initial=0))
-    if largest >= model.config.vocab_size:
-        raise ValueError(f"{path} holds token {largest}, but the model knows {model.config.vocab_size}")
+    largest, known = int(tokens.max(initial=0)), getattr(model.config, "vocab_size", 0)
+    if not isinstance(known, int) or largest >= known:
+        raise ValueError(f"{path} holds token {largest}, but the model knows {known}")
 
 
 def longest_window(model: Any) -> int:
     """Default number of tokens in a window."""
-    return min(256, getattr(model.config, "max_position_embeddings", 256))
+    return min(256, getattr(model.config, "max_position_embeddings", None) or 256)
 
 
 def token_ids(path: Path) -> np.ndarray:
@@ -162,7 +158,7 @@ def _forget_quantization(model: Any) -> None:
 
 def _drawn(tokens: np.ndarray, num: int, length: int, seed: int) -> Tensor:
     """``num`` different windows (num, length) that do not overlap, chosen by ``seed``."""
-    available = len(tokens) // length
+    available = len(tokens) // _checked_length(length)
     if available < num:
         raise ValueError(f"{num} windows of {length} tokens were asked for, but there are {available}; take fewer")
     chosen = np.random.default_rng(seed).permutation(available)[:num]
@@ -171,10 +167,16 @@ def _drawn(tokens: np.ndarray, num: int, length: int, seed: int) -> Tensor:
 
 def side_by_side(tokens: np.ndarray, length: int, limit: int) -> Tensor:
     """The first windows (num, length), at most ``limit`` unless that is 0."""
-    num = min(len(tokens) // length, limit or sys.maxsize)
+    num = min(len(tokens) // _checked_length(length), limit or sys.maxsize)
     if num == 0:
         raise ValueError(f"the held-out file has {len(tokens)} tokens, fewer than a window of {length}")
     return torch.from_numpy(tokens[: num * length].reshape(num, length).astype(np.int64))
+
+
+def _checked_length(length: int) -> int:
+    if length < 2:
+        raise ValueError(f"a window needs at least 2 tokens, the second to be predicted, got {length}")
+    return length
 
 
 @torch.no_grad()
@@ -207,11 +209,11 @@ def _checkpoint(source: ModelSource, path: Path) -> TrainedModel:
     from .trainer import Training
 
     if source.offload:
-        raise ValueError(f"{path} is a checkpoint of prunus, which fits where it was trained; leave out --offload")
+        raise ValueError(f"{path} is a checkpoint of prunus, which is loaded whole; leave out --offload")
     state = load_checkpoint(path)
     run = replace(Run.from_json(state["run"]), compile=False, device=source.device, eval_size=source.eval_windows)
     training = Training(replace(run, score="none"))
-    training.model.load_state_dict(state["model"])
+    training.load_weights(state["model"])
     batch = training.data.train.batch(0, source.samples, source.seed)
     images = training.data.shape.kind == "images"
 

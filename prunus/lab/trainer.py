@@ -1,7 +1,7 @@
 """One training, one loop: ``train(run) -> Result``."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
@@ -10,16 +10,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..eligible import eligible
+from ..eligible import eligible, report
+from ..files.atomic import is_part
 from ..files.lock import lock_folder
 from ..ops.machine import device_of
 from ..optim import AdamWPrune
+from ..pruner import Event
 from ..ranks import ranks_of
-from ..summary import Event, report
 from .arithmetic import fixed_arithmetic, restore_onednn
 from .checkpoint import resume, save
 from .data import TokenData
 from .evaluate import Quality, loss_of, measured, summed
+from .interruption import Interrupted, SignalWatch
 from .models import build
 from .parallel import Team, team_of
 from .recipe import Data, data_of, device_named, learning_rate, make_optimizer, make_pruner, num_asked
@@ -31,7 +33,7 @@ Progress = Callable[[int, dict[str, Any]], None]  # called after each step with 
 
 
 @dataclass(frozen=True)
-class Start:
+class DenseStart:
     """A dense training some steps on, which a run that is equal until then may begin from."""
 
     state: dict[str, Any]  # ``Training.state`` without a Pruner's
@@ -154,9 +156,21 @@ class Training:
             "cuda_rng": [torch.cuda.get_rng_state(device) for device in self.team.gpus(self.device)],
         }
 
+    def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take over the tensors of a model; ValueError where they do not fit this one."""
+        try:
+            self.model.load_state_dict(tensors)
+        except (RuntimeError, TypeError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise ValueError(f"the weights do not fit {self.run.model} on {self.run.data}: {reason}") from error
+
     def load(self, state: dict[str, Any]) -> None:
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.load_weights(state["model"])
+        try:
+            self.optimizer.load_state_dict(state["optimizer"])
+        except (RuntimeError, KeyError, TypeError, ValueError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise ValueError(f"the state does not fit the optimizer {self.run.optimizer}: {reason}") from error
         if self.pruner and state["pruner"] is None:
             self.pruner.step = state["step"]  # a dense start: the pruner has only counted steps
         elif self.pruner:
@@ -172,7 +186,7 @@ def train(
     progress: Progress = lambda step, values: None,
     *,
     data: Data | None = None,
-    start: Start | None = None,
+    start: DenseStart | None = None,
     after_step: Callable[[Training], None] = lambda training: None,
     finish: Callable[[Training], None] | None = None,
 ) -> Result:
@@ -215,7 +229,7 @@ def train(
 
 def _begun(run: Run) -> Run:
     """The run, resumed if torchrun restarts it; a folder that holds something else is refused."""
-    if run.resume or not run.out.exists() or all(path.name == "run.json.part" for path in run.out.iterdir()):
+    if run.resume or not run.out.exists() or all(map(is_part, run.out.iterdir())):
         return run
     if is_restarted() and read_run(run.out).to_json() == run.to_json():
         return replace(run, resume=True)
@@ -226,26 +240,32 @@ def _loop(training: Training, tracker: Tracker | Silent, progress: Progress, *, 
     """Step until the budget is spent; the quality at the end, if there was a step to take."""
     run, quality = training.run, None
     onednn = bool(torch.backends.mkldnn.enabled)
-    while training.step < run.total_steps:
-        started = time.perf_counter()
-        loss, lr = training.train_step()
-        restore_onednn(onednn)
-        step, last = training.step, training.step == run.total_steps
-        values: dict[str, Any] = {}
-        for event in training.events:
-            tracker.log(step=step, event={name: value for name, value in asdict(event).items() if value != ()})
-        training.events.clear()
-        if step % run.log_every == 0 or last:
-            values = {"loss": training.team.mean(loss).item(), "lr": lr, "examples": step * run.batch * run.accumulate}
-        training.seconds += time.perf_counter() - started
-        if step % run.eval_every == 0 or last:
-            quality = training.evaluate()
-            values |= {**training.zeros(), "eval": asdict(quality) | {"perplexity": quality.perplexity}}
-        if values:
-            tracker.log(step=step, **values)
-        if saves_last if last else run.save_every and step % run.save_every == 0:
-            save(training, last)
-        progress(step, values)
+    with SignalWatch(training.team) as signals:
+        while training.step < run.total_steps:
+            started = time.perf_counter()
+            loss, lr = training.train_step()
+            restore_onednn(onednn)
+            step, last = training.step, training.step == run.total_steps
+            values: dict[str, Any] = {}
+            for event in training.events:
+                tracker.log(step=step, event={name: value for name, value in asdict(event).items() if value != ()})
+            training.events.clear()
+            if step % run.log_every == 0 or last:
+                mean = training.team.mean(loss).item()
+                values = {"loss": mean, "lr": lr, "examples": step * run.batch * run.accumulate}
+            training.seconds += time.perf_counter() - started
+            if step % run.eval_every == 0 or last:
+                quality = training.evaluate()
+                values |= {**training.zeros(), "eval": asdict(quality) | {"perplexity": quality.perplexity}}
+            if values:
+                tracker.log(step=step, **values)
+            signum = 0 if last else signals.agreed()
+            if signum or (saves_last if last else run.save_every and step % run.save_every == 0):
+                tracker.flush()
+                save(training, last)
+            progress(step, values)
+            if signum:
+                raise Interrupted(signum, run, step)
     return quality
 
 

@@ -11,12 +11,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..allocate import clipped
 from ..eligible import eligible, unwrapped_model
 from ..input_statistics import eagerly
 from ..ops import bits
 from ..ranks import is_dtensor
-from ..select import Global, PerLayer, Selector, Shape
+from ..select import Global, PerLayer, Selector, Shape, clipped
 from .limit import Progress
 from .probe.engine import Engine
 from .probe.objective import Loss, Objective
@@ -312,10 +311,11 @@ class Job:
     def _fisher_allocation(self, sparsity: float, live: Mapping[str, Tensor]) -> PerLayer:
         """By layer, with about as many of each as one global selection by fisher would prune."""
         masks = Strategy(self.walk, self.engine, "fisher", Global()).keep(sparsity, live)
-        sizes = {name: weight.parameter.numel() for name, weight in self.weights.items()}
-        wish, gone = ({name: self._num_pruned(name, packed) for name in sizes} for packed in (masks, live))
+        sizes = [weight.parameter.numel() for weight in self.weights.values()]
+        wish, gone = ([self._num_pruned(name, packed) for name in self.weights] for packed in (masks, live))
         counts = clipped(wish, sizes, sparsity, gone)
-        return PerLayer({name: count / sizes[name] for name, count in counts.items()})
+        shares = (count / size for count, size in zip(counts, sizes, strict=True))
+        return PerLayer(dict(zip(self.weights, shares, strict=True)))
 
     def _num_pruned(self, name: str, packed: Mapping[str, Tensor]) -> int:
         return self.weights[name].parameter.numel() - int(bits.count(packed[name]))

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-PIECE = 1 << 18  # elements worked on at a time: temporaries of a megabyte stay in the cache
+CHUNK = 1 << 18  # elements worked on at a time: temporaries of a megabyte stay in the cache
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -89,7 +89,7 @@ def zero_reference_(tensor: Tensor, bits: Tensor) -> None:
 def zero_(tensor: Tensor, bits: Tensor) -> None:
     """``zero_reference_``, without a boolean copy of the mask.
 
-    On the CPU the elements are multiplied, piece by piece, as integers of their width by 0 or 1, which
+    On the CPU the elements are multiplied, chunk by chunk, as integers of their width by 0 or 1, which
     is exact for every value and several times faster than a masked fill.
     """
     if tensor.is_cuda and tensor.is_contiguous():
@@ -97,17 +97,14 @@ def zero_(tensor: Tensor, bits: Tensor) -> None:
 
         kernel(words_of(tensor), bits)
     elif tensor.is_cpu and tensor.is_contiguous():
-        _zero_on_cpu_(words_of(tensor), bits.numpy())
+        words, packed = words_of(tensor), bits.numpy()
+        scratch = torch.empty(min(CHUNK, len(words)), dtype=words.dtype)
+        for start in range(0, len(words), CHUNK):
+            chunk = words[start : start + CHUNK]
+            ones = np.unpackbits(packed[start // 8 : (start + CHUNK) // 8], count=len(chunk), bitorder="little")
+            chunk.mul_(scratch[: len(chunk)].copy_(torch.from_numpy(ones)))
     else:
         zero_reference_(tensor, bits)
-
-
-def _zero_on_cpu_(words: Tensor, packed: np.ndarray) -> None:
-    scratch = torch.empty(min(PIECE, len(words)), dtype=words.dtype)
-    for start in range(0, len(words), PIECE):
-        piece = words[start : start + PIECE]
-        ones = np.unpackbits(packed[start // 8 : (start + PIECE) // 8], count=len(piece), bitorder="little")
-        piece.mul_(scratch[: len(piece)].copy_(torch.from_numpy(ones)))
 
 
 def check_count(num_kept: int, num_values: int) -> None:

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from . import bits
-from .lazy import Lazy
-from .sorting import sortable
+from .lazy import Lazy, sortable
 
 Packed = Mapping[str, Tensor]  # packed bits by name; a name that is missing is wholly live
 
@@ -127,7 +126,7 @@ def candidates_reference(sources: Sequence[Lazy], lo: float, hi: float, limit: i
     for source, mask, first in zip(sources, above.split(sizes), starts, strict=False):
         split = _split_on_cpu() if source.device.type == "cpu" else split_reference
         packed = live.get(source.name)
-        for start, scores in source.pieces():
+        for start, scores in source.chunks():
             here = slice(start // 8, start // 8 + bits.num_bytes(len(scores)))
             alive = None if packed is None else packed[here]
             check_finite(source.name, scores, alive)
@@ -153,7 +152,7 @@ def _split_on_cpu() -> Callable[[Tensor, Tensor | None, float, float], tuple[Ten
     The booleans are written to the same two buffers every time: fresh ones would cost more in
     page faults than the comparisons take.
     """
-    buffers = np.empty((2, bits.PIECE), dtype=bool)
+    buffers = np.empty((2, bits.CHUNK), dtype=bool)
 
     def split(scores: Tensor, live: Tensor | None, lo: float, hi: float) -> tuple[Tensor, Tensor]:
         values = scores.numpy()
@@ -170,10 +169,10 @@ def _split_on_cpu() -> Callable[[Tensor, Tensor | None, float, float], tuple[Ten
     return split
 
 
-def live_pieces(source: Lazy, live: Packed) -> Iterator[tuple[int, Tensor, Tensor | None]]:
-    """Start, scores and boolean live mask (None for all) of each piece, checked to be finite."""
+def live_chunks(source: Lazy, live: Packed) -> Iterator[tuple[int, Tensor, Tensor | None]]:
+    """Start, scores and boolean live mask (None for all) of each chunk, checked to be finite."""
     packed = live.get(source.name)
-    for start, scores in source.pieces():
+    for start, scores in source.chunks():
         part = None if packed is None else packed[start // 8 : start // 8 + bits.num_bytes(len(scores))]
         check_finite(source.name, scores, part)
         yield start, scores, None if part is None else bits.unpack(part, scores.shape)

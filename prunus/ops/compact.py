@@ -14,9 +14,9 @@ from torch import Tensor
 
 from . import bits
 from .bits import words_of
-from .threads import in_threads
+from .machine import in_threads
 
-PIECE = 1 << 17  # elements a thread works on at a time, a multiple of 8: what it makes of them stays in its cache
+CHUNK = 1 << 17  # elements a thread works on at a time, a multiple of 8: what it makes of them stays in its cache
 
 Array = np.ndarray[Any, Any]
 
@@ -39,7 +39,7 @@ def expand_reference(values: Tensor, packed: Tensor, shape: Sequence[int]) -> Te
 
 
 def nonzero(tensor: Tensor) -> Tensor:
-    """``nonzero_reference``, piece by piece."""
+    """``nonzero_reference``, chunk by chunk."""
     words = words_of(tensor)
     if words.is_cuda:
         from ._triton.compact import nonzero as kernel
@@ -51,8 +51,8 @@ def nonzero(tensor: Tensor) -> Tensor:
     source, target = words.numpy(), packed.numpy()
 
     def work(span: slice) -> None:
-        for piece in pieces(span):
-            target[_bytes(piece)] = np.packbits(source[piece] != 0, bitorder="little")
+        for chunk in chunks(span):
+            target[_bytes(chunk)] = np.packbits(source[chunk] != 0, bitorder="little")
 
     in_threads(work, spans(len(words)))
     return packed
@@ -73,9 +73,9 @@ def compact(tensor: Tensor, packed: Tensor) -> Tensor:
 
     def work(part: tuple[slice, int]) -> None:
         span, start = part
-        for piece in pieces(span):
-            at = _positions(mask, piece)
-            np.take(source[piece], at, out=target[start : start + len(at)], mode="clip")
+        for chunk in chunks(span):
+            at = _positions(mask, chunk)
+            np.take(source[chunk], at, out=target[start : start + len(at)], mode="clip")
             start += len(at)
 
     in_threads(work, parts)
@@ -98,8 +98,8 @@ def expand(values: Tensor, packed: Tensor, shape: Sequence[int]) -> Tensor:
 
     def work(part: tuple[slice, int]) -> None:
         span, start = part
-        for piece in pieces(span):
-            at, here = _positions(mask, piece), target[piece]
+        for chunk in chunks(span):
+            at, here = _positions(mask, chunk), target[chunk]
             here[:] = 0
             here[at] = source[start : start + len(at)]
             start += len(at)
@@ -109,18 +109,18 @@ def expand(values: Tensor, packed: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def spans(numel: int) -> list[slice]:
-    """One stretch a thread, each of whole pieces but the last."""
-    length = PIECE * max(1, -(-numel // (PIECE * torch.get_num_threads())))
+    """One stretch a thread, each of whole chunks but the last."""
+    length = CHUNK * max(1, -(-numel // (CHUNK * torch.get_num_threads())))
     return [slice(start, min(start + length, numel)) for start in range(0, numel, length)]
 
 
-def pieces(span: slice) -> list[slice]:
-    return [slice(start, min(start + PIECE, span.stop)) for start in range(span.start, span.stop, PIECE)]
+def chunks(span: slice) -> list[slice]:
+    return [slice(start, min(start + CHUNK, span.stop)) for start in range(span.start, span.stop, CHUNK)]
 
 
-def _bytes(piece: slice) -> slice:
-    """The packed bytes of a piece, which begins at a multiple of eight."""
-    return slice(piece.start // 8, bits.num_bytes(piece.stop))
+def _bytes(chunk: slice) -> slice:
+    """The packed bytes of a chunk, which begins at a multiple of eight."""
+    return slice(chunk.start // 8, bits.num_bytes(chunk.stop))
 
 
 def _starts(packed: Tensor, numel: int) -> tuple[list[tuple[slice, int]], int]:
@@ -132,7 +132,7 @@ def _starts(packed: Tensor, numel: int) -> tuple[list[tuple[slice, int]], int]:
     return parts, total
 
 
-def _positions(mask: Array, piece: slice) -> Array:
-    """Where the kept elements of a piece stand in it: faster to use, several times, than the booleans."""
-    kept = np.unpackbits(mask[_bytes(piece)], count=piece.stop - piece.start, bitorder="little")
+def _positions(mask: Array, chunk: slice) -> Array:
+    """Where the kept elements of a chunk stand in it: faster to use, several times, than the booleans."""
+    kept = np.unpackbits(mask[_bytes(chunk)], count=chunk.stop - chunk.start, bitorder="little")
     return np.flatnonzero(kept.view(np.bool_))

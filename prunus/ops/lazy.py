@@ -1,4 +1,4 @@
-"""Scores of one weight that exist already, or are computed piece by piece and never stored."""
+"""Scores of one weight that exist already, or are computed chunk by chunk and never stored; scores as integers."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .bits import PIECE
+from .bits import CHUNK
 from .formula import Formula
 from .shard import Shard
 
@@ -53,7 +53,7 @@ class Lazy:
 
     @property
     def global_numel(self) -> int:
-        return math.prod(self.global_shape)
+        return math.prod(self.shard.global_shape) if self.shard else self.weight.numel()
 
     @property
     def device(self) -> torch.device:
@@ -65,13 +65,13 @@ class Lazy:
         return self.dtype if self.dtype in (torch.float64, torch.int64) else torch.float32
 
     @property
-    def piece(self) -> int:
+    def chunk_size(self) -> int:
         """Elements worked on at a time: what a CPU's cache holds, or what makes a GPU's launches worth while."""
-        return PIECE if self.device.type == "cpu" else 1 << 24
+        return CHUNK if self.device.type == "cpu" else 1 << 24
 
-    def pieces(self, size: int | None = None) -> Iterator[tuple[int, Tensor]]:
+    def chunks(self, size: int | None = None) -> Iterator[tuple[int, Tensor]]:
         """Start and scores of consecutive runs of ``size`` elements of the flattened weight."""
-        size = size or self.piece
+        size = size or self.chunk_size
         if self.formula is None:
             scores = self.all().reshape(-1)
             yield from ((start, scores[start : start + size]) for start in range(0, self.numel, size))
@@ -90,7 +90,12 @@ class Lazy:
         """Scores of the elements at ``positions`` of the flattened weight."""
         if self.formula is None:
             return self.all().reshape(-1)[positions]
-        reads = {name: self._pick(tensor, positions) for name, tensor in self.reads.items()}
+        reads = {
+            name: tensor.view(-1)[positions]
+            if tensor.shape == self.shape and tensor.is_contiguous()
+            else tensor.expand(self.shape)[torch.unravel_index(positions, self.shape)]
+            for name, tensor in self.reads.items()
+        }
         return self._score(reads, self._placed(positions))
 
     def all(self) -> Tensor:
@@ -116,9 +121,9 @@ class Lazy:
         return tensor.permute(*self.outputs, *inputs).flatten(0, len(self.outputs) - 1)
 
     def rows(self, parts: Sequence[slice] | None = None) -> Iterator[tuple[slice, Tensor]]:
-        """Which rows, and their scores as a matrix (row, input): ``parts``, or about ``piece`` elements at a time."""
+        """Which rows, and their scores (row, input): ``parts``, or about ``chunk_size`` elements at a time."""
         num_rows = len(self.rows_of(self.weight))
-        step = max(1, self.piece * num_rows // max(1, self.numel))
+        step = max(1, self.chunk_size * num_rows // max(1, self.numel))
         if parts is None:
             parts = [slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
         if self.formula is None:
@@ -138,24 +143,18 @@ class Lazy:
             for name, tensor in reads.items()
         }
         scores = self.of(**cast, **extra, **self.constants)
-        if self.formula is None:
-            self._check(scores)
+        # what a user's function gave must be one number for each element: broadcast, most would tie
+        if self.formula is None and not (
+            isinstance(scores, Tensor) and scores.shape == self.shape and not scores.is_complex()
+        ):
+            came = type(scores).__name__
+            if isinstance(scores, Tensor):
+                came = f"{scores.dtype}" if scores.shape == self.shape else f"a tensor of shape {tuple(scores.shape)}"
+            raise ValueError(
+                f"a score must give one real number for each element of {self.name}, a tensor of shape "
+                f"{tuple(self.shape)}, but yours gave {came}"
+            )
         return scores.to(self.compared)
-
-    def _check(self, scores: object) -> None:
-        """Refuse what a user's function gave unless it is one number for each element: broadcast, most would tie."""
-        if not isinstance(scores, Tensor):
-            came = f"{type(scores).__name__}"
-        elif scores.shape != self.shape:
-            came = f"a tensor of shape {tuple(scores.shape)}"
-        elif scores.is_complex():
-            came = f"{scores.dtype}"
-        else:
-            return
-        raise ValueError(
-            f"a score must give one real number for each element of {self.name}, a tensor of shape "
-            f"{tuple(self.shape)}, but yours gave {came}"
-        )
 
     def _placed(self, positions: Tensor) -> Tensor:
         """Positions in the whole weight."""
@@ -163,11 +162,6 @@ class Lazy:
 
     def _all_positions(self) -> Tensor:
         return self._placed(torch.arange(self.numel, device=self.device)).view(self.shape)
-
-    def _pick(self, tensor: Tensor, positions: Tensor) -> Tensor:
-        if tensor.shape == self.shape and tensor.is_contiguous():
-            return tensor.view(-1)[positions]
-        return tensor.expand(self.shape)[torch.unravel_index(positions, self.shape)]
 
     def _spread(self, tensor: Tensor, start: int, stop: int) -> Tensor:
         """Elements ``start`` to ``stop`` of a tensor broadcast to the weight, copying only their rows."""
@@ -183,15 +177,8 @@ def stored(name: str, scores: Tensor) -> Lazy:
         raise ValueError(f"scores are real numbers, but those of {name} are {scores.dtype}")
     scores = scores.detach().view(1) if scores.ndim == 0 else scores.detach()
     dtype = torch.int64 if not scores.is_floating_point() else torch.promote_types(scores.dtype, torch.float32)
-    return Lazy(
-        name,
-        scores,
-        _itself,
-        {"scores": scores},
-        dtype=dtype,
-        formula=_as_stored,
-        outputs=(0,) if scores.ndim > 1 else (),
-    )
+    outputs = (0,) if scores.ndim > 1 else ()
+    return Lazy(name, scores, _itself, {"scores": scores}, dtype=dtype, formula=_as_stored, outputs=outputs)
 
 
 def alike(sources: list[Lazy]) -> list[Lazy]:
@@ -223,3 +210,21 @@ def _itself(scores: Tensor) -> Tensor:
 
 def _as_stored(_: Mapping[str, Any]) -> Formula:
     return Formula("itself", {"w": "scores"})
+
+
+def sortable(scores: Tensor) -> Tensor:
+    """Signed integers of the width of ``scores`` that stand in the same order; -0.0 equals 0.0."""
+    if not scores.is_floating_point():
+        return scores.long()
+    width = {4: torch.int32, 8: torch.int64}[scores.element_size()]
+    words = (scores + 0.0).view(width)
+    return words ^ ((words >> (8 * words.element_size() - 1)) & torch.iinfo(width).max)
+
+
+def from_sortable(key: int, dtype: torch.dtype) -> float | int:
+    """The score whose sortable integer is ``key``."""
+    if not dtype.is_floating_point:
+        return key
+    width = {4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    word = key if key >= 0 else key ^ torch.iinfo(width).max
+    return torch.tensor(word, dtype=width).view(dtype).item()

@@ -1,12 +1,17 @@
-"""What this machine has: devices that are really there, what they have under way, and main memory."""
+"""What this machine has: devices that are really there, what they have under way, threads and main memory."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     import torch
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 def device_of(name: torch.device | str) -> torch.device:
@@ -34,3 +39,14 @@ def said_by_linux(file: str, key: str) -> int | None:
     path = Path("/proc") / file
     lines = path.read_text().splitlines() if path.is_file() else []
     return next((int(line.split()[1]) << 10 for line in lines if line.startswith(f"{key}:")), None)
+
+
+def in_threads(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+    """``[work(item) for item in items]``; the functions must let go of the interpreter, as numpy's do."""
+    import torch
+
+    num_threads = min(torch.get_num_threads(), len(items))
+    if num_threads < 2:
+        return [work(item) for item in items]
+    with ThreadPoolExecutor(num_threads) as pool:
+        return list(pool.map(work, items))

@@ -5,8 +5,10 @@ kept by ``SparseLinear``, and where it is 2:4 and the GPU can, as a semi-structu
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -17,12 +19,16 @@ from ..files.reader import open_tensors
 from ..ops.machine import device_of
 from . import linear, semi_structured
 from .gaps import Gaps, gaps_of_dense
-from .product import product
-from .timing import microseconds, num_copies
+from .linear import product
 
 AnySource = str | os.PathLike[str] | nn.Module | Mapping[str, Tensor]
+Call = Callable[[], object]
 WORTH = 1.03  # times faster: less is noise
 SPARSE_FROM = 0.1  # layers with fewer zeros were not pruned, and stay dense
+LEAST_CALLS = 16  # in one CUDA graph
+ROTATED = 200_000_000  # bytes of the weights that calls read in turn, more than a cache holds
+MOST_COPIES = 64
+PATIENCE = 1.0  # seconds that one measurement takes at most on a CPU, beyond its first three calls
 
 
 @dataclass(frozen=True)
@@ -38,8 +44,8 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Row:
-    """One kind of layer: how many there are, and microseconds of each way; a way that is not possible is missing."""
+class LayerTimes:
+    """One kind of layer, its layers, and microseconds of each way; a way that is not possible is missing."""
 
     shape: tuple[int, int]
     dtype: str
@@ -54,7 +60,7 @@ class Row:
 class Advice:
     machine: str
     load: Load
-    rows: list[Row]
+    rows: list[LayerTimes]
 
     def __str__(self) -> str:
         table = [*_table(self.rows, self.load), ""] if self.rows else []
@@ -67,15 +73,15 @@ class Advice:
             return [f"no linear layer has {SPARSE_FROM:.0%} zeros or more: there is nothing to gain; prune first"]
         if not any(winner(times) != "dense" for row in self.rows for times in (row.decode, row.prefill)):
             return [f"no layer is faster on {self.machine}: keep the dense file to run, the small file to store"]
-        decode = _said(f"decoding, {self.load.batch} at a time", [(row, row.decode) for row in self.rows])
-        prefill = _said(f"a prompt of {self.load.tokens} tokens", [(row, row.prefill) for row in self.rows])
+        decode = _gain(f"decoding, {self.load.batch} at a time", [(row, row.decode) for row in self.rows])
+        prefill = _gain(f"a prompt of {self.load.tokens} tokens", [(row, row.prefill) for row in self.rows])
         return [decode, prefill, f"measured on {self.machine}; attention, norms and the host's launches are not in it"]
 
 
 def advise(source: AnySource, device: torch.device | str = "cpu", load: Load = Load()) -> Advice:
     """What is faster for each kind of linear layer of a model, a mapping of weights, or a folder or file of them."""
     device = device_of(device)
-    rows: dict[tuple, Row] = {}
+    rows: dict[tuple, LayerTimes] = {}
     with torch.no_grad():
         for name, weight in _weights(source):
             sparsity = linear.sparsity_of(weight)
@@ -85,9 +91,15 @@ def advise(source: AnySource, device: torch.device | str = "cpu", load: Load = L
             kind = (weight.shape, weight.dtype, round(sparsity, 1), two_of_four)
             if kind in rows:
                 rows[kind].layers.append(name)
-            else:
-                rows[kind] = replace(_measured(name, weight.to(device), load), sparsity=sparsity)
-    return Advice(_machine(device), load, list(rows.values()))
+                continue
+            shape, dtype = (weight.shape[0], weight.shape[1]), str(weight.dtype).removeprefix("torch.")
+            times = _measured(weight.to(device), load)
+            rows[kind] = LayerTimes(shape, dtype, sparsity, two_of_four, [name], *times)
+    num = torch.get_num_threads()
+    machine = f"this CPU ({num} thread{'s' if num > 1 else ''})"
+    if device.type == "cuda":
+        machine = torch.cuda.get_device_name(device)
+    return Advice(machine, load, list(rows.values()))
 
 
 def winner(times: Mapping[str, float]) -> str:
@@ -107,26 +119,25 @@ class Way:
 def ways_of(weight: Tensor) -> dict[str, Way]:
     """The ways that this weight can be kept on its device."""
     gaps = gaps_of_dense(weight)
+
+    def dense(weight: Tensor) -> Callable[[Tensor], Tensor]:
+        return lambda x: nn.functional.linear(x, weight)
+
+    def sparse(gaps: Gaps) -> Callable[[Tensor], Tensor]:
+        return lambda x: product(x, gaps)
+
     found = {
-        "dense": Way(weight.nbytes, lambda: _dense(weight.clone())),
-        "sparse": Way(gaps.nbytes, lambda: _sparse(gaps)),
+        "dense": Way(weight.nbytes, lambda: dense(weight.clone())),
+        "sparse": Way(gaps.nbytes, lambda: sparse(gaps.clone())),
     }
     if semi_structured.can_run(weight.device) and semi_structured.why_not(weight) is None:
         packed_bytes = weight.nbytes * 9 // 16  # half of the values, two bits for each
-        found["2:4"] = Way(packed_bytes, lambda: _dense(torch.sparse.to_sparse_semi_structured(weight)))
+        found["2:4"] = Way(packed_bytes, lambda: dense(torch.sparse.to_sparse_semi_structured(weight)))
     return found
 
 
-def _dense(weight: Tensor) -> Callable[[Tensor], Tensor]:
-    return lambda x: nn.functional.linear(x, weight)
-
-
-def _sparse(gaps: Gaps) -> Callable[[Tensor], Tensor]:
-    mine = gaps.clone()
-    return lambda x: product(x, mine)
-
-
-def _measured(name: str, weight: Tensor, load: Load) -> Row:
+def _measured(weight: Tensor, load: Load) -> tuple[dict[str, float], dict[str, float]]:
+    """Microseconds of each way, in decoding and in a prompt."""
     one, many = (torch.randn(n, weight.shape[1], device=weight.device) for n in (load.batch, load.tokens))
     decode: dict[str, float] = {}
     prefill: dict[str, float] = {}
@@ -134,8 +145,7 @@ def _measured(name: str, weight: Tensor, load: Load) -> Row:
         copies = [way.copy() for _ in range(num_copies(way.num_bytes))]
         for times, x in ((decode, one.to(weight.dtype)), (prefill, many.to(weight.dtype))):
             times[label] = microseconds([partial(copy, x) for copy in copies], weight.device)
-    shape, dtype = (weight.shape[0], weight.shape[1]), str(weight.dtype).removeprefix("torch.")
-    return Row(shape, dtype, 0.0, semi_structured.is_two_of_four(weight), [name], decode, prefill)
+    return decode, prefill
 
 
 def _weights(source: AnySource) -> Iterator[tuple[str, Tensor]]:
@@ -152,25 +162,70 @@ def _weights(source: AnySource) -> Iterator[tuple[str, Tensor]]:
                     yield name, tensors.read(name)
 
 
-def _table(rows: list[Row], load: Load) -> list[str]:
+def num_copies(num_bytes: int) -> int:
+    """Copies of a weight that are read in turn, so that none is in the cache when its turn comes."""
+    return max(2, min(MOST_COPIES, -(-ROTATED // max(1, num_bytes))))
+
+
+def microseconds(calls: Sequence[Call], device: torch.device, repeat: int = 9) -> float:
+    """Median microseconds of one of ``calls``, made in turn; on CUDA in a graph, without the host's launches."""
+    if device.type == "cuda":
+        return _graphed_us(calls, repeat)
+    times: list[float] = []
+    while len(times) < 3 or (len(times) < repeat * len(calls) and sum(times) < PATIENCE):
+        started = time.perf_counter()
+        calls[len(times) % len(calls)]()
+        times.append(time.perf_counter() - started)
+    return 1e6 * statistics.median(times[1:])
+
+
+def _graphed_us(calls: Sequence[Call], repeat: int) -> float:
+    """Median over replays of a CUDA graph that makes all calls, at least ``LEAST_CALLS`` in all."""
+    rounds = -(-LEAST_CALLS // len(calls))
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for call in calls[:3]:
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in [*calls] * rounds:
+            call()
+    times = [_elapsed_us(graph.replay) / (rounds * len(calls)) for _ in range(repeat + 1)]
+    return statistics.median(times[1:])
+
+
+def launched_us(call: Call, repeat: int) -> float:
+    """Median microseconds of a call that the host launches, among others, without a graph."""
+    times = [_elapsed_us(lambda: [call() for _ in range(LEAST_CALLS)]) / LEAST_CALLS for _ in range(repeat + 1)]
+    return statistics.median(times[1:])
+
+
+def _elapsed_us(call: Call) -> float:
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    call()
+    end.record()
+    torch.cuda.synchronize()
+    return 1e3 * begin.elapsed_time(end)
+
+
+def _table(rows: list[LayerTimes], load: Load) -> list[str]:
     ways = [way for way in ("dense", "sparse", "2:4") if any(way in row.decode for row in rows)]
     lines = [["layer", "type", "layers", "zeros", *(f"{w}, {n}" for n in (load.batch, load.tokens) for w in ways)]]
     for row in rows:
         zeros = f"{row.sparsity:.1%}" + (" 2:4" if row.two_of_four else "")
-        about = [f"{row.shape[0]} x {row.shape[1]}", row.dtype, str(len(row.layers)), zeros]
-        lines.append(about + [_cell(times, way) for times in (row.decode, row.prefill) for way in ways])
+        cells = [f"{row.shape[0]} x {row.shape[1]}", row.dtype, str(len(row.layers)), zeros]
+        for times in (row.decode, row.prefill):
+            gains = {way: f" ({times['dense'] / times[way]:.2f}x)" for way in times if way != "dense"}
+            cells += [f"{times[way]:,.1f} us{gains.get(way, '')}" if way in times else "-" for way in ways]
+        lines.append(cells)
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     return ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
 
 
-def _cell(times: Mapping[str, float], way: str) -> str:
-    if way not in times:
-        return "-"
-    gain = "" if way == "dense" else f" ({times['dense'] / times[way]:.2f}x)"
-    return f"{times[way]:,.1f} us{gain}"
-
-
-def _said(what: str, timed: list[tuple[Row, dict[str, float]]]) -> str:
+def _gain(what: str, timed: list[tuple[LayerTimes, dict[str, float]]]) -> str:
     """One line: how many layers gain by what, and the linear layers as a whole."""
     before = sum(len(row.layers) * times["dense"] for row, times in timed)
     after = sum(len(row.layers) * times[winner(times)] for row, times in timed)
@@ -180,10 +235,3 @@ def _said(what: str, timed: list[tuple[Row, dict[str, float]]]) -> str:
         return f"{what}: no layer is faster than dense"
     total = sum(len(row.layers) for row, _ in timed)
     return f"{what}: of {total} sparse layers {kinds} are faster; together {before / after:.2f} times"
-
-
-def _machine(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    num = torch.get_num_threads()
-    return f"this CPU ({num} thread{'s' if num > 1 else ''})"

@@ -1,5 +1,6 @@
-"""Linear layers that keep their weight sparse in memory, and multiply by it as it is."""
+"""Products with a sparse matrix, and linear layers that keep their weight sparse in memory and multiply by it."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -7,12 +8,48 @@ import torch
 from torch import Tensor, nn
 
 from ..eligible import check_patterns, is_conv1d, matches
-from .gaps import WIDEST, Gaps, check_gaps, gaps_of, gaps_of_dense
-from .product import dense, product
+from .gaps import WIDEST, Gaps, check_gaps, gaps_of_dense, row_blocks, slots_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MOST = 8  # vectors that the kernel takes at a time; with more, the dense product is faster
 LEAST = 0.5  # sparsity from which a product with one vector is faster than the dense one on an H200
 BUFFERS = ("values", "codes", "heads", "rows")
+
+
+def dense_reference(gaps: Gaps) -> Tensor:
+    """The matrix with its zeros."""
+    num_rows, width = gaps.shape
+    flat = torch.zeros(num_rows * width + 1, dtype=gaps.values.dtype, device=gaps.values.device)
+    for first, last in row_blocks(num_rows, width) if len(gaps.values) else ():
+        slots = slots_of(gaps, first, last)
+        place = slots.column + (slots.row * width)[:, None, None, None]
+        place.masked_fill_(~slots.is_entry, num_rows * width)  # what is no entry goes behind the matrix
+        flat.scatter_(0, place.view(-1), slots.value.reshape(-1))
+    return flat[:-1].view(num_rows, width)
+
+
+def dense(gaps: Gaps) -> Tensor:
+    """``dense_reference``, bit for bit."""
+    if gaps.values.is_cuda:
+        from ._triton import dense as kernel
+
+        return kernel(gaps)
+    return dense_reference(gaps)
+
+
+def product(x: Tensor, gaps: Gaps, bias: Tensor | None = None) -> Tensor:
+    """``x W^T + bias`` for x of shape (vectors, in).
+
+    On CUDA up to ``MOST`` vectors read the gap form itself, summed in float32; more of them read a dense copy.
+    Vectors must be finite: a zero that bridges a gap times infinity is NaN, as in the dense product.
+    """
+    if x.is_cuda and len(x) <= MOST and x.dtype != torch.float64 and x.numel():
+        from ._triton import product as kernel
+
+        num = 1 << (len(x) - 1).bit_length()
+        padded = x if num == len(x) else nn.functional.pad(x, (0, 0, 0, num - len(x)))
+        return kernel(padded.contiguous(), gaps, bias)[: len(x)]
+    return nn.functional.linear(x, dense(gaps).to(x.dtype), bias)
 
 
 class SparseLinear(nn.Module):
@@ -34,7 +71,7 @@ class SparseLinear(nn.Module):
         for name in BUFFERS:
             self.register_buffer(name, getattr(gaps, name))
         self.register_buffer("bias", None if bias is None else bias.detach())
-        self.register_load_state_dict_pre_hook(_make_room)
+        self.register_load_state_dict_pre_hook(_resize_buffers)
 
     @classmethod
     def from_linear(cls, linear: nn.Linear) -> "SparseLinear":
@@ -43,13 +80,6 @@ class SparseLinear(nn.Module):
             shape = tuple(linear.weight.shape)
             raise ValueError(f"the layer has a weight of {shape}, {linear.weight.dtype}: {reason}; keep it dense")
         return cls(gaps_of_dense(linear.weight), linear.bias)
-
-    @classmethod
-    def from_packed(
-        cls, packed: Tensor, values: Tensor, shape: Sequence[int], bias: Tensor | None = None
-    ) -> "SparseLinear":
-        """The layer of a weight (out, in) given as one bit an element and the values where it is set."""
-        return cls(gaps_of(packed, values, shape), bias)
 
     @property
     def gaps(self) -> Gaps:
@@ -73,13 +103,13 @@ class SparseLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, entries={kept:.1%}"
 
 
-def _make_room(layer: SparseLinear, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
+def _resize_buffers(layer: SparseLinear, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
     """Resize the buffers to the saved ones before loading; refuse indices that are out of range."""
     found = {name: state_dict[prefix + name] for name in BUFFERS if prefix + name in state_dict}
     if len(found) == len(BUFFERS):
         check_gaps(Gaps(**found, shape=(layer.out_features, layer.in_features)))
-        for name, saved in found.items():
-            setattr(layer, name, torch.empty_like(saved, dtype=getattr(layer, name).dtype, device=layer.rows.device))
+        for name, buffer in found.items():
+            setattr(layer, name, torch.empty_like(buffer, dtype=getattr(layer, name).dtype, device=layer.rows.device))
 
 
 def sparsify_(
@@ -98,11 +128,10 @@ def sparsify_(
     for name, module in chosen(model, include, exclude).items():
         weight = linear_weight(module)
         if why_not(weight) is None and sparsity_of(weight) >= least:
-            bias = getattr(module, "bias", None)
             if not name:
                 raise ValueError("the model is itself a linear layer: use SparseLinear.from_linear(model)")
             parent, _, last = name.rpartition(".")
-            layer = SparseLinear(gaps_of_dense(weight), bias).train(module.training)
+            layer = SparseLinear(gaps_of_dense(weight), getattr(module, "bias", None)).train(module.training)
             setattr(model.get_submodule(parent), last, layer)
             replaced.append(name)
     return replaced
@@ -112,14 +141,12 @@ def chosen(model: nn.Module, include: str | Sequence[str], exclude: str | Sequen
     """Linear layers by name whose weight is in no other place, and that the patterns allow."""
     include, exclude = ([p] if isinstance(p, str) else list(p) for p in (include, exclude))
     check_patterns([*include, *exclude], [name for name, _ in model.named_parameters()])
-    places: dict[int, int] = {}
-    for _, parameter in model.named_parameters(remove_duplicate=False):
-        places[id(parameter)] = places.get(id(parameter), 0) + 1
+    num_places = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     return {
         name: module
         for name, module in model.named_modules()
         if (type(module) is nn.Linear or is_conv1d(module))
-        and places[id(module.weight)] == 1
+        and num_places[id(module.weight)] == 1
         and (not include or matches(f"{name}.weight", include))
         and not matches(f"{name}.weight", exclude)
     }

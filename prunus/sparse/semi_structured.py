@@ -36,7 +36,12 @@ def semi_structured_(
     for name, layer in layers.items():
         if reason := why_not(layer.weight):
             raise ValueError(f"{name}.weight {reason}; exclude the layer, or prune it with NofM(2, 4)")
-    _check_device(next(iter(layers.values())).weight.device)
+    device = next(iter(layers.values())).weight.device
+    if not can_run(device):
+        raise ValueError(
+            f"semi-structured tensors run on NVIDIA GPUs from compute capability 8.0 on, but the model is on {device}; "
+            'move it there with model.to("cuda") first'
+        )
     for layer in layers.values():
         layer.weight = nn.Parameter(torch.sparse.to_sparse_semi_structured(layer.weight.detach()), requires_grad=False)
     return list(layers)
@@ -58,11 +63,3 @@ def can_run(device: torch.device) -> bool:
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(device) >= OLDEST
-
-
-def _check_device(device: torch.device) -> None:
-    if not can_run(device):
-        raise ValueError(
-            f"semi-structured tensors run on NVIDIA GPUs from compute capability 8.0 on, but the model is on {device}; "
-            'move it there with model.to("cuda") first'
-        )

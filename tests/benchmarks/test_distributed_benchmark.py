@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from benchmarks.__main__ import main
 from benchmarks.distributed import page
 
 
@@ -42,3 +43,12 @@ def test_one_rank_on_a_gpu_is_held_against_the_plain_way(tmp_path):
     text = page(tmp_path)
     assert "differs by -20.0%; pruning adds 1.00 ms to its step, 0.50 ms to the plain one" in text
     assert "one digest" not in text and "thread" not in text
+
+
+@pytest.mark.slow
+def test_the_command_measures_every_number_of_ranks_and_one_rank_beside_none(tmp_path):
+    main(["distributed", *"--layers 2 --dim 16 --repeat 1".split(), "--results", str(tmp_path)])
+    (path,) = tmp_path.iterdir()
+    rows = json.loads(path.read_text())["rows"]
+    assert [row.get("ranks", row.get("way")) for row in rows[:4]] == [1, 2, 4, "plain"]
+    assert rows[-1]["num_sums"] > 0 and "| 4 ranks, gloo |" in page(tmp_path)

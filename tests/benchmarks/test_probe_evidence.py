@@ -11,12 +11,21 @@ import torch
 
 from benchmarks import probe_study
 from benchmarks.__main__ import main
-from benchmarks.probe_figures import Figures, read_figures, verdict
-from benchmarks.probe_models import CASES, IMAGES, smaller, subject_for
-from benchmarks.probe_study import Arm, Row, exactly, pruned_by, replaced_veto, share_beyond, vetoed_by_lot
+from benchmarks.probe import Figures, read_figures, verdict
+from benchmarks.probe_study import (
+    CASES,
+    Arm,
+    Row,
+    exactly,
+    load_model,
+    pruned_by,
+    replaced_veto,
+    share_beyond,
+    vetoed_by_lot,
+)
 from prunus import Global, PerLayer, PerRow, Probe
 from prunus.lab.data.batches import ImageShape
-from prunus.lab.models.vision import RESNETS, resnet
+from prunus.lab.models import RESNETS, resnet
 from prunus.oneshot.probe.decide import is_allowed
 from prunus.oneshot.prune import Job, Plan
 from prunus.ops import bits
@@ -160,10 +169,12 @@ def test_every_comparison_is_between_equally_sparse_models_and_the_page_shows_ea
         if way == "probed":
             assert all(0 < row.sparsity < level for row in rows)
             for other in BESIDE[1:]:
-                assert [row.sparsity for row in case.of(strategy, level, other, tau)] == [row.sparsity for row in rows]
+                others = case.rows[strategy, level, other, tau].values()
+                assert [row.sparsity for row in others] == [row.sparsity for row in rows]
         if way in ("exact", "target"):
-            assert [r.sparsity for r in rows] == [r.sparsity for r in case.of(strategy, level, "alone")]
-        assert case.number(case.mean(strategy, level, way, tau)) in text
+            alone = case.rows[strategy, level, "alone", None].values()
+            assert [row.sparsity for row in rows] == [row.sparsity for row in alone]
+        assert case.number(case.mean((strategy, level, way, tau))) in text
 
 
 BESIDE = ("probed", "alone, as sparse", "by lot")
@@ -198,10 +209,11 @@ def test_images_are_normalised_drawn_by_the_seed_and_counted(tmp_path):
     state = {f"module.{name}": value for name, value in model.state_dict().items()}
     torch.save({"state_dict": state}, folder / "resnet20.th")
     draw = np.random.default_rng(0)
-    pixels, labels = draw.integers(0, 256, (8, 3, 32, 32)).astype("u1"), draw.integers(0, 10, 8)
-    parts = {"calib_pixels": pixels, "calib_labels": labels, "test_pixels": pixels, "test_labels": labels}
-    np.savez_compressed(folder / IMAGES, **parts)
-    first, second = (subject_for(smaller(CASES["ResNet-20"]), tmp_path, s, torch.device("cpu")) for s in (0, 1))
+    pixels, labels = draw.integers(0, 256, (8, 3, 32, 32)).astype("u1"), np.arange(8)
+    records = np.concatenate([labels[:, None].astype("u1"), pixels.reshape(8, -1)], 1)
+    for name in (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"):
+        records.tofile(folder / f"{name}.bin")
+    first, second = (load_model(CASES[2].small(), tmp_path, seed, torch.device("cpu")) for seed in (0, 1))
     inputs, _ = first.batches[0]
     assert inputs.shape == (4, 3, 32, 32)
     assert not torch.equal(inputs, second.batches[0][0])
@@ -223,7 +235,7 @@ def figures(metric, dense, probed, alone):
             rows[name, 0.5, way, tau] = probed
         rows[name, 0.5, "alone, as sparse", 1.0] = rows[name, 0.5, "by lot", 1.0] = alone
     rows = {key: {seed: Row(*key, 0.5, value) for seed, value in enumerate(values)} for key, values in rows.items()}
-    return Figures(settings, metric, (0, 1, 2), [], [], rows)
+    return Figures([{"settings": settings, "metric": metric}] * 3, rows)
 
 
 @pytest.mark.parametrize(
@@ -239,19 +251,19 @@ def figures(metric, dense, probed, alone):
 )
 def test_the_verdict_follows_from_the_figures(metric, probed, alone, outcome, said):
     case = figures(metric, 8.0 if metric == "perplexity" else 0.92, probed, alone)
-    assert {each.outcome for each in case.against("probed", "alone, as sparse")} == {outcome}
-    assert {each.outcome for each in case.against("target", "alone")} == {outcome}
+    assert {each.outcome for each in case.against("probed")} == {outcome}
+    assert {each.outcome for each in case.against("target")} == {outcome}
     assert said in verdict([case])
     assert ("toy, WANDA, row, block (1 of 1 better" in verdict([case])) == (outcome == "better")
 
 
 def test_ruined_models_are_set_apart_and_what_is_no_number_is_not_compared():
     case = figures("perplexity", 8.0, [100.0] * 3, [200.0] * 3)
-    assert not any(each.usable for each in case.against("probed", "alone, as sparse"))
+    assert not any(each.usable for each in case.against("probed"))
     assert "No strategy leaves a usable model" in verdict([case])
     broken = figures("perplexity", 8.0, [9.0, None, 9.0], [10.0] * 3)
-    assert broken.against("probed", "alone, as sparse") == []
-    assert math.isinf(broken.mean("WANDA, row", 0.5, "probed", 1.0))
+    assert broken.against("probed") == []
+    assert math.isinf(broken.mean(("WANDA, row", 0.5, "probed", 1.0)))
 
 
 def test_seeds_that_were_interrupted_are_named_and_one_seed_alone_decides_nothing(data, tmp_path):
@@ -269,7 +281,7 @@ def test_seeds_that_were_interrupted_are_named_and_one_seed_alone_decides_nothin
     assert "(n = 1)" in line and "±" not in line
     (case,) = read_figures(tmp_path)
     alone = {key: {0: rows[0]} for key, rows in case.rows.items()}
-    assert {each.outcome for each in replace(case, rows=alone).against("exact", "alone")} == {"unclear"}
+    assert {each.outcome for each in replace(case, rows=alone).against("exact")} == {"unclear"}
 
 
 def test_missing_data_is_one_line(tmp_path, capsys):

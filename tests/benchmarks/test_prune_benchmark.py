@@ -1,4 +1,4 @@
-"""The benchmark of pruning after training: both sides decide the same, or no speed is reported."""
+"""The benchmarks of pruning after training: both sides decide the same, or no speed is reported."""
 
 import json
 
@@ -10,24 +10,39 @@ from benchmarks.__main__ import main
 from benchmarks.page import page
 
 pytest.importorskip("transformers")
-SMALL = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+STORIES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+MISTRAL = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    monkeypatch.setattr(bench, "STORIES", STORIES)
+    monkeypatch.setattr(bench, "MISTRAL", MISTRAL)
+    monkeypatch.setattr(bench, "VOCABULARY", 40)
+    monkeypatch.setattr(bench, "LEVEL_DTYPE", torch.float32)
 
 
 @pytest.fixture
-def task(monkeypatch):
-    monkeypatch.setattr(bench, "SHAPE", SMALL)
-    monkeypatch.setattr(bench, "VOCABULARY", 40)
-    return bench.Command(windows=3, length=12, layers=5).task()
+def task():
+    return bench.Prune(windows=3, length=12, layers=5).task()
+
+
+def state_of(model):
+    return [(p.detach().clone(), p.requires_grad) for p in model.parameters()]
+
+
+def assert_as_before(model, before):
+    for (value, flag), parameter in zip(before, model.parameters(), strict=True):
+        assert torch.equal(value, parameter) and parameter.requires_grad == flag
 
 
 @pytest.mark.parametrize("way", bench.WAYS)
 def test_both_sides_decide_the_same_and_leave_the_model_as_it_was(task, way):
-    before = [(p.detach().clone(), p.requires_grad) for p in task.model.parameters()]
-    masks = [bench.timed_way(task, side)[1] for side in bench.WAYS[way]]
-    assert list(masks[0]) == list(masks[1]) and len(masks[0]) == 5
-    assert all(torch.equal(masks[0][name], mask) for name, mask in masks[1].items())
-    for (value, flag), parameter in zip(before, task.model.parameters(), strict=True):
-        assert torch.equal(value, parameter) and parameter.requires_grad == flag
+    before = state_of(task.model)
+    row = bench.measure_way(task, way, 1)
+    assert row["different"] == 0 and row["times_fewer_operations"] > 0
+    assert row["num_weights"] == sum(weight.parameter.numel() for weight in task.weights) and len(task.weights) == 5
+    assert_as_before(task.model, before)
 
 
 def test_the_probe_keeps_more_than_the_strategy_alone(task, monkeypatch):
@@ -38,27 +53,51 @@ def test_the_probe_keeps_more_than_the_strategy_alone(task, monkeypatch):
 
 def test_no_speed_is_reported_where_masks_differ():
     masks = [{"w": torch.ones(100, dtype=torch.bool)}, {"w": torch.zeros(100, dtype=torch.bool)}]
+    arms = {"ours": lambda: masks[0], "plainly": lambda: masks[1]}
     with pytest.raises(RuntimeError, match="100 of 100 mask elements differ"):
-        bench.row_of("x", [1.0, 2.0], masks, [1, 1])
+        bench.compared("x", arms, 1, torch.device("cpu"))
 
 
-def test_the_command_leaves_a_file_that_the_page_draws(task, monkeypatch, tmp_path, capsys):
-    row = bench.row_of("WANDA, 4096 x 4096", [1.0, 7.0], [{"w": torch.ones(4)}] * 2, [0, 0])
-    monkeypatch.setattr(bench, "_layer", lambda *_: row)
-    options = "--windows 3 --length 12 --layers 4 --repeat 1".split()
-    main(["prune", *options, "--results", str(tmp_path)])
+def test_the_command_leaves_a_file_that_the_page_draws(monkeypatch, tmp_path, capsys):
+    layer = bench.measure_layer
+    monkeypatch.setattr(bench, "measure_layer", lambda dim, *rest: layer(64, *rest))
+    main(["prune", *"--windows 2 --length 6 --layers 2 --repeat 1".split(), "--results", str(tmp_path)])
     (path,) = tmp_path.glob("prune_*.json")
     rows = json.loads(path.read_text())["rows"]
-    assert [each["different"] for each in rows] == [0, 0, 0] and rows[2]["times_fewer_operations"] > 0
+    assert [row["task"] for row in rows] == ["WANDA, 64 x 64", *bench.WAYS]
     drawn = page(tmp_path)
-    assert "part of our probe" in drawn and "| WANDA, 4096 x 4096 | 1.000 | 7.000 | 7.00 |" in drawn
+    assert "part of our probe" in drawn and f"| WANDA, 64 x 64 | {rows[0]['seconds']:.3f} |" in drawn
 
 
-def test_parts_of_the_probe_add_up_and_nothing_stays_clocked(task):
-    before = [getattr(owner, name) for owner, name in bench.CLOCKED.values()]
+def test_parts_of_the_probe_add_up_and_leave_the_model_as_it_was(task):
+    before = state_of(task.model)
     parts = bench.probe_parts(task)
-    assert [getattr(owner, name) for owner, name in bench.CLOCKED.values()] == before
+    assert_as_before(task.model, before)
     assert sum(part["share"] for part in parts) == pytest.approx(1)
     assert all(part["seconds"] > 0 for part in parts)
     head, inner = 40 * 16, 2 * (4 * 16 * 16 + 3 * 16 * 24)
-    assert bench.head_share(task) == pytest.approx(4 * head / (4 * head + 2 * inner))
+    assert bench.head_share(task.model) == pytest.approx(4 * head / (4 * head + 2 * inner))
+
+
+def test_a_level_is_timed_by_each_schedule_and_leaves_the_model_as_it_was():
+    model, tokens = bench.Level(blocks=2, windows=2, length=6).model_and_tokens()
+    before = state_of(model)
+    rows = bench.measure_level(model, tokens, 0.5)
+    assert [row["way"] for row in rows] == ["plainly, scaled", "block, first in its process", "block", "sequential"]
+    assert rows[0]["passes"] == 2 * 7 * 2 * 2 and all(row["seconds"] > 0 for row in rows)
+    assert all(0.3 < row["sparsity"] <= 0.5 for row in rows[1:])
+    assert_as_before(model, before)
+
+
+def test_operations_of_a_level_are_counted_by_hand():
+    model, tokens = bench.Level(blocks=2, windows=3, length=8).model_and_tokens()
+    block = 32 * 32 * 2 + 2 * 16 * 32 + 3 * 32 * 48
+    passes = (2 * block + 40 * 32) + (block + 40 * 32)
+    assert bench.flops(model, tokens, "sequential") == 2 * 24 * (7 * 4 * passes + 2 * 2 * block)
+
+
+def test_the_command_of_a_level_leaves_a_file_that_the_page_draws(tmp_path, monkeypatch):
+    rows = [{"way": "plainly, scaled", "seconds": 2.0, "passes": 8}, {"way": "block", "seconds": 1.0, "passes": 4}]
+    monkeypatch.setattr(bench, "measure_level", lambda *_: rows)
+    main(["level", "--blocks", "2", "--windows", "2", "--length", "6", "--results", str(tmp_path)])
+    assert "a level of a 7 B model" in page(tmp_path) and "| block | 1.0 | 2.0 |" in page(tmp_path)

@@ -1,12 +1,11 @@
 """The benchmark of repair: a small model of the same kind goes the same way, and comes back as it was."""
 
 import json
-import sys
 
 import pytest
 import torch
 
-from benchmarks import level
+from benchmarks import prune
 from benchmarks import repair as bench
 from benchmarks.__main__ import main
 from benchmarks.page import page
@@ -18,26 +17,24 @@ SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "
 
 @pytest.fixture
 def small(monkeypatch):
-    monkeypatch.setattr(level, "SHAPE", SMALL)
-    monkeypatch.setattr(level, "VOCABULARY", 40)
-    monkeypatch.setattr(level, "DTYPE", torch.float32)
+    monkeypatch.setattr(prune, "MISTRAL", SMALL)
+    monkeypatch.setattr(prune, "VOCABULARY", 40)
+    monkeypatch.setattr(prune, "LEVEL_DTYPE", torch.float32)
 
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_the_model_comes_back_and_every_part_is_timed(small, offload):
-    made = level.level_of(2, 3, 8, torch.device("cpu"))
-    before = [parameter.detach().clone() for parameter in made.model.parameters()]
-    row = bench.measure_repair(made, 0.5, "layer", Repair(), torch.device("cpu"), offload)
+    model, tokens = prune.Level(blocks=2, windows=3, length=8).model_and_tokens()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    place = torch.device("cpu") if offload else None
+    row = bench.measure_repair(model, tokens, 0.5, "layer", Repair(), place)
     assert row["sparsity"] == 0.5 and row["error"] < row["mask_error"]
     parts = {"forwards", "grams", "factorisations", "iterations", "refine"}
     assert parts <= set(row) and sum(row[part] for part in (*parts, "other")) == pytest.approx(row["seconds"])
-    assert all(map(torch.equal, before, made.model.parameters()))
+    assert all(map(torch.equal, before, model.parameters()))
 
 
-@pytest.mark.parametrize("has_tyro", [True, False])
-def test_the_command_leaves_a_file_that_the_page_draws(small, has_tyro, tmp_path, monkeypatch):
-    if not has_tyro:
-        monkeypatch.setitem(sys.modules, "tyro", None)
+def test_the_command_leaves_a_file_that_the_page_draws(small, tmp_path):
     sizes = ["--blocks", "2", "--windows", "2", "--length", "6", "--device", "cpu", "--offload"]
     main(["repair", *sizes, "--results", str(tmp_path)])
     (path,) = tmp_path.glob("repair_*.json")

@@ -1,5 +1,7 @@
 """Trainings by many ranks: DDP, FSDP2 and tensor parallelism, and what must go wrong on all of them at once."""
 
+import warnings
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -10,7 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 from toys import NAMES, Net, adamw, adamw_prune, batch, net
 
-from prunus import AdamWPrune, Constant, Global, PerLayer, PerRow, Pruner, Ramp, Regrow, prune
+from prunus import AdamWPrune, Constant, Global, PerLayer, PerRow, Pruner, Ramp, Rate, Regrow, parameter_groups, prune
 
 RAMP = Ramp(0.7, 2, 6)
 
@@ -145,6 +147,34 @@ def fsdp2_holds_zeros_with_mixed_precision_and_accumulation(rank, world):
             assert make is adamw or same_everywhere(float(optimizer.grad_norm))
 
 
+def rates_follow_the_density_of_whole_weights(rank, world):
+    """Factors and weights are those of one process, whichever way the weights are shared."""
+
+    def trained(model, optimizer, start=0):
+        pruner = Pruner(model, optimizer, schedule=RAMP, every=2, score="magnitude", rate=Rate(1))
+        for step in range(8):
+            optimizer.zero_grad()
+            backward(model, step, 0)
+            optimizer.step()
+        return pruner
+
+    for make in (adamw_prune, lambda model: torch.optim.AdamW(parameter_groups(model), lr=1e-2)):
+        alone = trained(plain := net(), make(plain))
+        expected = {layer.name: layer.rate for layer in alone.report().layers}
+        assert max(expected.values()) > 2
+        sharded = net()
+        fully_shard(sharded.hidden)
+        fully_shard(sharded)
+        for model in (DistributedDataParallel(net()), sharded):
+            pruner = trained(model, make(model))
+            pruned_are_zero(pruner)
+            found = {layer.name.removeprefix("module."): layer.rate for layer in pruner.report().layers}
+            assert found == expected and same_everywhere(str(found))
+            for ours, one in zip(model.parameters(), plain.parameters(), strict=True):
+                full = ours.full_tensor() if isinstance(ours, DTensor) else ours
+                torch.testing.assert_close(full, one, atol=1e-5, rtol=1e-4)
+
+
 def clipping_inside_the_step_knows_the_norm_of_all_shards(rank, world):
     mesh = init_device_mesh("cpu", (world,))
     torch.manual_seed(3)
@@ -276,16 +306,70 @@ def a_step_by_a_checkpointer_is_none(rank, world):
     assert pruner.step == 0 and all(mask.all() for mask in pruner.masks.values())
 
 
+def weights_loaded_without_masks_are_noticed_on_all_ranks(rank, world):
+    for make in (adamw, adamw_prune):
+        for reloaded in ("zero", "raise"):
+            model = net()
+            fully_shard(model)
+            optimizer = make(model)
+            pruner = Pruner(model, optimizer, score="magnitude", schedule=Constant(0.5), reloaded=reloaded)
+            backward(model, 0, rank)
+            optimizer.step()
+            weights = model.state_dict()
+            model.load_state_dict({name: value + (rank == 1) for name, value in weights.items()})
+            num_sums = pruner._ranks.num_sums
+            backward(model, 1, rank)
+            if reloaded == "raise":
+                raises_everywhere(optimizer.step, "not zero", "(rank 1)")
+                model.load_state_dict({name: value * 1 for name, value in weights.items()})
+                raises_everywhere(optimizer.step, "not zero")
+                pruner.load_state_dict(pruner.state_dict())
+                optimizer.step()
+            else:
+                with warnings.catch_warnings(record=True) as caught:
+                    optimizer.step()
+                assert len(caught) == (rank == 1) and pruner._ranks.num_sums == num_sums
+            pruned_are_zero(pruner)
+
+
+def masks_are_applied_to_copies_that_are_sharded_otherwise(rank, world):
+    model = net()
+    fully_shard(model)
+    optimizer = adamw(model)
+    pruner = Pruner(model, optimizer, score="magnitude", schedule=Constant(0.5))
+    backward(model, 0, rank)
+    optimizer.step()
+    masks, mesh = pruner.full_masks(), init_device_mesh("cpu", (world,))
+    for placement in (None, Shard(0), Shard(1), Replicate()):
+        copied = net(1)
+        for name in NAMES if placement else ():
+            layer = copied.get_submodule(name.removesuffix(".weight"))
+            layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, (placement,)))
+        pruner.apply_to(copied)
+        for name, mask in masks.items():
+            weight, start = copied.get_parameter(name).detach(), net(1).get_parameter(name).detach()
+            assert torch.equal(weight.full_tensor() if placement else weight, start * mask), (name, placement)
+    copied = net(1)
+    fully_shard(copied)
+    plain = net()
+    Pruner(plain, adamw(plain), masks=masks).apply_to(copied)
+    for name, mask in masks.items():
+        assert torch.equal(copied.get_parameter(name).detach().full_tensor() != 0, mask)
+
+
 CHECKS = {  # on how many ranks
     ddp_agrees_with_seeds_of_its_own_and_accumulation: {2},
     a_rank_that_drifted_is_caught_before_anything_is_pruned: {2, 3},
     a_group_of_ones_own_is_not_compared: {2},
     scores_that_are_not_finite_on_one_rank_raise_on_all: {3},
     fsdp2_holds_zeros_with_mixed_precision_and_accumulation: {3},
+    rates_follow_the_density_of_whole_weights: {2, 3},
     clipping_inside_the_step_knows_the_norm_of_all_shards: {3},
     wanda_has_the_same_norms_on_all_ranks: {2},
     tensor_parallel_and_fsdp_over_it_prune_as_one: {2, 4},
     what_cannot_be_done_is_said_in_a_line: {2},
     a_scaler_skips_the_step_on_all_ranks: {2},
     a_step_by_a_checkpointer_is_none: {2},
+    weights_loaded_without_masks_are_noticed_on_all_ranks: {2},
+    masks_are_applied_to_copies_that_are_sharded_otherwise: {2},
 }

@@ -5,8 +5,8 @@ import torch
 from patients import folder
 
 from prunus.doctor import examine
+from prunus.doctor.contents import roles
 from prunus.doctor.examine import open_contents
-from prunus.doctor.roles import Choice, roles
 from prunus.eligible import eligible
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 64}
@@ -39,7 +39,7 @@ def test_names_agree_with_modules(name, tmp_path):
     model = getattr(transformers, name)(getattr(transformers, kind)(**options))
     model.save_pretrained(tmp_path)
     source = open_contents(tmp_path)
-    told = {name: role.outputs for name, role in roles(source.tensors, Choice()).items() if role.kind == "weight"}
+    told = {name: role.outputs for name, role in roles(source.tensors).items() if role.kind == "weight"}
     assert told == {weight.name: weight.outputs for weight in eligible(model).weights}
     assert examine(tmp_path).findings == []
 

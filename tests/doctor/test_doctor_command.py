@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,10 +12,10 @@ from small_gpt import fewer_weights
 
 from prunus.cli import main
 from prunus.doctor import examine
+from prunus.files.torch_file import write_torch_file
 
 pytestmark = pytest.mark.usefixtures("few_weights")
 FAST = "--model gpt2-tiny --context 8 --batch 2 --steps 6 --every 2 --eval-size 2 --warmup 1".split()
-CHANCE = ["--allow", "dead-rows", "dead-columns"]
 STORIES = [Path(os.environ.get("PRUNUS_DATA", "nowhere"), "models", name) for name in ("stories260K", "stories15M")]
 
 
@@ -88,20 +86,27 @@ def test_the_table_is_readable_at_every_width(model, doctor, monkeypatch, width)
     assert out.count("row-uniform") >= 12 and "50.00%" in out and "not-finite" in out
 
 
-def test_into_a_pipe_a_layer_is_a_line(model):
-    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
-    command = [sys.executable, "-m", "prunus", "doctor", str(model(spoil))]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 1 and done.stderr == ""
-    lines = [line for line in done.stdout.splitlines() if line.startswith("model.") and "row-uniform" in line]
+def test_into_a_pipe_a_layer_is_a_line(model, doctor, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    code, out, err = doctor(model(spoil))
+    assert code == 1 and err == ""
+    lines = [line for line in out.splitlines() if line.startswith("model.") and "row-uniform" in line]
     assert len(lines) == 12 and all("50.00%" in line or "49." in line for line in lines)
 
 
-def test_names_are_shown_as_they_are_and_not_as_markup(doctor, tmp_path):
-    path = tmp_path / "a.pt"
-    torch.save({"[red]x[/red].weight": torch.full((4, 4), float("nan"))}, path)
-    code, out, _ = doctor(path)
-    assert code == 1 and "[red]x[/red]" in out
+def test_dead_rows_are_warnings_and_end_with_1_only_if_strict(model, doctor):
+    def kill(tensors):
+        tensors["model.layers.0.mlp.up_proj.weight"][3] = 0
+
+    path = model(kill)
+    code, mild, _ = doctor(path)
+    assert (
+        code == 0 and "rows 3 of 40" in mild and mild.splitlines()[-1].startswith("healthy with 1 warning (dead-rows)")
+    )
+    code, out, _ = doctor(path, "--strict")
+    assert code == 1 and "rows 3 of 40" in out and "not healthy: 1 finding (dead-rows)" in out
+    told = json.loads(doctor(path, "--json")[1])
+    assert (told["healthy"], told["findings"], [one["kind"] for one in told["warnings"]]) == (True, [], ["dead-rows"])
 
 
 def test_many_findings_are_cut_short_but_not_in_json(doctor, tmp_path):
@@ -141,7 +146,7 @@ def run(tmp_path, capsys):
     ids=str,
 )
 def test_a_finished_run_is_healthy_and_says_itself_what_was_asked(run, doctor, options):
-    code, out, _ = doctor(run(*options), "--json", *CHANCE)
+    code, out, _ = doctor(run(*options), "--json")
     said = json.loads(out)
     assert code == 0, said["findings"]
     if "none" not in options:
@@ -172,7 +177,7 @@ def test_a_run_on_its_way_is_held_to_its_schedule(scheduled, step):
         training.train_step()
     state = training.state() | {"format": "prunus-checkpoint-1"}
     torch.save(state, path / "middle.pt")
-    report = examine(path / "middle.pt", allow=("dead-rows", "dead-columns"))
+    report = examine(path / "middle.pt")
     assert report.is_healthy, report.findings
     asked = report.asked.get("sparsity", 0.0)
     if asked:
@@ -191,8 +196,8 @@ def test_a_checkpoint_that_was_changed_is_sick(run, doctor):
     name = "blocks.0.mlp.up.weight"
     state["model"][name].add_(1e-3)
     state["model"]["head.weight"] = state["model"]["head.weight"] + 1
-    torch.save(state, path)
-    said = json.loads(doctor(path, "--json", *CHANCE)[1])
+    write_torch_file(path, state)  # with checksums that fit
+    said = json.loads(doctor(path, "--json")[1])
     assert {finding["kind"] for finding in said["findings"]} == {"came-back", "untied"}
     assert {finding["where"] for finding in said["findings"]} == {name, "head.weight"}
 
@@ -201,7 +206,7 @@ def test_a_result_with_another_digest_is_sick(run, doctor):
     path = run("--score", "magnitude")
     result = json.loads((path / "result.json").read_text())
     (path / "result.json").write_text(json.dumps(result | {"digest": "0" * 64}))
-    code, out, _ = doctor(path, *CHANCE)
+    code, out, _ = doctor(path)
     assert code == 1 and "result.json" in out
 
 
@@ -231,7 +236,7 @@ def test_a_real_model_that_was_pruned_is_what_was_asked(pattern, doctor, tmp_pat
             rows = weight if pattern == "row" else weight.view(-1, 4)
             rows.scatter_(1, rows.abs().argsort(1)[:, : rows.shape[1] // 2], 0.0)
     made = folder(tmp_path / "model", tensors, json.loads((path / "config.json").read_text()))
-    code, out, _ = doctor(made, "--pattern", pattern, "--sparsity", "0.5", "--json", *CHANCE)
+    code, out, _ = doctor(made, "--pattern", pattern, "--sparsity", "0.5", "--json")
     assert code == 0, json.loads(out)["findings"]
     assert json.loads(out)["pattern"] == {"row": "row-uniform"}.get(pattern, pattern)
 

@@ -11,8 +11,9 @@ from safetensors.torch import save_file
 
 from prunus.doctor import examine
 from prunus.doctor import pattern as patterns
-from prunus.doctor.pattern import count, nonzero, num_crowded, num_not_finite, pattern_of
-from prunus.doctor.roles import rows_of
+from prunus.doctor.contents import nonzero
+from prunus.doctor.pattern import count, num_crowded, num_not_finite, pattern_of
+from prunus.doctor.tensor_checks import rows_of
 
 
 @st.composite
@@ -23,23 +24,23 @@ def masks(draw):
     return torch.rand(rows, columns, generator=torch.Generator().manual_seed(seed)) < share
 
 
-both_sizes = pytest.mark.parametrize("piece", [1 << 20, 16], ids=["whole", "piece by piece"])
+both_sizes = pytest.mark.parametrize("chunk", [1 << 20, 16], ids=["at once", "in chunks"])
 
 
 @contextmanager
-def pieces_of(size):
+def chunks_of(size):
     """A fixture would stay on while other tests run: hypothesis wants one that lasts for the module."""
-    before, patterns.PIECE = patterns.PIECE, size
+    before, patterns.CHUNK = patterns.CHUNK, size
     try:
         yield
     finally:
-        patterns.PIECE = before
+        patterns.CHUNK = before
 
 
 @both_sizes
 @given(keep=masks())
-def test_counts_are_those_of_their_definition(piece, keep):
-    with pieces_of(piece):
+def test_counts_are_those_of_their_definition(chunk, keep):
+    with chunks_of(chunk):
         found = count(keep)
         crowded = {m: num_crowded(keep, 2, m) for m in found.most}
     num_columns = keep.shape[1]
@@ -56,8 +57,8 @@ def test_counts_are_those_of_their_definition(piece, keep):
 
 @both_sizes
 @given(keep=masks())
-def test_a_tile_is_whole_everywhere(piece, keep):
-    with pieces_of(piece):
+def test_a_tile_is_whole_everywhere(chunk, keep):
+    with chunks_of(chunk):
         tile = count(keep).tile
     runs = keep.shape[1] % 4 == 0 and all(len(group.unique()) == 1 for row in keep for group in row.split(4))
     assert (tile is not None) == runs
@@ -150,7 +151,7 @@ def test_different_patterns_are_mixed(tmp_path):
     name = "model.layers.0.mlp.up_proj.weight"
     tensors[name] = groups[name]
     tensors["model.layers.0.mlp.down_proj.weight"][:8] = 0
-    report = examine(folder(tmp_path, tensors), allow="dead-rows")
+    report = examine(folder(tmp_path, tensors))
     assert report.pattern == "mixed" and layer(report, name).pattern == "2:4"
 
 
@@ -189,11 +190,11 @@ def test_zeros_and_values_that_are_not_finite_are_counted_in_every_dtype(dtype):
 
 
 @both_sizes
-def test_values_that_are_not_finite_are_counted_in_every_piece(piece):
+def test_values_that_are_not_finite_are_counted_in_every_chunk(chunk):
     tensor = torch.ones(100)
     tensor[[50, 99]] = float("nan")
     tensor[17] = float("inf")
-    with pieces_of(piece):
+    with chunks_of(chunk):
         assert num_not_finite(tensor) == 3
 
 

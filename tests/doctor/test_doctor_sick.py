@@ -65,7 +65,7 @@ def one_back(name):
 @pytest.mark.parametrize("pattern", PRUNE)
 @pytest.mark.parametrize("shards", [1, 3])
 def test_a_healthy_model_has_no_finding(sick, pattern, shards):
-    report = sick(nothing, PRUNE[pattern], shards=shards, sparsity=0.5, pattern=pattern)
+    report = sick(nothing, PRUNE[pattern], shards=shards, sparsity=0.5, pattern=pattern, strict=True)
     assert report.findings == [] and report.is_healthy
     assert report.num_zeros == report.num_prunable // 2
     assert sick(nothing, PRUNE[pattern], shards=shards, sparsity=0.5).is_healthy  # whatever pattern it is of
@@ -115,8 +115,7 @@ def test_a_zero_in_the_wrong_row_is_found(sick):
 def test_a_crowded_group_is_found(sick):
     finding = found(sick(one_back(UP), prune_groups_, pattern="2:4"), "groups")
     assert finding.where == UP and "1 of 160 groups" in finding.what
-    report = sick(nothing, lambda tensors: prune_groups_(tensors, 1, 4), pattern="2:4")
-    assert kinds(report) <= {"dead-columns"}  # a live zero is legal
+    assert sick(nothing, lambda tensors: prune_groups_(tensors, 1, 4), pattern="2:4").is_healthy  # a live zero is legal
     assert kinds(sick(one_zero(UP), prune_groups_, pattern="2:4", sparsity=0.5)) == {"too-sparse"}
 
 
@@ -125,18 +124,21 @@ def test_rows_that_m_does_not_divide_are_found(sick):
     assert kinds(report) == {"groups"} and "cannot be split" in report.findings[0].what
 
 
-def test_dead_rows_and_columns_are_found(sick):
+def test_dead_rows_and_columns_are_warnings_and_findings_if_strict(sick):
     def kill(tensors):
         tensors[UP][3] = 0
         tensors[DOWN][:, 5] = 0
 
-    report = sick(kill)
-    assert kinds(report) == {"dead-rows", "dead-columns"}
+    mild = sick(kill)
+    assert mild.is_healthy and mild.verdict.startswith("healthy with 2 warnings (dead-columns, dead-rows): ")
+    report = sick(kill, strict=True)
+    assert kinds(report) == {"dead-rows", "dead-columns"} and report.warnings == []
+    assert mild.warnings == report.findings
     assert found(report, "dead-rows").where == UP and "rows 3 of 40" in found(report, "dead-rows").what
     assert found(report, "dead-columns").where == DOWN and "columns 5 of 40" in found(report, "dead-columns").what
     assert layer(report, UP).num_dead_rows == 1 and layer(report, DOWN).num_dead_columns == 1
-    calm = sick(kill, allow=["dead-rows", "dead-columns"])
-    assert calm.is_healthy and sum("allowed" in note for note in calm.notes) == 2
+    calm = sick(kill, strict=True, allow=["dead-rows", "dead-columns"])
+    assert calm.is_healthy and not calm.warnings and sum("allowed" in note for note in calm.notes) == 2
 
 
 def test_removed_rows_are_a_pattern_and_no_fault(sick):

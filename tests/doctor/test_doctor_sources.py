@@ -10,8 +10,8 @@ from torch.nn.utils import prune
 
 from prunus import Global, Pruner, Ramp
 from prunus.doctor import examine
+from prunus.doctor.checkpoints import sparsity_at
 from prunus.doctor.contents import StoredTensor, digest_of
-from prunus.doctor.expected import sparsity_at
 from prunus.masks import digest
 from prunus.ops import bits
 
@@ -102,7 +102,7 @@ def test_pruning_left_in_two_tensors_is_found(tmp_path):
     linear = torch.nn.Linear(8, 8)
     prune.l1_unstructured(linear, "weight", 0.5)
     save_file({k: v.contiguous() for k, v in linear.state_dict().items()}, tmp_path / "a.safetensors")
-    report = examine(tmp_path / "a.safetensors", sparsity=0.5, allow=("dead-rows", "dead-columns"))
+    report = examine(tmp_path / "a.safetensors", sparsity=0.5)
     assert {(f.kind, f.where) for f in report.findings} == {("not-removed", "weight")}
     assert layer(report, "weight").num_zeros == 32
 
@@ -257,7 +257,7 @@ def test_a_pruner_in_a_script_is_healthy_until_someone_trains_on(tmp_path):
     def save():
         parts = {"model": model, "optimizer": optimizer, "pruner": pruner}
         torch.save({name: part.state_dict() for name, part in parts.items()}, tmp_path / "a.pt")
-        return examine(tmp_path / "a.pt", sparsity=0.5, allow=("dead-rows", "dead-columns"))
+        return examine(tmp_path / "a.pt", sparsity=0.5)
 
     train(6)
     report = save()

@@ -118,7 +118,7 @@ DESCRIPTIONS = {
         "used twice",
     ),
     "checksum": (lambda d, _: d["tensors"]["a"].update(crc32="12345678"), "do not match their checksum"),
-    "shard": (lambda d, _: d.update(shard=[2, 1]), "number of this file"),
+    "shard": (lambda d, _: d.update(shard=[2, 1]), "which of how many files"),
 }
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from test_compact import drawn, same
 
 from prunus import load_sparse, save_sparse
-from prunus.export.convert import Job, convert
+from prunus.export.convert import ExportJob, convert
 from prunus.files import checksum
 from prunus.files.nofm import NOFM, indices_of, mask_of, obeys, padded
 from prunus.files.safetensors_header import DTYPES
@@ -216,8 +216,8 @@ def test_a_model_in_several_files_comes_back(limit, tmp_path):
 def test_plain_to_small_to_plain_gives_the_same_file_of_tensors(tmp_path):
     tensors = {"w": nofm(2, 4), "b": torch.randn(5).bfloat16(), "i": torch.arange(3)}
     save_file(tensors, tmp_path / "plain.safetensors", metadata={"format": "pt"})
-    convert(tmp_path / "plain.safetensors", Job(tmp_path / "small.safetensors", check=True))
-    convert(tmp_path / "small.safetensors", Job(tmp_path / "back.safetensors", small=False, check=True))
+    convert(tmp_path / "plain.safetensors", ExportJob(tmp_path / "small.safetensors", check=True))
+    convert(tmp_path / "small.safetensors", ExportJob(tmp_path / "back.safetensors", small=False, check=True))
     found = load_file(tmp_path / "back.safetensors")
     assert all(same(found[name], tensor) for name, tensor in tensors.items()) and found.keys() == tensors.keys()
     with safe_open(tmp_path / "back.safetensors", "pt") as file:

@@ -12,6 +12,7 @@ import torch
 from test_compact import same
 
 from prunus import load_sparse, save_sparse
+from prunus.files import writer
 
 
 @pytest.fixture
@@ -94,3 +95,19 @@ def test_one_file_is_not_replaced_by_several(tmp_path):
     with pytest.raises(ValueError, match="remove that model first"):
         save_sparse(fuzzing.tensors(), path, max_shard_bytes=600)
     assert load_sparse(path)["a"].tolist() == [1, 1, 1] and len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_second_model_of_several_files_never_mixes_with_the_first(tmp_path, monkeypatch):
+    first, second = ({name: torch.full((400,), value) for name in "abc"} for value in (1.0, 2.0))
+    inner, path = writer.publish, tmp_path / "m.safetensors"
+
+    def publish(*args, **kwargs):
+        monkeypatch.setattr(writer, "publish", inner)
+        save_sparse(first, path, max_shard_bytes=2000)  # another process is quicker
+        inner(*args, **kwargs)
+
+    monkeypatch.setattr(writer, "publish", publish)
+    with pytest.raises(ValueError, match="remove that model first"):
+        save_sparse(second, path, max_shard_bytes=2000)
+    assert all(torch.equal(tensor, first[name]) for name, tensor in load_sparse(path).items())
+    assert len(list(tmp_path.iterdir())) == 4

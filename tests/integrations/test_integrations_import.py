@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from prunus import Ramp
-from prunus.integrations.plan import Plan, check_whole
+from prunus.integrations.pruner_options import PrunerOptions, refuse_sharding
 
 NEEDED = {"huggingface": ["transformers"], "lightning": ["lightning.pytorch", "pytorch_lightning"], "peft": ["peft"]}
 
@@ -22,14 +22,14 @@ def test_a_missing_package_is_one_line_that_says_what_to_install(name, monkeypat
 
 def test_a_misspelt_option_is_refused_when_the_callback_is_made():
     with pytest.raises(TypeError, match="shedule"):
-        Plan({"shedule": Ramp(0.5, 1, 2)})
+        PrunerOptions({"shedule": Ramp(0.5, 1, 2)})
     with pytest.raises(ValueError, match="how sparse"):
-        Plan({"score": "bitter7"})
+        PrunerOptions({"score": "bitter7"})
 
 
 @pytest.mark.parametrize("way", ["DistributedType.FSDP", "DistributedType.DEEPSPEED", "FSDPStrategy"])
 def test_sharded_weights_are_refused(way):
     with pytest.raises(ValueError, match=way):
-        check_whole(way)
-    check_whole("DistributedType.MULTI_GPU")
-    check_whole("DDPStrategy")
+        refuse_sharding(way)
+    refuse_sharding("DistributedType.MULTI_GPU")
+    refuse_sharding("DDPStrategy")

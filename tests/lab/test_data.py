@@ -5,6 +5,7 @@ import json
 import lzma
 import os
 import sys
+import tracemalloc
 from itertools import combinations
 from pathlib import Path
 
@@ -14,9 +15,9 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from prunus.lab.data import Labelled, load
+from prunus.lab.data import Labelled, datasets, load
 from prunus.lab.data.batches import crop_and_flip, image_data, permutation, token_data
-from prunus.lab.data.token_files import LIMIT, joined, sources, split
+from prunus.lab.data.datasets import LIMIT, joined, sources, split
 
 MNIST = Path(os.environ.get("PRUNUS_DATA", "")) / "vision" / "mnist"
 
@@ -269,6 +270,54 @@ def test_broken_folders_are_refused_in_one_line(tmp_path, writer, name, change, 
     (tmp_path / name).unlink()
     assert name in refusal(tmp_path, tmp_path)
     assert "leave them out" in refusal(tmp_path, tmp_path, vocab_size=10)
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".xz"])
+def test_a_file_that_unpacks_to_more_than_the_limit_is_refused_in_bounded_memory(tmp_path, monkeypatch, suffix):
+    assert datasets.MAX_READ == 2**30
+    monkeypatch.setattr(datasets, "MAX_READ", 2**18)
+    path = tmp_path / f"tokens.txt{suffix}"
+    with datasets.OPENERS[suffix](path, "wb") as file:
+        file.write(bytes(2**24))
+    tracemalloc.start()
+    try:
+        said = refusal(tmp_path, path)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert "holds more than 0.25 MiB, the most that is read into memory; unpack it" in said
+    assert peak < 12 * 2**20  # xz has a dictionary of 8 MiB
+    with datasets.OPENERS[suffix](path, "wb") as file:
+        file.write(bytes(range(128)) * 2**11)
+    assert len(load(path, context=8).held_out) == round(0.05 * 2**18)
+
+
+HOSTILE_PACKAGES = {
+    "deep": ("train_lables.json", b"[" * 100_000, "list of labels"),
+    "huge": ("test_lables.json", b"[1e400, 1]", "list of labels"),
+    "too large": ("test_lables.json", b"[99999999999999999999999999]", "list of labels"),
+    "ragged": ("test_lables.json", b"[[1], 2]", "list of labels"),
+    "no PNG": ("test_batch.png", b"PNG", "is no whole PNG"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE_PACKAGES)
+def test_a_hostile_package_is_refused_in_one_line(tmp_path, name):
+    file, content, words = HOSTILE_PACKAGES[name]
+    write_cifar10(tmp_path, ".png")
+    (tmp_path / file).write_bytes(content)
+    assert words in refusal(tmp_path, tmp_path)
+
+
+def test_a_png_of_another_shape_is_refused_before_it_is_unpacked(tmp_path, monkeypatch):
+    image = pytest.importorskip("PIL.Image", reason="needs Pillow")
+    write_cifar10(tmp_path, ".png")
+    image.new("1", (3_000, 500)).save(tmp_path / "test_batch.png")
+    monkeypatch.setattr(image.Image, "convert", lambda *_: pytest.fail("unpacked"))
+    monkeypatch.setattr(datasets, "TRAIN", datasets.TEST)
+    assert "pixels wide" in refusal(tmp_path, tmp_path)
+    monkeypatch.setattr(image, "MAX_IMAGE_PIXELS", 10**5)
+    assert "is no whole PNG" in refusal(tmp_path, tmp_path)
 
 
 def test_a_missing_extra_is_named(tmp_path, monkeypatch):

@@ -1,13 +1,14 @@
 """A run killed anywhere and resumed ends as the run that was never interrupted, bit for bit."""
 
 import json
-import signal
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from small_gpt import fewer_weights
 
 from prunus.cli import main
 from prunus.lab.checkpoint import load_checkpoint
@@ -60,16 +61,27 @@ def save(state, file):
 torch.save = save
 """,
 }
-PRELUDE = """
+# a killed run and the one that resumes it, forked from one process that has loaded everything
+PROGRAM = """
 import os, signal, sys, torch
+import torch._dynamo  # which the first optimizer of a process would load, in seconds
+from small_gpt import fewer_weights
+from prunus.cli import main
+
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
+
+killer, out, *options = sys.argv[1:]
+with fewer_weights():
+    child = os.fork()
+    if not child:
+        exec(killer)
+        main(["train", *options, "--out", out])
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL, "it was not killed"
+    assert not os.path.exists(os.path.join(out, "result.json"))
+    main(["train", "--resume", "--out", out])
 """
-
-
-def prunus(*args: object, prelude: str = "") -> subprocess.CompletedProcess[str]:
-    code = PRELUDE + prelude + "\nfrom prunus.cli import main\nmain(sys.argv[1:])"
-    return subprocess.run([sys.executable, "-c", code, *map(str, args)], capture_output=True, text=True, timeout=300)
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +94,8 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def unbroken(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("unbroken") / "run"
-    main(["train", *OPTIONS, "--data", str(text), "--out", str(out)])
+    with fewer_weights():
+        main(["train", *OPTIONS, "--data", str(text), "--out", str(out)])
     return out
 
 
@@ -118,12 +131,10 @@ def metrics(folder: Path) -> list[dict]:
 )
 def test_a_run_killed_and_resumed_equals_the_unbroken_one(moment, text, unbroken, tmp_path):
     out = tmp_path / "run"
-    killed = prunus("train", *OPTIONS, "--data", text, "--out", out, prelude=KILLERS[moment])
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert not (out / "result.json").exists()
-
-    resumed = prunus("train", "--resume", "--out", out)
-    assert resumed.returncode == 0, resumed.stderr
+    run = [sys.executable, "-c", PROGRAM, KILLERS[moment], str(out), *OPTIONS, "--data", str(text)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run(run, capture_output=True, text=True, timeout=300, env=environment)
+    assert ended.returncode == 0, ended.stderr
 
     first, second = load_checkpoint(unbroken / "checkpoint.pt"), load_checkpoint(out / "checkpoint.pt")
     for key in ("step", "model", "optimizer", "pruner", "rng"):

@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -68,6 +70,56 @@ def test_ranks_train_as_one_process_and_their_checkpoints_outlive_them(tmp_path)
     a_job_with_a_killed_rank_restarts_itself(tmp_path, two)
     a_checkpoint_passes_unchanged_to_other_ranks(tmp_path, before)
     a_run_goes_on_with_other_ranks_or_alone(tmp_path)
+
+
+def launched(log: Path, *args: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "prunus"]
+    alone = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    env = alone | {"OMP_NUM_THREADS": "1"}
+    with log.open("w") as file:
+        return subprocess.Popen([*command, "train", *map(str, args)], stderr=file, text=True, env=env)
+
+
+def wait_for_steps(process: subprocess.Popen[str], folder: Path, number: int) -> None:
+    path = folder / "metrics.jsonl"
+    while process.poll() is None and not (path.is_file() and path.read_text().count('"loss"') >= number):
+        time.sleep(0.02)
+
+
+def children(process: subprocess.Popen[str]) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="finds ranks as Linux lists them")
+def test_a_signal_stops_all_ranks_together_with_a_checkpoint(tmp_path):
+    data, out = tmp_path / "text.txt", tmp_path / "run"
+    data.write_bytes(bytes(torch.randint(32, 127, (8000,)).tolist()))
+    words = (
+        "--context 16 --batch 4 --steps 150 --every 10 --begin 40 --end 120 --warmup 3 --log-every 1 --eval-every 99"
+    )
+    options = ["--parallel", "ddp", *words.split(), "--eval-size", "8", "--save-every", "0", "--device", "cpu"]
+    log, options = tmp_path / "log", [*options, "--data", data]
+
+    to_one_rank = launched(log, *options, "--out", out)
+    wait_for_steps(to_one_rank, out, 5)
+    os.kill(children(to_one_rank)[-1], signal.SIGTERM)
+    assert to_one_rank.wait(timeout=120) and log.read_text().count("exitcode  : 143") == 2, log.read_text()
+    assert f"torchrun --nproc-per-node 2 -m prunus train --resume --out {out} --parallel ddp" in log.read_text()
+    first = load_checkpoint(checkpoint_of(out))["step"]
+    assert 5 <= first < 150
+
+    to_the_agent = launched(log, "--resume", "--out", out)
+    wait_for_steps(to_the_agent, out, first + 5)
+    to_the_agent.send_signal(signal.SIGTERM)
+    to_the_agent.wait(timeout=120)
+    second = load_checkpoint(checkpoint_of(out))["step"]
+    assert f"stopped by SIGTERM after step {second}, with a checkpoint" in log.read_text()
+    assert first < second < 150
+
+    assert launched(log, "--resume", "--out", out).wait(timeout=200) == 0
+    assert launched(log, *options, "--out", tmp_path / "whole").wait(timeout=200) == 0
+    an_interrupted_run_is_an_unbroken_one(tmp_path / "whole", out)
 
 
 def ranks_train_as_one_process(alone: Path, ranks: Path) -> None:

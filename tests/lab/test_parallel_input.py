@@ -14,11 +14,13 @@ from descriptions import ENUM, FORMS, HOSTILE, MEMBER, MEMBER_BY_VALUE, before, 
 from test_killed import assert_same
 
 from prunus.cli import main
-from prunus.lab.checkpoint import checkpoint_of, load_checkpoint
+from prunus.files.atomic import part_name
+from prunus.files.distributed import write_checksums
+from prunus.lab.checkpoint import _remove_older, checkpoint_of, checkpoints_in, load_checkpoint, remove_checkpoints
 from prunus.lab.data import load
 from prunus.lab.parallel import Team
 from prunus.lab.run import Run
-from prunus.lab.sharded_checkpoint import load_sharded, remove_sharded, save_sharded
+from prunus.lab.sharded_checkpoint import load_sharded, save_sharded
 from prunus.lab.trainer import _begun
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed is disabled", "ignore:.*TypedStorage")
@@ -95,6 +97,7 @@ def a_state(step: int = 3) -> dict:
     return {
         "run": {"model": "gpt2-tiny", "include": []},
         "step": step,
+        "seconds": 1.5,
         "model": {"b.weight": torch.randn(3, 5), "a.weight": torch.randn(2).bfloat16()},
         "ties": {},
         "optimizer": {"state": {}, "groups": {"0": {"lr": 0.1, "betas": (0.9, 0.95), "params": ["b.weight"]}}},
@@ -118,20 +121,29 @@ def test_shards_are_read_alike_whichever_python_wrote_them(form, tmp_path):
     state = a_state()
     path = save_sharded(tmp_path, state, Team())
     rewrite(path, form)
+    forge(path)
     assert (b"getattr" in (path / ".metadata").read_bytes()) == (form == "by name")
     read = load_sharded(path, {})
     assert_same(read, {key: state[key] for key in read})
 
 
-def test_only_a_whole_checkpoint_is_taken_and_older_ones_go(tmp_path):
+def forge(path: Path) -> None:
+    """Make the checksum of a description fit what it is now."""
+    stored = json.loads((path / "checksums.json").read_text())["checksums"]
+    write_checksums(path, {place: crc for place, crc in stored.items() if place != ".metadata"})
+
+
+def test_only_whole_checkpoints_are_taken_and_the_last_two_stay(tmp_path):
     first = save_sharded(tmp_path, a_state(9), Team())
     (tmp_path / "checkpoint-11.part").mkdir()
     (tmp_path / "checkpoint-11.part" / ".metadata").write_bytes(b"")
     (tmp_path / "checkpoint-12").mkdir()  # without a description nobody finished it
     assert checkpoint_of(tmp_path) == first
-    second = save_sharded(tmp_path, a_state(10), Team())
-    assert checkpoint_of(tmp_path) == second and list(tmp_path.iterdir()) == [second]
-    remove_sharded(tmp_path)
+    second, third = (save_sharded(tmp_path, a_state(step), Team()) for step in (10, 13))
+    assert checkpoint_of(tmp_path) == third
+    _remove_older(tmp_path)
+    assert checkpoints_in(tmp_path) == [third, second] and set(tmp_path.iterdir()) == {third, second}
+    remove_checkpoints(tmp_path)
     assert checkpoint_of(tmp_path) == tmp_path / "checkpoint.pt" and not list(tmp_path.iterdir())
 
 
@@ -166,11 +178,14 @@ DAMAGES = {
 }
 
 
+@pytest.mark.parametrize("is_forged", [False, True], ids=["damaged", "forged"])
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_or_malicious_checkpoint_is_one_line_and_executes_nothing(damage, tmp_path, monkeypatch):
+def test_a_damaged_or_malicious_checkpoint_is_one_line_and_executes_nothing(damage, is_forged, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = save_sharded(tmp_path, a_state(), Team())
     DAMAGES[damage](path)
+    if is_forged:
+        forge(path)
     with pytest.raises(ValueError, match="checkpoint") as error:
         load_checkpoint(path)
     assert "\n" not in str(error.value) and len(str(error.value)) < 400
@@ -184,9 +199,11 @@ def test_any_other_use_of_getattr_and_any_change_of_a_name_is_one_line(use, tmp_
     whole, members = (path / ".metadata").read_bytes(), [vars(member).copy() for member in ENUM]
     for code in (MEMBER, MEMBER_BY_VALUE):
         (path / ".metadata").write_bytes(before(code, whole))
+        forge(path)
         load_checkpoint(path)
     (path / ".metadata").write_bytes(before(HOSTILE[use], whole))
-    with pytest.raises(ValueError, match=r"not a whole checkpoint of prunus: .*does not need$") as error:
+    forge(path)
+    with pytest.raises(ValueError, match=r"damaged, or no checkpoint of prunus: .*does not need$") as error:
         load_checkpoint(path)
     assert "\n" not in str(error.value) and not (tmp_path / "executed").exists()
     assert [vars(member) for member in ENUM] == members and not hasattr(dcp.metadata.Metadata, "touched")
@@ -206,7 +223,7 @@ def test_a_value_that_is_no_plain_one_is_refused(tmp_path, monkeypatch):
         ("1", ["run.json"], {}, True),
         ("1", ["run.json"], {"lr": 0.5}, "not empty"),
         ("0", ["run.json"], {}, "not empty"),
-        ("1", ["run.json.part"], {}, False),
+        ("1", [part_name(Path("run.json")).name], {}, False),
         ("1", [], {}, False),
         ("1", ["letters.txt"], {}, "no run.json"),
     ],

@@ -10,11 +10,19 @@ import torch
 from profile_runs import small
 
 from prunus.cli import main
+from prunus.cli.profile import advice, memory_rows, summary, time_rows
 from prunus.lab.profile import memory_use as profile_memory
-from prunus.lab.profile.advice import advice, memory_rows, summary, time_rows
-from prunus.lab.profile.compile import _in_a_process, compare_compile, compared, sentences
-from prunus.lab.profile.measure import Compiled, Profile, Window, measure
-from prunus.lab.profile.memory_use import Memory, held, measured_memory
+from prunus.lab.profile.measure import (
+    Compiled,
+    StepProfile,
+    Window,
+    _in_a_process,
+    compare_compile,
+    compared,
+    measure,
+    sentences,
+)
+from prunus.lab.profile.memory_use import Memory, measured_memory, steady_bytes
 from prunus.lab.profile.steps import PARTS, instrument
 from prunus.lab.profile.trace import Split
 from prunus.lab.run import Run
@@ -59,7 +67,7 @@ def test_categories_are_the_bytes_of_the_tensors(text):
     training.train_step()
     numel = sum(p.numel() for p in training.model.parameters())
     prunable = sum(mask.numel() for mask in training.pruner.masks.values())
-    found = held(training)
+    found = steady_bytes(training)
     assert found["weights"] == 4 * numel and found["masks"] == prunable // 8
     assert found["moments"] == 8 * numel + 4 * len(list(training.model.parameters()))
 
@@ -112,7 +120,7 @@ SPLIT = Split(1.0, {"forward": 0.5, "other": 0.5}, {"forward": 0.9, "idle": 0.1}
 ON_CPU = Split(1.0, {"forward": 0.5, "other": 0.5}, None)
 MEMORY = Memory({"weights": 10, "rest": 0}, {"weights": 10, "activations": 60}, None, "backward", "", {"device": 100})
 STARTUP = {"build": 1.0, "first step": 1.0}
-BASE = Profile(
+BASE = StepProfile(
     Run(precision="bfloat16"), "cuda:0", 1.0, 1.0, 1.0, SPLIT, None, None, MEMORY, 0.9, STARTUP, loss=1.0, compiled=None
 )
 
@@ -190,7 +198,7 @@ def test_arms_are_equal_in_all_but_compile(text, tmp_path, monkeypatch, capsys):
         runs.append(run)
         return arm(0.1, 10, 1.0, 2.0, 1)
 
-    monkeypatch.setattr("prunus.lab.profile.compile._in_a_process", measured)
+    monkeypatch.setattr("prunus.lab.profile.measure._in_a_process", measured)
     main(["profile", "--compare", "compile", "--data", text, "--batch", "3", "--out", str(tmp_path)])
     assert [run.compile for run in runs] == [False, True] and replace(runs[1], compile=False) == runs[0]
     assert runs[0].batch == 3 and "Throughput" in capsys.readouterr().out
@@ -215,7 +223,7 @@ def test_an_arm_is_measured_in_a_fresh_process_and_has_a_place_on_the_page(text,
 
 def test_an_arm_that_fails_says_why_in_one_line(text, monkeypatch):
     failed = SimpleNamespace(returncode=1, stderr="Traceback\nValueError: no memory\n")
-    monkeypatch.setattr("prunus.lab.profile.compile.subprocess.run", lambda *_, **__: failed)
+    monkeypatch.setattr("prunus.lab.profile.measure.subprocess.run", lambda *_, **__: failed)
     with pytest.raises(ValueError, match=r"arm eager failed: ValueError: no memory"):
         compare_compile(small(text), Window(1, 1))
 

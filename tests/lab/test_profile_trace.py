@@ -82,8 +82,8 @@ def test_a_real_trace_is_split_and_its_memory_seen():
                 kept @ kept
         with part("second"):
             kept = kept + 1
-    seconds = on_host(trace.entries)
+    seconds = on_host(trace)
     assert {"first", "inside", "second", "other"} <= set(seconds)
     assert seconds["inside"] > 0 and sum(seconds.values()) >= seconds["inside"]
-    peaks = {name: size for name, _, size in sorted(allocated(trace.entries), key=lambda row: row[2])}
+    peaks = {name: size for name, _, size in sorted(allocated(trace), key=lambda row: row[2])}
     assert peaks["inside"] >= 8_000_000 and peaks["second"] >= 8_000_000

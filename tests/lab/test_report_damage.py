@@ -89,10 +89,10 @@ def test_a_study_without_a_part_of_it_is_shown(missing, tmp_path):
     ("content", "said"),
     [
         (None, "neither a run"),
-        ("[1]", "run.json: it is to be an object, but is [1]"),
+        ("[1]", "run.json: it should be an object, but is [1]"),
         ("{}", "does not describe a run"),
         ("{", "not JSON"),
-        ('{"run": {"batch": "x"}}', 'run.json: run.batch is to be a whole number from 0 on, but is "x"'),
+        ('{"run": {"batch": "x"}}', 'run.json: run.batch should be a whole number from 0 on, but is "x"'),
     ],
 )
 def test_a_folder_without_a_run_is_one_line_and_nothing_is_written(content, said, tmp_path, capsys):

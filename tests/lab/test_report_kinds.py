@@ -10,7 +10,7 @@ import pytest
 from report_folders import make_run, make_study
 
 from prunus.cli import main
-from prunus.lab.report.schema import ANY, COUNT, NUMBER, SHARE, TEXT, Maybe, Named, check
+from prunus.lab.schema import AMOUNT, ANY, COUNT, SHARE, TEXT, Maybe, Named, check
 
 VALUES = ["x", "", "\ud800", None, [], [1], {}, {"a": None}, True, 0, -1, 5, 0.3, 1e-320, 1e308, 10**400, -(10**30)]
 VALUES += [float("nan"), float("inf"), [[]], "9" * 5000]
@@ -82,12 +82,12 @@ def test_a_field_of_any_kind_is_shown_or_refused_in_one_line(kind, seed, good, t
 @pytest.mark.parametrize(
     ("file", "old", "new", "said"),
     [
-        ("result.json", '"seconds": 21.0', '"seconds": "x"', 'seconds is to be a number from 0 on, but is "x"'),
-        ("result.json", '"seconds": 21.0', '"seconds": NaN', "seconds is to be a number from 0 on, but is NaN"),
-        ("metrics.jsonl", '"zeros": [', '"zeros": [null, ', "zeros[0] is to be a whole number from 0 on, but is null"),
-        ("metrics.jsonl", '"zeros": [', '"zeros": 5, "x": [', "zeros is to be a list, but is 5"),
+        ("result.json", '"seconds": 21.0', '"seconds": "x"', 'seconds should be a number from 0 on, but is "x"'),
+        ("result.json", '"seconds": 21.0', '"seconds": NaN', "seconds should be a number from 0 on, but is NaN"),
+        ("metrics.jsonl", '"zeros": [', '"zeros": [null, ', "zeros[0] should be a whole number from 0 on, but is null"),
+        ("metrics.jsonl", '"zeros": [', '"zeros": 5, "x": [', "zeros should be a list, but is 5"),
         ("metrics.jsonl", "4096", "3", "at step 20 a layer has more zeros than weights"),
-        ("run.json", '"steps": 200', '"steps": null', "run.steps is to be a whole number from 0 on, but is null"),
+        ("run.json", '"steps": 200', '"steps": null', "run.steps should be a whole number from 0 on, but is null"),
         ("run.json", "{", "[" * 100_000 + "{", "is not JSON"),
     ],
 )
@@ -103,10 +103,10 @@ def test_what_is_wrong_in_a_run_is_said_with_its_file(file, old, new, said, tmp_
 @pytest.mark.parametrize(
     ("file", "changes", "said"),
     [
-        ("study.json", {"arms": None}, "arms is to be a list, but is null"),
-        ("study.json", {"base": 5}, "base is to be an object, but is 5"),
-        ("study_result.json", {"rows": [{"arm": "a", "beside": 5}]}, "rows[0].beside is to be a list, but is 5"),
-        ("study_result.json", {"rows": [{"arm": 1}]}, "rows[0].arm is to be text, but is 1"),
+        ("study.json", {"arms": None}, "arms should be a list, but is null"),
+        ("study.json", {"base": 5}, "base should be an object, but is 5"),
+        ("study_result.json", {"rows": [{"arm": "a", "beside": 5}]}, "rows[0].beside should be a list, but is 5"),
+        ("study_result.json", {"rows": [{"arm": 1}]}, "rows[0].arm should be text, but is 1"),
     ],
 )
 def test_what_is_wrong_in_a_study_is_said_with_its_file(file, changes, said, good, tmp_path, capsys):
@@ -123,14 +123,14 @@ def test_a_folder_with_no_run_that_can_be_read_says_why(good, tmp_path, capsys):
     (folder / "a" / "result.json").write_text("[1]")
     with pytest.raises(SystemExit):
         main(["report", str(folder)])
-    assert "result.json: it is to be an object, but is [1]" in capsys.readouterr().err
+    assert "result.json: it should be an object, but is [1]" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("spec", "good", "bad"),
     [
         (COUNT, [0, 7, 2**53], [True, -1, 1.0, 2**53 + 1, None, "1"]),
-        (NUMBER, [0, -1.5, 1e99], [True, float("nan"), float("inf"), 10**400, None]),
+        (AMOUNT, [0, 1.5, 1e99], [True, -1.5, float("nan"), float("inf"), 10**400, None]),
         (SHARE, [0, 0.5, 1], [-0.1, 1.1, "0.5"]),
         (Maybe(TEXT), [None, ""], [5]),
         ([COUNT], [[], [1]], [{}, None, [1, None]]),
@@ -143,5 +143,5 @@ def test_a_kind_holds_what_it_says(spec, good, bad):
     for value in good:
         check(value, spec, "", "it")
     for value in bad:
-        with pytest.raises(ValueError, match="is to be"):
+        with pytest.raises(ValueError, match="should be"):
             check(value, spec, "", "it")

@@ -127,7 +127,7 @@ def finish(folder: Path, lines: list[str], result: str) -> None:
     with (folder / "metrics.jsonl").open("a") as file:
         file.write("".join(lines[:3]) + lines[3][:5])  # as a reader may find it: a line half written
         file.flush()
-        time.sleep(0.3)
+        time.sleep(0.15)
         file.write(lines[3][5:] + "".join(lines[4:]))
     (folder / "result.json").write_text(result)
 
@@ -150,7 +150,7 @@ def test_outside_a_terminal_it_follows_with_plain_lines_and_ends(tmp_path):
 def test_outside_a_terminal_it_says_that_nothing_comes(tmp_path, capsys, monkeypatch):
     folder, lines, result = unfinished(tmp_path / "run")
     monkeypatch.setattr(watch, "QUIET", 0.2)
-    ends = threading.Timer(1.0, finish, (folder, lines, result))
+    ends = threading.Timer(0.8, finish, (folder, lines, result))
     ends.start()
     main(["watch", str(folder), "--every", "0.05"])
     ends.join()

@@ -7,14 +7,13 @@ import pytest
 
 from prunus.cli.study import Command, planned
 from prunus.lab.run import Run
-from prunus.lab.study.arms import Arm, parse_arm, read_base, score_arm, slug
-from prunus.lab.study.presets import PRESETS
-from prunus.lab.study.study_plan import Cell, Plan, canonical, extended, key_of, make_plan, only
+from prunus.lab.study.arms import PRESETS, Arm, parse_arm, read_base, score_arm, slug
+from prunus.lab.study.study_plan import Cell, StudyPlan, canonical, extended, key_of, make_plan, only
 
 BASE = Run(data="digits", model="lenet5", steps=100, begin=10, end=80, lr=1e-3)
 
 
-def plan_of(*texts: str, sparsities=(0.5,), seeds=(0,), base: Run = BASE) -> Plan:
+def plan_of(*texts: str, sparsities=(0.5,), seeds=(0,), base: Run = BASE) -> StudyPlan:
     return make_plan(base, [parse_arm(text) for text in texts], sparsities, seeds)
 
 
@@ -89,7 +88,7 @@ REFUSED = {
     "a sparsity of its own": ("x: sparsity=0.3", "given by --sparsity"),
     "more steps": (
         "x: steps=130",
-        "2,080 examples and the base 1,600; a longer budget is said by budget_scale=1.3",
+        "2,080 examples and the base 1,600; a longer budget is given by budget_scale=1.3",
     ),
     "larger batch": ("x: batch=32", "steps=50"),
     "impossible run": ("x: score=magnitude eps=1e-8", "arm x"),
@@ -198,7 +197,7 @@ def test_the_arm_to_compare_with_may_have_spaces_in_its_name():
 
 def test_a_plan_survives_its_file():
     plan = plan_of("late: score=bitter7 end=0.95 against=dense", sparsities=(0.5, 0.8), seeds=(0, 2))
-    assert Plan.from_json(plan.to_json()).to_json() == plan.to_json()
+    assert StudyPlan.from_json(plan.to_json()).to_json() == plan.to_json()
 
 
 def test_the_hash_is_that_of_what_all_arms_share(tmp_path):

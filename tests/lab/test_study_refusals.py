@@ -6,7 +6,10 @@ import pytest
 from study_command import ASKED, study
 
 from prunus.cli import main
+from prunus.cli.study import Command, planned
+from prunus.files.atomic import part_name
 from prunus.files.json_file import read_json
+from prunus.lab.study.study_folder import Folder
 
 CHANGED = {
     "base": (("--set", "lr=3e-3"), "has lr = 0.002, not 0.003"),
@@ -49,7 +52,7 @@ def test_a_seed_in_the_file_is_refused(base, tmp_path, capsys):
     file = tmp_path / "run.toml"
     file.write_text(base.read_text() + "seed = 5\n")
     assert study(file, tmp_path / "study") == 2
-    assert "said by --seeds" in capsys.readouterr().err and not (tmp_path / "study").exists()
+    assert "given by --seeds" in capsys.readouterr().err and not (tmp_path / "study").exists()
 
 
 def test_a_folder_of_something_else_is_left_alone(base, tmp_path, capsys):
@@ -58,6 +61,16 @@ def test_a_folder_of_something_else_is_left_alone(base, tmp_path, capsys):
     assert study(base, tmp_path / "study") == 2
     assert "not empty and not a study" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "study").iterdir()] == ["thesis.txt"]
+
+
+def test_what_a_killed_study_left_before_its_plan_is_no_hindrance(base, tmp_path):
+    folder = tmp_path / "study"
+    (folder / "locks").mkdir(parents=True)
+    (folder / "locks/study.lock").touch()
+    part_name(folder / "study.json").write_text('{"format": ')
+    assert study(base, folder, "--dry-run") == 0
+    plan = planned(Command(base=base, seeds="1"))
+    assert Folder(folder).join(plan, {}) == plan and (folder / "study.json").is_file()
 
 
 def test_mistakes_are_one_line(base, tmp_path, capsys):

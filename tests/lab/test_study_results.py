@@ -15,10 +15,9 @@ from prunus.files.json_file import read_json
 from prunus.lab.report.records import read_record
 from prunus.lab.run import Run
 from prunus.lab.study.merge import merge
-from prunus.lab.study.overlap import jaccard, save_masks
 from prunus.lab.study.results import summary
 from prunus.lab.study.runner import Options, Worker
-from prunus.lab.study.study_folder import Folder
+from prunus.lab.study.study_folder import Folder, jaccard, save_masks
 from prunus.lab.study.study_plan import make_plan
 from prunus.lab.study.tables import cells_of, page
 from prunus.lab.trainer import train

@@ -261,14 +261,16 @@ def test_the_estimate_is_the_longest_run_scaled_by_its_budget(copy):
 def test_a_run_leaves_no_weights_behind(copy, monkeypatch):
     from prunus.lab.study import runner
 
-    seen = []
-    keep = runner.keep_masks
+    seen, train = [], runner.train
 
-    def watched(training):
-        seen.append(weakref.ref(next(training.model.parameters())))
-        keep(training)
+    def watched(*args, finish, **options):
+        def ended(training):
+            seen.append(weakref.ref(next(training.model.parameters())))
+            finish(training)
 
-    monkeypatch.setattr(runner, "keep_masks", watched)
+        return train(*args, finish=ended, **options)
+
+    monkeypatch.setattr(runner, "train", watched)
     shutil.rmtree(copy / "runs")
     folder = Folder(copy)
     folder.join(folder.plan(), {})

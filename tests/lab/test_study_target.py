@@ -1,8 +1,10 @@
 """A run of a study counts at the sparsity asked for, to the weight where its result says how many these are."""
 
 import json
+import shutil
 
 import pytest
+from small_gpt import fewer_weights
 from study_command import rows, study
 
 from prunus.files.json_file import read_json
@@ -15,6 +17,22 @@ from prunus.lab.trainer import train
 pytestmark = pytest.mark.usefixtures("few_weights")
 
 
+@pytest.fixture(scope="module")
+def grown(done, base, tmp_path_factory):
+    """The study with an arm that is cut row by row."""
+    out = shutil.copytree(done, tmp_path_factory.mktemp("grown") / "study")
+    with fewer_weights():
+        arm = ("--arm", "row: score=magnitude allocate=row", "--sparsity", "0.8", "--seeds", "1")
+        assert study(base, out, *arm) == 0
+    return out
+
+
+@pytest.fixture
+def by_rows(grown, tmp_path):
+    """The same, for one test to change."""
+    return shutil.copytree(grown, tmp_path / "study")
+
+
 def test_quality_off_the_target_does_not_count(copy):
     path = copy / "runs" / "bitter7-0.5-s0" / "result.json"
     path.write_text(json.dumps(read_json(path) | {"sparsity": 0.14}))
@@ -25,12 +43,11 @@ def test_quality_off_the_target_does_not_count(copy):
 
 @pytest.mark.parametrize("arm", ["magnitude", "row"])
 @pytest.mark.parametrize("off", [-1, 0, 1])
-def test_one_weight_off_the_number_asked_for_does_not_count(arm, off, copy, base):
-    assert study(base, copy, "--arm", "row: score=magnitude allocate=row", "--sparsity", "0.8", "--seeds", "1") == 0
-    path = copy / "runs" / f"{arm}-0.8-s0" / "result.json"
+def test_one_weight_off_the_number_asked_for_does_not_count(arm, off, by_rows):
+    path = by_rows / "runs" / f"{arm}-0.8-s0" / "result.json"
     result = read_json(path)
     path.write_text(json.dumps(result | {"num_asked": result["num_asked"] + off}))
-    told = summary(Folder(copy), Folder(copy).plan())["off_target"]
+    told = summary(Folder(by_rows), Folder(by_rows).plan())["off_target"]
     zeros = round(result["sparsity"] * result["num_prunable"])
     assert all(entry["message"].endswith(f"{zeros:,}; asked for were {zeros + off:,}") for entry in told)
     assert bool(told) == bool(off)
@@ -44,13 +61,12 @@ def test_of_many_weights_a_few_that_stay_may_be_zero(off, counts, copy):
     assert (summary(Folder(copy), Folder(copy).plan())["off_target"] == []) == counts
 
 
-def test_older_results_count_within_what_rounding_takes(copy, base):
-    assert study(base, copy, "--arm", "row: score=magnitude allocate=row", "--sparsity", "0.8", "--seeds", "1") == 0
-    for path in copy.glob("runs/*/result.json"):
+def test_older_results_count_within_what_rounding_takes(by_rows):
+    for path in by_rows.glob("runs/*/result.json"):
         result = read_json(path)
         del result["num_asked"]
         path.write_text(json.dumps(result))
-    assert summary(Folder(copy), Folder(copy).plan())["off_target"] == []
+    assert summary(Folder(by_rows), Folder(by_rows).plan())["off_target"] == []
 
 
 @pytest.mark.parametrize("sparsity", [0.3, 0.5, 0.77])
@@ -66,6 +82,5 @@ def test_the_number_asked_for_is_what_a_training_removes(model, allocate, sparsi
     assert round(result.sparsity * result.num_prunable) == result.num_asked > 0
 
 
-def test_rows_round_more_than_layers_and_count(copy, base):
-    assert study(base, copy, "--arm", "row: score=magnitude allocate=row", "--sparsity", "0.8", "--seeds", "1") == 0
-    assert 0.001 < abs(rows(copy)["row"]["measured_sparsity"] - 0.8) < 0.02
+def test_rows_round_more_than_layers_and_count(by_rows):
+    assert 0.001 < abs(rows(by_rows)["row"]["measured_sparsity"] - 0.8) < 0.02

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from covering import each_once
 from probe_checks import assert_same, snapshot
 from probe_models import CASES, entropy, llama
 from probe_odd import Attention, Encoder
@@ -20,8 +21,7 @@ from prunus.oneshot.probe.engine import Engine
 
 @pytest.mark.parametrize(
     "case, schedule, offload",
-    [(case, schedule, None) for case in CASES for schedule in ("joint", "sequential")]
-    + [("llama", "block", None), ("llama", "joint", "cpu"), ("cnn", "sequential", "cpu")],
+    each_once(CASES, ["joint", "sequential", "block"], [None, "cpu"]),
 )
 def test_masks_are_those_without_it_and_the_model_comes_back(case, schedule, offload):
     case = CASES[case](torch.float64)
@@ -44,7 +44,7 @@ def test_weights_whose_gradients_come_one_by_one_get_the_same_ones(kind):
     assert all(torch.equal(result.masks[name], mask) for name, mask in expected.masks.items())
 
 
-@pytest.mark.parametrize("score", ["wanda", "fisher"])
+@pytest.mark.parametrize("score", ["wanda", pytest.param("fisher", marks=pytest.mark.slow)])
 def test_a_model_that_checkpoints_its_blocks_itself_gets_the_same_masks(score):
     case = CASES["llama"](torch.float64)
     expected = prune(deepcopy(case.model), case.batches, 0.5, score, None, Probe(0.02), case.loss)

@@ -39,7 +39,7 @@ def crowded(limit, monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("limit", [8, 20, 40])
+@pytest.mark.parametrize("limit", [20, *(pytest.param(n, marks=pytest.mark.slow) for n in (8, 40))])
 def test_out_of_memory_halves_the_tokens_that_are_looked_at(limit, monkeypatch):
     case, tokens = llama(), torch.randint(0, 31, (3, 24))
     expected = prune(deepcopy(case.model), [tokens], 0.5, probe=Probe(0.05))
@@ -146,7 +146,7 @@ def test_time_is_booked_on_the_innermost_part():
     assert set(clock.seconds) == {"outer", "inner"} and not clock._parts
 
 
-@pytest.mark.parametrize("schedule", ["sequential", "block"])
+@pytest.mark.parametrize("schedule", ["block", pytest.param("sequential", marks=pytest.mark.slow)])
 def test_no_room_for_what_blocks_return_makes_passes_whole(schedule, monkeypatch):
     case = llama()
     expected = prune(deepcopy(case.model), case.batches, 0.5, probe=Probe(0.05, schedule=schedule)).masks

@@ -4,6 +4,7 @@ from copy import deepcopy
 
 import pytest
 import torch
+from covering import each_once
 from probe_models import Case, entropy, own_loss, pair_loss
 from probe_odd import (
     MODELS,
@@ -57,11 +58,11 @@ def assert_as_reference(case, schedule, order="reverse", tau=0.02, blocks=None):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "order"), [("joint", "reverse"), ("sequential", "reverse"), ("sequential", "forward")]
+    ("kind", "order"),
+    each_once(MODELS, [("joint", "reverse"), ("sequential", "reverse"), ("sequential", "forward")]),
 )
-@pytest.mark.parametrize("kind", MODELS)
-def test_an_odd_model_is_probed_as_one_sample_at_a_time_would_be(kind, schedule, order):
-    assert_as_reference(case_of(kind), schedule, order)
+def test_an_odd_model_is_probed_as_one_sample_at_a_time_would_be(kind, order):
+    assert_as_reference(case_of(kind), *order)
 
 
 def test_what_is_run_alone_is_reduced_with_its_block_in_the_passes_of_the_others():

@@ -7,6 +7,7 @@ from copy import deepcopy
 
 import pytest
 import torch
+from covering import each_once
 from probe_checks import assert_same, snapshot
 from probe_models import CASES, cnn, entropy, llama, mlp
 from probe_odd import Attention, Encoder, Functional, SharedBlock, Tied
@@ -55,8 +56,7 @@ def poisoned(monkeypatch):
     monkeypatch.setattr(Offload, "unload", unloading)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "schedule"), each_once(CASES, SCHEDULES))
 def test_masks_are_those_of_a_model_that_is_there_whole(case, schedule, watched, monkeypatch):
     case = CASES[case](torch.float32)
     dense, before = deepcopy(case.model), snapshot(case.model)
@@ -71,8 +71,10 @@ def test_masks_are_those_of_a_model_that_is_there_whole(case, schedule, watched,
     assert_same(before, snapshot(case.model))
 
 
-@pytest.mark.parametrize("score", ["fisher", "path", "magnitude"])
-@pytest.mark.parametrize("kind", [Attention, Encoder, Functional, SharedBlock, Tied])
+@pytest.mark.parametrize(
+    ("kind", "score"),
+    each_once([Attention, Encoder, Functional, SharedBlock, Tied], ["fisher", "path", "magnitude"]),
+)
 def test_models_that_use_their_weights_in_odd_ways_too(kind, score):
     case = case_of(kind)
     dense = deepcopy(case.model)

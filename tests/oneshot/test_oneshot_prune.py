@@ -4,6 +4,7 @@ from copy import deepcopy
 
 import pytest
 import torch
+from covering import each_once
 from probe_checks import assert_same, bits_of, snapshot
 from probe_models import CASES, cnn, entropy, llama, mlp
 from torch import nn
@@ -16,8 +17,7 @@ from prunus.oneshot.walk import Originals
 SCHEDULES = ["joint", "sequential", "block"]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "schedule"), each_once(CASES, SCHEDULES))
 def test_the_model_keeps_mode_statistics_flags_and_every_weight_that_is_not_pruned(case, schedule):
     case = CASES[case](torch.float32)
     case.model.train()
@@ -60,8 +60,7 @@ def interrupted(num_calls):
     return loss, calls
 
 
-@pytest.mark.parametrize("at", [0.02, 0.3, 0.6, 0.95])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("schedule", "at"), each_once(SCHEDULES, [0.02, 0.3, 0.6, 0.95]))
 def test_after_an_exception_the_model_is_as_before(schedule, at):
     case = cnn(torch.float32)
     case.model.train()
@@ -74,8 +73,7 @@ def test_after_an_exception_the_model_is_as_before(schedule, at):
     assert_same(before, snapshot(case.model))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("schedule", "dtype"), each_once(SCHEDULES, [torch.bfloat16, torch.float16]), ids=str)
 def test_half_precision_models_are_probed_without_rounding_a_kept_weight(schedule, dtype):
     case = llama(dtype)
     weight = case.model.model.layers[0].mlp.up_proj.weight
@@ -92,8 +90,7 @@ def test_half_precision_models_are_probed_without_rounding_a_kept_weight(schedul
     assert vetoed > 0 and 0 < result.sparsity < 0.5
 
 
-@pytest.mark.parametrize("limit", [1, 2, 4])
-@pytest.mark.parametrize("score", ["magnitude", "fisher"])
+@pytest.mark.parametrize(("limit", "score"), each_once([1, 4, 2], ["magnitude", "fisher"]))
 def test_out_of_memory_halves_the_batch_and_changes_nothing(limit, score, monkeypatch):
     """The memory runs out at the end of a pass, when some of it has been recorded already."""
     case = llama()
@@ -135,7 +132,7 @@ def test_tensors_pairs_and_dicts_of_the_same_samples_are_the_same(monkeypatch):
         [{"input_ids": tokens, "attention_mask": ones, "labels": tokens}],
         ({"input_ids": row[None]} for row in tokens),
     ]
-    found = [prune(llama().model, batches, 0.5, "wanda", probe=Probe(0.05)).masks for batches in kinds]
+    found = [prune(llama(num_layers=1).model, batches, 0.5, "wanda", probe=Probe(0.05)).masks for batches in kinds]
     for masks in found[1:]:
         assert all(torch.equal(masks[name], mask) for name, mask in found[0].items())
 
@@ -161,7 +158,7 @@ def test_a_wrapped_model_is_pruned_inside():
     assert all(torch.equal(a, b) for a, b in zip(inner.parameters(), case.model.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("probe", [None, Probe(0.05)])
+@pytest.mark.parametrize("probe", [None, pytest.param(Probe(0.05), marks=pytest.mark.slow)])
 def test_a_model_that_has_run_compiled_is_pruned_by_its_inputs(probe):
     torch._dynamo.reset()
     case = cnn()

@@ -4,6 +4,7 @@ from copy import deepcopy
 
 import pytest
 import torch
+from covering import each_once
 from probe_models import entropy, llama, mlp
 from torch import nn
 
@@ -12,8 +13,7 @@ from prunus import Global, PerLayer, PerRow, Probe, prune
 SCHEDULES = ["joint", "sequential", "block"]
 
 
-@pytest.mark.parametrize("select", [Global(), PerLayer(), PerRow()], ids=str)
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("schedule", "select"), each_once(SCHEDULES, [Global(), PerLayer(), PerRow()]), ids=str)
 def test_tau_by_target_ends_at_the_sparsity_exactly(schedule, select):
     case = llama()
     alone = prune(deepcopy(case.model), case.batches, 0.5, "wanda", select, repair=None)

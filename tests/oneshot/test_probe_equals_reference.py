@@ -5,6 +5,7 @@ from functools import cache
 
 import pytest
 import torch
+from covering import each_once
 from probe_models import CASES, needs_data, stories260k
 from probe_reference import probe_reference
 
@@ -46,21 +47,20 @@ def assert_equal(result, expected, fast, slow, some_are_kept=True):
     assert (vetoed > 0 or not some_are_kept) and vetoed < sum(layer.num_candidates for layer in result.layers)
 
 
-@pytest.mark.parametrize(("schedule", "order"), ORDERS, ids=["-".join(pair) for pair in ORDERS])
-@pytest.mark.parametrize("case", CASES)
-def test_masks_are_those_of_the_reference(case, schedule, order):
-    probe = Probe(tau=0.02, order=order, schedule=schedule)
+@pytest.mark.parametrize(("case", "order"), each_once(CASES, ORDERS), ids=str)
+def test_masks_are_those_of_the_reference(case, order):
+    probe = Probe(tau=0.02, order=order[1], schedule=order[0])
     assert_equal(*both(case, "magnitude", Global(), probe))
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("score", "select"), [("wanda", PerRow()), ("wanda", Global()), ("magnitude", PerLayer())])
-def test_strategies_and_scopes_give_the_candidates_of_the_reference(case, score, select):
-    assert_equal(*both(case, score, select, Probe(tau=0.005)), some_are_kept=case != "cnn")
+@pytest.mark.parametrize(
+    ("case", "strategy"), each_once(CASES, [("wanda", PerRow()), ("wanda", Global()), ("magnitude", PerLayer())])
+)
+def test_strategies_and_scopes_give_the_candidates_of_the_reference(case, strategy):
+    assert_equal(*both(case, *strategy, Probe(tau=0.005)), some_are_kept=case != "cnn")
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 64])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "size"), each_once(CASES, [1, 2, 3, 64]))
 def test_the_size_of_a_batch_changes_no_decision(case, size):
     assert_equal(*both(case, "wanda", PerRow(), Probe(tau=0.02), batch_size=size))
 
@@ -72,8 +72,7 @@ def test_masks_of_a_trained_gpt_are_those_of_the_reference(schedule, order):
     assert_equal(*both("stories260K", "wanda", PerRow(), Probe(tau=0.02, order=order, schedule=schedule)))
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("schedule", ["joint", "block"])
+@pytest.mark.parametrize(("case", "schedule"), each_once(CASES, ["joint", "block"]))
 def test_in_float32_only_what_lies_on_the_edge_may_differ(case, schedule):
     probe = Probe(tau=0.02, schedule=schedule)
     result, expected, *_ = both(case, "magnitude", Global(), probe, dtype=torch.float32)

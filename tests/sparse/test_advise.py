@@ -7,16 +7,15 @@ from torch import nn
 from prunus import save_sparse
 from prunus.cli import main
 from prunus.sparse import advise as module
-from prunus.sparse.advise import Advice, Load, Row, advise, winner
-from prunus.sparse.timing import microseconds, num_copies
+from prunus.sparse.advise import Advice, LayerTimes, Load, advise, microseconds, num_copies, winner
 
 SMALL = Load(batch=1, tokens=4)
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr("prunus.sparse.timing.PATIENCE", 0.0)
-    monkeypatch.setattr("prunus.sparse.timing.MOST_COPIES", 2)
+    monkeypatch.setattr("prunus.sparse.advise.PATIENCE", 0.0)
+    monkeypatch.setattr("prunus.sparse.advise.MOST_COPIES", 2)
 
 
 def weights():
@@ -30,16 +29,17 @@ def weights():
 
 
 def row(decode, prefill, num=2):
-    return Row((64, 128), "bfloat16", 0.5, False, [f"{i}" for i in range(num)], decode, prefill)
+    return LayerTimes((64, 128), "bfloat16", 0.5, False, [f"{i}" for i in range(num)], decode, prefill)
 
 
 def test_each_kind_is_measured_once_and_counted(monkeypatch):
     measured = []
     inner = module._measured
-    monkeypatch.setattr(module, "_measured", lambda name, *rest: measured.append(name) or inner(name, *rest))
+    monkeypatch.setattr(module, "_measured", lambda weight, load: measured.append(weight.shape) or inner(weight, load))
     advice = advise(weights(), load=SMALL)
 
-    assert measured == ["layers.0.up.weight", "layers.0.down.weight", "layers.1.down.weight"]
+    assert measured == [(64, 128), (128, 64), (128, 64)]
+    assert [row.layers[0] for row in advice.rows] == [f"layers.{kind}.weight" for kind in ("0.up", "0.down", "1.down")]
     assert [len(row.layers) for row in advice.rows] == [3, 1, 1]
     assert [row.shape for row in advice.rows] == [(64, 128), (128, 64), (128, 64)]
     assert all(set(row.decode) == set(row.prefill) == {"dense", "sparse"} for row in advice.rows)

@@ -8,7 +8,7 @@ import torch
 from prunus.ops import bits
 from prunus.sparse import gaps
 from prunus.sparse.gaps import BLOCK, LONGEST, UNIT, check_gaps, gaps_of, gaps_of_dense, slots_of
-from prunus.sparse.product import dense_reference
+from prunus.sparse.linear import dense_reference
 
 WORDS = {2: torch.int16, 4: torch.int32}
 SHAPES = [(1, 1), (3, 7), (16, 301), (9, 5000), (20, 2 * BLOCK), (2, 65536), (0, 5), (5, 0)]
@@ -49,10 +49,10 @@ def test_a_matrix_comes_back_bit_for_bit(shape, mask, dtype):
 
 
 @pytest.mark.parametrize("mask", MASKS)
-def test_pieces_make_no_difference(mask, monkeypatch):
+def test_chunks_make_no_difference(mask, monkeypatch):
     keep, weight = matrix((37, 133), mask, torch.float32)
     whole = gaps_of(bits.pack(keep), weight[keep], weight.shape)
-    monkeypatch.setattr(gaps, "PIECE", 1)
+    monkeypatch.setattr(gaps, "CHUNK", 1)
     parts = gaps_of(bits.pack(keep), weight[keep], weight.shape)
 
     assert all(torch.equal(getattr(whole, name), getattr(parts, name)) for name in ("values", "codes", "heads", "rows"))

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from prunus.ops import bits
+from prunus.sparse.gaps import gaps_of
 from prunus.sparse.linear import SparseLinear, sparsify_
 from prunus.sparse.semi_structured import is_two_of_four, semi_structured_
 
@@ -39,7 +40,7 @@ def test_it_computes_what_the_dense_layer_does(shape, bias, dtype):
 def test_from_bits_and_values_as_a_file_has_them():
     layer = linear()
     keep = layer.weight != 0
-    sparse = SparseLinear.from_packed(bits.pack(keep), layer.weight[keep], layer.weight.shape, layer.bias)
+    sparse = SparseLinear(gaps_of(bits.pack(keep), layer.weight[keep].detach(), layer.weight.shape), layer.bias)
     x = torch.randn(3, 100, device=DEVICE)
 
     assert near(sparse(x), layer(x))

@@ -1,4 +1,4 @@
 from .batches import ImageData, ImageShape, Labelled, TokenData, TokenShape
-from .load import load
+from .datasets import load
 
 __all__ = ["ImageData", "ImageShape", "Labelled", "TokenData", "TokenShape", "load"]

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from ...ops.machine import wait_for
-from ...pruner import Pruner
 from ..tracking import peak_memory
 from ..trainer import Training
+from .steps import around_events
 from .trace import allocated, traced
 
 READY = "prunus gradients of bytes: "
@@ -56,10 +56,10 @@ class Memory:
     limits: dict[str, int] = field(default_factory=dict)  # what the device has, and what the allocator reserved of it
 
 
-def held(training: Training) -> dict[str, int]:
+def steady_bytes(training: Training) -> dict[str, int]:
     """Bytes of the tensors that stay from step to step, by category."""
     pruner, state = training.pruner, training.optimizer.state.values()
-    moments = [value for kept in state for key, value in kept.items() if key != "mask" and isinstance(value, Tensor)]
+    moments = [value for own in state for key, value in own.items() if key != "mask" and isinstance(value, Tensor)]
     sums = pruner._movement.sums.values() if pruner and pruner._movement else ()
     found = {
         "weights": _bytes([*training.model.parameters(), *training.model.buffers()], training.device),
@@ -81,15 +81,16 @@ def measured_memory(training: Training, before_event: Callable[[], None] | None)
     gc.collect()
     wait_for(training.device)
     on_gpu = training.device.type == "cuda"
-    fixed = held(training)
+    fixed = steady_bytes(training)
     total = torch.cuda.memory_allocated(training.device) if on_gpu else sum(fixed.values())
     steady = fixed | {"rest": total - sum(fixed.values())}
-    moments = _moments_of(training, total)
+    moments_of = _by_allocator if on_gpu else _by_trace
+    moments = moments_of(training, total)
     top = max(moments, key=lambda moment: moment.peak)
     event = None
     if before_event:
         before_event()
-        found = [m for m in _moments_of(training, total) if m.part in ("score and select", "apply")]
+        found = [m for m in moments_of(training, total) if m.part in ("score and select", "apply")]
         if found:  # none where SPAM makes events wait
             event = _split(steady, max(found, key=lambda moment: moment.peak), "event scratch")
     limits = {"resident": peak_memory(training.device)}
@@ -105,30 +106,28 @@ def _split(steady: dict[str, int], moment: Moment, what: str) -> dict[str, int]:
     return ordered | {"rest": steady["rest"]}
 
 
-def _moments_of(training: Training, total: int) -> list[Moment]:
-    """The stretches of one step, cut at every part and at every gradient that is ready."""
-    return (_by_allocator if training.device.type == "cuda" else _by_trace)(training, total)
-
-
 def _by_trace(training: Training, total: int) -> list[Moment]:
+    """The stretches of one step, cut at every part and at every gradient that is ready."""
+
     def note(num_bytes: int) -> None:
         with record_function(f"{READY}{num_bytes}"):
             pass
 
-    with traced(training.device, memory=True) as trace, _ready(training, note):
+    with traced(training.device, memory=True) as entries, _ready(training, note):
         training.train_step()
-    names = [(entry["ts"], str(entry["name"])) for entry in trace.entries if entry.get("cat") == "user_annotation"]
+    names = [(entry["ts"], str(entry["name"])) for entry in entries if entry.get("cat") == "user_annotation"]
     ready = sorted((at, int(name.removeprefix(READY))) for at, name in names if name.startswith(READY))
     times = [at for at, _ in ready]
     found = [
         Moment(name, ready[index - 1][1] if (index := bisect_right(times, at)) else 0, total + size)
-        for name, at, size in allocated(trace.entries)
+        for name, at, size in allocated(entries)
     ]
     return found or [Moment("other", 0, total)]
 
 
 def _by_allocator(training: Training, total: int) -> list[Moment]:
-    mark, pruner = training.mark, training.pruner
+    """The same on a GPU, as torch's allocator says."""
+    mark = training.mark
     moments, now, gradients = [], "other", 0
 
     def cut(name: str, ready: int | None = None) -> None:
@@ -141,7 +140,12 @@ def _by_allocator(training: Training, total: int) -> list[Moment]:
         cut(name)
         mark(name)
 
-    with _ready(training, lambda num_bytes: cut(now, num_bytes)), _events_seen(pruner, cut):
+    def event(update: Callable[[], None]) -> None:
+        cut("score and select")
+        update()
+        cut("optimizer")
+
+    with _ready(training, lambda num_bytes: cut(now, num_bytes)), around_events(training, event):
         torch.cuda.reset_peak_memory_stats(training.device)
         training.mark = marked
         try:
@@ -150,25 +154,6 @@ def _by_allocator(training: Training, total: int) -> list[Moment]:
             training.mark = mark
         cut("other")
     return moments
-
-
-@contextmanager
-def _events_seen(pruner: Pruner | None, cut: Callable[[str], None]) -> Iterator[None]:
-    if pruner is None:
-        yield
-        return
-    update = pruner.update
-
-    def seen() -> None:
-        cut("score and select")
-        update()
-        cut("optimizer")
-
-    pruner.update = seen
-    try:
-        yield
-    finally:
-        pruner.update = update
 
 
 @contextmanager

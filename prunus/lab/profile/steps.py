@@ -2,8 +2,9 @@
 
 import statistics
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ def instrument(training: Training) -> None:
     pruner = training.pruner
     if pruner is None:
         return
-    masked, applied, updated = pruner._masking.mask_gradient, pruner._masking.apply_, pruner.update
+    masking, updated = pruner._masking, pruner.update
 
     def update() -> None:
         wait_for(training.device)  # work of the step that is still running does not count
@@ -65,8 +66,8 @@ def instrument(training: Training) -> None:
 
         return inside
 
-    pruner._masking.mask_gradient = marked("gradient masking", masked)
-    pruner._masking.apply_ = marked("apply", applied)
+    masking.mask_gradient = marked("gradient masking", masking.mask_gradient)
+    masking.apply_ = marked("apply", masking.apply_)
     pruner.update = update
 
 
@@ -128,16 +129,26 @@ def between_events(training: Training) -> None:
 
 def events_twice(training: Training, due: list[int]) -> tuple[float | None, Split | None]:
     """A few events, each taken once by the clock and once traced, which takes longer: the medians."""
-    seconds, splits = [], []
+    seconds: list[float] = []
+    splits = []
+
+    def timed(update: Callable[[], None]) -> None:
+        wait_for(training.device)
+        started = time.perf_counter()
+        update()
+        wait_for(training.device)
+        seconds.append(time.perf_counter() - started)
+
     for step in due[1:] or due:
         masks = training.pruner.state_dict()["masks"] if training.pruner else {}
         seek_event(training, due, step)
-        seconds += _event_seconds(training)
+        with around_events(training, timed):
+            training.train_step()
         _load(training, masks=masks)
         seek_event(training, due, step)
-        with traced(training.device) as trace:
+        with traced(training.device) as entries:
             training.train_step()
-        splits.append(only_event(trace.entries))  # without what is the step's own
+        splits.append(only_event(entries))  # without what is the step's own
     splits = [split for split in splits if split.host]
     if not seconds or not splits:  # SPAM makes events wait
         return None, None
@@ -145,22 +156,16 @@ def events_twice(training: Training, due: list[int]) -> tuple[float | None, Spli
     return statistics.median(seconds), next(split for split in splits if split.seconds == middle)
 
 
-def _event_seconds(training: Training) -> list[float]:
-    """Take a step: the seconds of its event, if it has one."""
-    pruner, found = training.pruner, []
-    assert pruner is not None
+@contextmanager
+def around_events(training: Training, around: Callable[[Callable[[], None]], None]) -> Iterator[None]:
+    """Call ``around`` in place of each event, with the event to call."""
+    pruner = training.pruner
+    if pruner is None:
+        yield
+        return
     update = pruner.update
-
-    def timed() -> None:
-        wait_for(training.device)
-        started = time.perf_counter()
-        update()
-        wait_for(training.device)
-        found.append(time.perf_counter() - started)
-
-    pruner.update = timed
+    pruner.update = partial(around, update)
     try:
-        training.train_step()
+        yield
     finally:
         pruner.update = update
-    return found

@@ -11,7 +11,7 @@ import tempfile
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,27 +26,24 @@ WINDOW = "other"  # the outermost part: what is in no other
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHES = ("cuda_runtime", "cuda_driver")
 
-Entry = Mapping[str, Any]
-
-
-@dataclass
-class Trace:
-    """The entries of a trace; empty until its window is closed."""
-
-    entries: list[Entry] = field(default_factory=list)
+Entries = Sequence[Mapping[str, Any]]
 
 
 @contextmanager
-def traced(device: torch.device, memory: bool = False) -> Iterator[Trace]:
-    """A window of work that is traced; on a GPU it begins and ends with the device idle."""
+def traced(device: torch.device, memory: bool = False) -> Iterator[list[Any]]:
+    """A window of work that is traced; on a GPU it begins and ends with the device idle.
+
+    The list that it gives is filled with the entries of the trace when the window is closed.
+    """
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
-    trace, recorded = Trace(), profile(activities=activities, profile_memory=memory)
+    entries: list[Any] = []
+    recorded = profile(activities=activities, profile_memory=memory)
     with _quiet():
         recorded.start()
     try:
         wait_for(device)
         with part(WINDOW), _quiet() if memory else nullcontext():
-            yield trace
+            yield entries
             with part("waiting for the device"):
                 wait_for(device)
     finally:
@@ -55,20 +52,20 @@ def traced(device: torch.device, memory: bool = False) -> Iterator[Trace]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         recorded.export_chrome_trace(str(path))
-        trace.entries = json.loads(path.read_text(errors="replace"))["traceEvents"]
+        entries += json.loads(path.read_text(errors="replace"))["traceEvents"]
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Silence the standard error, to which the profiler writes messages."""
     sys.stderr.flush()
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+        os.dup2(stderr, 2)
+        os.close(stderr)
         os.close(nowhere)
 
 
@@ -86,30 +83,27 @@ class Stretch:
     end: float
 
 
-def stretches(entries: Sequence[Entry]) -> list[Stretch]:
+def stretches(entries: Entries) -> list[Stretch]:
     """The window, cut where parts begin and end, in order and without gaps."""
     spans = [
         Stretch(entry["name"].removeprefix(PREFIX), entry["ts"], entry["ts"] + entry["dur"])
         for entry in entries
         if entry.get("cat") == "user_annotation" and str(entry.get("name")).startswith(PREFIX)
     ]
-    spans.sort(key=lambda span: (span.start, -span.end))
+    spans = sorted(spans, key=lambda span: (span.start, -span.end))[::-1]  # the first and outermost last
     edges = sorted({edge for span in spans for edge in (span.start, span.end)})
     found: list[Stretch] = []
     open_spans: list[Stretch] = []
-    waiting = iter(spans)
-    coming = next(waiting, None)
     for start, end in pairwise(edges):
         open_spans = [span for span in open_spans if span.end > start]
-        while coming is not None and coming.start <= start:
-            open_spans.append(coming)
-            coming = next(waiting, None)
+        while spans and spans[-1].start <= start:
+            open_spans.append(spans.pop())
         if open_spans:
             found.append(Stretch(open_spans[-1].name, start, end))
     return found
 
 
-def on_host(entries: Sequence[Entry]) -> dict[str, float]:
+def on_host(entries: Entries) -> dict[str, float]:
     """Seconds of the window by part: they add up to it."""
     found: dict[str, float] = {}
     for stretch in stretches(entries):
@@ -117,7 +111,7 @@ def on_host(entries: Sequence[Entry]) -> dict[str, float]:
     return found
 
 
-def on_device(entries: Sequence[Entry]) -> dict[str, float] | None:
+def on_device(entries: Entries) -> dict[str, float] | None:
     """Seconds that the device worked for each part, and those it was idle: they add up to the window.
 
     Work belongs to the part that launched it. Where kernels overlap, time is counted once. None where no
@@ -146,7 +140,7 @@ def on_device(entries: Sequence[Entry]) -> dict[str, float] | None:
     return found | {"idle": (last - parts[0].start) / 1e6 - sum(found.values())}
 
 
-def allocated(entries: Sequence[Entry]) -> list[tuple[str, float, int]]:
+def allocated(entries: Entries) -> list[tuple[str, float, int]]:
     """Part, time and bytes that torch held on the CPU, beside those from before the window, after each allocation."""
     parts = stretches(entries)
     starts = [stretch.start for stretch in parts]
@@ -175,13 +169,14 @@ class Split:
         return self.parts.get(part, 0.0) / self.seconds if self.seconds else 0.0
 
 
-def split_of(entries: Sequence[Entry], num: int) -> Split:
+def split_of(entries: Entries, num: int) -> Split:
+    """Seconds of each of ``num`` steps."""
     host, device = on_host(entries), on_device(entries)
     each = {name: seconds / num for name, seconds in host.items()}
     return Split(sum(each.values()), each, device and {name: seconds / num for name, seconds in device.items()})
 
 
-def only_event(entries: Sequence[Entry]) -> Split:
+def only_event(entries: Entries) -> Split:
     inside = ("score and select", "apply")
     host = {name: value for name, value in on_host(entries).items() if name in inside}
     device, total = on_device(entries), sum(host.values())

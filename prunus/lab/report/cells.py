@@ -1,6 +1,5 @@
 """What a report is about: one run, a study, or a folder of runs, as cells of arm, sparsity and seed."""
 
-import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,28 +8,29 @@ from pathlib import Path
 from typing import Any
 
 from ..run_files import SLIM, RunFiles, slim_runs
+from ..schema import CELL, STUDY, STUDY_RESULT, read_checked
 from ..study.arms import slug
+from ..study.intervals import deviation
 from ..study.tables import mixed_with
 from .numbers import short_percent
-from .records import Json, Record, number, read_record
-from .schema import CELL, STUDY, STUDY_RESULT, read_checked
+from .records import Json, RunRecord, number, read_record
 
 CONTROLS = ("dense", "magnitude", "random")
 
 
 @dataclass(frozen=True)
-class Cell:
+class RunCell:
     """One run as part of a comparison; ``more`` is what a study notes beside it."""
 
     arm: str
     sparsity: float  # asked for; 0 for a dense run
     seed: int
-    record: Record
+    record: RunRecord
     more: Json = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Row:
+class ArmRow:
     """One arm at one sparsity over its seeds; accuracies and their differences are in percent."""
 
     arm: str
@@ -56,19 +56,19 @@ class Source:
 
     title: str
     kind: str  # run, study or runs
-    cells: Sequence[Cell]
-    rows: Sequence[Row] = ()
+    cells: Sequence[RunCell]
+    rows: Sequence[ArmRow] = ()
     study: Json = field(default_factory=dict)
     notes: Sequence[str] = ()
     num_open: int = 0  # runs that have neither ended nor failed, as far as the folder says
 
     @property
-    def record(self) -> Record:
+    def record(self) -> RunRecord:
         """The first run, or what a study says of all of them where its runs are not at hand."""
         if self.cells:
             return self.cells[0].record
         environment = self.study.get("environment")
-        return Record(self.title, self.study["base"], environment if isinstance(environment, dict) else {}, [])
+        return RunRecord(self.title, self.study["base"], environment if isinstance(environment, dict) else {}, [])
 
     @property
     def is_comparison(self) -> bool:
@@ -93,10 +93,10 @@ class Source:
             return number(self.study["base"].get("budget_scale")) or 1.0
         return statistics.mode([row.budget for row in self.rows] or [1.0])
 
-    def runs(self, arm: str, sparsity: float) -> list[Record]:
+    def runs(self, arm: str, sparsity: float) -> list[RunRecord]:
         return [cell.record for cell in self.cells if cell.arm == arm and cell.sparsity == sparsity]
 
-    def row(self, arm: str, sparsity: float) -> Row | None:
+    def row(self, arm: str, sparsity: float) -> ArmRow | None:
         return next((row for row in self.rows if row.arm == arm and row.sparsity == sparsity), None)
 
 
@@ -123,9 +123,9 @@ def _run_folders(folder: Path) -> list[RunFiles]:
     return [RunFiles(path) for path in folder.iterdir() if (path / "run.json").is_file()]
 
 
-def _read_cells(runs: Iterable[RunFiles]) -> tuple[list[Cell], list[str]]:
+def _read_cells(runs: Iterable[RunFiles]) -> tuple[list[RunCell], list[str]]:
     """Cells of the runs, by name; one that cannot be read is noted and left out."""
-    cells: list[Cell] = []
+    cells: list[RunCell] = []
     notes: list[str] = []
     noted: dict[str, list[str]] = {}
     for run in sorted(runs, key=lambda run: run.name):
@@ -144,45 +144,33 @@ def _read_cells(runs: Iterable[RunFiles]) -> tuple[list[Cell], list[str]]:
     return cells, notes
 
 
-def _cell(record: Record, more: Json) -> Cell:
+def _cell(record: RunRecord, more: Json) -> RunCell:
     """The cell that a run says it is; without ``cell.json`` its arm is its folder's name without the seed."""
     config = record.config
     seed = config.get("seed", 0)
     sparsity = 0.0 if config.get("score") == "none" else number(config.get("sparsity")) or 0.0
     name = record.name.removesuffix(f"-s{seed}").removesuffix(f"-{sparsity:.12g}")
-    return Cell(str(more.get("arm", name)), sparsity, seed if isinstance(seed, int) else 0, record, more)
+    return RunCell(str(more.get("arm", name)), sparsity, seed if isinstance(seed, int) else 0, record, more)
 
 
-def rows_of(cells: Sequence[Cell]) -> list[Row]:
+def rows_of(cells: Sequence[RunCell]) -> list[ArmRow]:
     """Mean and spread by arm and sparsity from the results of runs that ended; only a study gives verdicts."""
     grouped: dict[tuple[str, float, float], list[float]] = {}
     for cell in cells:
         budget = number(cell.record.config.get("budget_scale")) or 1.0
         values = grouped.setdefault((cell.arm, cell.sparsity, budget), [])
         if cell.record.quality is not None:
-            values.append(cell.record.quality * scale_of(cell.record))
+            values.append(cell.record.quality)
     return [
-        Row(
-            arm,
-            sparsity,
-            values,
-            mean=math.fsum(values) / len(values) if values else None,
-            spread=statistics.stdev(values) if len(values) > 1 else None,
-            budget=budget,
-        )
+        ArmRow(arm, sparsity, values, mean=mean_of(values), spread=deviation(values), budget=budget)
         for (arm, sparsity, budget), values in grouped.items()
     ]
-
-
-def scale_of(record: Record) -> float:
-    """Accuracies are read in percent."""
-    return 100.0 if record.metric == "accuracy" else 1.0
 
 
 def mean_of(values: Sequence[Any]) -> float | None:
     """Mean of the numbers among ``values``."""
     found = [value for value in map(number, values) if value is not None]
-    return math.fsum(found) / len(found) if found else None
+    return statistics.fmean(found) if found else None
 
 
 def _read_study(folder: Path) -> Source:
@@ -197,8 +185,8 @@ def _read_study(folder: Path) -> Source:
     if not (folder / "runs").is_dir() and not (folder / SLIM).is_file():
         notes = ["The folder holds no runs, so there are no curves."]
     path = folder / "study_result.json"
-    result = read_checked(path, STUDY_RESULT) if path.is_file() else None
-    if result is not None:
+    result = read_checked(path, STUDY_RESULT) if path.is_file() else {}
+    if path.is_file():
         rows = [_row(row) for row in result.get("rows", ()) if "arm" in row]
         notes = _problems(result, cells) + notes
         if any("dense" not in row for row in result.get("rows", ())):
@@ -206,26 +194,14 @@ def _read_study(folder: Path) -> Source:
     else:
         rows = rows_of(cells)
         notes.insert(0, "There is no study_result.json: means are taken from the runs, and there are no verdicts.")
-    return Source(
-        folder.resolve().name,
-        "study",
-        _in_order(cells, study),
-        rows,
-        study,
-        notes,
-        _num_open(study, cells, result),
-    )
-
-
-def _num_open(study: Json, cells: Sequence[Cell], result: Json | None) -> int:
-    """Runs that are still to end: by the result, which counts runs that arms share once, else by the plan."""
-    if result is not None and "num_runs" in result:
-        return result["num_runs"] - result.get("num_finished", 0) - len(result.get("failed", ()))
     planned = sum(len(arm.get("cells", ())) for arm in study.get("arms", ()))
-    return max(1, planned - sum(not cell.record.is_open for cell in cells))
+    num_open = max(1, planned - sum(not cell.record.is_open for cell in cells))
+    if "num_runs" in result:  # which counts runs that arms share once
+        num_open = result["num_runs"] - result.get("num_finished", 0) - len(result.get("failed", ()))
+    return Source(folder.resolve().name, "study", _in_order(cells, study), rows, study, notes, num_open)
 
 
-def _in_order(cells: Sequence[Cell], study: Json) -> list[Cell]:
+def _in_order(cells: Sequence[RunCell], study: Json) -> list[RunCell]:
     """Cells in the order of the study's arms, under the names that these have there.
 
     A run without an end has no cell.json: its arm is known by the name of its folder alone, in plain letters.
@@ -236,10 +212,10 @@ def _in_order(cells: Sequence[Cell], study: Json) -> list[Cell]:
     return sorted(named, key=lambda cell: (place.get(cell.arm, len(place)), cell.arm, cell.sparsity, cell.seed))
 
 
-def _row(row: Mapping[str, Any]) -> Row:
+def _row(row: Mapping[str, Any]) -> ArmRow:
     same = str(row.get("same_as") or "")
     difference, cost = ({} if same else row.get("difference") or {}), row.get("cost") or {}
-    return Row(
+    return ArmRow(
         arm=row["arm"],
         sparsity=number(row.get("sparsity")) or 0.0,
         values=[value for value in row.get("values", ()) if number(value) is not None],
@@ -258,16 +234,14 @@ def _row(row: Mapping[str, Any]) -> Row:
     )
 
 
-def _problems(result: Json, cells: Sequence[Cell]) -> list[str]:
+def _problems(result: Json, cells: Sequence[RunCell]) -> list[str]:
     """What a study lacks, and what does not count; failures that notes of the runs name already are left out."""
     known = {(cell.seed, cell.record.failure) for cell in cells}
     done, planned = result.get("num_finished"), result.get("num_runs")
     notes = [f"{done} of {planned} runs have ended."] if done is not None and done != planned else []
     for kind, words in (("failed", "failed"), ("off_target", "does not count")):
         for one in result.get(kind, ()):
-            if kind == "failed" and (one.get("seed"), one.get("message")) in known:
-                continue
-            sparsity = number(one.get("sparsity")) or 0.0
-            where = f"{one.get('arm')} at {short_percent(sparsity)}, seed {one.get('seed')}"
-            notes.append(f"{where} {words}: {one.get('message')}")
+            if kind == "off_target" or (one.get("seed"), one.get("message")) not in known:
+                where = f"{one.get('arm')} at {short_percent(one.get('sparsity', 0.0))}, seed {one.get('seed')}"
+                notes.append(f"{where} {words}: {one.get('message')}")
     return notes

@@ -6,11 +6,27 @@ from html import escape
 from statistics import median
 from typing import Any
 
-from .cells import Cell, Row, Source, mean_of
+from .cells import ArmRow, RunCell, Source, mean_of
 from .numbers import duration, fixed, memory, percent, plain, short_percent, signed, with_minus
-from .panel import BAR, GRID, INK, LONG, MUTED, PAPER, Mark, Number, Panel, Table, Trace, axis, dots, layout
+from .panel import (
+    GRID,
+    INK,
+    MUTED,
+    PAPER,
+    Mark,
+    Number,
+    NumberTable,
+    Panel,
+    Trace,
+    arms_panel,
+    axis,
+    cell,
+    dots,
+    layout,
+)
 
 FAR = 10.0
+Rows = Sequence[ArmRow]
 
 
 def ranking(source: Source) -> list[str]:
@@ -38,10 +54,10 @@ def quality_panel(source: Source, marks: Mapping[str, Mark]) -> Panel:
     rows = [
         [
             row.arm,
-            Number(percent(row.sparsity), row.sparsity),
-            Number(plain(row.mean), row.mean),
-            Number(plain(row.spread, 2), row.spread),
-            Number(str(n := len(row.values)), n),
+            cell(row.sparsity, percent),
+            cell(row.mean),
+            cell(row.spread, lambda value: plain(value, 2)),
+            cell(len(row.values), str),
         ]
         for row in sorted(ended, key=lambda row: (row.sparsity, row.mean or 0))
     ]
@@ -55,7 +71,7 @@ def quality_panel(source: Source, marks: Mapping[str, Mark]) -> Panel:
             axis(name.lower(), **frame),
             hovermode="closest",
         ),
-        Table(f"{name} at the end", ["arm", "sparsity", "mean", "standard deviation", "seeds"], rows),
+        NumberTable(f"{name} at the end", ["arm", "sparsity", "mean", "standard deviation", "seeds"], rows),
         height=380,
     )
 
@@ -73,29 +89,25 @@ def frame_of(source: Source) -> tuple[float, float] | None:
     return (min(ends) - pad, max(ends) + pad) if pad else None
 
 
-def outside(source: Source) -> list[Row]:
+def outside(source: Source) -> list[ArmRow]:
     """Rows that the frame leaves out."""
     low, high = frame_of(source) or (-math.inf, math.inf)
     return [row for row in source.rows if row.mean is not None and not low <= row.mean <= high]
 
 
-def _quality_trace(arm: str, rows: Sequence[Row], mark: Mark) -> Trace:
+def _quality_trace(arm: str, rows: Rows, mark: Mark) -> Trace:
     texts = []
     for row in rows:
         spread = f" ± {plain(row.spread, 2)} ({len(row.values)} seeds)" if row.spread is not None else " (one seed)"
         texts.append(f"{escape(row.arm)}, {short_percent(row.sparsity)}: {plain(row.mean)}{spread}")
     own = [row.arm == arm for row in rows]  # the dense point is drawn once
+    bars = [(row.spread or 0) * mine for row, mine in zip(rows, own, strict=True)]
     return {
         "type": "scatter",
         "mode": "lines+markers",
         "name": escape(arm),
         "y": [row.mean for row in rows],
-        "error_y": {
-            "array": [(row.spread or 0) * mine for row, mine in zip(rows, own, strict=True)],
-            "color": mark.colour,
-            "thickness": 1.3,
-            "width": 4,
-        },
+        "error_y": {"array": bars, "color": mark.colour, "thickness": 1.3, "width": 4},
         "line": {"color": mark.colour, "width": mark.width, "dash": mark.dash},
         "marker": {"color": mark.colour, "symbol": mark.symbol, "size": [(5 + 2 * mark.width) * mine for mine in own]},
         "text": texts,
@@ -103,57 +115,47 @@ def _quality_trace(arm: str, rows: Sequence[Row], mark: Mark) -> Trace:
     }
 
 
-def difference_panels(source: Source, marks: Mapping[str, Mark]) -> list[Panel]:
-    """Paired differences with their 95 % intervals, arms below each other: one panel a sparsity."""
-    return [_differences(rows, marks, source) for rows in _grouped(source, lambda row: row.difference, sign=-1)]
-
-
-def _grouped(source: Source, value: Callable[[Row], float | None], sign: int = 1) -> list[list[Row]]:
+def _grouped(source: Source, value: Callable[[ArmRow], float | None], sign: int = 1) -> list[list[ArmRow]]:
     """Rows that have the value, ordered by it: a list for each sparsity that has any."""
     found = [[row for row in source.rows if row.sparsity == s and value(row) is not None] for s in source.sparsities]
     return [sorted(rows, key=lambda row: sign * (value(row) or 0)) for rows in found if rows]
 
 
-def _differences(rows: Sequence[Row], marks: Mapping[str, Mark], source: Source) -> Panel:
+def difference_panels(source: Source, marks: Mapping[str, Mark]) -> list[Panel]:
+    """Paired differences with their 95 % intervals, arms below each other: one panel a sparsity."""
     unit = "perplexity" if source.record.is_language else "accuracy, points"
-    table = [
-        [
-            _against(row),
-            Number(signed(row.difference), row.difference),
-            Number(fixed(row.half_width, 2), row.half_width),
-            with_minus(row.verdict),
-        ]
-        for row in rows
-    ]
-    low, high = _extent(rows)
     better = "left" if source.record.is_language else "right"
-    trace = dots(
-        [_label(row) for row in rows],
-        [row.difference for row in rows],
-        [marks.get(row.arm, Mark(MUTED)) for row in rows],
-    )
-    trace |= {
-        "error_x": {"array": [row.half_width or 0 for row in rows], "color": MUTED, "thickness": 1.5, "width": 0},
-        "text": [f"{escape(row.arm)}: {escape(row.verdict)}" for row in rows],
-        "hovertemplate": "%{text}<extra></extra>",
-    }
-    return Panel(
-        f"Difference at {short_percent(rows[0].sparsity)}; {better} is better",
-        f"Paired difference in {unit} with 95 % intervals: {'; '.join(f'{row.arm} {row.verdict}' for row in rows)}.",
-        [trace],
-        layout(
+    panels = []
+    for rows in _grouped(source, lambda row: row.difference, sign=-1):
+        low, high = _extent(rows)
+        labels = [_label(row) for row in rows]
+        trace = dots(labels, [row.difference for row in rows], [marks.get(row.arm, Mark(MUTED)) for row in rows])
+        trace |= {
+            "error_x": {"array": [row.half_width or 0 for row in rows], "color": MUTED, "thickness": 1.5, "width": 0},
+            "text": [f"{escape(row.arm)}: {escape(row.verdict)}" for row in rows],
+            "hovertemplate": "%{text}<extra></extra>",
+        }
+        table = [
+            (_against(row), cell(row.difference, signed), cell(row.half_width, fixed), with_minus(row.verdict))
+            for row in rows
+        ]
+        words = "; ".join(f"{row.arm} {row.verdict}" for row in rows)
+        panel = arms_panel(
+            f"Difference at {short_percent(rows[0].sparsity)}; {better} is better",
+            f"Paired difference in {unit} with 95 % intervals: {words}.",
+            [trace],
             axis(unit, zeroline=True, zerolinecolor=INK, zerolinewidth=1, range=[low, high]),
-            axis("", type="category", showgrid=True, dtick=1),
-            hovermode="closest",
-            annotations=[_beyond(row, low, high) for row in rows if not low <= (row.difference or 0) <= high],
-        ),
-        Table("Paired differences", ["arm", "difference", "± (95 %)", "verdict"], table),
-        height=80 + (BAR * 3 // 2 if any("<br>" in _label(row) for row in rows) else BAR) * len(rows),
-        is_wide=any(len(row.arm) > LONG for row in rows),
-    )
+            NumberTable("Paired differences", ["arm", "difference", "± (95 %)", "verdict"], table),
+            [row.arm for row in rows],
+            two_lines=any("<br>" in label for label in labels),
+        )
+        panel.layout["yaxis"]["showgrid"] = True
+        panel.layout["annotations"] = [_beyond(r, low, high) for r in rows if not low <= (r.difference or 0) <= high]
+        panels.append(panel)
+    return panels
 
 
-def _extent(rows: Sequence[Row]) -> tuple[float, float]:
+def _extent(rows: Rows) -> tuple[float, float]:
     """From the smallest to the largest interval, without random and what is as far away."""
     usual = median(abs(row.difference or 0) for row in rows)
     near = [row for row in rows if row.arm != "random" and not abs(row.difference or 0) > FAR * usual > 0] or rows
@@ -162,7 +164,7 @@ def _extent(rows: Sequence[Row]) -> tuple[float, float]:
     return min(ends) - pad, max(ends) + pad
 
 
-def _beyond(row: Row, low: float, high: float) -> dict[str, Any]:
+def _beyond(row: ArmRow, low: float, high: float) -> dict[str, Any]:
     """A label at the edge for an arm that lies outside the frame."""
     right = (row.difference or 0) > high
     text = f"{signed(row.difference)} →" if right else f"← {signed(row.difference)}"
@@ -170,13 +172,13 @@ def _beyond(row: Row, low: float, high: float) -> dict[str, Any]:
     return at | {"y": _label(row), "text": text, "showarrow": False, "font": {"color": MUTED}, "bgcolor": PAPER}
 
 
-def _against(row: Row) -> str:
+def _against(row: ArmRow) -> str:
     if row.mixed:
         return f"{row.arm} – {row.against}, more differs"
     return row.arm if row.against in ("", "magnitude") else f"{row.arm} – {row.against}"
 
 
-def _label(row: Row) -> str:
+def _label(row: ArmRow) -> str:
     """Both arms on two lines; a recipe that they share is named once."""
     _, other, recipe = split_recipe(row.arm, row.against)
     said = f"{row.arm} – {other}, same recipe" if recipe else _against(row)
@@ -191,39 +193,31 @@ def split_recipe(arm: str, other: str) -> tuple[str, str, str]:
 
 def overlap_panels(source: Source, marks: Mapping[str, Mark]) -> list[Panel]:
     """How much of what an arm removed magnitude removed too: one panel a sparsity, chance as a line."""
-    return [_overlap(rows, marks) for rows in _grouped(source, lambda row: row.overlap)]
-
-
-def _overlap(rows: Sequence[Row], marks: Mapping[str, Mark]) -> Panel:
-    sparsity = rows[0].sparsity
-    chance = sparsity / (2 - sparsity)  # expected for two independent masks
-    values = {row.arm: row.overlap for row in rows}
-    labels = [escape(row.arm) for row in rows]
-    trace = dots(labels, [row.overlap for row in rows], [marks.get(row.arm, Mark(MUTED)) for row in rows])
-    trace["hovertemplate"] = "%{y}: %{x:.3f}<extra></extra>"
-    line = {"type": "line", "x0": chance, "x1": chance, "yref": "paper", "y0": 0, "y1": 1}
-    words = "; ".join(f"{arm} {fixed(value, 3)}" for arm, value in values.items())
-    return Panel(
-        f"Overlap with magnitude at {short_percent(sparsity)}",
-        f"Jaccard overlap of removed weights with magnitude's; chance is {chance:.3f}: {words}.",
-        [trace],
-        layout(
+    panels = []
+    for rows in _grouped(source, lambda row: row.overlap):
+        sparsity = rows[0].sparsity
+        chance = sparsity / (2 - sparsity)  # expected for two independent masks
+        values = {row.arm: row.overlap for row in rows}
+        shown = [marks.get(row.arm, Mark(MUTED)) for row in rows]
+        trace = dots([escape(row.arm) for row in rows], [row.overlap for row in rows], shown)
+        trace["hovertemplate"] = "%{y}: %{x:.3f}<extra></extra>"
+        cells = {arm: Number(fixed(value, 3), value) for arm, value in values.items()}
+        words = "; ".join(f"{arm} {number.shown}" for arm, number in cells.items())
+        panel = arms_panel(
+            f"Overlap with magnitude at {short_percent(sparsity)}",
+            f"Jaccard overlap of removed weights with magnitude's; chance is {chance:.3f}: {words}.",
+            [trace],
             axis("Jaccard overlap; dotted: chance", range=[0, 1.02]),
-            axis("", type="category", dtick=1),
-            hovermode="closest",
-            shapes=[line | {"line": {"color": MUTED, "width": 1.2, "dash": "dot"}}],
-        ),
-        Table(
-            f"Jaccard overlap; chance is {chance:.3f}",
-            ["arm", "overlap"],
-            [[arm, Number(fixed(value, 3), value)] for arm, value in values.items()],
-        ),
-        height=80 + BAR * len(rows),
-        is_wide=any(len(arm) > LONG for arm in values),
-    )
+            NumberTable(f"Jaccard overlap; chance is {chance:.3f}", ["arm", "overlap"], [*map(list, cells.items())]),
+            [row.arm for row in rows],
+        )
+        line = {"type": "line", "x0": chance, "x1": chance, "yref": "paper", "y0": 0, "y1": 1}
+        panel.layout["shapes"] = [line | {"line": {"color": MUTED, "width": 1.2, "dash": "dot"}}]
+        panels.append(panel)
+    return panels
 
 
-def memory_of(cell: Cell) -> float | None:
+def memory_of(cell: RunCell) -> float | None:
     """Bytes at the peak; None in older folders."""
     own = (cell.record.result or {}).get("peak_memory")
     mebibytes = cell.more.get("peak_mib")
@@ -234,28 +228,24 @@ def cost_panels(source: Source) -> list[Panel]:
     """Time and peak memory by arm: a bar for the mean, a point for every run."""
     warm = [cell for cell in source.cells if not cell.more.get("cold")] or source.cells
     peak = max((memory_of(cell) or 0 for cell in source.cells), default=0)
-    size, letter = (2**30, "GiB") if peak >= 2**30 else (2**20, "MiB")
+    unit = ("GiB", 2**30) if peak >= 2**30 else ("MiB", 2**20)
+    seconds = [(cell.arm, (cell.record.result or {}).get("seconds")) for cell in warm]
+    memories = [(cell.arm, memory_of(cell)) for cell in source.cells]
     panels = [
-        _cost(
-            "Training time",
-            ("seconds", 1.0, duration),
-            lambda c: (c.record.result or {}).get("seconds"),
-            (source, warm),
-        ),
-        _cost("Peak memory", (letter, size, memory), memory_of, (source, source.cells)),
+        _cost("Training time", ("seconds", 1.0), duration, _by_arm(source, seconds)),
+        _cost("Peak memory", unit, memory, _by_arm(source, memories)),
     ]
     return [panel for panel in panels if panel.table.rows]
 
 
-def _cost(
-    title: str,
-    unit: tuple[str, float, Callable[[float | None], str]],
-    of: Callable[[Cell], float | None],
-    what: tuple[Source, Sequence[Cell]],
-) -> Panel:
-    (name, size, show), (source, cells) = unit, what
-    found = {arm: [v for cell in cells if cell.arm == arm and (v := of(cell))] for arm in reversed(source.arms)}
-    found = {arm: values for arm, values in found.items() if values}
+def _by_arm(source: Source, values: Sequence[tuple[str, float | None]]) -> dict[str, list[float]]:
+    """The values of each arm that has any, from the last arm to the first."""
+    found = {arm: [value for name, value in values if name == arm and value] for arm in reversed(source.arms)}
+    return {arm: own for arm, own in found.items() if own}
+
+
+def _cost(title: str, unit: tuple[str, float], show: Callable[..., str], found: Mapping[str, list[float]]) -> Panel:
+    name, size = unit
     means = {arm: mean_of(values) or 0.0 for arm, values in found.items()}
     bars = {"type": "bar", "orientation": "h", "marker": {"color": GRID}, "hoverinfo": "skip", "width": 0.62}
     bars |= {"x": [mean / size for mean in means.values()], "y": [escape(arm) for arm in means]}
@@ -265,16 +255,12 @@ def _cost(
     points |= {"text": [f"{escape(arm)}: {show(value)}" for arm, value in every]}
     points |= {"hovertemplate": "%{text}<extra></extra>"}
     words = "; ".join(f"{arm} {show(mean)}" for arm, mean in reversed(means.items()))
-    rows = [
-        [arm, Number(plain(mean / size), mean / size), Number(str(n := len(found[arm])), n)]
-        for arm, mean in means.items()
-    ]
-    return Panel(
+    rows = [[arm, cell(mean / size), cell(len(found[arm]), str)] for arm, mean in means.items()]
+    return arms_panel(
         title,
         f"{title} by arm, mean over runs: {words or 'not recorded'}.",
         [bars, points],
-        layout(axis(name, rangemode="tozero"), axis("", type="category", dtick=1), hovermode="closest"),
-        Table(f"{title}, mean over runs", ["arm", name, "runs"], rows),
-        height=80 + BAR * len(means),
-        is_wide=any(len(arm) > LONG for arm in means),
+        axis(name, rangemode="tozero"),
+        NumberTable(f"{title}, mean over runs", ["arm", name, "runs"], rows),
+        list(means),
     )

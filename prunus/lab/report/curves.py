@@ -1,14 +1,14 @@
 """What happened during training: loss and quality, of one run or of arms side by side."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from typing import Any
 
-from .cells import Row, Source, mean_of, scale_of
+from .cells import ArmRow, Source, mean_of
 from .numbers import count, percent, plain, short_percent
-from .panel import MUTED, Mark, Number, Panel, Table, Trace, axis, layout
-from .records import Json, Record, number
+from .panel import MUTED, Mark, Number, NumberTable, Panel, Trace, axis, cell, layout
+from .records import Json, RunRecord, number
 
 MAX_POINTS, MAX_ROWS = 1500, 250
 ACCENT = "var(--arm-1)"
@@ -30,9 +30,9 @@ def loss_at(line: Json) -> float | None:
     return number(line.get("loss"))
 
 
-def quality_at(record: Record, metric: str | None = None) -> Pick:
+def quality_at(record: RunRecord, metric: str | None = None) -> Pick:
     """Picks a metric on held-out data, the run's own if none is named."""
-    name, scale = metric or record.metric, 1.0 if metric else scale_of(record)
+    name, scale = metric or record.metric, 1.0 if metric else record.scale
 
     def pick(line: Json) -> float | None:
         value = number(line["eval"].get(name)) if isinstance(line.get("eval"), dict) else None
@@ -41,7 +41,7 @@ def quality_at(record: Record, metric: str | None = None) -> Pick:
     return pick
 
 
-def points(records: Sequence[Record], pick: Pick) -> list[Point]:
+def points(records: Sequence[RunRecord], pick: Pick) -> list[Point]:
     """One point for each step at which any of the runs has a number."""
     found: dict[int, list[float]] = {}
     for record in records:
@@ -54,8 +54,8 @@ def points(records: Sequence[Record], pick: Pick) -> list[Point]:
     ]
 
 
-def thinned(items: Sequence[Any], limit: int) -> list[Any]:
-    """Every n-th item so that at most ``limit`` stay, the last one always."""
+def at_most(items: Sequence[Any], limit: int) -> list[Any]:
+    """Every n-th item so that no more than ``limit`` stay, the last one always."""
     stride = -(-len(items) // limit)
     return list(items) if stride <= 1 else [*items[:-1:stride], items[-1]]
 
@@ -71,63 +71,62 @@ def frame(series: Sequence[Sequence[Point]]) -> list[float] | None:
     return [low - pad, high + pad]
 
 
-def metric_name(record: Record) -> str:
+def metric_name(record: RunRecord) -> str:
     return "Held-out perplexity" if record.is_language else "Held-out accuracy, %"
 
 
-def run_panels(record: Record) -> list[Panel]:
+def run_panels(record: RunRecord) -> list[Panel]:
     """Loss and quality of one run."""
-    logged, held = points([record], loss_at), points([record], quality_at(record, "loss"))
+    logged, held_out = points([record], loss_at), points([record], quality_at(record, "loss"))
+    quality, name = points([record], quality_at(record)), metric_name(record)
     x = axis(record.unit, rangemode="tozero", unifiedhovertitle={"text": f"%{{x:,}} {record.unit}"})
     hover = "%{y:.4g}<extra>%{fullData.name}</extra>"
-    traces: list[Trace] = [
-        _line("training", logged, Mark(MUTED, width=1.2), hover),
-        _line("held-out", held, Mark(ACCENT, width=2.2), hover) | {"mode": "lines+markers"},
-    ]
+    shown = at_most(record.logs, MAX_ROWS)
+    rows = [[*_place(line["step"], record), _cell(line["loss"]), _cell(line.get("lr"), _short)] for line in shown]
+    said = "Every line" if len(shown) == len(record.logs) else f"{len(shown)} of {len(record.logs)} lines"
     loss = Panel(
         "Loss",
-        _in_words("Training loss", logged, record) + " " + _in_words("Held-out loss", held, record),
-        traces,
-        layout(x, axis("loss, nats", range=frame([logged, held])), hovermode="x unified"),
-        _run_table(record, thinned(record.logs, MAX_ROWS)),
+        _in_words("Training loss", logged, record) + " " + _in_words("Held-out loss", held_out, record),
+        [
+            _line("training", logged, Mark(MUTED, width=1.2), hover),
+            _line("held-out", held_out, Mark(ACCENT, width=2.2), hover) | {"mode": "lines+markers"},
+        ],
+        layout(x, axis("loss, nats", range=frame([logged, held_out])), hovermode="x unified"),
+        NumberTable(f"{said} of metrics.jsonl", ["step", record.unit, "training loss", "learning rate"], rows),
     )
-    return [loss, _quality_panel(record, x)]
-
-
-def _quality_panel(record: Record, x: Mapping[str, Any]) -> Panel:
-    quality, name = points([record], quality_at(record)), metric_name(record)
-    hover = "%{y:.5g}<extra></extra>"
-    rows = [
-        [count_cell(line["step"]), count_cell(line["step"] * record.per_step)]
-        + [number_cell(line["eval"].get(key)) for key in ("loss", "perplexity", "accuracy")]
-        + [number_cell(line.get("sparsity"), percent)]
-        for line in thinned(record.evals, MAX_ROWS)
-    ]
-    columns = ["step", record.unit, "held-out loss", "perplexity", "accuracy", "sparsity"]
-    return Panel(
-        name,
-        _in_words(name, quality, record),
-        [_line(name, quality, Mark(ACCENT, width=2.2), hover) | {"mode": "lines+markers"}],
-        layout(x, axis(name.lower(), range=frame([quality])), hovermode="x unified"),
-        Table("Every evaluation on held-out data", columns, rows),
-    )
-
-
-def _run_table(record: Record, lines: Sequence[Json]) -> Table:
     rows = [
         [
-            count_cell(line["step"]),
-            count_cell(line["step"] * record.per_step),
-            number_cell(line["loss"]),
-            number_cell(line.get("lr"), lambda value: plain(value, 3)),
+            *_place(line["step"], record),
+            *(_cell(line["eval"].get(key)) for key in ("loss", "perplexity", "accuracy")),
+            _cell(line.get("sparsity"), percent),
         ]
-        for line in lines
+        for line in at_most(record.evals, MAX_ROWS)
     ]
-    said = "Every line" if len(lines) == len(record.logs) else f"{len(lines)} of {len(record.logs)} lines"
-    return Table(f"{said} of metrics.jsonl", ["step", record.unit, "training loss", "learning rate"], rows)
+    columns = ["step", record.unit, "held-out loss", "perplexity", "accuracy", "sparsity"]
+    held_out_quality = Panel(
+        name,
+        _in_words(name, quality, record),
+        [_line(name, quality, Mark(ACCENT, width=2.2), "%{y:.5g}<extra></extra>") | {"mode": "lines+markers"}],
+        layout(x, axis(name.lower(), range=frame([quality])), hovermode="x unified"),
+        NumberTable("Every evaluation on held-out data", columns, rows),
+    )
+    return [loss, held_out_quality]
 
 
-def compared_panels(source: Source, marks: Mapping[str, Mark], what: str, far: Sequence[Row]) -> list[Panel]:
+def _place(step: int, record: RunRecord) -> list[Number]:
+    """A step, and what was read until then, as cells of a table."""
+    return [cell(step, "{:,}".format), cell(step * record.per_step, "{:,}".format)]
+
+
+def _short(value: float | None) -> str:
+    return plain(value, 3)
+
+
+def _cell(value: object, show: Callable[[float | None], str] = plain) -> Number:
+    return cell(number(value), show)
+
+
+def compared_panels(source: Source, marks: Mapping[str, Mark], what: str, far: Sequence[ArmRow]) -> list[Panel]:
     """Training loss, or quality, of all arms: one panel a sparsity, dense in each; ``far`` ones may leave the frame."""
     record = source.record
     pick, name = (loss_at, "Training loss") if what == "loss" else (quality_at(record), metric_name(record))
@@ -136,21 +135,16 @@ def compared_panels(source: Source, marks: Mapping[str, Mark], what: str, far: S
         runs = {arm: source.runs(arm, sparsity) or source.runs(arm, 0.0) for arm in source.arms}
         series = {arm: points(records, pick) for arm, records in runs.items() if records}
         near = series.keys() - {"random", *(row.arm for row in far if row.sparsity == sparsity)}
-        made.append(_compared(series, marks, name, (sparsity, record), frame([series[arm] for arm in near])))
+        panel = _compared(series, marks, name, record)
+        panel.layout["yaxis"]["range"] = frame([series[arm] for arm in near])
+        made.append(replace(panel, title=f"{name}, {short_percent(sparsity)} sparse") if sparsity else panel)
     every = [panel.layout["yaxis"]["range"] for panel in made if panel.layout["yaxis"]["range"]]
     for panel in made if every else []:  # one scale, so that panels can be compared
         panel.layout["yaxis"]["range"] = [min(low for low, _ in every), max(high for _, high in every)]
     return made
 
 
-def _compared(
-    series: Mapping[str, list[Point]],
-    marks: Mapping[str, Mark],
-    name: str,
-    where: tuple[float, Record],
-    shown: list[float] | None,
-) -> Panel:
-    sparsity, record = where
+def _compared(series: Mapping[str, list[Point]], marks: Mapping[str, Mark], name: str, record: RunRecord) -> Panel:
     traces: list[Trace] = []
     for arm in sorted(series, key=lambda arm: marks[arm].width):  # grey ones below
         if marks[arm].width > 1:
@@ -159,35 +153,27 @@ def _compared(
         traces.append(_line(arm, series[arm], marks[arm], f"%{{y:.4g}}{spread}<extra>%{{fullData.name}}</extra>"))
     ends = "; ".join(f"{arm} {plain(line[-1].mean)}" for arm, line in series.items() if line)
     few = sum(mark.width > 1 for arm, mark in marks.items() if arm in series) == len(series) <= 6
+    by_step = {arm: {p.step: p.mean for p in line} for arm, line in series.items()}
+    steps = sorted({step for line in by_step.values() for step in line})
+    rows = [
+        [*_place(step, record), *(_cell(line.get(step)) for line in by_step.values())]
+        for step in at_most(steps, MAX_ROWS)
+    ]
     return Panel(
-        f"{name}, {short_percent(sparsity)} sparse" if sparsity else name,
+        name,
         f"{name} over {record.unit}; at the end: {ends}.",
         traces,
         layout(
             axis(record.unit, rangemode="tozero", unifiedhovertitle={"text": f"%{{x:,}} {record.unit}"}),
-            axis("", range=shown),
+            axis("", range=None),
             hovermode="x unified" if few else "closest",
         ),
-        _compared_table(series, name, record),
+        NumberTable(f"{name}, mean over seeds", ["step", record.unit, *series], rows),
     )
 
 
-def _compared_table(series: Mapping[str, list[Point]], name: str, record: Record) -> Table:
-    by_step = {arm: {p.step: p.mean for p in line} for arm, line in series.items()}
-    steps = sorted({step for line in by_step.values() for step in line})
-    rows = [
-        [
-            count_cell(step),
-            count_cell(step * record.per_step),
-            *(number_cell(line.get(step)) for line in by_step.values()),
-        ]
-        for step in thinned(steps, MAX_ROWS)
-    ]
-    return Table(f"{name}, mean over seeds", ["step", record.unit, *series], rows)
-
-
 def _line(name: str, line: Sequence[Point], mark: Mark, hover: str) -> Trace:
-    shown = thinned(line, MAX_POINTS)
+    shown = at_most(line, MAX_POINTS)
     return {
         "type": "scatter",
         "mode": "lines",
@@ -205,7 +191,7 @@ def _band(line: Sequence[Point], mark: Mark) -> list[Trace]:
     """The area between the smallest and the largest seed; nothing for one seed."""
     if all(p.low == p.high for p in line):
         return []
-    shown = thinned(line, MAX_POINTS)
+    shown = at_most(line, MAX_POINTS)
     common = {"type": "scatter", "mode": "lines", "hoverinfo": "skip", "line": {"width": 0}, "x": [p.x for p in shown]}
     return [
         common | {"y": [p.low for p in shown]},
@@ -213,16 +199,7 @@ def _band(line: Sequence[Point], mark: Mark) -> list[Trace]:
     ]
 
 
-def _in_words(name: str, line: Sequence[Point], record: Record) -> str:
+def _in_words(name: str, line: Sequence[Point], record: RunRecord) -> str:
     if not line:
         return f"{name}: nothing recorded."
     return f"{name} from {plain(line[0].mean)} to {plain(line[-1].mean)} over {count(line[-1].x)} {record.unit}."
-
-
-def count_cell(value: int) -> Number:
-    return Number(f"{value:,}", value)
-
-
-def number_cell(value: object, show: Callable[[float | None], str] = plain) -> Number:
-    found = number(value)
-    return Number(show(found), found)

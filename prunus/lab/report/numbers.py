@@ -16,13 +16,13 @@ def plain(value: float | None, digits: int = 4) -> str:
     return f"{value:,.{max(0, digits - 1 - size)}f}"
 
 
-def fixed(value: float | None, decimals: int) -> str:
+def fixed(value: float | None, decimals: int = 2) -> str:
     return "–" if value is None or not math.isfinite(value) else f"{value:,.{decimals}f}"
 
 
-def signed(value: float | None, decimals: int = 2) -> str:
+def signed(value: float | None) -> str:
     """With its sign, and a true minus."""
-    return "–" if value is None else f"{value:+,.{decimals}f}".replace("-", "−")
+    return "–" if value is None else f"{value:+,.2f}".replace("-", "−")
 
 
 def with_minus(text: str) -> str:

@@ -3,25 +3,22 @@
 Charts are drawn by plotly, whose script is taken from the installed package.
 """
 
-import hashlib
 import json
 from base64 import b64encode
-from collections.abc import Sequence
+from hashlib import sha256
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
-from .cells import Row, Source, mean_of, read_source, scale_of
+from ...files.atomic import write_atomically
+from .cells import ArmRow, Source, mean_of, read_source
 from .comparison import memory_of, split_recipe
 from .numbers import count, duration, fixed, memory, percent, plain, short_percent, signed
-from .records import Record, number
+from .records import RunRecord, number
 from .sections import sections
 
 
 def write_report(folder: Path, out: Path | None = None) -> Path:
     """Write the page of a run or study folder in one step, and return where it is."""
-    from ...files.atomic import write_atomically
-
     target = out or folder / "report.html"
     if target.is_dir():
         raise ValueError(f"{target} is a folder, but the page is a file; give its name too: {target / 'report.html'}")
@@ -32,27 +29,38 @@ def write_report(folder: Path, out: Path | None = None) -> Path:
 
 
 def render(source: Source) -> str:
-    """The page as text; the same folder gives the same page."""
+    """The page as text; the same folder gives the same page.
+
+    Its policy allows no network and no script but its own two, by their digests; the chart library writes styles.
+    """
     try:
         from jinja2 import Environment
         from plotly.offline import get_plotlyjs
     except ImportError as error:
         raise ValueError(f"a report needs {error.name}: pip install 'prunus[report]'") from None
+    files = [resources.files("prunus.lab.report").joinpath(name) for name in ("page.html", "style.css", "page.js")]
+    html, style, own = (file.read_text(encoding="utf-8") for file in files)
     parts = sections(source)
     panels = [panel for part in parts for panel in part.panels]
     data = [{"data": panel.traces, "layout": panel.layout, "height": panel.height} for panel in panels]
-    library, own = _inline(get_plotlyjs()), _inline(_file("page.js"))
-    template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(_file("page.html"))
-    return template.render(
-        source=source,
-        headline=_together(headline(source)),
-        lede=_together(lede(source)),
-        figures=figures(source),
-        sections=parts,
-        style=_file("style.css"),
-        data=_json(data),
-        scripts=[library, own],
-        policy=_policy([library, own]),
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
+    scripts = [_inline(get_plotlyjs()), _inline(own)]
+    digests = " ".join(f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'" for script in scripts)
+    return (
+        Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+        .from_string(html)
+        .render(
+            source=source,
+            headline=_together(headline(source)),
+            lede=_together(lede(source)),
+            figures=figures(source),
+            sections=parts,
+            style=style,
+            data=text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"),  # in a script element
+            scripts=scripts,
+            policy=f"default-src 'none'; script-src {digests}; style-src 'unsafe-inline'; img-src data:; "
+            "base-uri 'none'; form-action 'none'",
+        )
     )
 
 
@@ -61,28 +69,9 @@ def _together(text: str) -> str:
     return text.replace(" %", "\u00a0%").replace(" ± ", "\u00a0±\u00a0")
 
 
-def _policy(scripts: Sequence[str]) -> str:
-    """No network, and no script but the two of this page, by their digests. The chart library writes styles."""
-    digests = " ".join(f"'sha256-{b64encode(hashlib.sha256(s.encode()).digest()).decode()}'" for s in scripts)
-    return (
-        f"default-src 'none'; script-src {digests}; style-src 'unsafe-inline'; img-src data:; "
-        "base-uri 'none'; form-action 'none'"
-    )
-
-
 def _inline(script: str) -> str:
     """A script as it may stand in a page: nothing in it ends its element, and lines end as HTML has them."""
     return script.replace("\r\n", "\n").replace("\r", "\n").replace("</script", "<\\/script").replace("<!--", "<\\!--")
-
-
-def _json(value: Any) -> str:
-    """JSON that may stand in a script element, whatever text it holds."""
-    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def _file(name: str) -> str:
-    return resources.files("prunus.lab.report").joinpath(name).read_text(encoding="utf-8")
 
 
 def headline(source: Source) -> str:
@@ -98,21 +87,27 @@ def headline(source: Source) -> str:
     ended = [sparsity for sparsity in source.sparsities if _ended(source, sparsity)]
     if not ended:
         return f"{len(source.cells)} runs, of which only dense ones have ended yet"
-    return _of_verdicts(source, max(ended)) or _of_means(source, max(ended))
+    if clear := _of_verdicts(source, max(ended)):
+        return clear
+    rows, record = _sorted(source, max(ended)), source.record
+    seeds = min(len(row.values) for row in rows)
+    best = f"{'lowest' if record.is_language else 'highest'}: {_quality(rows[0].mean, record)}"
+    often = "one seed" if seeds == 1 else f"{seeds} seeds"
+    return f"At {short_percent(max(ended))} sparsity, {rows[0].arm} ended {best} ({often}, no verdict)"
 
 
-def _of_run(record: Record) -> str:
+def _of_run(record: RunRecord) -> str:
     score = record.config.get("score", "?")
     name = "The dense run" if score == "none" else str(score)
     if record.failure:
         return f"{name} failed at step {record.last_step:,} of {record.total_steps:,}"
     if record.result is None:
-        last = next((line for line in reversed(record.evals)), {})
+        last = record.evals[-1] if record.evals else {}
         so_far = f", {percent(last['sparsity'])} of the weights removed so far" if "sparsity" in last else ""
         return f"{name} at step {record.last_step:,} of {record.total_steps:,}{so_far}"
     if record.has_diverged:
         return f"{name} diverged: it ended with no finite quality"
-    end = _quality(record.quality and record.quality * scale_of(record), record)
+    end = _quality(record.quality, record)
     if score == "none":
         return f"A dense run that ended at {end}"
     removed = record.result.get("sparsity")
@@ -120,11 +115,11 @@ def _of_run(record: Record) -> str:
     return f"{name} removed {share} of the prunable weights and ended at {end}"
 
 
-def _quality(value: float | None, record: Record) -> str:
+def _quality(value: float | None, record: RunRecord) -> str:
     return f"perplexity {plain(value)}" if record.is_language else f"{plain(value)} % accuracy"
 
 
-def _ended(source: Source, sparsity: float) -> list[Row]:
+def _ended(source: Source, sparsity: float) -> list[ArmRow]:
     return [row for row in source.rows if row.sparsity == sparsity and row.mean is not None]
 
 
@@ -134,10 +129,8 @@ def _of_verdicts(source: Source, sparsity: float) -> str:
     rows = [row for row in rows if row.arm not in ("random", row.against) and not row.mixed]
     if not rows:
         return ""
-    at, unit = (
-        f"At {short_percent(sparsity)} sparsity",
-        "perplexity" if source.record.is_language else "points of accuracy",
-    )
+    at = f"At {short_percent(sparsity)} sparsity"
+    unit = "perplexity" if source.record.is_language else "points of accuracy"
     gains = {row.arm: -source.record.sign * (row.difference or 0) for row in rows}
     clear = [row for row in rows if row.verdict.startswith("better")]
     if clear:
@@ -149,14 +142,6 @@ def _of_verdicts(source: Source, sparsity: float) -> str:
     against = rows[0].against if len({row.against for row in rows}) == 1 else "its reference"
     verb = "is seen to beat" if len(rows) > 1 else "is not seen to beat"
     return f"{at}, {names} {verb} {against} with {min(len(row.values) for row in rows)} seeds"
-
-
-def _of_means(source: Source, sparsity: float) -> str:
-    rows, record = _sorted(source, sparsity), source.record
-    seeds = min(len(row.values) for row in rows)
-    number_of = "one seed" if seeds == 1 else f"{seeds} seeds"
-    best = f"{'lowest' if record.is_language else 'highest'}: {_quality(rows[0].mean, record)}"
-    return f"At {short_percent(sparsity)} sparsity, {rows[0].arm} ended {best} ({number_of}, no verdict)"
 
 
 def lede(source: Source) -> str:
@@ -173,23 +158,22 @@ def lede(source: Source) -> str:
         said.append(f"{len(source.arms)} arms, {len(source.cells)} runs, {seeds} seed{'s' * (seeds > 1)}.")
         if dense := source.row("dense", 0.0):
             said.append(f"Dense ends at {_quality(dense.mean, record)}.")
-        if best := [_best(rows[0]) for sparsity in source.sparsities if (rows := _sorted(source, sparsity))]:
+        best = []
+        for row in [rows[0] for sparsity in source.sparsities if (rows := _sorted(source, sparsity))]:
+            lost = "" if row.cost is None else f" ({signed(row.cost)} to {row.dense})"
+            one = ", one seed" * (len(row.values) == 1)
+            best.append(f"at {short_percent(row.sparsity)} {row.arm}{lost}{one}")
+        if best:
             said.append(f"{'Lowest' if record.is_language else 'Highest'} {'; '.join(best)}.")
     if where := record.environment.get("machine"):
         said.append(f"Measured on {where}.")
     return " ".join(said)
 
 
-def _best(row: Row) -> str:
-    """The best arm at a sparsity, with what it loses to dense of its recipe."""
-    lost = "" if row.cost is None else f" ({signed(row.cost)} to {row.dense})"
-    return f"at {short_percent(row.sparsity)} {row.arm}{lost}{', one seed' * (len(row.values) == 1)}"
-
-
-def _sorted(source: Source, sparsity: float) -> list[Row]:
+def _sorted(source: Source, sparsity: float) -> list[ArmRow]:
     """Rows of a sparsity that have a mean, the best of the most seeds first; those of other budgets come behind."""
 
-    def place(row: Row) -> tuple[float, ...]:
+    def place(row: ArmRow) -> tuple[float, ...]:
         return row.budget != source.budget, row.budget, -len(row.values), source.record.sign * (row.mean or 0)
 
     return sorted(_ended(source, sparsity), key=place)
@@ -203,7 +187,7 @@ def figures(source: Source) -> list[tuple[str, str]]:
     seconds, done = result.get("seconds"), record.last_step * record.per_step
     evals = record.evals
     last = number(evals[-1]["eval"].get(record.metric)) if evals else None
-    quality = "" if last is None else plain(last * scale_of(record)) + " %" * (not record.is_language)
+    quality = "" if last is None else plain(last * record.scale) + " %" * (not record.is_language)
     pruning = mean_of([event.get("seconds") for event in record.events])
     found = {
         f"held-out {record.metric}": quality,

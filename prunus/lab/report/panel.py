@@ -1,8 +1,10 @@
 """A panel is a chart with its words: caption, description for those who cannot see it, and its numbers as a table."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from .numbers import plain
 
 Trace = dict[str, Any]
 
@@ -33,7 +35,7 @@ class Word:
 
 
 @dataclass(frozen=True)
-class Table:
+class NumberTable:
     """Cells are text, words or numbers; numbers stand to the right."""
 
     caption: str
@@ -51,8 +53,8 @@ class Panel:
     title: str
     description: str  # what a screen reader says in place of the picture
     traces: Sequence[Trace]
-    layout: Mapping[str, Any]
-    table: Table
+    layout: dict[str, Any]
+    table: NumberTable
     height: int = 300
     is_wide: bool = False  # takes a line of the page by itself
 
@@ -75,7 +77,7 @@ class Section:
     title: str
     text: str
     panels: Sequence[Panel] = ()
-    tables: Sequence[Table] = ()
+    tables: Sequence[NumberTable] = ()
     legend: Sequence[tuple[str, Mark]] = ()
     others: str = ""  # arms that are grey
 
@@ -124,3 +126,24 @@ def dots(labels: Sequence[str], values: Sequence[float | None], marks: Sequence[
         "y": list(labels),
         "marker": {"color": [m.colour for m in marks], "symbol": [m.symbol for m in marks], "size": 10},
     }
+
+
+def arms_panel(
+    title: str,
+    description: str,
+    traces: Sequence[Trace],
+    x: Mapping[str, Any],
+    table: NumberTable,
+    arms: Sequence[str],
+    *,
+    two_lines: bool = False,
+) -> Panel:
+    """A panel with arms below each other, whose labels may take two lines."""
+    height = 80 + (BAR * 3 // 2 if two_lines else BAR) * len(arms)
+    look = layout(x, axis("", type="category", dtick=1), hovermode="closest")
+    return Panel(title, description, traces, look, table, height, is_wide=any(len(arm) > LONG for arm in arms))
+
+
+def cell(value: float | None, show: Callable[[float | None], str] | None = None) -> Number:
+    """A number for a table, as text in four digits or as ``show`` writes it."""
+    return Number((show or plain)(value), value)

@@ -5,14 +5,15 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from ...files.json_file import is_deep
 from ..run_files import RunFiles
-from .schema import COUNT, FAILED, LINE, RESULT, RUN, check, is_number, read_checked
+from ..schema import COUNT, FAILED, LINE, RESULT, RUN, check, is_number, read_checked
 
 Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Record:
+class RunRecord:
     """What is stored of one run. A run that goes on, that was killed, or that failed has no result."""
 
     name: str
@@ -59,6 +60,11 @@ class Record:
         return "perplexity" if self.is_language else "accuracy"
 
     @property
+    def scale(self) -> float:
+        """Accuracies are shown in percent."""
+        return 1.0 if self.is_language else 100.0
+
+    @property
     def sign(self) -> int:
         """1 where a lower metric is better, -1 where a higher one is."""
         return 1 if self.is_language else -1
@@ -85,8 +91,9 @@ class Record:
 
     @property
     def quality(self) -> float | None:
-        """The metric at the end of the run, or None while there is no end, and of one that diverged."""
-        return None if self.has_diverged else number((self.result or {}).get(self.metric))
+        """The metric at the end, accuracy in percent; None while there is no end, and of a run that diverged."""
+        value = None if self.has_diverged else number((self.result or {}).get(self.metric))
+        return value and value * self.scale
 
     def layer_sparsity(self, line: Json) -> dict[str, float]:
         """Fraction of zeros by layer at an evaluation; empty where it was not recorded."""
@@ -101,13 +108,21 @@ def number(value: Any) -> float | None:
     return value if is_number(value) else None
 
 
-def read_record(run: RunFiles) -> Record:
+def read_record(run: RunFiles) -> RunRecord:
     """The record of a run; ValueError where a file of it cannot be understood."""
-    path = run.path / "run.json"
+    path, metrics = run.path / "run.json", run.path / "metrics.jsonl"
     described = read_checked(path, RUN, run.line)
     if "run" not in described:
         raise ValueError(f"{path} does not describe a run: expected an object with the field 'run'")
-    lines, notes = _lines(run)
+    lines: list[Json] = []
+    notes = [] if run.has("metrics.jsonl") else ["has no metrics.jsonl"]
+    for place, line in enumerate(() if notes else run.metrics(), 1):
+        if not isinstance(line, dict) or is_deep(line) or not COUNT.holds(line.get("step")):  # it may just be written
+            what = "is damaged" if line is None or is_deep(line) else "has no step"
+            notes.append(f"line {place} of metrics.jsonl {what}; what follows it is left out")
+            break
+        check(line, LINE, f"{metrics}: line {place}: ", "it")
+        lines.append(line)
     result, failure = None, ""
     if run.has("result.json"):
         result = read_checked(run.path / "result.json", RESULT, run.line)
@@ -119,29 +134,12 @@ def read_record(run: RunFiles) -> Record:
         notes.append("has no result.json: it goes on, or was interrupted")
     environment = described.get("environment")
     environment = environment if isinstance(environment, dict) else {}
-    record = Record(run.name, described["run"], environment, lines, result, failure)
+    record = RunRecord(run.name, described["run"], environment, lines, result, failure)
     for line in record.evals:
         if max(record.layer_sparsity(line).values(), default=0) > 1:
-            raise ValueError(
-                f"{run.path / 'metrics.jsonl'}: at step {line['step']} a layer has more zeros than weights"
-            )
+            raise ValueError(f"{metrics}: at step {line['step']} a layer has more zeros than weights")
     if record.config.get("score") != "none" and record.evals and not record.layers:
         notes.append("does not record the sparsity of its layers: it was made by an older version")
     if any(number(line["loss"]) is None for line in record.logs):
         notes.append("has losses that are not finite: it diverged")
     return replace(record, notes=tuple(notes))
-
-
-def _lines(run: RunFiles) -> tuple[list[Json], list[str]]:
-    """Lines of metrics.jsonl up to the first that is damaged, as when a run is just writing it."""
-    if not run.has("metrics.jsonl"):
-        return [], ["has no metrics.jsonl"]
-    lines: list[Json] = []
-    for place, line in enumerate(run.metrics(), 1):
-        if line is None:
-            return lines, [f"line {place} of metrics.jsonl is damaged; what follows it is left out"]
-        if not isinstance(line, dict) or not COUNT.holds(line.get("step")):
-            return lines, [f"line {place} of metrics.jsonl has no step; what follows it is left out"]
-        check(line, LINE, f"{run.path / 'metrics.jsonl'}: line {place}: ", "it")
-        lines.append(line)
-    return lines, []

@@ -1,15 +1,15 @@
 """The parts of a page, in the order of reading: the finding first, the configuration last."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from ..run import Run
-from .cells import CONTROLS, Row, Source
+from .cells import CONTROLS, ArmRow, Source
 from .comparison import cost_panels, difference_panels, memory_of, outside, overlap_panels, quality_panel, ranking
 from .curves import compared_panels, run_panels
 from .numbers import fixed, plain, short_percent, signed, with_minus
-from .panel import Mark, Number, Section, Table, Word, marks_of
+from .panel import Mark, Number, NumberTable, Section, Word, cell, marks_of
 from .records import number
 from .sparsity import compared_maps, path_mark, run_map, shared_paths, sparsity_panel
 
@@ -60,7 +60,11 @@ def _compared(source: Source) -> list[Section]:
     shared = {"legend": legend, "others": ", ".join(arm for arm, mark in marks.items() if mark.width <= 1)}
     heat, overlaps = compared_maps(source), overlap_panels(source, marks)
     far = ", ".join(f"{row.arm} at {short_percent(row.sparsity)}" for row in outside(source))
-    quality = Section("quality", "Quality against sparsity", _error_bars(source, far), [quality_panel(source, marks)])
+    seeds = sorted({len(row.values) for row in source.rows if row.values}) or [0]
+    many = f"{seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else f"{seeds[0]}"
+    bars = f"Mean on held-out data at the end of the run; bars are one standard deviation over seeds ({many} an arm)."
+    bars += f" Outside the frame: {far}." if far else ""
+    quality = Section("quality", "Quality against sparsity", bars, [quality_panel(source, marks)])
     overlap = Section("overlap", "Mask overlap", OVERLAP if overlaps else NO_OVERLAP, overlaps)
     if not source.cells:  # a study without its runs
         return [_verdicts(source, marks), quality, overlap]
@@ -77,13 +81,6 @@ def _compared(source: Source) -> list[Section]:
         overlap,
         Section("cost", "Time and memory", _cost_text(source), cost_panels(source)),
     ]
-
-
-def _error_bars(source: Source, far: str) -> str:
-    seeds = sorted({len(row.values) for row in source.rows if row.values})
-    many = f"{seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else f"{seeds[0] if seeds else 0}"
-    text = f"Mean on held-out data at the end of the run; bars are one standard deviation over seeds ({many} an arm)."
-    return text + (f" Outside the frame: {far}." if far else "")
 
 
 def _sparsity(source: Source, marks: Mapping[str, Mark]) -> Section:
@@ -112,13 +109,18 @@ def _verdicts(source: Source, marks: Mapping[str, Mark]) -> Section:
     metric, sign = source.record.metric, source.record.sign
     rows = sorted(source.rows, key=lambda row: (row.sparsity, row.mean is None, sign * (row.mean or 0)))
     is_study = any(row.verdict for row in rows)
+    looks = {}
+    for place, row in enumerate(rows):
+        first = place > 0 and rows[place - 1].sparsity != row.sparsity
+        equal = [other for other in rows if other.sparsity == row.sparsity > 0 and other.budget == source.budget]
+        leads = equal[:1] == [row] and row.verdict.startswith("better")
+        looks[place] = " ".join(["best"] * leads + ["first"] * first)
     study = ["difference, 95 %", "verdict"] if is_study else []
-    columns = ["arm", "sparsity", metric, *study, "± sd", "seeds"]
-    table = Table(
+    table = NumberTable(
         f"Held-out {metric} at the end, from the best to the worst of each sparsity",
-        columns,
+        ["arm", "sparsity", metric, *study, "± sd", "seeds"],
         [_verdict_row(row, is_study) for row in rows],
-        looks={i: _look(rows, i, source.budget) for i in range(len(rows))},
+        looks=looks,
     )
     text = (
         "Differences are to magnitude, or to the arm named behind a dash, of dense arms to dense, and paired: the same "
@@ -129,20 +131,11 @@ def _verdicts(source: Source, marks: Mapping[str, Mark]) -> Section:
     return Section("verdicts", "Verdicts", text, difference_panels(source, marks), tables=[table])
 
 
-def _look(rows: Sequence[Row], i: int, budget: float) -> str:
-    """Where a sparsity begins, and the arm of this budget that leads it if its verdict says so."""
-    first = i > 0 and rows[i - 1].sparsity != rows[i].sparsity
-    equal = [row for row in rows if row.sparsity == rows[i].sparsity > 0 and row.budget == budget]
-    leads = equal[:1] == [rows[i]] and rows[i].verdict.startswith("better")
-    return " ".join(["best"] * leads + ["first"] * first)
-
-
-def _verdict_row(row: Row, is_study: bool) -> list[Any]:
-    seeds = len(row.values)
+def _verdict_row(row: ArmRow, is_study: bool) -> list[Any]:
     cells: list[Any] = [
         row.arm + (f" (budget × {plain(row.budget, 3)})" if row.budget != 1 else ""),
         Number(short_percent(row.sparsity) if row.sparsity else "–", row.sparsity),
-        Number(plain(row.mean), row.mean),
+        cell(row.mean),
     ]
     if is_study:
         kind = next((word for word in ("better", "worse") if row.verdict.startswith(word)), "none")
@@ -151,7 +144,7 @@ def _verdict_row(row: Row, is_study: bool) -> list[Any]:
         mixed = f"; {row.mixed}" if row.mixed and row.verdict and not row.same_as else ""
         said = with_minus(row.verdict) + other + mixed
         cells += [Number(signed(row.difference) + half, row.difference), Word(said, kind)]
-    return [*cells, Number(fixed(row.spread, 2), row.spread), Number(str(seeds), seeds)]
+    return [*cells, Number(fixed(row.spread, 2), row.spread), cell(len(row.values), str)]
 
 
 FIELD = ("field", "value")
@@ -167,13 +160,14 @@ def _configuration(source: Source) -> Section:
         if not source.is_comparison
         or (name not in OWN and len({str(cell.record.config.get(name)) for cell in source.cells}) == 1)
     ]
-    own = [name for name in shared if base[name] != defaults.get(name)]
     rows = [[name, _written(base[name])] for name in shared]
+    own = [[name, _written(base[name])] for name in shared if base[name] != defaults.get(name)]
+    environment = [[name, _written(value)] for name, value in source.record.environment.items()]
     title = "Shared by all runs" if source.is_comparison else "This run"
     tables = [
-        Table(f"{title}: what differs from the defaults", FIELD, [[n, _written(base[n])] for n in own], kind="config"),
-        Table("Environment", FIELD, [[n, _written(v)] for n, v in source.record.environment.items()], kind="config"),
-        Table(f"{title}: all fields", FIELD, rows, kind="config", folded=f"All {len(rows)} fields"),
+        NumberTable(f"{title}: what differs from the defaults", FIELD, own, kind="config"),
+        NumberTable("Environment", FIELD, environment, kind="config"),
+        NumberTable(f"{title}: all fields", FIELD, rows, kind="config", folded=f"All {len(rows)} fields"),
     ]
     if source.is_comparison:
         tables.insert(1, _differences(source, base))
@@ -183,7 +177,7 @@ def _configuration(source: Source) -> Section:
     return Section("configuration", "Configuration and environment", text, tables=tables)
 
 
-def _differences(source: Source, base: Mapping[str, Any]) -> Table:
+def _differences(source: Source, base: Mapping[str, Any]) -> NumberTable:
     """What each arm changes: as the study says, or as its first run differs."""
     planned = {str(arm.get("name")): arm.get("changes") for arm in source.study.get("arms", [])}
     rows = []
@@ -193,7 +187,7 @@ def _differences(source: Source, base: Mapping[str, Any]) -> Table:
             config = next((cell.record.config for cell in source.cells if cell.arm == arm), {})
             changes = {n: v for n, v in config.items() if n not in OWN and v != base.get(n)}
         rows.append([arm, ", ".join(f"{name} = {_written(value)}" for name, value in changes.items()) or "nothing"])
-    return Table("What each arm changes, apart from sparsity and seed", ["arm", "changes"], rows, kind="config")
+    return NumberTable("What each arm changes, apart from sparsity and seed", ["arm", "changes"], rows, kind="config")
 
 
 def _written(value: Any) -> str:

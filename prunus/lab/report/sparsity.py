@@ -5,16 +5,16 @@ from dataclasses import replace
 from html import escape
 
 from .cells import Source, mean_of
-from .curves import MAX_ROWS, count_cell, number_cell, thinned
+from .curves import MAX_ROWS, at_most
 from .numbers import percent, short_percent
-from .panel import INK, Mark, Number, Panel, Table, Trace, axis, layout
-from .records import Record, number
+from .panel import INK, Mark, Number, NumberTable, Panel, Trace, axis, cell, layout
+from .records import RunRecord, number
 
 LETTER, ROOM = 7, 160  # pixels: of a letter, and of the columns together on a narrow page
 Grid = Mapping[str, Mapping[str, float]]  # column -> layer -> sparsity
 
 
-def run_map(record: Record) -> Panel | None:
+def run_map(record: RunRecord) -> Panel | None:
     """Sparsity of every layer at every evaluation; None where it was not recorded."""
     found = {f"{line['step']:,}": by for line in record.evals if (by := record.layer_sparsity(line))}
     return _map("Sparsity by layer over steps", "step", found, scale=(0.0, 1.0)) if found else None
@@ -24,17 +24,14 @@ def compared_maps(source: Source) -> list[Panel]:
     """Sparsity of every layer at the end by arm, mean over seeds: one panel a sparsity."""
     made = []
     for sparsity in source.sparsities:
-        columns = {arm: by for arm in source.arms if (by := _at_the_end(source.runs(arm, sparsity)))}
+        columns = {}
+        for arm in source.arms:
+            ended = [record.layer_sparsity(record.evals[-1]) for record in source.runs(arm, sparsity) if record.evals]
+            if found := [by for by in ended if by]:
+                columns[arm] = {layer: mean_of([by.get(layer) for by in found]) or 0.0 for layer in found[0]}
         if columns:
-            title = f"Sparsity by layer, {short_percent(sparsity)} in all"
-            made.append(_map(title, "", columns))
+            made.append(_map(f"Sparsity by layer, {short_percent(sparsity)} in all", "", columns))
     return made
-
-
-def _at_the_end(records: Sequence[Record]) -> dict[str, float]:
-    """Mean over seeds at the last evaluation."""
-    found = [by for record in records if record.evals and (by := record.layer_sparsity(record.evals[-1]))]
-    return {layer: mean_of([by.get(layer) for by in found]) or 0.0 for layer in (found[0] if found else ())}
 
 
 def _map(title: str, what: str, columns: Grid, scale: tuple[float, float] | None = None) -> Panel:
@@ -55,10 +52,7 @@ def _map(title: str, what: str, columns: Grid, scale: tuple[float, float] | None
         "colorbar": {"tickformat": ".0%", "thickness": 10, "len": 1, "outlinewidth": 0, "ticklen": 0},
         "hovertemplate": f"%{{y}}<br>{what} %{{x}}: %{{z:.2%}}<extra></extra>",
     }
-    rows = [
-        [shortened(layer), *(Number(percent(by.get(layer), 2), by.get(layer)) for by in columns.values())]
-        for layer in layers
-    ]
+    rows = [[shortened(layer), *(cell(by.get(layer), _two_decimals) for by in columns.values())] for layer in layers]
     longest = LETTER * max(map(len, columns))  # too long to lie beside each other, names of columns stand upright
     last = list(columns.values())[-1]
     ends = sorted(last, key=lambda layer: last[layer])
@@ -72,9 +66,13 @@ def _map(title: str, what: str, columns: Grid, scale: tuple[float, float] | None
             axis("", type="category", autorange="reversed", showgrid=False, tickmode="linear", dtick=1),
             hovermode="closest",
         ),
-        Table(title, ["layer", *columns], rows),
+        NumberTable(title, ["layer", *columns], rows),
         height=15 * len(layers) + 80 + (0 if what or longest * len(columns) <= ROOM else longest),
     )
+
+
+def _two_decimals(share: float | None) -> str:
+    return percent(share, 2)
 
 
 def shortened(layer: str) -> str:
@@ -82,7 +80,7 @@ def shortened(layer: str) -> str:
     return layer.removesuffix(".weight").removeprefix("blocks.").removeprefix("transformer.h.")
 
 
-def shared_paths(records: Mapping[str, Record]) -> dict[tuple[tuple[int, float], ...], list[str]]:
+def shared_paths(records: Mapping[str, RunRecord]) -> dict[tuple[tuple[int, float], ...], list[str]]:
     """Arms by the path that their sparsity took."""
     paths: dict[tuple[tuple[int, float], ...], list[str]] = {}
     for arm, record in records.items():
@@ -90,7 +88,7 @@ def shared_paths(records: Mapping[str, Record]) -> dict[tuple[tuple[int, float],
     return paths
 
 
-def sparsity_panel(records: Mapping[str, Record], marks: Mapping[str, Mark], title: str = "") -> Panel:
+def sparsity_panel(records: Mapping[str, RunRecord], marks: Mapping[str, Mark], title: str = "") -> Panel:
     """Sparsity over steps: asked for at events as a line, counted from the zeros at evaluations as points.
 
     Arms that took the same path are one line.
@@ -101,9 +99,7 @@ def sparsity_panel(records: Mapping[str, Record], marks: Mapping[str, Mark], tit
     for path, arms in paths.items():
         mark, name = path_mark(arms, marks), ", ".join(arms)
         traces += _path_traces(path, records[arms[0]], mark, name)
-        rows += [
-            [name, count_cell(step), number_cell(share, lambda value: percent(value, 2))] for step, share in path[1:-1]
-        ]
+        rows += [[name, cell(step, "{:,}".format), cell(share, _two_decimals)] for step, share in path[1:-1]]
     has_events = any(record.events for record in records.values())
     what = "asked for at every event" if has_events else "counted at every evaluation"
     said = "; ".join(f"{', '.join(arms)}: {percent(path[-1][1])} at step {path[-1][0]}" for path, arms in paths.items())
@@ -112,7 +108,7 @@ def sparsity_panel(records: Mapping[str, Record], marks: Mapping[str, Mark], tit
         f"Sparsity over steps, at the end: {said}.",
         traces,
         layout(axis("step", rangemode="tozero"), axis("", tickformat=".0%", rangemode="tozero"), hovermode="closest"),
-        Table(f"Sparsity {what}", ["arm", "step", "sparsity"], thinned(rows, MAX_ROWS)),
+        NumberTable(f"Sparsity {what}", ["arm", "step", "sparsity"], at_most(rows, MAX_ROWS)),
     )
 
 
@@ -123,25 +119,25 @@ def path_mark(arms: Sequence[str], marks: Mapping[str, Mark]) -> Mark:
     return replace(max((marks[arm] for arm in arms), key=lambda mark: mark.width), dash="solid")
 
 
-def _path(record: Record) -> tuple[tuple[int, float], ...]:
+def _path(record: RunRecord) -> tuple[tuple[int, float], ...]:
     """What events asked for, or what was counted where the folder does not hold them."""
     known = [(event["step"], number(event.get("sparsity")) or 0.0) for event in record.events] or _counted(record)
     last = known[-1][1] if known else 0.0
     return ((0, 0.0), *known, (max(record.last_step, 1), last))
 
 
-def _counted(record: Record) -> list[tuple[int, float]]:
+def _counted(record: RunRecord) -> list[tuple[int, float]]:
     return [(line["step"], line["sparsity"]) for line in record.evals if number(line.get("sparsity")) is not None]
 
 
-def _path_traces(path: Sequence[tuple[int, float]], record: Record, mark: Mark, name: str) -> list[Trace]:
+def _path_traces(path: Sequence[tuple[int, float]], record: RunRecord, mark: Mark, name: str) -> list[Trace]:
     counted = _counted(record)
     line = {"color": mark.colour, "width": mark.width, "dash": mark.dash, "shape": "hv"}
-    asked: Trace = {"type": "scatter", "mode": "lines", "line": line, "name": escape(name)}
-    asked |= {"x": [step for step, _ in path], "y": [share for _, share in path]}
-    asked |= {"hovertemplate": "%{y:.2%} asked<extra>%{fullData.name}</extra>"}
+    target: Trace = {"type": "scatter", "mode": "lines", "line": line, "name": escape(name)}
+    target |= {"x": [step for step, _ in path], "y": [share for _, share in path]}
+    target |= {"hovertemplate": "%{y:.2%} asked<extra>%{fullData.name}</extra>"}
     return [
-        *([asked] if record.events else []),
+        *([target] if record.events else []),
         {"type": "scatter", "mode": "markers", "name": escape(name), "x": [step for step, _ in counted]}
         | {"y": [share for _, share in counted], "marker": {"size": 6, "color": mark.colour, "symbol": mark.symbol}}
         | {"hovertemplate": "%{y:.4%} counted<extra>%{fullData.name}</extra>"},

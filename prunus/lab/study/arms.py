@@ -1,18 +1,20 @@
-"""Arms: what a study compares, as changes of fields of one base run, from code, text or TOML. Loads no torch."""
+"""Arms: what a study compares, as changes of fields of one base run, from code, text or TOML; and studies by name.
+
+Loads no torch.
+"""
 
 import tomllib
-import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin
 
-from ..run import Run, ScoreName
+from ..run import FIELDS, Run, ScoreName, check_field
 
 # what makes two numbers comparable: data, order, evaluation set and the weights that are counted
-SAME = "model data validation vocab_size context augment include exclude eval_every eval_size".split()
+SHARED = "model data validation vocab_size context augment include exclude eval_every eval_size".split()
 OF_THE_STUDY = {
     "out": "--out",
     "save_every": "--save-every",
@@ -21,7 +23,6 @@ OF_THE_STUDY = {
 }
 ELSEWHERE = OF_THE_STUDY | {"sparsity": "--sparsity", "seed": "--seeds"}
 UNCHANGED = ("log_every", "track")
-TYPES = get_type_hints(Run)
 
 
 def slug(name: str) -> str:
@@ -42,7 +43,7 @@ class Arm:
         if not slug(self.name):
             raise ValueError(f"an arm needs a name with letters or digits, got {self.name!r}")
         for name in self.changes:
-            if name in SAME:
+            if name in SHARED:
                 raise ValueError(f"arm {self.name} changes {name}, which all arms share; make another study of it")
             if name in ELSEWHERE or name in UNCHANGED:
                 where = f"; it is given by {ELSEWHERE[name]}" if name in ELSEWHERE else ""
@@ -96,7 +97,7 @@ def parse_arm(text: str) -> Arm:
     for word in rest.split():
         if word.startswith("against="):
             against.append(word.removeprefix("against="))
-        elif against and not ("=" in word and word.partition("=")[0] in TYPES):
+        elif against and not ("=" in word and word.partition("=")[0] in FIELDS):
             against.append(word)
         else:
             words.append(word)
@@ -129,13 +130,13 @@ def read_base(path: Path) -> tuple[Run, list[Arm], tuple[float, ...]]:
         values = tomllib.loads(path.read_text())
     except FileNotFoundError:
         raise ValueError(f"there is no file {path}; --base takes a TOML file with fields of a run") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no TOML file: {error}") from None
     tables = values.pop("arm", [])
     if not isinstance(tables, list) or not all(isinstance(table, dict) and "name" in table for table in tables):
         raise ValueError(f"{path}: an arm is a table [[arm]] with a name and the fields that it changes")
     if "seed" in values:
-        raise ValueError(f"{path}: the seeds of a study are said by --seeds ('5,' is seed 5 alone); leave seed out")
+        raise ValueError(f"{path}: the seeds of a study are given by --seeds ('5,' is seed 5 alone); leave seed out")
     base = Run(**{name: typed(name, value, str(path)) for name, value in values.items()})
     arms = [score_arm(base.score)] if "score" in values else []
     for table in tables:
@@ -148,22 +149,103 @@ def typed(name: str, value: Any, where: str) -> Any:
     """``value`` as the field ``name`` of Run has it; ValueError where the field does not take it."""
     if option := OF_THE_STUDY.get(name):
         raise ValueError(f"{where}: {name} is nothing that runs of a study choose; leave it out and say {option}")
-    if name not in TYPES:
-        near = get_close_matches(name, TYPES, n=1)
+    if name not in FIELDS:
+        near = get_close_matches(name, FIELDS, n=1)
         raise ValueError(f"{where}: a run has no field {name!r}{f'; did you mean {near[0]}?' if near else ''}")
-    hint = TYPES[name]
-    kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    for kind in kinds:
-        if get_origin(kind) is Literal and value in get_args(kind):
-            return value
-        if get_origin(kind) is tuple and isinstance(value, list | str):
-            return (value,) if isinstance(value, str) else tuple(map(str, value))
-        if kind in (Path, str) and isinstance(value, str):
-            return kind(value)
-        if kind in (int, float, bool) and type(value) is kind:
-            return value
-    if float in kinds and type(value) is int:
-        return float(value)
-    choices = [str(c) for kind in kinds for c in (get_args(kind) if get_origin(kind) is Literal else (kind,))]
-    names = ", ".join(choice.removeprefix("<class '").removesuffix("'>") for choice in choices)
-    raise ValueError(f"{where}: {name} cannot be {value!r}; it takes {names}")
+    kinds = FIELDS[name]
+    if get_origin(kinds[0]) is tuple and isinstance(value, list | str):
+        value = [value] if isinstance(value, str) else list(map(str, value))
+    check_field(name, value, where)
+    if isinstance(value, list):
+        return tuple(value)
+    if Path in kinds:
+        return Path(value)
+    return float(value) if float in kinds and int not in kinds else value
+
+
+PresetName = Literal["gpt2-variants", "schedules", "eps", "beta2", "lenet-mnist", "resnet-cifar10", "compile"]
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A study by name; the user says where its data is."""
+
+    base: Run
+    arms: tuple[Arm, ...]
+    sparsities: tuple[float, ...]
+    reads: str = "a file of tokens, and --validation its held-out file"  # what --data is
+
+
+RAMP: dict[str, Any] = {"min_lr": 0.1, "schedule": "linear", "begin": 0.1, "end": 0.85}
+FAST: dict[str, Any] = {"precision": "bfloat16", "compile": True}
+IMAGES: dict[str, Any] = {"beta2": 0.999, "eval_size": 0}
+# one pass over 59 M tokens with 8 layers of width 512
+BATCHES: dict[str, Any] = {"context": 512, "batch": 96, "steps": 1200, "eval_every": 400, "eval_size": 1920}
+GPT = Run(model="gpt2-small8", lr=1e-3, warmup=60, beta2=0.95, every=25, **RAMP, **FAST, **BATCHES)
+# 10 epochs of MNIST, 30 of CIFAR-10
+LENET = Run(model="lenet5", batch=128, steps=4690, lr=2e-3, warmup=100, eval_every=1173, **RAMP, **IMAGES)
+EPOCHS: dict[str, Any] = {"augment": True, "batch": 256, "steps": 5880, "eval_every": 1470}
+RESNET = Run(model="resnet20", lr=4e-3, warmup=300, **EPOCHS, **RAMP, **FAST, **IMAGES)
+
+
+def arms_of(scores: str, *texts: str) -> tuple[Arm, ...]:
+    """An arm for each score, then those written out."""
+    return (*map(score_arm, scores.split()), *map(parse_arm, texts))
+
+
+def crossed(scores: Sequence[str], variations: Mapping[str, Mapping[str, Any]]) -> tuple[Arm, ...]:
+    """Each score with each variation, compared with the score without it."""
+    return tuple(
+        Arm(f"{score} {name}", {"score": "none" if score == "dense" else score, **changes}, score)
+        for name, changes in variations.items()
+        for score in scores
+    )
+
+
+ENDS = {
+    f"{shape} {end:.0%}": {"schedule": shape, "end": end}
+    for shape in ("linear", "cubic", "zhu_gupta")
+    for end in (0.5, 0.7, 0.9)
+}
+BETAS = {f"beta2 {beta2}": {"beta2": beta2} for beta2 in (0.95, 0.99, 0.999)}
+VISION = arms_of("bitter0 bitter3 bitter7 movement fisher")
+
+PRESETS: dict[PresetName, Preset] = {
+    "gpt2-variants": Preset(
+        GPT,
+        arms_of(
+            " ".join(f"bitter{number}" for number in range(10)) + " movement",
+            "bitter4 depth: score=bitter4 allocate=depth",
+            "fisher q=0.25: score=fisher exponent=0.25",
+            "fisher q=0.5: score=fisher exponent=0.5",
+        )
+        + tuple(
+            Arm(f"{score} regrow", {"score": score, "regrow": 0.1, "regrow_by": "snr"})
+            for score in ("magnitude", "bitter7")
+        ),
+        (0.5, 0.8),
+    ),
+    "schedules": Preset(GPT, arms_of("bitter7") + crossed(("magnitude", "bitter7"), ENDS), (0.8,)),
+    "eps": Preset(
+        GPT,
+        arms_of(
+            "bitter3 bitter7",
+            "bitter3 eps 1e-12: score=bitter3 eps=1e-12 against=bitter3",
+            "bitter3 eps 1e-8: score=bitter3 eps=1e-8 against=bitter3",
+            "bitter7 eps 1e-12: score=bitter7 eps=1e-12 against=bitter7",
+            "bitter7 eps 1e-8: score=bitter7 eps=1e-8 against=bitter7",
+        ),
+        (0.8,),
+    ),
+    "beta2": Preset(GPT, arms_of("bitter7") + crossed(("dense", "magnitude", "bitter7"), BETAS), (0.8,)),
+    "lenet-mnist": Preset(LENET, VISION, (0.7, 0.9, 0.95), "the folder of MNIST"),
+    "resnet-cifar10": Preset(RESNET, VISION, (0.5, 0.7, 0.9), "the folder of CIFAR-10"),
+    "compile": Preset(
+        GPT,
+        (
+            Arm("bitter7 compiled", {"score": "bitter7", "compile": True}),
+            Arm("bitter7 eager", {"score": "bitter7", "compile": False}, "bitter7 compiled"),
+        ),
+        (0.5,),
+    ),
+}

@@ -3,8 +3,9 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
-LEVEL = 0.95
+LEVEL = 0.95  # of an interval
 
 
 @dataclass(frozen=True)
@@ -25,15 +26,11 @@ PERPLEXITY = Metric("perplexity", higher_is_better=False)
 ACCURACY = Metric("accuracy", higher_is_better=True, scale=100.0, unit=" points")
 
 
-def mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
-
-
 def deviation(values: Sequence[float]) -> float | None:
     """Sample standard deviation (n - 1); None for one value, which has none."""
     if len(values) < 2:
         return None
-    centre = mean(values)
+    centre = fmean(values)
     return math.hypot(*(value - centre for value in values)) / math.sqrt(len(values) - 1)  # squares may be too large
 
 
@@ -54,16 +51,14 @@ def inside(t: float, freedom: int) -> float:
     return 2 / math.pi * (angle + sine * total) if odd else sine * total
 
 
-def t_quantile(freedom: int, level: float = LEVEL) -> float:
-    """The t within which ``level`` of the distribution lies: 12.706 for one degree of freedom, 4.303 for two."""
-    if freedom < 1 or not 0 < level < 1:
-        raise ValueError(f"expected freedom of at least 1 and a level in (0, 1), got {freedom} and {level}")
+def t_quantile(freedom: int) -> float:
+    """The t within which 95 % of the distribution lie: 12.706 for one degree of freedom, 4.303 for two."""
     low, high = 0.0, 1.0
-    while inside(high, freedom) < level:
+    while inside(high, freedom) < LEVEL:
         high *= 2
     for _ in range(200):
         middle = (low + high) / 2
-        low, high = (middle, high) if inside(middle, freedom) < level else (low, middle)
+        low, high = (middle, high) if inside(middle, freedom) < LEVEL else (low, middle)
     return (low + high) / 2
 
 
@@ -85,7 +80,7 @@ def paired(values: Mapping[int, float], reference: Mapping[int, float]) -> Paire
     half = None
     if spread is not None:
         half = t_quantile(len(differences) - 1) * spread / math.sqrt(len(differences))
-    return Paired(mean(differences), half, len(differences))
+    return Paired(fmean(differences), half, len(differences))
 
 
 def verdict(difference: Paired | None, metric: Metric) -> str:

@@ -1,12 +1,14 @@
 """One study from several: runs made on different machines, or a slim copy."""
 
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ...files.atomic import new_folder
 from ...files.json_file import read_json, write_json
-from ..run_files import RunFiles, without_paths, write_slim
+from ..run_files import SLIM, RunFiles, without_paths, write_slim
 from .results import update
 from .study_folder import Folder, damage
 from .study_plan import extended, key_of
@@ -26,34 +28,48 @@ def merge(paths: Sequence[Path], out: Path, *, slim: bool = False) -> dict[str, 
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} is not empty; choose another --out")
     folders = [Folder(path) for path in paths]
+    for folder in folders:
+        _refuse_links(folder.path)
     plan = folders[0].plan()
     for folder in folders[1:]:
         plan = extended(plan, folder.plan(), folders[0].path)
     for folder in folders:
         folder.check_runs(plan)
     runs = _runs(folders)
-    part = out.with_name(out.name + ".part")
-    shutil.rmtree(part, ignore_errors=True)
-    whole = Folder(part)
-    first = read_json(folders[0].path / "study.json")["environment"]  # each run has its own in its run.json
-    whole.write(plan, first | ({"merged": [str(path) for path in paths]} if len(paths) > 1 else {}))
-    for run in runs:
-        if run.line is None:
-            _copy(run.path, part / "runs" / run.name, COPIED if slim else (*COPIED, "checkpoint.pt"))
-    if slim_ones := [run for run in runs if run.line is not None]:
-        write_slim(part, slim_ones)
-    for notes in [path / "notes.md" for path in paths if (path / "notes.md").is_file()][:1]:
-        shutil.copy2(notes, part / "notes.md")
-    values = update(whole)
-    if slim:
-        write_slim(part, whole.runs().values())
-        shutil.rmtree(part / "runs")
-        write_json(part / "study.json", without_paths(read_json(part / "study.json")))
-    shutil.rmtree(part / "locks")
-    if out.is_dir():
-        out.rmdir()
-    part.replace(out)
+    environment = read_json(folders[0].path / "study.json").get("environment")  # each run has its own in its run.json
+    environment = environment if isinstance(environment, dict) else {}
+    merged = {"merged": [str(path) for path in paths]} if len(paths) > 1 else {}
+    with new_folder(out) as part:
+        whole = Folder(part)
+        whole.write(plan, environment | merged)
+        for run in runs:
+            if run.line is None:
+                target = part / "runs" / run.name
+                target.mkdir()
+                for name in COPIED if slim else (*COPIED, "checkpoint.pt"):
+                    if run.has(name):
+                        shutil.copy2(run.path / name, target / name)
+        if slim_ones := [run for run in runs if run.line is not None]:
+            write_slim(part, slim_ones)
+        for notes in [path / "notes.md" for path in paths if (path / "notes.md").is_file()][:1]:
+            shutil.copy2(notes, part / "notes.md")
+        values = update(whole)
+        if slim:
+            write_slim(part, whole.runs().values())
+            shutil.rmtree(part / "runs")
+            write_json(part / "study.json", without_paths(read_json(part / "study.json")))
+        shutil.rmtree(part / "locks")
     return values
+
+
+def _refuse_links(study: Path) -> None:
+    """ValueError where a link leads out of the folder: what it points to would be copied as part of the study."""
+    root = Path(os.path.realpath(study))
+    found = [study / name for name in ("study.json", SLIM, "notes.md", "runs")]
+    found += [path for pattern in ("runs/*", "runs/*/*") for path in study.glob(pattern)]
+    for path in found:
+        if not (real := Path(os.path.realpath(path))).is_relative_to(root):
+            raise ValueError(f"{path} is a link out of the study, to {real}; put there what it points to")
 
 
 def _runs(folders: Sequence[Folder]) -> list[RunFiles]:
@@ -77,10 +93,3 @@ def _runs(folders: Sequence[Folder]) -> list[RunFiles]:
                     f"{theirs.get(name)}; move one of them away"
                 )
     return list(found.values())
-
-
-def _copy(source: Path, target: Path, files: Sequence[str]) -> None:
-    target.mkdir(parents=True)
-    for name in files:
-        if (source / name).is_file():
-            shutil.copy2(source / name, target / name)

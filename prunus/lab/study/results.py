@@ -16,18 +16,17 @@ num_runs, num_finished      different computations, and those with a result
 round_ends  whether every arm has the seeds that any arm has
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from statistics import mode
+from statistics import fmean, mode
 from typing import Any
 
 from ...files.json_file import write_json
 from ..run import Run
 from ..run_files import RunFiles
-from .intervals import ACCURACY, PERPLEXITY, Metric, Paired, deviation, mean, paired, verdict
-from .study_folder import Folder
-from .study_plan import Cell, Plan, canonical, key_of
+from .intervals import ACCURACY, PERPLEXITY, Metric, Paired, deviation, paired, verdict
+from .study_folder import Folder, jaccard, read_cell
+from .study_plan import Cell, StudyPlan, canonical, key_of
 
 SCORE = {"score", "eps", "exponent"}
 CHANCE = 1e-6  # of the prunable weights: one in many millions that stays is zero after some step
@@ -44,18 +43,18 @@ class Finished:
     result: Mapping[str, Any]
     notes: Mapping[str, Any]  # of cell.json
 
-    def fault(self, plan: Plan, metric: Metric) -> str | None:
+    def fault(self, plan: StudyPlan, metric: Metric) -> str | None:
         """Why the run does not count; None if it does."""
         share, total = self.result["sparsity"], self.result["num_prunable"]
-        zeros, asked = round(share * total), self.result.get("num_asked", self.cell.sparsity * total)
+        zeros, target = round(share * total), self.result.get("num_asked", self.cell.sparsity * total)
         fewest, most = 0.0, CHANCE  # zeros beyond those asked for, as parts of the prunable weights
         if "num_asked" not in self.result:
             most = BY_ROW if plan.run_of(self.cell).allocate == "row" else TOLERANCE
             fewest = -most
-        if not fewest * total <= zeros - asked <= most * total:
-            return f"{share:.4%} of the prunable weights are zero, {zeros:,}; asked for were {asked:,.0f}"
+        if not fewest * total <= zeros - target <= most * total:
+            return f"{share:.4%} of the prunable weights are zero, {zeros:,}; asked for were {target:,.0f}"
         for name in ("loss", metric.name):
-            if (value := self.result[name]) is None or not math.isfinite(value):
+            if (value := self.result[name]) is None or not abs(value) < 1e300:
                 return f"the training diverged: its {name} is not finite"
         if self.notes.get("data", dict(plan.data)) != dict(plan.data):
             return "it was made with other data than the study's"
@@ -63,18 +62,30 @@ class Finished:
 
 
 def update(folder: Folder) -> dict[str, Any]:
-    """Read every run and write ``study_result.json`` anew; returns it."""
+    """Read every run and write ``study_result.json`` anew; returns it.
+
+    A run's overlap with magnitude goes into its cell.json, where both masks are stored.
+    """
     with folder.locked("study", wait=True):
         plan = folder.plan()
-        _note_overlaps(folder, plan)
+        cells = {one.cell: one for one in finished_cells(plan, folder.finished()[0])}
+        for cell, one in cells.items():
+            twin = plan.overlapped(cell)
+            control = cells.get(twin) if twin else None
+            if control and _overlap(one, plan) is None:
+                value = jaccard(one.files.path, control.files.path)
+                if value is not None:  # a slim run keeps no masks
+                    noted = {"overlap": value, "overlap_with": control.cell.arm}
+                    write_json(one.files.path / "cell.json", {**one.notes, **noted})
         values = summary(folder, plan)
         write_json(folder.path / "study_result.json", values)
     return values
 
 
-def summary(folder: Folder, plan: Plan) -> dict[str, Any]:
+def summary(folder: Folder, plan: StudyPlan) -> dict[str, Any]:
     """What the runs in ``folder`` say about ``plan``."""
-    every = list(finished_cells(folder, plan))
+    finished, damaged = folder.finished()
+    every = finished_cells(plan, finished)
     metric = ACCURACY if every and not every[0].result["tokens"] else PERPLEXITY  # only text counts tokens
     faults = [one.fault(plan, metric) for one in every]
     counted = [one for one, fault in zip(every, faults, strict=True) if not fault]
@@ -82,7 +93,7 @@ def summary(folder: Folder, plan: Plan) -> dict[str, Any]:
         metric = replace(metric, decimals=3)  # differences are smaller still
     done = {one.cell for one in every}
     seeds = {cell.seed for cell in done}
-    damaged, failures = folder.damaged(), folder.failures()
+    failures = folder.failures()
     reasons = {
         cell: damaged.get(key_of(plan.run_of(cell))) or failures.get(cell.folder, {}).get("message")
         for cell in plan.owners.values()
@@ -101,15 +112,13 @@ def summary(folder: Folder, plan: Plan) -> dict[str, Any]:
     }
 
 
-def finished_cells(folder: Folder, plan: Plan) -> Iterator[Finished]:
+def finished_cells(plan: StudyPlan, stored: Mapping[str, RunFiles]) -> list[Finished]:
     """Every cell whose run has a whole result, in the plan's order."""
-    stored = folder.finished()
-    for cell in plan.ordered():
-        if files := stored.get(key_of(plan.run_of(cell))):
-            yield Finished(cell, files, files.load("result.json"), files.load_if_there("cell.json"))
+    found = [(cell, files) for cell in plan.ordered() if (files := stored.get(key_of(plan.run_of(cell))))]
+    return [Finished(cell, files, files.load("result.json"), read_cell(files)) for cell, files in found]
 
 
-def _rows(plan: Plan, finished: Sequence[Finished], metric: Metric) -> Iterator[dict[str, Any]]:
+def _rows(plan: StudyPlan, finished: Sequence[Finished], metric: Metric) -> Iterator[dict[str, Any]]:
     places = dict.fromkeys((cell.arm, cell.sparsity) for cell in plan.cells)
     groups = {place: [one for one in finished if (one.cell.arm, one.cell.sparsity) == place] for place in places}
     values = {place: {one.cell.seed: metric.of(one.result) for one in group} for place, group in groups.items()}
@@ -129,7 +138,7 @@ def _rows(plan: Plan, finished: Sequence[Finished], metric: Metric) -> Iterator[
             "sparsity": sparsity,
             "seeds": sorted(ours),
             "values": numbers,
-            "mean": mean(numbers),
+            "mean": fmean(numbers),
             "sd": deviation(numbers),
             "min": min(numbers),
             "max": max(numbers),
@@ -158,27 +167,24 @@ def _beside(ours: Run, theirs: Run) -> list[str]:
     return sorted(differ & written - SCORE) if differ & SCORE else []
 
 
-def _measured(group: Sequence[Finished], plan: Plan) -> dict[str, Any]:
+def _measured(group: Sequence[Finished], plan: StudyPlan) -> dict[str, Any]:
     """Means over the runs of what was counted and timed."""
 
-    def over(name: str) -> float:
-        return mean([one.result[name] for one in group])
+    def noted(name: str, runs: Sequence[Finished]) -> list[float]:
+        return [value for one in runs if (value := one.notes.get(name)) is not None]
 
+    warm = noted("wall_seconds", [one for one in group if one.notes.get("cold") is False])
     known = {
-        "wall_seconds": [one.notes["wall_seconds"] for one in group if one.notes.get("wall_seconds") is not None],
-        "peak_mib": [one.notes["peak_mib"] for one in group if one.notes.get("peak_mib") is not None],
+        "wall_seconds": warm or noted("wall_seconds", group),
+        "peak_mib": noted("peak_mib", group),
         "overlap": [value for one in group if (value := _overlap(one, plan)) is not None],
     }
-    warm = [one.notes["wall_seconds"] for one in group if one.notes.get("cold") is False]
-    known["wall_seconds"] = warm or known["wall_seconds"]
     return {
-        "measured_sparsity": over("sparsity"),
-        "tokens": over("tokens"),
-        "examples": over("examples"),
-        "seconds": over("seconds"),
+        "measured_sparsity": fmean(one.result["sparsity"] for one in group),
+        **{name: fmean(one.result[name] for one in group) for name in ("tokens", "examples", "seconds")},
         "cold": not warm,
         "at_once": max(one.notes.get("at_once", 1) for one in group),
-        **{name: mean(values) if values else None for name, values in known.items()},
+        **{name: fmean(values) if values else None for name, values in known.items()},
     }
 
 
@@ -186,22 +192,7 @@ def _json(difference: Paired | None) -> dict[str, Any] | None:
     return asdict(difference) if difference else None
 
 
-def _note_overlaps(folder: Folder, plan: Plan) -> None:
-    """Write each run's overlap with magnitude into its cell.json, where both masks are stored."""
-    from .overlap import jaccard
-
-    found = {one.cell: one for one in finished_cells(folder, plan)}
-    for cell, one in found.items():
-        twin = plan.overlapped(cell)
-        control = found.get(twin) if twin else None
-        if not control or _overlap(one, plan) is not None:
-            continue
-        if (value := jaccard(one.files.path, control.files.path)) is not None:  # a slim run keeps no masks
-            noted = {"overlap": value, "overlap_with": control.cell.arm}
-            write_json(one.files.path / "cell.json", {**one.notes, **noted})
-
-
-def _overlap(one: Finished, plan: Plan) -> float | None:
+def _overlap(one: Finished, plan: StudyPlan) -> float | None:
     """The overlap in cell.json if it is with the right run; older versions compared with the arm magnitude."""
     twin = plan.overlapped(one.cell)
     return one.notes.get("overlap") if twin and one.notes.get("overlap_with", "magnitude") == twin.arm else None

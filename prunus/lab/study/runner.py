@@ -1,4 +1,8 @@
-"""Doing the runs of a study one after the other: claimed, timed, and with failures recorded."""
+"""Doing the runs of a study one after the other: claimed, timed, and with failures recorded.
+
+Runs of one recipe and seed are one computation until their first event: the first run of a process trains this dense
+start, and the others begin from its state: the same bits, sooner.
+"""
 
 import gc
 import math
@@ -6,26 +10,28 @@ import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 
 from ...files.json_file import write_json
-from ..checkpoint import save_checkpoint
+from ...schedule import Ramp
+from ..checkpoint import remove_checkpoints, save_checkpoint
 from ..recipe import Data, data_of
+from ..replay import recorded_rates
 from ..run import Run, read_run
+from ..run_files import read_metrics
 from ..tracking import machine
-from ..trainer import Progress, Training, train
-from .overlap import keep_masks
+from ..trainer import DenseStart, Progress, Training, train
 from .results import update
-from .starts import Starts
-from .study_folder import Folder
-from .study_plan import Cell, key_of, num_examples
+from .study_folder import Folder, read_cell, save_masks
+from .study_plan import Cell, dense_of, key_of, num_examples
 
 MARGIN = 1.05  # on the longest run so far, when a run must end in time
 SLACK = 2.0  # seconds
+MOST_STARTS = 4  # that are kept at a time: each is as large as a checkpoint
+COLLECT = ("movement", "wanda")  # scores that collect from the first step on
 
 
 @dataclass(frozen=True)
@@ -81,23 +87,26 @@ class Worker:
     def _do(self, cell: Cell, later: Sequence[Cell]) -> None:
         self.data = self.data or data_of(self.plan.base)
         run = self._prepared(cell)
-        title = cell.folder
         try:
-            with self.show.running(title, run) as progress:
+            with self.show.running(cell.folder, run) as progress:
                 line = self._trained(cell, run, progress, later)
         except Exception as error:  # whatever it is, the other arms go on
-            line = self._failed(run.out, error)
+            message = " ".join(f"{type(error).__name__}: {error}".split())
+            line = f"failed, {message}"
+            run.out.mkdir(parents=True, exist_ok=True)
+            failed = {"message": message, "session": self.options.session, "when": now()}
+            write_json(run.out / "failed.json", failed)
         self.num_done += 1
-        self.show.done(f"{title}: {line}", update(self.folder))
+        self.show.done(f"{cell.folder}: {line}", update(self.folder))
         free_memory()
 
     def _prepared(self, cell: Cell) -> Run:
         """The run of a cell, its folder emptied unless a checkpoint in it can be taken up."""
         out, run = self.folder.run(cell), self.plan.run_of(cell)
         if (out / "checkpoint.pt").is_file() and not (out / "failed.json").exists():
-            saved = read_run(out)
-            if key_of(saved) == key_of(run):
-                return replace(saved, out=out, resume=True)
+            begun = read_run(out)
+            if key_of(begun) == key_of(run):
+                return replace(begun, out=out, resume=True)
         if out.exists():
             shutil.rmtree(out)
         return replace(run, out=out, device=self.options.device, save_every=self.options.save_every)
@@ -108,23 +117,35 @@ class Worker:
         start = None if run.resume else self.starts.of(run)
         ended = self.folder.ended()
         others = [other for other in map(self.plan.run_of, later) if key_of(other) not in ended]
-        shared = {"shared_steps": start.state["step"] if start else 0}
 
         def finish(training: Training) -> None:
-            keep_masks(training)
+            if training.pruner is not None:
+                save_masks(run.out, training.pruner.masks)
             if self.options.keep_checkpoints:
                 save_checkpoint(run.out / "checkpoint.pt", training.state())
             seconds = time.perf_counter() - started + (start.state["seconds"] if start else 0.0)  # as if made alone
             seconds = max(seconds, training.seconds)  # a resumed run was trained in part before
-            noted = {"data": dict(self.plan.data), "at_once": self.options.at_once}
-            write_json(run.out / "cell.json", cell_notes(cell, run, seconds, cold) | shared | noted)
+            on_gpu = torch.cuda.is_available() and run.device != "cpu"
+            notes = {
+                **asdict(cell),
+                "wall_seconds": seconds,
+                "examples": num_examples(run),
+                "cold": cold,
+                "peak_mib": torch.cuda.max_memory_allocated() / 2**20 if on_gpu else None,
+                "machine": machine(),
+                "finished": now(),
+                "shared_steps": start.state["step"] if start else 0,
+                "data": dict(self.plan.data),
+                "at_once": self.options.at_once,
+            }
+            write_json(run.out / "cell.json", notes)
 
         recorder = self.starts.recorder(run, () if run.resume else others)  # a resumed one may have begun elsewhere
         result = train(
             run, stopping_if_diverged(progress), data=self.data, start=start, after_step=recorder, finish=finish
         )
         if not self.options.keep_checkpoints:
-            (run.out / "checkpoint.pt").unlink(missing_ok=True)
+            remove_checkpoints(run.out)
         quality = f"perplexity {result.perplexity:.3f}" if result.tokens else f"accuracy {result.accuracy:.2%}"
         return f"{quality} at {result.sparsity:.4%} zeros, {time.perf_counter() - started:.1f} s"
 
@@ -139,13 +160,6 @@ class Worker:
         self.compiled = needs or self.compiled
         return cold
 
-    def _failed(self, out: Path, error: Exception) -> str:
-        message = " ".join(f"{type(error).__name__}: {error}".split())
-        out.mkdir(parents=True, exist_ok=True)
-        values = {"message": message, "session": self.options.session, "when": now()}
-        write_json(out / "failed.json", values)
-        return f"failed, {message}"
-
 
 def stopping_if_diverged(progress: Progress) -> Progress:
     """``progress``, which ends a run whose loss is not finite any more."""
@@ -159,28 +173,12 @@ def stopping_if_diverged(progress: Progress) -> Progress:
     return report
 
 
-def cell_notes(cell: Cell, run: Run, seconds: float, cold: bool) -> dict[str, Any]:
-    """What ``cell.json`` says of a finished run."""
-    on_gpu = torch.cuda.is_available() and run.device != "cpu"
-    return {
-        "arm": cell.arm,
-        "sparsity": cell.sparsity,
-        "seed": cell.seed,
-        "wall_seconds": seconds,
-        "examples": num_examples(run),
-        "cold": cold,
-        "peak_mib": torch.cuda.max_memory_allocated() / 2**20 if on_gpu else None,
-        "machine": machine(),
-        "finished": now(),
-    }
-
-
 def estimate(folder: Folder, run: Run, *, cold: bool, at_once: int = 1) -> float | None:
     """Seconds that ``run`` will take at most, by the runs done on this machine; None if there are none."""
-    notes = [run.load("cell.json") for run in folder.runs().values() if run.has("cell.json")]
-    here = [note for note in notes if note.get("machine") == machine()]
+    notes = [note for run in folder.runs().values() if (note := read_cell(run)).get("examples")]
+    here = [note for note in notes if note.get("machine") == machine() and note.get("wall_seconds") is not None]
     beside = [note for note in here if note.get("at_once", 1) == at_once] or here
-    alike = [note for note in beside if note["cold"] == cold] or beside
+    alike = [note for note in beside if note.get("cold") == cold] or beside
     if not alike:
         return None
     return MARGIN * max(note["wall_seconds"] / note["examples"] for note in alike) * num_examples(run) + SLACK
@@ -199,3 +197,80 @@ def free_memory() -> None:
 
 def now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+def num_shared(run: Run) -> int:
+    """Steps that a run shares with the dense run of its recipe, up to the first evaluation."""
+    if run.parallel != "none" or run.optimizer == "adamwprune" or run.score in COLLECT:
+        return 0
+    before = run.total_steps
+    if run.replay:
+        try:
+            before = recorded_rates(run)[0][0]
+        except ValueError:  # the run to replay is not finished yet
+            return 0
+    if run.score != "none":
+        schedule = run.sparsity_schedule()
+        first = min(schedule.begin or run.every, schedule.end) if isinstance(schedule, Ramp) else schedule.end
+        before = min(before, int(first) - 1)
+    return min(before, run.eval_every - 1)
+
+
+def _recipe(run: Run) -> str:
+    """Equal for runs whose dense starts are interchangeable: one computation, with the same groups in the optimizer."""
+    return f"{key_of(dense_of(run))} {'alone' if run.rate_power or run.replay else 'together'}"
+
+
+@dataclass
+class Starts:
+    """States, in main memory, that later runs will begin from, by recipe with seed and by step."""
+
+    states: dict[tuple[str, int], DenseStart] = field(default_factory=dict)
+
+    def of(self, run: Run) -> DenseStart | None:
+        """Where ``run`` may begin: the latest start there is for it."""
+        recipe, most = _recipe(run), num_shared(run)
+        steps = [step for key, step in self.states if key == recipe and step <= most]
+        return self.states[recipe, max(steps)] if steps else None
+
+    def recorder(self, run: Run, others: Iterable[Run]) -> "Recorder":
+        """Keeps states of ``run`` that ``others`` can begin from; starts that none of them needs are dropped."""
+        wanted = [(_recipe(other), num_shared(other)) for other in others]
+        self.states = {
+            (key, step): start
+            for (key, step), start in self.states.items()
+            if any(key == recipe and step <= most for recipe, most in wanted)
+        }
+        mine, most = _recipe(run), num_shared(run)
+        return Recorder(self, mine, {min(step, most) for recipe, step in wanted if recipe == mine})
+
+
+@dataclass
+class Recorder:
+    """Called after each step of a run: keeps its state at the steps that others will begin from."""
+
+    starts: Starts
+    recipe: str
+    steps: set[int]
+    first: tuple[int, float] | None = None  # step and seconds after the first one, which may have compiled
+
+    def __call__(self, training: Training) -> None:
+        step, states, seconds = training.step, self.starts.states, training.seconds
+        first, before = self.first = self.first or (step, seconds)
+        if step in self.steps and (self.recipe, step) not in states and len(states) < MOST_STARTS:
+            if step > first:  # as it would be without what only the first run of a process pays
+                seconds = (seconds - before) / (step - first) * step
+            state = training.state() | {"pruner": None, "seconds": seconds}
+            lines = [line for line in read_metrics(training.run.out) if 0 < line["step"] <= step]
+            states[self.recipe, step] = DenseStart(_in_main_memory(state), lines)
+
+
+def _in_main_memory(value: Any) -> Any:
+    """A copy in which no tensor is shared with ``value``."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {name: _in_main_memory(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(_in_main_memory, value))
+    return value

@@ -1,16 +1,25 @@
 """The folder of a study: what was planned, what is finished, what failed, and which runs are claimed."""
 
 import fcntl
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ...files.json_file import read_json, write_json
-from ..run_files import RunFiles, slim_runs
-from .study_plan import FORMAT, Cell, Plan, canonical, extended, key_of
+import numpy as np
 
+from ...files.atomic import is_part, write_atomically
+from ...files.json_file import is_deep, read_json, write_json
+from ..run_files import SLIM, RunFiles, slim_runs
+from ..schema import CELL, check, is_number
+from .study_plan import FORMAT, Cell, StudyPlan, canonical, extended, key_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MASKS = "masks.safetensors"
 NUMBERS = ("accuracy", "sparsity", "num_prunable", "tokens", "examples", "seconds")  # every result has them
 QUALITIES = ("loss", "perplexity")  # null if the training diverged
 
@@ -27,7 +36,7 @@ class Folder:
         """Where a cell is trained."""
         return self.path / "runs" / cell.folder
 
-    def plan(self) -> Plan:
+    def plan(self) -> StudyPlan:
         """The plan in study.json."""
         path = self.path / "study.json"
         if not path.is_file():
@@ -36,11 +45,13 @@ class Folder:
         if values.get("format") != FORMAT:
             raise ValueError(f"{path} has the format {values.get('format')!r}; this version reads {FORMAT}")
         try:
-            return Plan.from_json(values)
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{path} cannot be read: {error!r}") from error
+            return StudyPlan.from_json(values)
+        except KeyError as error:
+            raise ValueError(f"{path} cannot be read: it has no field {error}") from None
+        except ValueError as error:
+            raise ValueError(f"{path} cannot be read: {error}") from None
 
-    def join(self, plan: Plan, environment: Mapping[str, Any]) -> Plan:
+    def join(self, plan: StudyPlan, environment: Mapping[str, Any]) -> StudyPlan:
         """Write ``plan`` here, together with what is planned here already; returns both."""
         self._check_is_free(locked=False)
         with self.locked("study", wait=True):  # another process may add to the plan at the same time
@@ -52,17 +63,17 @@ class Folder:
 
     def _check_is_free(self, *, locked: bool) -> None:
         """Refuse a folder that holds something and is no study; until we have the lock another may be making one."""
-        names = {path.name for path in self.path.iterdir()} if self.path.exists() else set()
+        names = {path.name for path in self.path.iterdir() if not is_part(path)} if self.path.exists() else set()
         begins = "locks" in names and (names == {"locks"} or not locked)
         if names and not self.exists and not begins:
             raise ValueError(f"{self.path} is not empty and not a study; choose another --out")
 
-    def write(self, plan: Plan, environment: Mapping[str, Any]) -> None:
+    def write(self, plan: StudyPlan, environment: Mapping[str, Any]) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
         write_json(self.path / "study.json", plan.to_json() | {"environment": environment})
         (self.path / "runs").mkdir(exist_ok=True)
 
-    def check_runs(self, plan: Plan) -> None:
+    def check_runs(self, plan: StudyPlan) -> None:
         """Refuse a finished run that has the name of a planned one and computed something else."""
         stored = self.runs()
         for cell in plan.cells:
@@ -70,7 +81,7 @@ class Folder:
             if run is None or not run.has("result.json"):
                 continue
             here, planned = canonical(run.run()), canonical(plan.run_of(cell))
-            if data := run.load_if_there("cell.json").get("data"):
+            if data := read_cell(run).get("data"):
                 here, planned = here | data, planned | dict(plan.data)
             for name in sorted(here.keys() | planned.keys()):
                 if here.get(name) != planned.get(name):
@@ -83,19 +94,20 @@ class Folder:
         """What is stored of every run, in runs.jsonl or in a folder of its own, by the name of its folder."""
         folders = (path for path in (self.path / "runs").glob("*") if path.is_dir())
         found = [*slim_runs(self.path), *map(RunFiles, folders)]  # a folder of a run stands above its line
+        for run in found:
+            if run.line is not None and is_deep(run.line):
+                raise ValueError(f"{self.path / SLIM}: the line of {run.name} is nested too deep")
         return {run.name: run for run in sorted(found, key=lambda run: run.name)}
 
     def ended(self) -> dict[str, RunFiles]:
         """Runs that are not to be run again, by what they compute: finished ones, and damaged ones, which are kept."""
         return {key_of(run.run()): run for run in self.runs().values() if run.has("result.json")}
 
-    def finished(self) -> dict[str, RunFiles]:
-        """Runs with a whole result, by what they compute."""
-        return {key: run for key, run in self.ended().items() if not damage(run)}
-
-    def damaged(self) -> dict[str, str]:
-        """What is wrong with the results that are not whole, by what their runs compute."""
-        return {key: wrong for key, run in self.ended().items() if (wrong := damage(run))}
+    def finished(self) -> tuple[dict[str, RunFiles], dict[str, str]]:
+        """Runs with a whole result, and what is wrong with the other results; both by what the runs compute."""
+        ended = self.ended()
+        damaged = {key: wrong for key, run in ended.items() if (wrong := damage(run))}
+        return {key: run for key, run in ended.items() if key not in damaged}, damaged
 
     def failures(self) -> dict[str, dict[str, Any]]:
         """What is known of the runs that failed, by the name of their folder."""
@@ -122,8 +134,60 @@ def damage(run: RunFiles) -> str:
         values = run.load("result.json")
     except ValueError as error:
         return f"{error}; {mend}".replace(str(path), known)
-    wrong = [
-        name for name in (*NUMBERS, *values.keys() & {"num_asked"}) if not isinstance(values.get(name), int | float)
-    ]
-    wrong += [name for name in QUALITIES if not isinstance(values.get(name, ""), int | float | None)]
+    wrong = [name for name in (*NUMBERS, *values.keys() & {"num_asked"}) if not is_number(values.get(name))]
+    for name in QUALITIES:
+        if not isinstance(value := values.get(name, ""), float | None) and not is_number(value):
+            wrong.append(name)
     return f"{known} has no number for {wrong[0]}; {mend}" if wrong else ""
+
+
+def read_cell(run: RunFiles) -> dict[str, Any]:
+    """What cell.json says of a run; empty if there is none, ValueError where it is damaged."""
+    values = run.load_if_there("cell.json")
+    check(values, CELL, f"{run.path / 'cell.json'}: ", "it")
+    return values
+
+
+def save_masks(folder: Path, masks: Mapping[str, "Tensor"]) -> None:
+    """Write boolean masks as packed bits, one tensor a weight, and their shapes into the header."""
+    from safetensors.torch import save
+
+    from ...ops import bits
+
+    header = {name: "x".join(map(str, mask.shape)) for name, mask in masks.items()}
+    content = save({name: bits.pack(mask.cpu()) for name, mask in masks.items()}, header)
+    write_atomically(folder / MASKS, lambda file: file.write(content))
+
+
+def jaccard(first: Path, second: Path) -> float | None:
+    """``|A and B| / |A or B|`` of what two runs pruned: 1 for the same weights; None where masks are not kept."""
+    if not (first / MASKS).is_file() or not (second / MASKS).is_file():
+        return None
+    (ours, shapes), (theirs, others) = _read_masks(first / MASKS), _read_masks(second / MASKS)
+    if shapes != others:
+        raise ValueError(f"{first / MASKS} and {second / MASKS} hold masks of different weights")
+    total = sum(map(math.prod, shapes.values()))
+    # a set bit is a kept weight, and the unused bits of the last byte are zero
+    kept_by_both = sum(_num_ones(ours[name] & theirs[name]) for name in ours)
+    kept_by_one = sum(_num_ones(ours[name] | theirs[name]) for name in ours)
+    return (total - kept_by_one) / (total - kept_by_both) if total > kept_by_both else 1.0
+
+
+def _num_ones(packed: np.ndarray) -> int:
+    return sum(value.bit_count() * int(num) for value, num in enumerate(np.bincount(packed, minlength=256)))
+
+
+def _read_masks(path: Path) -> tuple[dict[str, np.ndarray], dict[str, tuple[int, ...]]]:
+    """Packed bits and shapes by name."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "np") as file:
+            shapes = {name: tuple(map(int, shape.split("x"))) for name, shape in (file.metadata() or {}).items()}
+            masks = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        for name in masks.keys() | shapes.keys():
+            if masks[name].dtype != "uint8" or masks[name].shape != (-(-math.prod(shapes[name]) // 8),):
+                raise ValueError(f"the bits of {name} do not fit its shape")
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}; delete it, and the overlap is left out") from error
+    return masks, shapes

@@ -6,28 +6,29 @@ Runs with equal keys are the same computation, data with equal digests the same 
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from ..run import Run
+from ...score import SCORES
+from ..run import FIELDS, Run, check_field
+from ..schema import STUDY, check
 from .arms import CONTROLS, Arm, slug, with_controls
 
 FORMAT = "prunus-study-1"
 PRUNING = "sparsity schedule begin end every allocate eps exponent regrow regrow_by rate_power".split()
-UNSEEN = (
-    "out device save_every log_every track eval_every data validation".split()
-)  # they do not change what is computed
-PLACES = "out device save_every log_every track seed sparsity data validation".split()  # they are not in the hash
-LATER = "lr_schedule decay rate_power replay".split()  # fields that came later: at their defaults they change no hash
+UNREAD_IF_DENSE = "eps exponent regrow regrow_by rate_power replay".split()  # fields that a dense run must not set
+IRRELEVANT = "out device save_every log_every track eval_every data validation".split()  # to what is computed
+NOT_SHARED = "out device save_every log_every track seed sparsity data validation".split()  # fields outside the hash
+ADDED_LATER = "lr_schedule decay rate_power replay".split()  # fields that at their defaults change no hash
 
 
 def shared_fields(base: Run) -> dict[str, Any]:
     """Fields that all arms share; those that runs have had since the first studies only where they say something."""
     default = Run().to_json()
-    values = {name: value for name, value in base.to_json().items() if name not in PLACES}
-    return {name: value for name, value in values.items() if name not in LATER or value != default[name]}
+    values = {name: value for name, value in base.to_json().items() if name not in NOT_SHARED}
+    return {name: value for name, value in values.items() if name not in ADDED_LATER or value != default[name]}
 
 
 def num_examples(run: Run) -> int:
@@ -35,6 +36,7 @@ def num_examples(run: Run) -> int:
     return run.total_steps * run.batch * run.accumulate
 
 
+@lru_cache(maxsize=4096)
 def key_of(run: Run) -> str:
     """Equal for runs that compute the same, bit for bit."""
     return digest(canonical(run))
@@ -42,43 +44,29 @@ def key_of(run: Run) -> str:
 
 def dense_of(run: Run) -> Run:
     """The dense run that is equal in all but pruning."""
-    return replace(
-        run,
-        score="none",
-        sparsity=0.0,
-        regrow=0.0,
-        regrow_by="snr",
-        eps=None,
-        exponent=None,
-        rate_power=0.0,
-        replay="",
-    )
+    unread: dict[str, Any] = {name: getattr(Run, name) for name in UNREAD_IF_DENSE}
+    return replace(run, score="none", sparsity=0.0, **unread)
 
 
 def canonical(run: Run) -> dict[str, Any]:
-    """The fields that decide what is computed, each in one form."""
-    values = {name: value for name, value in run.to_json().items() if name not in UNSEEN}
+    """The fields that decide what is computed, each in one form.
+
+    Scores too: bitter1 is magnitude, bitter4 is bitter3. All weights of a run take the same steps, so that no bias is
+    corrected: bitter8 is bitter3, fisher's 1/4 bitter7.
+    """
+    values = {name: value for name, value in run.to_json().items() if name not in IRRELEVANT}
     values |= {"steps": run.total_steps, "budget_scale": 1.0, "warmup": run.step_of(run.warmup)}
     if run.decay is not None:
         values["decay"] = run.step_of(run.decay)
     if run.score == "none":
         return {name: value for name, value in values.items() if name not in PRUNING}
-    values |= _formula(run) | {"begin": run.step_of(run.begin), "end": run.step_of(run.end)}
+    score, options = SCORES[run.score].canonical({"eps": run.eps, "q": run.exponent})
+    values |= {"score": score, "eps": options.get("eps"), "exponent": options.get("q")}
+    values |= {"begin": run.step_of(run.begin), "end": run.step_of(run.end)}
     unread = {"constant": ("begin", "end", "every"), "one_shot": ("end", "every")}.get(run.schedule, ())
     if not values.get("regrow"):
         unread += ("regrow", "regrow_by")
     return {name: value for name, value in values.items() if name not in unread}
-
-
-def _formula(run: Run) -> dict[str, Any]:
-    """Score, eps and exponent in one form: bitter1 is magnitude, bitter4 is bitter3.
-
-    All weights of a run take the same steps, so that no bias is corrected: bitter8 is bitter3, fisher's 1/4 bitter7.
-    """
-    from ...score import SCORES
-
-    name, options = SCORES[run.score].canonical({"eps": run.eps, "q": run.exponent})
-    return {"score": name, "eps": options.get("eps"), "exponent": options.get("q")}
 
 
 def digest(value: Any) -> str:
@@ -87,14 +75,14 @@ def digest(value: Any) -> str:
 
 def data_digests(base: Run) -> dict[str, str]:
     """Digests of the bytes of the data and of the held-out file."""
-    found = {"data": _digest_of(base.data)}
-    return found | ({"validation": _digest_of(str(base.validation))} if base.validation else {})
+    files = {"data": base.data} | ({"validation": str(base.validation)} if base.validation else {})
+    return {name: _digest_of(spec) for name, spec in files.items()}
 
 
 def _digest_of(spec: str) -> str:
     path, total = Path(spec), sha256()
     if spec == "stdlib":
-        from ..data.token_files import read_stdlib
+        from ..data.datasets import read_stdlib
 
         for part in read_stdlib():
             total.update(part.tobytes())
@@ -124,7 +112,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Plan:
+class StudyPlan:
     """What a study holds; ``data`` are digests of the files, whose paths may differ from machine to machine."""
 
     base: Run
@@ -147,13 +135,13 @@ class Plan:
             run = replace(self.base, **arm.changes, sparsity=cell.sparsity, seed=cell.seed)
         except ValueError as error:
             raise ValueError(f"arm {arm.name} ({arm}): {error}") from None
-        asked, shared = (one.steps * one.batch * one.accumulate for one in (run, self.base))
-        if asked != shared:
+        own, shared = (one.steps * one.batch * one.accumulate for one in (run, self.base))
+        if own != shared:
             a_step = run.batch * run.accumulate
-            mend = f"a longer budget is said by budget_scale={asked / shared:g}"
+            mend = f"a longer budget is given by budget_scale={own / shared:g}"
             if a_step != self.base.batch * self.base.accumulate:
                 mend = f"with {a_step} a step it needs steps={shared / a_step:g}"
-            raise ValueError(f"arm {arm.name} ({arm}) reads {asked:,} examples and the base {shared:,}; {mend}")
+            raise ValueError(f"arm {arm.name} ({arm}) reads {own:,} examples and the base {shared:,}; {mend}")
         return run
 
     @cached_property
@@ -218,16 +206,27 @@ class Plan:
         }
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "Plan":
-        def tuples(changes: Mapping[str, Any]) -> dict[str, Any]:
-            return {name: tuple(value) if isinstance(value, list) else value for name, value in changes.items()}
+    def from_json(cls, values: Mapping[str, Any]) -> "StudyPlan":
+        """The plan in a study.json; KeyError or ValueError where it lacks something or has something else."""
+        check(values, STUDY, "", "it")
+        arms, cells = [], []
+        for arm in values["arms"]:
+            name, where = arm["name"], f"arm {arm['name']}"
+            changes = {}
+            for field, value in arm["changes"].items():
+                if field not in FIELDS:
+                    raise ValueError(f"{where}: a run has no field {field!r}")
+                check_field(field, value, where)
+                changes[field] = tuple(value) if isinstance(value, list) else value
+            arms.append(Arm(name, changes, arm["against"]))
+            for sparsity, seed in arm["cells"]:
+                check_field("sparsity", sparsity, where)
+                check_field("seed", seed, where)
+                cells.append(Cell(name, sparsity, seed))
+        return cls(Run.from_json(values["base"]), with_controls(arms), tuple(cells), dict(values["data"]))
 
-        arms = tuple(Arm(arm["name"], tuples(arm["changes"]), arm["against"]) for arm in values["arms"])
-        cells = tuple(Cell(arm["name"], *cell) for arm in values["arms"] for cell in arm["cells"])
-        return cls(Run.from_json(values["base"]), arms, cells, dict(values["data"]))
 
-
-def make_plan(base: Run, arms: Iterable[Arm], sparsities: Iterable[float], seeds: Iterable[int]) -> Plan:
+def make_plan(base: Run, arms: Iterable[Arm], sparsities: Iterable[float], seeds: Iterable[int]) -> StudyPlan:
     """Every arm at every sparsity with every seed, dense once a seed, and the controls always."""
     every, sparsities = with_controls(arms), list(sparsities)
     for sparsity in sparsities:
@@ -239,10 +238,10 @@ def make_plan(base: Run, arms: Iterable[Arm], sparsities: Iterable[float], seeds
         for sparsity in sparsities
         for seed in seeds
     )
-    return Plan(base, every, tuple(cells), data_digests(base))
+    return StudyPlan(base, every, tuple(cells), data_digests(base))
 
 
-def only(plan: Plan, names: Iterable[str]) -> Plan:
+def only(plan: StudyPlan, names: Iterable[str]) -> StudyPlan:
     """The cells of these arms and of the controls, and of arms that are the same; an unknown name is refused."""
     wanted = [*names, *(arm.name for arm in CONTROLS)]
     if unknown := [name for name in wanted if name not in plan.arm]:
@@ -251,7 +250,7 @@ def only(plan: Plan, names: Iterable[str]) -> Plan:
     return replace(plan, cells=tuple(cell for cell in plan.cells if plan.owners[cell] in runs))
 
 
-def extended(old: Plan, new: Plan, where: Path) -> Plan:
+def extended(old: StudyPlan, new: StudyPlan, where: Path) -> StudyPlan:
     """Both plans together; ValueError if they differ in something that all arms share."""
     before, after = shared_fields(old.base), shared_fields(new.base)
     for name in sorted(before.keys() | after.keys()):
@@ -269,4 +268,4 @@ def extended(old: Plan, new: Plan, where: Path) -> Plan:
         if dict(same.changes) != dict(arm.changes):
             raise ValueError(f"arm {arm.name} of {where} is {same}, not {arm}; give it another name")
         arms[arm.name] = arm
-    return Plan(new.base, with_controls(arms.values()), tuple(dict.fromkeys(old.cells + new.cells)), new.data)
+    return StudyPlan(new.base, with_controls(arms.values()), tuple(dict.fromkeys(old.cells + new.cells)), new.data)

@@ -2,15 +2,15 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from ...files.json_file import read_json
-from ..markdown import table, where
 from .intervals import written
 from .results import summary
 from .study_folder import Folder
-from .study_plan import Plan, num_examples, shared_fields
+from .study_plan import StudyPlan, num_examples, shared_fields
 
 HEADINGS = ("arm", "asked", "zeros", "mean ± sd", "seeds", "to dense", "overlap", "budget", "s a run", "verdict")
 BEST = ("study", "asked", "best arm", "mean ± sd", "seeds", "dense", "to dense", "verdict")
@@ -49,6 +49,19 @@ COMPILE_ROWS = {
 }
 
 
+def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]], words: Sequence[int] = ()) -> str:
+    """A Markdown table whose first column and those of ``words`` are left-aligned and the others right-aligned."""
+    lines = [headings, ["---" if i in (0, *words) else "---:" for i in range(len(headings))], *rows]
+    escaped = [[cell.replace("|", r"\|") for cell in line] for line in lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in escaped)
+
+
+def measured_on(environment: Mapping[str, Any]) -> str:
+    """Machine and versions that a figure was made with."""
+    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
+    return f"{environment['machine']}; Python {environment['python']}, {versions}"
+
+
 def title_of(values: Mapping[str, Any]) -> str:
     metric = values["metric"]
     unit = " in per cent" if metric["scale"] != 1 else ""
@@ -63,6 +76,12 @@ def cells_of(row: Mapping[str, Any]) -> list[str]:
     cost, decimals = "", row["decimals"]
     if row["cost"]:
         cost = written(row["cost"]["mean"], decimals, sign=True) + _plus_minus(row["cost"]["half_width"], decimals)
+    verdict = ""
+    if row["same_as"]:
+        verdict = f"the same computation as {row['same_as']}"
+    elif row["against"]:
+        mixed = mixed_with(row)  # unequal budgets and recipes are named
+        verdict = f"{row['verdict']} (against {row['against']}{'; ' if mixed else ''}{mixed})"
     return [
         row["arm"],
         f"{row['sparsity']:.1%}" if row["sparsity"] else "dense",
@@ -73,18 +92,8 @@ def cells_of(row: Mapping[str, Any]) -> list[str]:
         "" if row["overlap"] is None else f"{row['overlap']:.3f}",
         f"x {row['budget_scale']:g}",
         f"{row['wall_seconds'] or row['seconds']:.1f}{' cold' * row['cold']}{shared}",
-        _verdict(row),
+        verdict,
     ]
-
-
-def _verdict(row: Mapping[str, Any]) -> str:
-    """The verdict and what the arm is compared with; unequal budgets and recipes are named."""
-    if row["same_as"]:
-        return f"the same computation as {row['same_as']}"
-    if not row["against"]:
-        return ""
-    mixed = mixed_with(row)
-    return f"{row['verdict']} (against {row['against']}{'; ' if mixed else ''}{mixed})"
 
 
 def mixed_with(row: Mapping[str, Any]) -> str:
@@ -101,10 +110,9 @@ def _plus_minus(value: float | None, decimals: int) -> str:
 
 def notes_of(values: Mapping[str, Any]) -> Iterator[str]:
     """What failed, what does not count, and how the table is to be read."""
-    for entry in values["failed"]:
-        yield f"failed: {entry['arm']} at {entry['sparsity']:g}, seed {entry['seed']}: {entry['message']}"
-    for entry in values["off_target"]:
-        yield f"not counted: {entry['arm']} at {entry['sparsity']:g}, seed {entry['seed']}: {entry['message']}"
+    for kind, words in (("failed", "failed"), ("off_target", "not counted")):
+        for entry in values[kind]:
+            yield f"{words}: {entry['arm']} at {entry['sparsity']:g}, seed {entry['seed']}: {entry['message']}"
     if values["rows"]:
         sparsities = sorted({row["sparsity"] for row in values["rows"]} - {0.0})
         chance = ", ".join(f"{s / (2 - s):.3f} at {s:.0%}" for s in sparsities)
@@ -118,7 +126,7 @@ def page(folders: Sequence[Path]) -> str:
     plans = {path: Folder(path).plan() for path in folders if not (path / "compile.json").is_file()}
     studies = {path: summary(Folder(path), plan) for path, plan in plans.items()}
     rows = [row for path, values in studies.items() for row in _best_rows(path.name, values, plans[path])]
-    overview = [OVERVIEW, table(BEST, rows, words=(2, len(BEST) - 1)), ""] if rows else []
+    overview = [OVERVIEW, markdown_table(BEST, rows, words=(2, len(BEST) - 1)), ""] if rows else []
     sections = [
         _section(Folder(path), plans[path], studies[path]) if path in plans else compile_section(path)
         for path in folders
@@ -126,7 +134,7 @@ def page(folders: Sequence[Path]) -> str:
     return "\n".join([INTRODUCTION, *overview, *sections])
 
 
-def _best_rows(name: str, values: Mapping[str, Any], plan: Plan) -> Iterator[list[str]]:
+def _best_rows(name: str, values: Mapping[str, Any], plan: StudyPlan) -> Iterator[list[str]]:
     """A row for each sparsity under the headings BEST, of arms with the study's own budget."""
     rows, sign = values["rows"], 1 if values["metric"]["better"] == "lower" else -1
     dense = {row["arm"]: row["mean"] for row in rows if not row["sparsity"]}
@@ -148,72 +156,66 @@ def _best_rows(name: str, values: Mapping[str, Any], plan: Plan) -> Iterator[lis
             yield [f"[{name}](#{name})", cells["asked"], best["arm"], *about]
 
 
-def _section(folder: Folder, plan: Plan, values: Mapping[str, Any]) -> str:
-    notes = folder.path / "notes.md"
-    rows = [cells_of(row) for row in values["rows"]]
-    every = [run.load("run.json")["environment"] for run in sorted(folder.finished().values(), key=lambda r: r.name)]
-    environments = Counter(f"{where(one)}; commit {one['commit']}" for one in every)
-    parts = [
-        f"## {folder.path.name}",
-        "  \n".join(f"{line}; {count} run{'s' * (count > 1)}" for line, count in environments.items()),
-        _configuration(plan),
-        *([notes.read_text().strip()] if notes.is_file() else []),
-        f"**{title_of(values)}**",
-        table(HEADINGS, rows, words=(len(HEADINGS) - 1,)),
-        "\n\n".join(notes_of(values)),
-        _arms(plan),
-    ]
-    return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _configuration(plan: Plan) -> str:
+def _section(folder: Folder, plan: StudyPlan, values: Mapping[str, Any]) -> str:
+    environments: Counter[str] = Counter()
+    for run in sorted(folder.finished()[0].values(), key=lambda run: run.name):
+        with _as_value_error(f"{run.path / 'run.json'} does not say where it was run"):
+            made = run.load("run.json")["environment"]
+            environments[f"{measured_on(made)}; commit {made['commit']}"] += 1
     base = plan.base
     tokens = f", {num_examples(base) * base.context:,} tokens" if base.model.startswith("gpt2") else ""
     shared = {name: value for name, value in shared_fields(base).items() if value not in (None, [])}
     if all("score" in arm.changes for arm in plan.arms):
         del shared["score"]
     fields = ", ".join(f"{name} {value}" for name, value in shared.items())
-    return (
-        f"{num_examples(base):,} examples{tokens} a run, of {Path(base.data).name}. Every arm has, but for what it is "
-        f"said to change (hash `{plan.hash}`): {fields}."
-    )
-
-
-def _arms(plan: Plan) -> str:
-    """What each arm changes, where its name does not say it."""
-    changed = [
+    changed = [  # where the name of an arm does not say it
         f"{arm.name}: " + ", ".join(f"{name} {value}" for name, value in arm.changes.items())
         for arm in plan.arms
         if dict(arm.changes) != {"score": arm.name}
     ]
-    return f"What arms change: {'; '.join(changed)}."
+    rows = [cells_of(row) for row in values["rows"]]
+    parts = [
+        f"## {folder.path.name}",
+        "  \n".join(f"{line}; {count} run{'s' * (count > 1)}" for line, count in environments.items()),
+        f"{num_examples(base):,} examples{tokens} a run, of {Path(base.data).name}. Every arm has, but for what it is "
+        f"said to change (hash `{plan.hash}`): {fields}.",
+        _notes_in(folder.path),
+        f"**{title_of(values)}**",
+        markdown_table(HEADINGS, rows, words=(len(HEADINGS) - 1,)),
+        "\n\n".join(notes_of(values)),
+        f"What arms change: {'; '.join(changed)}.",
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _notes_in(folder: Path) -> str:
+    path = folder / "notes.md"
+    return path.read_text().strip() if path.is_file() else ""
+
+
+@contextmanager
+def _as_value_error(what: str) -> Iterator[None]:
+    """What a file of nonsense raises, as one line."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise ValueError(f"{what}: {error!r}") from error
 
 
 def compile_section(folder: Path) -> str:
     """What torch.compile does to one training, by the compile.json of ``prunus profile --compare compile``."""
-    path, notes = folder / "compile.json", folder / "notes.md"
-    try:
+    path = folder / "compile.json"
+    with _as_value_error(f"{path} is not what prunus profile --compare compile writes"):
         found = read_json(path)
-        eager, compiled, says = found["arms"]["eager"], found["arms"]["compile"], found["says"]
+        eager, compiled, says = found["arms"]["eager"], found["arms"]["compile"], " ".join(found["says"])
         rows = [(name, write(eager), write(compiled)) for name, write in COMPILE_ROWS.items()]
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is not what prunus profile --compare compile writes: {error!r}") from error
-    parts = [
-        f"## {folder.name}",
-        _origin(eager),
-        *([notes.read_text().strip()] if notes.is_file() else []),
-        table(("", "eager", "torch.compile"), rows),
-        " ".join(says),
-    ]
-    return "\n\n".join(parts) + "\n"
-
-
-def _origin(arm: dict[str, Any]) -> str:
-    run, environment = arm["run"], arm["environment"]
-    window = f" of {run['context']} tokens" if arm["tokens_a_second"] else ""
-    pruning = "dense" if run["score"] == "none" else f"{run['score']} to {run['sparsity']:.0%}"
-    return (
-        f"{where(environment)}; commit {environment['commit']}; "
-        f"`prunus profile --compare compile`: {run['model']}, batch {run['batch']}{window}, {run['precision']}, "
-        f"{pruning}, each arm in a process of its own."
-    )
+        run, made = eager["run"], eager["environment"]
+        window = f" of {run['context']} tokens" if eager["tokens_a_second"] else ""
+        pruning = "dense" if run["score"] == "none" else f"{run['score']} to {run['sparsity']:.0%}"
+        origin = (
+            f"{measured_on(made)}; commit {made['commit']}; `prunus profile --compare compile`: {run['model']}, "
+            f"batch {run['batch']}{window}, {run['precision']}, {pruning}, each arm in a process of its own."
+        )
+    table = markdown_table(("", "eager", "torch.compile"), rows)
+    parts = [f"## {folder.name}", origin, _notes_in(folder), table, says]
+    return "\n\n".join(part for part in parts if part) + "\n"

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import bits
-from ..sorting import sortable
+from ..lazy import sortable
 from .bracket import CLUSTER, sample_kernel
 from .cut import ALIGN, BLOCK, SAMPLED, Workspace, check_finite, launch_pass, offsets_of, workspace
 from .cut_state import HI, LO, NOT_FINITE, num_copies

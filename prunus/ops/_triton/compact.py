@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..bits import check_count, num_bytes
+from .scores import ones_in
 
 # Measured on an H200, where a copy moves 4.2 TB/s: finding moves 4.1 (3.9 in bfloat16), compacting 2.7 (1.8),
 # bound by the number of its scattered stores, expanding 3.8 (2.7).
@@ -35,9 +36,7 @@ def count_kernel(packed, counts, size, num_blocks, ROWS: tl.constexpr, BYTES: tl
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     byte = row[:, None] * BYTES + tl.arange(0, BYTES)[None, :]
     b = tl.load(packed + byte, mask=byte < size, other=0).to(tl.int32)
-    b = b - ((b >> 1) & 0x55)
-    b = (b & 0x33) + ((b >> 2) & 0x33)
-    tl.store(counts + row, tl.sum((b + (b >> 4)) & 0x0F, 1), mask=row < num_blocks)
+    tl.store(counts + row, tl.sum(ones_in(b), 1), mask=row < num_blocks)
 
 
 @triton.jit

@@ -29,14 +29,14 @@ from .cut_state import (
     num_counts,
 )
 from .descent import count_kernel, pick_kernel, tally_kernel, write_kernel
-from .finish import decide_kernel, finish_kernel, settle_kernel, spread_kernel
+from .finish import decide_kernel, finish_kernel, split_kernel, spread_kernel
 from .launch import At, launch, launch_as
 from .one_pass import count_bits_kernel, pass_kernel
 from .tensor_table import TILE, Readable, Table, made_table, readable
 
 __all__ = ["count_bits", "launch_cut", "readable"]
 
-SIGMAS = 4.5  # half width of the bracket in standard errors of independent samples; a miss costs time, not exactness
+SIGMAS = 4.0  # half width of the bracket in standard errors of independent samples; a miss costs time, not exactness
 BLOCK = 1024  # elements of a tile in registers at a time
 SAMPLED = 256  # samples a program
 BYTES = 256  # entries of a list that a program expands at a time
@@ -46,7 +46,7 @@ LOWEST, HIGHEST = -0x7F800001, 0x7F800000  # keys of the infinities
 
 
 def num_samples(num_live: int) -> int:
-    """Scores drawn to bracket a threshold: as many as the bracket will hold, so that both cost the same."""
+    """Scores drawn to bracket a threshold: about as many as the bracket will hold, so that both cost the same."""
     return min(1 << 23, round(4 * num_live ** (2 / 3)))
 
 
@@ -67,8 +67,13 @@ class Cut:
         return len(self.num_live) > 1
 
     def masks(self) -> dict[str, Tensor]:
-        parts = zip(self.low.sources, self.offsets, strict=False)
-        return {source.name: self.out[at : at + bits.num_bytes(source.numel)] for source, at in parts}
+        sources, offsets = self.low.sources, self.offsets
+        sizes = [bits.num_bytes(source.weight.numel()) for source in sources]
+        gaps = (stop - start - size for start, stop, size in zip(offsets, offsets[1:], sizes, strict=False))
+        spans = [size for pair in zip(sizes, gaps, strict=True) for size in pair]
+        # one call, not a slice for each
+        parts = self.out[offsets[0] : offsets[len(sources)]].split_with_sizes(spans)[::2]
+        return dict(zip([source.name for source in sources], parts, strict=True))
 
     def only(self, i: int, live: Mapping[str, Tensor]) -> "Cut":
         """The cut of one group by itself, into the same masks."""
@@ -117,7 +122,7 @@ def sizes_of(cut: Cut) -> Sizes:
     tile, num_tiles, programs = cut.tile, cut.table.num_tiles, cut.table.num_programs
     tiles = [-(-source.numel // tile) for source in cut.low.sources] if cut.is_each else [num_tiles]
     counts = list(zip(cut.num_live, cut.num_drop, tiles, strict=True))
-    wanted = sum(num_samples(live) * (num * tile) // live for live, _, num in counts)
+    wanted = sum(num_samples(live) * (num * tile) // live for live, _, num in counts) // (1 + cut.is_each)
     lanes = max(CLUSTER.value, min(256, tile, 1 << max(1, wanted // num_tiles).bit_length() - 1))
     expected = [_num_inside(live, drop / live, max(1.0, lanes * live / tile)) for live, drop, _ in counts]
     all_bytes = -(-num_tiles // programs) * tile // 8
@@ -165,9 +170,11 @@ def by_one_pass(cut: Cut, live: Mapping[str, Tensor]) -> "Pending":
     arguments = (w.counts, w.counters, t.num_programs, capacity, w.state, goals, num_live, num_drop)
     launch_as(kind, decide_kernel, (groups,), arguments, {**grouped, "CHUNK": 2048, "num_warps": 8})
     arguments = (*tensors, cut.out, *last, w.scratch, w.keys, w.state, w.counters, capacity, t.num_programs)
-    launch_as(kind, settle_kernel, grid, arguments, {**read, "EACH": each, "BYTES": BYTES, "TILE": tile})
-    shape = {"DEPTH": t.depth, "TILE": tile, "num_warps": 8}
-    launch_as(kind, finish_kernel, (groups,), (t.rows, len(t.rows), cut.out, *last, w.state), shape)
+    how = {**read, "EACH": each, "BYTES": BYTES // 4, "TILE": tile, "num_warps": 1}
+    launch_as(kind, split_kernel, grid, arguments, how)
+    shape = {"DEPTH": t.depth, "TILE": tile, "num_warps": 16}
+    arguments = (t.rows, len(t.rows), cut.out, *last, w.state, w.counts)
+    launch_as(kind, finish_kernel, (groups,), arguments, {**shape, "COPIES": num_copies(groups)})
     return Pending(cut, live, w.state.view()[: groups * STATE.value].view(groups, STATE.value), w.room)
 
 
@@ -175,10 +182,9 @@ def launch_pass(
     low: Readable, t: Table, tile: int, out: Tensor, w: "Workspace", capacity: int, each: bool = False
 ) -> None:
     """One read of everything: bits of what lies above the bracket in ``w.state``, lists of what lies in it."""
-    block = min(2 * BLOCK if low.is_half else BLOCK, tile)  # so that as many bytes are under way
     arguments = (t.rows, t.constants, len(t.rows), t.num_tiles, out, w.scratch, w.counters, w.state, capacity)
     how = {"FAST": low.formulas[0].has_fast_roots, **low.read, "ALIGN": t.align, "DEPTH": t.depth}
-    how |= {"EACH": each, "BLOCK": block, "TILE": tile}
+    how |= {"EACH": each, "BLOCK": min(2 * BLOCK, tile), "TILE": tile}
     launch_as((low.kind, t.kind, tile, each), pass_kernel, (t.num_programs,), arguments, how)
 
 
@@ -248,12 +254,13 @@ class Pending:
 
     def wait(self) -> dict[str, Tensor]:
         """The masks, after the one word from the device; where they were not found, they are by a descent."""
+        masks = self.cut.masks()  # while the device is at work
         states = self.state.tolist()
         check_finite(self.cut.low.sources, [state[NOT_FINITE.value] for state in states])
         for i, state in enumerate(states):
             if not state[FOUND.value] or state[NUM_LISTED.value] > self.room:
                 by_descent(self.cut.only(i, self.live), *keys_around(state)).wait()
-        return self.cut.masks()
+        return masks
 
 
 def keys_around(state: Sequence[int]) -> tuple[int, int]:

@@ -20,6 +20,8 @@ LIST = tl.constexpr(1024)  # elements that are ranked by comparing all with all
 MARGIN = tl.constexpr(32)  # keys by which the pass sees the bracket wider: more than its roots can be off
 DIGIT, DIGITS = tl.constexpr(6), tl.constexpr(1 << 6)  # of a descent; a block's histogram costs by its bins
 
+DIGIT_OWN, DIGITS_OWN = tl.constexpr(12), tl.constexpr(1 << 12)  # of the descent in the cut's own bucket
+
 # numbers in ``state``
 LO, HI, BASE, SHIFT, SURE_FROM, SURE_TO, BUCKET, NEED, NUM_LISTED, NUM_ABOVE, FOUND, NOT_FINITE, CROWDED, SPAN = (
     tl.constexpr(i) for i in range(14)

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 
 from .cut_state import BASE, DIGIT, DIGITS, FOUND, NEED, NOT_FINITE, NUM_ABOVE, SHIFT, SPAN
-from .scores import is_strange, packed, read_by, scores_of, sortable
-from .tensor_table import COLUMNS, FIRST, LIVE, NUMEL, OUT, is_live, locate
+from .scores import find_tile, is_strange, packed, scores_of, sortable
+from .tensor_table import OUT, is_live
 
 
 @triton.jit
@@ -23,11 +23,9 @@ def count_kernel(
     shift = tl.load(state + SHIFT).to(tl.uint32)
     digits, above = tl.zeros((DIGITS,), tl.int32), tl.zeros((BLOCK,), tl.int32)
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        tensor = locate(table, num_tensors, tile, DEPTH)
-        row = table + tensor * COLUMNS
-        first = (tile - tl.load(row + FIRST)) * TILE
-        left, live = tl.load(row + NUMEL) - first, tl.load(row + LIVE)
-        addresses, numbers = read_by(row, constants + tensor * 4)
+        tensor, _row, first, left, live, addresses, numbers = find_tile(
+            table, constants, num_tensors, tile, DEPTH, TILE
+        )  # fmt: skip
         for start in range(0, TILE, BLOCK):
             lane = start + tl.arange(0, BLOCK)
             valid = is_live(live, first + lane, lane < left)
@@ -67,11 +65,9 @@ def tally_kernel(
     """How many live elements of each tile equal the threshold."""
     threshold = tl.load(state + BASE).to(tl.int32)
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        tensor = locate(table, num_tensors, tile, DEPTH)
-        row = table + tensor * COLUMNS
-        first = (tile - tl.load(row + FIRST)) * TILE
-        left, live = tl.load(row + NUMEL) - first, tl.load(row + LIVE)
-        addresses, numbers = read_by(row, constants + tensor * 4)
+        _tensor, _row, first, left, live, addresses, numbers = find_tile(
+            table, constants, num_tensors, tile, DEPTH, TILE
+        )  # fmt: skip
         equal = tl.zeros((BLOCK,), tl.int32)
         for start in range(0, TILE, BLOCK):
             lane = start + tl.arange(0, BLOCK)
@@ -90,11 +86,9 @@ def write_kernel(
     """Bits of what lies above the threshold, and of what equals it but the first ``NEED`` in order."""
     threshold, need = tl.load(state + BASE).to(tl.int32), tl.load(state + NEED)
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        tensor = locate(table, num_tensors, tile, DEPTH)
-        row = table + tensor * COLUMNS
-        first = (tile - tl.load(row + FIRST)) * TILE
-        left, live = tl.load(row + NUMEL) - first, tl.load(row + LIVE)
-        addresses, numbers = read_by(row, constants + tensor * 4)
+        _tensor, row, first, left, live, addresses, numbers = find_tile(
+            table, constants, num_tensors, tile, DEPTH, TILE
+        )  # fmt: skip
         num_equal = tl.load(tallies + tile)
         drop = need - (tl.load(up_to + tile) - num_equal)  # of this tile's equal ones
         seen = tl.zeros((), tl.int32)

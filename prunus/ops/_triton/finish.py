@@ -5,12 +5,13 @@ import triton.language as tl
 
 from .cut_state import (
     BASE,
+    BINS_AT,
     BUCKET,
     BUCKETS,
     BUCKETS_AT,
     CROWDED,
-    DIGIT,
-    DIGITS,
+    DIGIT_OWN,
+    DIGITS_OWN,
     FOUND,
     LIST,
     NEED,
@@ -28,7 +29,7 @@ from .cut_state import (
     total_of,
 )
 from .scores import ones_in, read_by, scores_of, set_bits, sortable
-from .tensor_table import COLUMNS, FIRST, locate
+from .tensor_table import COLUMNS, FIRST, OUT, locate
 
 
 @triton.jit
@@ -114,7 +115,7 @@ def decide_kernel(
 
 
 @triton.jit(do_not_specialize=["num_tensors", "room", "order_bits", "capacity", "num_programs"])
-def settle_kernel(
+def split_kernel(
     table, constants, num_tensors, masks, own, room, order_bits,
     listed, keys, state, counters, capacity, num_programs,
     NAME: tl.constexpr, WT: tl.constexpr, MT: tl.constexpr, VT: tl.constexpr,
@@ -139,9 +140,10 @@ def settle_kernel(
         addresses, numbers = read_by(row, constants + tensor * 4)
         at = start + tl.arange(0, BYTES)
         offset = tl.load(keys + at, mask=left != 0, other=0).to(tl.int64) & 0xFFFFFFFF
+        above = left * 0
         while tl.max(left) > 0:
             place = byte + lowest(left)
-            set_bits(row, masks, first + place, (left != 0) & ((offset >> shift) > bucket))
+            above |= tl.where((offset >> shift) > bucket, left & -left, 0)
             mine = (left != 0) & ((offset >> shift) == bucket)
             slot = tl.atomic_add(of_group + NUM_LISTED + place * 0, 1, mask=mine)
             order = tile.to(tl.int64) * TILE + place
@@ -153,6 +155,8 @@ def settle_kernel(
                     addresses, numbers, first, byte + lowest(left), left != 0, False, False, NAME, WT, MT, VT, 1
                 )  # fmt: skip
                 offset = sortable(s).to(tl.int64) - base
+        mask = masks + tl.load(row + OUT) + (first + byte) // 8  # a byte is listed once: nobody else writes it now
+        tl.store(mask, (tl.load(mask, mask=above != 0, other=0) | above).to(tl.uint8), mask=above != 0)
 
 
 @triton.jit
@@ -164,7 +168,8 @@ def keep_above(table, num_tensors, masks, entry, wanted, order_bits, DEPTH: tl.c
 
 @triton.jit(do_not_specialize=["num_tensors", "room", "order_bits"])
 def finish_kernel(
-    table, num_tensors, masks, own, room, order_bits, state, DEPTH: tl.constexpr, TILE: tl.constexpr
+    table, num_tensors, masks, own, room, order_bits, state, counts,
+    DEPTH: tl.constexpr, TILE: tl.constexpr, COPIES: tl.constexpr,
 ):  # fmt: skip
     """Set the bits of the elements of a group's bucket but the smallest, the first of equal ones first.
 
@@ -183,21 +188,24 @@ def finish_kernel(
             rank += (tl.load(own + j) < entry).to(tl.int32)
         keep_above(table, num_tensors, masks, entry, valid & (rank >= need), order_bits, DEPTH, TILE)
     else:
+        bins = counts_of(counts, tl.program_id(0), COPIES) + BINS_AT  # free: the bracket is found
+        each, many = tl.arange(0, DIGITS_OWN), tl.arange(0, 4 * LIST)
         prefix, left = tl.zeros((), tl.int64), tl.load(state + SHIFT) + order_bits
-        many = tl.arange(0, 4 * LIST)
         while left > 0:
-            low = tl.maximum(left - DIGIT, 0)
-            counts = tl.zeros((DIGITS,), tl.int32)
+            low = tl.maximum(left - DIGIT_OWN, 0)
+            tl.store(bins + each, 0)
+            tl.debug_barrier()
             for start in range(0, num, 4 * LIST):
                 entry = tl.load(own + start + many, mask=start + many < num, other=0)
                 here = (start + many < num) & ((entry >> left) == prefix)
-                digit = (entry >> low) - (prefix << (left - low))
-                counts += tl.histogram((digit & (DIGITS - 1)).to(tl.int32), DIGITS, mask=here)
-            up_to = tl.cumsum(counts)
+                tl.atomic_add(bins + ((entry >> low) - (prefix << (left - low))), 1, mask=here, sem="relaxed")
+            tl.debug_barrier()
+            up_to = tl.cumsum(tl.load(bins + each, volatile=True))  # not what this core may have kept of them
+            tl.debug_barrier()
             prefix = (prefix << (left - low)) + tl.sum((up_to < need).to(tl.int64))
             need -= tl.max(tl.where(up_to < need, up_to, 0))
             left = low
-        for start in range(0, num, LIST):
-            valid = start + at < num
-            entry = tl.load(own + start + at, mask=valid, other=0)
+        for start in range(0, num, 4 * LIST):
+            valid = start + many < num
+            entry = tl.load(own + start + many, mask=valid, other=0)
             keep_above(table, num_tensors, masks, entry, valid & (entry > prefix), order_bits, DEPTH, TILE)

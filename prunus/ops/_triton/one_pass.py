@@ -68,7 +68,7 @@ def pass_kernel(
             mask = masks + tl.load(row + OUT) + first // 8
             num_above = tl.zeros((BLOCK // 8,), tl.int32)
             if left >= TILE:
-                for start in range(0, TILE, BLOCK):
+                for start in tl.range(0, TILE, BLOCK, num_stages=3):
                     num_above += pass_block(
                         read, first, start, left, live, turn, lo, hi, tensor, mask, listed, counters, of_group,
                         capacity, True, FAST, NAME, WT, MT, VT, ALIGN, BLOCK,

@@ -11,13 +11,14 @@ from torch import Tensor
 from .. import bits
 from ..lazy import Lazy
 from .launch import launch
-from .scores import is_strange, packed, read_by, scores_of, sortable
-from .tensor_table import COLUMNS, FIRST, LIVE, NUMEL, OUT, TILE, is_live, locate, readable
+from .scores import find_tile, is_strange, packed, read_by, scores_of, sortable
+from .tensor_table import COLUMNS, FIRST, LIVE, OUT, TILE, is_live, locate, readable
 
 LONGEST = 1 << 15  # inputs of a row that a program holds in registers
 WIDEST = 16  # of a group
 BLOCK = 1024
 NOTHING = tl.constexpr(0x7FFFFFFF)  # the key of what is not ranked
+BOTH = tl.constexpr(LONGEST + 1)  # base of two counts of a row in one number: 65536 would overflow int32
 
 
 @triton.jit
@@ -80,10 +81,10 @@ def row_kernel(
     keep = ranked
     if need > 0:
         threshold = kth_smallest(keys, lowest, highest, need, num_live)
-        found = tl.sum((keys < threshold).to(tl.int32) + (keys == threshold).to(tl.int32) * 65536)
-        num_equal = need - found % 65536  # of equal ones so many are dropped, the first ones
+        found = tl.sum((keys < threshold).to(tl.int32) + (keys == threshold).to(tl.int32) * BOTH)
+        num_equal = need - found % BOTH  # of equal ones so many are dropped, the first ones
         keep = ranked & (keys > threshold)
-        if num_equal < found // 65536:
+        if num_equal < found // BOTH:
             equal = keys == threshold
             keep = keep | (equal & (tl.cumsum(equal.to(tl.int32)) > num_equal))
     byte = tl.arange(0, BLOCK // 8)
@@ -101,11 +102,7 @@ def group_kernel(
 ):  # fmt: skip
     """Bits of a tile without the ``num_drop`` smallest of every ``GROUP`` elements."""
     tile = tl.program_id(0)
-    tensor = locate(table, num_tensors, tile, DEPTH)
-    row = table + tensor * COLUMNS
-    first = (tile - tl.load(row + FIRST)) * TILE
-    left, live = tl.load(row + NUMEL) - first, tl.load(row + LIVE)
-    addresses, numbers = read_by(row, constants + tensor * 4)
+    tensor, row, first, left, live, addresses, numbers = find_tile(table, constants, num_tensors, tile, DEPTH, TILE)
     mask = masks + tl.load(row + OUT) + first // 8
     for start in range(0, TILE, BLOCK):
         lane = start + tl.arange(0, BLOCK)
@@ -155,7 +152,7 @@ def drop_in_rows(sources: Sequence[Lazy], num_drop: Sequence[int], live: Mapping
 
 def block_of(length: int) -> int:
     """Elements that a program holds for a row."""
-    return max(64, triton.next_power_of_2(length))
+    return max(64, 1 << (length - 1).bit_length())
 
 
 def drop_in_groups(
@@ -177,7 +174,8 @@ def drop_in_groups(
 
 
 def _split(sources: Sequence[Lazy], out: Tensor, offsets: Sequence[int]) -> dict[str, Tensor]:
-    return {source.name: out[start:stop] for source, (start, stop) in zip(sources, pairwise(offsets), strict=True)}
+    parts = out.split_with_sizes([stop - start for start, stop in pairwise(offsets)])
+    return dict(zip([source.name for source in sources], parts, strict=True))
 
 
 def num_inputs(source: Lazy) -> int:

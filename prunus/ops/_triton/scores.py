@@ -9,7 +9,7 @@ import os
 import triton
 import triton.language as tl
 
-from .tensor_table import EXTRA, OUT, M, V, W, load, typed
+from .tensor_table import COLUMNS, EXTRA, FIRST, LIVE, NUMEL, OUT, M, V, W, load, locate, typed
 
 
 @triton.jit
@@ -18,6 +18,16 @@ def read_by(row, numbers):
     addresses = tl.load(row + W), tl.load(row + M), tl.load(row + V), tl.load(row + EXTRA)
     constants = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2), tl.load(numbers + 3)
     return addresses, constants
+
+
+@triton.jit
+def find_tile(table, constants, num_tensors, tile, DEPTH: tl.constexpr, TILE: tl.constexpr):
+    """Tensor of a tile, its row, the tile's first element, elements from there on, live mask, what scores need."""
+    tensor = locate(table, num_tensors, tile, DEPTH)
+    row = table + tensor * COLUMNS
+    first = (tile - tl.load(row + FIRST)) * TILE
+    addresses, numbers = read_by(row, constants + tensor * 4)
+    return tensor, row, first, tl.load(row + NUMEL) - first, tl.load(row + LIVE), addresses, numbers
 
 
 @triton.jit

@@ -9,14 +9,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..formula import Formula
-from ..hash import start_of
+from ..formula import Formula, start_of
 from ..lazy import Lazy
 
 TILE = 16384  # elements of one tensor that a program works on before it takes the next tile
 COLUMNS = tl.constexpr(8)  # of the table: w, m, v, live, out, numel, extra, first tile
 W, M, V, LIVE, OUT, NUMEL, EXTRA, FIRST = (tl.constexpr(i) for i in range(8))
-PROGRAMS_PER_SM = 8
+PROGRAMS_PER_SM = 16
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -62,11 +61,6 @@ class Readable:
     def read(self) -> dict[str, Any]:
         """The constants of kernels that say how scores are computed."""
         return {"NAME": self.formulas[0].name, "WT": self.types["w"], "MT": self.types["m"], "VT": self.types["v"]}
-
-    @property
-    def is_half(self) -> bool:
-        """Whether all that is read has 16 bits."""
-        return all(dtype is None or dtype.primitive_bitwidth == 16 for dtype in self.types.values())
 
     def some(self, which: slice) -> "Readable":
         """Some of the sources."""

@@ -1,0 +1,139 @@
+"""What commands print with: lines, tables and bars in which text from files stays text.
+
+Names and messages in files may hold anything: sequences that rewrite the screen, line breaks that fake a line,
+marks that reverse the direction of text. Commands print through this module, which shows such characters as escapes.
+"""
+
+import builtins
+import json
+import logging
+import re
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, TextIO
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.segment import Segment
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from ..lab.trainer import Progress as Report
+
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def escaped(text: str) -> str:
+    r"""The text with every character that is not printable written out: ``\x1b``, ``\n``, ``\u202e``."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def print(*lines: object, file: TextIO | None = None, flush: bool = False) -> None:
+    """Print each text as one line; an object that is no text, such as a report, may have several."""
+    for line in lines:
+        parts = [line] if isinstance(line, str) else str(line).split("\n")
+        builtins.print(*map(escaped, parts), sep="\n", file=file, flush=flush)
+
+
+def print_json(value: Any) -> None:
+    """Print JSON, which escapes what is not ASCII itself."""
+    sys.stdout.write(json.dumps(value, indent=2) + "\n")
+
+
+@contextmanager
+def escaped_messages() -> Iterator[None]:
+    """Escape what libraries log and warn of as well, which may quote names from files; colours are left out."""
+    create, form = logging.getLogRecordFactory(), warnings.formatwarning
+
+    def created(*args: Any, **options: Any) -> logging.LogRecord:
+        record = create(*args, **options)
+        with suppress(TypeError, ValueError, KeyError):  # a message that does not fit its arguments
+            record.msg, record.args = _escaped_lines(record.getMessage()), None
+        return record
+
+    def formed(*args: Any, **options: Any) -> str:
+        return _escaped_lines(form(*args, **options))
+
+    logging.setLogRecordFactory(created)
+    warnings.formatwarning = formed
+    try:
+        yield
+    finally:
+        logging.setLogRecordFactory(create)
+        warnings.formatwarning = form
+
+
+def print_traceback(_: Any, error: BaseException, trace: Any) -> None:
+    """An exception hook: the usual traceback, whose message may quote a file, too."""
+    builtins.print(_escaped_lines("".join(traceback.format_exception(error))), end="", file=sys.stderr)
+
+
+def _escaped_lines(text: str) -> str:
+    return "\n".join(map(escaped, COLOURS.sub("", text).split("\n")))
+
+
+class Terminal(Console):
+    """A console that takes text as it is: no markup, no emoji codes, nothing that acts on the terminal."""
+
+    def __init__(self, *, stderr: bool = False, width: int | None = None, highlight: bool = False) -> None:
+        super().__init__(stderr=stderr, width=width, highlight=highlight, markup=False, emoji=False)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(escaped(text), **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):  # what was no plain string has not been escaped yet
+            yield segment if segment.control else segment._replace(text=_escaped_lines(segment.text))
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError  # for main to end the command, with the exit code of all commands
+
+
+def wide_console() -> Terminal:
+    """The terminal as it is; a file gets lines that are not broken."""
+    console = Terminal(highlight=True)
+    return console if console.is_terminal else Terminal(highlight=True, width=200)
+
+
+@contextmanager
+def progress_bar(title: str, total: int) -> "Iterator[Report]":
+    """A function to call after each step; outside a terminal it prints a line at each evaluation."""
+    console, known = Terminal(stderr=True), dict[str, Any]()
+    with _bar(console, 12) as bar:
+        task = bar.add_task(escaped(title), total=total, known="")
+
+        def report(step: int, values: dict[str, Any]) -> None:
+            known.update(values)
+            parts = [f"loss {known['loss']:.3f}"] if "loss" in known else []
+            if "eval" in known:
+                parts += [f"held-out {known['eval']['loss']:.3f}", f"sparsity {known['sparsity']:.1%}"]
+            bar.update(task, completed=step, known=", ".join(parts))
+            if "eval" in values and not console.is_terminal:
+                print(f"{title}: step {step}/{total}, {', '.join(parts)}", file=sys.stderr)
+
+        yield report
+
+
+@contextmanager
+def weights_bar(title: str) -> Iterator[Callable[[int, int, str], None]]:
+    """A function to call after each weight that is done, with how many there are and its name."""
+    with _bar(Terminal(stderr=True), 18) as bar:
+        task = bar.add_task(title, total=None, known="")
+        yield lambda done, total, name: bar.update(task, completed=done, total=total, known=escaped(name))
+
+
+def _bar(console: Console, width: int) -> Progress:
+    """A bar with a title of ``width``, shown only in a terminal."""
+    columns = (
+        TextColumn(f"{{task.description:{width}}}", markup=False),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[known]}", markup=False),
+    )
+    return Progress(*columns, console=console, disable=not console.is_terminal)

@@ -1,0 +1,32 @@
+"""Whatever a file holds, its reader gives what is there or says what is wrong: one line, soon, in little memory."""
+
+import sys
+
+import pytest
+from fuzzing import FAILURES, fuzz
+from readers import READERS
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
+
+KNOWN: dict[str, str] = {}  # readers that still fail, and why
+
+
+@pytest.fixture(scope="module")
+def found(request):
+    return fuzz(request.param)
+
+
+@pytest.mark.parametrize("found", [300, pytest.param(2000, marks=pytest.mark.slow)], indirect=True)
+def test_damaged_files_are_refused_or_harmless(found, capsys):
+    new = [failure for failure in found["failures"] if failure["reader"] not in KNOWN]
+    assert not new, "\n".join(map(str, new))
+    assert found["mutations"] >= 300
+    counts = found["readers"]
+    assert all(counts[name].total() == sum(counts[name].values()) > 0 for name in counts)
+    assert sum(counts[name]["refused"] for name in counts) > 0.4 * found["mutations"]  # they are damaged indeed
+    if found["failures"]:
+        pytest.xfail(f"known to fail: {', '.join(sorted({failure['reader'] for failure in found['failures']}))}")
+
+
+def test_every_failure_has_a_name_and_every_known_one_a_reader():
+    assert set(KNOWN) <= set(READERS) and len(set(FAILURES)) == len(FAILURES)

@@ -1,0 +1,181 @@
+"""Signals and damage: a run that was stopped, or lost its last checkpoint, ends as one that was not."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from test_killed import OPTIONS, assert_same, metrics
+
+from prunus.cli import main
+from prunus.lab import trainer
+from prunus.lab.checkpoint import load_checkpoint
+from prunus.lab.interruption import SIGNALS, SignalWatch
+from prunus.lab.parallel import Team
+from prunus.lab.run import read_run
+from prunus.lab.tracking import Tracker
+from prunus.lab.trainer import Training
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_bytes(bytes(torch.randint(32, 127, (8000,), generator=torch.Generator().manual_seed(0)).tolist()))
+    return path
+
+
+@pytest.fixture(scope="module")
+def unbroken(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("unbroken") / "run"
+    main(["train", *OPTIONS, "--data", str(text), "--out", str(out)])
+    return out
+
+
+def flip(path: Path, place: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[place] ^= 0x40
+    path.write_bytes(data)
+
+
+def assert_same_runs(first: Path, second: Path) -> None:
+    one, other = load_checkpoint(first / "checkpoint.pt"), load_checkpoint(second / "checkpoint.pt")
+    for key in ("step", "model", "optimizer", "pruner", "rng"):
+        assert_same(one[key], other[key], key)
+    assert metrics(first) == metrics(second)
+    own = {"seconds": 0, "peak_memory": 0}
+    results = [json.loads((folder / "result.json").read_text()) | own for folder in (first, second)]
+    assert results[0] == results[1]
+
+
+def test_a_damaged_last_checkpoint_falls_back_to_the_one_before(unbroken, tmp_path, capsys):
+    out = tmp_path / "run"
+    shutil.copytree(unbroken, out)
+    (out / "result.json").unlink()
+    assert load_checkpoint(out / "checkpoint.previous.pt")["step"] == 15
+    last = out / "checkpoint.pt"
+    flip(last, last.stat().st_size // 2)
+    for command in (["eval", str(out)], ["export", str(out), "--out", str(tmp_path / "model")]):
+        with pytest.raises(SystemExit):
+            main(command)
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1 and "checksum" in said and "the one before it is checkpoint.previous.pt" in said
+    main(["train", "--resume", "--out", str(out)])
+    said = [line for line in capsys.readouterr().err.splitlines() if "damaged" in line]
+    assert len(said) == 1 and said[0].endswith("the run goes on from checkpoint.previous.pt, step 15")
+    assert_same_runs(unbroken, out)
+    assert (out / "damaged-checkpoint.pt").is_file()
+
+    for name in ("checkpoint.pt", "checkpoint.previous.pt"):
+        flip(out / name, last.stat().st_size // 2)
+    with pytest.raises(SystemExit):
+        main(["train", "--resume", "--out", str(out)])
+    assert "checkpoint.pt is damaged" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("signum", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
+)
+def test_a_signal_writes_a_checkpoint_and_the_run_goes_on_to_the_same_end(
+    signum, code, text, unbroken, tmp_path, monkeypatch, capsys
+):
+    out, step = tmp_path / "run", Training.train_step
+
+    def train_step(training):
+        if training.step == 7:
+            os.kill(os.getpid(), signum)
+        return step(training)
+
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    with monkeypatch.context() as patched, pytest.raises(SystemExit) as stop:
+        patched.setattr(Training, "train_step", train_step)
+        main(["train", *OPTIONS, "--data", str(text), "--out", str(out)])
+    assert stop.value.code == code and load_checkpoint(out / "checkpoint.pt")["step"] == 8
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "after step 8" in said and said.endswith(f"continue it by prunus train --resume --out {out}")
+    main(["train", "--resume", "--out", str(out)])
+    assert_same_runs(unbroken, out)
+
+
+def test_a_second_interrupt_does_not_wait(text, tmp_path, monkeypatch):
+    def train_step(training):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(Training, "train_step", train_step)
+    with pytest.raises(SystemExit) as stop:
+        main(["train", *OPTIONS, "--data", str(text), "--out", str(tmp_path / "run")])
+    assert stop.value.code == 130 and not (tmp_path / "run" / "checkpoint.pt").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_process_stopped_by_a_signal_goes_on_to_the_same_end(signum, code, text, unbroken, tmp_path):
+    out = tmp_path / "run"
+    args = ["-m", "prunus", "train", *OPTIONS, "--data", str(text), "--out", str(out)]
+    process = subprocess.Popen([sys.executable, *args], stderr=subprocess.PIPE, text=True)
+    while process.poll() is None and not (out / "metrics.jsonl").exists():
+        time.sleep(0.05)
+    while process.poll() is None and '"loss"' not in (out / "metrics.jsonl").read_text():
+        time.sleep(0.01)
+    process.send_signal(signum)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == code and f"prunus train --resume --out {out}" in said
+    assert 0 < load_checkpoint(out / "checkpoint.pt")["step"] < 20
+    main(["train", "--resume", "--out", str(out)])
+    assert_same_runs(unbroken, out)
+
+
+def test_a_kill_while_metrics_are_cut_back_loses_no_line(unbroken, tmp_path, monkeypatch):
+    shutil.copytree(unbroken, tmp_path / "run")
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    run = replace(read_run(unbroken), out=tmp_path / "run")
+    with monkeypatch.context() as patched, pytest.raises(ZeroDivisionError):
+        patched.setattr(os, "fsync", lambda fd: 1 / 0)
+        Tracker.open(run, 10)
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('[1]\n{"step": "x"}\n{"loss"')
+    Tracker.open(run, 10)
+    kept = [line for line in before.splitlines() if json.loads(line)["step"] <= 10]
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes().splitlines() == kept
+
+
+def test_metrics_are_on_the_disk_before_the_checkpoint_that_relies_on_them(text, tmp_path, monkeypatch):
+    order: list[str] = []
+    fsync, save = os.fsync, trainer.save
+
+    def synced(fd: int) -> None:
+        order.append(Path(f"/proc/self/fd/{fd}").readlink().name)
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(trainer, "save", lambda *args: (order.append("save"), save(*args)))
+    options = ["--steps", "2", "--begin", "1", "--end", "2", "--save-every", "1", "--warmup", "1"]
+    main(["train", *OPTIONS, *options, "--data", str(text), "--out", str(tmp_path / "run")])
+    places = [i for i, name in enumerate(order) if name == "save"]
+    assert len(places) == 2 and all(order[i - 1] == "metrics.jsonl" for i in places)
+
+
+def test_signals_that_are_ignored_or_handled_in_c_are_left_alone(monkeypatch):
+    before = {s: signal.getsignal(s) for s in SIGNALS}
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell starts what it runs in the background
+        with SignalWatch(Team()):
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+            assert signal.getsignal(signal.SIGTERM) is not before[signal.SIGTERM]
+        assert signal.getsignal(signal.SIGTERM) is before[signal.SIGTERM]
+        monkeypatch.setattr(signal, "getsignal", lambda _: None)
+        with SignalWatch(Team()) as watch:
+            assert not watch.before
+    finally:
+        monkeypatch.undo()
+        for signum, handler in before.items():
+            signal.signal(signum, handler)

@@ -1,0 +1,201 @@
+"""Weights that are loaded without the pruner's state are noticed: zeroed again with one warning, or refused."""
+
+import copy
+import gc
+import pickle
+import warnings
+import weakref
+
+import pytest
+import torch
+from toys import adamw, adamw_prune, assert_pruned_are_zero, backward, net, num_pruned, sgd, train
+
+from prunus import Constant, Pruner, Ramp, Regrow
+
+
+def muon_like(model):
+    """An optimizer that is not torch's: weights are zeroed after each of its steps."""
+
+    class Own(torch.optim.SGD):
+        pass
+
+    return Own(model.parameters(), lr=0.05, momentum=0.9)
+
+
+MAKERS = [adamw, adamw_prune, sgd, muon_like]
+
+
+def pruned(make=adamw, num_steps=4, **options):
+    """A model whose only event is past, its Pruner, and its weights from before."""
+    model = net()
+    dense = copy.deepcopy(model.state_dict())
+    optimizer = make(model)
+    pruner = Pruner(model, optimizer, **{"score": "magnitude", "schedule": Constant(0.5)} | options)
+    train(model, optimizer, range(num_steps))
+    return model, pruner, dense
+
+
+def loaded_wrongly(model, masks):
+    return sum(int(p[~masks[name]].count_nonzero()) for name, p in model.named_parameters() if name in masks)
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_the_next_step_zeroes_them_again_and_warns_once(make):
+    model, pruner, dense = pruned(make)
+    model.load_state_dict(dense)
+    assert loaded_wrongly(model, pruner.masks) == num_pruned(pruner)  # a state for the masks may still follow
+    with pytest.warns(UserWarning, match=rf"^{num_pruned(pruner)} weights .*conv\.weight.*zero") as caught:
+        train(model, pruner.optimizer, range(4, 6))
+    assert len(caught) == 1
+    assert_pruned_are_zero(pruner)
+    model.load_state_dict(dense)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it was said
+        train(model, pruner.optimizer, range(6, 7))
+    assert_pruned_are_zero(pruner)
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_or_it_raises_in_one_line_until_they_fit_the_masks(make):
+    model, pruner, dense = pruned(make, reloaded="raise")
+    sparse = copy.deepcopy(model.state_dict())
+    state = pruner.state_dict()
+    model.load_state_dict(dense)
+    before = copy.deepcopy(model.state_dict())
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"^527 weights[^\n]*load_state_dict[^\n]*$"):
+            train(model, pruner.optimizer, [4])
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    model.load_state_dict(sparse)
+    train(model, pruner.optimizer, [4])
+    model.load_state_dict(dense)
+    pruner.load_state_dict(state)
+    train(model, pruner.optimizer, [5])
+    assert_pruned_are_zero(pruner)
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_a_part_of_the_model_and_a_wrapped_one_are_noticed_too(make):
+    model, pruner, dense = pruned(make)
+    part = {name.removeprefix("out."): value for name, value in dense.items() if name.startswith("out.")}
+    model.out.load_state_dict(part)
+    with pytest.warns(UserWarning, match=r"out\.weight"):
+        train(model, pruner.optimizer, [4])
+    assert_pruned_are_zero(pruner)
+    wrapped = torch.nn.DataParallel(net())
+    pruner = Pruner(wrapped, make(wrapped), score="magnitude", schedule=Constant(0.5), reloaded="raise")
+    train(wrapped, pruner.optimizer, range(2))
+    wrapped.module.load_state_dict(dense)
+    with pytest.raises(ValueError, match=r"^527 weights"):
+        train(wrapped, pruner.optimizer, [2])
+
+
+@pytest.mark.parametrize("make", [adamw, adamw_prune])
+def test_an_event_notices_weights_that_were_written_in_another_way(make):
+    ramp = Ramp(0.5, 1, 9)
+    for reloaded in ("zero", "raise"):
+        model, pruner, dense = pruned(make, 5, schedule=ramp, every=4, reloaded=reloaded)
+        for name, p in model.named_parameters():
+            p.data.copy_(dense[name])  # no hook sees this
+        num_kept = sum(int(mask.sum()) for mask in pruner.masks.values())
+        train(model, pruner.optimizer, range(5, 8))
+        if reloaded == "zero":
+            with pytest.warns(UserWarning, match=rf"^{1054 - num_kept} weights"):
+                train(model, pruner.optimizer, [8])
+            assert_pruned_are_zero(pruner)
+        else:
+            with pytest.raises(ValueError, match=rf"^{1054 - num_kept} weights"):
+                train(model, pruner.optimizer, [8])
+            assert sum(int(mask.sum()) for mask in pruner.masks.values()) == num_kept
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_weights_that_fit_the_masks_are_loaded_without_a_word(make):
+    for options in ({}, {"schedule": Ramp(0.5, 1, 9), "every": 4, "regrow": Regrow(0.3, by="gradient")}):
+        model, pruner, _ = pruned(make, 3, reloaded="raise", **options)
+        states = [copy.deepcopy(each.state_dict()) for each in (model, pruner.optimizer, pruner)]
+        train(model, pruner.optimizer, range(3, 12))
+        expected = copy.deepcopy(model.state_dict())
+        for each, state in zip((model, pruner.optimizer, pruner), states, strict=True):
+            each.load_state_dict(state)
+        train(model, pruner.optimizer, range(3, 12))
+        assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("make", [adamw, adamw_prune])
+def test_moments_of_a_dense_optimizer_do_not_move_pruned_weights(make):
+    model, pruner, dense = pruned(make)
+    plain = net()
+    optimizer = adamw(plain)
+    train(plain, optimizer, range(4))
+    model.load_state_dict(dense)
+    pruner.optimizer.load_state_dict(optimizer.state_dict())
+    with pytest.warns(UserWarning, match="weights"):
+        train(model, pruner.optimizer, range(4, 8))
+    assert_pruned_are_zero(pruner)
+
+
+def test_a_negative_zero_is_zero():
+    model, pruner, _ = pruned(reloaded="raise")
+    with torch.no_grad():
+        for name, mask in pruner.masks.items():
+            model.get_parameter(name)[~mask] = -0.0
+    model.load_state_dict(copy.deepcopy(model.state_dict()))
+    train(model, pruner.optimizer, [4])
+
+
+def test_copies_and_pickles_of_a_model_know_no_pruner():
+    model, pruner, dense = pruned(reloaded="raise")
+    twins = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    for twin in twins:
+        twin.load_state_dict(dense)
+    train(model, pruner.optimizer, [4])
+    assert b"prunus" not in pickle.dumps(model.out), "it must load where this package is not installed"
+
+
+def test_a_model_keeps_no_pruner_alive_and_a_removed_one_says_nothing():
+    model, pruner, dense = pruned(reloaded="raise")
+    pruner.remove()
+    model.load_state_dict(dense)
+    train(model, pruner.optimizer, [4])
+    model, pruner, dense = pruned(reloaded="raise")
+    freed = weakref.ref(pruner)
+    del pruner
+    gc.collect()
+    assert freed() is None
+    model.load_state_dict(dense)
+
+
+def test_other_values_are_refused():
+    with pytest.raises(ValueError, match=r"^reloaded must be \"zero\".*\"raise\".*got 'ignore'$"):
+        pruned(reloaded="ignore")
+
+
+def test_gradients_may_be_accumulated_before_it_is_noticed():
+    model, pruner, dense = pruned()
+    pruner.optimizer.zero_grad()
+    backward(model, 4)
+    model.load_state_dict(dense)
+    backward(model, 5)
+    with pytest.warns(UserWarning):
+        pruner.optimizer.step()
+    assert_pruned_are_zero(pruner)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("make", MAKERS)
+def test_weights_on_a_gpu_are_noticed_too(make):
+    model = net().cuda()
+    dense = copy.deepcopy(model.state_dict())
+    optimizer = make(model)
+    pruner = Pruner(model, optimizer, score="magnitude", schedule=Constant(0.5))
+    for step in range(4):
+        for p in model.parameters():
+            p.grad = torch.randn_like(p)
+        if step == 2:
+            model.load_state_dict(dense)
+            with pytest.warns(UserWarning, match=r"^527 weights"):
+                optimizer.step()
+        else:
+            optimizer.step()
+    assert_pruned_are_zero(pruner)

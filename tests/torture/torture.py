@@ -1,0 +1,225 @@
+"""Kills, writers at once, flipped bits, damaged files and hostile ones, for as long as one likes; no CI runs it.
+
+``python tests/torture/torture.py --minutes 60 --out docs/reliability.json`` writes what was counted, and
+``python tests/torture/torture.py --page docs/reliability.json docs/reliability.md`` the page that shows it.
+"""
+
+import argparse
+import json
+import os
+import platform
+import random
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "fuzz")]
+
+import kills  # noqa: E402
+import payloads  # noqa: E402
+import torch  # noqa: E402
+from fuzzing import fuzz  # noqa: E402
+from readers import READERS, tensors  # noqa: E402
+
+import prunus  # noqa: E402
+
+SHARES = {"train": 0.2, "study": 0.12, "prune": 0.08, "export": 0.05, "ranks": 0.15, "flips": 0.1, "mutations": 0.25}
+FLIPPED = ("checkpoint", "sharded checkpoint", "sparse file", "sparse shards")
+
+
+def writers(home: Path, seconds: float, rng: random.Random) -> dict[str, Any]:
+    """Two processes save to one path, one of them is killed now and then: what lies there is one of the two, whole."""
+    path, counts = home / "shared.safetensors", dict.fromkeys(("saves", "kills", "errors", "unreadable", "mixed"), 0)
+    values = [{name: value * factor for name, value in tensors().items()} for factor in (1, 2)]
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        children = []
+        for value in values:
+            child = os.fork()
+            if not child:
+                _save_often(value, path)
+            children.append(child)
+        if rng.random() < 0.5:
+            time.sleep(rng.uniform(0, 0.1))
+            os.kill(children[0], signal.SIGKILL)
+            counts["kills"] += 1
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        counts["errors"] += codes.count(1)
+        counts["saves"] += 20
+        try:
+            found = prunus.load_sparse(path)
+            whole = [all(torch.equal(found[name], tensor) for name, tensor in value.items()) for value in values]
+            counts["mixed"] += not any(whole)
+        except (ValueError, OSError):
+            counts["unreadable"] += 1
+        prunus.save_sparse(values[0], home / "later.safetensors")
+    counts["left behind"] = sum(1 for name in home.iterdir() if "part" in name.name)
+    return counts
+
+
+def _save_often(value: dict[str, torch.Tensor], path: Path) -> None:
+    code = 1
+    try:
+        for _ in range(10):
+            prunus.save_sparse(value, path)
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def run(minutes: float, seed: int) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    rng, seconds = random.Random(seed), minutes * 60
+    found: dict[str, Any] = {
+        "seed": seed,
+        "minutes": minutes,
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+    }
+    found["versions"] = {"python": platform.python_version(), "torch": torch.__version__, "prunus": prunus.__version__}
+    with tempfile.TemporaryDirectory() as folder:
+        home = Path(folder)
+        found["kills"] = {}
+        for name, victim in kills.victims(home).items():
+            found["kills"][name] = kills.torture(name, victim, home, SHARES[name] * seconds, rng)
+            print(name, found["kills"][name], flush=True)
+        (home / "writers").mkdir()
+        found["writers"] = writers(home / "writers", 0.03 * seconds, rng)
+        print("writers", found["writers"], flush=True)
+        (home / "payloads").mkdir()
+        found["payloads"] = payloads.torture(home / "payloads")
+        print("payloads", found["payloads"], flush=True)
+    found["flips"] = fuzz(10**9 if minutes >= 60 else 4000, seed, SHARES["flips"] * seconds, FLIPPED, only="flip")
+    print("flips", found["flips"]["readers"], flush=True)
+    num = max(20_000, int(400 * minutes)) if minutes >= 60 else int(400 * minutes)
+    limit = 1e9 if minutes >= 60 else SHARES["mutations"] * seconds
+    found["mutations"] = fuzz(num, seed, limit, list(READERS))
+    print("mutations", found["mutations"]["readers"], flush=True)
+    return found
+
+
+SYSTEMS = {  # what each promises, and what it leaves open
+    "[safetensors](https://github.com/huggingface/safetensors)": (
+        "nothing in a file is executed; the header is bounded, and offsets neither overlap nor leave gaps",
+        "there are no checksums: a flipped bit in a tensor is read as it is",
+    ),
+    "[torch.distributed.checkpoint](https://docs.pytorch.org/docs/stable/distributed.checkpoint.html)": (
+        "metadata is written last, flushed, and moved into its place",
+        "metadata is unpickled; shards have no checksums",
+    ),
+    "[SQLite](https://www.sqlite.org/atomiccommit.html)": (
+        "a commit is atomic through crashes and loss of power",
+        "pages have checksums with an [extension](https://www.sqlite.org/cksumvfs.html) only",
+    ),
+}
+
+
+PROMISES = """\
+- Files and folders are written beside their place under a unique name, flushed to the disk, and moved in one step.
+  Of several writers the last whole one wins.
+- What a killed writer leaves behind is removed by later writers after an hour, never while its writer lives; where
+  locks do not reach (another host, a file system without them), after a day without a change.
+- Checkpoints carry a CRC-32 for each tensor or block, and one over the rest. Every command that opens a checkpoint
+  verifies it; of a distributed one each rank verifies what it reads.
+- Two checkpoints are kept. `train --resume` falls back from a damaged one to the one before, says so in a line, and
+  gives the damaged one a name that begins with `damaged-`.
+- SIGTERM ends a training with exit code 143, Ctrl-C with 130, both with a checkpoint.
+- A model's `config.json` runs nothing and fetches nothing.
+- Damaged or hostile files are refused in one line, in bounded time and memory. The tables below say where
+  this failed."""
+
+
+def page(found: dict[str, Any]) -> str:
+    """The counts as a page."""
+    lines = ["# Reliability", "", "What Prunus promises:", "", PROMISES, "", "## How it was counted", ""]
+    lines.append(
+        f"By `make torture MINUTES={found['minutes']:g}`, that is "
+        f"`python tests/torture/torture.py --minutes {found['minutes']:g} --seed {found['seed']}` ({found['machine']}; "
+        + ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+        + ")."
+    )
+    lines += [line for note in found.get("notes", ()) for line in ("", note)]
+    lines += [
+        "",
+        "## Kills",
+        "",
+        "Each trial is killed up to five times, begun again, and compared with one never killed.",
+    ]
+    lines += [
+        "",
+        "| command | trials | kills | inside file operations | differences | errors |",
+        "|---|--:|--:|--:|--:|--:|",
+    ]
+    total = dict.fromkeys(("trials", "kills", "inside file operations", "differences", "errors"), 0)
+    for name, counts in found["kills"].items():
+        numbers = {key: len(counts[key]) if key == "errors" else counts[key] for key in total}
+        total = {key: total[key] + number for key, number in numbers.items()}
+        lines.append(f"| {name} | " + " | ".join(f"{number:,}" for number in numbers.values()) + " |")
+    lines.append("| **all** | " + " | ".join(f"{number:,}" for number in total.values()) + " |")
+    goal = f"The goal is 500 kills without a difference; this run made {total['kills']:,}."
+    lines += ["", goal, *(["", "Errors:", ""] if total["errors"] else [])]
+    for name, counts in found["kills"].items():
+        lines += [f"- `{name}`, {' '.join(error.split())}" for error in counts["errors"]]
+    saves = found["writers"]
+    lines += ["", "## Writers at once", ""]
+    lines.append(
+        f"Two processes at a time were to save to one path, {saves['saves']:,} times in all; "
+        f"{saves['kills']} were killed on the way. {saves['errors']} ended with an error, "
+        f"{saves['unreadable']} files were unreadable, {saves['mixed']} mixed, "
+        f"{saves['left behind']} parts of killed writers were left, too young to be removed."
+    )
+    lines += ["", "## Flipped bits", "", "| file | flips | found | harmless | wrong tensors |", "|---|--:|--:|--:|--:|"]
+    for name, counts in found["flips"]["readers"].items():
+        wrong = counts.get("wrong tensors", 0)
+        cells = (sum(counts.values()), counts.get("refused", 0), counts.get("harmless", 0), wrong)
+        lines.append(f"| {name} | " + " | ".join(f"{cell:,}" for cell in cells) + " |")
+    lines += ["", "A run folder has two checkpoints: a flip in the one that is not read counts as harmless."]
+    lines += ["", "## Damaged files", ""]
+    lines.append(f"{found['mutations']['mutations']:,} mutations of valid files; the goal is 20,000 without a failure.")
+    lines += [
+        "",
+        "| reader | mutations | refused | in several lines | harmless | failures |",
+        "|---|--:|--:|--:|--:|--:|",
+    ]
+    for name, counts in found["mutations"]["readers"].items():
+        good = [counts.get(outcome, 0) for outcome in ("refused", "refused in several lines", "harmless")]
+        cells = (sum(counts.values()), *good, sum(counts.values()) - sum(good))
+        lines.append(f"| {name} | " + " | ".join(f"{cell:,}" for cell in cells) + " |")
+    if failures := found["mutations"]["failures"]:
+        lines += ["", "Failures:", ""]
+        lines += [f"- {f['reader']}, seed {f['seed']}, {f['mutation']}: {f['kind']}, {f['error']}" for f in failures]
+    hostile = found["payloads"]
+    lines += [
+        "",
+        "## Hostile files",
+        "",
+        f"{hostile['opened']:,} files that run code when unpickled or loaded with trust",
+    ]
+    lines[-1] += f" were opened by every reader that could: {len(hostile['ran'])} ran."
+    lines += ["", "## What others promise", "", "| system | promises | leaves open |", "|---|---|---|"]
+    lines += [f"| {name} | {promise} | {rest} |" for name, (promise, rest) in SYSTEMS.items()]
+    return "\n".join([*lines, ""])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("docs/reliability.json"))
+    parser.add_argument("--page", type=Path, nargs=2, metavar=("JSON", "PAGE"), help="write the page of a finished run")
+    given = parser.parse_args()
+    if given.page:
+        given.page[1].write_text(page(json.loads(given.page[0].read_text())))
+        return
+    try:
+        found = run(given.minutes, given.seed)
+    finally:
+        kills.SAID.unlink(missing_ok=True)
+    given.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
