@@ -12,6 +12,7 @@ COMMANDS = {  # module and class, what the command does
     "matvec": ("matvec:Matvec", "products with a pruned weight"),
     "prune": ("prune:Prune", "WANDA and the gradient probe after training"),
     "level": ("prune:Level", "a level of the probe on a random model of Mistral-7B's shape"),
+    "repair": ("repair:Repair", "pruning with repair: a random model of Mistral-7B's shape, or a trained one"),
     "distributed": ("distributed:Distributed", "1, 2 and 4 ranks on a CPU; on a GPU one rank beside none"),
     "lora": ("lora:Lora", "what masks cost a merge of LoRA adapters"),
     "wanda": ("wanda:Wanda", "one-shot WANDA beside llmcompressor's, in an environment that has both"),

@@ -204,7 +204,8 @@ class Section:
         settings, made = record["settings"], record["environment"]
         origin = f"{measured_on(made)}; {record['date']}, commit {made['commit']}; `{record['file']}`"
         note = f"{settings['note']}\n\n" if "note" in settings else ""
-        body = table_of([row | self.more(row, record) for row in record["rows"]], self.columns) + self.below(record)
+        rows = [row | self.more(row, record) for row in record["rows"]]
+        body = (table_of(rows, self.columns) if self.columns else "") + self.below(record)
         return f"## {self.title}\n\n{origin}\n\n{self.text.format(**settings)}\n{note}{body}\n"
 
 

@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import distributed, export, lora, matvec, prune, select, step, wanda
+from . import distributed, export, lora, matvec, prune, repair, select, step, wanda
 from .benchmark import newest_records
 
 SECTIONS = {
     what: draw
-    for module in (export, lora, matvec, prune, select, step, wanda)
+    for module in (export, lora, matvec, prune, repair, select, step, wanda)
     for what, draw in module.SECTIONS.items()
 }
 INTRODUCTION = """# Benchmarks

@@ -22,7 +22,7 @@ from prunus.lab.data.datasets import read_cifar10
 from prunus.lab.models import RESNETS, resnet
 from prunus.lab.tracking import environment
 from prunus.lab.trained_model import ModelSource, TrainedModel, load_trained
-from prunus.oneshot.probe.decide import within
+from prunus.oneshot.probe.decide import is_allowed
 from prunus.oneshot.probe.prober import Schedule
 from prunus.oneshot.prune import Job, Plan
 from prunus.oneshot.result import Result
@@ -264,7 +264,7 @@ def replaced_veto(result: Result, sources: Sequence[Lazy], tau: float, select: S
     top = max(float(each.max()) for each in scores.values() if len(each)) or 1.0
     order = {}
     for name, mask in where.items():
-        passes = within(result.ratios[name].q, tau)
+        passes = is_allowed(result.ratios[name].q, tau)
         order[name] = torch.full(mask.shape, OUTSIDE, device=mask.device)
         order[name][mask] = scores[name] / top + torch.where(passes, 0.0, BEYOND)
     return select(order, sparsity)
@@ -275,7 +275,7 @@ def share_beyond(result: Result, masks: Masks, tau: float) -> float:
     num_beyond = num_pruned = 0
     for name, mask in masks.items():
         where = bits.unpack(result.candidates[name], mask.shape)
-        num_beyond += int((~within(result.ratios[name].q, tau) & ~mask[where]).sum())
+        num_beyond += int((~is_allowed(result.ratios[name].q, tau) & ~mask[where]).sum())
         num_pruned += int((~mask).sum())
     return num_beyond / max(1, num_pruned)
 

@@ -141,7 +141,7 @@ def largest_gradient(model: nn.Module, parameter: nn.Parameter, windows: Tensor)
 
 
 def by_prunus(task: Task, probe: Probe | None = None) -> Result:
-    return prune(task.model, [task.windows], task.sparsity, "wanda", probe=probe, exclude=task.excluded)
+    return prune(task.model, [task.windows], task.sparsity, "wanda", probe=probe, repair=None, exclude=task.excluded)
 
 
 WAYS: dict[str, tuple[Callable[[Task], Masks], Callable[[Task], Masks]]] = {  # ours, plainly

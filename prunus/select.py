@@ -10,7 +10,7 @@ from __future__ import annotations  # the command line reads SELECTORS without l
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
@@ -21,9 +21,10 @@ if TYPE_CHECKING:
     from .ops.candidates import Packed
     from .ops.lazy import Lazy
 
-Allocation = Literal["uniform", "depth", "erk"] | Mapping[str, float]
+Allocation = Literal["uniform", "depth", "erk", "fisher"] | Mapping[str, float]
 Counts = Mapping[str, int]  # weights by name
 CAP = 0.95  # no layer is emptied further than this by depth, unless the target itself is higher
+NEAR, MOST = 0.15, 0.98  # how far a layer's sparsity may be from the target by fisher, and its largest
 
 
 class Shape(NamedTuple):
@@ -167,7 +168,7 @@ class PerLayer(Selector):
     """One threshold a weight; ``allocate`` says how the sparsity is spread over the weights.
 
     ``"uniform"`` drops ``round(s n)`` of every weight; ``"depth"``, ``"erk"`` and a mapping from
-    name patterns to sparsities drop exactly ``round(s N)`` in all.
+    name patterns to sparsities drop exactly ``round(s N)`` in all, and so does ``"fisher"``, for ``prune`` alone.
     """
 
     allocate: Allocation = "uniform"
@@ -270,6 +271,7 @@ def allocate(
     - ``depth``: proportional to ``0.7 + 0.6 i / (L - 1)``, so that later layers lose more.
     - ``erk``: densities proportional to ``sum(dims) / prod(dims)`` (Evci et al. 2019,
       https://arxiv.org/abs/1911.11134): small layers keep more.
+    - ``fisher``: by a global selection that reads gradients, which ``prune`` makes.
     - a mapping from name patterns to sparsities, scaled to the target; what no pattern matches
       stays dense.
 
@@ -295,37 +297,63 @@ def allocate(
         room = [size - low for size, low in zip(sizes, floor, strict=True)]
         stay = spread(density, sum(sizes) - target, [0] * len(room), room)
         counts = [size - num for size, num in zip(sizes, stay, strict=True)]
+    elif how == "fisher":
+        raise ValueError("allocate='fisher' reads gradients of a trained model: it is for prune(), not for training")
     else:
         raise ValueError(f"allocate must be uniform, depth, erk or a mapping from patterns to sparsities, got {how!r}")
     return dict(zip(shapes, counts, strict=True))
 
 
-def spread(wish: Sequence[float], total: int, floor: Sequence[int], ceiling: Sequence[int]) -> list[int]:
-    """Whole numbers between ``floor`` and ``ceiling``, in proportion to ``wish``, that sum to ``total``.
+def clipped(wish: Sequence[int], sizes: Sequence[int], sparsity: float, floor: Sequence[int]) -> list[int]:
+    """Numbers of weights to drop near ``wish``, ``round(s N)`` in all; ``floor`` are dropped already.
 
-    The common factor is found by bisection; what rounding down leaves over goes to the largest
+    Sparsities of layers are shifted by one constant, clipped to ``s - 0.15 .. s + 0.15`` and ``0 .. 0.98``.
+    """
+    total, largest = round(sparsity * sum(sizes)), min(MOST, sparsity + NEAR)
+    floor = [max(low, math.floor(max(0.0, sparsity - NEAR) * size)) for low, size in zip(floor, sizes, strict=True)]
+    ceiling = [max(low, math.ceil(largest * size)) for low, size in zip(floor, sizes, strict=True)]
+    if sum(ceiling) < total:
+        raise ValueError(
+            f"a sparsity of {sparsity:g} cannot be reached where no layer may be sparser than {largest:g}; "
+            "take a lower one, or allocate='uniform'"
+        )
+    return _summing_to(total, lambda x: [w + (x - 1) * n for w, n in zip(wish, sizes, strict=True)], floor, ceiling)
+
+
+def spread(wish: Sequence[float], total: int, floor: Sequence[int], ceiling: Sequence[int]) -> list[int]:
+    """Whole numbers between ``floor`` and ``ceiling``, in proportion to ``wish``, that sum to ``total``."""
+    ceiling = [high if w > 0 else low for w, low, high in zip(wish, floor, ceiling, strict=True)]
+    if total > max(sum(floor), sum(ceiling)):
+        raise ValueError(f"{total} weights are to be dropped, but the layers that may lose any hold {sum(ceiling)}")
+    return _summing_to(total, lambda x: [x * w for w in wish], floor, ceiling)
+
+
+def _summing_to(
+    total: int, values: Callable[[float], list[float]], floor: Sequence[int], ceiling: Sequence[int]
+) -> list[int]:
+    """Whole numbers between ``floor`` and ``ceiling`` near ``values(x)``, for the x with which they sum to ``total``.
+
+    ``values`` rises with x, which is found by bisection; what rounding down leaves over goes to the largest
     remainders. A total below the floors gives the floors.
     """
     if total <= sum(floor):
         return list(floor)
-    if total > sum(ceiling):
-        raise ValueError(f"{total} weights are to be dropped, but the layers that may lose any hold {sum(ceiling)}")
 
-    def clipped(factor: float) -> list[float]:
-        return [min(max(factor * w, lo), hi) for w, lo, hi in zip(wish, floor, ceiling, strict=True)]
+    def between(x: float) -> list[float]:
+        return [min(max(value, low), high) for value, low, high in zip(values(x), floor, ceiling, strict=True)]
 
     low, high = 0.0, 1.0
-    while sum(clipped(high)) < total:
+    while sum(between(high)) < total:
         high *= 2
     for _ in range(100):
         middle = (low + high) / 2
-        low, high = (middle, high) if sum(clipped(middle)) < total else (low, middle)
-    exact = clipped(high)
+        low, high = (middle, high) if sum(between(middle)) < total else (low, middle)
+    exact = between(high)
     counts = [math.floor(value) for value in exact]
     order = sorted(range(len(exact)), key=lambda i: counts[i] - exact[i])
     while (left := total - sum(counts)) != 0:
         step = 1 if left > 0 else -1
-        room = [i for i in order if floor[i] <= counts[i] + step <= ceiling[i] and wish[i] > 0]
+        room = [i for i in order if floor[i] <= counts[i] + step <= ceiling[i]]
         for i in (room if left > 0 else room[::-1])[: abs(left)]:
             counts[i] += step
     return counts

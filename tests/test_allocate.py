@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prunus.select import CAP, allocate
+from prunus.select import CAP, MOST, NEAR, allocate, clipped
 
 GPT2 = {
     f"h.{i}.{name}": shape
@@ -160,3 +160,28 @@ def test_any_shapes_at_any_sequence_of_sparsities(dims, sparsities, how):
         before, counts = counts, allocate(shapes, sparsity, how, at_least=counts)
         assert sum(counts.values()) == round(sparsity * total)
         assert all(counts[name] >= count for name, count in before.items())
+
+
+@pytest.mark.parametrize("sparsity", [0.0, 0.01, 0.1, 0.3, 0.5, 0.7, 0.9, 0.97])
+def test_clipped_counts_are_exact_and_near_the_target(shapes, sparsity):
+    sizes = sizes_of(shapes)
+    wish = {name: round(size * ((i * 0.37 + 0.1) % 1)) for i, (name, size) in enumerate(sizes.items())}
+    found = clipped(list(wish.values()), list(sizes.values()), sparsity, [0] * len(sizes))
+    counts = dict(zip(sizes, found, strict=True))
+    assert sum(counts.values()) == round(sparsity * sum(sizes.values()))
+    shifts = []
+    for name, size in sizes.items():
+        lowest, highest = max(0.0, sparsity - NEAR) * size, min(MOST, sparsity + NEAR) * size
+        assert math.floor(lowest) <= counts[name] <= math.ceil(highest)
+        if lowest + 1 < counts[name] < highest - 1:
+            shifts.append(((counts[name] - wish[name]) / size, 1.01 / size))
+    for shift, slack in shifts:
+        assert abs(shift - shifts[0][0]) <= slack + shifts[0][1]
+
+
+def test_clipped_counts_keep_what_is_pruned_and_name_what_cannot_be_reached():
+    assert clipped([0, 600], [1000, 1000], 0.3, [0, 900]) == [150, 900]
+    with pytest.raises(ValueError, match=r"0\.99 cannot be reached .* than 0\.98"):
+        clipped([900, 900], [1000, 1000], 0.99, [0, 0])
+    with pytest.raises(ValueError, match=r"it is for prune\(\)"):
+        allocate({"a": (4, 4)}, 0.5, "fisher")

@@ -26,6 +26,7 @@ NAMES = {
     "Ramp": "schedule",
     "Rate": "rate",
     "Regrow": "regrow",
+    "Repair": "oneshot",
     "Spam": "optim",
     "Tune": "oneshot",
     "load_model": "export",

@@ -1,9 +1,11 @@
 """``prunus prune``"""
 
+import os
+import shutil
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -18,30 +20,42 @@ if TYPE_CHECKING:
     from .prune_tables import Outcome, Profile
 
 Scope = Literal["auto", "row", "layer", "global", "2:4"]
+Score = Literal["auto", "magnitude", "wanda", "fisher", "path", "random"]
+Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 
 
 @dataclass(frozen=True)
 class Command:
-    """Prune a trained model in one shot, with or without the gradient probe, and measure the cost on held-out data.
+    """Prune a trained model, repair the weights that stay, and measure the cost on held-out data.
 
-    The probe keeps some of what the strategy would prune, so the sparsity ends lower, unless tau is target. The result
+    Block after block, the solver finds which weights stay and what they must be for the outputs to stay. A named score
+    gives its mask, which is repaired too. Killed, the same command goes on with the next layers.
+
+    The probe keeps some of what a strategy would prune, so the sparsity ends lower, unless tau is target. Its result
     is compared with the dense model and with the strategy alone at the same sparsity and scope.
     """
 
     model: tyro.conf.Positional[str]  # a Hugging Face folder, a checkpoint of prunus, or module:function
     out: Path  # folder to write; it must not exist
-    tokens: Path | None = None  # calibration tokens (uint16, .u16 or .bin) for a Hugging Face folder
+    tokens: Path | None = None  # calibration tokens (uint16, .u16 or .bin) or text for a Hugging Face folder
     eval_tokens: Path | None = None  # held-out tokens for it
-    score: Literal["magnitude", "wanda", "fisher", "path", "random"] = "wanda"  # what makes a weight matter
-    scope: Scope = "auto"  # where weights are compared with each other; auto is row for wanda, else global
+    score: Score = "auto"  # what makes a weight matter; auto leaves it to the repair, and is wanda without one
+    scope: Scope = "auto"  # where weights are compared with each other; auto is layer, row for wanda, else global
     sparsity: float = 0.5  # fraction of the prunable weights to remove
+    allocate: Literal["uniform", "depth", "erk", "fisher"] = "uniform"  # how layers share the sparsity, by layer
+    no_repair: Flag = False  # leave the weights that stay as they are
+    repair_probe: Flag = False  # repair the masks of a probe too
+    targets: Literal["dense", "own"] = "dense"  # reproduce the dense model's outputs, or those of each layer by itself
+    tune: Flag = False  # let every block learn the dense one's outputs
+    damping: float | None = None  # how near weights stay to their dense values; by default from the number of tokens
     probe: Literal["none", "sequential", "block", "joint"] = "none"  # schedule of the probe
     tau: str = "1.0"  # allowed increase of the gradient: a number, adaptive, or target
     order: Literal["reverse", "forward"] = "reverse"  # in which weights or blocks are probed
     reduction: float = 0.1  # factor that candidates are multiplied by
     zero_gradient: Literal["prune", "keep"] = "prune"  # what to do with candidates that have no gradient
-    samples: int = 32  # calibration windows
+    calibrate: Literal["tokens", "self"] = "tokens"  # self: on text that the model writes from its start token
+    samples: int | None = None  # calibration windows; by default up to 128 for a repair, else 32
     length: int = 0  # tokens per window; 0 takes 256, or the model's longest
     eval_windows: int = 0  # held-out windows; 0 takes all
     seed: int = 0  # which calibration windows
@@ -56,7 +70,8 @@ class Command:
     profile: bool = False  # report where time and memory went, and what to change
 
 
-OF_PROBE = ("tau", "order", "reduction", "zero_gradient")
+OF_PROBE = ("tau", "order", "reduction", "zero_gradient", "repair_probe")
+OF_REPAIR = ("targets", "damping", "tune")
 
 
 def run(command: Command) -> None:
@@ -66,11 +81,12 @@ def run(command: Command) -> None:
     outcome = _pruned(command)
     _write(command, outcome)
     print_result(outcome, command.sparsity, is_probed=command.probe != "none")
-    if command.score == "wanda" and command.scope == "global":
+    if outcome.score == "wanda" and command.scope == "global":
         print("One threshold for all layers suits wanda badly: on small GPTs it was far worse than by rows.")
     result = outcome.result
     cost = f"{result.passes:,} passes with gradients and {result.forwards:,} without, of one sample"
-    print(f"{command.out}: written; {command.model} was pruned in {result.seconds:.1f} s, {cost}")
+    memory = f"at most {result.peak_bytes / 2**30:.2f} GiB of memory"
+    print(f"{command.out}: written; {command.model} was pruned in {result.seconds:.1f} s with {memory}, {cost}")
     if outcome.profile is not None:
         print_profile(outcome.profile)
 
@@ -79,6 +95,9 @@ def _check(command: Command) -> None:
     """Refuse options that make no sense before anything is loaded."""
     if command.out.exists():
         raise ValueError(f"{command.out} is there already; choose another --out")
+    above = next(folder for folder in command.out.absolute().parents if folder.exists())
+    if not (above.is_dir() and os.access(above, os.W_OK)):
+        raise ValueError(f"{command.out} cannot be written: {above} is no folder that you may write to")
     if not 0 <= command.sparsity < 1:
         raise ValueError(f"sparsity must lie in [0, 1), got {command.sparsity}")
     if command.scope == "2:4" and command.sparsity != 0.5:
@@ -90,11 +109,37 @@ def _check(command: Command) -> None:
         value, flag = getattr(command, option.name), f"--{option.name.replace('_', '-')}"
         if command.probe == "none" and option.name in OF_PROBE and value != option.default:
             raise ValueError(f"without --probe nothing reads {flag}; leave it off")
+        if not _repairs(command) and option.name in OF_REPAIR and value != option.default:
+            raise ValueError(f"without a repair nothing reads {flag}; leave it off")
         if option.name in ("length", "eval_windows", "batch") and value < 0:
             raise ValueError(f"{flag} must be at least 0, got {value}")
+    if command.allocate != "uniform" and _scope(command) != "layer":
+        raise ValueError(f"--allocate {command.allocate} spreads the sparsity over layers; take --scope layer")
+    if command.allocate == "fisher" and command.probe != "none":
+        raise ValueError("--allocate fisher does not go with --probe; leave one off")
     from ..ops.machine import device_of
 
     device_of(command.device)
+
+
+def _repairs(command: Command) -> bool:
+    return command.repair_probe if command.probe != "none" else not command.no_repair
+
+
+def _scope(command: Command) -> str:
+    """The scope that auto stands for."""
+    if command.scope != "auto":
+        return command.scope
+    if _score(command) is None or command.allocate != "uniform":
+        return "layer"
+    return "row" if _score(command) == "wanda" else "global"
+
+
+def _score(command: Command) -> str | None:
+    """The score that auto stands for; None leaves the choice to the solver."""
+    if command.score != "auto":
+        return command.score
+    return "wanda" if command.probe != "none" or command.no_repair else None
 
 
 def _pruned(command: Command) -> "Outcome":
@@ -105,32 +150,44 @@ def _pruned(command: Command) -> "Outcome":
 
     from ..lab.gpu import Sampler, utilisation_reader
     from ..lab.trained_model import load_trained
-    from ..oneshot import prune
+    from ..oneshot import Repair, prune
     from .prune_tables import Outcome
 
-    probe, select, device = _probe(command), _selector(command.scope), torch.device(command.device)
+    probe, score, device = _probe(command), _score(command), torch.device(command.device)
+    repair = Repair(command.targets, command.damping, tune=command.tune) if _repairs(command) else None
     trained = load_trained(_source(command))
-    settings: dict[str, Any] = {"score": command.score, "select": select, "loss": trained.loss}
+    settings: dict[str, Any] = {"score": score, "select": _selector(command), "loss": trained.loss}
     settings |= {"include": command.include, "exclude": command.exclude, "batch_size": command.batch or None}
     settings |= {"offload": device if command.offload else None, "checkpointing": command.checkpointing}
     began, measure = time.perf_counter(), _Measure(command, trained, device)
     sampler = Sampler(utilisation_reader(device) if command.profile else None)
-    with sampler.running(), weights_bar(f"probe, {command.probe}" if probe else "prune") as progress:
+    title = f"probe, {command.probe}" if probe else "repair" if repair else "prune"
+    with sampler.running(), weights_bar(title) as progress:
         rows = {"dense": measure()}
-        result = prune(trained.model, trained.batches, command.sparsity, probe=probe, progress=progress, **settings)
+        more: dict[str, Any] = {"state": _state(command) if repair and not probe else None, "progress": progress}
+        result = prune(trained.model, trained.batches, command.sparsity, probe=probe, repair=repair, **settings, **more)
         reached = measure()
         if probe is not None:
             result.undo_()
-            alone = prune(trained.model, trained.batches, result.sparsity, **settings)
-            rows[f"{command.score} alone"] = measure()
+            alone = prune(trained.model, trained.batches, result.sparsity, repair=None, **settings)
+            rows[f"{score} alone"] = measure()
             alone.undo_()
             result.apply_()
-    rows["probed" if probe else command.score] = reached
+        if repair is not None:
+            with result.masks_alone():
+                rows["masks alone"] = measure()
+    rows["repaired" if repair else "probed" if probe else score or ""] = reached
+    outcome = Outcome(trained, result, rows, score)
     if not command.profile:
-        return Outcome(trained, result, rows)
+        return outcome
     seconds = result.parts | measure.clock.seconds
     total = time.perf_counter() - began
-    return Outcome(trained, result, rows, _profile(command, result, seconds, total, sampler.mean))
+    return replace(outcome, profile=_profile(command, result, seconds, total, sampler.mean))
+
+
+def _state(command: Command) -> Path:
+    """The folder of a repair that is not finished."""
+    return command.out.with_name(f".{command.out.name}.unfinished")
 
 
 class _Measure:
@@ -179,7 +236,10 @@ def _profile(
 def _source(command: Command) -> "ModelSource":
     from ..lab.trained_model import ModelSource
 
-    return ModelSource(**{field.name: getattr(command, field.name) for field in fields(ModelSource)})
+    known = {field.name: getattr(command, field.name) for field in fields(ModelSource) if hasattr(command, field.name)}
+    if command.samples is None:
+        known |= {"samples": 128, "at_most": True} if _repairs(command) else {"samples": 32}
+    return ModelSource(**known)
 
 
 def _probe(command: Command) -> "Probe | None":
@@ -194,27 +254,24 @@ def _probe(command: Command) -> "Probe | None":
     return Probe(tau, command.order, command.probe, command.reduction, command.zero_gradient)
 
 
-def _selector(scope: str) -> "Selector | None":
+def _selector(command: Command) -> "Selector":
     from ..select import Global, NofM, PerLayer, PerRow
 
-    return {"auto": None, "row": PerRow(), "layer": PerLayer(), "global": Global(), "2:4": NofM(2, 4)}[scope]
+    scopes = {"row": PerRow(), "layer": PerLayer(command.allocate), "global": Global(), "2:4": NofM(2, 4)}
+    return scopes[_scope(command)]
 
 
 def _write(command: Command, outcome: "Outcome") -> None:
-    """Write the folder under another name, and rename it when it is complete."""
-    import shutil
-
+    """Write the folder, which appears when it is complete, and forget the state of the repair."""
+    from ..files.atomic import new_folder
     from ..files.json_file import write_json
+    from .prune_picture import picture
 
-    part = command.out.with_name(command.out.name + ".part")
-    part.mkdir(parents=True)
-    try:
+    with new_folder(command.out) as part:
         outcome.model.save(part)
         write_json(part / "result.json", _plain(_figures(command, outcome)))
-        part.rename(command.out)
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise
+        (part / "layers.svg").write_text(picture(outcome.result.layers))
+    shutil.rmtree(_state(command), ignore_errors=True)
 
 
 def _figures(command: Command, outcome: "Outcome") -> dict[str, Any]:

@@ -13,6 +13,13 @@ from .console import print, wide_console
 
 PARTS = {
     "strategy": "input norms or gradients, and the choice of candidates",
+    "forwards": "passes over the samples, dense and pruned",
+    "grams": "products of the layers' inputs",
+    "factorisations": "inverses of Gram matrices",
+    "iterations": "which weights stay",
+    "refine": "what the weights that stay must be",
+    "tune": "blocks tuned to the dense model's outputs",
+    "batch norms": "statistics renewed",
     "inspection": "what can be batched and skipped in this model",
     "records": "gradients before and after the reduction, and the decisions",
     "evaluation": "held-out data",
@@ -92,6 +99,7 @@ class Outcome:
     model: TrainedModel
     result: Result
     rows: dict[str, dict[str, float]]  # sparsity and metric of the dense model, the pruned one and the comparison
+    score: str | None = None  # None where the solver chose
     profile: Profile | None = None
 
 
@@ -109,6 +117,9 @@ def print_result(outcome: Outcome, asked: float, *, is_probed: bool) -> None:
     console.print(table)
     if result.sparsity_before:
         print(_zero_already(asked, result))
+    for layer in result.layers:
+        if layer.not_repaired:
+            print(f"{layer.name} was pruned but not repaired: {layer.not_repaired}")
 
 
 def _zero_already(asked: float, result: Result) -> str:
@@ -124,17 +135,20 @@ def _zero_already(asked: float, result: Result) -> str:
 def _layers(result: Result, *, is_probed: bool) -> Table:
     """One row per weight; columns of the probe are left out without one."""
     table = Table(title="what was pruned in each weight")
-    headings = ("weight", "shape", "proposed", "pruned", "sparsity", "no gradient", "not finite", "tau")
-    for heading in headings if is_probed else ("weight", "shape", "pruned", "sparsity"):
+    of_probe = ("no gradient", "not finite", "tau") if is_probed else ()
+    of_repair = ("error, mask alone", "error") if result.repairs else ()
+    headings = ("weight", "shape", *(["proposed"] if is_probed else []), "pruned", "sparsity", *of_probe, *of_repair)
+    for heading in headings:
         table.add_column(heading, justify="left" if heading == "weight" else "right", no_wrap=True)
     for layer in result.layers:
         shape, tau = "x".join(map(str, layer.shape)), "" if layer.tau is None else f"{layer.tau:.4g}"
-        pruned = (f"{layer.num_pruned:,}", f"{layer.sparsity:.2%}")
+        cells = [f"{layer.num_pruned:,}", f"{layer.sparsity:.2%}"]
         if is_probed:
-            more = (str(layer.num_zero_gradient), str(layer.num_not_finite), tau)
-            table.add_row(layer.name, shape, f"{layer.num_candidates:,}", *pruned, *more)
-        else:
-            table.add_row(layer.name, shape, *pruned)
+            cells.insert(0, f"{layer.num_candidates:,}")
+            cells += [str(layer.num_zero_gradient), str(layer.num_not_finite), tau]
+        if result.repairs:
+            cells += ["" if error is None else f"{error:.4f}" for error in (layer.mask_error, layer.error)]
+        table.add_row(layer.name, shape, *cells)
     return table
 
 

@@ -48,6 +48,8 @@ class ModelSource:
     dtype: str = "auto"
     device: str = "cpu"
     offload: bool = False  # weights stay in main memory
+    calibrate: str = "tokens"  # or self: on text that the model writes
+    at_most: bool = False  # fewer samples will do where the file has no more
 
 
 def load_trained(source: ModelSource) -> TrainedModel:
@@ -67,16 +69,24 @@ def load_trained(source: ModelSource) -> TrainedModel:
 
 
 def _hugging_face(source: ModelSource, folder: Path) -> TrainedModel:
-    if source.tokens is None or source.eval_tokens is None:
+    is_own = source.calibrate == "self"
+    if (source.tokens is None and not is_own) or source.eval_tokens is None:
         raise ValueError("a model from a folder needs --tokens to calibrate and --eval-tokens to evaluate on")
-    calibration, held_out = token_ids(source.tokens), token_ids(source.eval_tokens)
+    if source.tokens is not None and is_own:
+        raise ValueError("--calibrate self writes the calibration text; leave off --tokens")
+    calibration = None if source.tokens is None else tokens_of(source.tokens, folder)
+    held_out = tokens_of(source.eval_tokens, folder)
     model = load_causal_model(folder, source.dtype, source.gguf_file)
     _forget_quantization(model)
     model.to("cpu" if source.offload else source.device)
-    check_vocabulary(source.tokens, calibration, model)
     check_vocabulary(source.eval_tokens, held_out, model)
     length = source.length or longest_window(model)
-    drawn = _drawn(calibration, source.samples, length, source.seed)
+    if calibration is None or source.tokens is None:
+        drawn = written_by(model, source.samples, length, source.seed)
+    else:
+        check_vocabulary(source.tokens, calibration, model)
+        num = min(source.samples, max(1, len(calibration) // length)) if source.at_most else source.samples
+        drawn = _drawn(calibration, num, length, source.seed)
     kept = side_by_side(held_out, length, source.eval_windows)
 
     def evaluate(model: nn.Module) -> float:
@@ -104,6 +114,39 @@ def token_ids(path: Path) -> np.ndarray:
             "numpy.array(tokenizer.encode(text), '<u2').tofile('text.u16')"
         )
     return read_tokens(path)
+
+
+def tokens_of(path: Path, folder: Path) -> np.ndarray:
+    """Tokens of a token file, or of a text by the tokenizer in the model's folder, if it has one."""
+    if path.suffix in (".txt", ".md") and path.is_file():
+        from transformers import AutoTokenizer
+
+        try:
+            tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        except Exception:  # whatever keeps a tokenizer from being read, the message below says what to do
+            return token_ids(path)
+        return np.array(tokenizer.encode(path.read_text(encoding="utf-8")), dtype=np.int64)
+    return token_ids(path)
+
+
+@torch.no_grad()
+def written_by(model: Any, num: int, length: int, seed: int, size: int = 16) -> Tensor:
+    """``num`` windows (num, length) that the model writes from its start token, drawn at temperature 1."""
+    from transformers import GenerationConfig
+
+    start = model.config.bos_token_id
+    if start is None:
+        raise ValueError("--calibrate self begins with the start token, but the model's config has no bos_token_id")
+    # no end token: a window goes on with the next text, as training data does
+    how = GenerationConfig(do_sample=True, top_k=0, max_new_tokens=length - 1, pad_token_id=start)
+    device, found = next(model.parameters()).device, []
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        for first in range(0, num, size):
+            begin = torch.full((min(size, num - first), 1), start, device=device)
+            written = model.generate(begin, attention_mask=torch.ones_like(begin), generation_config=how)
+            found.append(written.cpu())
+    return torch.cat(found)
 
 
 def _forget_quantization(model: Any) -> None:

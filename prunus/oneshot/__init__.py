@@ -5,6 +5,7 @@ from .probe import Probe
 from .prune import prune
 from .result import Found, Layer, Result
 from .search import search
+from .solver import Repair
 
 __all__ = [
     "Bisection",
@@ -13,6 +14,7 @@ __all__ = [
     "Levels",
     "Limit",
     "Probe",
+    "Repair",
     "Result",
     "SearchOptions",
     "Trial",

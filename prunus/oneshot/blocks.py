@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..eligible import Weight
-from .samples import Chunk, Samples, Tree, copied, joined, repeated, rows
+from .samples import Chunk, Samples, Tree, copied, joined, moved, repeated, room_for, rows, write_rows
 
 
 def blocks_of(model: nn.Module, weights: Sequence[Weight]) -> list[nn.Module]:
@@ -70,8 +70,11 @@ def _stub(output: Tree) -> Callable[..., Tree]:
     return forward
 
 
-class _Reached(Exception):
-    """Ends a forward pass once the wanted block has run."""
+class Reached(Exception):
+    """Ends a forward pass once it has computed what is wanted."""
+
+
+Visit = Callable[[Callable[[Chunk], None]], None]  # calls a function for all samples, some at a time
 
 
 class Stream:
@@ -81,9 +84,10 @@ class Stream:
     the model itself computes masks, position embeddings, head and loss.
     """
 
-    def __init__(self, blocks: Sequence[nn.Module], samples: Samples) -> None:
+    def __init__(self, blocks: Sequence[nn.Module], samples: Samples, offload: torch.device | None = None) -> None:
         self.blocks = blocks
         self.samples = samples
+        self.offload = offload  # the device of the passes, where activations are to be stored in main memory
         self.wanted: Collection[int] = range(len(blocks) + 1)
         self._outputs: dict[int, list[Tree]] = {}  # by position, one tree per group of samples
 
@@ -115,6 +119,24 @@ class Stream:
                 self._outputs[i] = [joined(trees, lengths) for trees, lengths in zip(groups, sizes, strict=True)]
         return len(self.samples)
 
+    def advance(self, k: int, forward: Callable[[Chunk], object], visit: Visit) -> None:
+        """From position ``k`` to ``k + 1``, in the memory of the old activations where the new ones fit there."""
+        before, after = self._outputs.get(k), [None] * len(self.samples.groups)
+
+        def act(chunk: Chunk) -> None:
+            output = self.run(k, k + 1, forward, chunk)[k + 1]
+            if after[chunk.group] is None:
+                size = self.samples.groups[chunk.group].size
+                after[chunk.group] = room_for(output, chunk.size, size, before[chunk.group] if before else None)
+            write_rows(after[chunk.group], output, chunk)
+
+        visit(act)
+        self._outputs = {k + 1: after}
+
+    def copy_from(self, other: "Stream", k: int) -> None:
+        """Take over what another stream has at position ``k``."""
+        self._outputs = {k: [copied(tree) for tree in other._outputs[k]]} if k else {}
+
     def run(self, first: int, last: int, forward: Callable[[Chunk], object], chunk: Chunk) -> dict[int, Tree]:
         """Outputs, by position, of a pass from ``first`` that ends at ``last``: at ``last`` and where wanted."""
         found: dict[int, Tree] = {}
@@ -122,9 +144,9 @@ class Stream:
         def hook(position: int) -> Callable[..., None]:
             def store(module: nn.Module, args: Any, output: Tree) -> None:
                 if position == last or position in self.wanted:
-                    found[position] = copied(output)
+                    found[position] = copied(output) if self.offload is None else moved(output, torch.device("cpu"))
                 if position == last:
-                    raise _Reached
+                    raise Reached
 
             return store
 
@@ -132,12 +154,17 @@ class Stream:
         try:
             with torch.no_grad(), self.starting_at(first, chunk):
                 forward(chunk)
-        except _Reached:
+        except Reached:
             pass
         finally:
             for handle in handles:
                 handle.remove()
         return found
+
+    def stored(self, k: int, chunk: Chunk) -> Tree:
+        """What the samples of a chunk are at position ``k``, on the device of the passes."""
+        output = rows(self._outputs[k][chunk.group], chunk.start, chunk.stop, self.samples.groups[chunk.group].size)
+        return output if self.offload is None else moved(output, self.offload)
 
     @contextmanager
     def starting_at(self, k: int, chunk: Chunk, times: int = 1) -> Iterator[None]:
@@ -145,8 +172,7 @@ class Stream:
         if k == 0:
             yield
             return
-        size = self.samples.groups[chunk.group].size
-        output = rows(self._outputs[k][chunk.group], chunk.start, chunk.stop, size)
+        output = self.stored(k, chunk)
         # copies: the model may change them in place
         last = copied(output) if times == 1 else repeated(output, times, chunk.size)
         others = copied(last) if k > 1 else None

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -35,15 +36,22 @@ class Group:
     scale: Tensor  # (in,)
     drift: Tensor | None  # t, (rows, in): W (X_d - X) X^T, scaled; None where X_d = X or targets are the layer's own
     targets: Tensor  # (rows, in): scaled dense weights times G, plus t
-    live: Tensor  # (rows, in): weights that were not zero before
-    within: Mapping[str, Tensor]  # the same by layer; empty where all are live
+    live: Tensor  # (rows, in): weights that may stay
+    live_by_layer: Mapping[str, Tensor]  # the same; empty where all are live
     unseen: Tensor | None  # (in,): inputs that were zero at every token
+    unit: Tensor  # mean(diag X X^T)
     energy: Tensor  # (rows,): |W X_d|^2
     floor: Tensor  # (rows,): |W X - W X_d|^2, what the dense weights leave
 
     @staticmethod
-    def of(weights: Mapping[str, Tensor], moments: Moments, dense_targets: bool, damping: float) -> "Group":
-        """Set up the problem; ``moments`` are not changed."""
+    def of(
+        weights: Mapping[str, Tensor],
+        moments: Moments,
+        dense_targets: bool,
+        damping: float,
+        live: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> "Group":
+        """Set up the problem; ``moments`` are not changed. ``live`` masks tell what may stay of some layers."""
         _check(weights, moments)
         dtype = moments.gram.dtype
         for dense in weights.values():
@@ -67,7 +75,9 @@ class Group:
             drift = (weight @ cross.sub_(gram)).div_(scale)
         gram.div_(scale).div_(scale.unsqueeze(1)).fill_diagonal_(1)
         targets = (weight * scale) @ gram
-        live = weight != 0
+        alive = weight != 0
+        if live:
+            alive &= torch.cat([live.get(name, torch.ones_like(dense).bool()) for name, dense in weights.items()])
         group = Group(
             weights=weights,
             damping=damping,
@@ -76,13 +86,14 @@ class Group:
             scale=scale,
             drift=drift,
             targets=targets if drift is None else targets.add_(drift),
-            live=live,
-            within={},
+            live=alive,
+            live_by_layer={},
             unseen=unseen if bool(unseen.any()) else None,
+            unit=unit,
             energy=energy,
             floor=floor,
         )
-        return group if bool(live.all()) else replace(group, within=group.split(live))
+        return group if bool(alive.all()) else replace(group, live_by_layer=group.split(alive))
 
     def split(self, rows: Tensor) -> dict[str, Tensor]:
         """Rows by layer."""

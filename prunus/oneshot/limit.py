@@ -40,7 +40,7 @@ class Trial:
     ``scale`` is what tuning multiplied tau by; ``passes`` counts forward and backward passes of one sample.
     """
 
-    asked: float
+    target: float
     sparsity: float
     metric: float
     accepted: bool
@@ -64,9 +64,9 @@ class Levels:
 
     def next(self, trials: Sequence[Trial]) -> float | None:
         """The sparsity to try next, if any."""
-        asked = round(self.initial + len(trials) * self.step, 9)
+        target = round(self.initial + len(trials) * self.step, 9)
         failed = bool(trials) and not trials[-1].accepted
-        return None if failed or asked > self.final else asked
+        return None if failed or target > self.final else target
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,8 @@ class Bisection:
             raise ValueError(f"bisection needs 0 < final < 1 and a gap above 0, got {self}")
 
     def next(self, trials: Sequence[Trial]) -> float | None:
-        low = max((trial.asked for trial in trials if trial.accepted), default=0.0)
-        high = min((trial.asked for trial in trials if not trial.accepted), default=None)
+        low = max((trial.target for trial in trials if trial.accepted), default=0.0)
+        high = min((trial.target for trial in trials if not trial.accepted), default=None)
         if high is None:
             return None if trials else self.final
         return (low + high) / 2 if high - low > self.gap else None

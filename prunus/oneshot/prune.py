@@ -1,11 +1,12 @@
 """Prune a trained model: a strategy proposes weights, and a probe may keep some of them."""
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +15,17 @@ from ..eligible import eligible, unwrapped_model
 from ..input_statistics import eagerly
 from ..ops import bits
 from ..ranks import is_dtensor
-from ..select import Selector
+from ..select import Global, PerLayer, Selector, Shape, clipped
 from .limit import Progress
 from .probe.engine import Engine
 from .probe.objective import Loss, Objective
 from .probe.prober import Finished, Probe, Probed, Prober
+from .repair import RepairWalk, renew_batch_norms
 from .resources import Clock, Peak
 from .result import Result
+from .samples import fingerprint as samples_hash
+from .solver import Repair, keep, keep_all_but
+from .state import RepairState
 from .strategy import ScoreLike, Strategy, default_select
 from .walk import Originals, Walk
 
@@ -28,46 +33,74 @@ from .walk import Originals, Walk
 def prune(
     model: nn.Module,
     batches: Iterable[Any] = (),
-    sparsity: float = 0.5,
-    score: ScoreLike = "magnitude",
+    sparsity: float | None = None,
+    score: ScoreLike | None = None,
     select: Selector | None = None,
     probe: Probe | None = None,
     loss: Loss | None = None,
     *,
+    repair: Repair | Literal["auto"] | None = "auto",
     include: str | Sequence[str] = (),
     exclude: str | Sequence[str] = (),
     batch_size: int | None = None,
     offload: str | torch.device | None = None,
     checkpointing: bool = False,
+    state: Path | None = None,
     progress: Progress | None = None,
 ) -> Result:
     """Prune ``model`` in place to ``sparsity`` of its prunable weights, and return what was done.
 
-    The sparsity counts all zeros, and weights that are zero already go first. Where the model, or a row that is
-    compared by itself, has more zeros than asked for, none comes back.
+    Where batches are given, the weights that stay are repaired: solved for, block after block, so that the outputs of
+    the dense model stay. Without a ``score`` the solver also finds which weights stay; a named score gives its mask,
+    and ``repair=None`` leaves it at that. Without batches the score is magnitude, and nothing is repaired.
+
+    The sparsity, by default a half, counts all zeros, and weights that are zero already go first. Where the model, or
+    a row that is compared by itself, has more zeros than asked for, none comes back.
 
     ``batches`` are tensors, pairs (input, target) or dicts, read once; a sample is one index of dimension 0, and
-    its loss is that of a batch of one. They may be left out where nothing reads them: magnitude without a probe.
-    ``loss(output, target)`` defaults to the model's own for Hugging Face models. ``select`` defaults to ``PerRow``
-    for wanda and to ``Global`` for the rest.
+    its loss is that of a batch of one. ``loss(output, target)`` defaults to the model's own for Hugging Face models.
+    ``select`` defaults to ``PerLayer`` without a score, to ``PerRow`` for wanda and to ``Global`` for the rest.
 
     A probe keeps some of what the strategy proposes, so the sparsity ends below the one asked for, unless its tau is
-    ``target``. With ``offload``, a device, the model's blocks are moved there one at a time, and everything else
-    stays there until the end: the masks are the same. With ``checkpointing`` blocks after the probed one run again
-    for the backward instead of keeping their activations; this is also done where a single sample does not fit.
+    ``target``; nothing is repaired then unless ``repair`` says so. With ``offload``, a device, the model's blocks are
+    moved there one at a time, and everything else stays there until the end: the masks are the same. With
+    ``checkpointing`` blocks after the probed one run again for the backward instead of keeping their activations; this
+    is also done where a single sample does not fit. With ``state``, a folder, a repair that was killed goes on where
+    it was when it is called again with the same dense model, and ends with the same bits.
 
-    The model comes back in its mode and with its buffers; after an exception with its weights too.
+    The model comes back in its mode and with its buffers, but for batch norms, whose statistics a repair renews; after
+    an exception with its weights too.
     """
-    job = Job(model, batches, Plan(score, select, loss, include, exclude, batch_size, offload, checkpointing))
+    score, repair = method(batches, score, probe, repair)
+    plan = Plan(score, select, loss, include, exclude, batch_size, offload, checkpointing, repair)
+    job = Job(model, batches, plan)
+    if sparsity is None:
+        sparsity = getattr(select, "sparsity", None) or 0.5
     with job.open():
-        return job.prune(sparsity, probe, progress=progress)
+        return job.prune(sparsity, probe, Start(state=state), progress=progress)
+
+
+def method(
+    batches: Any, score: ScoreLike | None, probe: Probe | None, repair: Repair | Literal["auto"] | None
+) -> tuple[ScoreLike | None, Repair | None]:
+    """Score and repair that stand for what was left open; no score stands for the solver."""
+    has_batches = not (isinstance(batches, Sized) and len(batches) == 0)
+    if repair == "auto":
+        repair = Repair() if has_batches and probe is None else None
+    if repair is not None and not isinstance(repair, Repair):
+        raise ValueError(f"repair is Repair(...), or None for masks alone, got {repair!r}")
+    if repair is not None and not has_batches:
+        raise ValueError("a repair needs calibration samples: give batches, or leave out repair")
+    if score is None and (repair is None or probe is not None):
+        score = "magnitude"
+    return score, repair
 
 
 @dataclass(frozen=True)
 class Plan:
     """What is the same for every level: strategy, loss, and which weights."""
 
-    score: ScoreLike = "magnitude"
+    score: ScoreLike | None = "magnitude"  # None: the solver of the repair finds which weights stay
     select: Selector | None = None
     loss: Loss | None = None
     include: str | Sequence[str] = ()
@@ -75,6 +108,7 @@ class Plan:
     batch_size: int | None = None
     offload: str | torch.device | None = None  # where blocks go one at a time
     checkpointing: bool = False
+    repair: Repair | None = None
 
 
 @dataclass
@@ -83,6 +117,8 @@ class Start:
 
     live: Mapping[str, Tensor] = field(default_factory=dict)  # packed; for a missing name all that is not zero
     done: Probed | None = None
+    state: Path | None = None  # folder of a repair
+    masks: Mapping[str, Tensor] | None = None  # packed: what this level has chosen before, to be repaired again
 
 
 class Job:
@@ -99,13 +135,21 @@ class Job:
             raise ValueError(f"{sharded[0]} is sharded over ranks; prune the whole model in one process, then shard it")
         self.walk = Walk(self.model, weights, batches, plan.offload)
         self.clock = Clock(self.walk.device)
-        select = plan.select or default_select(plan.score)
-        self.strategy = Strategy(self.walk, self.engine, plan.score, select)
+        self.select = plan.select or (PerLayer() if plan.score is None else default_select(plan.score))
+        self.strategy = Strategy(self.walk, self.engine, plan.score or "magnitude", self.select)
         self._engine: Engine | None = None
+        self._repair_forwards = 0
+        self._is_open = False
 
-    def open(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def open(self) -> Iterator[None]:
         """The model as it is worked on; afterwards all but its weights is as before."""
-        return self.walk.open()
+        with self.walk.open():
+            self._is_open = True
+            try:
+                yield
+            finally:
+                self._is_open = False
 
     def engine(self) -> Engine:
         """The engine of the model's gradients, made when it is first asked for."""
@@ -118,7 +162,8 @@ class Job:
     def _counts(self) -> tuple[int, int]:
         """Passes of one sample so far: forward and backward, forward alone."""
         engine = self._engine
-        return (engine.passes if engine else 0, self.strategy.forwards + (engine.forwards if engine else 0))
+        forwards = self.strategy.forwards + self._repair_forwards + (engine.forwards if engine else 0)
+        return (engine.passes if engine else 0, forwards)
 
     def changed(self) -> None:
         """Drop what the engine stored: weights were changed outside it."""
@@ -165,12 +210,27 @@ class Job:
     @torch.no_grad()
     def _level(self, result: Result, sparsity: float, probe: Probe | None, start: Start, finished: Finished) -> None:
         live = self.live(start.live)
+        if isinstance(self.select, PerLayer) and self.select.allocate == "fisher":
+            with self.clock.part("strategy"):
+                self.strategy.select = self._fisher_allocation(sparsity, live)
+        if start.masks is not None:
+            result.candidates = {name: live[name] & ~start.masks[name] for name in self.weights}
+            self._repair(result, start.masks, sparsity, live, start, finished)
+            return
+        if self.plan.score is None and probe is None:
+            result.candidates = live  # until the solver has chosen
+            self._repair(result, None, sparsity, live, start, finished)
+            result.candidates = {name: live[name] & ~result.packed[name] for name in self.weights}
+            return
         pool = probe.pool_sparsity(sparsity) if probe else sparsity
         with self.clock.part("strategy"):
             keep = self.strategy.keep(pool, live)
             exact = self.strategy.keep(sparsity, live) if pool != sparsity else keep
         result.candidates = {name: live[name] & ~keep[name] for name in self.weights}
         if probe is None:
+            if self.plan.repair is not None:
+                self._repair(result, keep, sparsity, live, start, finished)
+                return
             result.packed = keep
             for name, weight in self.weights.items():
                 where = bits.unpack(result.candidates[name], weight.parameter.shape)
@@ -187,6 +247,78 @@ class Job:
             found = prober.run(finished, done)
         result.ratios, result.taus = found.ratios, found.taus
         result.packed = {name: live[name] & ~found.pruned[name] for name in self.weights}
+        if self.plan.repair is not None:
+            result.originals.restore_()
+
+            def repair(result: Result) -> None:
+                with nullcontext() if self._is_open else self.open(), torch.no_grad(), eagerly():
+                    self._repair(result, result.packed, sparsity, live, start, lambda *_: None)
+
+            result.repair_again = repair
+            repair(result)
+
+    def _repair(
+        self,
+        result: Result,
+        masks: Mapping[str, Tensor] | None,
+        sparsity: float,
+        live: Mapping[str, Tensor],
+        start: Start,
+        finished: Finished,
+    ) -> None:
+        """Repair masks that are known, or have the solver find them."""
+        assert self.plan.repair is not None
+        if self.plan.repair.tune and self.walk.offload is not None:
+            raise ValueError("tuning needs the model on the device; leave out tune, or offload")
+        num_drop = self._num_drop(sparsity, live)
+        walk = RepairWalk(
+            self.walk,
+            self.plan.repair,
+            keep(self.strategy.select, sparsity) if num_drop is None else keep_all_but(num_drop),
+            result.originals,
+            num_drop=num_drop,
+            masks=masks,
+            live=live if start.live else None,
+            size=self.plan.batch_size,
+            clock=self.clock,
+        )
+        walk.run(lambda names: finished(names, Probed()), self._state(start.state, sparsity))
+        if self.plan.repair.batch_norm:
+            with self.clock.part("batch norms"):
+                renew_batch_norms(self.walk, walk.size, result.originals)
+        result.packed, result.repairs, result.tuned = walk.packed, walk.found, walk.tuned
+        self._repair_forwards += walk.forwards
+        self.changed()
+
+    def _state(self, folder: Path | None, sparsity: float) -> RepairState | None:
+        if folder is None:
+            return None
+        settings = {"sparsity": sparsity, "score": self.plan.score, "select": self.select}
+        settings |= {"repair": self.plan.repair, "samples": samples_hash(self.walk.samples)}
+        return RepairState(folder, {name: str(value) for name, value in settings.items()}, self.weights)
+
+    def _num_drop(self, sparsity: float, live: Mapping[str, Tensor]) -> dict[str, int] | None:
+        """How many of each weight go; None where rows or neighbours are compared by themselves."""
+        select = self.strategy.select
+        if select.group == "all":
+            masks = self.strategy.keep(sparsity, live)
+            return {name: self._num_pruned(name, masks) for name in self.weights}
+        shapes = [Shape(name, tuple(weight.parameter.shape), weight.outputs) for name, weight in self.weights.items()]
+        pruned = {name: self._num_pruned(name, live) for name in self.weights}
+        quotas = select.quota(shapes, sparsity, pruned)
+        return {quota.names[0]: quota.num_drop for quota in quotas} if select.group == "layer" else None
+
+    def _fisher_allocation(self, sparsity: float, live: Mapping[str, Tensor]) -> PerLayer:
+        """By layer, with about as many of each as one global selection by fisher would prune."""
+        masks = Strategy(self.walk, self.engine, "fisher", Global()).keep(sparsity, live)
+        sizes = [weight.parameter.numel() for weight in self.weights.values()]
+        wish, gone = ([self._num_pruned(name, packed) for name in self.weights] for packed in (masks, live))
+        counts = clipped(wish, sizes, sparsity, gone)
+        shares = (count / size for count, size in zip(counts, sizes, strict=True))
+        return PerLayer(dict(zip(self.weights, shares, strict=True)))
+
+    def _num_pruned(self, name: str, packed: Mapping[str, Tensor]) -> int:
+        return self.weights[name].parameter.numel() - int(bits.count(packed[name]))
 
     def live(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Packed bits of what is not zero, within ``given``: a weight that is zero counts as pruned."""

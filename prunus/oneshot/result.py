@@ -1,15 +1,19 @@
 """Results of pruning a trained model."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 
 from ..eligible import Weight
 from ..masks import Masks
 from ..ops import bits
 from .limit import Trial
-from .probe.decide import Ratios, Tau, check_tau, taus, within
+from .probe.decide import Ratios, Tau, check_tau, is_allowed, taus
+from .repair import LayerRepair
+from .tune import Tuned
 from .walk import Originals
 
 
@@ -25,6 +29,9 @@ class Layer:
     num_zero_gradient: int = 0  # candidates whose gradient was zero before and after
     num_not_finite: int = 0  # candidates kept because a gradient was NaN or infinite
     tau: float | None = None
+    mask_error: float | None = None  # of the outputs, relative, with the first mask and dense weights
+    error: float | None = None  # after the repair
+    not_repaired: str | None = None  # why, where other weights were
 
     @property
     def sparsity(self) -> float:
@@ -49,6 +56,10 @@ class Result:
     halved: int = 0  # how often memory ran out
     checkpointing: bool = False  # whether blocks ran again for the backward
     originals: Originals = field(default_factory=Originals)
+    repairs: dict[str, LayerRepair] = field(default_factory=dict)
+    tuned: dict[int, Tuned] = field(default_factory=dict)  # by block
+    repair_again: "Callable[[Result], None] | None" = None  # repairs the dense model by other masks of the probe
+    _repaired: dict[Tensor, Tensor] = field(default_factory=dict)  # values that ``undo_`` took back
 
     def __repr__(self) -> str:
         of = f"{self.num_pruned:,} of {self.num_weights:,} in {len(self.weights)} weights are zero"
@@ -82,15 +93,35 @@ class Result:
         return 1 - sum(int(bits.count(self._live(name))) for name in self.weights) / self.num_weights
 
     def undo_(self) -> None:
-        """Give every pruned weight its old value, bit for bit."""
+        """Give every changed weight its old value, bit for bit."""
+        self._repaired = self.originals.replaced() or self._repaired
         self.originals.restore_()
 
+    @torch.no_grad()
     def apply_(self) -> None:
         """Prune again what ``undo_`` restored."""
         self.undo_()
+        for tensor, values in self._repaired.items():
+            self.originals.save_all(tensor)
+            tensor.detach().copy_(values)
+        if self._repaired:
+            return
         for name, weight in self.weights.items():
             where = bits.unpack(self._live(name) & ~self.packed[name], weight.parameter.shape)
             self.originals.prune_(weight.parameter, where)
+
+    @contextmanager
+    def masks_alone(self) -> Iterator[None]:
+        """The dense weights under the masks, without their repair, while this is open."""
+        self.undo_()
+        masks = Originals()
+        try:
+            for name, weight in self.weights.items():
+                masks.prune_(weight.parameter, ~bits.unpack(self.packed[name], weight.parameter.shape))
+            yield
+        finally:
+            masks.restore_()
+            self.apply_()
 
     def packed_at(self, tau: Tau, base: float = 1.0) -> dict[str, Tensor]:
         """Packed masks that another tau gives from the stored ratios, without a new pass.
@@ -106,9 +137,13 @@ class Result:
         return {name: self._with_tau(name, value) for name, value in self._taus(tau, base).items()}
 
     def retake_(self, tau: Tau, base: float = 1.0) -> None:
-        """Make masks, model and ``taus`` those of another tau, from the stored ratios."""
+        """Make masks, model and ``taus`` those of another tau, from the stored ratios; a repair is done anew."""
         self.packed = self.packed_at(tau, base)
-        self.apply_()
+        if self.repair_again is None:
+            self.apply_()
+        else:
+            self.undo_()
+            self.repair_again(self)
         self.taus = self._taus(tau, base)
 
     def _taus(self, tau: Tau, base: float) -> dict[str, float]:
@@ -117,7 +152,7 @@ class Result:
     def _with_tau(self, name: str, tau: float) -> Tensor:
         shape = self.weights[name].parameter.shape
         where = bits.unpack(self.candidates[name], shape)
-        where[where.clone()] = within(self.ratios[name].q, tau)
+        where[where.clone()] = is_allowed(self.ratios[name].q, tau)
         return self._live(name) & ~bits.pack(where)
 
     def _live(self, name: str) -> Tensor:
@@ -125,7 +160,7 @@ class Result:
         return self.packed[name] | self.candidates[name]
 
     def _layer(self, name: str, parameter: nn.Parameter) -> Layer:
-        ratios = self.ratios.get(name)
+        ratios, repair = self.ratios.get(name), self.repairs.get(name, LayerRepair())
         return Layer(
             name,
             tuple(parameter.shape),
@@ -135,6 +170,9 @@ class Result:
             ratios.num_zero if ratios else 0,
             ratios.num_not_finite if ratios else 0,
             self.taus.get(name),
+            repair.mask_error,
+            repair.error,
+            repair.not_repaired,
         )
 
 

@@ -124,6 +124,27 @@ def joined(trees: list[Tree], sizes: list[int]) -> Tree:
     return pytree.tree_unflatten(columns, pytree.tree_flatten(trees[0])[1])
 
 
+def room_for(tree: Tree, num_rows: int, size: int, old: Tree | None = None) -> Tree:
+    """A tree like one of ``num_rows`` rows with memory for ``size``: that of ``old`` where it has this form."""
+    leaves, spec = pytree.tree_flatten(tree)
+    shapes = [(size, *leaf.shape[1:]) if has_rows(leaf, num_rows) else None for leaf in leaves]
+    used, same = pytree.tree_flatten(old)
+    if spec == same and all(
+        torch.is_tensor(b) and (b.shape, b.dtype, b.device) == (shape, a.dtype, a.device)
+        for a, b, shape in zip(leaves, used, shapes, strict=True)
+    ):
+        return old
+    made = [leaf if shape is None else leaf.new_empty(shape) for leaf, shape in zip(leaves, shapes, strict=True)]
+    return pytree.tree_unflatten(made, spec)
+
+
+def write_rows(into: Tree, tree: Tree, chunk: Chunk) -> None:
+    """Copy the rows of a chunk to their places in the tree of all samples."""
+    for whole, part in zip(pytree.tree_leaves(into), pytree.tree_leaves(tree), strict=True):
+        if has_rows(part, chunk.size):
+            whole[chunk.start : chunk.stop] = part
+
+
 def copied(tree: Tree) -> Tree:
     """The same tree with cloned tensors."""
     return pytree.tree_map(lambda leaf: leaf.clone() if torch.is_tensor(leaf) else leaf, tree)

@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,9 +17,10 @@ from .limit import Limit, SearchOptions, Trial
 from .probe.decide import taus
 from .probe.objective import Loss
 from .probe.prober import Probe, Probed
-from .prune import Job, Plan, Start
+from .prune import Job, Plan, Start, method
 from .result import Found, Result
 from .samples import fingerprint
+from .solver import Repair
 from .state import State
 from .strategy import ScoreLike
 from .walk import Originals
@@ -34,8 +36,9 @@ def search(
     limit: Limit = Limit(relative=0.05),
     probe: Probe | None = None,
     *,
-    score: ScoreLike = "magnitude",
+    score: ScoreLike | None = None,
     select: Selector | None = None,
+    repair: Repair | None = None,
     loss: Loss | None = None,
     include: str | Sequence[str] = (),
     exclude: str | Sequence[str] = (),
@@ -47,10 +50,14 @@ def search(
     Masks are cumulative: a level prunes within what the one before it kept. A level that fails is taken back bit for
     bit; if the first fails, the model comes back dense. With ``options.state``, a folder, a search that was
     killed resumes after its last finished group of weights when it is called again with the same dense model.
+
+    With ``repair`` every level is repaired, from the dense weights on. Without a ``score`` the solver of the repair
+    then chooses what stays; otherwise the score is magnitude.
     """
+    score, repair = method(batches, score, probe, repair)
     if options.tune and probe and probe.tau == "target":
         raise ValueError("tau='target' cannot be tuned: it follows from the sparsity; give a number, or no tune")
-    plan = Plan(score, select, loss, include, exclude, batch_size, options.offload, options.checkpointing)
+    plan = Plan(score, select, loss, include, exclude, batch_size, options.offload, options.checkpointing, repair)
     job = Job(model, batches, plan)
     with job.open():
         return _Search(job, evaluate, limit, probe, options).run()
@@ -60,10 +67,11 @@ def search(
 class _Kept:
     """A level that was kept: what it changed, and the masks after it."""
 
-    asked: float
+    target: float
     originals: Originals
     packed: Packed
     trial: Trial | None = None
+    result: Result | None = None  # where levels are repaired: each begins with the dense weights
 
 
 @dataclass
@@ -85,8 +93,8 @@ class _Search:
             if not math.isfinite(dense):
                 raise ValueError(f"the metric of the dense model is {dense}; a limit needs a finite one")
             state = self._state()
-            while (asked := self.options.steps.next(self.trials)) is not None:
-                self._try(asked, dense, state)
+            while (target := self.options.steps.next(self.trials)) is not None:
+                self._try(target, dense, state)
             found = self._found(dense)
         except BaseException:
             while self.kept:
@@ -103,12 +111,15 @@ class _Search:
         """The folder of the search; the model is pruned by the trials in it."""
         if self.options.state is None:
             return None
-        settings = {"limit": self.limit, "probe": self.probe, "steps": self.options.steps, "tune": self.options.tune}
+        settings: dict[str, Any] = {"limit": self.limit, "probe": self.probe, "steps": self.options.steps}
         settings |= {
+            "tune": self.options.tune,
             "score": self.job.plan.score,
-            "select": self.job.strategy.select,
+            "select": self.job.select,
             "samples": fingerprint(self.job.walk.samples),
         }
+        if self.job.plan.repair is not None:
+            settings["repair"] = self.job.plan.repair
         state = State(self.options.state, {k: str(v) for k, v in settings.items()}, self.job.weights)
         self.trials = state.trials()
         for number, trial in enumerate(self.trials):
@@ -121,33 +132,43 @@ class _Search:
         if len(levels) > 1 and any(not torch.equal(mask, self.live[name]) for name, mask in levels[0].items()):
             before = self.kept[-1]
             self._take_back()
-            self._apply(before.asked, levels[0], before.trial)
-        self._apply(trial.asked, levels[-1], trial)
+            self._apply(before.target, levels[0], before.trial)
+        self._apply(trial.target, levels[-1], trial)
 
-    def _apply(self, asked: float, packed: Packed, trial: Trial | None) -> None:
-        """Prune to known masks, as one level."""
-        level, before = _Kept(asked, Originals(), packed, trial), self.job.live(self.live)
+    def _apply(self, target: float, packed: Packed, trial: Trial | None, result: Result | None = None) -> None:
+        """Prune to known masks, as one level; ``result`` has repaired weights that are known too."""
+        if self.job.plan.repair is not None:
+            self._to_dense()
+            if result is None:
+                # masks that the solver found are found again, with the values that belong to them
+                masks = None if self.job.plan.score is None else packed
+                result = self.job.prune(target, None, Start(self.live, masks=masks))
+            else:
+                result.apply_()
+            self.kept.append(_Kept(target, result.originals, packed, trial, result))
+            return
+        level, before = _Kept(target, Originals(), packed, trial), self.job.live(self.live)
         self.kept.append(level)
         for name, weight in self.job.weights.items():
             gone = before[name] & ~packed[name]
             level.originals.prune_(weight.parameter, bits.unpack(gone, weight.parameter.shape))
         self.job.changed()
 
-    def _try(self, asked: float, dense: float, state: State | None) -> None:
+    def _try(self, target: float, dense: float, state: State | None) -> None:
         """One trial: probe, evaluate, tune if that fails, and keep it or take it back."""
         began, number = time.perf_counter(), len(self.trials)
         passes, evaluations = self.passes, self.evaluations
-        result = self._level(asked, self.probe, state)
+        result = self._level(target, self.probe, state)
         tried, metric, scale = result.sparsity, self._metric(), 1.0
         accepted = self.limit.allows(dense, metric)
         if not accepted and self.options.tune and result.ratios:
-            scale, metric = self._tuned(result, asked, dense, metric)
+            scale, metric = self._tuned(result, target, dense, metric)
             accepted = scale < 1.0
         sparsity = self._sparsity() if accepted else tried
         if not accepted:
             self._take_back()
         cost = (self.passes - passes, self.evaluations - evaluations, time.perf_counter() - began)
-        trial = Trial(asked, sparsity, metric, accepted, scale, *cost)
+        trial = Trial(target, sparsity, metric, accepted, scale, *cost)
         self.trials.append(trial)
         if accepted:
             self.kept[-1].trial = trial
@@ -156,8 +177,8 @@ class _Search:
         if self.options.on_trial is not None:
             self.options.on_trial(trial)
 
-    def _level(self, asked: float, probe: Probe | None, state: State | None = None) -> Result:
-        """Prune to ``asked`` within what was kept, as a new level."""
+    def _level(self, target: float, probe: Probe | None, state: State | None = None) -> Result:
+        """Prune to ``target`` within what was kept, as a new level."""
         number = len(self.trials)
         start = Start(self.live, state.groups(number) if state else None)
         self.job.strategy.refresh()
@@ -166,25 +187,45 @@ class _Search:
             if state is not None and found.ratios:
                 state.save_group(number, names, found)
 
-        result = self.job.prune(asked, probe, start, progress=self.options.progress, finished=save)
+        self._to_dense()
+        try:
+            result = self.job.prune(target, probe, start, progress=self.options.progress, finished=save)
+        except BaseException:
+            self._from_dense()
+            raise
         self.passes += result.passes
-        self.kept.append(_Kept(asked, result.originals, result.packed))
+        repaired = result if self.job.plan.repair is not None else None
+        self.kept.append(_Kept(target, result.originals, result.packed, result=repaired))
         return result
 
     def _take_back(self) -> None:
+        self._to_dense()  # what was repaired may be wanted again
         self.job.undo_(self.kept.pop().originals)
+        self._from_dense()
 
-    def _tuned(self, result: Result, asked: float, dense: float, metric: float) -> tuple[float, float]:
+    def _to_dense(self) -> None:
+        """Take back a repaired level, whose masks stay."""
+        if self.kept and (result := self.kept[-1].result):
+            result.undo_()
+            self.job.changed()
+
+    def _from_dense(self) -> None:
+        """Bring back the level that ``_to_dense`` took back."""
+        if self.kept and (result := self.kept[-1].result):
+            result.apply_()
+            self.job.changed()
+
+    def _tuned(self, result: Result, target: float, dense: float, metric: float) -> tuple[float, float]:
         """The largest factor of tau that passes (1 if none), and its metric; the model is pruned by it."""
         tune = self.options.tune
         assert tune is not None
         both = tune.both_steps and len(self.kept) > 1
-        attempt = self._both if both else self._single
+        attempt = partial(self._both, target) if both else partial(self._single, result)
         before = self.kept[-2] if both else None
         low, high, scale, best = 0.0, 1.0, 0.0, (1.0, metric)
         last = 1.0
         for _ in range(tune.steps):
-            value, last = attempt(result, asked, scale), scale
+            value, last = attempt(scale), scale
             if self.limit.allows(dense, value):
                 low, best = scale, (scale, value)
             elif scale == 0.0:
@@ -194,12 +235,12 @@ class _Search:
             scale = (low + high) / 2
         if best[0] == 1.0:
             if before is not None:
-                self._restore_level(before, asked)
+                self._restore_level(before, target)
         elif last != best[0]:
-            attempt(result, asked, best[0])
+            attempt(best[0])
         return best
 
-    def _single(self, result: Result, asked: float, scale: float) -> float:
+    def _single(self, result: Result, scale: float) -> float:
         """Metric of the level with tau scaled, from its stored ratios."""
         assert self.probe is not None
         scaled = self._scaled(scale)
@@ -209,22 +250,22 @@ class _Search:
         self.job.changed()
         return self._metric()
 
-    def _both(self, result: Result, asked: float, scale: float) -> float:
+    def _both(self, target: float, scale: float) -> float:
         """Metric after this level and the one before it were probed again with tau scaled."""
-        before = self.kept[-2].asked
+        before = self.kept[-2].target
         self._take_back()
         self._take_back()
         scaled = self._scaled(scale)
         self._level(before, scaled)
-        self._level(asked, scaled)
+        self._level(target, scaled)
         return self._metric()
 
-    def _restore_level(self, before: _Kept, asked: float) -> None:
+    def _restore_level(self, before: _Kept, target: float) -> None:
         """Put the level before back as it was, and an empty level in place of the one that failed."""
         self._take_back()
         self._take_back()
-        self._apply(before.asked, before.packed, before.trial)
-        self.kept.append(_Kept(asked, Originals(), before.packed))
+        self._apply(before.target, before.packed, before.trial, before.result)
+        self.kept.append(_Kept(target, Originals(), before.packed))
 
     def _scaled(self, scale: float) -> Probe:
         assert self.probe is not None
@@ -260,5 +301,5 @@ class _Search:
         metric = self._metric()
         self._take_back()
         for level in levels:
-            self._apply(level.asked, level.packed, level.trial)
+            self._apply(level.target, level.packed, level.trial, level.result)
         return metric, result.sparsity

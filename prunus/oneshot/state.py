@@ -1,4 +1,4 @@
-"""The state of a search on disk: one file for each finished group of weights and each finished trial."""
+"""What a search or a repair has finished, on disk: files of groups of weights and of trials, to resume from."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -19,38 +19,57 @@ from .probe.prober import Probed
 FORMAT = "prunus-search-1"
 
 
+class RepairState:
+    """The folder of one repair: a file for each group of weights that is done."""
+
+    def __init__(self, folder: Path, settings: Mapping[str, str], weights: Mapping[str, Weight]) -> None:
+        self.folder = folder
+        about = {"format": "prunus-repair-1", "settings": dict(settings), "weights": fingerprint(weights)}
+        claim(folder, "repair", about)
+
+    def save(self, name: str, content: Mapping[str, Any]) -> None:
+        write_atomically(self.folder / f"{name}.pt", lambda file: torch.save(dict(content), file))
+
+    def load(self, name: str) -> dict[str, Any] | None:
+        path = self.folder / f"{name}.pt"
+        return _read(path) if path.is_file() else None
+
+
+def claim(folder: Path, kind: str, about: dict[str, Any]) -> None:
+    """Mark the folder as that of a search or a repair with these settings, or check that it is."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{kind}.json"
+    if not path.is_file():
+        if any(".part" not in path.name for path in folder.iterdir()):
+            raise ValueError(f"{folder} holds other things; give a folder that is new or a {kind}'s own")
+        write_atomically(path, lambda file: file.write(json.dumps(about, indent=2).encode()))
+        return
+    before = json.loads(path.read_text())
+    if before.get("format") != about["format"]:
+        raise ValueError(f"{folder} is not the state of a {kind}: it lacks the mark {about['format']!r}")
+    for name, value in about["settings"].items():
+        if before["settings"].get(name) != value:
+            was = before["settings"].get(name)
+            differs = f"has {name} = {was}, not {value}"
+            raise ValueError(f"the {kind} in {folder} {differs}; give another folder, or delete it")
+    if before["weights"] != about["weights"]:
+        raise ValueError(f"the {kind} in {folder} began with other weights; load the same model, still dense")
+
+
 class State:
     """The folder of one search: of a model with these weights, with these settings."""
 
     def __init__(self, folder: Path, settings: Mapping[str, str], weights: Mapping[str, Weight]) -> None:
         self.folder = folder
         self.weights = weights
-        folder.mkdir(parents=True, exist_ok=True)
-        self._claim({"format": FORMAT, "settings": dict(settings), "weights": fingerprint(weights)})
-
-    def _claim(self, about: dict[str, Any]) -> None:
-        """Mark the folder as this search's, or check that it is."""
-        path = self.folder / "search.json"
-        if not path.is_file():
-            if any(path.suffix != ".part" for path in self.folder.iterdir()):
-                raise ValueError(f"{self.folder} holds other things; give a folder that is new or a search's own")
-            write_atomically(path, lambda file: file.write(json.dumps(about, indent=2).encode()))
-            return
-        before = json.loads(path.read_text())
-        if before.get("format") != FORMAT:
-            raise ValueError(f"{self.folder} is not the state of a search: it lacks the mark {FORMAT!r}")
-        for name, value in about["settings"].items():
-            if before["settings"].get(name) != value:
-                was = before["settings"].get(name)
-                raise ValueError(f"the search in {self.folder} has {name} = {was}, not {value}; give another folder")
-        if before["weights"] != about["weights"]:
-            raise ValueError(f"the search in {self.folder} began with other weights; load the same model, still dense")
+        claim(folder, "search", {"format": FORMAT, "settings": dict(settings), "weights": fingerprint(weights)})
 
     def trials(self) -> list[Trial]:
         """Finished trials, in order."""
         found = []
         while (path := self._path(len(found))).is_file():
-            found.append(Trial(**_read(path)["trial"]))
+            saved = dict(_read(path)["trial"])
+            found.append(Trial(target=saved.pop("asked"), **saved))
         return found
 
     def levels(self, number: int) -> list[dict[str, Tensor]]:
@@ -62,7 +81,8 @@ class State:
     def finish(self, number: int, trial: Trial, levels: Sequence[Mapping[str, Tensor]]) -> None:
         """Save a trial with the levels kept after it, and delete the files of its groups."""
         last = [{name: mask.cpu() for name, mask in masks.items()} for masks in levels[-2:]]
-        content = {"trial": asdict(trial), "levels": last}
+        figures = asdict(trial)
+        content = {"trial": {"asked": figures.pop("target"), **figures}, "levels": last}
         write_atomically(self._path(number), lambda file: torch.save(content, file))
         for path in self.folder.glob("group_*.pt"):
             path.unlink()

@@ -1,7 +1,7 @@
 """A trained model and its calibration samples: run whole or block by block, changed, and given back as it was."""
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
@@ -37,16 +37,19 @@ class Walk:
         self.blocks = blocks_of(model, weights)
         self.offload = None if offload is None else Offload(model, weights, torch.device(offload))
         self.device = weights[0].parameter.device if self.offload is None else self.offload.device
+        self.renewed: set[Tensor] = set()  # buffers that stay as they were changed
         self._batches = batches
 
     @cached_property
     def samples(self) -> Samples:
-        return samples_of(self._batches)
+        found = samples_of(self._batches)
+        _check_tokens(self.model, found)
+        return found
 
     @contextmanager
     def open(self) -> Iterator[None]:
         """The model as it is worked on; afterwards all but its weights is as before."""
-        with frozen(self.model), self.offload.open() if self.offload else nullcontext():
+        with frozen(self.model, self.renewed), self.offload.open() if self.offload else nullcontext():
             yield
 
     def batch(self, chunk: Chunk, times: int = 1) -> Tree:
@@ -56,25 +59,30 @@ class Walk:
     def visit(
         self,
         size: int,
-        act: Callable[[Chunk], None],
+        act: Callable[[Chunk], Any],
+        then: Callable[[Chunk, Any], None] | None = None,
         *,
         after: Chunk | None = None,
         on_halved: Callable[[], None] | None = None,
     ) -> None:
         """Call ``act`` for all samples, ``size`` at a time; where memory runs out, for the two halves of a chunk.
 
-        ``after`` are the first samples of a group, and are left out.
+        ``then`` is called once for every chunk, with what ``act`` returned. ``after`` are the first samples of a
+        group, and are left out.
         """
         chunks = [chunk if after is None else chunk.after(after) for chunk in self.samples.chunks(size)]
         pending = [chunk for chunk in chunks if chunk.size]
         while pending:
             chunk = pending.pop(0)
             try:
-                act(chunk)
-                continue
+                found = act(chunk)
             except Exception as error:
                 if not is_out_of_memory(error) or chunk.size == 1:
                     raise
+            else:
+                if then is not None:
+                    then(chunk, found)
+                continue
             # outside the handler: the error keeps the tensors of the failed pass alive
             if on_halved is not None:
                 on_halved()
@@ -83,8 +91,8 @@ class Walk:
 
 
 @contextmanager
-def frozen(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode with ``requires_grad`` off; modes, flags and buffers are restored at the end."""
+def frozen(model: nn.Module, renewed: Collection[Tensor] = ()) -> Iterator[None]:
+    """The model in eval mode with ``requires_grad`` off; at the end all but the ``renewed`` buffers is as before."""
     modes = {module: module.training for module in model.modules()}
     flags = {parameter: parameter.requires_grad for parameter in model.parameters()}
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
@@ -102,7 +110,8 @@ def frozen(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(flag)
         with torch.no_grad():
             for buffer, before in buffers:
-                buffer.copy_(before)
+                if buffer not in renewed:
+                    buffer.copy_(before)
         for module, mode in modes.items():
             module.training = mode
 
@@ -126,6 +135,20 @@ def without_cache(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]
     return {"use_cache": False} | dict(inputs) if takes_cache else dict(inputs)
 
 
+def _check_tokens(model: nn.Module, samples: Samples) -> None:
+    """Refuse tokens that the embedding of a Hugging Face model does not have."""
+    num_known = getattr(getattr(model, "config", None), "vocab_size", None)
+    if not isinstance(num_known, int):
+        return
+    for group in samples.groups:
+        tree = group.tree[0] if isinstance(group.tree, tuple) else group.tree
+        tokens = tree.get("input_ids") if isinstance(tree, Mapping) else tree
+        if isinstance(tokens, Tensor) and not tokens.is_floating_point() and tokens.numel():
+            least, most = tokens.min().item(), tokens.max().item()
+            if least < 0 or most >= num_known:
+                raise ValueError(f"batches hold token {most if least >= 0 else least}, but the model knows {num_known}")
+
+
 def head_of(model: nn.Module) -> nn.Linear:
     """The layer that turns the hidden state into logits; ValueError where it is not a plain one in float32 or less."""
     get = getattr(model, "get_output_embeddings", None)
@@ -136,27 +159,41 @@ def head_of(model: nn.Module) -> nn.Linear:
 
 
 class Originals:
-    """Values of weights before they were changed, at the changed places only, bit for bit."""
+    """Values of tensors before they were changed, bit for bit: those at the changed places, or all."""
 
     def __init__(self) -> None:
-        self._saved: list[tuple[nn.Parameter, Tensor, Tensor]] = []
+        self._before: list[tuple[Tensor, Tensor | None, Tensor]] = []  # tensor, packed places (None for all), values
 
     @torch.no_grad()
-    def save(self, parameter: nn.Parameter, where: Tensor) -> Tensor:
+    def save(self, parameter: Tensor, where: Tensor) -> Tensor:
         """Remember the elements of ``parameter`` at the boolean ``where``, and return them."""
         values = parameter.detach()[where]  # a copy: it never aliases the live weight
-        self._saved.append((parameter, bits.pack(where), values))
+        self._before.append((parameter, bits.pack(where), values))
         return values
 
     @torch.no_grad()
-    def prune_(self, parameter: nn.Parameter, where: Tensor) -> None:
+    def save_all(self, tensor: Tensor) -> Tensor:
+        """Remember all elements of ``tensor``, in main memory, and return them."""
+        values = tensor.detach().to("cpu", copy=True)
+        self._before.append((tensor, None, values))
+        return values
+
+    @torch.no_grad()
+    def prune_(self, parameter: Tensor, where: Tensor) -> None:
         """Set the elements at the boolean ``where`` to zero, and remember them."""
         self.save(parameter, where)
         parameter.detach()[where] = 0.0
 
+    def replaced(self) -> dict[Tensor, Tensor]:
+        """What stands now in the tensors that were changed as a whole, in main memory."""
+        return {tensor: tensor.detach().to("cpu", copy=True) for tensor, packed, _ in self._before if packed is None}
+
     @torch.no_grad()
     def restore_(self) -> None:
         """Write everything back, the last change first."""
-        while self._saved:
-            parameter, packed, values = self._saved.pop()
-            parameter.detach()[bits.unpack(packed, parameter.shape)] = values
+        while self._before:
+            tensor, packed, values = self._before.pop()
+            if packed is None:
+                tensor.detach().copy_(values)
+            else:
+                tensor.detach()[bits.unpack(packed, tensor.shape)] = values

@@ -26,7 +26,7 @@ from benchmarks.probe_study import (
 from prunus import Global, PerLayer, PerRow, Probe
 from prunus.lab.data.batches import ImageShape
 from prunus.lab.models import RESNETS, resnet
-from prunus.oneshot.probe.decide import within
+from prunus.oneshot.probe.decide import is_allowed
 from prunus.oneshot.prune import Job, Plan
 from prunus.ops import bits
 
@@ -74,7 +74,7 @@ def test_a_veto_with_replacements_takes_what_is_within_tau_first_and_the_lowest_
     assert num_pruned(masks) == alone.num_pruned
     if isinstance(select, Global):
         where = {s.name: bits.unpack(result.candidates[s.name], s.shape) for s in sources}
-        passes = torch.cat([within(result.ratios[s.name].q, tau) for s in sources])
+        passes = torch.cat([is_allowed(result.ratios[s.name].q, tau) for s in sources])
         scores = torch.cat([s.all()[where[s.name]] for s in sources])
         pruned = torch.cat([~masks[s.name][where[s.name]] for s in sources])
         num = min(int(passes.sum()), num_pruned(masks))

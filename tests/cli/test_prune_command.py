@@ -10,6 +10,7 @@ import torch
 
 from prunus.cli import main
 from prunus.lab.trained_model import token_quality
+from prunus.oneshot.repair import RepairWalk
 
 DATA = os.environ.get("PRUNUS_DATA")
 FAST = "--samples 4 --length 12 --eval-windows 6".split()
@@ -50,8 +51,8 @@ def refused(capsys, *args):
 @pytest.mark.parametrize(
     "options",
     [
-        ["--score", "magnitude"],
-        ["--score", "wanda", "--scope", "2:4"],
+        ["--score", "magnitude", "--no-repair"],
+        ["--scope", "2:4", "--no-repair"],
         ["--score", "wanda", "--probe", "block", "--tau", "0.05"],
         ["--score", "magnitude", "--probe", "sequential", "--tau", "target"],
         ["--score", "fisher", "--probe", "joint", "--tau", "adaptive", "--scope", "layer"],
@@ -82,6 +83,62 @@ def test_a_hugging_face_folder_comes_back_as_one_that_transformers_reads(folder,
         assert alone["sparsity"] == pytest.approx(last["sparsity"], abs=0.04)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [[], ["--scope", "2:4"], ["--allocate", "fisher"], ["--score", "wanda"], ["--probe", "joint", "--repair-probe"]],
+    ids=" ".join,
+)
+def test_by_default_the_weights_that_stay_are_repaired(folder, options, capsys):
+    transformers = pytest.importorskip("transformers")
+    out, result = prune(folder, *options)
+    said, rows = capsys.readouterr().out, result["rows"]
+    assert next(iter(rows)) == "dense" and [*rows][-2:] == ["masks alone", "repaired"]
+    assert rows["masks alone"]["sparsity"] == rows["repaired"]["sparsity"]
+    model = transformers.AutoModelForCausalLM.from_pretrained(out)
+    for row in result["layers"]:
+        assert int((model.get_parameter(row["name"]) == 0).sum()) == row["num_pruned"]
+        assert row["error"] <= row["mask_error"]
+    assert "error, mask alone" in said and "repaired" in said
+    picture = (out / "layers.svg").read_text()
+    assert picture.count("<rect") == 3 * len(result["layers"]) and all(r["name"] in picture for r in result["layers"])
+    assert sorted(path.name for path in folder.iterdir()) == ["calib.u16", "model", "out", "valid.u16"]
+
+
+def test_calibration_text_may_be_the_models_own(folder, capsys):
+    options = [*FAST, "--eval-tokens", folder / "valid.u16", "--calibrate", "self"]
+    command = ["prune", folder / "model", *options]
+    for out in ("first", "second"):
+        main([str(arg) for arg in [*command, "--out", folder / out]])
+    rows = [json.loads((folder / out / "result.json").read_text())["rows"] for out in ("first", "second")]
+    assert rows[0] == rows[1] and "repaired" in rows[0]
+    both = ["--tokens", folder / "calib.u16", "--out", folder / "third"]
+    assert "leave off --tokens" in refused(capsys, *command, *both)
+
+
+@pytest.mark.parametrize("at", [1, 4, 7])
+def test_killed_in_a_repair_the_same_command_goes_on_and_ends_with_the_same_bits(folder, at, monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    whole, expected = prune(folder, out="whole")
+    with monkeypatch.context() as patch:
+        repaired, calls = RepairWalk._repair_group, []
+
+        def interrupted(self, group):
+            calls.append(group)
+            if len(calls) == at:
+                raise KeyboardInterrupt
+            repaired(self, group)
+
+        patch.setattr(RepairWalk, "_repair_group", interrupted)
+        with pytest.raises(SystemExit):
+            prune(folder)
+    assert not (folder / "out").exists()
+    out, result = prune(folder)
+    assert result["layers"] == expected["layers"] and result["rows"] == expected["rows"]
+    models = [transformers.AutoModelForCausalLM.from_pretrained(path) for path in (whole, out)]
+    assert all(torch.equal(a, b) for a, b in zip(*(model.parameters() for model in models), strict=True))
+    assert not [path for path in folder.iterdir() if "unfinished" in path.name]
+
+
 def test_a_profile_says_where_the_time_went_and_what_to_change(folder, capsys):
     _, result = prune(folder, "--probe", "sequential", "--tau", "0.05", "--profile")
     said, profile = capsys.readouterr().out, result["profile"]
@@ -94,7 +151,7 @@ def test_a_profile_says_where_the_time_went_and_what_to_change(folder, capsys):
     assert "profile" not in plain
 
 
-@pytest.mark.parametrize("options", [["--probe", "block", "--tau", "0.05"], ["--score", "wanda"]], ids=" ".join)
+@pytest.mark.parametrize("options", [["--probe", "block", "--tau", "0.05"], ["--no-repair"], []], ids=" ".join)
 def test_offloaded_it_comes_to_the_same(folder, options):
     transformers = pytest.importorskip("transformers")
     (whole, first), (moved, second) = prune(folder, *options), prune(folder, *options, "--offload", out="moved")
@@ -174,6 +231,10 @@ def test_a_gguf_file_comes_back_as_a_folder_of_plain_weights(folder):
         (["--eval-tokens", "story.txt.gz"], "tokenizer.encode"),
         (["--scope", "2:4", "--sparsity", "0.3"], "--scope 2:4 removes half, not 0.3"),
         (["--scope", "2:4", "--probe", "block"], "--probe less than that"),
+        (["--no-repair", "--damping", "0.1"], "without a repair nothing reads --damping"),
+        (["--repair-probe"], "without --probe nothing reads --repair-probe"),
+        (["--scope", "row", "--allocate", "erk"], "take --scope layer"),
+        (["--out", __file__ + "/out"], "is no folder that you may write to"),
         (["--device", "nowhere"], "nowhere"),
         (["--device", "cuda:99"], "cuda:99"),
         (["--dtype", "float17"], "float17"),
@@ -204,7 +265,7 @@ def test_what_is_there_is_not_overwritten_and_what_is_not_there_is_named(folder,
 
 @pytest.mark.parametrize("form", ["as written", "sparse", "dense"])
 def test_what_was_written_is_evaluated_to_the_same_figures(form, folder, capsys):
-    out, result = prune(folder, "--score", "magnitude", "--sparsity", "0.6")
+    out, result = prune(folder, "--score", "magnitude", "--sparsity", "0.6", "--no-repair")
     if form != "as written":
         main(["export", str(out), "--out", str(folder / form), "--form", form])
         out = folder / form
@@ -275,7 +336,7 @@ def test_zeros_of_a_model_that_is_sparse_already_are_counted_and_said(sparsity, 
     zeroed = "8, 3))\n    for p in (model[0].weight, model[2].weight): p.data.flatten()[::2] = 0"
     (tmp_path / "mine_sparse.py").write_text(MINE.replace("8, 3))", zeroed))
     monkeypatch.chdir(tmp_path)
-    main(f"prune mine_sparse:subject --score magnitude --sparsity {sparsity} --out out".split())
+    main(f"prune mine_sparse:subject --no-repair --score magnitude --sparsity {sparsity} --out out".split())
     said, saved = capsys.readouterr().out, torch.load(tmp_path / "out" / "model.pt", weights_only=True)
     rows = json.loads((tmp_path / "out" / "result.json").read_text())["rows"]
     assert sum(int((saved[name] == 0).sum()) for name in ("0.weight", "2.weight")) == 56 * reached
@@ -292,4 +353,4 @@ def test_a_trained_model_keeps_its_perplexity_at_a_low_sparsity(tmp_path):
     command = ["prune", data / "models/stories260K", "--tokens", tokens[0], "--eval-tokens", tokens[1], *options]
     main([str(part) for part in command])
     rows = json.loads((tmp_path / "out" / "result.json").read_text())["rows"]
-    assert rows["dense"]["perplexity"] < rows["wanda"]["perplexity"] < 1.15 * rows["dense"]["perplexity"]
+    assert rows["dense"]["perplexity"] < rows["repaired"]["perplexity"] < 1.1 * rows["dense"]["perplexity"]

@@ -161,7 +161,7 @@ def test_what_cannot_be_merged_is_one_line_and_changes_nothing(spoil, options, t
 
 def test_a_pruned_model_tuned_by_lora_ends_with_its_sparsity():
     model = gpt2()
-    result = prune(model, [batch(0)], sparsity=0.4, score="magnitude", select=PerRow())
+    result = prune(model, [batch(0)], sparsity=0.4, score="magnitude", select=PerRow(), repair=None)
     tuned = peft.get_peft_model(
         model, peft.LoraConfig(r=4, target_modules=["c_attn", "c_fc", "c_proj"], fan_in_fan_out=True)
     )

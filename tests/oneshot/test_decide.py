@@ -10,7 +10,7 @@ from probe_models import mlp
 from probe_reference import split
 
 from prunus import Limit
-from prunus.oneshot.probe.decide import ratios, smallest_ratios, taus, within
+from prunus.oneshot.probe.decide import is_allowed, ratios, smallest_ratios, taus
 from prunus.oneshot.prune import Job, Plan
 
 NASTY = [0.0, 1e-45, 1e-30, 0.5, 1.0, 1.5, 2.0, 2.0000002, 3.0, 1e30, 3e38, math.inf, math.nan]
@@ -30,13 +30,13 @@ def decided(before, after, tau, zero):
 def test_decisions_are_those_of_the_definition(tau, zero, dtype):
     before, after = torch.tensor(NASTY, dtype=dtype).repeat_interleave(len(NASTY)), torch.tensor(NASTY * len(NASTY))
     found = ratios(before, after.to(dtype), zero)
-    assert torch.equal(within(found.q, tau), decided(before, after.to(dtype), tau, zero))
+    assert torch.equal(is_allowed(found.q, tau), decided(before, after.to(dtype), tau, zero))
     assert found.num_zero == 1 and found.num_not_finite == len(NASTY) ** 2 - (len(NASTY) - 2) ** 2
 
 
 def test_what_grows_to_the_edge_is_pruned():
     q = ratios(torch.tensor([1.0, 1.0, 1.0]), torch.tensor([2.0, 1.9999999, 2.0000002]), "prune").q
-    assert within(q, 1.0).tolist() == [True, True, False]
+    assert is_allowed(q, 1.0).tolist() == [True, True, False]
 
 
 @given(st.lists(st.sampled_from([0.0, 1.0, 2.0, math.inf, math.nan]), max_size=12), st.integers(0, 14))

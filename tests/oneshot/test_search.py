@@ -9,7 +9,7 @@ import torch
 from probe_checks import assert_same, snapshot
 from probe_models import entropy, mlp
 
-from prunus import Bisection, Global, Levels, Limit, PerRow, Probe, SearchOptions, Tune, prune, search
+from prunus import Bisection, Global, Levels, Limit, PerRow, Probe, Repair, SearchOptions, Tune, prune, search
 from prunus.oneshot.limit import Trial
 from prunus.oneshot.prune import Job, Plan, Start
 
@@ -40,7 +40,7 @@ def test_levels_climb_until_one_fails_and_the_last_good_one_stays(probe):
     case = mlp()
     limit, evaluate = Limit(relative=0.02), held_out(case)
     found = searched(case, limit, probe)
-    assert [trial.asked for trial in found.trials] == [round(0.1 * (i + 1), 9) for i in range(len(found.trials))]
+    assert [trial.target for trial in found.trials] == [round(0.1 * (i + 1), 9) for i in range(len(found.trials))]
     assert [trial.accepted for trial in found.trials] == [True] * (len(found.trials) - 1) + [False]
     assert found.trials[-2].metric == found.metric == evaluate(case.model) <= found.dense * 1.02
     assert not limit.allows(found.dense, found.trials[-1].metric)
@@ -131,7 +131,7 @@ def test_accuracy_is_better_when_higher():
 
 def test_levels_and_bisection_follow_from_their_trials():
     def trials(*pairs):
-        return [Trial(asked, asked, 0.0, accepted) for asked, accepted in pairs]
+        return [Trial(target, target, 0.0, accepted) for target, accepted in pairs]
 
     levels = Levels(0.3, 0.3, 0.9)
     assert levels.next([]) == 0.3 and levels.next(trials((0.3, True), (0.6, True))) == 0.9
@@ -205,7 +205,7 @@ def test_tuning_both_steps_probes_the_level_before_again_or_puts_it_back(allowed
 def test_beside_it_stands_the_strategy_alone_at_the_same_sparsity_and_scope():
     case, dense = mlp(), mlp()
     found = searched(case, Limit(relative=0.03), Probe(0.3))
-    alone = prune(dense.model, dense.batches, found.sparsity, loss=dense.loss)
+    alone = prune(dense.model, dense.batches, found.sparsity, loss=dense.loss, repair=None)
     assert found.alone_sparsity == alone.sparsity == pytest.approx(found.sparsity)
     assert found.alone == held_out(mlp())(dense.model)
     assert all(torch.equal(case.model.get_parameter(name) != 0, mask) for name, mask in found.masks.items())
@@ -236,10 +236,34 @@ def test_every_level_reads_the_inputs_of_the_model_as_it_is_then():
     found = searched(
         case, Limit(absolute=0.0), None, lambda _: 1.0, steps=Levels(0.5, 0.2, 0.7), score="wanda", select=Global()
     )
-    first = prune(again.model, again.batches, 0.5, "wanda", Global())
+    first = prune(again.model, again.batches, 0.5, "wanda", Global(), repair=None)
     job = Job(again.model, again.batches, Plan("wanda", Global()))
     with job.open():
         second = job.prune(0.7, start=Start(first.packed))
     assert all(torch.equal(found.masks[name], mask) for name, mask in second.masks.items())
-    stale = prune(mlp().model, again.batches, 0.7, "wanda", Global())
+    stale = prune(mlp().model, again.batches, 0.7, "wanda", Global(), repair=None)
     assert any(not torch.equal(stale.masks[name], mask) for name, mask in second.masks.items())
+
+
+@pytest.mark.parametrize("options", [{}, {"score": "wanda"}, {"probe": Probe(0.5)}], ids=str)
+def test_levels_are_repaired_from_the_dense_weights_and_a_failed_one_leaves_the_last_good_one(options, tmp_path):
+    x, y = torch.randn(80, 9, dtype=torch.float64), torch.randint(0, 4, (80,))
+
+    def case_of():
+        case = mlp()
+        case.batches = [(x, y)]
+        return case
+
+    case, again = case_of(), case_of()
+    evaluate, limit = held_out(case), Limit(relative=0.004)
+    found = searched(case, limit, evaluate=evaluate, repair=Repair(), **options)
+    assert [trial.accepted for trial in found.trials] == [True] * (len(found.trials) - 1) + [False]
+    assert len(found.trials) > 1 and evaluate(case.model) == found.metric == found.trials[-2].metric
+    assert all(torch.equal(case.model.get_parameter(name) != 0, mask) for name, mask in found.masks.items())
+    plain = searched(again, limit, evaluate=evaluate, **options)
+    assert found.trials[1].metric < plain.trials[1].metric
+    for _ in range(2):
+        other = case_of()
+        resumed = searched(other, limit, evaluate=evaluate, repair=Repair(), state=tmp_path / "state", **options)
+        assert resumed.metric == found.metric and [t.metric for t in resumed.trials] == [t.metric for t in found.trials]
+        assert all(torch.equal(a, b) for a, b in zip(case.model.parameters(), other.model.parameters(), strict=True))

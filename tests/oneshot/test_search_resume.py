@@ -36,7 +36,7 @@ def searched(folder, kill_at):
     options = SearchOptions(Levels(0.2, 0.2, 0.8), Tune(3, {both}), folder, progress=event)
     probe = Probe(2.0, schedule={schedule!r})
     found = search(case.model, case.batches, evaluate, Limit(relative=0.003), probe, loss=case.loss, options=options)
-    trials = [(t.asked, t.sparsity, t.metric, t.accepted, t.scale) for t in found.trials]
+    trials = [(t.target, t.sparsity, t.metric, t.accepted, t.scale) for t in found.trials]
     torch.save({{"model": case.model.state_dict(), "masks": dict(found.masks)}}, folder.with_suffix(".out"))
     return [len(events), trials, found.metric, found.sparsity, found.alone]
 

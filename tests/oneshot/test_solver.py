@@ -12,6 +12,7 @@ from prunus import Global, NofM, PerLayer, PerRow
 from prunus.oneshot import gram as gram_module
 from prunus.oneshot import solver
 from prunus.oneshot.gram import Gram, Moments
+from prunus.oneshot.resources import Clock
 from prunus.oneshot.solver import Repair, keep, keep_all_but, refine, solve
 from prunus.score import wanda
 
@@ -221,7 +222,7 @@ def test_refinement_never_raises_the_damped_error(case):
     moments = moments_of(x, x_dense)
     errors = []
     for steps in (0, 1, 2, 5, 20, 100):
-        found = refine({"q": weight}, {"q": mask}, moments, Repair(refine=steps))["q"]
+        found = refine({"q": weight}, {"q": mask}, moments, Repair(damping=0.01, refine=steps))["q"]
         errors.append(damped_error(found.weight, weight, x, x_dense, 0.01).sum())
         if steps == 0:
             assert torch.equal(found.weight, weight * mask)
@@ -269,10 +270,10 @@ def test_admm_follows_the_formulas():
     """The same supports and values as the iteration written down with B, D and V, in float64."""
     x, weight = correlated().double(), normal(32).double()
     x_dense = noisy(x)
-    repair, choose = Repair(iterations=21, refine=0), keep(PerLayer(), 0.5)
+    repair, choose = Repair(damping=0.01, iterations=21, refine=0), keep(PerLayer(), 0.5)
     group = solver.Group.of({"q": weight}, moments_of(x, x_dense), True, 0.01)
     first = choose({"q": group.scaled().abs()}, {})["q"]
-    support, values, iterations = solver._admm(group, first, choose, repair)
+    support, values, iterations = solver._admm(group, first, choose, repair, Clock())
 
     lam = 0.01 * x.square().sum(0).mean()
     gram = x.T @ x + lam * torch.eye(IN)
@@ -383,7 +384,7 @@ def test_a_failed_factorisation_is_damped_more_and_the_solution_says_so():
     assert int(found.mask.sum()) == 16 * IN // 2
     hopeless = replace(broken, gram=-torch.ones(IN, IN) * 1e9 + torch.eye(IN) * 1.1e9)
     with pytest.raises(ValueError, match="q has no Cholesky factor"):
-        solve({"q": normal(16)}, hopeless, keep(PerLayer(), 0.5))
+        solve({"q": normal(16)}, hopeless, keep(PerLayer(), 0.5), Repair(damping=0.01))
 
 
 def test_a_weight_of_another_shape_is_refused():

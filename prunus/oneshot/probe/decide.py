@@ -41,7 +41,7 @@ def ratios(before: Tensor, after: Tensor, zero: ZeroGradient) -> Ratios:
     return Ratios(q, int(none.sum()), int(broken.sum()))
 
 
-def within(q: Tensor, tau: float) -> Tensor:
+def is_allowed(q: Tensor, tau: float) -> Tensor:
     """Where the gradient grew by no more than the fraction ``tau``."""
     return q <= 1 + tau
 

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from ...ops import bits
 from ..blocks import Stream, replaced
+from ..layers import holders
 from ..offload import checkpointed, gradients, saving
 from ..resources import batch_size, is_out_of_memory, release
 from ..samples import Chunk, Tree
 from ..walk import Originals, Walk
-from .inspection import Findings, holders, inspect
+from .inspection import Findings, inspect
 from .objective import Objective
 from .taps import LayerGradient, NotRows, Taps, Variant, add_largest_, sample_gradients
 

@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from ...eligible import Weight
 from ..blocks import Stream, is_chain, is_near
+from ..layers import weight_of
 from ..offload import Offload, counted_saves, gradients
 from ..resources import is_out_of_memory, release
 from ..samples import Chunk, Group, Samples, Tree, moved, num_tokens, repeated, rows, shortened
 from ..walk import Walk
 from .objective import FORMS, Objective
-from .taps import Taps, rebuildable, weight_of
+from .taps import Taps
 
 # relative: rounding where a batch is run by other kernels than a single sample; a real difference is of order 1
 ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.25}
@@ -54,20 +54,6 @@ class Seen:
     sketches: dict[str, list[list[Tensor]]]  # for each call of a weight's layers: of input and gradient
     elsewhere: set[str]  # weights that are also used outside the calls of their layers
     saved_bytes: int
-
-
-def holders(model: nn.Module, weights: Sequence[Weight]) -> dict[str, list[nn.Module]]:
-    """Modules that hold each weight, by name; none if its gradient cannot be rebuilt in all of them."""
-    names = {weight.parameter: weight.name for weight in weights}
-    found: dict[str, list[nn.Module]] = {name: [] for name in names.values()}
-    doubtful = set()
-    for module in model.modules():
-        for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            if (name := names.get(parameter)) is not None:
-                found[name].append(module)
-                if key != "weight" or not rebuildable(module):
-                    doubtful.add(name)
-    return {name: [] if name in doubtful else modules for name, modules in found.items()}
 
 
 def inspect(walk: Walk, objective: Objective, modules: Modules) -> Findings:

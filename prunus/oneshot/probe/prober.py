@@ -11,7 +11,7 @@ from ...eligible import Weight
 from ...ops import bits
 from ..blocks import block_of
 from ..walk import Originals
-from .decide import Ratios, Tau, ZeroGradient, check_tau, ratios, smallest_ratios, taus, within
+from .decide import Ratios, Tau, ZeroGradient, check_tau, is_allowed, ratios, smallest_ratios, taus
 from .engine import Engine
 
 Order = Literal["reverse", "forward"]
@@ -144,7 +144,7 @@ class Prober:
             )
             self.found.taus.update(dict.fromkeys(names, reached - 1))
         else:
-            chosen = [within(part, self.found.taus[name]) for part, name in zip(q, names, strict=True)]
+            chosen = [is_allowed(part, self.found.taus[name]) for part, name in zip(q, names, strict=True)]
         for name, take in zip(names, chosen, strict=True):
             where = self._where(name)
             where[where.clone()] = take

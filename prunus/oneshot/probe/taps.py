@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from ...eligible import is_conv1d
 from ...ops.outer import fuses, largest_outer_, outer
 from ..blocks import replaced
+from ..layers import weight_of, windows
 
-FORWARDS = (nn.Linear.forward, nn.Conv1d.forward, nn.Conv2d.forward)
 ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 28}  # of per-sample gradients that exist at a time
 
 Variant = Mapping[str, Tensor]  # weights used in place of the model's own, by name
@@ -113,19 +113,6 @@ class Taps:
                 yield name, number, [(module, x[number], d[number]) for module, x, d in found]
 
 
-def rebuildable(module: nn.Module) -> bool:
-    """Whether the module runs the plain forward of a linear layer or a convolution over one or two dimensions."""
-    if "forward" in vars(module):
-        return False
-    return type(module).forward in FORWARDS or is_conv1d(module)
-
-
-def weight_of(module: nn.Module) -> Tensor:
-    weight = module.weight
-    assert isinstance(weight, Tensor)
-    return weight
-
-
 def sample_gradients(calls: Sequence[LayerGradient]) -> Iterator[Tensor]:
     """Gradients (samples, *shape) of a weight, a few samples at a time; the calls of its layers add up."""
     for parts in zip(*(_of_call(module, x, d) for module, x, d in calls), strict=True):
@@ -171,12 +158,6 @@ def _factors(module: nn.Module, x: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _of_convolution(conv: nn.Conv1d | nn.Conv2d, x: Tensor, d: Tensor) -> Tensor:
-    mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
-    x = F.pad(x, conv._reversed_padding_repeated_twice, mode=mode)
-    kernel, stride, dilation = conv.kernel_size, conv.stride, conv.dilation
-    if isinstance(conv, nn.Conv1d):
-        x, kernel, stride, dilation = x.unsqueeze(2), (1, *kernel), (1, *stride), (1, *dilation)
-    windows = F.unfold(x, kernel, dilation=dilation, stride=stride)  # (sample, in * kernel, place)
     back = d.flatten(2)  # (sample, out, place)
     by_group = (len(x) * conv.groups, -1, back.shape[-1])
-    return outer(back.reshape(by_group).transpose(1, 2), windows.reshape(by_group).transpose(1, 2))
+    return outer(back.reshape(by_group).transpose(1, 2), windows(conv, x).reshape(by_group).transpose(1, 2))

@@ -1,0 +1,85 @@
+"""Experts whose weights are stacked in one tensor (expert, out, in): what each of them reads in a pass.
+
+A stacked weight is found in the calls of ``linear`` that read a slice of it, so nothing rests on names of modules.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from ..eligible import Weight
+
+EAGER = "_experts_implementation"  # of a Hugging Face config: how experts are run
+
+
+def is_stacked(weight: Weight) -> bool:
+    return weight.parameter.ndim == 3 and weight.outputs == (0, 1)
+
+
+class ExpertInputs(TorchFunctionMode):
+    """Collects what multiplies each slice of a stacked weight while it is open: (expert, input), in order."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        super().__init__()
+        self.parameter = parameter
+        self.found: list[tuple[int, Tensor]] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is F.linear and len(args) > 1:
+            x, weight = args[:2]
+            same = weight.untyped_storage().data_ptr() == self.parameter.untyped_storage().data_ptr()
+            if same and weight.shape == self.parameter.shape[1:]:
+                first = weight.storage_offset() - self.parameter.storage_offset()
+                self.found.append((first // self.parameter.stride(0), x.detach().clone()))
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def one_by_one(module: nn.Module) -> Iterator[None]:
+    """The experts of a Hugging Face model run one after the other while this is open, not by one fused product."""
+    config = getattr(module, "config", None)
+    before = getattr(config, EAGER, None)
+    if before is None:
+        yield
+        return
+    setattr(config, EAGER, "eager")
+    try:
+        yield
+    finally:
+        setattr(config, EAGER, before)
+
+
+@contextmanager
+def routed(module: nn.Module, calls: list[tuple[Any, ...]], replay: bool, mask: Tensor | None) -> Iterator[None]:
+    """Remember which tokens go to which expert, or send them there again; tokens that do not count are zero.
+
+    ``calls`` are the arguments of the module after its first, call by call.
+    """
+    number = 0
+
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        nonlocal number
+        x, *rest = (*args, *kwargs.values())
+        if mask is not None and mask.numel() == x.shape[:-1].numel():
+            x = x * mask.view(*x.shape[:-1], 1).to(x.dtype)
+        if not replay:
+            calls.append(tuple(rest))
+        rest = calls[number]
+        number += 1
+        values = (x, *rest)
+        return values[: len(args)], dict(zip(kwargs, values[len(args) :], strict=True))
+
+    with ExitStack() as stack:
+        stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        yield
+
+
+def shares(total: int, num: int) -> list[int]:
+    """``total`` in ``num`` whole parts that differ by at most one."""
+    return [total // num + (i < total % num) for i in range(num)]

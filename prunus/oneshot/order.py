@@ -1,0 +1,148 @@
+"""The order in which a model calls its layers, and which of them read the same input, found from a few passes."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from .blocks import Stream, is_chain, is_near
+from .layers import geometry, is_plain
+from .resources import is_out_of_memory
+from .samples import Chunk, Group, Samples, Tree, moved, rows
+from .walk import Walk, outputs
+
+NUM_PASSES = 8  # samples that are run to find layers that not every sample reaches
+SAME = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}  # relative
+# relative: rounding where a batch is run by other kernels than a single sample; a real difference is of order 1
+ROUNDING = {torch.float64: 1e-6, torch.float32: 3e-2, torch.bfloat16: 0.25, torch.float16: 0.25}
+ERRORS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError)
+Modules = Mapping[str, Sequence[nn.Module]]
+
+
+@dataclass(frozen=True)
+class InputGroup:
+    """Weights whose layers read the same inputs; ``start`` blocks have ended when they are first called."""
+
+    names: tuple[str, ...]
+    start: int
+    stop: int  # blocks that have ended when they are last called
+    num_calls: int  # in a pass
+    is_routed: bool = False  # reads some tokens only, as experts do
+
+
+@dataclass
+class _Layer:
+    calls: list[tuple[Any, ...]]  # what tells the input of each call from others
+    start: int
+    stop: int = 0
+    is_routed: bool = False
+
+
+@torch.no_grad()
+def input_groups(walk: Walk, modules: Modules) -> tuple[list[InputGroup], list[nn.Module]]:
+    """Groups of weights in the order of their first calls, and the blocks at which passes may start.
+
+    There are no such blocks where the model does more with them than pass a state from one to the next. Weights whose
+    layers are never called are in no group.
+    """
+    layers: dict[str, _Layer] = {}
+    chunks = list(walk.samples.chunks(1))[:NUM_PASSES]
+    orders = [_observe(walk, modules, chunks[0], walk.blocks, layers)]
+    blocks = list(walk.blocks) if orders[0] == list(range(len(walk.blocks))) and _is_chained(walk, chunks[0]) else []
+    if len(blocks) != len(walk.blocks):
+        layers.clear()
+    for chunk in chunks if not layers else chunks[1:]:
+        if len(layers) == len(modules) or not modules:
+            break
+        _observe(walk, modules, chunk, blocks, layers)
+    groups: dict[object, list[str]] = {}
+    for name, layer in layers.items():
+        groups.setdefault((*layer.calls, layer.start), []).append(name)
+    found = []
+    for names in groups.values():
+        layer = layers[names[0]]
+        found.append(InputGroup(tuple(names), layer.start, layer.stop, len(layer.calls), layer.is_routed))
+    return found, blocks
+
+
+def _observe(
+    walk: Walk, modules: Modules, chunk: Chunk, blocks: Sequence[nn.Module], layers: dict[str, _Layer]
+) -> list[int]:
+    """Add the layers that one pass calls for the first time; returns the order in which blocks were called."""
+    batch = walk.batch(chunk)
+    sizes = next((leaf.shape[:2] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)), torch.Size())
+    num_rows = (sizes[:1].numel(), sizes.numel())
+    alive: list[Tensor] = []  # inputs of this block: memory that is in use cannot be that of another input
+    order: list[int] = []
+    found: dict[str, _Layer] = {}
+    ended = 0
+
+    def end(*_: object) -> None:
+        nonlocal ended
+        ended += 1
+        alive.clear()
+
+    def begin(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x = next(iter(args or kwargs.values()))
+        alive.append(x)
+        layer = found.setdefault(name, _Layer([], ended))
+        layer.calls.append((x.data_ptr(), x._version, x.numel(), x.shape[-1], x.dtype, ended, geometry(module)))
+        layer.calls[-1] += () if is_plain(module) else (name,)  # experts share an input, but not its rows
+        layer.stop = ended
+        layer.is_routed |= x.ndim == 2 and geometry(module) == "linear" and len(x) not in num_rows
+
+    handles = [block.register_forward_pre_hook(lambda *_, i=i: order.append(i)) for i, block in enumerate(blocks)]
+    handles += [block.register_forward_hook(end) for block in blocks]
+    for name, holding in modules.items():
+        if name not in layers:
+            handles += [module.register_forward_pre_hook(partial(begin, name), with_kwargs=True) for module in holding]
+    try:
+        outputs(walk.model, batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    layers |= found
+    return order
+
+
+def _is_chained(walk: Walk, chunk: Chunk) -> bool:
+    """Whether passes that start at any block give what whole passes give."""
+    if not walk.blocks:
+        return False
+    group = walk.samples.groups[chunk.group]
+    samples = Samples([Group(moved(rows(group.tree, 0, 1, group.size), walk.device), 1)])
+
+    def value(chunk: Chunk) -> Tensor:
+        return _value(walk, samples.tree(chunk))
+
+    whole = value(Chunk(0, 0, 1))
+    return is_chain(Stream(walk.blocks, samples), value, [whole], SAME.get(whole.dtype, 1e-2))
+
+
+@torch.no_grad()
+def can_batch(walk: Walk) -> bool:
+    """Whether two samples in one pass give what they give one by one."""
+    number = next((i for i, group in enumerate(walk.samples.groups) if group.size > 1), None)
+    if number is None:
+        return True
+    try:
+        both, *each = (_value(walk, walk.batch(Chunk(number, *rows))) for rows in ((0, 2), (0, 1), (1, 2)))
+    except Exception as error:
+        if not (is_out_of_memory(error) or isinstance(error, ERRORS)):
+            raise
+        return False
+    return len(both) == 2 and all(
+        one.shape[1:] == part.shape and is_near(part, one[0], ROUNDING.get(part.dtype, 0.25))
+        for part, one in zip(both, each, strict=True)
+    )
+
+
+def _value(walk: Walk, batch: Tree) -> Tensor:
+    """The first tensor of the model's output."""
+    found = outputs(walk.model, batch)
+    leaves = pytree.tree_leaves(list(found.values()) if isinstance(found, Mapping) else found)
+    return next(leaf for leaf in leaves if isinstance(leaf, Tensor))

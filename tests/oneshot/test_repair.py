@@ -1,0 +1,375 @@
+"""``prune`` with repair: it is what a plain loop over whole models and the solver give, and keeps its promises."""
+
+import math
+from copy import deepcopy
+
+import pytest
+import torch
+from probe_checks import assert_same, snapshot
+from probe_models import CASES, cnn, entropy, llama, mlp
+from torch import nn
+
+from prunus import Global, NofM, PerLayer, PerRow, Probe, Repair, prune
+from prunus.oneshot.gram import Gram
+from prunus.oneshot.layers import as_matrix, from_matrix, input_rows
+from prunus.oneshot.solver import keep_all_but, solve
+
+
+def zeros(model, names):
+    return {name: int((model.get_parameter(name) == 0).sum()) for name in names}
+
+
+def inputs_of(model, module, batches):
+    """What a layer is called with in whole passes, batch by batch."""
+    found = []
+    handle = module.register_forward_pre_hook(lambda _, args, kwargs: found.append(next(iter(args or kwargs.values()))),
+                                              with_kwargs=True)  # fmt: skip
+    for batch in batches:
+        batch = batch[0] if isinstance(batch, tuple) else batch
+        model(**batch) if isinstance(batch, dict) else model(batch)
+    handle.remove()
+    return found
+
+
+@torch.no_grad()
+def repaired_plainly(dense, batches, groups, sparsity, repair):
+    """Group after group over whole models: inputs in the dense and in the pruned one, then the solver."""
+    dense, pruned = deepcopy(dense).eval(), deepcopy(dense).eval()
+    for names in groups:
+        path = names[0].removesuffix(".weight")
+        gram, module = Gram(), pruned.get_submodule(path)
+        both = (inputs_of(model, model.get_submodule(path), batches) for model in (pruned, dense))
+        for batch, x, x_dense in zip(batches, *both, strict=True):
+            valid = batch["attention_mask"].bool() if isinstance(batch, dict) else None
+            gram.add(input_rows(module, x)[0], input_rows(module, x_dense)[0], valid)
+        weights = {name: as_matrix(module, pruned.get_parameter(name)) for name in names}
+        counts = {name: round(sparsity * weight.numel()) for name, weight in weights.items()}
+        for name, solution in solve(weights, gram.moments(), keep_all_but(counts), repair).items():
+            parameter = pruned.get_parameter(name)
+            parameter.copy_(from_matrix(module, solution.weight, parameter.shape))
+    return pruned
+
+
+def llama_groups(num_layers):
+    parts = [["q_proj", "k_proj", "v_proj"], ["o_proj"]], [["gate_proj", "up_proj"], ["down_proj"]]
+    return [
+        [f"model.layers.{i}.{where}.{part}.weight" for part in group]
+        for i in range(num_layers)
+        for where, groups in zip(("self_attn", "mlp"), parts, strict=True)
+        for group in groups
+    ]
+
+
+class Plain(nn.Module):
+    """Convolutions in a list of blocks, with a layer before them and one after."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(2, 6, 3, padding=1)
+        self.blocks = nn.ModuleList([nn.Conv2d(6, 6, 3, padding=1, bias=False), nn.Conv2d(6, 6, (1, 3), stride=2)])
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, x):
+        x = torch.tanh(self.stem(x))
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x.mean((2, 3)))
+
+
+def convolutions():
+    torch.manual_seed(3)
+    return Plain().double(), [torch.randn(n, 2, 8, 7, dtype=torch.float64) for n in (5, 9, 9)]
+
+
+@pytest.mark.parametrize("offload", [None, "cpu"])
+@pytest.mark.parametrize("batch_size", [None, 1, 3])
+@pytest.mark.parametrize("repair", [Repair(), Repair("own", damping=0.1)], ids=["dense", "own"])
+def test_a_llama_is_repaired_as_by_a_plain_loop_over_whole_models(repair, batch_size, offload):
+    case = llama()
+    expected = repaired_plainly(case.model, case.batches, llama_groups(3), 0.5, repair)
+    result = prune(case.model, case.batches, repair=repair, batch_size=batch_size, offload=offload)
+    for name, parameter in case.model.named_parameters():
+        torch.testing.assert_close(parameter, expected.get_parameter(name), rtol=1e-6, atol=1e-8)
+    assert all(layer.error <= layer.mask_error and layer.not_repaired is None for layer in result.layers)
+
+
+def test_convolutions_and_layers_outside_blocks_are_repaired_as_by_a_plain_loop():
+    model, batches = convolutions()
+    groups = [["stem.weight"], ["blocks.0.weight"], ["blocks.1.weight"], ["head.weight"]]
+    expected = repaired_plainly(model, batches, groups, 0.4, Repair())
+    prune(model, batches, 0.4)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter, expected.get_parameter(name), rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("score", [None, "wanda"])
+@pytest.mark.parametrize("repair", [None, Repair()], ids=["mask alone", "repaired"])
+def test_sparsity_is_allocated_by_fisher(repair, score):
+    case, other = llama(torch.float32), llama(torch.float32)
+    result = prune(case.model, case.batches, 0.5, score, PerLayer("fisher"), repair=repair)
+    assert result.num_pruned == round(0.5 * result.num_weights)
+    alone = {layer.name: layer.sparsity for layer in prune(other.model, other.batches, 0.5, "fisher").layers}
+    shifts = [layer.sparsity - alone[layer.name] for layer in result.layers if 0.36 < layer.sparsity < 0.64]
+    assert all(0.34 < layer.sparsity < 0.66 for layer in result.layers)
+    assert len(shifts) > 3 and max(shifts) - min(shifts) < 0.01
+
+
+@pytest.mark.parametrize("select", [PerLayer(), PerLayer("erk"), PerRow(), Global()], ids=repr)
+@pytest.mark.parametrize("score", [None, "wanda"])
+@pytest.mark.parametrize("make", CASES)
+def test_counts_are_exact_for_every_selector(make, select, score):
+    case = CASES[make](torch.float32)
+    dense = deepcopy(case.model)
+    result = prune(case.model, case.batches, 0.4, score, select)
+    masks = prune(dense, sparsity=0.4, select=select)
+    assert result.num_pruned == masks.num_pruned == sum(zeros(case.model, result.masks).values())
+    for layer, alone in zip(result.layers, masks.layers, strict=True):
+        assert layer.num_pruned == int((case.model.get_parameter(layer.name) == 0).sum())
+        if not isinstance(select, Global):
+            assert layer.num_pruned == alone.num_pruned
+        if isinstance(select, PerRow):
+            rows = [mask.flatten(1).sum(1) for mask in (result.masks[layer.name], masks.masks[layer.name])]
+            assert torch.equal(*rows)
+
+
+def test_two_of_four_is_two_of_four():
+    case = llama(torch.float32)
+    result = prune(case.model, case.batches, select=NofM(2, 4))
+    assert all((mask.unflatten(1, (-1, 4)).sum(2) == 2).all() for mask in result.masks.values())
+    few = prune(llama(torch.float32).model, case.batches, select=NofM(1, 4))
+    assert few.sparsity == 0.75
+
+
+@pytest.mark.parametrize("make", CASES)
+def test_the_model_keeps_its_mode_and_comes_back_as_it_was(make):
+    case = CASES[make](torch.float32)
+    case.model.train()
+    list(case.model.modules())[-1].eval()
+    before = snapshot(case.model)
+    result = prune(case.model, case.batches, 0.5, repair=Repair(batch_norm=False))
+    assert_same(before, snapshot(case.model), weights_too=False)
+    pruned = snapshot(case.model)
+    result.undo_()
+    assert_same(before, snapshot(case.model))
+    result.apply_()
+    assert_same(pruned, snapshot(case.model))
+    result.undo_()
+    assert_same(before, snapshot(case.model))
+
+
+def test_statistics_of_batch_norms_are_renewed_and_restored():
+    case = cnn(torch.float32)
+    before = snapshot(case.model)
+    result = prune(case.model, case.batches, 0.5)
+    after = [module.running_mean for module in case.model.modules() if isinstance(module, nn.BatchNorm2d)]
+    seen = inputs_of(case.model.eval(), case.model.blocks[0].norm, [torch.cat([x for x, _ in case.batches])])
+    torch.testing.assert_close(after[0], seen[0].mean((0, 2, 3)), rtol=0.2, atol=0.1)
+    case.model.train()
+    result.undo_()
+    assert_same(before, snapshot(case.model))
+
+
+@pytest.mark.parametrize("at", [1, 5, 9])
+def test_after_an_exception_the_model_is_as_before(at, monkeypatch):
+    case = llama(torch.float32)
+    case.model.train()
+    before, calls = snapshot(case.model), []
+
+    def progress(*_):
+        calls.append(1)
+        if len(calls) == at:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prune(case.model, case.batches, 0.5, progress=progress)
+    assert_same(before, snapshot(case.model))
+
+
+def test_padded_tokens_change_nothing():
+    weights = []
+    for padding in (0, 7):
+        case = llama(torch.float64)
+        mask = case.batches[0]["attention_mask"]
+        case.batches[0]["input_ids"][mask == 0] = padding
+        prune(case.model, case.batches)
+        weights.append([*case.model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_models_are_repaired(dtype):
+    case = llama(dtype)
+    result = prune(case.model, case.batches)
+    assert all(parameter.dtype == dtype for parameter in case.model.parameters())
+    assert all(layer.error <= layer.mask_error for layer in result.layers)
+    assert result.num_pruned == result.num_weights // 2
+
+
+def test_at_sparsity_0_every_weight_stays_as_it_is():
+    case = llama(torch.float32)
+    before = snapshot(case.model)
+    result = prune(case.model, case.batches, 0.0)
+    assert result.num_pruned == 0
+    assert_same(before, snapshot(case.model))
+
+
+class Shared(nn.Module):
+    """One layer is called three times, two others hold one weight, and one is never called."""
+
+    def __init__(self):
+        super().__init__()
+        self.again, self.first, self.second, self.never = (nn.Linear(6, 6) for _ in range(4))
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        for _ in range(3):
+            x = torch.tanh(self.again(x))
+        return self.second(torch.tanh(self.first(x)))
+
+
+def test_shared_weights_are_repaired_over_all_their_calls_and_what_is_never_called_is_named():
+    torch.manual_seed(0)
+    model, x = Shared(), torch.randn(200, 6)
+    result = prune(model, [x], 0.5)
+    reasons = {layer.name: layer.not_repaired for layer in result.layers}
+    assert reasons == {"again.weight": None, "first.weight": None, "never.weight": "no sample reached it"}
+    assert all(layer.num_pruned == 18 for layer in result.layers)
+    assert model.second.weight is model.first.weight
+
+
+def test_a_named_score_gives_its_mask_and_repair_changes_values_only():
+    case, other = llama(torch.float32), llama(torch.float32)
+    repaired = prune(case.model, case.batches, 0.5, "wanda")
+    alone = prune(other.model, other.batches, 0.5, "wanda", repair=None)
+    for name, mask in alone.masks.items():
+        assert torch.equal(repaired.masks[name], mask)
+        kept = [model.get_parameter(name)[mask] for model in (case.model, other.model)]
+        assert not torch.equal(*kept)
+    assert all(layer.error is None and layer.not_repaired is None for layer in alone.layers)
+
+
+def test_with_a_probe_nothing_is_repaired_unless_asked_for():
+    results = []
+    for repair in ({}, {"repair": Repair()}):
+        case = mlp(torch.float32)
+        results.append(prune(case.model, case.batches, 0.5, probe=Probe(0.3), loss=case.loss, **repair))
+    plain, repaired = results
+    assert all(torch.equal(repaired.masks[name], mask) for name, mask in plain.masks.items())
+    assert all(layer.error is None for layer in plain.layers)
+    assert all(layer.error <= layer.mask_error for layer in repaired.layers)
+
+
+def test_another_tau_is_repaired_anew():
+    case, other = mlp(torch.float32), mlp(torch.float32)
+    before = snapshot(case.model)
+    result = prune(case.model, case.batches, 0.5, probe=Probe(0.3, schedule="joint"), loss=case.loss, repair=Repair())
+    result.retake_(0.05)
+    there = prune(other.model, other.batches, 0.5, probe=Probe(0.05, schedule="joint"), loss=case.loss, repair=Repair())
+    assert result.num_pruned == there.num_pruned
+    assert all(torch.equal(a, b) for a, b in zip(case.model.parameters(), other.model.parameters(), strict=True))
+    result.undo_()
+    assert_same(before, snapshot(case.model))
+
+
+def test_without_batches_it_is_magnitude_and_repair_is_an_error():
+    case, again = mlp(), mlp()
+    prune(case.model, sparsity=0.5)
+    prune(again.model, again.batches, sparsity=0.5, score="magnitude", repair=None)
+    assert all(torch.equal(a, b) for a, b in zip(case.model.parameters(), again.model.parameters(), strict=True))
+    with pytest.raises(ValueError, match="a repair needs calibration samples"):
+        prune(case.model, sparsity=0.5, repair=Repair())
+    with pytest.raises(ValueError, match="repair is Repair"):
+        prune(case.model, case.batches, repair=True)
+
+
+def test_an_input_that_is_not_finite_names_the_layer_and_the_sample():
+    case = mlp(torch.float32)
+    x = case.batches[2][0]
+    x[1, 3] = math.nan
+    before = snapshot(case.model)
+    with pytest.raises(ValueError, match=r"0\.weight are not finite: look at sample 5"):
+        prune(case.model, case.batches, loss=entropy)
+    assert_same(before, snapshot(case.model))
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+def test_memory_that_runs_out_makes_batches_smaller_and_nothing_else(limit):
+    case, other = llama(), llama()
+    forward = case.model.model.forward
+
+    def crowded(input_ids, **options):
+        if len(input_ids) > limit:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(input_ids=input_ids, **options)
+
+    case.model.model.forward = crowded
+    prune(case.model, case.batches, batch_size=3)
+    prune(other.model, other.batches, batch_size=3)
+    for a, b in zip(case.model.parameters(), other.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("score", [None, "wanda"])
+@pytest.mark.parametrize("at", [1, 4, 8])
+def test_a_repair_that_was_interrupted_goes_on_and_ends_with_the_same_bits(at, score, tmp_path):
+    whole, case, calls = llama(torch.float32), llama(torch.float32), []
+    expected = prune(whole.model, whole.batches, score=score)
+
+    def progress(*_):
+        calls.append(1)
+        if len(calls) == at:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prune(case.model, case.batches, score=score, state=tmp_path / "state", progress=progress)
+    assert len([*(tmp_path / "state").glob("group_*.pt")]) == at
+    again = llama(torch.float32)
+    result = prune(again.model, again.batches, score=score, state=tmp_path / "state")
+    assert all(torch.equal(a, b) for a, b in zip(again.model.parameters(), whole.model.parameters(), strict=True))
+    assert result.layers == expected.layers
+    with pytest.raises(ValueError, match=r"has sparsity = 0\.5, not 0\.6"):
+        prune(case.model, case.batches, 0.6, score, state=tmp_path / "state")
+
+
+def test_tuning_lowers_the_error_of_blocks_on_held_out_samples_or_is_undone(tmp_path):
+    tokens = torch.randint(0, 31, (24, 12), generator=torch.Generator().manual_seed(0))
+    models, results = [], []
+    for options in ({"repair": Repair()}, *[{"repair": Repair(tune=True), "state": tmp_path / "state"}] * 2):
+        case = llama(torch.float32)
+        before = snapshot(case.model)
+        results.append(prune(case.model, [tokens], 0.6, **options))
+        models.append(deepcopy(case.model))
+        results[-1].undo_()
+        assert_same(before, snapshot(case.model))
+    plain, tuned, resumed = models
+    assert not results[0].tuned and sorted(results[1].tuned) == [0, 1, 2]
+    assert any(found.helped for found in results[1].tuned.values())
+    assert not torch.equal(plain.model.layers[0].input_layernorm.weight, tuned.model.layers[0].input_layernorm.weight)
+    assert torch.equal(plain.model.norm.weight, tuned.model.norm.weight)
+    assert all(torch.equal(a, b) for a, b in zip(tuned.parameters(), resumed.parameters(), strict=True))
+    assert results[1].num_pruned == results[0].num_pruned == sum(zeros(tuned, results[1].masks).values())
+    with pytest.raises(ValueError, match="needs targets='dense'"):
+        Repair("own", tune=True)
+
+
+def test_layers_that_cannot_be_repaired_are_pruned_by_their_size_and_named():
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(2, 4, 3, padding=1), nn.Tanh(), nn.ConvTranspose2d(4, 6, 2), nn.Tanh(), nn.Conv2d(6, 4, 3)]
+    model, x = nn.Sequential(*layers), torch.randn(20, 2, 6, 6)
+    size = model[2].weight.detach().clone().abs()
+    result = prune(model, [x], 0.5)
+    reasons = {layer.name: layer.not_repaired for layer in result.layers}
+    assert reasons == {"0.weight": None, "2.weight": "it is no plain linear layer or convolution", "4.weight": None}
+    assert torch.equal(result.masks["2.weight"], size > size.flatten().sort().values[size.numel() // 2 - 1])
+    by_row = prune(nn.Sequential(*layers[2:3]), [torch.randn(20, 4, 6, 6)], 0.5, select=PerRow())
+    assert (by_row.masks["0.weight"].sum((0, 2, 3)) <= 8).all()
+
+
+@pytest.mark.parametrize("token", [31, -1])
+def test_tokens_outside_the_vocabulary_are_named(token):
+    case = llama(torch.float32)
+    case.batches[1]["input_ids"][0, 3] = token
+    before = snapshot(case.model)
+    with pytest.raises(ValueError, match=f"token {token}, but the model knows 31"):
+        prune(case.model, case.batches)
+    assert_same(before, snapshot(case.model))
