@@ -31,7 +31,7 @@ def work(folder: Folder, plan: StudyPlan, options: Options, devices: list[str], 
     """Do the runs of the plan that are not done, on all devices; False if a worker died."""
     if not folder.exists:
         with torch.device("meta"):  # data that cannot be read or does not suit the model: refused before writing
-            build(plan.base.model, data_of(plan.base).shape)
+            build(plan.base.model, data_of(plan.base).shape, plan.base.width, plan.base.layers)
     folder.join(plan, environment())
     if len(devices) == 1 and devices[0] in ("cpu", "auto"):
         Worker(folder, options, Lines("", print_table)).work(plan.cells)

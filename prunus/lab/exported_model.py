@@ -54,7 +54,7 @@ def load_exported(folder: Path, device: torch.device | str = "cpu") -> nn.Module
             if shape != _shape(run.model, shapes):  # before memory is taken for what it says
                 raise ValueError("its shape of the data is not that of the tensors")
             kind = TokenShape if MODELS[run.model].kind == "tokens" else ImageShape
-            model = build(run.model, kind(**shape)).to(device)
+            model = build(run.model, kind(**shape), run.width, run.layers).to(device)
             model.load_state_dict(loaded(tensors, device))
         except (KeyError, IndexError, TypeError, RuntimeError) as error:
             reason = " ".join(str(error).split())[:200]

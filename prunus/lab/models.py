@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -236,15 +236,23 @@ def resnet(config: ResNetConfig, shape: ImageShape) -> nn.Sequential:
 
 @dataclass(frozen=True)
 class Model:
-    """What a model reads, and the function from the shape of that data to the untrained module."""
+    """What a model reads, and the function from the shape of that data to the untrained module.
+
+    A GPT takes ``width`` and ``layers`` too, in place of its own.
+    """
 
     kind: Literal["tokens", "images"]
-    builder: Callable[[Any], nn.Module]
+    builder: Callable[..., nn.Module]
 
 
 def gpt(num_layers: int, num_heads: int, width: int) -> Model:
-    def builder(shape: TokenShape) -> GPT:
-        return GPT(GPTConfig(num_layers, num_heads, width, shape.context, shape.vocab_size))
+    head = width // num_heads
+
+    def builder(shape: TokenShape, own_width: int = 0, layers: int = 0) -> GPT:
+        if own_width % head:
+            raise ValueError(f"width must be a multiple of {head}, the width of a head, got {own_width}")
+        heads = own_width // head or num_heads
+        return GPT(GPTConfig(layers or num_layers, heads, own_width or width, shape.context, shape.vocab_size))
 
     return Model("tokens", builder)
 
@@ -262,12 +270,14 @@ MODELS = {
 }
 
 
-def build(name: str, shape: TokenShape | ImageShape) -> nn.Module:
-    """The untrained model ``name`` for data of ``shape``, drawn from torch's global generator."""
+def build(name: str, shape: TokenShape | ImageShape, width: int = 0, layers: int = 0) -> nn.Module:
+    """The untrained model ``name`` for data of ``shape``, drawn from torch's global generator; 0 is its own size."""
     if name not in MODELS:
         raise ValueError(f"model must be one of {', '.join(MODELS)}, got {name!r}")
     model = MODELS[name]
     if model.kind != shape.kind:
         fitting = ", ".join(other for other, row in MODELS.items() if row.kind == shape.kind)
         raise ValueError(f"{name} reads {model.kind}, but the data holds {shape.kind}; take one of {fitting}")
-    return model.builder(shape)
+    if model.kind == "images" and (width or layers):
+        raise ValueError(f"only a GPT takes another width or number of layers, not {name}")
+    return model.builder(shape, width, layers) if model.kind == "tokens" else model.builder(shape)

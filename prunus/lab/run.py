@@ -44,8 +44,9 @@ def is_restarted() -> bool:
     return is_launched() and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
-FROM_ZERO = ("eval_size", "save_every", "warmup", "lr", "min_lr", "weight_decay", "clip", "eps")
-MOST = {"batch": 2**20, "context": 2**20, "vocab_size": 2**20}  # far beyond use; more would only fill the memory
+FROM_ZERO = ("width", "layers", "eval_size", "save_every", "warmup", "lr", "min_lr", "weight_decay", "clip", "eps")
+# far beyond use; more would only fill the memory
+MOST = {"batch": 2**20, "context": 2**20, "vocab_size": 2**20, "width": 2**15, "layers": 2**10}
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,8 @@ class Run:
 
     # what is trained
     model: ModelName = "gpt2-tiny"  # network to train
+    width: int = 0  # of a GPT; 0 is the model's own
+    layers: int = 0  # blocks of a GPT; 0 is the model's own
     data: str = "stdlib"  # "stdlib", "digits", a file of text or uint16 tokens, or a folder of MNIST or CIFAR-10
     validation: Path | None = None  # held-out file; without it the last 5 % of the data
     vocab_size: int | None = None  # vocabulary of a token file; without it the largest token, rounded up

@@ -69,7 +69,7 @@ class Training:
         reset_peak_memory(self.device)
         self.data: Data = data or team.each(lambda: data_of(run))
         torch.manual_seed(run.seed)
-        self.model = build(run.model, self.data.shape).to(self.device)
+        self.model = build(run.model, self.data.shape, run.width, run.layers).to(self.device)
         self.wrapped = team.wrap(self.model, self.device)
         self.optimizer = make_optimizer(run, self.model)
         self.events: list[Event] = []

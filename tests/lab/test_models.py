@@ -99,6 +99,16 @@ def test_too_long_an_input_and_a_ragged_head_are_refused():
         toy(width=25)
 
 
+def test_a_gpt_takes_another_width_and_depth():
+    model = build("gpt2-tiny", TOY, width=96, layers=2)
+    assert model(torch.zeros(2, 5, dtype=torch.long)).shape == (2, 5, 11)
+    assert model.embedding.weight.shape == (11, 96) and len(model.blocks) == 2
+    with pytest.raises(ValueError, match="multiple of 32, the width of a head, got 100"):
+        build("gpt2-tiny", TOY, width=100)
+    with pytest.raises(ValueError, match=r"only a GPT takes another width .* not lenet5"):
+        build("lenet5", ImageShape(1, 8, 10), layers=2)
+
+
 @pytest.mark.parametrize("name", TOKENS[:2])
 def test_token_models_give_a_logit_for_each_token(name):
     assert build(name, TOY)(torch.zeros(2, 5, dtype=torch.long)).shape == (2, 5, 11)

@@ -21,7 +21,7 @@ PRUNING = "sparsity schedule begin end every allocate eps exponent regrow regrow
 UNREAD_IF_DENSE = "eps exponent regrow regrow_by rate_power replay".split()  # fields that a dense run must not set
 IRRELEVANT = "out device save_every log_every track eval_every data validation".split()  # to what is computed
 NOT_SHARED = "out device save_every log_every track seed sparsity data validation".split()  # fields outside the hash
-ADDED_LATER = "lr_schedule decay rate_power replay".split()  # fields that at their defaults change no hash
+ADDED_LATER = "lr_schedule decay rate_power replay width layers".split()  # fields that at their defaults change no hash
 
 
 def shared_fields(base: Run) -> dict[str, Any]:
