@@ -216,17 +216,20 @@ class MaskStore:
             if name not in self.bits:
                 self.set(name, self.full(name))
 
-    def num_not_zeroed(self) -> dict[str, int]:
-        """Weights on this rank that are not zero although their mask prunes them, by name, where there are any."""
+    def num_not_zeroed(self, most: int | None = None) -> dict[str, int]:
+        """Weights on this rank that are not zero although their mask prunes them, by name, where there are any.
+
+        Of each tensor the first ``most`` are looked at, a multiple of 8.
+        """
         if not self.bits:
             return {}
-        odd = {name: nonzero(local(self.weights[name])) & ~mask for name, mask in self.bits.items()}
+        weights = {name: local(self.weights[name]).reshape(-1)[:most] for name in self.bits}
+        odd = {name: nonzero(weight) & ~self.bits[name][: most and most // 8] for name, weight in weights.items()}
         device = next(iter(odd.values())).device
         numbers = torch.stack([bits.count(each).to(device) for each in odd.values()]).tolist()
         found = {}
-        for (name, each), number in zip(odd.items(), numbers, strict=True):
-            weight = local(self.weights[name])
-            if number and (number := int(weight[bits.unpack(each, weight.shape)].count_nonzero())):  # -0.0 is zero
+        for (name, weight), number in zip(weights.items(), numbers, strict=True):
+            if number and (number := int(weight[bits.unpack(odd[name], weight.shape)].count_nonzero())):  # -0.0 is zero
                 found[name] = number
         return found
 

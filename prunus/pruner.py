@@ -16,6 +16,7 @@ from .eligible import SparsityReport, eligible, report
 from .input_statistics import InputNorms
 from .masking import LoadHook, Progress, check_state, is_initialising, masking_of, unwrapped
 from .masks import Masks, MaskStore, check_copies, digest, load_masks, unpack_like, unpack_saved_masks
+from .ops import bits
 from .ops.lazy import Lazy
 from .ops.shard import together
 from .ranks import gather, is_dtensor, local, local_block, ranks_of, shard_of, shards_of
@@ -56,7 +57,8 @@ class Pruner:
 
     Weights that are loaded without the pruner's state may not be zero where the masks prune. The next step after the
     model's ``load_state_dict``, and every event, notices that: they are zeroed again, with one warning, or, with
-    ``reloaded="raise"``, refused by a ValueError.
+    ``reloaded="raise"``, refused by a ValueError. Sharded weights must be loaded on every rank then, since that step
+    asks all of them: to know that one loaded alone would take a message at every step.
 
     Over ranks the masks are those that one process would find. Make it after DDP or ``fully_shard``, on every rank.
     Events are collective then, and for DTensors so are ``sparsity``, ``report``, ``digest``, ``full_masks``,
@@ -317,6 +319,7 @@ class Pruner:
     @torch.no_grad()
     def _before_step(self, *_: object) -> None:
         if self._is_reloaded and not _is_capturing() and not is_initialising(self.optimizer):
+            check_parameters(self.model, self._weights)
             together(self._holders if self.reloaded == "raise" else None, self._has_only_zeros)
             self._masking.apply_(self._bits)
             self._is_reloaded = False
@@ -360,7 +363,8 @@ class Pruner:
     def _scores(self, input_norms: Mapping[str, Tensor]) -> list[Lazy]:
         """Lazy scores of all weights at this step."""
         check_state(self._weights, self.optimizer)
-        self._has_only_zeros()
+        if self.reloaded == "raise" or self._store.num_not_zeroed(bits.CHUNK):  # a look that costs little
+            self._has_only_zeros()
         collected = {"movement": self._movement.sums if self._movement else {}, "input_norm": input_norms}
         how = {"dtype": self.score_dtype, "more": collected, "shards": self._shards}
         return sources(self._eligible.weights, self.optimizer, self.score, self.score_options, **how)

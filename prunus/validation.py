@@ -78,13 +78,23 @@ def check_together(
 
 
 def check_parameters(model: nn.Module, weights: Mapping[str, nn.Parameter]) -> None:
-    """Refuse to go on if the model's parameters have become DTensors since the Pruner was made."""
+    """Refuse to go on if the model's parameters are other tensors than when the Pruner was made."""
     for full, parameter in model.named_parameters():
-        known = weights.get(plain_name(full))
-        if known is not None and is_dtensor(parameter) and not is_dtensor(known):
+        name = plain_name(full)
+        known = weights.get(name)
+        if known is None or parameter is known:
+            continue
+        if is_dtensor(parameter) and not is_dtensor(known):
             raise ValueError(
-                f"{plain_name(full)} has become a DTensor since the Pruner was made; "
+                f"{name} has become a DTensor since the Pruner was made; "
                 "make the optimizer and the Pruner after fully_shard or parallelize_module"
+            )
+        if is_dtensor(parameter) == is_dtensor(
+            known
+        ):  # FSDP2 puts plain tensors in the place of its shards for a while
+            raise ValueError(
+                f"{name} is another tensor than when the Pruner was made, which the optimizer does not train; load "
+                "weights without assign=True, or make the optimizer and the Pruner after that"
             )
 
 

@@ -135,6 +135,27 @@ def test_moments_of_a_dense_optimizer_do_not_move_pruned_weights(make):
     assert_pruned_are_zero(pruner)
 
 
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("reloaded", ["zero", "raise"])
+def test_weights_that_were_assigned_are_refused_since_the_optimizer_has_the_old_ones(make, reloaded):
+    model, pruner, dense = pruned(make, reloaded=reloaded)
+    kept = {name: p.detach().clone() for name, p in pruner._weights.items()}
+    model.load_state_dict(copy.deepcopy(dense), assign=True)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"^conv\.weight is another tensor [^\n]*assign=True[^\n]*$"):
+            train(model, pruner.optimizer, [4])
+        assert pruner.step == 4 and all(torch.equal(p, kept[name]) for name, p in pruner._weights.items())
+    with pytest.raises(ValueError, match="another tensor"):
+        pruner.report()
+    for name, p in pruner._weights.items():  # the old ones back
+        path, _, key = name.rpartition(".")
+        setattr(model.get_submodule(path), key, p)
+    model.load_state_dict(copy.deepcopy(model.state_dict()))
+    train(model, pruner.optimizer, [4])
+    assert pruner.step == 5
+    assert_pruned_are_zero(pruner)
+
+
 def test_a_negative_zero_is_zero():
     model, pruner, _ = pruned(reloaded="raise")
     with torch.no_grad():

@@ -10,6 +10,7 @@ import logging
 import re
 import sys
 import traceback
+import unicodedata
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -24,13 +25,23 @@ if TYPE_CHECKING:
     from ..lab.trainer import Progress as Report
 
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+# Unicode's format characters that scripts are written with, and that act on nothing: soft hyphen, zero-width space,
+# joiner and non-joiner, signs of Arabic, Syriac and Kaithi numbers
+LETTERS = frozenset(
+    "\u00ad\u200b\u200c\u200d\u0600\u0601\u0602\u0603\u0604\u0605\u06dd\u070f\u0890\u0891\u08e2\U000110bd\U000110cd"
+)
 
 
 def escaped(text: str) -> str:
-    r"""The text with every character that is not printable written out: ``\x1b``, ``\n``, ``\u202e``."""
+    r"""The text with every character that could act on the terminal written out: ``\x1b``, ``\n``, ``\u202e``."""
     if text.isprintable():
         return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return "".join(c if _is_text(c) else c.encode("unicode_escape").decode() for c in text)
+
+
+def _is_text(character: str) -> bool:
+    """Whether it is a letter, a sign or a space of any script, and no control or mark of direction."""
+    return character.isprintable() or character in LETTERS or unicodedata.category(character) == "Zs"
 
 
 def print(*lines: object, file: TextIO | None = None, flush: bool = False) -> None:

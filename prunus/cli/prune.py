@@ -2,7 +2,8 @@
 
 import os
 import shutil
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -75,11 +76,16 @@ OF_REPAIR = ("targets", "damping", "tune")
 
 
 def run(command: Command) -> None:
+    if _is_written(command):  # killed after the result was in its place
+        shutil.rmtree(_unfinished(command), ignore_errors=True)
+        print(f"{command.out}: was written already")
+        return
     _check(command)
     from .prune_tables import print_profile, print_result
 
-    outcome = _pruned(command)
-    _write(command, outcome)
+    with _working(command):
+        outcome = _pruned(command)
+        _write(command, outcome)
     print_result(outcome, command.sparsity, is_probed=command.probe != "none")
     if outcome.score == "wanda" and command.scope == "global":
         print("One threshold for all layers suits wanda badly: on small GPTs it was far worse than by rows.")
@@ -164,7 +170,7 @@ def _pruned(command: Command) -> "Outcome":
     title = f"probe, {command.probe}" if probe else "repair" if repair else "prune"
     with sampler.running(), weights_bar(title) as progress:
         rows = {"dense": measure()}
-        more: dict[str, Any] = {"state": _state(command) if repair and not probe else None, "progress": progress}
+        more: dict[str, Any] = {"state": _unfinished(command) if repair and not probe else None, "progress": progress}
         result = prune(trained.model, trained.batches, command.sparsity, probe=probe, repair=repair, **settings, **more)
         reached = measure()
         if probe is not None:
@@ -185,9 +191,33 @@ def _pruned(command: Command) -> "Outcome":
     return replace(outcome, profile=_profile(command, result, seconds, total, sampler.mean))
 
 
-def _state(command: Command) -> Path:
-    """The folder of a repair that is not finished."""
+def _unfinished(command: Command) -> Path:
+    """The folder for what is done until the result is in its place."""
     return command.out.with_name(f".{command.out.name}.unfinished")
+
+
+@contextmanager
+def _working(command: Command) -> Iterator[None]:
+    """Keep other processes out of the folder to work in; folders that were made for it go if they stay empty."""
+    from ..files.lock import lock_folder
+
+    folder = _unfinished(command)
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        with lock_folder(folder):
+            yield
+    finally:
+        for path in made:
+            with suppress(OSError):
+                path.rmdir()
+
+
+def _is_written(command: Command) -> bool:
+    """Whether this command has written its result, and only its folder to work in is left to remove."""
+    from ..files.json_file import read_json
+
+    path = command.out / "result.json"
+    return _unfinished(command).is_dir() and path.is_file() and read_json(path).get("settings") == _settings(command)
 
 
 class _Measure:
@@ -262,27 +292,35 @@ def _selector(command: Command) -> "Selector":
 
 
 def _write(command: Command, outcome: "Outcome") -> None:
-    """Write the folder, which appears when it is complete, and forget the state of the repair."""
+    """Write the folder, which appears when it is complete, and remove the one to work in."""
     from ..files.atomic import new_folder
     from ..files.json_file import write_json
     from .prune_picture import picture
 
-    with new_folder(command.out) as part:
+    with new_folder(command.out, inside=_unfinished(command)) as part:
         outcome.model.save(part)
         write_json(part / "result.json", _plain(_figures(command, outcome)))
         (part / "layers.svg").write_text(picture(outcome.result.layers))
-    shutil.rmtree(_state(command), ignore_errors=True)
+    shutil.rmtree(_unfinished(command), ignore_errors=True)
 
 
 def _figures(command: Command, outcome: "Outcome") -> dict[str, Any]:
     from .prune_tables import advice
 
     result, profile = outcome.result, outcome.profile
-    settings = {key: value for key, value in asdict(command).items() if key != "out"}
     layers = [asdict(layer) | {"sparsity": layer.sparsity} for layer in result.layers]
     cost = {"passes": result.passes, "forwards": result.forwards, "seconds": result.seconds}
-    found = {"settings": settings, "rows": outcome.rows, "layers": layers, "peak_bytes": result.peak_bytes} | cost
+    found = {
+        "settings": _settings(command),
+        "rows": outcome.rows,
+        "layers": layers,
+        "peak_bytes": result.peak_bytes,
+    } | cost
     return found | ({} if profile is None else {"profile": asdict(profile) | {"advice": advice(profile)}})
+
+
+def _settings(command: Command) -> Any:
+    return _plain({key: value for key, value in asdict(command).items() if key != "out"})
 
 
 def _plain(value: Any) -> Any:

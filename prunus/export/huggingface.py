@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..eligible import unwrapped_model
 from ..files.atomic import new_folder
+from ..files.gguf_header import check_gguf
 from ..files.reader import SMALL, Tensors, open_tensors
 from ..files.safetensors_header import DTYPES
 from ..files.sparse_file import check_masks, in_memory
@@ -100,9 +101,8 @@ def load_causal_model(folder: Path, dtype: str = "auto", gguf_file: str | None =
     """The language model of a plain Hugging Face folder, in evaluation mode on the CPU; no code in it is run."""
     if gguf_file:
         stored, form = (folder / gguf_file).stat().st_size, {"gguf_file": gguf_file}
+        num_tensors = check_gguf(folder / gguf_file)
         config = read_config(folder, gguf_file=gguf_file)
-        with (folder / gguf_file).open("rb") as file:
-            num_tensors = int.from_bytes(file.read(16)[8:], "little")
         if (num := getattr(config, "num_hidden_layers", 0)) > num_tensors:  # a field without a name has its default
             raise ValueError(f"{folder / gguf_file} cannot be read: it has {num} layers, but {num_tensors} tensors")
     else:

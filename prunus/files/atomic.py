@@ -92,8 +92,8 @@ def _give_second_name(path: Path, name: Path) -> None:
 
 
 @contextmanager
-def new_folder(path: Path, replace: bool = False) -> Iterator[Path]:
-    """A folder to fill, which becomes ``path`` in one move.
+def new_folder(path: Path, replace: bool = False, inside: Path | None = None) -> Iterator[Path]:
+    """A folder to fill, which becomes ``path`` in one move; until then it lies beside it, or ``inside`` another one.
 
     A ``path`` that is not empty is refused at the start, or swapped for the new folder at the end with ``replace``.
     What another writer put there in between is swapped too.
@@ -101,7 +101,7 @@ def new_folder(path: Path, replace: bool = False) -> Iterator[Path]:
     path = path.resolve()  # through a link, as opening a file would
     if path.exists() and (not path.is_dir() or (not replace and any(path.iterdir()))):
         raise ValueError(f"{path} is there and not empty; remove it, or choose another place")
-    part = part_name(path)
+    part = part_name(inside / path.name if inside else path)
     part.mkdir(parents=True)
     with try_lock(part):
         try:

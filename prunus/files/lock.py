@@ -11,11 +11,11 @@ TRIES = 4  # ``is_free`` locks a folder for an instant
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Keep other trainings out of a folder, which is made if it is not there."""
+    """Keep other processes out of a folder to work in, which is made if it is not there."""
     folder.mkdir(parents=True, exist_ok=True)
     with try_lock(folder, TRIES) as is_locked:
         if is_locked is False:
-            raise ValueError(f"another process trains in {folder}; wait for its end, or choose another --out")
+            raise ValueError(f"another process works in {folder}; wait for its end, or choose another --out")
         yield
 
 

@@ -1,8 +1,9 @@
 """What a search or a repair has finished, on disk: files of groups of weights and of trials, to resume from."""
 
-import json
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,13 @@ import torch
 from torch import Tensor
 
 from ..eligible import Weight
-from ..files.atomic import write_atomically
+from ..files.atomic import is_part
+from ..files.json_file import read_json, write_json
+from ..files.torch_file import FORMAT, read_torch_file, write_torch_file
 from ..ops.bits import words_of
 from .limit import Trial
 from .probe.decide import Ratios
 from .probe.prober import Probed
-
-FORMAT = "prunus-search-1"
 
 
 class RepairState:
@@ -28,11 +29,13 @@ class RepairState:
         claim(folder, "repair", about)
 
     def save(self, name: str, content: Mapping[str, Any]) -> None:
-        write_atomically(self.folder / f"{name}.pt", lambda file: torch.save(dict(content), file))
+        write_torch_file(self.folder / f"{name}.pt", {"content": dict(content)})
 
     def load(self, name: str) -> dict[str, Any] | None:
+        """What was saved; None where there is nothing, or where it is damaged."""
         path = self.folder / f"{name}.pt"
-        return _read(path) if path.is_file() else None
+        found = _read(path) if path.is_file() else None
+        return found and found["content"]
 
 
 def claim(folder: Path, kind: str, about: dict[str, Any]) -> None:
@@ -40,19 +43,18 @@ def claim(folder: Path, kind: str, about: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{kind}.json"
     if not path.is_file():
-        if any(".part" not in path.name for path in folder.iterdir()):
+        if any(not is_part(path) for path in folder.iterdir()):
             raise ValueError(f"{folder} holds other things; give a folder that is new or a {kind}'s own")
-        write_atomically(path, lambda file: file.write(json.dumps(about, indent=2).encode()))
+        write_json(path, about)
         return
-    before = json.loads(path.read_text())
-    if before.get("format") != about["format"]:
+    before = read_json(path)
+    if before.get("format") != about["format"] or not isinstance(before.get("settings"), dict):
         raise ValueError(f"{folder} is not the state of a {kind}: it lacks the mark {about['format']!r}")
     for name, value in about["settings"].items():
-        if before["settings"].get(name) != value:
-            was = before["settings"].get(name)
+        if (was := before["settings"].get(name)) != value:
             differs = f"has {name} = {was}, not {value}"
             raise ValueError(f"the {kind} in {folder} {differs}; give another folder, or delete it")
-    if before["weights"] != about["weights"]:
+    if before.get("weights") != about["weights"]:
         raise ValueError(f"the {kind} in {folder} began with other weights; load the same model, still dense")
 
 
@@ -62,20 +64,22 @@ class State:
     def __init__(self, folder: Path, settings: Mapping[str, str], weights: Mapping[str, Weight]) -> None:
         self.folder = folder
         self.weights = weights
-        claim(folder, "search", {"format": FORMAT, "settings": dict(settings), "weights": fingerprint(weights)})
+        claim(
+            folder, "search", {"format": "prunus-search-1", "settings": dict(settings), "weights": fingerprint(weights)}
+        )
 
     def trials(self) -> list[Trial]:
-        """Finished trials, in order."""
+        """Finished trials, in order; a damaged one and what was done after it are removed."""
         found = []
-        while (path := self._path(len(found))).is_file():
-            saved = dict(_read(path)["trial"])
-            found.append(Trial(target=saved.pop("asked"), **saved))
+        for content in _undamaged(list(takewhile(Path.is_file, map(self._path, count())))):
+            figures = dict(content["trial"])
+            found.append(Trial(target=figures.pop("asked"), **figures))
         return found
 
     def levels(self, number: int) -> list[dict[str, Tensor]]:
         """Packed masks of the last two levels (or the only one) that were kept after trial ``number``."""
         devices = {name: weight.parameter.device for name, weight in self.weights.items()}
-        levels = _read(self._path(number))["levels"]
+        levels = read_torch_file(self._path(number))["levels"]
         return [{name: mask.to(devices[name]) for name, mask in masks.items()} for masks in levels]
 
     def finish(self, number: int, trial: Trial, levels: Sequence[Mapping[str, Tensor]]) -> None:
@@ -83,7 +87,7 @@ class State:
         last = [{name: mask.cpu() for name, mask in masks.items()} for masks in levels[-2:]]
         figures = asdict(trial)
         content = {"trial": {"asked": figures.pop("target"), **figures}, "levels": last}
-        write_atomically(self._path(number), lambda file: torch.save(content, file))
+        write_torch_file(self._path(number), content)
         for path in self.folder.glob("group_*.pt"):
             path.unlink()
 
@@ -100,13 +104,13 @@ class State:
                 "tau": found.taus[name],
             }
         path = self.folder / f"group_{number:04}_{len(list(self.folder.glob('group_*.pt'))):05}.pt"
-        write_atomically(path, lambda file: torch.save(content, file))
+        write_torch_file(path, {"content": content})
 
     def groups(self, number: int) -> Probed:
         """What was decided in trial ``number`` before the search was interrupted."""
         found = Probed()
-        for path in sorted(self.folder.glob(f"group_{number:04}_*.pt")):
-            for name, saved in _read(path).items():
+        for content in _undamaged(sorted(self.folder.glob(f"group_{number:04}_*.pt"))):
+            for name, saved in content["content"].items():
                 device = self.weights[name].parameter.device
                 found.pruned[name] = saved["pruned"].to(device)
                 found.ratios[name] = Ratios(saved["q"].to(device), saved["num_zero"], saved["num_not_finite"])
@@ -125,10 +129,24 @@ def fingerprint(weights: Mapping[str, Weight]) -> dict[str, list[int]]:
     return found
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _undamaged(paths: Sequence[Path]) -> Iterator[dict[str, Any]]:
+    """What files hold, up to the first that is damaged; it is removed with those after it, which build on it."""
+    for number, path in enumerate(paths):
+        if (content := _read(path)) is None:
+            for later in paths[number:]:
+                later.unlink()
+            return
+        yield content
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """What a file holds; None, with a warning, where it is damaged."""
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise ValueError(
-            f"{path} cannot be read back ({type(error).__name__}); delete it to do its part anew"
-        ) from error
+        content = read_torch_file(path)
+        if isinstance(content, dict) and content.get("format") == FORMAT:  # and so its checksums were compared
+            return content
+        reason = "it has no checksums"
+    except ValueError as error:
+        reason = str(error)
+    warnings.warn(f"{path} is damaged ({reason}); what it held is done again", stacklevel=2)
+    return None

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -9,10 +10,12 @@ import pytest
 import torch
 
 from prunus.cli import main
+from prunus.files.lock import try_lock
 from prunus.lab.trained_model import token_quality
 from prunus.oneshot.repair import RepairWalk
 
 DATA = os.environ.get("PRUNUS_DATA")
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="a folder in which nobody can write")
 FAST = "--samples 4 --length 12 --eval-windows 6".split()
 
 
@@ -139,6 +142,27 @@ def test_killed_in_a_repair_the_same_command_goes_on_and_ends_with_the_same_bits
     assert not [path for path in folder.iterdir() if "unfinished" in path.name]
 
 
+def test_killed_when_only_its_own_folder_was_left_to_remove_the_same_command_removes_it(folder, capsys):
+    data = ["--tokens", folder / "calib.u16", "--eval-tokens", folder / "valid.u16"]
+    command = [str(arg) for arg in ["prune", folder / "model", *FAST, *data, "--no-repair", "--out", folder / "out"]]
+    main(command)
+    written = {path.name: path.read_bytes() for path in (folder / "out").iterdir()}
+    (folder / ".out.unfinished" / ".out.host.1.01234567.part").mkdir(parents=True)
+    assert "is there already" in refused(capsys, *command, "--sparsity", "0.3")  # another command's
+    assert (folder / ".out.unfinished").is_dir()
+    main(command)
+    assert "out: was written already" in capsys.readouterr().out
+    assert sorted(path.name for path in folder.iterdir()) == ["calib.u16", "model", "out", "valid.u16"]
+    assert {path.name: path.read_bytes() for path in (folder / "out").iterdir()} == written
+
+
+def test_two_at_once_do_not_share_a_folder_to_work_in(folder, capsys):
+    (folder / ".out.unfinished").mkdir()
+    with try_lock(folder / ".out.unfinished"):
+        line = refused(capsys, "prune", folder / "model", "--out", folder / "out")
+    assert "another process works in" in line and "choose another --out" in line
+
+
 def test_a_profile_says_where_the_time_went_and_what_to_change(folder, capsys):
     _, result = prune(folder, "--probe", "sequential", "--tau", "0.05", "--profile")
     said, profile = capsys.readouterr().out, result["profile"]
@@ -235,6 +259,8 @@ def test_a_gguf_file_comes_back_as_a_folder_of_plain_weights(folder):
         (["--repair-probe"], "without --probe nothing reads --repair-probe"),
         (["--scope", "row", "--allocate", "erk"], "take --scope layer"),
         (["--out", __file__ + "/out"], "is no folder that you may write to"),
+        pytest.param(["--out", "/proc/out"], "/proc/.out.unfinished", marks=LINUX),
+        (["--out", __file__], "is there already"),
         (["--device", "nowhere"], "nowhere"),
         (["--device", "cuda:99"], "cuda:99"),
         (["--dtype", "float17"], "float17"),

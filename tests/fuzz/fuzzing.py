@@ -7,6 +7,7 @@ children whose memory and time are limited, so that a crash is a failure among o
 
 import argparse
 import gc
+import itertools
 import json
 import os
 import random
@@ -41,9 +42,17 @@ class TooSlow(BaseException):
 
 
 def fuzz(
-    count: int, seed: int = 0, seconds: float = 1e9, names: Sequence[str] | None = None, only: str | None = None
+    count: int,
+    seed: int = 0,
+    seconds: float = 1e9,
+    names: Sequence[str] | None = None,
+    only: str | None = None,
+    rarely: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Outcomes of ``count`` mutations by reader, and the failures; of ``only`` one kind of mutation, if it is named."""
+    """Outcomes of ``count`` mutations by reader, and the failures; of ``only`` one kind of mutation, if it is named.
+
+    Readers take turns; those named ``rarely``, which are slow, in every third round only.
+    """
     chosen = [name for name in names or READERS if not READERS[name].needs or find_spec(READERS[name].needs)]
     counts: dict[str, Counter] = {name: Counter() for name in chosen}
     failures = []
@@ -53,7 +62,8 @@ def fuzz(
             folder = Path(home, name.replace(" ", "_"), "sample")
             folder.mkdir(parents=True)
             READERS[name].make(folder)
-        cases = [(chosen[i % len(chosen)], seed + i // len(chosen)) for i in range(count)]
+        turns = ((name, seed + i) for i in itertools.count() for name in chosen if i % 3 == 0 or name not in rarely)
+        cases = list(itertools.islice(turns, count))
         while cases and time.monotonic() - began < seconds:
             num_done = 0
             for case, outcome, mutation, said in _by_child(Path(home), cases[:2000], began + seconds, only):

@@ -204,6 +204,13 @@ def integer(data: bytes, rng: random.Random) -> bytes:
     )
 
 
+def length(data: bytes, rng: random.Random) -> bytes:
+    """Eight bytes somewhere near the beginning, as a length that cannot be."""
+    at = rng.randrange(min(1000, len(data)))
+    number = rng.choice([0, 1, len(data), 2**20, 2**32, 2**40, 2**63 - 1, 2**63, 2**64 - 1])
+    return data[:at] + number.to_bytes(8, "little") + data[at + 8 :]
+
+
 STRUCTURED: dict[str, list[Mutation]] = {
     ".json": [in_json],
     ".jsonl": [in_json_lines],
@@ -216,6 +223,7 @@ STRUCTURED: dict[str, list[Mutation]] = {
     ".gz": [*[in_gzip] * 11, gzip_bomb],
     ".xz": [*[in_xz] * 11, xz_bomb],
     ".toml": [in_text],
+    ".gguf": [integer, length, length],
 }
 
 

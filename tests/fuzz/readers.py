@@ -9,7 +9,8 @@ import io
 import json
 import lzma
 import shutil
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -186,6 +187,68 @@ def gguf_file(folder: Path) -> None:
     (folder.parent / "tokens.u16").write_bytes((np.arange(600) % 16).astype("<u2").tobytes())
 
 
+def read_gguf(folder: Path) -> None:
+    from prunus.files.gguf_header import check_gguf
+
+    check_gguf(only(folder))
+
+
+def weights() -> Any:
+    from prunus.eligible import eligible
+
+    torch.manual_seed(0)
+    return {weight.name: weight for weight in eligible(torch.nn.Linear(16, 24)).weights}
+
+
+def repair_state(folder: Path) -> None:
+    from prunus.oneshot.state import RepairState
+
+    content = {"weight": tensors()["a"], "mask": torch.arange(12), "repair": {"error": 0.5, "note": "a"}}
+    RepairState(folder, {"sparsity": "0.5", "score": "None"}, weights()).save("group_00000", {"weight": content})
+
+
+def search_state(folder: Path) -> None:
+    from prunus.oneshot.limit import Trial
+    from prunus.oneshot.probe.decide import Ratios
+    from prunus.oneshot.probe.prober import Probed
+    from prunus.oneshot.state import State
+
+    state, mask = State(folder, {"limit": "0.5"}, weights()), torch.arange(12, dtype=torch.int32)
+    for number in range(2):
+        state.finish(number, Trial(0.2, 0.2, 1.5, True), [{"weight": mask + number}])
+    found = Probed({}, {"weight": Ratios(torch.rand(9), 1, 2)}, {"weight": 0.5}, {"weight": mask})
+    state.save_group(2, ["weight"], found)
+
+
+def read_repair_state(folder: Path) -> dict[str, Tensor]:
+    from prunus.oneshot.state import RepairState
+
+    with _refused_by_warning():
+        found = RepairState(folder, {"sparsity": "0.5", "score": "None"}, weights()).load("group_00000")
+    return flat(found)
+
+
+def read_search_state(folder: Path) -> dict[str, Tensor]:
+    from prunus.oneshot.state import State
+
+    with _refused_by_warning():
+        state = State(folder, {"limit": "0.5"}, weights())
+        levels = [state.levels(number) for number in range(len(state.trials()))]
+        groups = state.groups(2)
+    return flat({"levels": levels, "pruned": groups.pruned, "q": {"q": groups.ratios["weight"].q}})
+
+
+@contextlib.contextmanager
+def _refused_by_warning() -> Iterator[None]:
+    """What is damaged is done again, with a warning: that counts as refused."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        try:
+            yield
+        except UserWarning as error:
+            raise ValueError(str(error)) from None
+
+
 def prune(folder: Path, *more: str) -> None:
     """With magnitude, on tokens that lie beside the sample."""
     from transformers.utils import logging
@@ -345,17 +408,20 @@ READERS = {
     "plain safetensors": Reader(lambda to: save_file({"a": torch.randn(4, 6)}, to / "a.safetensors"), open_plain),
     "torch file": Reader(lambda to: torch.save({"a": torch.ones(3), "b": [1, {"c": "d"}]}, to / "a.pt"), read_torch),
     "plain pickle": Reader(metadata, read_pickle),
-    "checkpoint": Reader(trained, load_checkpoint, "checkpoint*.pt", BYTEWISE),
+    "checkpoint": Reader(trained, load_checkpoint, "checkpoint.pt", BYTEWISE),
     "sharded checkpoint": Reader(sharded, load_checkpoint, "checkpoint-*/*", BYTEWISE),
     "exported model": Reader(exported, load_exported, "model/*"),
     "Hugging Face model": Reader(hugging_face, load_model, "model/*", needs="transformers"),
     "prune": Reader(plain_hugging_face, prune, "*.json *.safetensors", needs="transformers"),
     "prune, GGUF": Reader(gguf_file, lambda to: prune(to, "--gguf-file", "model.gguf"), needs="gguf"),
+    "GGUF header": Reader(gguf_file, read_gguf, needs="gguf"),
+    "state of a repair": Reader(repair_state, read_repair_state, exact=ANY),
+    "state of a search": Reader(search_state, read_search_state, exact=ANY),
     "train --resume": Reader(
         half_trained, lambda to: command("train", "--resume", "--out", to), "run.json metrics.jsonl checkpoint*.pt"
     ),
-    "eval": Reader(trained, lambda to: command("eval", to), "run.json result.json checkpoint*.pt"),
-    "doctor, checkpoint": Reader(trained, lambda to: command("doctor", to, "--json"), "run.json checkpoint*.pt"),
+    "eval": Reader(trained, lambda to: command("eval", to), "run.json result.json checkpoint.pt"),
+    "doctor, checkpoint": Reader(trained, lambda to: command("doctor", to, "--json"), "run.json checkpoint.pt"),
     "doctor, distributed": Reader(distributed, lambda to: command("doctor", to, "--json")),
     "doctor, folder": Reader(plain_folder, lambda to: command("doctor", to)),
     "doctor, masks": Reader(

@@ -52,6 +52,18 @@ def test_text_is_escaped_and_plain_text_is_not():
     assert escaped(EVIL) == SHOWN and escaped(SHOWN) == SHOWN
     assert escaped("Größe 模型 \u2800⣀▁ café") == "Größe 模型 \u2800⣀▁ café"
     assert escaped("\ud800\x7f\t\x00") == r"\ud800\x7f\t\x00"
+    for written in (
+        "می\u200cخواهم",
+        "ක්\u200dෂ",
+        "👩\u200d💻",
+        "10\u00a0%",
+        "模型\u3000甲",
+        "ភាសា\u200bខ្មែរ",
+        "Zu\u00adcker",
+    ):
+        assert escaped(written) == written
+    for acting in ("\u202e", "\u2066", "\u200e", "\u200f", "\u061c", "\u2028", "\x85", "\x9b", "\ufeff", "\U000e0041"):
+        assert escaped(f"a{acting}b") == f"a{acting.encode('unicode_escape').decode()}b"
 
 
 @pytest.mark.parametrize("form", ["pt", "safetensors"])

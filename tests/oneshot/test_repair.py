@@ -331,6 +331,22 @@ def test_a_repair_that_was_interrupted_goes_on_and_ends_with_the_same_bits(at, s
         prune(case.model, case.batches, 0.6, score, state=tmp_path / "state")
 
 
+def test_what_a_repair_saved_and_is_damaged_is_done_again_and_said(tmp_path):
+    whole, again = llama(torch.float32), llama(torch.float32)
+    expected = prune(whole.model, whole.batches, state=tmp_path / "state")
+    path = tmp_path / "state" / "group_00002.pt"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 16
+    path.write_bytes(data)
+    with pytest.warns(UserWarning, match=r"group_00002\.pt is damaged .*done again"):
+        result = prune(again.model, again.batches, state=tmp_path / "state")
+    assert all(torch.equal(a, b) for a, b in zip(again.model.parameters(), whole.model.parameters(), strict=True))
+    assert result.layers == expected.layers
+    (tmp_path / "state" / "repair.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"repair\.json"):
+        prune(again.model, again.batches, state=tmp_path / "state")
+
+
 def test_tuning_lowers_the_error_of_blocks_on_held_out_samples_or_is_undone(tmp_path):
     tokens = torch.randint(0, 31, (24, 12), generator=torch.Generator().manual_seed(0))
     models, results = [], []

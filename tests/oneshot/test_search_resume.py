@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -106,7 +107,28 @@ def test_a_folder_of_another_search_is_refused(tmp_path):
     (tmp_path / "mine" / "notes.txt").write_text("mine")
     with pytest.raises(ValueError, match="holds other things"):
         searched(mlp(), Limit(relative=0.5), Probe(1.0), **options | {"state": tmp_path / "mine"})
-    trial = next((tmp_path / "state").glob("trial_*.pt"))
-    trial.write_bytes(trial.read_bytes()[:100])
-    with pytest.raises(ValueError, match="cannot be read back"):
-        searched(mlp(), Limit(relative=0.5), Probe(1.0), **options)
+
+
+@pytest.mark.parametrize("kind", ["trial", "group"])
+def test_what_is_damaged_is_done_again_and_said(kind, tmp_path):
+    options = {"steps": Levels(0.2, 0.2, 0.8), "state": tmp_path / "state"}
+    calls = []
+
+    def progress(*_):
+        calls.append(1)
+        if kind == "group" and len(calls) == 8:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) if kind == "group" else nullcontext():
+        searched(mlp(), Limit(relative=0.5), Probe(1.0), **options, progress=progress)
+    paths = sorted((tmp_path / "state").glob(f"{kind}_*.pt"))
+    assert len(paths) > 1
+    data = bytearray(paths[1].read_bytes())
+    data[data.index(b"prunus-checkpoint")] ^= 1
+    paths[1].write_bytes(data)
+    case, expected = mlp(), mlp()
+    with pytest.warns(UserWarning, match=rf"{paths[1].name} is damaged .*done again"):
+        found = searched(case, Limit(relative=0.5), Probe(1.0), **options)
+    whole = searched(expected, Limit(relative=0.5), Probe(1.0), steps=options["steps"])
+    assert [trial.metric for trial in found.trials] == [trial.metric for trial in whole.trials]
+    assert all(torch.equal(a, b) for a, b in zip(case.model.parameters(), expected.model.parameters(), strict=True))

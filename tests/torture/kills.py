@@ -46,7 +46,7 @@ MEASURED = (
     "cost",
 )  # of time and memory, which a kill may change
 SAID = Path(tempfile.gettempdir(), f"prunus-torture-{os.getpid()}.txt")  # what the last command printed about errors
-MOST_KILLS = 6  # of one command, before it is let live
+MOST_KILLS = 10  # of one trial, before the command is let live
 
 
 @dataclass(frozen=True)
@@ -188,19 +188,21 @@ def _run(victim: Victim, out: Path, kill: tuple[str, float] | None) -> list[int]
     return codes
 
 
-def torture(name: str, victim: Victim, home: Path, seconds: float, rng: random.Random) -> dict[str, Any]:
-    """Kills until the time is up: how many, and what differed in the end."""
+def torture(
+    name: str, victim: Victim, home: Path, seconds: float, rng: random.Random, goal: int = 10**9
+) -> dict[str, Any]:
+    """Kills until there are enough or the time is up: how many, and what differed in the end."""
     whole, began = home / f"{name}-whole", time.monotonic()
     codes = _run(victim, whole, None)
     assert not any(codes), f"{name} fails by itself: {codes}"
     duration, wanted = time.monotonic() - began, victim.found(whole)
     counts: dict[str, Any] = {"kills": 0, "inside file operations": 0, "trials": 0, "differences": 0, "errors": []}
     number, most = 0, 40
-    while time.monotonic() - began < seconds:
+    while time.monotonic() - began < seconds and counts["kills"] < goal:
         out = home / f"{name}-{number}"
         number += 1
         random.seed(rng.random())
-        for _ in range(rng.randrange(1, MOST_KILLS)):
+        for _ in range(rng.randint(1, MOST_KILLS)):
             kill = ("change", rng.randrange(1, most)) if rng.random() < 0.7 else ("moment", rng.uniform(0, duration))
             killed = -signal.SIGKILL in _run(victim, out, kill)
             counts["kills"] += killed
@@ -208,13 +210,17 @@ def torture(name: str, victim: Victim, home: Path, seconds: float, rng: random.R
             if not killed:  # it ended before that many changes
                 most = max(4, int(kill[1])) if kill[0] == "change" else most
                 break
-        codes = _run(victim, out, None) if not _is_done(victim, out, name) else [0]
+        # export refuses a folder that is there, and so does prune, unless something is left to tidy up
+        is_done = name in ("prune", "export") and out.is_dir() and not _unfinished(out).is_dir()
+        codes = [0] if is_done else _run(victim, out, None)
         counts["trials"] += 1
         try:
             if any(codes):
                 counts["errors"].append(f"trial {number}: {codes}: {SAID.read_text(errors='replace').strip()[-300:]}")
             elif victim.found(out) != wanted:
                 counts["differences"] += 1
+            elif name == "prune" and (left := [path.name for path in home.glob(f".{out.name}.*")]):
+                counts["errors"].append(f"trial {number}: left behind: {left}")
         except (ValueError, OSError, KeyError) as error:
             counts["errors"].append(f"trial {number}: {type(error).__name__}: {error}"[:300])
         for path in home.glob(f"*{out.name}*"):
@@ -222,6 +228,5 @@ def torture(name: str, victim: Victim, home: Path, seconds: float, rng: random.R
     return counts
 
 
-def _is_done(victim: Victim, out: Path, name: str) -> bool:
-    """Whether the command has nothing left to do; prune and export refuse a folder that is there."""
-    return name in ("prune", "export") and out.is_dir()
+def _unfinished(out: Path) -> Path:
+    return out.with_name(f".{out.name}.unfinished")
