@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .export import load_model, load_sparse, save_model, save_sparse
-    from .oneshot import Bisection, Levels, Limit, Probe, Repair, SearchOptions, Tune, prune, search
+    from .oneshot import Bisection, Distill, Levels, Limit, Probe, Repair, SearchOptions, Tune, prune, search
     from .optim import AdamWPrune, Spam
     from .pruner import Event, Pruner
     from .rate import Rate, parameter_groups
@@ -18,7 +18,7 @@ __version__ = "0.1.0"
 
 _NAMES = {  # by module
     "export": "load_model load_sparse save_model save_sparse",
-    "oneshot": "Bisection Levels Limit Probe Repair SearchOptions Tune prune search",
+    "oneshot": "Bisection Distill Levels Limit Probe Repair SearchOptions Tune prune search",
     "optim": "AdamWPrune Spam",
     "pruner": "Event Pruner",
     "rate": "Rate parameter_groups",
@@ -33,6 +33,7 @@ __all__ = [
     "AdamWPrune",
     "Bisection",
     "Constant",
+    "Distill",
     "Event",
     "Global",
     "Levels",

@@ -12,6 +12,7 @@ NAMES = {
     "AdamWPrune": "optim",
     "Bisection": "oneshot",
     "Constant": "schedule",
+    "Distill": "oneshot",
     "Event": "pruner",
     "Global": "select",
     "Levels": "oneshot",

@@ -1,14 +1,15 @@
 """Pruning after training: by a strategy, with or without the gradient probe, and the search for how far to go."""
 
 from .limit import Bisection, Levels, Limit, SearchOptions, Trial, Tune
+from .options import Distill, Repair
 from .probe import Probe
 from .prune import prune
 from .result import Found, Layer, Result
 from .search import search
-from .solver import Repair
 
 __all__ = [
     "Bisection",
+    "Distill",
     "Found",
     "Layer",
     "Levels",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..eligible import Weight
-from .samples import Chunk, Samples, Tree, copied, joined, moved, repeated, room_for, rows, write_rows
+from .samples import Chunk, Pick, Samples, Tree, copied, joined, moved, repeated, room_for, rows, write_rows
 
 
 def blocks_of(model: nn.Module, weights: Sequence[Weight]) -> list[nn.Module]:
@@ -161,13 +161,13 @@ class Stream:
                 handle.remove()
         return found
 
-    def stored(self, k: int, chunk: Chunk) -> Tree:
+    def stored(self, k: int, chunk: Chunk | Pick) -> Tree:
         """What the samples of a chunk are at position ``k``, on the device of the passes."""
-        output = rows(self._outputs[k][chunk.group], chunk.start, chunk.stop, self.samples.groups[chunk.group].size)
+        output = rows(self._outputs[k][chunk.group], chunk.rows, self.samples.groups[chunk.group].size)
         return output if self.offload is None else moved(output, self.offload)
 
     @contextmanager
-    def starting_at(self, k: int, chunk: Chunk, times: int = 1) -> Iterator[None]:
+    def starting_at(self, k: int, chunk: Chunk | Pick, times: int = 1) -> Iterator[None]:
         """Passes over ``chunk``, its samples repeated ``times`` times, that start at position ``k``."""
         if k == 0:
             yield

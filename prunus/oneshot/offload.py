@@ -47,6 +47,7 @@ class Offload:
         self.model, self.device = model, device
         self.num_moves = 0  # of a unit onto the device
         self._homes: dict[Tensor, Tensor] = {}  # of what is on the device now
+        self._staying: nn.Module | None = None
         self._owners: dict[Tensor, nn.Module] = {t: unit for unit in self.units for t in _tensors(unit)}
         self._by_address: dict[int, Tensor] = {}
         self._fetched: tuple[nn.Module | None, dict[Tensor, Tensor]] = (None, {})
@@ -68,11 +69,11 @@ class Offload:
                 handle.remove()
             self.unload()
             for tensor, home in homes.items():
-                tensor.data = home
+                tensor.data = home.copy_(tensor.data)
             self._fetched = (None, {})
 
     def _load(self, unit: nn.Module, *_: Any) -> None:
-        if is_stubbed(unit):
+        if is_stubbed(unit) or unit is self._staying:
             return
         self.unload()  # a unit whose forward ended with an exception
         self.num_moves += 1
@@ -97,6 +98,19 @@ class Offload:
             yield
         finally:
             self.unload()
+
+    @contextmanager
+    def staying(self, unit: nn.Module) -> Iterator[None]:
+        """The weights of ``unit`` on the device for many passes; changes to them are written back at the end."""
+        self._load(unit)
+        homes, self._homes, self._staying = self._homes, {}, unit
+        try:
+            yield
+        finally:
+            self.unload()
+            self._staying = None
+            for tensor, home in homes.items():
+                tensor.data = home.copy_(tensor.data)
 
     def unload(self) -> None:
         """Give the weights of the unit on the device back their own data."""

@@ -114,7 +114,7 @@ def _is_chained(walk: Walk, chunk: Chunk) -> bool:
     if not walk.blocks:
         return False
     group = walk.samples.groups[chunk.group]
-    samples = Samples([Group(moved(rows(group.tree, 0, 1, group.size), walk.device), 1)])
+    samples = Samples([Group(moved(rows(group.tree, slice(1), group.size), walk.device), 1)])
 
     def value(chunk: Chunk) -> Tensor:
         return _value(walk, samples.tree(chunk))

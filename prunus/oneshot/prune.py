@@ -17,6 +17,7 @@ from ..ops import bits
 from ..ranks import is_dtensor
 from ..select import Global, PerLayer, Selector, Shape, clipped
 from .limit import Progress
+from .options import Repair
 from .probe.engine import Engine
 from .probe.objective import Loss, Objective
 from .probe.prober import Finished, Probe, Probed, Prober
@@ -24,7 +25,7 @@ from .repair import RepairWalk, renew_batch_norms
 from .resources import Clock, Peak
 from .result import Result
 from .samples import fingerprint as samples_hash
-from .solver import Repair, keep, keep_all_but
+from .solver import keep, keep_all_but
 from .state import RepairState
 from .strategy import ScoreLike, Strategy, default_select
 from .walk import Originals, Walk
@@ -268,8 +269,6 @@ class Job:
     ) -> None:
         """Repair masks that are known, or have the solver find them."""
         assert self.plan.repair is not None
-        if self.plan.repair.tune and self.walk.offload is not None:
-            raise ValueError("tuning needs the model on the device; leave out tune, or offload")
         num_drop = self._num_drop(sparsity, live)
         walk = RepairWalk(
             self.walk,
@@ -286,6 +285,7 @@ class Job:
         if self.plan.repair.batch_norm:
             with self.clock.part("batch norms"):
                 renew_batch_norms(self.walk, walk.size, result.originals)
+        result.tuned_whole = walk.tune_whole()
         result.packed, result.repairs, result.tuned = walk.packed, walk.found, walk.tuned
         self._repair_forwards += walk.forwards
         self.changed()

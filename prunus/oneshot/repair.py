@@ -6,7 +6,7 @@ group of layers that read the same input is solved when the groups before it hav
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,16 +20,16 @@ from .blocks import Reached, Stream
 from .experts import ExpertInputs, is_stacked, one_by_one, routed, shares
 from .gram import Gram, Moments
 from .layers import as_matrix, from_matrix, holders, input_rows, num_groups
+from .options import Repair
 from .order import InputGroup, can_batch, input_groups
 from .resources import Clock
 from .samples import Chunk, mask_of
-from .solver import Choose, Repair, Solution, keep_all_but, refine, solve
+from .solver import Choose, Solution, keep_all_but, refine, solve
 from .state import RepairState
-from .tune import BlockTuner, Tuned
+from .tune import Tuned, block_loss, tunable, tune, whole_loss
 from .walk import Originals, Walk, outputs
 
 TOKENS = {"cpu": 1024, "cuda": 16384}  # of a pass
-TUNED_TOGETHER = 4  # samples of a step of tuning
 FEW = 0.25  # tokens an input below which an expert is not repaired
 
 
@@ -142,24 +142,48 @@ class RepairWalk:
 
     def _tune(self) -> None:
         """Tune the block at this position; the dense stream has gone ahead to what it should give."""
-        tuner = BlockTuner(self.walk, self._position, self._streams["pruned"], self._streams["dense"])
-        saved = {id(self.weights[name].parameter) for name in self.found}
-        for parameter in tuner.parameters:
-            if id(parameter) not in saved:
-                self.originals.save_all(parameter)
-        path = f"block_{self._position:05}"
-        before = self._state.load(path) if self._state else None
+        distill, block = self.repair.distill, self._blocks[self._position]
+        assert distill is not None
+        parameters = tunable(self.walk, block)
+
+        def run() -> Tuned:
+            loss = block_loss(self.walk, self._position, self._streams["pruned"], self._streams["dense"])
+            offload = self.walk.offload
+            with nullcontext() if offload is None else offload.staying(block):
+                how = {"epochs": distill.epochs, "rate": distill.rate, "batch": distill.batch, "size": self.size}
+                return tune(self.walk, parameters, loss, **how)
+
+        if distill.epochs and parameters:
+            self.tuned[self._position] = self._tuned(f"block_{self._position:05}", parameters, run)
+
+    def tune_whole(self) -> Tuned | None:
+        """Tune the repaired model as a whole, where that is wanted."""
+        distill, walk = self.repair.distill, self.walk
+        if distill is None or not distill.whole_epochs:
+            return None
+        parameters = tunable(walk, walk.model)
+
+        def run() -> Tuned:
+            how = {"epochs": distill.whole_epochs, "rate": distill.whole_rate, "batch": distill.batch}
+            loss = whole_loss(walk, self.originals.whole)
+            return tune(walk, parameters, loss, size=self.size, offload=walk.offload, **how)
+
+        return self._tuned("whole", parameters, run)
+
+    def _tuned(self, name: str, parameters: Sequence[nn.Parameter], run: Callable[[], Tuned]) -> Tuned:
+        """What ``run`` does to the parameters, or did before the repair was interrupted."""
+        for parameter in parameters:
+            self.originals.save_all(parameter)
         with self.clock.part("tune"):
-            if before is not None:
-                for parameter, value in zip(tuner.parameters, before["parameters"], strict=True):
+            if self._state and (before := self._state.load(name)):
+                for parameter, value in zip(parameters, before["parameters"], strict=True):
                     parameter.detach().copy_(value)
-                self.tuned[self._position] = Tuned(*before["tuned"])
-                return
-            found = tuner.run(min(self.size, TUNED_TOGETHER))
-        self.tuned[self._position] = found
+                return Tuned(*before["tuned"])
+            found = run()
         if self._state:
-            values = [parameter.detach().cpu() for parameter in tuner.parameters]
-            self._state.save(path, {"parameters": values, "tuned": [found.before, found.after]})
+            values = [parameter.detach().cpu() for parameter in parameters]
+            self._state.save(name, {"parameters": values, "tuned": [found.before, found.after]})
+        return found
 
     def _forward(self, chunk: Chunk) -> None:
         outputs(self.walk.model, self.walk.batch(chunk))

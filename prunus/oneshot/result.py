@@ -58,6 +58,7 @@ class Result:
     originals: Originals = field(default_factory=Originals)
     repairs: dict[str, LayerRepair] = field(default_factory=dict)
     tuned: dict[int, Tuned] = field(default_factory=dict)  # by block
+    tuned_whole: Tuned | None = None
     repair_again: "Callable[[Result], None] | None" = None  # repairs the dense model by other masks of the probe
     _repaired: dict[Tensor, Tensor] = field(default_factory=dict)  # values that ``undo_`` took back
 

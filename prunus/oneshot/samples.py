@@ -5,7 +5,7 @@ size is the first dimension of its first tensor; every tensor of that length has
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -38,6 +38,10 @@ class Chunk:
     def size(self) -> int:
         return self.stop - self.start
 
+    @property
+    def rows(self) -> slice:
+        return slice(self.start, self.stop)
+
     def after(self, other: "Chunk") -> "Chunk":
         """The part of it after ``other``, which holds the first samples of a group."""
         if self.group != other.group:
@@ -47,6 +51,18 @@ class Chunk:
     def halves(self) -> "list[Chunk]":
         middle = (self.start + self.stop + 1) // 2
         return [Chunk(self.group, self.start, middle), Chunk(self.group, middle, self.stop)]
+
+
+@dataclass(frozen=True)
+class Pick:
+    """Any samples of one group, in any order."""
+
+    group: int
+    rows: Sequence[int]
+
+    @property
+    def size(self) -> int:
+        return len(self.rows)
 
 
 @dataclass(frozen=True)
@@ -65,10 +81,10 @@ class Samples:
             edges = [group.size * i // num_parts for i in range(num_parts + 1)]
             yield from (Chunk(number, start, stop) for start, stop in pairwise(edges))
 
-    def tree(self, chunk: Chunk, times: int = 1) -> Tree:
+    def tree(self, chunk: Chunk | Pick, times: int = 1) -> Tree:
         """The samples of a chunk, repeated ``times`` times."""
         group = self.groups[chunk.group]
-        return repeated(rows(group.tree, chunk.start, chunk.stop, group.size), times, chunk.size)
+        return repeated(rows(group.tree, chunk.rows, group.size), times, chunk.size)
 
 
 def check_batches(batches: Any) -> None:
@@ -101,9 +117,15 @@ def fingerprint(samples: Samples) -> str:
     return found.hexdigest()
 
 
-def rows(tree: Tree, start: int, stop: int, size: int) -> Tree:
-    """The same tree with rows ``start`` to ``stop`` of every tensor that has ``size`` rows."""
-    return pytree.tree_map(lambda leaf: leaf[start:stop] if has_rows(leaf, size) else leaf, tree)
+def rows(tree: Tree, where: slice | Sequence[int], size: int) -> Tree:
+    """The same tree with some rows of every tensor that has ``size`` of them."""
+
+    def part(leaf: Any) -> Any:
+        if not has_rows(leaf, size):
+            return leaf
+        return leaf[where] if isinstance(where, slice) else leaf[moved(torch.tensor(where), leaf.device)]
+
+    return pytree.tree_map(part, tree)
 
 
 def repeated(tree: Tree, times: int, size: int) -> Tree:
@@ -151,7 +173,9 @@ def copied(tree: Tree) -> Tree:
 
 
 def moved(tree: Tree, device: torch.device) -> Tree:
-    return pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, tree)
+    """The same tree on ``device``; the host does not wait for copies to a GPU."""
+    is_async = device.type == "cuda"
+    return pytree.tree_map(lambda leaf: leaf.to(device, non_blocking=is_async) if torch.is_tensor(leaf) else leaf, tree)
 
 
 def has_rows(leaf: Any, size: int) -> bool:

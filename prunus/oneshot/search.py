@@ -14,13 +14,13 @@ from ..masks import Masks
 from ..ops import bits
 from ..select import Selector
 from .limit import Limit, SearchOptions, Trial
+from .options import Repair
 from .probe.decide import taus
 from .probe.objective import Loss
 from .probe.prober import Probe, Probed
 from .prune import Job, Plan, Start, method
 from .result import Found, Result
 from .samples import fingerprint
-from .solver import Repair
 from .state import State
 from .strategy import ScoreLike
 from .walk import Originals

@@ -8,11 +8,9 @@ dense one. Layers that read the same input are solved together. W' has an exact 
 small: the damped error. The iteration is that of ALPS (Meng et al. 2024, https://arxiv.org/abs/2406.07831).
 """
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -23,57 +21,13 @@ from ..select import Selector
 from ..threshold import cut_each, num_kept_each
 from .gram import Moments, float32_products
 from .group import Candidate, Group
+from .options import Repair
 from .resources import Clock
 
 Choose = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], dict[str, Tensor]]  # (scores, live) -> masks
 RHO = 0.1  # penalty of the first iterations
 LOOK = 3  # iterations between looks at how much the support still changes
 ATTEMPTS = 4  # each with ten times the damping, until the Gram matrix can be factorised
-
-
-@dataclass(frozen=True)
-class Repair:
-    """How the weights that stay make up for those that go.
-
-    ``targets``: reproduce the outputs of the dense model (``"dense"``), or those of the dense weights on the inputs
-    that the pruned model gives them (``"own"``). ``damping`` holds weights near their dense values, the more the
-    larger it is; None takes what suits the number of tokens. At most ``iterations`` of ADMM find which weights stay, at
-    most ``refine`` steps of conjugate gradients their values. With ``tune`` each block then learns the outputs of the
-    dense one; where that does not help on held-out samples it is undone. ``batch_norm`` renews the running statistics
-    of batch norms on the samples at the end. ``tf32`` lets the products of ADMM use TF32 on CUDA; factorisation,
-    refinement and errors never do.
-    """
-
-    targets: Literal["dense", "own"] = "dense"
-    damping: float | None = None
-    iterations: int = 300
-    refine: int = 10
-    tune: bool = False
-    batch_norm: bool = True
-    tf32: bool = True
-
-    def __post_init__(self) -> None:
-        if self.targets not in ("dense", "own"):
-            raise ValueError(f"targets must be dense or own, got {self.targets!r}")
-        if self.damping is not None and not 0 <= self.damping < math.inf:
-            raise ValueError(f"damping must be a finite number and not negative, got {self.damping}")
-        if self.tune and self.targets != "dense":
-            raise ValueError("tune learns the outputs of the dense model; it needs targets='dense'")
-        for name in ("iterations", "refine"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ValueError(f"{name} must be a whole number and not negative, got {value!r}")
-
-    def damping_for(self, moments: Moments) -> float:
-        return default_damping(moments.num_tokens, len(moments.gram)) if self.damping is None else self.damping
-
-
-def default_damping(num_tokens: int, num_inputs: int) -> float:
-    """``1.2 / sqrt(tokens an input)``: the fewer there are, the nearer weights should stay to their dense values.
-
-    On stories15M at 50 % the best was near 0.45 at 7 tokens an input, 0.2 at 28 and 0.1 at 114.
-    """
-    return min(max(1.2 * math.sqrt(num_inputs / max(1, num_tokens)), 0.01), 1.0)
 
 
 @dataclass(frozen=True)
@@ -137,7 +91,7 @@ def solve(
 
     ``live`` are masks of the weights that may stay, by default those that are not zero.
     """
-    clock, damping = clock or Clock(moments.gram.device), repair.damping_for(moments)
+    clock, damping = clock or Clock(moments.gram.device), repair.damping_for(moments.num_tokens, len(moments.gram))
     for _ in range(ATTEMPTS):
         with float32_products(moments.gram.device):
             group = Group.of(weights, moments, repair.targets == "dense", damping, live)
@@ -160,7 +114,8 @@ def refine(
     """Repair layers (out, in) that share their input and whose masks are known."""
     clock = clock or Clock(moments.gram.device)
     with float32_products(moments.gram.device), clock.part("refine"):
-        group = Group.of(weights, moments, repair.targets == "dense", repair.damping_for(moments))
+        damping = repair.damping_for(moments.num_tokens, len(moments.gram))
+        group = Group.of(weights, moments, repair.targets == "dense", damping)
         support = torch.cat([masks[name] for name in weights]) & group.live
         return _solutions(group, group.masked(support), _refined(group, support, group.scaled(), repair.refine))
 

@@ -1,27 +1,36 @@
-"""Tuning of a pruned block: its kept weights, biases and norms learn to give the outputs of the dense block.
+"""Tuning: kept weights, biases and norms learn the outputs of the dense model, block by block or as a whole.
 
-The pruned block reads the pruned stream; its outputs should be those of the dense block on the dense stream.
+The loss of a block is the mean square between its outputs, on the pruned stream, and those of the dense block on the
+dense stream. That of the whole model is the KL divergence of its distribution from the dense model's, or the mean
+square to the dense outputs where they are no logits.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
 
 from .blocks import Reached, Stream
+from .offload import Offload, gradients, saving
 from .resources import is_out_of_memory, release
-from .samples import Chunk, Tree, mask_of
+from .samples import Pick, Tree, mask_of
 from .walk import Walk, outputs
 
-EPOCHS, RATE = 8, 1e-4
-HELD_OUT = 10  # one sample of so many decides whether tuning helped
+HELD_OUT = 10  # one sample of so many decides which epoch stays
+TOKENS = 1024  # whose distributions are compared at once
+SCALE = 1024  # of the loss of models in float16, whose gradients would vanish; Adam does not see it
+
+Loss = Callable[[Pick], Tensor]  # mean over the samples of a pick
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """Mean square error of a block's outputs on held-out samples; tuning was undone unless it fell."""
+    """Loss on held-out samples; nothing was changed unless it fell."""
 
     before: float
     after: float
@@ -31,105 +40,205 @@ class Tuned:
         return self.after < self.before
 
 
-class BlockTuner:
-    """Tunes block ``k``: inputs are the pruned stream's, targets the dense stream's one position on."""
+def tunable(walk: Walk, module: nn.Module) -> list[nn.Parameter]:
+    """Prunable weights, biases and norms of ``module`` that no other module holds."""
+    inside = {*module.modules()}
+    shared = {p for other in walk.model.modules() if other not in inside for p in other.parameters(recurse=False)}
+    prunable = {weight.parameter for weight in walk.weights}
+    return [
+        parameter
+        for parameter in dict.fromkeys(module.parameters())
+        if parameter.is_floating_point() and parameter not in shared and (parameter in prunable or parameter.ndim < 2)
+    ]
 
-    def __init__(self, walk: Walk, k: int, pruned: Stream, dense: Stream) -> None:
-        self.walk, self.k, self.pruned, self.dense = walk, k, pruned, dense
-        self.block = pruned.blocks[k]
-        elsewhere = {p for m in walk.model.modules() if m not in {*self.block.modules()} for p in m.parameters(False)}
-        own = dict.fromkeys(p for p in self.block.parameters() if p.is_floating_point() and p not in elsewhere)
-        self.parameters: list[nn.Parameter] = list(own)
 
-    def run(self, size: int) -> Tuned:
-        """Tune over batches of ``size`` samples, fewer where memory runs out."""
-        before = [parameter.detach().clone() for parameter in self.parameters]
+def tune(
+    walk: Walk,
+    parameters: Sequence[nn.Parameter],
+    loss: Loss,
+    *,
+    epochs: int,
+    rate: float,
+    batch: int,
+    size: int,
+    offload: Offload | None = None,
+) -> Tuned:
+    """Adam over steps of ``batch`` samples, with passes of at most ``size``, fewer where memory runs out.
+
+    ``offload`` moves blocks during the passes. After an exception the parameters are as before.
+    """
+    before = [parameter.detach().clone() for parameter in parameters]
+    for parameter in parameters:
+        parameter.requires_grad_(True)
+    try:
         while True:
             try:
-                return self._run(size, before)
+                return _Tuner(walk, parameters, loss, size, offload).run(epochs, rate, batch)
             except BaseException as error:
-                self._write(before)
+                torch._foreach_copy_(list(parameters), before)
                 if not is_out_of_memory(error) or size == 1:
                     raise
-            size = max(1, size // 2)
-            release(self.walk.device)
+            size = max(1, min(size, batch) // 2)
+            release(walk.device)
+    finally:
+        for parameter in parameters:
+            parameter.requires_grad_(False)
 
-    def _run(self, size: int, before: Sequence[Tensor]) -> Tuned:
-        chunks = list(self.walk.samples.chunks(1))
-        held = chunks[HELD_OUT - 1 :: HELD_OUT] or chunks[-1:]
-        training = [chunk for chunk in chunks if chunk not in held] or chunks
-        first = self._error(held)
-        masters = [value.to(torch.promote_types(value.dtype, torch.float32), copy=True) for value in before]
-        self._learn(_batches(training, size, self.k), masters)
-        found = Tuned(first, self._error(held))
-        if not found.helped:
-            self._write(before)
-        return found
 
-    def _learn(self, batches: Sequence[Sequence[Chunk]], masters: Sequence[Tensor]) -> None:
-        """Adam with a rate that falls to zero; what is zero stays zero."""
-        optimizer = torch.optim.Adam(masters, RATE)
+@dataclass
+class _Tuner:
+    walk: Walk
+    parameters: Sequence[nn.Parameter]
+    loss: Loss
+    size: int
+    offload: Offload | None
+
+    @torch.no_grad()
+    def run(self, epochs: int, rate: float, batch: int) -> Tuned:
+        samples = [(i, row) for i, group in enumerate(self.walk.samples.groups) for row in range(group.size)]
+        held_out = samples[HELD_OUT - 1 :: HELD_OUT] or samples[-1:]
+        training = sorted({*samples} - {*held_out}) or samples
+        best = [parameter.detach().clone() for parameter in self.parameters]
+        masters = [value.to(torch.promote_types(value.dtype, torch.float32), copy=True) for value in best]
         kept = [value != 0 if value.ndim > 1 else None for value in masters]
-        for number, batch in enumerate(batches):
-            optimizer.param_groups[0]["lr"] = RATE * (1 - number / len(batches))
-            with torch.enable_grad():
-                for parameter in self.parameters:
-                    parameter.requires_grad_(True)
-                try:
-                    loss = torch.stack([self._loss(chunk) for chunk in batch]).mean()
-                    grads = torch.autograd.grad(loss, self.parameters, allow_unused=True)
-                finally:
-                    for parameter in self.parameters:
-                        parameter.requires_grad_(False)
-            for master, mask, grad in zip(masters, kept, grads, strict=True):
-                if grad is not None:
-                    master.grad = grad.to(master.dtype) if mask is None else grad.to(master.dtype) * mask
-            optimizer.step()
-            self._write(masters, kept)
+        optimizer = torch.optim.Adam(masters, rate, fused=True)
+        generator = torch.Generator().manual_seed(0)
+        num_steps = -(-len(training) // batch)
+        first = least = self._error(held_out)
+        for epoch in range(epochs):
+            order = torch.randperm(len(training), generator=generator).tolist()
+            for step in range(num_steps):
+                optimizer.param_groups[0]["lr"] = rate * (1 - (epoch + step / num_steps) / epochs)
+                here = [training[i] for i in order[step * batch : (step + 1) * batch]]
+                self._backward(here, masters, kept)
+                optimizer.step()
+                torch._foreach_copy_(list(self.parameters), masters)
+            for parameter, mask in zip(self.parameters, kept, strict=True):
+                if mask is not None:  # a weight that stays is not to count as pruned
+                    parameter.masked_fill_(mask & (parameter == 0), torch.finfo(parameter.dtype).tiny)
+            if (error := self._error(held_out)) < least:
+                least = error
+                torch._foreach_copy_(best, list(self.parameters))
+        torch._foreach_copy_(list(self.parameters), best)
+        return Tuned(first, least)
 
-    def _write(self, values: Sequence[Tensor], kept: Sequence[Tensor | None] | None = None) -> None:
-        for i, (parameter, value) in enumerate(zip(self.parameters, values, strict=True)):
-            parameter.detach().copy_(value)
-            mask = kept[i] if kept else None
-            if mask is not None:  # a weight that stays is not to count as pruned
-                lost = mask & (parameter == 0)
-                parameter.detach().masked_fill_(lost, torch.finfo(parameter.dtype).tiny)
+    def _backward(
+        self, samples: Sequence[tuple[int, int]], masters: Sequence[Tensor], kept: Sequence[Tensor | None]
+    ) -> None:
+        """Gradients of the mean loss, zero for weights that are pruned."""
+        scale = SCALE if self.parameters[0].dtype == torch.float16 else 1
+        for master in masters:
+            master.grad = None
+        for pick in _picks(samples, self.size):
+            with torch.enable_grad(), saving(self.offload):
+                total = self.loss(pick) * (scale * pick.size / len(samples))
+                found = gradients(self.offload, total, self.parameters)
+            for master, mask, grad in zip(masters, kept, found, strict=True):
+                if grad is None:
+                    continue
+                grad = grad.to(master.device, master.dtype)
+                grad = grad if mask is None else grad * mask
+                master.grad = grad if master.grad is None else master.grad.add_(grad)
 
-    def _error(self, chunks: Sequence[Chunk]) -> float:
-        return torch.stack([self._loss(chunk).double() for chunk in chunks]).mean().item()
+    def _error(self, samples: Sequence[tuple[int, int]]) -> float:
+        picks = _picks(samples, self.size)
+        return torch.stack([self.loss(pick).double() * (pick.size / len(samples)) for pick in picks]).sum().item()
 
-    def _loss(self, chunk: Chunk) -> Tensor:
+
+def _picks(samples: Sequence[tuple[int, int]], size: int) -> list[Pick]:
+    """Samples (group, row) as picks of at most ``size``, each within one group."""
+    rows: dict[int, list[int]] = {}
+    for group, row in samples:
+        rows.setdefault(group, []).append(row)
+    return [Pick(group, found[i : i + size]) for group, found in rows.items() for i in range(0, len(found), size)]
+
+
+def block_loss(walk: Walk, k: int, pruned: Stream, dense: Stream) -> Loss:
+    """Mean square between what block ``k`` gives and what it gives in the dense model."""
+
+    def loss(pick: Pick) -> Tensor:
         found: list[Tensor] = []
 
         def stop(module: nn.Module, args: object, output: Tree) -> None:
             found.append(_first(output))
             raise Reached
 
-        handle = self.block.register_forward_hook(stop)
-        batch = self.walk.batch(chunk)
+        batch, handle = walk.batch(pick), pruned.blocks[k].register_forward_hook(stop)
         try:
-            with self.pruned.starting_at(self.k, chunk):
-                outputs(self.walk.model, batch)
+            with pruned.starting_at(k, pick):
+                outputs(walk.model, batch)
         except Reached:
             pass
         finally:
             handle.remove()
-        difference = (found[0] - _first(self.dense.stored(self.k + 1, chunk))).float().square()
-        mask = mask_of(batch)
-        if mask is not None and difference.shape[:2] == mask.shape:
-            difference = difference[mask.bool()]
-        return difference.mean()
+        return _mean_square(found[0], _first(dense.stored(k + 1, pick)), mask_of(batch))
+
+    return loss
+
+
+def whole_loss(walk: Walk, dense: Mapping[Tensor, Tensor]) -> Loss:
+    """How far the model's outputs are from those with the ``dense`` values of its tensors."""
+    dense = {tensor: values.to(tensor.device) for tensor, values in dense.items()}
+
+    def loss(pick: Pick) -> Tensor:
+        batch = walk.batch(pick)
+        with torch.no_grad(), _swapped(dense):
+            expected, _ = _outputs(walk.model, batch)
+        found, are_logits = _outputs(walk.model, batch)
+        distance = _divergence if are_logits else _mean_square
+        return distance(found, expected, mask_of(batch))
+
+    return loss
+
+
+@contextmanager
+def _swapped(values: Mapping[Tensor, Tensor]) -> Iterator[None]:
+    own = {tensor: tensor.data for tensor in values}
+    try:
+        for tensor, value in values.items():
+            tensor.data = value
+        yield
+    finally:
+        for tensor, value in own.items():
+            tensor.data = value
+
+
+def _outputs(model: nn.Module, batch: Tree) -> tuple[Tensor, bool]:
+    """The first output, and whether it is logits: by its name, or a plain tensor where tokens or classes go in."""
+    found = outputs(model, batch)
+    if isinstance(found, Tensor):
+        leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+        return found, not all(leaf.is_floating_point() for leaf in leaves)
+    logits = found.get("logits") if isinstance(found, Mapping) else None
+    return (_first(found), False) if logits is None else (logits, True)
 
 
 def _first(tree: Tree) -> Tensor:
-    return next(leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor))
+    leaves = pytree.tree_leaves(list(tree.values()) if isinstance(tree, Mapping) else tree)
+    return next(leaf for leaf in leaves if isinstance(leaf, Tensor))
 
 
-def _batches(chunks: Sequence[Chunk], size: int, seed: int) -> list[list[Chunk]]:
-    """Batches of all epochs: the samples in a new order each time, neighbours in one group run as one chunk."""
-    generator = torch.Generator().manual_seed(seed)
-    found = []
-    for _ in range(EPOCHS):
-        order = torch.randperm(len(chunks), generator=generator).tolist()
-        found += [[chunks[i] for i in order[at : at + size]] for at in range(0, len(order), size)]
-    return found
+def _mean_square(found: Tensor, expected: Tensor, mask: Tensor | None) -> Tensor:
+    dtype = torch.promote_types(found.dtype, torch.float32)
+    return _mean((found.to(dtype) - expected.to(dtype)).square(), mask)
+
+
+def _divergence(found: Tensor, expected: Tensor, mask: Tensor | None) -> Tensor:
+    """Mean KL divergence of ``softmax(found)`` from ``softmax(expected)``, a part of the tokens at a time."""
+    dtype = torch.promote_types(found.dtype, torch.float32)
+
+    def divergence(logits: Tensor, others: Tensor) -> Tensor:
+        found, expected = (F.log_softmax(each.to(dtype), -1) for each in (logits, others))
+        return F.kl_div(found, expected, reduction="none", log_target=True).sum(-1)
+
+    again = {"use_reentrant": False, "preserve_rng_state": False}
+    parts = (each.reshape(-1, each.shape[-1]).split(TOKENS) for each in (found, expected))
+    tokens = torch.cat([checkpoint(divergence, *part, **again) for part in zip(*parts, strict=True)])
+    return _mean(tokens.view(found.shape[:-1]), mask)
+
+
+def _mean(values: Tensor, mask: Tensor | None) -> Tensor:
+    """Mean over the tokens that count."""
+    if mask is None or values.shape[:2] != mask.shape:
+        return values.mean()
+    return (values.reshape(*mask.shape, -1).mean(2) * mask).sum() / mask.sum()

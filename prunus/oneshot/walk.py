@@ -14,7 +14,7 @@ from ..ops import bits
 from .blocks import blocks_of
 from .offload import Offload
 from .resources import is_out_of_memory, release
-from .samples import Chunk, Samples, Tree, check_batches, moved, samples_of
+from .samples import Chunk, Pick, Samples, Tree, check_batches, moved, samples_of
 
 
 class Walk:
@@ -52,7 +52,7 @@ class Walk:
         with frozen(self.model, self.renewed), self.offload.open() if self.offload else nullcontext():
             yield
 
-    def batch(self, chunk: Chunk, times: int = 1) -> Tree:
+    def batch(self, chunk: Chunk | Pick, times: int = 1) -> Tree:
         """Samples on the device, repeated ``times`` times."""
         return moved(self.samples.tree(chunk, times), self.device)
 
@@ -163,6 +163,7 @@ class Originals:
 
     def __init__(self) -> None:
         self._before: list[tuple[Tensor, Tensor | None, Tensor]] = []  # tensor, packed places (None for all), values
+        self.whole: dict[Tensor, Tensor] = {}  # values of tensors that are remembered as a whole
 
     @torch.no_grad()
     def save(self, parameter: Tensor, where: Tensor) -> Tensor:
@@ -173,10 +174,11 @@ class Originals:
 
     @torch.no_grad()
     def save_all(self, tensor: Tensor) -> Tensor:
-        """Remember all elements of ``tensor``, in main memory, and return them."""
-        values = tensor.detach().to("cpu", copy=True)
-        self._before.append((tensor, None, values))
-        return values
+        """Remember all elements of ``tensor``, in main memory, unless they are known; returns them."""
+        if tensor not in self.whole:
+            self.whole[tensor] = tensor.detach().to("cpu", copy=True)
+            self._before.append((tensor, None, self.whole[tensor]))
+        return self.whole[tensor]
 
     @torch.no_grad()
     def prune_(self, parameter: Tensor, where: Tensor) -> None:
@@ -186,11 +188,12 @@ class Originals:
 
     def replaced(self) -> dict[Tensor, Tensor]:
         """What stands now in the tensors that were changed as a whole, in main memory."""
-        return {tensor: tensor.detach().to("cpu", copy=True) for tensor, packed, _ in self._before if packed is None}
+        return {tensor: tensor.detach().to("cpu", copy=True) for tensor in self.whole}
 
     @torch.no_grad()
     def restore_(self) -> None:
         """Write everything back, the last change first."""
+        self.whole = {}
         while self._before:
             tensor, packed, values = self._before.pop()
             if packed is None:

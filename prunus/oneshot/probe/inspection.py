@@ -63,7 +63,7 @@ def inspect(walk: Walk, objective: Objective, modules: Modules) -> Findings:
     """
     groups = walk.samples.groups
     group = next((group for group in groups if group.size > 1), groups[0])
-    two = moved(rows(group.tree, 0, 2, group.size) if group.size > 1 else repeated(group.tree, 2, 1), walk.device)
+    two = moved(rows(group.tree, slice(2), group.size) if group.size > 1 else repeated(group.tree, 2, 1), walk.device)
     whole = num_tokens(two) if objective.loss is None else 0
     length = min(whole, TOKENS) or 1
     while True:
@@ -80,7 +80,7 @@ def inspect(walk: Walk, objective: Objective, modules: Modules) -> Findings:
 
 def _inspected(walk: Walk, objective: Objective, modules: Modules, two: Tree) -> Findings:
     tapped = {name: holding for name, holding in modules.items() if holding}
-    alone = [_observe(walk, objective.alone, rows(two, i, i + 1, 2), tapped) for i in (0, 1)]
+    alone = [_observe(walk, objective.alone, rows(two, slice(i, i + 1), 2), tapped) for i in (0, 1)]
     dtypes = {alone[0].loss.dtype, *(p.dtype for p in objective.model.parameters() if p.is_floating_point())}
     tolerance = max([ROUNDING.get(dtype, 0.25) for dtype in dtypes] + [TF32] * _rounds_products(alone[0].loss))
     elsewhere = alone[0].elsewhere | alone[1].elsewhere
@@ -199,7 +199,7 @@ def _form(objective: Objective, two: Tree, alone: Sequence[Seen], tolerance: flo
     for form in FORMS:
         try:
             with torch.no_grad():
-                found = [objective.summed(rows(two, i, i + 1, 2), 1, form) for i in (0, 1)]
+                found = [objective.summed(rows(two, slice(i, i + 1), 2), 1, form) for i in (0, 1)]
         except (RuntimeError, ValueError, IndexError, KeyError, AttributeError):
             continue
         if all(is_near(value, seen.loss, tolerance) for value, seen in zip(found, alone, strict=True)):
@@ -211,7 +211,7 @@ def _is_chained(blocks: Sequence[nn.Module], objective: Objective, two: Tree, al
     """Whether passes that start at any block give the losses of whole passes."""
     if len(blocks) < 2 or any(seen.order != list(range(len(blocks))) for seen in alone):
         return False
-    samples = Samples([Group(rows(two, i, i + 1, 2), 1) for i in (0, 1)])
+    samples = Samples([Group(rows(two, slice(i, i + 1), 2), 1) for i in (0, 1)])
 
     def loss(chunk: Chunk) -> Tensor:
         return objective.alone(samples.tree(chunk))

@@ -55,7 +55,8 @@ class Objective:
         if self.loss is not None:
             inputs, target = _split(tree)
             found = call(self.model, inputs)
-            parts = [self.loss(rows(found, i, i + 1, size), rows(target, i, i + 1, size)) for i in range(size)]
+            ones = [slice(i, i + 1) for i in range(size)]
+            parts = [self.loss(rows(found, one, size), rows(target, one, size)) for one in ones]
             return torch.stack([part.reshape(()) for part in parts]).sum()
         assert form is not None
         inputs = with_labels(tree)
