@@ -12,11 +12,15 @@ COMMANDS = {  # module and class, what the command does
     "matvec": ("matvec:Matvec", "products with a pruned weight"),
     "prune": ("prune:Prune", "WANDA and the gradient probe after training"),
     "level": ("prune:Level", "a level of the probe on a random model of Mistral-7B's shape"),
-    "repair": ("repair:Repair", "pruning with repair: a random model of Mistral-7B's shape, or a trained one"),
+    "repair": (
+        "repair:Repair",
+        "pruning with repair: time on a random model of Mistral-7B's shape, or on a trained one",
+    ),
+    "repair-quality": ("repair_study:Quality", "quality of pruning with repair, beside other ways"),
     "distributed": ("distributed:Distributed", "1, 2 and 4 ranks on a CPU; on a GPU one rank beside none"),
     "lora": ("lora:Lora", "what masks cost a merge of LoRA adapters"),
     "wanda": ("wanda:Wanda", "one-shot WANDA beside llmcompressor's, in an environment that has both"),
-    "page": ("page:Page", "docs/benchmarks.md and docs/distributed.md from all results"),
+    "page": ("page:Page", "docs/benchmarks.md, docs/distributed.md and docs/repair.md from all results"),
     "evidence": ("probe:Evidence", "does the gradient probe help? the study behind docs/probe.md"),
 }
 
@@ -26,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "--help"):
         print("usage: python -m benchmarks COMMAND [OPTIONS]\n")
-        print(*(f"  {name:12} {about}" for name, (_, about) in COMMANDS.items()), sep="\n")
+        print(*(f"  {name:14} {about}" for name, (_, about) in COMMANDS.items()), sep="\n")
         return
     try:
         if name not in COMMANDS:

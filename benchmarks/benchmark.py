@@ -64,7 +64,14 @@ class Benchmark(ABC):
 
 
 def write_record(what: str, settings: dict[str, Any], rows: list[Row], folder: Path) -> Path:
-    """Write ``<what>_<machine>_<date>_<commit>.json`` and return its path."""
+    """Write a record and return its path."""
+    path, record = new_record(what, settings, folder)
+    write_json(path, record | {"rows": rows})
+    return path
+
+
+def new_record(what: str, settings: dict[str, Any], folder: Path) -> tuple[Path, Record]:
+    """A record without rows, and its path: ``<what>-<weights>_<machine>_<date>_<commit>.json``."""
 
     def slug(text: str) -> str:
         return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
@@ -72,8 +79,7 @@ def write_record(what: str, settings: dict[str, Any], rows: list[Row], folder: P
     folder.mkdir(parents=True, exist_ok=True)
     about, today = slug(f"{what} {settings.get('weights', '')}"), str(date.today())
     path = folder / f"{about}_{slug(machine())}_{today}_{commit() or 'installed'}.json"
-    write_json(path, {"what": what, "date": today, "environment": environment(), "settings": settings, "rows": rows})
-    return path
+    return path, {"what": what, "date": today, "environment": environment(), "settings": settings, "rows": []}
 
 
 # Clocks and memory

@@ -86,7 +86,10 @@ def load_model(case: Case, data: Path, seed: int, device: torch.device) -> Train
     if not folder.is_dir():
         raise ValueError(f"{data} has no folder {case.case}; python -m benchmarks evidence --help says what it holds")
     if any(folder.glob("*batch*")):
-        return _image_model(case, folder, seed, device)
+        paths = sorted(folder.glob("*.th"))
+        if not paths:
+            raise ValueError(f"{folder} holds no weights; put resnet20_cifar10.th there")
+        return image_model(paths[0], folder, case.samples, case.held_out, seed, device)
     packed = sorted(folder.glob("*.gguf"))
     return load_trained(
         ModelSource(
@@ -104,20 +107,20 @@ def load_model(case: Case, data: Path, seed: int, device: torch.device) -> Train
     )
 
 
-def _image_model(case: Case, folder: Path, seed: int, device: torch.device) -> TrainedModel:
-    paths = sorted(folder.glob("*.th"))
-    if not paths:
-        raise ValueError(f"{folder} holds no weights; put resnet20_cifar10.th there")
-    state = torch.load(paths[0], map_location="cpu", weights_only=True)["state_dict"]
+def image_model(
+    weights: Path, images: Path, samples: int, held_out: int, seed: int, device: torch.device
+) -> TrainedModel:
+    """ResNet-20 with the weights of a file, calibrated and evaluated on a folder of CIFAR-10."""
+    state = torch.load(weights, map_location="cpu", weights_only=True)["state_dict"]
     model = resnet(RESNETS["resnet20"], ImageShape(3, 32, 10))
     model.load_state_dict({name.removeprefix("module."): value for name, value in state.items()})
-    train, test = read_cifar10(folder)
+    train, test = read_cifar10(images)
     normalise = Normalise(torch.tensor(MEAN)[:, None, None] * 255, torch.tensor(STD)[:, None, None] * 255)
     num = min(NUM_CALIBRATION, len(train.labels))
-    chosen = np.random.default_rng(seed).permutation(num)[: case.samples]
+    chosen = np.random.default_rng(seed).permutation(num)[:samples]
     batch = normalise(train.pixels[chosen]).to(device), torch.from_numpy(train.labels[chosen]).to(device)
-    pixels = normalise(test.pixels[: case.held_out]).to(device)
-    labels = torch.from_numpy(test.labels[: case.held_out]).to(device)
+    pixels = normalise(test.pixels[:held_out]).to(device)
+    labels = torch.from_numpy(test.labels[:held_out]).to(device)
 
     @torch.no_grad()
     def accuracy(model: nn.Module) -> float:

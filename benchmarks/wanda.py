@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 import tyro
@@ -135,23 +136,29 @@ def _by_their_functions(model: nn.Module, windows: Tensor) -> None:
 
 
 def _by_their_command(model: nn.Module, windows: Tensor) -> None:
+    from llmcompressor.modifiers.pruning import WandaPruningModifier
+
+    recipe = WandaPruningModifier(sparsity=SPARSITY, mask_structure="0:0", targets=["Linear"], ignore=["re:.*lm_head"])
+    their_oneshot(model, windows, recipe, "basic")
+
+
+def their_oneshot(model: nn.Module, windows: Tensor, recipe: Any, pipeline: Literal["basic", "sequential"]) -> None:
+    """Prune a Hugging Face model in place as users of llmcompressor do, on windows (num, length) of tokens."""
     from datasets import Dataset
     from llmcompressor import oneshot
-    from llmcompressor.modifiers.pruning import WandaPruningModifier
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
 
     # required wherever data is given, although this data is tokens already
     unused = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}, "a")), pad_token="a")
-    recipe = WandaPruningModifier(sparsity=SPARSITY, mask_structure="0:0", targets=["Linear"], ignore=["re:.*lm_head"])
     data = Dataset.from_dict({"input_ids": windows.tolist(), "attention_mask": torch.ones_like(windows).tolist()})
     oneshot(
         model=model,
         dataset=data,
         recipe=recipe,
         processor=unused,
-        pipeline="basic",
+        pipeline=pipeline,
         num_calibration_samples=len(windows),
         max_seq_length=windows.shape[1],
     )

@@ -7,6 +7,7 @@ import torch
 
 from benchmarks import prune
 from benchmarks import repair as bench
+from benchmarks import repair_study as study
 from benchmarks.__main__ import main
 from benchmarks.page import page
 from prunus import Repair
@@ -37,26 +38,65 @@ def test_the_model_comes_back_and_every_part_is_timed(small, offload):
 def test_the_command_leaves_a_file_that_the_page_draws(small, tmp_path):
     sizes = ["--blocks", "2", "--windows", "2", "--length", "6", "--device", "cpu", "--offload"]
     main(["repair", *sizes, "--results", str(tmp_path)])
-    (path,) = tmp_path.glob("repair_*.json")
+    (path,) = tmp_path.glob("repair-2-blocks*.json")
     assert json.loads(path.read_text())["settings"]["offload"] is True
-    assert "Repair: a 7 B model" in page(tmp_path)
+    assert "## Repair" in page(tmp_path)
 
 
-def test_ways_to_prune_a_trained_model_are_compared_over_seeds(tmp_path, capsys):
+@pytest.fixture
+def trained(tmp_path):
+    """Options that name a small Llama and its tokens."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=40, num_hidden_layers=2, max_position_embeddings=32, **SMALL, tie_word_embeddings=True
     )
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
-    files = {name: tmp_path / f"{name}.u16" for name in ("tokens", "eval-tokens")}
-    for path in files.values():
-        torch.randint(0, 40, (200,)).to(torch.uint16).numpy().tofile(path)
-    sizes = ["--windows", "4", "--length", "8", "--eval-windows", "3", "--seeds", "2", "--device", "cpu"]
-    given = [part for name, path in files.items() for part in (f"--{name}", str(path))]
-    main(["repair", "--model", str(tmp_path / "model"), *given, *sizes, "--results", str(tmp_path)])
-    (path,) = tmp_path.glob("repair-quality_*.json")
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "small")
+    for name in ("tokens", "eval-tokens"):
+        torch.randint(0, 40, (200,)).to(torch.uint16).numpy().tofile(tmp_path / f"{name}.u16")
+    model = ["--model", str(tmp_path / "small"), "--tokens", str(tmp_path / "tokens.u16")]
+    return [*model, "--windows", "4", "--length", "8", "--device", "cpu", "--results", str(tmp_path / "results")]
+
+
+def test_a_trained_model_is_timed_too(trained, tmp_path):
+    main(["repair", *trained, "--tune"])
+    (path,) = (tmp_path / "results").iterdir()
+    record = json.loads(path.read_text())
+    assert path.name.startswith("repair-small-tune_") and record["settings"]["num_weights"] > 0
+    assert record["rows"][0]["tune"] > 0
+
+
+def test_a_killed_study_continues_and_ends_with_every_way_level_and_seed(trained, tmp_path, monkeypatch, capsys):
+    ways = ["magnitude", "wanda-repaired", "by-row", "repair"]
+    held_out = ["--eval-tokens", str(tmp_path / "eval-tokens.u16"), "--eval-windows", "3"]
+    command = ["repair-quality", *trained, *held_out, "--seeds", "0", "1", "--levels", "50", "2:4", "--ways", *ways]
+    measured, num = study.measured, 0
+
+    def killed(*args):
+        nonlocal num
+        num += 1
+        if num == 7:
+            raise KeyboardInterrupt
+        return measured(*args)
+
+    monkeypatch.setattr(study, "measured", killed)
+    with pytest.raises(SystemExit):
+        main(command)
+    (path,) = (tmp_path / "results").iterdir()
+    before = json.loads(path.read_text())["rows"]
+    assert len(before) == 6
+    main(command)
     rows = json.loads(path.read_text())["rows"]
-    assert len(rows) == len(bench.WAYS) * len(bench.LEVELS) and all(len(row["values"]) == 2 for row in rows)
-    drawn = page(tmp_path)
-    assert "Repair: a trained model" in drawn and all(f"{row['mean']:.3f} (" in drawn for row in rows)
+    assert rows[:6] == before and len(rows) == 2 * (1 + 7)
+    assert len({row["value"] for row in rows if row["way"] == "dense"}) == 1
+    assert all(row["zeros"] == row["num_weights"] // 2 for row in rows if row["way"] != "dense")
+    with pytest.raises(SystemExit):
+        main([*command, "--eval-windows", "2"])
+    assert "give another --name or --results" in capsys.readouterr().err
+
+
+def test_ways_of_llm_compressor_are_left_out_without_it(trained, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(study, "find_spec", lambda name: None)
+    held_out = ["--eval-tokens", str(tmp_path / "eval-tokens.u16")]
+    main(["repair-quality", *trained, *held_out, "--seeds", "0", "--levels", "50", "--ways", "llmc-sparsegpt"])
+    assert "left out" in capsys.readouterr().out

