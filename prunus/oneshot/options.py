@@ -16,10 +16,10 @@ class Distill:
     """
 
     epochs: int = 8
-    rate: float = 1e-4
-    whole_epochs: int = 0
-    whole_rate: float = 1e-5
-    batch: int = 4  # samples of a step
+    rate: float = 3e-4
+    whole_epochs: int = 16
+    whole_rate: float = 1e-4
+    batch: int = 8  # samples of a step
 
     def __post_init__(self) -> None:
         _check_counts(self, "epochs", "whole_epochs", "batch")
