@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from .ops.candidates import Packed
     from .ops.lazy import Lazy
 
-Allocation = Literal["uniform", "depth", "erk", "fisher"] | Mapping[str, float]
+Allocation = Literal["uniform", "depth", "erk", "fisher", "moments"] | Mapping[str, float]
 Counts = Mapping[str, int]  # weights by name
 CAP = 0.95  # no layer is emptied further than this by depth, unless the target itself is higher
-NEAR, MOST = 0.15, 0.98  # how far a layer's sparsity may be from the target by fisher, and its largest
+NEAR, MOST = 0.15, 0.98  # how far a layer's sparsity may be from the target by fisher or moments, and its largest
 
 
 class Shape(NamedTuple):
@@ -168,7 +168,8 @@ class PerLayer(Selector):
     """One threshold a weight; ``allocate`` says how the sparsity is spread over the weights.
 
     ``"uniform"`` drops ``round(s n)`` of every weight; ``"depth"``, ``"erk"`` and a mapping from
-    name patterns to sparsities drop exactly ``round(s N)`` in all, and so does ``"fisher"``, for ``prune`` alone.
+    name patterns to sparsities drop exactly ``round(s N)`` in all, and so do, for ``prune`` alone, ``"fisher"`` and
+    ``"moments"``, by gradients of the trained model or Adam's second moments.
     """
 
     allocate: Allocation = "uniform"
@@ -271,7 +272,7 @@ def allocate(
     - ``depth``: proportional to ``0.7 + 0.6 i / (L - 1)``, so that later layers lose more.
     - ``erk``: densities proportional to ``sum(dims) / prod(dims)`` (Evci et al. 2019,
       https://arxiv.org/abs/1911.11134): small layers keep more.
-    - ``fisher``: by a global selection that reads gradients, which ``prune`` makes.
+    - ``fisher``, ``moments``: by a global selection that reads gradients or their moments, which ``prune`` makes.
     - a mapping from name patterns to sparsities, scaled to the target; what no pattern matches
       stays dense.
 
@@ -297,8 +298,8 @@ def allocate(
         room = [size - low for size, low in zip(sizes, floor, strict=True)]
         stay = spread(density, sum(sizes) - target, [0] * len(room), room)
         counts = [size - num for size, num in zip(sizes, stay, strict=True)]
-    elif how == "fisher":
-        raise ValueError("allocate='fisher' reads gradients of a trained model: it is for prune(), not for training")
+    elif how in ("fisher", "moments"):
+        raise ValueError(f"allocate={how!r} reads gradients of a trained model: it is for prune(), not for training")
     else:
         raise ValueError(f"allocate must be uniform, depth, erk or a mapping from patterns to sparsities, got {how!r}")
     return dict(zip(shapes, counts, strict=True))

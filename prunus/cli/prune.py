@@ -44,7 +44,8 @@ class Command:
     score: Score = "auto"  # what makes a weight matter; auto leaves it to the repair, and is wanda without one
     scope: Scope = "auto"  # where weights are compared with each other; auto is layer, row for wanda, else global
     sparsity: float = 0.5  # fraction of the prunable weights to remove
-    allocate: Literal["uniform", "depth", "erk", "fisher"] = "uniform"  # how layers share the sparsity, by layer
+    # how layers share the sparsity; fisher and moments by gradients, moments by those of the training run
+    allocate: Literal["uniform", "depth", "erk", "fisher", "moments"] = "uniform"
     no_repair: Flag = False  # leave the weights that stay as they are
     repair_probe: Flag = False  # repair the masks of a probe too
     targets: Literal["dense", "own"] = "dense"  # reproduce the dense model's outputs, or those of each layer by itself
@@ -68,6 +69,7 @@ class Command:
     device: str = "cpu"  # cpu or cuda
     checkpointing: bool = False  # run blocks again for the backward instead of keeping their activations
     offload: bool = False  # keep the model in main memory, one block at a time on the device
+    layers: Flag = False  # show every weight in the table at the end
     profile: bool = False  # report where time and memory went, and what to change
 
 
@@ -81,12 +83,13 @@ def run(command: Command) -> None:
         print(f"{command.out}: was written already")
         return
     _check(command)
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # those of transformers, between ours
     from .prune_tables import print_profile, print_result
 
     with _working(command):
         outcome = _pruned(command)
         _write(command, outcome)
-    print_result(outcome, command.sparsity, is_probed=command.probe != "none")
+    print_result(outcome, command.sparsity, is_probed=command.probe != "none", every_layer=command.layers)
     if outcome.score == "wanda" and command.scope == "global":
         print("One threshold for all layers suits wanda badly: on small GPTs it was far worse than by rows.")
     result = outcome.result
@@ -121,8 +124,8 @@ def _check(command: Command) -> None:
             raise ValueError(f"{flag} must be at least 0, got {value}")
     if command.allocate != "uniform" and _scope(command) != "layer":
         raise ValueError(f"--allocate {command.allocate} spreads the sparsity over layers; take --scope layer")
-    if command.allocate == "fisher" and command.probe != "none":
-        raise ValueError("--allocate fisher does not go with --probe; leave one off")
+    if command.allocate in ("fisher", "moments") and command.probe != "none":
+        raise ValueError(f"--allocate {command.allocate} does not go with --probe; leave one off")
     from ..ops.machine import device_of
 
     device_of(command.device)
@@ -163,6 +166,12 @@ def _pruned(command: Command) -> "Outcome":
     repair = Repair(command.targets, command.damping, tune=command.tune) if _repairs(command) else None
     trained = load_trained(_source(command))
     settings: dict[str, Any] = {"score": score, "select": _selector(command), "loss": trained.loss}
+    if command.allocate == "moments" and not trained.moments:
+        raise ValueError(
+            f"--allocate moments reads Adam's second moments, and {command.model} has none: they are in a checkpoint "
+            "of prunus that was trained with Adam; take --allocate fisher"
+        )
+    settings |= {"moments": trained.moments} if command.allocate == "moments" else {}
     settings |= {"include": command.include, "exclude": command.exclude, "batch_size": command.batch or None}
     settings |= {"offload": device if command.offload else None, "checkpointing": command.checkpointing}
     began, measure = time.perf_counter(), _Measure(command, trained, device)

@@ -1,6 +1,7 @@
 """What ``prunus prune`` prints: the pruned weights, the models compared, where time and memory went, and advice."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,7 +9,7 @@ from rich.table import Table
 
 from ..lab.gpu import GIB
 from ..lab.trained_model import TrainedModel
-from ..oneshot import Result
+from ..oneshot import Layer, Result
 from .console import print, wide_console
 
 PARTS = {
@@ -25,6 +26,8 @@ PARTS = {
     "evaluation": "held-out data",
     "other": "everything else",
 }
+
+ERRORS = ("error, mask alone", "repaired", "worst")  # of the outputs, relative: means over the weights, and the largest
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,7 @@ class Outcome:
     profile: Profile | None = None
 
 
-def print_result(outcome: Outcome, asked: float, *, is_probed: bool) -> None:
+def print_result(outcome: Outcome, asked: float, *, is_probed: bool, every_layer: bool) -> None:
     """One table of the weights and one of the models; ``asked`` is the sparsity asked for."""
     result, rows, metric = outcome.result, outcome.rows, outcome.model.metric
     table = Table(title="on held-out data")
@@ -113,8 +116,13 @@ def print_result(outcome: Outcome, asked: float, *, is_probed: bool) -> None:
         name = "as it came" if name == "dense" and row["sparsity"] else name
         table.add_row(name, f"{row['sparsity']:.4%}", f"{row[metric]:.4f}")
     console = wide_console()
-    console.print(_layers(result, is_probed=is_probed))
+    console.print(_layers(result, is_probed=is_probed) if every_layer else _kinds(result.layers))
     console.print(table)
+    if result.tuned:
+        num = sum(found.helped for found in result.tuned.values())
+        print(f"Tuning brought {num} of {len(result.tuned)} blocks nearer to the dense ones on held-out samples.")
+    if (whole := result.tuned_whole) is not None:
+        print(f"Tuning the whole model took its loss on held-out samples from {whole.before:.4g} to {whole.after:.4g}.")
     if result.sparsity_before:
         print(_zero_already(asked, result))
     for layer in result.layers:
@@ -130,6 +138,29 @@ def _zero_already(asked: float, result: Result) -> str:
         why = "the count holds for each row, layer or group of the scope, and none of them gets a zero back"
         return f"{said}; {result.sparsity:.4%} are zero now, not {asked:.4%}: {why}"
     return said
+
+
+def _kinds(layers: Sequence[Layer]) -> Table:
+    """One row for all weights whose names differ in numbers only."""
+    kinds: dict[str, list[Layer]] = {}
+    for layer in layers:
+        kinds.setdefault(re.sub(r"\d+", "*", layer.name), []).append(layer)
+    is_repaired = any(layer.error is not None for layer in layers)
+    table = Table(title="what was pruned, by kind of weight (--layers shows every one)")
+    headings = ("weights", "number", "pruned", "sparsity", *(ERRORS if is_repaired else ()))
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == "weights" else "right", no_wrap=True)
+    for kind, found in kinds.items():
+        num_pruned, num = sum(layer.num_pruned for layer in found), sum(layer.num_weights for layer in found)
+        least, most = min(layer.sparsity for layer in found), max(layer.sparsity for layer in found)
+        spread = f"{least:.1%} to {most:.1%}" if most - least > 0.0005 else f"{num_pruned / max(1, num):.2%}"
+        cells = [kind, str(len(found)), f"{num_pruned:,}", spread]
+        errors = [(layer.mask_error, layer.error) for layer in found if layer.error is not None]
+        if is_repaired and errors:
+            before, after = ([error or 0.0 for error in each] for each in zip(*errors, strict=True))
+            cells += [f"{sum(before) / len(before):.4f}", f"{sum(after) / len(after):.4f}", f"{max(after):.4f}"]
+        table.add_row(*cells)
+    return table
 
 
 def _layers(result: Result, *, is_probed: bool) -> Table:

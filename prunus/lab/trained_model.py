@@ -3,7 +3,7 @@
 import shutil
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ class TrainedModel:
     save: Callable[[Path], None]
     loss: Callable[[Any, Any], Tensor] | None = None
     metric: str = "perplexity"
+    moments: Mapping[str, Tensor] = field(default_factory=dict)  # Adam's second ones by weight, where a run has them
 
 
 @dataclass(frozen=True)
@@ -225,7 +226,11 @@ def _checkpoint(source: ModelSource, path: Path) -> TrainedModel:
         save_checkpoint(out / "checkpoint.pt", state | {"model": training.model.state_dict()})
 
     metric = "accuracy" if images else "perplexity"
-    return TrainedModel(training.model, [batch], evaluate, save, loss_of, metric)
+    names = {parameter: name for name, parameter in training.model.named_parameters()}
+    order = [names[parameter] for group in training.optimizer.param_groups for parameter in group["params"]]
+    rows = state["optimizer"]["state"].items()
+    moments = {order[i]: row["exp_avg_sq"] for i, row in rows if "exp_avg_sq" in row}
+    return TrainedModel(training.model, [batch], evaluate, save, loss_of, metric, moments)
 
 
 def _function(name: str) -> TrainedModel:

@@ -15,20 +15,20 @@ from ..eligible import eligible, unwrapped_model
 from ..input_statistics import eagerly
 from ..ops import bits
 from ..ranks import is_dtensor
-from ..select import Global, PerLayer, Selector, Shape, clipped
+from ..select import Global, PerLayer, Quota, Selector, Shape, clipped
 from .limit import Progress
 from .options import Repair
 from .probe.engine import Engine
 from .probe.objective import Loss, Objective
 from .probe.prober import Finished, Probe, Probed, Prober
-from .repair import RepairWalk, renew_batch_norms
+from .repair import RepairWalk
 from .resources import Clock, Peak
 from .result import Result
 from .samples import fingerprint as samples_hash
 from .solver import keep, keep_all_but
 from .state import RepairState
-from .strategy import ScoreLike, Strategy, default_select
-from .walk import Originals, Walk
+from .strategy import ScoreLike, Strategy, default_select, moment_sources
+from .walk import Originals, Walk, renew_batch_norms
 
 
 def prune(
@@ -41,6 +41,7 @@ def prune(
     loss: Loss | None = None,
     *,
     repair: Repair | Literal["auto"] | None = "auto",
+    moments: Mapping[str, Tensor] | None = None,
     include: str | Sequence[str] = (),
     exclude: str | Sequence[str] = (),
     batch_size: int | None = None,
@@ -61,6 +62,7 @@ def prune(
     ``batches`` are tensors, pairs (input, target) or dicts, read once; a sample is one index of dimension 0, and
     its loss is that of a batch of one. ``loss(output, target)`` defaults to the model's own for Hugging Face models.
     ``select`` defaults to ``PerLayer`` without a score, to ``PerRow`` for wanda and to ``Global`` for the rest.
+    ``PerLayer("moments")`` reads ``moments``, the ``exp_avg_sq`` that Adam kept of each weight in training, by name.
 
     A probe keeps some of what the strategy proposes, so the sparsity ends below the one asked for, unless its tau is
     ``target``; nothing is repaired then unless ``repair`` says so. With ``offload``, a device, the model's blocks are
@@ -73,7 +75,7 @@ def prune(
     an exception with its weights too.
     """
     score, repair = method(batches, score, probe, repair)
-    plan = Plan(score, select, loss, include, exclude, batch_size, offload, checkpointing, repair)
+    plan = Plan(score, select, loss, include, exclude, batch_size, offload, checkpointing, repair, moments or {})
     job = Job(model, batches, plan)
     if sparsity is None:
         sparsity = getattr(select, "sparsity", None) or 0.5
@@ -110,6 +112,20 @@ class Plan:
     offload: str | torch.device | None = None  # where blocks go one at a time
     checkpointing: bool = False
     repair: Repair | None = None
+    moments: Mapping[str, Tensor] = field(default_factory=dict)  # Adam's second ones, by weight
+
+
+@dataclass(frozen=True)
+class _Counted(Selector):
+    """By layer, with numbers that are known."""
+
+    num_drop: Mapping[str, int]
+    group = "layer"
+
+    def quota(
+        self, shapes: Sequence[Shape], sparsity: float, num_pruned: Mapping[str, int] | None = None
+    ) -> list[Quota]:
+        return [Quota((shape.name,), shape.numel, self.num_drop[shape.name]) for shape in shapes]
 
 
 @dataclass
@@ -211,9 +227,9 @@ class Job:
     @torch.no_grad()
     def _level(self, result: Result, sparsity: float, probe: Probe | None, start: Start, finished: Finished) -> None:
         live = self.live(start.live)
-        if isinstance(self.select, PerLayer) and self.select.allocate == "fisher":
+        if isinstance(self.select, PerLayer) and self.select.allocate in ("fisher", "moments"):
             with self.clock.part("strategy"):
-                self.strategy.select = self._fisher_allocation(sparsity, live)
+                self.strategy.select = self._allocated(self.select.allocate, sparsity, live)
         if start.masks is not None:
             result.candidates = {name: live[name] & ~start.masks[name] for name in self.weights}
             self._repair(result, start.masks, sparsity, live, start, finished)
@@ -280,14 +296,15 @@ class Job:
             live=live if start.live else None,
             size=self.plan.batch_size,
             clock=self.clock,
+            state=self._state(start.state, sparsity),
         )
-        walk.run(lambda names: finished(names, Probed()), self._state(start.state, sparsity))
+        walk.run(lambda names: finished(names, Probed()))
         if self.plan.repair.batch_norm:
             with self.clock.part("batch norms"):
-                renew_batch_norms(self.walk, walk.size, result.originals)
+                renew_batch_norms(self.walk, walk.streams.size, result.originals)
         result.tuned_whole = walk.tune_whole()
         result.packed, result.repairs, result.tuned = walk.packed, walk.found, walk.tuned
-        self._repair_forwards += walk.forwards
+        self._repair_forwards += walk.streams.forwards
         self.changed()
 
     def _state(self, folder: Path | None, sparsity: float) -> RepairState | None:
@@ -308,14 +325,15 @@ class Job:
         quotas = select.quota(shapes, sparsity, pruned)
         return {quota.names[0]: quota.num_drop for quota in quotas} if select.group == "layer" else None
 
-    def _fisher_allocation(self, sparsity: float, live: Mapping[str, Tensor]) -> PerLayer:
-        """By layer, with about as many of each as one global selection by fisher would prune."""
-        masks = Strategy(self.walk, self.engine, "fisher", Global()).keep(sparsity, live)
+    def _allocated(self, how: str, sparsity: float, live: Mapping[str, Tensor]) -> Selector:
+        """By layer, with about as many of each as one global selection would prune."""
+        if how == "moments":
+            masks = Global().packed(moment_sources(self.walk.weights, self.plan.moments), sparsity, live)
+        else:
+            masks = Strategy(self.walk, self.engine, "fisher", Global()).keep(sparsity, live)
         sizes = [weight.parameter.numel() for weight in self.weights.values()]
         wish, gone = ([self._num_pruned(name, packed) for name in self.weights] for packed in (masks, live))
-        counts = clipped(wish, sizes, sparsity, gone)
-        shares = (count / size for count, size in zip(counts, sizes, strict=True))
-        return PerLayer(dict(zip(self.weights, shares, strict=True)))
+        return _Counted(dict(zip(self.weights, clipped(wish, sizes, sparsity, gone), strict=True)))
 
     def _num_pruned(self, name: str, packed: Mapping[str, Tensor]) -> int:
         return self.weights[name].parameter.numel() - int(bits.count(packed[name]))

@@ -1,7 +1,7 @@
 """Which weights a strategy would prune: a score of weights, inputs or gradients of a trained model, and a selector."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +42,19 @@ def checked(score: ScoreLike) -> Score | None:
             "take magnitude, wanda, fisher, path or random, or a function of weight, input_norm or position"
         )
     return row
+
+
+def moment_sources(weights: Sequence[Weight], moments: Mapping[str, Tensor]) -> list[Lazy]:
+    """Scores ``|w| v^(1/4)``, v being Adam's second moments by name."""
+    row = SCORES["bitter7"]
+    for weight in weights:
+        if (v := moments.get(weight.name)) is None or v.shape != weight.parameter.shape:
+            raise ValueError(
+                "allocate='moments' reads Adam's second moments (exp_avg_sq) of the weights, by name: "
+                f"there are none of {weight.name}; take allocate='fisher', which needs none"
+            )
+    reads = [{"exp_avg_sq": moments[w.name].to(w.parameter.device, torch.float32)} for w in weights]
+    return [_lazy(weight, row.of, read, {}, row) for weight, read in zip(weights, reads, strict=True)]
 
 
 class Strategy:

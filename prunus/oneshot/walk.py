@@ -200,3 +200,29 @@ class Originals:
                 tensor.detach().copy_(values)
             else:
                 tensor.detach()[bits.unpack(packed, tensor.shape)] = values
+
+
+@torch.no_grad()
+def renew_batch_norms(walk: Walk, size: int, originals: Originals) -> None:
+    """Running statistics of batch norms become means over the samples, as the model is now."""
+    norms = [
+        module
+        for module in walk.model.modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is not None
+    ]
+    if not norms or len(walk.samples) < 2:
+        return
+    momenta = [norm.momentum for norm in norms]
+    for norm in norms:
+        for buffer in norm.buffers():
+            originals.save_all(buffer)
+            walk.renewed.add(buffer)
+        norm.reset_running_stats()
+        norm.momentum = None  # the mean over all batches
+        norm.train()
+    try:
+        walk.visit(size, lambda chunk: outputs(walk.model, walk.batch(chunk)))
+    finally:
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
+            norm.eval()

@@ -123,7 +123,7 @@ def test_killed_in_a_repair_the_same_command_goes_on_and_ends_with_the_same_bits
     transformers = pytest.importorskip("transformers")
     whole, expected = prune(folder, out="whole")
     with monkeypatch.context() as patch:
-        repaired, calls = RepairWalk._repair_group, []
+        repaired, calls = RepairWalk._repair, []
 
         def interrupted(self, group):
             calls.append(group)
@@ -131,7 +131,7 @@ def test_killed_in_a_repair_the_same_command_goes_on_and_ends_with_the_same_bits
                 raise KeyboardInterrupt
             repaired(self, group)
 
-        patch.setattr(RepairWalk, "_repair_group", interrupted)
+        patch.setattr(RepairWalk, "_repair", interrupted)
         with pytest.raises(SystemExit):
             prune(folder)
     assert not (folder / "out").exists()

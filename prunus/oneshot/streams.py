@@ -1,0 +1,260 @@
+"""The two streams of a repair: activations of the dense model, and of the model as it is pruned so far.
+
+Both travel from block to block. What a group of layers reads in either of them is summed up in Gram matrices.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from typing import Any, Literal
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from .blocks import Reached, Stream
+from .experts import ExpertInputs, one_by_one, routed
+from .gram import Gram, Moments
+from .layers import input_rows, num_groups
+from .order import InputGroup, can_batch, input_groups
+from .resources import Clock, free_bytes
+from .samples import Chunk, mask_of
+from .walk import Walk, outputs
+
+Kind = Literal["dense", "pruned"]
+Forward = Callable[[Chunk], None]
+Read = tuple[int, Tensor, Tensor | None]  # part of a weight, its inputs (..., in), and which of them are tokens
+TOKENS = {"cpu": 1024, "cuda": 16384}  # of a pass
+STORED = {"cpu": 1 << 30, "cuda": 1 << 32}  # bytes of a block's inputs in the dense model beyond which it runs again
+SHARE = 0.25  # of the free memory that they may take
+
+
+class Streams:
+    """Runs the model from the block where both streams stand.
+
+    ``modules`` are the modules that hold each plain weight, ``stacked`` those weights (expert, out, in) that one module
+    holds. Groups are in the order in which the model calls them.
+    """
+
+    def __init__(
+        self,
+        walk: Walk,
+        modules: Mapping[str, Sequence[nn.Module]],
+        stacked: Mapping[str, nn.Parameter],
+        clock: Clock,
+        *,
+        has_dense: bool = True,
+        size: int | None = None,
+    ) -> None:
+        self.walk, self.modules, self.stacked, self.clock = walk, modules, stacked, clock
+        self.has_dense = has_dense  # False: nothing reads the dense stream
+        self.groups, self.blocks = input_groups(walk, modules)
+        self.size = (size or _size(walk)) if can_batch(walk) else 1  # samples of a pass
+        device = walk.device if walk.offload is not None else None
+        self.dense, self.pruned = (Stream(self.blocks, walk.samples, device) for _ in range(2))
+        self.position = 0  # blocks that the pruned stream has left behind
+        self.is_same = True  # no weight has changed yet, so that the pruned stream is the dense one too
+        self.forwards = 0  # forward passes of one sample
+        self._ahead = False  # the dense stream has left one block more behind
+        self._values: dict[str, tuple[nn.Parameter, Tensor]] = {}  # dense ones of weights that passes still read
+        self._inputs: dict[tuple[str, int], Tensor] = {}  # in the dense model, by group of layers and of samples
+
+    def replace_(self, name: str, parameter: nn.Parameter, value: Tensor, dense: Tensor) -> None:
+        """Change a weight; ``dense`` are the values that the dense stream goes on with."""
+        if self.is_same and not self._ahead:
+            self.dense.copy_from(self.pruned, self.position)
+        self.is_same = False
+        self._values[name] = parameter, dense if dense.device == parameter.device else parameter.detach().clone()
+        parameter.detach().copy_(value)
+
+    def advance_dense(self) -> None:
+        """Take the dense stream one block further, before the pruned one."""
+        if self.has_dense and not (self.is_same or self._ahead):
+            self._advance("dense")
+            self._ahead = True
+
+    def advance(self) -> None:
+        """Take the pruned stream to the next block, where the dense one is."""
+        self._advance("pruned")
+        self.position += 1
+        self._ahead = False
+        self._inputs.clear()
+        later = {name for group in self.groups if group.stop >= self.position for name in group.names}
+        self._values = {name: value for name, value in self._values.items() if name in later}
+
+    def moments(self, group: InputGroup) -> list[Moments | None]:
+        """Second moments of what a group reads: one for each expert or group of a convolution.
+
+        None where no token arrives. The tokens of an expert are those that the pruned model sends to it.
+        """
+        name = group.names[0]
+        num_parts = len(self.stacked[name]) if name in self.stacked else num_groups(self.modules[name][0])
+        grams = [Gram() for _ in range(num_parts)]
+        has_dense = self.has_dense and not (self.is_same or group.is_routed)
+        read = self._expert_reads if name in self.stacked else self._reads
+        if self.has_dense and not self._inputs:
+            self._store_inputs()
+        num_seen = 0
+
+        def collect(chunk: Chunk) -> tuple[list[Read], list[Read]]:
+            routes: list[tuple[Any, ...]] = []
+            with self.clock.part("forwards"):
+                pruned = read("pruned", group, chunk, routes)
+                return pruned, read("dense", group, chunk, routes) if has_dense and pruned else []
+
+        def add(chunk: Chunk, found: tuple[list[Read], list[Read]]) -> None:
+            nonlocal num_seen
+            pruned, dense = found
+            with self.clock.part("grams"):
+                for call, (part, x, valid) in enumerate(pruned):
+                    _check_finite(group, x, valid, num_seen, chunk.size)
+                    grams[part].add(x, dense[call][1] if dense else None, valid)
+            num_seen += chunk.size
+
+        self.walk.visit(self.size, collect, add)
+        return [gram.moments() if gram.num_tokens else None for gram in grams]
+
+    def _advance(self, kind: Kind, forward: Forward | None = None) -> None:
+        with self.clock.part("forwards"), self._running(kind):
+            getattr(self, kind).advance(self.position, forward or self._forward, partial(self.walk.visit, self.size))
+        self.forwards += len(self.walk.samples)
+
+    def _forward(self, chunk: Chunk) -> None:
+        outputs(self.walk.model, self.walk.batch(chunk))
+
+    @contextmanager
+    def _running(self, kind: Kind) -> Iterator[None]:
+        """The model as it is, or with its dense weights from the current position on."""
+        values = [*self._values.values()] if kind == "dense" else []
+        own = [parameter.data for parameter, _ in values]
+        try:
+            for parameter, value in values:
+                parameter.data = value
+            yield
+        finally:
+            for (parameter, _), value in zip(values, own, strict=True):
+                parameter.data = value
+
+    def _run(self, kind: Kind, chunk: Chunk, last: nn.Module | None, forward: Forward | None = None) -> None:
+        """A pass from the current position that ends with the module ``last``, if it does not end before."""
+        with ExitStack() as stack:
+            if last is not None:
+                stack.callback(last.register_forward_hook(_stop).remove)
+            stack.enter_context(self._running(kind))
+            stack.enter_context(getattr(self, kind).starting_at(self.position, chunk))
+            with suppress(Reached):
+                (forward or self._forward)(chunk)
+        self.forwards += chunk.size
+
+    def _last_block(self, group: InputGroup) -> nn.Module | None:
+        """The block in which a group is called for the last time."""
+        return self.blocks[group.stop] if group.stop < len(self.blocks) else None
+
+    def _reads(self, kind: Kind, group: InputGroup, chunk: Chunk, _: object) -> list[Read]:
+        """What a group of plain layers reads; the pass ends with the last of its calls."""
+        calls: list[tuple[nn.Module, Tensor]] = []
+
+        def store(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            x = next(iter(args or kwargs.values())).detach()
+            calls.append((module, x if group.num_calls == 1 else x.clone()))
+            if len(calls) == group.num_calls:
+                raise Reached
+
+        stored = self._inputs.get((group.names[0], chunk.group))
+        if stored is not None and (kind == "dense" or self.is_same):
+            calls = [(self.modules[group.names[0]][0], stored[chunk.rows])]
+        else:
+            with ExitStack() as stack:
+                for module in self.modules[group.names[0]]:
+                    stack.callback(module.register_forward_pre_hook(store, with_kwargs=True).remove)
+                self._run(kind, chunk, self._last_block(group))
+        mask = mask_of(self.walk.batch(chunk))
+        rows = [(part, x) for module, given in calls for part, x in enumerate(input_rows(module, given))]
+        return [(part, x, _valid(x, mask)) for part, x in rows]
+
+    def _expert_reads(self, kind: Kind, group: InputGroup, chunk: Chunk, routes: list[tuple[Any, ...]]) -> list[Read]:
+        """What each of some stacked experts reads; the dense stream's tokens go where the pruned stream's went."""
+        (name,) = group.names
+        module, seen = self.modules[name][0], ExpertInputs(self.stacked[name])
+        last = self._last_block(group) or (module if group.num_calls == 1 else None)
+        mask = mask_of(self.walk.batch(chunk))
+        with one_by_one(module), routed(module, routes, kind == "dense", mask), seen:
+            self._run(kind, chunk, last)
+        return [(expert, x, (x != 0).any(-1)) for expert, x in seen.found]
+
+    def _store_inputs(self) -> None:
+        """Run the dense block once and store what all its groups read, where that is possible and memory allows it."""
+        groups = [group for group in self.groups if group.start == self.position]
+        if self._ahead or any(
+            group.stop != group.start or group.num_calls > 1 or group.is_routed or group.names[0] in self.stacked
+            for group in groups
+        ):
+            return
+        if self.is_same:
+            self.dense.copy_from(self.pruned, self.position)
+        sizes, chunk, is_first = self.walk.samples.groups, Chunk(0, 0, 1), True
+
+        def store(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            x, key = next(iter(args or kwargs.values())).detach(), (name, chunk.group)
+            if is_first:
+                self._inputs[key] = x
+                return
+            if key not in self._inputs:  # zero where the dense model does not call the layer
+                self._inputs[key] = x.new_zeros(sizes[chunk.group].size, *x.shape[1:])
+            self._inputs[key][chunk.rows] = x
+
+        def forward(now: Chunk) -> None:
+            nonlocal chunk
+            chunk = now
+            self._forward(now)
+
+        last = self.blocks[self.position] if self.position < len(self.blocks) else None
+        with ExitStack() as stack, self.clock.part("forwards"):
+            for name in (group.names[0] for group in groups):
+                for module in self.modules[name]:
+                    hook = module.register_forward_pre_hook(partial(store, name), with_kwargs=True)
+                    stack.callback(hook.remove)
+            self._run("dense", chunk, last)
+            seen, is_first, self._inputs = self._inputs, False, {}
+            num_bytes = sum(x.nbytes for x in seen.values()) * len(self.walk.samples)
+            room = min(STORED.get(self.walk.device.type, 1 << 30), SHARE * free_bytes(self.walk.device))
+            if len(seen) < len(groups) or any(x.shape[:1] != (1,) for x in seen.values()) or num_bytes > room:
+                return
+            if last is None:
+                self.walk.visit(self.size, lambda now: self._run("dense", now, None, forward))
+            else:
+                self._advance("dense", forward)
+                self._ahead = True
+
+
+def _stop(*_: object) -> None:
+    raise Reached
+
+
+def _size(walk: Walk) -> int:
+    group = max(walk.samples.groups, key=lambda group: group.size)
+    leaf = next(leaf for leaf in pytree.tree_leaves(group.tree) if isinstance(leaf, Tensor) and leaf.ndim)
+    length = leaf.shape[1] if leaf.ndim == 2 and not leaf.is_floating_point() else 32
+    return max(1, TOKENS.get(walk.device.type, 1024) // max(1, length))
+
+
+def _valid(x: Tensor, mask: Tensor | None) -> Tensor | None:
+    """Which rows of ``x`` (..., in) are tokens that count."""
+    if mask is None or bool(mask.all()):
+        return None
+    if x.shape[:-1] == mask.shape:
+        return mask.bool()
+    return mask.flatten().bool() if x.ndim == 2 and len(x) == mask.numel() else None
+
+
+def _check_finite(group: InputGroup, x: Tensor, valid: Tensor | None, first: int, num: int) -> None:
+    """``x`` are inputs of ``num`` samples, of which the first has the number ``first``."""
+    if bool(x.isfinite().all()):
+        return
+    is_bad = ~x.isfinite().all(-1)
+    is_bad = is_bad if valid is None else is_bad & valid
+    if not bool(is_bad.any()):
+        return
+    where = f"samples {first} to {first + num - 1}"
+    if len(x) == num or num == 1:
+        where = f"sample {first + int(is_bad.reshape(num, -1).any(1).nonzero()[0])}"
+    raise ValueError(f"the inputs of {', '.join(group.names)} are not finite: look at {where}")
