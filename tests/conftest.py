@@ -18,6 +18,7 @@ from prunus.ops import bits, lazy
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # kernels run in the interpreter; read when triton is first imported
+    torch.manual_seed = torch.default_generator.manual_seed  # torch's own writes down the stack for devices to come
     if find_spec("triton"):
         from interpreter import hasten
 
@@ -82,11 +83,12 @@ def _alone() -> Iterator[None]:
     if _shared() != before:
         gc.collect()  # a pruner that waits for its event has global hooks until it is freed
     assert _shared() == before, "the test changed what others share"
-    for name in {name for name, _ in os.environ.items() ^ environment.items()} - {"PYTEST_CURRENT_TEST"}:
-        if name in environment:
-            os.environ[name] = environment[name]
-        else:
+    after = dict(os.environ)
+    for name in (environment.keys() | after.keys()) - {"PYTEST_CURRENT_TEST"}:
+        if name not in environment:
             del os.environ[name]  # which a library has set
+        elif after.get(name) != environment[name]:
+            os.environ[name] = environment[name]
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from covering import each_once
 from reference import DRAWS, draw, keep_largest, keep_largest_of_runs, num_dropped, same
 from torch import nn
 from toys import NAMES, RAMP, Conv1D, adamw, adamw_prune, assert_pruned_are_zero, net, regrowing, sgd, train
@@ -52,8 +53,11 @@ def by_rows(score, back, live, sparsity, share):
     return keep | keep_largest_of_runs(back, length, length - r, ~live)
 
 
-@pytest.mark.parametrize("select", SELECTORS, ids=str)
-@pytest.mark.parametrize("kind", [kind for kind in DRAWS if kind not in ("float64", "int64", "few integers")])
+@pytest.mark.parametrize(
+    ("kind", "select"),
+    each_once([kind for kind in DRAWS if kind not in ("float64", "int64", "few integers")], SELECTORS),
+    ids=str,
+)
 def test_masks_are_those_of_the_definition_for_nasty_scores(kind, select):
     score, back = (draw(kind, (7, 9), (3, 5, 2), (1, 1), (16, 24)) for _ in range(2))
     sources, ranked = ([stored(name, value) for name, value in values.items()] for values in (score, back))

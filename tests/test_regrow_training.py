@@ -6,6 +6,7 @@ import weakref
 
 import pytest
 import torch
+from covering import each_once
 from torch import nn
 from toys import (
     NAMES,
@@ -185,8 +186,7 @@ def unbroken(name):
     return model, pruner, saved
 
 
-@pytest.mark.parametrize("stop", STOPS)
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize(("name", "stop"), each_once(MAKERS, STOPS))
 def test_a_resumed_run_is_the_unbroken_one_to_the_bit(name, stop):
     whole, pruner, saved = unbroken(name)
     second, resumed = made(name, 9)

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from covering import covering, each_once
 from toys import NAMES, adamw, adamw_prune, assert_pruned_are_zero, net, through_a_file, train
 
 from prunus import Constant, Global, NofM, OneShot, PerLayer, PerRow, Pruner, Ramp, Regrow, Spam
@@ -41,10 +42,10 @@ class Run:
 
     def save(self):
         parts = {"model": self.model, "optimizer": self.optimizer, "pruner": self.pruner}
-        return through_a_file({name: part.state_dict() for name, part in parts.items()})
+        return copy.deepcopy({name: part.state_dict() for name, part in parts.items()})
 
     def load(self, saved, order=("model", "optimizer", "pruner")):
-        saved = copy.deepcopy(saved)  # an optimizer goes on with the tensors that it is given
+        saved = through_a_file(saved)
         for part in order:
             getattr(self, part).load_state_dict(saved[part])
         return self
@@ -93,14 +94,12 @@ def slow(*values):
     return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
-@pytest.mark.parametrize("stop", [0, 1, 7, 12, 16, *slow(2, 3, 6, 10, 14)])
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(("name", "stop"), each_once(RUNS, [7, 0, 12, 1, 16, 3, 10, 6, 14, 2]))
 def test_a_run_resumed_at_any_step_ends_as_the_unbroken_one(name, stop):
     assert_unbroken(Run(name, seed=9).load(saved_run(name)[stop]).train(range(stop, LAST)), name)
 
 
-@pytest.mark.parametrize("stop", [1, 7, *slow(0, 12)])
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(("name", "stop"), each_once(RUNS, [7, 1, 0, 12]))
 def test_a_run_rewound_in_place_ends_as_the_unbroken_one(name, stop):
     run = Run(name).train(range(stop))
     saved = run.save()
@@ -231,8 +230,11 @@ def finished(**options):
     return [part.state_dict() for part in (model, pruner.optimizer, pruner)]
 
 
-@pytest.mark.parametrize("select", SELECTORS, ids=str)
-@pytest.mark.parametrize("schedule", [Ramp(0.8, 2, 14), Ramp(0.8, 2, 18), OneShot(0.8, 3), Constant(0.8)], ids=str)
+@pytest.mark.parametrize(
+    ("select", "schedule"),
+    each_once(SELECTORS, [Ramp(0.8, 2, 14), Ramp(0.8, 2, 18), OneShot(0.8, 3), Constant(0.8)]),
+    ids=str,
+)
 def test_more_asked_for_after_the_schedules_end_is_pruned_at_the_next_step(select, schedule):
     pruner, events = resumed(finished(select=select), select=select, schedule=schedule)
     fresh = Pruner(twin := net(), adamw(twin), select=select, schedule=Constant(0.8))
@@ -243,9 +245,11 @@ def test_more_asked_for_after_the_schedules_end_is_pruned_at_the_next_step(selec
     assert_pruned_are_zero(pruner)
 
 
-@pytest.mark.parametrize("options", [{"select": select} for select in SELECTORS] + [{"regrow": Regrow(0.2)}], ids=str)
-@pytest.mark.parametrize("final", [0.5, 0.3])
-@pytest.mark.parametrize("sparse", [0.5, 0.47, 0.513])
+@pytest.mark.parametrize(
+    ("options", "final", "sparse"),
+    covering([{"select": select} for select in SELECTORS] + [{"regrow": Regrow(0.2)}], [0.5, 0.3], [0.5, 0.47, 0.513]),
+    ids=str,
+)
 def test_no_more_asked_for_makes_no_event(options, final, sparse):
     saved = finished(**options, schedule=Ramp(sparse, 2, 14))
     schedule = Ramp(sparse if final == 0.5 else final, 2, 14)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from covering import each_once
 from torch import nn
 from toys import NAMES, adamw, adamw_prune, assert_pruned_are_zero, backward, net, num_pruned, train
 
@@ -130,8 +131,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize(("name", "way"), each_once(FEW, WAYS), ids=lambda value: getattr(value, "__name__", value))
 def test_however_the_gradient_came_about(name, way):
     model = net()
     pruner = pruner_for(name, model)

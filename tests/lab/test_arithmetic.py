@@ -49,6 +49,12 @@ def test_the_model_of_these_tests_rounds_otherwise_without_onednn(tmp_path, monk
 
 
 @needs_onednn
+def test_a_run_in_a_process_that_lost_onednn_equals_one_in_a_process_that_has_it(tmp_path):
+    assert same(trained(tmp_path / "on", True), trained(tmp_path / "lost", False))
+
+
+@needs_onednn
+@pytest.mark.slow
 def test_a_run_in_a_process_that_lost_onednn_equals_that_of_a_fresh_process(tmp_path):
     code = (
         "import sys; from dataclasses import replace; from pathlib import Path\n"

@@ -126,9 +126,8 @@ def metrics(folder: Path) -> list[dict]:
     return lines
 
 
-@pytest.mark.parametrize(
-    "moment", ["event", *(pytest.param(m, marks=pytest.mark.slow) for m in ("step", "checkpoint"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", KILLERS)
 def test_a_run_killed_and_resumed_equals_the_unbroken_one(moment, text, unbroken, tmp_path):
     out = tmp_path / "run"
     run = [sys.executable, "-c", PROGRAM, KILLERS[moment], str(out), *OPTIONS, "--data", str(text)]

@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from prunus.files.json_file import read_json
 from prunus.lab.run import Run
+from prunus.lab.study import runner
 from prunus.lab.study.arms import parse_arm
 from prunus.lab.study.runner import Options, Starts, Worker, num_shared
 from prunus.lab.study.study_folder import Folder
@@ -88,11 +89,11 @@ def study(tmp_path_factory):
     return out, plan, len(steps)
 
 
-def test_few_starts_are_kept_and_none_of_a_resumed_run(tmp_path, study):
+def test_few_starts_are_kept_and_none_of_a_resumed_run(tmp_path, study, monkeypatch):
+    monkeypatch.setattr(runner, "MOST_STARTS", 2)
     _, plan, _ = study
-    base = replace(plan.base, steps=20, eval_every=20, end=18)
-    arms = [f"b{begin}: score=bitter7 begin={begin}" for begin in range(3, 9)]
-    many = make_plan(base, map(parse_arm, arms), [0.5], [0])
+    arms = [f"b{begin}: score=bitter7 begin={begin}" for begin in range(3, 6)]
+    many = make_plan(plan.base, map(parse_arm, arms), [0.5], [0])
     folder, most = Folder(tmp_path / "study"), []
     folder.write(many, {})
     worker = Worker(folder, Options(device="cpu"), Quiet())
@@ -104,7 +105,7 @@ def test_few_starts_are_kept_and_none_of_a_resumed_run(tmp_path, study):
 
     worker.starts.recorder = watched
     worker.work(many.cells)
-    assert max(number for number, _, _ in most) == 4
+    assert max(number for number, _, _ in most) == 2
     cell = many.cells[0]
     alone = replace(many.run_of(cell), out=folder.run(cell), device="cpu", save_every=5)
     shutil.rmtree(folder.run(cell))

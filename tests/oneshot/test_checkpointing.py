@@ -66,7 +66,7 @@ def test_the_graph_holds_the_blocks_inputs_alone():
 
 @pytest.mark.parametrize("batched", [True, False])
 def test_it_is_taken_where_one_sample_alone_does_not_fit(batched, monkeypatch):
-    case = llama()
+    case = llama(num_layers=2)
     expected = prune(deepcopy(case.model), case.batches, 0.5, probe=Probe(0.05, schedule="block"))
     name = "_add_chunk" if batched else "_alone"
     real, modes = getattr(Engine, name), []
@@ -87,7 +87,7 @@ def test_it_is_taken_where_one_sample_alone_does_not_fit(batched, monkeypatch):
 
 
 def test_memory_that_is_never_enough_is_an_error_and_the_model_is_as_before(monkeypatch):
-    case, before = llama(), snapshot(llama().model)
+    case, before = llama(num_layers=2), snapshot(llama(num_layers=2).model)
 
     def crowded(self, *args):
         raise torch.OutOfMemoryError("CUDA out of memory")

@@ -75,7 +75,7 @@ def test_after_an_exception_the_model_is_as_before(schedule, at):
 
 @pytest.mark.parametrize(("schedule", "dtype"), each_once(SCHEDULES, [torch.bfloat16, torch.float16]), ids=str)
 def test_half_precision_models_are_probed_without_rounding_a_kept_weight(schedule, dtype):
-    case = llama(dtype)
+    case = llama(dtype, num_layers=2)
     weight = case.model.model.layers[0].mlp.up_proj.weight
     with torch.no_grad():
         weight[0, :4] = torch.tensor([-0.0, 6e-8, -6e-8, 1e-30])
@@ -93,7 +93,7 @@ def test_half_precision_models_are_probed_without_rounding_a_kept_weight(schedul
 @pytest.mark.parametrize(("limit", "score"), each_once([1, 4, 2], ["magnitude", "fisher"]))
 def test_out_of_memory_halves_the_batch_and_changes_nothing(limit, score, monkeypatch):
     """The memory runs out at the end of a pass, when some of it has been recorded already."""
-    case = llama()
+    case = llama(num_layers=2)
     expected = prune(deepcopy(case.model), case.batches, 0.5, score, probe=Probe(0.05, schedule="block"))
     add_chunk, refused = Engine._add_chunk, []
 
@@ -111,7 +111,7 @@ def test_out_of_memory_halves_the_batch_and_changes_nothing(limit, score, monkey
 
 def test_a_level_that_was_taken_back_leaves_nothing_that_the_next_one_reads():
     """Outputs of blocks were stored with the first level's weights; the next level starts behind them."""
-    case = llama()
+    case = llama(num_layers=2)
     expected = prune(deepcopy(case.model), case.batches, 0.6, "wanda", probe=Probe(0.05))
     job = Job(case.model, case.batches, Plan("wanda"))
     with job.open():
@@ -144,8 +144,8 @@ def test_a_sample_counts_by_its_own_mean_however_long_its_neighbours_are():
     mask[1, 5:] = 0
     together = [{"input_ids": tokens, "attention_mask": mask}]
     apart = [{"input_ids": tokens[:1]}, {"input_ids": tokens[1:, :5]}]
-    first = prune(llama().model, together, 0.5, probe=Probe(0.05))
-    second = prune(llama().model, apart, 0.5, probe=Probe(0.05))
+    first = prune(llama(num_layers=2).model, together, 0.5, probe=Probe(0.05))
+    second = prune(llama(num_layers=2).model, apart, 0.5, probe=Probe(0.05))
     assert all(torch.equal(first.masks[name], mask) for name, mask in second.masks.items())
 
 

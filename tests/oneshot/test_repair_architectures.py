@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from covering import each_once
 
 from prunus import NofM, PerRow, Repair, prune
 
@@ -50,8 +51,9 @@ def test_every_layer_is_repaired(name):
     assert repaired < alone
 
 
-@pytest.mark.parametrize("select", [None, PerRow(), NofM(2, 4)], ids=repr)
-@pytest.mark.parametrize("repair", [Repair(), Repair("own")], ids=["dense", "own"])
+@pytest.mark.parametrize(
+    ("repair", "select"), each_once([Repair(), Repair("own")], [None, PerRow(), NofM(2, 4)]), ids=str
+)
 def test_stacked_experts_are_repaired_each_by_its_tokens(repair, select):
     torch.manual_seed(0)
     model = MODELS["mixtral"]().eval()
