@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -187,6 +188,8 @@ def measured(trained: TrainedModel, way: str, level: str, device: torch.device) 
         row = {"way": way, "level": level, "value": trained.evaluate(model), "metric": trained.metric}
     finally:
         work.__exit__(None, None, None)
+    if way != "dense" and WAYS[way].theirs:
+        row["llmcompressor"] = metadata.version("llmcompressor")
     return row | {"zeros": zeros, "num_weights": num_weights, "seconds": seconds, "cpu_seconds": cpu}
 
 
