@@ -43,7 +43,7 @@ class _Header:
             if (num_dims := self.number("I")) > MOST_DIMS:
                 raise ValueError(f"a tensor has {num_dims} dimensions")
             numel = math.prod(self.number("Q") for _ in range(num_dims))
-            if numel > 8 * len(self.data):  # no type has less than a bit for each
+            if not 0 < numel <= 8 * len(self.data):  # no type has less than a bit for each
                 raise ValueError(f"a tensor has {numel} elements in a file of {len(self.data)} bytes")
             self.skip(4 + 8)  # type and offset
         return num_tensors

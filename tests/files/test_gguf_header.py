@@ -58,6 +58,7 @@ def test_what_the_library_writes_passes(tmp_path):
         (header(num_fields=2**64 - 1), "behind its end"),
         (header(num_tensors=2**64 - 1), "behind its end"),
         (header(tensor(2**40, 2**20), num_tensors=1, num_fields=0), "elements in a file"),
+        (header(tensor(2**40, 0), num_tensors=1, num_fields=0), "0 elements in a file"),
         (header(tensor(1, 1, 1, 1, 1), num_tensors=1, num_fields=0), "5 dimensions"),
         (b"GGUF", "behind its end"),
         (b"", "empty"),

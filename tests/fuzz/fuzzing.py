@@ -51,7 +51,7 @@ def fuzz(
 ) -> dict[str, Any]:
     """Outcomes of ``count`` mutations by reader, and the failures; of ``only`` one kind of mutation, if it is named.
 
-    Readers take turns; those named ``rarely``, which are slow, in every third round only.
+    Readers take turns; those named ``rarely``, which are slow, in every fifth round only.
     """
     chosen = [name for name in names or READERS if not READERS[name].needs or find_spec(READERS[name].needs)]
     counts: dict[str, Counter] = {name: Counter() for name in chosen}
@@ -62,7 +62,7 @@ def fuzz(
             folder = Path(home, name.replace(" ", "_"), "sample")
             folder.mkdir(parents=True)
             READERS[name].make(folder)
-        turns = ((name, seed + i) for i in itertools.count() for name in chosen if i % 3 == 0 or name not in rarely)
+        turns = ((name, seed + i) for i in itertools.count() for name in chosen if i % 5 == 0 or name not in rarely)
         cases = list(itertools.islice(turns, count))
         while cases and time.monotonic() - began < seconds:
             num_done = 0

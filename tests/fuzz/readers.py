@@ -60,7 +60,8 @@ def command(*args: object) -> None:
     if "\x1b" in told.getvalue() + said.getvalue():
         raise RuntimeError("an escape sequence of a file was printed")
     if code == 2:
-        raise ValueError(said.getvalue().strip())
+        lines = said.getvalue().strip().splitlines()
+        raise ValueError("\n".join(line for line in lines if "it/s]" not in line))  # a bar of a library
 
 
 def tensors() -> dict[str, Tensor]:

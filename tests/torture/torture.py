@@ -28,12 +28,12 @@ from readers import READERS, tensors  # noqa: E402
 
 import prunus  # noqa: E402
 
-GOALS = {"train": 180, "study": 60, "prune": 140, "export": 90, "ranks": 40}  # kills
+GOALS = {"train": 170, "study": 30, "prune": 170, "export": 130, "ranks": 20}  # kills in half an hour
 NUM_FLIPS, NUM_MUTATIONS = 4000, 20_000
-SHARES = {"train": 0.13, "study": 0.08, "prune": 0.1, "export": 0.05, "ranks": 0.14, "flips": 0.06, "mutations": 0.36}
-SLOW = (  # readers whose files are damaged in every third round only
+SHARES = {"train": 0.16, "study": 0.08, "prune": 0.12, "export": 0.06, "ranks": 0.1, "writers": 0.02, "flips": 0.05}
+SLOW = (  # readers whose files are damaged in every fifth round only
     *("prune", "prune, GGUF", "train --resume", "eval", "doctor, checkpoint", "export --check", "study merge"),
-    *("study show, runs in folders", "report of a run", "report of a study", "tokens .gz"),
+    *("study show, runs in folders", "report of a run", "report of a study", "tokens .gz", "tokens .xz"),
 )
 FLIPPED = ("checkpoint", "sharded checkpoint", "sparse file", "sparse shards")
 
@@ -80,7 +80,8 @@ def _save_often(value: dict[str, torch.Tensor], path: Path) -> None:
 
 def run(minutes: float, seed: int) -> dict[str, Any]:
     torch.set_num_threads(1)
-    rng, seconds = random.Random(seed), minutes * 60
+    rng, seconds, began = random.Random(seed), minutes * 60, time.monotonic()
+    factor = max(1, minutes / 30)
     found: dict[str, Any] = {
         "seed": seed,
         "minutes": minutes,
@@ -91,19 +92,18 @@ def run(minutes: float, seed: int) -> dict[str, Any]:
         home = Path(folder)
         found["kills"] = {}
         for name, victim in kills.victims(home).items():
-            goal = math.ceil(GOALS[name] * max(1, minutes / 30))
+            goal = math.ceil(GOALS[name] * factor)
             found["kills"][name] = kills.torture(name, victim, home, SHARES[name] * seconds, rng, goal)
             print(name, found["kills"][name], flush=True)
         (home / "writers").mkdir()
-        found["writers"] = writers(home / "writers", 0.03 * seconds, rng)
+        found["writers"] = writers(home / "writers", SHARES["writers"] * seconds, rng)
         print("writers", found["writers"], flush=True)
         (home / "payloads").mkdir()
         found["payloads"] = payloads.torture(home / "payloads")
         print("payloads", found["payloads"], flush=True)
-    factor = max(1, minutes / 30)
     found["flips"] = fuzz(int(NUM_FLIPS * factor), seed, SHARES["flips"] * seconds, FLIPPED, only="flip")
     print("flips", found["flips"]["readers"], flush=True)
-    left = SHARES["mutations"] * seconds
+    left = max(0.3 * seconds, began + seconds - time.monotonic())
     found["mutations"] = fuzz(int(NUM_MUTATIONS * factor), seed, left, list(READERS), rarely=SLOW)
     print("mutations", found["mutations"]["readers"], flush=True)
     return found
