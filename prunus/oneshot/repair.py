@@ -4,6 +4,7 @@ Each group of layers that read the same input is solved when the groups before i
 """
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -18,7 +19,7 @@ from .gram import Moments
 from .layers import as_matrix, from_matrix, holders
 from .options import Repair
 from .order import InputGroup
-from .resources import Clock
+from .resources import Clock, is_out_of_memory, release
 from .solver import Choose, Solution, keep_all_but, refine, solve
 from .state import RepairState
 from .streams import Streams
@@ -135,7 +136,7 @@ class RepairWalk:
             self.tuned[k] = self._tuned(f"block_{k:05}", parameters, run)
 
     def tune_whole(self) -> Tuned | None:
-        """Tune the repaired model as a whole, where that is wanted."""
+        """Tune the repaired model as a whole, where that is wanted and memory suffices."""
         distill, walk = self.repair.distill, self.walk
         if distill is None or not distill.whole_epochs:
             return None
@@ -146,7 +147,14 @@ class RepairWalk:
             loss = whole_loss(walk, self.originals.whole)
             return tune(walk, parameters, loss, size=self.streams.size, offload=walk.offload, **how)
 
-        return self._tuned("whole", parameters, run)
+        try:
+            return self._tuned("whole", parameters, run)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        release(walk.device)
+        warnings.warn("there is too little memory to tune the model as a whole: that was left out", stacklevel=2)
+        return None
 
     def _tuned(self, name: str, parameters: Sequence[nn.Parameter], run: Callable[[], Tuned]) -> Tuned:
         """What ``run`` does to the parameters, or did before the repair was interrupted."""

@@ -434,6 +434,23 @@ def test_tuning_takes_smaller_passes_where_memory_runs_out(limit):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
 
 
+def test_a_model_too_large_to_be_tuned_as_a_whole_is_left_as_repaired():
+    case, other = llama(torch.float64), llama(torch.float64)
+    forward = case.model.model.forward
+
+    def crowded(input_ids, **options):
+        if torch.is_grad_enabled():
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(input_ids=input_ids, **options)
+
+    case.model.model.forward = crowded
+    with pytest.warns(UserWarning, match="too little memory to tune the model as a whole"):
+        result = prune(case.model, [TOKENS], 0.6, repair=Repair(tune=Distill(epochs=0)))
+    prune(other.model, [TOKENS], 0.6)
+    assert result.tuned_whole is None
+    assert all(torch.equal(a, b) for a, b in zip(case.model.parameters(), other.model.parameters(), strict=True))
+
+
 def test_options_of_tuning_are_checked():
     for options, message in {
         "epochs": (-1, "whole number"),
