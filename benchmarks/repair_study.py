@@ -133,7 +133,7 @@ class Quality:
     def settings(self) -> dict[str, Any]:
         name = self.name or self.model.stem
         settings = {"weights": name, "about": self.about, "device": self.device, "samples": self.windows}
-        if self.images is None:
+        if self.tokens is not None:
             settings["length"] = self.length
         return settings | {"held_out": self.eval_windows}
 
