@@ -79,7 +79,7 @@ def test_times_are_held_against_their_goals_and_growth_is_read_from_them(tmp_pat
     for blocks, seconds in ((8, 80.0), (32, 300.0)):
         row = {"seconds": seconds, "peak_gib": blocks / 2, "forwards": seconds / 2, "iterations": seconds / 3}
         of = {"weights": f"{blocks} blocks of Mistral-7B's shape", "blocks": blocks}
-        write(tmp_path, f"r{blocks}", "repair", settings | of, [row | {"other": 0.0}])
+        write(tmp_path, f"r{blocks}", "repair", settings | of, [row | {"cpu_seconds": seconds, "other": 0.0}])
     drawn = page(tmp_path)
     assert "| forwards, 50% | 33% | 240 s, 24 GiB | **missed**: 300.0 s |" in drawn
     assert (
