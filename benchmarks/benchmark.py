@@ -12,7 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from datetime import date
+from datetime import date, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -79,7 +79,9 @@ def new_record(what: str, settings: dict[str, Any], folder: Path) -> tuple[Path,
     folder.mkdir(parents=True, exist_ok=True)
     about, today = slug(f"{what} {settings.get('weights', '')}"), str(date.today())
     path = folder / f"{about}_{slug(machine())}_{today}_{commit() or 'installed'}.json"
-    return path, {"what": what, "date": today, "environment": environment(), "settings": settings, "rows": []}
+    now = datetime.now().isoformat(timespec="seconds")
+    record = {"what": what, "date": today, "began": now, "environment": environment(), "settings": settings}
+    return path, record | {"rows": []}
 
 
 # Clocks and memory
@@ -223,11 +225,17 @@ def table_of(rows: Sequence[Row], columns: Mapping[str, str]) -> str:
     return markdown_table(list(columns), [[cell(row, column) for column in columns.values()] for row in rows])
 
 
-def newest_records(folder: Path) -> list[Record]:
-    """The newest record of each kind, machine and set of weights, with the name of its file."""
+def all_records(folder: Path) -> list[Record]:
+    """Every record of a folder with the name of its file, the oldest first."""
     found = [(path, json.loads(path.read_text())) for path in folder.glob("*.json")]
+    found.sort(key=lambda each: (each[1]["date"], each[1].get("began", ""), each[0].name))
+    return [record | {"file": path.name} for path, record in found]
+
+
+def newest_records(folder: Path) -> list[Record]:
+    """The newest record of each kind, machine and set of weights."""
     newest: dict[tuple[str, str, str], Record] = {}
-    for path, record in sorted(found, key=lambda each: (each[1]["date"], each[0].stat().st_mtime)):
+    for record in all_records(folder):
         about = record["settings"].get("weights", "")
-        newest[record["what"], record["environment"]["machine"], about] = record | {"file": path.name}
+        newest[record["what"], record["environment"]["machine"], about] = record
     return [record for _, record in sorted(newest.items())]

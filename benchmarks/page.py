@@ -1,14 +1,14 @@
-"""``docs/benchmarks.md`` and the figures of ``docs/distributed.md`` from the records of the benchmarks."""
+"""``docs/benchmarks.md``, ``docs/repair.md`` and the figures of ``docs/distributed.md`` from all records."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import distributed, export, lora, matvec, prune, repair, select, step, wanda
+from . import distributed, export, lora, matvec, prune, repair_page, select, step, wanda
 from .benchmark import newest_records
 
 SECTIONS = {
     what: draw
-    for module in (export, lora, matvec, prune, repair, select, step, wanda)
+    for module in (export, lora, matvec, prune, select, step, wanda)
     for what, draw in module.SECTIONS.items()
 }
 INTRODUCTION = """# Benchmarks
@@ -17,7 +17,7 @@ This page is made by `python -m benchmarks page` from the JSON files in `benchma
 typed. Where a record was not written by a command, its section says so. All
 methods of a table ran in one process, one after the other or in turns. Run them in a checkout on your
 own machine with `python -m benchmarks select`, `step`, `train`, `export`, `matvec`, `prune` and `level`
-(`--device cuda` on a GPU).
+(`--device cuda` on a GPU). What pruning with repair is worth and costs is in [repair.md](repair.md).
 """
 
 
@@ -31,7 +31,7 @@ def page(folder: Path) -> str:
 
 @dataclass(frozen=True)
 class Page:
-    """Write docs/benchmarks.md, and the figures of docs/distributed.md beside it, from all results."""
+    """Write docs/benchmarks.md from all results, beside it docs/repair.md and the figures of docs/distributed.md."""
 
     results: Path = Path("benchmarks/results")  # folder of the JSON files
     page: Path = Path("docs/benchmarks.md")  # file to write
@@ -41,6 +41,8 @@ class Page:
         pages = {self.page: page(self.results)}
         if text := distributed.page(self.results, beside.read_text() if beside.is_file() else ""):
             pages[beside] = text
+        if text := repair_page.page(self.results):
+            pages[self.page.with_name("repair.md")] = text
         self.page.parent.mkdir(parents=True, exist_ok=True)
         for path, text in pages.items():
             path.write_text(text)

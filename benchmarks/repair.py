@@ -16,7 +16,7 @@ from prunus import NofM, PerLayer, PerRow, prune
 from prunus.lab.trained_model import ModelSource, load_trained
 from prunus.ops.machine import device_of
 
-from .benchmark import Benchmark, Measured, Row, Section, timed
+from .benchmark import Benchmark, Measured, Row, timed
 from .prune import MISTRAL, Level
 
 SCOPES = {"layer": PerLayer(), "row": PerRow(), "2:4": NofM(2, 4)}
@@ -56,7 +56,8 @@ class Repair(Benchmark):
         settings = {"weights": ", ".join([about, *options]), "model": about, "dtype": dtype}
         settings |= {"windows": self.windows, "length": self.length, "sparsity": self.sparsity, "scope": self.scope}
         settings |= {"refine": self.refine, "tune": self.tune, "offload": self.offload}
-        settings |= {"num_weights": sum(p.numel() for p in parameters)} | ({} if self.model else MISTRAL)
+        settings |= {} if self.model else {"blocks": self.blocks, **MISTRAL}
+        settings |= {"num_weights": sum(p.numel() for p in parameters)}
         repair = prunus.Repair(iterations=self.iterations, refine=self.refine, tune=self.tune)
         row = measure_repair(model, tokens, self.sparsity, self.scope, repair, device if self.offload else None)
         return "repair", settings, [row]
@@ -83,14 +84,3 @@ def measure_repair(
     row["mean_iterations"] = sum(found.iterations for found in repairs) / len(repairs)
     result.undo_()
     return row
-
-
-REPAIR = """{weights} ({num_weights:,} weights, {dtype}) pruned to {sparsity:.0%} with repair on {windows} windows of \
-{length} tokens, by `python -m benchmarks repair`: what it costs. Errors are means over layers of the relative error \
-of their outputs: with the first mask and dense weights, and after the repair. More in `docs/repair.md`.
-"""
-
-COLUMNS = {"scope": "scope", "s": "seconds:.1f", "peak GiB": "peak_gib:.1f"}
-COLUMNS |= {part: f"{part}:.1f" for part in (*PARTS, "other")}
-COLUMNS |= {"mask error": "mask_error:.4f", "error": "error:.4f", "iterations of ADMM": "mean_iterations:.0f"}
-SECTIONS = {"repair": Section("Repair", REPAIR, COLUMNS)}

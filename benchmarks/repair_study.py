@@ -5,8 +5,7 @@ every figure, and records of one model, from other machines or of other ways, be
 """
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from importlib import metadata
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from prunus import NofM, PerLayer, PerRow, Repair, prune
 from prunus.eligible import eligible
@@ -133,7 +132,7 @@ class Quality:
     def settings(self) -> dict[str, Any]:
         name = self.name or self.model.stem
         settings = {"weights": name, "about": self.about, "device": self.device, "samples": self.windows}
-        if self.images is None:
+        if self.tokens is not None:
             settings["length"] = self.length
         return settings | {"held_out": self.eval_windows}
 
@@ -169,54 +168,37 @@ class Rows:
 
 def measured(trained: TrainedModel, way: str, level: str, device: torch.device) -> Row | None:
     """The metric on held-out data of the model pruned by a way; it comes back dense. None: the way is not there."""
-    work = dense(trained.model)
-    if way != "dense":
-        sparsity = 0.5 if level == "2:4" else int(level) / 100
-        if WAYS[way].theirs is None:
-            work = pruned(trained, WAYS[way], sparsity, NofM(2, 4) if level == "2:4" else WAYS[way].select)
-        elif find_spec("llmcompressor") and hasattr(trained.model, "config"):
-            work = pruned_by_them(trained, WAYS[way], sparsity, level)
-        else:
-            print(f"{way}: left out, since it needs llm-compressor and a Hugging Face model", flush=True)
-            return None
+    theirs = way != "dense" and WAYS[way].theirs
+    if theirs and not (find_spec("llmcompressor") and hasattr(trained.model, "config")):
+        print(f"{way}: left out, since it needs llm-compressor and a Hugging Face model", flush=True)
+        return None
     cpu = time.process_time()
-    seconds, model = timed(work.__enter__, device)
+    seconds, (model, undo) = timed(lambda: pruned(trained, way, level), device)
     cpu = time.process_time() - cpu
     try:
         weights = [weight.parameter for weight in eligible(model).weights]
-        zeros, num_weights = sum(int((w == 0).sum()) for w in weights), sum(w.numel() for w in weights)
         row = {"way": way, "level": level, "value": trained.evaluate(model), "metric": trained.metric}
+        row |= {"zeros": sum(int((w == 0).sum()) for w in weights), "num_weights": sum(w.numel() for w in weights)}
     finally:
-        work.__exit__(None, None, None)
-    if way != "dense" and WAYS[way].theirs:
-        row["llmcompressor"] = metadata.version("llmcompressor")
-    return row | {"zeros": zeros, "num_weights": num_weights, "seconds": seconds, "cpu_seconds": cpu}
+        undo()
+    row |= {"seconds": seconds, "cpu_seconds": cpu}
+    return row | ({"llmcompressor": metadata.version("llmcompressor")} if theirs else {})
 
 
-@contextmanager
-def dense(model: nn.Module) -> Iterator[nn.Module]:
-    yield model
-
-
-@contextmanager
-def pruned(trained: TrainedModel, way: Way, sparsity: float, select: Selector) -> Iterator[nn.Module]:
-    result = prune(trained.model, trained.batches, sparsity, way.score, select, loss=trained.loss, repair=way.repair)
-    try:
-        yield trained.model
-    finally:
-        result.undo_()
-
-
-@contextmanager
-def pruned_by_them(trained: TrainedModel, way: Way, sparsity: float, level: str) -> Iterator[nn.Module]:
-    """A copy, pruned by llm-compressor as its users do: its defaults, block after block."""
+def pruned(trained: TrainedModel, name: str, level: str) -> tuple[nn.Module, Callable[[], None]]:
+    """A model pruned by a way, and what brings the dense one back."""
+    if name == "dense":
+        return trained.model, lambda: None
+    way, sparsity = WAYS[name], 0.5 if level == "2:4" else int(level) / 100
+    if way.theirs is None:
+        select = NofM(2, 4) if level == "2:4" else way.select
+        settings: dict[str, Any] = {"score": way.score, "select": select, "loss": trained.loss, "repair": way.repair}
+        result = prune(trained.model, trained.batches, sparsity, **settings)
+        return trained.model, result.undo_
     from llmcompressor.modifiers import pruning
 
-    (windows,) = trained.batches
-    assert isinstance(windows, Tensor)
-    structure = level if level == "2:4" else "0:0"
-    modifier = getattr(pruning, way.theirs or "")
-    recipe = modifier(sparsity=sparsity, mask_structure=structure, targets=["Linear"], ignore=["re:.*lm_head"])
-    model = deepcopy(trained.model)
-    their_oneshot(model, windows, recipe, "sequential")
-    yield model
+    (windows,), model = trained.batches, deepcopy(trained.model)
+    structure = {"mask_structure": "2:4" if level == "2:4" else "0:0"}
+    recipe = getattr(pruning, way.theirs)(sparsity=sparsity, targets=["Linear"], ignore=["re:.*lm_head"], **structure)
+    their_oneshot(model, windows, recipe, "sequential")  # block after block, its default for these
+    return model, lambda: None
