@@ -1,5 +1,6 @@
 """Products with a pruned weight: as it is kept sparse, and dense."""
 
+import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from prunus.ops.machine import device_of
-from prunus.sparse.advise import launched_us, microseconds, num_copies, ways_of
+from prunus.sparse.advise import LEAST_CALLS, Call, elapsed_us, microseconds, num_copies, ways_of
 
 from .benchmark import Benchmark, Measured, Row, Section, copy_gb_s
 
@@ -93,6 +94,12 @@ def rows_of(case: Case, repeat: int, device: torch.device, dtype: torch.dtype) -
             "read_gb_s": way.num_bytes / us / 1e3,
             "error": error,
         }
+
+
+def launched_us(call: Call, repeat: int) -> float:
+    """Median microseconds of a call that the host launches, among others, without a graph."""
+    times = [elapsed_us(lambda: [call() for _ in range(LEAST_CALLS)]) / LEAST_CALLS for _ in range(repeat + 1)]
+    return statistics.median(times[1:])
 
 
 MATVEC = """Products of a pruned {dtype} weight with some vectors; medians of {repeat} rounds. On a GPU calls are made \

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from prunus.ops.outer import largest_outer_, largest_outer_reference_, outer
+from prunus.oneshot.probe.taps import largest_outer_, largest_outer_reference_, outer
 
 triton = pytest.importorskip("triton", reason="kernels need triton")
 

@@ -24,8 +24,7 @@ from .evaluate import Quality, loss_of, measured, summed
 from .interruption import Interrupted, SignalWatch
 from .models import build
 from .parallel import Team, team_of
-from .recipe import Data, data_of, device_named, learning_rate, make_optimizer, make_pruner, num_asked
-from .replay import Replay
+from .recipe import Data, Replay, data_of, device_named, learning_rate, make_optimizer, make_pruner, num_asked
 from .run import Run, is_restarted, read_run
 from .tracking import Silent, Tracker, check_installed, peak_memory, reset_peak_memory
 

@@ -192,17 +192,11 @@ def _graphed_us(calls: Sequence[Call], repeat: int) -> float:
     with torch.cuda.graph(graph):
         for call in [*calls] * rounds:
             call()
-    times = [_elapsed_us(graph.replay) / (rounds * len(calls)) for _ in range(repeat + 1)]
+    times = [elapsed_us(graph.replay) / (rounds * len(calls)) for _ in range(repeat + 1)]
     return statistics.median(times[1:])
 
 
-def launched_us(call: Call, repeat: int) -> float:
-    """Median microseconds of a call that the host launches, among others, without a graph."""
-    times = [_elapsed_us(lambda: [call() for _ in range(LEAST_CALLS)]) / LEAST_CALLS for _ in range(repeat + 1)]
-    return statistics.median(times[1:])
-
-
-def _elapsed_us(call: Call) -> float:
+def elapsed_us(call: Call) -> float:
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
     call()

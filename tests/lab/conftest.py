@@ -7,6 +7,9 @@ import pytest
 import torch
 from small_gpt import fewer_weights
 from study_command import ASKED, BASE, study
+from unbroken_run import OPTIONS
+
+from prunus.cli import main
 
 
 @pytest.fixture(scope="session")
@@ -32,6 +35,23 @@ def done(base, tmp_path_factory) -> Path:
 def copy(done, few_weights, tmp_path) -> Path:
     """The same, for one test to change."""
     return Path(shutil.copytree(done, tmp_path / "study"))
+
+
+@pytest.fixture(scope="session")
+def letters(tmp_path_factory) -> Path:
+    """A file of random text."""
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_bytes(bytes(torch.randint(32, 127, (8000,), generator=torch.Generator().manual_seed(0)).tolist()))
+    return path
+
+
+@pytest.fixture(scope="session")
+def unbroken(letters, tmp_path_factory) -> Path:
+    """The folder of a run that was never interrupted, which no test may change."""
+    out = tmp_path_factory.mktemp("unbroken") / "run"
+    with fewer_weights():
+        main(["train", *OPTIONS, "--data", str(letters), "--out", str(out)])
+    return out
 
 
 @pytest.fixture(scope="session")

@@ -11,8 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-from test_killed import OPTIONS, assert_same, metrics
+from unbroken_run import OPTIONS, assert_same_runs
 
 from prunus.cli import main
 from prunus.lab import trainer
@@ -23,19 +22,7 @@ from prunus.lab.run import read_run
 from prunus.lab.tracking import Tracker
 from prunus.lab.trainer import Training
 
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("data") / "text.txt"
-    path.write_bytes(bytes(torch.randint(32, 127, (8000,), generator=torch.Generator().manual_seed(0)).tolist()))
-    return path
-
-
-@pytest.fixture(scope="module")
-def unbroken(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("unbroken") / "run"
-    main(["train", *OPTIONS, "--data", str(text), "--out", str(out)])
-    return out
+small = pytest.mark.usefixtures("few_weights")
 
 
 def flip(path: Path, place: int) -> None:
@@ -44,16 +31,7 @@ def flip(path: Path, place: int) -> None:
     path.write_bytes(data)
 
 
-def assert_same_runs(first: Path, second: Path) -> None:
-    one, other = load_checkpoint(first / "checkpoint.pt"), load_checkpoint(second / "checkpoint.pt")
-    for key in ("step", "model", "optimizer", "pruner", "rng"):
-        assert_same(one[key], other[key], key)
-    assert metrics(first) == metrics(second)
-    own = {"seconds": 0, "peak_memory": 0}
-    results = [json.loads((folder / "result.json").read_text()) | own for folder in (first, second)]
-    assert results[0] == results[1]
-
-
+@small
 def test_a_damaged_last_checkpoint_falls_back_to_the_one_before(unbroken, tmp_path, capsys):
     out = tmp_path / "run"
     shutil.copytree(unbroken, out)
@@ -79,11 +57,12 @@ def test_a_damaged_last_checkpoint_falls_back_to_the_one_before(unbroken, tmp_pa
     assert "checkpoint.pt is damaged" in capsys.readouterr().err
 
 
+@small
 @pytest.mark.parametrize(
     ("signum", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
 )
 def test_a_signal_writes_a_checkpoint_and_the_run_goes_on_to_the_same_end(
-    signum, code, text, unbroken, tmp_path, monkeypatch, capsys
+    signum, code, letters, unbroken, tmp_path, monkeypatch, capsys
 ):
     out, step = tmp_path / "run", Training.train_step
 
@@ -95,7 +74,7 @@ def test_a_signal_writes_a_checkpoint_and_the_run_goes_on_to_the_same_end(
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     with monkeypatch.context() as patched, pytest.raises(SystemExit) as stop:
         patched.setattr(Training, "train_step", train_step)
-        main(["train", *OPTIONS, "--data", str(text), "--out", str(out)])
+        main(["train", *OPTIONS, "--data", str(letters), "--out", str(out)])
     assert stop.value.code == code and load_checkpoint(out / "checkpoint.pt")["step"] == 8
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
     said = capsys.readouterr().err.splitlines()[-1]
@@ -104,23 +83,25 @@ def test_a_signal_writes_a_checkpoint_and_the_run_goes_on_to_the_same_end(
     assert_same_runs(unbroken, out)
 
 
-def test_a_second_interrupt_does_not_wait(text, tmp_path, monkeypatch):
+@small
+def test_a_second_interrupt_does_not_wait(letters, tmp_path, monkeypatch):
     def train_step(training):
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(Training, "train_step", train_step)
     with pytest.raises(SystemExit) as stop:
-        main(["train", *OPTIONS, "--data", str(text), "--out", str(tmp_path / "run")])
+        main(["train", *OPTIONS, "--data", str(letters), "--out", str(tmp_path / "run")])
     assert stop.value.code == 130 and not (tmp_path / "run" / "checkpoint.pt").exists()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_process_stopped_by_a_signal_goes_on_to_the_same_end(signum, code, text, unbroken, tmp_path):
-    out = tmp_path / "run"
-    args = ["-m", "prunus", "train", *OPTIONS, "--data", str(text), "--out", str(out)]
-    process = subprocess.Popen([sys.executable, *args], stderr=subprocess.PIPE, text=True)
+def test_a_process_stopped_by_a_signal_goes_on_to_the_same_end(signum, code, letters, tmp_path):
+    out, unbroken = tmp_path / "run", tmp_path / "unbroken"
+    command = ["train", *OPTIONS, "--data", str(letters), "--out"]
+    main([*command, str(unbroken)])
+    process = subprocess.Popen([sys.executable, "-m", "prunus", *command, str(out)], stderr=subprocess.PIPE, text=True)
     while process.poll() is None and not (out / "metrics.jsonl").exists():
         time.sleep(0.05)
     while process.poll() is None and '"loss"' not in (out / "metrics.jsonl").read_text():
@@ -133,6 +114,7 @@ def test_a_process_stopped_by_a_signal_goes_on_to_the_same_end(signum, code, tex
     assert_same_runs(unbroken, out)
 
 
+@small
 def test_a_kill_while_metrics_are_cut_back_loses_no_line(unbroken, tmp_path, monkeypatch):
     shutil.copytree(unbroken, tmp_path / "run")
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
@@ -148,7 +130,8 @@ def test_a_kill_while_metrics_are_cut_back_loses_no_line(unbroken, tmp_path, mon
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes().splitlines() == kept
 
 
-def test_metrics_are_on_the_disk_before_the_checkpoint_that_relies_on_them(text, tmp_path, monkeypatch):
+@small
+def test_metrics_are_on_the_disk_before_the_checkpoint_that_relies_on_them(letters, tmp_path, monkeypatch):
     order: list[str] = []
     fsync, save = os.fsync, trainer.save
 
@@ -159,7 +142,7 @@ def test_metrics_are_on_the_disk_before_the_checkpoint_that_relies_on_them(text,
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(trainer, "save", lambda *args: (order.append("save"), save(*args)))
     options = ["--steps", "2", "--begin", "1", "--end", "2", "--save-every", "1", "--warmup", "1"]
-    main(["train", *OPTIONS, *options, "--data", str(text), "--out", str(tmp_path / "run")])
+    main(["train", *OPTIONS, *options, "--data", str(letters), "--out", str(tmp_path / "run")])
     places = [i for i, name in enumerate(order) if name == "save"]
     assert len(places) == 2 and all(order[i - 1] == "metrics.jsonl" for i in places)
 

@@ -8,15 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_gpt import fewer_weights
+from unbroken_run import OPTIONS, assert_same_runs
 
 from prunus.cli import main
 from prunus.lab.checkpoint import load_checkpoint
-
-OPTIONS = (
-    "--model gpt2-tiny --context 16 --batch 4 --steps 20 --every 3 --begin 4 --end 16 --eval-every 10 --eval-size 4 "
-    "--save-every 5 --log-every 1 --warmup 3"
-).split()
 
 # each kills the process that runs it: before the 13th update, between two zeroings of the third
 # event, with half of the third checkpoint written
@@ -84,65 +79,17 @@ with fewer_weights():
 """
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("data") / "text.txt"
-    path.write_bytes(bytes(torch.randint(32, 127, (8000,), generator=torch.Generator().manual_seed(0)).tolist()))
-    return path
-
-
-@pytest.fixture(scope="module")
-def unbroken(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("unbroken") / "run"
-    with fewer_weights():
-        main(["train", *OPTIONS, "--data", str(text), "--out", str(out)])
-    return out
-
-
-def assert_same(a: object, b: object, where: str = "") -> None:
-    assert type(a) is type(b), where
-    if isinstance(a, torch.Tensor):
-        assert a.dtype == b.dtype and torch.equal(_bytes(a), _bytes(b)), where
-    elif isinstance(a, dict):
-        assert a.keys() == b.keys(), where
-        for key in a:
-            assert_same(a[key], b[key], f"{where}/{key}")
-    elif isinstance(a, list | tuple):
-        assert len(a) == len(b), where
-        for i, (x, y) in enumerate(zip(a, b, strict=True)):
-            assert_same(x, y, f"{where}/{i}")
-    else:
-        assert a == b, where
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
-
-
-def metrics(folder: Path) -> list[dict]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    for line in lines:
-        line.get("event", {}).pop("seconds", None)
-    return lines
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", KILLERS)
-def test_a_run_killed_and_resumed_equals_the_unbroken_one(moment, text, unbroken, tmp_path):
+def test_a_run_killed_and_resumed_equals_the_unbroken_one(moment, letters, unbroken, tmp_path):
     out = tmp_path / "run"
-    run = [sys.executable, "-c", PROGRAM, KILLERS[moment], str(out), *OPTIONS, "--data", str(text)]
+    run = [sys.executable, "-c", PROGRAM, KILLERS[moment], str(out), *OPTIONS, "--data", str(letters)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     ended = subprocess.run(run, capture_output=True, text=True, timeout=300, env=environment)
     assert ended.returncode == 0, ended.stderr
 
-    first, second = load_checkpoint(unbroken / "checkpoint.pt"), load_checkpoint(out / "checkpoint.pt")
-    for key in ("step", "model", "optimizer", "pruner", "rng"):
-        assert_same(first[key], second[key], key)
-    assert metrics(unbroken) == metrics(out)
-    one, other = (json.loads((folder / "result.json").read_text()) for folder in (unbroken, out))
-    own = {"seconds": 0, "peak_memory": 0}
-    assert one | own == other | own
-    assert one["sparsity"] == 0.5
+    assert_same_runs(unbroken, out)
+    assert json.loads((out / "result.json").read_text())["sparsity"] == 0.5
 
 
 def test_a_resumed_run_refuses_an_option_that_contradicts_it(unbroken, capsys):

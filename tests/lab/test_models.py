@@ -138,7 +138,7 @@ def test_lenet_centres_images_in_its_field_unchanged(size):
     assert field.count_nonzero() == images.count_nonzero()
 
 
-@pytest.mark.parametrize("name", IMAGES)
+@pytest.mark.parametrize("name", [n if n != "resnet50" else pytest.param(n, marks=pytest.mark.slow) for n in IMAGES])
 def test_every_weight_of_an_image_model_has_a_gradient(name):
     torch.manual_seed(0)
     model = build(name, CIFAR)

@@ -18,8 +18,7 @@ import torch
 from ...files.json_file import write_json
 from ...schedule import Ramp
 from ..checkpoint import remove_checkpoints, save_checkpoint
-from ..recipe import Data, data_of
-from ..replay import recorded_rates
+from ..recipe import Data, data_of, recorded_rates
 from ..run import Run, read_run
 from ..run_files import read_metrics
 from ..tracking import machine

@@ -38,7 +38,7 @@ def largest_kernel(
 
 
 def largest_outer_(record: Tensor, left: Tensor, right: Tensor) -> None:
-    """``ops.outer.largest_outer_reference_`` for contiguous half-precision factors."""
+    """``largest_outer_reference_`` of the probe for contiguous half-precision factors."""
     num_samples, num_tokens, num_rows = left.shape
     num_columns = right.shape[2]
     grid = triton.cdiv(num_rows, ROWS) * triton.cdiv(num_columns, COLUMNS)
