@@ -1,5 +1,6 @@
 """Which weights of a model may be pruned, why others stay dense, and how sparse all of them are."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ class Weight:
     parameter: nn.Parameter
     module: nn.Module
     outputs: tuple[int, ...] | None
+    sharers: tuple[nn.Module, ...] = ()  # other layers that multiply by the same parameter
 
 
 @dataclass(frozen=True)
@@ -49,13 +51,14 @@ def eligible(
 ) -> Eligible:
     """Linear and convolution weights but the head, and what ``include`` adds; ``exclude`` wins.
 
-    ``trained`` are the parameters of an optimizer; others stay dense. Patterns are globs over
+    ``trained`` are the parameters of an optimizer; others stay dense. Frozen weights do too, unless ``include`` names
+    them where no optimizer is. Patterns are globs over
     parameter names or the names of their modules. Norms and biases are never pruned.
     """
     include, exclude = ([given] if isinstance(given, str) else list(given) for given in (include, exclude))
     names = {full: plain_name(full) for full, _ in model.named_parameters()}
     _check_names(model, names, include, exclude)
-    owners, heads = _owners(model), _heads(model)
+    owners, heads, holders = _owners(model), _heads(model), _holders(model)
     ids = None if trained is None else {id(parameter) for parameter in trained}
     found = Eligible([], {})
     for full, parameter in model.named_parameters():
@@ -68,14 +71,15 @@ def eligible(
             "embedding or head": not is_included and id(parameter) in heads,
             f"{type(module).__name__}, not a linear or convolution weight": not is_included
             and not prunable_kind(module, full),
-            "frozen": not parameter.requires_grad,
+            "frozen": not parameter.requires_grad and not (is_included and trained is None),
             "not held by the optimizer": ids is not None and id(parameter) not in ids,
             "its gradients are sparse tensors": ids is not None and getattr(module, "sparse", False) is True,
         }
         if reason := next((reason for reason, holds in reasons.items() if holds), None):
             found.dense[name] = reason
         else:
-            found.weights.append(Weight(name, parameter, module, outputs_of(module, parameter)))
+            sharers = tuple(other for other in holders[id(parameter)] if other is not module)
+            found.weights.append(Weight(name, parameter, module, outputs_of(module, parameter), sharers))
     if not found.weights:
         why = "; ".join(f"{name}: {reason}" for name, reason in found.dense.items()) or "it has no weight matrix"
         raise ValueError(f"the model has no weight to prune ({why})")
@@ -141,6 +145,16 @@ def _owners(model: nn.Module) -> Mapping[str, nn.Module]:
             if name not in owners or not prunable_kind(owners[name], name):
                 owners[name] = module
     return owners
+
+
+def _holders(model: nn.Module) -> Mapping[int, list[nn.Module]]:
+    """Linear layers and convolutions that hold each parameter, by its id; several where they share it."""
+    found: dict[int, list[nn.Module]] = defaultdict(list)
+    for module in model.modules():
+        for key, parameter in module.named_parameters(recurse=False):
+            if prunable_kind(module, key):
+                found[id(parameter)].append(module)
+    return found
 
 
 def _heads(model: nn.Module) -> set[int]:

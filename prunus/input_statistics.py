@@ -1,14 +1,15 @@
 """Input norms: how large every input feature of each weight is, collected while a model runs."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import product
 from typing import Any, Literal
-from weakref import WeakKeyDictionary, finalize
+from weakref import WeakKeyDictionary, finalize, ref
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.modules.module import _global_forward_hooks_with_kwargs, register_module_forward_hook
 
 from .eligible import CONVOLUTIONS, TRANSPOSED, Weight, is_conv1d, prunable_kind
@@ -48,22 +49,39 @@ class InputNorms(AbstractContextManager["InputNorms"]):
         self.squares.clear()
         names = WeakKeyDictionary[nn.Module, list[str]]()
         for weight in self.weights:
-            names.setdefault(weight.module, []).append(weight.name)
+            for module in (weight.module, *weight.sharers):
+                names.setdefault(module, []).append(weight.name)
         # not self: the hook is global, and must not keep it alive
         sums, train, mask = self.squares, self.mode == "train", self.mask
         dtype = torch.float32 if train else torch.float64
 
         @torch.no_grad()
-        def add(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _: object) -> None:
-            is_backward = torch._C._current_graph_task_id() != -1  # in which checkpointed layers are called again
-            for name in names.get(module, ()) if (module.training or not train) and not is_backward else ():
-                squares = input_squares(module, next(iter(args or kwargs.values())).detach(), dtype, mask)
+        def count(module: nn.Module, x: Tensor) -> None:
+            for name in names[module]:
+                squares = input_squares(module, x.detach(), dtype, mask)
                 sums[name] = sums[name] + squares if name in sums else squares
+
+        def add(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _: object) -> None:
+            if module in names and counts(module) and not isinstance(module, NonDynamicallyQuantizableLinear):
+                count(module, next(iter(args or kwargs.values())))
+
+        def counts(module: nn.Module) -> bool:
+            is_backward = torch._C._current_graph_task_id() != -1  # in which checkpointed layers are called again
+            return (module.training or not train) and not is_backward
 
         handle = register_module_forward_hook(add, with_kwargs=True)
         # torch leaves this entry there when the hook is removed, and torch.compile warns of it
         self._open.callback(_global_forward_hooks_with_kwargs.pop, handle.id, None)
         self._open.callback(handle.remove)
+        # the output projections of MultiheadAttention
+        if bypassed := {id(m.weight): ref(m) for m in names if isinstance(m, NonDynamicallyQuantizableLinear)}:
+
+            def seen(x: Tensor, weight: Tensor) -> None:
+                module = bypassed[id(weight)]() if id(weight) in bypassed else None
+                if module is not None and counts(module):
+                    count(module, x)
+
+            self._open.enter_context(_linear_seen_by(seen))
         self._open.enter_context(eagerly())
         return self
 
@@ -76,8 +94,6 @@ class InputNorms(AbstractContextManager["InputNorms"]):
 
     def norms(self) -> dict[str, Tensor]:
         """Norms by weight; collective where there are several ranks."""
-        if not self.ranks:
-            return {name: sums.sqrt() for name, sums in self.squares.items()}
         missing = []  # on this rank; all raise if one lacks some, or has only a shard of the inputs
         for weight in self.weights:
             sums = self.squares.get(weight.name)
@@ -85,23 +101,31 @@ class InputNorms(AbstractContextManager["InputNorms"]):
                 missing.append(weight.name)
             elif any(a not in (1, b) for a, b in zip(sums.shape[::-1], weight.parameter.shape[::-1], strict=False)):
                 missing.append(f"{weight.name}, whose inputs are sharded,")
-        what = "the score reads input_norm, but none of all inputs was collected for {}; exclude it"
-        self.ranks.agree(ValueError(what.format(missing[0])) if missing else None)
+        what = f"the score reads input_norm, but none of all inputs was collected for {', '.join(missing)}: "
+        error = ValueError(f"{what}modules that were not called; exclude them") if missing else None
+        if not self.ranks:
+            if error is not None:
+                raise error
+            return {name: sums.sqrt() for name, sums in self.squares.items()}
+        self.ranks.agree(error)
         return {w.name: (self.ranks.sum(self.squares[w.name]) / self.ranks.size).sqrt() for w in self.weights}
 
 
 def check_inputs(weights: Sequence[Weight]) -> None:
-    """Refuse weights that may not multiply the input of their module, as embeddings and experts."""
+    """Refuse weights that may not multiply the input of their module, as embeddings and experts; name all of them."""
+    odd = []
     for weight in weights:
         module = weight.module
         num_matrices = sum(p.ndim > 1 for p in module.parameters(recurse=False))
         is_matrix = weight.parameter.ndim == 2 and weight.name.rpartition(".")[2] == "weight" and num_matrices == 1
         is_linear = is_matrix and not isinstance(module, nn.Embedding | nn.EmbeddingBag)
         if not (is_linear or prunable_kind(module, weight.name)):
-            raise ValueError(
-                f"the score reads the inputs of linear layers and convolutions, but {weight.name} belongs to "
-                f"{type(module).__name__}; leave it out, or take a score that reads none: magnitude"
-            )
+            odd.append(f"{weight.name} belongs to {type(module).__name__}")
+    if odd:
+        raise ValueError(
+            f"the score reads the inputs of linear layers and convolutions, but {', '.join(odd)}; "
+            "leave out what is none, or take a score that reads no inputs: magnitude"
+        )
 
 
 def input_squares(
@@ -153,6 +177,29 @@ def _convolution_squares(conv: nn.Module, x: Tensor) -> Tensor:
     if conv.groups == 1:
         return sums
     return sums.unflatten(0, (conv.groups, -1)).repeat_interleave(conv.out_channels // conv.groups, 0)
+
+
+_watchers: list[Callable[[Tensor, Tensor], None]] = []  # called with input and weight of every linear product
+_linear = nn.functional.linear
+
+
+def _watched_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    for watcher in _watchers:
+        watcher(input, weight)
+    return _linear(input, weight, bias)
+
+
+@contextmanager
+def _linear_seen_by(watcher: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
+    """Show a function every product that ``nn.functional`` computes: attention does not call its output projection."""
+    _watchers.append(watcher)
+    nn.functional.linear = _watched_linear
+    try:
+        yield
+    finally:
+        _watchers.remove(watcher)
+        if not _watchers:
+            nn.functional.linear = _linear
 
 
 _stances: list[Any] = []  # one for each ``eagerly`` that is open

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from toys import Conv1D, Net
 
+from prunus import prune
 from prunus.eligible import eligible, plain_name
 
 
@@ -125,6 +126,17 @@ def test_attention_projections_are_pruned_when_asked_for():
     assert names_of(eligible(model)) == ["0.out_proj.weight", "1.weight"]
     found = eligible(model, include="*in_proj_weight")
     assert names_of(found) == ["0.in_proj_weight", "0.out_proj.weight", "1.weight"]
+
+
+def test_frozen_weights_are_pruned_after_training_where_they_are_named():
+    model = Net()
+    model.conv.weight.requires_grad_(False)
+    assert eligible(model).dense == {"conv.weight": "frozen"}
+    assert "conv.weight" in names_of(eligible(model, include="conv"))
+    assert eligible(model, include="conv", trained=model.parameters()).dense == {"conv.weight": "frozen"}
+    model.requires_grad_(False)
+    result = prune(model, sparsity=0.5, include="*")
+    assert result.sparsity == 0.5 and not any(p.requires_grad for p in model.parameters())
 
 
 def test_frozen_weights_and_weights_no_optimizer_holds_stay_dense_with_a_reason():

@@ -166,3 +166,80 @@ def test_a_linear_layer_of_ones_own_has_norms():
     with InputNorms(eligible(model, "0.weight").weights) as collected:
         model(x)
     assert torch.allclose(collected.norms()["0.weight"], x.norm(dim=0))
+
+
+class Attention(nn.Module):
+    """Self-attention of torch, which reads its output projection without calling it, and a layer behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.after = nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.after(self.attention(x, x, x, need_weights=False)[0])
+
+
+def test_norms_of_an_output_projection_that_is_not_called_are_those_of_its_inputs():
+    torch.manual_seed(0)
+    model, x = Attention(), torch.randn(3, 5, 8)
+    linear = nn.functional.linear
+    with InputNorms(eligible(model).weights) as collected:
+        model(x)
+        found = collected.norms()["attention.out_proj.weight"]
+        with InputNorms(eligible(model).weights) as other:
+            model(x)
+        assert torch.equal(other.norms()["attention.out_proj.weight"], found)
+    assert nn.functional.linear is linear
+    with torch.no_grad():
+        model.attention.out_proj.weight.copy_(torch.eye(8))
+        model.attention.out_proj.bias.zero_()
+        inputs = model.attention(x, x, x)[0]
+    assert torch.allclose(found, inputs.flatten(0, 1).norm(dim=0), rtol=1e-5)
+
+
+def test_norms_of_two_layers_that_share_a_weight_are_those_of_all_their_inputs():
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 2))
+    model[2].weight = model[0].weight
+    x, seen = torch.randn(9, 6), []
+    model[2].register_forward_pre_hook(lambda _, args: seen.append(args[0].detach()))
+    with InputNorms(eligible(model).weights) as collected:
+        model(x)
+    expected = torch.cat([x, *seen]).norm(dim=0)
+    assert torch.allclose(collected.norms()["0.weight"], expected) and expected.gt(x.norm(dim=0)).all()
+    by_hand = (model[0].weight.abs() * expected).argsort(1)[:, :3]
+    prune(model, [x], 0.5, "wanda", repair=None)
+    assert all(not model[0].weight[row, columns].any() for row, columns in enumerate(by_hand))
+
+
+class Bypassing(nn.Module):
+    """A layer whose weight is multiplied by hand, as Mamba does, and one that nothing uses."""
+
+    def __init__(self, spare=False) -> None:
+        super().__init__()
+        self.first, self.by_hand, self.also = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        if spare:
+            self.spare, self.unused = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        return (self.by_hand.weight @ self.first(x).T + self.also.weight.view(6, 6) @ x.T).T
+
+
+def test_weights_whose_inputs_are_not_seen_are_named_and_pruned_by_themselves():
+    torch.manual_seed(0)
+    model, x = Bypassing(), torch.randn(9, 6)
+    smallest = model.by_hand.weight.abs().argsort(1)[:, :3]
+    with pytest.warns(UserWarning, match=r"by_hand\.weight, also\.weight.*by their weights alone"):
+        result = prune(model, [x], 0.5, "wanda", repair=None)
+    assert result.sparsity == 0.5
+    assert all(not model.by_hand.weight[row, columns].any() for row, columns in enumerate(smallest))
+
+
+def test_weights_that_no_sample_reaches_are_named_all_at_once():
+    with pytest.raises(ValueError, match=r"spare\.weight, unused\.weight: modules that were not called"):
+        prune(Bypassing(spare=True), [torch.randn(9, 6)], 0.5, "wanda", repair=None)
+    model = Bypassing(spare=True)
+    with InputNorms(eligible(model).weights) as collected:
+        model(torch.randn(9, 6))
+    with pytest.raises(ValueError, match=r"by_hand\.weight, also\.weight, spare\.weight, unused\.weight.*exclude"):
+        collected.norms()

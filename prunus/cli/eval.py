@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
@@ -24,7 +24,12 @@ class Command:
 
     path: tyro.conf.Positional[Path]  # a checkpoint.pt, a sharded one, the run folder that holds it, or a model's
     data: str | None = None  # other data than the run's own
-    validation: Path | None = None  # other held-out file than the run's own; tokens (uint16) for a Hugging Face model
+    validation: Path | None = None  # other held-out file than the run's own; tokens for a Hugging Face model
+    text: Path | None = None  # of a Hugging Face model in place of tokens: text, read by its tokenizer
+    batches: Path | None = None  # or named arrays (.npz), a row a sample, with labels if there are any
+    dense: Path | None = None  # the folder before it was pruned, to compare outputs with where there are no labels
+    token_type: Literal["auto", "uint16", "uint32"] = "auto"  # of a raw token file; auto goes by its name
+    start_token: Literal["auto", "yes", "no"] = "auto"  # open every window with it; auto: as the tokenizer does to text
     eval_size: int = 0  # held-out windows or images, the first ones; 0 takes all
     length: int = 0  # tokens a window of a Hugging Face model; 0 takes 256, or the model's longest
     layers: bool = False  # print the sparsity of every layer
@@ -36,26 +41,40 @@ def run(command: Command) -> None:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 0, got {getattr(command, name)}")
     from ..lab.checkpoint import checkpoint_of
 
+    found = checkpoint_of(command.path)
+    if not found.exists() and (command.path / "config.json").is_file():
+        if command.data is not None:
+            raise ValueError(f"--data is for runs of prunus; {command.path} is a Hugging Face model: give --validation")
+        figures, report = _of_folder(command)
+        print_line(command, report, str(command.path), figures)
+        return
+    for name in ("text", "batches", "dense", "token_type", "start_token"):
+        if getattr(command, name) != getattr(Command, name):
+            option = "--" + name.replace("_", "-")
+            raise ValueError(f"{option} is for Hugging Face models; {command.path} is a run of prunus")
     quality, report, step = evaluated(command.path, command.data, command.validation, command.eval_size, command.length)
+    at = "" if step is None else f"step {step}, "
+    print_line(command, report, f"{found if found.exists() else command.path}", _said(quality), at)
+
+
+def print_line(command: Command, report: "SparsityReport", path: str, figures: str, at: str = "") -> None:
     if command.layers:
         print(report)
-    found = checkpoint_of(command.path)
     print(
-        f"{found if found.exists() else command.path}: {'' if step is None else f'step {step}, '}"
-        f"held-out (--eval-size {command.eval_size}) "
-        f"loss {quality.loss:.4f}, perplexity {quality.perplexity:.3f}, "
-        f"accuracy {quality.accuracy:.2%}; {report.sparsity:.4%} of {report.num_prunable:,} prunable weights "
+        f"{path}: {at}held-out (--eval-size {command.eval_size}) {figures}; "
+        f"{report.sparsity:.4%} of {report.num_prunable:,} prunable weights "
         f"and {report.sparsity_of_all:.4%} of all {report.num_parameters:,} are zero"
     )
+
+
+def _said(quality: "Quality") -> str:
+    return f"loss {quality.loss:.4f}, perplexity {quality.perplexity:.3f}, accuracy {quality.accuracy:.2%}"
 
 
 def evaluated(
     path: Path, data: str | None = None, validation: Path | None = None, eval_size: int = 0, length: int = 0
 ) -> "tuple[Quality, SparsityReport, int | None]":
-    """Quality and sparsity on the run's own held-out data or another's, and the step where it is known.
-
-    A Hugging Face model has no data of its own: it takes ``validation``, in windows of ``length`` tokens.
-    """
+    """Quality and sparsity of a run on its own held-out data or another's, and the step where it is known."""
     from ..eligible import eligible, report
     from ..lab.arithmetic import fixed_arithmetic
     from ..lab.checkpoint import checkpoint_of, load_checkpoint
@@ -63,11 +82,6 @@ def evaluated(
     from ..lab.run import Run
 
     checkpoint = checkpoint_of(path)
-    if not checkpoint.exists() and (path / "config.json").is_file():
-        if data is not None or validation is None:
-            unread = "" if data is None else "; --data is for runs of prunus"
-            raise ValueError(f"{path} is a Hugging Face model, which needs --validation with a file of tokens{unread}")
-        return *_of_tokens(path, validation, eval_size, length), None
     if length:
         raise ValueError(f"--length is for Hugging Face models; {path} has the context that it was trained with")
     if not checkpoint.exists() and (path / "run.json").is_file() and any(path.glob("*.safetensors")):
@@ -95,14 +109,53 @@ def _training(run: "Run", data: str | None, validation: Path | None, eval_size: 
     return Training(run if validation is None else replace(run, validation=validation))
 
 
-def _of_tokens(folder: Path, validation: Path, eval_size: int, length: int) -> "tuple[Quality, SparsityReport]":
+def _of_folder(command: Command) -> "tuple[str, SparsityReport]":
+    """Figures of a Hugging Face model, which has no data of its own."""
+    from torch import Tensor
+
     from ..eligible import eligible, report
     from ..export import load_model
+    from ..lab.model_data import check_batches, is_causal, num_rows, read_batches
+    from ..lab.model_quality import metric_of, token_quality
     from ..lab.recipe import device_named
-    from ..lab.trained_model import check_vocabulary, longest_window, side_by_side, token_ids, token_quality
 
-    tokens = token_ids(validation)
-    model = load_model(folder, device_named("auto"))
-    check_vocabulary(validation, tokens, model)
-    windows = side_by_side(tokens, length or longest_window(model), eval_size)
-    return token_quality(model, windows), report(model, eligible(model))
+    given = [name for name in ("validation", "text", "batches") if getattr(command, name) is not None]
+    if len(given) != 1:
+        raise ValueError(
+            f"{command.path} is a Hugging Face model, which needs --validation with a file of tokens, --text or "
+            f"--batches, got {' and '.join(f'--{name}' for name in given) or 'none'}"
+        )
+    arrays = None if command.batches is None else read_batches(command.batches)
+    device = device_named("auto")
+    model = load_model(command.path, device)
+    if command.batches is not None and arrays is not None:
+        arrays = check_batches(command.batches, arrays, model)
+        held_out = {name: array[: command.eval_size or num_rows(arrays)] for name, array in arrays.items()}
+    else:
+        held_out = _tokens(command, model)
+    found = report(model, eligible(model))
+    if isinstance(held_out, Tensor):
+        return _said(token_quality(model, held_out)), found
+    if "labels" not in held_out and command.dense is None and not is_causal(model):
+        raise ValueError("without labels a model is compared with the one before pruning; give --dense with its folder")
+    metric, measure = metric_of(model if command.dense is None else load_model(command.dense, device), held_out)
+    return f"{metric} {measure(model):.4f}", found
+
+
+def _tokens(command: Command, model: Any) -> Any:
+    from ..lab.model_data import (
+        check_vocabulary,
+        longest_window,
+        read_token_file,
+        rows_of_tokens,
+        side_by_side,
+        start_tokens,
+    )
+
+    path = command.text or command.validation
+    assert path is not None
+    file = read_token_file(path, command.path, command.token_type, is_text=command.text is not None)
+    check_vocabulary(file, model)
+    start = start_tokens(command.start_token, [file], model)
+    windows = side_by_side(file.ids, command.length or longest_window(model), command.eval_size, start)
+    return rows_of_tokens(model, windows)

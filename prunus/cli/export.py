@@ -1,7 +1,7 @@
 """``prunus export``"""
 
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,7 +26,7 @@ class Command:
     source: tyro.conf.Positional[Path]  # folder, .safetensors file, checkpoint.pt, or the run folder that holds it
     out: Path | None = None  # folder to make, or .safetensors file to write
     form: Literal["sparse", "dense"] = "sparse"  # small, or plain zeros
-    check: bool = False  # read back what was written and compare every bit
+    check: bool = False  # read back what was written, compare every bit, and load it as the model that it is
     max_shard: str = "5GB"  # largest file, as a number with B, KB, MB or GB; larger models take several
     advise: bool = False  # write nothing; measure here, layer by layer, whether the sparse model will be faster
     device: str = "cpu"  # advise: where the model will run, cpu or cuda
@@ -79,7 +79,12 @@ def _convert(command: Command) -> None:
         raise ValueError(f"--out is a folder to make or a .safetensors file, and {command.out} looks like another file")
     job = ExportJob(command.out, command.form == "sparse", command.check, num_bytes(command.max_shard))
     checkpoint = _checkpoint(command.source)
+    loaded: list[str] = []
     if checkpoint is None:
+        if command.check and (command.source / "config.json").is_file():
+            from ..export.huggingface import check_loads
+
+            job = replace(job, check_folder=lambda folder: loaded.append(check_loads(command.source, folder)))
         done = convert(command.source, job)
     else:
         from ..lab.exported_model import export_checkpoint
@@ -87,7 +92,7 @@ def _convert(command: Command) -> None:
         if job.out.suffix == ".safetensors":
             raise ValueError(f"a checkpoint becomes a folder with its run.json, but --out is the file {job.out}")
         done = export_checkpoint(checkpoint, job)
-    _show(command, done)
+    _show(command, done, *loaded)
 
 
 def num_bytes(text: str) -> int:
@@ -109,7 +114,7 @@ def _checkpoint(path: Path) -> Path | None:
     return path if path.suffix == ".pt" else None
 
 
-def _show(command: Command, done: "Exported") -> None:
+def _show(command: Command, done: "Exported", *loaded: str) -> None:
     rows = done.saved.rows
     names = dict.fromkeys(row.encoding for row in rows)
     kinds = {encoding: [row for row in rows if row.encoding == encoding] for encoding in names}
@@ -127,7 +132,7 @@ def _show(command: Command, done: "Exported") -> None:
     print(
         f"{command.out}: {done.bytes_before:,} bytes became {done.bytes_after:,} in {len(done.saved.files)} file"
         f"{'s' if len(done.saved.files) > 1 else ''} ({_ratio(done.bytes_after, done.bytes_before)}), "
-        f"written in {done.write_seconds:.2f} s{checked}"
+        f"written in {done.write_seconds:.2f} s{', '.join([checked, *loaded])}"
     )
 
 

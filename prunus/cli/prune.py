@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 Scope = Literal["auto", "row", "layer", "global", "2:4"]
 Score = Literal["auto", "magnitude", "wanda", "fisher", "path", "random"]
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
+TokenType = Literal["auto", "uint16", "uint32"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 
 
@@ -39,8 +40,14 @@ class Command:
 
     model: tyro.conf.Positional[str]  # a Hugging Face folder, a checkpoint of prunus, or module:function
     out: Path  # folder to write; it must not exist
-    tokens: Path | None = None  # calibration tokens (uint16, .u16 or .bin) or text for a Hugging Face folder
-    eval_tokens: Path | None = None  # held-out tokens for it
+    tokens: Path | None = None  # calibration tokens for a Hugging Face folder (.u16, .bin, .u32 or .npy)
+    eval_tokens: Path | None = None  # held-out tokens for it; without any the last tenth of what calibrates
+    text: Path | None = None  # in place of tokens: text, read by the folder's own tokenizer
+    eval_text: Path | None = None  # held-out text
+    batches: Path | None = None  # in place of tokens: named arrays (.npz), a row a sample, with labels if there are any
+    eval_batches: Path | None = None  # held-out arrays
+    token_type: TokenType = "auto"  # of raw token files; auto goes by their names
+    start_token: Literal["auto", "yes", "no"] = "auto"  # open every window with it; auto: as the tokenizer does to text
     score: Score = "auto"  # what makes a weight matter; auto leaves it to the repair, and is wanda without one
     scope: Scope = "auto"  # where weights are compared with each other; auto is layer, row for wanda, else global
     sparsity: float = 0.5  # fraction of the prunable weights to remove
@@ -165,6 +172,8 @@ def _pruned(command: Command) -> "Outcome":
     probe, score, device = _probe(command), _score(command), torch.device(command.device)
     repair = Repair(command.targets, command.damping, tune=command.tune) if _repairs(command) else None
     trained = load_trained(_source(command))
+    if trained.note:
+        print(trained.note)
     settings: dict[str, Any] = {"score": score, "select": _selector(command), "loss": trained.loss}
     if command.allocate == "moments" and not trained.moments:
         raise ValueError(

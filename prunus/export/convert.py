@@ -25,6 +25,7 @@ class ExportJob:
     out: Path
     small: bool = True
     check: bool = False  # read back what was written and compare every bit
+    check_folder: Callable[[Path], None] | None = None  # what else is checked of a folder before it appears
     max_shard_bytes: int = MAX_SHARD_BYTES
 
 
@@ -58,6 +59,8 @@ def to_folder(source: TensorSource, job: ExportJob, before: int, beside: Callabl
     with new_folder(job.out) as part:
         beside(part)
         done = _written(source, job, before, part / (SMALL if job.small else PLAIN))
+        if job.check_folder is not None:
+            job.check_folder(part)
     files = [job.out / path.name for path in done.saved.files]
     return replace(done, saved=Saved(files, done.saved.rows))
 
@@ -91,6 +94,6 @@ def _written(source: TensorSource, job: ExportJob, before: int, path: Path) -> E
 def copy_beside(source: Path, target: Path) -> None:
     """Copy what lies beside the weights of a model; what is there already stays."""
     for path in sorted(source.iterdir()):
-        wanted = path.suffix in BESIDE or path.name.upper().startswith("LICENSE")
+        wanted = path.suffix in BESIDE or path.name.lower().startswith(("license", "tokenizer", "vocab."))
         if wanted and path.is_file() and not path.name.endswith(".index.json") and not (target / path.name).exists():
             shutil.copyfile(path, target / path.name)

@@ -18,7 +18,7 @@ from ..files.atomic import new_folder
 from ..files.gguf_header import check_gguf
 from ..files.reader import SMALL, Tensors, open_tensors
 from ..files.safetensors_header import DTYPES
-from ..files.sparse_file import check_masks, in_memory
+from ..files.sparse_file import check_masks, in_memory, loaded
 from ..files.writer import MAX_SHARD_BYTES, Saved, WritePlan, write
 from ..ops.bits import words_of
 from ..ops.machine import device_of
@@ -26,6 +26,9 @@ from .convert import copy_beside
 
 AnyPath = str | os.PathLike[str]
 MOST_PACKED = 16  # weights in one stored number of a quantised file
+OWN_NAMES = (
+    "of the model"  # in a file of tensors that are named as in the model, for families that are stored otherwise
+)
 MOST_LAYERS = 1000  # of a model with few tensors, whose configuration may have a default that is larger
 
 
@@ -58,7 +61,10 @@ def save_model(
             path.write_text(json.dumps(config, indent=2) + "\n")
         if source is not None:
             copy_beside(Path(source), part)
-        saved = write(in_memory(tensors, {"format": "pt"}), WritePlan(part / SMALL, max_shard_bytes=max_shard_bytes))
+        saved = write(
+            in_memory(tensors, {"format": "pt"} | _names_of(inner)),
+            WritePlan(part / SMALL, max_shard_bytes=max_shard_bytes),
+        )
     return Saved([Path(folder) / path.name for path in saved.files], saved.rows)
 
 
@@ -71,9 +77,40 @@ def load_model(folder: AnyPath, device: torch.device | str = "cpu") -> Any:
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} is no folder of a Hugging Face model: it has no config.json")
     with open_tensors(folder) as tensors:
-        model = _empty(folder, tensors, device)
-        _fill_(model, tensors, device)
-    return model.eval()
+        config = read_config(folder, len(tensors.records))
+        kind = _class_of(config, folder)
+        with _in_one_line(folder):
+            model = _converted(kind, config, tensors)
+        if model is None:
+            model = _empty(kind, config, folder, tensors, device)
+            _fill_(model, tensors, device)
+    if (folder / "generation_config.json").is_file() and hasattr(model, "generation_config"):
+        from transformers import GenerationConfig
+
+        with _in_one_line(folder / "generation_config.json"):
+            model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    return model.eval().to(device)
+
+
+def check_loads(source: Path, folder: Path) -> str:
+    """ValueError unless the model of ``folder`` is that of ``source``, loaded as users do; returns what to say of it."""
+    try:
+        wanted = _as_users_do(source)
+    except ValueError as error:
+        return f"not loaded as a model, as its source is not ({str(error)[:200]})"
+    found, expected = _as_users_do(folder).state_dict(), wanted.state_dict()
+    if odd := sorted(set(found) ^ set(expected)):
+        raise ValueError(f"the models of {source} and {folder} do not both have {odd[0]!r}")
+    for name, tensor in expected.items():
+        if not torch.equal(found[name].to(tensor.dtype), tensor):
+            raise ValueError(f"{name!r} is another tensor in the model of {folder} than in that of {source}")
+    return f"loaded as {type(wanted).__name__}"
+
+
+def _as_users_do(folder: Path) -> Any:
+    with open_tensors(folder) as tensors:
+        is_small = tensors.is_small
+    return load_model(folder) if is_small else load_plain_model(folder)
 
 
 def read_config(folder: Path, num_tensors: int = 0, gguf_file: str | None = None) -> Any:
@@ -97,8 +134,12 @@ def read_config(folder: Path, num_tensors: int = 0, gguf_file: str | None = None
     return config
 
 
-def load_causal_model(folder: Path, dtype: str = "auto", gguf_file: str | None = None) -> Any:
-    """The language model of a plain Hugging Face folder, in evaluation mode on the CPU; no code in it is run."""
+def load_plain_model(folder: Path, dtype: str = "auto", gguf_file: str | None = None) -> Any:
+    """The model of a plain folder as the class that its configuration names, in evaluation mode on the CPU.
+
+    Without a class, and from GGUF, it is a causal language model. No code in the folder is run. A tensor that the model
+    lacks, or one that it has and the folder does not, is a ValueError: nothing is drawn at random, nothing dropped.
+    """
     if gguf_file:
         stored, form = (folder / gguf_file).stat().st_size, {"gguf_file": gguf_file}
         num_tensors = check_gguf(folder / gguf_file)
@@ -111,16 +152,25 @@ def load_causal_model(folder: Path, dtype: str = "auto", gguf_file: str | None =
             config = read_config(folder, len(tensors.records))
     from transformers import AutoModelForCausalLM
 
-    with _in_one_line(folder), _without_load_report():
+    kind: Any = AutoModelForCausalLM if gguf_file or not config.architectures else _class_of(config, folder)
+    with _in_one_line(folder), quiet_transformers():
         with suppress(RuntimeError, NotImplementedError), torch.device("meta"):
-            empty = AutoModelForCausalLM.from_config(deepcopy(config), trust_remote_code=False)
-            if (num := sum(p.numel() for p in empty.parameters())) > MOST_PACKED * stored + 10**6:
-                raise ValueError(f"its configuration is that of {num} parameters, but it stores {stored} numbers")
+            of_config = kind._from_config if hasattr(kind, "_from_config") else kind.from_config
+            _check_size(of_config(deepcopy(config)), stored)
         options = {"config": config, "dtype": dtype, "local_files_only": True, "trust_remote_code": False, **form}
-        model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
-        if missing := sorted(info["missing_keys"]):  # transformers draws them at random
-            raise ValueError(f"it lacks {missing[0]!r}, which the model has")
+        model, info = kind.from_pretrained(folder, output_loading_info=True, **options)
+        _refuse_strangers(type(model), info, may_have_more=bool(gguf_file))
     return model.eval()
+
+
+def _refuse_strangers(kind: type, info: Mapping[str, Any], *, may_have_more: bool = False) -> None:
+    """ValueError for tensors that transformers would draw at random or drop; GGUF files hold some that it computes."""
+    for found, said in {"missing_keys": "it lacks", "unexpected_keys": "it holds"}.items():
+        names = sorted(info[found])
+        if names and not (may_have_more and found == "unexpected_keys"):
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            which = "has" if found == "missing_keys" else "does not have"
+            raise ValueError(f"{said} {names[0]!r}{more}, which the model {which}; its class is {kind.__name__}")
 
 
 @contextmanager
@@ -134,16 +184,19 @@ def _in_one_line(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _without_load_report() -> Iterator[None]:
-    """Keep transformers from printing a table of missing tensors before the one line that refuses the model."""
+def quiet_transformers() -> Iterator[None]:
+    """No bars, and no table of missing tensors before the one line that refuses the model."""
     from transformers.utils import logging
 
-    before = logging.get_verbosity()
+    verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
+    logging.disable_progress_bar()
     try:
         yield
     finally:
-        logging.set_verbosity(before)
+        logging.set_verbosity(verbosity)
+        if has_bars:
+            logging.enable_progress_bar()
 
 
 def _all_configs(config: Any) -> Iterator[Any]:
@@ -160,31 +213,81 @@ def _check_depth(config: Any, most: int) -> None:
             raise ValueError(f"{name} is {value}, negative or more than the model has tensors")
 
 
-def _empty(folder: Path, tensors: Tensors, device: torch.device) -> Any:
+def _converted(kind: Any, config: Any, tensors: Tensors) -> Any | None:
+    """The model of files whose names or shapes transformers converts, loaded by transformers on the CPU.
+
+    None where every tensor lies in the files as it does in the model.
+    """
+    empty = None
+    with suppress(RuntimeError, NotImplementedError), torch.device("meta"), _without_initialisation():
+        empty = kind(deepcopy(config))  # few classes compute while they build
+    if empty is None or not _is_converted(empty, tensors):
+        return None
+    _check_size(empty, sum(record.layout.numel for record in tensors.records.values()))
+    options = {"config": config, "state_dict": loaded(tensors, "cpu"), "dtype": _largest_dtype(tensors)}
+    with quiet_transformers():
+        model, info = kind.from_pretrained(None, output_loading_info=True, **options)
+    _refuse_strangers(kind, info)
+    return model
+
+
+def _is_converted(model: Any, tensors: Tensors) -> bool:
+    if "names" in tensors.metadata:
+        return False
+    found, strange = _model_names(model, tensors)
+    computed = [
+        *(getattr(model, "_keys_to_ignore_on_save", None) or ()),
+        *(getattr(model, "_keys_to_ignore_on_load_missing", None) or ()),
+    ]
+    left = set(model.state_dict()) - set(found.values())
+    is_computed = any(re.search(pattern, name) for pattern in computed for name in left)  # not stored: positions
+    return bool(_names_of(model)) or bool(strange) or is_computed
+
+
+def _names_of(model: nn.Module) -> dict[str, str]:
+    """What a file says whose tensors are the model's own, if transformers stores those of this family otherwise."""
+    try:
+        mapping = import_module("transformers.conversion_mapping").get_model_conversion_mapping
+    except ImportError:  # before version 5 names alone were converted
+        return {}
+    is_other = hasattr(model, "config") and any(hasattr(one, "operations") for one in mapping(model))
+    return {"names": OWN_NAMES} if is_other else {}
+
+
+def _check_size(model: nn.Module, stored: int) -> None:
+    if (num := sum(p.numel() for p in model.parameters())) > MOST_PACKED * stored + 10**6:
+        raise ValueError(f"its configuration is that of {num} parameters, but it stores {stored} numbers")
+
+
+def _empty(kind: Any, config: Any, folder: Path, tensors: Tensors, device: torch.device) -> Any:
     """The model as its configuration says, on the device, its weights not initialised."""
-    config = read_config(folder, len(tensors.records))
+    with _in_one_line(folder / "config.json"), _without_initialisation():
+        with suppress(RuntimeError, NotImplementedError), torch.device("meta"):  # few classes compute while they build
+            _check_shapes(kind(deepcopy(config)), tensors)  # before memory is taken
+        with _default_dtype(_largest_dtype(tensors)), device:
+            model = kind(config)
+        model.tie_weights()
+    return model
+
+
+def _class_of(config: Any, folder: Path) -> Any:
+    """The class of transformers that a configuration names first."""
     import transformers
 
     name = (getattr(config, "architectures", None) or [""])[0]
     kind = getattr(transformers, name, None) if isinstance(name, str) and name.isidentifier() else None
     if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
         raise ValueError(f"{folder / 'config.json'} names the class {name!r}, which transformers does not have")
-    with _in_one_line(folder / "config.json"), _without_initialisation():
-        with suppress(RuntimeError, NotImplementedError), torch.device("meta"):  # few classes compute while they build
-            _check_shapes(kind(deepcopy(config)), tensors)  # before memory is taken
-        with _default_dtype(tensors), device:
-            model = kind(config)
-        model.tie_weights()
-    if (folder / "generation_config.json").is_file() and hasattr(model, "generation_config"):
-        with _in_one_line(folder / "generation_config.json"):
-            model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
-    return model
+    return kind
 
 
 def _check_shapes(model: nn.Module, tensors: Tensors) -> None:
     """ValueError for a tensor that the model does not have, or has in another shape."""
     own, records = model.state_dict(), tensors.records
-    for name, inner in _model_names(model, tensors).items():
+    names, strange = _model_names(model, tensors)
+    if strange:
+        raise ValueError(f"{tensors.path} holds {strange[0]!r}, which the model does not have")
+    for name, inner in names.items():
         shape, expected = records[name].layout.shape, own[inner].shape
         if shape != expected:
             raise ValueError(f"the shape of {name} is {list(shape)} in {tensors.path}, {list(expected)} in the model")
@@ -195,7 +298,7 @@ def _fill_(model: nn.Module, tensors: Tensors, device: torch.device) -> None:
     _check_shapes(model, tensors)
     own = model.state_dict(keep_vars=True)
     names = {id(place): name for name, place in reversed(own.items())}  # of shared ones the first
-    model_names, records = _model_names(model, tensors), tensors.records
+    model_names, records = _model_names(model, tensors)[0], tensors.records
     places = {name: own[inner] for name, inner in model_names.items()}
     filled: dict[int, str] = {}
     for name, place in places.items():
@@ -214,22 +317,22 @@ def _fill_(model: nn.Module, tensors: Tensors, device: torch.device) -> None:
         raise ValueError(f"{tensors.path} lacks {missing[0]!r}, which the model has")
 
 
-def _model_names(model: nn.Module, tensors: Tensors) -> dict[str, str]:
-    """The name in the model's state dict of each stored tensor.
+def _model_names(model: nn.Module, tensors: Tensors) -> tuple[dict[str, str], list[str]]:
+    """The name in the model's state dict of each stored tensor, and the stored names that it does not have.
 
     Files saved from the inner model lack its prefix (``transformer.``), others have it where the model does not.
-    Buffers that the class lists as old are left out; any other tensor that the model lacks is a ValueError.
+    Buffers that the class lists as old are left out.
     """
     known, prefix = model.state_dict(), f"{getattr(model, 'base_model_prefix', '')}."
     old = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
-    found = {}
+    found, strange = {}, []
     for name in tensors.records:
         inner = next((one for one in (name, prefix + name, name.removeprefix(prefix)) if one in known), None)
         if inner is not None:
             found[name] = inner
         elif not any(pattern.search(name) for pattern in old):
-            raise ValueError(f"{tensors.path} holds {name!r}, which the model does not have")
-    return found
+            strange.append(name)
+    return found, strange
 
 
 @contextmanager
@@ -246,13 +349,17 @@ def _without_initialisation() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _default_dtype(tensors: Tensors) -> Iterator[None]:
-    """Make the model in the type of its largest tensor, so that it is not held twice over."""
+def _largest_dtype(tensors: Tensors) -> torch.dtype:
+    """The type of the largest tensor: a model that is made in it is not held twice over."""
     kinds = {DTYPES[r.dtype]: r.layout.numel for r in sorted(tensors.records.values(), key=lambda r: r.layout.numel)}
     wide = [dtype for dtype in kinds if dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)]
+    return max(wide, key=lambda dtype: kinds[dtype], default=torch.get_default_dtype())
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
     before = torch.get_default_dtype()
-    torch.set_default_dtype(max(wide, key=lambda dtype: kinds[dtype], default=before))
+    torch.set_default_dtype(dtype)
     try:
         yield
     finally:

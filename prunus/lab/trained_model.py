@@ -1,24 +1,40 @@
 """A trained model on disk that ``prunus prune`` works on: its calibration samples, metric, and how to save it."""
 
-import shutil
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from ..export.huggingface import load_causal_model
+from ..export.convert import copy_beside
+from ..export.huggingface import load_plain_model, quiet_transformers
+from ..files.reader import PLAIN
+from ..files.sparse_file import in_memory
+from ..files.writer import WritePlan, write
 from .checkpoint import checkpoint_of, load_checkpoint, save_checkpoint
-from .data.datasets import OPENERS, UINT16, read_tokens
-from .evaluate import Quality, loss_of
-
-TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "*.model", "chat_template*")
+from .evaluate import loss_of
+from .model_data import (
+    Rows,
+    SampleFiles,
+    TokenFile,
+    check_batches,
+    check_vocabulary,
+    drawn,
+    drawn_rows,
+    longest_window,
+    num_rows,
+    read_batches,
+    read_token_files,
+    rows_of_tokens,
+    side_by_side,
+    split_rows,
+    start_tokens,
+)
+from .model_quality import metric_of
 
 
 @dataclass(frozen=True)
@@ -32,6 +48,7 @@ class TrainedModel:
     loss: Callable[[Any, Any], Tensor] | None = None
     metric: str = "perplexity"
     moments: Mapping[str, Tensor] = field(default_factory=dict)  # Adam's second ones by weight, where a run has them
+    note: str | None = None  # what to say before anything is done
 
 
 @dataclass(frozen=True)
@@ -41,6 +58,12 @@ class ModelSource:
     model: str
     tokens: Path | None = None
     eval_tokens: Path | None = None
+    text: Path | None = None
+    eval_text: Path | None = None
+    batches: Path | None = None
+    eval_batches: Path | None = None
+    token_type: str = "auto"
+    start_token: str = "auto"
     samples: int = 32
     length: int = 0  # 0 takes 256, or the longest that the model reads if that is less
     eval_windows: int = 0  # 0 takes all
@@ -70,64 +93,51 @@ def load_trained(source: ModelSource) -> TrainedModel:
 
 
 def _hugging_face(source: ModelSource, folder: Path) -> TrainedModel:
+    names = [field.name for field in fields(SampleFiles) if field.name != "is_written"]
     is_own = source.calibrate == "self"
-    if (source.tokens is None and not is_own) or source.eval_tokens is None:
-        raise ValueError("a model from a folder needs --tokens to calibrate and --eval-tokens to evaluate on")
-    if source.tokens is not None and is_own:
-        raise ValueError("--calibrate self writes the calibration text; leave off --tokens")
-    calibration = None if source.tokens is None else tokens_of(source.tokens, folder)
-    held_out = tokens_of(source.eval_tokens, folder)
-    model = load_causal_model(folder, source.dtype, source.gguf_file)
+    files = SampleFiles(**{name: getattr(source, name) for name in names}, is_written=is_own)
+    read = read_batches(files.batches) if files.batches else read_token_files(files, folder, source.gguf_file)
+    model = load_plain_model(folder, source.dtype, source.gguf_file)
     _forget_quantization(model)
     model.to("cpu" if source.offload else source.device)
-    check_vocabulary(source.eval_tokens, held_out, model)
-    length = source.length or longest_window(model)
-    if calibration is None or source.tokens is None:
-        drawn = written_by(model, source.samples, length, source.seed)
+    if isinstance(read, tuple):
+        calibration, held_out = _windows(source, model, *read)
     else:
-        check_vocabulary(source.tokens, calibration, model)
-        num = min(source.samples, max(1, len(calibration) // length)) if source.at_most else source.samples
-        drawn = _drawn(calibration, num, length, source.seed)
-    kept = side_by_side(held_out, length, source.eval_windows)
-
-    def evaluate(model: nn.Module) -> float:
-        return token_quality(model, kept).perplexity
-
-    return TrainedModel(model, [drawn], evaluate, lambda out: _save(model, folder, out))
+        calibration, held_out = _rows(source, model, read)
+    metric, evaluate = metric_of(model, held_out)
+    return TrainedModel(model, [calibration], evaluate, lambda out: _save(model, folder, out), metric=metric)
 
 
-def check_vocabulary(path: Path, tokens: np.ndarray, model: Any) -> None:
-    largest, known = int(tokens.max(initial=0)), getattr(model.config, "vocab_size", 0)
-    if not isinstance(known, int) or largest >= known:
-        raise ValueError(f"{path} holds token {largest}, but the model knows {known}")
+def _windows(
+    source: ModelSource, model: Any, calibration: TokenFile | None, held_out: TokenFile
+) -> tuple[Tensor | Rows, Tensor | Rows]:
+    """Calibration and held-out windows of tokens."""
+    known = [file for file in (calibration, held_out) if file is not None]
+    for file in reversed(known):
+        check_vocabulary(file, model)
+    length, start = source.length or longest_window(model), start_tokens(source.start_token, known, model)
+    if calibration is None:
+        windows = written_by(model, source.samples, length, source.seed)
+    else:
+        num = source.samples
+        if source.at_most:
+            num = min(num, max(1, len(calibration.ids) // max(1, length - len(start))))
+        windows = drawn(calibration.ids, num, length, source.seed, start)
+    kept = side_by_side(held_out.ids, length, source.eval_windows, start)
+    return rows_of_tokens(model, windows), rows_of_tokens(model, kept)
 
 
-def longest_window(model: Any) -> int:
-    """Default number of tokens in a window."""
-    return min(256, getattr(model.config, "max_position_embeddings", None) or 256)
-
-
-def token_ids(path: Path) -> np.ndarray:
-    """Tokens of the model's own vocabulary; a text file is refused, since its bytes would pass for tokens."""
-    if (path.with_suffix("") if path.suffix in OPENERS else path).suffix not in UINT16:
-        raise ValueError(
-            f"{path} is no file of uint16 tokens (.u16 or .bin); make one with the model's tokenizer: "
-            "numpy.array(tokenizer.encode(text), '<u2').tofile('text.u16')"
-        )
-    return read_tokens(path)
-
-
-def tokens_of(path: Path, folder: Path) -> np.ndarray:
-    """Tokens of a token file, or of a text by the tokenizer in the model's folder, if it has one."""
-    if path.suffix in (".txt", ".md") and path.is_file():
-        from transformers import AutoTokenizer
-
-        try:
-            tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        except Exception:  # whatever keeps a tokenizer from being read, the message below says what to do
-            return token_ids(path)
-        return np.array(tokenizer.encode(path.read_text(encoding="utf-8")), dtype=np.int64)
-    return token_ids(path)
+def _rows(source: ModelSource, model: Any, rows: Rows) -> tuple[Rows, Rows]:
+    """Calibration and held-out samples of named arrays."""
+    assert source.batches is not None
+    rows = check_batches(source.batches, rows, model)
+    if source.eval_batches is None:
+        rows, held_out = split_rows(rows)
+    else:
+        held_out = check_batches(source.eval_batches, read_batches(source.eval_batches), model)
+    limit = source.eval_windows or num_rows(held_out)
+    chosen = drawn_rows(rows, source.samples, source.seed, at_most=source.at_most)
+    return chosen, {name: array[:limit] for name, array in held_out.items()}
 
 
 @torch.no_grad()
@@ -157,51 +167,11 @@ def _forget_quantization(model: Any) -> None:
     vars(model.config).pop("quantization_config", None)
 
 
-def _drawn(tokens: np.ndarray, num: int, length: int, seed: int) -> Tensor:
-    """``num`` different windows (num, length) that do not overlap, chosen by ``seed``."""
-    available = len(tokens) // _checked_length(length)
-    if available < num:
-        raise ValueError(f"{num} windows of {length} tokens were asked for, but there are {available}; take fewer")
-    chosen = np.random.default_rng(seed).permutation(available)[:num]
-    return torch.from_numpy(np.stack([tokens[i * length : (i + 1) * length] for i in chosen]).astype(np.int64))
-
-
-def side_by_side(tokens: np.ndarray, length: int, limit: int) -> Tensor:
-    """The first windows (num, length), at most ``limit`` unless that is 0."""
-    num = min(len(tokens) // _checked_length(length), limit or sys.maxsize)
-    if num == 0:
-        raise ValueError(f"the held-out file has {len(tokens)} tokens, fewer than a window of {length}")
-    return torch.from_numpy(tokens[: num * length].reshape(num, length).astype(np.int64))
-
-
-def _checked_length(length: int) -> int:
-    if length < 2:
-        raise ValueError(f"a window needs at least 2 tokens, the second to be predicted, got {length}")
-    return length
-
-
-@torch.no_grad()
-def token_quality(model: nn.Module, windows: Tensor, size: int = 8) -> Quality:
-    """Quality at every token but the first of each window."""
-    device, loss, right, mode = next(model.parameters()).device, 0.0, 0, model.training
-    model.eval()
-    for batch in windows.split(size):
-        batch = batch.to(device)
-        logits, targets = model(input_ids=batch, use_cache=False).logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten()
-        loss += F.cross_entropy(logits.float(), targets, reduction="sum").double().item()
-        right += int((logits.argmax(-1) == targets).sum())
-    model.train(mode)
-    num = windows.shape[0] * (windows.shape[1] - 1)
-    return Quality(loss / num, right / num)
-
-
 def _save(model: Any, folder: Path, out: Path) -> None:
-    """A folder that ``from_pretrained`` reads, with the tokenizer's files as they were."""
-    model.save_pretrained(out)
-    for pattern in TOKENIZER:
-        for path in folder.glob(pattern):
-            if path.is_file() and not (out / path.name).exists():
-                shutil.copy(path, out / path.name)
+    """A folder that ``from_pretrained`` reads, with the tokenizer's and other small files as they were."""
+    with quiet_transformers():
+        model.save_pretrained(out)
+    copy_beside(folder, out)
 
 
 def _checkpoint(source: ModelSource, path: Path) -> TrainedModel:
@@ -245,10 +215,20 @@ def _function(name: str) -> TrainedModel:
         sys.path.remove("")
     if not isinstance(found, Mapping) or not {"model", "batches", "evaluate"} <= set(found):
         raise ValueError(f"{name} must return a dict with model, batches and evaluate, and loss where it needs one")
-    model = found["model"]
+    model, note = found["model"], None
+    if hasattr(model, "save_pretrained"):
 
-    def save(out: Path) -> None:
-        torch.save(model.state_dict(), out / "model.pt")
+        def save(out: Path) -> None:
+            with quiet_transformers():
+                model.save_pretrained(out)
+    else:
+        note = (
+            f"{name} is no model of transformers: the folder will hold its weights as model.safetensors, which "
+            "prunus export, prunus doctor and load_state_dict read; prunus eval cannot, since it does not know the class"
+        )
+
+        def save(out: Path) -> None:
+            write(in_memory(model.state_dict(), {"format": "pt"}), WritePlan(out / PLAIN, small=False))
 
     metric = found.get("metric", "metric")
-    return TrainedModel(model, list(found["batches"]), found["evaluate"], save, found.get("loss"), metric)
+    return TrainedModel(model, list(found["batches"]), found["evaluate"], save, found.get("loss"), metric, note)

@@ -1,17 +1,20 @@
 """Input norms of a trained model: how large every input feature of each weight is over the calibration samples."""
 
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from ..input_statistics import InputNorms
 from .blocks import replaced
 from .resources import is_out_of_memory
 from .samples import Chunk, mask_of
-from .walk import Walk, head_of, outputs
+from .walk import Walk, head_of, is_encoder_decoder, outputs
 
 Sums = dict[str, Tensor]
 SIZE = {"cpu": 4, "cuda": 32}  # samples per pass: more is no faster
@@ -27,14 +30,23 @@ def input_norms(walk: Walk) -> "Norms":
     reader = _Reader(walk)
     size = SIZE.get(walk.device.type, 4) if reader.may_batch() else 1
     walk.visit(size, lambda chunk: _add(reader.sums, reader.squares(chunk)), after=reader.done)
-    for weight in walk.weights:
-        if weight.name not in reader.sums:
-            raise ValueError(
-                f"the score reads input norms, but no sample reached {weight.name}: its module was not called; "
-                "exclude it, give samples that use it, or take magnitude"
-            )
+    left = [weight.name for weight in walk.weights if weight.name not in reader.sums]
+    used = reader.used(left) if left else set()
+    if unreached := [name for name in left if name not in used]:
+        raise ValueError(
+            f"the score reads input norms, but no sample reached {', '.join(unreached)}: modules that were not called; "
+            "exclude them, give samples that use them, or take magnitude"
+        )
     homes = {weight.name: weight.parameter.device for weight in walk.weights}
     norms = {name: squares.sqrt().to(homes[name], torch.float32) for name, squares in reader.sums.items()}
+    if left:
+        warnings.warn(
+            f"the model uses {', '.join(left)} without calling their modules, so that their inputs are not seen; "
+            "they are pruned by their weights alone (exclude them to leave them dense)",
+            stacklevel=2,
+        )
+        mean = torch.stack([norm.mean().cpu() for norm in norms.values()]).mean() if norms else torch.ones(())
+        norms |= {name: mean.to(homes[name]) for name in left}
     return Norms(norms, reader.forwards)
 
 
@@ -75,6 +87,8 @@ class _Reader:
 
     def _head(self) -> dict[nn.Module, Callable[..., Any]]:
         """A forward that skips the head, whose output nothing reads, unless the head is pruned itself."""
+        if is_encoder_decoder(self.walk.model):  # which computes its loss
+            return {}
         try:
             head = head_of(self.walk.model)
         except ValueError:
@@ -88,6 +102,29 @@ class _Reader:
             outputs(self.walk.model, batch)
         self.forwards += chunk.size
         return collector.squares
+
+    def used(self, names: Collection[str]) -> set[str]:
+        """Which weights functions read in the pass of one sample, though their modules are not called."""
+        watched = _Uses({weight.parameter: weight.name for weight in self.walk.weights if weight.name in names})
+        with watched:
+            outputs(self.walk.model, self.walk.batch(next(self.walk.samples.chunks(1))))
+        self.forwards += 1
+        return watched.found
+
+
+class _Uses(TorchFunctionMode):
+    """Which of some parameters functions of torch are called with while this is open."""
+
+    def __init__(self, names: Mapping[nn.Parameter, str]) -> None:
+        super().__init__()
+        self.names, self.found = names, set[str]()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        read = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, nn.Parameter)]
+        self.found |= {self.names[parameter] for parameter in read if parameter in self.names}
+        return func(*args, **(kwargs or {}))
 
 
 def _add_up(parts: Sequence[Sums], together: Sums) -> bool:

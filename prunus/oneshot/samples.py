@@ -211,6 +211,14 @@ def _group(batch: Any) -> Group:
             f"a batch must be a tensor, a pair (input, target) or a dict of tensors with one sample per row, "
             f"got {type(batch).__name__} {'without rows' if sizes else 'without a tensor'}"
         )
+    inputs = tree[0] if isinstance(tree, tuple) else tree
+    for name, leaf in inputs.items() if isinstance(inputs, Mapping) else ():
+        is_packed = isinstance(name, str) and (name.startswith("pixel_values") or name.endswith("grid_thw"))
+        if is_packed and isinstance(leaf, Tensor) and sizes[0] > 1 and not has_rows(leaf, sizes[0]):
+            raise ValueError(
+                f"a batch has {sizes[0]} samples, but {name} has {len(leaf)} rows, which belong to no sample by "
+                "themselves: give batches of one sample each"
+            )
     return Group(tree, sizes[0])
 
 

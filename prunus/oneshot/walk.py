@@ -117,10 +117,21 @@ def frozen(model: nn.Module, renewed: Collection[Tensor] = ()) -> Iterator[None]
 
 
 def outputs(model: nn.Module, tree: Tree) -> Any:
-    """What the model returns for a batch without its labels."""
-    if isinstance(tree, tuple):
-        tree = tree[0]
-    return call(model, {k: v for k, v in tree.items() if k != "labels"} if isinstance(tree, Mapping) else tree)
+    """What the model returns for a batch without its labels, unless a decoder makes its inputs from them."""
+    inputs, labels = tree if isinstance(tree, tuple) else (tree, None)
+    if not is_encoder_decoder(model) or (isinstance(inputs, Mapping) and "decoder_input_ids" in inputs):
+        return call(
+            model, {k: v for k, v in inputs.items() if k != "labels"} if isinstance(inputs, Mapping) else inputs
+        )
+    if labels is not None:
+        named = inputs if isinstance(inputs, Mapping) else {getattr(model, "main_input_name", "input_ids"): inputs}
+        inputs = {**named, "labels": labels}
+    return call(model, inputs)
+
+
+def is_encoder_decoder(model: nn.Module) -> bool:
+    """Whether it is a Hugging Face model with an encoder and a decoder, each with tokens of its own."""
+    return getattr(getattr(model, "config", None), "is_encoder_decoder", False) is True
 
 
 def call(model: nn.Module, inputs: Tree) -> Any:

@@ -8,10 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from prunus import load_sparse
 from prunus.cli import main
 from prunus.files.lock import try_lock
-from prunus.lab.trained_model import token_quality
+from prunus.lab.model_quality import token_quality
 from prunus.oneshot.repair import RepairWalk
 
 DATA = os.environ.get("PRUNUS_DATA")
@@ -350,11 +352,46 @@ def test_a_function_of_a_users_own_gives_model_and_data(tmp_path, monkeypatch, c
     (tmp_path / "mine.py").write_text(MINE)
     monkeypatch.chdir(tmp_path)
     main(["prune", "mine:subject", "--probe", "sequential", "--tau", "0.2", "--out", "out"])
-    saved = torch.load(tmp_path / "out" / "model.pt", weights_only=True)
+    saved = load_file(tmp_path / "out" / "model.safetensors")
     rows = json.loads((tmp_path / "out" / "result.json").read_text())["rows"]
     zeros = sum(int((saved[name] == 0).sum()) for name in ("0.weight", "2.weight"))
     assert zeros == round(rows["probed"]["sparsity"] * 56) and set(rows["dense"]) == {"sparsity", "loss"}
     assert "must return a dict" in refused(capsys, "prune", "mine:nothing", "--out", "new")
+
+
+def test_what_a_function_gave_is_read_by_other_commands_or_it_is_said_at_the_start(tmp_path, monkeypatch, capsys):
+    (tmp_path / "mine_again.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    main("prune mine_again:subject --no-repair --score magnitude --out out".split())
+    said = capsys.readouterr().out
+    assert "prunus eval cannot" in said and said.index("prunus eval cannot") < said.index("what was pruned")
+    main("export out --out small --check".split())
+    found, wanted = load_sparse(tmp_path / "small"), load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+    main("doctor out".split())
+    assert "no checkpoint of prunus" in refused(capsys, "eval", "out")
+
+
+THEIRS = """
+import torch, transformers
+
+def subject():
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=40, n_embd=16, n_layer=2, n_head=2, n_positions=16)
+    tokens = torch.arange(24).view(3, 8)
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval()
+    return {"model": model, "batches": [tokens], "evaluate": lambda m: m(tokens, labels=tokens).loss.item()}
+"""
+
+
+def test_a_model_of_transformers_that_a_function_gave_becomes_a_folder_of_its_own(folder, monkeypatch, capsys):
+    pytest.importorskip("transformers")
+    (folder / "theirs.py").write_text(THEIRS)
+    monkeypatch.chdir(folder)
+    main("prune theirs:subject --no-repair --score magnitude --out out".split())
+    assert "cannot" not in capsys.readouterr().out
+    main("eval out --validation valid.u16 --length 12".split())
+    assert "50.0000% of" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("sparsity, reached", [(0.3, 0.5), (0.75, 0.75)])
@@ -363,7 +400,7 @@ def test_zeros_of_a_model_that_is_sparse_already_are_counted_and_said(sparsity, 
     (tmp_path / "mine_sparse.py").write_text(MINE.replace("8, 3))", zeroed))
     monkeypatch.chdir(tmp_path)
     main(f"prune mine_sparse:subject --no-repair --score magnitude --sparsity {sparsity} --out out".split())
-    said, saved = capsys.readouterr().out, torch.load(tmp_path / "out" / "model.pt", weights_only=True)
+    said, saved = capsys.readouterr().out, load_file(tmp_path / "out" / "model.safetensors")
     rows = json.loads((tmp_path / "out" / "result.json").read_text())["rows"]
     assert sum(int((saved[name] == 0).sum()) for name in ("0.weight", "2.weight")) == 56 * reached
     assert rows["dense"]["sparsity"] == 0.5 and rows["magnitude"]["sparsity"] == reached

@@ -12,7 +12,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from prunus.export import load_model, save_model  # noqa: E402
-from prunus.export.huggingface import load_causal_model, read_config  # noqa: E402
+from prunus.export.huggingface import load_plain_model, read_config  # noqa: E402
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def change(folder: Path, values: dict) -> None:
         path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
-LOADERS = {"small": load_model, "plain": load_causal_model}
+LOADERS = {"small": load_model, "plain": load_plain_model}
 
 
 @pytest.mark.parametrize("form", LOADERS)
@@ -103,4 +103,4 @@ def test_a_gguf_file_cut_short_is_one_line(size, tmp_path):
     data = b"GGUF" + (3).to_bytes(4, "little") + (2**60).to_bytes(8, "little") * 2 + bytes(1000)
     (tmp_path / "model.gguf").write_bytes(data[:size])
     with pytest.raises(ValueError, match=r"model\.gguf cannot be read"):
-        load_causal_model(tmp_path, gguf_file="model.gguf")
+        load_plain_model(tmp_path, gguf_file="model.gguf")

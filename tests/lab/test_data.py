@@ -1,6 +1,7 @@
 """Batches are pure functions of seed and step, epochs leave nothing out, and broken files are refused in one line."""
 
 import gzip
+import io
 import json
 import lzma
 import os
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 
 from prunus.lab.data import Labelled, datasets, load
 from prunus.lab.data.batches import crop_and_flip, image_data, permutation, token_data
-from prunus.lab.data.datasets import LIMIT, joined, sources, split
+from prunus.lab.data.datasets import LIMIT, joined, read_tokens, sources, split
 
 MNIST = Path(os.environ.get("PRUNUS_DATA", "")) / "vision" / "mnist"
 
@@ -157,6 +158,32 @@ def test_the_vocabulary_holds_the_tokens_of_both_parts(largest, given, expected)
         assert token_data(*parts, 3, given).shape.vocab_size == expected
 
 
+LARGE = np.arange(0, 140_000, 97)
+
+
+@pytest.mark.parametrize("name", ["a.u32", "a.npy", "a.u32.gz"])
+def test_vocabularies_of_more_than_two_bytes_are_read(name, tmp_path):
+    content = npy(LARGE) if name == "a.npy" else LARGE.astype("<u4").tobytes()
+    data = load(write(tmp_path, name, content), context=9)
+    assert np.array_equal(np.concatenate([data.train.tokens, data.held_out]), LARGE)
+    assert data.shape.vocab_size == -(-(LARGE[-1] + 1) // 64) * 64
+    inputs, _ = data.train.batch(0, 4, 0)
+    assert inputs.dtype == torch.int64 and inputs.max() > 65_535
+
+
+@pytest.mark.parametrize("kind", ["uint16", "uint32"])
+def test_the_type_of_a_raw_file_may_be_said(kind, tmp_path):
+    tokens = np.tile(np.array([5, 0], kind), 40)  # as uint16 it looks like uint32
+    path = write(tmp_path, "a.bin", tokens.astype(np.dtype(kind).newbyteorder("<")).tobytes())
+    assert np.array_equal(read_tokens(path, kind), tokens)
+
+
+@pytest.mark.parametrize("tokens", [[0] * 40, [1, 2] * 20, [7, 3] * 20, list(range(40)), [9000, 20] * 20, [5, 0] * 7])
+def test_uint16_tokens_are_not_taken_for_uint32(tokens, tmp_path):
+    path = write(tmp_path, "a.u16", np.array(tokens, "<u2").tobytes())
+    assert np.array_equal(read_tokens(path), tokens)
+
+
 def refusal(folder, spec, **options):
     before = sorted(folder.iterdir())
     with pytest.raises(ValueError) as refused:
@@ -164,6 +191,12 @@ def refusal(folder, spec, **options):
     assert "\n" not in str(refused.value)
     assert sorted(folder.iterdir()) == before
     return str(refused.value)
+
+
+def npy(array):
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
 
 
 LONG = b"ab" * 500
@@ -184,6 +217,14 @@ BROKEN_TOKENS = [
     ("a.txt", LONG, {"context": 0}, "context must be at least 1, got 0"),
     ("a.txt", LONG, {"augment": True}, "holds tokens"),
     ("a.txt", LONG, {"validation": "good.bin"}, "uint8 and uint16"),
+    ("a.u32", b"abc" * 102, {}, "no multiple of 4 bytes, 306"),
+    ("a.npy", LONG, {}, "no array that numpy.save wrote"),
+    ("a.npy", npy(np.ones((2, 500), int)), {}, "one row of integers, but holds int64 [2, 500]"),
+    ("a.npy", npy(np.ones(500)), {}, "but holds float64"),
+    ("a.npy", npy(np.full(500, -1)), {}, "holds token -1"),
+    ("a.bin", np.arange(1, 500, dtype="<u4").tobytes(), {}, "looks like uint32 tokens"),
+    ("a.u16", np.arange(60_000, 140_000, 90, dtype="<u4").tobytes(), {}, "say --token-type uint32"),
+    ("a.bin.xz", lzma.compress(np.full(500, 3, "<u4").tobytes()), {}, "looks like uint32 tokens"),
 ]
 
 

@@ -7,7 +7,7 @@ from probe_models import cnn, llama, mlp
 from prunus.eligible import eligible
 from prunus.input_statistics import InputNorms
 from prunus.oneshot.blocks import Stream, block_of
-from prunus.oneshot.samples import Chunk
+from prunus.oneshot.samples import Chunk, samples_of
 from prunus.oneshot.walk import Walk, outputs
 
 
@@ -75,3 +75,12 @@ def test_a_single_sample_that_does_not_fit_and_other_errors_are_raised():
     for error in (torch.OutOfMemoryError("CUDA out of memory"), ValueError("mine")):
         with pytest.raises(type(error)):
             walk.visit(2, lambda chunk, error=error: (_ for _ in ()).throw(error))
+
+
+@pytest.mark.parametrize("name", ["pixel_values", "pixel_values_videos", "image_grid_thw"])
+def test_pixels_that_are_not_rows_of_a_sample_are_one_line(name):
+    packed = {"input_ids": torch.zeros(2, 5, dtype=torch.long), name: torch.zeros(8, 3)}
+    with pytest.raises(ValueError, match=f"{name} has 8 rows.*batches of one sample each"):
+        samples_of([packed])
+    alone = {"input_ids": torch.zeros(1, 5, dtype=torch.long), name: torch.zeros(8, 3)}
+    assert len(samples_of([alone, alone])) == 2

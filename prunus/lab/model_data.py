@@ -1,0 +1,259 @@
+"""Samples for a trained model: windows of tokens or of text, or named arrays, to calibrate and to evaluate on."""
+
+import inspect
+import sys
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .data.datasets import OPENERS, TOKEN_TYPES, read_tokens
+
+Rows = dict[str, Tensor]  # arguments of a model's forward, one row a sample
+TEXT = (".txt", ".md")
+HELD_OUT = 10  # without a file of its own every so many-th part is held out, the last
+STARTS = ("auto", "yes", "no")
+
+
+@dataclass(frozen=True)
+class SampleFiles:
+    """Files of samples: tokens, text or named arrays to calibrate on, and the same to evaluate on.
+
+    Without the second the last tenth of the first is held out. ``start_token`` says whether every window opens with the
+    tokenizer's start token; auto does so for text, where the tokenizer adds one.
+    """
+
+    tokens: Path | None = None
+    eval_tokens: Path | None = None
+    text: Path | None = None
+    eval_text: Path | None = None
+    batches: Path | None = None
+    eval_batches: Path | None = None
+    token_type: str = "auto"  # of raw files: uint16, uint32; auto goes by the file's name
+    start_token: str = "auto"
+    is_written: bool = False  # the model writes the calibration text
+
+    def __post_init__(self) -> None:
+        first, second = (self._given(prefix) for prefix in ("", "eval_"))
+        if self.token_type not in ("auto", *TOKEN_TYPES) or self.start_token not in STARTS:
+            raise ValueError(f"the type of tokens is one of auto, {', '.join(TOKEN_TYPES)}, the start token {STARTS}")
+        if self.is_written and first:
+            raise ValueError(f"--calibrate self writes the calibration text; leave off --{first[0]}")
+        if len(first) > 1 or len(second) > 1:
+            doubled = [f"--{prefix}{name}" for prefix, names in (("", first), ("eval-", second)) for name in names]
+            raise ValueError(f"samples come from one kind of file, got {' and '.join(doubled)}")
+        if not first and (not self.is_written or not second):
+            raise ValueError(
+                "a model from a folder needs --tokens to calibrate and --eval-tokens to evaluate on, "
+                "or --text and --eval-text, or --batches and --eval-batches"
+            )
+        if second and not self.is_written and ("batches" in first) != ("batches" in second):
+            raise ValueError(f"--{first[0]} calibrates on other samples than --eval-{second[0]} evaluates on")
+
+    def _given(self, prefix: str) -> list[str]:
+        return [name for name in ("tokens", "text", "batches") if getattr(self, prefix + name) is not None]
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """The tokens of a file, and those that its tokenizer puts before every text."""
+
+    path: Path
+    ids: np.ndarray
+    start: Sequence[int] = ()
+
+    def split(self) -> "tuple[TokenFile, TokenFile]":
+        """All but the last tenth, and that."""
+        edge = len(self.ids) - len(self.ids) // HELD_OUT
+        return TokenFile(self.path, self.ids[:edge], self.start), TokenFile(self.path, self.ids[edge:], self.start)
+
+
+def read_token_files(files: SampleFiles, folder: Path, gguf_file: str | None) -> tuple[TokenFile | None, TokenFile]:
+    """Calibration and held-out tokens of a folder's model; the first is None where the model writes them."""
+    found = []
+    for tokens, text in ((files.tokens, files.text), (files.eval_tokens, files.eval_text)):
+        path = tokens or text
+        found.append(path and read_token_file(path, folder, files.token_type, gguf_file, is_text=text is not None))
+    calibration, held_out = found
+    if calibration is not None and held_out is None:
+        return calibration.split()
+    return calibration, held_out
+
+
+def read_token_file(
+    path: Path, folder: Path, token_type: str = "auto", gguf_file: str | None = None, *, is_text: bool = False
+) -> TokenFile:
+    """Tokens of a token file, or of a text by the tokenizer in the model's folder."""
+    suffix = (path.with_suffix("") if path.suffix in OPENERS else path).suffix
+    if not is_text and suffix in {".npy", *(name for names in TOKEN_TYPES.values() for name in names)}:
+        return TokenFile(path, read_tokens(path, token_type))
+    tokenizer = _tokenizer(folder, gguf_file) if is_text or (path.suffix in TEXT and path.is_file()) else None
+    if tokenizer is None and not is_text:  # its bytes would pass for tokens
+        raise ValueError(
+            f"{path} is no file of uint16 tokens (.u16 or .bin), uint32 tokens (.u32) or .npy; give a text with --text "
+            "where the folder has a tokenizer, or make one: numpy.array(tokenizer.encode(text), '<u4').tofile('a.u32')"
+        )
+    if tokenizer is None:
+        raise ValueError(f"{folder} has no tokenizer that transformers reads, so {path} must be given as tokens")
+    try:
+        ids = tokenizer.encode(path.read_text(encoding="utf-8"), add_special_tokens=False, verbose=False)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text in UTF-8 ({error}); give tokens with --tokens") from error
+    return TokenFile(path, np.array(ids, dtype=np.int64), start_of(tokenizer))
+
+
+def start_of(tokenizer: Any) -> list[int]:
+    """What the tokenizer puts before a text: its start token, if it adds one."""
+    bare, whole = (tokenizer.encode("a", add_special_tokens=special) for special in (False, True))
+    return whole[: len(whole) - len(bare)][:1] if bare and whole[0] != bare[0] else []
+
+
+def _tokenizer(folder: Path, gguf_file: str | None) -> Any | None:
+    from transformers import AutoTokenizer
+
+    options = {"gguf_file": gguf_file} if gguf_file else {}
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **options)
+    except Exception:  # whatever keeps a tokenizer from being read, the message of the caller says what to do
+        return None
+
+
+def start_tokens(choice: str, files: Sequence[TokenFile], model: Any) -> list[int]:
+    """Tokens that open every window."""
+    if choice == "no":
+        return []
+    added = next((list(file.start) for file in files if file.start), [])
+    if choice == "yes" and not added:
+        known = getattr(text_config(model), "bos_token_id", None)
+        if not isinstance(known, int):
+            raise ValueError("--start-token yes: neither the tokenizer nor the model's config has a start token")
+        return [known]
+    return added
+
+
+def check_vocabulary(file: TokenFile, model: Any) -> None:
+    """ValueError for a model that reads no tokens, or does not know one of the file."""
+    if not reads_tokens(model):
+        raise ValueError(
+            f"{type(model).__name__} reads {model.main_input_name}, not tokens: give --batches, an .npz file of arrays"
+        )
+    largest, known = int(file.ids.max(initial=0)), getattr(text_config(model), "vocab_size", 0)
+    if not isinstance(known, int) or largest >= known:
+        raise ValueError(f"{file.path} holds token {largest}, but the model knows {known}")
+
+
+def text_config(model: Any) -> Any:
+    """The part of a configuration that says how text is read: of an image and text model that of its language model."""
+    return model.config.get_text_config()
+
+
+def longest_window(model: Any) -> int:
+    """Default number of tokens in a window."""
+    return min(256, getattr(text_config(model), "max_position_embeddings", None) or 256)
+
+
+def is_causal(model: Any) -> bool:
+    """Whether the model predicts the next token of what it reads."""
+    return reads_tokens(model) and model.can_generate() and not model.config.is_encoder_decoder
+
+
+def reads_tokens(model: Any) -> bool:
+    return model.main_input_name == "input_ids"
+
+
+def rows_of_tokens(model: Any, windows: Tensor) -> Tensor | Rows:
+    """Windows as the model reads them; an encoder reads their first half, and its decoder predicts the second."""
+    if is_causal(model):
+        return windows
+    if not model.config.is_encoder_decoder or "labels" not in inspect.signature(model.forward).parameters:
+        return {"input_ids": windows}
+    half = windows.shape[1] // 2
+    return {"input_ids": windows[:, :half].contiguous(), "labels": windows[:, half:].contiguous()}
+
+
+def drawn(ids: np.ndarray, num: int, length: int, seed: int, start: Sequence[int] = ()) -> Tensor:
+    """``num`` different windows (num, length) that do not overlap, chosen by ``seed``."""
+    available = len(ids) // _step(length, start)
+    if available < num:
+        raise ValueError(f"{num} windows of {length} tokens were asked for, but there are {available}; take fewer")
+    return _windows(ids, np.random.default_rng(seed).permutation(available)[:num], length, start)
+
+
+def side_by_side(ids: np.ndarray, length: int, limit: int, start: Sequence[int] = ()) -> Tensor:
+    """The first windows (num, length), at most ``limit`` unless that is 0."""
+    num = min(len(ids) // _step(length, start), limit or sys.maxsize)
+    if num == 0:
+        raise ValueError(f"the held-out file has {len(ids)} tokens, fewer than a window of {length}")
+    return _windows(ids, np.arange(num), length, start)
+
+
+def _windows(ids: np.ndarray, which: np.ndarray, length: int, start: Sequence[int]) -> Tensor:
+    step = _step(length, start)
+    found = np.empty((len(which), length), np.int64)
+    found[:, : len(start)] = start
+    found[:, len(start) :] = ids[: len(ids) // step * step].reshape(-1, step)[which]
+    return torch.from_numpy(found)
+
+
+def _step(length: int, start: Sequence[int]) -> int:
+    """Tokens of the file in a window."""
+    if length < 2:
+        raise ValueError(f"a window needs at least 2 tokens, the second to be predicted, got {length}")
+    return length - len(start)
+
+
+def read_batches(path: Path) -> Rows:
+    """The named arrays of an .npz file, one row a sample; floats are float32."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            if not isinstance(file, np.lib.npyio.NpzFile):
+                raise ValueError("it holds one array without a name")
+            arrays = {name: file[name] for name in file.files}
+    except FileNotFoundError:
+        raise ValueError(f"there is no file {path}; --batches takes an .npz file of named arrays") from None
+    except (ValueError, EOFError, KeyError, TypeError, AttributeError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{path} is no .npz file of named arrays ({error}); numpy.savez writes one") from error
+    counts = {name: array.shape[:1] for name, array in arrays.items()}
+    if not arrays or len(set(counts.values())) > 1 or counts.popitem()[1] in ((), (0,)):
+        shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items())
+        raise ValueError(f"{path}: every array needs one row a sample, got {shapes or 'no arrays'}")
+    if odd := [name for name, array in arrays.items() if array.dtype.kind not in "biuf"]:
+        raise ValueError(f"{path}: arrays hold numbers, but {odd[0]} is {arrays[odd[0]].dtype}")
+    kinds = {"f": np.float32, "b": np.bool_}
+    return {name: torch.from_numpy(a.astype(kinds.get(a.dtype.kind, np.int64))) for name, a in arrays.items()}
+
+
+def check_batches(path: Path, rows: Rows, model: Any) -> Rows:
+    """The arrays, their floats in the model's own type; ValueError for one that the model does not take."""
+    known = set(inspect.signature(model.forward).parameters)
+    if unknown := sorted(set(rows) - known):
+        takes = ", ".join(sorted(known & {model.main_input_name, "attention_mask", "labels", "decoder_input_ids"}))
+        raise ValueError(f"{path} holds {unknown[0]!r}, which {type(model).__name__} does not take; it takes {takes}")
+    return {name: rows[name].to(model.dtype) if rows[name].is_floating_point() else rows[name] for name in rows}
+
+
+def num_rows(rows: Rows) -> int:
+    return len(next(iter(rows.values())))
+
+
+def split_rows(rows: Rows) -> tuple[Rows, Rows]:
+    """All but the last tenth, at least one row, and that."""
+    num = num_rows(rows)
+    if num < 2:
+        raise ValueError("one sample cannot be calibrated and evaluated on; give more, or --eval-batches")
+    edge = num - max(1, num // HELD_OUT)
+    return {name: a[:edge] for name, a in rows.items()}, {name: a[edge:] for name, a in rows.items()}
+
+
+def drawn_rows(rows: Rows, num: int, seed: int, *, at_most: bool) -> Rows:
+    """``num`` different samples, chosen by ``seed``."""
+    available = num_rows(rows)
+    if available < num and not at_most:
+        raise ValueError(f"{num} samples were asked for, but there are {available}; take fewer")
+    chosen = torch.from_numpy(np.random.default_rng(seed).permutation(available)[:num])
+    return {name: array[chosen] for name, array in rows.items()}

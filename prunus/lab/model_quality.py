@@ -1,0 +1,110 @@
+"""How good a trained model is on held-out samples, by the measure that fits it."""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..oneshot.probe.objective import with_labels
+from .evaluate import Quality
+from .model_data import Rows, is_causal, num_rows
+
+SIZE = 8  # samples in a pass
+MOST_OUTPUTS = 2**30  # bytes of the dense model's outputs that are stored
+
+
+def metric_of(model: Any, held_out: Tensor | Rows) -> tuple[str, Callable[[nn.Module], float]]:
+    """The name of the metric and a function that measures it.
+
+    Perplexity for causal models; for others accuracy where every sample has one class as its label, the model's own
+    loss with any other labels, and without labels how far the outputs are from those of ``model`` as it is now.
+    """
+    if isinstance(held_out, Tensor):
+        return "perplexity", lambda model: token_quality(model, held_out).perplexity
+    if is_causal(model):
+        labelled = with_labels(held_out)
+        return "perplexity", lambda model: Quality(mean_loss(model, labelled), 0.0).perplexity
+    if "labels" not in held_out:
+        dense = dense_outputs(model, held_out)
+        return "divergence", lambda model: divergence(model, held_out, dense)
+    if held_out["labels"].ndim == 1 and not held_out["labels"].is_floating_point():
+        return "accuracy", lambda model: accuracy(model, held_out)
+    return "loss", lambda model: mean_loss(model, held_out)
+
+
+@torch.no_grad()
+def token_quality(model: nn.Module, windows: Tensor) -> Quality:
+    """Quality at every token but the first of each window."""
+    device, loss, right, mode = next(model.parameters()).device, 0.0, 0, model.training
+    model.eval()
+    for batch in windows.split(SIZE):
+        batch = batch.to(device)
+        logits, targets = model(input_ids=batch, use_cache=False).logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten()
+        loss += F.cross_entropy(logits.float(), targets, reduction="sum").double().item()
+        right += int((logits.argmax(-1) == targets).sum())
+    model.train(mode)
+    num = windows.shape[0] * (windows.shape[1] - 1)
+    return Quality(loss / num, right / num)
+
+
+def mean_loss(model: nn.Module, rows: Rows) -> float:
+    """The model's own loss, the mean over samples."""
+    total = sum(float(output.loss) * num_rows(part) for part, output in _passes(model, rows))
+    return total / num_rows(rows)
+
+
+def accuracy(model: nn.Module, rows: Rows) -> float:
+    """The share of samples whose largest logit is that of their label."""
+    right = sum(int((output.logits.argmax(-1).cpu() == part["labels"]).sum()) for part, output in _passes(model, rows))
+    return right / num_rows(rows)
+
+
+def dense_outputs(model: nn.Module, rows: Rows) -> list[Tensor]:
+    """What the model returns for held-out samples, in main memory."""
+    found: list[Tensor] = []
+    for part, output in _passes(model, rows):
+        found.append(_first(output).cpu())
+        if (needed := found[0].nbytes // num_rows(part) * num_rows(rows)) > MOST_OUTPUTS:
+            fewer = num_rows(rows) * MOST_OUTPUTS // needed
+            raise ValueError(f"the dense outputs take {needed / 2**30:.1f} GiB; take --eval-windows {max(1, fewer)}")
+    return found
+
+
+def divergence(model: nn.Module, rows: Rows, dense: list[Tensor]) -> float:
+    """``|y - dense|^2 / |dense|^2`` over all outputs."""
+    off, norm = 0.0, 0.0
+    for (_, output), expected in zip(_passes(model, rows), dense, strict=True):
+        off += float((_first(output).cpu().double() - expected.double()).square().sum())
+        norm += float(expected.double().square().sum())
+    return off / norm if norm else math.nan
+
+
+@torch.no_grad()
+def _passes(model: Any, rows: Rows) -> Iterator[tuple[Rows, Any]]:
+    """Samples, some at a time, and what the model returns for them in evaluation mode."""
+    device, mode = next(model.parameters()).device, model.training
+    # a classifier of text without a padding token cannot find the last token of several texts
+    size = SIZE if getattr(model.config, "pad_token_id", 0) is not None or "input_ids" not in rows else 1
+    model.eval()
+    try:
+        for first in range(0, num_rows(rows), size):
+            part = {name: array[first : first + size] for name, array in rows.items()}
+            try:
+                output = model(**{name: array.to(device) for name, array in part.items()})
+            except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
+                reason = " ".join(str(error).split())[:200]
+                raise ValueError(
+                    f"{type(model).__name__} cannot read samples of {', '.join(rows)}: {reason}"
+                ) from error
+            yield part, output
+    finally:
+        model.train(mode)
+
+
+def _first(output: Any) -> Tensor:
+    """The logits, or what stands first in the output."""
+    found = getattr(output, "logits", None)
+    return (output[0] if found is None else found).float()

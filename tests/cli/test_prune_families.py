@@ -1,0 +1,147 @@
+"""``prunus prune`` and ``eval`` of folders that hold no causal language model: what they were, they stay."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from families import FAMILIES, assert_equal_models, build, inputs, transformers
+
+from prunus import load_model
+from prunus.cli import main
+from prunus.export.huggingface import load_plain_model
+
+METRICS = {
+    "llama": "perplexity", "llama classifier": "accuracy", "bert classifier": "accuracy", "bert": "divergence",
+    "t5": "loss", "bart": "loss", "marian": "loss", "vit": "accuracy", "whisper": "loss", "mixtral": "perplexity",
+}  # fmt: skip
+
+
+def command(*args):
+    main([str(arg) for arg in args])
+
+
+def refused(capsys, *args):
+    with pytest.raises(SystemExit) as stop:
+        command(*args)
+    assert stop.value.code == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    return line
+
+
+def save_batches(path, batch, times=3):
+    np.savez(path, **{name: array.repeat(times, *[1] * (array.ndim - 1)).numpy() for name, array in batch.items()})
+    return path
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_a_folder_is_pruned_and_written_as_what_it_was(name, tmp_path, capsys):
+    model, batch = build(name), inputs(name)
+    model.save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "preprocessor_config.json").write_text("{}")
+    data = save_batches(tmp_path / "data.npz", batch)
+    options = "--score magnitude --no-repair --samples 4".split()
+    command("prune", tmp_path / "model", "--batches", data, *options, "--out", tmp_path / "out")
+    result = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert list(result["rows"]["dense"]) == ["sparsity", METRICS[name]]
+    assert all(math.isfinite(row[METRICS[name]]) for row in result["rows"].values())
+    assert result["rows"]["magnitude"]["sparsity"] == pytest.approx(0.5, abs=1e-3)
+    found = type(model).from_pretrained(tmp_path / "out")
+    pruned = {row["name"] for row in result["layers"]}
+    for key, parameter in model.named_parameters():
+        kept = found.get_parameter(key) != 0
+        assert torch.equal(found.get_parameter(key)[kept], parameter[kept])
+        assert key in pruned or torch.equal(found.get_parameter(key), parameter)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == [type(model).__name__]
+    assert (tmp_path / "out" / "preprocessor_config.json").is_file()
+    assert_equal_models(load_plain_model(tmp_path / "out"), found, batch)
+    capsys.readouterr()
+    held_out = save_batches(
+        tmp_path / "held_out.npz", {key: a.repeat_interleave(3, 0)[-1:] for key, a in batch.items()}, 1
+    )
+    more = ["--dense", tmp_path / "model"] if METRICS[name] == "divergence" else []
+    command("eval", tmp_path / "out", "--batches", held_out, *more)
+    said, row = capsys.readouterr().out, result["rows"]["magnitude"]
+    if FAMILIES[name][2].__name__ in ("classes", "pixels", "text"):  # as it was measured after pruning
+        assert f"{METRICS[name]} {row[METRICS[name]]:.4f}"[:-1] in said
+    assert f"{row['sparsity']:.4%} of" in said
+
+
+@pytest.mark.parametrize("name", ["llama", "bert", "t5"])
+def test_models_that_read_tokens_take_token_files(name, tmp_path):
+    build(name).save_pretrained(tmp_path / "model")
+    np.random.default_rng(0).integers(0, 64, 600).astype("<u2").tofile(tmp_path / "data.u16")
+    options = "--score magnitude --no-repair --samples 4 --length 12".split()
+    command("prune", tmp_path / "model", "--tokens", tmp_path / "data.u16", *options, "--out", tmp_path / "out")
+    rows = json.loads((tmp_path / "out" / "result.json").read_text())["rows"]
+    assert METRICS[name] in rows["dense"] and rows["magnitude"]["sparsity"] == pytest.approx(0.5, abs=1e-3)
+
+
+@pytest.mark.parametrize("load", [load_model, load_plain_model])
+@pytest.mark.parametrize(
+    ("saved", "other", "said"),
+    [
+        ("llama classifier", "LlamaForCausalLM", "lm_head.weight|score.weight"),
+        ("llama", "LlamaForSequenceClassification", "lm_head.weight|score.weight"),
+        ("bert classifier", "BertModel", "classifier"),
+        ("bert", "BertForSequenceClassification", "classifier"),
+    ],
+)
+def test_a_tensor_too_many_or_too_few_is_one_line(saved, other, said, load, tmp_path):
+    build(saved).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": [other]}))
+    with pytest.raises(ValueError, match=said) as error:
+        load(tmp_path)
+    assert "\n" not in str(error.value) and ("which" in str(error.value))
+
+
+BAD = {
+    "no such file": (None, "there is no file"),
+    "another kind of file": (b"not a zip", "no .npz file of named arrays"),
+    "rows that differ": ({"input_ids": np.ones((4, 6), int), "labels": np.ones(3, int)}, "one row a sample"),
+    "no arrays": ({}, "got no arrays"),
+    "an unknown name": ({"input_ids": np.ones((4, 6), int), "tokens": np.ones(4, int)}, "holds 'tokens', which"),
+    "letters": ({"input_ids": np.full((4, 6), "a")}, "arrays hold numbers"),
+    "objects": ({"input_ids": np.full(4, None)}, "no .npz file of named arrays"),
+    "a wrong shape": ({"input_ids": np.ones((4, 6, 2, 2), int)}, "cannot read samples of input_ids"),
+    "a single sample": ({"input_ids": np.ones((1, 6), int)}, "give more, or --eval-batches"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_batches_that_do_not_fit_are_one_line_and_nothing_is_written(case, tmp_path, capsys):
+    build("bert classifier").save_pretrained(tmp_path / "model")
+    arrays, said = BAD[case]
+    if isinstance(arrays, bytes):
+        (tmp_path / "data.npz").write_bytes(arrays)
+    elif arrays is not None:
+        np.savez(tmp_path / "data.npz", **arrays)
+    capsys.readouterr()
+    options = ["--score", "magnitude", "--no-repair", "--samples", "1", "--out", tmp_path / "out"]
+    assert said in refused(capsys, "prune", tmp_path / "model", "--batches", tmp_path / "data.npz", *options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_options_that_do_not_go_together_are_one_line(tmp_path, capsys):
+    build("vit").save_pretrained(tmp_path / "model")
+    np.zeros(600, "<u2").tofile(tmp_path / "data.u16")
+    save_batches(tmp_path / "data.npz", inputs("vit"))
+    tokens, arrays = ["--tokens", tmp_path / "data.u16"], ["--batches", tmp_path / "data.npz"]
+    prune, out = ["prune", tmp_path / "model", "--out", tmp_path / "out"], tmp_path / "out"
+    capsys.readouterr()
+    assert "reads pixel_values, not tokens" in refused(capsys, *prune, *tokens, "--length", 8, "--samples", 2)
+    assert "--tokens and --batches" in refused(capsys, *prune, *tokens, *arrays)
+    assert "other samples than --eval-tokens" in refused(capsys, *prune, *arrays, "--eval-tokens", out)
+    assert "give --dense" in refused(capsys, "eval", tmp_path / "model", "--batches", without_labels(tmp_path))
+    assert "--validation and --batches" in refused(capsys, "eval", tmp_path / "model", *arrays, "--validation", out)
+
+
+def without_labels(folder):
+    arrays = {name: array for name, array in inputs("vit").items() if name != "labels"}
+    return save_batches(folder / "unlabelled.npz", arrays)
+
+
+def test_transformers_is_what_the_table_is_built_from():
+    assert all(hasattr(transformers, kind) for kind, _, _ in FAMILIES.values()) and set(METRICS) <= set(FAMILIES)
