@@ -231,4 +231,4 @@ def _function(name: str) -> TrainedModel:
             write(in_memory(model.state_dict(), {"format": "pt"}), WritePlan(out / PLAIN, small=False))
 
     metric = found.get("metric", "metric")
-    return TrainedModel(model, list(found["batches"]), found["evaluate"], save, found.get("loss"), metric, note)
+    return TrainedModel(model, list(found["batches"]), found["evaluate"], save, found.get("loss"), metric, note=note)
