@@ -313,12 +313,13 @@ def _write(command: Command, outcome: "Outcome") -> None:
     """Write the folder, which appears when it is complete, and remove the one to work in."""
     from ..files.atomic import new_folder
     from ..files.json_file import write_json
-    from .prune_picture import picture
+    from ..lab.report.pruned import PICTURE, picture
 
+    figures = _plain(_figures(command, outcome))
     with new_folder(command.out, inside=_unfinished(command)) as part:
         outcome.model.save(part)
-        write_json(part / "result.json", _plain(_figures(command, outcome)))
-        (part / "layers.svg").write_text(picture(outcome.result.layers))
+        write_json(part / "result.json", figures)
+        (part / PICTURE).write_text(picture(figures["layers"]), encoding="utf-8")
     shutil.rmtree(_unfinished(command), ignore_errors=True)
 
 

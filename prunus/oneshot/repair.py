@@ -101,6 +101,7 @@ class RepairWalk:
                 reason = "no sample reached it" if is_called else "it is no plain linear layer or convolution"
                 self._prune_by_magnitude(name, reason)
                 done([name])
+        self.streams.forget()
 
     def _content(self, name: str) -> dict[str, Any]:
         weight = self.weights[name].parameter.detach()

@@ -3,8 +3,8 @@
 Both travel from block to block. What a group of layers reads in either of them is summed up in Gram matrices.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import partial
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ from .layers import input_rows, num_groups
 from .order import InputGroup, can_batch, input_groups
 from .resources import Clock, free_bytes
 from .samples import Chunk, mask_of
-from .walk import Walk, outputs
+from .walk import Walk, outputs, swapped
 
 Kind = Literal["dense", "pruned"]
 Forward = Callable[[Chunk], None]
@@ -81,6 +81,12 @@ class Streams:
         later = {name for group in self.groups if group.stop >= self.position for name in group.names}
         self._values = {name: value for name, value in self._values.items() if name in later}
 
+    def forget(self) -> None:
+        """Free the activations: no pass follows."""
+        self._inputs.clear()
+        for stream in (self.dense, self.pruned):
+            stream.want(())
+
     def moments(self, group: InputGroup) -> list[Moments | None]:
         """Second moments of what a group reads: one for each expert or group of a convolution.
 
@@ -121,18 +127,9 @@ class Streams:
     def _forward(self, chunk: Chunk) -> None:
         outputs(self.walk.model, self.walk.batch(chunk))
 
-    @contextmanager
-    def _running(self, kind: Kind) -> Iterator[None]:
+    def _running(self, kind: Kind) -> AbstractContextManager[None]:
         """The model as it is, or with its dense weights from the current position on."""
-        values = [*self._values.values()] if kind == "dense" else []
-        own = [parameter.data for parameter, _ in values]
-        try:
-            for parameter, value in values:
-                parameter.data = value
-            yield
-        finally:
-            for (parameter, _), value in zip(values, own, strict=True):
-                parameter.data = value
+        return swapped(dict(self._values.values()) if kind == "dense" else {})
 
     def _run(self, kind: Kind, chunk: Chunk, last: nn.Module | None, forward: Forward | None = None) -> None:
         """A pass from the current position that ends with the module ``last``, if it does not end before."""
@@ -191,21 +188,22 @@ class Streams:
             return
         if self.is_same:
             self.dense.copy_from(self.pruned, self.position)
-        sizes, chunk, is_first = self.walk.samples.groups, Chunk(0, 0, 1), True
+        sizes = [group.size for group in self.walk.samples.groups]
+        here, is_trial = Chunk(0, 0, 1), True  # one sample tells how much memory all would take
 
         def store(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            x, key = next(iter(args or kwargs.values())).detach(), (name, chunk.group)
-            if is_first:
+            x, key = next(iter(args or kwargs.values())).detach(), (name, here.group)
+            if is_trial:
                 self._inputs[key] = x
                 return
             if key not in self._inputs:  # zero where the dense model does not call the layer
-                self._inputs[key] = x.new_zeros(sizes[chunk.group].size, *x.shape[1:])
-            self._inputs[key][chunk.rows] = x
+                self._inputs[key] = x.new_zeros(sizes[here.group], *x.shape[1:])
+            self._inputs[key][here.rows] = x
 
-        def forward(now: Chunk) -> None:
-            nonlocal chunk
-            chunk = now
-            self._forward(now)
+        def forward(chunk: Chunk) -> None:
+            nonlocal here
+            here = chunk
+            self._forward(chunk)
 
         last = self.blocks[self.position] if self.position < len(self.blocks) else None
         with ExitStack() as stack, self.clock.part("forwards"):
@@ -213,14 +211,15 @@ class Streams:
                 for module in self.modules[name]:
                     hook = module.register_forward_pre_hook(partial(store, name), with_kwargs=True)
                     stack.callback(hook.remove)
-            self._run("dense", chunk, last)
-            seen, is_first, self._inputs = self._inputs, False, {}
+            self._run("dense", here, last)
+            seen, is_trial, self._inputs = self._inputs, False, {}
             num_bytes = sum(x.nbytes for x in seen.values()) * len(self.walk.samples)
             room = min(STORED.get(self.walk.device.type, 1 << 30), SHARE * free_bytes(self.walk.device))
             if len(seen) < len(groups) or any(x.shape[:1] != (1,) for x in seen.values()) or num_bytes > room:
                 return
+            self._inputs = {key: x.new_zeros(sizes[0], *x.shape[1:]) for key, x in seen.items()}
             if last is None:
-                self.walk.visit(self.size, lambda now: self._run("dense", now, None, forward))
+                self.walk.visit(self.size, lambda chunk: self._run("dense", chunk, None, forward))
             else:
                 self._advance("dense", forward)
                 self._ahead = True

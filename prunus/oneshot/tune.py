@@ -5,8 +5,7 @@ dense stream. That of the whole model is the KL divergence of its distribution f
 square to the dense outputs where they are no logits.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +18,7 @@ from .blocks import Reached, Stream
 from .offload import Offload, gradients, saving
 from .resources import is_out_of_memory, release
 from .samples import Pick, Tree, mask_of
-from .walk import Walk, outputs
+from .walk import Walk, outputs, swapped
 
 HELD_OUT = 10  # one sample of so many decides which epoch stays
 TOKENS = 1024  # whose distributions are compared at once
@@ -182,25 +181,13 @@ def whole_loss(walk: Walk, dense: Mapping[Tensor, Tensor]) -> Loss:
 
     def loss(pick: Pick) -> Tensor:
         batch = walk.batch(pick)
-        with torch.no_grad(), _swapped(dense):
+        with torch.no_grad(), swapped(dense):
             expected, _ = _outputs(walk.model, batch)
         found, are_logits = _outputs(walk.model, batch)
         distance = _divergence if are_logits else _mean_square
         return distance(found, expected, mask_of(batch))
 
     return loss
-
-
-@contextmanager
-def _swapped(values: Mapping[Tensor, Tensor]) -> Iterator[None]:
-    own = {tensor: tensor.data for tensor in values}
-    try:
-        for tensor, value in values.items():
-            tensor.data = value
-        yield
-    finally:
-        for tensor, value in own.items():
-            tensor.data = value
 
 
 def _outputs(model: nn.Module, batch: Tree) -> tuple[Tensor, bool]:

@@ -116,6 +116,19 @@ def frozen(model: nn.Module, renewed: Collection[Tensor] = ()) -> Iterator[None]
             module.training = mode
 
 
+@contextmanager
+def swapped(values: Mapping[Tensor, Tensor]) -> Iterator[None]:
+    """Tensors of a model that hold other values while this is open."""
+    own = {tensor: tensor.data for tensor in values}
+    try:
+        for tensor, value in values.items():
+            tensor.data = value
+        yield
+    finally:
+        for tensor, value in own.items():
+            tensor.data = value
+
+
 def outputs(model: nn.Module, tree: Tree) -> Any:
     """What the model returns for a batch without its labels, unless a decoder makes its inputs from them."""
     inputs, labels = tree if isinstance(tree, tuple) else (tree, None)

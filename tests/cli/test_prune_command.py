@@ -104,9 +104,25 @@ def test_by_default_the_weights_that_stay_are_repaired(folder, options, capsys):
         assert int((model.get_parameter(row["name"]) == 0).sum()) == row["num_pruned"]
         assert row["error"] <= row["mask_error"]
     assert "error, mask alone" in said and "repaired" in said
+    assert "model.layers.*.mlp.up_proj.weight" in said and "model.layers.1.mlp.up_proj.weight" not in said
     picture = (out / "layers.svg").read_text()
     assert picture.count("<rect") == 3 * len(result["layers"]) and all(r["name"] in picture for r in result["layers"])
     assert sorted(path.name for path in folder.iterdir()) == ["calib.u16", "model", "out", "valid.u16"]
+
+
+def test_every_layer_is_shown_on_request_and_the_report_has_table_and_picture(folder, capsys):
+    out, result = prune(folder, "--layers")
+    assert "model.layers.1.mlp.up_proj.weight" in capsys.readouterr().out
+    main(["report", str(out)])
+    page = (out / "report.html").read_text()
+    assert (out / "layers.svg").read_text() in page and "50% of the weights are zero" in page
+    assert all(f"{row['perplexity']:.4f}" in page for row in result["rows"].values())
+    result["layers"][0]["name"] = "<script>"
+    (out / "result.json").write_text(json.dumps(result))
+    main(["report", str(out)])
+    assert "<script>" not in (out / "report.html").read_text()
+    (out / "result.json").write_text('{"layers": [{"name": "w"}]}')
+    assert "lacks its name or its sparsity" in refused(capsys, "report", out)
 
 
 def test_calibration_text_may_be_the_models_own(folder, capsys):
@@ -260,6 +276,7 @@ def test_a_gguf_file_comes_back_as_a_folder_of_plain_weights(folder):
         (["--no-repair", "--damping", "0.1"], "without a repair nothing reads --damping"),
         (["--repair-probe"], "without --probe nothing reads --repair-probe"),
         (["--scope", "row", "--allocate", "erk"], "take --scope layer"),
+        (["--allocate", "moments"], "has none: they are in a checkpoint of prunus"),
         (["--out", __file__ + "/out"], "is no folder that you may write to"),
         pytest.param(["--out", "/proc/out"], "/proc/.out.unfinished", marks=LINUX),
         (["--out", __file__], "is there already"),
@@ -324,6 +341,12 @@ def test_a_checkpoint_of_our_own_is_pruned_and_evaluated(tmp_path, capsys):
     result = json.loads((tmp_path / "out" / "result.json").read_text())
     capsys.readouterr()
     assert "leave out --offload" in refused(capsys, "prune", tmp_path / "run", "--offload", "--out", tmp_path / "new")
+    options = ["--samples", "4", "--eval-windows", "2", "--allocate", "moments", "--out", tmp_path / "allocated"]
+    main([str(part) for part in ["prune", tmp_path / "run", *options]])
+    allocated = json.loads((tmp_path / "allocated" / "result.json").read_text())
+    assert allocated["rows"]["repaired"]["sparsity"] == pytest.approx(0.5, abs=1e-5)
+    assert len({round(layer["sparsity"], 3) for layer in allocated["layers"]}) > 2
+    capsys.readouterr()
     main(["eval", str(tmp_path / "out"), "--eval-size", "2"])
     said = capsys.readouterr().out
     probed = result["rows"]["probed"]

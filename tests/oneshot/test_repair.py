@@ -16,6 +16,7 @@ from prunus import Distill, Global, NofM, PerLayer, PerRow, Probe, Repair, prune
 from prunus.oneshot.gram import Gram
 from prunus.oneshot.layers import as_matrix, from_matrix, input_rows
 from prunus.oneshot.solver import keep_all_but, solve
+from prunus.score import bitter7
 
 
 def zeros(model, names):
@@ -121,6 +122,25 @@ def test_sparsity_is_allocated_by_fisher(repair, score):
     shifts = [layer.sparsity - alone[layer.name] for layer in result.layers if 0.36 < layer.sparsity < 0.64]
     assert all(0.34 < layer.sparsity < 0.66 for layer in result.layers)
     assert len(shifts) > 3 and max(shifts) - min(shifts) < 0.01
+
+
+def test_sparsity_is_allocated_by_the_second_moments_of_training():
+    case, before = llama(torch.float32), snapshot(llama(torch.float32).model)
+    draw = torch.Generator().manual_seed(0)
+    weights = {name: p for name, p in case.model.named_parameters() if "proj" in name}
+    moments = {name: torch.rand(p.shape, generator=draw) ** 8 * (1 + i) for i, (name, p) in enumerate(weights.items())}
+    scores = {name: bitter7(p.detach(), moments[name]) for name, p in weights.items()}
+    alone = {name: 1 - mask.float().mean().item() for name, mask in Global()(scores, 0.6).items()}
+    result = prune(case.model, case.batches, 0.6, select=PerLayer("moments"), moments=moments)
+    assert result.num_pruned == round(0.6 * result.num_weights) == sum(zeros(case.model, result.masks).values())
+    assert all(0.44 < layer.sparsity < 0.76 for layer in result.layers)
+    shifts = [layer.sparsity - alone[layer.name] for layer in result.layers if 0.46 < layer.sparsity < 0.74]
+    assert len(shifts) > 3 and max(shifts) - min(shifts) < 0.01
+    result.undo_()
+    del moments["model.layers.1.mlp.up_proj.weight"]
+    with pytest.raises(ValueError, match=r"there are none of model\.layers\.1\.mlp\.up_proj\.weight"):
+        prune(case.model, case.batches, 0.6, select=PerLayer("moments"), moments=moments)
+    assert_same(before, snapshot(case.model))
 
 
 @pytest.mark.parametrize(
@@ -464,6 +484,56 @@ def test_options_of_tuning_are_checked():
         Repair("own", tune=Distill())
     with pytest.raises(ValueError, match=r"True, False or Distill"):
         Repair(tune=8)
+
+
+def test_masks_that_a_model_has_leave_its_weights_as_they_are():
+    case = llama(torch.float32)
+    prune(case.model, case.batches, 0.5, "magnitude", repair=None)
+    before = snapshot(case.model)
+    result = prune(case.model, case.batches, 0.5, "magnitude", repair=Repair())
+    assert result.num_pruned == result.num_weights // 2 and all(layer.error < 1e-5 for layer in result.layers)
+    assert_same(before, snapshot(case.model))
+
+
+@pytest.mark.parametrize(
+    ("batches", "options", "message"),
+    [
+        (torch.zeros(2, 3, dtype=torch.long), {}, "put it into a list"),
+        ("text", {}, "iterable of batches"),
+        (0.5, {}, "the sparsity is a keyword"),
+        ([object()], {}, "without a tensor"),
+        ([torch.zeros(0, 3)], {}, "without rows"),
+        ([(1, 2, 3)], {}, "got 3 parts"),
+        (iter([]), {}, "no calibration samples"),
+        (None, {"sparsity": 0.3, "select": NofM(2, 4)}, "2:4 is a sparsity of 0.5, but 0.3"),
+        (None, {"sparsity": 0.99, "select": PerLayer("fisher")}, "cannot be reached where no layer"),
+        (None, {"select": PerLayer("moments")}, "reads Adam's second moments"),
+        (None, {"sparsity": 1.5}, r"number in \[0, 1\)"),
+    ],
+    ids=str,
+)
+def test_bad_input_is_one_line_and_the_model_is_untouched(batches, options, message):
+    case = llama(torch.float32)
+    before = snapshot(case.model)
+    with pytest.raises(ValueError, match=message) as error:
+        prune(case.model, case.batches if batches is None else batches, **options)
+    assert "\n" not in str(error.value)
+    assert_same(before, snapshot(case.model))
+
+
+def test_a_factorisation_that_fails_even_damped_is_one_line_and_the_model_is_untouched(monkeypatch):
+    case = llama(torch.float32)
+    before, calls, own = snapshot(case.model), [], torch.linalg.cholesky_ex
+
+    def failing(matrix):
+        calls.append(1)
+        factor, info = own(matrix)
+        return factor, torch.ones_like(info) if len(calls) > 5 else info
+
+    monkeypatch.setattr(torch.linalg, "cholesky_ex", failing)
+    with pytest.raises(ValueError, match=r"proj\.weight has no Cholesky factor, even damped by"):
+        prune(case.model, case.batches)
+    assert_same(before, snapshot(case.model))
 
 
 def test_layers_that_cannot_be_repaired_are_pruned_by_their_size_and_named():

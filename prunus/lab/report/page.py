@@ -13,16 +13,17 @@ from ...files.atomic import write_atomically
 from .cells import ArmRow, Source, mean_of, read_source
 from .comparison import memory_of, split_recipe
 from .numbers import count, duration, fixed, memory, percent, plain, short_percent, signed
+from .pruned import PICTURE, pruned_page
 from .records import RunRecord, number
 from .sections import sections
 
 
 def write_report(folder: Path, out: Path | None = None) -> Path:
-    """Write the page of a run or study folder in one step, and return where it is."""
+    """Write the page of a run, a study or a pruned model in one step, and return where it is."""
     target = out or folder / "report.html"
     if target.is_dir():
         raise ValueError(f"{target} is a folder, but the page is a file; give its name too: {target / 'report.html'}")
-    page = render(read_source(folder))
+    page = pruned_page(folder) if (folder / PICTURE).is_file() else render(read_source(folder))
     target.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(target, lambda file: file.write(page.encode(errors="replace")))  # JSON may hold a lone surrogate
     return target
