@@ -46,7 +46,7 @@ def test_ways_to_prune_a_trained_model_are_compared_over_seeds(tmp_path, capsys)
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=40, num_hidden_layers=2, max_position_embeddings=32, **SMALL, tie_word_embeddings=True
+        vocab_size=40, num_hidden_layers=1, max_position_embeddings=32, **SMALL, tie_word_embeddings=True
     )
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
     files = {name: tmp_path / f"{name}.u16" for name in ("tokens", "eval-tokens")}
