@@ -58,7 +58,7 @@ def run(command: Command) -> None:
     started = time.time()
     what, folders = (*command.words[:1], "")[0], [Path(word) for word in command.words[1:]]
     if what and what not in READ:
-        raise ValueError(f"expected {', '.join(READ)} or options alone, got {what!r}")
+        raise ValueError(f"prunus study is followed by {', '.join(READ)} or by options, not by {what!r}")
     _check_options(command, what)
     if what == "merge":
         print_table(merge(folders, command.out, slim=command.slim))
@@ -84,7 +84,7 @@ def _check_options(command: Command, what: str) -> None:
             raise ValueError(f"{f'study {what}' if what else 'a study'} does not read --{name}; leave it off")
     for name, value in (("time-limit", command.time_limit), ("save-every", command.save_every)):
         if not value >= 0:
-            raise ValueError(f"--{name} must be at least 0, which is none, got {value}")
+            raise ValueError(f"--{name} must be 0, for none, or more, got {value}")
 
 
 def _run(command: Command, started: float) -> None:
@@ -166,7 +166,7 @@ def _seeds(text: str) -> tuple[int, ...]:
     """``3`` is seeds 0, 1 and 2; ``1,2`` are those."""
     numbers = tuple(int(_number(part, int)) for part in _split(text))
     if any(number < 0 for number in numbers) or (numbers == (0,) and "," not in text):
-        raise ValueError(f"seeds is how many, at least 1, or which ones with commas, got {text!r}")
+        raise ValueError(f"--seeds is a number of seeds, at least 1, or seeds separated by commas, got {text!r}")
     return tuple(range(numbers[0])) if numbers and "," not in text else numbers
 
 
