@@ -22,8 +22,8 @@ lint: .venv/test
 types: .venv/test
 	$(BIN)/pyrefly check --summarize-errors
 
-# one thread a worker: two workers on two cores would otherwise fight over them
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+# one thread a worker: two workers on two cores would otherwise fight over them; bytecode is kept for the next run
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal
 
 test: .venv/test .venv/browser
 	$(PYTEST)

@@ -140,7 +140,7 @@ def ranks_of(tensors: Mapping[str, Tensor], group: ProcessGroup | None = None) -
             if len(meshes) > 1:
                 raise ValueError(
                     f"all weights must be sharded over one mesh, but {name} is on {meshes[1]}, others on {meshes[0]}; "
-                    "exclude= it, or shard all over the same mesh"
+                    "leave it out by exclude=, or shard all over the same mesh"
                 )
     if meshes:
         [mesh] = meshes
@@ -185,7 +185,9 @@ def shard_of(name: str, tensor: Tensor, ranks: Ranks) -> Shard:
     offset, shape, is_owner = [0] * len(global_shape), list(global_shape), True
     strided = [axis for axis, placement in enumerate(placements) if _is_strided(placement)]
     if len({placements[axis].dim for axis in strided}) < len(strided):
-        raise ValueError(f"{name} is sharded as {placements}, twice with a stride along one dimension; exclude= it")
+        raise ValueError(
+            f"{name} is sharded as {placements}, twice with a stride along one dimension; leave it out by exclude="
+        )
     # FSDP2 over tensor parallelism shards a dimension that is sharded already, and calls it strided: last
     for axis in [axis for axis in range(mesh.ndim) if axis not in strided] + strided:
         if placements[axis].is_replicate():

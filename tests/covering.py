@@ -23,13 +23,17 @@ def covering(*axes: Iterable, one_of: int = 1) -> list:
     return found
 
 
-def each_once(*axes: Iterable) -> list:
-    """The product of ``axes``: a few cases in which every value comes once are quick, all others are slow."""
+def each_once(*axes: Iterable, times: int = 1, one_of: int = 1) -> list:
+    """The product of ``axes``: a few cases in which every value comes once, or more ``times``, are quick.
+
+    All others are slow, or one of so many.
+    """
     values = [list(axis) for axis in axes]
-    quick = {tuple(n % len(axis) for axis in values) for n in range(max(map(len, values)))}
+    quick = {tuple(n % len(axis) for axis in values) for n in range(times * max(map(len, values)))}
     return [
         pytest.param(*case, marks=() if row in quick else pytest.mark.slow)
         for row, case in zip(product(*(range(len(axis)) for axis in values)), product(*values), strict=True)
+        if row in quick or sum(row) % one_of == 0
     ]
 
 

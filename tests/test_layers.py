@@ -3,6 +3,7 @@
 import ast
 import sys
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -52,16 +53,18 @@ MODULES = [path for path in FILES if path != Path("__init__.py")]
 NAMES = {".".join(("prunus", *path.with_suffix("").parts)).removesuffix(".__init__"): path for path in FILES}
 
 
+@cache
 def imports_of(path):
     """Dotted names that a file imports, ``prunus.x`` for its own package's, however they are written."""
-    here = ("prunus", *path.with_suffix("").parts)
+    here, found = ("prunus", *path.with_suffix("").parts), []
     for node in ast.walk(ast.parse((PACKAGE / path).read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = [*here[: len(here) - node.level]] if node.level else []
             start = ".".join([*base, *(node.module or "").split(".")]).strip(".")
-            yield from (f"{start}.{alias.name}" for alias in node.names)
+            found += [f"{start}.{alias.name}" for alias in node.names]
+    return found
 
 
 def files_of(path):

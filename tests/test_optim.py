@@ -83,7 +83,14 @@ def test_a_learning_rate_may_be_a_tensor():
     equal_states(first, second)
 
 
-@pytest.mark.parametrize("options", [{}, {"max_norm": 0.1}, {"spam": Spam(every=5, warmup=2, hold=1)}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_norm": 0.1},
+        *(pytest.param(o, marks=pytest.mark.slow) for o in ({}, {"spam": Spam(every=5, warmup=2, hold=1)})),
+    ],
+    ids=str,
+)
 def test_a_compiled_step_is_the_step(options):
     ends = []
     for compiled in (False, True):

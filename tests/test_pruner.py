@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from covering import each_once
 from reference import is_subset, keep_largest, same
 from torch import nn
 from toys import (
@@ -51,14 +52,21 @@ def scores_by_definition(row, model, optimizer, **options):
     return found
 
 
-@pytest.mark.parametrize("make", [adamw, adamw_prune])
 @pytest.mark.parametrize(
-    ("score", "options"),
-    [(name, {}) for name in BY_STATE] + [("bitter7", {"eps": 1e-8}), ("fisher", {"q": 0.25}), ("random", {"seed": 5})],
-    ids=str,
+    ("make", "formula"),
+    each_once(
+        [adamw, adamw_prune],
+        [
+            *((name, {}) for name in BY_STATE),
+            ("bitter7", {"eps": 1e-8}),
+            ("fisher", {"q": 0.25}),
+            ("random", {"seed": 5}),
+        ],
+    ),
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
-def test_an_event_prunes_the_exact_number_of_the_lowest_live_scores(make, score, options):
-    model = net()
+def test_an_event_prunes_the_exact_number_of_the_lowest_live_scores(make, formula):
+    (score, options), model = formula, net()
     optimizer = make(model)
     seen = {}
     optimizer.register_step_post_hook(  # registered first, so that it sees the state an event reads

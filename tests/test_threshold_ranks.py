@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from covering import covering
+from covering import covering, each_once
 from ranks import on_ranks
 from reference import draw
 
@@ -89,7 +89,9 @@ def room(request, monkeypatch, small_chunks):
 
 
 @pytest.mark.parametrize(
-    ("select", "layout", "room", "kind"), covering(SELECTORS, LAYOUTS, ROOMS, KINDS, one_of=3), indirect=["room"]
+    ("select", "layout", "room", "kind"),
+    each_once(SELECTORS, LAYOUTS, ROOMS, KINDS, times=4, one_of=4),
+    indirect=["room"],
 )
 def test_ranks_find_the_masks_of_one_process(select, layout, room, kind):
     number = KINDS.index(kind)

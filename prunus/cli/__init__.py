@@ -14,13 +14,13 @@ from typing import Any, NoReturn
 COMMANDS = {
     "demo": "train a small GPT dense and to 50 % sparsity by two scores, and compare them",
     "train": "train a network, pruning it on the way",
-    "prune": "prune a trained model, with or without the gradient probe",
+    "prune": "prune a trained model, and repair the weights that stay",
     "study": "compare scores fairly: arms x sparsities x seeds, and what they say",
     "eval": "quality and sparsity of a checkpoint",
     "watch": "the charts of a run or a study in the terminal while it goes on",
     "report": "one HTML page of a run or a study, with its charts",
     "doctor": "check what a pruned model promises",
-    "export": "a smaller file that gives every bit back, and back to a plain one",
+    "export": "write a pruned model as a smaller file without losing a bit, and back",
     "profile": "where the time and memory of a training step go",
 }
 # module, options and function of a command; the others are Command and run of a module of their name

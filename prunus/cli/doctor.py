@@ -38,11 +38,11 @@ class Command:
 
     path: tyro.conf.Positional[Path]  # model folder, safetensors file, checkpoint, or distributed checkpoint
     sparsity: float | None = None  # fraction of the prunable weights that should be zero, exactly
-    pattern: str | None = None  # what it holds for: global, layer, row, or N:M such as 2:4
+    pattern: str | None = None  # where that fraction holds: global, layer, row, or N:M such as 2:4
     masks: Path | None = None  # safetensors or checkpoint with the masks, to tell pruned weights from live zeros
-    include: tuple[str, ...] = ()  # patterns of weights that are pruned beside linear and convolution weights
-    exclude: tuple[str, ...] = ()  # patterns of weights that should be dense
-    allow: tuple[str, ...] = ()  # kinds of findings that are meant: too-sparse, excluded, ...
+    include: tuple[str, ...] = ()  # globs over names of weights that are pruned besides linear and convolution weights
+    exclude: tuple[str, ...] = ()  # globs over names of weights that should be dense
+    allow: tuple[str, ...] = ()  # kinds of findings to accept: too-sparse, excluded, ...
     strict: bool = False  # dead rows and columns are findings (exit code 1), not warnings
     json: bool = False  # print one JSON object and nothing else
 

@@ -54,8 +54,8 @@ def _refuse_unread(command: Command) -> None:
         if getattr(command, name) != defaults[name]:
             option = "--" + name.replace("_", "-")
             if command.advise:
-                raise ValueError(f"--advise measures and writes nothing; leave {option} away, or --advise")
-            raise ValueError(f"{option} says what --advise measures; add --advise, or leave {option} away")
+                raise ValueError(f"--advise measures and writes nothing; leave off {option}, or --advise")
+            raise ValueError(f"{option} says what --advise measures; add --advise, or leave {option} off")
 
 
 def _advise(command: Command) -> None:

@@ -30,7 +30,7 @@ class Command:
 
     steps_before: int = 10  # steps before the measurement, which also give the moments something to hold
     steps_to_measure: int = 20  # steps that are measured; some of them are taken again under the profiler
-    compare: Literal["none", "compile"] = "none"  # what is compared with the run as it is
+    compare: Literal["none", "compile"] = "none"  # compile: measure eager and torch.compile
     run: Annotated[Run, tyro.conf.arg(name="")] = field(default_factory=lambda: Run(out=Path("runs/profile")))
 
 

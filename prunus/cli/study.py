@@ -36,19 +36,19 @@ class Command:
     words: tyro.conf.Positional[tuple[str, ...]] = ()  # merge, show or page, and the folders of studies
     base: Path | None = None  # TOML file with fields of a run, and [[arm]] tables with a name and changed fields
     preset: PresetName | None = None  # a base and arms by name; --data says what it reads
-    scores: str = ""  # scores to compare, with commas; dense, random and magnitude are always in
-    arm: Texts = ()  # another arm, as "name: field=value field=value"; again for more
-    only: str = ""  # of all arms these and the controls, with commas
-    sparsity: str = ""  # fractions to remove, with commas; without it the preset's, the study's, or 0.5
-    seeds: str = ""  # how many, or which ones with commas ("2," is seed 2 alone); 3 in a new study
-    field: Annotated[Texts, tyro.conf.arg(name="set")] = ()  # a field of the base, as field=value; again for more
-    data: str | None = None  # data of the base
-    validation: Path | None = None  # held-out file of the base
+    scores: str = ""  # scores to compare, separated by commas; dense, random and magnitude are always included
+    arm: Texts = ()  # another arm, as "name: field=value field=value"; may be repeated
+    only: str = ""  # run only these arms, separated by commas, and the controls
+    sparsity: str = ""  # fractions to remove, separated by commas; default: the preset's, the study's, or 0.5
+    seeds: str = ""  # how many, or which ones ("0,1"; "2," is seed 2 alone); default: 3 in a new study
+    field: Annotated[Texts, tyro.conf.arg(name="set")] = ()  # a field of the base, as field=value; may be repeated
+    data: str | None = None  # data of the base run, as for prunus train
+    validation: Path | None = None  # held-out file of the base run
     out: Path = Path("study")  # folder of the study
-    devices: str = ""  # a worker for each, with commas: 0,1 or cpu,cpu; without it every GPU that is visible
-    time_limit: float = 0.0  # seconds after which nothing should run, judged by the runs done; 0 is none
-    save_every: int = 0  # steps from one checkpoint to the next, to resume within a run
-    keep_checkpoints: bool = False  # leave the last checkpoint of every run
+    devices: str = ""  # one worker on each, separated by commas: 0,1 or cpu,cpu; default: every visible GPU
+    time_limit: float = 0.0  # seconds; a run that would take longer, judged by those done, is not begun; 0: no limit
+    save_every: int = 0  # steps from one checkpoint to the next, to resume an interrupted run; 0: none
+    keep_checkpoints: bool = False  # keep the last checkpoint of every run
     slim: bool = False  # merge: all runs in one file, runs.jsonl, without masks and with thinned curves
     page: Path = Path("docs/results.md")  # page: file to write
     dry_run: bool = False  # print the plan and an estimate
@@ -58,7 +58,7 @@ def run(command: Command) -> None:
     started = time.time()
     what, folders = (*command.words[:1], "")[0], [Path(word) for word in command.words[1:]]
     if what and what not in READ:
-        raise ValueError(f"expected {', '.join(READ)} or options alone, got {what!r}")
+        raise ValueError(f"prunus study is followed by {', '.join(READ)} or by options, not by {what!r}")
     _check_options(command, what)
     if what == "merge":
         print_table(merge(folders, command.out, slim=command.slim))
@@ -84,7 +84,7 @@ def _check_options(command: Command, what: str) -> None:
             raise ValueError(f"{f'study {what}' if what else 'a study'} does not read --{name}; leave it off")
     for name, value in (("time-limit", command.time_limit), ("save-every", command.save_every)):
         if not value >= 0:
-            raise ValueError(f"--{name} must be at least 0, which is none, got {value}")
+            raise ValueError(f"--{name} must be 0, for none, or more, got {value}")
 
 
 def _run(command: Command, started: float) -> None:
@@ -114,10 +114,7 @@ def _run(command: Command, started: float) -> None:
         ended, failed = folder.ended(), folder.failures()
         left = [c for c in set(plan.owners.values()) if key_of(plan.run_of(c)) not in ended and c.folder not in failed]
         if left:
-            print(
-                f"{len(left)} of the runs asked for are left: they would not have ended in time;"
-                " the same command does them"
-            )
+            print(f"runs left: {len(left)}, which would not have ended in time; the same command does them")
     if values["failed"] or not all_ended_well:
         raise SystemExit(1)
 
@@ -169,7 +166,7 @@ def _seeds(text: str) -> tuple[int, ...]:
     """``3`` is seeds 0, 1 and 2; ``1,2`` are those."""
     numbers = tuple(int(_number(part, int)) for part in _split(text))
     if any(number < 0 for number in numbers) or (numbers == (0,) and "," not in text):
-        raise ValueError(f"seeds is how many, at least 1, or which ones with commas, got {text!r}")
+        raise ValueError(f"--seeds is a number of seeds, at least 1, or seeds separated by commas, got {text!r}")
     return tuple(range(numbers[0])) if numbers and "," not in text else numbers
 
 

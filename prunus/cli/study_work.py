@@ -47,12 +47,12 @@ def devices_of(text: str) -> list[str]:
         return ["auto"] if count < 2 else (visible or list(map(str, range(count))))
     names = [part.strip().removeprefix("cuda:") for part in text.split(",") if part.strip()]
     if wrong := [name for name in names if name != "cpu" and not name.isdigit()]:
-        raise ValueError(f"--devices takes numbers of GPUs or cpu, with commas, got {wrong[0]!r}")
+        raise ValueError(f"--devices takes numbers of GPUs or cpu, separated by commas, got {wrong[0]!r}")
     limit = torch.cuda.device_count()
     if wrong := [name for name in names if name != "cpu" and int(name) >= limit]:
         raise ValueError(f"--devices names GPU {wrong[0]}, but {limit} are visible")
     if not names:
-        raise ValueError("--devices names no device")
+        raise ValueError("--devices names no device; give numbers of GPUs or cpu, separated by commas")
     return [name if name == "cpu" or not visible else visible[int(name)] for name in names]
 
 

@@ -69,12 +69,17 @@ class Command:
 
 def run(command: Command) -> None:
     if not command.every > 0:
-        raise ValueError(f"every is a number of seconds above 0, got {command.every}")
+        raise ValueError(f"--every must be a number of seconds above 0, got {command.every}")
     console = Terminal()
     if command.once:
         console.print(_view(read_source(command.folder), console, 0))
         return
-    source = _watch(command, console) if console.is_terminal else _follow(command)
+    if console.is_terminal:
+        with Live(console=console, auto_refresh=False) as live:
+            for source, quiet in _looks(command):
+                live.update(_view(source, console, quiet), refresh=True)
+    else:
+        source = _follow(command)
     if source.num_open > 0:
         print(stopped(source.record, command.folder), flush=True)
         raise SystemExit(1)
@@ -98,14 +103,6 @@ def _looks(command: Command) -> Iterator[tuple[Source, float]]:
         time.sleep(command.every)
         if not is_free(command.folder):
             trained = time.monotonic()
-
-
-def _watch(command: Command, console: Console) -> Source:
-    """Charts at every look; returns what was seen last."""
-    with Live(console=console, auto_refresh=False) as live:
-        for source, quiet in _looks(command):
-            live.update(_view(source, console, quiet), refresh=True)
-    return source
 
 
 def _follow(command: Command) -> Source:

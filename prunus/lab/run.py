@@ -63,9 +63,9 @@ class Run:
     width: int = 0  # of a GPT; 0 is the model's own
     layers: int = 0  # blocks of a GPT; 0 is the model's own
     data: str = "stdlib"  # "stdlib", "digits", a file of text or uint16 tokens, or a folder of MNIST or CIFAR-10
-    validation: Path | None = None  # held-out file; without it the last 5 % of the data
-    vocab_size: int | None = None  # vocabulary of a token file; without it the largest token, rounded up
-    context: int = 128  # tokens a window
+    validation: Path | None = None  # held-out file; default: the last 5 % of the data
+    vocab_size: int | None = None  # vocabulary of a token file; default: its largest token, rounded up
+    context: int = 128  # tokens per window
     augment: bool = False  # shift and flip training images
 
     # how it is pruned
@@ -73,16 +73,16 @@ class Run:
     sparsity: float = 0.5  # fraction of the prunable weights to remove
     schedule: Literal["linear", "cubic", "zhu_gupta", "constant", "one_shot"] = "linear"  # how sparsity grows
     begin: int | float = 0.4  # first event: a step, or a fraction of the run if it has a decimal point
-    end: int | float = 0.8  # last event of a ramp, likewise
+    end: int | float = 0.8  # last event of a ramp: a step, or a fraction of the run
     every: int = 50  # steps from one event to the next
-    allocate: SelectorName = "global"  # where the sparsity goes
-    include: tuple[str, ...] = ()  # patterns of weights to prune beside linear and convolution weights
-    exclude: tuple[str, ...] = ()  # patterns of weights to leave dense
-    regrow: float = 0.0  # fraction of the live weights that changes places with pruned ones, falling to 0 over the ramp
-    regrow_by: Literal["snr", "momentum", "gradient"] = "snr"  # what makes a pruned weight come back
-    rate_power: float = 0.0  # rates of pruned weights grow by density^-power; 0 leaves them alone
-    replay: str = ""  # dense runs alone: take the rates of the pruned run in this folder; {seed} is the run's
-    eps: float | None = None  # absolute eps of the score (older scripts: 1e-8); without it none under roots
+    allocate: SelectorName = "global"  # how the sparsity is divided: over all weights, by layer, by row or in groups
+    include: tuple[str, ...] = ()  # globs over names of weights to prune besides linear and convolution weights
+    exclude: tuple[str, ...] = ()  # globs over names of weights to leave dense
+    regrow: float = 0.0  # fraction of the live weights that an event swaps for pruned ones; falls to 0 over the ramp
+    regrow_by: Literal["snr", "momentum", "gradient"] = "snr"  # how pruned weights are ranked that may come back
+    rate_power: float = 0.0  # learning rate of a pruned layer times density^-power; 0 leaves rates alone
+    replay: str = ""  # dense runs only: folder of a pruned run whose learning rates to take over; {seed} is filled in
+    eps: float | None = None  # added under roots and in denominators of the score (older scripts: 1e-8)
     exponent: float | None = None  # q of the score fisher: |w| v^q
 
     # how it learns
@@ -90,15 +90,15 @@ class Run:
     spam: bool = False  # clip spikes and reset moments (adamwprune only)
     lr: float = 2e-3  # highest learning rate
     lr_schedule: Literal["cosine", "linear", "wsd"] = "cosine"  # how the rate falls; wsd: warm-up, stable, decay
-    min_lr: float = 0.0  # fraction of the rate that it ends at
-    decay: int | float | None = None  # wsd alone: steps at the end in which the rate falls, or a fraction of the run
+    min_lr: float = 0.0  # learning rate at the end, as a fraction of --lr
+    decay: int | float | None = None  # wsd only: steps at the end in which the rate falls, or a fraction of the run
     warmup: int | float = 0.17  # linear warm-up: steps, or a fraction of the run if it has a decimal point
     weight_decay: float = 0.1  # decay of weight matrices
     beta1: float = 0.9  # decay of the first moment
     beta2: float = 0.99  # decay of the second moment
     clip: float = 1.0  # largest gradient norm; 0 does not clip
-    batch: int = 16  # windows or images a forward pass, over all ranks together
-    accumulate: int = 1  # forward passes a step
+    batch: int = 16  # windows or images per forward pass, over all ranks together
+    accumulate: int = 1  # forward passes per step
     steps: int = 1000  # optimizer steps
     budget_scale: float = 1.0  # factor on the steps, for arms with a longer budget; it is in the result
     seed: int = 0  # initial weights and order of the data

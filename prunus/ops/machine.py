@@ -22,7 +22,7 @@ def device_of(name: torch.device | str) -> torch.device:
         device = torch.device(name)
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError):  # torch says it in either way
-        raise ValueError(f"there is no device {str(name)!r} here; the CPU is always there: cpu") from None
+        raise ValueError(f"there is no device {str(name)!r} here; use cpu, or a device that torch finds") from None
     return device
 
 

@@ -49,7 +49,7 @@ def trained(tmp_path):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=40, num_hidden_layers=2, max_position_embeddings=32, **SMALL, tie_word_embeddings=True
+        vocab_size=40, num_hidden_layers=1, max_position_embeddings=32, **SMALL, tie_word_embeddings=True
     )
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "small")
     for name in ("tokens", "eval-tokens"):

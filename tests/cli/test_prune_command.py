@@ -136,7 +136,7 @@ def test_calibration_text_may_be_the_models_own(folder, capsys):
     assert "leave off --tokens" in refused(capsys, *command, *both)
 
 
-@pytest.mark.parametrize("at", [1, 4, 7])
+@pytest.mark.parametrize("at", [4, *(pytest.param(at, marks=pytest.mark.slow) for at in (1, 7))])
 def test_killed_in_a_repair_the_same_command_goes_on_and_ends_with_the_same_bits(folder, at, monkeypatch):
     transformers = pytest.importorskip("transformers")
     whole, expected = prune(folder, out="whole")

@@ -78,8 +78,10 @@ def whole(tensor):
 
 
 def prepare():
-    """What one process finds, before there are ranks."""
+    """What one process finds, before there are ranks, in the runs that some mesh takes."""
     for number, run in enumerate(RUNS):
+        if all((number + offset) % every for offset in (1, 2, 3)):
+            continue
         pruner, digests = trained(Layers(run[0]), run)
         weights = {name: p.detach().clone() for name, p in pruner.model.named_parameters()}
         moments = {name: pruner.optimizer.state[p]["exp_avg_sq"] for name, p in pruner.model.named_parameters()}

@@ -35,6 +35,7 @@ def test_mutations_are_refused_or_harmless(number, tmp_path):
     assert counts["refused"] > 0.9 * sum(counts.values())
 
 
+@pytest.mark.slow
 def test_a_killed_save_leaves_the_old_file_or_nothing_that_looks_whole(tmp_path):
     left = program("sparse_killing.py", tmp_path)
     for name, before in (("file", "old"), ("files", "refused"), ("folder", "nothing")):

@@ -251,12 +251,12 @@ print(kib("VmHWM") - before, sum(tensor.nbytes for tensor in found.values()) // 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").is_file(), reason="measures memory as Linux does")
 def test_loading_takes_little_more_than_one_tensor_beside_the_model(tmp_path):
     sparse = torch.randn(1024, 2048) * (torch.rand(1024, 2048) < 0.5)
-    save_sparse({f"{i}": sparse.clone() for i in range(16)}, tmp_path / "a.safetensors")
+    save_sparse({f"{i}": sparse.clone() for i in range(8)}, tmp_path / "a.safetensors")
     save_sparse({"a": sparse}, tmp_path / "one.safetensors")
     run = [sys.executable, "-c", MEMORY, str(tmp_path / "a.safetensors"), str(tmp_path / "one.safetensors")]
     done = subprocess.run(run, capture_output=True, text=True, check=True)
     peak, model = map(int, done.stdout.split())
-    assert model == 16 * 8192
+    assert model == 8 * 8192
     # torch allocates by mimalloc on ARM, which rounds sizes up and keeps freed pages for a while
     allocator = model / 4 if platform.machine() in ("aarch64", "arm64") else 0
     assert peak < model + 2.5 * 8192 + allocator

@@ -63,7 +63,7 @@ def test_a_training_ends_as_the_bare_loop_to_the_bit(tmp_path, accumulate, bf16)
     assert sum(layer.num_zeros for layer in callback.pruner.report().layers) == NUM_WEIGHTS // 2
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("reentrant", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_masks_from_inputs_are_the_same_where_layers_are_run_again(tmp_path, reentrant):
     plain, again = callback_of(score="wanda"), callback_of(score="wanda")
     trainer_of(tmp_path, gpt2(), plain).train()
@@ -97,7 +97,8 @@ def resumable(folder, kind, *callbacks, **arguments):
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.slow) if "bfloat16" in kind else kind for kind in KINDS]
+    "kind",
+    [kind if kind in ("movement", "adamw prune") else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS],
 )
 def test_an_interrupted_run_resumes_to_the_same_bits(tmp_path, kind):
     whole, undisturbed = resumable(tmp_path / "whole", kind)

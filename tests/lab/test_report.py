@@ -13,6 +13,7 @@ from report_folders import make_run, make_study
 from report_pages import ARMS, HOSTILE, Page, edit, figures_of, hostile_study, lines_of, page_of
 
 from prunus.cli import main
+from prunus.lab.report import page as report_page
 from prunus.lab.report.cells import read_source
 from prunus.lab.report.page import lede, render
 from prunus.lab.report.sections import sections
@@ -290,6 +291,7 @@ def test_a_folder_in_the_place_of_the_page_is_refused_and_nothing_lies_beside_it
 
 
 def test_a_missing_package_is_named(tmp_path, monkeypatch, capsys):
+    report_page._template.cache_clear()
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     make_run(tmp_path / "run")
     with pytest.raises(SystemExit):

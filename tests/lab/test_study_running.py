@@ -237,7 +237,7 @@ def test_no_run_is_begun_that_would_not_end_in_time(copy, base, capsys):
     shutil.rmtree(copy / "runs" / "bitter7-0.5-s1")
     assert study(base, copy, *ASKED, "--time-limit", "1") == 0  # the slack alone is more
     assert "bitter7-0.5-s1" not in stamps(copy)
-    assert "\n1 of the runs asked for are left" in capsys.readouterr().out
+    assert "\nruns left: 1," in capsys.readouterr().out
     assert study(base, copy, *ASKED, "--time-limit", "1000") == 0
     assert "bitter7-0.5-s1" in stamps(copy)
     assert "are left" not in capsys.readouterr().out

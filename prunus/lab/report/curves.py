@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from html import escape
 from typing import Any
 
@@ -82,7 +83,10 @@ def run_panels(record: RunRecord) -> list[Panel]:
     x = axis(record.unit, rangemode="tozero", unifiedhovertitle={"text": f"%{{x:,}} {record.unit}"})
     hover = "%{y:.4g}<extra>%{fullData.name}</extra>"
     shown = at_most(record.logs, MAX_ROWS)
-    rows = [[*_place(line["step"], record), _cell(line["loss"]), _cell(line.get("lr"), _short)] for line in shown]
+    rows = [
+        [*_place(line["step"], record), _cell(line["loss"]), _cell(line.get("lr"), partial(plain, digits=3))]
+        for line in shown
+    ]
     said = "Every line" if len(shown) == len(record.logs) else f"{len(shown)} of {len(record.logs)} lines"
     loss = Panel(
         "Loss",
@@ -116,10 +120,6 @@ def run_panels(record: RunRecord) -> list[Panel]:
 def _place(step: int, record: RunRecord) -> list[Number]:
     """A step, and what was read until then, as cells of a table."""
     return [cell(step, "{:,}".format), cell(step * record.per_step, "{:,}".format)]
-
-
-def _short(value: float | None) -> str:
-    return plain(value, 3)
 
 
 def _cell(value: object, show: Callable[[float | None], str] = plain) -> Number:

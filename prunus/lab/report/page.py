@@ -5,9 +5,11 @@ Charts are drawn by plotly, whose script is taken from the installed package.
 
 import json
 from base64 import b64encode
+from functools import cache
 from hashlib import sha256
 from importlib import resources
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ...files.atomic import write_atomically
 from .cells import ArmRow, Source, mean_of, read_source
@@ -16,6 +18,9 @@ from .numbers import count, duration, fixed, memory, percent, plain, short_perce
 from .pruned import PICTURE, pruned_page
 from .records import RunRecord, number
 from .sections import sections
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 
 def write_report(folder: Path, out: Path | None = None) -> Path:
@@ -34,6 +39,25 @@ def render(source: Source) -> str:
 
     Its policy allows no network and no script but its own two, by their digests; the chart library writes styles.
     """
+    parts = sections(source)
+    panels = [panel for part in parts for panel in part.panels]
+    data = [{"data": panel.traces, "layout": panel.layout, "height": panel.height} for panel in panels]
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
+    template, fixed = _template()
+    return template.render(
+        source=source,
+        headline=_together(headline(source)),
+        lede=_together(lede(source)),
+        figures=figures(source),
+        sections=parts,
+        data=text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"),  # in a script element
+        **fixed,
+    )
+
+
+@cache
+def _template() -> "tuple[Template, dict[str, Any]]":
+    """The template of all pages, and what is the same in each."""
     try:
         from jinja2 import Environment
         from plotly.offline import get_plotlyjs
@@ -41,28 +65,12 @@ def render(source: Source) -> str:
         raise ValueError(f"a report needs {error.name}: pip install 'prunus[report]'") from None
     files = [resources.files("prunus.lab.report").joinpath(name) for name in ("page.html", "style.css", "page.js")]
     html, style, own = (file.read_text(encoding="utf-8") for file in files)
-    parts = sections(source)
-    panels = [panel for part in parts for panel in part.panels]
-    data = [{"data": panel.traces, "layout": panel.layout, "height": panel.height} for panel in panels]
-    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     scripts = [_inline(get_plotlyjs()), _inline(own)]
     digests = " ".join(f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'" for script in scripts)
-    return (
-        Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-        .from_string(html)
-        .render(
-            source=source,
-            headline=_together(headline(source)),
-            lede=_together(lede(source)),
-            figures=figures(source),
-            sections=parts,
-            style=style,
-            data=text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"),  # in a script element
-            scripts=scripts,
-            policy=f"default-src 'none'; script-src {digests}; style-src 'unsafe-inline'; img-src data:; "
-            "base-uri 'none'; form-action 'none'",
-        )
-    )
+    policy = f"default-src 'none'; script-src {digests}; style-src 'unsafe-inline'; img-src data:; "
+    policy += "base-uri 'none'; form-action 'none'"
+    template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(html)
+    return template, {"style": style, "scripts": scripts, "policy": policy}
 
 
 def _together(text: str) -> str:
