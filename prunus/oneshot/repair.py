@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ..input_statistics import one_by_one
 from ..ops import bits
 from .blocks import Reached, Stream
-from .experts import ExpertInputs, is_stacked, one_by_one, routed, shares
+from .experts import ExpertInputs, is_stacked, routed, shares
 from .gram import Gram, Moments
 from .layers import as_matrix, from_matrix, holders, input_rows, num_groups
 from .order import InputGroup, can_batch, input_groups

@@ -120,7 +120,9 @@ def outputs(model: nn.Module, tree: Tree) -> Any:
     """What the model returns for a batch without its labels, unless a decoder makes its inputs from them."""
     inputs, labels = tree if isinstance(tree, tuple) else (tree, None)
     if not is_encoder_decoder(model) or (isinstance(inputs, Mapping) and "decoder_input_ids" in inputs):
-        return call(model, {k: v for k, v in inputs.items() if k != "labels"} if isinstance(inputs, Mapping) else inputs)
+        return call(
+            model, {k: v for k, v in inputs.items() if k != "labels"} if isinstance(inputs, Mapping) else inputs
+        )
     if labels is not None:
         named = inputs if isinstance(inputs, Mapping) else {getattr(model, "main_input_name", "input_ids"): inputs}
         inputs = {**named, "labels": labels}

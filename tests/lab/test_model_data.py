@@ -46,7 +46,7 @@ def test_text_is_read_by_the_folders_own_tokenizer_with_its_start_token(starts, 
     found = load_trained(source(folder, text=folder / "text.txt", start_token=choice))
     start, edge = [] if expected is None else [expected], len(ids) - len(ids) // 10
     step = 12 - len(start)
-    windows = {tuple([*start, *ids[:edge][i * step : (i + 1) * step]]) for i in range(edge // step)}
+    windows = {(*start, *ids[:edge][i * step : (i + 1) * step]) for i in range(edge // step)}
     (batch,) = found.batches
     assert batch.shape == (5, 12) and {tuple(row) for row in batch.tolist()} <= windows
     kept = torch.tensor([[*start, *ids[edge:][i * step : (i + 1) * step]] for i in range(6)])
@@ -73,11 +73,17 @@ def test_text_and_the_same_tokens_come_to_the_same(folder):
 def test_text_goes_through_prune_and_eval_from_the_command_line(folder, capsys):
     write_tokenizer(folder / "model")
     options = ["--text", folder / "text.txt", "--eval-text", folder / "text.txt"]
-    options += ["--out", folder / "out", *"--samples 4 --length 12 --eval-windows 6 --score magnitude --no-repair".split()]
+    options += [
+        "--out",
+        folder / "out",
+        *"--samples 4 --length 12 --eval-windows 6 --score magnitude --no-repair".split(),
+    ]
     main([str(arg) for arg in ["prune", folder / "model", *options]])
     row = json.loads((folder / "out" / "result.json").read_text())["rows"]["magnitude"]
     capsys.readouterr()
-    main([str(arg) for arg in ["eval", folder / "out", "--text", folder / "text.txt", "--length", 12, "--eval-size", 6]])
+    main(
+        [str(arg) for arg in ["eval", folder / "out", "--text", folder / "text.txt", "--length", 12, "--eval-size", 6]]
+    )
     assert f"perplexity {row['perplexity']:.3f}, " in capsys.readouterr().out
 
 
@@ -112,7 +118,9 @@ def test_vocabularies_over_65536_are_pruned(tmp_path, capsys):
     for name, more in (("data.u32", []), ("data.bin", ["--token-type", "uint32"])):
         args = ["prune", tmp_path / "model", "--tokens", tmp_path / name, *more, *options]
         main([str(arg) for arg in [*args, "--out", tmp_path / f"from {name}"]])
-    rows = [json.loads((tmp_path / f"from {name}" / "result.json").read_text())["rows"] for name in ("data.u32", "data.bin")]
+    rows = [
+        json.loads((tmp_path / f"from {name}" / "result.json").read_text())["rows"] for name in ("data.u32", "data.bin")
+    ]
     assert rows[0] == rows[1]
 
 
