@@ -13,6 +13,8 @@ from torch import nn
 from .ranks import Ranks, local, shard_of
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+# classes that store experts as (expert, in, out), for versions of transformers that do not say it in the module
+INPUTS_FIRST = {"GptOssExperts", "Llama4TextExperts", "AriaGroupedExpertsGemm"}
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
@@ -49,7 +51,7 @@ def eligible(
     exclude: str | Sequence[str] = (),
     trained: Iterable[nn.Parameter] | None = None,
 ) -> Eligible:
-    """Linear and convolution weights but the head, and what ``include`` adds; ``exclude`` wins.
+    """Weights of linear layers, convolutions and experts, not heads and routers; ``include`` adds, ``exclude`` wins.
 
     ``trained`` are the parameters of an optimizer; others stay dense. Frozen weights do too, unless ``include`` names
     them where no optimizer is. Patterns are globs over
@@ -58,7 +60,8 @@ def eligible(
     include, exclude = ([given] if isinstance(given, str) else list(given) for given in (include, exclude))
     names = {full: plain_name(full) for full, _ in model.named_parameters()}
     _check_names(model, names, include, exclude)
-    owners, heads, holders = _owners(model), _heads(model), _holders(model)
+    owners, holders = _owners(model), _holders(model)
+    heads, routers = _heads(model), _routers(model)
     ids = None if trained is None else {id(parameter) for parameter in trained}
     found = Eligible([], {})
     for full, parameter in model.named_parameters():
@@ -69,8 +72,10 @@ def eligible(
         reasons = {
             "excluded": matches(name, exclude),
             "embedding or head": not is_included and id(parameter) in heads,
+            "router of experts": not is_included and id(parameter) in routers,
             f"{type(module).__name__}, not a linear or convolution weight": not is_included
-            and not prunable_kind(module, full),
+            and not prunable_kind(module, full)
+            and not holds_experts(module, parameter),
             "frozen": not parameter.requires_grad and not (is_included and trained is None),
             "not held by the optimizer": ids is not None and id(parameter) not in ids,
             "its gradients are sparse tensors": ids is not None and getattr(module, "sparse", False) is True,
@@ -119,6 +124,11 @@ def prunable_kind(module: nn.Module, name: str) -> bool:
     return is_known and name.endswith("weight")
 
 
+def holds_experts(module: nn.Module, parameter: nn.Parameter) -> bool:
+    """Whether a parameter is a stack of matrices, one for each expert of its module."""
+    return parameter.ndim == 3 and getattr(module, "num_experts", None) == parameter.shape[0]
+
+
 def is_conv1d(module: nn.Module) -> bool:
     """Whether it is Hugging Face's ``Conv1D``, a linear layer whose weight is (in, out)."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
@@ -132,6 +142,8 @@ def outputs_of(module: nn.Module, parameter: nn.Parameter) -> tuple[int, ...] | 
         return (1,)
     if isinstance(module, CONVOLUTIONS):
         return (0,)
+    if holds_experts(module, parameter) and getattr(module, "is_transposed", type(module).__name__ in INPUTS_FIRST):
+        return (0, 2)
     return tuple(range(parameter.ndim - 1))
 
 
@@ -170,6 +182,16 @@ def _heads(model: nn.Module) -> set[int]:
         if module is not None and getattr(module, "weight", None) is not None:
             heads.add(id(module.weight))
     return heads
+
+
+def _routers(model: nn.Module) -> set[int]:
+    """Ids of the weights that send tokens to experts, by the names that they have beside them."""
+    found: set[int] = set()
+    for module in model.modules():
+        if isinstance(getattr(module, "experts", None), nn.Module):
+            gates = (getattr(module, name, None) for name in ("gate", "router", "shared_expert_gate"))
+            found |= {id(p) for gate in gates if isinstance(gate, nn.Module) for p in gate.parameters()}
+    return found
 
 
 def unwrapped_model(model: nn.Module) -> nn.Module:

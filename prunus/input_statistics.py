@@ -1,7 +1,7 @@
 """Input norms: how large every input feature of each weight is, collected while a model runs."""
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import product
 from typing import Any, Literal
@@ -11,9 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.modules.module import _global_forward_hooks_with_kwargs, register_module_forward_hook
+from torch.overrides import TorchFunctionMode
 
-from .eligible import CONVOLUTIONS, TRANSPOSED, Weight, is_conv1d, prunable_kind
+from .eligible import CONVOLUTIONS, TRANSPOSED, Weight, holds_experts, is_conv1d, prunable_kind
 from .ranks import Ranks
+
+EAGER = "_experts_implementation"  # of a Hugging Face config: how experts are run
 
 
 class InputNorms(AbstractContextManager["InputNorms"]):
@@ -37,7 +40,7 @@ class InputNorms(AbstractContextManager["InputNorms"]):
         mode: Literal["train", "eval"] = "train",
         mask: Tensor | None = None,
     ) -> None:
-        check_inputs(weights)
+        check_inputs(weights, takes_experts=mode == "eval")
         self.weights, self.ranks, self.mode, self.mask = weights, ranks, mode, mask
         self.squares: dict[str, Tensor] = {}  # sums, by weight
         self._open = ExitStack()
@@ -48,7 +51,11 @@ class InputNorms(AbstractContextManager["InputNorms"]):
         self.__exit__()
         self.squares.clear()
         names = WeakKeyDictionary[nn.Module, list[str]]()
+        stacked = []
         for weight in self.weights:
+            if holds_experts(weight.module, weight.parameter):
+                stacked.append(weight)
+                continue
             for module in (weight.module, *weight.sharers):
                 names.setdefault(module, []).append(weight.name)
         # not self: the hook is global, and must not keep it alive
@@ -82,6 +89,8 @@ class InputNorms(AbstractContextManager["InputNorms"]):
                     count(module, x)
 
             self._open.enter_context(_linear_seen_by(seen))
+        if stacked:
+            self._open.enter_context(_expert_inputs(stacked, sums, mask))
         self._open.enter_context(eagerly())
         return self
 
@@ -101,8 +110,8 @@ class InputNorms(AbstractContextManager["InputNorms"]):
                 missing.append(weight.name)
             elif any(a not in (1, b) for a, b in zip(sums.shape[::-1], weight.parameter.shape[::-1], strict=False)):
                 missing.append(f"{weight.name}, whose inputs are sharded,")
-        what = f"the score reads input_norm, but none of all inputs was collected for {', '.join(missing)}: "
-        error = ValueError(f"{what}modules that were not called; exclude them") if missing else None
+        what = f"the score reads input_norm, but none of all inputs was collected for {', '.join(missing)}; exclude it"
+        error = ValueError(what) if missing else None
         if not self.ranks:
             if error is not None:
                 raise error
@@ -111,7 +120,7 @@ class InputNorms(AbstractContextManager["InputNorms"]):
         return {w.name: (self.ranks.sum(self.squares[w.name]) / self.ranks.size).sqrt() for w in self.weights}
 
 
-def check_inputs(weights: Sequence[Weight]) -> None:
+def check_inputs(weights: Sequence[Weight], *, takes_experts: bool = False) -> None:
     """Refuse weights that may not multiply the input of their module, as embeddings and experts; name all of them."""
     odd = []
     for weight in weights:
@@ -119,7 +128,8 @@ def check_inputs(weights: Sequence[Weight]) -> None:
         num_matrices = sum(p.ndim > 1 for p in module.parameters(recurse=False))
         is_matrix = weight.parameter.ndim == 2 and weight.name.rpartition(".")[2] == "weight" and num_matrices == 1
         is_linear = is_matrix and not isinstance(module, nn.Embedding | nn.EmbeddingBag)
-        if not (is_linear or prunable_kind(module, weight.name)):
+        is_expert = takes_experts and holds_experts(module, weight.parameter)
+        if not (is_linear or is_expert or prunable_kind(module, weight.name)):
             odd.append(f"{weight.name} belongs to {type(module).__name__}")
     if odd:
         raise ValueError(
@@ -177,6 +187,83 @@ def _convolution_squares(conv: nn.Module, x: Tensor) -> Tensor:
     if conv.groups == 1:
         return sums
     return sums.unflatten(0, (conv.groups, -1)).repeat_interleave(conv.out_channels // conv.groups, 0)
+
+
+@contextmanager
+def _expert_inputs(weights: Sequence[Weight], sums: dict[str, Tensor], mask: Tensor | None) -> Iterator[None]:
+    """Add up the squares of what each expert of stacked weights multiplies, in shapes that broadcast to the weights.
+
+    Experts run one after the other meanwhile, and tokens that the mask (sample, token) leaves out are zero in them.
+    """
+    products = _ExpertProducts(sums)
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        own = [weight for weight in weights if weight.module is module]
+        products.running = {weight.parameter.untyped_storage().data_ptr(): weight for weight in own}
+        x, *rest = (*args, *kwargs.values())
+        if mask is None or mask.numel() != x.shape[:-1].numel():
+            return None
+        values = (x * mask.view(*x.shape[:-1], 1).to(x.dtype), *rest)
+        return values[: len(args)], dict(zip(kwargs, values[len(args) :], strict=True))
+
+    def after(*_: object) -> None:
+        products.running = {}
+
+    with ExitStack() as stack:
+        for module in {weight.module: None for weight in weights}:
+            stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(after, always_call=True).remove)
+            stack.enter_context(one_by_one(module))
+        stack.enter_context(products)
+        yield
+
+
+class _ExpertProducts(TorchFunctionMode):
+    """Sees the products with slices of the stacked weights of the module that is running."""
+
+    def __init__(self, sums: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.sums = sums
+        self.running: dict[int, Weight] = {}  # by where their storage begins
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if self.running and func in PRODUCTS and len(args) > 1 and all(isinstance(arg, Tensor) for arg in args[:2]):
+            weight = self.running.get(args[1].untyped_storage().data_ptr())
+            if weight is not None:
+                self._count(weight, args[0].detach(), args[1])
+        return func(*args, **(kwargs or {}))
+
+    def _count(self, weight: Weight, x: Tensor, factor: Tensor) -> None:
+        stack, inputs = weight.parameter, 1 if weight.outputs == (0, 2) else 2
+        squares = x.float().square()
+        if factor.ndim == 3:  # all experts at once: (expert, token, in)
+            found = squares.sum(1, dtype=torch.float64)
+        else:
+            number = (factor.storage_offset() - stack.storage_offset()) // stack.stride(0)
+            found = squares.new_zeros((len(stack), stack.shape[inputs]), dtype=torch.float64)
+            found[number] = squares.flatten(0, -2).sum(0, dtype=torch.float64)
+        found = found.unsqueeze(3 - inputs)
+        self.sums[weight.name] = self.sums[weight.name] + found if weight.name in self.sums else found
+
+
+PRODUCTS = (nn.functional.linear, torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__)
+
+
+@contextmanager
+def one_by_one(module: nn.Module) -> Iterator[None]:
+    """The experts of a Hugging Face model run one after the other while this is open, not by one fused product."""
+    config = getattr(module, "config", None)
+    before = getattr(config, EAGER, None)
+    if before is None:
+        yield
+        return
+    setattr(config, EAGER, "eager")
+    try:
+        yield
+    finally:
+        setattr(config, EAGER, before)
 
 
 _watchers: list[Callable[[Tensor, Tensor], None]] = []  # called with input and weight of every linear product

@@ -100,12 +100,11 @@ def spanning(sources: Sequence[Lazy]) -> list[bool]:
 
 def by_rows(source: Lazy, chunks: Iterator[tuple[slice, Rows]], decide: Decide) -> Tensor:
     """Packed mask of what this rank holds of a weight, without what is decided to go and without the dead."""
-    keep = torch.empty(source.shape, dtype=torch.bool, device=source.device)
+    keep = torch.empty(source.rows_of(source.weight).shape, dtype=torch.bool, device=source.device)
     for here, rows in chunks:
         stays = ~decide(rows)
-        target = source.rows_of(keep)[here]
-        target.copy_((stays if rows.alive is None else stays & rows.alive).view(target.shape))
-    return bits.pack(keep)
+        keep[here] = (stays if rows.alive is None else stays & rows.alive).view(keep[here].shape)
+    return bits.pack(source.from_rows(keep).contiguous())
 
 
 def whole_rows(source: Lazy, live: Packed) -> Iterator[tuple[slice, Rows]]:

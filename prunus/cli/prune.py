@@ -14,7 +14,9 @@ from .console import print, weights_bar
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
+    from ..eligible import SparsityReport
     from ..lab.trained_model import ModelSource, TrainedModel
     from ..oneshot import Probe, Result
     from ..select import Selector
@@ -97,6 +99,11 @@ def run(command: Command) -> None:
         outcome = _pruned(command)
         _write(command, outcome)
     print_result(outcome, command.sparsity, is_probed=command.probe != "none", every_layer=command.layers)
+    zeros = _report(command, outcome.model.model)
+    print(
+        f"{zeros.sparsity:.4%} of {zeros.num_prunable:,} prunable weights and {zeros.sparsity_of_all:.4%} of all "
+        f"{zeros.num_parameters:,} are zero"
+    )
     if outcome.score == "wanda" and command.scope == "global":
         print("One threshold for all layers suits wanda badly: on small GPTs it was far worse than by rows.")
     result = outcome.result
@@ -105,6 +112,12 @@ def run(command: Command) -> None:
     print(f"{command.out}: written; {command.model} was pruned in {result.seconds:.1f} s with {memory}, {cost}")
     if outcome.profile is not None:
         print_profile(outcome.profile)
+
+
+def _report(command: Command, model: "nn.Module") -> "SparsityReport":
+    from ..eligible import eligible, report
+
+    return report(model, eligible(model, command.include, command.exclude))
 
 
 def _check(command: Command) -> None:

@@ -25,8 +25,8 @@ class ExportJob:
     out: Path
     small: bool = True
     check: bool = False  # read back what was written and compare every bit
-    check_folder: Callable[[Path], None] | None = None  # what else is checked of a folder before it appears
     max_shard_bytes: int = MAX_SHARD_BYTES
+    check_folder: Callable[[Path], None] | None = None  # what else is checked of a folder before it appears
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from copy import deepcopy
@@ -93,7 +94,7 @@ def load_model(folder: AnyPath, device: torch.device | str = "cpu") -> Any:
 
 
 def check_loads(source: Path, folder: Path) -> str:
-    """ValueError unless the model of ``folder`` is that of ``source``, loaded as users do; returns what to say of it."""
+    """ValueError unless the model of ``folder`` is that of ``source``, loaded as users do; returns what to say."""
     try:
         wanted = _as_users_do(source)
     except ValueError as error:
@@ -209,7 +210,11 @@ def _all_configs(config: Any) -> Iterator[Any]:
 def _check_depth(config: Any, most: int) -> None:
     """Refuse more layers than a model can have; transformers would build them one by one before it compares shapes."""
     for name, value in vars(config).items():
-        if re.search(r"(layers?|experts)$", name) and isinstance(value, int) and not 0 <= value <= most:
+        if (
+            re.search(r"(layers|n_layer|num_layer|experts)$", name)
+            and isinstance(value, int)
+            and not 0 <= value <= most
+        ):
             raise ValueError(f"{name} is {value}, negative or more than the model has tensors")
 
 
@@ -246,12 +251,13 @@ def _is_converted(model: Any, tensors: Tensors) -> bool:
 
 def _names_of(model: nn.Module) -> dict[str, str]:
     """What a file says whose tensors are the model's own, if transformers stores those of this family otherwise."""
+    if "transformers" not in sys.modules or not hasattr(model, "config"):
+        return {}
     try:
         mapping = import_module("transformers.conversion_mapping").get_model_conversion_mapping
     except ImportError:  # before version 5 names alone were converted
         return {}
-    is_other = hasattr(model, "config") and any(hasattr(one, "operations") for one in mapping(model))
-    return {"names": OWN_NAMES} if is_other else {}
+    return {"names": OWN_NAMES} if any(hasattr(one, "operations") for one in mapping(model)) else {}
 
 
 def _check_size(model: nn.Module, stored: int) -> None:

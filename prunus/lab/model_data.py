@@ -75,12 +75,16 @@ class TokenFile:
 
 def read_token_files(files: SampleFiles, folder: Path, gguf_file: str | None) -> tuple[TokenFile | None, TokenFile]:
     """Calibration and held-out tokens of a folder's model; the first is None where the model writes them."""
-    found = []
-    for tokens, text in ((files.tokens, files.text), (files.eval_tokens, files.eval_text)):
+
+    def read(tokens: Path | None, text: Path | None) -> TokenFile | None:
         path = tokens or text
-        found.append(path and read_token_file(path, folder, files.token_type, gguf_file, is_text=text is not None))
-    calibration, held_out = found
-    if calibration is not None and held_out is None:
+        if path is None:
+            return None
+        return read_token_file(path, folder, files.token_type, gguf_file, is_text=text is not None)
+
+    calibration, held_out = read(files.tokens, files.text), read(files.eval_tokens, files.eval_text)
+    if held_out is None:
+        assert calibration is not None
         return calibration.split()
     return calibration, held_out
 

@@ -58,12 +58,6 @@ class ModelSource:
     model: str
     tokens: Path | None = None
     eval_tokens: Path | None = None
-    text: Path | None = None
-    eval_text: Path | None = None
-    batches: Path | None = None
-    eval_batches: Path | None = None
-    token_type: str = "auto"
-    start_token: str = "auto"
     samples: int = 32
     length: int = 0  # 0 takes 256, or the longest that the model reads if that is less
     eval_windows: int = 0  # 0 takes all
@@ -74,6 +68,12 @@ class ModelSource:
     offload: bool = False  # weights stay in main memory
     calibrate: str = "tokens"  # or self: on text that the model writes
     at_most: bool = False  # fewer samples will do where the file has no more
+    text: Path | None = None  # what SampleFiles says
+    eval_text: Path | None = None
+    batches: Path | None = None
+    eval_batches: Path | None = None
+    token_type: str = "auto"
+    start_token: str = "auto"
 
 
 def load_trained(source: ModelSource) -> TrainedModel:
@@ -224,7 +224,7 @@ def _function(name: str) -> TrainedModel:
     else:
         note = (
             f"{name} is no model of transformers: the folder will hold its weights as model.safetensors, which "
-            "prunus export, prunus doctor and load_state_dict read; prunus eval cannot, since it does not know the class"
+            "prunus export, prunus doctor and load_state_dict read; prunus eval cannot: it does not know the class"
         )
 
         def save(out: Path) -> None:

@@ -13,8 +13,6 @@ from torch.overrides import TorchFunctionMode
 
 from ..eligible import Weight
 
-EAGER = "_experts_implementation"  # of a Hugging Face config: how experts are run
-
 
 def is_stacked(weight: Weight) -> bool:
     return weight.parameter.ndim == 3 and weight.outputs == (0, 1)
@@ -38,21 +36,6 @@ class ExpertInputs(TorchFunctionMode):
                 first = weight.storage_offset() - self.parameter.storage_offset()
                 self.found.append((first // self.parameter.stride(0), x.detach().clone()))
         return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def one_by_one(module: nn.Module) -> Iterator[None]:
-    """The experts of a Hugging Face model run one after the other while this is open, not by one fused product."""
-    config = getattr(module, "config", None)
-    before = getattr(config, EAGER, None)
-    if before is None:
-        yield
-        return
-    setattr(config, EAGER, "eager")
-    try:
-        yield
-    finally:
-        setattr(config, EAGER, before)
 
 
 @contextmanager

@@ -142,7 +142,8 @@ def can_batch(walk: Walk) -> bool:
 
 
 def _value(walk: Walk, batch: Tree) -> Tensor:
-    """The first tensor of the model's output."""
+    """The first tensor of the model's output that is no loss."""
     found = outputs(walk.model, batch)
     leaves = pytree.tree_leaves(list(found.values()) if isinstance(found, Mapping) else found)
-    return next(leaf for leaf in leaves if isinstance(leaf, Tensor))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    return next((tensor for tensor in tensors if tensor.ndim), tensors[0])

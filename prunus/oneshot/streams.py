@@ -11,8 +11,9 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ..input_statistics import one_by_one
 from .blocks import Reached, Stream
-from .experts import ExpertInputs, one_by_one, routed
+from .experts import ExpertInputs, routed
 from .gram import Gram, Moments
 from .layers import input_rows, num_groups
 from .order import InputGroup, can_batch, input_groups

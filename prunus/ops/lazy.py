@@ -110,7 +110,7 @@ class Lazy:
         return math.prod(size for dim, size in enumerate(self.global_shape) if dim not in outputs)
 
     def rows_of(self, tensor: Tensor) -> Tensor:
-        """View of a tensor of the weight's shape as (row, inputs...)."""
+        """A tensor of the weight's shape as (row, inputs...): a view, unless dimensions of inputs lie between."""
         if self.outputs is None:
             raise ValueError(
                 f"{self.name} has no rows: a grouped transposed convolution; exclude it, or select by layer or globally"
@@ -119,6 +119,14 @@ class Lazy:
             return tensor.unsqueeze(0)
         inputs = [dim for dim in range(tensor.ndim) if dim not in self.outputs]
         return tensor.permute(*self.outputs, *inputs).flatten(0, len(self.outputs) - 1)
+
+    def from_rows(self, rows: Tensor) -> Tensor:
+        """A tensor (row, inputs...) in the shape of the weight."""
+        if not self.outputs:
+            return rows.squeeze(0)
+        order = [*self.outputs, *(dim for dim in range(len(self.shape)) if dim not in self.outputs)]
+        unflat = rows.unflatten(0, [self.shape[dim] for dim in self.outputs])
+        return unflat.permute([order.index(dim) for dim in range(len(order))])
 
     def rows(self, parts: Sequence[slice] | None = None) -> Iterator[tuple[slice, Tensor]]:
         """Which rows, and their scores (row, input): ``parts``, or about ``chunk_size`` elements at a time."""

@@ -145,3 +145,23 @@ def without_labels(folder):
 
 def test_transformers_is_what_the_table_is_built_from():
     assert all(hasattr(transformers, kind) for kind, _, _ in FAMILIES.values()) and set(METRICS) <= set(FAMILIES)
+
+
+@pytest.mark.parametrize("name", ["bert classifier", "t5", "vit", "whisper", "mixtral", "gemma3"])
+def test_a_folder_goes_through_every_command_and_is_read_back_equal_by_plain_transformers(name, tmp_path, capsys):
+    model, batch = build(name), inputs(name)
+    model.save_pretrained(tmp_path / "model")
+    data = save_batches(tmp_path / "data.npz", batch, 6)
+    more = ["--exclude", "*vision*", "*multi_modal*"] if name == "gemma3" else []
+    command("prune", tmp_path / "model", "--batches", data, "--samples", 16, *more, "--out", tmp_path / "out")
+    assert "% of all " in capsys.readouterr().out
+    wanted = type(model).from_pretrained(tmp_path / "out")
+    command("export", tmp_path / "out", "--out", tmp_path / "small", "--check")
+    assert f"loaded as {type(model).__name__}" in capsys.readouterr().out
+    assert_equal_models(load_model(tmp_path / "small"), wanted, batch)
+    said = []
+    for folder in ("out", "small"):
+        command("eval", tmp_path / folder, "--batches", data)
+        said.append(capsys.readouterr().out.partition(": ")[2])
+        command("doctor", tmp_path / folder)
+    assert said[0] == said[1]

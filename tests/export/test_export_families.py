@@ -10,8 +10,8 @@ from prunus import load_model, save_model
 from prunus.cli import main
 
 CONVERTED = (
-    "mixtral", "qwen3_moe", "deepseek_v3", "granitemoe", "gpt_oss", "jamba", "llava", "gemma3", "qwen2_vl", "vit", "swin",
-    "segformer", "detr", "esm", "bert classifier", "t5", "marian", "whisper",
+    "mixtral", "qwen3_moe", "deepseek_v3", "granitemoe", "gpt_oss", "jamba", "llava", "gemma3", "qwen2_vl", "vit",
+    "swin", "segformer", "detr", "esm", "bert classifier", "t5", "marian", "whisper",
 )  # fmt: skip
 
 

@@ -46,7 +46,7 @@ def test_text_is_read_by_the_folders_own_tokenizer_with_its_start_token(starts, 
     found = load_trained(source(folder, text=folder / "text.txt", start_token=choice))
     start, edge = [] if expected is None else [expected], len(ids) - len(ids) // 10
     step = 12 - len(start)
-    windows = {tuple([*start, *ids[:edge][i * step : (i + 1) * step]]) for i in range(edge // step)}
+    windows = {(*start, *ids[:edge][i * step : (i + 1) * step]) for i in range(edge // step)}
     (batch,) = found.batches
     assert batch.shape == (5, 12) and {tuple(row) for row in batch.tolist()} <= windows
     kept = torch.tensor([[*start, *ids[edge:][i * step : (i + 1) * step]] for i in range(6)])

@@ -1,0 +1,124 @@
+"""Experts that are stacked in one tensor are pruned by default, each by its own inputs; routers stay dense."""
+
+import pytest
+import torch
+from families import build, inputs
+
+from prunus import NofM, PerRow, Pruner, Ramp, prune
+from prunus.eligible import eligible, report
+
+FAMILIES = ("mixtral", "gpt_oss", "qwen3_moe", "deepseek_v3", "granitemoe", "jamba")
+INPUT_DIM = {"gpt_oss": 1}  # (expert, in, out); of all others 2
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_stacked_experts_are_found_with_their_axes_and_routers_and_biases_stay_dense(name):
+    model = build(name)
+    found = eligible(model)
+    experts = [weight for weight in found.weights if ".experts." in weight.name]
+    assert len(experts) >= 2
+    assert {weight.outputs for weight in experts} == {(0, 3 - INPUT_DIM.get(name, 2))}
+    assert not any("router" in weight.name or weight.name.endswith("gate.weight") for weight in found.weights)
+    assert not any("bias" in weight.name for weight in found.weights)
+    prune(model, sparsity=0.5)
+    shown = report(model, found)
+    assert shown.sparsity == pytest.approx(0.5, abs=1e-4) and shown.sparsity_of_all > 0.25
+    assert "% of all" in str(shown)
+
+
+@pytest.mark.parametrize("select", [PerRow(), NofM(2, 4)], ids=str)
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_rows_and_neighbours_go_along_the_inputs_of_an_expert(name, select):
+    model = build(name)
+    prune(model, sparsity=0.5, select=select)
+    for weight in eligible(model).weights:
+        if ".experts." in weight.name:
+            rows = weight.parameter.movedim(INPUT_DIM.get(name, 2), 2)
+            groups = rows if isinstance(select, PerRow) else rows.unflatten(2, (-1, 4))
+            assert ((groups == 0).sum(-1) == groups.shape[-1] // 2).all()
+
+
+@torch.no_grad()
+def reference_norms(model, batch):
+    """Norms of what each expert of Mixtral or gpt_oss multiplies, from the routes that its module gets."""
+    squares = {}
+
+    def add(module, args, kwargs):
+        x, routes, *_ = (*args, *kwargs.values())
+        x = x.flatten(0, -2)
+        for expert in range(module.num_experts):
+            read = x[(routes.reshape(len(x), -1) == expert).any(1)]
+            if type(module).__name__ == "GptOssExperts":
+                hidden = module._apply_gate(read @ module.gate_up_proj[expert] + module.gate_up_proj_bias[expert])
+            else:
+                gate, up = (read @ module.gate_up_proj[expert].T).chunk(2, dim=-1)
+                hidden = module.act_fn(gate) * up
+            for key, value in (("gate_up_proj", read), ("down_proj", hidden)):
+                sums = squares.setdefault(module, {}).setdefault(key, [0.0] * module.num_experts)
+                sums[expert] = sums[expert] + value.double().square().sum(0)
+
+    handles = [
+        module.register_forward_pre_hook(add, with_kwargs=True)
+        for module in model.modules()
+        if type(module).__name__.endswith("Experts")
+    ]
+    for tokens in batch["input_ids"]:
+        model(tokens[None])
+    for handle in handles:
+        handle.remove()
+    return {
+        f"{path}.{key}": torch.stack(sums).sqrt()
+        for path, module in model.named_modules()
+        for key, sums in squares.get(module, {}).items()
+    }
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_wanda_ranks_experts_by_their_own_inputs(name):
+    model, batch = build(name), inputs(name)
+    how = model.config._experts_implementation
+    norms = reference_norms(model, batch)
+    dense = {weight.name: weight.parameter.detach().clone() for weight in eligible(model).weights}
+    prune(model, [batch], 0.5, "wanda", repair=None)
+    assert model.config._experts_implementation == how and len(norms) == 4
+    for key, norm in norms.items():
+        dim = INPUT_DIM.get(name, 2)
+        scores = dense[key].abs().movedim(dim, 2) * norm.unsqueeze(1)
+        zero = model.get_parameter(key).movedim(dim, 2) == 0
+        reached = (norm > 0).any(1)
+        assert reached.any()
+        lost = scores[reached].argsort(2)[..., : scores.shape[2] // 2]
+        assert zero[reached].gather(2, lost).all() and (zero.sum(2) == scores.shape[2] // 2).all()
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("score", ["magnitude", "wanda", "fisher", None])
+def test_experts_go_through_every_way_after_training(name, score):
+    model, batch = build(name), inputs(name)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    result = prune(model, [batch], 0.5, score, repair=None if score else "auto")
+    assert result.sparsity == pytest.approx(0.5, abs=0.01)
+    assert sum(".experts." in layer.name for layer in result.layers) == 4
+    result.undo_()
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_experts_are_pruned_in_training_to_the_weight(name):
+    model, batch = build(name).train(), inputs(name)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    pruner = Pruner(model, optimizer, schedule=Ramp(0.6, 0, 8), every=2)
+    for _ in range(10):
+        model(**batch, labels=batch["input_ids"]).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = eligible(model).weights
+    zeros = sum(int((weight.parameter == 0).sum()) for weight in weights)
+    assert zeros == round(0.6 * sum(weight.parameter.numel() for weight in weights))
+    assert any(".experts." in weight.name for weight in weights) and pruner.report().sparsity_of_all > 0.3
+
+
+def test_inputs_of_experts_are_not_collected_in_training_and_all_of_them_are_named():
+    model = build("mixtral")
+    with pytest.raises(ValueError, match=r"layers\.0\.mlp\.experts\.gate_up_proj.*layers\.1\.mlp\.experts\.down_proj"):
+        Pruner(model, torch.optim.AdamW(model.parameters()), score="wanda", schedule=Ramp(0.5, 0, 4))
