@@ -510,7 +510,7 @@ def test_masks_that_a_model_has_leave_its_weights_as_they_are():
         (None, {"select": PerLayer("moments")}, "reads Adam's second moments"),
         (None, {"sparsity": 1.5}, r"number in \[0, 1\)"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_bad_input_is_one_line_and_the_model_is_untouched(batches, options, message):
     case = llama(torch.float32)
