@@ -119,6 +119,7 @@ class RepairWalk:
             streams.advance_dense()
             if self.repair.tune and not streams.is_same:
                 self._tune_block(streams.position)
+                streams.changed()
             streams.advance()
 
     def _tune_block(self, k: int) -> None:

@@ -3,7 +3,7 @@
 Both travel from block to block. What a group of layers reads in either of them is summed up in Gram matrices.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import partial
 from typing import Any, Literal
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..input_statistics import one_by_one
-from .blocks import Reached, Stream
+from .blocks import Reached, Stream, replaced
 from .experts import ExpertInputs, routed
 from .gram import Gram, Moments
 from .layers import input_rows, num_groups
@@ -22,11 +22,10 @@ from .samples import Chunk, mask_of
 from .walk import Walk, outputs, swapped
 
 Kind = Literal["dense", "pruned"]
-Forward = Callable[[Chunk], None]
 Read = tuple[int, Tensor, Tensor | None]  # part of a weight, its inputs (..., in), and which of them are tokens
 TOKENS = {"cpu": 1024, "cuda": 16384}  # of a pass
-STORED = {"cpu": 1 << 30, "cuda": 1 << 32}  # bytes of a block's inputs in the dense model beyond which it runs again
-SHARE = 0.25  # of the free memory that they may take
+STORED = {"cpu": 1 << 30, "cuda": 1 << 32}  # bytes of a block's inputs, and of its outputs, that may be stored
+SHARE = 0.25  # of the free memory that each of them may take
 
 
 class Streams:
@@ -58,6 +57,10 @@ class Streams:
         self._ahead = False  # the dense stream has left one block more behind
         self._values: dict[str, tuple[nn.Parameter, Tensor]] = {}  # dense ones of weights that passes still read
         self._inputs: dict[tuple[str, int], Tensor] = {}  # in the dense model, by group of layers and of samples
+        self._outputs: dict[tuple[nn.Module, Chunk], Tensor] = {}  # in the pruned model, of layers that are solved
+        self._solved: list[nn.Module] = []  # of this block
+        self._room = 0.0  # bytes for outputs
+        self._here = Chunk(0, 0, 1)  # samples of the pass
 
     def replace_(self, name: str, parameter: nn.Parameter, value: Tensor, dense: Tensor) -> None:
         """Change a weight; ``dense`` are the values that the dense stream goes on with."""
@@ -66,6 +69,9 @@ class Streams:
         self.is_same = False
         self._values[name] = parameter, dense if dense.device == parameter.device else parameter.detach().clone()
         parameter.detach().copy_(value)
+        if any(name in group.names and self._is_simple(group) for group in self.groups):
+            self._room = self._room if self._solved else self._free_bytes()
+            self._solved += self.modules[name]
 
     def advance_dense(self) -> None:
         """Take the dense stream one block further, before the pruned one."""
@@ -79,12 +85,19 @@ class Streams:
         self.position += 1
         self._ahead = False
         self._inputs.clear()
+        self.changed()
         later = {name for group in self.groups if group.stop >= self.position for name in group.names}
         self._values = {name: value for name, value in self._values.items() if name in later}
+
+    def changed(self) -> None:
+        """Forget what layers of this block returned: weights before them may have changed."""
+        self._outputs.clear()
+        self._solved.clear()
 
     def forget(self) -> None:
         """Free the activations: no pass follows."""
         self._inputs.clear()
+        self.changed()
         for stream in (self.dense, self.pruned):
             stream.want(())
 
@@ -117,22 +130,45 @@ class Streams:
                     grams[part].add(x, dense[call][1] if dense else None, valid)
             num_seen += chunk.size
 
-        self.walk.visit(self.size, collect, add)
+        self.walk.visit(self.size, collect, add, on_halved=self.changed)
         return [gram.moments() if gram.num_tokens else None for gram in grams]
 
-    def _advance(self, kind: Kind, forward: Forward | None = None) -> None:
+    def _advance(self, kind: Kind) -> None:
+        visit = partial(self.walk.visit, self.size, on_halved=self._outputs.clear)
         with self.clock.part("forwards"), self._running(kind):
-            getattr(self, kind).advance(self.position, forward or self._forward, partial(self.walk.visit, self.size))
+            getattr(self, kind).advance(self.position, self._forward, visit)
         self.forwards += len(self.walk.samples)
 
     def _forward(self, chunk: Chunk) -> None:
+        self._here = chunk
         outputs(self.walk.model, self.walk.batch(chunk))
 
     def _running(self, kind: Kind) -> AbstractContextManager[None]:
         """The model as it is, or with its dense weights from the current position on."""
-        return swapped(dict(self._values.values()) if kind == "dense" else {})
+        if kind == "dense":
+            return swapped(dict(self._values.values()))
+        return replaced({module: partial(self._output, module) for module in self._solved})
 
-    def _run(self, kind: Kind, chunk: Chunk, last: nn.Module | None, forward: Forward | None = None) -> None:
+    def _output(self, module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        """What a solved layer returns, which is the same in every pass over a chunk until the block is left."""
+        found = self._outputs.get((module, self._here))
+        if found is None:
+            found = type(module).forward(module, *args, **kwargs)
+            if found.nbytes > self._room:
+                return found
+            self._room -= found.nbytes
+            self._outputs[module, self._here] = found
+        return found.clone()  # the model may change it in place
+
+    def _is_simple(self, group: InputGroup) -> bool:
+        """Whether its layers are plain and called once, all in one block and with all tokens."""
+        is_once = group.stop == group.start and group.num_calls == 1
+        return is_once and not group.is_routed and group.names[0] not in self.stacked
+
+    def _free_bytes(self) -> float:
+        return min(STORED.get(self.walk.device.type, 1 << 30), SHARE * free_bytes(self.walk.device))
+
+    def _run(self, kind: Kind, chunk: Chunk, last: nn.Module | None) -> None:
         """A pass from the current position that ends with the module ``last``, if it does not end before."""
         with ExitStack() as stack:
             if last is not None:
@@ -140,7 +176,7 @@ class Streams:
             stack.enter_context(self._running(kind))
             stack.enter_context(getattr(self, kind).starting_at(self.position, chunk))
             with suppress(Reached):
-                (forward or self._forward)(chunk)
+                self._forward(chunk)
         self.forwards += chunk.size
 
     def _last_block(self, group: InputGroup) -> nn.Module | None:
@@ -182,29 +218,21 @@ class Streams:
     def _store_inputs(self) -> None:
         """Run the dense block once and store what all its groups read, where that is possible and memory allows it."""
         groups = [group for group in self.groups if group.start == self.position]
-        if self._ahead or any(
-            group.stop != group.start or group.num_calls > 1 or group.is_routed or group.names[0] in self.stacked
-            for group in groups
-        ):
+        if self._ahead or not all(map(self._is_simple, groups)):
             return
         if self.is_same:
             self.dense.copy_from(self.pruned, self.position)
         sizes = [group.size for group in self.walk.samples.groups]
-        here, is_trial = Chunk(0, 0, 1), True  # one sample tells how much memory all would take
+        is_trial = True  # one sample tells how much memory all would take
 
         def store(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            x, key = next(iter(args or kwargs.values())).detach(), (name, here.group)
+            x, key = next(iter(args or kwargs.values())).detach(), (name, self._here.group)
             if is_trial:
                 self._inputs[key] = x
                 return
             if key not in self._inputs:  # zero where the dense model does not call the layer
-                self._inputs[key] = x.new_zeros(sizes[here.group], *x.shape[1:])
-            self._inputs[key][here.rows] = x
-
-        def forward(chunk: Chunk) -> None:
-            nonlocal here
-            here = chunk
-            self._forward(chunk)
+                self._inputs[key] = x.new_zeros(sizes[self._here.group], *x.shape[1:])
+            self._inputs[key][self._here.rows] = x
 
         last = self.blocks[self.position] if self.position < len(self.blocks) else None
         with ExitStack() as stack, self.clock.part("forwards"):
@@ -212,17 +240,17 @@ class Streams:
                 for module in self.modules[name]:
                     hook = module.register_forward_pre_hook(partial(store, name), with_kwargs=True)
                     stack.callback(hook.remove)
-            self._run("dense", here, last)
+            self._run("dense", Chunk(0, 0, 1), last)
             seen, is_trial, self._inputs = self._inputs, False, {}
             num_bytes = sum(x.nbytes for x in seen.values()) * len(self.walk.samples)
-            room = min(STORED.get(self.walk.device.type, 1 << 30), SHARE * free_bytes(self.walk.device))
-            if len(seen) < len(groups) or any(x.shape[:1] != (1,) for x in seen.values()) or num_bytes > room:
+            has_rows = len(seen) == len(groups) and all(x.shape[:1] == (1,) for x in seen.values())
+            if not has_rows or num_bytes > self._free_bytes():
                 return
             self._inputs = {key: x.new_zeros(sizes[0], *x.shape[1:]) for key, x in seen.items()}
             if last is None:
-                self.walk.visit(self.size, lambda chunk: self._run("dense", chunk, None, forward))
+                self.walk.visit(self.size, lambda chunk: self._run("dense", chunk, None))
             else:
-                self._advance("dense", forward)
+                self._advance("dense")
                 self._ahead = True
 
 
