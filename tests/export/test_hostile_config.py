@@ -102,5 +102,5 @@ def test_a_configuration_that_is_no_object_is_one_line(text, folder):
 def test_a_gguf_file_cut_short_is_one_line(size, tmp_path):
     data = b"GGUF" + (3).to_bytes(4, "little") + (2**60).to_bytes(8, "little") * 2 + bytes(1000)
     (tmp_path / "model.gguf").write_bytes(data[:size])
-    with pytest.raises(ValueError, match=r"model\.gguf cannot be read"):
+    with pytest.raises(ValueError, match=r"model\.gguf (cannot be read|is no GGUF file, or damaged)"):
         load_plain_model(tmp_path, gguf_file="model.gguf")
