@@ -5,6 +5,7 @@ import gc
 import pickle
 import warnings
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -107,6 +108,30 @@ def test_an_event_notices_weights_that_were_written_in_another_way(make):
             with pytest.raises(ValueError, match=rf"^{1054 - num_kept} weights"):
                 train(model, pruner.optimizer, [8])
             assert sum(int(mask.sum()) for mask in pruner.masks.values()) == num_kept
+
+
+@pytest.mark.parametrize("reloaded", ["zero", "raise"])
+def test_an_event_looks_at_the_first_weights_of_a_tensor_but_zeroes_all(reloaded):
+    model = torch.nn.Linear(512, 1024, bias=False)
+    optimizer = adamw(model)
+    schedule = Ramp(0.5, 1, 9)
+    pruner = Pruner(model, optimizer, score="magnitude", schedule=schedule, every=1, reloaded=reloaded)
+
+    def step():
+        model.weight.grad = torch.zeros_like(model.weight)
+        optimizer.step()
+
+    for _ in range(3):
+        step()
+    model.weight.data[-1] = 1.0  # beyond the look
+    with pytest.raises(ValueError, match="weights that the masks prune") if reloaded == "raise" else nullcontext():
+        step()
+    if reloaded == "zero":
+        assert_pruned_are_zero(pruner)
+        model.weight.data[0] = 1.0
+        with pytest.warns(UserWarning, match="weights that the masks prune"):
+            step()
+        assert_pruned_are_zero(pruner)
 
 
 @pytest.mark.parametrize("make", MAKERS)

@@ -19,7 +19,7 @@ def check_gguf(path: Path) -> int:
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 return _Header(data).check()
         except ValueError as error:
-            raise ValueError(f"{path} is no GGUF file, or damaged: {error}") from error
+            raise ValueError(f"{path} cannot be read: it is no GGUF file, or damaged: {error}") from error
 
 
 class _Header:
