@@ -84,7 +84,7 @@ def _check_options(command: Command, what: str) -> None:
             raise ValueError(f"{f'study {what}' if what else 'a study'} does not read --{name}; leave it off")
     for name, value in (("time-limit", command.time_limit), ("save-every", command.save_every)):
         if not value >= 0:
-            raise ValueError(f"--{name} must be 0, for none, or more, got {value}")
+            raise ValueError(f"--{name} must be at least 0, got {value}; 0 is none")
 
 
 def _run(command: Command, started: float) -> None:

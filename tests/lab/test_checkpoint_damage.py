@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_killed import assert_same
 from test_parallel_input import a_state
+from unbroken_run import assert_same
 
 from prunus.doctor import examine
 from prunus.files.torch_file import OLD_FORMAT

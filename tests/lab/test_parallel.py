@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from parallel_worker import KINDS, Interrupted, options, until_stop
-from test_killed import assert_same, metrics
+from unbroken_run import assert_same, metrics
 
 from prunus.cli.eval import evaluated
 from prunus.doctor import examine

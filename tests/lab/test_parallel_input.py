@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from descriptions import ENUM, FORMS, HOSTILE, MEMBER, MEMBER_BY_VALUE, before, rewrite
-from test_killed import assert_same
+from unbroken_run import assert_same
 
 from prunus.cli import main
 from prunus.files.atomic import part_name
