@@ -76,7 +76,6 @@ class TokenFile:
 def read_token_files(files: SampleFiles, folder: Path, gguf_file: str | None) -> tuple[TokenFile | None, TokenFile]:
     """Calibration and held-out tokens of a folder's model; the first is None where the model writes them."""
 
-
     def read(tokens: Path | None, text: Path | None) -> TokenFile | None:
         path = tokens or text
         if path is None:
