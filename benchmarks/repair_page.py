@@ -14,8 +14,8 @@ from .repair import PARTS
 from .repair_study import WAYS, WHAT
 
 BASE = "repair"  # the way that choices are compared with
-CHOICES = ("wanda-repaired", "own-targets", "damping-0.01", "damping-0.1", "by-row", "fisher", "old-batch-norm")
-CHOICES += ("tuned", "fisher-tuned")
+CHOICES = ("wanda-repaired", "own-targets", "damping-0.01", "damping-0.1", "by-row", "fisher", "erk", "global")
+CHOICES += ("old-batch-norm", "tuned", "fisher-tuned")
 SOLVING = ("factorisations", "iterations", "refine")
 SLIGHT = 0.1  # percent of perplexity, or points of accuracy, that nobody would miss
 

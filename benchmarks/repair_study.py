@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from prunus import NofM, PerLayer, PerRow, Repair, prune
+from prunus import Global, NofM, PerLayer, PerRow, Repair, prune
 from prunus.eligible import eligible
 from prunus.files.json_file import read_json, write_json
 from prunus.lab.trained_model import ModelSource, TrainedModel, load_trained
@@ -40,6 +40,8 @@ WayName = Literal[
     "damping-0.1",
     "by-row",
     "fisher",
+    "erk",
+    "global",
     "old-batch-norm",
     "repair",
     "tuned",
@@ -73,6 +75,8 @@ WAYS: dict[str, Way] = {
     "damping-0.1": Way("repair, damping 0.1", repair=Repair(damping=0.1)),
     "by-row": Way("repair, by row", select=PerRow(), at_2_4=False),
     "fisher": Way("repair, fisher allocation", select=PerLayer("fisher"), at_2_4=False),
+    "erk": Way("repair, ERK allocation", select=PerLayer("erk"), at_2_4=False),
+    "global": Way("repair, as many of each layer as global magnitude", select=Global(), at_2_4=False),
     "old-batch-norm": Way("repair, batch-norm statistics kept", repair=Repair(batch_norm=False)),
     "repair": Way("repair"),
     "tuned": Way("repair, tuned", repair=Repair(tune=True)),
