@@ -147,7 +147,12 @@ def test_transformers_is_what_the_table_is_built_from():
     assert all(hasattr(transformers, kind) for kind, _, _ in FAMILIES.values()) and set(METRICS) <= set(FAMILIES)
 
 
-@pytest.mark.parametrize("name", ["bert classifier", "t5", "vit", "whisper", "mixtral", "gemma3"])
+ALL_COMMANDS = ["bert classifier", "t5", "vit", "whisper", "mixtral", "gemma3"]
+
+
+@pytest.mark.parametrize(
+    "name", [ALL_COMMANDS[0], *(pytest.param(x, marks=pytest.mark.slow) for x in ALL_COMMANDS[1:])]
+)
 def test_a_folder_goes_through_every_command_and_is_read_back_equal_by_plain_transformers(name, tmp_path, capsys):
     model, batch = build(name), inputs(name)
     model.save_pretrained(tmp_path / "model")

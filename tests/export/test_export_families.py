@@ -9,10 +9,12 @@ from families import assert_equal_models, build, inputs
 from prunus import load_model, save_model
 from prunus.cli import main
 
-CONVERTED = (
-    "mixtral", "qwen3_moe", "deepseek_v3", "granitemoe", "gpt_oss", "jamba", "llava", "gemma3", "qwen2_vl", "vit",
-    "swin", "segformer", "detr", "esm", "bert classifier", "t5", "marian", "whisper",
+QUICK = ("mixtral", "gemma3", "vit", "marian")
+SLOW = (
+    "qwen3_moe", "deepseek_v3", "granitemoe", "gpt_oss", "jamba", "llava", "qwen2_vl", "swin", "segformer", "detr",
+    "esm", "bert classifier", "t5", "whisper",
 )  # fmt: skip
+CONVERTED = [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 
 
 def pruned(name):
