@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .data import datasets
 from .data.datasets import OPENERS, TOKEN_TYPES, read_tokens
 
 Rows = dict[str, Tensor]  # arguments of a model's forward, one row a sample
@@ -213,14 +214,16 @@ def _step(length: int, start: Sequence[int]) -> int:
 
 def read_batches(path: Path) -> Rows:
     """The named arrays of an .npz file, one row a sample; floats are float32."""
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}; --batches takes an .npz file of named arrays")
     try:
+        with zipfile.ZipFile(path) as archive:
+            unpacked = sum(entry.file_size for entry in archive.infolist())
+        if unpacked > max(datasets.MAX_READ, 2 * path.stat().st_size):  # half a megabyte may unpack to any size
+            raise ValueError(f"it unpacks to {unpacked / 2**20:,.0f} MiB, more than is read into memory")
         with np.load(path, allow_pickle=False) as file:
-            if not isinstance(file, np.lib.npyio.NpzFile):
-                raise ValueError("it holds one array without a name")
             arrays = {name: file[name] for name in file.files}
-    except FileNotFoundError:
-        raise ValueError(f"there is no file {path}; --batches takes an .npz file of named arrays") from None
-    except (ValueError, EOFError, KeyError, TypeError, AttributeError, zipfile.BadZipFile) as error:
+    except (Exception, MemoryError) as error:  # numpy and zipfile have many for a damaged file
         raise ValueError(f"{path} is no .npz file of named arrays ({error}); numpy.savez writes one") from error
     counts = {name: array.shape[:1] for name, array in arrays.items()}
     if not arrays or len(set(counts.values())) > 1 or counts.popitem()[1] in ((), (0,)):

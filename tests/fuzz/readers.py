@@ -364,6 +364,14 @@ def read_tokens(folder: Path) -> None:
     datasets.read_tokens(only(folder))
 
 
+def read_arrays(folder: Path) -> None:
+    from prunus.lab.data import datasets
+    from prunus.lab.model_data import read_batches
+
+    datasets.MAX_READ = 1 << 26
+    read_batches(only(folder))
+
+
 def read_images(folder: Path) -> None:
     from prunus.lab.data import datasets
 
@@ -443,6 +451,9 @@ READERS = {
     "report of a study": Reader(full_study, lambda to: command("report", to), "**/*.json*", needs="plotly"),
     "watch": Reader(full_study, lambda to: command("watch", to, "--once"), "**/*.json*"),
     "tokens .u16": Reader(lambda to: tokens(to, ".u16"), read_tokens),
+    "tokens .npy": Reader(lambda to: np.save(to / "tokens.npy", np.arange(500)), read_tokens),
+    "batches .npz": Reader(lambda to: np.savez(to / "a.npz", pixels=np.ones((3, 4)), labels=np.arange(3)), read_arrays),
+    "batches .npz, packed": Reader(lambda to: np.savez_compressed(to / "a.npz", input_ids=np.eye(9)), read_arrays),
     "tokens .xz": Reader(lambda to: tokens(to, ".u16.xz", lzma.compress), read_tokens),
     "tokens .gz": Reader(lambda to: tokens(to, ".bin.gz", gzip.compress), read_tokens),
     "MNIST": Reader(mnist, read_images),

@@ -147,7 +147,7 @@ def _looks_like_uint32(tokens: np.ndarray) -> bool:
 def _read_npy(path: Path) -> np.ndarray:
     try:
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError, OSError, SyntaxError) as damage:
+    except (Exception, MemoryError) as damage:  # numpy has many for a damaged header
         raise ValueError(f"{path} is no array that numpy.save wrote ({damage}); copy it anew") from damage
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or not len(tokens):
         raise ValueError(f"{path} should hold one row of integers, but holds {tokens.dtype} {list(tokens.shape)}")
