@@ -129,16 +129,15 @@ class Figures:
             return f"{value:.2%}"
         return f"{value:.3f}" if value < 10 else f"{value:.2f}" if value < 100 else f"{value:,.0f}"
 
-    def cell(self, way: str, level: str) -> str:
-        """Mean, and the range over seeds."""
+    def cell(self, way: str, level: str, ends: bool = True) -> str:
+        """Mean, the number of seeds where some are missing, and the range over them."""
         values = [*self.values(way, level).values()]
         if not values:
             return ""
-        text = self.number(statistics.fmean(values))
-        if len(values) < self.num_seeds:
-            text += f" (n = {len(values)})"
         low, high = self.number(min(values)), self.number(max(values))
-        return text if low == high else f"{text} ({low} to {high})"
+        notes = [f"n = {len(values)}"] if len(values) < self.num_seeds else []
+        notes += [f"{low} to {high}"] if low != high and ends else []
+        return self.number(statistics.fmean(values)) + (f" ({', '.join(notes)})" if notes else "")
 
     def gains(self, way: str, level: str) -> list[float]:
         """Percent of perplexity, or points of accuracy, that a way is better than repair, seed by seed."""
@@ -254,7 +253,7 @@ def _goals(models: Sequence[Figures]) -> str:
             lines.append([name, *[""] * (len(ways) + 1), target, "**not measured**"])
             continue
         limit = goal.value or goal.times_dense * model.dense
-        cells = [model.number(model.mean(way, goal.level)) for way in ways]
+        cells = [model.cell(way, goal.level, ends=False) for way in ways]
         lines.append([name, model.number(model.dense), *cells, model.number(limit), _outcome(model, goal.level, limit)])
     return f"{GOALS_TEXT}\n{markdown_table(headings, lines, words=(len(headings) - 1,))}\n"
 
