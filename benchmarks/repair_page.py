@@ -267,7 +267,7 @@ def _outcome(model: Figures, level: str, limit: float) -> str:
     best = min(means, key=lambda way: sign * means[way])
     if sign * (means[best] - limit) <= 0:
         return f"met by {WAYS[best].title}: {model.number(means[best])}"
-    far = f"{100 * (limit - means[best]):.1f} points" if sign < 0 else f"{means[best] / limit - 1:.0%}"
+    far = f"{100 * (limit - means[best]):.1f} points" if sign < 0 else f"{means[best] / limit - 1:.1%}"
     return f"**missed by {far}**; best is {WAYS[best].title}: {model.number(means[best])}"
 
 

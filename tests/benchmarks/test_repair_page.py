@@ -51,7 +51,7 @@ def test_goals_are_met_missed_or_not_measured(tmp_path):
     quality(tmp_path, "b", images, model="ResNet-20", metric="accuracy")
     drawn = page(tmp_path)
     assert "| 3.300 | met by repair, tuned: 3.200 |" in drawn
-    assert "| 6.000 | **missed by 50%**; best is repair: 9.000 |" in drawn
+    assert "| 6.000 | **missed by 50.0%**; best is repair: 9.000 |" in drawn
     assert "| 90.00% | **missed by 5.0 points**; best is repair: 85.00% |" in drawn
     assert drawn.count("| **not measured** |") == 4 + 3  # of the quality and of the time
 
