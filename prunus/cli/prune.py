@@ -68,7 +68,7 @@ class Command:
     calibrate: Literal["tokens", "self"] = "tokens"  # self: on text that the model writes from its start token
     samples: int | None = None  # calibration windows; by default up to 128 for a repair, else 32
     length: int = 0  # tokens per window; 0 takes 256, or the model's longest
-    eval_windows: int = 0  # held-out windows; 0 takes all
+    eval_windows: int | None = None  # held-out windows; 0 takes all, by default 32 of tokens and all other samples
     seed: int = 0  # which calibration windows
     include: tuple[str, ...] = ()  # patterns of weights to prune as well
     exclude: tuple[str, ...] = ()  # patterns of weights to leave dense
@@ -140,7 +140,7 @@ def _check(command: Command) -> None:
             raise ValueError(f"without --probe nothing reads {flag}; leave it off")
         if not _repairs(command) and option.name in OF_REPAIR and value != option.default:
             raise ValueError(f"without a repair nothing reads {flag}; leave it off")
-        if option.name in ("length", "eval_windows", "batch") and value < 0:
+        if option.name in ("length", "eval_windows", "batch") and (value or 0) < 0:
             raise ValueError(f"{flag} must be at least 0, got {value}")
     if command.allocate != "uniform" and _scope(command) != "layer":
         raise ValueError(f"--allocate {command.allocate} spreads the sparsity over layers; take --scope layer")

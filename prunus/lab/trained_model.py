@@ -36,6 +36,8 @@ from .model_data import (
 )
 from .model_quality import metric_of
 
+FEW_WINDOWS = 32  # of held-out tokens that are evaluated where nothing else is said
+
 
 @dataclass(frozen=True)
 class TrainedModel:
@@ -60,7 +62,7 @@ class ModelSource:
     eval_tokens: Path | None = None
     samples: int = 32
     length: int = 0  # 0 takes 256, or the longest that the model reads if that is less
-    eval_windows: int = 0  # 0 takes all
+    eval_windows: int | None = 0  # 0 takes all, None the first 32 windows of tokens and all other samples
     seed: int = 0
     gguf_file: str | None = None
     dtype: str = "auto"
@@ -100,12 +102,15 @@ def _hugging_face(source: ModelSource, folder: Path) -> TrainedModel:
     model = load_plain_model(folder, source.dtype, source.gguf_file)
     _forget_quantization(model)
     model.to("cpu" if source.offload else source.device)
+    note = None
     if isinstance(read, tuple):
         calibration, held_out = _windows(source, model, *read)
+        if source.eval_windows is None:
+            note = f"Evaluated on at most {FEW_WINDOWS} held-out windows; --eval-windows 0 takes all."
     else:
         calibration, held_out = _rows(source, model, read)
     metric, evaluate = metric_of(model, held_out)
-    return TrainedModel(model, [calibration], evaluate, lambda out: _save(model, folder, out), metric=metric)
+    return TrainedModel(model, [calibration], evaluate, lambda out: _save(model, folder, out), metric=metric, note=note)
 
 
 def _windows(
@@ -123,7 +128,8 @@ def _windows(
         if source.at_most:
             num = min(num, max(1, len(calibration.ids) // max(1, length - len(start))))
         windows = drawn(calibration.ids, num, length, source.seed, start)
-    kept = side_by_side(held_out.ids, length, source.eval_windows, start)
+    limit = FEW_WINDOWS if source.eval_windows is None else source.eval_windows
+    kept = side_by_side(held_out.ids, length, limit, start)
     return rows_of_tokens(model, windows), rows_of_tokens(model, kept)
 
 
@@ -182,7 +188,7 @@ def _checkpoint(source: ModelSource, path: Path) -> TrainedModel:
     if source.offload:
         raise ValueError(f"{path} is a checkpoint of prunus, which is loaded whole; leave out --offload")
     state = load_checkpoint(path)
-    run = replace(Run.from_json(state["run"]), compile=False, device=source.device, eval_size=source.eval_windows)
+    run = replace(Run.from_json(state["run"]), compile=False, device=source.device, eval_size=source.eval_windows or 0)
     training = Training(replace(run, score="none"))
     training.load_weights(state["model"])
     batch = training.data.train.batch(0, source.samples, source.seed)
