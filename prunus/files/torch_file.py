@@ -4,6 +4,7 @@ torch stores checksums of its own but does not compare them when it loads. Ours 
 and compared with what was read, so that nothing between the two can change a bit unseen.
 """
 
+import errno
 import re
 import zipfile
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from .checksum import checksum, hexadecimal
 FORMAT = "prunus-checkpoint-2"
 OLD_FORMAT = "prunus-checkpoint-1"  # without checksums
 CHECKSUMS = "checksums"
+OUTSIDE = (errno.EINVAL, errno.EOVERFLOW, errno.EFBIG)  # a damaged file sends its reader to where no file reaches
 
 
 def write_torch_file(path: Path, state: Mapping[str, Any], previous: Path | None = None) -> None:
@@ -41,7 +43,7 @@ def read_torch_file(file: Path | BinaryIO, mmap: bool = False) -> Any:
         source = str(file) if isinstance(file, Path) else file
         state = torch.load(source, "cpu", weights_only=True, mmap=mmap and is_zip)
     except Exception as error:
-        if isinstance(error, OSError) and error.errno:
+        if isinstance(error, OSError) and error.errno not in (None, *OUTSIDE):
             raise  # the system did not let us read: that says nothing about the file
         raise ValueError(_reason(error)) from error
     if isinstance(state, dict) and (CHECKSUMS in state or state.get("format") == FORMAT):

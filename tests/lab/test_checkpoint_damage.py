@@ -136,15 +136,18 @@ def test_no_checkpoint_warns_of_itself(tmp_path):
     assert json.loads((of_ranks(tmp_path) / "checksums.json").read_text())["version"] == 1
 
 
-def test_a_checkpoint_that_the_system_does_not_let_us_read_is_not_taken_for_damaged(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("number", "expected"), [(errno.EMFILE, OSError), (errno.EINVAL, ValueError)])
+def test_a_checkpoint_that_the_system_does_not_let_us_read_is_not_taken_for_damaged(
+    number, expected, tmp_path, monkeypatch
+):
     path = one_file(tmp_path)
     shutil.copy(path, tmp_path / "checkpoint.previous.pt")
 
     def refuse(*_, **__):
-        raise OSError(errno.EMFILE, "Too many open files", str(path))
+        raise OSError(number, "said by the system", str(path))
 
     monkeypatch.setattr(torch, "load", refuse)
     training = SimpleNamespace(team=Team(), run=SimpleNamespace(out=tmp_path))
-    with pytest.raises(OSError, match="Too many open files"):
+    with pytest.raises(expected, match="said by the system"):
         resume(training)
     assert {file.name for file in tmp_path.iterdir()} == {"checkpoint.pt", "checkpoint.previous.pt"}
