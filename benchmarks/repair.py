@@ -36,7 +36,7 @@ class Repair(Benchmark):
     scope: Literal["layer", "row", "2:4"] = "layer"  # where weights are compared with each other
     iterations: int = 300  # of ADMM, at most
     refine: int = 10  # steps of conjugate gradients, at most
-    tune: bool = False  # every block learns the outputs of the dense one
+    tune: bool = False  # every block, then the whole model, learns the outputs of the dense one
     offload: bool = False  # the model stays in main memory, one block at a time on the device
     device: str = "cuda"  # cpu or cuda
 

@@ -185,7 +185,8 @@ A mask alone throws away what the pruned weights did. `prune(model, batches, spa
 after block and finds, for each layer, which weights stay and what they must be so that its outputs on the calibration \
 samples stay those of the dense model: ADMM chooses the weights, conjugate gradients solve for their values, and the \
 number of zeros is exact. With `Repair(tune=True)` each block then learns the outputs of the dense block by gradient \
-descent, and keeps what it learned only where that helps on held-out samples.
+descent, and after the last block the whole model learns the dense model's distribution; what was learned stays only \
+where it helps on held-out samples.
 """
 GOALS_TEXT = """## How good
 

@@ -58,7 +58,7 @@ class Command:
     no_repair: Flag = False  # leave the weights that stay as they are
     repair_probe: Flag = False  # repair the masks of a probe too
     targets: Literal["dense", "own"] = "dense"  # reproduce the dense model's outputs, or those of each layer by itself
-    tune: Flag = False  # let every block learn the dense one's outputs
+    tune: Flag = False  # let every block, then the whole model, learn the outputs of the dense one; slow on a CPU
     damping: float | None = None  # how near weights stay to their dense values; by default from the number of tokens
     probe: Literal["none", "sequential", "block", "joint"] = "none"  # schedule of the probe
     tau: str = "1.0"  # allowed increase of the gradient: a number, adaptive, or target

@@ -45,9 +45,9 @@ class Repair:
     that the pruned model gives them (``"own"``). ``damping`` holds weights near their dense values, the more the
     larger it is; None takes what suits the number of tokens. At most ``iterations`` of ADMM find which weights stay, at
     most ``refine`` steps of conjugate gradients their values. With ``tune``, True or ``Distill(...)``, each block then
-    learns the outputs of the dense one. ``batch_norm`` renews the running statistics
-    of batch norms on the samples at the end. ``tf32`` lets the products of ADMM use TF32 on CUDA; factorisation,
-    refinement and errors never do.
+    learns the outputs of the dense one, and the whole model those of the dense model. ``batch_norm`` renews the running
+    statistics of batch norms on the samples at the end. ``tf32`` lets the products of ADMM use TF32 on CUDA;
+    factorisation, refinement and errors never do.
     """
 
     targets: Literal["dense", "own"] = "dense"
@@ -76,8 +76,8 @@ class Repair:
     def damping_for(self, num_tokens: int, num_inputs: int) -> float:
         """``0.8 / sqrt(tokens an input)``: the fewer there are, the nearer weights should stay to their dense values.
 
-        A compromise: on stories15M at 50 % the best was near 0.45 at 7 tokens an input and 0.1 at 114, at 70 % half of
-        that; a GPT of 51 M liked 0.01 at 128.
+        A compromise: of models with about as many tokens an input, one did better with less and one with more
+        (docs/repair.md).
         """
         if self.damping is not None:
             return self.damping

@@ -12,8 +12,8 @@ from torch.utils import _pytree as pytree
 from .blocks import Stream, is_chain, is_near
 from .layers import geometry, is_plain
 from .resources import is_out_of_memory
-from .samples import Chunk, Group, Samples, Tree, moved, rows
-from .walk import Walk, outputs
+from .samples import Chunk, Group, Samples, moved, rows
+from .walk import Walk, first_tensor, outputs
 
 NUM_PASSES = 8  # samples that are run to find layers that not every sample reaches
 SAME = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}  # relative
@@ -117,7 +117,7 @@ def _is_chained(walk: Walk, chunk: Chunk) -> bool:
     samples = Samples([Group(moved(rows(group.tree, slice(1), group.size), walk.device), 1)])
 
     def value(chunk: Chunk) -> Tensor:
-        return _value(walk, samples.tree(chunk))
+        return first_tensor(outputs(walk.model, samples.tree(chunk)))
 
     whole = value(Chunk(0, 0, 1))
     return is_chain(Stream(walk.blocks, samples), value, [whole], SAME.get(whole.dtype, 1e-2))
@@ -130,7 +130,8 @@ def can_batch(walk: Walk) -> bool:
     if number is None:
         return True
     try:
-        both, *each = (_value(walk, walk.batch(Chunk(number, *rows))) for rows in ((0, 2), (0, 1), (1, 2)))
+        batches = (walk.batch(Chunk(number, *rows)) for rows in ((0, 2), (0, 1), (1, 2)))
+        both, *each = (first_tensor(outputs(walk.model, batch)) for batch in batches)
     except Exception as error:
         if not (is_out_of_memory(error) or isinstance(error, ERRORS)):
             raise
@@ -139,11 +140,3 @@ def can_batch(walk: Walk) -> bool:
         one.shape[1:] == part.shape and is_near(part, one[0], ROUNDING.get(part.dtype, 0.25))
         for part, one in zip(both, each, strict=True)
     )
-
-
-def _value(walk: Walk, batch: Tree) -> Tensor:
-    """The first tensor of the model's output that is no loss."""
-    found = outputs(walk.model, batch)
-    leaves = pytree.tree_leaves(list(found.values()) if isinstance(found, Mapping) else found)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    return next((tensor for tensor in tensors if tensor.ndim), tensors[0])

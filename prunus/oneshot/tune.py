@@ -18,7 +18,7 @@ from .blocks import Reached, Stream
 from .offload import Offload, gradients, saving
 from .resources import is_out_of_memory, release
 from .samples import Pick, Tree, mask_of
-from .walk import Walk, outputs, swapped
+from .walk import Walk, first_tensor, outputs, swapped
 
 HELD_OUT = 10  # one sample of so many decides which epoch stays
 TOKENS = 1024  # whose distributions are compared at once
@@ -159,7 +159,7 @@ def block_loss(walk: Walk, k: int, pruned: Stream, dense: Stream) -> Loss:
         found: list[Tensor] = []
 
         def stop(module: nn.Module, args: object, output: Tree) -> None:
-            found.append(_first(output))
+            found.append(first_tensor(output))
             raise Reached
 
         batch, handle = walk.batch(pick), pruned.blocks[k].register_forward_hook(stop)
@@ -170,7 +170,7 @@ def block_loss(walk: Walk, k: int, pruned: Stream, dense: Stream) -> Loss:
             pass
         finally:
             handle.remove()
-        return _mean_square(found[0], _first(dense.stored(k + 1, pick)), mask_of(batch))
+        return _mean_square(found[0], first_tensor(dense.stored(k + 1, pick)), mask_of(batch))
 
     return loss
 
@@ -197,12 +197,7 @@ def _outputs(model: nn.Module, batch: Tree) -> tuple[Tensor, bool]:
         leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
         return found, not all(leaf.is_floating_point() for leaf in leaves)
     logits = found.get("logits") if isinstance(found, Mapping) else None
-    return (_first(found), False) if logits is None else (logits, True)
-
-
-def _first(tree: Tree) -> Tensor:
-    leaves = pytree.tree_leaves(list(tree.values()) if isinstance(tree, Mapping) else tree)
-    return next(leaf for leaf in leaves if isinstance(leaf, Tensor))
+    return (first_tensor(found), False) if logits is None else (logits, True)
 
 
 def _mean_square(found: Tensor, expected: Tensor, mask: Tensor | None) -> Tensor:

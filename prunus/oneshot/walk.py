@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from ..eligible import Weight
 from ..ops import bits
@@ -140,6 +141,13 @@ def outputs(model: nn.Module, tree: Tree) -> Any:
         named = inputs if isinstance(inputs, Mapping) else {getattr(model, "main_input_name", "input_ids"): inputs}
         inputs = {**named, "labels": labels}
     return call(model, inputs)
+
+
+def first_tensor(tree: Tree) -> Tensor:
+    """The first tensor of what a module returned that is no scalar, as a loss is."""
+    leaves = pytree.tree_leaves(list(tree.values()) if isinstance(tree, Mapping) else tree)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    return next((tensor for tensor in tensors if tensor.ndim), tensors[0])
 
 
 def is_encoder_decoder(model: nn.Module) -> bool:
