@@ -37,6 +37,7 @@ class Repair(Benchmark):
     iterations: int = 300  # of ADMM, at most
     refine: int = 10  # steps of conjugate gradients, at most
     tune: bool = False  # every block, then the whole model, learns the outputs of the dense one
+    whole: bool = True  # --no-whole leaves it at the blocks
     offload: bool = False  # the model stays in main memory, one block at a time on the device
     device: str = "cuda"  # cpu or cuda
 
@@ -47,18 +48,20 @@ class Repair(Benchmark):
             trained = load_trained(source)
             model, (tokens,), about = trained.model, trained.batches, self.model.name
         else:
-            size = Level(blocks=self.blocks, windows=self.windows, length=self.length, device=place)
-            model, tokens = size.model_and_tokens()
+            size = Level(blocks=self.blocks, windows=self.windows, length=self.length, device=self.device)
+            model, tokens = size.model_and_tokens()  # on the device, where that is quick
+            model, tokens = model.to(place), tokens.to(place)
             about = f"{self.blocks} blocks of Mistral-7B's shape"
         parameters = list(model.parameters())
         dtype = str(parameters[0].dtype).removeprefix("torch.")
-        options = [name for name in ("tune", "offload") if getattr(self, name)]
+        options = ["tune" if self.whole else "tune blocks"] * self.tune + ["offload"] * self.offload
         settings = {"weights": ", ".join([about, *options]), "model": about, "dtype": dtype}
         settings |= {"windows": self.windows, "length": self.length, "sparsity": self.sparsity, "scope": self.scope}
-        settings |= {"refine": self.refine, "tune": self.tune, "offload": self.offload}
+        settings |= {"refine": self.refine, "tune": self.tune, "whole": self.whole, "offload": self.offload}
         settings |= {} if self.model else {"blocks": self.blocks, **MISTRAL}
         settings |= {"num_weights": sum(p.numel() for p in parameters)}
-        repair = prunus.Repair(iterations=self.iterations, refine=self.refine, tune=self.tune)
+        tune = self.tune and (prunus.Distill() if self.whole else prunus.Distill(whole_epochs=0))
+        repair = prunus.Repair(iterations=self.iterations, refine=self.refine, tune=tune)
         row = measure_repair(model, tokens, self.sparsity, self.scope, repair, device if self.offload else None)
         return "repair", settings, [row]
 

@@ -215,7 +215,8 @@ class NofM(Selector):
         if sparsity and abs(sparsity - self.sparsity) >= 1e-9:
             raise ValueError(
                 f"{self.n}:{self.m} is a sparsity of {self.sparsity:g}, but {sparsity:g} was asked for; "
-                f"use OneShot({self.sparsity:g}, at=...) or Constant({self.sparsity:g})"
+                f"give prune() sparsity={self.sparsity:g}, a Pruner OneShot({self.sparsity:g}, at=...) or "
+                f"Constant({self.sparsity:g})"
             )
         for shape in shapes:
             if sparsity and shape.outputs is not None and shape.num_inputs % self.m:

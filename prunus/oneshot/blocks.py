@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from ..eligible import Weight
 from .samples import Chunk, Pick, Samples, Tree, copied, joined, moved, repeated, room_for, rows, write_rows
@@ -132,6 +133,16 @@ class Stream:
 
         visit(act)
         self._outputs = {k + 1: after}
+
+    @property
+    def num_bytes(self) -> int:
+        """What the stored activations take."""
+        return sum(leaf.nbytes for leaf in pytree.tree_leaves(self._outputs) if isinstance(leaf, Tensor))
+
+    def keep_on(self, device: torch.device) -> None:
+        """Store activations on the device of the passes from now on."""
+        self._outputs = {k: [moved(tree, device) for tree in trees] for k, trees in self._outputs.items()}
+        self.offload = None
 
     def copy_from(self, other: "Stream", k: int) -> None:
         """Take over what another stream has at position ``k``."""

@@ -31,6 +31,15 @@ class _Reference:
     offset: int
 
 
+@dataclass(frozen=True)
+class _Copy:
+    """Values of a tensor on the device, made when it had this version; ``home`` holds on to their address."""
+
+    values: Tensor
+    home: Tensor
+    version: int
+
+
 class Offload:
     """Moves the weights of a model while it runs on ``device`` block by block."""
 
@@ -51,6 +60,9 @@ class Offload:
         self._owners: dict[Tensor, nn.Module] = {t: unit for unit in self.units for t in _tensors(unit)}
         self._by_address: dict[int, Tensor] = {}
         self._fetched: tuple[nn.Module | None, dict[Tensor, Tensor]] = (None, {})
+        self._keeps = False
+        self._last: nn.Module | None = None  # the unit that was loaded last
+        self._copies: dict[tuple[Tensor, int], _Copy] = {}  # of it, by tensor and the address of its values
         self._edges: dict[Tensor, list[GradientEdge]] = {}
 
     @contextmanager
@@ -76,15 +88,38 @@ class Offload:
         if is_stubbed(unit) or unit is self._staying:
             return
         self.unload()  # a unit whose forward ended with an exception
-        self.num_moves += 1
-        for tensor in _tensors(unit):
-            self._homes[tensor] = tensor.data
-            tensor.data = _copy(tensor.data, self.device)
+        if unit is not self._last:
+            self._copies.clear()
+            self._last = unit
+        tensors = {tensor: self._kept(tensor) for tensor in _tensors(unit)}
+        self.num_moves += any(values is None for values in tensors.values())
+        for tensor, values in tensors.items():
+            self._homes[tensor] = home = tensor.data
+            tensor.data = _copy(home, self.device) if values is None else values
+            if self._keeps:
+                self._copies[tensor, home.data_ptr()] = _Copy(tensor.data, home, tensor._version)
             if tensor.numel():
                 self._by_address[tensor.untyped_storage().data_ptr()] = tensor
             if tensor.requires_grad:
                 # the node that gradients end in belongs to the data of this moment
                 self._edges.setdefault(tensor, []).append(get_gradient_edge(tensor))
+
+    def _kept(self, tensor: Tensor) -> Tensor | None:
+        found = self._copies.get((tensor, tensor.data_ptr()))
+        return None if found is None or found.version != tensor._version else found.values
+
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """A unit stays on the device until the next one comes: passes in a row move only what has changed in it.
+
+        Changes must be made to the weights themselves, not to their ``data``.
+        """
+        self._keeps = True
+        try:
+            yield
+        finally:
+            self._keeps = False
+            self._copies.clear()
 
     def holds(self, unit: nn.Module) -> bool:
         """Whether the weights of ``unit`` are on the device now."""
@@ -109,6 +144,7 @@ class Offload:
         finally:
             self.unload()
             self._staying = None
+            self._copies.clear()
             for tensor, home in homes.items():
                 tensor.data = home.copy_(tensor.data)
 

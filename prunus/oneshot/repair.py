@@ -83,6 +83,10 @@ class RepairWalk:
     @torch.no_grad()
     def run(self, done: Done) -> None:
         """Go through all weights, but those that the state knows."""
+        with nullcontext() if self.walk.offload is None else self.walk.offload.keeping():
+            self._run(done)
+
+    def _run(self, done: Done) -> None:
         for number, group in enumerate(self.streams.groups):
             self._advance(group.start)
             path = f"group_{number:05}"

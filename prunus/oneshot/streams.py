@@ -25,7 +25,7 @@ Kind = Literal["dense", "pruned"]
 Read = tuple[int, Tensor, Tensor | None]  # part of a weight, its inputs (..., in), and which of them are tokens
 TOKENS = {"cpu": 1024, "cuda": 16384}  # of a pass
 STORED = {"cpu": 1 << 30, "cuda": 1 << 32}  # bytes of a block's inputs, and of its outputs, that may be stored
-SHARE = 0.25  # of the free memory that each of them may take
+SHARE = 0.25  # of the free memory that each of them may take, and the activations between blocks
 
 
 class Streams:
@@ -86,6 +86,10 @@ class Streams:
         self._ahead = False
         self._inputs.clear()
         self.changed()
+        # of a model that is moved block by block, where two streams take little of the free memory
+        if self.pruned.offload and 2 * self.pruned.num_bytes <= SHARE * free_bytes(self.walk.device):
+            for stream in (self.dense, self.pruned):
+                stream.keep_on(self.walk.device)
         later = {name for group in self.groups if group.stop >= self.position for name in group.names}
         self._values = {name: value for name, value in self._values.items() if name in later}
 

@@ -64,6 +64,9 @@ def test_a_trained_model_is_timed_too(trained, tmp_path):
     record = json.loads(path.read_text())
     assert path.name.startswith("repair-small-tune_") and record["settings"]["num_weights"] > 0
     assert record["rows"][0]["tune"] > 0
+    main(["repair", *trained, "--tune", "--no-whole"])
+    (path,) = (tmp_path / "results").glob("repair-small-tune-blocks_*")
+    assert "tune" not in json.loads(path.read_text())["rows"][0]  # it has no list of blocks
 
 
 def test_a_killed_study_continues_and_ends_with_every_way_level_and_seed(trained, tmp_path, monkeypatch, capsys):

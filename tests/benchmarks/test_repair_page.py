@@ -89,3 +89,22 @@ def test_times_are_held_against_their_goals_and_growth_is_read_from_them(tmp_pat
 
 def test_nothing_measured_is_no_page(tmp_path):
     assert page(tmp_path) is None
+
+
+def test_tuning_of_few_blocks_is_scaled_and_the_page_says_so(tmp_path):
+    settings = {"windows": 128, "length": 2048, "dtype": "bfloat16", "offload": False, "tune": True, "blocks": 4}
+    row = {"seconds": 64.0, "peak_gib": 9.0, "tune": 36.0, "cpu_seconds": 64.0, "other": 28.0}
+    write(tmp_path, "t4", "repair", settings | {"weights": "4 blocks of Mistral-7B's shape, tune blocks"}, [row])
+    drawn = page(tmp_path)
+    assert "7.00 s a block for the repair, 9.00 s for its tuning. At that rate 32 blocks would take 512 s" in drawn
+    assert "| 600 s | **not measured** |" in drawn
+
+
+def test_a_goal_may_be_met_by_one_way_to_run_a_model_and_missed_by_another(tmp_path):
+    settings = {"windows": 128, "length": 2048, "dtype": "bfloat16", "tune": False, "blocks": 32}
+    for offload, gib in (("", 30.0), (", offload", 15.0)):
+        row = {"seconds": 200.0, "peak_gib": gib, "cpu_seconds": 1.0, "other": 200.0}
+        of = {"weights": f"32 blocks of Mistral-7B's shape{offload}", "offload": bool(offload)}
+        write(tmp_path, f"r{gib}", "repair", settings | of, [row])
+    drawn = page(tmp_path)
+    assert drawn.count("| 240 s, 24 GiB | **missed**: 30.0 GiB |") == drawn.count("| 240 s, 24 GiB | met |") == 1

@@ -16,6 +16,7 @@ from torch import nn
 
 from prunus import Levels, Limit, Probe, SearchOptions, prune, search
 from prunus.eligible import eligible
+from prunus.oneshot import streams
 from prunus.oneshot.offload import Offload
 
 SCHEDULES = ["joint", "sequential", "block"]
@@ -118,6 +119,25 @@ def test_blocks_whose_output_is_known_are_not_moved(monkeypatch):
     assert len(moves) == 1
     # 21 weights, 2 groups of samples: whole passes would load each of the 3 blocks twice, forward and backward
     assert 0 < moves[0].num_moves < 21 * 2 * 3 * 2
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25], ids=["activations in main memory", "on the device"])
+def test_a_repair_moves_a_block_as_often_however_many_batches_there_are(share, monkeypatch):
+    monkeypatch.setattr(streams, "SHARE", share)
+    moves, opened = [], Offload.open
+
+    def counting(self):
+        moves.append(self)
+        return opened(self)
+
+    monkeypatch.setattr(Offload, "open", counting)
+    weights = []
+    for options in ({}, {"offload": "cpu"}, {"offload": "cpu", "batch_size": 1}):
+        case = llama(torch.float32)
+        prune(case.model, case.batches, 0.5, **{"batch_size": 4} | options)
+        weights.append([*case.model.parameters()])
+    assert len(moves) == 2 and 0 < moves[0].num_moves == moves[1].num_moves
+    assert all(torch.equal(a, b) for a, b in zip(*weights[:2], strict=True))
 
 
 @pytest.mark.parametrize("at", [3, 8, 14])

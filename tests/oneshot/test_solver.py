@@ -300,6 +300,15 @@ def test_admm_follows_the_formulas():
     torch.testing.assert_close(values * unit, d)
 
 
+@pytest.mark.parametrize("num", [1, 5, 12, 13])
+def test_an_inverse_is_made_by_panels_of_any_number_and_width(num, monkeypatch):
+    monkeypatch.setattr(solver, "PANEL", 4)
+    root = torch.randn(num, num, dtype=torch.float64, generator=torch.Generator().manual_seed(num))
+    matrix = root @ root.T + torch.eye(num)
+    found = solver.inverse_by_panels(torch.linalg.cholesky(matrix))
+    torch.testing.assert_close(found, matrix.inverse(), rtol=1e-9, atol=1e-9)
+
+
 def test_targets_of_the_dense_model_lower_the_error_to_it():
     x_dense, weight = correlated(), normal(32)
     x = noisy(x_dense)
