@@ -14,8 +14,18 @@ from .repair import PARTS
 from .repair_study import WAYS, WHAT
 
 BASE = "repair"  # the way that choices are compared with
-CHOICES = ("wanda-repaired", "own-targets", "damping-0.01", "damping-0.1", "by-row", "fisher", "erk", "global")
-CHOICES += ("old-batch-norm", "tuned", "fisher-tuned")
+CHOICES = (
+    "wanda-repaired",
+    "own-targets",
+    "damping-0.01",
+    "damping-0.1",
+    "by-row",
+    "fisher",
+    "moments",
+    "erk",
+    "global",
+)
+CHOICES += ("old-batch-norm", "tuned", "fisher-tuned", "moments-tuned")
 SOLVING = ("factorisations", "iterations", "refine")
 SLIGHT = 0.1  # percent of perplexity, or points of accuracy, that nobody would miss
 

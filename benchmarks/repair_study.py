@@ -40,12 +40,14 @@ WayName = Literal[
     "damping-0.1",
     "by-row",
     "fisher",
+    "moments",
     "erk",
     "global",
     "old-batch-norm",
     "repair",
     "tuned",
     "fisher-tuned",
+    "moments-tuned",
 ]
 
 
@@ -75,12 +77,16 @@ WAYS: dict[str, Way] = {
     "damping-0.1": Way("repair, damping 0.1", repair=Repair(damping=0.1)),
     "by-row": Way("repair, by row", select=PerRow(), at_2_4=False),
     "fisher": Way("repair, fisher allocation", select=PerLayer("fisher"), at_2_4=False),
+    "moments": Way("repair, allocation by Adam's moments", select=PerLayer("moments"), at_2_4=False),
     "erk": Way("repair, ERK allocation", select=PerLayer("erk"), at_2_4=False),
     "global": Way("repair, as many of each layer as global magnitude", select=Global(), at_2_4=False),
     "old-batch-norm": Way("repair, batch-norm statistics kept", repair=Repair(batch_norm=False)),
     "repair": Way("repair"),
     "tuned": Way("repair, tuned", repair=Repair(tune=True)),
     "fisher-tuned": Way("repair, fisher, tuned", select=PerLayer("fisher"), repair=Repair(tune=True), at_2_4=False),
+    "moments-tuned": Way(
+        "repair, by Adam's moments, tuned", select=PerLayer("moments"), repair=Repair(tune=True), at_2_4=False
+    ),
 }
 DEFAULT_WAYS: tuple[WayName, ...] = ("magnitude", "wanda", "llmc-wanda", "llmc-sparsegpt", "wanda-repaired", "repair")
 
@@ -91,7 +97,8 @@ class Quality:
 
     --model is a Hugging Face folder, with --tokens and --eval-tokens; a checkpoint of prunus, which knows its data; or
     the weights of ResNet-20 (.th), with --images, a folder of CIFAR-10. The record is written after every figure, and
-    the same command continues it. Ways of llm-compressor are left out where it is not installed.
+    the same command continues it. Ways of llm-compressor are left out where it is not installed, those by Adam's second
+    moments where the model is no checkpoint that has them.
     """
 
     model: Path  # the trained model
@@ -176,6 +183,9 @@ def measured(trained: TrainedModel, way: str, level: str, device: torch.device) 
     if theirs and not (find_spec("llmcompressor") and hasattr(trained.model, "config")):
         print(f"{way}: left out, since it needs llm-compressor and a Hugging Face model", flush=True)
         return None
+    if way in ("moments", "moments-tuned") and not trained.moments:
+        print(f"{way}: left out, since it needs the second moments of Adam in a checkpoint", flush=True)
+        return None
     cpu = time.process_time()
     seconds, (model, undo) = timed(lambda: pruned(trained, way, level), device)
     cpu = time.process_time() - cpu
@@ -197,6 +207,7 @@ def pruned(trained: TrainedModel, name: str, level: str) -> tuple[nn.Module, Cal
     if way.theirs is None:
         select = NofM(2, 4) if level == "2:4" else way.select
         settings: dict[str, Any] = {"score": way.score, "select": select, "loss": trained.loss, "repair": way.repair}
+        settings |= {"moments": trained.moments}
         result = prune(trained.model, trained.batches, sparsity, **settings)
         return trained.model, result.undo_
     from llmcompressor.modifiers import pruning
