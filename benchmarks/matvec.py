@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from prunus.ops.machine import device_of
-from prunus.sparse.advise import LEAST_CALLS, Call, elapsed_us, microseconds, num_copies, ways_of
+from prunus.sparse.times import LEAST_CALLS, Call, elapsed_us, microseconds, num_copies, ways_of
 
 from .benchmark import Benchmark, Measured, Row, Section, copy_gb_s
 

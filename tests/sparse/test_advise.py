@@ -14,8 +14,8 @@ SMALL = Load(batch=1, tokens=4)
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr("prunus.sparse.advise.PATIENCE", 0.0)
-    monkeypatch.setattr("prunus.sparse.advise.MOST_COPIES", 2)
+    monkeypatch.setattr("prunus.sparse.times.PATIENCE", 0.0)
+    monkeypatch.setattr("prunus.sparse.times.MOST_COPIES", 2)
 
 
 def weights():

@@ -126,7 +126,7 @@ def test_sparse_layers_are_replaced_and_tied_and_dense_ones_stay():
     model, x = Model().eval(), torch.arange(50).view(5, 10)
     with torch.no_grad():
         expected = model(x)
-        names = sparsify_(model)
+        names = sparsify_(model, least=0.5)
         got = model(x)
 
     assert names == ["sparse", "transposed"]
@@ -136,14 +136,14 @@ def test_sparse_layers_are_replaced_and_tied_and_dense_ones_stay():
 
 
 def test_patterns_and_the_least_sparsity_choose():
-    assert sparsify_(Model(), include="sparse") == ["sparse"]
-    assert sparsify_(Model(), exclude="sparse") == ["transposed"]
+    assert sparsify_(Model(), include="sparse", least=0.5) == ["sparse"]
+    assert sparsify_(Model(), exclude="sparse", least=0.5) == ["transposed"]
     assert sparsify_(Model(), least=0.95) == []
     assert sparsify_(Model(), least=0.0) == ["sparse", "dense", "transposed"]
     with pytest.raises(ValueError, match="matches no parameter"):
         sparsify_(Model(), include="nothing")
     with pytest.raises(ValueError, match="from_linear"):
-        sparsify_(linear())
+        sparsify_(linear(), least=0.5)
 
 
 def two_of_four(outputs, inputs, dtype=torch.bfloat16):
