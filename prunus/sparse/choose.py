@@ -5,8 +5,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from .product import can_tile
+from .tiles import DTYPES as TILE_DTYPES
 from .times import Times, WeightKind, times_of, winner
 
+FORMS = ("gaps", "tiles")
 SPARSE_FROM = 0.1  # layers with fewer zeros were not pruned, and stay dense
 # the last parts of names of layers that read the same input, so that their products can be one
 SIBLINGS = (
@@ -21,10 +24,11 @@ SIBLINGS = (
 
 @dataclass(frozen=True)
 class Choice:
-    """Layers that are multiplied as one, and the microseconds of that by each way that all of them have."""
+    """Layers that are multiplied as one, and the microseconds of that dense, in the better sparse form, and as 2:4."""
 
     names: list[str]
     kind: WeightKind  # of all rows together
+    form: str  # the better sparse one, "gaps" or "tiles"
     times: Times
 
     @property
@@ -60,7 +64,22 @@ def joined(kinds: list[WeightKind]) -> WeightKind:
 def _choice(names: list[str], kinds: Mapping[str, WeightKind], vectors: int, device: torch.device) -> Choice:
     parts = [kinds[name] for name in names]
     alone, kind = [times_of(part, vectors, device) for part in parts], joined(parts)
-    times = {way: sum(each[way] for each in alone) for way in alone[0] if all(way in each for each in alone)}
-    if len(parts) > 1:
-        times["sparse"] = times_of(kind, vectors, device)["sparse"]
-    return Choice(names, kind, times)
+    times = {way: sum(each[way] for each in alone) for way in ("dense", "2:4") if all(way in each for each in alone)}
+    whole = times_of(kind, vectors, device) if len(parts) > 1 else alone[0]
+    form = min((way for way in FORMS if way in whole), key=lambda way: whole[way])
+    return Choice(names, kind, form, times | {"sparse": whole[form]})
+
+
+def forms_of(
+    kinds: Mapping[str, WeightKind], vectors: int, device: torch.device, least: float | None
+) -> dict[str, str]:
+    """The form of every layer that is kept sparse: those that are faster so, or that have ``least`` zeros."""
+    if least is not None:
+        return {name: usual_form(k, vectors, device) for name, k in kinds.items() if k.sparsity >= least}
+    return {name: choice.form for choice in choose(kinds, vectors, device) if choice.is_sparse for name in choice.names}
+
+
+def usual_form(kind: WeightKind, vectors: int, device: torch.device) -> str:
+    """The form where nothing is measured: the gap form is better for one vector, and for few where most is zero."""
+    is_tiled = can_tile(device) and kind.dtype in TILE_DTYPES
+    return "tiles" if is_tiled and vectors > (1 if kind.sparsity < 0.7 else 4) else "gaps"

@@ -39,6 +39,12 @@ class Gaps:
     rows: Tensor  # (out + 1, 3), int32
     shape: tuple[int, int]
 
+    PARTS = ("values", "codes", "heads", "rows")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.values.dtype
+
     @property
     def nbytes(self) -> int:
         return self.values.nbytes + self.codes.nbytes + self.heads.nbytes + self.rows.nbytes
@@ -77,6 +83,22 @@ def gaps_of_dense(weight: Tensor) -> Gaps:
     weight = weight.detach()
     keep = weight != 0
     return gaps_of(bits.pack(keep), weight[keep], (weight.shape[0], weight.shape[1]))
+
+
+def joined_gaps(parts: Sequence[Gaps]) -> tuple[Gaps, list[Gaps]]:
+    """Matrices one below the other, and each again, of which values, codes and heads are views of the whole."""
+    tables, start = [], torch.zeros(3, dtype=torch.int32, device=parts[0].rows.device)
+    for part in parts:
+        tables.append(part.rows[:-1] + start)
+        start = start + part.rows[-1]
+    cuts = []
+    for name in ("values", "codes", "heads"):
+        own = [getattr(part, name) for part in parts]
+        cuts.append((whole := torch.cat(own), whole.split([len(each) for each in own])))
+    shape = (sum(part.shape[0] for part in parts), parts[0].shape[1])
+    whole = Gaps(*(cut[0] for cut in cuts), torch.cat([*tables, start[None]]), shape)
+    views = zip(*(cut[1] for cut in cuts), strict=True)
+    return whole, [Gaps(*view, part.rows, part.shape) for view, part in zip(views, parts, strict=True)]
 
 
 @dataclass(frozen=True)

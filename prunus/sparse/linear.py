@@ -7,38 +7,39 @@ import torch
 from torch import Tensor, nn
 
 from ..eligible import is_conv1d
-from .choose import choose, groups_of
-from .gaps import Gaps, check_gaps, gaps_of_dense
+from .choose import forms_of, groups_of
+from .gaps import check_gaps, gaps_of_dense, joined_gaps
 from .model_layers import chosen, linear_weight, why_not
-from .product import check_device, dense, product
+from .product import Form, check_device, dense, form_of, product
+from .tiles import DTYPES as TILE_DTYPES
+from .tiles import ROWS as TILE_ROWS
+from .tiles import Tiles, check_tiles, joined_tiles, stage_of, tiles_of_dense
 from .times import WeightKind, kind_of
 
 MOST_MISSES = 2  # products of a group that some layer had no use for, before it is given up
-BUFFERS = ("values", "codes", "heads", "rows")
 
 
 class SparseLinear(nn.Module):
-    """``x W^T + bias`` with W in gap form, for inference; gradients reach x alone.
+    """``x W^T + bias`` with W in a sparse form, for inference; gradients reach x alone.
 
     A layer may be one of a ``Group``, which computes the products of all its layers at once.
     """
 
-    values: Tensor
-    codes: Tensor
-    heads: Tensor
-    rows: Tensor
+    like: Tensor
     bias: Tensor | None
     group: "Group | None"
     origin: tuple[nn.Module, bool] | None = None  # the layer that it replaced, and whether that took gradients
 
-    def __init__(self, gaps: Gaps, bias: Tensor | None = None) -> None:
+    def __init__(self, form: Form, bias: Tensor | None = None) -> None:
         super().__init__()
-        self.out_features, self.in_features = gaps.shape
-        for name in BUFFERS:
-            self.register_buffer(name, getattr(gaps, name))
+        self.out_features, self.in_features = form.shape
+        for name in form.PARTS:
+            self.register_buffer(name, getattr(form, name))
+        kind = torch.empty(0, dtype=form.dtype, device=getattr(form, form.PARTS[0]).device)
+        self.register_buffer("like", kind, persistent=False)  # whose type follows a change of the model's
         self.register_buffer("bias", None if bias is None else bias.detach())
         self.register_load_state_dict_pre_hook(_resize_buffers)
-        self._changed()
+        self._set(form)
 
     @classmethod
     def from_linear(cls, linear: nn.Linear) -> "SparseLinear":
@@ -48,57 +49,73 @@ class SparseLinear(nn.Module):
             raise ValueError(f"the layer has a weight of {shape}, {linear.weight.dtype}: {reason}; keep it dense")
         return cls(gaps_of_dense(linear.weight), linear.bias)
 
-    def _changed(self) -> None:
-        """Its buffers are other tensors than before: what products read is gathered anew, and the group left."""
-        parts = (self.values, self.codes, self.heads, self.rows)
-        self.gaps = Gaps(*parts, shape=(self.out_features, self.in_features))
-        self.fast = (self.gaps, self.bias)  # plain attributes: a buffer is found by nn.Module, slowly
+    def _set(self, form: Form) -> None:
+        """Take a form whose tensors are the buffers, or will be; a group is left."""
+        for name in form.PARTS:
+            self._buffers[name] = getattr(form, name)
+        self.form = form
+        self.fast = (form, self.bias)  # plain attributes: a buffer is found by nn.Module, slowly
         self.group, self.place = None, 0
 
     def _apply(self, fn: Any, recurse: bool = True) -> "SparseLinear":
         super()._apply(fn, recurse)
-        if self.values is not self.gaps.values or self.rows is not self.gaps.rows or self.bias is not self.fast[1]:
-            group = self.group
-            self._changed()
-            if group is not None:
-                group.moved()
+        form, parts = self.form, [self._buffers[name] for name in self.form.PARTS]
+        same = all(part is getattr(form, name) for part, name in zip(parts, form.PARTS, strict=True))
+        if same and self.like.dtype == form.dtype and self.bias is self.fast[1]:
+            return self
+        group = self.group
+        self._set(form_of(parts, form.shape, form.dtype, getattr(form, "stage", 0)))
+        if isinstance(form, Tiles) and self.like.dtype != form.dtype:
+            weight = dense(self.form).to(self.like.dtype)
+            self._replace(tiles_of_dense(weight) if weight.dtype in TILE_DTYPES else gaps_of_dense(weight))
+        if group is not None:
+            group.moved()
         return self
+
+    def _replace(self, form: Form) -> None:
+        """Take a form that may be of another kind."""
+        for name in self.form.PARTS:
+            del self._buffers[name]
+        for name in form.PARTS:
+            self.register_buffer(name, getattr(form, name))
+        self._set(form)
 
     @property
     def weight(self) -> Tensor:
         """A dense copy of the weight, made anew each time."""
-        return dense(self.gaps)
+        return dense(self.form)
 
     def forward(self, x: Tensor) -> Tensor:
         kind = x.device.type
         if torch.is_autocast_enabled(kind):
             x = x.to(torch.get_autocast_dtype(kind))
-        gaps, bias = self.fast
+        form, bias = self.fast
         if bias is not None and bias.dtype != x.dtype:
             bias = bias.to(x.dtype)
         if torch.compiler.is_compiling() or (x.requires_grad and torch.is_grad_enabled()):
-            op = torch.ops.prunus.sparse_linear
-            return op(x, self.values, self.codes, self.heads, self.rows, bias)
+            parts = [getattr(self, name) for name in form.PARTS]
+            stage = form.stage if isinstance(form, Tiles) else 0
+            return torch.ops.prunus.sparse_linear(x, parts, self.out_features, form.dtype, stage, bias)
         if self.group is not None and (y := self.group.product(self.place, x)) is not None:
             return y
-        return product(x, gaps, bias)
+        return product(x, form, bias)
 
     def extra_repr(self) -> str:
-        kept = int(self.rows[:, 2].sum()) / max(1, self.in_features * self.out_features)
-        return f"in_features={self.in_features}, out_features={self.out_features}, entries={kept:.1%}"
+        size = self.form.nbytes / max(1, self.in_features * self.out_features * self.form.dtype.itemsize)
+        kind = type(self.form).__name__.lower()
+        return f"in_features={self.in_features}, out_features={self.out_features}, {kind}, {size:.1%} of the bytes"
 
 
 def _resize_buffers(layer: SparseLinear, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
     """Resize the buffers to the saved ones before loading; refuse indices that are out of range."""
-    found = {name: state_dict[prefix + name] for name in BUFFERS if prefix + name in state_dict}
-    if len(found) == len(BUFFERS):
-        layer.group = None
-        check_gaps(Gaps(**found, shape=(layer.out_features, layer.in_features)))
-        for name, buffer in found.items():
-            setattr(layer, name, torch.empty_like(buffer, dtype=getattr(layer, name).dtype, device=layer.rows.device))
-        layer._changed()
-
-
+    form, device = layer.form, layer.like.device
+    found = {name: state_dict[prefix + name] for name in form.PARTS if prefix + name in state_dict}
+    if len(found) < len(form.PARTS):
+        return
+    stage = stage_of(int(found["starts"].diff().max())) if isinstance(form, Tiles) and len(found["starts"]) > 1 else 0
+    (check_tiles if isinstance(form, Tiles) else check_gaps)(form_of([*found.values()], form.shape, form.dtype, stage))
+    empty = [torch.empty_like(part, dtype=getattr(form, name).dtype, device=device) for name, part in found.items()]
+    layer._set(form_of(empty, form.shape, form.dtype, stage))
 
 
 class Group:
@@ -116,26 +133,18 @@ class Group:
         self.join()
 
     def join(self) -> None:
-        parts = [[getattr(layer.gaps, name) for layer in self.layers] for name in BUFFERS]
-        values, codes, heads = (torch.cat(part) for part in parts[:3])
-        tables, start = [], torch.zeros(3, dtype=torch.int32, device=values.device)
-        for table in parts[3]:
-            tables.append(table[:-1] + start)
-            start = start + table[-1]
-        shape = (sum(self.sizes), self.layers[0].in_features)
-        self.gaps = Gaps(values, codes, heads, torch.cat([*tables, start[None]]), shape)
+        forms = [layer.form for layer in self.layers]
+        joined, views = joined_tiles(forms) if isinstance(forms[0], Tiles) else joined_gaps(forms)
+        self.form = joined
         biases = [layer.bias for layer in self.layers]
         kept = [bias for bias in biases if bias is not None]
         self.bias = None
         if kept:
-            none = [torch.zeros(size, dtype=kept[0].dtype, device=values.device) for size in self.sizes]
+            none = [torch.zeros(size, dtype=kept[0].dtype, device=kept[0].device) for size in self.sizes]
             self.bias = torch.cat([zeros if bias is None else bias for bias, zeros in zip(biases, none, strict=True)])
         self.waiting: tuple[Tensor | None, int | None, dict[int, Tensor]] = (None, None, {})
-        cuts = [joined.split([len(own) for own in part]) for joined, part in zip((values, codes, heads), parts, strict=False)]
-        for place, (layer, *views) in enumerate(zip(self.layers, *cuts, strict=True)):
-            for name, view in zip(BUFFERS, views, strict=False):
-                setattr(layer, name, view)
-            layer._changed()
+        for place, (layer, view) in enumerate(zip(self.layers, views, strict=True)):
+            layer._set(view)
             layer.group, layer.place = self, place
 
     def product(self, place: int, x: Tensor) -> Tensor | None:
@@ -154,17 +163,15 @@ class Group:
         bias = self.bias
         if bias is not None and bias.dtype != x.dtype:
             bias = bias.to(x.dtype)
-        outputs = dict(enumerate(product(x, self.gaps, bias).split(self.sizes, -1)))
+        outputs = dict(enumerate(product(x, self.form, bias).split(self.sizes, -1)))
         y = outputs.pop(place)
         self.waiting = (x, version, outputs)
         return y
 
     def moved(self) -> None:
         """Join again when all layers are where they went; until then those that went run alone."""
-        if all(layer.group is None for layer in self.layers):
-            same = {(layer.values.device, layer.values.dtype) for layer in self.layers}
-            if len(same) == 1:
-                self.join()
+        if all(layer.group is None for layer in self.layers) and can_join(self.layers):
+            self.join()
 
 
 def sparsify_(
@@ -190,30 +197,26 @@ def sparsify_(
     devices = {name: weights[name].device for name in kinds}
     for device in set(devices.values()):
         check_device(device)
-    if least is None:
-        names = [
-            name
-            for device in dict.fromkeys(devices.values())
-            for choice in choose({name: kind for name, kind in kinds.items() if devices[name] == device}, vectors, device)
-            if choice.is_sparse
-            for name in choice.names
-        ]
-    else:
-        names = [name for name, kind in kinds.items() if kind.sparsity >= least]
-    names = [name for name in kinds if name in set(names)]
-    if "" in names:
+    forms: dict[str, str] = {}
+    for device in dict.fromkeys(devices.values()):
+        forms |= forms_of(
+            {name: kind for name, kind in kinds.items() if devices[name] == device}, vectors, device, least
+        )
+    if "" in forms:
         raise ValueError("the model is itself a linear layer: use SparseLinear.from_linear(model)")
+    names = [name for name in kinds if name in forms]
     for name in names:
-        replace_(model, name, gaps_of_dense(weights.pop(name)))
+        weight = weights.pop(name)
+        replace_(model, name, tiles_of_dense(weight) if forms[name] == "tiles" else gaps_of_dense(weight))
     group_(model, {name: kinds[name] for name in names})
     return names
 
 
-def replace_(model: nn.Module, name: str, gaps: Gaps) -> None:
+def replace_(model: nn.Module, name: str, form: Form) -> None:
     """Put a sparse layer in the place of a linear one, whose weight is let go."""
     parent, _, last = name.rpartition(".")
     linear = model.get_submodule(name)
-    layer = SparseLinear(gaps, getattr(linear, "bias", None)).train(linear.training)
+    layer = SparseLinear(form, getattr(linear, "bias", None)).train(linear.training)
     weight = linear.get_parameter("weight") if linear._parameters["weight"] is not None else None
     linear._parameters.update(weight=None, bias=None)
     layer.origin = (linear, weight is not None and weight.requires_grad)  # in a tuple, it is no part of the model
@@ -224,8 +227,15 @@ def group_(model: nn.Module, kinds: Mapping[str, WeightKind]) -> None:
     """Join sparse layers that read the same input."""
     for names in groups_of(kinds):
         layers = [layer for name in names if isinstance(layer := model.get_submodule(name), SparseLinear)]
-        if len(layers) > 1 and len({layer.values.device for layer in layers}) == 1:
+        if len(layers) > 1 and can_join(layers):
             Group(layers)
+
+
+def can_join(layers: Sequence[SparseLinear]) -> bool:
+    """Whether the layers have one form, type and place, and tiles end where a layer does."""
+    same = {(type(layer.form), layer.form.dtype, layer.like.device) for layer in layers}
+    is_tiled = isinstance(layers[0].form, Tiles)
+    return len(same) == 1 and not (is_tiled and any(layer.out_features % TILE_ROWS for layer in layers))
 
 
 def unsparsify_(model: nn.Module) -> list[str]:

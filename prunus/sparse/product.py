@@ -1,22 +1,26 @@
 """Products with a sparse matrix, as functions and as an operator of torch.
 
-On CUDA up to ``MOST`` vectors, as in decoding, read the gap form itself; more, as in a prompt, read a dense copy that
+On CUDA up to ``MOST`` vectors, as in decoding, read the sparse form itself; more, as in a prompt, a dense copy that
 lives for the one product. On a CPU up to ``MOST_CPU`` vectors are multiplied one by one in torch's CSR form, which is
 made at the first product. Elsewhere every product makes the dense copy.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from . import tiles
 from .gaps import Gaps, row_blocks, slots_of
+from .tiles import Tiles
 
+Form = Gaps | Tiles
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOST = 16  # vectors that the kernel takes at a time; with more, the dense product is faster
 MOST_CPU = 4  # vectors that a CPU multiplies one by one; with more, making a dense copy pays
-OUTPUTS = "sparse_linear(Tensor x, Tensor values, Tensor codes, Tensor heads, Tensor rows, Tensor? bias) -> Tensor"
+OUTPUTS = "sparse_linear(Tensor x, Tensor[] parts, int num_rows, ScalarType dtype, int stage, Tensor? bias) -> Tensor"
 
 
 def dense_reference(gaps: Gaps) -> Tensor:
@@ -31,30 +35,50 @@ def dense_reference(gaps: Gaps) -> Tensor:
     return flat[:-1].view(num_rows, width)
 
 
-def dense(gaps: Gaps) -> Tensor:
-    """``dense_reference``, bit for bit."""
-    if gaps.values.is_cuda:
+def dense(form: Form) -> Tensor:
+    """The matrix with its zeros: ``dense_reference`` of its form, bit for bit."""
+    if isinstance(form, Tiles):
+        if not form.data.is_cuda:
+            return tiles.dense_reference(form)
+        from ._cuda import tile_dense
+
+        return tile_dense(form)
+    if form.values.is_cuda:
         from ._triton import dense as kernel
 
-        return kernel(gaps)
-    return dense_reference(gaps)
+        return kernel(form)
+    return dense_reference(form)
 
 
-def product(x: Tensor, gaps: Gaps, bias: Tensor | None = None) -> Tensor:
+def product(x: Tensor, form: Form, bias: Tensor | None = None) -> Tensor:
     """``x W^T + bias`` for x of shape (..., in), of the type of x; sums are in float32.
 
     Vectors must be finite: a zero that bridges a gap times infinity is NaN, as in the dense product.
     """
-    num_rows, width = gaps.shape
+    num_rows, width = form.shape
     num = x.numel() // width if width else 0
-    if x.is_cuda and 0 < num <= MOST and x.dtype != torch.float64:
-        y = _kernel()(x.reshape(num, width), gaps, bias)
-        return y.view(*x.shape[:-1], num_rows)
-    if x.is_cpu and 0 < num <= MOST_CPU and num_rows and x.dtype in DTYPES:
-        matrix, vectors = csr_of(gaps), x.reshape(num, width).to(torch.float32)
+    if x.is_cuda and 0 < num <= MOST and num_rows:
+        kernel = _kernel_for(x, form, num)
+        if kernel is not None:
+            return kernel(x.reshape(num, width), form, bias).view(*x.shape[:-1], num_rows)
+    if x.is_cpu and 0 < num <= MOST_CPU and num_rows and x.dtype in DTYPES and isinstance(form, Gaps):
+        matrix, vectors = csr_of(form), x.reshape(num, width).to(torch.float32)
         y = torch.stack([torch.mv(matrix, vector) for vector in vectors]).view(*x.shape[:-1], num_rows)
         return (y if bias is None else y + bias).to(x.dtype)
-    return nn.functional.linear(x, dense(gaps).to(x.dtype), bias)
+    return nn.functional.linear(x, dense(form).to(x.dtype), bias)
+
+
+def _kernel_for(x: Tensor, form: Form, num: int) -> Any | None:
+    """What multiplies ``num`` vectors by the form itself; None if the dense copy is to be multiplied."""
+    if num == 1 and isinstance(form, Gaps):
+        return _kernel() if x.dtype != torch.float64 else None
+    from . import _cuda, _nvrtc
+
+    if x.dtype != form.dtype or not _nvrtc.is_there():
+        return None
+    if isinstance(form, Tiles):
+        return _cuda.tile_product
+    return _cuda.gap_product if num > 1 and _cuda.most_at_once(x) > 1 else None
 
 
 _KERNEL: list[Any] = []
@@ -70,6 +94,15 @@ def _kernel() -> Any:
             raise ValueError(f"sparse products on a GPU are Triton kernels: pip install triton ({error})") from None
         _KERNEL.append(kernel)
     return _KERNEL[0]
+
+
+def can_tile(device: torch.device) -> bool:
+    """Whether the device multiplies tiles."""
+    if device.type != "cuda":
+        return False
+    from ._cuda import can_tile as can
+
+    return can(device)
 
 
 def check_device(device: torch.device) -> None:
@@ -95,13 +128,22 @@ def csr_of(gaps: Gaps) -> Tensor:
             columns.append(slots.column[kept].int())
             values.append(slots.value[kept].float())
         ends = torch.cat([torch.zeros(1, dtype=torch.int32), torch.cat(rows).cumsum(0, dtype=torch.int32)])
-        matrix = torch.sparse_csr_tensor(ends, torch.cat(columns), torch.cat(values), gaps.shape, check_invariants=False)
+        matrix = torch.sparse_csr_tensor(
+            ends, torch.cat(columns), torch.cat(values), gaps.shape, check_invariants=False
+        )
         known = _CSR[gaps.values] = version, matrix
     return known[1]
 
 
-def _sparse_linear(x: Tensor, values: Tensor, codes: Tensor, heads: Tensor, rows: Tensor, bias: Tensor | None) -> Tensor:
-    return product(x, Gaps(values, codes, heads, rows, (len(rows) - 1, x.shape[-1])), bias)
+def form_of(parts: Sequence[Tensor], shape: tuple[int, int], dtype: torch.dtype, stage: int) -> Form:
+    """The form whose tensors these are: tiles have two, the gap form has four."""
+    return Tiles(*parts, shape, dtype, stage) if len(parts) == 2 else Gaps(*parts, shape)
+
+
+def _sparse_linear(
+    x: Tensor, parts: list[Tensor], num_rows: int, dtype: torch.dtype, stage: int, bias: Tensor | None
+) -> Tensor:
+    return product(x, form_of(parts, (num_rows, x.shape[-1]), dtype, stage), bias)
 
 
 def _register() -> None:
@@ -110,17 +152,18 @@ def _register() -> None:
     library.define(OUTPUTS)
     library.impl("sparse_linear", _sparse_linear, "CompositeExplicitAutograd")
 
-    def shape_of(x: Tensor, values: Tensor, codes: Tensor, heads: Tensor, rows: Tensor, bias: Tensor | None) -> Tensor:
-        return x.new_empty((*x.shape[:-1], rows.shape[0] - 1))
+    def shape_of(
+        x: Tensor, parts: list[Tensor], num_rows: int, dtype: torch.dtype, stage: int, bias: Tensor | None
+    ) -> Tensor:
+        return x.new_empty((*x.shape[:-1], num_rows))
 
     def keep(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        x, *parts, _ = inputs
-        ctx.width = x.shape[-1]
+        x, parts, num_rows, dtype, stage, _ = inputs
+        ctx.matrix = (num_rows, x.shape[-1]), dtype, stage
         ctx.save_for_backward(*parts)
 
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        parts = ctx.saved_tensors
-        weight = dense(Gaps(*parts, shape=(len(parts[-1]) - 1, ctx.width)))
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        weight = dense(form_of(ctx.saved_tensors, *ctx.matrix))
         return grad @ weight.to(grad.dtype), None, None, None, None, None
 
     torch.library.register_fake("prunus::sparse_linear", shape_of, lib=library)

@@ -1,6 +1,6 @@
 """How long products take on the machine at hand, dense and sparse: measured once, then read from a file.
 
-The file is ``prunus/times-DEVICE.json`` in ``$XDG_CACHE_HOME``, or in ``~/.cache``. It is for one device and one version
+The file is ``prunus/times-DEVICE.json`` in ``$XDG_CACHE_HOME`` or ``~/.cache``. It is for one device and one version
 of torch and of this package; a file of others, or one that is damaged, is measured anew.
 """
 
@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from .. import __version__
 from ..files.json_file import read_json, write_json
-from . import semi_structured
+from . import semi_structured, tiles
 from .gaps import Gaps, gaps_of_dense
 from .model_layers import sparsity_of
-from .product import csr_of, product
+from .product import Form, can_tile, csr_of, product
 
 Call = Callable[[], object]
 Times = dict[str, float]  # microseconds of each way
@@ -136,7 +136,7 @@ def _table(path: Path, device: str) -> dict[str, Times]:
 def _is_times(value: object) -> bool:
     return (
         isinstance(value, dict)
-        and {"dense", "sparse"} <= set(value) <= {"dense", "sparse", "2:4"}
+        and {"dense", "gaps"} <= set(value) <= {"dense", "gaps", "tiles", "2:4"}
         and all(isinstance(us, float) and 0 < us < 1e12 for us in value.values())
     )
 
@@ -148,15 +148,18 @@ def ways_of(weight: Tensor) -> dict[str, Way]:
     def dense(weight: Tensor) -> Callable[[Tensor], Tensor]:
         return lambda x: nn.functional.linear(x, weight)
 
-    def sparse(gaps: Gaps) -> Callable[[Tensor], Tensor]:
-        if weight.device.type == "cpu":
-            csr_of(gaps)  # made once for a layer, not for a product
-        return lambda x: product(x, gaps)
+    def sparse(form: Form) -> Callable[[Tensor], Tensor]:
+        if weight.device.type == "cpu" and isinstance(form, Gaps):
+            csr_of(form)  # made once for a layer, not for a product
+        return lambda x: product(x, form)
 
     found = {
         "dense": Way(weight.nbytes, lambda: dense(weight.clone())),
-        "sparse": Way(gaps.nbytes, lambda: sparse(gaps.clone())),
+        "gaps": Way(gaps.nbytes, lambda: sparse(gaps.clone())),
     }
+    if can_tile(weight.device) and weight.dtype in tiles.DTYPES:
+        tiled = tiles.tiles_of_dense(weight)
+        found["tiles"] = Way(tiled.nbytes, lambda: sparse(tiled.clone()))
     if semi_structured.can_run(weight.device) and semi_structured.why_not(weight) is None:
         packed_bytes = weight.nbytes * 9 // 16  # half of the values, two bits for each
         found["2:4"] = Way(packed_bytes, lambda: dense(torch.sparse.to_sparse_semi_structured(weight)))
