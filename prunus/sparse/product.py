@@ -5,6 +5,7 @@ lives for the one product. On a CPU up to ``MOST_CPU`` vectors are multiplied on
 made at the first product. Elsewhere every product makes the dense copy.
 """
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -63,8 +64,8 @@ def product(x: Tensor, form: Form, bias: Tensor | None = None) -> Tensor:
             return kernel(x.reshape(num, width), form, bias).view(*x.shape[:-1], num_rows)
     if x.is_cpu and 0 < num <= MOST_CPU and num_rows and x.dtype in DTYPES and isinstance(form, Gaps):
         matrix, vectors = csr_of(form), x.reshape(num, width).to(torch.float32)
-        y = torch.stack([torch.mv(matrix, vector) for vector in vectors]).view(*x.shape[:-1], num_rows)
-        return (y if bias is None else y + bias).to(x.dtype)
+        y = torch.mv(matrix, vectors[0]) if num == 1 else torch.stack([torch.mv(matrix, vector) for vector in vectors])
+        return (y if bias is None else y + bias).to(x.dtype).view(*x.shape[:-1], num_rows)
     return nn.functional.linear(x, dense(form).to(x.dtype), bias)
 
 
@@ -128,9 +129,10 @@ def csr_of(gaps: Gaps) -> Tensor:
             columns.append(slots.column[kept].int())
             values.append(slots.value[kept].float())
         ends = torch.cat([torch.zeros(1, dtype=torch.int32), torch.cat(rows).cumsum(0, dtype=torch.int32)])
-        matrix = torch.sparse_csr_tensor(
-            ends, torch.cat(columns), torch.cat(values), gaps.shape, check_invariants=False
-        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that the form is in beta
+            parts = (ends, torch.cat(columns), torch.cat(values))
+            matrix = torch.sparse_csr_tensor(*parts, gaps.shape, check_invariants=False)
         known = _CSR[gaps.values] = version, matrix
     return known[1]
 
