@@ -31,8 +31,8 @@ def load_packed(
 ) -> Any:
     """The model of a folder, small or plain, with sparse layers where ``sparsify_`` would put them.
 
-    A sparse layer is made of the bits and values of the file; of a plain file one weight at a time is read dense. Models
-    that transformers converts as it loads them are loaded dense first.
+    A sparse layer is made of the bits and values of the file; of a plain file one weight at a time is read dense.
+    Models that transformers converts as it loads them are loaded dense first.
     """
     folder, device = Path(folder), device_of(device)
     check_device(device)

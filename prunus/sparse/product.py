@@ -166,7 +166,7 @@ def _register() -> None:
 
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         weight = dense(form_of(ctx.saved_tensors, *ctx.matrix))
-        return grad @ weight.to(grad.dtype), None, None, None, None, None
+        return grad @ weight.to(grad.dtype), [None] * len(ctx.saved_tensors), None, None, None, None
 
     torch.library.register_fake("prunus::sparse_linear", shape_of, lib=library)
     torch.library.register_autograd("prunus::sparse_linear", backward, setup_context=keep, lib=library)
