@@ -73,15 +73,13 @@ class SparseLinear(nn.Module):
         kind = x.device.type
         if torch.is_autocast_enabled(kind):
             x = x.to(torch.get_autocast_dtype(kind))
-        gaps, bias = self.fast
-        if bias is not None and bias.dtype != x.dtype:
-            bias = bias.to(x.dtype)
         if torch.compiler.is_compiling() or (x.requires_grad and torch.is_grad_enabled()):
-            op = torch.ops.prunus.sparse_linear
-            return op(x, self.values, self.codes, self.heads, self.rows, bias)
+            bias = None if self.bias is None else self.bias.to(x.dtype)
+            return torch.ops.prunus.sparse_linear(x, self.values, self.codes, self.heads, self.rows, bias)
         if self.group is not None and (y := self.group.product(self.place, x)) is not None:
             return y
-        return product(x, gaps, bias)
+        gaps, bias = self.fast
+        return product(x, gaps, bias if bias is None or bias.dtype == x.dtype else bias.to(x.dtype))
 
     def extra_repr(self) -> str:
         kept = int(self.rows[:, 2].sum()) / max(1, self.in_features * self.out_features)

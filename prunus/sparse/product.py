@@ -17,7 +17,6 @@ from .gaps import Gaps, row_blocks, slots_of
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOST = 16  # vectors that the kernel takes at a time; with more, the dense product is faster
 MOST_CPU = 4  # vectors that a CPU multiplies one by one; with more, making a dense copy pays
-OUTPUTS = "sparse_linear(Tensor x, Tensor values, Tensor codes, Tensor heads, Tensor rows, Tensor? bias) -> Tensor"
 
 
 def dense_reference(gaps: Gaps) -> Tensor:
@@ -104,33 +103,42 @@ def csr_of(gaps: Gaps) -> Tensor:
     return known[1]
 
 
-def _sparse_linear(x: Tensor, values: Tensor, codes: Tensor, heads: Tensor, rows: Tensor, bias: Tensor | None) -> Tensor:
+def _outputs(x: Tensor, values: Tensor, codes: Tensor, heads: Tensor, rows: Tensor, bias: Tensor | None) -> Tensor:
     return product(x, Gaps(values, codes, heads, rows, (len(rows) - 1, x.shape[-1])), bias)
 
 
-def _register() -> None:
+def _input_gradient(y: Tensor, values: Tensor, codes: Tensor, heads: Tensor, rows: Tensor, width: int) -> Tensor:
+    return y @ dense(Gaps(values, codes, heads, rows, (len(rows) - 1, width))).to(y.dtype)
+
+
+def _register() -> torch.library.Library:
     """``torch.ops.prunus.sparse_linear``, which torch.compile takes as one operator whatever the number of vectors."""
     library = torch.library.Library("prunus", "FRAGMENT")
-    library.define(OUTPUTS)
-    library.impl("sparse_linear", _sparse_linear, "CompositeExplicitAutograd")
+    parts = "Tensor values, Tensor codes, Tensor heads, Tensor rows"
+    library.define(f"sparse_linear(Tensor x, {parts}, Tensor? bias) -> Tensor")
+    library.define(f"sparse_linear_backward(Tensor y, {parts}, int width) -> Tensor")
+    library.impl("sparse_linear", _outputs, "CompositeExplicitAutograd")
+    library.impl("sparse_linear_backward", _input_gradient, "CompositeExplicitAutograd")
+
+    def keep(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        x, *kept, _ = inputs
+        ctx.width = x.shape[-1]
+        ctx.save_for_backward(*kept)
+
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        gradient = torch.ops.prunus.sparse_linear_backward(grad, *ctx.saved_tensors, ctx.width)
+        return gradient, None, None, None, None, None
 
     def shape_of(x: Tensor, values: Tensor, codes: Tensor, heads: Tensor, rows: Tensor, bias: Tensor | None) -> Tensor:
         return x.new_empty((*x.shape[:-1], rows.shape[0] - 1))
 
-    def keep(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        x, *parts, _ = inputs
-        ctx.width = x.shape[-1]
-        ctx.save_for_backward(*parts)
-
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        parts = ctx.saved_tensors
-        weight = dense(Gaps(*parts, shape=(len(parts[-1]) - 1, ctx.width)))
-        return grad @ weight.to(grad.dtype), None, None, None, None, None
+    def backward_shape(y: Tensor, values: Tensor, codes: Tensor, heads: Tensor, rows: Tensor, width: int) -> Tensor:
+        return y.new_empty((*y.shape[:-1], width))
 
     torch.library.register_fake("prunus::sparse_linear", shape_of, lib=library)
+    torch.library.register_fake("prunus::sparse_linear_backward", backward_shape, lib=library)
     torch.library.register_autograd("prunus::sparse_linear", backward, setup_context=keep, lib=library)
-    _KEPT.append(library)
+    return library
 
 
-_KEPT: list[Any] = []  # a library that is freed takes its operators with it
-_register()
+_LIBRARY = _register()  # its operators go when it does
