@@ -10,10 +10,11 @@ from ..eligible import is_conv1d
 from .choose import choose, groups_of
 from .gaps import Gaps, check_gaps, gaps_of_dense
 from .model_layers import chosen, linear_weight, why_not
-from .product import check_device, dense, product
+from .product import check_device, dense, operator, product
 from .times import WeightKind, kind_of
 
 MOST_MISSES = 2  # products of a group that some layer had no use for, before it is given up
+NOTHING: tuple[Tensor | None, int | None, dict[int, Tensor]] = (None, None, {})
 BUFFERS = ("values", "codes", "heads", "rows")
 
 
@@ -73,13 +74,15 @@ class SparseLinear(nn.Module):
         kind = x.device.type
         if torch.is_autocast_enabled(kind):
             x = x.to(torch.get_autocast_dtype(kind))
-        if torch.compiler.is_compiling() or (x.requires_grad and torch.is_grad_enabled()):
-            bias = None if self.bias is None else self.bias.to(x.dtype)
-            return torch.ops.prunus.sparse_linear(x, self.values, self.codes, self.heads, self.rows, bias)
-        if self.group is not None and (y := self.group.product(self.place, x)) is not None:
+        takes_gradients = x.requires_grad and torch.is_grad_enabled()
+        if self.group is not None and not takes_gradients and (y := self.group.product(self.place, x)) is not None:
             return y
         gaps, bias = self.fast
-        return product(x, gaps, bias if bias is None or bias.dtype == x.dtype else bias.to(x.dtype))
+        if bias is not None and bias.dtype != x.dtype:
+            bias = bias.to(x.dtype)
+        if takes_gradients or torch.compiler.is_compiling():
+            return operator(x, gaps, bias)
+        return product(x, gaps, bias)
 
     def extra_repr(self) -> str:
         kept = int(self.rows[:, 2].sum()) / max(1, self.in_features * self.out_features)
@@ -128,7 +131,7 @@ class Group:
         if kept:
             none = [torch.zeros(size, dtype=kept[0].dtype, device=values.device) for size in self.sizes]
             self.bias = torch.cat([zeros if bias is None else bias for bias, zeros in zip(biases, none, strict=True)])
-        self.waiting: tuple[Tensor | None, int | None, dict[int, Tensor]] = (None, None, {})
+        self.waiting = NOTHING  # the latest input, its version, and outputs that layers have not taken
         cuts = [joined.split([len(own) for own in part]) for joined, part in zip((values, codes, heads), parts, strict=False)]
         for place, (layer, *views) in enumerate(zip(self.layers, *cuts, strict=True)):
             for name, view in zip(BUFFERS, views, strict=False):
@@ -137,22 +140,25 @@ class Group:
             layer.group, layer.place = self, place
 
     def product(self, place: int, x: Tensor) -> Tensor | None:
-        """The outputs of the layer at ``place``; None if it should compute them itself."""
-        version = None if x.is_inference() else x._version
+        """The outputs of the layer at ``place``; None if it should compute them itself. torch.compile traces it."""
+        is_traced = torch.compiler.is_compiling()
+        version = None if is_traced or x.is_inference() else x._version
         known, its_version, outputs = self.waiting
-        if known is x and its_version == version and (y := outputs.pop(place, None)) is not None:
+        if known is x and its_version == version and place in outputs:
+            y = outputs.pop(place)
             if not outputs:
-                self.waiting = (None, None, outputs)
+                self.waiting = NOTHING
             return y
-        if outputs:  # of an input that not all layers were called with
-            self.waiting = (None, None, {})
+        if known is not None:  # an input that not all layers were called with
+            self.waiting = NOTHING
             self.misses += 1
         if self.misses > MOST_MISSES:
             return None
         bias = self.bias
         if bias is not None and bias.dtype != x.dtype:
             bias = bias.to(x.dtype)
-        outputs = dict(enumerate(product(x, self.gaps, bias).split(self.sizes, -1)))
+        y = operator(x, self.gaps, bias) if is_traced else product(x, self.gaps, bias)
+        outputs = dict(enumerate(y.split(self.sizes, -1)))
         y = outputs.pop(place)
         self.waiting = (x, version, outputs)
         return y

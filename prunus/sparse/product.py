@@ -103,6 +103,11 @@ def csr_of(gaps: Gaps) -> Tensor:
     return known[1]
 
 
+def operator(x: Tensor, gaps: Gaps, bias: Tensor | None) -> Tensor:
+    """``product`` as an operator of torch, which torch.compile and gradients go through."""
+    return torch.ops.prunus.sparse_linear(x, gaps.values, gaps.codes, gaps.heads, gaps.rows, bias)
+
+
 def _outputs(x: Tensor, values: Tensor, codes: Tensor, heads: Tensor, rows: Tensor, bias: Tensor | None) -> Tensor:
     return product(x, Gaps(values, codes, heads, rows, (len(rows) - 1, x.shape[-1])), bias)
 
