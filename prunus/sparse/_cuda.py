@@ -1,5 +1,7 @@
 """Products of sparse matrices with up to 16 vectors on NVIDIA GPUs, by the kernels of ``kernels.cu``."""
 
+from functools import cache
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -68,9 +70,13 @@ def gap_product(x: Tensor, gaps: Gaps, bias: Tensor | None) -> Tensor:
 
 def most_at_once(x: Tensor) -> int:
     """Vectors of x that one product in gap form takes: they are in shared memory, and a number's step in a byte."""
-    shared = torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin
-    fitting = min(16 // x.element_size(), shared // max(1, x.shape[1] * x.element_size()))
+    fitting = min(16 // x.element_size(), _shared(_index(x)) // max(1, x.shape[-1] * x.element_size()))
     return 1 << fitting.bit_length() - 1 if fitting else 0
+
+
+@cache
+def _shared(device: int) -> int:
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 def _index(x: Tensor) -> int:

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..ops._triton.launch import launch_as
 from .gaps import BLOCK, LANES, RUN, RUNS, UNIT, Gaps
 
 L, U, B = tl.constexpr(LANES), tl.constexpr(UNIT), tl.constexpr(BLOCK)
@@ -214,16 +215,18 @@ def dense_kernel(values, codes, heads, rows, out, width, ASM: tl.constexpr):
 
 
 def product(x: Tensor, gaps: Gaps, bias: Tensor | None) -> Tensor:
-    """``x W^T + bias`` for a contiguous x of 1, 2, 4 or 8 rows."""
-    batch, num_rows = len(x), gaps.shape[0]
+    """``x W^T + bias`` for a few rows of x."""
+    num, num_rows = len(x), gaps.shape[0]
+    batch = 1 << (num - 1).bit_length()
     y = torch.empty(batch, num_rows, dtype=x.dtype, device=x.device)
     if y.numel():
-        columns = x if batch == 1 else x.t().contiguous()
-        product_kernel[(num_rows,)](
-            columns, gaps.values, gaps.codes, gaps.heads, gaps.rows, x if bias is None else bias, y,
-            BATCH=batch, BIASED=bias is not None, ASM=_is_nvidia(x), num_warps=1,
-        )  # fmt: skip
-    return y
+        columns = x.contiguous() if batch == 1 else torch.nn.functional.pad(x, (0, 0, 0, batch - num)).t().contiguous()
+        parts = (columns, gaps.values, gaps.codes, gaps.heads, gaps.rows, columns if bias is None else bias, y)
+        how = {"BATCH": batch, "BIASED": bias is not None, "ASM": _is_nvidia(x), "num_warps": 1}
+        aligned = [part.data_ptr() % 16 == 0 for part in parts]
+        kind = (x.device, x.dtype, gaps.values.dtype, None if bias is None else bias.dtype, batch, *aligned)
+        launch_as(kind, product_kernel, (num_rows,), parts, how)
+    return y[:num]
 
 
 def dense(gaps: Gaps) -> Tensor:

@@ -10,13 +10,14 @@ from ..eligible import is_conv1d
 from .choose import forms_of, groups_of
 from .gaps import check_gaps, gaps_of_dense, joined_gaps
 from .model_layers import chosen, linear_weight, why_not
-from .product import Form, check_device, dense, form_of, product
+from .product import Form, check_device, dense, form_of, operator, product
 from .tiles import DTYPES as TILE_DTYPES
 from .tiles import ROWS as TILE_ROWS
 from .tiles import Tiles, check_tiles, joined_tiles, stage_of, tiles_of_dense
 from .times import WeightKind, kind_of
 
 MOST_MISSES = 2  # products of a group that some layer had no use for, before it is given up
+NOTHING: tuple[Tensor | None, int | None, dict[int, Tensor]] = (None, None, {})
 
 
 class SparseLinear(nn.Module):
@@ -89,15 +90,14 @@ class SparseLinear(nn.Module):
         kind = x.device.type
         if torch.is_autocast_enabled(kind):
             x = x.to(torch.get_autocast_dtype(kind))
+        takes_gradients = x.requires_grad and torch.is_grad_enabled()
+        if self.group is not None and not takes_gradients and (y := self.group.product(self.place, x)) is not None:
+            return y
         form, bias = self.fast
         if bias is not None and bias.dtype != x.dtype:
             bias = bias.to(x.dtype)
-        if torch.compiler.is_compiling() or (x.requires_grad and torch.is_grad_enabled()):
-            parts = [getattr(self, name) for name in form.PARTS]
-            stage = form.stage if isinstance(form, Tiles) else 0
-            return torch.ops.prunus.sparse_linear(x, parts, self.out_features, form.dtype, stage, bias)
-        if self.group is not None and (y := self.group.product(self.place, x)) is not None:
-            return y
+        if takes_gradients or torch.compiler.is_compiling():
+            return operator(x, form, bias)
         return product(x, form, bias)
 
     def extra_repr(self) -> str:
@@ -142,28 +142,31 @@ class Group:
         if kept:
             none = [torch.zeros(size, dtype=kept[0].dtype, device=kept[0].device) for size in self.sizes]
             self.bias = torch.cat([zeros if bias is None else bias for bias, zeros in zip(biases, none, strict=True)])
-        self.waiting: tuple[Tensor | None, int | None, dict[int, Tensor]] = (None, None, {})
+        self.waiting = NOTHING  # the latest input, its version, and outputs that layers have not taken
         for place, (layer, view) in enumerate(zip(self.layers, views, strict=True)):
             layer._set(view)
             layer.group, layer.place = self, place
 
     def product(self, place: int, x: Tensor) -> Tensor | None:
-        """The outputs of the layer at ``place``; None if it should compute them itself."""
-        version = None if x.is_inference() else x._version
+        """The outputs of the layer at ``place``; None if it should compute them itself. torch.compile traces it."""
+        is_traced = torch.compiler.is_compiling()
+        version = None if is_traced or x.is_inference() else x._version
         known, its_version, outputs = self.waiting
-        if known is x and its_version == version and (y := outputs.pop(place, None)) is not None:
+        if known is x and its_version == version and place in outputs:
+            y = outputs.pop(place)
             if not outputs:
-                self.waiting = (None, None, outputs)
+                self.waiting = NOTHING
             return y
-        if outputs:  # of an input that not all layers were called with
-            self.waiting = (None, None, {})
+        if known is not None:  # an input that not all layers were called with
+            self.waiting = NOTHING
             self.misses += 1
         if self.misses > MOST_MISSES:
             return None
         bias = self.bias
         if bias is not None and bias.dtype != x.dtype:
             bias = bias.to(x.dtype)
-        outputs = dict(enumerate(product(x, self.form, bias).split(self.sizes, -1)))
+        y = operator(x, self.form, bias) if is_traced else product(x, self.form, bias)
+        outputs = dict(enumerate(y.split(self.sizes, -1)))
         y = outputs.pop(place)
         self.waiting = (x, version, outputs)
         return y

@@ -20,8 +20,8 @@ from .tiles import Tiles
 Form = Gaps | Tiles
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOST = 16  # vectors that the kernel takes at a time; with more, the dense product is faster
+MOST_TRITON = 4  # where there is no CUDA kernel
 MOST_CPU = 4  # vectors that a CPU multiplies one by one; with more, making a dense copy pays
-OUTPUTS = "sparse_linear(Tensor x, Tensor[] parts, int num_rows, ScalarType dtype, int stage, Tensor? bias) -> Tensor"
 
 
 def dense_reference(gaps: Gaps) -> Tensor:
@@ -71,15 +71,17 @@ def product(x: Tensor, form: Form, bias: Tensor | None = None) -> Tensor:
 
 def _kernel_for(x: Tensor, form: Form, num: int) -> Any | None:
     """What multiplies ``num`` vectors by the form itself; None if the dense copy is to be multiplied."""
+    if x.dtype == torch.float64:
+        return None
     if num == 1 and isinstance(form, Gaps):
-        return _kernel() if x.dtype != torch.float64 else None
+        return _kernel()
     from . import _cuda, _nvrtc
 
-    if x.dtype != form.dtype or not _nvrtc.is_there():
-        return None
     if isinstance(form, Tiles):
-        return _cuda.tile_product
-    return _cuda.gap_product if num > 1 and _cuda.most_at_once(x) > 1 else None
+        return _cuda.tile_product if x.dtype == form.dtype else None
+    if x.dtype == form.dtype and _nvrtc.is_there() and _cuda.most_at_once(x) > 1:
+        return _cuda.gap_product
+    return _kernel() if num <= MOST_TRITON else None
 
 
 _KERNEL: list[Any] = []
@@ -137,41 +139,53 @@ def csr_of(gaps: Gaps) -> Tensor:
     return known[1]
 
 
-def form_of(parts: Sequence[Tensor], shape: tuple[int, int], dtype: torch.dtype, stage: int) -> Form:
+def form_of(parts: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype, stage: int) -> Form:
     """The form whose tensors these are: tiles have two, the gap form has four."""
-    return Tiles(*parts, shape, dtype, stage) if len(parts) == 2 else Gaps(*parts, shape)
+    num_rows, width = shape
+    return Tiles(*parts, (num_rows, width), dtype, stage) if len(parts) == 2 else Gaps(*parts, (num_rows, width))
 
 
-def _sparse_linear(
-    x: Tensor, parts: list[Tensor], num_rows: int, dtype: torch.dtype, stage: int, bias: Tensor | None
-) -> Tensor:
-    return product(x, form_of(parts, (num_rows, x.shape[-1]), dtype, stage), bias)
+def operator(x: Tensor, form: Form, bias: Tensor | None) -> Tensor:
+    """``product`` as an operator of torch, which torch.compile and gradients go through."""
+    parts = [getattr(form, name) for name in form.PARTS]
+    return torch.ops.prunus.sparse_linear(x, bias, parts, form.shape, form.dtype, getattr(form, "stage", 0))
 
 
-def _register() -> None:
+def _register() -> torch.library.Library:
     """``torch.ops.prunus.sparse_linear``, which torch.compile takes as one operator whatever the number of vectors."""
     library = torch.library.Library("prunus", "FRAGMENT")
-    library.define(OUTPUTS)
-    library.impl("sparse_linear", _sparse_linear, "CompositeExplicitAutograd")
+    form = "Tensor[] parts, int[] shape, ScalarType dtype, int stage"
+    library.define(f"sparse_linear(Tensor x, Tensor? bias, {form}) -> Tensor")
+    library.define(f"sparse_linear_backward(Tensor y, {form}) -> Tensor")
 
-    def shape_of(
-        x: Tensor, parts: list[Tensor], num_rows: int, dtype: torch.dtype, stage: int, bias: Tensor | None
-    ) -> Tensor:
-        return x.new_empty((*x.shape[:-1], num_rows))
+    def outputs(x: Tensor, bias: Tensor | None, *form: Any) -> Tensor:
+        return product(x, form_of(*form), bias)
+
+    def input_gradient(y: Tensor, *form: Any) -> Tensor:
+        return y @ dense(form_of(*form)).to(y.dtype)
+
+    library.impl("sparse_linear", outputs, "CompositeExplicitAutograd")
+    library.impl("sparse_linear_backward", input_gradient, "CompositeExplicitAutograd")
 
     def keep(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        x, parts, num_rows, dtype, stage, _ = inputs
-        ctx.matrix = (num_rows, x.shape[-1]), dtype, stage
+        _, _, parts, *ctx.rest = inputs
         ctx.save_for_backward(*parts)
 
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        weight = dense(form_of(ctx.saved_tensors, *ctx.matrix))
-        return grad @ weight.to(grad.dtype), [None] * len(ctx.saved_tensors), None, None, None, None
+        parts = list(ctx.saved_tensors)
+        gradient = torch.ops.prunus.sparse_linear_backward(grad, parts, *ctx.rest)
+        return gradient, None, [None] * len(parts), None, None, None
+
+    def shape_of(x: Tensor, bias: Tensor | None, parts: list[Tensor], shape: list[int], *rest: Any) -> Tensor:
+        return x.new_empty((*x.shape[:-1], shape[0]))
+
+    def backward_shape(y: Tensor, parts: list[Tensor], shape: list[int], *rest: Any) -> Tensor:
+        return y.new_empty((*y.shape[:-1], shape[1]))
 
     torch.library.register_fake("prunus::sparse_linear", shape_of, lib=library)
+    torch.library.register_fake("prunus::sparse_linear_backward", backward_shape, lib=library)
     torch.library.register_autograd("prunus::sparse_linear", backward, setup_context=keep, lib=library)
-    _KEPT.append(library)
+    return library
 
 
-_KEPT: list[Any] = []  # a library that is freed takes its operators with it
-_register()
+_LIBRARY = _register()  # its operators go when it does
