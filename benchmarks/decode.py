@@ -16,7 +16,9 @@ from torch import Tensor
 
 from prunus.ops.machine import device_of
 from prunus.sparse import Decoder, SparseLinear, semi_structured_, sparsify_, unsparsify_
+from prunus.sparse.choose import forms_of
 from prunus.sparse.model_layers import chosen, linear_weight
+from prunus.sparse.times import kind_of
 
 from .benchmark import Benchmark, Measured, Row, Section, in_turns
 
@@ -32,7 +34,12 @@ GOALS = {  # times faster than dense, by way, zeros and batch
     ("generate, static cache", "80%"): {1: 1.4},
 }
 SMALLER = {"50%": 0.68, "80%": 0.36}  # goals of the memory of the whole model over dense
-WAYS = {"decoder": "decoder", "generate": "generate", "static": "generate, static cache"}
+WAYS = {
+    "decoder": "decoder",
+    "compiled": "decoder, compiled",
+    "generate": "generate",
+    "static": "generate, static cache",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +49,7 @@ class Decode(Benchmark):
     blocks: int = 32  # of the model
     zeros: tuple[str, ...] = ("50%", "80%")  # shares of zeros; 2:4 for that pattern
     batches: tuple[int, ...] = (1, 4, 8, 16)  # texts at a time
-    ways: tuple[Literal["decoder", "generate", "static"], ...] = ("decoder",)  # how the model is run
+    ways: tuple[Literal["decoder", "compiled", "generate", "static"], ...] = ("decoder",)  # how the model is run
     new_tokens: int = 128  # of each text
     repeat: int = 3  # rounds that the median is taken over
     small: bool = False  # a model of a tiny shape, to try the benchmark
@@ -128,15 +135,21 @@ def pruned_model(dense: Any, zeros: str) -> Any:
 
 
 def sparsify_again(model: Any, batch: int) -> None:
-    """The forms that are best for this batch size."""
-    unsparsify_(model)
-    sparsify_(model, vectors=batch, exclude="lm_head*")
+    """The forms that are best for this batch size; a model that has them stays as it is."""
+    if not hasattr(model, "kinds"):
+        layers = chosen(model, (), ("lm_head*",))
+        model.kinds, model.forms = {name: kind_of(linear_weight(layer)) for name, layer in layers.items()}, None
+    forms = forms_of(model.kinds, batch, model.device, None)
+    if forms != model.forms:
+        unsparsify_(model)
+        sparsify_(model, vectors=batch, exclude="lm_head*")
+        model.forms = forms
 
 
 def writer(model: Any, way: str, ids: Tensor, new_tokens: int) -> Callable[[], Tensor]:
     """A call that writes texts, of the same number of tokens in every arm."""
-    if way == "decoder":
-        decoder = Decoder(model)
+    if way.startswith("decoder"):
+        decoder = Decoder(model, compile=way == "decoder, compiled")
         return lambda: decoder.generate(ids, max_new_tokens=new_tokens, eos_token_id=-1)
     options: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False, "attention_mask": torch.ones_like(ids)}
     if way == "generate, static cache":
@@ -154,7 +167,7 @@ def model_bytes(model: Any) -> int:
 TEXT = """Tokens a second that a random bfloat16 model of Llama-3-8B's shape with {blocks} blocks writes, {new_tokens} \
 tokens behind a prompt of {prompt}, with random zeros in every linear layer but the head. Dense and sparse models are \
 run in turns; "times faster" is against dense the same way. "decoder" is `prunus.sparse.Decoder`, one CUDA graph a \
-token; the others are transformers' `model.generate`, as it is and with a static cache, which it compiles. Layers are \
+token, "compiled" with `compile=True`; the others are transformers' `model.generate`, as it is and with a static cache, which it compiles. Layers are \
 kept sparse that are measured to be faster so at this batch size. "memory" is that of the whole model over dense, \
 embedding and head included.
 """

@@ -68,11 +68,14 @@ class Decoder:
 
     The model is a causal one of transformers with a static cache, on one device, dense or made sparse by ``sparsify_``
     or ``semi_structured_``; the decoder changes nothing in it. Its weights may change between calls in place only.
+    ``compile=True`` has torch compile the step, for a minute or so at the first call of a batch size, so that the small
+    operations between the products are few; it pays for long texts.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, compile: bool = False) -> None:
         check_model(model)
         self.model: Any = model
+        self.compile = compile
         self.device = next(model.parameters()).device
         self.generator = torch.Generator(self.device)
         self.states: dict[tuple, DecoderState] = {}
@@ -163,7 +166,7 @@ class Decoder:
         if state is None:
             while len(self.states) >= MOST_STATES:
                 self.states.pop(next(iter(self.states)))
-            state = DecoderState(self.model, self.generator, key)
+            state = DecoderState(self.model, self.generator, key, self.compile)
         if self.device.type == "cuda":  # elsewhere there is no graph to use again
             self.states[key] = state  # the latest one is the last
         return state
@@ -172,7 +175,8 @@ class Decoder:
 class DecoderState:
     """Everything that a step reads and writes, at addresses that stay, and on CUDA the step as a graph."""
 
-    def __init__(self, model: Any, generator: torch.Generator, key: tuple) -> None:
+    def __init__(self, model: Any, generator: torch.Generator, key: tuple, compile: bool = False) -> None:
+        self.forward = torch.compile(model.forward, dynamic=False) if compile else model
         batch, length, self.sampling, eos, self.pad = key
         self.model, self.generator, self.device = model, generator, generator.device
         self.cache = static_cache(model, length)
@@ -197,7 +201,7 @@ class DecoderState:
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         options = {"logits_to_keep": 1} if "logits_to_keep" in _parameters(self.model) else {}
         try:
-            logits = self._logits(ids, positions, mask, is_first_iteration=True, **options)
+            logits = self._logits(self.model, ids, positions, mask, is_first_iteration=True, **options)
         except (TypeError, ValueError, IndexError, RuntimeError) as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
@@ -229,10 +233,10 @@ class DecoderState:
         return torch.cat([ids, text], 1)
 
     def _step(self) -> None:
-        self._write(self._logits(self.tokens, self.positions, self.mask))
+        self._write(self._logits(self.forward, self.tokens, self.positions, self.mask))
         self.positions.add_(1)
 
-    def _logits(self, ids: Tensor, positions: Tensor, mask: Tensor, **options: Any) -> Tensor:
+    def _logits(self, forward: Any, ids: Tensor, positions: Tensor, mask: Tensor, **options: Any) -> Tensor:
         """Logits (batch, vocabulary) of the next token."""
         inputs = self.model.prepare_inputs_for_generation(
             ids,
@@ -242,7 +246,7 @@ class DecoderState:
             use_cache=True,
             **options,
         )
-        return self.model(**inputs, return_dict=True).logits[:, -1]
+        return forward(**inputs, return_dict=True).logits[:, -1]
 
     def _write(self, logits: Tensor) -> None:
         tokens = self.sampling(logits, self.generator)
