@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -25,6 +26,7 @@ from .benchmark import Benchmark, Measured, Row, Section, in_turns
 LLAMA = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336}
 LLAMA |= {"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192}
 PROMPT = 32  # tokens
+FIRST = 8  # tokens whose time, and that of the prompt, is not counted
 GOALS = {  # times faster than dense, by way, zeros and batch
     ("decoder", "50%"): {1: 1.25, 4: 1.0, 8: 1.0, 16: 1.0},
     ("decoder", "80%"): {1: 2.0, 4: 1.5, 8: 1.3, 16: 1.1},
@@ -50,7 +52,7 @@ class Decode(Benchmark):
     zeros: tuple[str, ...] = ("50%", "80%")  # shares of zeros; 2:4 for that pattern
     batches: tuple[int, ...] = (1, 4, 8, 16)  # texts at a time
     ways: tuple[Literal["decoder", "compiled", "generate", "static"], ...] = ("decoder",)  # how the model is run
-    new_tokens: int = 128  # of each text
+    new_tokens: int = 136  # of each text
     repeat: int = 3  # rounds that the median is taken over
     small: bool = False  # a model of a tiny shape, to try the benchmark
     device: str = "cuda"  # cpu or cuda
@@ -83,9 +85,12 @@ class Decode(Benchmark):
                 sparsify_again(model, batch)
         vocabulary = next(iter(models.values())).config.vocab_size
         ids = torch.randint(vocabulary, (batch, PROMPT), device=next(iter(models.values())).device)
-        arms = {zeros: writer(model, way, ids, self.new_tokens) for zeros, model in models.items()}
+        lengths = (FIRST, self.new_tokens)
+        arms = {(z, num): writer(model, way, ids, num) for z, model in models.items() for num in lengths}
         turns = in_turns(arms, self.repeat, ids.device, warm_up=2)
-        speeds = {zeros: batch * self.new_tokens / statistics.median(turn.seconds) for zeros, turn in turns.items()}
+        times = {arm: statistics.median(turn.seconds) for arm, turn in turns.items()}
+        rest = batch * (self.new_tokens - FIRST)  # tokens without the prompt's time
+        speeds = {z: rest / max(1e-9, times[z, self.new_tokens] - times[z, FIRST]) for z in models}
         bytes_of = {zeros: model_bytes(model) for zeros, model in models.items()}
         for zeros, speed in speeds.items():
             layers = [m for m in models[zeros].modules() if isinstance(m, (SparseLinear, torch.nn.Linear))]
@@ -146,10 +151,15 @@ def sparsify_again(model: Any, batch: int) -> None:
         model.forms = forms
 
 
+@cache
+def decoder_of(model: Any, compile: bool) -> Decoder:
+    return Decoder(model, compile=compile)
+
+
 def writer(model: Any, way: str, ids: Tensor, new_tokens: int) -> Callable[[], Tensor]:
     """A call that writes texts, of the same number of tokens in every arm."""
     if way.startswith("decoder"):
-        decoder = Decoder(model, compile=way == "decoder, compiled")
+        decoder = decoder_of(model, way == "decoder, compiled")
         return lambda: decoder.generate(ids, max_new_tokens=new_tokens, eos_token_id=-1)
     options: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False, "attention_mask": torch.ones_like(ids)}
     if way == "generate, static cache":
@@ -164,12 +174,13 @@ def model_bytes(model: Any) -> int:
     return sum(stored.values())
 
 
-TEXT = """Tokens a second that a random bfloat16 model of Llama-3-8B's shape with {blocks} blocks writes, {new_tokens} \
-tokens behind a prompt of {prompt}, with random zeros in every linear layer but the head. Dense and sparse models are \
-run in turns; "times faster" is against dense the same way. "decoder" is `prunus.sparse.Decoder`, one CUDA graph a \
-token, "compiled" with `compile=True`; the others are transformers' `model.generate`, as it is and with a static cache, which it compiles. Layers are \
-kept sparse that are measured to be faster so at this batch size. "memory" is that of the whole model over dense, \
-embedding and head included.
+TEXT = """Tokens a second that a random bfloat16 model of Llama-3-8B's shape with {blocks} blocks writes behind a \
+prompt of {prompt}, up to {new_tokens} tokens; the time of the prompt and of the first tokens is taken off. Random \
+zeros are in every linear layer but the head. Dense and sparse models are run in turns; "times faster" is against \
+dense the same way. "decoder" is `prunus.sparse.Decoder`, one CUDA graph a token, "compiled" with `compile=True`; the \
+others are transformers' `model.generate`, as it is and with a static cache, which it compiles. Layers are kept sparse \
+that are measured to be faster so at this batch size. "memory" is that of the whole model over dense, embedding and \
+head included.
 """
 COLUMNS = {"way": "way", "zeros": "zeros", "batch": "batch", "tokens/s": "tokens_s:,.0f"}
 COLUMNS |= {"times faster": "times_faster:.2f", "goal": "goal:.2f", "sparse layers": "sparse_layers"}

@@ -7,6 +7,7 @@ made at the first product. Elsewhere every product makes the dense copy.
 
 import warnings
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -59,6 +60,8 @@ def product(x: Tensor, form: Form, bias: Tensor | None = None) -> Tensor:
     num_rows, width = form.shape
     num = x.numel() // width if width else 0
     if x.is_cuda and 0 < num <= MOST and num_rows:
+        if num == 1 and type(form) is Gaps and x.dtype != torch.float64:
+            return _kernels().product_of_one(x, form, bias)
         kernel = _kernel_for(x, form, num)
         if kernel is not None:
             return kernel(x.reshape(num, width), form, bias).view(*x.shape[:-1], num_rows)
@@ -73,30 +76,26 @@ def _kernel_for(x: Tensor, form: Form, num: int) -> Any | None:
     """What multiplies ``num`` vectors by the form itself; None if the dense copy is to be multiplied."""
     if x.dtype == torch.float64:
         return None
-    if num == 1 and isinstance(form, Gaps):
-        return _kernel()
     from . import _cuda, _nvrtc
 
     if isinstance(form, Tiles):
         return _cuda.tile_product if x.dtype == form.dtype else None
     if x.dtype == form.dtype and _nvrtc.is_there() and _cuda.most_at_once(x) > 1:
         return _cuda.gap_product
-    return _kernel() if num <= MOST_TRITON else None
+    return _kernels().product if num <= MOST_TRITON else None
 
 
-_KERNEL: list[Any] = []
 _CSR = WeakIdKeyDictionary()  # of the values of a gap form, whose type and zeros it has
 
 
-def _kernel() -> Any:
-    """The product of the GPU, imported at its first use."""
-    if not _KERNEL:
-        try:
-            from ._triton import product as kernel
-        except ImportError as error:
-            raise ValueError(f"sparse products on a GPU are Triton kernels: pip install triton ({error})") from None
-        _KERNEL.append(kernel)
-    return _KERNEL[0]
+@cache
+def _kernels() -> Any:
+    """The kernels of the gap form, imported at their first use."""
+    try:
+        from . import _triton
+    except ImportError as error:
+        raise ValueError(f"sparse products on a GPU are Triton kernels: pip install triton ({error})") from None
+    return _triton
 
 
 def can_tile(device: torch.device) -> bool:
@@ -111,7 +110,7 @@ def can_tile(device: torch.device) -> bool:
 def check_device(device: torch.device) -> None:
     """ValueError unless products with sparse matrices run there."""
     if device.type == "cuda":
-        _kernel()
+        _kernels()
     elif device.type != "cpu":
         raise ValueError(f"sparse products run on CUDA devices and CPUs, but the model is on {device}; move it there")
 
