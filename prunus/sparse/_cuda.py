@@ -23,15 +23,23 @@ def can_tile(device: torch.device) -> bool:
 
 
 def tile_product(x: Tensor, tiles: Tiles, bias: Tensor | None) -> Tensor:
-    """``x W^T + bias`` for x of up to 16 rows, of the type of the tiles."""
+    """``x W^T + bias`` for x of shape (..., in) with up to 16 vectors, of the type of the tiles."""
     num_rows, width = tiles.shape
-    if width % COLUMNS or not x.is_contiguous():
-        x = pad(x, (0, -width % COLUMNS)).contiguous()
-    y = torch.empty(len(x), num_rows, dtype=x.dtype, device=x.device)
-    vectors = 8 if len(x) <= 8 else 16
-    kernel = _nvrtc.kernel(f"tile_product<{TYPES[x.dtype]}, {vectors}, {TILE_WARPS}>", _index(x))
-    shared = 512 + TILE_WARPS * max(2 * tiles.stage, ROWS * vectors * 4)
-    args = (tiles.data, tiles.starts, x, bias, y, num_rows, x.shape[1], tiles.across, len(x), tiles.stage)
+    y = x.new_empty((*x.shape[:-1], num_rows))
+    num = y.numel() // num_rows
+    if width % COLUMNS:
+        x = pad(x, (0, -width % COLUMNS))
+    x = x.contiguous()
+    vectors = 8 if num <= 8 else 16
+    ready = tiles.__dict__.get(vectors)  # what does not change from call to call is kept beside the form
+    if ready is None:
+        kernel = _nvrtc.kernel(f"tile_product<{TYPES[x.dtype]}, {vectors}, {TILE_WARPS}>", 10, _index(x))
+        shared = 512 + TILE_WARPS * max(2 * tiles.stage, ROWS * vectors * 4)
+        ready = kernel, shared, tiles.data.data_ptr(), tiles.starts.data_ptr(), tiles.across
+        tiles.__dict__[vectors] = ready
+    kernel, shared, data, starts, across = ready
+    at, out, add = x.data_ptr(), y.data_ptr(), 0 if bias is None else bias.data_ptr()
+    args = (data, starts, at, add, out, num_rows, across * COLUMNS, across, num, tiles.stage)
     kernel(-(-num_rows // ROWS), TILE_WARPS * 32, shared, args)
     return y
 
@@ -42,29 +50,32 @@ def tile_dense(tiles: Tiles) -> Tensor:
     out = torch.empty(tiles.shape, dtype=tiles.dtype, device=tiles.data.device)
     num_tiles = len(tiles.starts) - 1
     if out.numel():
-        kernel = _nvrtc.kernel("tile_dense", _index(out))
-        kernel(-(-num_tiles // 8), 256, 0, (tiles.data, tiles.starts, out, num_rows, width, tiles.across, num_tiles))
+        kernel = _nvrtc.kernel("tile_dense", 7, _index(out))
+        at = (tiles.data.data_ptr(), tiles.starts.data_ptr(), out.data_ptr())
+        kernel(-(-num_tiles // 8), 256, 0, (*at, num_rows, width, tiles.across, num_tiles))
     return out
 
 
 def gap_product(x: Tensor, gaps: Gaps, bias: Tensor | None) -> Tensor:
-    """``x W^T + bias`` for x of any number of rows, of the type of the values."""
+    """``x W^T + bias`` for x of shape (..., in), of the type of the values."""
     num_rows, width = gaps.shape
-    y = torch.empty(len(x), num_rows, dtype=x.dtype, device=x.device)
-    most = most_at_once(x)
-    for first in range(0, len(x), most):
-        part, out = x[first : first + most], y[first : first + most]
-        num = max(2, 1 << (len(part) - 1).bit_length())
-        if num != len(part):
-            part = pad(part, (0, 0, 0, num - len(part)))
-            out = torch.empty(num, num_rows, dtype=x.dtype, device=x.device)
-        kernel = _nvrtc.kernel(f"gap_product<{TYPES[x.dtype]}, {num}, {GAP_WARPS}>", _index(x))
-        shared = width * num * x.element_size()
+    y = x.new_empty((*x.shape[:-1], num_rows))
+    x, rows = x.reshape(-1, width), y.view(-1, num_rows)
+    num, most = len(x), most_at_once(x)
+    parts = [part.data_ptr() for part in (gaps.values, gaps.codes, gaps.heads, gaps.rows)]
+    for first in range(0, num, most):
+        part, out = x[first : first + most], rows[first : first + most]
+        taken = max(2, 1 << (len(part) - 1).bit_length())
+        if taken != len(part):
+            part, out = pad(part, (0, 0, 0, taken - len(part))), x.new_empty(taken, num_rows)
+        part = part.contiguous()
+        kernel = _nvrtc.kernel(f"gap_product<{TYPES[x.dtype]}, {taken}, {GAP_WARPS}>", 9, _index(x))
+        shared = width * taken * x.element_size()
         grid = min(kernel.resident(GAP_WARPS * 32, shared), -(-num_rows // GAP_WARPS))
-        args = (gaps.values, gaps.codes, gaps.heads, gaps.rows, part.contiguous(), bias, out, num_rows, width)
+        args = (*parts, part.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), num_rows, width)
         kernel(grid, GAP_WARPS * 32, shared, args)
-        if len(out) > len(x) - first:
-            y[first:] = out[: len(x) - first]
+        if len(out) > num - first:
+            rows[first:] = out[: num - first]
     return y
 
 

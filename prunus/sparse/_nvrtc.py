@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 SOURCE = Path(__file__).with_name("kernels.cu")
 MOST_SHARED = 8  # the driver's number of the attribute "largest dynamic shared memory"
@@ -16,10 +15,10 @@ _LOCAL = threading.local()
 
 
 class Kernel:
-    """A kernel of ``kernels.cu`` on one device: called with its grid, threads, bytes of shared memory and arguments."""
+    """A kernel of ``kernels.cu`` on one device: its launches cost the host little."""
 
-    def __init__(self, name: str, device: int) -> None:
-        self.driver, self.name, self.device = _driver(), name, device
+    def __init__(self, name: str, num_args: int, device: int) -> None:
+        self.driver, self.name, self.num_args, self.device = _driver(), name, num_args, device
         major, minor = torch.cuda.get_device_capability(device)
         binary, symbol = _compiled(name, f"sm_{major}{minor}")
         module, self.function = ctypes.c_void_p(), ctypes.c_void_p()
@@ -31,14 +30,15 @@ class Kernel:
             self._check(self.driver.cuFuncSetAttribute(self.function, MOST_SHARED, self.most_shared))
         self._blocks: dict[tuple[int, int], int] = {}
 
-    def __call__(self, grid: int, threads: int, shared: int, args: Sequence[Tensor | int | None]) -> None:
-        cells, pointers = self._cells(args)
+    def __call__(self, grid: int, threads: int, shared: int, args: Sequence[int]) -> None:
+        """Launch it on the current stream; tensors are given as their addresses, None as 0."""
+        cells, pointers = self._cells()
         for cell, arg in zip(cells, args, strict=True):
-            cell.value = arg.data_ptr() if isinstance(arg, Tensor) else arg
-        stream = ctypes.c_void_p(torch.cuda.current_stream(self.device).cuda_stream)
-        self._check(
-            self.driver.cuLaunchKernel(self.function, grid, 1, 1, threads, 1, 1, shared, stream, pointers, None)
-        )
+            cell.value = arg
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        code = self.driver.cuLaunchKernel(self.function, grid, 1, 1, threads, 1, 1, shared, stream, pointers, None)
+        if code:
+            self._check(code)
 
     def resident(self, threads: int, shared: int) -> int:
         """Blocks of such a launch that run at the same time on the whole device."""
@@ -51,14 +51,14 @@ class Kernel:
             self._blocks[threads, shared] = max(1, num.value) * processors
         return self._blocks[threads, shared]
 
-    def _cells(self, args: Sequence[Any]) -> tuple[list[Any], Any]:
+    def _cells(self) -> tuple[list[Any], Any]:
         """Memory of this thread's for the arguments, which the driver copies at the launch."""
-        known = _LOCAL.__dict__
-        if (self.name, self.device) not in known:
-            cells = [ctypes.c_int() if isinstance(arg, int) else ctypes.c_void_p() for arg in args]
+        known = _LOCAL.__dict__.get(id(self))
+        if known is None:
+            cells = [ctypes.c_uint64() for _ in range(self.num_args)]  # of which a kernel reads as much as it needs
             pointers = (ctypes.c_void_p * len(cells))(*(ctypes.addressof(cell) for cell in cells))
-            known[self.name, self.device] = cells, pointers
-        return known[self.name, self.device]
+            known = _LOCAL.__dict__[id(self)] = cells, pointers
+        return known
 
     def _check(self, code: int) -> None:
         if code:
@@ -68,9 +68,9 @@ class Kernel:
 
 
 @cache
-def kernel(name: str, device: int) -> Kernel:
+def kernel(name: str, num_args: int, device: int) -> Kernel:
     """The kernel by its name in C++, as ``gap_product<0, 2, 32>``."""
-    return Kernel(name, device)
+    return Kernel(name, num_args, device)
 
 
 @cache
@@ -86,8 +86,12 @@ def is_there() -> bool:
     return True
 
 
+@cache
 def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
+    library = ctypes.CDLL("libcuda.so.1")
+    pointer, number = ctypes.c_void_p, ctypes.c_uint
+    library.cuLaunchKernel.argtypes = [pointer, *[number] * 7, pointer, pointer, pointer]
+    return library
 
 
 @cache

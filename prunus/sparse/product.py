@@ -64,7 +64,7 @@ def product(x: Tensor, form: Form, bias: Tensor | None = None) -> Tensor:
             return _kernels().product_of_one(x, form, bias)
         kernel = _kernel_for(x, form, num)
         if kernel is not None:
-            return kernel(x.reshape(num, width), form, bias).view(*x.shape[:-1], num_rows)
+            return kernel(x, form, bias)
     if x.is_cpu and 0 < num <= MOST_CPU and num_rows and x.dtype in DTYPES and isinstance(form, Gaps):
         matrix, vectors = csr_of(form), x.reshape(num, width).to(torch.float32)
         y = torch.mv(matrix, vectors[0]) if num == 1 else torch.stack([torch.mv(matrix, vector) for vector in vectors])
@@ -82,7 +82,11 @@ def _kernel_for(x: Tensor, form: Form, num: int) -> Any | None:
         return _cuda.tile_product if x.dtype == form.dtype else None
     if x.dtype == form.dtype and _nvrtc.is_there() and _cuda.most_at_once(x) > 1:
         return _cuda.gap_product
-    return _kernels().product if num <= MOST_TRITON else None
+    return _by_triton if num <= MOST_TRITON else None
+
+
+def _by_triton(x: Tensor, gaps: Gaps, bias: Tensor | None) -> Tensor:
+    return _kernels().product(x.reshape(-1, gaps.shape[1]), gaps, bias).view(*x.shape[:-1], gaps.shape[0])
 
 
 _CSR = WeakIdKeyDictionary()  # of the values of a gap form, whose type and zeros it has
