@@ -139,7 +139,9 @@ class Decoder:
             )
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= config.vocab_size:
-            raise ValueError(f"input_ids has the token {low if low < 0 else high}, but the model's are 0 to {config.vocab_size - 1}")
+            raise ValueError(
+                f"input_ids has the token {low if low < 0 else high}, but the model's are 0 to {config.vocab_size - 1}"
+            )
         ids = ids.to(self.device, torch.int64)
         if mask is None:  # as model.generate does: padding is told from the pad token where it is not an end too
             config = self.model.generation_config
@@ -152,9 +154,7 @@ class Decoder:
             )
         return ids, mask.to(self.device, torch.int64)
 
-    def _state(
-        self, batch: int, length: int, sampling: Sampling, eos: tuple[int, ...], pad: int
-    ) -> "DecoderState":
+    def _state(self, batch: int, length: int, sampling: Sampling, eos: tuple[int, ...], pad: int) -> "DecoderState":
         """The cache and graph for such a call: those of an earlier one, or new ones."""
         if self.device.type == "cuda":
             length = max(SHORTEST, 1 << (length - 1).bit_length())

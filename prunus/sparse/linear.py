@@ -100,8 +100,6 @@ def _resize_buffers(layer: SparseLinear, state_dict: Mapping[str, Any], prefix: 
         layer._changed()
 
 
-
-
 class Group:
     """Layers that read the same input: the first one that is called computes the product of all.
 
@@ -132,7 +130,10 @@ class Group:
             none = [torch.zeros(size, dtype=kept[0].dtype, device=values.device) for size in self.sizes]
             self.bias = torch.cat([zeros if bias is None else bias for bias, zeros in zip(biases, none, strict=True)])
         self.waiting = NOTHING  # the latest input, its version, and outputs that layers have not taken
-        cuts = [joined.split([len(own) for own in part]) for joined, part in zip((values, codes, heads), parts, strict=False)]
+        cuts = [
+            joined.split([len(own) for own in part])
+            for joined, part in zip((values, codes, heads), parts, strict=False)
+        ]
         for place, (layer, *views) in enumerate(zip(self.layers, *cuts, strict=True)):
             for name, view in zip(BUFFERS, views, strict=False):
                 setattr(layer, name, view)
@@ -198,7 +199,9 @@ def sparsify_(
         names = [
             name
             for device in dict.fromkeys(devices.values())
-            for choice in choose({name: kind for name, kind in kinds.items() if devices[name] == device}, vectors, device)
+            for choice in choose(
+                {name: kind for name, kind in kinds.items() if devices[name] == device}, vectors, device
+            )
             if choice.is_sparse
             for name in choice.names
         ]
