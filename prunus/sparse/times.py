@@ -119,7 +119,7 @@ def _cpu_name() -> str:
 
 
 def _versions(device: torch.device) -> dict[str, str]:
-    return {"device": machine_name(device), "torch": torch.__version__, "prunus": __version__}
+    return {"device": machine_name(device), "torch": str(torch.__version__), "prunus": __version__}
 
 
 @cache
