@@ -65,7 +65,7 @@ def test_each_kind_is_measured_once_on_a_machine_and_counted(measured):
         lambda text: "[]",
         lambda text: text.replace('"torch": "', '"torch": "0'),
         lambda text: text.replace('"dense"', '"thick"'),
-        lambda text: text.replace('"sparse": ', '"sparse": -'),
+        lambda text: text.replace('"gaps": ', '"gaps": -'),
     ],
     ids=["cut", "no object", "another torch", "another way", "negative"],
 )
@@ -103,7 +103,7 @@ def test_the_advice_is_what_sparsify_does(monkeypatch, launch, taken):
     def measured(weight, vectors):
         dense = 1.0 + weight.numel() / 1000
         share = 1.03 if weight.count_nonzero() > 0.4 * weight.numel() else 0.5
-        return {"dense": dense, "sparse": share * dense + launch}
+        return {"dense": dense, "gaps": share * dense + launch}
 
     monkeypatch.setattr(times, "measured", measured)
     monkeypatch.setattr(times, "WORTH", 1.0)

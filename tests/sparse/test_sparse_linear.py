@@ -274,9 +274,8 @@ def test_compiled_it_follows_autocast_and_passes_gradients():
 def test_the_operator_is_a_proper_one():
     gaps, bias = gaps_of_dense(linear().weight), torch.randn(24, device=DEVICE)
     x = torch.randn(3, 100, device=DEVICE, requires_grad=True)
-    torch.library.opcheck(
-        torch.ops.prunus.sparse_linear.default, (x, gaps.values, gaps.codes, gaps.heads, gaps.rows, bias)
-    )
+    parts = [gaps.values, gaps.codes, gaps.heads, gaps.rows]
+    torch.library.opcheck(torch.ops.prunus.sparse_linear.default, (x, bias, parts, [24, 100], gaps.dtype, 0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
