@@ -71,9 +71,10 @@ def run(command: Command) -> None:
         else:
             print(*tokenizer.decode(text, skip_special_tokens=True).split("\n"))
     num = texts.shape[1] - len(ids)
+    times = f" x {command.batch}" if command.batch > 1 else ""
     print(
-        f"{num} tokens{f' x {command.batch}' if command.batch > 1 else ''} in {seconds:.2f} s, "
-        f"{num * command.batch / seconds:,.1f} a second; {num_sparse} of {len(layers)} linear layers sparse on {device}",
+        f"{num} tokens{times} in {seconds:.2f} s, {num * command.batch / seconds:,.1f} a second; "
+        f"{num_sparse} of {len(layers)} linear layers sparse on {device}",
         file=sys.stderr,
     )
 

@@ -134,16 +134,16 @@ class Decoder:
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
         config = self.model.config.get_text_config(decoder=True)
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= config.vocab_size:
+            raise ValueError(
+                f"input_ids has the token {low if low < 0 else high}, but the model's are 0 to {config.vocab_size - 1}"
+            )
         longest = getattr(config, "max_position_embeddings", None)
         if longest is not None and ids.shape[1] + max_new_tokens > longest:
             raise ValueError(
                 f"a prompt of {ids.shape[1]} tokens and {max_new_tokens} new ones are more than the {longest} that the "
                 "model reads; shorten the prompt, or ask for fewer"
-            )
-        low, high = int(ids.min()), int(ids.max())
-        if low < 0 or high >= config.vocab_size:
-            raise ValueError(
-                f"input_ids has the token {low if low < 0 else high}, but the model's are 0 to {config.vocab_size - 1}"
             )
         ids = ids.to(self.device, torch.int64)
         if mask is None:  # as model.generate does: padding is told from the pad token where it is not an end too

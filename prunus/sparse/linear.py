@@ -249,7 +249,7 @@ def unsparsify_(model: nn.Module) -> list[str]:
         linear, requires_grad = layer.origin
         weight = layer.weight.t().contiguous() if is_conv1d(linear) else layer.weight
         linear.weight = nn.Parameter(weight, requires_grad)
-        linear.bias = None if layer.bias is None else nn.Parameter(layer.bias, requires_grad)
+        linear._parameters["bias"] = None if layer.bias is None else nn.Parameter(layer.bias, requires_grad)
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, linear.train(layer.training))
     return list(layers)

@@ -78,12 +78,12 @@ def _without_memory() -> Iterator[None]:
     """Parameters are on the meta device as soon as a module has them."""
     register = nn.Module.register_parameter
 
-    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        register(module, name, parameter)
-        if parameter is not None:
-            module._parameters[name] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+    def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        register(self, name, param)
+        if param is not None:
+            self._parameters[name] = nn.Parameter(param.detach().to("meta"), param.requires_grad)
 
-    nn.Module.register_parameter = on_meta  # ty: ignore
+    nn.Module.register_parameter = on_meta
     try:
         yield
     finally:

@@ -1,7 +1,7 @@
 """How long products take on the machine at hand, dense and sparse: measured once, then read from a file.
 
-The file is ``prunus/times-DEVICE.json`` in ``$XDG_CACHE_HOME`` or ``~/.cache``. It is for one device and one version
-of torch and of this package; a file of others, or one that is damaged, is measured anew.
+The file is ``prunus/times-DEVICE.json`` in ``$XDG_CACHE_HOME``, or in ``~/.cache``. It is for one device and one
+version of torch and of this package; a file of others, or one that is damaged, is measured anew.
 """
 
 import os

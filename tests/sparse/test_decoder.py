@@ -156,7 +156,7 @@ def bad_calls():
         ({"input_ids": ids.expand(17, -1)}, "1 to 16 sequences"),
         ({"input_ids": ids, "max_new_tokens": 61}, "more than the 64"),
         ({"input_ids": ids, "max_new_tokens": 0}, "at least 1"),
-        ({"input_ids": ids, "attention_mask": torch.tensor([[1, 1, 1, 0]])}, "on the left"),
+        ({"input_ids": ids, "attention_mask": torch.tensor([[1, 1, 1, 0]]), "max_new_tokens": 4}, "on the left"),
         ({"input_ids": ids, "do_sample": True, "temperature": 0.0}, "above 0"),
         ({"input_ids": ids, "top_p": 1.5}, "top_p must"),
         ({"input_ids": ids, "top_k": 0}, "top_k must"),
@@ -183,7 +183,7 @@ def test_models_that_it_cannot_run_are_refused_in_one_line():
             Decoder(model)
         assert "\n" not in str(error.value)
     with pytest.raises(ValueError, match=r"does not run with a static cache.*use model\.generate"):
-        Decoder(tiny("FalconForCausalLM", alibi=True)).generate(prompts(1))
+        Decoder(tiny("FalconForCausalLM", alibi=True)).generate(prompts(1), max_new_tokens=4)
 
 
 @pytest.mark.slow
