@@ -86,11 +86,11 @@ class Decode(Benchmark):
         vocabulary = next(iter(models.values())).config.vocab_size
         ids = torch.randint(vocabulary, (batch, PROMPT), device=next(iter(models.values())).device)
         lengths = (FIRST, self.new_tokens)
-        arms = {(z, num): writer(model, way, ids, num) for z, model in models.items() for num in lengths}
+        arms = {f"{z}, {num}": writer(model, way, ids, num) for z, model in models.items() for num in lengths}
         turns = in_turns(arms, self.repeat, ids.device, warm_up=2)
         times = {arm: statistics.median(turn.seconds) for arm, turn in turns.items()}
         rest = batch * (self.new_tokens - FIRST)  # tokens without the prompt's time
-        speeds = {z: rest / max(1e-9, times[z, self.new_tokens] - times[z, FIRST]) for z in models}
+        speeds = {z: rest / max(1e-9, times[f"{z}, {self.new_tokens}"] - times[f"{z}, {FIRST}"]) for z in models}
         bytes_of = {zeros: model_bytes(model) for zeros, model in models.items()}
         for zeros, speed in speeds.items():
             layers = [m for m in models[zeros].modules() if isinstance(m, (SparseLinear, torch.nn.Linear))]
@@ -108,7 +108,7 @@ class Decode(Benchmark):
             }
 
 
-def random_model(shape: dict[str, int], blocks: int, device: torch.device) -> Any:
+def random_model(shape: dict[str, Any], blocks: int, device: torch.device) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)

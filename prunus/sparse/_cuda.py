@@ -31,12 +31,12 @@ def tile_product(x: Tensor, tiles: Tiles, bias: Tensor | None) -> Tensor:
         x = pad(x, (0, -width % COLUMNS))
     x = x.contiguous()
     vectors = 8 if num <= 8 else 16
-    ready = tiles.__dict__.get(vectors)  # what does not change from call to call is kept beside the form
+    ready = tiles.launches.get(vectors)  # what does not change from call to call is kept beside the form
     if ready is None:
         kernel = _nvrtc.kernel(f"tile_product<{TYPES[x.dtype]}, {vectors}, {TILE_WARPS}>", 10, _index(x))
         shared = 512 + TILE_WARPS * max(2 * tiles.stage, ROWS * vectors * 4)
         ready = kernel, shared, tiles.data.data_ptr(), tiles.starts.data_ptr(), tiles.across
-        tiles.__dict__[vectors] = ready
+        tiles.launches[vectors] = ready
     kernel, shared, data, starts, across = ready
     at, out, add = x.data_ptr(), y.data_ptr(), 0 if bias is None else bias.data_ptr()
     args = (data, starts, at, add, out, num_rows, across * COLUMNS, across, num, tiles.stage)
@@ -87,7 +87,7 @@ def most_at_once(x: Tensor) -> int:
 
 @cache
 def _shared(device: int) -> int:
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return _nvrtc.most_shared(device)
 
 
 def _index(x: Tensor) -> int:

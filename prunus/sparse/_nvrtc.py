@@ -26,7 +26,7 @@ class Kernel:
             torch.cuda.current_stream().synchronize()  # there is a context from here on
             self._check(self.driver.cuModuleLoadData(ctypes.byref(module), binary))
             self._check(self.driver.cuModuleGetFunction(ctypes.byref(self.function), module, symbol))
-            self.most_shared = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+            self.most_shared = most_shared(device)
             self._check(self.driver.cuFuncSetAttribute(self.function, MOST_SHARED, self.most_shared))
         self._blocks: dict[tuple[int, int], int] = {}
 
@@ -53,11 +53,12 @@ class Kernel:
 
     def _cells(self) -> tuple[list[Any], Any]:
         """Memory of this thread's for the arguments, which the driver copies at the launch."""
-        known = _LOCAL.__dict__.get(id(self))
+        known = getattr(_LOCAL, f"of_{id(self)}", None)
         if known is None:
             cells = [ctypes.c_uint64() for _ in range(self.num_args)]  # of which a kernel reads as much as it needs
             pointers = (ctypes.c_void_p * len(cells))(*(ctypes.addressof(cell) for cell in cells))
-            known = _LOCAL.__dict__[id(self)] = cells, pointers
+            known = cells, pointers
+            setattr(_LOCAL, f"of_{id(self)}", known)
         return known
 
     def _check(self, code: int) -> None:
@@ -71,6 +72,12 @@ class Kernel:
 def kernel(name: str, num_args: int, device: int) -> Kernel:
     """The kernel by its name in C++, as ``gap_product<0, 2, 32>``."""
     return Kernel(name, num_args, device)
+
+
+def most_shared(device: int) -> int:
+    """Bytes of shared memory that a block of threads can have."""
+    properties: Any = torch.cuda.get_device_properties(device)
+    return properties.shared_memory_per_block_optin
 
 
 @cache

@@ -237,7 +237,7 @@ def product_of_one(x: Tensor, gaps: Gaps, bias: Tensor | None) -> Tensor:
     if not x.is_contiguous():
         x = x.contiguous()
     at = x.data_ptr()
-    ready = gaps.__dict__.get((x.dtype, at % 16))
+    ready = gaps.launches.get((x.dtype, at % 16))
     if ready is None or ready[0] != torch.cuda.current_device() or bias is not ready[1]:
         known = _launch(x, gaps, bias, y, 1)
         if known is not None and y.data_ptr() % 16 == 0:
@@ -245,7 +245,7 @@ def product_of_one(x: Tensor, gaps: Gaps, bias: Tensor | None) -> Tensor:
             parts = (gaps.values, gaps.codes, gaps.heads, gaps.rows, x if bias is None else bias)
             addresses = [part.data_ptr() for part in parts]
             run = compiled[(gaps.shape[0], 1, 1)]
-            gaps.__dict__[x.dtype, at % 16] = index, bias, run, addresses, tail
+            gaps.launches[x.dtype, at % 16] = index, bias, run, addresses, tail
         return y
     _, _, run, addresses, tail = ready
     run(at, *addresses, y.data_ptr(), *tail)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..eligible import is_conv1d
 from .choose import forms_of, groups_of
-from .gaps import check_gaps, gaps_of_dense, joined_gaps
+from .gaps import Gaps, check_gaps, gaps_of_dense, joined_gaps
 from .model_layers import chosen, linear_weight, why_not
 from .product import Form, check_device, dense, form_of, operator, product
 from .tiles import DTYPES as TILE_DTYPES
@@ -60,7 +60,7 @@ class SparseLinear(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> "SparseLinear":
         super()._apply(fn, recurse)
-        form, parts = self.form, [self._buffers[name] for name in self.form.PARTS]
+        form, parts = self.form, [self.get_buffer(name) for name in self.form.PARTS]
         same = all(part is getattr(form, name) for part, name in zip(parts, form.PARTS, strict=True))
         if same and self.like.dtype == form.dtype and self.bias is self.fast[1]:
             return self
@@ -113,7 +113,8 @@ def _resize_buffers(layer: SparseLinear, state_dict: Mapping[str, Any], prefix: 
     if len(found) < len(form.PARTS):
         return
     stage = stage_of(int(found["starts"].diff().max())) if isinstance(form, Tiles) and len(found["starts"]) > 1 else 0
-    (check_tiles if isinstance(form, Tiles) else check_gaps)(form_of([*found.values()], form.shape, form.dtype, stage))
+    new = form_of([*found.values()], form.shape, form.dtype, stage)
+    check_tiles(new) if isinstance(new, Tiles) else check_gaps(new)
     empty = [torch.empty_like(part, dtype=getattr(form, name).dtype, device=device) for name, part in found.items()]
     layer._set(form_of(empty, form.shape, form.dtype, stage))
 
@@ -134,8 +135,7 @@ class Group:
 
     def join(self) -> None:
         forms = [layer.form for layer in self.layers]
-        joined, views = joined_tiles(forms) if isinstance(forms[0], Tiles) else joined_gaps(forms)
-        self.form = joined
+        self.form, views = joined(forms)
         biases = [layer.bias for layer in self.layers]
         kept = [bias for bias in biases if bias is not None]
         self.bias = None
@@ -232,6 +232,12 @@ def group_(model: nn.Module, kinds: Mapping[str, WeightKind]) -> None:
         layers = [layer for name in names if isinstance(layer := model.get_submodule(name), SparseLinear)]
         if len(layers) > 1 and can_join(layers):
             Group(layers)
+
+
+def joined(forms: Sequence[Form]) -> tuple[Form, Sequence[Form]]:
+    """Matrices of one form one below the other, and each again as a view of the whole."""
+    tiles = [form for form in forms if isinstance(form, Tiles)]
+    return joined_tiles(tiles) if tiles else joined_gaps([form for form in forms if isinstance(form, Gaps)])
 
 
 def can_join(layers: Sequence[SparseLinear]) -> bool:

@@ -48,11 +48,7 @@ def load_packed(
         model = huggingface.load_model(folder, device)
         sparsify_(model, vectors=vectors, least=least)
         return model
-    if (folder / "generation_config.json").is_file():
-        from transformers import GenerationConfig
-
-        with huggingface._in_one_line(folder / "generation_config.json"):
-            model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    huggingface.read_generation_config_(model, folder)
     return model.eval()
 
 

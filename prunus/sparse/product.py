@@ -145,7 +145,11 @@ def csr_of(gaps: Gaps) -> Tensor:
 def form_of(parts: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype, stage: int) -> Form:
     """The form whose tensors these are: tiles have two, the gap form has four."""
     num_rows, width = shape
-    return Tiles(*parts, (num_rows, width), dtype, stage) if len(parts) == 2 else Gaps(*parts, (num_rows, width))
+    if len(parts) == 2:
+        data, starts = parts
+        return Tiles(data, starts, (num_rows, width), dtype, stage)
+    values, codes, heads, rows = parts
+    return Gaps(values, codes, heads, rows, (num_rows, width))
 
 
 def operator(x: Tensor, form: Form, bias: Tensor | None) -> Tensor:

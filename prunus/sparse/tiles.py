@@ -7,12 +7,13 @@ have the bits of its own elements. At 50 % it takes 0.57 of the dense bytes, at 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from ..ops import bits
+from .gaps import Launches
 
 ROWS, COLUMNS = 16, 128
 TILE = ROWS * COLUMNS
@@ -31,6 +32,7 @@ class Tiles:
     shape: tuple[int, int]
     dtype: torch.dtype
     stage: int  # bytes of the largest tile, a multiple of 128
+    launches: Launches = field(default_factory=Launches, repr=False, compare=False)
 
     PARTS = ("data", "starts")
 
@@ -78,10 +80,10 @@ def joined_tiles(parts: Sequence[Tiles]) -> tuple[Tiles, list[Tiles]]:
         start = start + part.starts[-1:]
     data = torch.cat([part.data for part in parts])
     shape = (sum(part.shape[0] for part in parts), parts[0].shape[1])
-    whole = replace(parts[0], data=data, starts=torch.cat([*starts, start]), shape=shape)
-    whole = replace(whole, stage=max(part.stage for part in parts))
+    stage = max(part.stage for part in parts)
+    whole = Tiles(data, torch.cat([*starts, start]), shape, parts[0].dtype, stage)
     views = data.split([len(part.data) for part in parts])
-    return whole, [replace(part, data=view) for part, view in zip(parts, views, strict=True)]
+    return whole, [replace(part, data=view, launches=Launches()) for part, view in zip(parts, views, strict=True)]
 
 
 def dense_reference(tiles: Tiles) -> Tensor:

@@ -1,9 +1,13 @@
 """Matrices in tiles: every bit comes back, and products on a GPU are those of the dense matrix."""
 
+import pickle
+from copy import deepcopy
+
 import pytest
 import torch
 
 from prunus.ops import bits
+from prunus.sparse import SparseLinear
 from prunus.sparse.gaps import gaps_of_dense
 from prunus.sparse.product import dense, product
 from prunus.sparse.tiles import check_tiles, dense_reference, joined_tiles, tiles_of, tiles_of_dense
@@ -127,3 +131,18 @@ def test_parts_of_a_larger_tensor_are_multiplied():
         y = product(x, form)
         assert y.shape == (4, 3, 64)
         assert close(y.view(12, 64), x.reshape(12, 256), weight, None)
+
+
+@on_gpu
+@pytest.mark.parametrize("form_of", [tiles_of_dense, gaps_of_dense])
+def test_a_copy_keeps_no_address_of_the_original(form_of):
+    layer = SparseLinear(form_of(sparse((64, 256), 0.5, torch.bfloat16, "cuda")))
+    x = torch.randn(1, 256, device="cuda", dtype=torch.bfloat16)
+    expected = layer(x)
+    for other in (deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        kept = [getattr(layer.form, name).clone() for name in layer.form.PARTS]
+        for name in layer.form.PARTS:
+            getattr(layer.form, name).zero_()
+        assert torch.equal(other(x), expected)
+        for name, part in zip(layer.form.PARTS, kept, strict=True):
+            getattr(layer.form, name).copy_(part)
