@@ -10,6 +10,7 @@ COMMANDS = {  # module and class, what the command does
     "train": ("step:Train", "whole training steps of GPT-2 124M"),
     "export": ("export:Export", "the small file form"),
     "matvec": ("matvec:Matvec", "products with a pruned weight"),
+    "decode": ("decode:Decode", "text from a pruned model, by our decoder and by model.generate"),
     "prune": ("prune:Prune", "WANDA and the gradient probe after training"),
     "level": ("prune:Level", "a level of the probe on a random model of Mistral-7B's shape"),
     "repair": (

@@ -48,7 +48,8 @@ class Benchmark(ABC):
                 check_sparsity(value)
             elif isinstance(value, int | tuple) and not isinstance(value, bool):
                 least = 0 if name == "threads" else 1
-                if min(value if isinstance(value, tuple) else (value,), default=0) < least:
+                numbers = value if isinstance(value, tuple) else (value,)
+                if not numbers or min((n for n in numbers if isinstance(n, int)), default=least) < least:
                     raise ValueError(f"--{name} must be at least {least}, got {value}")
         if self.threads:
             torch.set_num_threads(self.threads)

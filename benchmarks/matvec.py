@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from prunus.ops.machine import device_of
-from prunus.sparse.advise import LEAST_CALLS, Call, elapsed_us, microseconds, num_copies, ways_of
+from prunus.sparse.times import LEAST_CALLS, Call, elapsed_us, microseconds, num_copies, ways_of
 
 from .benchmark import Benchmark, Measured, Row, Section, copy_gb_s
 
 LARGE = ((4096, 14336), (8192, 8192))
 OTHERS = ((14336, 4096), (4096, 4096), (1024, 4096))
 CLOSE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # relative error of a sum that is rounded once or twice
-NAMES = {"dense": "dense", "sparse": "prunus, values and gaps", "2:4": "2:4, cuSPARSELt"}
+NAMES = {"dense": "dense", "gaps": "prunus, gaps", "tiles": "prunus, tiles", "2:4": "2:4, cuSPARSELt"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ def cases(device: torch.device) -> list[Case]:
         decode = [Case((2048, 2048), sparsity, vectors) for sparsity in (0.5, 0.9) for vectors in (1, 64)]
         return [*decode, Case((2048, 2048), 0.5, 64, two_of_four=True)]
     one = [Case(shape, sparsity) for shape in LARGE for sparsity in (0.5, 0.6, 0.7, 0.8, 0.9)]
-    few = [Case(LARGE[0], sparsity, vectors) for sparsity in (0.5, 0.8) for vectors in (2, 4, 8)]
+    few = [Case(LARGE[0], sparsity, vectors) for sparsity in (0.5, 0.8) for vectors in (2, 4, 8, 16)]
     small = [Case(shape, sparsity) for shape in OTHERS for sparsity in (0.5, 0.8)]
     prompts = [Case(shape, 0.5, 4096, two_of_four=True) for shape in (*LARGE, *OTHERS)]
     return [*one, *few, *small, *prompts]

@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import distributed, export, lora, matvec, prune, repair_page, select, step, wanda
+from . import decode, distributed, export, lora, matvec, prune, repair_page, select, step, wanda
 from .benchmark import newest_records
 
 SECTIONS = {
     what: draw
-    for module in (export, lora, matvec, prune, select, step, wanda)
+    for module in (decode, export, lora, matvec, prune, select, step, wanda)
     for what, draw in module.SECTIONS.items()
 }
 INTRODUCTION = """# Benchmarks
@@ -16,7 +16,7 @@ INTRODUCTION = """# Benchmarks
 This page is made by `python -m benchmarks page` from the JSON files in `benchmarks/results/`; nothing in it is
 typed. Where a record was not written by a command, its section says so. All
 methods of a table ran in one process, one after the other or in turns. Run them in a checkout on your
-own machine with `python -m benchmarks select`, `step`, `train`, `export`, `matvec`, `prune` and `level`
+own machine with `python -m benchmarks select`, `step`, `train`, `export`, `matvec`, `decode`, `prune` and `level`
 (`--device cuda` on a GPU). What pruning with repair is worth and costs is in [repair.md](repair.md).
 """
 

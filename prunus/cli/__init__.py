@@ -21,6 +21,7 @@ COMMANDS = {
     "report": "one HTML page of a run or a study, with its charts",
     "doctor": "check what a pruned model promises",
     "export": "write a pruned model as a smaller file without losing a bit, and back",
+    "generate": "write text with a pruned model, its layers sparse where that is faster",
     "profile": "where the time and memory of a training step go",
 }
 # module, options and function of a command; the others are Command and run of a module of their name

@@ -85,12 +85,17 @@ def load_model(folder: AnyPath, device: torch.device | str = "cpu") -> Any:
         if model is None:
             model = _empty(kind, config, folder, tensors, device)
             _fill_(model, tensors, device)
+    read_generation_config_(model, folder)
+    return model.eval().to(device)
+
+
+def read_generation_config_(model: Any, folder: Path) -> None:
+    """Give a model what its folder says about how text is written, if it says so."""
     if (folder / "generation_config.json").is_file() and hasattr(model, "generation_config"):
         from transformers import GenerationConfig
 
         with _in_one_line(folder / "generation_config.json"):
             model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    return model.eval().to(device)
 
 
 def check_loads(source: Path, folder: Path) -> str:

@@ -98,12 +98,16 @@ def decode(layout: Layout, entries: dict[str, Tensor], device: torch.device) -> 
     """The tensor on ``device`` from its entries on the CPU; they travel packed and are expanded there."""
     if layout.encoding == DENSE:
         return entries[""].to(device)
-    numel, values = layout.numel, entries[".values"]
+    return expand(*packed_of(layout, entries, device), layout.shape)
+
+
+def packed_of(layout: Layout, entries: dict[str, Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
+    """The values of a tensor that is not stored dense, and the bits that say where they are."""
     if layout.encoding == BITMASK:
-        mask = _checked(entries[".bits"], numel)
+        mask = _checked(entries[".bits"], layout.numel)
     else:
-        mask = mask_of(entries[".indices"], NOFM[layout.encoding], numel)
-    return expand(values.to(device), mask.to(device), layout.shape)
+        mask = mask_of(entries[".indices"], NOFM[layout.encoding], layout.numel)
+    return entries[".values"].to(device), mask.to(device)
 
 
 def _checked(words: Tensor, numel: int) -> Tensor:

@@ -3,22 +3,25 @@
 A file may be small or plain safetensors; a folder holds one file, or several and their index.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from .checksum import combined, read_bytes
-from .encode import decode
+from .encode import Layout, decode, packed_of
 from .metadata import Description, Index, TensorRecord, description_of, entry_names, is_marked, read_index
 from .safetensors_header import DTYPES, Header, file_error, read_header
 
 # A small model has a name of its own: a tool that knows only model.safetensors then says that there is none,
 # where it would otherwise warn of unknown names and go on with random weights.
 SMALL, PLAIN = "sparse.safetensors", "model.safetensors"
+Result = TypeVar("Result")
+Decode = Callable[[Layout, dict[str, Tensor], torch.device], Result]
 SWAPS = 100  # of a folder by other writers while its files are opened
 
 
@@ -35,7 +38,7 @@ class TensorFile:
     def is_small(self) -> bool:
         return is_marked(self.header.metadata)
 
-    def read(self, name: str, device: torch.device) -> Tensor:
+    def read(self, name: str, device: torch.device, decode: "Decode[Result]") -> "Result":
         """The tensor, after its bytes were compared with their checksum."""
         record = self.description.records[name]
         try:
@@ -80,7 +83,11 @@ class Tensors:
     def read(self, name: str, device: torch.device | str = "cpu") -> Tensor:
         file = self.homes[name]
         record = file.description.records[name]
-        return file.read(name if record.same_as is None else record.same_as, torch.device(device))
+        return file.read(name if record.same_as is None else record.same_as, torch.device(device), decode)
+
+    def read_packed(self, name: str, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
+        """Values and bits of a tensor that is not stored dense, which is not made."""
+        return self.homes[name].read(name, torch.device(device), packed_of)
 
 
 @contextmanager

@@ -6,11 +6,14 @@ halves of a word. An entry costs a handful of instructions and a read of ``x``, 
 are cheap as long as the lanes' columns are close together. Blocks are loaded before the ones ahead of them are used.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..ops._triton.launch import launch_as
 from .gaps import BLOCK, LANES, RUN, RUNS, UNIT, Gaps
 
 L, U, B = tl.constexpr(LANES), tl.constexpr(UNIT), tl.constexpr(BLOCK)
@@ -214,16 +217,48 @@ def dense_kernel(values, codes, heads, rows, out, width, ASM: tl.constexpr):
 
 
 def product(x: Tensor, gaps: Gaps, bias: Tensor | None) -> Tensor:
-    """``x W^T + bias`` for a contiguous x of 1, 2, 4 or 8 rows."""
-    batch, num_rows = len(x), gaps.shape[0]
+    """``x W^T + bias`` for a few rows of x."""
+    num, num_rows = len(x), gaps.shape[0]
+    batch = 1 << (num - 1).bit_length()
     y = torch.empty(batch, num_rows, dtype=x.dtype, device=x.device)
     if y.numel():
-        columns = x if batch == 1 else x.t().contiguous()
-        product_kernel[(num_rows,)](
-            columns, gaps.values, gaps.codes, gaps.heads, gaps.rows, x if bias is None else bias, y,
-            BATCH=batch, BIASED=bias is not None, ASM=_is_nvidia(x), num_warps=1,
-        )  # fmt: skip
+        columns = x if batch == 1 else torch.nn.functional.pad(x, (0, 0, 0, batch - num)).t()
+        _launch(columns.contiguous(), gaps, bias, y, batch)
+    return y[:num]
+
+
+def product_of_one(x: Tensor, gaps: Gaps, bias: Tensor | None) -> Tensor:
+    """``product`` for one vector, of shape (..., in), at less cost for the host than torch's own product has.
+
+    All that does not change from call to call is found at the first one, and kept beside the form: the compiled
+    kernel, and where its arguments are.
+    """
+    y = x.new_empty((*x.shape[:-1], gaps.shape[0]))
+    if not x.is_contiguous():
+        x = x.contiguous()
+    at = x.data_ptr()
+    ready = gaps.launches.get((x.dtype, at % 16))
+    if ready is None or ready[0] != torch.cuda.current_device() or bias is not ready[1]:
+        known = _launch(x, gaps, bias, y, 1)
+        if known is not None and y.data_ptr() % 16 == 0:
+            compiled, tail, index = known
+            parts = (gaps.values, gaps.codes, gaps.heads, gaps.rows, x if bias is None else bias)
+            addresses = [part.data_ptr() for part in parts]
+            run = compiled[(gaps.shape[0], 1, 1)]
+            gaps.launches[x.dtype, at % 16] = index, bias, run, addresses, tail
+        return y
+    _, _, run, addresses, tail = ready
+    run(at, *addresses, y.data_ptr(), *tail)
     return y
+
+
+def _launch(columns: Tensor, gaps: Gaps, bias: Tensor | None, y: Tensor, batch: int) -> Any:
+    """The kernel's compiled form, with which it can be launched again; None in the interpreter."""
+    parts = (columns, gaps.values, gaps.codes, gaps.heads, gaps.rows, columns if bias is None else bias, y)
+    how = {"BATCH": batch, "BIASED": bias is not None, "ASM": _is_nvidia(columns), "num_warps": 1}
+    aligned = [part.data_ptr() % 16 == 0 for part in parts]
+    kind = (columns.device, columns.dtype, gaps.values.dtype, None if bias is None else bias.dtype, batch, *aligned)
+    return launch_as(kind, product_kernel, (gaps.shape[0],), parts, how)
 
 
 def dense(gaps: Gaps) -> Tensor:

@@ -1,15 +1,13 @@
 """Whether a sparse model will be faster, measured on the machine at hand before time is spent on it.
 
-Each kind of layer, its shape, type, sparsity and pattern, is measured once, with its own weight: dense, as it is
-kept by ``SparseLinear``, and where it is 2:4 and the GPU can, as a semi-structured tensor.
+Each kind of layer, its shape, type, sparsity and pattern, is measured once on a machine: dense, as it is kept by
+``SparseLinear``, and where it is 2:4 and the GPU can, as a semi-structured tensor. What is faster here is what
+``sparsify_`` and the decoder take.
 """
 
 import os
-import statistics
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,18 +15,12 @@ from torch import Tensor, nn
 
 from ..files.reader import open_tensors
 from ..ops.machine import device_of
-from . import linear, semi_structured
-from .gaps import Gaps, gaps_of_dense
-from .linear import product
+from .choose import SPARSE_FROM, choose
+from .model_layers import chosen, linear_weight, why_not
+from .product import check_device
+from .times import WeightKind, kind_of, machine_name, winner
 
 AnySource = str | os.PathLike[str] | nn.Module | Mapping[str, Tensor]
-Call = Callable[[], object]
-WORTH = 1.03  # times faster: less is noise
-SPARSE_FROM = 0.1  # layers with fewer zeros were not pruned, and stay dense
-LEAST_CALLS = 16  # in one CUDA graph
-ROTATED = 200_000_000  # bytes of the weights that calls read in turn, more than a cache holds
-MOST_COPIES = 64
-PATIENCE = 1.0  # seconds that one measurement takes at most on a CPU, beyond its first three calls
 
 
 @dataclass(frozen=True)
@@ -81,78 +73,24 @@ class Advice:
 def advise(source: AnySource, device: torch.device | str = "cpu", load: Load = Load()) -> Advice:
     """What is faster for each kind of linear layer of a model, a mapping of weights, or a folder or file of them."""
     device = device_of(device)
-    rows: dict[tuple, LayerTimes] = {}
+    check_device(device)
     with torch.no_grad():
-        for name, weight in _weights(source):
-            sparsity = linear.sparsity_of(weight)
-            if sparsity < SPARSE_FROM or linear.why_not(weight):
-                continue
-            two_of_four = semi_structured.is_two_of_four(weight)
-            kind = (weight.shape, weight.dtype, round(sparsity, 1), two_of_four)
-            if kind in rows:
-                rows[kind].layers.append(name)
-                continue
-            shape, dtype = (weight.shape[0], weight.shape[1]), str(weight.dtype).removeprefix("torch.")
-            times = _measured(weight.to(device), load)
-            rows[kind] = LayerTimes(shape, dtype, sparsity, two_of_four, [name], *times)
-    num = torch.get_num_threads()
-    machine = f"this CPU ({num} thread{'s' if num > 1 else ''})"
-    if device.type == "cuda":
-        machine = torch.cuda.get_device_name(device)
-    return Advice(machine, load, list(rows.values()))
-
-
-def winner(times: Mapping[str, float]) -> str:
-    """The fastest way, or dense if none is worth it."""
-    best = min(times, key=lambda way: times[way])
-    return best if times["dense"] >= WORTH * times[best] else "dense"
-
-
-@dataclass(frozen=True)
-class Way:
-    """A way to keep a weight: the bytes it takes, and a function that makes a copy of it to multiply by."""
-
-    num_bytes: int
-    copy: Callable[[], Callable[[Tensor], Tensor]]
-
-
-def ways_of(weight: Tensor) -> dict[str, Way]:
-    """The ways that this weight can be kept on its device."""
-    gaps = gaps_of_dense(weight)
-
-    def dense(weight: Tensor) -> Callable[[Tensor], Tensor]:
-        return lambda x: nn.functional.linear(x, weight)
-
-    def sparse(gaps: Gaps) -> Callable[[Tensor], Tensor]:
-        return lambda x: product(x, gaps)
-
-    found = {
-        "dense": Way(weight.nbytes, lambda: dense(weight.clone())),
-        "sparse": Way(gaps.nbytes, lambda: sparse(gaps.clone())),
-    }
-    if semi_structured.can_run(weight.device) and semi_structured.why_not(weight) is None:
-        packed_bytes = weight.nbytes * 9 // 16  # half of the values, two bits for each
-        found["2:4"] = Way(packed_bytes, lambda: dense(torch.sparse.to_sparse_semi_structured(weight)))
-    return found
-
-
-def _measured(weight: Tensor, load: Load) -> tuple[dict[str, float], dict[str, float]]:
-    """Microseconds of each way, in decoding and in a prompt."""
-    one, many = (torch.randn(n, weight.shape[1], device=weight.device) for n in (load.batch, load.tokens))
-    decode: dict[str, float] = {}
-    prefill: dict[str, float] = {}
-    for label, way in ways_of(weight).items():
-        copies = [way.copy() for _ in range(num_copies(way.num_bytes))]
-        for times, x in ((decode, one.to(weight.dtype)), (prefill, many.to(weight.dtype))):
-            times[label] = microseconds([partial(copy, x) for copy in copies], weight.device)
-    return decode, prefill
+        kinds = {name: kind_of(weight) for name, weight in _weights(source) if why_not(weight) is None}
+    rows: dict[WeightKind, LayerTimes] = {}
+    decode, prefill = (choose(kinds, vectors, device) for vectors in (load.batch, load.tokens))
+    for one, many in zip(decode, prefill, strict=True):
+        kind = one.kind
+        dtype = str(kind.dtype).removeprefix("torch.")
+        new = LayerTimes(kind.shape, dtype, kind.sparsity, kind.two_of_four, [], one.times, many.times)
+        rows.setdefault(kind.rounded, new).layers.extend(one.names)
+    return Advice(machine_name(device), load, list(rows.values()))
 
 
 def _weights(source: AnySource) -> Iterator[tuple[str, Tensor]]:
     """Matrices by name that may be weights of linear layers, one at a time."""
     if isinstance(source, nn.Module):
-        for name, layer in linear.chosen(source, (), ()).items():
-            yield f"{name}.weight", linear.linear_weight(layer)
+        for name, layer in chosen(source, (), ()).items():
+            yield f"{name}.weight", linear_weight(layer)
     elif isinstance(source, Mapping):
         yield from ((name, weight.detach()) for name, weight in source.items() if weight.ndim == 2)
     else:
@@ -160,49 +98,6 @@ def _weights(source: AnySource) -> Iterator[tuple[str, Tensor]]:
             for name, record in tensors.records.items():
                 if record.same_as is None and len(record.layout.shape) == 2 and name.endswith("weight"):
                     yield name, tensors.read(name)
-
-
-def num_copies(num_bytes: int) -> int:
-    """Copies of a weight that are read in turn, so that none is in the cache when its turn comes."""
-    return max(2, min(MOST_COPIES, -(-ROTATED // max(1, num_bytes))))
-
-
-def microseconds(calls: Sequence[Call], device: torch.device, repeat: int = 9) -> float:
-    """Median microseconds of one of ``calls``, made in turn; on CUDA in a graph, without the host's launches."""
-    if device.type == "cuda":
-        return _graphed_us(calls, repeat)
-    times: list[float] = []
-    while len(times) < 3 or (len(times) < repeat * len(calls) and sum(times) < PATIENCE):
-        started = time.perf_counter()
-        calls[len(times) % len(calls)]()
-        times.append(time.perf_counter() - started)
-    return 1e6 * statistics.median(times[1:])
-
-
-def _graphed_us(calls: Sequence[Call], repeat: int) -> float:
-    """Median over replays of a CUDA graph that makes all calls, at least ``LEAST_CALLS`` in all."""
-    rounds = -(-LEAST_CALLS // len(calls))
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for call in calls[:3]:
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in [*calls] * rounds:
-            call()
-    times = [elapsed_us(graph.replay) / (rounds * len(calls)) for _ in range(repeat + 1)]
-    return statistics.median(times[1:])
-
-
-def elapsed_us(call: Call) -> float:
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    call()
-    end.record()
-    torch.cuda.synchronize()
-    return 1e3 * begin.elapsed_time(end)
 
 
 def _table(rows: list[LayerTimes], load: Load) -> list[str]:

@@ -11,7 +11,8 @@ The last block of a row has as many lanes as it needs; its last units are filled
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +29,16 @@ WIDEST = 1 << 16  # columns: the first one of a run is stored as 16 bits
 CHUNK = 1 << 22  # weights packed or unpacked at a time
 
 
+class Launches(dict[Any, Any]):
+    """What kernels keep of earlier calls, addresses too, so that a copy of a form begins without."""
+
+    def __deepcopy__(self, memo: dict) -> "Launches":
+        return Launches()
+
+    def __reduce__(self) -> tuple:
+        return Launches, ()
+
+
 @dataclass(frozen=True)
 class Gaps:
     """A matrix (out, in) in gap form; ``rows`` holds for each row its first unit, its first block and its number of
@@ -38,6 +49,13 @@ class Gaps:
     heads: Tensor  # (blocks * RUNS,), int16: the 16 bits of a run's first column
     rows: Tensor  # (out + 1, 3), int32
     shape: tuple[int, int]
+    launches: Launches = field(default_factory=Launches, repr=False, compare=False)
+
+    PARTS = ("values", "codes", "heads", "rows")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.values.dtype
 
     @property
     def nbytes(self) -> int:
@@ -77,6 +95,23 @@ def gaps_of_dense(weight: Tensor) -> Gaps:
     weight = weight.detach()
     keep = weight != 0
     return gaps_of(bits.pack(keep), weight[keep], (weight.shape[0], weight.shape[1]))
+
+
+def joined_gaps(parts: Sequence[Gaps]) -> tuple[Gaps, list[Gaps]]:
+    """Matrices one below the other, and each again, of which values, codes and heads are views of the whole."""
+    tables, start = [], torch.zeros(3, dtype=torch.int32, device=parts[0].rows.device)
+    for part in parts:
+        tables.append(part.rows[:-1] + start)
+        start = start + part.rows[-1]
+    cuts = []
+    for name in ("values", "codes", "heads"):
+        own = [getattr(part, name) for part in parts]
+        cuts.append((whole := torch.cat(own), whole.split([len(each) for each in own])))
+    shape = (sum(part.shape[0] for part in parts), parts[0].shape[1])
+    (values, *_), (codes, *_), (heads, *_) = cuts
+    whole = Gaps(values, codes, heads, torch.cat([*tables, start[None]]), shape)
+    views = zip(*(cut[1] for cut in cuts), parts, strict=True)
+    return whole, [Gaps(v, c, h, part.rows, part.shape) for v, c, h, part in views]
 
 
 @dataclass(frozen=True)

@@ -1,77 +1,46 @@
-"""Products with a sparse matrix, and linear layers that keep their weight sparse in memory and multiply by it."""
+"""Linear layers that keep their weight sparse in memory, and a model's layers turned into them and back."""
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..eligible import check_patterns, is_conv1d, matches
-from .gaps import WIDEST, Gaps, check_gaps, gaps_of_dense, row_blocks, slots_of
+from ..eligible import is_conv1d
+from .choose import forms_of, groups_of
+from .gaps import Gaps, check_gaps, gaps_of_dense, joined_gaps
+from .model_layers import chosen, linear_weight, why_not
+from .product import Form, check_device, dense, form_of, operator, product
+from .tiles import DTYPES as TILE_DTYPES
+from .tiles import ROWS as TILE_ROWS
+from .tiles import Tiles, check_tiles, joined_tiles, stage_of, tiles_of_dense
+from .times import WeightKind, kind_of
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MOST = 8  # vectors that the kernel takes at a time; with more, the dense product is faster
-LEAST = 0.5  # sparsity from which a product with one vector is faster than the dense one on an H200
-BUFFERS = ("values", "codes", "heads", "rows")
-
-
-def dense_reference(gaps: Gaps) -> Tensor:
-    """The matrix with its zeros."""
-    num_rows, width = gaps.shape
-    flat = torch.zeros(num_rows * width + 1, dtype=gaps.values.dtype, device=gaps.values.device)
-    for first, last in row_blocks(num_rows, width) if len(gaps.values) else ():
-        slots = slots_of(gaps, first, last)
-        place = slots.column + (slots.row * width)[:, None, None, None]
-        place.masked_fill_(~slots.is_entry, num_rows * width)  # what is no entry goes behind the matrix
-        flat.scatter_(0, place.view(-1), slots.value.reshape(-1))
-    return flat[:-1].view(num_rows, width)
-
-
-def dense(gaps: Gaps) -> Tensor:
-    """``dense_reference``, bit for bit."""
-    if gaps.values.is_cuda:
-        from ._triton import dense as kernel
-
-        return kernel(gaps)
-    return dense_reference(gaps)
-
-
-def product(x: Tensor, gaps: Gaps, bias: Tensor | None = None) -> Tensor:
-    """``x W^T + bias`` for x of shape (vectors, in).
-
-    On CUDA up to ``MOST`` vectors read the gap form itself, summed in float32; more of them read a dense copy.
-    Vectors must be finite: a zero that bridges a gap times infinity is NaN, as in the dense product.
-    """
-    if x.is_cuda and len(x) <= MOST and x.dtype != torch.float64 and x.numel():
-        from ._triton import product as kernel
-
-        num = 1 << (len(x) - 1).bit_length()
-        padded = x if num == len(x) else nn.functional.pad(x, (0, 0, 0, num - len(x)))
-        return kernel(padded.contiguous(), gaps, bias)[: len(x)]
-    return nn.functional.linear(x, dense(gaps).to(x.dtype), bias)
+MOST_MISSES = 2  # products of a group that some layer had no use for, before it is given up
+NOTHING: tuple[Tensor | None, int | None, dict[int, Tensor]] = (None, None, {})
 
 
 class SparseLinear(nn.Module):
-    """``x W^T + bias`` with W in gap form, for inference; gradients reach x alone.
+    """``x W^T + bias`` with W in a sparse form, for inference; gradients reach x alone.
 
-    On CUDA a few vectors, as in decoding, read the gap form itself; many, as in a prompt, a dense copy that
-    lives for the one product. Elsewhere every product makes that copy, which is slower than a dense layer.
+    A layer may be one of a ``Group``, which computes the products of all its layers at once.
     """
 
-    values: Tensor
-    codes: Tensor
-    heads: Tensor
-    rows: Tensor
+    like: Tensor
     bias: Tensor | None
+    group: "Group | None"
+    origin: tuple[nn.Module, bool] | None = None  # the layer that it replaced, and whether that took gradients
 
-    def __init__(self, gaps: Gaps, bias: Tensor | None = None) -> None:
+    def __init__(self, form: Form, bias: Tensor | None = None) -> None:
         super().__init__()
-        self.out_features, self.in_features = gaps.shape
-        for name in BUFFERS:
-            self.register_buffer(name, getattr(gaps, name))
+        self.out_features, self.in_features = form.shape
+        for name in form.PARTS:
+            self.register_buffer(name, getattr(form, name))
+        kind = torch.empty(0, dtype=form.dtype, device=getattr(form, form.PARTS[0]).device)
+        self.register_buffer("like", kind, persistent=False)  # whose type follows a change of the model's
         self.register_buffer("bias", None if bias is None else bias.detach())
         self.register_load_state_dict_pre_hook(_resize_buffers)
+        self._set(form)
 
     @classmethod
     def from_linear(cls, linear: nn.Linear) -> "SparseLinear":
@@ -81,91 +50,212 @@ class SparseLinear(nn.Module):
             raise ValueError(f"the layer has a weight of {shape}, {linear.weight.dtype}: {reason}; keep it dense")
         return cls(gaps_of_dense(linear.weight), linear.bias)
 
-    @property
-    def gaps(self) -> Gaps:
-        return Gaps(self.values, self.codes, self.heads, self.rows, (self.out_features, self.in_features))
+    def _set(self, form: Form) -> None:
+        """Take a form whose tensors are the buffers, or will be; a group is left."""
+        for name in form.PARTS:
+            self._buffers[name] = getattr(form, name)
+        self.form = form
+        self.fast = (form, self.bias)  # plain attributes: a buffer is found by nn.Module, slowly
+        self.group, self.place = None, 0
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "SparseLinear":
+        super()._apply(fn, recurse)
+        form, parts = self.form, [self.get_buffer(name) for name in self.form.PARTS]
+        same = all(part is getattr(form, name) for part, name in zip(parts, form.PARTS, strict=True))
+        if same and self.like.dtype == form.dtype and self.bias is self.fast[1]:
+            return self
+        group = self.group
+        self._set(form_of(parts, form.shape, form.dtype, getattr(form, "stage", 0)))
+        if isinstance(form, Tiles) and self.like.dtype != form.dtype:
+            weight = dense(self.form).to(self.like.dtype)
+            self._replace(tiles_of_dense(weight) if weight.dtype in TILE_DTYPES else gaps_of_dense(weight))
+        if group is not None:
+            group.moved()
+        return self
+
+    def _replace(self, form: Form) -> None:
+        """Take a form that may be of another kind."""
+        for name in self.form.PARTS:
+            del self._buffers[name]
+        for name in form.PARTS:
+            self.register_buffer(name, getattr(form, name))
+        self._set(form)
 
     @property
     def weight(self) -> Tensor:
         """A dense copy of the weight, made anew each time."""
-        return dense(self.gaps)
+        return dense(self.form)
 
     def forward(self, x: Tensor) -> Tensor:
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        if torch.is_grad_enabled() and x.requires_grad:
-            return nn.functional.linear(x, self.weight.to(x.dtype), bias)
-        return product(x.reshape(-1, self.in_features), self.gaps, bias).view(*x.shape[:-1], self.out_features)
+        kind = x.device.type
+        if torch.is_autocast_enabled(kind):
+            x = x.to(torch.get_autocast_dtype(kind))
+        takes_gradients = x.requires_grad and torch.is_grad_enabled()
+        if self.group is not None and not takes_gradients and (y := self.group.product(self.place, x)) is not None:
+            return y
+        form, bias = self.fast
+        if bias is not None and bias.dtype != x.dtype:
+            bias = bias.to(x.dtype)
+        if takes_gradients or torch.compiler.is_compiling():
+            return operator(x, form, bias)
+        return product(x, form, bias)
 
     def extra_repr(self) -> str:
-        kept = int(self.rows[:, 2].sum()) / max(1, self.in_features * self.out_features)
-        return f"in_features={self.in_features}, out_features={self.out_features}, entries={kept:.1%}"
+        size = self.form.nbytes / max(1, self.in_features * self.out_features * self.form.dtype.itemsize)
+        kind = type(self.form).__name__.lower()
+        return f"in_features={self.in_features}, out_features={self.out_features}, {kind}, {size:.1%} of the bytes"
 
 
 def _resize_buffers(layer: SparseLinear, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
     """Resize the buffers to the saved ones before loading; refuse indices that are out of range."""
-    found = {name: state_dict[prefix + name] for name in BUFFERS if prefix + name in state_dict}
-    if len(found) == len(BUFFERS):
-        check_gaps(Gaps(**found, shape=(layer.out_features, layer.in_features)))
-        for name, buffer in found.items():
-            setattr(layer, name, torch.empty_like(buffer, dtype=getattr(layer, name).dtype, device=layer.rows.device))
+    form, device = layer.form, layer.like.device
+    found = {name: state_dict[prefix + name] for name in form.PARTS if prefix + name in state_dict}
+    if len(found) < len(form.PARTS):
+        return
+    stage = stage_of(int(found["starts"].diff().max())) if isinstance(form, Tiles) and len(found["starts"]) > 1 else 0
+    new = form_of([*found.values()], form.shape, form.dtype, stage)
+    check_tiles(new) if isinstance(new, Tiles) else check_gaps(new)
+    empty = [torch.empty_like(part, dtype=getattr(form, name).dtype, device=device) for name, part in found.items()]
+    layer._set(form_of(empty, form.shape, form.dtype, stage))
+
+
+class Group:
+    """Layers that read the same input: the first one that is called computes the product of all.
+
+    The others take their part of it if they are called with the very same tensor. ``join`` puts the layers' forms
+    into one, of which the layers' own buffers become views. A group whose layers turn out to be called with different
+    inputs computes no more, and its layers run alone.
+    """
+
+    def __init__(self, layers: Sequence[SparseLinear]) -> None:
+        self.layers = list(layers)
+        self.sizes = [layer.out_features for layer in self.layers]
+        self.misses = 0
+        self.join()
+
+    def join(self) -> None:
+        forms = [layer.form for layer in self.layers]
+        self.form, views = joined(forms)
+        biases = [layer.bias for layer in self.layers]
+        kept = [bias for bias in biases if bias is not None]
+        self.bias = None
+        if kept:
+            none = [torch.zeros(size, dtype=kept[0].dtype, device=kept[0].device) for size in self.sizes]
+            self.bias = torch.cat([zeros if bias is None else bias for bias, zeros in zip(biases, none, strict=True)])
+        self.waiting = NOTHING  # the latest input, its version, and outputs that layers have not taken
+        for place, (layer, view) in enumerate(zip(self.layers, views, strict=True)):
+            layer._set(view)
+            layer.group, layer.place = self, place
+
+    def product(self, place: int, x: Tensor) -> Tensor | None:
+        """The outputs of the layer at ``place``; None if it should compute them itself. torch.compile traces it."""
+        is_traced = torch.compiler.is_compiling()
+        version = None if is_traced or x.is_inference() else x._version
+        known, its_version, outputs = self.waiting
+        if known is x and its_version == version and place in outputs:
+            y = outputs.pop(place)
+            if not outputs:
+                self.waiting = NOTHING
+            return y
+        if known is not None:  # an input that not all layers were called with
+            self.waiting = NOTHING
+            self.misses += 1
+        if self.misses > MOST_MISSES:
+            return None
+        bias = self.bias
+        if bias is not None and bias.dtype != x.dtype:
+            bias = bias.to(x.dtype)
+        y = operator(x, self.form, bias) if is_traced else product(x, self.form, bias)
+        outputs = dict(enumerate(y.split(self.sizes, -1)))
+        y = outputs.pop(place)
+        self.waiting = (x, version, outputs)
+        return y
+
+    def moved(self) -> None:
+        """Join again when all layers are where they went; until then those that went run alone."""
+        if all(layer.group is None for layer in self.layers) and can_join(self.layers):
+            self.join()
 
 
 def sparsify_(
     model: nn.Module,
     *,
+    vectors: int = 1,
     include: str | Sequence[str] = (),
     exclude: str | Sequence[str] = (),
-    least: float = LEAST,
+    least: float | None = None,
 ) -> list[str]:
-    """Replace linear layers by sparse ones, in place; names of those replaced.
+    """Replace linear layers by sparse ones, in place; names of those replaced. ``unsparsify_`` undoes it.
 
-    A layer is taken whose weight has at least ``least`` zeros, is of a type that the form holds, and is not tied to
-    another. With ``include``, globs over names, only layers that match; those that match ``exclude`` stay.
+    A layer is taken that is faster sparse on its device in products with ``vectors`` vectors, which is the batch size
+    of decoding; kinds of layers are measured once on a machine. With ``least`` nothing is measured: layers with that
+    share of zeros or more are taken. A weight must be of a type that the form holds, and not tied to another. With
+    ``include``, globs over names, only layers that match; those that match ``exclude`` stay. Layers that read the
+    same input, as q, k and v of attention, compute as one.
     """
-    replaced = []
-    for name, module in chosen(model, include, exclude).items():
-        weight = linear_weight(module)
-        if why_not(weight) is None and sparsity_of(weight) >= least:
-            if not name:
-                raise ValueError("the model is itself a linear layer: use SparseLinear.from_linear(model)")
-            parent, _, last = name.rpartition(".")
-            layer = SparseLinear(gaps_of_dense(weight), getattr(module, "bias", None)).train(module.training)
-            setattr(model.get_submodule(parent), last, layer)
-            replaced.append(name)
-    return replaced
+    if vectors < 1:
+        raise ValueError(f"vectors, the batch size of decoding, must be at least 1, got {vectors}")
+    weights = {name: linear_weight(layer) for name, layer in chosen(model, include, exclude).items()}
+    kinds = {name: kind_of(weight) for name, weight in weights.items() if why_not(weight) is None}
+    devices = {name: weights[name].device for name in kinds}
+    for device in set(devices.values()):
+        check_device(device)
+    forms: dict[str, str] = {}
+    for device in dict.fromkeys(devices.values()):
+        forms |= forms_of(
+            {name: kind for name, kind in kinds.items() if devices[name] == device}, vectors, device, least
+        )
+    if "" in forms:
+        raise ValueError("the model is itself a linear layer: use SparseLinear.from_linear(model)")
+    names = [name for name in kinds if name in forms]
+    for name in names:
+        weight = weights.pop(name)
+        replace_(model, name, tiles_of_dense(weight) if forms[name] == "tiles" else gaps_of_dense(weight))
+    group_(model, {name: kinds[name] for name in names})
+    return names
 
 
-def chosen(model: nn.Module, include: str | Sequence[str], exclude: str | Sequence[str]) -> dict[str, nn.Module]:
-    """Linear layers by name whose weight is in no other place, and that the patterns allow."""
-    include, exclude = ([p] if isinstance(p, str) else list(p) for p in (include, exclude))
-    check_patterns([*include, *exclude], [name for name, _ in model.named_parameters()])
-    num_places = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if (type(module) is nn.Linear or is_conv1d(module))
-        and num_places[id(module.weight)] == 1
-        and (not include or matches(f"{name}.weight", include))
-        and not matches(f"{name}.weight", exclude)
-    }
+def replace_(model: nn.Module, name: str, form: Form) -> None:
+    """Put a sparse layer in the place of a linear one, whose weight is let go."""
+    parent, _, last = name.rpartition(".")
+    linear = model.get_submodule(name)
+    layer = SparseLinear(form, getattr(linear, "bias", None)).train(linear.training)
+    weight = linear.get_parameter("weight") if linear._parameters["weight"] is not None else None
+    linear._parameters.update(weight=None, bias=None)
+    layer.origin = (linear, weight is not None and weight.requires_grad)  # in a tuple, it is no part of the model
+    setattr(model.get_submodule(parent), last, layer)
 
 
-def linear_weight(module: nn.Module) -> Tensor:
-    """The weight as (out, in)."""
-    weight = module.get_parameter("weight").detach()
-    return weight.t() if is_conv1d(module) else weight
+def group_(model: nn.Module, kinds: Mapping[str, WeightKind]) -> None:
+    """Join sparse layers that read the same input."""
+    for names in groups_of(kinds):
+        layers = [layer for name in names if isinstance(layer := model.get_submodule(name), SparseLinear)]
+        if len(layers) > 1 and can_join(layers):
+            Group(layers)
 
 
-def sparsity_of(weight: Tensor) -> float:
-    return 1 - int(weight.count_nonzero()) / max(1, weight.numel())
+def joined(forms: Sequence[Form]) -> tuple[Form, Sequence[Form]]:
+    """Matrices of one form one below the other, and each again as a view of the whole."""
+    tiles = [form for form in forms if isinstance(form, Tiles)]
+    return joined_tiles(tiles) if tiles else joined_gaps([form for form in forms if isinstance(form, Gaps)])
 
 
-def why_not(weight: Tensor) -> str | None:
-    """Why a weight cannot have the gap form; None if it can."""
-    if weight.ndim != 2 or weight.dtype not in DTYPES:
-        return f"a matrix of {', '.join(str(d).removeprefix('torch.') for d in DTYPES)} is needed"
-    if weight.shape[1] > WIDEST:
-        return f"a row may have at most {WIDEST} columns"
-    return None
+def can_join(layers: Sequence[SparseLinear]) -> bool:
+    """Whether the layers have one form, type and place, and tiles end where a layer does."""
+    same = {(type(layer.form), layer.form.dtype, layer.like.device) for layer in layers}
+    is_tiled = isinstance(layers[0].form, Tiles)
+    return len(same) == 1 and not (is_tiled and any(layer.out_features % TILE_ROWS for layer in layers))
+
+
+def unsparsify_(model: nn.Module) -> list[str]:
+    """Put the linear layers back that ``sparsify_`` replaced, with their zeros, in place; their names."""
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, SparseLinear) and layer.origin}
+    for name, layer in layers.items():
+        assert layer.origin is not None
+        linear, requires_grad = layer.origin
+        weight = layer.weight.t().contiguous() if is_conv1d(linear) else layer.weight
+        linear.weight = nn.Parameter(weight, requires_grad)
+        linear._parameters["bias"] = None if layer.bias is None else nn.Parameter(layer.bias, requires_grad)
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, linear.train(layer.training))
+    return list(layers)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from .linear import chosen, sparsity_of
+from .model_layers import chosen, sparsity_of
 
 DTYPES = (torch.bfloat16, torch.float16)
 OLDEST = (8, 0)  # compute capability of the first GPUs with sparse matrix units

@@ -6,16 +6,18 @@ from torch import nn
 
 from prunus import save_sparse
 from prunus.cli import main
-from prunus.sparse import advise as module
-from prunus.sparse.advise import Advice, LayerTimes, Load, advise, microseconds, num_copies, winner
+from prunus.sparse import sparsify_, times
+from prunus.sparse.advise import Advice, LayerTimes, Load, advise
+from prunus.sparse.times import cache_file, microseconds, num_copies, winner
 
 SMALL = Load(batch=1, tokens=4)
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr("prunus.sparse.advise.PATIENCE", 0.0)
-    monkeypatch.setattr("prunus.sparse.advise.MOST_COPIES", 2)
+def quick(monkeypatch, tmp_path_factory):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+    monkeypatch.setattr("prunus.sparse.times.PATIENCE", 0.0)
+    monkeypatch.setattr("prunus.sparse.times.MOST_COPIES", 2)
 
 
 def weights():
@@ -32,18 +34,87 @@ def row(decode, prefill, num=2):
     return LayerTimes((64, 128), "bfloat16", 0.5, False, [f"{i}" for i in range(num)], decode, prefill)
 
 
-def test_each_kind_is_measured_once_and_counted(monkeypatch):
-    measured = []
-    inner = module._measured
-    monkeypatch.setattr(module, "_measured", lambda weight, load: measured.append(weight.shape) or inner(weight, load))
-    advice = advise(weights(), load=SMALL)
+@pytest.fixture
+def measured(monkeypatch):
+    """Shapes and numbers of vectors that were measured."""
+    found, inner = [], times.measured
+    monkeypatch.setattr(times, "measured", lambda weight, num: found.append((*weight.shape, num)) or inner(weight, num))
+    return found
 
-    assert measured == [(64, 128), (128, 64), (128, 64)]
+
+def test_each_kind_is_measured_once_on_a_machine_and_counted(measured):
+    model = weights()
+    advice = advise(model, load=SMALL)
+
+    kinds = [(64, 128), (128, 64), (128, 64)]
+    assert sorted(measured) == sorted((*shape, num) for shape in kinds for num in (1, 4))
     assert [row.layers[0] for row in advice.rows] == [f"layers.{kind}.weight" for kind in ("0.up", "0.down", "1.down")]
     assert [len(row.layers) for row in advice.rows] == [3, 1, 1]
-    assert [row.shape for row in advice.rows] == [(64, 128), (128, 64), (128, 64)]
+    assert [row.shape for row in advice.rows] == kinds
     assert all(set(row.decode) == set(row.prefill) == {"dense", "sparse"} for row in advice.rows)
     assert all(time > 0 for row in advice.rows for time in (*row.decode.values(), *row.prefill.values()))
+    times._table.cache_clear()  # as in another process
+    assert advise(model, load=SMALL) == advice
+    assert len(measured) == 6
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text[:-20],
+        lambda text: "[]",
+        lambda text: text.replace('"torch": "', '"torch": "0'),
+        lambda text: text.replace('"dense"', '"thick"'),
+        lambda text: text.replace('"gaps": ', '"gaps": -'),
+    ],
+    ids=["cut", "no object", "another torch", "another way", "negative"],
+)
+def test_a_file_of_times_that_cannot_be_is_measured_anew(damage, measured):
+    path = cache_file(torch.device("cpu"))
+    advise(weights(), load=SMALL)
+    path.write_text(damage(path.read_text()))
+    times._table.cache_clear()
+    advise(weights(), load=SMALL)
+    assert len(measured) == 12
+    times._table.cache_clear()
+    advise(weights(), load=SMALL)
+    assert len(measured) == 12
+
+
+def test_a_folder_that_cannot_be_written_to_is_no_error(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert advise(weights(), load=SMALL).rows
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = nn.Linear(64, 64), nn.Linear(64, 32), nn.Linear(64, 32)
+        self.o_proj, self.out = nn.Linear(64, 64), nn.Linear(64, 10)
+        for layer, sparsity in ((self.q_proj, 0.49), (self.k_proj, 0.5), (self.v_proj, 0.51), (self.o_proj, 0.8)):
+            layer.weight.data.view(-1)[torch.randperm(layer.weight.numel())[: int(sparsity * layer.weight.numel())]] = 0
+
+
+@pytest.mark.parametrize(("launch", "taken"), [(0.0, "qkvo"), (2.0, "o"), (5.0, "")])
+def test_the_advice_is_what_sparsify_does(monkeypatch, launch, taken):
+    """A device on which sparse products gain at 80 %, and at 50 % if they are few enough."""
+
+    def measured(weight, vectors):
+        dense = 1.0 + weight.numel() / 1000
+        share = 1.03 if weight.count_nonzero() > 0.4 * weight.numel() else 0.5
+        return {"dense": dense, "gaps": share * dense + launch}
+
+    monkeypatch.setattr(times, "measured", measured)
+    monkeypatch.setattr(times, "WORTH", 1.0)
+    model = Attention()
+    rows = advise(model, load=Load(2, 64)).rows
+    wanted = {name for row in rows if winner(row.decode) == "sparse" for name in row.layers}
+    names = sparsify_(model, vectors=2)
+
+    assert "".join(name[0] for name in names) == taken
+    assert {f"{name}.weight" for name in names} == wanted
+    assert [(row.shape, len(row.layers)) for row in rows] == [((128, 64), 3), ((64, 64), 1)]
 
 
 def test_models_files_and_mappings_give_the_same_kinds(tmp_path):

@@ -8,7 +8,7 @@ import torch
 from prunus.ops import bits
 from prunus.sparse import gaps
 from prunus.sparse.gaps import BLOCK, LONGEST, UNIT, check_gaps, gaps_of, gaps_of_dense, slots_of
-from prunus.sparse.linear import dense_reference
+from prunus.sparse.product import dense_reference
 
 WORDS = {2: torch.int16, 4: torch.int32}
 SHAPES = [(1, 1), (3, 7), (16, 301), (9, 5000), (20, 2 * BLOCK), (2, 65536), (0, 5), (5, 0)]

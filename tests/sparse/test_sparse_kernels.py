@@ -5,9 +5,9 @@ import itertools
 import pytest
 import torch
 
-from prunus.sparse import linear
+from prunus.sparse import product as products
 from prunus.sparse.gaps import BLOCK, gaps_of_dense
-from prunus.sparse.linear import dense_reference
+from prunus.sparse.product import dense_reference
 
 pytest.importorskip("triton")
 
@@ -109,8 +109,8 @@ def test_any_number_of_vectors_on_any_device(num, dtype):
     weight, bias = sparse((6, 200), 0.5), torch.randn(6, device=DEVICE).to(dtype)
     x = torch.randn(num, 200, device=DEVICE).to(dtype)
     weight = weight.to(dtype) if dtype != torch.float64 else weight
-    y = linear.product(x, gaps_of_dense(weight), bias)
+    y = products.product(x, gaps_of_dense(weight), bias)
 
     assert y.shape == (num, 6) and y.dtype == dtype
     assert torch.allclose(y.double(), x.double() @ weight.double().t() + bias.double(), atol=0.2, rtol=0.02)
-    assert torch.equal(linear.dense(gaps_of_dense(weight)), dense_reference(gaps_of_dense(weight)))
+    assert torch.equal(products.dense(gaps_of_dense(weight)), dense_reference(gaps_of_dense(weight)))

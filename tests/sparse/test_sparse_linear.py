@@ -5,10 +5,13 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from prunus.ops import bits
-from prunus.sparse.gaps import gaps_of
-from prunus.sparse.linear import SparseLinear, sparsify_
+from prunus.sparse import linear as layers
+from prunus.sparse.gaps import gaps_of, gaps_of_dense
+from prunus.sparse.linear import SparseLinear, sparsify_, unsparsify_
+from prunus.sparse.product import MOST_CPU, check_device, csr_of, product
 from prunus.sparse.semi_structured import is_two_of_four, semi_structured_
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -126,7 +129,7 @@ def test_sparse_layers_are_replaced_and_tied_and_dense_ones_stay():
     model, x = Model().eval(), torch.arange(50).view(5, 10)
     with torch.no_grad():
         expected = model(x)
-        names = sparsify_(model)
+        names = sparsify_(model, least=0.5)
         got = model(x)
 
     assert names == ["sparse", "transposed"]
@@ -136,14 +139,166 @@ def test_sparse_layers_are_replaced_and_tied_and_dense_ones_stay():
 
 
 def test_patterns_and_the_least_sparsity_choose():
-    assert sparsify_(Model(), include="sparse") == ["sparse"]
-    assert sparsify_(Model(), exclude="sparse") == ["transposed"]
+    assert sparsify_(Model(), include="sparse", least=0.5) == ["sparse"]
+    assert sparsify_(Model(), exclude="sparse", least=0.5) == ["transposed"]
     assert sparsify_(Model(), least=0.95) == []
     assert sparsify_(Model(), least=0.0) == ["sparse", "dense", "transposed"]
     with pytest.raises(ValueError, match="matches no parameter"):
         sparsify_(Model(), include="nothing")
     with pytest.raises(ValueError, match="from_linear"):
-        sparsify_(linear())
+        sparsify_(linear(), least=0.5)
+
+
+class Attention(nn.Module):
+    """Layers of which three read one input."""
+
+    def __init__(self):
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = linear(32, 48), linear(16, 48, bias=False), linear(16, 48)
+        self.o_proj = linear(48, 32)
+
+    def forward(self, x):
+        return self.o_proj(self.q_proj(x) * torch.cat([self.k_proj(x), self.v_proj(x)], -1))
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """Outputs of the products that layers compute."""
+    found, inner = [], layers.product
+    monkeypatch.setattr(layers, "product", lambda x, gaps, bias: found.append(gaps.shape[0]) or inner(x, gaps, bias))
+    return found
+
+
+def attention():
+    dense = Attention()
+    model = copy.deepcopy(dense)
+    assert sparsify_(model, least=0.5) == ["q_proj", "k_proj", "v_proj", "o_proj"]
+    return model, dense
+
+
+@pytest.mark.parametrize("shape", [(48,), (1, 1, 48), (2, 3, 48), (40, 48), (0, 48)], ids=str)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_layers_that_read_one_input_are_one_product(shape, mode, products):
+    model, dense = attention()
+    with mode():
+        for _ in range(4):
+            x = torch.randn(shape, device=DEVICE)
+            assert near(model(x), dense(x))
+    assert products == [64, 48] * 4
+    assert model.q_proj.group.waiting[0] is None  # nothing is kept once all have their outputs
+
+
+def test_a_group_takes_no_input_for_another(products):
+    model, dense = attention()
+    first, second = torch.randn(2, 1, 48, device=DEVICE)
+    with torch.no_grad():
+        assert near(model.q_proj(first), dense.q_proj(first))
+        assert near(model.k_proj(second), dense.k_proj(second))
+        second.mul_(2)  # the same tensor with other values
+        assert near(model.v_proj(second), dense.v_proj(second))
+        assert products == [64, 64, 64]
+        for _ in range(4):
+            assert near(model.v_proj(first.clone()), dense.v_proj(first))
+    assert products[-1] == 16  # it gave up: layers run alone
+    assert model.q_proj.group.waiting[0] is None
+
+
+@pytest.mark.parametrize("change", [lambda m: m.to(torch.bfloat16), copy.deepcopy, lambda m: m.to("cpu").to(DEVICE)])
+def test_a_group_goes_where_its_layers_go(change, products):
+    model, dense = attention()
+    values = model.q_proj.values.float()
+    model = change(model)
+    x = torch.randn(2, 48, device=DEVICE).to(model.q_proj.values.dtype)
+    with torch.no_grad():
+        assert near(model(x), dense.to(x.dtype)(x))
+    assert products == [64, 48]
+    assert torch.equal(model.q_proj.values, values.to(x.dtype))
+
+
+def test_a_layer_of_a_group_loads_another_weight(products):
+    model, dense = attention()
+    other = linear(16, 48, sparsity=0.8, bias=False)
+    model.k_proj.load_state_dict(SparseLinear.from_linear(other).state_dict())
+    dense.k_proj.weight.data.copy_(other.weight)
+    x = torch.randn(2, 48, device=DEVICE)
+    with torch.no_grad():
+        assert near(model(x), dense(x))
+        assert torch.equal(model.q_proj.weight, dense.q_proj.weight)
+
+
+def test_dense_layers_come_back():
+    model, x = Model().eval(), torch.arange(50).view(5, 10)
+    before, kinds = copy.deepcopy(model.state_dict()), {name: type(module) for name, module in model.named_modules()}
+    names = sparsify_(model, least=0.5)
+    assert unsparsify_(model) == names
+    assert {name: type(module) for name, module in model.named_modules()} == kinds
+    assert list(model.state_dict()) == list(before)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    model(x).sum().backward()
+    assert unsparsify_(model) == []
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_it_is_one_graph_that_holds_for_any_number_of_vectors(backend):
+    counts, (model, dense) = [], attention()
+    with torch.inference_mode():
+        for each in (dense, model):
+            torch._dynamo.reset()
+            counter = CompileCounterWithBackend(backend)
+            compiled = torch.compile(each, backend=counter, fullgraph=True, dynamic=True)
+            for num in (40, 3, 20, 1, 7, 1):
+                x = torch.randn(num, 48, device=DEVICE)
+                assert near(compiled(x), dense(x))
+            counts.append(counter.frame_count)
+        graph = counter.graphs[0]
+    torch._dynamo.reset()
+    assert counts[0] == counts[1]
+    if backend == "eager":
+        assert sum(node.target is torch.ops.prunus.sparse_linear for node in graph.graph.nodes) == 2
+
+
+def test_compiled_it_follows_autocast_and_passes_gradients():
+    model, dense = attention()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch.autocast(DEVICE, torch.bfloat16), torch.no_grad():
+        assert compiled(torch.randn(2, 48, device=DEVICE)).dtype == torch.bfloat16
+    x = torch.randn(2, 48, device=DEVICE, requires_grad=True)
+    (found,) = torch.autograd.grad(compiled(x).sum(), x)
+    (expected,) = torch.autograd.grad(dense(x).sum(), x)
+    torch._dynamo.reset()
+    assert torch.allclose(found, expected, atol=1e-5)
+
+
+def test_the_operator_is_a_proper_one():
+    gaps, bias = gaps_of_dense(linear().weight), torch.randn(24, device=DEVICE)
+    x = torch.randn(3, 100, device=DEVICE, requires_grad=True)
+    parts = [gaps.values, gaps.codes, gaps.heads, gaps.rows]
+    torch.library.opcheck(torch.ops.prunus.sparse_linear.default, (x, bias, parts, [24, 100], gaps.dtype, 0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_cpu_few_vectors_go_one_by_one(dtype):
+    weight = linear(dtype=dtype).weight.cpu()
+    gaps = gaps_of_dense(weight)
+    for num in (1, MOST_CPU, MOST_CPU + 1):
+        x = torch.randn(num, 100).to(dtype)
+        assert near(product(x, gaps), x @ weight.t())
+    matrix = csr_of(gaps)
+    assert torch.equal(matrix.to_dense(), weight.float())
+    assert csr_of(gaps) is matrix
+    gaps.values.mul_(2)
+    assert torch.equal(csr_of(gaps).to_dense(), 2 * weight.float())
+
+
+def test_a_device_and_numbers_that_cannot_be_are_refused_and_nothing_is_done():
+    model = Model().to("meta")
+    assert sparsify_(model, least=0.0) == []
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        sparsify_(Model(), vectors=0)
+    with pytest.raises(ValueError, match="CUDA devices and CPUs, but the model is on xpu"):
+        check_device(torch.device("xpu"))
 
 
 def two_of_four(outputs, inputs, dtype=torch.bfloat16):

@@ -40,12 +40,15 @@ def launch(kernel: Any, grid: tuple[int, ...], args: tuple, constants: dict[str,
     launch_as((args[0].device, *kinds), kernel, grid, args, constants)
 
 
-def launch_as(kind: Hashable, kernel: Any, grid: tuple[int, ...], args: Sequence, constants: dict[str, Any]) -> None:
-    """``launch`` of a kernel whose compiled form is settled by ``kind``, a hash of which includes the device."""
+def launch_as(kind: Hashable, kernel: Any, grid: tuple[int, ...], args: Sequence, constants: dict[str, Any]) -> Any:
+    """``launch`` of a kernel whose compiled form is settled by ``kind``, a hash of which includes the device.
+
+    What is remembered: the compiled form, its last arguments and the number of the device; None in the interpreter.
+    """
     known = _COMPILED.get((id(kernel), kind))
     if known is None:
         _compile((id(kernel), kind), kernel, grid, args, constants)
-        return
+        return _COMPILED.get((id(kernel), kind))
     values = [arg.address if type(arg) is At else arg.data_ptr() if isinstance(arg, Tensor) else arg for arg in args]
     compiled, tail, index = known
     if index != torch.cuda.current_device():
@@ -53,6 +56,7 @@ def launch_as(kind: Hashable, kernel: Any, grid: tuple[int, ...], args: Sequence
             compiled[(*grid, 1, 1)[:3]](*values, *tail)
     else:
         compiled[(*grid, 1, 1)[:3]](*values, *tail)
+    return known
 
 
 def _compile(key: Hashable, kernel: Any, grid: tuple[int, ...], args: Sequence, constants: dict[str, Any]) -> None:

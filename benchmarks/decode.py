@@ -1,0 +1,188 @@
+"""Tokens a second of a pruned language model, the way people run it: our decoder, and ``model.generate``.
+
+The model is random and of Llama-3-8B's shape, and so are its zeros: speed depends on where they are as little as on the
+weights. Every arm of a batch size is run in turns, dense and sparse, so that what else the machine does falls on all.
+"""
+
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from prunus.ops.machine import device_of
+from prunus.sparse import Decoder, SparseLinear, semi_structured_, sparsify_, unsparsify_
+from prunus.sparse.choose import forms_of
+from prunus.sparse.model_layers import chosen, linear_weight
+from prunus.sparse.times import kind_of
+
+from .benchmark import Benchmark, Measured, Row, Section, in_turns
+
+LLAMA = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336}
+LLAMA |= {"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192}
+PROMPT = 32  # tokens
+FIRST = 8  # tokens whose time, and that of the prompt, is not counted
+GOALS = {  # times faster than dense, by way, zeros and batch
+    ("decoder", "50%"): {1: 1.25, 4: 1.0, 8: 1.0, 16: 1.0},
+    ("decoder", "80%"): {1: 2.0, 4: 1.5, 8: 1.3, 16: 1.1},
+    ("generate", "50%"): {1: 1.0},
+    ("generate", "80%"): {1: 1.0},
+    ("generate, static cache", "50%"): {1: 1.1},
+    ("generate, static cache", "80%"): {1: 1.4},
+}
+SMALLER = {"50%": 0.68, "80%": 0.36}  # goals of the memory of the whole model over dense
+WAYS = {
+    "decoder": "decoder",
+    "compiled": "decoder, compiled",
+    "generate": "generate",
+    "static": "generate, static cache",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decode(Benchmark):
+    """Write text with a random pruned model of Llama-3-8B's shape: tokens a second, sparse beside dense."""
+
+    blocks: int = 32  # of the model
+    zeros: tuple[str, ...] = ("50%", "80%")  # shares of zeros; 2:4 for that pattern
+    batches: tuple[int, ...] = (1, 4, 8, 16)  # texts at a time
+    ways: tuple[Literal["decoder", "compiled", "generate", "static"], ...] = ("decoder",)  # how the model is run
+    new_tokens: int = 136  # of each text
+    repeat: int = 3  # rounds that the median is taken over
+    small: bool = False  # a model of a tiny shape, to try the benchmark
+    device: str = "cuda"  # cpu or cuda
+
+    def measure(self) -> Measured:
+        device, settings = device_of(self.device), self._settings()
+        dense = random_model(settings["shape"], self.blocks, device)
+        models = {"none": dense} | {zeros: pruned_model(dense, zeros) for zeros in self.zeros}
+        rows = [row for way in self.ways for batch in self.batches for row in self._rows(models, WAYS[way], batch)]
+        return "decode", settings, rows
+
+    def _settings(self) -> dict[str, Any]:
+        shape = LLAMA if not self.small else LLAMA | {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512}
+        about = f"{self.blocks} blocks of Llama-3-8B's shape" if not self.small else "a tiny model"
+        return {
+            "weights": about,
+            "shape": shape,
+            "blocks": self.blocks,
+            "new_tokens": self.new_tokens,
+            "prompt": PROMPT,
+        }
+
+    def _rows(self, models: dict[str, Any], way: str, batch: int) -> Iterator[Row]:
+        """A row for each model, the dense one first."""
+        for zeros, model in models.items():
+            if zeros == "2:4":
+                with suppress(ValueError):  # its layers are 2:4 already
+                    semi_structured_(model)
+            elif zeros != "none":
+                sparsify_again(model, batch)
+        vocabulary = next(iter(models.values())).config.vocab_size
+        ids = torch.randint(vocabulary, (batch, PROMPT), device=next(iter(models.values())).device)
+        lengths = (FIRST, self.new_tokens)
+        arms = {f"{z}, {num}": writer(model, way, ids, num) for z, model in models.items() for num in lengths}
+        turns = in_turns(arms, self.repeat, ids.device, warm_up=2)
+        times = {arm: statistics.median(turn.seconds) for arm, turn in turns.items()}
+        rest = batch * (self.new_tokens - FIRST)  # tokens without the prompt's time
+        speeds = {z: rest / max(1e-9, times[f"{z}, {self.new_tokens}"] - times[f"{z}, {FIRST}"]) for z in models}
+        bytes_of = {zeros: model_bytes(model) for zeros, model in models.items()}
+        for zeros, speed in speeds.items():
+            layers = [m for m in models[zeros].modules() if isinstance(m, (SparseLinear, torch.nn.Linear))]
+            yield {
+                "way": way,
+                "zeros": zeros,
+                "batch": batch,
+                "tokens_s": speed,
+                "times_faster": speed / speeds["none"],
+                "goal": GOALS.get((way, zeros), {}).get(batch),
+                "sparse_layers": sum(isinstance(layer, SparseLinear) for layer in layers),
+                "layers": len(layers),
+                "memory": bytes_of[zeros] / bytes_of["none"],
+                "memory_goal": SMALLER.get(zeros),
+            }
+
+
+def random_model(shape: dict[str, Any], blocks: int, device: torch.device) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(**shape, num_hidden_layers=blocks, bos_token_id=1, eos_token_id=None, pad_token_id=0)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with device:
+            model = LlamaForCausalLM(config)
+    finally:
+        torch.set_default_dtype(default)
+    model.generation_config.eos_token_id = None
+    return model.eval().requires_grad_(False)
+
+
+@torch.no_grad()
+def pruned_model(dense: Any, zeros: str) -> Any:
+    """A copy with random zeros in all linear layers but the head."""
+    model = deepcopy(dense)
+    generator = torch.Generator(model.device).manual_seed(1)
+    for layer in chosen(model, (), ("lm_head*",)).values():
+        weight = linear_weight(layer)
+        if zeros == "2:4":
+            weight.view(-1, 4).scatter_(1, weight.abs().view(-1, 4).topk(2, 1, largest=False).indices, 0)
+        else:
+            share = torch.rand(weight.shape, generator=generator, device=weight.device)
+            weight.masked_fill_(share < float(zeros.rstrip("%")) / 100, 0)
+    return model
+
+
+def sparsify_again(model: Any, batch: int) -> None:
+    """The forms that are best for this batch size; a model that has them stays as it is."""
+    if not hasattr(model, "kinds"):
+        layers = chosen(model, (), ("lm_head*",))
+        model.kinds, model.forms = {name: kind_of(linear_weight(layer)) for name, layer in layers.items()}, None
+    forms = forms_of(model.kinds, batch, model.device, None)
+    if forms != model.forms:
+        unsparsify_(model)
+        sparsify_(model, vectors=batch, exclude="lm_head*")
+        model.forms = forms
+
+
+@cache
+def decoder_of(model: Any, compile: bool) -> Decoder:
+    return Decoder(model, compile=compile)
+
+
+def writer(model: Any, way: str, ids: Tensor, new_tokens: int) -> Callable[[], Tensor]:
+    """A call that writes texts, of the same number of tokens in every arm."""
+    if way.startswith("decoder"):
+        decoder = decoder_of(model, way == "decoder, compiled")
+        return lambda: decoder.generate(ids, max_new_tokens=new_tokens, eos_token_id=-1)
+    options: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    if way == "generate, static cache":
+        options["cache_implementation"] = "static"
+    return lambda: model.generate(ids, **options)
+
+
+def model_bytes(model: Any) -> int:
+    """Bytes of parameters and buffers, views of one tensor counted once."""
+    tensors = [*model.parameters(), *model.buffers()]
+    stored = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if not t.is_sparse}
+    return sum(stored.values())
+
+
+TEXT = """Tokens a second that a random bfloat16 model of Llama-3-8B's shape with {blocks} blocks writes behind a \
+prompt of {prompt}, up to {new_tokens} tokens; the time of the prompt and of the first tokens is taken off. Random \
+zeros are in every linear layer but the head. Dense and sparse models are run in turns; "times faster" is against \
+dense the same way. "decoder" is `prunus.sparse.Decoder`, one CUDA graph a token, "compiled" with `compile=True`; the \
+others are transformers' `model.generate`, as it is and with a static cache, which it compiles. Layers are kept sparse \
+that are measured to be faster so at this batch size. "memory" is that of the whole model over dense, embedding and \
+head included.
+"""
+COLUMNS = {"way": "way", "zeros": "zeros", "batch": "batch", "tokens/s": "tokens_s:,.0f"}
+COLUMNS |= {"times faster": "times_faster:.2f", "goal": "goal:.2f", "sparse layers": "sparse_layers"}
+COLUMNS |= {"memory": "memory:.2f", "goal ": "memory_goal:.2f"}
+SECTIONS = {"decode": Section("Writing text with a pruned model", TEXT, COLUMNS)}

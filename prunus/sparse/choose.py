@@ -1,0 +1,85 @@
+"""Which layers of a model are faster sparse: what ``sparsify_``, the decoder and ``prunus export --advise`` go by."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from .product import can_tile
+from .tiles import DTYPES as TILE_DTYPES
+from .times import Times, WeightKind, times_of, winner
+
+FORMS = ("gaps", "tiles")
+SPARSE_FROM = 0.1  # layers with fewer zeros were not pruned, and stay dense
+# the last parts of names of layers that read the same input, so that their products can be one
+SIBLINGS = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("query", "key", "value"),
+    ("wq", "wk", "wv"),
+    ("q_lin", "k_lin", "v_lin"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Layers that are multiplied as one, and the microseconds of that dense, in the better sparse form, and as 2:4."""
+
+    names: list[str]
+    kind: WeightKind  # of all rows together
+    form: str  # the better sparse one, "gaps" or "tiles"
+    times: Times
+
+    @property
+    def is_sparse(self) -> bool:
+        return winner({way: self.times[way] for way in ("dense", "sparse")}) == "sparse"
+
+
+def choose(kinds: Mapping[str, WeightKind], vectors: int, device: torch.device) -> list[Choice]:
+    """How long the layers with zeros take; ``kinds`` is by name of a layer, or of its weight."""
+    pruned = {name: kind for name, kind in kinds.items() if kind.sparsity >= SPARSE_FROM}
+    return [_choice(names, pruned, vectors, device) for names in groups_of(pruned)]
+
+
+def groups_of(kinds: Mapping[str, WeightKind]) -> list[list[str]]:
+    """Names of layers in order, those together that read the same input, going by their names."""
+    groups: dict[object, list[str]] = {}
+    for name, kind in kinds.items():
+        parent, _, last = name.removesuffix(".weight").rpartition(".")
+        number = next((i for i, names in enumerate(SIBLINGS) if last in names), None)
+        key = name if number is None else (parent, number, kind.shape[1], kind.dtype)
+        groups.setdefault(key, []).append(name)
+    return list(groups.values())
+
+
+def joined(kinds: list[WeightKind]) -> WeightKind:
+    """The kind of several weights one below the other."""
+    num_rows = sum(kind.shape[0] for kind in kinds)
+    sparsity = sum(kind.sparsity * kind.shape[0] for kind in kinds) / max(1, num_rows)
+    two_of_four = all(kind.two_of_four for kind in kinds)
+    return replace(kinds[0], shape=(num_rows, kinds[0].shape[1]), sparsity=sparsity, two_of_four=two_of_four)
+
+
+def _choice(names: list[str], kinds: Mapping[str, WeightKind], vectors: int, device: torch.device) -> Choice:
+    parts = [kinds[name] for name in names]
+    alone, kind = [times_of(part, vectors, device) for part in parts], joined(parts)
+    times = {way: sum(each[way] for each in alone) for way in ("dense", "2:4") if all(way in each for each in alone)}
+    whole = times_of(kind, vectors, device) if len(parts) > 1 else alone[0]
+    form = min((way for way in FORMS if way in whole), key=lambda way: whole[way])
+    return Choice(names, kind, form, times | {"sparse": whole[form]})
+
+
+def forms_of(
+    kinds: Mapping[str, WeightKind], vectors: int, device: torch.device, least: float | None
+) -> dict[str, str]:
+    """The form of every layer that is kept sparse: those that are faster so, or that have ``least`` zeros."""
+    if least is not None:
+        return {name: usual_form(k, vectors, device) for name, k in kinds.items() if k.sparsity >= least}
+    return {name: choice.form for choice in choose(kinds, vectors, device) if choice.is_sparse for name in choice.names}
+
+
+def usual_form(kind: WeightKind, vectors: int, device: torch.device) -> str:
+    """The form where nothing is measured: the gap form is better for one vector, and for few where most is zero."""
+    is_tiled = can_tile(device) and kind.dtype in TILE_DTYPES
+    return "tiles" if is_tiled and vectors > (1 if kind.sparsity < 0.7 else 4) else "gaps"

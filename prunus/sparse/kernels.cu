@@ -1,0 +1,392 @@
+// Products of sparse matrices with up to 16 vectors, compiled at their first use by the NVRTC that torch brings.
+// TYPE is the type of all numbers, 0: bfloat16, 1: float16, 2: float32; sums are float32.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+template <int TYPE> struct Kind { typedef u16 type; };
+template <> struct Kind<2> { typedef float type; };
+
+template <int TYPE> __device__ float low(u32 word) {  // the number in the low half of a word
+  if (TYPE == 2) return __uint_as_float(word);
+  if (TYPE == 0) return __uint_as_float(word << 16);
+  float f;
+  asm("{.reg .b16 a, b; mov.b32 {a, b}, %1; cvt.f32.f16 %0, a;}" : "=f"(f) : "r"(word));
+  return f;
+}
+
+template <int TYPE> __device__ float high(u32 word) {
+  if (TYPE == 0) return __uint_as_float(word & 0xffff0000u);
+  float f;
+  asm("{.reg .b16 a, b; mov.b32 {a, b}, %1; cvt.f32.f16 %0, b;}" : "=f"(f) : "r"(word));
+  return f;
+}
+
+template <int TYPE> __device__ float number(const typename Kind<TYPE>::type* at) {
+  if constexpr (TYPE == 2) return *at;
+  else return low<TYPE>(*at);
+}
+
+template <int TYPE> __device__ void put(typename Kind<TYPE>::type* at, float f) {
+  if constexpr (TYPE == 2) {
+    *at = f;
+  } else {
+    u16 half;
+    if (TYPE == 0) asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(half) : "f"(f));
+    else asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"(f));
+    *at = half;
+  }
+}
+
+// start plus the sum of four bytes times four bytes
+__device__ u32 dot4(u32 bytes, u32 factors, u32 start) {
+  u32 sum;
+  asm("dp4a.u32.u32 %0, %1, %2, %3;" : "=r"(sum) : "r"(bytes), "r"(factors), "r"(start));
+  return sum;
+}
+
+__device__ u32 word_at(u32 shared) {
+  u32 word;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(shared));
+  return word;
+}
+
+__device__ u32 address(const void* shared) { return (u32)__cvta_generic_to_shared(shared); }
+
+// ---- Tiles: 16 rows by 128 columns each, dense again in registers, multiplied by the matrix units -----------------
+//
+// tiles.py says what a tile holds. A warp takes every WARPS-th tile of 16 rows; the next one is copied to shared memory
+// while it computes. Lane 4g + t of a matrix instruction holds rows g and g + 8, so a tile's bits are stored by lane,
+// and its values in the order in which the lanes ask for them: a group of 128 values is one element of each lane's four,
+// so that neighbours read neighbours. Where a lane's values begin, sums over the lanes say, four groups in a word.
+
+// by one lane, in the background: the barrier opens when the bytes have arrived
+__device__ void copy(u32 to, const void* from, u32 bytes, u32 barrier) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
+      "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
+__device__ void wait(u32 barrier, u32 parity) {
+  asm volatile(
+      "{.reg .pred p; AGAIN: mbarrier.try_wait.parity.shared.b64 p, [%0], %1; @!p bra AGAIN;}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// if there is a value here: value = the one at `at`, and `at` goes on to the next
+__device__ void take(u32& value, u32& at, u32 is_here) {
+  asm volatile("{.reg .pred p; setp.ne.u32 p, %2, 0; @p ld.shared.u16 %0, [%1]; @p add.u32 %1, %1, 2;}"
+               : "+r"(value), "+r"(at)
+               : "r"(is_here));
+}
+
+template <int TYPE> __device__ void multiply(float* c, const u32* a, u32 b0, u32 b1) {
+  if (TYPE == 0)
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  else
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// of each group of 128 elements the number of values before this lane's, and the number in all: a byte each, of the
+// groups of rows 0 to 7 and of rows 8 to 15
+struct Places { u32 before[2], all[2]; };
+
+__device__ Places places_of(u32 bits, int lane) {
+  u32 count = bits - ((bits >> 1) & 0x55555555u);
+  count = (count & 0x33333333u) + ((count >> 2) & 0x33333333u);  // of every four bits
+  const u32 own[2] = {count & 0x0f0f0f0fu, (count >> 4) & 0x0f0f0f0fu};
+  Places p = {{own[0], own[1]}, {}};
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) {
+    const u32 a = __shfl_up_sync(~0u, p.before[0], d), b = __shfl_up_sync(~0u, p.before[1], d);
+    if (lane >= d) p.before[0] += a, p.before[1] += b;
+  }
+#pragma unroll
+  for (int r = 0; r < 2; r++) p.all[r] = __shfl_sync(~0u, p.before[r], 31), p.before[r] -= own[r];
+  return p;
+}
+
+// where the lane's values of group j begin, SCALE for each value, if those of its rows begin at `start`
+template <int SCALE> __device__ u32 place(const Places& p, int r, int j, u32 start) {
+  const u32 below = j == 0 ? 0 : (SCALE * 0x01010101u) >> (32 - 8 * j);
+  return dot4(p.before[r], (u32)SCALE << (8 * j), dot4(p.all[r], below, start));
+}
+
+// x is (vectors, width), width a multiple of 128; VECTORS is 8 or 16, of which the last ones may be missing
+template <int TYPE, int VECTORS, int WARPS>
+__global__ void __launch_bounds__(WARPS * 32)
+tile_product(const uint4* data, const int* starts, const u16* x, const u16* bias, u16* y, int rows, int width,
+             int tiles, int vectors, int stage) {
+  extern __shared__ __align__(128) u8 memory[];
+  constexpr int N = VECTORS / 8, STAGES = 2, HEAD = 16 * 32;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+  const u32 barriers = address(memory) + warp * STAGES * 8, ring = address(memory) + HEAD + warp * STAGES * stage;
+  if (lane < STAGES) asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(barriers + 8 * lane) : "memory");
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  __syncwarp();
+
+  starts += (u64)blockIdx.x * tiles + warp;
+  int from = 0, end = 0, left = tiles - warp;  // of the tile to copy next
+  auto look = [&]() {
+    if (left > 0) from = starts[0], end = starts[1];
+    starts += WARPS;
+  };
+  auto fetch = [&](int slot) {
+    if (left > 0 && lane == 0) copy(ring + slot * stage, data + from, (end - from) * 16, barriers + 8 * slot);
+    left -= WARPS;
+    look();
+  };
+  look();
+  fetch(0);
+
+  float sums[N][4] = {};
+  const uint4* columns[N];  // what this lane reads of x
+#pragma unroll
+  for (int n = 0; n < N; n++)
+    columns[n] = (const uint4*)(x + (u64)min(n * 8 + g, vectors - 1) * width + warp * 128 + t * 8);
+  uint4 b[N][2] = {};
+  int slot = 0;
+  u32 parity = 0;
+  for (int tile = warp; tile < tiles; tile += WARPS) {
+    __syncwarp();
+    fetch(slot ^ 1);
+    wait(barriers + 8 * slot, parity);
+    const u32 at = ring + slot * stage;
+    u32 start = at + 256;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+#pragma unroll
+      for (int n = 0; n < N; n++)
+        if (n * 8 + g < vectors)
+#pragma unroll
+          for (int i = 0; i < 2; i++) b[n][i] = columns[n][half * 8 + i * 4];
+      const u32 bits = word_at(at + lane * 8 + half * 4);
+      const Places p = places_of(bits, lane);
+      const u32 starts2[2] = {start, dot4(p.all[0], 0x02020202u, start)};
+      start = dot4(p.all[1], 0x02020202u, starts2[1]);
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        u32 a[4];
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+          u32 q = place<2>(p, r, j, starts2[r]), v[4] = {};
+#pragma unroll
+          for (int e = 0; e < 4; e++) take(v[e], q, bits & (1u << (4 * (2 * j + r) + e)));
+          a[r] = __byte_perm(v[0], v[1], 0x5410);
+          a[r + 2] = __byte_perm(v[2], v[3], 0x5410);
+        }
+#pragma unroll
+        for (int n = 0; n < N; n++) {
+          const uint4 w = b[n][j >> 1];
+          multiply<TYPE>(sums[n], a, j & 1 ? w.z : w.x, j & 1 ? w.w : w.y);
+        }
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < N; n++) columns[n] += WARPS * 16;
+    slot ^= 1;
+    parity ^= slot == 0;
+  }
+
+  __syncthreads();
+  float* total = (float*)(memory + HEAD);  // (warps, 16 rows, vectors)
+#pragma unroll
+  for (int n = 0; n < N; n++)
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      total[(warp * 16 + g + (i >> 1) * 8) * VECTORS + n * 8 + 2 * t + (i & 1)] = sums[n][i];
+  __syncthreads();
+  for (int i = threadIdx.x; i < 16 * VECTORS; i += WARPS * 32) {
+    const int row = blockIdx.x * 16 + (i & 15), vector = i >> 4;
+    if (row >= rows || vector >= vectors) continue;
+    float sum = bias ? number<TYPE>(bias + row) : 0.f;
+    for (int w = 0; w < WARPS; w++) sum += total[(w * 16 + (i & 15)) * VECTORS + vector];
+    put<TYPE>(y + (u64)vector * rows + row, sum);
+  }
+}
+
+// the matrix with its zeros, a warp for each tile
+__global__ void __launch_bounds__(256)
+tile_dense(const uint4* data, const int* starts, u16* out, int rows, int width, int tiles, int num_tiles) {
+  const int lane = threadIdx.x & 31, tile = blockIdx.x * 8 + (threadIdx.x >> 5), g = lane >> 2, t = lane & 3;
+  if (tile >= num_tiles) return;
+  const uint4* from = data + starts[tile];
+  const uint2 words = ((const uint2*)from)[lane];
+  const u16* values = (const u16*)(from + 16);
+  u32 start = 0;
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const u32 bits = half ? words.y : words.x;
+    const Places p = places_of(bits, lane);
+    const u32 starts2[2] = {start, dot4(p.all[0], 0x01010101u, start)};
+    start = dot4(p.all[1], 0x01010101u, starts2[1]);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int r = i & 1, row = tile / tiles * 16 + g + 8 * r;
+      const int column = tile % tiles * 128 + 64 * half + 32 * (i >> 1) + 8 * t;
+      u16 v[8];
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        const int j = 2 * (i >> 1) + h;
+        u32 q = place<1>(p, r, j, starts2[r]);
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+          const bool is_here = bits >> (4 * (2 * j + r) + e) & 1;
+          v[4 * h + e] = is_here ? values[q] : 0;
+          q += is_here;
+        }
+      }
+      if (row >= rows) continue;
+      u16* to = out + (u64)row * width + column;
+      if (width % 8 == 0 && column < width)
+        *(uint4*)to = make_uint4(v[0] | v[1] << 16, v[2] | v[3] << 16, v[4] | v[5] << 16, v[6] | v[7] << 16);
+      else
+        for (int e = 0; e < 8; e++) if (column + e < width) to[e] = v[e];
+    }
+  }
+}
+
+// ---- Gaps: a warp computes a row, with all of x in shared memory -----------------------------------------------------
+//
+// gaps.py says what a block holds; _triton.py has the same product for one vector, which reads x from the L1 cache.
+// With more vectors those reads are what takes the time: of shared memory, where a column's N numbers lie side by
+// side, they take half of it.
+
+template <int BYTES> struct Words { u32 w[BYTES > 4 ? BYTES / 4 : 1]; };
+
+template <int BYTES> __device__ Words<BYTES> words_at(u32 shared) {
+  Words<BYTES> r;
+  if constexpr (BYTES == 4) r.w[0] = word_at(shared);
+  if constexpr (BYTES == 8)
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(r.w[0]), "=r"(r.w[1]) : "r"(shared));
+  if constexpr (BYTES == 16)
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r.w[0]), "=r"(r.w[1]), "=r"(r.w[2]), "=r"(r.w[3])
+                 : "r"(shared));
+  return r;
+}
+
+template <int TYPE> struct Block { uint4 values[TYPE == 2 ? 2 : 1]; u32 codes, heads; };
+
+template <int TYPE> __device__ float value_of(const Block<TYPE>& block, int i) {
+  const uint4 v = block.values[TYPE == 2 ? i / 4 : 0];
+  const int k = TYPE == 2 ? i % 4 : i / 2;
+  const u32 word = k == 0 ? v.x : k == 1 ? v.y : k == 2 ? v.z : v.w;
+  return TYPE != 2 && i % 2 ? high<TYPE>(word) : low<TYPE>(word);
+}
+
+template <int TYPE, int N> __device__ void add(float* sums, const Block<TYPE>& block, u32 x, int lane) {
+  constexpr int BYTES = N * sizeof(typename Kind<TYPE>::type);
+  const u32 steps[2] = {block.codes & 0x0f0f0f0fu, (block.codes >> 4) & 0x0f0f0f0fu};
+  const u32 own = dot4(steps[0], 0x01010101u, 0) | dot4(steps[1], 0x01010101u, 0) << 16;
+  u32 sum = own;  // of both runs, in the halves of a word
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) {
+    const u32 other = __shfl_up_sync(~0u, sum, d);
+    if (lane >= d) sum += other;
+  }
+  sum += block.heads - own;
+#pragma unroll
+  for (int run = 0; run < 2; run++) {
+    const u32 start = x + (run ? sum >> 16 : sum & 0xffff) * BYTES;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const Words<BYTES> numbers = words_at<BYTES>(dot4(steps[run], (BYTES * 0x01010101u) >> (24 - 8 * i), start));
+      const float value = value_of<TYPE>(block, run * 4 + i);
+#pragma unroll
+      for (int n = 0; n < N; n++) {
+        if constexpr (TYPE == 2) sums[n] += value * __uint_as_float(numbers.w[n]);
+        else sums[n] += value * (n % 2 ? high<TYPE>(numbers.w[n / 2]) : low<TYPE>(numbers.w[n / 2]));
+      }
+    }
+  }
+}
+
+// x is (N, width)
+template <int TYPE, int N, int WARPS>
+__global__ void __launch_bounds__(WARPS * 32)
+gap_product(const uint4* values, const u32* codes, const u32* heads, const int* table,
+            const typename Kind<TYPE>::type* x, const typename Kind<TYPE>::type* bias,
+            typename Kind<TYPE>::type* y, int rows, int width) {
+  typedef typename Kind<TYPE>::type T;
+  extern __shared__ __align__(16) u8 memory[];
+  constexpr int AHEAD = 2, PARTS = TYPE == 2 ? 2 : 1;
+  const int lane = threadIdx.x & 31, step = gridDim.x * WARPS;
+  int row = blockIdx.x + gridDim.x * (threadIdx.x >> 5);
+  int unit = 0, end = 0, block = 0, last = 0, coming[4] = {};  // of the row that blocks are fetched from, and the next
+  auto look = [&](int row) {
+    const int* r = table + 3 * row;
+    if (row < rows) coming[0] = r[0], coming[1] = r[1], coming[2] = r[3], coming[3] = r[4];
+    else coming[0] = coming[1] = coming[2] = coming[3] = 0;
+  };
+  auto begin = [&]() { unit = coming[0], block = coming[1], end = coming[2], last = coming[3]; };
+  auto fetch = [&](Block<TYPE>& b) {
+    const bool is_unit = unit + lane < end;
+#pragma unroll
+    for (int i = 0; i < PARTS; i++)
+      b.values[i] = is_unit ? __ldcs(values + (u64)(unit + lane) * PARTS + i) : make_uint4(0, 0, 0, 0);
+    b.codes = is_unit ? __ldcs(codes + unit + lane) : 0;
+    b.heads = block < last ? heads[block] : 0;
+    unit += 32, block++;
+  };
+  look(row), begin(), look(row + step);
+  int num = last - block;
+  Block<TYPE> next[AHEAD];
+#pragma unroll
+  for (int i = 0; i < AHEAD; i++) fetch(next[i]);
+  for (int k = threadIdx.x; k < width; k += WARPS * 32) {
+    T numbers[N];
+#pragma unroll
+    for (int n = 0; n < N; n++) numbers[n] = x[(u64)n * width + k];
+#pragma unroll
+    for (int n = 0; n < N; n++) ((T*)memory)[k * N + n] = numbers[n];
+  }
+  __syncthreads();
+
+  for (; row < rows; row += step) {
+    float sums[N] = {};
+    const int blocks = num;
+    int at = 0;
+    do {
+      Block<TYPE> here[AHEAD];
+#pragma unroll
+      for (int i = 0; i < AHEAD; i++) here[i] = next[i];
+      if (at + AHEAD >= blocks) begin(), num = last - block, look(row + 2 * step);
+#pragma unroll
+      for (int i = 0; i < AHEAD; i++) fetch(next[i]);
+#pragma unroll
+      for (int i = 0; i < AHEAD; i++)
+        if (at + i < blocks) add<TYPE, N>(sums, here[i], address(memory), lane);
+      at += AHEAD;
+    } while (at < blocks);
+    int vector = 0, left = N;  // over the lanes: halves are exchanged until each lane has one vector
+#pragma unroll
+    for (int d = 16; d; d /= 2) {
+      if (left > 1) {
+        left /= 2;
+        const bool is_upper = lane & d;
+#pragma unroll
+        for (int n = 0; n < N / 2; n++)
+          if (n < left) {
+            const float gives = is_upper ? sums[n] : sums[n + left], keeps = is_upper ? sums[n + left] : sums[n];
+            sums[n] = keeps + __shfl_xor_sync(~0u, gives, d);
+          }
+        vector = vector * 2 + is_upper;
+      } else {
+        sums[0] += __shfl_xor_sync(~0u, sums[0], d);
+      }
+    }
+    if (lane % (32 / N) == 0) put<TYPE>(y + (u64)vector * rows + row, sums[0] + (bias ? number<TYPE>(bias + row) : 0.f));
+  }
+}

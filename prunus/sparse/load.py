@@ -1,0 +1,144 @@
+"""A Hugging Face folder as a model whose sparse layers are never dense in memory."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..eligible import is_conv1d
+from ..export import huggingface
+from ..files.encode import DENSE
+from ..files.reader import Tensors, open_tensors
+from ..files.safetensors_header import DTYPES
+from ..ops.machine import device_of
+from .choose import forms_of
+from .gaps import WIDEST, gaps_of, gaps_of_dense
+from .linear import group_, replace_, sparsify_
+from .model_layers import chosen
+from .product import DTYPES as PRODUCT_DTYPES
+from .product import Form, check_device
+from .tiles import tiles_of, tiles_of_dense
+from .times import WeightKind, kind_of
+
+
+def load_packed(
+    folder: str | Path, device: torch.device | str = "cpu", *, vectors: int = 1, least: float | None = None
+) -> Any:
+    """The model of a folder, small or plain, with sparse layers where ``sparsify_`` would put them.
+
+    A sparse layer is made of the bits and values of the file; of a plain file one weight at a time is read dense.
+    Models that transformers converts as it loads them are loaded dense first.
+    """
+    folder, device = Path(folder), device_of(device)
+    check_device(device)
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} is no folder of a Hugging Face model: it has no config.json")
+    with open_tensors(folder) as tensors:
+        config = huggingface.read_config(folder, len(tensors.records))
+        model = _empty(huggingface._class_of(config, folder), config, tensors, device)
+        if model is not None:
+            huggingface._check_shapes(model, tensors)
+            _fill_(model, tensors, device, vectors, least)
+    if model is None:
+        model = huggingface.load_model(folder, device)
+        sparsify_(model, vectors=vectors, least=least)
+        return model
+    huggingface.read_generation_config_(model, folder)
+    return model.eval()
+
+
+def _empty(kind: Any, config: Any, tensors: Tensors, device: torch.device) -> Any | None:
+    """The model with its buffers, its parameters without memory; None where that is not enough to fill it."""
+    dtype = huggingface._largest_dtype(tensors)
+    try:
+        with huggingface._without_initialisation(), huggingface._default_dtype(dtype):
+            with torch.device("meta"):
+                model = kind(deepcopy(config))  # before memory is taken for buffers
+            if huggingface._is_converted(model, tensors):
+                return None
+            with _without_memory(), device:
+                model = kind(config)
+            model.tie_weights()
+    except (RuntimeError, NotImplementedError):  # few classes compute while they build
+        return None
+    return model
+
+
+@contextmanager
+def _without_memory() -> Iterator[None]:
+    """Parameters are on the meta device as soon as a module has them."""
+    register = nn.Module.register_parameter
+
+    def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        register(self, name, param)
+        if param is not None:
+            self._parameters[name] = nn.Parameter(param.detach().to("meta"), param.requires_grad)
+
+    nn.Module.register_parameter = on_meta
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register
+
+
+def _fill_(model: Any, tensors: Tensors, device: torch.device, vectors: int, least: float | None) -> None:
+    stored = {inner: name for name, inner in huggingface._model_names(model, tensors)[0].items()}
+    layers = {name: layer for name, layer in chosen(model, (), ()).items() if f"{name}.weight" in stored}
+    kinds = _kinds(layers, stored, tensors)
+    ways = forms_of(kinds, vectors, device, least)
+    forms: dict[str, Form] = {}
+    for name, way in ways.items():
+        source = stored[f"{name}.weight"]
+        if tensors.records[source].layout.encoding == DENSE or is_conv1d(layers[name]):
+            weight = tensors.read(source, device)
+            weight = weight.t() if is_conv1d(layers[name]) else weight
+            forms[name] = tiles_of_dense(weight) if way == "tiles" else gaps_of_dense(weight)
+        else:
+            values, packed = tensors.read_packed(source, device)
+            make = tiles_of if way == "tiles" else gaps_of
+            forms[name] = make(packed, values, tensors.records[source].layout.shape)
+        layers[name]._parameters["weight"] = None
+    _give_memory_(model, device)
+    taken = {stored[f"{name}.weight"] for name in ways}
+    rest = {name: home for name, home in tensors.homes.items() if name not in taken}
+    huggingface._fill_(model, replace(tensors, homes=rest), device)
+    for name, form in forms.items():
+        replace_(model, name, form)
+    group_(model, {name: kinds[name] for name in ways})
+
+
+def _kinds(layers: Mapping[str, nn.Module], stored: Mapping[str, str], tensors: Tensors) -> dict[str, WeightKind]:
+    """The kinds of the weights, of packed ones from what the file says, of plain ones from their zeros."""
+    kinds, records = {}, tensors.records
+    for name, layer in layers.items():
+        source = stored[f"{name}.weight"]
+        record = records[source]
+        num_rows, width = reversed(record.layout.shape) if is_conv1d(layer) else record.layout.shape
+        dtype = DTYPES[record.dtype]
+        if record.same_as is not None or dtype not in PRODUCT_DTYPES or width > WIDEST:
+            continue
+        if record.layout.encoding == DENSE or is_conv1d(layer):
+            weight = tensors.read(source)
+            kinds[name] = kind_of(weight.t() if is_conv1d(layer) else weight)
+        else:
+            values = tensors.homes[source].header.entries[f"{source}.values"]
+            sparsity = 1 - values.shape[0] / max(1, record.layout.numel)
+            kinds[name] = WeightKind((num_rows, width), dtype, sparsity, record.layout.encoding == "2:4")
+    return kinds
+
+
+def _give_memory_(model: nn.Module, device: torch.device) -> None:
+    """Empty memory for every parameter that has none; those that are one stay one."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                if id(parameter) not in made:
+                    empty = torch.empty_like(parameter, device=device)
+                    made[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
+                module._parameters[name] = made[id(parameter)]

@@ -1,0 +1,46 @@
+"""The linear layers of a model that may be kept in a sparse form, and what keeps a weight from it."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from ..eligible import check_patterns, is_conv1d, matches
+from .gaps import WIDEST
+from .product import DTYPES
+
+
+def chosen(model: nn.Module, include: str | Sequence[str], exclude: str | Sequence[str]) -> dict[str, nn.Module]:
+    """Linear layers by name whose weight is in no other place, and that the patterns allow."""
+    include, exclude = ([p] if isinstance(p, str) else list(p) for p in (include, exclude))
+    check_patterns([*include, *exclude], [name for name, _ in model.named_parameters()])
+    num_places = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if (type(module) is nn.Linear or is_conv1d(module))
+        and num_places[id(module.weight)] == 1
+        and (not include or matches(f"{name}.weight", include))
+        and not matches(f"{name}.weight", exclude)
+    }
+
+
+def linear_weight(module: nn.Module) -> Tensor:
+    """The weight as (out, in)."""
+    weight = module.get_parameter("weight").detach()
+    return weight.t() if is_conv1d(module) else weight
+
+
+def sparsity_of(weight: Tensor) -> float:
+    return 1 - int(weight.count_nonzero()) / max(1, weight.numel())
+
+
+def why_not(weight: Tensor) -> str | None:
+    """Why a weight cannot have the gap form; None if it can."""
+    if weight.is_meta:
+        return "it has no values: load them first"
+    if weight.ndim != 2 or weight.dtype not in DTYPES:
+        return f"a matrix of {', '.join(str(d).removeprefix('torch.') for d in DTYPES)} is needed"
+    if weight.shape[1] > WIDEST:
+        return f"a row may have at most {WIDEST} columns"
+    return None

@@ -1,0 +1,198 @@
+"""Products with a sparse matrix, as functions and as an operator of torch.
+
+On CUDA up to ``MOST`` vectors, as in decoding, read the sparse form itself; more, as in a prompt, a dense copy that
+lives for the one product. On a CPU up to ``MOST_CPU`` vectors are multiplied one by one in torch's CSR form, which is
+made at the first product. Elsewhere every product makes the dense copy.
+"""
+
+import warnings
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from . import tiles
+from .gaps import Gaps, row_blocks, slots_of
+from .tiles import Tiles
+
+Form = Gaps | Tiles
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MOST = 16  # vectors that the kernel takes at a time; with more, the dense product is faster
+MOST_TRITON = 4  # where there is no CUDA kernel
+MOST_CPU = 4  # vectors that a CPU multiplies one by one; with more, making a dense copy pays
+
+
+def dense_reference(gaps: Gaps) -> Tensor:
+    """The matrix with its zeros."""
+    num_rows, width = gaps.shape
+    flat = torch.zeros(num_rows * width + 1, dtype=gaps.values.dtype, device=gaps.values.device)
+    for first, last in row_blocks(num_rows, width) if len(gaps.values) else ():
+        slots = slots_of(gaps, first, last)
+        place = slots.column + (slots.row * width)[:, None, None, None]
+        place.masked_fill_(~slots.is_entry, num_rows * width)  # what is no entry goes behind the matrix
+        flat.scatter_(0, place.view(-1), slots.value.reshape(-1))
+    return flat[:-1].view(num_rows, width)
+
+
+def dense(form: Form) -> Tensor:
+    """The matrix with its zeros: ``dense_reference`` of its form, bit for bit."""
+    if isinstance(form, Tiles):
+        if not form.data.is_cuda:
+            return tiles.dense_reference(form)
+        from ._cuda import tile_dense
+
+        return tile_dense(form)
+    if form.values.is_cuda:
+        from ._triton import dense as kernel
+
+        return kernel(form)
+    return dense_reference(form)
+
+
+def product(x: Tensor, form: Form, bias: Tensor | None = None) -> Tensor:
+    """``x W^T + bias`` for x of shape (..., in), of the type of x; sums are in float32.
+
+    Vectors must be finite: a zero that bridges a gap times infinity is NaN, as in the dense product.
+    """
+    num_rows, width = form.shape
+    num = x.numel() // width if width else 0
+    if x.is_cuda and 0 < num <= MOST and num_rows:
+        if num == 1 and type(form) is Gaps and x.dtype != torch.float64:
+            return _kernels().product_of_one(x, form, bias)
+        kernel = _kernel_for(x, form, num)
+        if kernel is not None:
+            return kernel(x, form, bias)
+    if x.is_cpu and 0 < num <= MOST_CPU and num_rows and x.dtype in DTYPES and isinstance(form, Gaps):
+        matrix, vectors = csr_of(form), x.reshape(num, width).to(torch.float32)
+        y = torch.mv(matrix, vectors[0]) if num == 1 else torch.stack([torch.mv(matrix, vector) for vector in vectors])
+        return (y if bias is None else y + bias).to(x.dtype).view(*x.shape[:-1], num_rows)
+    return nn.functional.linear(x, dense(form).to(x.dtype), bias)
+
+
+def _kernel_for(x: Tensor, form: Form, num: int) -> Any | None:
+    """What multiplies ``num`` vectors by the form itself; None if the dense copy is to be multiplied."""
+    if x.dtype == torch.float64:
+        return None
+    from . import _cuda, _nvrtc
+
+    if isinstance(form, Tiles):
+        return _cuda.tile_product if x.dtype == form.dtype else None
+    if x.dtype == form.dtype and _nvrtc.is_there() and _cuda.most_at_once(x) > 1:
+        return _cuda.gap_product
+    return _by_triton if num <= MOST_TRITON else None
+
+
+def _by_triton(x: Tensor, gaps: Gaps, bias: Tensor | None) -> Tensor:
+    return _kernels().product(x.reshape(-1, gaps.shape[1]), gaps, bias).view(*x.shape[:-1], gaps.shape[0])
+
+
+_CSR = WeakIdKeyDictionary()  # of the values of a gap form, whose type and zeros it has
+
+
+@cache
+def _kernels() -> Any:
+    """The kernels of the gap form, imported at their first use."""
+    try:
+        from . import _triton
+    except ImportError as error:
+        raise ValueError(f"sparse products on a GPU are Triton kernels: pip install triton ({error})") from None
+    return _triton
+
+
+def can_tile(device: torch.device) -> bool:
+    """Whether the device multiplies tiles."""
+    if device.type != "cuda":
+        return False
+    from ._cuda import can_tile as can
+
+    return can(device)
+
+
+def check_device(device: torch.device) -> None:
+    """ValueError unless products with sparse matrices run there."""
+    if device.type == "cuda":
+        _kernels()
+    elif device.type != "cpu":
+        raise ValueError(f"sparse products run on CUDA devices and CPUs, but the model is on {device}; move it there")
+
+
+def csr_of(gaps: Gaps) -> Tensor:
+    """The matrix in torch's CSR form with 32-bit indices and float32 values, kept as long as its gap form."""
+    version = None if gaps.values.is_inference() else gaps.values._version
+    known = _CSR.get(gaps.values)
+    if known is None or known[0] != version:
+        rows, columns, values = [], [], []
+        for first, last in row_blocks(*gaps.shape):
+            slots = slots_of(gaps, first, last)
+            kept = slots.is_entry & (slots.value != 0)
+            rows.append(torch.zeros(last - first, dtype=torch.int32).index_add_(
+                0, slots.row - first, kept.sum((1, 2, 3), dtype=torch.int32)
+            ))  # fmt: skip
+            columns.append(slots.column[kept].int())
+            values.append(slots.value[kept].float())
+        ends = torch.cat([torch.zeros(1, dtype=torch.int32), torch.cat(rows).cumsum(0, dtype=torch.int32)])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that the form is in beta
+            parts = (ends, torch.cat(columns), torch.cat(values))
+            matrix = torch.sparse_csr_tensor(*parts, gaps.shape, check_invariants=False)
+        known = _CSR[gaps.values] = version, matrix
+    return known[1]
+
+
+def form_of(parts: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype, stage: int) -> Form:
+    """The form whose tensors these are: tiles have two, the gap form has four."""
+    num_rows, width = shape
+    if len(parts) == 2:
+        data, starts = parts
+        return Tiles(data, starts, (num_rows, width), dtype, stage)
+    values, codes, heads, rows = parts
+    return Gaps(values, codes, heads, rows, (num_rows, width))
+
+
+def operator(x: Tensor, form: Form, bias: Tensor | None) -> Tensor:
+    """``product`` as an operator of torch, which torch.compile and gradients go through."""
+    parts = [getattr(form, name) for name in form.PARTS]
+    return torch.ops.prunus.sparse_linear(x, bias, parts, form.shape, form.dtype, getattr(form, "stage", 0))
+
+
+def _register() -> torch.library.Library:
+    """``torch.ops.prunus.sparse_linear``, which torch.compile takes as one operator whatever the number of vectors."""
+    library = torch.library.Library("prunus", "FRAGMENT")
+    form = "Tensor[] parts, int[] shape, ScalarType dtype, int stage"
+    library.define(f"sparse_linear(Tensor x, Tensor? bias, {form}) -> Tensor")
+    library.define(f"sparse_linear_backward(Tensor y, {form}) -> Tensor")
+
+    def outputs(x: Tensor, bias: Tensor | None, *form: Any) -> Tensor:
+        return product(x, form_of(*form), bias)
+
+    def input_gradient(y: Tensor, *form: Any) -> Tensor:
+        return y @ dense(form_of(*form)).to(y.dtype)
+
+    library.impl("sparse_linear", outputs, "CompositeExplicitAutograd")
+    library.impl("sparse_linear_backward", input_gradient, "CompositeExplicitAutograd")
+
+    def keep(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        _, _, parts, *ctx.rest = inputs
+        ctx.save_for_backward(*parts)
+
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        parts = list(ctx.saved_tensors)
+        gradient = torch.ops.prunus.sparse_linear_backward(grad, parts, *ctx.rest)
+        return gradient, None, [None] * len(parts), None, None, None
+
+    def shape_of(x: Tensor, bias: Tensor | None, parts: list[Tensor], shape: list[int], *rest: Any) -> Tensor:
+        return x.new_empty((*x.shape[:-1], shape[0]))
+
+    def backward_shape(y: Tensor, parts: list[Tensor], shape: list[int], *rest: Any) -> Tensor:
+        return y.new_empty((*y.shape[:-1], shape[1]))
+
+    torch.library.register_fake("prunus::sparse_linear", shape_of, lib=library)
+    torch.library.register_fake("prunus::sparse_linear_backward", backward_shape, lib=library)
+    torch.library.register_autograd("prunus::sparse_linear", backward, setup_context=keep, lib=library)
+    return library
+
+
+_LIBRARY = _register()  # its operators go when it does

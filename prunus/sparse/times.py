@@ -1,0 +1,218 @@
+"""How long products take on the machine at hand, dense and sparse: measured once, then read from a file.
+
+The file is ``prunus/times-DEVICE.json`` in ``$XDG_CACHE_HOME``, or in ``~/.cache``. It is for one device and one
+version of torch and of this package; a file of others, or one that is damaged, is measured anew.
+"""
+
+import os
+import platform
+import re
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from .. import __version__
+from ..files.json_file import read_json, write_json
+from . import semi_structured, tiles
+from .gaps import Gaps, gaps_of_dense
+from .model_layers import sparsity_of
+from .product import Form, can_tile, csr_of, product
+
+Call = Callable[[], object]
+Times = dict[str, float]  # microseconds of each way
+WORTH = 1.03  # times faster: less is noise
+LEVEL = 0.05  # sparsities are rounded to multiples of it
+LEAST_CALLS = 16  # in one CUDA graph
+ROTATED = 200_000_000  # bytes of the weights that calls read in turn, more than a cache holds
+MOST_COPIES = 64
+PATIENCE = 1.0  # seconds that one measurement takes at most on a CPU, beyond its first three calls
+
+
+@dataclass(frozen=True)
+class WeightKind:
+    """What the time of a product depends on; the zeros are anywhere, or two in four."""
+
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    sparsity: float
+    two_of_four: bool = False
+
+    @property
+    def rounded(self) -> "WeightKind":
+        level = min(0.99, LEVEL * round(self.sparsity / LEVEL))
+        return WeightKind(self.shape, self.dtype, round(level, 2), self.two_of_four)
+
+    def __str__(self) -> str:
+        dtype, zeros = str(self.dtype).removeprefix("torch."), f"{self.sparsity:.0%}" + " 2:4" * self.two_of_four
+        return f"{self.shape[0]} x {self.shape[1]} {dtype} {zeros}"
+
+    def weight(self, device: torch.device) -> Tensor:
+        """A random weight of this kind."""
+        generator = torch.Generator(device).manual_seed(0)
+        weight = torch.randn(self.shape, device=device, generator=generator).to(self.dtype)
+        left = self.sparsity
+        if self.two_of_four:
+            weight.view(-1, 4).scatter_(1, weight.abs().view(-1, 4).topk(2, 1, largest=False).indices, 0)
+            left = 2 * self.sparsity - 1
+        return weight.masked_fill_(torch.rand(self.shape, device=device, generator=generator) < left, 0)
+
+
+def kind_of(weight: Tensor) -> WeightKind:
+    shape = (weight.shape[0], weight.shape[1])
+    return WeightKind(shape, weight.dtype, sparsity_of(weight), semi_structured.is_two_of_four(weight))
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to keep a weight: the bytes it takes, and a function that makes a copy of it to multiply by."""
+
+    num_bytes: int
+    copy: Callable[[], Callable[[Tensor], Tensor]]
+
+
+def times_of(kind: WeightKind, vectors: int, device: torch.device) -> Times:
+    """Microseconds of a product with ``vectors`` vectors by each way that the device has; measured at most once."""
+    kind, table, path = kind.rounded, _table(cache_file(device), str(device)), cache_file(device)
+    key = f"{kind}, {vectors}"
+    if key not in table:
+        with torch.no_grad():
+            table[key] = measured(kind.weight(device), vectors)
+        with suppress(OSError):  # a folder that cannot be written costs the measurement of the next run
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(path, _versions(device) | {"times": table})
+    return table[key]
+
+
+def winner(times: Mapping[str, float]) -> str:
+    """The fastest way, or dense if none is worth it."""
+    best = min(times, key=lambda way: times[way])
+    return best if times["dense"] >= WORTH * times[best] else "dense"
+
+
+def machine_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    num = torch.get_num_threads()
+    return f"this CPU ({num} thread{'s' if num > 1 else ''})"
+
+
+def cache_file(device: torch.device) -> Path:
+    """Where the times of a device are."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    name = machine_name(device) if device.type == "cuda" else f"cpu-{_cpu_name()}-{torch.get_num_threads()}"
+    return home / "prunus" / f"times-{re.sub(r'[^A-Za-z0-9]+', '-', name).strip('-')}.json"
+
+
+@cache
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    text = info.read_text() if info.is_file() else ""
+    found = re.search(r"(?:model name|CPU part)\s*:\s*(.+)", text)
+    return f"{platform.machine()} {found[1] if found else platform.processor()}"
+
+
+def _versions(device: torch.device) -> dict[str, str]:
+    return {"device": machine_name(device), "torch": str(torch.__version__), "prunus": __version__}
+
+
+@cache
+def _table(path: Path, device: str) -> dict[str, Times]:
+    """What is known, from the file if it is one of this device and these versions."""
+    with suppress(ValueError):
+        found = read_json(path)
+        times = found.pop("times", None)
+        if found == _versions(torch.device(device)) and isinstance(times, dict) and all(map(_is_times, times.values())):
+            return times
+    return {}
+
+
+def _is_times(value: object) -> bool:
+    return (
+        isinstance(value, dict)
+        and {"dense", "gaps"} <= set(value) <= {"dense", "gaps", "tiles", "2:4"}
+        and all(isinstance(us, float) and 0 < us < 1e12 for us in value.values())
+    )
+
+
+def ways_of(weight: Tensor) -> dict[str, Way]:
+    """The ways that this weight can be kept on its device."""
+    gaps = gaps_of_dense(weight)
+
+    def dense(weight: Tensor) -> Callable[[Tensor], Tensor]:
+        return lambda x: nn.functional.linear(x, weight)
+
+    def sparse(form: Form) -> Callable[[Tensor], Tensor]:
+        if weight.device.type == "cpu" and isinstance(form, Gaps):
+            csr_of(form)  # made once for a layer, not for a product
+        return lambda x: product(x, form)
+
+    found = {
+        "dense": Way(weight.nbytes, lambda: dense(weight.clone())),
+        "gaps": Way(gaps.nbytes, lambda: sparse(gaps.clone())),
+    }
+    if can_tile(weight.device) and weight.dtype in tiles.DTYPES:
+        tiled = tiles.tiles_of_dense(weight)
+        found["tiles"] = Way(tiled.nbytes, lambda: sparse(tiled.clone()))
+    if semi_structured.can_run(weight.device) and semi_structured.why_not(weight) is None:
+        packed_bytes = weight.nbytes * 9 // 16  # half of the values, two bits for each
+        found["2:4"] = Way(packed_bytes, lambda: dense(torch.sparse.to_sparse_semi_structured(weight)))
+    return found
+
+
+def measured(weight: Tensor, vectors: int) -> Times:
+    """Microseconds of a product by each way."""
+    x, times = torch.randn(vectors, weight.shape[1], device=weight.device).to(weight.dtype), Times()
+    for label, way in ways_of(weight).items():
+        copies = [way.copy() for _ in range(num_copies(way.num_bytes))]
+        times[label] = microseconds([partial(copy, x) for copy in copies], weight.device)
+    return times
+
+
+def num_copies(num_bytes: int) -> int:
+    """Copies of a weight that are read in turn, so that none is in the cache when its turn comes."""
+    return max(2, min(MOST_COPIES, -(-ROTATED // max(1, num_bytes))))
+
+
+def microseconds(calls: Sequence[Call], device: torch.device, repeat: int = 9) -> float:
+    """Median microseconds of one of ``calls``, made in turn; on CUDA in a graph, without the host's launches."""
+    if device.type == "cuda":
+        return _graphed_us(calls, repeat)
+    times: list[float] = []
+    while len(times) < 3 or (len(times) < repeat * len(calls) and sum(times) < PATIENCE):
+        started = time.perf_counter()
+        calls[len(times) % len(calls)]()
+        times.append(time.perf_counter() - started)
+    return 1e6 * statistics.median(times[1:])
+
+
+def _graphed_us(calls: Sequence[Call], repeat: int) -> float:
+    """Median over replays of a CUDA graph that makes all calls, at least ``LEAST_CALLS`` in all."""
+    rounds = -(-LEAST_CALLS // len(calls))
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for call in calls[:3]:
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in [*calls] * rounds:
+            call()
+    times = [elapsed_us(graph.replay) / (rounds * len(calls)) for _ in range(repeat + 1)]
+    return statistics.median(times[1:])
+
+
+def elapsed_us(call: Call) -> float:
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    call()
+    end.record()
+    torch.cuda.synchronize()
+    return 1e3 * begin.elapsed_time(end)

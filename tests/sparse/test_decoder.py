@@ -1,0 +1,248 @@
+"""The decoder writes what model.generate writes, dense and sparse, and says in one line what it cannot run."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from prunus.sparse import Decoder, sparsify_
+from prunus.sparse.decoder import Sampling
+from prunus.sparse.linear import SparseLinear
+
+transformers = pytest.importorskip("transformers", reason="needs pip install prunus[hf]")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SIZES = {
+    "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+GPT2 = {"n_embd": 16, "n_head": 2, "n_layer": 2, "n_positions": 64}
+WINDOW = {"head_dim": 8, "sliding_window": 8}
+FAMILIES = {
+    "LlamaForCausalLM": {},
+    "Qwen2ForCausalLM": {},
+    "Qwen3ForCausalLM": {"head_dim": 8},
+    "GPT2LMHeadModel": GPT2,
+    "Gemma2ForCausalLM": WINDOW,
+    "Gemma3ForCausalLM": WINDOW,
+    "MistralForCausalLM": {"sliding_window": 8},
+    "PhiForCausalLM": {},
+    "OPTForCausalLM": {"ffn_dim": 24, "word_embed_proj_dim": 16},
+    "GPTNeoXForCausalLM": {},
+    "FalconForCausalLM": {},
+    "MixtralForCausalLM": {"num_local_experts": 4, "num_experts_per_tok": 2},
+}
+STORIES = Path(os.environ.get("PRUNUS_DATA", "")) / "models" / "stories15M"
+
+
+def tiny(name="LlamaForCausalLM", sparsity=0.0, **options):
+    kind = getattr(transformers, name)
+    model = kind(kind.config_class(**(SIZES | FAMILIES.get(name, {}) | options))).eval().to(DEVICE)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.data.mul_(4)  # so that texts differ
+    for layer in model.modules():
+        if sparsity and (type(layer) is nn.Linear or type(layer).__name__ == "Conv1D"):
+            layer.weight.data[torch.rand_like(layer.weight) < sparsity] = 0
+    return model
+
+
+def prompts(num=3, length=7):
+    return torch.randint(3, 64, (num, length)).to(DEVICE)
+
+
+def expected(model, ids, num=20, **options):
+    return model.generate(ids, max_new_tokens=num, do_sample=False, **options)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_text_is_that_of_generate(name):
+    model, ids = tiny(name), prompts()
+    mask = torch.ones_like(ids)
+    mask[0, :3], mask[1, :1] = 0, 0
+    decoder = Decoder(model)
+
+    for some, its_mask in ((ids, mask), (ids[:1], None), (ids[:2, :1], None)):
+        found = decoder.generate(some, attention_mask=its_mask, max_new_tokens=20)
+        assert torch.equal(found, expected(model, some, attention_mask=its_mask))
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "GPT2LMHeadModel", "Gemma2ForCausalLM"])
+def test_a_sparse_model_writes_what_the_dense_one_does(name):
+    model, ids = tiny(name, sparsity=0.6), prompts(2)
+    dense = expected(model, ids)
+    assert sparsify_(model, least=0.5)
+
+    assert torch.equal(Decoder(model).generate(ids, max_new_tokens=20), dense)
+    assert torch.equal(expected(model, ids), dense)
+
+
+@pytest.mark.parametrize("num", [1, 15, 16, 17, 40])
+def test_texts_end_where_those_of_generate_do(num):
+    model, ids = tiny(), prompts(4)
+    text = expected(model, ids, 40, eos_token_id=63)[:, 7:]
+    for end in (int(text[0, 0]), int(text[1, 9]), [int(text[0, 20]), int(text[2, 3])]):
+        found = Decoder(model).generate(ids, max_new_tokens=num, eos_token_id=end, pad_token_id=5)
+        assert torch.equal(found, expected(model, ids, num, eos_token_id=end, pad_token_id=5))
+    assert Decoder(model).generate(ids, max_new_tokens=num, eos_token_id=-1).shape == (4, 7 + num)
+
+
+def test_padding_is_found_as_generate_finds_it():
+    model, ids = tiny(), prompts(2)
+    ids[0, :4] = SIZES["pad_token_id"]
+    assert torch.equal(Decoder(model).generate(ids, max_new_tokens=9), expected(model, ids, 9))
+
+
+def test_calls_do_not_depend_on_those_before():
+    model = tiny()
+    decoder, calls = Decoder(model), [(prompts(2, 9), 20), (prompts(1, 3), 5), (prompts(2, 4), 20), (prompts(2, 9), 20)]
+    for ids, num in calls:
+        assert torch.equal(decoder.generate(ids, max_new_tokens=num), expected(model, ids, num))
+
+
+def test_a_seed_repeats_a_sampled_text_and_texts_of_a_batch_differ():
+    decoder, ids = Decoder(tiny()), prompts(1).expand(4, -1)
+    first, again, other = (
+        decoder.generate(ids, do_sample=True, seed=seed, max_new_tokens=20, eos_token_id=-1) for seed in (1, 1, 2)
+    )
+    assert torch.equal(first, again) and not torch.equal(first, other)
+    assert len({tuple(text) for text in first.tolist()}) == 4
+    torch.manual_seed(3)
+    loose = decoder.generate(ids, do_sample=True, max_new_tokens=20)
+    torch.manual_seed(3)
+    assert torch.equal(decoder.generate(ids, do_sample=True, max_new_tokens=20), loose)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.7}, {"top_k": 5, "top_p": 0.5}]
+)
+def test_tokens_are_drawn_with_the_probabilities_of_generate(options):
+    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    logits = torch.randn(1, 12) * 2
+    wanted = logits
+    for name, warper in {
+        "temperature": TemperatureLogitsWarper,
+        "top_k": TopKLogitsWarper,
+        "top_p": TopPLogitsWarper,
+    }.items():
+        if name in options:
+            wanted = warper(options[name])(None, wanted)
+    drawn = Sampling(True, **options)(logits.expand(20_000, -1), torch.Generator().manual_seed(0))
+    share = torch.bincount(drawn, minlength=12) / 20_000
+
+    assert torch.allclose(share, wanted.softmax(-1)[0], atol=0.015)
+    assert not share[wanted[0] == -torch.inf].any()
+
+
+def test_the_model_is_left_as_it_was():
+    model = tiny().train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    Decoder(model).generate(prompts(1), max_new_tokens=3)
+
+    assert all(module.training for module in model.modules())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def bad_calls():
+    ids = torch.ones(1, 4, dtype=torch.int64)
+    return [
+        ({"input_ids": ids.float()}, "whole numbers"),
+        ({"input_ids": ids[0]}, "whole numbers"),
+        ({"input_ids": ids[:, :0]}, "whole numbers"),
+        ({"input_ids": ids * 64}, "the token 64, but the model's are 0 to 63"),
+        ({"input_ids": ids.expand(17, -1)}, "1 to 16 sequences"),
+        ({"input_ids": ids, "max_new_tokens": 61}, "more than the 64"),
+        ({"input_ids": ids, "max_new_tokens": 0}, "at least 1"),
+        ({"input_ids": ids, "attention_mask": torch.tensor([[1, 1, 1, 0]]), "max_new_tokens": 4}, "on the left"),
+        ({"input_ids": ids, "do_sample": True, "temperature": 0.0}, "above 0"),
+        ({"input_ids": ids, "top_p": 1.5}, "top_p must"),
+        ({"input_ids": ids, "top_k": 0}, "top_k must"),
+    ]
+
+
+@pytest.mark.parametrize(("call", "match"), bad_calls())
+def test_a_call_that_cannot_be_is_refused_in_one_line(call, match):
+    with pytest.raises(ValueError, match=match) as error:
+        Decoder(tiny()).generate(**call)
+    assert "\n" not in str(error.value)
+
+
+def test_models_that_it_cannot_run_are_refused_in_one_line():
+    mamba = transformers.MambaForCausalLM(transformers.MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1))
+    repeating = tiny()
+    repeating.generation_config.repetition_penalty = 1.1
+    with torch.device("meta"):
+        empty = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+    t5 = transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=64, d_model=16, d_ff=8, num_layers=1))
+    cases = [(nn.Linear(2, 2), "is none"), (mamba, "no static cache"), (repeating, "repetition_penalty")]
+    for model, match in [*cases, (empty, "on meta"), (t5, "has an encoder")]:
+        with pytest.raises(ValueError, match=match) as error:
+            Decoder(model)
+        assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match=r"does not run with a static cache.*use model\.generate"):
+        Decoder(tiny("FalconForCausalLM", alibi=True)).generate(prompts(1), max_new_tokens=4)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not STORIES.is_dir(), reason="needs stories15M")
+def test_a_real_model_writes_the_same_text_sparse_and_dense():
+    from prunus.export import load_model
+
+    model = load_model(STORIES, DEVICE)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 2 and "layers" in name:
+            least = parameter.abs().flatten().kthvalue(int(0.6 * parameter.numel())).values
+            parameter.data[parameter.abs() <= least] = 0
+    ids = torch.tensor([[1, 9038, 2501, 263, 931]], device=DEVICE)
+    dense = expected(model, ids, 200)
+    assert torch.equal(Decoder(model).generate(ids, max_new_tokens=200), dense)
+    assert len(sparsify_(model, least=0.5)) == 42
+    assert torch.equal(Decoder(model).generate(ids, max_new_tokens=200), dense)
+    assert torch.equal(expected(model, ids, 200), dense)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("sparsity", [0.0, 0.6])
+def test_on_a_gpu_a_step_is_a_graph_and_the_text_is_that_of_generate(name, sparsity):
+    model, ids = tiny(name, sparsity), prompts()
+    dense = expected(model, ids)
+    if sparsity:
+        sparsify_(model, least=0.5)
+    decoder = Decoder(model)
+    for _ in range(2):
+        assert torch.equal(decoder.generate(ids, max_new_tokens=20), dense)
+    (state,) = decoder.states.values()
+    assert state.graph is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [1, 2, 3, 8, 16])
+def test_on_a_gpu_batches_and_samples_replay(batch):
+    decoder, ids = Decoder(tiny(sparsity=0.6)), prompts(batch)
+    assert sparsify_(decoder.model, least=0.5)
+    first, again = (
+        decoder.generate(ids, do_sample=True, top_p=0.9, seed=4, max_new_tokens=20, eos_token_id=-1) for _ in range(2)
+    )
+    assert torch.equal(first, again)
+    assert len({tuple(text) for text in first[:, 7:].tolist()}) == batch
+    assert any(isinstance(layer, SparseLinear) for layer in decoder.model.modules())
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_two_of_four_writes_what_dense_does():
+    from prunus.sparse import semi_structured_
+
+    model = tiny(hidden_size=64, intermediate_size=128).to(torch.bfloat16)
+    for layer in model.modules():
+        if type(layer) is nn.Linear:
+            weight = layer.weight.data.view(-1, 4)
+            weight.scatter_(1, weight.abs().topk(2, 1, largest=False).indices, 0)
+    ids = prompts(1)
+    dense = expected(model, ids, 12)
+    assert semi_structured_(model, include=["*proj*"])
+    found = Decoder(model).generate(ids, max_new_tokens=12)
+    assert torch.equal(found[:, :9], dense[:, :9])  # bfloat16 rounds otherwise there, so that later tokens may differ
