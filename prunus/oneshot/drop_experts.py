@@ -1,6 +1,6 @@
 """Whole experts that go: those of each layer that add least to its output, with the router's rows."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from numbers import Real
@@ -120,20 +120,26 @@ def drop_experts_(walk: Walk, fraction: float, size: int | None = None) -> Dropp
     with walk.open(), eagerly(), torch.no_grad():
         importance = _Importance(walk, plan)
         importance.collect(size)
-    layers = {name: importance.layer(name) for name in plan.layers}
-    found = DroppedExperts(list(layers.values()), importance.forwards)
+    found = without_experts(walk.model, plan, [importance.layer(name) for name in plan.layers])
+    found.forwards = importance.forwards
+    found.apply_()
+    return found
+
+
+def without_experts(model: nn.Module, plan: FewerExperts, layers: Sequence[ExpertLayer]) -> DroppedExperts:
+    """What takes the place of the model's tensors and numbers where the dropped experts are gone; not applied yet."""
+    found, by_name = DroppedExperts(list(layers)), {layer.name: layer for layer in layers}
     for name, (layer, dim) in plan.slices.items():
         path, _, key = name.rpartition(".")
-        module = walk.model.get_submodule(path)
+        module = model.get_submodule(path)
         home: dict[str, Any] = module._parameters if key in module._parameters else module._buffers
         whole = home[key]
         small = whole.detach().new_empty(0)
         if isinstance(whole, nn.Parameter):
             small = nn.Parameter(small, whole.requires_grad)
-        keep, drop = torch.tensor(layers[layer].kept), torch.tensor(layers[layer].dropped)
+        keep, drop = torch.tensor(by_name[layer].kept), torch.tensor(by_name[layer].dropped)
         found._cuts.append(_Cut(home, key, dim, keep, drop, whole, small))
     found._numbers = [(owner, key, getattr(owner, key), after) for owner, key, after in plan.numbers]
-    found.apply_()
     return found
 
 

@@ -25,7 +25,7 @@ home = Path(sys.argv[1])
 torch.manual_seed(0)
 size = dict(vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4)
 experts = sys.argv[2] == "experts"
-size |= dict(max_position_embeddings=32, **dict(num_local_experts=4) if experts else {})
+size |= dict(max_position_embeddings=32, **dict(num_local_experts=4, num_key_value_heads=2) if experts else {})
 model = MixtralForCausalLM(MixtralConfig(**size)) if experts else LlamaForCausalLM(LlamaConfig(**size))
 model.save_pretrained(home / "model")
 np.random.default_rng(0).integers(0, 40, 400).astype("<u2").tofile(home / "tokens.u16")
