@@ -37,7 +37,7 @@ INSIDE: dict[str, dict[str, Any]] = {
 class Experts(Benchmark):
     """Train small models with experts, drop some of these, and compare with other ways to be as small."""
 
-    steps: int = 800  # of training, of each model
+    steps: int = 500  # of training, of each model
     models: int = 3  # trained from different random weights
     draws: int = 5  # of random experts, for each model
     fractions: tuple[int, ...] = (25, 50)  # percent of the experts of each layer

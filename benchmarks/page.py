@@ -1,4 +1,4 @@
-"""``docs/benchmarks.md``, ``docs/experts.md``, ``docs/repair.md`` and the figures of ``docs/distributed.md`` from all records."""
+"""``docs/benchmarks.md``, ``experts.md``, ``repair.md`` and the figures of ``distributed.md`` from all records."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +31,7 @@ def page(folder: Path) -> str:
 
 @dataclass(frozen=True)
 class Page:
-    """Write docs/benchmarks.md from all results, beside it docs/experts.md, docs/repair.md and the figures of docs/distributed.md."""
+    """Write docs/benchmarks.md from all results, beside it experts.md, repair.md and the figures of distributed.md."""
 
     results: Path = Path("benchmarks/results")  # folder of the JSON files
     page: Path = Path("docs/benchmarks.md")  # file to write

@@ -213,9 +213,7 @@ def test_experts_need_samples_and_a_config_that_fits_the_model():
         prune(model_of("mixtral"), experts=0.25)
     model = model_of("mixtral")
     model.model.layers[0].mlp.gate.weight = torch.nn.Parameter(torch.zeros(6, 16))
-    with pytest.raises(
-        ValueError, match=r"mlp\.gate\.weight has not the shape that the model's config says"
-    ):
+    with pytest.raises(ValueError, match=r"mlp\.gate\.weight has not the shape that the model's config says"):
         prune(model, [text()], experts=0.25)
     model = model_of("mixtral")
     model.model.layers[0].mlp.register_buffer("number_of_token", torch.arange(3))
