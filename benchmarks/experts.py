@@ -25,7 +25,7 @@ from prunus.oneshot.fewer_experts import fewer_experts
 from .benchmark import Benchmark, Measured, Record, Row, Section, newest_records, table_of
 
 WHAT, CONTEXT, BATCH = "experts", 64, 16
-SHAPE = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+SHAPE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 SHAPE |= {"num_key_value_heads": 4, "num_local_experts": 8, "num_experts_per_tok": 2}
 INSIDE: dict[str, dict[str, Any]] = {
     "weights inside, WANDA": {"score": "wanda", "repair": None},

@@ -36,6 +36,8 @@ class Command:
     Block after block, the solver finds which weights stay and what they must be for the outputs to stay. A named score
     gives its mask, which is repaired too. Killed, the same command goes on with the next layers.
 
+    With --experts whole experts go first, those that add least to their tokens; without --sparsity nothing else goes.
+
     The probe keeps some of what a strategy would prune, so the sparsity ends lower, unless tau is target. Its result
     is compared with the dense model and with the strategy alone at the same sparsity and scope.
     """
@@ -197,6 +199,7 @@ def _pruned(command: Command) -> "Outcome":
     from ..lab.gpu import Sampler, utilisation_reader
     from ..lab.trained_model import load_trained
     from ..oneshot import Repair, prune
+    from ..oneshot.fewer_experts import fewer_experts
     from .prune_tables import Outcome
 
     probe, score, device = _probe(command), _score(command), torch.device(command.device)
@@ -204,12 +207,10 @@ def _pruned(command: Command) -> "Outcome":
     trained = load_trained(_source(command))
     if trained.note:
         print(trained.note)
-    common: dict[str, Any] = {
-        "include": command.include,
-        "exclude": command.exclude,
-        "batch_size": command.batch or None,
-    }
-    common["offload"] = device if command.offload else None
+    if command.experts is not None:
+        fewer_experts(trained.model, command.experts)  # refuses a model without experts before it is evaluated
+    common: dict[str, Any] = {"include": command.include, "exclude": command.exclude}
+    common |= {"batch_size": command.batch or None, "offload": device if command.offload else None}
     settings: dict[str, Any] = {"score": score, "select": _selector(command), "loss": trained.loss, **common}
     if command.allocate == "moments" and not trained.moments:
         raise ValueError(

@@ -62,10 +62,11 @@ def fewer_experts(model: nn.Module, fraction: float) -> FewerExperts:
     fields = [(inner, key) for inner, key in fields if _count(inner, key) > 1]
     counts = {_count(inner, key) for inner, key in fields}
     if len(counts) > 1:
-        raise ValueError(f"the parts of {type(model).__name__} have {sorted(counts)} experts; only one number is known")
+        both = " and ".join(map(str, sorted(counts)))
+        raise ValueError(f"{type(model).__name__} has parts with {both} experts a layer; only equal numbers can be cut")
     nothing = (
-        f"{type(model).__name__} has no experts to drop: no tensor with a matrix for each, whose number is "
-        f"{', '.join(COUNTS[:-1])} or {COUNTS[-1]} in the model's config"
+        f"{type(model).__name__} has no experts to drop: it needs a tensor that stacks their matrices, and a config "
+        f"that says their number as {', '.join(COUNTS[:-1])} or {COUNTS[-1]}"
     )
     if not counts:
         raise ValueError(nothing)
