@@ -148,7 +148,8 @@ inside" are single weights of the experts, as many as the dropped experts and th
 in tensors of the old shape, where dropped experts are gone. Random experts are drawn {draws} times for each model. \
 Means over models and draws, the smallest and the largest; "worse" is the mean ratio to the same model, dense.
 
-Repeat it with `python -m benchmarks experts`.
+REAP is a mean over an expert's own tokens: how many they are does not count; for the experts with fewest tokens \
+nothing else does. Repeat it with `python -m benchmarks experts`.
 """
 COLUMNS = {"experts dropped": "dropped", "way": "way", "parameters not zero": "parameters:,", "perplexity": "mean:.3f",
            "range": "range", "worse than dense": "worse:+.1%"}  # fmt: skip

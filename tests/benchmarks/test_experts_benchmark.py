@@ -22,7 +22,7 @@ def test_every_way_is_as_small_and_the_model_is_dense_again_after_each(tmp_path)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert set(sizes) == {0, 25, 50} and all(len(sizes[percent]) == 6 for percent in (25, 50))
     for percent in (25, 50):
-        assert max(sizes[percent].values()) <= 1.002 * min(sizes[percent].values())  # rows are rounded one by one
+        assert max(sizes[percent].values()) <= 1.005 * min(sizes[percent].values())  # rows are rounded one by one
         removed = sizes[0]["dense"] - sizes[percent]["experts by REAP"]
         assert removed == 2 * (8 * percent // 100) * (3 * 64 * 64 + 64)
 
