@@ -18,10 +18,11 @@ COMMANDS = {  # module and class, what the command does
         "pruning with repair: time on a random model of Mistral-7B's shape, or on a trained one",
     ),
     "repair-quality": ("repair_study:Quality", "quality of pruning with repair, beside other ways"),
+    "experts": ("experts:Experts", "quality without some of the experts, of small models that are trained for it"),
     "distributed": ("distributed:Distributed", "1, 2 and 4 ranks on a CPU; on a GPU one rank beside none"),
     "lora": ("lora:Lora", "what masks cost a merge of LoRA adapters"),
     "wanda": ("wanda:Wanda", "one-shot WANDA beside llmcompressor's, in an environment that has both"),
-    "page": ("page:Page", "docs/benchmarks.md, docs/distributed.md and docs/repair.md from all results"),
+    "page": ("page:Page", "docs/benchmarks.md, distributed.md, experts.md and repair.md from all results"),
     "evidence": ("probe:Evidence", "does the gradient probe help? the study behind docs/probe.md"),
 }
 

@@ -1,9 +1,9 @@
-"""``docs/benchmarks.md``, ``docs/repair.md`` and the figures of ``docs/distributed.md`` from all records."""
+"""``docs/benchmarks.md``, ``experts.md``, ``repair.md`` and the figures of ``distributed.md`` from all records."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import decode, distributed, export, lora, matvec, prune, repair_page, select, step, wanda
+from . import decode, distributed, experts, export, lora, matvec, prune, repair_page, select, step, wanda
 from .benchmark import newest_records
 
 SECTIONS = {
@@ -31,7 +31,7 @@ def page(folder: Path) -> str:
 
 @dataclass(frozen=True)
 class Page:
-    """Write docs/benchmarks.md from all results, beside it docs/repair.md and the figures of docs/distributed.md."""
+    """Write docs/benchmarks.md from all results, beside it experts.md, repair.md and the figures of distributed.md."""
 
     results: Path = Path("benchmarks/results")  # folder of the JSON files
     page: Path = Path("docs/benchmarks.md")  # file to write
@@ -41,8 +41,9 @@ class Page:
         pages = {self.page: page(self.results)}
         if text := distributed.page(self.results, beside.read_text() if beside.is_file() else ""):
             pages[beside] = text
-        if text := repair_page.page(self.results):
-            pages[self.page.with_name("repair.md")] = text
+        for name, write in {"experts.md": experts.page, "repair.md": repair_page.page}.items():
+            if text := write(self.results):
+                pages[self.page.with_name(name)] = text
         self.page.parent.mkdir(parents=True, exist_ok=True)
         for path, text in pages.items():
             path.write_text(text)

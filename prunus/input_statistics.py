@@ -40,7 +40,7 @@ class InputNorms(AbstractContextManager["InputNorms"]):
         mode: Literal["train", "eval"] = "train",
         mask: Tensor | None = None,
     ) -> None:
-        check_inputs(weights, takes_experts=mode == "eval")
+        check_inputs(weights)
         self.weights, self.ranks, self.mode, self.mask = weights, ranks, mode, mask
         self.squares: dict[str, Tensor] = {}  # sums, by weight
         self._open = ExitStack()
@@ -90,7 +90,7 @@ class InputNorms(AbstractContextManager["InputNorms"]):
 
             self._open.enter_context(_linear_seen_by(seen))
         if stacked:
-            self._open.enter_context(_expert_inputs(stacked, sums, mask))
+            self._open.enter_context(_expert_inputs(stacked, _ExpertProducts(sums, dtype), mask, counts))
         self._open.enter_context(eagerly())
         return self
 
@@ -115,21 +115,34 @@ class InputNorms(AbstractContextManager["InputNorms"]):
         if not self.ranks:
             if error is not None:
                 raise error
-            return {name: sums.sqrt() for name, sums in self.squares.items()}
-        self.ranks.agree(error)
-        return {w.name: (self.ranks.sum(self.squares[w.name]) / self.ranks.size).sqrt() for w in self.weights}
+            found = {name: sums.sqrt() for name, sums in self.squares.items()}
+        else:
+            self.ranks.agree(error)
+            found = {w.name: (self.ranks.sum(self.squares[w.name]) / self.ranks.size).sqrt() for w in self.weights}
+        if any(holds_experts(weight.module, weight.parameter) for weight in self.weights):
+            fill_unreached_(found, self.weights)
+        return found
 
 
-def check_inputs(weights: Sequence[Weight], *, takes_experts: bool = False) -> None:
-    """Refuse weights that may not multiply the input of their module, as embeddings and experts; name all of them."""
+def fill_unreached_(norms: dict[str, Tensor], weights: Sequence[Weight]) -> Tensor:
+    """Experts that no token reached get the mean of all norms, which is returned: their weights alone decide."""
+    mean = torch.stack([norm.mean().cpu() for norm in norms.values()]).mean() if norms else torch.ones(())
+    for weight in weights:
+        if holds_experts(weight.module, weight.parameter) and weight.name in norms:
+            norm = norms[weight.name]
+            norms[weight.name] = torch.where((norm == 0).all(2, True).all(1, True), mean.to(norm), norm)
+    return mean
+
+
+def check_inputs(weights: Sequence[Weight]) -> None:
+    """Refuse weights that may not multiply the input of their module, as embeddings; name all of them."""
     odd = []
     for weight in weights:
         module = weight.module
         num_matrices = sum(p.ndim > 1 for p in module.parameters(recurse=False))
         is_matrix = weight.parameter.ndim == 2 and weight.name.rpartition(".")[2] == "weight" and num_matrices == 1
         is_linear = is_matrix and not isinstance(module, nn.Embedding | nn.EmbeddingBag)
-        is_expert = takes_experts and holds_experts(module, weight.parameter)
-        if not (is_linear or is_expert or prunable_kind(module, weight.name)):
+        if not (is_linear or holds_experts(module, weight.parameter) or prunable_kind(module, weight.name)):
             odd.append(f"{weight.name} belongs to {type(module).__name__}")
     if odd:
         raise ValueError(
@@ -189,17 +202,52 @@ def _convolution_squares(conv: nn.Module, x: Tensor) -> Tensor:
     return sums.unflatten(0, (conv.groups, -1)).repeat_interleave(conv.out_channels // conv.groups, 0)
 
 
+class _ExpertProducts(TorchFunctionMode):
+    """Adds up the squares of what multiplies slices of the stacked weights of the module that is running."""
+
+    def __init__(self, sums: dict[str, Tensor], dtype: torch.dtype) -> None:
+        super().__init__()
+        self.sums, self.dtype = sums, dtype
+        self.running: dict[int, tuple[Weight, Tensor]] = {}  # by where their storage begins
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if self.running and func in PRODUCTS and len(args) > 1 and all(isinstance(arg, Tensor) for arg in args[:2]):
+            found = self.running.get(args[1].untyped_storage().data_ptr())
+            if found is not None:
+                self._count(*found, args[0].detach(), args[1])
+        return func(*args, **(kwargs or {}))
+
+    def _count(self, weight: Weight, stack: Tensor, x: Tensor, factor: Tensor) -> None:
+        inputs = 1 if weight.outputs == (0, 2) else 2
+        squares = x.float().square()
+        if factor.ndim == 3:  # all experts at once: (expert, token, in)
+            found = squares.sum(1, dtype=self.dtype)
+        else:
+            number = (factor.storage_offset() - stack.storage_offset()) // stack.stride(0)
+            found = squares.new_zeros((len(stack), stack.shape[inputs]), dtype=self.dtype)
+            found[number] = squares.flatten(0, -2).sum(0, dtype=self.dtype)
+        found = found.unsqueeze(3 - inputs)
+        self.sums[weight.name] = self.sums[weight.name] + found if weight.name in self.sums else found
+
+
 @contextmanager
-def _expert_inputs(weights: Sequence[Weight], sums: dict[str, Tensor], mask: Tensor | None) -> Iterator[None]:
-    """Add up the squares of what each expert of stacked weights multiplies, in shapes that broadcast to the weights.
+def _expert_inputs(
+    weights: Sequence[Weight], products: _ExpertProducts, mask: Tensor | None, counts: Callable[[nn.Module], bool]
+) -> Iterator[None]:
+    """Collect what each expert of stacked weights multiplies, in shapes that broadcast to the weights.
 
     Experts run one after the other meanwhile, and tokens that the mask (sample, token) leaves out are zero in them.
     """
-    products = _ExpertProducts(sums)
+    running = ExitStack()
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        own = [weight for weight in weights if weight.module is module]
-        products.running = {weight.parameter.untyped_storage().data_ptr(): weight for weight in own}
+        if not counts(module):
+            return None
+        own = [(weight, module.get_parameter(weight.name.rpartition(".")[2])) for weight in by_module[module]]
+        products.running = {stack.untyped_storage().data_ptr(): (weight, stack) for weight, stack in own}
+        running.enter_context(products)  # only while experts run: in training other modes open and close around them
         x, *rest = (*args, *kwargs.values())
         if mask is None or mask.numel() != x.shape[:-1].numel():
             return None
@@ -208,44 +256,17 @@ def _expert_inputs(weights: Sequence[Weight], sums: dict[str, Tensor], mask: Ten
 
     def after(*_: object) -> None:
         products.running = {}
+        running.close()
 
+    by_module: dict[nn.Module, list[Weight]] = {}
+    for weight in weights:
+        by_module.setdefault(weight.module, []).append(weight)
     with ExitStack() as stack:
-        for module in {weight.module: None for weight in weights}:
+        for module in by_module:
             stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
             stack.callback(module.register_forward_hook(after, always_call=True).remove)
             stack.enter_context(one_by_one(module))
-        stack.enter_context(products)
         yield
-
-
-class _ExpertProducts(TorchFunctionMode):
-    """Sees the products with slices of the stacked weights of the module that is running."""
-
-    def __init__(self, sums: dict[str, Tensor]) -> None:
-        super().__init__()
-        self.sums = sums
-        self.running: dict[int, Weight] = {}  # by where their storage begins
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if self.running and func in PRODUCTS and len(args) > 1 and all(isinstance(arg, Tensor) for arg in args[:2]):
-            weight = self.running.get(args[1].untyped_storage().data_ptr())
-            if weight is not None:
-                self._count(weight, args[0].detach(), args[1])
-        return func(*args, **(kwargs or {}))
-
-    def _count(self, weight: Weight, x: Tensor, factor: Tensor) -> None:
-        stack, inputs = weight.parameter, 1 if weight.outputs == (0, 2) else 2
-        squares = x.float().square()
-        if factor.ndim == 3:  # all experts at once: (expert, token, in)
-            found = squares.sum(1, dtype=torch.float64)
-        else:
-            number = (factor.storage_offset() - stack.storage_offset()) // stack.stride(0)
-            found = squares.new_zeros((len(stack), stack.shape[inputs]), dtype=torch.float64)
-            found[number] = squares.flatten(0, -2).sum(0, dtype=torch.float64)
-        found = found.unsqueeze(3 - inputs)
-        self.sums[weight.name] = self.sums[weight.name] + found if weight.name in self.sums else found
 
 
 PRODUCTS = (nn.functional.linear, torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__)

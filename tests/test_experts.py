@@ -4,7 +4,7 @@ import pytest
 import torch
 from families import build, inputs
 
-from prunus import NofM, PerRow, Pruner, Ramp, prune
+from prunus import NofM, OneShot, PerLayer, PerRow, Pruner, Ramp, prune
 from prunus.eligible import eligible, report
 
 FAMILIES = ("mixtral", "gpt_oss", "qwen3_moe", "deepseek_v3", "granitemoe", "jamba")
@@ -98,7 +98,8 @@ def test_experts_go_through_every_way_after_training(name, score):
     before = {key: value.clone() for key, value in model.state_dict().items()}
     result = prune(model, [batch], 0.5, score, repair=None if score else "auto")
     assert result.sparsity == pytest.approx(0.5, abs=0.01)
-    assert sum(".experts." in layer.name for layer in result.layers) == 4
+    experts = [layer for layer in result.layers if ".experts." in layer.name]
+    assert len(experts) == 4 and all((layer.error is None) == (score is not None) for layer in experts)
     result.undo_()
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
@@ -118,7 +119,61 @@ def test_experts_are_pruned_in_training_to_the_weight(name):
     assert any(".experts." in weight.name for weight in weights) and pruner.report().sparsity_of_all > 0.3
 
 
-def test_inputs_of_experts_are_not_collected_in_training_and_all_of_them_are_named():
-    model = build("mixtral")
-    with pytest.raises(ValueError, match=r"layers\.0\.mlp\.experts\.gate_up_proj.*layers\.1\.mlp\.experts\.down_proj"):
-        Pruner(model, torch.optim.AdamW(model.parameters()), score="wanda", schedule=Ramp(0.5, 0, 4))
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_wanda_ranks_experts_by_their_own_inputs_in_training(name, is_checkpointed):
+    model, batch = build(name).train(), inputs(name)
+    if is_checkpointed:
+        model.gradient_checkpointing_enable()
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)  # weights stay, so that every step sees the same inputs
+    norms = reference_norms(model, batch)
+    how, values = (
+        model.config._experts_implementation,
+        {key: model.get_parameter(key).detach().clone() for key in norms},
+    )
+    pruner = Pruner(model, optimizer, score="wanda", select=PerRow(), schedule=OneShot(0.5, 2))
+    for _ in range(3):
+        with torch.device("cpu"):  # a mode that opens and closes around the model's own products
+            model(**batch, labels=batch["input_ids"]).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert model.config._experts_implementation == how and pruner.report().sparsity == pytest.approx(0.5, abs=0.01)
+    for key, norm in norms.items():
+        dim = INPUT_DIM.get(name, 2)
+        scores = values[key].abs().movedim(dim, 2) * norm.unsqueeze(1)
+        zero = model.get_parameter(key).movedim(dim, 2) == 0
+        reached = (norm > 0).any(1)
+        lost = scores[reached].argsort(2)[..., : scores.shape[2] // 2]
+        assert zero[reached].gather(2, lost).all() and (zero.sum(2) == scores.shape[2] // 2).all()
+
+
+@pytest.mark.parametrize("select", [PerLayer(), PerRow(), NofM(2, 4)], ids=str)
+def test_experts_stored_by_inputs_are_repaired_as_those_stored_by_outputs(select):
+    """A Mixtral whose experts lie in memory as (expert, in, out) ends with the same weights."""
+    model, turned, batch = build("mixtral"), build("mixtral"), inputs("mixtral")
+    for layer in turned.model.layers:
+        _turn(layer.mlp.experts)
+    results = [prune(each, [batch], 0.5, select=select) for each in (model, turned)]
+    for one, other in zip(*(result.layers for result in results), strict=True):
+        assert one.name == other.name and other.not_repaired == one.not_repaired
+        value, found = model.get_parameter(one.name), turned.get_parameter(one.name)
+        assert torch.allclose(value, found if value.ndim == 2 else found.transpose(1, 2), rtol=1e-3, atol=1e-4)
+        assert one.error == pytest.approx(other.error, rel=1e-3) and one.error < one.mask_error
+
+
+def _turn(experts):
+    """Experts of Mixtral that hold their weights as (expert, in, out) and multiply by them as gpt_oss does."""
+    experts.is_transposed = True
+    for key, parameter in list(experts.named_parameters()):
+        experts.register_parameter(key, torch.nn.Parameter(parameter.detach().transpose(1, 2).contiguous()))
+
+    def forward(x, index, weights):
+        out = torch.zeros_like(x)
+        for expert in range(experts.num_experts):
+            token, place = torch.where(index == expert)
+            gate, up = (x[token] @ experts.gate_up_proj[expert]).chunk(2, dim=-1)
+            hidden = (experts.act_fn(gate) * up) @ experts.down_proj[expert]
+            out.index_add_(0, token, hidden * weights[token, place, None])
+        return out
+
+    experts.forward = forward

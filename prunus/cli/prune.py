@@ -36,6 +36,8 @@ class Command:
     Block after block, the solver finds which weights stay and what they must be for the outputs to stay. A named score
     gives its mask, which is repaired too. Killed, the same command goes on with the next layers.
 
+    With --experts whole experts go first, those that add least to their tokens; without --sparsity nothing else goes.
+
     The probe keeps some of what a strategy would prune, so the sparsity ends lower, unless tau is target. Its result
     is compared with the dense model and with the strategy alone at the same sparsity and scope.
     """
@@ -52,7 +54,8 @@ class Command:
     start_token: Literal["auto", "yes", "no"] = "auto"  # open every window with it; auto: as the tokenizer does to text
     score: Score = "auto"  # what makes a weight matter; auto leaves it to the repair, and is wanda without one
     scope: Scope = "auto"  # where weights are compared with each other; auto is layer, row for wanda, else global
-    sparsity: float = 0.5  # fraction of the prunable weights to remove
+    sparsity: float | None = None  # fraction of the prunable weights to remove; a half, or none beside --experts
+    experts: float | None = None  # fraction of each layer's experts to drop first, as a whole
     # how layers share the sparsity; fisher and moments by gradients, moments by those of the training run
     allocate: Literal["uniform", "depth", "erk", "fisher", "moments"] = "uniform"
     no_repair: Flag = False  # leave the weights that stay as they are
@@ -83,10 +86,13 @@ class Command:
 
 
 OF_PROBE = ("tau", "order", "reduction", "zero_gradient", "repair_probe")
+OF_PRUNING = ("score", "scope", "allocate", "no_repair", "probe", "targets", "damping", "tune", "checkpointing")
 OF_REPAIR = ("targets", "damping", "tune")
 
 
 def run(command: Command) -> None:
+    if command.sparsity is None:
+        command = replace(command, sparsity=0.5 if command.experts is None or command.scope == "2:4" else 0.0)
     if _is_written(command):  # killed after the result was in its place
         shutil.rmtree(_unfinished(command), ignore_errors=True)
         print(f"{command.out}: was written already")
@@ -98,7 +104,7 @@ def run(command: Command) -> None:
     with _working(command):
         outcome = _pruned(command)
         _write(command, outcome)
-    print_result(outcome, command.sparsity, is_probed=command.probe != "none", every_layer=command.layers)
+    print_result(outcome, command.sparsity or 0.0, is_probed=command.probe != "none", every_layer=command.layers)
     zeros = _report(command, outcome.model.model)
     print(
         f"{zeros.sparsity:.4%} of {zeros.num_prunable:,} prunable weights and {zeros.sparsity_of_all:.4%} of all "
@@ -127,7 +133,9 @@ def _check(command: Command) -> None:
     above = next(folder for folder in command.out.absolute().parents if folder.exists())
     if not (above.is_dir() and os.access(above, os.W_OK)):
         raise ValueError(f"{command.out} cannot be written: {above} is no folder that you may write to")
-    if not 0 <= command.sparsity < 1:
+    if command.experts is not None and not 0 < command.experts < 1:
+        raise ValueError(f"--experts is a fraction above 0 and below 1, got {command.experts}")
+    if command.sparsity is None or not 0 <= command.sparsity < 1:
         raise ValueError(f"sparsity must lie in [0, 1), got {command.sparsity}")
     if command.scope == "2:4" and command.sparsity != 0.5:
         raise ValueError(f"--scope 2:4 removes half, not {command.sparsity}; leave off --sparsity, or take --scope row")
@@ -136,6 +144,8 @@ def _check(command: Command) -> None:
         raise ValueError("--scope 2:4 removes half and --probe less than that; leave one off, or take --scope row")
     for option in fields(command):
         value, flag = getattr(command, option.name), f"--{option.name.replace('_', '-')}"
+        if not _prunes(command) and option.name in OF_PRUNING and value != option.default:
+            raise ValueError(f"--experts alone drops experts, and nothing reads {flag}; give --sparsity too")
         if command.probe == "none" and option.name in OF_PROBE and value != option.default:
             raise ValueError(f"without --probe nothing reads {flag}; leave it off")
         if not _repairs(command) and option.name in OF_REPAIR and value != option.default:
@@ -151,7 +161,14 @@ def _check(command: Command) -> None:
     device_of(command.device)
 
 
+def _prunes(command: Command) -> bool:
+    """Whether more is done than to drop experts."""
+    return command.experts is None or bool(command.sparsity)
+
+
 def _repairs(command: Command) -> bool:
+    if not _prunes(command):
+        return False
     return command.repair_probe if command.probe != "none" else not command.no_repair
 
 
@@ -168,6 +185,8 @@ def _score(command: Command) -> str | None:
     """The score that auto stands for; None leaves the choice to the solver."""
     if command.score != "auto":
         return command.score
+    if not _prunes(command):
+        return None
     return "wanda" if command.probe != "none" or command.no_repair else None
 
 
@@ -180,6 +199,7 @@ def _pruned(command: Command) -> "Outcome":
     from ..lab.gpu import Sampler, utilisation_reader
     from ..lab.trained_model import load_trained
     from ..oneshot import Repair, prune
+    from ..oneshot.fewer_experts import fewer_experts
     from .prune_tables import Outcome
 
     probe, score, device = _probe(command), _score(command), torch.device(command.device)
@@ -187,33 +207,45 @@ def _pruned(command: Command) -> "Outcome":
     trained = load_trained(_source(command))
     if trained.note:
         print(trained.note)
-    settings: dict[str, Any] = {"score": score, "select": _selector(command), "loss": trained.loss}
+    if command.experts is not None:
+        fewer_experts(trained.model, command.experts)  # refuses a model without experts before it is evaluated
+    common: dict[str, Any] = {"include": command.include, "exclude": command.exclude}
+    common |= {"batch_size": command.batch or None, "offload": device if command.offload else None}
+    settings: dict[str, Any] = {"score": score, "select": _selector(command), "loss": trained.loss, **common}
     if command.allocate == "moments" and not trained.moments:
         raise ValueError(
             f"--allocate moments reads Adam's second moments, and {command.model} has none: they are in a checkpoint "
             "of prunus that was trained with Adam; take --allocate fisher"
         )
     settings |= {"moments": trained.moments} if command.allocate == "moments" else {}
-    settings |= {"include": command.include, "exclude": command.exclude, "batch_size": command.batch or None}
-    settings |= {"offload": device if command.offload else None, "checkpointing": command.checkpointing}
+    settings |= {"checkpointing": command.checkpointing}
     began, measure = time.perf_counter(), _Measure(command, trained, device)
     sampler = Sampler(utilisation_reader(device) if command.profile else None)
     title = f"probe, {command.probe}" if probe else "repair" if repair else "prune"
     with sampler.running(), weights_bar(title) as progress:
         rows = {"dense": measure()}
-        more: dict[str, Any] = {"state": _unfinished(command) if repair and not probe else None, "progress": progress}
-        result = prune(trained.model, trained.batches, command.sparsity, probe=probe, repair=repair, **settings, **more)
-        reached = measure()
-        if probe is not None:
-            result.undo_()
-            alone = prune(trained.model, trained.batches, result.sparsity, repair=None, **settings)
-            rows[f"{score} alone"] = measure()
-            alone.undo_()
-            result.apply_()
-        if repair is not None:
-            with result.masks_alone():
-                rows["masks alone"] = measure()
-    rows["repaired" if repair else "probed" if probe else score or ""] = reached
+        dropping = result = None
+        if command.experts is not None:
+            dropping = result = prune(trained.model, trained.batches, experts=command.experts, **common)
+            rows["experts dropped"] = measure()
+        if result is None or _prunes(command):
+            more: dict[str, Any] = {"state": _unfinished(command) if repair and not probe else None}
+            more |= {"probe": probe, "repair": repair, "progress": progress}
+            result = prune(trained.model, trained.batches, command.sparsity, **settings, **more)
+            reached = measure()
+            if probe is not None:
+                result.undo_()
+                alone = prune(trained.model, trained.batches, result.sparsity, repair=None, **settings)
+                rows[f"{score} alone"] = measure()
+                alone.undo_()
+                result.apply_()
+            if repair is not None:
+                with result.masks_alone():
+                    rows["masks alone"] = measure()
+            rows["repaired" if repair else "probed" if probe else score or ""] = reached
+    if dropping is not None and result is not dropping:
+        result.experts, result.parts = dropping.experts, dropping.parts | result.parts
+        result.seconds, result.forwards = result.seconds + dropping.seconds, result.forwards + dropping.forwards
     outcome = Outcome(trained, result, rows, score)
     if not command.profile:
         return outcome
@@ -255,27 +287,26 @@ class _Measure:
     """Returns sparsity and metric of the model as it is now; the clock sums up the time that takes."""
 
     def __init__(self, command: Command, trained: "TrainedModel", device: "torch.device") -> None:
-        from ..eligible import eligible
         from ..oneshot.resources import Clock
 
         self.command, self.trained, self.device, self.clock = command, trained, device, Clock(device)
-        self.eligible = eligible(trained.model, command.include, command.exclude)
 
     def __call__(self) -> dict[str, float]:
-        from ..eligible import report
-
         with self.clock.part("evaluation"), self._offloaded():
-            zeros = report(self.trained.model, self.eligible).sparsity
-            return {"sparsity": zeros, self.trained.metric: self.trained.evaluate(self.trained.model)}
+            zeros = _report(self.command, self.trained.model)
+            size = {} if self.command.experts is None else {"parameters": zeros.num_parameters}
+            return size | {"sparsity": zeros.sparsity, self.trained.metric: self.trained.evaluate(self.trained.model)}
 
     def _offloaded(self) -> AbstractContextManager[Any]:
         from contextlib import nullcontext
 
+        from ..eligible import eligible
         from ..oneshot.offload import Offload
 
         if not self.command.offload:
             return nullcontext()
-        return Offload(self.trained.model, self.eligible.weights, self.device).open()
+        weights = eligible(self.trained.model, self.command.include, self.command.exclude).weights
+        return Offload(self.trained.model, weights, self.device).open()
 
 
 def _profile(
@@ -299,7 +330,8 @@ def _source(command: Command) -> "ModelSource":
 
     known = {field.name: getattr(command, field.name) for field in fields(ModelSource) if hasattr(command, field.name)}
     if command.samples is None:
-        known |= {"samples": 128, "at_most": True} if _repairs(command) else {"samples": 32}
+        many = _repairs(command) or command.experts is not None
+        known |= {"samples": 128, "at_most": True} if many else {"samples": 32}
     return ModelSource(**known)
 
 
@@ -348,6 +380,8 @@ def _figures(command: Command, outcome: "Outcome") -> dict[str, Any]:
         "layers": layers,
         "peak_bytes": result.peak_bytes,
     } | cost
+    if result.experts is not None:
+        found["experts"] = [asdict(layer) for layer in result.experts.layers]
     return found | ({} if profile is None else {"profile": asdict(profile) | {"advice": advice(profile)}})
 
 

@@ -9,10 +9,11 @@ from rich.table import Table
 
 from ..lab.gpu import GIB
 from ..lab.trained_model import TrainedModel
-from ..oneshot import Layer, Result
+from ..oneshot import DroppedExperts, ExpertLayer, Layer, Result
 from .console import print, wide_console
 
 PARTS = {
+    "experts": "how much each expert adds to its tokens",
     "strategy": "input norms or gradients, and the choice of candidates",
     "forwards": "passes over the samples, dense and pruned",
     "grams": "products of the layers' inputs",
@@ -110,13 +111,17 @@ def print_result(outcome: Outcome, asked: float, *, is_probed: bool, every_layer
     """One table of the weights and one of the models; ``asked`` is the sparsity asked for."""
     result, rows, metric = outcome.result, outcome.rows, outcome.model.metric
     table = Table(title="on held-out data")
-    for heading in ("model", "sparsity", metric):
+    size = ["parameters"] if result.experts is not None else []
+    for heading in ("model", *size, "sparsity", metric):
         table.add_column(heading)
     for name, row in rows.items():
         name = "as it came" if name == "dense" and row["sparsity"] else name
-        table.add_row(name, f"{row['sparsity']:.4%}", f"{row[metric]:.4f}")
+        table.add_row(name, *(f"{row[key]:,}" for key in size), f"{row['sparsity']:.4%}", f"{row[metric]:.4f}")
     console = wide_console()
-    console.print(_layers(result, is_probed=is_probed) if every_layer else _kinds(result.layers))
+    if result.experts is not None:
+        console.print(_experts(result.experts, every_one=every_layer))
+    if rows.keys() - {"dense", "experts dropped"}:
+        console.print(_layers(result, is_probed=is_probed) if every_layer else _kinds(result.layers))
     console.print(table)
     if result.tuned:
         num = sum(found.helped for found in result.tuned.values())
@@ -160,6 +165,23 @@ def _kinds(layers: Sequence[Layer]) -> Table:
             before, after = ([error or 0.0 for error in each] for each in zip(*errors, strict=True))
             cells += [f"{sum(before) / len(before):.4f}", f"{sum(after) / len(after):.4f}", f"{max(after):.4f}"]
         table.add_row(*cells)
+    return table
+
+
+def _experts(experts: DroppedExperts, *, every_one: bool) -> Table:
+    """Which experts of each layer went, by their importance; ``every_one`` shows that of the others too."""
+    table = Table(title="dropped experts (importance: router weight times norm of output, mean over tokens)")
+    for heading in ("layer", "number", "dropped", "importance of those that stay"):
+        table.add_column(heading, justify="right" if heading == "number" else "left")
+
+    def listed(layer: ExpertLayer, numbers: Sequence[int]) -> str:
+        return ", ".join(f"{number} ({layer.importance[number]:.4g})" for number in numbers)
+
+    for layer in experts.layers:
+        stay = [layer.importance[number] for number in layer.kept]
+        shown = listed(layer, layer.kept) if every_one else f"{min(stay):.4g} to {max(stay):.4g}"
+        number = f"{len(layer.dropped)} of {len(layer.importance)}"
+        table.add_row(layer.name, number, listed(layer, layer.dropped), shown)
     return table
 
 

@@ -1,5 +1,6 @@
 """Pruning after training: by a strategy, with or without the gradient probe, and the search for how far to go."""
 
+from .drop_experts import DroppedExperts, ExpertLayer
 from .limit import Bisection, Levels, Limit, SearchOptions, Trial, Tune
 from .options import Distill, Repair
 from .probe import Probe
@@ -10,6 +11,8 @@ from .search import search
 __all__ = [
     "Bisection",
     "Distill",
+    "DroppedExperts",
+    "ExpertLayer",
     "Found",
     "Layer",
     "Levels",

@@ -1,6 +1,6 @@
-"""Experts whose weights are stacked in one tensor (expert, out, in): what each of them reads in a pass.
+"""Experts whose weights are stacked in one tensor, (expert, out, in) or (expert, in, out): what each reads in a pass.
 
-A stacked weight is found in the calls of ``linear`` that read a slice of it, so nothing rests on names of modules.
+A stacked weight is found in the products that read a slice of it, so nothing rests on names of modules.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,14 +8,14 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from ..eligible import Weight
+from ..input_statistics import PRODUCTS
 
 
 def is_stacked(weight: Weight) -> bool:
-    return weight.parameter.ndim == 3 and weight.outputs == (0, 1)
+    return weight.parameter.ndim == 3 and weight.outputs in ((0, 1), (0, 2))
 
 
 class ExpertInputs(TorchFunctionMode):
@@ -29,7 +29,7 @@ class ExpertInputs(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is F.linear and len(args) > 1:
+        if func in PRODUCTS and len(args) > 1 and isinstance(args[1], Tensor):
             x, weight = args[:2]
             same = weight.untyped_storage().data_ptr() == self.parameter.untyped_storage().data_ptr()
             if same and weight.shape == self.parameter.shape[1:]:

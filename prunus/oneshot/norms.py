@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from ..eligible import holds_experts
-from ..input_statistics import InputNorms
+from ..input_statistics import InputNorms, fill_unreached_
 from .blocks import replaced
 from .resources import is_out_of_memory
 from .samples import Chunk, mask_of
@@ -40,11 +39,7 @@ def input_norms(walk: Walk) -> "Norms":
         )
     homes = {weight.name: weight.parameter.device for weight in walk.weights}
     norms = {name: squares.sqrt().to(homes[name], torch.float32) for name, squares in reader.sums.items()}
-    mean = torch.stack([norm.mean().cpu() for norm in norms.values()]).mean() if norms else torch.ones(())
-    for weight in walk.weights:
-        if holds_experts(weight.module, weight.parameter) and weight.name in norms:
-            norm = norms[weight.name]  # an expert that no token reached is pruned by its weights alone
-            norms[weight.name] = torch.where((norm == 0).all(2, True).all(1, True), mean.to(norm), norm)
+    mean = fill_unreached_(norms, walk.weights)
     if left:
         warnings.warn(
             f"the model uses {', '.join(left)} without calling their modules, so that their inputs are not seen; "

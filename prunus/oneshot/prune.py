@@ -16,6 +16,7 @@ from ..input_statistics import eagerly
 from ..ops import bits
 from ..ranks import is_dtensor
 from ..select import Global, PerLayer, Quota, Selector, Shape, clipped
+from .drop_experts import drop_experts_
 from .limit import Progress
 from .options import Repair
 from .probe.engine import Engine
@@ -24,6 +25,7 @@ from .probe.prober import Finished, Probe, Probed, Prober
 from .repair import RepairWalk
 from .resources import Clock, Peak
 from .result import Result
+from .samples import check_batches
 from .samples import fingerprint as samples_hash
 from .solver import keep, keep_all_but
 from .state import RepairState
@@ -44,6 +46,7 @@ def prune(
     moments: Mapping[str, Tensor] | None = None,
     include: str | Sequence[str] = (),
     exclude: str | Sequence[str] = (),
+    experts: float | None = None,
     batch_size: int | None = None,
     offload: str | torch.device | None = None,
     checkpointing: bool = False,
@@ -64,6 +67,10 @@ def prune(
     ``select`` defaults to ``PerLayer`` without a score, to ``PerRow`` for wanda and to ``Global`` for the rest.
     ``PerLayer("moments")`` reads ``moments``, the ``exp_avg_sq`` that Adam kept of each weight in training, by name.
 
+    ``experts`` drops ``round(experts * E)`` of the E experts of each layer first, those that matter least on the
+    batches (REAP), with the router's rows: the model gets smaller, and its configuration says so. Without a
+    ``sparsity`` nothing else is pruned. ``result.experts`` says which ones went, and why.
+
     A probe keeps some of what the strategy proposes, so the sparsity ends below the one asked for, unless its tau is
     ``target``; nothing is repaired then unless ``repair`` says so. With ``offload``, a device, the model's blocks are
     moved there one at a time, and everything else stays there until the end: the masks are the same. With
@@ -74,13 +81,34 @@ def prune(
     The model comes back in its mode and with its buffers, but for batch norms, whose statistics a repair renews; after
     an exception with its weights too.
     """
-    score, repair = method(batches, score, probe, repair)
-    plan = Plan(score, select, loss, include, exclude, batch_size, offload, checkpointing, repair, moments or {})
-    job = Job(model, batches, plan)
     if sparsity is None:
-        sparsity = getattr(select, "sparsity", None) or 0.5
-    with job.open():
-        return job.prune(sparsity, probe, Start(state=state), progress=progress)
+        sparsity = getattr(select, "sparsity", None) or (0.5 if experts is None else 0.0)
+    dropped, began = None, time.perf_counter()
+    if experts is not None:
+        if not sparsity:
+            given = {"score": score, "select": select, "probe": probe, "repair": None if repair == "auto" else repair}
+            if unread := [name for name, value in given.items() if value is not None]:
+                raise ValueError(f"experts are dropped and nothing else, so nothing reads {unread[0]}; give a sparsity")
+            repair = None
+        check_batches(batches)
+        batches, inner = list(batches), unwrapped_model(model)
+        walk = Walk(inner, eligible(inner, include, exclude).weights, batches, offload)
+        dropped = drop_experts_(walk, experts, batch_size)
+    dropping = time.perf_counter() - began
+    try:
+        score, repair = method(batches, score, probe, repair)
+        plan = Plan(score, select, loss, include, exclude, batch_size, offload, checkpointing, repair, moments or {})
+        job = Job(model, batches, plan)
+        with job.open():
+            result = job.prune(sparsity, probe, Start(state=state), progress=progress)
+    except BaseException:
+        if dropped is not None:
+            dropped.undo_()
+        raise
+    if dropped is not None:
+        result.experts, result.parts["experts"] = dropped, dropping
+        result.seconds, result.forwards = result.seconds + dropping, result.forwards + dropped.forwards
+    return result
 
 
 def method(

@@ -197,8 +197,7 @@ class RepairWalk:
         known = [part or _no_moments(next(iter(weights.values()))) for part in moments]
         for name, parts in self._solved(weights, known, repairs, is_stack).items():
             value, mask = (torch.cat(each) for each in zip(*((part.weight, part.mask) for part in parts), strict=True))
-            shape, module = self.weights[name].parameter.shape, self.weights[name].module
-            self._replace(name, from_matrix(module, value, shape), bits.pack(from_matrix(module, mask, shape)))
+            self._replace(name, self._from_matrix(name, value), bits.pack(self._from_matrix(name, mask)))
             energy = sum(part.energy for part in parts) or 1.0
             self.found[name] = LayerRepair(
                 mask_error=sum(part.mask_error * part.energy for part in parts) / energy,
@@ -238,9 +237,16 @@ class RepairWalk:
 
     def _matrix(self, name: str, tensor: Tensor) -> Tensor:
         """A tensor of a weight's shape as (out, in); the rows of stacked experts follow each other."""
+        weight = self.weights[name]
         if name in self.streams.stacked:
-            return tensor.flatten(0, 1).to(self.walk.device)
-        return as_matrix(self.weights[name].module, tensor).to(self.walk.device)
+            return tensor.movedim(weight.outputs or (), (0, 1)).flatten(0, 1).to(self.walk.device)
+        return as_matrix(weight.module, tensor).to(self.walk.device)
+
+    def _from_matrix(self, name: str, matrix: Tensor) -> Tensor:
+        weight = self.weights[name]
+        if name in self.streams.stacked:
+            return matrix.unflatten(0, (len(weight.parameter), -1)).movedim((0, 1), weight.outputs or ())
+        return from_matrix(weight.module, matrix, weight.parameter.shape)
 
     def _mask(self, name: str, packed: Mapping[str, Tensor]) -> Tensor:
         return self._matrix(name, bits.unpack(packed[name], self.weights[name].parameter.shape))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..eligible import Weight
 from ..masks import Masks
 from ..ops import bits
+from .drop_experts import DroppedExperts
 from .limit import Trial
 from .probe.decide import Ratios, Tau, check_tau, is_allowed, taus
 from .repair import LayerRepair
@@ -59,6 +60,7 @@ class Result:
     repairs: dict[str, LayerRepair] = field(default_factory=dict)
     tuned: dict[int, Tuned] = field(default_factory=dict)  # by block
     tuned_whole: Tuned | None = None
+    experts: DroppedExperts | None = None  # that are gone as a whole
     repair_again: "Callable[[Result], None] | None" = None  # repairs the dense model by other masks of the probe
     _repaired: dict[Tensor, Tensor] = field(default_factory=dict)  # values that ``undo_`` took back
 
@@ -94,14 +96,22 @@ class Result:
         return 1 - sum(int(bits.count(self._live(name))) for name in self.weights) / self.num_weights
 
     def undo_(self) -> None:
-        """Give every changed weight its old value, bit for bit."""
+        """Give every changed weight its old value, bit for bit, and put dropped experts back."""
+        self._undo_weights_()
+        if self.experts is not None:
+            self.experts.undo_()
+
+    def _undo_weights_(self) -> None:
+        """The same for the weights that are there, with the experts dropped."""
         self._repaired = self.originals.replaced() or self._repaired
         self.originals.restore_()
+        if self.experts is not None:
+            self.experts.apply_()
 
     @torch.no_grad()
     def apply_(self) -> None:
         """Prune again what ``undo_`` restored."""
-        self.undo_()
+        self._undo_weights_()
         for tensor, values in self._repaired.items():
             self.originals.save_all(tensor)
             tensor.detach().copy_(values)
@@ -114,7 +124,7 @@ class Result:
     @contextmanager
     def masks_alone(self) -> Iterator[None]:
         """The dense weights under the masks, without their repair, while this is open."""
-        self.undo_()
+        self._undo_weights_()
         masks = Originals()
         try:
             for name, weight in self.weights.items():
@@ -143,7 +153,7 @@ class Result:
         if self.repair_again is None:
             self.apply_()
         else:
-            self.undo_()
+            self._undo_weights_()
             self.repair_again(self)
         self.taus = self._taus(tau, base)
 

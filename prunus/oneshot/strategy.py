@@ -71,7 +71,7 @@ class Strategy:
             raise ValueError(f"select is a selector such as PerRow(), got {select!r}")
         self.row = checked(score)
         if self.row and "input_norm" in self.row.reads:
-            check_inputs(self.weights, takes_experts=True)
+            check_inputs(self.weights)
         self._norms: dict[str, Tensor] | None = None
         self._squares: dict[str, Tensor] | None = None
 

@@ -31,7 +31,7 @@ SHARE = 0.25  # of the free memory that each of them may take, and the activatio
 class Streams:
     """Runs the model from the block where both streams stand.
 
-    ``modules`` are the modules that hold each plain weight, ``stacked`` those weights (expert, out, in) that one module
+    ``modules`` are the modules that hold each plain weight, ``stacked`` those weights of all experts that one module
     holds. Groups are in the order in which the model calls them.
     """
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import distributed, page, probe, repair_page
+from benchmarks import distributed, experts, page, probe, repair_page
 from benchmarks.__main__ import COMMANDS, main
 
 ROOT = Path(page.__file__).parents[1]
@@ -15,6 +15,7 @@ ROOT = Path(page.__file__).parents[1]
     [
         ("benchmarks", "results", lambda folder, text: page.page(folder)),
         ("distributed", "results", distributed.page),
+        ("experts", "results", lambda folder, text: experts.page(folder)),
         ("repair", "results", lambda folder, text: repair_page.page(folder)),
         ("probe", "evidence", lambda folder, text: probe.page(folder)),
     ],

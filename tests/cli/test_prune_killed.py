@@ -18,18 +18,22 @@ import numpy as np
 import torch
 from kills import Victim, torture
 from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 torch.set_num_threads(1)
 home = Path(sys.argv[1])
 torch.manual_seed(0)
 size = dict(vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4)
-LlamaForCausalLM(LlamaConfig(**size, max_position_embeddings=32)).save_pretrained(home / "model")
+experts = sys.argv[2] == "experts"
+size |= dict(max_position_embeddings=32, **dict(num_local_experts=4, num_key_value_heads=2) if experts else {})
+model = MixtralForCausalLM(MixtralConfig(**size)) if experts else LlamaForCausalLM(LlamaConfig(**size))
+model.save_pretrained(home / "model")
 np.random.default_rng(0).integers(0, 40, 400).astype("<u2").tofile(home / "tokens.u16")
 data = f"--tokens {home}/tokens.u16 --eval-tokens {home}/tokens.u16 --samples 4 --length 12 --eval-windows 6".split()
 
 def args(out):
-    return ["prune", str(home / "model"), *data, "--out", str(out)]
+    more = ["--experts", "0.25", "--sparsity", "0.5"] if experts else []
+    return ["prune", str(home / "model"), *data, "--out", str(out), *more]
 
 def found(out):
     result = json.loads((out / "result.json").read_text())
@@ -41,12 +45,13 @@ print(json.dumps(torture("prune", Victim(args, found), home, 200, random.Random(
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment_it_goes_on_and_leaves_the_same_bits_and_nothing_else(tmp_path):
+@pytest.mark.parametrize("what", ["weights", "experts"])
+def test_killed_at_any_moment_it_goes_on_and_leaves_the_same_bits_and_nothing_else(tmp_path, what):
     pytest.importorskip("transformers")
     folders = os.pathsep.join(str(TESTS / name) for name in ("", "fuzz", "torture"))
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([folders, environment.get("PYTHONPATH", "")])
-    command = [sys.executable, "-c", KILLS, str(tmp_path)]
+    command = [sys.executable, "-c", KILLS, str(tmp_path), what]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment)
     assert done.returncode == 0, done.stderr
     counts = json.loads(done.stdout.splitlines()[-1])

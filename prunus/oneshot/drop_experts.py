@@ -1,0 +1,227 @@
+"""Whole experts that go: those of each layer that add least to its output, with the router's rows."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..input_statistics import eagerly, one_by_one
+from .fewer_experts import FewerExperts, fewer_experts
+from .order import can_batch
+from .samples import Chunk, mask_of
+from .walk import Walk, outputs
+
+SIZE = {"cpu": 4, "cuda": 32}  # samples of a pass
+Added = list[tuple[int, Tensor]]  # an expert, and how much it adds to each of its tokens
+
+
+@dataclass(frozen=True)
+class ExpertLayer:
+    """The experts of one layer, by their numbers in the dense model.
+
+    ``importance`` is the mean, over the tokens routed to an expert, of its router weight times the norm of its output
+    (REAP, Lasby et al. 2025, https://arxiv.org/abs/2510.13999); 0 for an expert that no token reached.
+    """
+
+    name: str
+    importance: tuple[float, ...]
+    num_tokens: tuple[int, ...]
+    dropped: tuple[int, ...]
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        return tuple(expert for expert in range(len(self.importance)) if expert not in self.dropped)
+
+
+@dataclass
+class _Cut:
+    """A tensor with a slice for each expert along ``dim``, and the smaller one that takes its place in a module."""
+
+    home: dict[str, Any]  # parameters or buffers of the module
+    key: str
+    dim: int
+    keep: Tensor
+    drop: Tensor
+    whole: Tensor
+    small: Tensor
+    removed: Tensor | None = None  # in main memory, while the small one is in place
+
+    def apply_(self) -> None:
+        whole = self.whole.data
+        self.removed = whole.index_select(self.dim, self.drop.to(whole.device)).cpu()
+        self.small.data = whole.index_select(self.dim, self.keep.to(whole.device))
+        self.whole.data = whole.new_empty(0)
+        self.home[self.key] = self.small
+
+    def undo_(self) -> None:
+        assert self.removed is not None
+        small, shape = self.small.data, list(self.small.shape)
+        shape[self.dim] += len(self.drop)
+        whole = small.new_empty(shape)
+        for experts, values in ((self.keep, small), (self.drop, self.removed)):
+            whole.index_copy_(self.dim, experts.to(small.device), values.to(small.device))
+        self.whole.data, self.removed = whole, None
+        self.small.data = small.new_zeros(()).expand(small.shape)  # its shape, without its memory
+        self.home[self.key] = self.whole
+
+
+@dataclass(repr=False)
+class DroppedExperts:
+    """Which experts of each layer went, and why. What was removed is in main memory, so that it can come back."""
+
+    layers: list[ExpertLayer]
+    forwards: int = 0  # forward passes of one sample
+    _cuts: list[_Cut] = field(default_factory=list)
+    _numbers: list[tuple[Any, str, Any, Any]] = field(default_factory=list)  # owner, attribute, before and after
+    _is_applied: bool = False
+
+    def __repr__(self) -> str:
+        return f"DroppedExperts({self.num_dropped:,} of {self.num_experts:,} in {len(self.layers)} layers)"
+
+    @property
+    def num_experts(self) -> int:
+        return sum(len(layer.importance) for layer in self.layers)
+
+    @property
+    def num_dropped(self) -> int:
+        return sum(len(layer.dropped) for layer in self.layers)
+
+    def apply_(self) -> None:
+        """Drop the experts, unless they are dropped already."""
+        if not self._is_applied:
+            for cut in self._cuts:
+                cut.apply_()
+            for owner, key, _, after in self._numbers:
+                setattr(owner, key, after)
+        self._is_applied = True
+
+    def undo_(self) -> None:
+        """Put the experts back, bit for bit."""
+        if self._is_applied:
+            for cut in self._cuts:
+                cut.undo_()
+            for owner, key, before, _ in self._numbers:
+                setattr(owner, key, before)
+        self._is_applied = False
+
+
+def drop_experts_(walk: Walk, fraction: float, size: int | None = None) -> DroppedExperts:
+    """Drop ``round(fraction * E)`` of the E experts of each layer: those that are least important on the samples.
+
+    Where routing first chooses among groups of experts, each group loses as many. Of equal experts the first goes.
+    """
+    if isinstance(fraction, bool) or not isinstance(fraction, Real) or not 0 < fraction < 1:
+        raise ValueError(f"experts is the fraction of them to drop, above 0 and below 1, got {fraction!r}")
+    plan = fewer_experts(walk.model, float(fraction))
+    with walk.open(), eagerly(), torch.no_grad():
+        importance = _Importance(walk, plan)
+        importance.collect(size)
+    found = without_experts(walk.model, plan, [importance.layer(name) for name in plan.layers])
+    found.forwards = importance.forwards
+    found.apply_()
+    return found
+
+
+def without_experts(model: nn.Module, plan: FewerExperts, layers: Sequence[ExpertLayer]) -> DroppedExperts:
+    """What takes the place of the model's tensors and numbers where the dropped experts are gone; not applied yet."""
+    found, by_name = DroppedExperts(list(layers)), {layer.name: layer for layer in layers}
+    for name, (layer, dim) in plan.slices.items():
+        path, _, key = name.rpartition(".")
+        module = model.get_submodule(path)
+        home: dict[str, Any] = module._parameters if key in module._parameters else module._buffers
+        whole = home[key]
+        small = whole.detach().new_empty(0)
+        if isinstance(whole, nn.Parameter):
+            small = nn.Parameter(small, whole.requires_grad)
+        keep, drop = torch.tensor(by_name[layer].kept), torch.tensor(by_name[layer].dropped)
+        found._cuts.append(_Cut(home, key, dim, keep, drop, whole, small))
+    found._numbers = [(owner, key, getattr(owner, key), after) for owner, key, after in plan.numbers]
+    return found
+
+
+class _Importance:
+    """Sums up what each expert adds to the tokens that are routed to it."""
+
+    def __init__(self, walk: Walk, plan: FewerExperts) -> None:
+        self.walk, self.plan = walk, plan
+        self.forwards = 0
+        self.sums, self.num_tokens = (
+            {name: torch.zeros(plan.num_experts, dtype=torch.float64) for name in plan.layers} for _ in range(2)
+        )
+        self._added: dict[str, Added] = {}  # in this pass
+        self._mask: Tensor | None = None
+
+    def collect(self, size: int | None) -> None:
+        size = (size or SIZE.get(self.walk.device.type, 4)) if can_batch(self.walk) else 1
+        with ExitStack() as stack:
+            for name in self.plan.layers:
+                module = self.walk.model.get_submodule(name)
+                stack.enter_context(one_by_one(module))
+                hook = module.register_forward_pre_hook(self._hook(name), with_kwargs=True)
+                stack.callback(hook.remove)
+            self.walk.visit(size, self._pass, self._add)
+
+    def _pass(self, chunk: Chunk) -> dict[str, Added]:
+        batch = self.walk.batch(chunk)
+        self._added, self._mask = {}, mask_of(batch)
+        outputs(self.walk.model, batch)
+        return self._added
+
+    def _add(self, chunk: Chunk, added: Mapping[str, Added]) -> None:
+        self.forwards += chunk.size
+        for name, parts in added.items():
+            for expert, amounts in parts:
+                self.sums[name][expert] += amounts.sum(dtype=torch.float64).cpu()
+                self.num_tokens[name][expert] += len(amounts)
+
+    def _hook(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            x, *routes = (*args, *kwargs.values())
+            read = self._routed if routes else self._all_tokens
+            self._added.setdefault(name, []).extend(read(module, x.flatten(0, -2), *routes))
+
+        return hook
+
+    def _routed(self, module: nn.Module, x: Tensor, index: Tensor, weights: Tensor) -> Added:
+        """Each expert runs by itself on the tokens that ``index`` (token, choice) sends to it."""
+        self.plan.check_routing(index.shape[-1])
+        index, weights = index.flatten(0, -2), weights.flatten(0, -2)
+        counted, found = self._counted(len(x)), []
+        for expert in range(self.plan.num_experts):
+            token, place = ((index == expert) & counted[:, None]).nonzero(as_tuple=True)
+            if len(token):
+                alone, one = index.new_full((len(token), 1), expert), weights.new_ones((len(token), 1))
+                norms = module.forward(x[token], alone, one).flatten(0, -2).float().norm(dim=-1)
+                found.append((expert, norms * weights[token, place].float().abs()))
+        return found
+
+    def _all_tokens(self, module: nn.Module, x: Tensor) -> Added:
+        """Llama 4: each expert reads every token times its router weight, which is 0 where it is not routed there."""
+        x = x.unflatten(0, (self.plan.num_experts, -1))
+        norms = module.forward(x.flatten(0, 1)).view(x.shape).float().norm(dim=-1)
+        is_routed = x.any(-1)
+        self.plan.check_routing(int(is_routed.sum(0).max()))
+        return [(expert, norms[expert][where]) for expert, where in enumerate(is_routed & self._counted(x.shape[1]))]
+
+    def _counted(self, num: int) -> Tensor:
+        """Which of ``num`` tokens the attention mask admits."""
+        if self._mask is None or self._mask.numel() != num:
+            return torch.ones(num, dtype=torch.bool, device=self.walk.device)
+        return self._mask.flatten().bool()
+
+    def layer(self, name: str) -> ExpertLayer:
+        """What was found for one layer, and which of its experts go."""
+        plan, num_tokens = self.plan, self.num_tokens[name]
+        importance = self.sums[name] / num_tokens.clamp(min=1)
+        if not num_tokens.any():
+            raise ValueError(f"no sample reached the experts of {name}; give samples that do")
+        if not importance.isfinite().all():
+            raise ValueError(f"the experts of {name} have outputs that are not finite; look at the samples")
+        order = importance.view(plan.num_groups, -1).argsort(dim=1, stable=True)
+        first = torch.arange(0, plan.num_experts, order.shape[1])[:, None]  # expert of each group
+        dropped = (first + order[:, : plan.num_dropped // plan.num_groups]).flatten().sort().values
+        return ExpertLayer(name, tuple(importance.tolist()), tuple(map(int, num_tokens)), tuple(dropped.tolist()))
