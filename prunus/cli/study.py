@@ -16,11 +16,12 @@ from ..lab.study.merge import merge
 from ..lab.study.results import summary, update
 from ..lab.study.study_folder import Folder
 from ..lab.study.study_plan import StudyPlan, data_digests, key_of, make_plan, num_examples, only
-from ..lab.study.tables import HEADINGS, cells_of, notes_of, page, title_of
+from ..lab.study.tables import HEADINGS, cells_of, notes_of, page, title_of, verdict_lines
 from .console import print, wide_console
 
-READ = {"merge": ("out", "slim"), "show": ("out",), "page": ("page",)}  # options that each word reads
-PAGED = ("study.json", "compile.json")  # files of a folder that the page has a section for
+READ = {"merge": ("out", "slim"), "show": ("out",), "page": ("out", "page")}  # options that each word reads
+LEFT_OUT = ("time per run", "budget", "zeros", "overlap")  # columns that a narrow terminal does without, in this order
+MIN_ARM, WIDE_ARM = 9, 24  # letters of a name that stay in one line in a narrow and in a wide terminal
 Texts = tyro.conf.UseAppendAction[tuple[str, ...]]
 
 
@@ -30,7 +31,7 @@ class Command:
 
     The same command again continues with what is not finished; more arms, sparsities or seeds extend the study.
     prunus study merge A B --out C joins studies of several machines, prunus study show A prints the table,
-    prunus study page A B writes docs/results.md, of all in studies/ if none is named.
+    prunus study page A writes it as Markdown into A/results.md (of several studies, into --page).
     """
 
     words: tyro.conf.Positional[tuple[str, ...]] = ()  # merge, show or page, and the folders of studies
@@ -50,7 +51,7 @@ class Command:
     save_every: int = 0  # steps from one checkpoint to the next, to resume an interrupted run; 0: none
     keep_checkpoints: bool = False  # keep the last checkpoint of every run
     slim: bool = False  # merge: all runs in one file, runs.jsonl, without masks and with thinned curves
-    page: Path = Path("docs/results.md")  # page: file to write
+    page: Path | None = None  # page: Markdown file to write; of one study, results.md in its folder
     dry_run: bool = False  # print the plan and an estimate
 
 
@@ -67,10 +68,13 @@ def run(command: Command) -> None:
         for folder in map(Folder, folders or [command.out]):
             print_table(summary(folder, folder.plan()))
     elif what == "page":
-        text = page(folders or sorted({path.parent for name in PAGED for path in Path("studies").glob(f"*/{name}")}))
-        command.page.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(command.page, lambda file: file.write(text.encode()))
-        print(f"{command.page} written")
+        folders = folders or [command.out]
+        if command.page is None and len(folders) > 1:
+            raise ValueError(f"a page of {len(folders)} studies needs a name: --page FILE.md")
+        path, text = command.page or folders[0] / "results.md", page(folders)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, lambda file: file.write(text.encode()))
+        print(f"{path} written")
     else:
         _run(command, started)
 
@@ -171,20 +175,24 @@ def _seeds(text: str) -> tuple[int, ...]:
 
 
 def print_table(values: Mapping[str, Any]) -> None:
-    """One line an arm and sparsity, then what failed or does not count."""
-    console = wide_console()
+    """One line an arm and sparsity, as many columns as fit; then verdicts, and what failed or does not count."""
+    console, rows = wide_console(), [cells_of(row) for row in values["rows"]]
+    wide = {name: max(len(cells[name]) for cells in [{name: name}, *rows]) for name in HEADINGS}
+    columns, arm = list(HEADINGS), min(wide["arm"], WIDE_ARM)
+    for column in LEFT_OUT:
+        if arm + sum(wide[name] + 3 for name in columns[1:]) + 4 > console.width:
+            columns.remove(column)
+    arm = max(MIN_ARM, min(arm, console.width - 4 - sum(wide[name] + 3 for name in columns[1:])))
     table = Table(title=title_of(values))
-    for number, heading in enumerate(HEADINGS):
-        table.add_column(heading, justify="left" if number in (0, len(HEADINGS) - 1) else "right")
-    before = None
-    for row in values["rows"]:
-        if before is not None and row["sparsity"] != before:
-            table.add_section()
-        before = row["sparsity"]
-        table.add_row(*cells_of(row))
+    table.add_column("arm", min_width=arm, overflow="fold")  # a long name takes several lines
+    for heading in columns[1:]:
+        table.add_column(heading, justify="right", no_wrap=True)
+    sparsities = [row["sparsity"] for row in values["rows"]]
+    for cells, here, after in zip(rows, sparsities, [*sparsities[1:], None], strict=True):
+        table.add_row(*(cells[heading] for heading in columns), end_section=here != after)
     console.print(table)
-    for note in notes_of(values):
-        console.print(note, highlight=False, soft_wrap=True)
+    for line in [*verdict_lines(values), *notes_of(values, columns)]:
+        console.print(line, highlight=False, soft_wrap=not console.is_terminal)
 
 
 def print_plan(folder: Folder, plan: StudyPlan) -> None:

@@ -19,7 +19,7 @@ from prunus.lab.study.results import summary
 from prunus.lab.study.runner import Options, Worker
 from prunus.lab.study.study_folder import Folder, jaccard, save_masks
 from prunus.lab.study.study_plan import make_plan
-from prunus.lab.study.tables import cells_of, page
+from prunus.lab.study.tables import cells_of, page, verdict_of
 from prunus.lab.trainer import train
 
 ROOT = Path(__file__).parents[2]
@@ -57,7 +57,7 @@ def test_a_run_that_diverged_or_read_other_data_counts_nowhere(lost, quality, co
     said = {entry["arm"]: entry["message"] for entry in found["off_target"]}
     assert said["bitter7"] == f"the training diverged: its {lost} is not finite"
     assert said["magnitude"] == said["bitter1"] == "it was made with other data than the study's"
-    assert all(len(text) < 200 for row in found["rows"] for text in cells_of(row))
+    assert all(len(text) < 200 for row in found["rows"] for text in (*cells_of(row).values(), verdict_of(row)))
     json.dumps(found, allow_nan=False)
 
 
@@ -112,7 +112,7 @@ def test_recipes_are_compared_with_dense_and_magnitude_of_their_own(copy, base):
     assert found["dense fast"]["against"] == "dense"
     assert fast["cost"]["mean"] == pytest.approx(fast["mean"] - found["dense fast"]["mean"])
     assert slow["cost"] is None and slow["overlap"] is None, "no run of that recipe to compare with"
-    assert "(against magnitude; lr differs too)" in " ".join(cells_of(slow))
+    assert "(against magnitude; lr differs too)" in verdict_of(slow)
     assert found["bitter7"]["beside"] == [] and 0 < found["bitter7"]["overlap"] <= 1
 
 
