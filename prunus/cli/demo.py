@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from ..lab.trainer import Progress
 
 SHOWN = "bitter7"  # the arm whose text stands beside that of the dense model
-PROMPT = b"def "
-LENGTH = 240  # bytes of a sample
-TEMPERATURE = 0.6
+PROMPT = b"    def __init__(self"
+LENGTH = 180  # bytes of a sample
+TEMPERATURE = 0.5
 EVERY = 5.0  # seconds between lines outside a terminal
 
 
@@ -32,8 +32,8 @@ class Command:
     rates, same held-out files. Interrupt it at any time: the same command continues.
     """
 
-    steps: int = 800  # optimizer steps of each run
-    sparsity: float = 0.8  # fraction of the prunable weights to remove
+    steps: int = 700  # optimizer steps of each run
+    sparsity: float = 0.9  # fraction of the prunable weights to remove
     seeds: int = 3  # how often each score is trained, from different initial weights
     seed: int = 0  # the first seed
     out: Path = Path("runs/demo")  # folder of the runs and of report.html
@@ -144,7 +144,7 @@ def _print_samples(folders: Mapping[str, Path]) -> None:
     from ..lab.data import TokenShape
     from ..lab.models import build
 
-    table = Table(title=f"What they write after {PROMPT.decode()!r}", show_lines=False)
+    table = Table(title=f"What they write after {PROMPT.decode().strip()!r}: the look of Python, after minutes")
     texts = []
     for arm, folder in folders.items():
         table.add_column(arm, ratio=1, overflow="fold")

@@ -20,7 +20,13 @@ from ..lab.study.tables import HEADINGS, cells_of, notes_of, page, title_of, ver
 from .console import print, wide_console
 
 READ = {"merge": ("out", "slim"), "show": ("out",), "page": ("out", "page")}  # options that each word reads
-LEFT_OUT = ("time per run", "budget", "zeros", "overlap")  # columns that a narrow terminal does without, in this order
+LEFT_OUT = (
+    "time per run",
+    "budget",
+    "zeros",
+    "overlap",
+    "seeds",
+)  # columns that a narrow terminal does without, in this order
 MIN_ARM, WIDE_ARM = 9, 24  # letters of a name that stay in one line in a narrow and in a wide terminal
 Texts = tyro.conf.UseAppendAction[tuple[str, ...]]
 
@@ -187,9 +193,12 @@ def print_table(values: Mapping[str, Any]) -> None:
     table.add_column("arm", min_width=arm, overflow="fold")  # a long name takes several lines
     for heading in columns[1:]:
         table.add_column(heading, justify="right", no_wrap=True)
-    sparsities = [row["sparsity"] for row in values["rows"]]
-    for cells, here, after in zip(rows, sparsities, [*sparsities[1:], None], strict=True):
-        table.add_row(*(cells[heading] for heading in columns), end_section=here != after)
+    before = None
+    for cells in rows:
+        if before not in (None, cells["sparsity"]):
+            table.add_section()
+        before = cells["sparsity"]
+        table.add_row(*(cells[heading] for heading in columns))
     console.print(table)
     for line in [*verdict_lines(values), *notes_of(values, columns)]:
         console.print(line, highlight=False, soft_wrap=not console.is_terminal)

@@ -11,6 +11,8 @@ from report_pages import page_of
 from study_command import ASKED, Quiet, losses, rows, stamps, study
 
 from prunus.cli import main
+from prunus.cli.console import Terminal
+from prunus.cli.study import print_table
 from prunus.files.json_file import read_json
 from prunus.lab.report.records import read_record
 from prunus.lab.run import Run
@@ -319,3 +321,31 @@ def test_damage_in_a_slim_study_is_told(copy, slim, tmp_path, capsys):
             with pytest.raises(SystemExit):
                 main(command)
             assert "runs.jsonl: line" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 140])
+def test_a_table_fits_the_terminal_and_cuts_nothing(width, done, monkeypatch, capsys):
+    values = summary(Folder(done), Folder(done).plan())
+    long = "bitter7 with a recipe whose name is longer than a column"
+    values["rows"] = [row | {"arm": long} if row["arm"] == "bitter7" else row for row in values["rows"]]
+    monkeypatch.setattr("prunus.cli.study.wide_console", lambda: Terminal(width=width))
+    print_table(values)
+    said = capsys.readouterr().out
+    table = [line for line in said.splitlines() if line[:1] in "┏┃┡│├└"]
+    assert max(map(len, table)) <= width and "…" not in said
+    names = " ".join(line.split("│")[1].strip() for line in table if line.startswith("│"))
+    assert long in names and "magnitude" in names
+    assert ("time per run" in said) == (width == 140) and "against dense" in said
+    assert f"{long} at 50.0%:" in " ".join(said.split())  # the verdict stands below
+
+
+def test_the_page_of_a_study_is_written_beside_it(copy, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    main(["study", "page", str(copy)])
+    assert (copy / "results.md").read_text() == page([copy])
+    assert {path.name for path in tmp_path.iterdir()} == {copy.name}
+    with pytest.raises(SystemExit) as stop:
+        main(["study", "page", str(copy), str(copy)])
+    assert stop.value.code == 2 and "--page FILE.md" in capsys.readouterr().err
+    main(["study", "page", str(copy), str(copy), "--page", "both.md"])
+    assert (tmp_path / "both.md").is_file()

@@ -145,7 +145,8 @@ def _of_verdicts(source: Source, sparsity: float) -> str:
     if clear:
         best = max(clear, key=lambda row: gains[row.arm])
         arm, other, recipe = split_recipe(best.arm, best.against)
-        by = f"{fixed(gains[best.arm], 2)} ± {fixed(best.half_width, 2)} {unit} over {len(best.values)} seeds"
+        gain, half = (fixed(value, best.decimals) for value in (gains[best.arm], best.half_width))
+        by = f"{gain} ± {half} {unit} over {len(best.values)} seeds"
         return f"{at}, {arm} beats {other} by {by}" + (f", both {recipe}" if recipe else "")
     names = "no arm" if len(rows) > 1 else rows[0].arm
     against = rows[0].against if len({row.against for row in rows}) == 1 else "its reference"
@@ -169,7 +170,7 @@ def lede(source: Source) -> str:
             said.append(f"Dense ends at {_quality(dense.mean, record)}.")
         best = []
         for row in [rows[0] for sparsity in source.sparsities if (rows := _sorted(source, sparsity))]:
-            lost = "" if row.cost is None else f" ({signed(row.cost)} to {row.dense})"
+            lost = "" if row.cost is None else f" ({signed(row.cost, row.decimals)} against {row.dense})"
             one = ", one seed" * (len(row.values) == 1)
             best.append(f"at {short_percent(row.sparsity)} {row.arm}{lost}{one}")
         if best:

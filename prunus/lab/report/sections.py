@@ -139,12 +139,12 @@ def _verdict_row(row: ArmRow, is_study: bool) -> list[Any]:
     ]
     if is_study:
         kind = next((word for word in ("better", "worse") if row.verdict.startswith(word)), "none")
-        half = f" ± {fixed(row.half_width, 2)}" if row.half_width is not None else ""
+        half = f" ± {fixed(row.half_width, row.decimals)}" if row.half_width is not None else ""
         other = "" if row.same_as or row.against in ("", "magnitude", "dense") else f", against {row.against}"
         mixed = f"; {row.mixed}" if row.mixed and row.verdict and not row.same_as else ""
         said = with_minus(row.verdict) + other + mixed
-        cells += [Number(signed(row.difference) + half, row.difference), Word(said, kind)]
-    return [*cells, Number(fixed(row.spread, 2), row.spread), cell(len(row.values), str)]
+        cells += [Number(signed(row.difference, row.decimals) + half, row.difference), Word(said, kind)]
+    return [*cells, Number(fixed(row.spread, row.decimals), row.spread), cell(len(row.values), str)]
 
 
 FIELD = ("field", "value")

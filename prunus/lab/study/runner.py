@@ -89,6 +89,8 @@ class Worker:
         try:
             with self.show.running(cell.folder, run) as progress:
                 line = self._trained(cell, run, progress, later)
+        except BrokenPipeError:  # nobody reads what is printed any more: no fault of the run
+            raise
         except Exception as error:  # whatever it is, the other arms go on
             message = " ".join(f"{type(error).__name__}: {error}".split())
             line = f"failed, {message}"

@@ -27,8 +27,8 @@ BEST = ("study", "sparsity", "best arm", "mean ± sd", "seeds", "dense", "agains
 MIB = 2**20
 READING = {  # how to read a column
     "mean ± sd": "After a mean, ± is the standard deviation over seeds.",
-    "against dense": "After a difference, ± is its 95 % interval over pairs of runs with the same seed. Dense means the "
-    "dense runs that are equal in all but pruning, where the study has them.",
+    "against dense": "After a difference, ± is its 95 % interval over pairs of runs with the same seed. Dense are the "
+    "runs that are equal in all but pruning, where the study has them.",
     "overlap": "Overlap is the Jaccard index of the pruned weights with those that magnitude prunes in the same recipe",
     "time per run": "Cold times include the start-up of the process; runs at once shared a device.",
 }
