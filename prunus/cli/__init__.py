@@ -16,13 +16,13 @@ COMMANDS = {
     "demo": "train a small GPT dense and pruned to 90 %, and compare: 3 minutes on two cores",
     "train": "train a network, pruning it on the way",
     "prune": "prune a trained model, and repair the weights that stay",
-    "study": "compare scores fairly: arms x sparsities x seeds, and what they say",
-    "eval": "quality and sparsity of a checkpoint",
-    "watch": "the charts of a run or a study in the terminal while it goes on",
-    "report": "one HTML page of a run or a study, with its charts",
-    "doctor": "check what a pruned model promises",
-    "export": "write a pruned model as a smaller file without losing a bit, and back",
-    "profile": "where the time and memory of a training step go",
+    "study": "compare scores fairly, over several sparsities and seeds",
+    "eval": "measure quality and sparsity of a model on held-out data",
+    "watch": "show the charts of a run or a study in the terminal while it trains",
+    "report": "write one HTML page with the charts of a run or a study",
+    "doctor": "check that a pruned model is sound: zeros, masks, finite weights",
+    "export": "convert a pruned model to a smaller file and back, bit for bit",
+    "profile": "measure where the time and memory of a training step go",
 }
 # module, options and function of a command; the others are Command and run of a module of their name
 PLACES = {"report": ("watch", "ReportCommand", "run_report")}

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from ..lab.trainer import Progress
 
 SHOWN = "bitter7"  # the arm whose text stands beside that of the dense model
-PROMPT = b"    def __init__(self"
-LENGTH = 180  # bytes of a sample
-TEMPERATURE = 0.5
+PROMPT = b"    def __init__(self, "
+LENGTH = 220  # bytes of a sample
+TEMPERATURE = 0.8
 EVERY = 5.0  # seconds between lines outside a terminal
 
 
@@ -157,6 +157,6 @@ def _print_samples(folders: Mapping[str, Path]) -> None:
             with torch.no_grad():
                 logits = model(torch.tensor([tokens[-run.context :]]))[0, -1]
             tokens.append(int(torch.multinomial((logits / TEMPERATURE).softmax(-1), 1, generator=drawn)))
-        texts.append(Text(bytes(tokens).decode("ascii", errors="replace")))
+        texts.append(Text(bytes(tokens).decode("ascii", errors="replace").rstrip()))
     table.add_row(*texts)
     Terminal().print(table)

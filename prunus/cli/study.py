@@ -33,7 +33,7 @@ Texts = tyro.conf.UseAppendAction[tuple[str, ...]]
 
 @dataclass(frozen=True)
 class Command:
-    """Compare scores, or any other choice, fairly: arms x sparsities x seeds from one base run.
+    """Compare scores, or any other choice, fairly: every arm at every sparsity with every seed, from one base run.
 
     The same command again continues with what is not finished; more arms, sparsities or seeds extend the study.
     prunus study merge A B --out C joins studies of several machines, prunus study show A prints the table,
@@ -46,26 +46,26 @@ class Command:
     scores: str = ""  # scores to compare, separated by commas; dense, random and magnitude are always included
     arm: Texts = ()  # another arm, as "name: field=value field=value"; may be repeated
     only: str = ""  # run only these arms, separated by commas, and the controls
-    sparsity: str = ""  # fractions to remove, separated by commas; default: the preset's, the study's, or 0.5
+    sparsity: str = ""  # fractions to remove, separated by commas; default: those of the preset or the study, or 0.5
     seeds: str = ""  # how many, or which ones ("0,1"; "2," is seed 2 alone); default: 3 in a new study
     field: Annotated[Texts, tyro.conf.arg(name="set")] = ()  # a field of the base, as field=value; may be repeated
     data: str | None = None  # data of the base run, as for prunus train
     validation: Path | None = None  # held-out file of the base run
     out: Path = Path("study")  # folder of the study
-    devices: str = ""  # one worker on each, separated by commas: 0,1 or cpu,cpu; default: every visible GPU
-    time_limit: float = 0.0  # seconds; a run that would take longer, judged by those done, is not begun; 0: no limit
+    devices: str = ""  # GPUs by number, or cpu, separated by commas, one worker on each; default: every GPU
+    time_limit: float = 0.0  # seconds; runs that would not end in time are not started; 0: no limit
     save_every: int = 0  # steps from one checkpoint to the next, to resume an interrupted run; 0: none
     keep_checkpoints: bool = False  # keep the last checkpoint of every run
-    slim: bool = False  # merge: all runs in one file, runs.jsonl, without masks and with thinned curves
+    slim: bool = False  # merge: keep all runs in one file, runs.jsonl, without masks, with fewer points in curves
     page: Path | None = None  # page: Markdown file to write; of one study, results.md in its folder
-    dry_run: bool = False  # print the plan and an estimate
+    dry_run: bool = False  # print the plan and an estimate of the time, and train nothing
 
 
 def run(command: Command) -> None:
     started = time.time()
     what, folders = (*command.words[:1], "")[0], [Path(word) for word in command.words[1:]]
     if what and what not in READ:
-        raise ValueError(f"prunus study is followed by {', '.join(READ)} or by options, not by {what!r}")
+        raise ValueError(f"expected {', '.join(READ)} or options after prunus study, got {what!r}")
     _check_options(command, what)
     if what == "merge":
         print_table(merge(folders, command.out, slim=command.slim))
@@ -124,7 +124,7 @@ def _run(command: Command, started: float) -> None:
         ended, failed = folder.ended(), folder.failures()
         left = [c for c in set(plan.owners.values()) if key_of(plan.run_of(c)) not in ended and c.folder not in failed]
         if left:
-            print(f"runs left: {len(left)}, which would not have ended in time; the same command does them")
+            print(f"{len(left)} runs are left, which would not have ended in time; the same command continues")
     if values["failed"] or not all_ended_well:
         raise SystemExit(1)
 

@@ -17,7 +17,7 @@ from .console import Terminal, print, progress_bar
 
 @dataclass(frozen=True)
 class Command:
-    live: bool = False  # in a terminal, the charts of prunus watch while it trains, in place of a bar
+    live: bool = False  # show the charts of prunus watch in place of a progress bar, in a terminal
     run: Annotated[Run, tyro.conf.arg(name="")] = field(default_factory=Run)
 
 

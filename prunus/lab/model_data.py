@@ -97,7 +97,7 @@ def read_token_file(
     suffix = (path.with_suffix("") if path.suffix in OPENERS else path).suffix
     if not is_text and suffix in {".npy", *(name for names in TOKEN_TYPES.values() for name in names)}:
         return TokenFile(path, read_tokens(path, token_type))
-    tokenizer = _tokenizer(folder, gguf_file) if is_text or (path.suffix in TEXT and path.is_file()) else None
+    tokenizer = tokenizer_of(folder, gguf_file) if is_text or (path.suffix in TEXT and path.is_file()) else None
     if tokenizer is None and not is_text:  # its bytes would pass for tokens
         raise ValueError(
             f"{path} is no file of uint16 tokens (.u16 or .bin), uint32 tokens (.u32) or .npy; give a text with --text "
@@ -118,7 +118,7 @@ def start_of(tokenizer: Any) -> list[int]:
     return whole[: len(whole) - len(bare)][:1] if bare and whole[0] != bare[0] else []
 
 
-def _tokenizer(folder: Path, gguf_file: str | None) -> Any | None:
+def tokenizer_of(folder: Path, gguf_file: str | None) -> Any | None:
     from transformers import AutoTokenizer
 
     options = {"gguf_file": gguf_file} if gguf_file else {}
