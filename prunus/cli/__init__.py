@@ -85,7 +85,9 @@ def _run(args: list[str]) -> None:
 
 def _continues(name: str, args: list[str]) -> bool:
     """Whether a command that was stopped goes on where it was when it is called again."""
-    return name in ("demo", "prune") or (name == "study" and args[:1] not in (["merge"], ["show"], ["page"]))
+    if name == "study":
+        return args[:1] not in (["merge"], ["show"], ["page"])
+    return name == "demo" or (name == "prune" and not {"--probe", "--no-repair"} & set(args))
 
 
 def _parse(kind: type[Any], name: str, args: list[str]) -> Any:

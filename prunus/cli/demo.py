@@ -73,7 +73,7 @@ def run(command: Command) -> None:
     print_table(values)
     if values["failed"]:
         raise SystemExit(1)
-    print(f"{headline(read_source(folder.path))}.", "")
+    print(f"{headline(read_source(folder.path))}.", "Perplexity is per byte, on files that were not trained on.", "")
     first = {cell.arm: folder.run(cell) for cell in plan.cells if cell.seed == command.seed}
     _print_samples({arm: first[arm] for arm in ("dense", SHOWN)})
     page = write_report(folder.path)
@@ -130,8 +130,9 @@ class Whole:
         yield report
 
     def done(self, line: str, values: Mapping[str, Any]) -> None:
-        said = f"{line} ({values['num_finished']} of {values['num_runs']} runs)"
-        self.bar.console.print(said, highlight=False, soft_wrap=True) if self.terminal.is_terminal else None
+        if self.terminal.is_terminal:
+            said = f"{line} ({values['num_finished']} of {values['num_runs']} runs)"
+            self.bar.console.print(said, highlight=False, soft_wrap=True)
 
 
 def _print_samples(folders: Mapping[str, Path]) -> None:

@@ -87,12 +87,12 @@ def _options(boxes: str) -> Iterator[tuple[str, str]]:
 def _entry(option: str, text: str, width: int) -> Iterator[str]:
     """The lines of one option; its default is not broken."""
     option = re.sub(r"\{None\}\|", "", re.sub(r"^--([\w-]+), --no-\1", r"--[no-]\1", option))
-    text = re.sub(r" \((default: (None|'')?|required|repeatable)\)$", "", text)
+    text = re.sub(r" \((default: (None|'')?|repeatable)\)$", "", text)
     text = re.sub(r"\(default: .*\)$", lambda found: found[0].replace(" ", "\0"), text)
     lines = [line.replace("\0", " ") for line in textwrap.wrap(text, width - LEFT - 3, break_long_words=False)]
     if len(option) > LEFT - 1:
-        parts = {"initial_indent": "  ", "subsequent_indent": "      ", "break_on_hyphens": False}
-        yield from textwrap.wrap(option.replace(",", ", "), width, break_long_words=False, **parts)
+        wrapper = textwrap.TextWrapper(width, "  ", "      ", break_long_words=False, break_on_hyphens=False)
+        yield from wrapper.wrap(option.replace(",", ", "))
         option = ""
     for place, line in enumerate(lines):
         yield f"  {option if not place else '':{LEFT}} {line}"

@@ -124,7 +124,7 @@ def _run(command: Command, started: float) -> None:
         ended, failed = folder.ended(), folder.failures()
         left = [c for c in set(plan.owners.values()) if key_of(plan.run_of(c)) not in ended and c.folder not in failed]
         if left:
-            print(f"{len(left)} runs are left, which would not have ended in time; the same command continues")
+            print(f"runs left: {len(left)}, which would not have ended in time; the same command continues")
     if values["failed"] or not all_ended_well:
         raise SystemExit(1)
 
