@@ -1,4 +1,4 @@
-# make demo        a first look
+# make demo        a first look: about 3 minutes on 2 cores
 # make check       style, types and the quick tests: within 4 minutes on 2 cores
 # make check-slow  the tests that kill, launch, browse or fuzz; CI runs check and check-slow
 # make torture     an hour of kills, flipped bits, damaged and hostile files (MINUTES=10 for a shorter one), for

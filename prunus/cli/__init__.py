@@ -5,6 +5,7 @@ import difflib
 import io
 import os
 import re
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -12,17 +13,17 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 COMMANDS = {
-    "demo": "train a small GPT dense and to 50 % sparsity by two scores, and compare them",
+    "demo": "train a small GPT dense and pruned to 90 %, and compare: 3 minutes on two cores",
     "train": "train a network, pruning it on the way",
     "prune": "prune a trained model, and repair the weights that stay",
-    "study": "compare scores fairly: arms x sparsities x seeds, and what they say",
-    "eval": "quality and sparsity of a checkpoint",
-    "watch": "the charts of a run or a study in the terminal while it goes on",
-    "report": "one HTML page of a run or a study, with its charts",
-    "doctor": "check what a pruned model promises",
-    "export": "write a pruned model as a smaller file without losing a bit, and back",
+    "study": "compare scores fairly, over several sparsities and seeds",
+    "eval": "measure quality and sparsity of a model on held-out data",
+    "watch": "show the charts of a run or a study in the terminal while it trains",
+    "report": "write one HTML page with the charts of a run or a study",
+    "doctor": "check that a pruned model is sound: zeros, masks, finite weights",
+    "export": "convert a pruned model to a smaller file and back, bit for bit",
     "generate": "write text with a pruned model, its layers sparse where that is faster",
-    "profile": "where the time and memory of a training step go",
+    "profile": "measure where the time and memory of a training step go",
 }
 # module, options and function of a command; the others are Command and run of a module of their name
 PLACES = {"report": ("watch", "ReportCommand", "run_report")}
@@ -78,14 +79,27 @@ def _run(args: list[str]) -> None:
     except (ValueError, OSError) as error:
         _fail(f"prunus {name}", str(error))
     except KeyboardInterrupt as stop:
-        print(f"prunus {name}: interrupted", file=sys.stderr)
+        continued = f"; the same command continues: prunus {shlex.join(args)}" if _continues(name, rest) else ""
+        print(f"prunus {name}: interrupted{continued}", file=sys.stderr)
         raise SystemExit(getattr(stop, "exit_code", 130)) from None
+
+
+def _continues(name: str, args: list[str]) -> bool:
+    """Whether a command that was stopped goes on where it was when it is called again."""
+    if name == "study":
+        return args[:1] not in (["merge"], ["show"], ["page"])
+    return name == "demo" or (name == "prune" and not {"--probe", "--no-repair"} & set(args))
 
 
 def _parse(kind: type[Any], name: str, args: list[str]) -> Any:
     """The command's dataclass from its options."""
     import tyro
 
+    if {"-h", "--help"} & set(args):
+        from .help import help_page
+
+        print(help_page(kind, name))
+        raise SystemExit(0)
     try:
         with contextlib.redirect_stderr(io.StringIO()):
             return tyro.cli(kind, prog=f"prunus {name}", args=args)
@@ -97,16 +111,9 @@ def _parse(kind: type[Any], name: str, args: list[str]) -> Any:
 
 def _mistake(kind: type[Any], args: list[str]) -> str:
     """One line from the page that the parser prints about a mistake."""
-    import tyro
+    from .help import parser_output
 
-    page, columns = io.StringIO(), os.environ.get("COLUMNS")
-    os.environ["COLUMNS"] = "2000"  # unwrapped, so that a line is a line
-    try:
-        with contextlib.redirect_stderr(page), contextlib.suppress(SystemExit):
-            tyro.cli(kind, args=args)
-    finally:
-        os.environ.pop("COLUMNS") if columns is None else os.environ.update(COLUMNS=columns)
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", page.getvalue())
+    plain = parser_output(kind, args)
     lines = [line.strip("│ ") for line in plain.splitlines() if line.strip("─-│ ")]
     if len(lines) > 3 and lines[1].startswith("Missing from"):
         return f"{lines[2].split()[0]} is missing: {lines[3].removesuffix('(required)').strip()}"

@@ -115,7 +115,7 @@ def wide_console() -> Terminal:
 def progress_bar(title: str, total: int) -> "Iterator[Report]":
     """A function to call after each step; outside a terminal it prints a line at each evaluation."""
     console, known = Terminal(stderr=True), dict[str, Any]()
-    with _bar(console, 12) as bar:
+    with steps_bar(console) as bar:
         task = bar.add_task(escaped(title), total=total, known="")
 
         def report(step: int, values: dict[str, Any]) -> None:
@@ -133,15 +133,15 @@ def progress_bar(title: str, total: int) -> "Iterator[Report]":
 @contextmanager
 def weights_bar(title: str) -> Iterator[Callable[[int, int, str], None]]:
     """A function to call after each weight that is done, with how many there are and its name."""
-    with _bar(Terminal(stderr=True), 18) as bar:
+    with steps_bar(Terminal(stderr=True)) as bar:
         task = bar.add_task(title, total=None, known="")
         yield lambda done, total, name: bar.update(task, completed=done, total=total, known=escaped(name))
 
 
-def _bar(console: Console, width: int) -> Progress:
-    """A bar with a title of ``width``, shown only in a terminal."""
+def steps_bar(console: Console) -> Progress:
+    """A bar with a title, shown only in a terminal."""
     columns = (
-        TextColumn(f"{{task.description:{width}}}", markup=False),
+        TextColumn("{task.description:18}", markup=False),
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
         TimeRemainingColumn(),

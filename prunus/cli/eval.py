@@ -30,14 +30,14 @@ class Command:
     dense: Path | None = None  # the folder before it was pruned, to compare outputs with where there are no labels
     token_type: Literal["auto", "uint16", "uint32"] = "auto"  # of a raw token file; auto goes by its name
     start_token: Literal["auto", "yes", "no"] = "auto"  # open every window with it; auto: as the tokenizer does to text
-    eval_size: int = 0  # held-out windows or images, the first ones; 0 takes all
+    eval_size: int | None = None  # held-out windows or images, the first ones; 0 takes all; default: as in training
     length: int = 0  # tokens a window of a Hugging Face model; 0 takes 256, or the model's longest
     layers: bool = False  # print the sparsity of every layer
 
 
 def run(command: Command) -> None:
     for name in ("eval_size", "length"):
-        if getattr(command, name) < 0:
+        if (getattr(command, name) or 0) < 0:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 0, got {getattr(command, name)}")
     from ..lab.checkpoint import checkpoint_of
 
@@ -46,35 +46,46 @@ def run(command: Command) -> None:
         if command.data is not None:
             raise ValueError(f"--data is for runs of prunus; {command.path} is a Hugging Face model: give --validation")
         figures, report = _of_folder(command)
-        print_line(command, report, str(command.path), figures)
+        print_line(command, report, str(command.path), figures, command.eval_size or 0)
         return
     for name in ("text", "batches", "dense", "token_type", "start_token"):
         if getattr(command, name) != getattr(Command, name):
             option = "--" + name.replace("_", "-")
             raise ValueError(f"{option} is for Hugging Face models; {command.path} is a run of prunus")
-    quality, report, step = evaluated(command.path, command.data, command.validation, command.eval_size, command.length)
-    at = "" if step is None else f"step {step}, "
-    print_line(command, report, f"{found if found.exists() else command.path}", _said(quality), at)
+    evaluation = evaluated(command.path, command.data, command.validation, command.eval_size, command.length)
+    at = "" if evaluation.step is None else f"step {evaluation.step}, "
+    figures = evaluation.quality.in_words(of_text=evaluation.is_text)
+    path = f"{found if found.exists() else command.path}"
+    print_line(command, evaluation.report, path, f"{at}{figures}", evaluation.eval_size)
 
 
-def print_line(command: Command, report: "SparsityReport", path: str, figures: str, at: str = "") -> None:
+def print_line(command: Command, report: "SparsityReport", path: str, figures: str, eval_size: int) -> None:
+    from ..lab.evaluate import held_out_size
+
     if command.layers:
         print(report)
     print(
-        f"{path}: {at}held-out (--eval-size {command.eval_size}) {figures}; "
+        f"{path}: {figures} on {held_out_size(eval_size)}; "
         f"{report.sparsity:.4%} of {report.num_prunable:,} prunable weights "
         f"and {report.sparsity_of_all:.4%} of all {report.num_parameters:,} are zero"
     )
 
 
-def _said(quality: "Quality") -> str:
-    return f"loss {quality.loss:.4f}, perplexity {quality.perplexity:.3f}, accuracy {quality.accuracy:.2%}"
+@dataclass(frozen=True)
+class Evaluation:
+    """Quality and sparsity of a run; ``step`` where it is known."""
+
+    quality: "Quality"
+    report: "SparsityReport"
+    step: int | None
+    is_text: bool
+    eval_size: int  # held-out windows or images; 0 is all
 
 
 def evaluated(
-    path: Path, data: str | None = None, validation: Path | None = None, eval_size: int = 0, length: int = 0
-) -> "tuple[Quality, SparsityReport, int | None]":
-    """Quality and sparsity of a run on its own held-out data or another's, and the step where it is known."""
+    path: Path, data: str | None = None, validation: Path | None = None, eval_size: int | None = None, length: int = 0
+) -> Evaluation:
+    """A run on its own held-out data or another's; without an ``eval_size`` on as much as in its training."""
     from ..eligible import eligible, report
     from ..lab.arithmetic import fixed_arithmetic
     from ..lab.checkpoint import checkpoint_of, load_checkpoint
@@ -97,13 +108,14 @@ def evaluated(
         training.load(state)
     with fixed_arithmetic(training.run):
         quality = training.evaluate()
-    return quality, report(training.model, eligible(training.model, run.include, run.exclude)), step
+    found, size = eligible(training.model, run.include, run.exclude), training.run.eval_size
+    return Evaluation(quality, report(training.model, found), step, training.data.shape.kind == "tokens", size)
 
 
-def _training(run: "Run", data: str | None, validation: Path | None, eval_size: int) -> "Training":
+def _training(run: "Run", data: str | None, validation: Path | None, eval_size: int | None) -> "Training":
     from ..lab.trainer import Training
 
-    run = replace(run, eval_size=eval_size, compile=False)
+    run = replace(run, eval_size=run.eval_size if eval_size is None else eval_size, compile=False)
     if data is not None:
         run = replace(run, data=data, validation=None)
     return Training(run if validation is None else replace(run, validation=validation))
@@ -135,7 +147,7 @@ def _of_folder(command: Command) -> "tuple[str, SparsityReport]":
         held_out = _tokens(command, model)
     found = report(model, eligible(model))
     if isinstance(held_out, Tensor):
-        return _said(token_quality(model, held_out)), found
+        return token_quality(model, held_out).in_words(of_text=True), found
     if "labels" not in held_out and command.dense is None and not is_causal(model):
         raise ValueError("without labels a model is compared with the one before pruning; give --dense with its folder")
     metric, measure = metric_of(model if command.dense is None else load_model(command.dense, device), held_out)
@@ -157,5 +169,5 @@ def _tokens(command: Command, model: Any) -> Any:
     file = read_token_file(path, command.path, command.token_type, is_text=command.text is not None)
     check_vocabulary(file, model)
     start = start_tokens(command.start_token, [file], model)
-    windows = side_by_side(file.ids, command.length or longest_window(model), command.eval_size, start)
+    windows = side_by_side(file.ids, command.length or longest_window(model), command.eval_size or 0, start)
     return rows_of_tokens(model, windows)

@@ -42,7 +42,7 @@ class Command:
     is compared with the dense model and with the strategy alone at the same sparsity and scope.
     """
 
-    model: tyro.conf.Positional[str]  # a Hugging Face folder, a checkpoint of prunus, or module:function
+    model: tyro.conf.Positional[str]  # a Hugging Face folder, a .gguf file, a checkpoint of prunus, or module:function
     out: Path  # folder to write; it must not exist
     tokens: Path | None = None  # calibration tokens for a Hugging Face folder (.u16, .bin, .u32 or .npy)
     eval_tokens: Path | None = None  # held-out tokens for it; without any the last tenth of what calibrates

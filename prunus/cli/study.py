@@ -16,21 +16,28 @@ from ..lab.study.merge import merge
 from ..lab.study.results import summary, update
 from ..lab.study.study_folder import Folder
 from ..lab.study.study_plan import StudyPlan, data_digests, key_of, make_plan, num_examples, only
-from ..lab.study.tables import HEADINGS, cells_of, notes_of, page, title_of
+from ..lab.study.tables import HEADINGS, cells_of, notes_of, page, title_of, verdict_lines
 from .console import print, wide_console
 
-READ = {"merge": ("out", "slim"), "show": ("out",), "page": ("page",)}  # options that each word reads
-PAGED = ("study.json", "compile.json")  # files of a folder that the page has a section for
+READ = {"merge": ("out", "slim"), "show": ("out",), "page": ("out", "page")}  # options that each word reads
+LEFT_OUT = (
+    "time per run",
+    "budget",
+    "zeros",
+    "overlap",
+    "seeds",
+)  # columns that a narrow terminal does without, in this order
+MIN_ARM, WIDE_ARM = 9, 24  # letters of a name that stay in one line in a narrow and in a wide terminal
 Texts = tyro.conf.UseAppendAction[tuple[str, ...]]
 
 
 @dataclass(frozen=True)
 class Command:
-    """Compare scores, or any other choice, fairly: arms x sparsities x seeds from one base run.
+    """Compare scores, or any other choice, fairly: every arm at every sparsity with every seed, from one base run.
 
     The same command again continues with what is not finished; more arms, sparsities or seeds extend the study.
     prunus study merge A B --out C joins studies of several machines, prunus study show A prints the table,
-    prunus study page A B writes docs/results.md, of all in studies/ if none is named.
+    prunus study page A writes it as Markdown into A/results.md (of several studies, into --page).
     """
 
     words: tyro.conf.Positional[tuple[str, ...]] = ()  # merge, show or page, and the folders of studies
@@ -39,26 +46,26 @@ class Command:
     scores: str = ""  # scores to compare, separated by commas; dense, random and magnitude are always included
     arm: Texts = ()  # another arm, as "name: field=value field=value"; may be repeated
     only: str = ""  # run only these arms, separated by commas, and the controls
-    sparsity: str = ""  # fractions to remove, separated by commas; default: the preset's, the study's, or 0.5
+    sparsity: str = ""  # fractions to remove, separated by commas; default: those of the preset or the study, or 0.5
     seeds: str = ""  # how many, or which ones ("0,1"; "2," is seed 2 alone); default: 3 in a new study
     field: Annotated[Texts, tyro.conf.arg(name="set")] = ()  # a field of the base, as field=value; may be repeated
     data: str | None = None  # data of the base run, as for prunus train
     validation: Path | None = None  # held-out file of the base run
     out: Path = Path("study")  # folder of the study
-    devices: str = ""  # one worker on each, separated by commas: 0,1 or cpu,cpu; default: every visible GPU
-    time_limit: float = 0.0  # seconds; a run that would take longer, judged by those done, is not begun; 0: no limit
+    devices: str = ""  # GPUs by number, or cpu, separated by commas, one worker on each; default: every GPU
+    time_limit: float = 0.0  # seconds; runs that would not end in time are not started; 0: no limit
     save_every: int = 0  # steps from one checkpoint to the next, to resume an interrupted run; 0: none
     keep_checkpoints: bool = False  # keep the last checkpoint of every run
-    slim: bool = False  # merge: all runs in one file, runs.jsonl, without masks and with thinned curves
-    page: Path = Path("docs/results.md")  # page: file to write
-    dry_run: bool = False  # print the plan and an estimate
+    slim: bool = False  # merge: keep all runs in one file, runs.jsonl, without masks, with fewer points in curves
+    page: Path | None = None  # page: Markdown file to write; of one study, results.md in its folder
+    dry_run: bool = False  # print the plan and an estimate of the time, and train nothing
 
 
 def run(command: Command) -> None:
     started = time.time()
     what, folders = (*command.words[:1], "")[0], [Path(word) for word in command.words[1:]]
     if what and what not in READ:
-        raise ValueError(f"prunus study is followed by {', '.join(READ)} or by options, not by {what!r}")
+        raise ValueError(f"expected {', '.join(READ)} or options after prunus study, got {what!r}")
     _check_options(command, what)
     if what == "merge":
         print_table(merge(folders, command.out, slim=command.slim))
@@ -67,10 +74,13 @@ def run(command: Command) -> None:
         for folder in map(Folder, folders or [command.out]):
             print_table(summary(folder, folder.plan()))
     elif what == "page":
-        text = page(folders or sorted({path.parent for name in PAGED for path in Path("studies").glob(f"*/{name}")}))
-        command.page.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(command.page, lambda file: file.write(text.encode()))
-        print(f"{command.page} written")
+        folders = folders or [command.out]
+        if command.page is None and len(folders) > 1:
+            raise ValueError(f"a page of {len(folders)} studies needs a name: --page FILE.md")
+        path, text = command.page or folders[0] / "results.md", page(folders)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, lambda file: file.write(text.encode()))
+        print(f"{path} written")
     else:
         _run(command, started)
 
@@ -114,7 +124,7 @@ def _run(command: Command, started: float) -> None:
         ended, failed = folder.ended(), folder.failures()
         left = [c for c in set(plan.owners.values()) if key_of(plan.run_of(c)) not in ended and c.folder not in failed]
         if left:
-            print(f"runs left: {len(left)}, which would not have ended in time; the same command does them")
+            print(f"runs left: {len(left)}, which would not have ended in time; the same command continues")
     if values["failed"] or not all_ended_well:
         raise SystemExit(1)
 
@@ -171,20 +181,27 @@ def _seeds(text: str) -> tuple[int, ...]:
 
 
 def print_table(values: Mapping[str, Any]) -> None:
-    """One line an arm and sparsity, then what failed or does not count."""
-    console = wide_console()
+    """One line an arm and sparsity, as many columns as fit; then verdicts, and what failed or does not count."""
+    console, rows = wide_console(), [cells_of(row) for row in values["rows"]]
+    wide = {name: max(len(cells[name]) for cells in [{name: name}, *rows]) for name in HEADINGS}
+    columns, arm = list(HEADINGS), min(wide["arm"], WIDE_ARM)
+    for column in LEFT_OUT:
+        if arm + sum(wide[name] + 3 for name in columns[1:]) + 4 > console.width:
+            columns.remove(column)
+    arm = max(MIN_ARM, min(arm, console.width - 4 - sum(wide[name] + 3 for name in columns[1:])))
     table = Table(title=title_of(values))
-    for number, heading in enumerate(HEADINGS):
-        table.add_column(heading, justify="left" if number in (0, len(HEADINGS) - 1) else "right")
+    table.add_column("arm", min_width=arm, overflow="fold")  # a long name takes several lines
+    for heading in columns[1:]:
+        table.add_column(heading, justify="right", no_wrap=True)
     before = None
-    for row in values["rows"]:
-        if before is not None and row["sparsity"] != before:
+    for cells in rows:
+        if before not in (None, cells["sparsity"]):
             table.add_section()
-        before = row["sparsity"]
-        table.add_row(*cells_of(row))
+        before = cells["sparsity"]
+        table.add_row(*(cells[heading] for heading in columns))
     console.print(table)
-    for note in notes_of(values):
-        console.print(note, highlight=False, soft_wrap=True)
+    for line in [*verdict_lines(values), *notes_of(values, columns)]:
+        console.print(line, highlight=False, soft_wrap=not console.is_terminal)
 
 
 def print_plan(folder: Folder, plan: StudyPlan) -> None:

@@ -17,7 +17,7 @@ from .console import Terminal, print, progress_bar
 
 @dataclass(frozen=True)
 class Command:
-    live: bool = False  # in a terminal, the charts of prunus watch while it trains, in place of a bar
+    live: bool = False  # show the charts of prunus watch in place of a progress bar, in a terminal
     run: Annotated[Run, tyro.conf.arg(name="")] = field(default_factory=Run)
 
 
@@ -64,15 +64,16 @@ def _notes_in_one_line() -> Iterator[None]:
 
 
 def _train(run: Run, *, live: bool) -> None:
+    from ..lab.evaluate import Quality, held_out_size
     from ..lab.trainer import train
     from .watch import live_charts
 
     bar = progress_bar(run.score if run.score != "none" else "dense", run.total_steps)
     with live_charts(run.out) if live and Terminal(stderr=True).is_terminal else bar as report:
         result = train(run, report)
+    quality = Quality(result.loss, result.accuracy).in_words(of_text=bool(result.tokens))
     print(
         f"{run.out}: {result.sparsity:.4%} of {result.num_prunable:,} prunable weights are zero; "
-        f"held-out (--eval-size {run.eval_size}) "
-        f"loss {result.loss:.4f}, perplexity {result.perplexity:.3f}, accuracy {result.accuracy:.2%}; "
+        f"{quality} on {held_out_size(run.eval_size)}; "
         f"{result.steps} steps (budget x {result.budget_scale:g}) in {result.seconds:.1f} s"
     )

@@ -38,10 +38,7 @@ Series = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True)
 class ReportCommand:
-    """One HTML page of a run, a study or a folder of runs; it opens from disk and loads nothing from elsewhere.
-
-    Charts come from plotly: pip install 'prunus[report]'.
-    """
+    """One HTML page of a run, a study or a folder of runs; it opens from disk and loads nothing from elsewhere."""
 
     folder: tyro.conf.Positional[Path]  # run folder, study folder, or a folder of run folders
     out: Path | None = None  # where to write the page; without it report.html in the folder
@@ -56,15 +53,15 @@ def run_report(command: ReportCommand) -> None:
 
 @dataclass(frozen=True)
 class Command:
-    """The charts of a run or a study in the terminal while it goes on; ends when it ends.
+    """Show the charts of a run or a study in the terminal while it trains; end when it ends.
 
-    Reads the folder and changes nothing. Outside a terminal it prints a line at each evaluation. If a run stops before
-    its end, the last line says how to continue it, and the exit code is 1.
+    The folder is only read. Outside a terminal a line is printed at each evaluation. If a run stops before its end,
+    the last line says how to continue it, and the exit code is 1.
     """
 
     folder: tyro.conf.Positional[Path]  # run folder, study folder, or a folder of run folders
-    every: float = 1.0  # seconds from one look to the next
-    once: bool = False  # show what is there now and end
+    every: float = 1.0  # seconds between updates
+    once: bool = False  # show the current state and end
 
 
 def run(command: Command) -> None:

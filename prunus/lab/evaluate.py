@@ -21,6 +21,16 @@ class Quality:
     def perplexity(self) -> float:
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
+    def in_words(self, *, of_text: bool) -> str:
+        """The figures as one reads them; the perplexity of a classifier says nothing."""
+        perplexity = f"perplexity {self.perplexity:.3f}, " if of_text else ""
+        return f"loss {self.loss:.4f}, {perplexity}accuracy {self.accuracy:.2%}"
+
+
+def held_out_size(size: int) -> str:
+    """How much of the held-out data a figure is of."""
+    return f"held-out data (its first {size:,}; --eval-size 0 takes all)" if size else "all held-out data"
+
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean cross-entropy of logits (..., classes) at targets (...)."""

@@ -60,8 +60,8 @@ class Run:
 
     # what is trained
     model: ModelName = "gpt2-tiny"  # network to train
-    width: int = 0  # of a GPT; 0 is the model's own
-    layers: int = 0  # blocks of a GPT; 0 is the model's own
+    width: int = 0  # width of a GPT; 0 takes the model's own
+    layers: int = 0  # number of blocks of a GPT; 0 takes the model's own
     data: str = "stdlib"  # "stdlib", "digits", a file of text or uint16 tokens, or a folder of MNIST or CIFAR-10
     validation: Path | None = None  # held-out file; default: the last 5 % of the data
     vocab_size: int | None = None  # vocabulary of a token file; default: its largest token, rounded up
@@ -74,14 +74,14 @@ class Run:
     schedule: Literal["linear", "cubic", "zhu_gupta", "constant", "one_shot"] = "linear"  # how sparsity grows
     begin: int | float = 0.4  # first event: a step, or a fraction of the run if it has a decimal point
     end: int | float = 0.8  # last event of a ramp: a step, or a fraction of the run
-    every: int = 50  # steps from one event to the next
+    every: int = 50  # steps between events, at which masks are found anew
     allocate: SelectorName = "global"  # how the sparsity is divided: over all weights, by layer, by row or in groups
     include: tuple[str, ...] = ()  # globs over names of weights to prune besides linear and convolution weights
     exclude: tuple[str, ...] = ()  # globs over names of weights to leave dense
     regrow: float = 0.0  # fraction of the live weights that an event swaps for pruned ones; falls to 0 over the ramp
-    regrow_by: Literal["snr", "momentum", "gradient"] = "snr"  # how pruned weights are ranked that may come back
+    regrow_by: Literal["snr", "momentum", "gradient"] = "snr"  # how to rank the pruned weights that may come back
     rate_power: float = 0.0  # learning rate of a pruned layer times density^-power; 0 leaves rates alone
-    replay: str = ""  # dense runs only: folder of a pruned run whose learning rates to take over; {seed} is filled in
+    replay: str = ""  # dense runs only: folder of a pruned run whose learning rates to use; {seed} is replaced
     eps: float | None = None  # added under roots and in denominators of the score (older scripts: 1e-8)
     exponent: float | None = None  # q of the score fisher: |w| v^q
 
@@ -100,18 +100,18 @@ class Run:
     batch: int = 16  # windows or images per forward pass, over all ranks together
     accumulate: int = 1  # forward passes per step
     steps: int = 1000  # optimizer steps
-    budget_scale: float = 1.0  # factor on the steps, for arms with a longer budget; it is in the result
+    budget_scale: float = 1.0  # factor on the steps, for arms with a longer budget; the result records it
     seed: int = 0  # initial weights and order of the data
 
     # how it runs
     precision: Literal["float32", "bfloat16"] = "float32"  # bfloat16 by autocast
-    parallel: Parallel = "none"  # under torchrun: every rank holds the model (ddp), or a part of each weight (fsdp)
+    parallel: Parallel = "none"  # under torchrun: a copy of the model on every rank (ddp), or a part of each weight (fsdp)
     compile: bool = False  # torch.compile the model
     device: str = "auto"  # cuda where there is one, else cpu
-    eval_every: int = 250  # steps from one evaluation to the next; the end is always evaluated
+    eval_every: int = 250  # steps between evaluations; the end is always evaluated
     eval_size: int = 256  # held-out windows or images, the first ones; 0 takes all
-    save_every: int = 250  # steps from one checkpoint to the next; 0 writes only the last
-    log_every: int = 10  # steps from one line of metrics.jsonl to the next
+    save_every: int = 250  # steps between checkpoints; 0 writes only the last
+    log_every: int = 10  # steps between lines of metrics.jsonl
     out: Path = Path("runs/latest")  # run folder
     track: tuple[str, ...] = ()  # trackers that get the metrics too: wandb, tensorboard, trackio
     resume: bool = False  # continue the run in --out; other options are taken from its run.json

@@ -33,6 +33,7 @@ from .model_data import (
     side_by_side,
     split_rows,
     start_tokens,
+    tokenizer_of,
 )
 from .model_quality import metric_of
 
@@ -83,6 +84,8 @@ def load_trained(source: ModelSource) -> TrainedModel:
     if source.samples < 1:
         raise ValueError(f"samples must be at least 1, got {source.samples}")
     path = Path(source.model)
+    if path.suffix == ".gguf" and path.is_file():
+        source, path = replace(source, gguf_file=path.name), path.parent
     if (path.is_dir() and (path / "config.json").is_file()) or source.gguf_file:
         return _hugging_face(source, path)
     if checkpoint_of(path).exists():
@@ -90,7 +93,8 @@ def load_trained(source: ModelSource) -> TrainedModel:
     if ":" in source.model:
         return _function(source.model)
     raise ValueError(
-        f"{source.model} is neither a folder with config.json, nor a checkpoint of prunus, nor module:function"
+        f"{source.model} is neither a folder with config.json, nor a .gguf file, nor a checkpoint of prunus, "
+        "nor module:function"
     )
 
 
@@ -110,7 +114,7 @@ def _hugging_face(source: ModelSource, folder: Path) -> TrainedModel:
     else:
         calibration, held_out = _rows(source, model, read)
     metric, evaluate = metric_of(model, held_out)
-    return TrainedModel(model, [calibration], evaluate, lambda out: _save(model, folder, out), metric=metric, note=note)
+    return TrainedModel(model, [calibration], evaluate, lambda out: _save(model, folder, out, source.gguf_file), metric=metric, note=note)
 
 
 def _windows(
@@ -173,11 +177,17 @@ def _forget_quantization(model: Any) -> None:
     vars(model.config).pop("quantization_config", None)
 
 
-def _save(model: Any, folder: Path, out: Path) -> None:
-    """A folder that ``from_pretrained`` reads, with the tokenizer's and other small files as they were."""
+def _save(model: Any, folder: Path, out: Path, gguf_file: str | None = None) -> None:
+    """A folder that ``from_pretrained`` reads, with the tokenizer's and other small files as they were.
+
+    A GGUF file holds its tokenizer, and what lies beside it may be of anything.
+    """
     with quiet_transformers():
         model.save_pretrained(out)
-    copy_beside(folder, out)
+        if gguf_file and (tokenizer := tokenizer_of(folder, gguf_file)):
+            tokenizer.save_pretrained(out)
+    if not gguf_file or (folder / "config.json").is_file():
+        copy_beside(folder, out)
 
 
 def _checkpoint(source: ModelSource, path: Path) -> TrainedModel:

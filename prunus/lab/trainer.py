@@ -36,7 +36,8 @@ class DenseStart:
     """A dense training some steps on, which a run that is equal until then may begin from."""
 
     state: dict[str, Any]  # ``Training.state`` without a Pruner's
-    lines: list[dict[str, Any]]  # of metrics.jsonl
+    lines: list[dict[str, Any]]  # of metrics.jsonl, with the zeros that a pruned run counts
+    wall_seconds: float = 0.0  # with evaluations
 
 
 @dataclass(frozen=True)
@@ -130,11 +131,12 @@ class Training:
     def sparsity(self) -> float:
         return self.pruner.sparsity if self.pruner else 0.0
 
-    def zeros(self) -> dict[str, Any]:
-        """Sparsity now and the zeros of each prunable layer, counted; a dense run has none to count."""
-        if not self.pruner:
+    def zeros(self, *, of_dense: bool = False) -> dict[str, Any]:
+        """Sparsity now and the zeros of each prunable layer, counted; of a dense run only on request."""
+        if not self.pruner and not of_dense:
             return {"sparsity": 0.0}
-        counted = self.pruner.report()
+        found = eligible(self.model, self.run.include, self.run.exclude)
+        counted = self.pruner.report() if self.pruner else report(self.model, found)
         return {"sparsity": counted.sparsity, "zeros": [layer.num_zeros for layer in counted.layers if not layer.dense]}
 
     def layers(self) -> dict[str, int]:
@@ -211,7 +213,9 @@ def train(
             tracker.log(step=0, layers=training.layers())
         if start and not training.step:
             training.load(deepcopy(start.state))  # an optimizer keeps and changes the tensors that it loads
-            for line in start.lines:
+            for line in map(dict, start.lines):
+                if training.pruner is None and line.pop("zeros", None):
+                    line["sparsity"] = 0.0
                 tracker.log(**line)
 
         def stepped(step: int, values: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """The command line: help without torch, bad input in one line with exit code 2 and nothing written."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from prunus.cli import COMMANDS, main
+from prunus.cli.help import GROUPS, USUAL
 from prunus.files.lock import lock_folder
 from prunus.lab.models import MODELS, build
 from prunus.lab.run import ModelName, Run, ScoreName
@@ -41,6 +43,7 @@ def refused(capsys: pytest.CaptureFixture[str], *args: object) -> str:
 HELP = """
 import contextlib, io, json, sys
 from prunus.cli import COMMANDS, main
+from prunus.cli.help import GROUPS, USUAL
 shown = {}
 for args in ([], ["--help"], *([name, "--help"] for name in COMMANDS)):
     with contextlib.redirect_stdout(io.StringIO()) as out:
@@ -72,6 +75,7 @@ def test_the_overview_has_the_sentences_in_one_column(capsys):
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_option_says_what_it_is(name, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "400")
+    monkeypatch.setattr("prunus.cli.help.WIDEST", 400)
     with pytest.raises(SystemExit):
         main([name, "--help"])
     lines = [line.strip("│ ") for line in capsys.readouterr().out.splitlines()]
@@ -215,9 +219,35 @@ def test_train_reaches_the_sparsity_and_eval_agrees(options, text, tmp_path, cap
     last = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["sparsity"] == result["sparsity"] and last["eval"]["loss"] == result["loss"]
 
-    main(["eval", str(out), "--eval-size", "2", "--layers"])
+    main(["eval", str(out), "--layers"])
     said = capsys.readouterr().out
-    assert f"loss {result['loss']:.4f}" in said and f"{result['sparsity']:.4%} of" in said
+    assert f"loss {result['loss']:.4f}, perplexity {result['perplexity']:.3f}" in said
+    assert "on held-out data (its first 2; --eval-size 0 takes all)" in said and f"{result['sparsity']:.4%} of" in said
+
+
+def test_figures_of_images_have_no_perplexity(tmp_path, capsys):
+    small = "--model lenet5 --data digits --batch 2 --steps 4 --every 1 --eval-size 2 --warmup 1".split()
+    main(["train", *small, "--out", str(tmp_path / "run")])
+    main(["eval", str(tmp_path / "run")])
+    trained, evaluated = capsys.readouterr().out.splitlines()
+    assert "accuracy" in trained and "perplexity" not in trained + evaluated
+    assert trained.partition("loss")[2].partition(";")[0] == evaluated.partition("loss")[2].partition(";")[0]
+
+
+def test_help_has_the_usual_options_first_and_every_option_once(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    for name, groups in GROUPS.items():
+        with pytest.raises(SystemExit):
+            main([name, "--help"])
+        shown = capsys.readouterr().out
+        assert max(map(len, shown.splitlines())) <= 80
+        usual = shown.partition("the usual options:\n")[2].partition("\n\n")[0]
+        found = [re.sub(r"\[no-\]", "", line.split()[0])[2:] for line in usual.splitlines() if line.startswith("  --")]
+        assert found == groups[USUAL].split() and len(found) == 10
+        every = re.findall(r"^  --(?:\[no-\])?([\w-]+)", shown, flags=re.MULTILINE)
+        named = {one for names in groups.values() for one in names.split()} - ({"live"} if name == "profile" else set())
+        assert len(every) == len(set(every)) and named <= {*every}
+        assert "more options:" not in shown or name not in ("train", "study")
 
 
 @pytest.mark.parametrize("form", ["sparse", "dense"])

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -81,6 +82,49 @@ def test_a_signal_writes_a_checkpoint_and_the_run_goes_on_to_the_same_end(
     assert "after step 8" in said and said.endswith(f"continue it by prunus train --resume --out {out}")
     main(["train", "--resume", "--out", str(out)])
     assert_same_runs(unbroken, out)
+
+
+@small
+def test_an_interrupted_study_says_the_command_that_continues_it(base, tmp_path, monkeypatch, capsys):
+    step, command = Training.train_step, ["study", "--base", str(base), "--seeds", "1", "--out", str(tmp_path / "study")]
+
+    def train_step(training):
+        if training.run.score == "magnitude":
+            os.kill(os.getpid(), signal.SIGINT)
+        return step(training)
+
+    with monkeypatch.context() as patched, pytest.raises(SystemExit) as stop:
+        patched.setattr(Training, "train_step", train_step)
+        main(command)
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert stop.value.code == 130
+    assert said == f"prunus study: interrupted; the same command continues: {shlex.join(['prunus', *command])}"
+    assert load_checkpoint(tmp_path / "study" / "runs" / "magnitude-0.5-s0" / "checkpoint.pt")["step"] == 2
+    main(command)
+    assert "3 of 3 runs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("args", "continues"),
+    [
+        (["study", "--out", "x"], True),
+        (["study", "show", "x"], False),
+        (["prune", "model", "--out", "x"], True),
+        (["prune", "model", "--no-repair"], False),
+        (["prune", "model", "--probe", "block"], False),
+        (["export", "x"], False),
+    ],
+    ids=str,
+)
+def test_only_what_continues_is_said_to(args, continues, monkeypatch, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("prunus.cli._parse", interrupted)
+    with pytest.raises(SystemExit):
+        main(args)
+    said = capsys.readouterr().err
+    assert said.endswith(f": prunus {shlex.join(args)}\n" if continues else f"prunus {args[0]}: interrupted\n")
 
 
 @small

@@ -137,9 +137,9 @@ def ranks_train_as_one_process(alone: Path, ranks: Path) -> None:
 
 
 def they_evaluate_as_one_process_to_the_bit(ranks: Path) -> None:
-    quality, report, step = evaluated(ranks / "checkpoint.pt", eval_size=30)
-    result = result_of(ranks)
-    assert (quality.loss, quality.accuracy, report.sparsity, step) == (result["loss"], result["accuracy"], 0.5, 12)
+    found, result = evaluated(ranks / "checkpoint.pt", eval_size=30), result_of(ranks)
+    quality = (found.quality.loss, found.quality.accuracy)
+    assert (*quality, found.report.sparsity, found.step) == (result["loss"], result["accuracy"], 0.5, 12)
 
 
 def an_interrupted_run_is_an_unbroken_one(first: Path, second: Path) -> None:

@@ -296,7 +296,7 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch, capsys):
     make_run(tmp_path / "run")
     with pytest.raises(SystemExit):
         main(["report", str(tmp_path / "run")])
-    assert "pip install 'prunus[report]'" in capsys.readouterr().err
+    assert "pip install plotly jinja2" in capsys.readouterr().err
 
 
 def test_what_is_called_shared_is_shared(tmp_path):

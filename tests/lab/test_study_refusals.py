@@ -83,7 +83,7 @@ def test_mistakes_are_one_line(base, tmp_path, capsys):
         ("--data", "nowhere.txt"): "nowhere.txt is neither a file nor a folder",
         ("--set", "model=lenet5"): "lenet5",
         ("--set", "augment=true"): "augment crops and flips images",
-        ("paint",): "prunus study is followed by merge, show, page or by options, not by 'paint'",
+        ("paint",): "expected merge, show, page or options after prunus study, got 'paint'",
         ("--preset", "eps"): "give one of them",
         ("--set", "out=here"): "out is nothing that runs of a study choose",
         ("merge", "x"): "study merge does not read --base",

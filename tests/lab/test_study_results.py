@@ -11,6 +11,8 @@ from report_pages import page_of
 from study_command import ASKED, Quiet, losses, rows, stamps, study
 
 from prunus.cli import main
+from prunus.cli.console import Terminal
+from prunus.cli.study import print_table
 from prunus.files.json_file import read_json
 from prunus.lab.report.records import read_record
 from prunus.lab.run import Run
@@ -19,7 +21,7 @@ from prunus.lab.study.results import summary
 from prunus.lab.study.runner import Options, Worker
 from prunus.lab.study.study_folder import Folder, jaccard, save_masks
 from prunus.lab.study.study_plan import make_plan
-from prunus.lab.study.tables import cells_of, page
+from prunus.lab.study.tables import cells_of, page, verdict_of
 from prunus.lab.trainer import train
 
 ROOT = Path(__file__).parents[2]
@@ -57,7 +59,7 @@ def test_a_run_that_diverged_or_read_other_data_counts_nowhere(lost, quality, co
     said = {entry["arm"]: entry["message"] for entry in found["off_target"]}
     assert said["bitter7"] == f"the training diverged: its {lost} is not finite"
     assert said["magnitude"] == said["bitter1"] == "it was made with other data than the study's"
-    assert all(len(text) < 200 for row in found["rows"] for text in cells_of(row))
+    assert all(len(text) < 200 for row in found["rows"] for text in (*cells_of(row).values(), verdict_of(row)))
     json.dumps(found, allow_nan=False)
 
 
@@ -112,7 +114,7 @@ def test_recipes_are_compared_with_dense_and_magnitude_of_their_own(copy, base):
     assert found["dense fast"]["against"] == "dense"
     assert fast["cost"]["mean"] == pytest.approx(fast["mean"] - found["dense fast"]["mean"])
     assert slow["cost"] is None and slow["overlap"] is None, "no run of that recipe to compare with"
-    assert "(against magnitude; lr differs too)" in " ".join(cells_of(slow))
+    assert "(against magnitude; lr differs too)" in verdict_of(slow)
     assert found["bitter7"]["beside"] == [] and 0 < found["bitter7"]["overlap"] <= 1
 
 
@@ -319,3 +321,31 @@ def test_damage_in_a_slim_study_is_told(copy, slim, tmp_path, capsys):
             with pytest.raises(SystemExit):
                 main(command)
             assert "runs.jsonl: line" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 140])
+def test_a_table_fits_the_terminal_and_cuts_nothing(width, done, monkeypatch, capsys):
+    values = summary(Folder(done), Folder(done).plan())
+    long = "bitter7 with a recipe whose name is longer than a column"
+    values["rows"] = [row | {"arm": long} if row["arm"] == "bitter7" else row for row in values["rows"]]
+    monkeypatch.setattr("prunus.cli.study.wide_console", lambda: Terminal(width=width))
+    print_table(values)
+    said = capsys.readouterr().out
+    table = [line for line in said.splitlines() if line[:1] in "┏┃┡│├└"]
+    assert max(map(len, table)) <= width and "…" not in said
+    names = " ".join(line.split("│")[1].strip() for line in table if line.startswith("│"))
+    assert long in names and "magnitude" in names
+    assert ("time per run" in said) == (width == 140) and "against dense" in said
+    assert f"{long} at 50.0%:" in " ".join(said.split())  # the verdict stands below
+
+
+def test_the_page_of_a_study_is_written_beside_it(copy, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    main(["study", "page", str(copy)])
+    assert (copy / "results.md").read_text() == page([copy])
+    assert {path.name for path in tmp_path.iterdir()} == {copy.name}
+    with pytest.raises(SystemExit) as stop:
+        main(["study", "page", str(copy), str(copy)])
+    assert stop.value.code == 2 and "--page FILE.md" in capsys.readouterr().err
+    main(["study", "page", str(copy), str(copy), "--page", "both.md"])
+    assert (tmp_path / "both.md").is_file()

@@ -1,5 +1,6 @@
 """A study runs each computation once, alike in all that is not named, and goes on where it was killed or failed."""
 
+import contextlib
 import gc
 import json
 import os
@@ -20,7 +21,7 @@ from study_command import ASKED, Quiet, losses, rows, stamps, study
 from prunus.cli import main
 from prunus.files.json_file import read_json
 from prunus.lab.run import Run
-from prunus.lab.study.arms import Arm
+from prunus.lab.study.arms import Arm, read_base
 from prunus.lab.study.runner import Options, Worker, estimate
 from prunus.lab.study.study_folder import Folder
 from prunus.lab.study.study_plan import make_plan
@@ -207,7 +208,7 @@ def test_arms_that_are_added_at_the_same_time_are_all_there(done, base, tmp_path
 def test_a_worker_that_dies_is_told_by_the_exit_code(base, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     assert study(base, tmp_path / "study", *ASKED, "--devices", "cpu,cpu") == 1
-    assert "the worker on cpu ended with code 1; the same command does its runs" in capfd.readouterr().err
+    assert "the worker on cpu ended with code 1; run the same command again to continue" in capfd.readouterr().err
 
 
 def eventually(holds) -> bool:
@@ -290,3 +291,15 @@ def test_compiled_code_for_other_shapes_is_forgotten(copy, monkeypatch):
         worker.num_done += 1
     assert cold == [True, False, True, False, False]
     assert len(resets) == 1
+
+
+def test_a_reader_of_the_progress_that_leaves_is_no_failure_of_a_run(base, tmp_path):
+    def unread(step, values):
+        raise BrokenPipeError
+
+    folder, show = Folder(tmp_path / "study"), Quiet([])
+    show.running = lambda title, run: contextlib.nullcontext(unread)
+    folder.join(make_plan(read_base(base)[0], [], [0.5], [0]), {})
+    with pytest.raises(BrokenPipeError):
+        Worker(folder, Options(device="cpu"), show).work(folder.plan().cells)
+    assert not folder.failures()

@@ -48,6 +48,7 @@ class ArmRow:
     same_as: str = ""  # the arm whose runs these are
     budget: float = 1.0  # against the study's steps
     mixed: str = ""  # what differs from the arm it is against beside what is compared
+    decimals: int = 2  # to write values and differences with
 
 
 @dataclass(frozen=True)
@@ -231,6 +232,7 @@ def _row(row: Mapping[str, Any]) -> ArmRow:
         same_as=same,
         budget=number(row.get("budget_scale")) or 1.0,
         mixed=mixed_with(row),
+        decimals=3 if row.get("decimals") == 3 else 2,
     )
 
 

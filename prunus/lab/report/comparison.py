@@ -136,7 +136,12 @@ def difference_panels(source: Source, marks: Mapping[str, Mark]) -> list[Panel]:
             "hovertemplate": "%{text}<extra></extra>",
         }
         table = [
-            (_against(row), cell(row.difference, signed), cell(row.half_width, fixed), with_minus(row.verdict))
+            (
+                _against(row),
+                Number(signed(row.difference, row.decimals), row.difference),
+                Number(fixed(row.half_width, row.decimals), row.half_width),
+                with_minus(row.verdict),
+            )
             for row in rows
         ]
         words = "; ".join(f"{row.arm} {row.verdict}" for row in rows)

@@ -20,9 +20,9 @@ def fixed(value: float | None, decimals: int = 2) -> str:
     return "–" if value is None or not math.isfinite(value) else f"{value:,.{decimals}f}"
 
 
-def signed(value: float | None) -> str:
+def signed(value: float | None, decimals: int = 2) -> str:
     """With its sign, and a true minus."""
-    return "–" if value is None else f"{value:+,.2f}".replace("-", "−")
+    return "–" if value is None else f"{value:+,.{decimals}f}".replace("-", "−")
 
 
 def with_minus(text: str) -> str:

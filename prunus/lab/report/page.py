@@ -62,7 +62,7 @@ def _template() -> "tuple[Template, dict[str, Any]]":
         from jinja2 import Environment
         from plotly.offline import get_plotlyjs
     except ImportError as error:
-        raise ValueError(f"a report needs {error.name}: pip install 'prunus[report]'") from None
+        raise ValueError(f"a report needs {error.name}: pip install plotly jinja2") from None
     files = [resources.files("prunus.lab.report").joinpath(name) for name in ("page.html", "style.css", "page.js")]
     html, style, own = (file.read_text(encoding="utf-8") for file in files)
     scripts = [_inline(get_plotlyjs()), _inline(own)]
@@ -102,7 +102,7 @@ def headline(source: Source) -> str:
     seeds = min(len(row.values) for row in rows)
     best = f"{'lowest' if record.is_language else 'highest'}: {_quality(rows[0].mean, record)}"
     often = "one seed" if seeds == 1 else f"{seeds} seeds"
-    return f"At {short_percent(max(ended))} sparsity, {rows[0].arm} ended {best} ({often}, no verdict)"
+    return f"At {short_percent(max(ended))} sparsity, {rows[0].arm} ended {best} ({often}, no interval)"
 
 
 def _of_run(record: RunRecord) -> str:
@@ -145,7 +145,8 @@ def _of_verdicts(source: Source, sparsity: float) -> str:
     if clear:
         best = max(clear, key=lambda row: gains[row.arm])
         arm, other, recipe = split_recipe(best.arm, best.against)
-        by = f"{fixed(gains[best.arm], 2)} ± {fixed(best.half_width, 2)} {unit} over {len(best.values)} seeds"
+        gain, half = (fixed(value, best.decimals) for value in (gains[best.arm], best.half_width))
+        by = f"{gain} ± {half} {unit} over {len(best.values)} seeds"
         return f"{at}, {arm} beats {other} by {by}" + (f", both {recipe}" if recipe else "")
     names = "no arm" if len(rows) > 1 else rows[0].arm
     against = rows[0].against if len({row.against for row in rows}) == 1 else "its reference"
@@ -169,7 +170,7 @@ def lede(source: Source) -> str:
             said.append(f"Dense ends at {_quality(dense.mean, record)}.")
         best = []
         for row in [rows[0] for sparsity in source.sparsities if (rows := _sorted(source, sparsity))]:
-            lost = "" if row.cost is None else f" ({signed(row.cost)} to {row.dense})"
+            lost = "" if row.cost is None else f" ({signed(row.cost, row.decimals)} against {row.dense})"
             one = ", one seed" * (len(row.values) == 1)
             best.append(f"at {short_percent(row.sparsity)} {row.arm}{lost}{one}")
         if best:
@@ -203,8 +204,8 @@ def figures(source: Source) -> list[tuple[str, str]]:
         "weights removed": percent(evals[-1].get("sparsity"), 2) if evals else "",
         f"{record.unit} read": count(done),
         "training time": duration(seconds) if seconds else "",
-        f"{record.unit} a second": count(done / seconds) if seconds else "",
-        "an event takes": f"{plain(pruning * 1e3, 3)} ms" if pruning else "",
+        f"{record.unit} per second": count(done / seconds) if seconds else "",
+        "time of an event": f"{plain(pruning * 1e3, 3)} ms" if pruning else "",
         "peak memory": memory(memory_of(source.cells[0])) if memory_of(source.cells[0]) else "",
     }
     return [(name, text) for name, text in found.items() if text]

@@ -62,7 +62,7 @@ def _compared(source: Source) -> list[Section]:
     far = ", ".join(f"{row.arm} at {short_percent(row.sparsity)}" for row in outside(source))
     seeds = sorted({len(row.values) for row in source.rows if row.values}) or [0]
     many = f"{seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else f"{seeds[0]}"
-    bars = f"Mean on held-out data at the end of the run; bars are one standard deviation over seeds ({many} an arm)."
+    bars = f"Mean on held-out data at the end of the run; bars are one standard deviation over seeds ({many} per arm)."
     bars += f" Outside the frame: {far}." if far else ""
     quality = Section("quality", "Quality against sparsity", bars, [quality_panel(source, marks)])
     overlap = Section("overlap", "Mask overlap", OVERLAP if overlaps else NO_OVERLAP, overlaps)
@@ -126,9 +126,19 @@ def _verdicts(source: Source, marks: Mapping[str, Mark]) -> Section:
         "Differences are to magnitude, or to the arm named behind a dash, of dense arms to dense, and paired: the same "
         "seed has the same first weights and the same batches."
         if is_study
-        else "These runs are no study, so there are no verdicts: nothing holds them to the same budget and data."
+        else f"These runs are no study, so there are no verdicts: {_equality(source)}."
     )
     return Section("verdicts", "Verdicts", text, difference_panels(source, marks), tables=[table])
+
+
+def _equality(source: Source) -> str:
+    """What is known of runs that no study made equal."""
+    records = [cell.record for cell in source.cells]
+    read = {(record.total_steps * record.per_step, str(record.config.get("data"))) for record in records}
+    if len(read) > 1:
+        return "they differ in budget or data"
+    unit = source.record.unit
+    return f"all read the same number of {unit} from the same data, but may differ in other ways"
 
 
 def _verdict_row(row: ArmRow, is_study: bool) -> list[Any]:
@@ -139,12 +149,12 @@ def _verdict_row(row: ArmRow, is_study: bool) -> list[Any]:
     ]
     if is_study:
         kind = next((word for word in ("better", "worse") if row.verdict.startswith(word)), "none")
-        half = f" ± {fixed(row.half_width, 2)}" if row.half_width is not None else ""
+        half = f" ± {fixed(row.half_width, row.decimals)}" if row.half_width is not None else ""
         other = "" if row.same_as or row.against in ("", "magnitude", "dense") else f", against {row.against}"
         mixed = f"; {row.mixed}" if row.mixed and row.verdict and not row.same_as else ""
         said = with_minus(row.verdict) + other + mixed
-        cells += [Number(signed(row.difference) + half, row.difference), Word(said, kind)]
-    return [*cells, Number(fixed(row.spread, 2), row.spread), cell(len(row.values), str)]
+        cells += [Number(signed(row.difference, row.decimals) + half, row.difference), Word(said, kind)]
+    return [*cells, Number(fixed(row.spread, row.decimals), row.spread), cell(len(row.values), str)]
 
 
 FIELD = ("field", "value")

@@ -89,6 +89,8 @@ class Worker:
         try:
             with self.show.running(cell.folder, run) as progress:
                 line = self._trained(cell, run, progress, later)
+        except BrokenPipeError:  # nobody reads what is printed any more: no fault of the run
+            raise
         except Exception as error:  # whatever it is, the other arms go on
             message = " ".join(f"{type(error).__name__}: {error}".split())
             line = f"failed, {message}"
@@ -122,7 +124,7 @@ class Worker:
                 save_masks(run.out, training.pruner.masks)
             if self.options.keep_checkpoints:
                 save_checkpoint(run.out / "checkpoint.pt", training.state())
-            seconds = time.perf_counter() - started + (start.state["seconds"] if start else 0.0)  # as if made alone
+            seconds = time.perf_counter() - started + (start.wall_seconds if start else 0.0)  # as if made alone
             seconds = max(seconds, training.seconds)  # a resumed run was trained in part before
             on_gpu = torch.cuda.is_available() and run.device != "cpu"
             notes = {
@@ -199,10 +201,10 @@ def now() -> str:
 
 
 def num_shared(run: Run) -> int:
-    """Steps that a run shares with the dense run of its recipe, up to the first evaluation."""
+    """Steps that a run shares with the dense run of its recipe: those before its first event."""
     if run.parallel != "none" or run.optimizer == "adamwprune" or run.score in COLLECT:
         return 0
-    before = run.total_steps
+    before = run.total_steps - 1
     if run.replay:
         try:
             before = recorded_rates(run)[0][0]
@@ -212,7 +214,7 @@ def num_shared(run: Run) -> int:
         schedule = run.sparsity_schedule()
         first = min(schedule.begin or run.every, schedule.end) if isinstance(schedule, Ramp) else schedule.end
         before = min(before, int(first) - 1)
-    return min(before, run.eval_every - 1)
+    return before
 
 
 def _recipe(run: Run) -> str:
@@ -251,17 +253,24 @@ class Recorder:
     starts: Starts
     recipe: str
     steps: set[int]
-    first: tuple[int, float] | None = None  # step and seconds after the first one, which may have compiled
+    first: tuple[int, float, float] | None = None  # step, seconds and time after the first one, which may have compiled
+    zeros: dict[int, dict[str, Any]] = field(default_factory=dict)  # at evaluations; a dense run does not log them
 
     def __call__(self, training: Training) -> None:
-        step, states, seconds = training.step, self.starts.states, training.seconds
-        first, before = self.first = self.first or (step, seconds)
+        step, states, seconds, now = training.step, self.starts.states, training.seconds, time.perf_counter()
+        first, before, began = self.first = self.first or (step, seconds, now)
+        if step <= max(self.steps, default=0) and step % training.run.eval_every == 0:
+            self.zeros[step] = training.zeros(of_dense=True)
         if step in self.steps and (self.recipe, step) not in states and len(states) < MOST_STARTS:
+            wall = seconds
             if step > first:  # as it would be without what only the first run of a process pays
-                seconds = (seconds - before) / (step - first) * step
+                seconds, wall = (
+                    (end - start) / (step - first) * step for start, end in ((before, seconds), (began, now))
+                )
             state = training.state() | {"pruner": None, "seconds": seconds}
             lines = [line for line in read_metrics(training.run.out) if 0 < line["step"] <= step]
-            states[self.recipe, step] = DenseStart(_in_main_memory(state), lines)
+            lines = [line | self.zeros[line["step"]] if "eval" in line else line for line in lines]
+            states[self.recipe, step] = DenseStart(_in_main_memory(state), lines, wall)
 
 
 def _in_main_memory(value: Any) -> Any:

@@ -12,20 +12,30 @@ from .results import summary
 from .study_folder import Folder
 from .study_plan import StudyPlan, num_examples, shared_fields
 
-HEADINGS = ("arm", "asked", "zeros", "mean ± sd", "seeds", "to dense", "overlap", "budget", "s a run", "verdict")
-BEST = ("study", "asked", "best arm", "mean ± sd", "seeds", "dense", "to dense", "verdict")
-MIB = 2**20
-READING = (
-    "± beside a mean is the standard deviation over seeds, beside a difference of equal seeds its 95 % interval. "
-    "Cold seconds are of the first run of a process, with its start-up; runs at once shared a device. "
-    "To dense is the difference to the dense runs that are equal in all but pruning, where the study has them. "
-    "Overlap is the Jaccard index of the pruned weights with those of the run that is equal but for its score, "
-    "magnitude, or if there is none of the arm magnitude where it is trained alike"
+HEADINGS = (
+    "arm",
+    "sparsity",
+    "zeros",
+    "mean ± sd",
+    "seeds",
+    "against dense",
+    "overlap",
+    "budget",
+    "time per run",
 )
+BEST = ("study", "sparsity", "best arm", "mean ± sd", "seeds", "dense", "against dense", "verdict")
+MIB = 2**20
+READING = {  # how to read a column
+    "mean ± sd": "After a mean, ± is the standard deviation over seeds.",
+    "against dense": "After a difference, ± is its 95 % interval over pairs of runs with the same seed. Dense are the "
+    "runs that are equal in all but pruning, where the study has them.",
+    "overlap": "Overlap is the Jaccard index of the pruned weights with those that magnitude prunes in the same recipe",
+    "time per run": "Cold times include the start-up of the process; runs at once shared a device.",
+}
 INTRODUCTION = """# Results
 
-This page is made by `prunus study page` from the folders in `studies/`; no figure in a table is typed, and where a
-folder holds `notes.md` its text is taken over. Arms of a study start from the same weights for the same seed, read the
+This page is made by `prunus study page`; no figure in a table is typed, and where the folder of a study holds
+`notes.md` its text is taken over. Arms of a study start from the same weights for the same seed, read the
 same batches in the same order and are evaluated on the same held-out data; they differ in the fields named and in
 nothing else. Quality is read at the target sparsity alone, which is counted from the zeros. Intervals are Student's t
 over paired seeds, each for its own comparison: of twenty comparisons of equal arms one is expected to look like a
@@ -70,19 +80,13 @@ def title_of(values: Mapping[str, Any]) -> str:
     )
 
 
-def cells_of(row: Mapping[str, Any]) -> list[str]:
-    """One row under HEADINGS."""
+def cells_of(row: Mapping[str, Any]) -> dict[str, str]:
+    """One row by HEADINGS."""
     shared = f", {row['at_once']} at once" if row["at_once"] > 1 else ""
     cost, decimals = "", row["decimals"]
     if row["cost"]:
         cost = written(row["cost"]["mean"], decimals, sign=True) + _plus_minus(row["cost"]["half_width"], decimals)
-    verdict = ""
-    if row["same_as"]:
-        verdict = f"the same computation as {row['same_as']}"
-    elif row["against"]:
-        mixed = mixed_with(row)  # unequal budgets and recipes are named
-        verdict = f"{row['verdict']} (against {row['against']}{'; ' if mixed else ''}{mixed})"
-    return [
+    cells = (
         row["arm"],
         f"{row['sparsity']:.1%}" if row["sparsity"] else "dense",
         f"{row['measured_sparsity']:.3%}",
@@ -91,9 +95,22 @@ def cells_of(row: Mapping[str, Any]) -> list[str]:
         cost,
         "" if row["overlap"] is None else f"{row['overlap']:.3f}",
         f"x {row['budget_scale']:g}",
-        f"{row['wall_seconds'] or row['seconds']:.1f}{' cold' * row['cold']}{shared}",
-        verdict,
-    ]
+        f"{row['wall_seconds'] or row['seconds']:.1f} s{' cold' * row['cold']}{shared}",
+    )
+    return dict(zip(HEADINGS, cells, strict=True))
+
+
+def verdict_of(row: Mapping[str, Any]) -> str:
+    """What a row's comparison says; empty where it is compared with nothing."""
+    if row["same_as"]:
+        return f"the same computation as {row['same_as']}"
+    if not row["against"]:
+        return ""
+    word, by, rest = row["verdict"].partition(" by ")
+    mixed = mixed_with(row)  # unequal budgets and recipes are named
+    if by and word in ("better", "worse"):
+        return f"{word} than {row['against']} by {rest}{f'; {mixed}' if mixed else ''}"
+    return f"{row['verdict']} (against {row['against']}{'; ' if mixed else ''}{mixed})"
 
 
 def mixed_with(row: Mapping[str, Any]) -> str:
@@ -108,15 +125,24 @@ def _plus_minus(value: float | None, decimals: int) -> str:
     return "" if value is None else f" ± {written(value, decimals)}"
 
 
-def notes_of(values: Mapping[str, Any]) -> Iterator[str]:
-    """What failed, what does not count, and how the table is to be read."""
+def verdict_lines(values: Mapping[str, Any]) -> Iterator[str]:
+    """A line for each comparison."""
+    for row in values["rows"]:
+        if said := verdict_of(row):
+            at = f" at {row['sparsity']:.1%}" if row["sparsity"] else ""
+            yield f"{row['arm']}{at}: {said}"
+
+
+def notes_of(values: Mapping[str, Any], columns: Sequence[str] = HEADINGS) -> Iterator[str]:
+    """What failed, what does not count, and how to read ``columns``."""
     for kind, words in (("failed", "failed"), ("off_target", "not counted")):
         for entry in values[kind]:
             yield f"{words}: {entry['arm']} at {entry['sparsity']:g}, seed {entry['seed']}: {entry['message']}"
     if values["rows"]:
         sparsities = sorted({row["sparsity"] for row in values["rows"]} - {0.0})
         chance = ", ".join(f"{s / (2 - s):.3f} at {s:.0%}" for s in sparsities)
-        yield READING + (f" (by chance {chance})." if chance else ".")
+        by_chance = f" ({chance} by chance)." if chance else "."
+        yield " ".join(text + by_chance * (name == "overlap") for name, text in READING.items() if name in columns)
 
 
 def page(folders: Sequence[Path]) -> str:
@@ -150,10 +176,10 @@ def _best_rows(name: str, values: Mapping[str, Any], plan: StudyPlan) -> Iterato
         ]
         best = min(pruned, key=lambda row: (-len(row["seeds"]), sign * row["mean"]), default=None)
         if best and len(pruned) > 1 and len(best["seeds"]) > 1:
-            cells = dict(zip(HEADINGS, cells_of(best), strict=True))
+            cells = cells_of(best)
             beside = f"{written(dense[best['dense']], best['decimals'])}{unit}" if best["dense"] in dense else ""
-            about = (cells["mean ± sd"] + unit, cells["seeds"], beside, cells["to dense"], cells["verdict"])
-            yield [f"[{name}](#{name})", cells["asked"], best["arm"], *about]
+            about = (cells["mean ± sd"] + unit, cells["seeds"], beside, cells["against dense"], verdict_of(best))
+            yield [f"[{name}](#{name})", cells["sparsity"], best["arm"], *about]
 
 
 def _section(folder: Folder, plan: StudyPlan, values: Mapping[str, Any]) -> str:
@@ -173,7 +199,7 @@ def _section(folder: Folder, plan: StudyPlan, values: Mapping[str, Any]) -> str:
         for arm in plan.arms
         if dict(arm.changes) != {"score": arm.name}
     ]
-    rows = [cells_of(row) for row in values["rows"]]
+    rows = [[*cells_of(row).values(), verdict_of(row)] for row in values["rows"]]
     parts = [
         f"## {folder.path.name}",
         "  \n".join(f"{line}; {count} run{'s' * (count > 1)}" for line, count in environments.items()),
@@ -181,7 +207,7 @@ def _section(folder: Folder, plan: StudyPlan, values: Mapping[str, Any]) -> str:
         f"said to change (hash `{plan.hash}`): {fields}.",
         _notes_in(folder.path),
         f"**{title_of(values)}**",
-        markdown_table(HEADINGS, rows, words=(len(HEADINGS) - 1,)),
+        markdown_table((*HEADINGS, "verdict"), rows, words=(len(HEADINGS),)),
         "\n\n".join(notes_of(values)),
         f"What arms change: {'; '.join(changed)}.",
     ]

@@ -1,0 +1,102 @@
+"""The demo: a study with one line of progress for the whole, a table, text, a page and what to do next."""
+
+import contextlib
+import io
+import re
+import shlex
+import signal
+
+import numpy as np
+import pytest
+from small_gpt import fewer_weights
+from study_command import stamps
+
+from prunus.cli import main
+from prunus.lab.trainer import Training
+
+pytestmark = pytest.mark.usefixtures("few_weights")
+SMALL = ("--steps", "20", "--seeds", "1", "--sparsity", "0.5")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_data():
+    text = (b"def f(self):\n    return 1\n" * 200, b"def g(self):\n    return 2\n" * 30)
+    parts = tuple(np.frombuffer(part, "uint8") for part in text)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("prunus.lab.data.datasets.read_stdlib", lambda: parts)
+        patched.setattr("prunus.cli.demo.EVERY", 0.0)
+        patched.setattr("prunus.cli.demo.LENGTH", 20)
+        yield
+
+
+def demo(out) -> tuple[list[str], list[str]]:
+    """Lines on standard output and on standard error."""
+    with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.redirect_stderr(io.StringIO()) as progress:
+        main(["demo", *SMALL, "--out", str(out)])
+    return said.getvalue().splitlines(), progress.getvalue().splitlines()
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, small_data):
+    out = tmp_path_factory.mktemp("demo") / "demo"
+    with fewer_weights():
+        return out, *demo(out)
+
+
+def test_it_ends_with_table_text_page_and_commands_that_work(finished):
+    out, said, _ = finished
+    assert any("4 of 4 runs" in line for line in said)
+    assert any(line.startswith("random at 50.0%: one seed: no interval") for line in said)
+    assert any(re.search(r"┃ dense +┃ bitter7 +┃", line) for line in said)
+    assert sum("def __init__(self" in line for line in said) == 2 and not any("\\x" in line for line in said)
+    finding = next(line for line in said if line.startswith("At 50 % sparsity")).rstrip(".")
+    assert finding.replace(" %", "\u00a0%") in (out / "report.html").read_text()
+    assert any(f"open {out / 'report.html'} in a browser" in line for line in said)
+    commands = [line.strip() for line in said if line.startswith("  prunus ")]
+    assert len(commands) == 3
+    main(shlex.split(commands[0])[1:])
+    assert (out / "small" / "run.json").is_file()
+
+
+def test_outside_a_terminal_it_says_how_far_the_whole_is(finished):
+    lines = finished[2]
+    shares = [int(line.partition("%")[0]) for line in lines]
+    assert shares == sorted(shares) and shares[-1] == 100
+    assert lines[-1].lstrip().startswith("100%  bitter7, seed 0: step 20 of 20, about 0 s left")
+    assert len(lines) == 20 + 3 * 13  # the first 7 of 20 steps are shared
+
+
+def test_again_it_trains_nothing(finished, monkeypatch):
+    out, said, _ = finished
+    before = stamps(out)
+    monkeypatch.setattr(Training, "train_step", lambda training: pytest.fail("nothing is left to train"))
+    assert len(demo(out)[0]) == len(said) and stamps(out) == before
+
+
+def test_interrupted_the_same_command_continues(tmp_path, capsys, monkeypatch):
+    out, step = tmp_path / "demo", Training.train_step
+
+    def interrupted(training):
+        if training.run.score == "magnitude" and training.step == 12:
+            signal.raise_signal(signal.SIGINT)
+        return step(training)
+
+    with monkeypatch.context() as patched, pytest.raises(SystemExit) as stop:
+        patched.setattr(Training, "train_step", interrupted)
+        main(["demo", *SMALL, "--out", str(out)])
+    assert stop.value.code == 130
+    again = shlex.join(["prunus", "demo", *SMALL, "--out", str(out)])
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == f"prunus demo: interrupted; the same command continues: {again}"
+    before = stamps(out)
+    assert sorted(before) == ["dense-0-s0", "random-0.5-s0"]
+    demo(out)
+    assert len(stamps(out)) == 4 and before.items() <= stamps(out).items()
+
+
+@pytest.mark.parametrize("options", [("--steps", "0"), ("--seeds", "0"), ("--sparsity", "1.5")], ids=str)
+def test_options_without_sense_are_refused_in_one_line(options, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop, contextlib.chdir(tmp_path):
+        main(["demo", *options])
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and said.count("\n") == 1 and not (tmp_path / "runs").exists()
