@@ -11,16 +11,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..eligible import eligible, unwrapped_model
+from ..eligible import eligible, unwrapped_model, warn_if_much_stays_dense
 from ..input_statistics import eagerly
 from ..ops import bits
 from ..ranks import is_dtensor
 from ..select import Global, PerLayer, Quota, Selector, Shape, clipped
-from .limit import Progress
 from .options import Repair
 from .probe.engine import Engine
 from .probe.objective import Loss, Objective
 from .probe.prober import Finished, Probe, Probed, Prober
+from .progress import Progress, progress_line
 from .repair import RepairWalk
 from .resources import Clock, Peak
 from .result import Result
@@ -48,7 +48,7 @@ def prune(
     offload: str | torch.device | None = None,
     checkpointing: bool = False,
     state: Path | None = None,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> Result:
     """Prune ``model`` in place to ``sparsity`` of its prunable weights, and return what was done.
 
@@ -69,7 +69,8 @@ def prune(
     moved there one at a time, and everything else stays there until the end: the masks are the same. With
     ``checkpointing`` blocks after the probed one run again for the backward instead of keeping their activations; this
     is also done where a single sample does not fit. With ``state``, a folder, a repair that was killed goes on where
-    it was when it is called again with the same dense model, and ends with the same bits.
+    it was when it is called again with the same dense model, and ends with the same bits. ``progress`` is shown by
+    default in a terminal and in a notebook; a function in its place gets weights done, weights in all, and a name.
 
     The model comes back in its mode and with its buffers, but for batch norms, whose statistics a repair renews; after
     an exception with its weights too.
@@ -79,14 +80,16 @@ def prune(
     job = Job(model, batches, plan)
     if sparsity is None:
         sparsity = getattr(select, "sparsity", None) or 0.5
-    with job.open():
-        return job.prune(sparsity, probe, Start(state=state), progress=progress)
+    with job.open(), progress_line(progress, "prune") as report:
+        return job.prune(sparsity, probe, Start(state=state), progress=report)
 
 
 def method(
     batches: Any, score: ScoreLike | None, probe: Probe | None, repair: Repair | Literal["auto"] | None
 ) -> tuple[ScoreLike | None, Repair | None]:
     """Score and repair that stand for what was left open; no score stands for the solver."""
+    if isinstance(batches, Real):
+        raise ValueError(f"samples come before the sparsity: prune(model, batches, 0.5), got {batches} for batches")
     has_batches = not (isinstance(batches, Sized) and len(batches) == 0)
     if repair == "auto":
         repair = Repair() if has_batches and probe is None else None
@@ -146,7 +149,9 @@ class Job:
             raise ValueError(f"batch_size is a number of samples, at least 1, or None, got {plan.batch_size!r}")
         self.model = unwrapped_model(model)
         self.plan = plan
-        weights = eligible(self.model, plan.include, plan.exclude).weights
+        found = eligible(self.model, plan.include, plan.exclude)
+        warn_if_much_stays_dense(self.model, found)
+        weights = found.weights
         self.weights = {weight.name: weight for weight in weights}
         if sharded := [weight.name for weight in weights if is_dtensor(weight.parameter)]:
             raise ValueError(f"{sharded[0]} is sharded over ranks; prune the whole model in one process, then shard it")
@@ -198,7 +203,7 @@ class Job:
     ) -> Result:
         """One level: candidates once, then the probe; on an exception the weights are as before."""
         if not isinstance(sparsity, Real) or not 0 <= sparsity < 1:
-            raise ValueError(f"sparsity must be a number in [0, 1), got {sparsity!r}")
+            raise ValueError(f"sparsity must be a number in [0, 1), as 0.5 for a half, got {sparsity!r}")
         began, peak, start = time.perf_counter(), Peak(self.walk.device), start or Start()
         passes, forwards = self._counts()
         self.clock.seconds = {}
