@@ -101,7 +101,8 @@ def warn_if_much_stays_dense(model: nn.Module, found: Eligible) -> None:
         globs = _globs(others)
         warnings.warn(
             f"{num_dense / (num_dense + num_pruned):.0%} of the matrix weights stay dense, as no linear layer or "
-            f"convolution has them: {', '.join(globs)}; include={globs} prunes them too, exclude= ends this warning",
+            f"convolution has them: {', '.join(globs)}; include={globs} prunes them too, and exclude= of the same "
+            "leaves them dense without this warning",
             stacklevel=4,
         )
 

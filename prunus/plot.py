@@ -10,7 +10,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-BAR, GAP, HEIGHT, MARGIN = 9, 8, 150, 50  # width of a layer, space between blocks, height of a chart, space around
+NARROW, WIDE, WIDTH = 9, 40, 380  # bars of a layer, and of the chart that they share where there are few
+GAP, HEIGHT, MARGIN = 8, 150, 50  # space between blocks, height of a chart, space around
 COLOURS = {"sparsity": "#7a9e3f", "mask alone": "#d9c8a9", "repaired": "#8a1c4a"}
 ACCEPTED, REJECTED, INK, SOFT, RULE = "#7a9e3f", "#c9c5bb", "#000", "#555", "#ddd"
 SHARPNESS = 2  # pixels of a PNG for one of the drawing
@@ -133,6 +134,7 @@ def check_picture(path: Path) -> None:
 def layers_chart(layers: Sequence[Mapping[str, Any]]) -> Chart:
     """Bars of the sparsity of each layer; below them those of its errors, where it was repaired."""
     places, labels, x, block = [], [], MARGIN, None
+    bar = max(NARROW, min(WIDE, WIDTH // max(1, len(layers))))
     for layer in layers:
         digits = re.search(r"\d+", layer["name"])
         if (here := digits and digits.group()) != block or not places:
@@ -140,7 +142,7 @@ def layers_chart(layers: Sequence[Mapping[str, Any]]) -> Chart:
             labels.append((x, here or layer["name"].split(".")[0]))
             block = here
         places.append(x)
-        x += BAR + 1
+        x += bar + 1
     pairs = [[finite(layer.get(kind)) for kind in ("mask_error", "error")] for layer in layers]
     errors = [error for pair in pairs for error in pair if error is not None]
     top = _round_up(max(errors, default=1.0))
@@ -164,7 +166,7 @@ def layers_chart(layers: Sequence[Mapping[str, Any]]) -> Chart:
         if layer.get("dense"):
             text += f", dense: {layer['dense']}"
         for kind, share, bottom in bars:
-            shapes.append(Bar(at, bottom - HEIGHT * share, BAR, HEIGHT * share, COLOURS[kind], text))
+            shapes.append(Bar(at, bottom - HEIGHT * share, bar, HEIGHT * share, COLOURS[kind], text))
     return Chart(max(x + MARGIN // 2, 460), (2 if errors else 1) * (HEIGHT + MARGIN) + MARGIN // 2, shapes)
 
 
@@ -174,7 +176,7 @@ def trials_chart(trials: Sequence[tuple[float, float, bool]], dense: float) -> C
     values = [dense, *(metric for _, metric, _ in known)]
     low, high = min(values), max(values)
     pad = 0.1 * (high - low) or abs(high) or 1.0
-    low, high, right = low - pad, high + pad, MARGIN + 380
+    low, high, right = low - pad if low < 0 else max(0.0, low - pad), high + pad, MARGIN + WIDTH
     shapes = _frame("metric over sparsity", (low, high), MARGIN, right)
 
     def place(sparsity: float, metric: float) -> tuple[float, float]:

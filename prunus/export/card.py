@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from itertools import count
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from .. import __version__
@@ -61,7 +62,8 @@ def facts_of_files(part: Path, shapes: Mapping[str, tuple[int, ...]], rows: Sequ
     of_prunable = bool(pruned) and pruned.keys() <= matrices.keys()
     layers = []
     for name in pruned if of_prunable else matrices:
-        zeros, total = matrices[name].numel - matrices[name].num_nonzero, matrices[name].numel
+        row, total = matrices[name], matrices[name].numel
+        zeros = total - row.num_nonzero + row.num_negative_zeros
         errors = {kind: pruned[name].get(kind) for kind in ("mask_error", "error")} if of_prunable else {}
         layers.append({"name": name, "num_weights": total, "num_pruned": zeros, "sparsity": zeros / total, **errors})
     compared = {name: row for name, row in compared.items() if isinstance(row, dict)}
@@ -127,7 +129,8 @@ def _front_matter(folder: Path, facts: CardFacts, origin: Mapping[str, str], *, 
 
 def _summary(folder: Path, facts: CardFacts) -> str:
     pruned, total = (sum(layer[key] for layer in facts.layers) for key in ("num_pruned", "num_weights"))
-    what = hub_name(facts.source) or (Path(facts.source).name if facts.source else "the model")
+    origin = str(facts.settings.get("model") or facts.source)
+    what = hub_name(origin) or (Path(origin).name if origin else "the model")
     kind = "prunable weights" if facts.of_prunable else "weights in the matrices"
     text = f"{pruned / max(1, total):.2%} of the {total:,} {kind} of {_line(what)} are zero."
     kept = [path.name for path in sorted(folder.iterdir()) if path.name.lower().startswith(("licen", "source_readme"))]
@@ -149,8 +152,8 @@ def _quality(facts: CardFacts) -> Iterator[str]:
 
 
 DATA = ("eval_tokens", "eval_text", "eval_batches", "tokens", "text", "batches")
-METHOD = {"sparsity": "sparsity asked for", "score": "score", "scope": "scope", "allocate": "shared over layers"}
-METHOD |= {"probe": "probe", "samples": "calibration samples", "calibrate": "calibrated on", "seed": "seed"}
+METHOD = {"sparsity": "sparsity asked for", "score": "score", "scope": "weights are compared by", "probe": "probe"}
+METHOD |= {"allocate": "sparsity over layers", "samples": "calibration samples", "seed": "seed"}
 
 
 def _method(settings: Mapping[str, Any]) -> Iterator[str]:
@@ -158,10 +161,12 @@ def _method(settings: Mapping[str, Any]) -> Iterator[str]:
         return
     is_probed = settings.get("probe", "none") != "none"
     is_repaired = bool(settings.get("repair_probe")) if is_probed else not settings.get("no_repair")
-    names = {key: text for key, text in METHOD.items() if key != "probe" or is_probed}
-    lines = [f"- {text}: {_line(settings[key])}" for key, text in names.items() if settings.get(key) is not None]
-    repair = "the weights that stay were solved for, block after block" if is_repaired else "none: masks alone"
-    yield "## Method\n\n" + "\n".join([*lines, f"- repair: {repair}"])
+    said = {text: settings.get(key) for key, text in METHOD.items()}
+    lines = [f"- {text}: {_line(value)}" for text, value in said.items() if value not in (None, "auto", "none")]
+    chosen = "which weights stay, and what they must be, was" if settings.get("score") == "auto" else "weights were"
+    repair = f"{chosen} solved for, block after block" if is_repaired else "none, masks alone"
+    tuned = ", then tuned to the outputs of the dense model" if settings.get("tune") else ""
+    yield "## Method\n\n" + "\n".join([*lines, f"- repair: {repair}{tuned}"])
 
 
 def _how_to_load(folder: Path, facts: CardFacts) -> str:
@@ -177,7 +182,7 @@ def _how_to_load(folder: Path, facts: CardFacts) -> str:
         kind = kinds[0] if named else "AutoModel"
         return f"```python\n{LOAD_PLAIN.format(kind=kind, where=where)}\n```"
     if (folder / "checkpoint.pt").is_file() or (folder / "run.json").is_file():
-        return f"```sh\nprunus eval {facts.name}\n```"
+        return f"```sh\nprunus eval {quote(facts.name)}\n```"
     load = "from prunus import load_sparse as load" if is_small else "from safetensors.torch import load_file as load"
     file = json.dumps(f"{facts.name}/{SMALL if is_small else 'model.safetensors'}")
     return f"```python\n{load}\n\nmodel.load_state_dict(load({file}))\n```"
@@ -191,7 +196,7 @@ def _kinds(layers: Sequence[Mapping[str, Any]]) -> str:
     lines = ["| weights | number | zero | sparsity |", "|---|---:|---:|---:|"]
     for kind, found in kinds.items():
         pruned, total = (sum(layer[key] for layer in found) for key in ("num_pruned", "num_weights"))
-        lines.append(f"| {_line(kind)} | {len(found)} | {pruned:,} | {pruned / max(1, total):.2%} |")
+        lines.append(f"| {_code(kind)} | {len(found)} | {pruned:,} | {pruned / max(1, total):.2%} |")
     return "\n".join(lines)
 
 
@@ -208,6 +213,10 @@ def _versions(folder: Path) -> str:
 
 def _is_small(folder: Path) -> bool:
     return any(path.name.startswith(Path(SMALL).stem) for path in folder.glob("*.safetensors"))
+
+
+def _code(value: Any) -> str:
+    return f"`{re.sub(r'[`|]|[^ -~]', ' ', str(value))[:200]}`"
 
 
 def _line(value: Any) -> str:
