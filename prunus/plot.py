@@ -14,6 +14,7 @@ NARROW, WIDE, WIDTH = 9, 40, 380  # bars of a layer, and of the chart that they 
 GAP, HEIGHT, MARGIN = 8, 150, 50  # space between blocks, height of a chart, space around
 COLOURS = {"sparsity": "#7a9e3f", "mask alone": "#d9c8a9", "repaired": "#8a1c4a"}
 ACCEPTED, REJECTED, INK, SOFT, RULE = "#7a9e3f", "#c9c5bb", "#000", "#555", "#ddd"
+PICTURE = "layers.svg"  # in the folder of a pruned model
 SHARPNESS = 2  # pixels of a PNG for one of the drawing
 
 

@@ -19,9 +19,9 @@ from typing import Any
 from .. import __version__
 from ..files.reader import SMALL
 from ..files.writer import SavedTensor
-from ..plot import finite, layers_chart
+from ..plot import PICTURE, finite, layers_chart
 
-CARD, PICTURE = "README.md", "layers.svg"
+CARD = "README.md"
 MARK = "<!-- written by prunus -->"
 FROM_SOURCE = ("license", "license_name", "license_link", "language", "datasets", "pipeline_tag")
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -170,7 +170,8 @@ def _method(settings: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _how_to_load(folder: Path, facts: CardFacts) -> str:
-    where, is_small = json.dumps(facts.repo or facts.name), _is_small(folder)
+    name = re.sub(r"[`\s]", "-", facts.name)  # a name of the user's that would end the block of code
+    where, is_small = json.dumps(facts.repo or name), _is_small(folder)
     if (folder / "config.json").is_file():
         if is_small:
             path = f"snapshot_download({where})" if facts.repo else where
@@ -182,9 +183,9 @@ def _how_to_load(folder: Path, facts: CardFacts) -> str:
         kind = kinds[0] if named else "AutoModel"
         return f"```python\n{LOAD_PLAIN.format(kind=kind, where=where)}\n```"
     if (folder / "checkpoint.pt").is_file() or (folder / "run.json").is_file():
-        return f"```sh\nprunus eval {quote(facts.name)}\n```"
+        return f"```sh\nprunus eval {quote(name)}\n```"
     load = "from prunus import load_sparse as load" if is_small else "from safetensors.torch import load_file as load"
-    file = json.dumps(f"{facts.name}/{SMALL if is_small else 'model.safetensors'}")
+    file = json.dumps(f"{name}/{SMALL if is_small else 'model.safetensors'}")
     return f"```python\n{load}\n\nmodel.load_state_dict(load({file}))\n```"
 
 

@@ -88,8 +88,6 @@ def method(
     batches: Any, score: ScoreLike | None, probe: Probe | None, repair: Repair | Literal["auto"] | None
 ) -> tuple[ScoreLike | None, Repair | None]:
     """Score and repair that stand for what was left open; no score stands for the solver."""
-    if isinstance(batches, Real):
-        raise ValueError(f"samples come before the sparsity: prune(model, batches, 0.5), got {batches} for batches")
     has_batches = not (isinstance(batches, Sized) and len(batches) == 0)
     if repair == "auto":
         repair = Repair() if has_batches and probe is None else None

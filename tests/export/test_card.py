@@ -126,14 +126,15 @@ def test_what_is_known_of_the_hub_is_the_base_model(tmp_path):
 
 
 def test_text_from_outside_stays_text_and_damaged_figures_are_left_out(tmp_path):
-    evil = "x\n# forged <script>|`*"
+    evil = "x\n# forged <script>|```*"
     (tmp_path / "README.md").write_text(f"---\nlicense: mit\n---\n{evil}")
     layers = [{"name": evil, "num_weights": 4, "num_pruned": 2, "sparsity": 0.5}]
     rows = {evil: {"sparsity": "much", evil: None}}
     facts = CardFacts(evil, layers, evil, rows, {"score": evil, "model": evil})
     write_card(tmp_path, facts)
     text = card(tmp_path)
-    outside = re.sub(r"```.*?```|`[^`]*`", "", text, flags=re.DOTALL)
+    outside = re.sub(r"```.*?```|(?<!\\)`[^`]*`", "", text, flags=re.DOTALL)
+    assert text.count("```") == 2
     assert "\n# forged" not in text and "<script>" not in outside and "forged \\<script\\>" in outside
     assert front_matter(tmp_path)["license"] == "mit"
     write_card(tmp_path, facts)

@@ -5,8 +5,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from ...export.card import PICTURE
-from ...plot import layers_chart
+from ...plot import PICTURE, layers_chart
 from ..schema import AMOUNT, ANY, SHARE, TEXT, Maybe, Named, Spec, read_checked
 from .numbers import duration, memory
 from .records import number
