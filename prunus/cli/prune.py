@@ -90,10 +90,11 @@ OF_REPAIR = ("targets", "damping", "tune")
 
 
 def run(command: Command) -> None:
+    _check_places(command)
     if _is_written(command):  # killed after the result was in its place
         shutil.rmtree(_unfinished(command), ignore_errors=True)
         print(f"{command.out}: was written already")
-        _push(command)
+        _publish(command)
         return
     _check(command)
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # those of transformers, between ours
@@ -116,12 +117,30 @@ def run(command: Command) -> None:
     print(f"{command.out}: written; {command.model} was pruned in {result.seconds:.1f} s with {memory}, {cost}")
     if outcome.profile is not None:
         print_profile(outcome.profile)
+    _publish(command)
+
+
+def _check_places(command: Command) -> None:
+    """Refuse a chart that cannot be written, and a push that will not be possible."""
     if command.plot is not None:
-        result.plot().save(command.plot)
-    _push(command)
+        from ..plot import check_picture
+
+        check_picture(command.plot)
+    if command.private and command.push is None:
+        raise ValueError("without --push nothing reads --private; leave it off")
+    if command.push is not None:
+        from ..export.hub import check_push
+
+        check_push(command.push)
 
 
-def _push(command: Command) -> None:
+def _publish(command: Command) -> None:
+    """Write the chart and push the folder, where that was asked for."""
+    if command.plot is not None:
+        from ..files.json_file import read_json
+        from ..plot import layers_chart
+
+        layers_chart(read_json(command.out / "result.json")["layers"]).save(command.plot)
     if command.push is not None:
         from ..export.hub import push
 
@@ -164,16 +183,6 @@ def _check(command: Command) -> None:
     from ..ops.machine import device_of
 
     device_of(command.device)
-    if command.plot is not None:
-        from ..plot import check_picture
-
-        check_picture(command.plot)
-    if command.private and command.push is None:
-        raise ValueError("without --push nothing reads --private; leave it off")
-    if command.push is not None:
-        from ..export.hub import check_push
-
-        check_push(command.push)
 
 
 def _repairs(command: Command) -> bool:
@@ -231,7 +240,7 @@ def _pruned(command: Command) -> "Outcome":
         reached = measure()
         if probe is not None:
             result.undo_()
-            alone = prune(trained.model, trained.batches, result.sparsity, repair=None, **settings)
+            alone = prune(trained.model, trained.batches, result.sparsity, repair=None, progress=False, **settings)
             rows[f"{score} alone"] = measure()
             alone.undo_()
             result.apply_()
