@@ -278,12 +278,12 @@ def measure_training(run: Run, rounds: int) -> Row:
     torch.cuda.empty_cache()
     training = Training(run)
     on_gpu = training.device.type == "cuda"
-    queued(training.train_step, run.every + 1)()  # to warm up
+    queued(training.train_step, run.event_period + 1)()  # to warm up
     wait_for(training.device)
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    calls = queued(training.train_step, run.every)
-    times = [1e3 * timed(calls, training.device)[0] / run.every for _ in range(rounds)]
+    calls = queued(training.train_step, run.event_period)
+    times = [1e3 * timed(calls, training.device)[0] / run.event_period for _ in range(rounds)]
     median = statistics.median(times)
     return {
         "ms": median,

@@ -1,17 +1,17 @@
-"""Which weights of a model may be pruned, why others stay dense, and how sparse all of them are."""
+"""Which weights of a model may be pruned, and why others stay dense."""
 
+import re
+import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from types import MappingProxyType
 
-import torch
 from torch import nn
 
-from .ranks import Ranks, local, shard_of
-
+OTHER_KIND = "not a linear or convolution weight"  # a reason to stay dense, behind the name of the module's class
+MUCH = 0.2  # of the weights that could be pruned: more that stays dense is worth a warning
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 # classes that store experts as (expert, in, out), for versions of transformers that do not say it in the module
 INPUTS_FIRST = {"GptOssExperts", "Llama4TextExperts", "AriaGroupedExpertsGemm"}
@@ -73,7 +73,7 @@ def eligible(
             "excluded": matches(name, exclude),
             "embedding or head": not is_included and id(parameter) in heads,
             "router of experts": not is_included and id(parameter) in routers,
-            f"{type(module).__name__}, not a linear or convolution weight": not is_included
+            f"{type(module).__name__}, {OTHER_KIND}": not is_included
             and not prunable_kind(module, full)
             and not holds_experts(module, parameter),
             "frozen": not parameter.requires_grad and not (is_included and trained is None),
@@ -87,8 +87,36 @@ def eligible(
             found.weights.append(Weight(name, parameter, module, outputs_of(module, parameter), sharers))
     if not found.weights:
         why = "; ".join(f"{name}: {reason}" for name, reason in found.dense.items()) or "it has no weight matrix"
-        raise ValueError(f"the model has no weight to prune ({why})")
+        others = _of_other_kind(model, found)
+        advice = f"; include={_globs(others)} takes them" if others else ""
+        raise ValueError(f"the model has no weight to prune ({why}){advice}")
     return found
+
+
+def warn_if_much_stays_dense(model: nn.Module, found: Eligible) -> None:
+    """Warn where a large part stays dense only because no linear layer or convolution has it, and say what takes it."""
+    others = _of_other_kind(model, found)
+    num_dense, num_pruned = sum(others.values()), sum(weight.parameter.numel() for weight in found.weights)
+    if num_dense > MUCH * (num_dense + num_pruned):
+        globs = _globs(others)
+        warnings.warn(
+            f"{num_dense / (num_dense + num_pruned):.0%} of the matrix weights stay dense, as no linear layer or "
+            f"convolution has them: {', '.join(globs)}; include={globs} prunes them too, and exclude= of the same "
+            "leaves them dense without this warning",
+            stacklevel=4,
+        )
+
+
+def _of_other_kind(model: nn.Module, found: Eligible) -> dict[str, int]:
+    """Sizes of trained weights that stay dense for the kind of their module."""
+    named = {plain_name(name): parameter for name, parameter in model.named_parameters()}
+    names = [name for name, reason in found.dense.items() if reason.endswith(OTHER_KIND)]
+    return {name: named[name].numel() for name in names if named[name].requires_grad}
+
+
+def _globs(names: Iterable[str]) -> list[str]:
+    """Patterns for these names, one for all layers of a stack."""
+    return list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names))
 
 
 def _check_names(model: nn.Module, names: Mapping[str, str], include: list[str], exclude: list[str]) -> None:
@@ -203,75 +231,3 @@ def unwrapped_model(model: nn.Module) -> nn.Module:
             model = model.module
         else:
             return model
-
-
-@dataclass(frozen=True)
-class LayerSparsity:
-    """One weight: its size, its zeros, and the reason if it is not pruned."""
-
-    name: str
-    shape: tuple[int, ...]
-    num_weights: int
-    num_zeros: int
-    dense: str | None = None
-    rate: float = 1.0  # factor on its learning rate
-
-    @property
-    def sparsity(self) -> float:
-        return self.num_zeros / self.num_weights if self.num_weights else 0.0
-
-
-@dataclass(frozen=True)
-class SparsityReport:
-    """Sparsity counted from the zeros: by weight, over prunable weights, and over all parameters."""
-
-    layers: list[LayerSparsity]
-    num_parameters: int
-
-    @property
-    def num_prunable(self) -> int:
-        return sum(layer.num_weights for layer in self.layers if layer.dense is None)
-
-    @property
-    def num_zeros(self) -> int:
-        return sum(layer.num_zeros for layer in self.layers if layer.dense is None)
-
-    @property
-    def sparsity(self) -> float:
-        """Over prunable weights."""
-        return self.num_zeros / self.num_prunable
-
-    @property
-    def sparsity_of_all(self) -> float:
-        """Pruned weights over all parameters of the model."""
-        return self.num_zeros / self.num_parameters
-
-    def __str__(self) -> str:
-        rows = [
-            f"{layer.name:50} {'x'.join(map(str, layer.shape)):>16} {layer.sparsity:8.2%}"
-            + (f"  dense: {layer.dense}" if layer.dense else "")
-            + (f"  rate x {layer.rate:.3f}" if layer.rate != 1 else "")
-            for layer in self.layers
-        ]
-        share, of_all = f"{self.sparsity:.4%}", f"{self.sparsity_of_all:.4%}"
-        return "\n".join([*rows, f"{share} of {self.num_prunable} prunable weights, {of_all} of all are zero"])
-
-
-def report(
-    model: nn.Module, found: Eligible, ranks: Ranks | None = None, rates: Mapping[str, float] = MappingProxyType({})
-) -> SparsityReport:
-    """Zeros of every weight matrix, pruned or not, with the reason for those that are not.
-
-    Collective over ``ranks``, which hold shards of the weights.
-    """
-    parameters = {plain_name(name): p for name, p in model.named_parameters()}
-    reasons = {weight.name: None for weight in found.weights} | found.dense
-    named = {name: p for name, p in parameters.items() if name in reasons}
-    zeros = torch.tensor([local(p).numel() - int(local(p).count_nonzero()) for p in named.values()])
-    if ranks:
-        zeros = ranks.total(zeros * torch.tensor([shard_of(name, p, ranks).is_owner for name, p in named.items()]))
-    layers = [
-        LayerSparsity(name, tuple(p.shape), p.numel(), num_zeros, reasons[name], rates.get(name, 1.0))
-        for (name, p), num_zeros in zip(named.items(), zeros.tolist(), strict=True)
-    ]
-    return SparsityReport(layers, sum(p.numel() for p in parameters.values()))

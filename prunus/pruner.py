@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from .eligible import SparsityReport, eligible, report
+from .eligible import eligible, warn_if_much_stays_dense
 from .input_statistics import InputNorms
 from .masking import LoadHook, Progress, check_state, is_initialising, masking_of, unwrapped
 from .masks import Masks, MaskStore, check_copies, digest, load_masks, unpack_like, unpack_saved_masks
@@ -22,11 +22,12 @@ from .ops.shard import together
 from .ranks import gather, is_dtensor, local, local_block, ranks_of, shard_of, shards_of
 from .rate import Rate, rates_of
 from .regrow import Regrow, selected
-from .schedule import Schedule
+from .schedule import Schedule, progress_text
 from .score import SCORES
 from .select import Global, Selector, Shape
+from .sparsity_report import SparsityReport, report
 from .statistics import MOMENTS, Movement, check_moments, is_skipped, score_of, sources
-from .validation import check_eps, check_options, check_parameters, check_together, copied_weights
+from .validation import check_eps, check_options, check_parameters, check_together, copied_weights, explained
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,9 @@ class Pruner:
 
     ``score`` is a name of SCORES or a function that reads what its arguments name (``weight``, ``grad``,
     ``exp_avg``, ``exp_avg_sq``, ``step``, ...). ``masks`` are boolean masks by name to begin with, or
-    ``"zeros"`` for the zeros that the weights have; without ``schedule`` they do not change. ``rate`` gives
-    pruned weights larger steps, by their density. ``regrow`` lets pruned weights come back until the ramp ends.
+    ``"zeros"`` for the zeros that the weights have; without ``schedule`` they do not change. ``every`` is the number
+    of steps from one event to the next; by default a ramp has about 20 events. ``rate`` gives pruned weights larger
+    steps, by their density. ``regrow`` lets pruned weights come back until the ramp ends.
 
     Weights that are loaded without the pruner's state may not be zero where the masks prune. The next step after the
     model's ``load_state_dict``, and every event, notices that: they are zeroed again, with one warning, or, with
@@ -65,6 +67,7 @@ class Pruner:
     ``state_dict`` and ``load_state_dict``. ``group`` names the ranks that train this model, if not all do.
     """
 
+    @explained
     def __init__(
         self,
         model: nn.Module,
@@ -73,7 +76,7 @@ class Pruner:
         score: str | Callable[..., Tensor] = "bitter7",
         select: Selector = Global(),
         schedule: Schedule | None = None,
-        every: int = 50,
+        every: int | None = None,
         regrow: Regrow | None = None,
         rate: Rate | None = None,
         masks: Mapping[str, Tensor] | Literal["zeros"] | None = None,
@@ -94,7 +97,8 @@ class Pruner:
             )
         schedule = schedule and schedule.over(None)  # refuses fractions: the length of the run is not known here
         self.model, self.optimizer, self.regrow = model, optimizer, regrow
-        self.select, self.schedule, self.every = select, schedule, every
+        self.select, self.schedule = select, schedule
+        self.every: int = getattr(schedule, "period", 1) if every is None else every
         self.score_options = dict(score_options or {})
         self.score = score_of(score, self.score_options)
         self._score_name = score if isinstance(score, str) else getattr(score, "__name__", type(score).__name__)
@@ -102,6 +106,7 @@ class Pruner:
         self._is_reloaded = self._has_warned = False
         trained = [p for of_group in optimizer.param_groups for p in of_group["params"]]
         self._eligible = eligible(model, include, exclude, trained)
+        warn_if_much_stays_dense(model, self._eligible)
         self._weights = {weight.name: weight.parameter for weight in self._eligible.weights}
         self._num_weights = sum(p.numel() for p in self._weights.values())
         self._ranks = ranks_of(self._weights, group)
@@ -178,9 +183,12 @@ class Pruner:
         return self.report().sparsity
 
     def report(self) -> SparsityReport:
-        """Sparsity of every weight matrix, from its zeros, and the reason where it stays dense."""
+        """Sparsity of every weight matrix, from its zeros, the reason where it stays dense, and how far the ramp is."""
         check_parameters(self.model, self._weights)
-        return report(self.model, self._eligible, self._holders, self._rates.factors if self._rates else {})
+        rates, progress = self._rates.factors if self._rates else {}, None
+        if isinstance(self.schedule, Schedule):
+            progress = progress_text(self.schedule, self.step)
+        return report(self.model, self._eligible, self._holders, rates, progress)
 
     def digest(self) -> str:
         """Hex string that is equal for equal masks, over any number of ranks."""

@@ -13,6 +13,7 @@ SHAPES = {
     "cubic": lambda p: p**3,
     "zhu_gupta": lambda p: 1 - (1 - p) ** 3,
 }
+NUM_EVENTS = 20  # of a ramp, about, where nothing else is said
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,16 @@ class Ramp:
         progress = (step - self.begin) / (self.end - self.begin)
         return self.final * SHAPES[self.shape](min(max(progress, 0.0), 1.0))
 
-    def is_event(self, step: int, every: int) -> bool:
-        """Every ``every`` steps from ``begin`` on, and once at ``end``."""
+    @property
+    def period(self) -> int:
+        """Steps from one event to the next where nothing else is said."""
         check_resolved(self, self.begin, self.end)
+        return event_period(self.begin, self.end)
+
+    def is_event(self, step: int, every: int | None = None) -> bool:
+        """Every ``every`` steps from ``begin`` on, by default every ``period``, and once at ``end``."""
+        check_resolved(self, self.begin, self.end)
+        every = self.period if every is None else every
         return self.begin <= step <= self.end and ((step - self.begin) % every == 0 or step == self.end)
 
     def over(self, num_steps: int | None) -> "Ramp":
@@ -75,7 +83,7 @@ class OneShot:
         check_resolved(self, self.at)
         return self.final if step >= self.at else 0.0
 
-    def is_event(self, step: int, every: int) -> bool:
+    def is_event(self, step: int, every: int | None = None) -> bool:
         """Once."""
         return step == self.end
 
@@ -100,7 +108,7 @@ class Constant:
     def __call__(self, step: int) -> float:
         return self.final
 
-    def is_event(self, step: int, every: int) -> bool:
+    def is_event(self, step: int, every: int | None = None) -> bool:
         """Once, at the first step."""
         return step == 1
 
@@ -110,6 +118,23 @@ class Constant:
 
 
 Schedule = Ramp | OneShot | Constant
+
+
+def event_period(begin: int | float, end: int | float) -> int:
+    """Steps from one event to the next that make about 20 events, however long the ramp is."""
+    return max(1, round((end - begin) / NUM_EVENTS))
+
+
+def progress_text(schedule: Schedule, step: int) -> str:
+    """Where a run is in its schedule, in words: ``step 20 of a ramp from 400 to 800: not begun``."""
+    if isinstance(schedule, Ramp):
+        what = f"step {step} of a ramp from {schedule.begin} to {schedule.end}"
+    else:
+        what = f"step {step} of a run that is pruned at step {schedule.end}"
+    if step >= schedule.end:
+        return f"{what}: ended, at {schedule.final:.2%}"
+    sparsity = schedule(step) if isinstance(schedule, Ramp) else 0.0
+    return f"{what}: {f'{sparsity:.2%} of {schedule.final:.2%}' if sparsity else 'not begun'}"
 
 
 def check_sparsity(final: float) -> None:
@@ -128,7 +153,10 @@ def check_step(name: str, step: int | float) -> None:
 def check_resolved(schedule: Schedule, *steps: int | float) -> None:
     """Refuse fractions: taken for steps, they would leave the model dense in silence."""
     if any(isinstance(step, float) for step in steps):
-        raise ValueError(f"{schedule} has fractions of a run whose length is not known here; give steps")
+        raise ValueError(
+            f"{schedule} has fractions of a run whose length is not known here; "
+            "schedule.over(num_steps) turns them into steps"
+        )
 
 
 def step_of(schedule: Schedule, step: int | float, num_steps: int | None) -> int:

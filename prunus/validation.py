@@ -1,8 +1,11 @@
 """Checks of what a Pruner is given: wrong options are refused at once, not at the first event."""
 
 from collections.abc import Callable, Mapping, Sequence
-from numbers import Integral
-from typing import Any
+from difflib import get_close_matches
+from functools import wraps
+from inspect import signature
+from numbers import Integral, Real
+from typing import Any, ParamSpec
 
 import torch
 from torch import nn
@@ -36,7 +39,10 @@ EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
         _has("quota", "packed", "group", "sparsity"),
         "a selector: Global(), PerLayer(), PerRow() or NofM(2, 4)",
     ),
-    "every": (lambda every: isinstance(every, Integral) and int(every) >= 1, "a whole number of steps, at least 1"),
+    "every": (
+        lambda every: every is None or (isinstance(every, Integral) and int(every) >= 1),
+        "a whole number of steps, at least 1, or None for about 20 events",
+    ),
     "regrow": (lambda regrow: isinstance(regrow, Regrow | None), "a Regrow, as Regrow(0.1)"),
     "rate": (lambda rate: isinstance(rate, Rate | None), "a Rate, as Rate(power=0.5)"),
     "masks": (lambda masks: isinstance(masks, str | Mapping | None), 'boolean tensors by name, or "zeros"'),
@@ -48,6 +54,42 @@ EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "on_event": (_or_none(callable), "a function that takes an Event"),
 }
+
+
+SPARSITIES = ("sparsity", "amount", "target_sparsity", "final_sparsity", "initial_sparsity", "pruning_ratio", "ratio")
+CALL = "Pruner(model, optimizer, schedule=Ramp({}, begin=100, end=1000))"
+P = ParamSpec("P")
+
+
+def explained(init: Callable[P, None]) -> Callable[P, None]:
+    """A constructor that answers a call that does not fit it with what to write."""
+
+    @wraps(init)
+    def checked(*args: P.args, **options: P.kwargs) -> None:
+        check_call(init, *args, **options)
+        init(*args, **options)
+
+    return checked
+
+
+def check_call(init: Callable[..., Any], *args: Any, **options: Any) -> None:
+    """TypeError unless a Pruner, or a callback with its options, can be called so."""
+    known = signature(init).parameters
+    for name in options:
+        if name in SPARSITIES:
+            value = options[name] if isinstance(options[name], Real) and 0 < options[name] < 1 else 0.5
+            raise TypeError(f"{name} is part of the schedule: {CALL.format(value)}, or schedule=Constant({value})")
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            more = f"did you mean {near[0]}?" if near else f"there are {', '.join(list(known)[3:])}"
+            raise TypeError(f"a Pruner has no option {name!r}; {more}")
+    try:
+        signature(init).bind(*args, **options)
+    except TypeError:
+        call = CALL.format(0.5)
+        raise TypeError(
+            f"a Pruner takes a model and the optimizer that trains it, then options by name: {call}"
+        ) from None
 
 
 def check_options(options: Mapping[str, Any]) -> None:

@@ -1,11 +1,15 @@
 """The weights that may be pruned are found in any model, and the others are named with a reason."""
 
+import ast
+import re
+import warnings
+
 import pytest
 import torch
 from torch import nn
 from toys import Conv1D, Net
 
-from prunus import prune
+from prunus import Constant, Pruner, prune
 from prunus.eligible import eligible, plain_name
 
 
@@ -247,3 +251,52 @@ def test_an_embedding_with_sparse_gradients_cannot_be_masked_in_training_and_sta
     found = eligible(model, include="words", trained=model.parameters())
     assert [weight.name for weight in found.weights] == ["out.weight"] and "sparse" in found.dense["words.weight"]
     assert len(eligible(model, include="words").weights) == 2  # after training it may be pruned
+
+
+def attention(**options):
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, **options), 2)
+
+
+def train_with(model, **options):
+    return Pruner(model, torch.optim.AdamW(model.parameters()), schedule=Constant(0.5), **options)
+
+
+def prune_at_once(model, **options):
+    return prune(model, sparsity=0.5, **options)
+
+
+LARGE = {
+    "attention": (attention, "layers.*.self_attn.in_proj_weight"),
+    "recurrent": (lambda: nn.Sequential(nn.LSTM(4, 4), nn.Linear(4, 4)), "0.weight_hh_l0"),
+}
+
+
+@pytest.mark.parametrize("take", [train_with, prune_at_once])
+@pytest.mark.parametrize(("make", "pattern"), LARGE.values(), ids=LARGE)
+def test_a_large_part_that_stays_dense_is_named_once_with_the_pattern_that_takes_it(take, make, pattern):
+    with pytest.warns(UserWarning, match=r"stay dense.*include=\[") as caught:
+        take(make())
+    texts = [str(one.message) for one in caught if "stay dense" in str(one.message)]
+    assert len(texts) == 1 and repr(pattern) in texts[0] and "\n" not in texts[0]
+    assert {one.filename for one in caught if "stay dense" in str(one.message)} == {__file__}
+    found = re.search(r"include=(\[.*?\])", texts[0])[1]
+    for option in ("include", "exclude"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            model = make()
+            take(model, **{option: ast.literal_eval(found)})
+
+
+def test_a_small_part_frozen_weights_and_embeddings_need_no_warning():
+    frozen = attention()
+    for name, parameter in frozen.named_parameters():
+        parameter.requires_grad_("in_proj" not in name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        for model in (nn.Sequential(nn.LSTM(2, 2), nn.Linear(40, 40)), frozen, Language(), Net()):
+            train_with(model)
+
+
+def test_a_model_of_such_weights_alone_says_what_takes_them():
+    with pytest.raises(ValueError, match=r"no weight to prune.*include=\['weight_ih_l0', 'weight_hh_l0'\] takes them"):
+        eligible(nn.LSTM(4, 4))

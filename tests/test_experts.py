@@ -5,7 +5,8 @@ import torch
 from families import build, inputs
 
 from prunus import NofM, OneShot, PerLayer, PerRow, Pruner, Ramp, prune
-from prunus.eligible import eligible, report
+from prunus.eligible import eligible
+from prunus.sparsity_report import report
 
 FAMILIES = ("mixtral", "gpt_oss", "qwen3_moe", "deepseek_v3", "granitemoe", "jamba")
 INPUT_DIM = {"gpt_oss": 1}  # (expert, in, out); of all others 2

@@ -14,9 +14,11 @@ PACKAGE = Path(prunus.__file__).parent
 CORE = {
     "ops": set(),
     "schedule": set(),
+    "plot": set(),
     "score": {"ops"},
     "ranks": {"ops"},
-    "eligible": {"ranks"},
+    "eligible": set(),
+    "sparsity_report": {"eligible", "plot", "ranks"},
     "threshold": {"ops"},
     "rows": {"ops", "threshold"},
     "select": {"ops", "ranks", "threshold", "rows"},
@@ -35,7 +37,7 @@ CORE |= {
     "pruner": BELOW - {"files"},
     "oneshot": BELOW - {"rate", "regrow", "validation", "masking"},
     "sparse": {"ops", "eligible", "files", "export"},
-    "export": {"ops", "eligible", "files"},
+    "export": {"ops", "eligible", "files", "plot"},
     "integrations": {"pruner", "masking", "validation"},
 }
 MAY_IMPORT = CORE | {
@@ -45,7 +47,12 @@ MAY_IMPORT = CORE | {
     "__main__": {"cli"},
 }
 # what else than torch and numpy the core may load, and where
-HEAVY = {"triton": ("ops/_triton", "sparse/_triton"), "transformers": ("export/huggingface", "sparse/decoder")}
+HEAVY = {
+    "triton": ("ops/_triton", "sparse/_triton"),
+    "transformers": ("export/huggingface", "sparse/decoder"),
+    "huggingface_hub": ("export/hub",),
+    "PIL": ("plot",),
+}
 # the same idea in two packages: a definition and its kernels, a command and what it does, both ends of Hugging Face
 SHARED_NAMES = {"candidates.py", "compact.py", "rows.py", "prune.py", "huggingface.py"}
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))

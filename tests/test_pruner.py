@@ -306,3 +306,57 @@ def test_an_event_that_failed_is_tried_again(make):
     failing.clear()
     train(model, pruner.optimizer, range(4, 7))
     assert num_pruned(pruner) == round(0.5 * NUM_WEIGHTS)
+
+
+@pytest.mark.parametrize("length", [40, 400])
+def test_by_default_a_ramp_has_about_20_events_and_a_fixed_number_of_steps_stays(length):
+    steps = {}
+    for every in (None, 50):
+        model, steps[every] = net(), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        schedule = Ramp(0.5, 2, 2 + length)
+        options = {"score": "magnitude", "schedule": schedule, "on_event": lambda e, at=steps[every]: at.append(e.step)}
+        Pruner(model, optimizer, every=every, **options)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        for _ in range(length + 4):
+            optimizer.step()
+    assert steps[None] == list(range(2 + length // 20, 3 + length, length // 20))
+    assert steps[50] == [*range(52, 2 + length, 50), 2 + length]
+
+
+def test_a_schedule_of_the_users_own_gets_a_whole_number_of_steps():
+    class Mine:
+        final, end = 0.5, 3
+
+        def __call__(self, step):
+            return 0.5 if step >= 3 else 0.0
+
+        def is_event(self, step, every):
+            return step % every == 0 and step == 3
+
+        def over(self, num_steps):
+            return self
+
+    model = net()
+    optimizer = adamw(model)
+    pruner = Pruner(model, optimizer, schedule=Mine())
+    train(model, optimizer, range(4))
+    assert pruner.sparsity == pytest.approx(0.5, abs=1e-3) and pruner.report().progress is None
+
+
+def test_the_report_says_where_the_ramp_is_and_shows_itself():
+    model = net()
+    optimizer = adamw(model)
+    pruner = pruner_of(model, optimizer, schedule=Ramp(0.6, 4, 8), every=1)
+    seen = []
+    for step in range(9):
+        train(model, optimizer, [step])
+        seen.append(pruner.report())
+    assert str(seen[1]).endswith("\nstep 2 of a ramp from 4 to 8: not begun")
+    assert seen[5].progress == "step 6 of a ramp from 4 to 8: 30.00% of 60.00%"
+    assert seen[8].progress == "step 9 of a ramp from 4 to 8: ended, at 60.00%"
+    report = seen[8]
+    assert "\n" not in repr(report) and len(repr(report)) < 150
+    html = report._repr_html_()
+    assert all(name in html for name in NAMES) and report.plot().svg in html and report.progress in html

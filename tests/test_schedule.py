@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from prunus.schedule import SHAPES, Constant, OneShot, Ramp
+from prunus.schedule import SHAPES, Constant, OneShot, Ramp, progress_text
 
 RAMP = {shape: Ramp(0.5, 100, 3000, shape) for shape in SHAPES}
 ALL = [*RAMP.values(), Ramp(0.9, 0, 1), Ramp(0.0, 5, 10), OneShot(0.7, at=40), OneShot(0.7, at=0), Constant(0.3)]
@@ -57,6 +57,31 @@ def test_a_ramp_acts_at_begin_then_every_so_often_and_at_end():
     assert events(Ramp(0.5, 3, 6), 1, 100) == [3, 4, 5, 6]
 
 
+@pytest.mark.parametrize("length", [1, 2, 15, 20, 29, 40, 400, 2900, 40_000])
+@pytest.mark.parametrize("begin", [0, 7])
+def test_by_default_a_ramp_has_about_20_events_however_long_it_is(length, begin):
+    ramp = Ramp(0.5, begin, begin + length)
+    steps = [step for step in events(ramp, None, begin + length + 9) if ramp(step)]
+    assert min(length, 14) <= len(steps) <= min(length, 30)
+    assert steps[-1] == ramp.end and steps == [s for s in events(ramp, ramp.period, begin + length) if ramp(s)]
+    assert length != 40_000 or len(steps) == 20
+
+
+@pytest.mark.parametrize(
+    ("schedule", "step", "text"),
+    [
+        (Ramp(0.5, 400, 800), 20, "step 20 of a ramp from 400 to 800: not begun"),
+        (Ramp(0.5, 400, 800), 600, "step 600 of a ramp from 400 to 800: 25.00% of 50.00%"),
+        (Ramp(0.5, 400, 800), 801, "step 801 of a ramp from 400 to 800: ended, at 50.00%"),
+        (OneShot(0.5, at=9), 8, "step 8 of a run that is pruned at step 9: not begun"),
+        (Constant(0.5), 0, "step 0 of a run that is pruned at step 1: not begun"),
+        (Constant(0.5), 1, "step 1 of a run that is pruned at step 1: ended, at 50.00%"),
+    ],
+)
+def test_progress_is_said_in_words(schedule, step, text):
+    assert progress_text(schedule, step) == text
+
+
 @pytest.mark.parametrize("every", [1, 50])
 def test_constant_acts_at_the_first_step_and_one_shot_once(every):
     assert events(Constant(0.5), every, 200) == [1]
@@ -98,7 +123,7 @@ def test_schedules_are_values():
         (lambda: Ramp(0.5, 10, 0.85)(7), "0.85"),
         (lambda: OneShot(0.5, at=0.5)(7), "0.5"),
         (lambda: OneShot(0.5, at=0.5).is_event(7, 2), "0.5"),
-        (lambda: Ramp(0.5, 0.1, 0.85).over(None), "0.1"),
+        (lambda: Ramp(0.5, 0.1, 0.85).over(None), r"0.1.*schedule.over\(num_steps\)"),
         (lambda: OneShot(0.5, at=0.5).over(None), "0.5"),
         (lambda: Ramp(0.5, 10, 101).over(100), "101.*100"),
         (lambda: Ramp(0.5, 90, 0.5).over(100), "begin"),

@@ -1,6 +1,7 @@
 """What cannot be meant is refused when it is said, in one line, and not at the first event of a training."""
 
 from functools import partial
+from inspect import signature
 
 import pytest
 import torch
@@ -49,6 +50,42 @@ def test_a_wrong_option_is_refused_at_once_and_leaves_no_trace(options, text):
     train(model, optimizer, range(4))
     train(twin, adamw(twin), range(4))
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+CALLS = {
+    "sparsity": (lambda model, optimizer: Pruner(sparsity=0.5), r"sparsity is part of the schedule: .*Ramp\(0\.5, "),
+    "torch's name": (lambda m, o: Pruner(m, o, amount=0.3), r"amount is part of the schedule: .*Ramp\(0\.3, "),
+    "percent": (lambda m, o: Pruner(m, o, sparsity=50), r"schedule=Ramp\(0\.5, "),
+    "misspelt": (lambda m, o: Pruner(m, o, shedule=RAMP), "no option 'shedule'; did you mean schedule"),
+    "unknown": (lambda m, o: Pruner(m, o, schedule=RAMP, warmup=3), "no option 'warmup'; there are score, select, "),
+    "no optimizer": (lambda m, o: Pruner(m, schedule=RAMP), "a model and the optimizer that trains it"),
+    "position": (lambda m, o: Pruner(m, o, RAMP), r"options by name: Pruner\(model, optimizer, schedule="),
+}
+
+
+@pytest.mark.parametrize(("call", "text"), CALLS.values(), ids=CALLS)
+def test_a_call_that_does_not_fit_is_answered_with_what_to_write(call, text):
+    model = net()
+    with pytest.raises(TypeError, match=text) as error:
+        call(model, adamw(model))
+    assert "\n" not in str(error.value) and len(str(error.value)) < 250
+
+
+def test_a_callback_says_the_same():
+    from prunus.integrations.pruner_options import PrunerOptions
+
+    with pytest.raises(TypeError, match="sparsity is part of the schedule"):
+        PrunerOptions({"sparsity": 0.5})
+
+
+def test_the_options_of_a_pruner_can_still_be_looked_up():
+    assert list(signature(Pruner).parameters)[:3] == ["model", "optimizer", "score"]
+
+
+def test_fractions_are_refused_with_what_turns_them_into_steps():
+    model = net()
+    with pytest.raises(ValueError, match=r"schedule\.over\(num_steps\)"):
+        Pruner(model, adamw(model), schedule=Ramp(0.5, 0.1, 0.9))
 
 
 @pytest.mark.parametrize(("options", "text"), WRONG, ids=str)

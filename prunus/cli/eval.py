@@ -9,10 +9,10 @@ import tyro
 from .console import print
 
 if TYPE_CHECKING:
-    from ..eligible import SparsityReport
     from ..lab.evaluate import Quality
     from ..lab.run import Run
     from ..lab.trainer import Training
+    from ..sparsity_report import SparsityReport
 
 
 @dataclass(frozen=True)
@@ -86,11 +86,12 @@ def evaluated(
     path: Path, data: str | None = None, validation: Path | None = None, eval_size: int | None = None, length: int = 0
 ) -> Evaluation:
     """A run on its own held-out data or another's; without an ``eval_size`` on as much as in its training."""
-    from ..eligible import eligible, report
+    from ..eligible import eligible
     from ..lab.arithmetic import fixed_arithmetic
     from ..lab.checkpoint import checkpoint_of, load_checkpoint
     from ..lab.exported_model import described, load_exported
     from ..lab.run import Run
+    from ..sparsity_report import report
 
     checkpoint = checkpoint_of(path)
     if length:
@@ -125,11 +126,12 @@ def _of_folder(command: Command) -> "tuple[str, SparsityReport]":
     """Figures of a Hugging Face model, which has no data of its own."""
     from torch import Tensor
 
-    from ..eligible import eligible, report
+    from ..eligible import eligible
     from ..export import load_model
     from ..lab.model_data import check_batches, is_causal, num_rows, read_batches
     from ..lab.model_quality import metric_of, token_quality
     from ..lab.recipe import device_named
+    from ..sparsity_report import report
 
     given = [name for name in ("validation", "text", "batches") if getattr(command, name) is not None]
     if len(given) != 1:

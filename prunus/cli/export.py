@@ -28,6 +28,8 @@ class Command:
     form: Literal["sparse", "dense"] = "sparse"  # small, or plain zeros
     check: bool = False  # read back what was written, compare every bit, and load it as the model that it is
     max_shard: str = "5GB"  # largest file, as a number with B, KB, MB or GB; larger models take several
+    push: str | None = None  # name on the Hugging Face Hub, as user/model, to upload --out to, or the source without it
+    private: bool = False  # make that repository private, if it is new
     advise: bool = False  # write nothing; measure here, layer by layer, whether the sparse model will be faster
     device: str = "cpu"  # advise: where the model will run, cpu or cuda
     batch: int = 1  # advise: sequences decoded at a time
@@ -35,15 +37,38 @@ class Command:
 
 
 FILES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".npz", ".gguf", ".onnx", ".h5", ".json", ".safetensor")
-ADVICE, WRITING = ("device", "batch", "tokens"), ("out", "form", "check", "max_shard")
+OF_FILES = ("form", "check", "max_shard")
+ADVICE, WRITING = ("device", "batch", "tokens"), ("out", "form", "check", "max_shard", "push", "private")
 
 
 def run(command: Command) -> None:
     _refuse_unread(command)
     if command.advise:
         _advise(command)
-    else:
+        return
+    if command.private and command.push is None:
+        raise ValueError("without --push nothing reads --private; leave it off")
+    if command.push is not None:
+        _check_push(command)
+    if command.out is not None or command.push is None:
         _convert(command)
+    if command.push is not None:
+        from ..export.hub import push
+
+        folder = command.out or command.source
+        print(f"{folder}: pushed to {push(folder, command.push, private=command.private)}")
+
+
+def _check_push(command: Command) -> None:
+    from ..export.hub import check_push
+
+    if command.out is None and not command.source.is_dir():
+        raise ValueError(f"--push uploads a folder, and {command.source} is none; pass --out with a new one")
+    if command.out is None and any(getattr(command, name) != getattr(Command, name) for name in OF_FILES):
+        raise ValueError("without --out the folder is pushed as it is; leave off --form, --check and --max-shard")
+    if command.out is not None and command.out.suffix == ".safetensors":
+        raise ValueError(f"--push uploads a folder, but --out is the file {command.out}")
+    check_push(str(command.push))
 
 
 def _refuse_unread(command: Command) -> None:
@@ -77,7 +102,8 @@ def _convert(command: Command) -> None:
         raise ValueError("there is no place to write to; pass --out with a new folder or a .safetensors file")
     if command.out.suffix.lower() in FILES:
         raise ValueError(f"--out is a folder to make or a .safetensors file, and {command.out} looks like another file")
-    job = ExportJob(command.out, command.form == "sparse", command.check, num_bytes(command.max_shard))
+    size = num_bytes(command.max_shard)
+    job = ExportJob(command.out, command.form == "sparse", command.check, size, repo=command.push)
     checkpoint = _checkpoint(command.source)
     loaded: list[str] = []
     if checkpoint is None:

@@ -125,7 +125,7 @@ def summary(profile: "StepProfile") -> list[str]:
         "Start-up: {build:.1f} s to build, {first step:.1f} s for the first step.".format(**profile.startup),
     ]
     if profile.event_seconds:
-        every = profile.run.every
+        every = profile.run.event_period
         often = "at every step of the ramp" if every == 1 else f"once in {every} steps of the ramp"
         often = "once in the run" if profile.has_one_event else often
         event = f"An event takes {1e3 * profile.event_seconds:.2f} ms more"
@@ -150,7 +150,7 @@ def advice(profile: "StepProfile") -> list[str]:
     if step.share("gradient masking") > 0.05 and run.optimizer == "adamw":
         found.append("Masking gradients shows: --optimizer adamwprune masks inside its step.")
     if profile.event_share > 0.02 and not profile.has_one_event:
-        share, twice = profile.event_share, 2 * run.every
+        share, twice = profile.event_share, 2 * run.event_period
         found.append(f"Events take {share:.1%} of the time: with --every {twice} {profile.share_of_events(twice):.1%}.")
     if on_gpu and run.precision == "float32":
         found.append("The passes run in float32: --precision bfloat16 makes them several times faster.")

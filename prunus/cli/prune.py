@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from ..eligible import SparsityReport
     from ..lab.trained_model import ModelSource, TrainedModel
     from ..oneshot import Probe, Result
     from ..select import Selector
+    from ..sparsity_report import SparsityReport
     from .prune_tables import Outcome, Profile
 
 Scope = Literal["auto", "row", "layer", "global", "2:4"]
@@ -83,6 +83,9 @@ class Command:
     offload: bool = False  # keep the model in main memory, one block at a time on the device
     layers: Flag = False  # show every weight in the table at the end
     profile: bool = False  # report where time and memory went, and what to change
+    plot: Path | None = None  # .svg or .png file for the chart of the layers, which the folder has too
+    push: str | None = None  # name on the Hugging Face Hub, as user/model, to upload the folder to
+    private: Flag = False  # make that repository private, if it is new
 
 
 OF_PROBE = ("tau", "order", "reduction", "zero_gradient", "repair_probe")
@@ -91,11 +94,13 @@ OF_REPAIR = ("targets", "damping", "tune")
 
 
 def run(command: Command) -> None:
+    _check_places(command)
     if command.sparsity is None:
         command = replace(command, sparsity=0.5 if command.experts is None or command.scope == "2:4" else 0.0)
     if _is_written(command):  # killed after the result was in its place
         shutil.rmtree(_unfinished(command), ignore_errors=True)
         print(f"{command.out}: was written already")
+        _publish(command)
         return
     _check(command)
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # those of transformers, between ours
@@ -118,10 +123,39 @@ def run(command: Command) -> None:
     print(f"{command.out}: written; {command.model} was pruned in {result.seconds:.1f} s with {memory}, {cost}")
     if outcome.profile is not None:
         print_profile(outcome.profile)
+    _publish(command)
+
+
+def _check_places(command: Command) -> None:
+    """Refuse a chart that cannot be written, and a push that will not be possible."""
+    if command.plot is not None:
+        from ..plot import check_picture
+
+        check_picture(command.plot)
+    if command.private and command.push is None:
+        raise ValueError("without --push nothing reads --private; leave it off")
+    if command.push is not None:
+        from ..export.hub import check_push
+
+        check_push(command.push)
+
+
+def _publish(command: Command) -> None:
+    """Write the chart and push the folder, where that was asked for."""
+    if command.plot is not None:
+        from ..files.json_file import read_json
+        from ..plot import layers_chart
+
+        layers_chart(read_json(command.out / "result.json")["layers"]).save(command.plot)
+    if command.push is not None:
+        from ..export.hub import push
+
+        print(f"{command.out}: pushed to {push(command.out, command.push, private=command.private)}")
 
 
 def _report(command: Command, model: "nn.Module") -> "SparsityReport":
-    from ..eligible import eligible, report
+    from ..eligible import eligible
+    from ..sparsity_report import report
 
     return report(model, eligible(model, command.include, command.exclude))
 
@@ -226,7 +260,7 @@ def _pruned(command: Command) -> "Outcome":
         rows = {"dense": measure()}
         dropping = result = None
         if command.experts is not None:
-            dropping = result = prune(trained.model, trained.batches, experts=command.experts, **common)
+            dropping = result = prune(trained.model, trained.batches, experts=command.experts, progress=False, **common)
             rows["experts dropped"] = measure()
         if result is None or _prunes(command):
             more: dict[str, Any] = {"state": _unfinished(command) if repair and not probe else None}
@@ -235,7 +269,7 @@ def _pruned(command: Command) -> "Outcome":
             reached = measure()
             if probe is not None:
                 result.undo_()
-                alone = prune(trained.model, trained.batches, result.sparsity, repair=None, **settings)
+                alone = prune(trained.model, trained.batches, result.sparsity, repair=None, progress=False, **settings)
                 rows[f"{score} alone"] = measure()
                 alone.undo_()
                 result.apply_()
@@ -356,15 +390,17 @@ def _selector(command: Command) -> "Selector":
 
 def _write(command: Command, outcome: "Outcome") -> None:
     """Write the folder, which appears when it is complete, and remove the one to work in."""
+    from ..export.card import CardFacts, write_card
     from ..files.atomic import new_folder
     from ..files.json_file import write_json
-    from ..lab.report.pruned import PICTURE, picture
 
     figures = _plain(_figures(command, outcome))
+    said = {name: figures[name] for name in ("layers", "rows", "settings")}
+    facts = CardFacts(command.out.name, source=command.model, of_prunable=True, repo=command.push, **said)
     with new_folder(command.out, inside=_unfinished(command)) as part:
         outcome.model.save(part)
         write_json(part / "result.json", figures)
-        (part / PICTURE).write_text(picture(figures["layers"]), encoding="utf-8")
+        write_card(part, facts)
     shutil.rmtree(_unfinished(command), ignore_errors=True)
 
 
@@ -386,7 +422,8 @@ def _figures(command: Command, outcome: "Outcome") -> dict[str, Any]:
 
 
 def _settings(command: Command) -> Any:
-    return _plain({key: value for key, value in asdict(command).items() if key != "out"})
+    left_out = ("out", "plot", "push", "private")  # where the result goes, not what it is
+    return _plain({key: value for key, value in asdict(command).items() if key not in left_out})
 
 
 def _plain(value: Any) -> Any:

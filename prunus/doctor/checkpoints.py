@@ -17,7 +17,7 @@ from ..eligible import plain_name
 from ..files.distributed import Entry, read_entries, read_shard, read_tensor
 from ..files.json_file import read_json
 from ..files.torch_file import read_torch_file
-from ..schedule import SHAPES
+from ..schedule import SHAPES, event_period
 from .contents import Contents, StoredTensor, digest_of, dtype_name
 
 MODELS = ("model", "state_dict", "model_state_dict")  # where scripts put the model's weights
@@ -184,7 +184,8 @@ def sparsity_at(run: Mapping[str, Any], state: Mapping[str, int]) -> float | Non
         return final
     if step < max(begin, 1):
         return 0.0
-    every = run.get("every", 1)
+    every = run.get("every")
+    every = event_period(begin, end) if every is None else every
     if run.get("spam") or not isinstance(every, int) or every < 1:
         return None  # with SPAM an event waits for moments that were reset, and then asks for more
     event = begin + (step - begin) // every * every

@@ -14,8 +14,10 @@ from ..files.reader import PLAIN, SMALL, open_tensors
 from ..files.sparse_file import from_files
 from ..files.writer import MAX_SHARD_BYTES, Saved, TensorSource, WritePlan, write
 from ..ops.bits import words_of
+from .card import CardFacts, facts_of_files, write_card
 
-BESIDE = {".json", ".txt", ".model", ".jinja", ".md", ".vocab"}  # configuration, tokenizer, licence
+BESIDE = {".json", ".txt", ".model", ".jinja", ".md", ".vocab", ".tiktoken"}  # configuration, tokenizer, licence
+NAMES_BESIDE = ("license", "licence", "notice", "copying", "tokenizer", "vocab.")
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class ExportJob:
     check: bool = False  # read back what was written and compare every bit
     max_shard_bytes: int = MAX_SHARD_BYTES
     check_folder: Callable[[Path], None] | None = None  # what else is checked of a folder before it appears
+    repo: str | None = None  # name on the Hub that a folder will have, for its card
 
 
 @dataclass(frozen=True)
@@ -51,14 +54,22 @@ def convert(path: Path, job: ExportJob) -> Exported:
         config = read_json(folder / "config.json") if folder and (folder / "config.json").is_file() else {}
         if not job.small and config.get("tie_word_embeddings"):  # the head is the embedding, and need not be stored
             source = replace(source, aliases={}, order=[name for name in source.order if name in source.specs])
-        return to_folder(source, job, before, lambda part: copy_beside(folder, part) if folder else None)
+        return to_folder(source, job, before, str(path), lambda part: copy_beside(folder, part) if folder else None)
 
 
-def to_folder(source: TensorSource, job: ExportJob, before: int, beside: Callable[[Path], None]) -> Exported:
-    """A new folder with the tensors and what ``beside`` puts there; it appears when it is whole and checked."""
+def to_folder(
+    source: TensorSource, job: ExportJob, before: int, origin: str, beside: Callable[[Path], None]
+) -> Exported:
+    """A new folder with the tensors, what ``beside`` puts there, and a card; it appears when it is whole and checked.
+
+    ``origin`` is what the tensors were read from.
+    """
     with new_folder(job.out) as part:
         beside(part)
         done = _written(source, job, before, part / (SMALL if job.small else PLAIN))
+        shapes = {name: spec.shape for name, spec in source.specs.items()}
+        facts = facts_of_files(part, shapes, done.saved.rows)
+        write_card(part, CardFacts(name=job.out.name, source=origin, repo=job.repo, **facts))
         if job.check_folder is not None:
             job.check_folder(part)
     files = [job.out / path.name for path in done.saved.files]
@@ -94,6 +105,6 @@ def _written(source: TensorSource, job: ExportJob, before: int, path: Path) -> E
 def copy_beside(source: Path, target: Path) -> None:
     """Copy what lies beside the weights of a model; what is there already stays."""
     for path in sorted(source.iterdir()):
-        wanted = path.suffix in BESIDE or path.name.lower().startswith(("license", "tokenizer", "vocab."))
+        wanted = path.suffix in BESIDE or path.name.lower().startswith(NAMES_BESIDE)
         if wanted and path.is_file() and not path.name.endswith(".index.json") and not (target / path.name).exists():
             shutil.copyfile(path, target / path.name)

@@ -23,6 +23,7 @@ from ..files.sparse_file import check_masks, in_memory, loaded
 from ..files.writer import MAX_SHARD_BYTES, Saved, WritePlan, write
 from ..ops.bits import words_of
 from ..ops.machine import device_of
+from .card import CardFacts, facts_of_files, hub_name, write_card
 from .convert import copy_beside
 
 AnyPath = str | os.PathLike[str]
@@ -42,14 +43,20 @@ def save_model(
     replace: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Saved:
-    """Write a model to a new folder in the small form; what became of each tensor is returned.
+    """Write a model to a new folder in the small form, with a model card; what became of each tensor is returned.
 
-    ``source`` is a folder whose tokenizer and other small files are copied. With ``masks``, a model that has
+    ``source`` is a folder whose tokenizer, licence and other small files are copied, by default the one that the model
+    was loaded from. With ``masks``, a model that has
     a non-zero weight where its mask says pruned is refused. The folder appears when it is whole; one that is
     there and not empty is refused, or swapped for the new one with ``replace``.
     """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"save_model takes a model, then a folder, got {type(model).__name__}")
     inner = unwrapped_model(model)
     tensors = inner.state_dict()
+    loaded_from = str(getattr(inner, "name_or_path", "") or "")
+    if source is None and (Path(loaded_from) / "config.json").is_file():
+        source = loaded_from
     if masks is not None:
         check_masks(tensors, masks)
     with new_folder(Path(folder), replace) as part:
@@ -66,6 +73,9 @@ def save_model(
             in_memory(tensors, {"format": "pt"} | _names_of(inner)),
             WritePlan(part / SMALL, max_shard_bytes=max_shard_bytes),
         )
+        facts = facts_of_files(part, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, saved.rows)
+        origin = loaded_from if hub_name(loaded_from) or source is None else os.fspath(source)
+        write_card(part, CardFacts(name=Path(folder).resolve().name, source=origin, **facts))
     return Saved([Path(folder) / path.name for path in saved.files], saved.rows)
 
 

@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from inspect import signature
 from typing import Any
 
 from torch import nn
@@ -11,7 +10,7 @@ from torch.optim import Optimizer
 
 from ..masking import unwrapped
 from ..pruner import Pruner
-from ..validation import check_options
+from ..validation import check_call, check_options
 
 SHARDING = ("FSDP", "DEEPSPEED", "DeepSpeed", "MEGATRON", "ModelParallel")
 
@@ -23,7 +22,7 @@ class PrunerOptions:
     options: Mapping[str, Any]
 
     def __post_init__(self) -> None:
-        signature(Pruner).bind(None, None, **self.options)
+        check_call(Pruner.__init__, None, None, None, **self.options)
         check_options(self.options)
 
     def begin(

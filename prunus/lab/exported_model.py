@@ -30,7 +30,7 @@ def export_checkpoint(path: Path, job: ExportJob) -> Exported:
     description = {"run": state["run"], "step": state["step"], "shape": shape}
     source = in_memory(tensors)
     before = sum(tensors[name].nbytes for name in source.specs)  # not the file's bytes: most are the optimizer's
-    return to_folder(source, job, before, lambda part: write_json(part / "run.json", description))
+    return to_folder(source, job, before, str(path), lambda part: write_json(part / "run.json", description))
 
 
 def described(folder: Path) -> tuple[Run, int, dict[str, Any]]:

@@ -74,7 +74,7 @@ class Run:
     schedule: Literal["linear", "cubic", "zhu_gupta", "constant", "one_shot"] = "linear"  # how sparsity grows
     begin: int | float = 0.4  # first event: a step, or a fraction of the run if it has a decimal point
     end: int | float = 0.8  # last event of a ramp: a step, or a fraction of the run
-    every: int = 50  # steps between events, at which masks are found anew
+    every: int | None = None  # steps from one event to the next; by default a ramp has about 20 events
     allocate: SelectorName = "global"  # how the sparsity is divided: over all weights, by layer, by row or in groups
     include: tuple[str, ...] = ()  # globs over names of weights to prune besides linear and convolution weights
     exclude: tuple[str, ...] = ()  # globs over names of weights to leave dense
@@ -119,8 +119,8 @@ class Run:
     def __post_init__(self) -> None:
         check_sparsity(self.sparsity)
         for name in ("steps", "batch", "accumulate", "every", "eval_every", "log_every", "context"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
         for name, most in MOST.items():
             if (getattr(self, name) or 0) > most:
                 raise ValueError(f"{name} must be at most {most:,}, got {getattr(self, name):,}")
@@ -223,6 +223,11 @@ class Run:
         if self.schedule == "one_shot":
             return OneShot(self.sparsity, self.begin).over(self.total_steps)
         return Ramp(self.sparsity, self.begin, self.end, self.schedule).over(self.total_steps)
+
+    @property
+    def event_period(self) -> int:
+        """Steps from one event of the ramp to the next."""
+        return self.every or getattr(self.sparsity_schedule(), "period", 1)
 
     def to_json(self) -> dict[str, Any]:
         """Every field as JSON holds it, without ``resume``, which does not change the result."""

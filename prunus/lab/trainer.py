@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..eligible import eligible, report
+from ..eligible import eligible
 from ..files.atomic import is_part
 from ..files.lock import lock_folder
 from ..ops.machine import device_of
 from ..optim import AdamWPrune
 from ..pruner import Event
 from ..ranks import ranks_of
+from ..sparsity_report import report
 from .arithmetic import fixed_arithmetic, restore_onednn
 from .checkpoint import resume, save
 from .data import TokenData

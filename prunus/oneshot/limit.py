@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-Progress = Callable[[int, int, str], None]  # weights done, weights in all, and the name of the last one done
+from .progress import Progress
 
 
 @dataclass(frozen=True)
@@ -114,5 +114,5 @@ class SearchOptions:
     offload: str | None = None  # device to which blocks are moved one at a time
     checkpointing: bool = False  # blocks run again for the backward instead of keeping their activations
     compare: bool = True  # also evaluate the strategy without the probe at the sparsity that was found
-    progress: Progress | None = None
+    progress: Progress | bool | None = None  # by default a line in a terminal and in a notebook
     on_trial: Callable[[Trial], None] | None = None

@@ -11,17 +11,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..eligible import eligible, unwrapped_model
+from ..eligible import eligible, unwrapped_model, warn_if_much_stays_dense
 from ..input_statistics import eagerly
 from ..ops import bits
 from ..ranks import is_dtensor
 from ..select import Global, PerLayer, Quota, Selector, Shape, clipped
 from .drop_experts import drop_experts_
-from .limit import Progress
 from .options import Repair
 from .probe.engine import Engine
 from .probe.objective import Loss, Objective
 from .probe.prober import Finished, Probe, Probed, Prober
+from .progress import Progress, progress_line
 from .repair import RepairWalk
 from .resources import Clock, Peak
 from .result import Result
@@ -51,7 +51,7 @@ def prune(
     offload: str | torch.device | None = None,
     checkpointing: bool = False,
     state: Path | None = None,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> Result:
     """Prune ``model`` in place to ``sparsity`` of its prunable weights, and return what was done.
 
@@ -76,7 +76,8 @@ def prune(
     moved there one at a time, and everything else stays there until the end: the masks are the same. With
     ``checkpointing`` blocks after the probed one run again for the backward instead of keeping their activations; this
     is also done where a single sample does not fit. With ``state``, a folder, a repair that was killed goes on where
-    it was when it is called again with the same dense model, and ends with the same bits.
+    it was when it is called again with the same dense model, and ends with the same bits. ``progress`` is shown by
+    default in a terminal and in a notebook; a function in its place gets weights done, weights in all, and a name.
 
     The model comes back in its mode and with its buffers, but for batch norms, whose statistics a repair renews; after
     an exception with its weights too.
@@ -99,8 +100,8 @@ def prune(
         score, repair = method(batches, score, probe, repair)
         plan = Plan(score, select, loss, include, exclude, batch_size, offload, checkpointing, repair, moments or {})
         job = Job(model, batches, plan)
-        with job.open():
-            result = job.prune(sparsity, probe, Start(state=state), progress=progress)
+        with job.open(), progress_line(progress, "prune") as report:
+            result = job.prune(sparsity, probe, Start(state=state), progress=report)
     except BaseException:
         if dropped is not None:
             dropped.undo_()
@@ -174,7 +175,9 @@ class Job:
             raise ValueError(f"batch_size is a number of samples, at least 1, or None, got {plan.batch_size!r}")
         self.model = unwrapped_model(model)
         self.plan = plan
-        weights = eligible(self.model, plan.include, plan.exclude).weights
+        found = eligible(self.model, plan.include, plan.exclude)
+        warn_if_much_stays_dense(self.model, found)
+        weights = found.weights
         self.weights = {weight.name: weight for weight in weights}
         if sharded := [weight.name for weight in weights if is_dtensor(weight.parameter)]:
             raise ValueError(f"{sharded[0]} is sharded over ranks; prune the whole model in one process, then shard it")
@@ -226,7 +229,7 @@ class Job:
     ) -> Result:
         """One level: candidates once, then the probe; on an exception the weights are as before."""
         if not isinstance(sparsity, Real) or not 0 <= sparsity < 1:
-            raise ValueError(f"sparsity must be a number in [0, 1), got {sparsity!r}")
+            raise ValueError(f"sparsity must be a number in [0, 1), as 0.5 for a half, got {sparsity!r}")
         began, peak, start = time.perf_counter(), Peak(self.walk.device), start or Start()
         passes, forwards = self._counts()
         self.clock.seconds = {}

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..eligible import Weight
 from ..masks import Masks
 from ..ops import bits
+from ..plot import Chart, layers_chart, notebook_html, trials_chart
 from .drop_experts import DroppedExperts
 from .limit import Trial
 from .probe.decide import Ratios, Tau, check_tau, is_allowed, taus
@@ -67,6 +68,19 @@ class Result:
     def __repr__(self) -> str:
         of = f"{self.num_pruned:,} of {self.num_weights:,} in {len(self.weights)} weights are zero"
         return f"Result({self.sparsity:.4%}: {of}, {self.passes:,} passes, {self.seconds:.1f} s)"
+
+    def plot(self) -> Chart:
+        """Sparsity of each layer, and its errors where it was repaired."""
+        return layers_chart([asdict(layer) | {"sparsity": layer.sparsity} for layer in self.layers])
+
+    def _repr_html_(self) -> str:
+        rows = []
+        for layer in self.layers:
+            errors = ["" if error is None else f"{error:.4f}" for error in (layer.mask_error, layer.error)]
+            shape = "x".join(map(str, layer.shape))
+            rows.append((layer.name, shape, f"{layer.num_pruned:,}", f"{layer.sparsity:.2%}", *errors))
+        columns = ("weight", "shape", "pruned", "sparsity", "error, mask alone", "error")
+        return notebook_html(repr(self), self.plot(), columns, rows)
 
     @property
     def masks(self) -> Masks:
@@ -187,7 +201,7 @@ class Result:
         )
 
 
-@dataclass
+@dataclass(repr=False)
 class Found:
     """The result of a search; the model is pruned by ``masks``.
 
@@ -204,3 +218,18 @@ class Found:
     alone_sparsity: float = 0.0
     passes: int = 0
     seconds: float = 0.0
+
+    def __repr__(self) -> str:
+        metrics = f"metric {self.metric:.4g}, dense {self.dense:.4g}"
+        return f"Found({self.sparsity:.4%} zero, {metrics}, {len(self.trials)} trials, {self.seconds:.1f} s)"
+
+    def plot(self) -> Chart:
+        """The metric of each trial over its sparsity."""
+        return trials_chart([(trial.sparsity, trial.metric, trial.accepted) for trial in self.trials], self.dense)
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (f"{one.target:.2%}", f"{one.sparsity:.2%}", f"{one.metric:.4g}", one.accepted, f"{one.seconds:.1f}")
+            for one in self.trials
+        ]
+        return notebook_html(repr(self), self.plot(), ("target", "sparsity", "metric", "accepted", "seconds"), rows)

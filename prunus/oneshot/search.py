@@ -18,6 +18,7 @@ from .options import Repair
 from .probe.decide import taus
 from .probe.objective import Loss
 from .probe.prober import Probe, Probed
+from .progress import progress_line
 from .prune import Job, Plan, Start, method
 from .result import Found, Result
 from .samples import fingerprint
@@ -189,7 +190,8 @@ class _Search:
 
         self._to_dense()
         try:
-            result = self.job.prune(target, probe, start, progress=self.options.progress, finished=save)
+            with progress_line(self.options.progress, f"search, {target:.1%}") as report:
+                result = self.job.prune(target, probe, start, progress=report, finished=save)
         except BaseException:
             self._from_dense()
             raise

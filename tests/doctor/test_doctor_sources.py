@@ -237,6 +237,8 @@ def test_an_event_that_was_put_off_asks_for_nothing():
     run = {"sparsity": 0.5, "schedule": "linear", "begin": 2, "end": 10, "steps": 20, "every": 4}
     assert sparsity_at(run, {"step": 7, "due": False}) == 0.25
     assert sparsity_at(run, {"step": 7, "due": True}) is None
+    longer = run | {"end": 42, "every": None}  # an event every second step
+    assert sparsity_at(longer, {"step": 7, "due": False}) == 0.5 * 4 / 40
     assert sparsity_at(run | {"spam": True}, {"step": 7, "due": False}) is None
     assert sparsity_at(run | {"spam": True}, {"step": 10, "due": False}) == 0.5
     assert sparsity_at(run | {"begin": 0.1, "end": 0.5, "budget_scale": 2.0}, {"step": 8}) == 0.125

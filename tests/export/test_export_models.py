@@ -121,7 +121,7 @@ def test_tokenizer_and_generation_settings_travel_with_the_model(tmp_path):
     save_model(model, tmp_path / "small", source=source)
     names = {path.name for path in (tmp_path / "small").iterdir()}
     beside = {"tokenizer.json", "tokenizer_config.json", "merges.txt", "LICENSE"}
-    assert names == beside | {"config.json", "generation_config.json", "sparse.safetensors"}
+    assert names == beside | {"config.json", "generation_config.json", "sparse.safetensors", "README.md", "layers.svg"}
     assert load_model(tmp_path / "small").generation_config.max_new_tokens == 7
 
 

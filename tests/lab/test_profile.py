@@ -121,7 +121,7 @@ ON_CPU = Split(1.0, {"forward": 0.5, "other": 0.5}, None)
 MEMORY = Memory({"weights": 10, "rest": 0}, {"weights": 10, "activations": 60}, None, "backward", "", {"device": 100})
 STARTUP = {"build": 1.0, "first step": 1.0}
 BASE = StepProfile(
-    Run(precision="bfloat16"), "cuda:0", 1.0, 1.0, 1.0, SPLIT, None, None, MEMORY, 0.9, STARTUP, loss=1.0, compiled=None
+    Run(precision="bfloat16", every=50), "cuda:0", 1.0, 1.0, 1.0, SPLIT, None, None, MEMORY, 0.9, STARTUP, 1.0, None
 )
 
 

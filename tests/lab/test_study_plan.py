@@ -40,6 +40,7 @@ SAME = [
     ({"score": "bitter7", "eps": 0.0}, {"score": "bitter7"}),
     ({"score": "none", "end": 0.5, "sparsity": 0.8, "every": 7}, {"score": "none"}),
     ({"begin": 0.1, "end": 0.8}, {"begin": 10, "end": 80}),
+    ({"begin": 0.0, "end": 0.8}, {"begin": 0, "end": 80, "every": 4}),
     ({"warmup": 0.1}, {"warmup": 10}),
     ({"schedule": "one_shot", "end": 90}, {"schedule": "one_shot", "every": 3}),
     ({"schedule": "constant", "end": 90}, {"schedule": "constant", "begin": 3}),
@@ -286,3 +287,19 @@ def test_score_and_sparsity_of_the_file_are_taken(tmp_path):
     assert "bitter3" in plan.arm and {cell.sparsity for cell in plan.cells} == {0.0, 0.8}
     assert plan.arm["late"].changes == {"end": 0.95}
     assert {cell.sparsity for cell in planned(Command(base=file, sparsity="0.5")).cells} == {0.0, 0.5}
+
+
+def test_a_study_of_before_keeps_its_steps_between_events_and_another_number_is_refused():
+    old = plan_of(base=replace(BASE, every=50))
+    both = extended(old, plan_of("late: end=90"), Path("s"))
+    assert both.base.every == 50 and {both.run_of(cell).every for cell in both.cells} == {50}
+    with pytest.raises(ValueError, match="has every = 50, not 7"):
+        extended(old, plan_of(base=replace(BASE, every=7)), Path("s"))
+
+
+def test_runs_have_about_20_events_and_those_of_before_what_they_say():
+    assert [replace(BASE, begin=0, end=end, steps=4000).event_period for end in (3, 40, 4000)] == [1, 2, 200]
+    assert Run.from_json(BASE.to_json()) == BASE and BASE.to_json()["every"] is None
+    assert Run.from_json(BASE.to_json() | {"every": 50}).event_period == 50
+    with pytest.raises(ValueError, match="every must be at least 1, got 0"):
+        replace(BASE, every=0)

@@ -191,7 +191,7 @@ def test_the_result_counts_passes_time_and_memory():
     [
         ({"sparsity": 1.0}, r"\[0, 1\)"),
         ({"sparsity": -0.1}, r"\[0, 1\)"),
-        ({"sparsity": "50%"}, r"a number in \[0, 1\), got '50%'"),
+        ({"sparsity": "50%"}, r"a number in \[0, 1\), as 0.5 for a half, got '50%'"),
         ({"batches": 0.8, "score": "magnitude", "probe": None}, "iterable of batches, got 0.8; .*sparsity=0.5"),
         ({"batches": "calib.u16"}, "iterable of batches, got 'calib.u16'"),
         ({"select": "row"}, r"PerRow\(\), got 'row'"),

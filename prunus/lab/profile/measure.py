@@ -85,7 +85,7 @@ class StepProfile:
     @property
     def event_share(self) -> float:
         """Of the ramp's time, or of the run's where it has a single event."""
-        return self.share_of_events(self.run.total_steps if self.has_one_event else self.run.every)
+        return self.share_of_events(self.run.total_steps if self.has_one_event else self.run.event_period)
 
     def share_of_events(self, num_steps: int) -> float:
         """``E / (k S + E)``: what one event in k steps takes of the time, S a step without one."""

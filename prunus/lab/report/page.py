@@ -15,7 +15,7 @@ from ...files.atomic import write_atomically
 from .cells import ArmRow, Source, mean_of, read_source
 from .comparison import memory_of, split_recipe
 from .numbers import count, duration, fixed, memory, percent, plain, short_percent, signed
-from .pruned import PICTURE, pruned_page
+from .pruned import is_pruned, pruned_page
 from .records import RunRecord, number
 from .sections import sections
 
@@ -28,7 +28,7 @@ def write_report(folder: Path, out: Path | None = None) -> Path:
     target = out or folder / "report.html"
     if target.is_dir():
         raise ValueError(f"{target} is a folder, but the page is a file; give its name too: {target / 'report.html'}")
-    page = pruned_page(folder) if (folder / PICTURE).is_file() else render(read_source(folder))
+    page = pruned_page(folder) if is_pruned(folder) else render(read_source(folder))
     target.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(target, lambda file: file.write(page.encode(errors="replace")))  # JSON may hold a lone surrogate
     return target

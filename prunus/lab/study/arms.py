@@ -183,9 +183,9 @@ IMAGES: dict[str, Any] = {"beta2": 0.999, "eval_size": 0}
 BATCHES: dict[str, Any] = {"context": 512, "batch": 96, "steps": 1200, "eval_every": 400, "eval_size": 1920}
 GPT = Run(model="gpt2-small8", lr=1e-3, warmup=60, beta2=0.95, every=25, **RAMP, **FAST, **BATCHES)
 # 10 epochs of MNIST, 30 of CIFAR-10
-LENET = Run(model="lenet5", batch=128, steps=4690, lr=2e-3, warmup=100, eval_every=1173, **RAMP, **IMAGES)
+LENET = Run(model="lenet5", every=50, batch=128, steps=4690, lr=2e-3, warmup=100, eval_every=1173, **RAMP, **IMAGES)
 EPOCHS: dict[str, Any] = {"augment": True, "batch": 256, "steps": 5880, "eval_every": 1470}
-RESNET = Run(model="resnet20", lr=4e-3, warmup=300, **EPOCHS, **RAMP, **FAST, **IMAGES)
+RESNET = Run(model="resnet20", every=50, lr=4e-3, warmup=300, **EPOCHS, **RAMP, **FAST, **IMAGES)
 
 
 def arms_of(scores: str, *texts: str) -> tuple[Arm, ...]:

@@ -212,7 +212,7 @@ def num_shared(run: Run) -> int:
             return 0
     if run.score != "none":
         schedule = run.sparsity_schedule()
-        first = min(schedule.begin or run.every, schedule.end) if isinstance(schedule, Ramp) else schedule.end
+        first = min(schedule.begin or run.event_period, schedule.end) if isinstance(schedule, Ramp) else schedule.end
         before = min(before, int(first) - 1)
     return before
 

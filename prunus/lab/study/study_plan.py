@@ -62,7 +62,7 @@ def canonical(run: Run) -> dict[str, Any]:
         return {name: value for name, value in values.items() if name not in PRUNING}
     score, options = SCORES[run.score].canonical({"eps": run.eps, "q": run.exponent})
     values |= {"score": score, "eps": options.get("eps"), "exponent": options.get("q")}
-    values |= {"begin": run.step_of(run.begin), "end": run.step_of(run.end)}
+    values |= {"begin": run.step_of(run.begin), "end": run.step_of(run.end), "every": run.event_period}
     unread = {"constant": ("begin", "end", "every"), "one_shot": ("end", "every")}.get(run.schedule, ())
     if not values.get("regrow"):
         unread += ("regrow", "regrow_by")
@@ -252,6 +252,8 @@ def only(plan: StudyPlan, names: Iterable[str]) -> StudyPlan:
 
 def extended(old: StudyPlan, new: StudyPlan, where: Path) -> StudyPlan:
     """Both plans together; ValueError if they differ in something that all arms share."""
+    if new.base.every is None:  # not said: a study keeps what it began with, as one of an earlier version
+        new = replace(new, base=replace(new.base, every=old.base.every))
     before, after = shared_fields(old.base), shared_fields(new.base)
     for name in sorted(before.keys() | after.keys()):
         if before.get(name) != after.get(name):

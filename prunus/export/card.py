@@ -1,0 +1,226 @@
+"""The model card of a folder that Prunus writes: README.md as the Hub shows it, and a picture of the layers.
+
+A card depends on what was done and written alone, with no date and no timing, so that the same command writes the same
+card. Another README.md in the folder is that of the source, and stays beside it.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from itertools import count
+from pathlib import Path
+from shlex import quote
+from typing import Any
+
+from .. import __version__
+from ..files.reader import SMALL
+from ..files.writer import SavedTensor
+from ..plot import PICTURE, finite, layers_chart
+
+CARD = "README.md"
+MARK = "<!-- written by prunus -->"
+FROM_SOURCE = ("license", "license_name", "license_link", "language", "datasets", "pipeline_tag")
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+MOST_FRONT_MATTER = 1 << 16  # letters of a README in which its front matter ends
+LOAD_SMALL = """from prunus import load_model
+
+model = load_model({where})"""
+DOWNLOAD = """from huggingface_hub import snapshot_download
+"""
+LOAD_PLAIN = """from transformers import {kind}
+
+model = {kind}.from_pretrained({where})"""
+
+
+@dataclass(frozen=True)
+class CardFacts:
+    """What the folder itself does not say: its final name, what it was made from, and how the model was pruned."""
+
+    name: str  # of the folder
+    layers: Sequence[Mapping[str, Any]]  # name, num_weights, num_pruned, sparsity; errors where there was a repair
+    source: str = ""  # folder, file, or name on the Hub
+    rows: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # sparsity and metric of models compared
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of ``prunus prune``
+    of_prunable: bool = False  # whether ``layers`` are those that may be pruned; otherwise all matrices
+    repo: str | None = None  # name on the Hub under which it will be
+
+
+def facts_of_files(part: Path, shapes: Mapping[str, tuple[int, ...]], rows: Sequence[SavedTensor]) -> dict[str, Any]:
+    """Facts from the tensors that were written, and from the result.json of ``prunus prune`` that lies beside them."""
+    known: Any = {}
+    with suppress(OSError, ValueError, RecursionError):
+        known = json.loads((part / "result.json").read_text(encoding="utf-8"))
+    known = known if isinstance(known, dict) else {}
+    compared, settings = (found if isinstance(found := known.get(key), dict) else {} for key in ("rows", "settings"))
+    figures: Any = known["layers"] if isinstance(known.get("layers"), list) else []
+    pruned = {str(layer.get("name")): layer for layer in figures if isinstance(layer, dict)}
+    matrices = {row.name: row for row in rows if len(shapes.get(row.name, ())) > 1 and row.numel}
+    of_prunable = bool(pruned) and pruned.keys() <= matrices.keys()
+    layers = []
+    for name in pruned if of_prunable else matrices:
+        row, total = matrices[name], matrices[name].numel
+        zeros = total - row.num_nonzero + row.num_negative_zeros
+        errors = {kind: pruned[name].get(kind) for kind in ("mask_error", "error")} if of_prunable else {}
+        layers.append({"name": name, "num_weights": total, "num_pruned": zeros, "sparsity": zeros / total, **errors})
+    compared = {name: row for name, row in compared.items() if isinstance(row, dict)}
+    return {"layers": layers, "rows": compared, "settings": settings, "of_prunable": of_prunable}
+
+
+def write_card(folder: Path, facts: CardFacts) -> None:
+    """Write README.md and the picture into a folder that is complete otherwise."""
+    card, origin = folder / CARD, ""
+    if card.is_file() and MARK not in (text := card.read_text(encoding="utf-8", errors="replace")):
+        names = (f"SOURCE_README{'' if number == 1 else number}.md" for number in count(1))
+        card.rename(folder / next(name for name in names if not (folder / name).exists()))
+        origin = text
+    elif card.is_file():
+        origin = text
+    (folder / PICTURE).write_text(layers_chart(facts.layers).svg, encoding="utf-8")
+    front = _front_matter(folder, facts, _top_level(origin), is_ours=MARK in origin)
+    parts = [
+        MARK,
+        f"# {_line(facts.repo or facts.name)}",
+        _summary(folder, facts),
+        f"![Sparsity of each layer]({PICTURE})",
+        *_quality(facts),
+        *_method(facts.settings),
+        f"## Load it\n\n{_how_to_load(folder, facts)}",
+        f"## Sparsity by kind of weight\n\n{_kinds(facts.layers)}",
+        f"## Versions and digests\n\n{_versions(folder)}",
+    ]
+    card.write_text("\n".join(["---", *front, "---", ""]) + "\n\n".join(parts) + "\n", encoding="utf-8")
+
+
+def hub_name(source: str) -> str | None:
+    """The name on the Hub of what a model was loaded from, if its path or its configuration has one."""
+    path = Path(source)
+    if not path.exists():
+        return source if HUB_NAME.fullmatch(source) else None
+    for part in path.resolve().parts:
+        if found := re.fullmatch(r"models--([\w.-]+?)--([\w.-]+)", part):  # the cache of huggingface_hub
+            return "/".join(found.groups())
+    with suppress(OSError, ValueError, RecursionError, AttributeError):
+        name = json.loads((path / "config.json").read_text(encoding="utf-8")).get("_name_or_path")
+        return name if HUB_NAME.fullmatch(name or "") and not Path(name).exists() else None
+    return None
+
+
+def _top_level(text: str) -> dict[str, str]:
+    """Entries of a README's front matter as they are written, by key."""
+    found = re.match(r"---\s*\n(.*?\n)---\s*(\n|$)", text[:MOST_FRONT_MATTER], re.DOTALL)
+    blocks = re.findall(r"^([A-Za-z_]+):(.*(?:\n[ \t-].*)*)", found[1], re.MULTILINE) if found else []
+    return {key: f"{key}:{value}".rstrip() for key, value in blocks}
+
+
+def _front_matter(folder: Path, facts: CardFacts, origin: Mapping[str, str], *, is_ours: bool) -> Iterator[str]:
+    if is_ours and "base_model" in origin:
+        yield origin["base_model"]
+    elif base := hub_name(facts.source):
+        yield f"base_model: {base}"
+    yield from (origin[key] for key in FROM_SOURCE if key in origin)
+    if (folder / "config.json").is_file():
+        yield f"library_name: {'prunus' if _is_small(folder) else 'transformers'}"
+    yield "tags:\n- prunus\n- pruned\n- sparse"
+
+
+def _summary(folder: Path, facts: CardFacts) -> str:
+    pruned, total = (sum(layer[key] for layer in facts.layers) for key in ("num_pruned", "num_weights"))
+    origin = str(facts.settings.get("model") or facts.source)
+    what = hub_name(origin) or (Path(origin).name if origin else "the model")
+    kind = "prunable weights" if facts.of_prunable else "weights in the matrices"
+    text = f"{pruned / max(1, total):.2%} of the {total:,} {kind} of {_line(what)} are zero."
+    kept = [path.name for path in sorted(folder.iterdir()) if path.name.lower().startswith(("licen", "source_readme"))]
+    return text + (f" From its source: {', '.join(f'[{name}]({name})' for name in kept)}." if kept else "")
+
+
+def _quality(facts: CardFacts) -> Iterator[str]:
+    metric = next((name for row in facts.rows.values() for name in row if name != "sparsity"), None)
+    if metric is None:
+        return
+    lines = [f"| model | sparsity | {_line(metric)} |", "|---|---:|---:|"]
+    for name, row in facts.rows.items():
+        share, value = finite(row.get("sparsity")), finite(row.get(metric))
+        cells = ("" if share is None else f"{share:.2%}", "not finite" if value is None else f"{value:.4f}")
+        lines.append(f"| {_line(name)} | {' | '.join(cells)} |")
+    data = next((facts.settings[key] for key in DATA if facts.settings.get(key)), None)
+    where = f", {_line(Path(str(data)).name)}" if data else ""
+    yield f"## Quality\n\nOn held-out data{where}:\n\n" + "\n".join(lines)
+
+
+DATA = ("eval_tokens", "eval_text", "eval_batches", "tokens", "text", "batches")
+METHOD = {"sparsity": "sparsity asked for", "score": "score", "scope": "weights are compared by", "probe": "probe"}
+METHOD |= {"allocate": "sparsity over layers", "samples": "calibration samples", "seed": "seed"}
+
+
+def _method(settings: Mapping[str, Any]) -> Iterator[str]:
+    if not settings:
+        return
+    is_probed = settings.get("probe", "none") != "none"
+    is_repaired = bool(settings.get("repair_probe")) if is_probed else not settings.get("no_repair")
+    said = {text: settings.get(key) for key, text in METHOD.items()}
+    lines = [f"- {text}: {_line(value)}" for text, value in said.items() if value not in (None, "auto", "none")]
+    chosen = "which weights stay, and what they must be, was" if settings.get("score") == "auto" else "weights were"
+    repair = f"{chosen} solved for, block after block" if is_repaired else "none, masks alone"
+    tuned = ", then tuned to the outputs of the dense model" if settings.get("tune") else ""
+    yield "## Method\n\n" + "\n".join([*lines, f"- repair: {repair}{tuned}"])
+
+
+def _how_to_load(folder: Path, facts: CardFacts) -> str:
+    name = re.sub(r"[`\s]", "-", facts.name)  # a name of the user's that would end the block of code
+    where, is_small = json.dumps(facts.repo or name), _is_small(folder)
+    if (folder / "config.json").is_file():
+        if is_small:
+            path = f"snapshot_download({where})" if facts.repo else where
+            return f"```python\n{DOWNLOAD if facts.repo else ''}{LOAD_SMALL.format(where=path)}\n```"
+        kinds: Any = None
+        with suppress(ValueError, RecursionError, AttributeError):
+            kinds = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures")
+        named = isinstance(kinds, list) and kinds and isinstance(kinds[0], str) and kinds[0].isidentifier()
+        kind = kinds[0] if named else "AutoModel"
+        return f"```python\n{LOAD_PLAIN.format(kind=kind, where=where)}\n```"
+    if (folder / "checkpoint.pt").is_file() or (folder / "run.json").is_file():
+        return f"```sh\nprunus eval {quote(name)}\n```"
+    load = "from prunus import load_sparse as load" if is_small else "from safetensors.torch import load_file as load"
+    file = json.dumps(f"{name}/{SMALL if is_small else 'model.safetensors'}")
+    return f"```python\n{load}\n\nmodel.load_state_dict(load({file}))\n```"
+
+
+def _kinds(layers: Sequence[Mapping[str, Any]]) -> str:
+    """One row for all weights whose names differ in numbers only."""
+    kinds: dict[str, list[Mapping[str, Any]]] = {}
+    for layer in layers:
+        kinds.setdefault(re.sub(r"\d+", "*", layer["name"]), []).append(layer)
+    lines = ["| weights | number | zero | sparsity |", "|---|---:|---:|---:|"]
+    for kind, found in kinds.items():
+        pruned, total = (sum(layer[key] for layer in found) for key in ("num_pruned", "num_weights"))
+        lines.append(f"| {_code(kind)} | {len(found)} | {pruned:,} | {pruned / max(1, total):.2%} |")
+    return "\n".join(lines)
+
+
+def _versions(folder: Path) -> str:
+    lines = [f"- prunus {__version__}"]
+    for package in ("torch", *(["transformers"] if (folder / "config.json").is_file() else [])):
+        with suppress(PackageNotFoundError):
+            lines.append(f"- {package} {version(package)}")
+    for path in sorted([*folder.glob("*.safetensors"), *folder.glob("checkpoint.pt")]):
+        with path.open("rb") as file:
+            lines.append(f"- {path.name}: sha256 `{hashlib.file_digest(file, 'sha256').hexdigest()}`")
+    return "\n".join(lines)
+
+
+def _is_small(folder: Path) -> bool:
+    return any(path.name.startswith(Path(SMALL).stem) for path in folder.glob("*.safetensors"))
+
+
+def _code(value: Any) -> str:
+    return f"`{re.sub(r'[`|]|[^ -~]', ' ', str(value))[:200]}`"
+
+
+def _line(value: Any) -> str:
+    """Text from outside as one line that is nothing but text in Markdown."""
+    text = "".join(letter if letter.isprintable() else " " for letter in str(value))
+    return re.sub(r"([\\`*_\[\]<>|#])", r"\\\1", " ".join(text.split()))[:200]
