@@ -88,7 +88,10 @@ def _formula(of: object) -> str:
     """The formulas that open a docstring, or its first line where there is none."""
     first = (inspect.getdoc(of) or "").split("\n")[0]
     found = re.match(r"``.*?``(,? ``.*?``)*", first)
-    return (found.group() if found else first.split(":")[0]).replace("``", "`")
+    if not found:
+        return first.split(":")[0]
+    shown = found.group().replace("|", "&#124;")  # which a table cannot hold, nor every reader as \|
+    return re.sub(r"``(.*?)``", r"<code>\1</code>", shown)
 
 
 def _reads(names: tuple[str, ...]) -> str:
