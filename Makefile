@@ -1,6 +1,8 @@
 # make demo        a first look: about 3 minutes on 2 cores
 # make check       style, types and the quick tests: within 4 minutes on 2 cores
 # make check-slow  the tests that kill, launch, browse or fuzz; CI runs check and check-slow
+# make pages       the pages, pictures and figures that are made from records and docstrings
+# make site        docs/ as a website in site/
 # make torture     an hour of kills, flipped bits, damaged and hostile files (MINUTES=10 for a shorter one), for
 #                  docs/reliability.md; then all tests in random order with random cases; for no CI
 PYTHON ?= python3
@@ -8,7 +10,7 @@ BIN := .venv/bin
 # torch comes as the build that constraints.txt names; with your own torch, leave the file off
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo check check-slow torture lint types test clean
+.PHONY: demo check check-slow pages site torture lint types test clean
 
 demo: .venv/base
 	$(BIN)/prunus demo
@@ -31,6 +33,16 @@ test: .venv/test .venv/browser
 check-slow: .venv/test .venv/browser
 	$(PYTEST) -m slow
 
+pages: .venv/base
+	$(BIN)/python -m benchmarks page
+	$(BIN)/python -m benchmarks evidence page
+	$(BIN)/python -m benchmarks pictures
+	$(BIN)/python -m benchmarks reference
+
+site: .venv/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "site/index.html is its first page"
+
 MINUTES ?= 60
 
 torture: .venv/test
@@ -49,6 +61,10 @@ torture: .venv/test
 	$(INSTALL) --editable ".[test]"
 	touch $@ .venv/base
 
+.venv/site: .venv/base
+	$(INSTALL) --editable ".[site]"
+	touch $@
+
 # the report is tested in a real Chromium; where none can be had those tests are skipped and say so
 .venv/browser: .venv/test
 	command -v chromium || command -v google-chrome || \
@@ -57,4 +73,4 @@ torture: .venv/test
 	touch $@
 
 clean:
-	rm -rf .venv runs .pytest_cache .ruff_cache
+	rm -rf .venv runs site .pytest_cache .ruff_cache

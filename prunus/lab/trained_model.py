@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
 from pathlib import Path
@@ -114,7 +115,8 @@ def _hugging_face(source: ModelSource, folder: Path) -> TrainedModel:
     else:
         calibration, held_out = _rows(source, model, read)
     metric, evaluate = metric_of(model, held_out)
-    return TrainedModel(model, [calibration], evaluate, lambda out: _save(model, folder, out, source.gguf_file), metric=metric, note=note)
+    save = partial(_save, model, folder, gguf_file=source.gguf_file)
+    return TrainedModel(model, [calibration], evaluate, save, metric=metric, note=note)
 
 
 def _windows(

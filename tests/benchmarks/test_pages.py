@@ -36,7 +36,8 @@ def test_a_guide_that_is_written_by_hand_is_kept(tmp_path):
 def test_every_command_has_help(command, capsys):
     with pytest.raises(SystemExit) as stop:
         main([command, "--help"])
-    assert stop.value.code == 0 and "--results" in capsys.readouterr().out
+    folder = "--docs" if command == "reference" else "--results"  # docstrings have no records
+    assert stop.value.code == 0 and folder in capsys.readouterr().out
 
 
 def test_the_overview_names_every_command(capsys):

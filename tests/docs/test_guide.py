@@ -1,0 +1,94 @@
+"""Every page of the guide runs as it is written, and every link leads somewhere."""
+
+import re
+import shlex
+from importlib import import_module
+
+import pytest
+import torch
+from pages import ROOT, anchors_of, blocks_of, links_of, run, run_python
+
+from prunus.cli import COMMANDS, PLACES, _parse
+
+GUIDE = ["training", "after-training", "search", "run-and-ship", "doctor", "many-gpus", "command-line", "compare"]
+GUIDE += ["migrating", "how-it-works", "extending"]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*.md")])
+SCREEN = 110  # lines that a page of the guide may have
+
+
+def page(name):
+    return ROOT / "docs" / f"{name}.md"
+
+
+@pytest.fixture(autouse=True)
+def _empty_folder(tmp_path, monkeypatch, few_weights):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+@pytest.mark.parametrize("name", GUIDE)
+def test_the_python_of_a_page_runs(name):
+    run(page(name), commands=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in GUIDE if any(b.language == "sh" for b in blocks_of(page(name)))])
+def test_a_page_runs_with_its_commands(name):
+    run(page(name), commands=True)
+
+
+@pytest.mark.parametrize("name", GUIDE)
+def test_a_page_is_about_one_screen(name):
+    assert len(page(name).read_text().splitlines()) <= SCREEN
+
+
+def test_the_lines_of_the_readme_run():
+    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4))
+    names = {"model": model, "batches": [torch.randn(32, 16)], "optimizer": torch.optim.AdamW(model.parameters())}
+    blocks = [block for block in blocks_of(ROOT / "README.md") if block.language == "python"]
+    for block in blocks:
+        assert len(block.text.split("\n\n")[1].splitlines()) + 1 == 3, "three lines are promised"
+        run_python(block, ROOT / "README.md", names)
+    assert len(blocks) == 2 and names["result"].sparsity == 0.5
+
+
+def commands_of(path):
+    """Every call of prunus in a page, run or not."""
+    for block in blocks_of(path):
+        for line in block.text.replace("\\\n", " ").splitlines():
+            found = re.search(r"(?:^|-m )prunus (.*)", line) if block.language in ("", "sh") else None
+            if found and not block.note.startswith("not run: waits for"):
+                yield shlex.split(found[1], comments=True)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_every_command_of_a_page_is_one_that_exists(path):
+    for name, *args in commands_of(path):
+        assert name in COMMANDS
+        module, options, _ = PLACES.get(name, (name, "Command", "run"))
+        _parse(getattr(import_module(f"prunus.cli.{module}"), options), name, args)
+
+
+def test_a_block_that_is_not_run_says_why():
+    notes = [block.note for name in GUIDE for block in blocks_of(page(name)) if block.note]
+    assert [note for note in notes if not note.startswith(("not run: ", "file: "))] == []
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_every_link_leads_somewhere(path):
+    for link in links_of(path):
+        if link.startswith(("http://", "https://", "mailto:")):
+            continue
+        target, _, anchor = link.partition("#")
+        found = (path.parent / target).resolve() if target else path
+        assert found.exists(), f"{path.name} links to {link}"
+        if anchor:
+            assert anchor in anchors_of(found), f"{path.name} links to {link}"
+
+
+def test_every_page_is_in_the_contents_and_in_the_navigation_of_the_site():
+    names = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    assert names <= {link.partition("#")[0] for link in links_of(ROOT / "docs" / "README.md")}
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    assert [name for name in names if f" {name}\n" not in navigation] == []
