@@ -6,7 +6,6 @@ transformers, in a folder of its own before the path (PYTHONPATH), adds a record
 """
 
 import argparse
-import copy
 import inspect
 import json
 import os
@@ -56,20 +55,20 @@ def sweep(name: str) -> dict[str, Any]:
         warnings.simplefilter("ignore")
         try:
             model, batch = build(name, TABLE), inputs()
-            loss = None if _loss_of(model, batch, own_only=True) is not None else _squares
+            loss = None if _own_loss(model, batch) is not None else _squares
         except Exception as error:
             return found | {"not built": _reason(error)}
         zeros = report(model, eligible(model))
         reasons = Counter(layer.dense for layer in zeros.layers if layer.dense)
         found |= {"parameters": zeros.num_parameters, "prunable": zeros.num_prunable, "dense": dict(reasons)}
         checks: dict[str, Callable[[], str]] = {
-            "training": lambda: _trained(copy.deepcopy(model), batch),
+            "training": lambda: _trained(build(name, TABLE), batch),
             **{score: lambda score=score: _pruned(model, batch, score, loss) for score in ("magnitude", "wanda")},
             "fisher": lambda: _pruned(model, batch, "fisher", loss),
             "repair": lambda: _repaired(model, batch),
             "export": lambda: _exported(model, batch, Path(folder)),
             "doctor": lambda: _examined(Path(folder)),
-            "sparse run": lambda: _run_sparse(model, batch),
+            "sparse run": lambda: _run_sparse(model, build(name, TABLE), batch),
         }
         for check, run in checks.items():
             torch.manual_seed(0)
@@ -95,13 +94,12 @@ def _plain(output: Any) -> Any:
     return dict(output) if hasattr(output, "keys") else output
 
 
-def _loss_of(model: nn.Module, batch: State, *, own_only: bool = False) -> Tensor | None:
-    """The model's own loss for a batch, else the mean square of its outputs."""
-    takes_labels = "labels" in inspect.signature(model.forward).parameters
-    labels = {"labels": batch["input_ids"]} if takes_labels and "input_ids" in batch else {}
-    output = model(**(labels | batch))
-    loss = getattr(output, "loss", None)
-    return loss if loss is not None or own_only else _squares(output)
+def _own_loss(model: nn.Module, batch: State) -> Tensor | None:
+    """The loss that a model computes from labels; the next tokens are labels of its own."""
+    if "labels" not in inspect.signature(model.forward).parameters:
+        return None
+    labels = {"labels": batch["input_ids"]} if "input_ids" in batch else {}
+    return getattr(model(**(labels | batch)), "loss", None)
 
 
 def _trained(model: nn.Module, batch: State) -> str:
@@ -110,8 +108,9 @@ def _trained(model: nn.Module, batch: State) -> str:
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-3)
     pruner = Pruner(model, optimizer, schedule=Ramp(0.6, 0, 16), every=4, no_gradient="dense")
     for _ in range(20):
-        loss = _loss_of(model, batch)
-        assert loss is not None and loss.isfinite(), "the loss is not finite"
+        loss = _own_loss(model, batch)
+        loss = _squares(model(**batch)) if loss is None else loss
+        assert loss.isfinite(), "the loss is not finite"
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -121,7 +120,7 @@ def _trained(model: nn.Module, batch: State) -> str:
     parameters = dict(model.named_parameters())
     assert not any(parameters[name][~mask].any() for name, mask in masks.items()), "a pruned weight is not zero"
     dense = [layer for layer in shown.layers if layer.dense and "gradient" in layer.dense]
-    return f"{YES}, but {len(dense)} without a gradient" if dense else YES
+    return f"{YES}; {len(dense)} of {len(masks) + len(dense)} stay dense: no gradient reaches them" if dense else YES
 
 
 @contextmanager
@@ -138,16 +137,24 @@ def _state(model: nn.Module) -> State:
 
 
 def _pruned(model: nn.Module, batch: State, score: str, loss: Any) -> str:
-    before = _state(model)
-    result = prune(model, [batch], 0.5, score, loss=loss if score == "fisher" else None, repair=None)
+    before, exclude = _state(model), ()
+    loss = loss if score == "fisher" else None
+    try:
+        result = prune(model, [batch], 0.5, score, loss=loss, repair=None)
+    except ValueError as error:
+        if "no sample reached" not in str(error):
+            raise
+        exclude = str(error).partition("no sample reached ")[2].partition(": modules")[0].split(", ")
+        result = prune(model, [batch], 0.5, score, loss=loss, repair=None, exclude=exclude)
     with _undone(model, result, before):
-        zeros = report(model, eligible(model))
+        zeros = report(model, eligible(model, exclude=exclude))
         assert zeros.num_zeros == result.num_pruned, f"{zeros.num_zeros} zeros, {result.num_pruned} pruned"
         if score == "wanda":  # by rows, each of which is rounded
             assert abs(result.sparsity - 0.5) < 0.1, f"the sparsity is {result.sparsity}"
         else:
             assert result.num_pruned == round(0.5 * zeros.num_prunable), f"{result.num_pruned} of {zeros.num_prunable}"
-    return YES
+    of = len(result.weights) + len(exclude)
+    return f"{YES}; {len(exclude)} of {of} are to be excluded: no sample reaches them" if exclude else YES
 
 
 def _repaired(model: nn.Module, batch: State) -> str:
@@ -160,10 +167,12 @@ def _repaired(model: nn.Module, batch: State) -> str:
         assert not wrong, f"{wrong[0]} has another sparsity"
     result.apply_()
     known = [layer for layer in layers if layer.error is not None and layer.mask_error is not None]
-    assert known, "no layer was repaired"
-    assert sum(x.error or 0 for x in known) <= sum(x.mask_error or 0 for x in known), "the error is not lower"
     left = Counter(layer.not_repaired for layer in layers if layer.not_repaired)
-    return "; ".join([YES, *(f"{num} of {len(layers)} not: {reason}" for reason, num in left.items())])[:LONGEST]
+    whys = "; ".join(f"{num} of {len(layers)} by magnitude: {reason}" for reason, num in left.items())
+    if not known:
+        return f"no: {whys}"[:LONGEST]
+    assert sum(x.error or 0 for x in known) <= sum(x.mask_error or 0 for x in known), "the error is not lower"
+    return f"{YES}; {whys}"[:LONGEST] if left else YES
 
 
 def _exported(model: nn.Module, batch: State, folder: Path) -> str:
@@ -186,17 +195,20 @@ def _examined(folder: Path) -> str:
 
 
 @torch.no_grad()
-def _run_sparse(model: nn.Module, batch: State) -> str:
+def _run_sparse(model: nn.Module, sparse: nn.Module, batch: State) -> str:
     pruned = {weight.name for weight in eligible(model).weights}
-    wanted, sparse = model(**batch), copy.deepcopy(model)
+    sparse.load_state_dict(model.state_dict())
+    wanted = model(**batch)
     replaced = {f"{name}.weight" for name in sparsify_(sparse, least=0.3)}
     found = sparse(**batch)
     for a, b in zip(pytree.tree_leaves(_plain(found)), pytree.tree_leaves(_plain(wanted)), strict=True):
         if torch.is_tensor(a):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, equal_nan=True)
+    left = Counter(type(w.module).__name__ for w in eligible(model).weights if w.name not in replaced)
+    kinds = ", ".join(left)
     if not pruned & replaced:
-        return f"none of {len(pruned)} weights: it takes linear layers"
-    return f"{YES}, {len(pruned & replaced)} of {len(pruned)} weights"
+        return f"no: it has nn.Linear and Conv1D, not {kinds}"
+    return f"{YES}; {left.total()} of {len(pruned)} run dense: {kinds}" if left else YES
 
 
 def _start(threads: int = 1) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from families import (
-    EXPERTS, FAMILIES, IMAGES, PATCHES, SIDE, SIZES, VOCABULARY, Family, class_labels, draw, pairs, pixels, text,
+    EXPERTS, FAMILIES, PATCHES, SIDE, SIZES, VOCABULARY, Family, class_labels, draw, pairs, pixels, text,
     tokens, unlabelled,
 )  # fmt: skip
 from torch import Tensor
@@ -62,6 +62,10 @@ def small_unlabelled() -> dict[str, Tensor]:
     return {"pixel_values": draw(4, 3, SIDE, SIDE)}
 
 
+def masked_pixels() -> dict[str, Tensor]:
+    return small_unlabelled() | {"noise": draw(4, 4)}
+
+
 def picture_and_text() -> dict[str, Tensor]:
     return text() | small_unlabelled()
 
@@ -99,7 +103,7 @@ ENCODERS = """
     convbert:ConvBertForMaskedLM data2vec-text:Data2VecTextForMaskedLM deberta:DebertaForMaskedLM
     deberta-v2:DebertaV2ForMaskedLM distilbert:DistilBertForMaskedLM electra:ElectraForMaskedLM ernie:ErnieForMaskedLM
     eurobert:EuroBertForMaskedLM flaubert:FlaubertWithLMHeadModel fnet:FNetForMaskedLM ibert:IBertForMaskedLM
-    layoutlm:LayoutLMForMaskedLM megatron-bert:MegatronBertForMaskedLM mobilebert:MobileBertForMaskedLM
+    layoutlm:LayoutLMForMaskedLM megatron-bert:MegatronBertForMaskedLM
     modernbert:ModernBertForMaskedLM mpnet:MPNetForMaskedLM nystromformer:NystromformerForMaskedLM
     roberta:RobertaForMaskedLM roberta-prelayernorm:RobertaPreLayerNormForMaskedLM roformer:RoFormerForMaskedLM
     squeezebert:SqueezeBertForMaskedLM xlm-roberta:XLMRobertaForMaskedLM yoso:YosoForMaskedLM
@@ -160,6 +164,8 @@ TABLE: dict[str, Family] = (
             "num_decoder_layers": 1}, sequence),
         "rembert": ("RemBertForMaskedLM", TEXT | {
             "input_embedding_size": 16, "output_embedding_size": 16}, sequence),
+        "mobilebert": ("MobileBertForMaskedLM", TEXT | {
+            "embedding_size": 8, "intra_bottleneck_size": 8, "num_feedforward_networks": 1}, sequence),
         "prophetnet": ("ProphetNetForConditionalGeneration", {
             "vocab_size": VOCABULARY, "hidden_size": 16, "encoder_ffn_dim": 24, "num_encoder_layers": 2,
             "num_encoder_attention_heads": 2, "decoder_ffn_dim": 24, "num_decoder_layers": 2,
@@ -207,7 +213,7 @@ TABLE: dict[str, Family] = (
             "query_stride": [2, 2]}, large_pixels),
         "vit_mae": ("ViTMAEForPreTraining", PATCHES | {
             "decoder_hidden_size": 16, "decoder_num_hidden_layers": 1, "decoder_num_attention_heads": 2,
-            "decoder_intermediate_size": 24, "mask_ratio": 0.0}, small_unlabelled),
+            "decoder_intermediate_size": 24, "mask_ratio": 0.5}, masked_pixels),
         "yolos": ("YolosForObjectDetection", PATCHES | {
             "image_size": [SIDE, SIDE], "num_detection_tokens": 4, "num_labels": 3}, small_unlabelled),
         "dpt": ("DPTForDepthEstimation", PATCHES | {
@@ -238,7 +244,6 @@ TABLE: dict[str, Family] = (
             "text_config": FAMILIES["gemma3"][1]["text_config"] | {"model_type": "gemma2"},
             "vision_config": PATCHES | {"model_type": "siglip_vision_model"}, "image_token_index": 63,
             "projection_dim": 16}, sequence),
-        "vilt": ("ViltModel", SIZES | IMAGES, picture_and_text),
         "patchtst": ("PatchTSTForPrediction", {
             "num_input_channels": 2, "context_length": 16, "patch_length": 4, "patch_stride": 4, "d_model": 16,
             "num_attention_heads": 2, "num_hidden_layers": 2, "ffn_dim": 24, "prediction_length": 4}, series),
