@@ -8,6 +8,7 @@ transformers, in a folder of its own before the path (PYTHONPATH), adds a record
 import argparse
 import inspect
 import json
+import math
 import os
 import sys
 import tempfile
@@ -28,7 +29,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 import torch  # noqa: E402
 import transformers  # noqa: E402
 from families import assert_equal_models, build  # noqa: E402
-from page import page  # noqa: E402
+from page import page, version_key  # noqa: E402
 from table import TABLE  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.utils import _pytree as pytree  # noqa: E402
@@ -171,6 +172,8 @@ def _repaired(model: nn.Module, batch: State) -> str:
     whys = "; ".join(f"{num} of {len(layers)} by magnitude: {reason}" for reason, num in left.items())
     if not known:
         return f"no: {whys}"[:LONGEST]
+    odd = [x.name for x in known if not math.isfinite((x.error or 0) + (x.mask_error or 0))]
+    assert not odd, f"the error of {odd[0] if odd else ''} is no finite number"
     assert sum(x.error or 0 for x in known) <= sum(x.mask_error or 0 for x in known), "the error is not lower"
     return f"{YES}; {whys}"[:LONGEST] if left else YES
 
@@ -214,7 +217,7 @@ def _run_sparse(model: nn.Module, sparse: nn.Module, batch: State) -> str:
 def _start(threads: int = 1) -> None:
     torch.set_num_threads(threads)
     transformers.logging.set_verbosity_error()
-    sys.stderr = Path(os.devnull).open("w")  # of what libraries say about tiny models; errors are returned
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what libraries say about tiny models; errors are returned
 
 
 def main() -> None:
@@ -238,6 +241,7 @@ def main() -> None:
                 print(f"{len(known)}/{len(TABLE)} {futures[future]} {odd or ''}", flush=True)
         families = {name: known[name] for name in TABLE if name in known}
         record[version] = {"torch": torch.__version__.partition("+")[0], "families": families}
+        record = dict(sorted(record.items(), key=lambda item: version_key(item[0]), reverse=True))
         given.out.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
         print(f"{len(names)} families in {time.monotonic() - began:.0f} s")
     given.out.with_suffix(".md").write_text(page(record))

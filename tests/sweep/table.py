@@ -3,10 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from families import (
-    EXPERTS, FAMILIES, PATCHES, SIDE, SIZES, VOCABULARY, Family, class_labels, draw, pairs, pixels, text,
-    tokens, unlabelled,
-)  # fmt: skip
+from families import EXPERTS, FAMILIES, PATCHES, SIDE, SIZES, VOCABULARY, Family
+from families import class_labels, draw, pairs, pixels, text, tokens, unlabelled  # isort: skip
 from torch import Tensor
 
 # one size under the names that configurations have for it; each reads those that it knows
@@ -17,7 +15,7 @@ TEXT = SIZES | EXPERTS | {
     "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4,
     "qk_nope_head_dim": 4, "sliding_window": 8, "state_size": 4, "rotary_dim": 4, "encoder_layers": 2,
     "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 24,
-    "decoder_ffn_dim": 24, "decoder_start_token_id": 0,
+    "decoder_ffn_dim": 24, "decoder_start_token_id": 0, "kv_channels": 8,
 }  # fmt: skip
 HEADS = TEXT | {"head_dim": 8}
 LATENT = TEXT | {"v_head_dim": 8}
@@ -144,8 +142,8 @@ TABLE: dict[str, Family] = (
         "falcon": ("FalconForCausalLM", TEXT, text),
         "dbrx": ("DbrxForCausalLM", {
             "vocab_size": VOCABULARY, "d_model": 16, "n_heads": 2, "n_layers": 2, "max_seq_len": 32,
-            "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}, "ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 4,
-            "moe_top_k": 2, "hidden_size": 16}}, text),
+            "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+            "ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2}}, text),
         "ctrl": ("CTRLLMHeadModel", TEXT | {"dff": 24}, text),
         "mamba2": ("Mamba2ForCausalLM", SIZES | {
             "num_heads": 4, "head_dim": 8, "expand": 2, "state_size": 4, "n_groups": 1, "chunk_size": 8}, text),
@@ -217,8 +215,8 @@ TABLE: dict[str, Family] = (
         "yolos": ("YolosForObjectDetection", PATCHES | {
             "image_size": [SIDE, SIDE], "num_detection_tokens": 4, "num_labels": 3}, small_unlabelled),
         "dpt": ("DPTForDepthEstimation", PATCHES | {
-            "image_size": 32, "num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3], "neck_hidden_sizes": [8, 8, 8, 8],
-            "fusion_hidden_size": 8, "readout_type": "ignore"}, unlabelled),
+            "image_size": 32, "num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3],
+            "neck_hidden_sizes": [8, 8, 8, 8], "fusion_hidden_size": 8, "readout_type": "ignore"}, unlabelled),
         "glpn": ("GLPNForDepthEstimation", {
             "num_encoder_blocks": 2, "depths": [1, 1], "sr_ratios": [2, 1], "hidden_sizes": [8, 16],
             "patch_sizes": [3, 3], "strides": [2, 2], "num_attention_heads": [1, 2], "mlp_ratios": [2, 2],
