@@ -1,6 +1,7 @@
 # make demo        a first look
 # make check       style, types and the quick tests: within 4 minutes on 2 cores
 # make check-slow  the tests that kill, launch, browse or fuzz; CI runs check and check-slow
+# make sweep       187 families of transformers through everything: 5 minutes on 2 cores, for docs/support.md
 # make torture     an hour of kills, flipped bits, damaged and hostile files (MINUTES=10 for a shorter one), for
 #                  docs/reliability.md; then all tests in random order with random cases; for no CI
 PYTHON ?= python3
@@ -8,7 +9,7 @@ BIN := .venv/bin
 # torch comes as the build that constraints.txt names; with your own torch, leave the file off
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo check check-slow torture lint types test clean
+.PHONY: demo check check-slow sweep torture lint types test clean
 
 demo: .venv/base
 	$(BIN)/prunus demo
@@ -30,6 +31,10 @@ test: .venv/test .venv/browser
 
 check-slow: .venv/test .venv/browser
 	$(PYTEST) -m slow
+
+# against another version of transformers: pip install --target old transformers==4.56.0 ..., then PYTHONPATH=old:.
+sweep: .venv/test
+	OMP_NUM_THREADS=1 $(BIN)/python tests/sweep/sweep.py
 
 MINUTES ?= 60
 

@@ -180,6 +180,7 @@ def _pruned(command: Command) -> "Outcome":
     from ..lab.gpu import Sampler, utilisation_reader
     from ..lab.trained_model import load_trained
     from ..oneshot import Repair, prune
+    from ..oneshot.walk import Originals
     from .prune_tables import Outcome
 
     probe, score, device = _probe(command), _score(command), torch.device(command.device)
@@ -213,6 +214,7 @@ def _pruned(command: Command) -> "Outcome":
         if repair is not None:
             with result.masks_alone():
                 rows["masks alone"] = measure()
+    result.originals = Originals()  # the dense weights, which nothing reads any more
     rows["repaired" if repair else "probed" if probe else score or ""] = reached
     outcome = Outcome(trained, result, rows, score)
     if not command.profile:

@@ -95,17 +95,17 @@ class Result:
 
     def undo_(self) -> None:
         """Give every changed weight its old value, bit for bit."""
-        self._repaired = self.originals.replaced() or self._repaired
-        self.originals.restore_()
+        self._repaired = self.originals.restore_() or self._repaired
 
     @torch.no_grad()
     def apply_(self) -> None:
         """Prune again what ``undo_`` restored."""
         self.undo_()
-        for tensor, values in self._repaired.items():
-            self.originals.save_all(tensor)
-            tensor.detach().copy_(values)
         if self._repaired:
+            while self._repaired:  # of each weight one value beside the model: the dense or the repaired one
+                tensor, values = self._repaired.popitem()
+                self.originals.save_all(tensor)
+                tensor.detach().copy_(values)
             return
         for name, weight in self.weights.items():
             where = bits.unpack(self._live(name) & ~self.packed[name], weight.parameter.shape)

@@ -17,7 +17,7 @@ treated otherwise, and *no* where it failed; the reasons stand below the table. 
 - **training**: `Pruner` with AdamW, 20 steps to 60 %: exactly `round(0.6 N)` weights are pruned and zero.
 - **one-shot**: `prune` by magnitude, WANDA and fisher to 50 %; the counts are right, and `undo_` restores every bit.
 - **repair**: `prune` with its solver to 50 % of each weight; the errors of the outputs fall, and `undo_` restores.
-- **export**: `save_model`, `save_pretrained` and `prunus export --check`; what is loaded is equal, and so are its outputs.
+- **export**: `save_model`, `save_pretrained`, `prunus export --check`; what is loaded is equal, and so are its outputs.
 - **doctor**: `prunus doctor` finds the folders healthy.
 - **sparse run**: `sparsify_`, then the same outputs.
 
@@ -35,7 +35,7 @@ def page(record: Mapping[str, Any]) -> str:
     lines += [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for name, found in families.items():
         older = [_compared(found, record[version]["families"].get(name, {})) for version in others]
-        row = [name, f"`{found['class']}`", *(_cell(found, column) for column in COLUMNS), *older]
+        row = [name, f"`{found['class']}`", *(cell(found, column) for column in COLUMNS), *older]
         lines.append(f"| {' | '.join([*row, *_dense(found)])} |")
     for version in (newest, *others):
         lines += ["", f"## Reasons, with transformers {version}", ""]
@@ -55,7 +55,7 @@ def version_key(version: str) -> list[int]:
     return [int(part) for part in version.split(".")]
 
 
-def _cell(found: Mapping[str, Any], column: str) -> str:
+def cell(found: Mapping[str, Any], column: str) -> str:
     if found.get("missing") or "not built" in found:
         return "–"
     texts = [found[check] for check in (ONE_SHOT if column == "one-shot" else (column,))]
@@ -70,7 +70,7 @@ def _compared(newest: Mapping[str, Any], older: Mapping[str, Any]) -> str:
         return "not there"
     if "not built" in older:
         return "not built"
-    cells = {column: (_cell(newest, column), _cell(older, column)) for column in COLUMNS}
+    cells = {column: (cell(newest, column), cell(older, column)) for column in COLUMNS}
     return "; ".join(f"{column} {now}" for column, (was, now) in cells.items() if was != now) or "same"
 
 

@@ -3,8 +3,22 @@
 from collections.abc import Callable
 from typing import Any
 
-from families import EXPERTS, FAMILIES, PATCHES, SIDE, SIZES, VOCABULARY, Family
-from families import class_labels, draw, pairs, pixels, text, tokens, unlabelled  # isort: skip
+from families import (
+    EXPERTS,
+    FAMILIES,
+    PATCHES,
+    SIDE,
+    SIZES,
+    VOCABULARY,
+    Family,
+    class_labels,
+    draw,
+    pairs,
+    pixels,
+    text,
+    tokens,
+    unlabelled,
+)
 from torch import Tensor
 
 # one size under the names that configurations have for it; each reads those that it knows
