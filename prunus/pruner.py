@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from .eligible import eligible, warn_if_much_stays_dense
+from .eligible import Weight, eligible, warn_if_much_stays_dense
 from .input_statistics import InputNorms
 from .masking import LoadHook, Progress, check_state, is_initialising, masking_of, unwrapped
 from .masks import Masks, MaskStore, check_copies, digest, load_masks, unpack_like, unpack_saved_masks
@@ -26,8 +26,10 @@ from .schedule import Schedule, progress_text
 from .score import SCORES
 from .select import Global, Selector, Shape
 from .sparsity_report import SparsityReport, report
-from .statistics import MOMENTS, Movement, check_moments, is_skipped, score_of, sources
+from .statistics import MOMENTS, Movement, check_moments, is_skipped, score_of, sources, without_gradient
 from .validation import check_eps, check_options, check_parameters, check_together, copied_weights, explained
+
+LATER = "if none does until the first event, that is refused: exclude them, or pass no_gradient='dense'"
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,9 @@ class Pruner:
     ``reloaded="raise"``, refused by a ValueError. Sharded weights must be loaded on every rank then, since that step
     asks all of them: to know that one loaded alone would take a message at every step.
 
+    A weight that no gradient has reached, such as an unused pooler, cannot be ranked by gradients or moments. The first
+    step warns of it. At the first event it is refused, or stays dense if ``no_gradient`` is ``"dense"``.
+
     Over ranks the masks are those that one process would find. Make it after DDP or ``fully_shard``, on every rank.
     Events are collective then, and for DTensors so are ``sparsity``, ``report``, ``digest``, ``full_masks``,
     ``state_dict`` and ``load_state_dict``. ``group`` names the ranks that train this model, if not all do.
@@ -83,6 +88,7 @@ class Pruner:
         include: str | Sequence[str] = (),
         exclude: str | Sequence[str] = (),
         reloaded: Literal["zero", "raise"] = "zero",
+        no_gradient: Literal["raise", "dense"] = "raise",
         score_options: Mapping[str, Any] | None = None,
         score_dtype: torch.dtype = torch.float32,
         on_event: Callable[[Event], None] | None = None,
@@ -103,6 +109,7 @@ class Pruner:
         self.score = score_of(score, self.score_options)
         self._score_name = score if isinstance(score, str) else getattr(score, "__name__", type(score).__name__)
         self.score_dtype, self.on_event, self.reloaded = score_dtype, on_event, reloaded
+        self.no_gradient = no_gradient
         self._is_reloaded = self._has_warned = False
         trained = [p for of_group in optimizer.param_groups for p in of_group["params"]]
         self._eligible = eligible(model, include, exclude, trained)
@@ -232,6 +239,8 @@ class Pruner:
         started = time.perf_counter()
         if self._ranks:
             self._ranks.num_bytes = 0
+        if self.no_gradient == "dense":
+            self._leave_dense()
         norms = self._inputs.norms() if self._inputs else {}
         scores = together(self._ranks, lambda: self._scores(norms))
         before = self._store.num_kept
@@ -359,6 +368,8 @@ class Pruner:
                 check_moments(self._eligible.weights, self.optimizer, self.score)
             if self.regrow:
                 self.regrow.check_moments(self.optimizer)
+            if self.schedule and self.no_gradient == "raise" and (odd := self._without_gradient()):
+                warnings.warn(f"no gradient has reached {_listed(odd)} in the first step; {LATER}", stacklevel=2)
         self._store.write_state()
         if self.schedule and self.schedule.is_event(self.step, self.every):
             self._progress.is_due = True
@@ -367,6 +378,29 @@ class Pruner:
                 self.update()
         finally:
             self._collect_inputs()
+
+    def _without_gradient(self) -> list[Weight]:
+        reads = {*self.score.reads, *(self.regrow.reads if self.regrow else ())}
+        return without_gradient(self._eligible.weights, self.optimizer, reads)
+
+    def _leave_dense(self) -> None:
+        """Prune no weight that no gradient has reached, on any rank."""
+        names = {weight.name for weight in self._without_gradient()}
+        if self._ranks:
+            missing = self._ranks.total(torch.tensor([name in names for name in self._weights], dtype=torch.int64))
+            names = {name for name, num in zip(self._weights, missing.tolist(), strict=True) if num == self._ranks.size}
+        odd = [weight for weight in self._eligible.weights if weight.name in names]
+        if not odd or len(odd) == len(self._weights):  # which the score refuses
+            return
+        for weight in odd:
+            self._eligible.weights.remove(weight)
+            self._eligible.dense[weight.name] = "no gradient has reached it"
+            del self._weights[weight.name]
+            self._bits.pop(weight.name, None)
+            self.optimizer.state.get(weight.parameter, {}).pop("mask", None)
+        self._num_weights = sum(p.numel() for p in self._weights.values())
+        self._store.count()
+        warnings.warn(f"no gradient has reached {_listed(odd)}: left dense", stacklevel=2)
 
     def _scores(self, input_norms: Mapping[str, Tensor]) -> list[Lazy]:
         """Lazy scores of all weights at this step."""
@@ -394,6 +428,11 @@ class Pruner:
         """Listen to the modules' inputs during the step that an event follows."""
         if self._inputs and self.schedule:
             self._inputs.listen(self._progress.is_due or self.schedule.is_event(self.step + 1, self.every))
+
+
+def _listed(weights: Sequence[Weight], most: int = 4) -> str:
+    names = ", ".join(weight.name for weight in weights[:most])
+    return names + (f" and {len(weights) - most} more" if len(weights) > most else "")
 
 
 def _is_capturing() -> bool:

@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -106,6 +106,22 @@ def check_moments(weights: Sequence[Weight], optimizer: torch.optim.Optimizer, s
                 moment(name, weight, optimizer)
 
 
+def without_gradient(
+    weights: Sequence[Weight], optimizer: torch.optim.Optimizer, reads: Collection[str]
+) -> list[Weight]:
+    """Weights that no gradient has reached, where a score reads gradients or moments."""
+    moments = [name for name in MOMENTS if name in reads]
+    if not any(name in state for state in optimizer.state.values() for name in moments):
+        moments = []  # an optimizer that keeps none is refused elsewhere
+
+    def lacks(weight: Weight) -> bool:
+        state = optimizer.state.get(weight.parameter, {})
+        is_without_moments = bool(moments) and not any(key in state for key in MOMENTS)
+        return is_without_moments or ("grad" in reads and weight.parameter.grad is None)
+
+    return [weight for weight in weights if lacks(weight)]
+
+
 def moment(name: str, weight: Weight, optimizer: torch.optim.Optimizer) -> Tensor:
     """``exp_avg`` or ``exp_avg_sq`` of a weight, as a plain tensor of its shape; on this rank its shard."""
     state = optimizer.state.get(weight.parameter, {})
@@ -116,7 +132,7 @@ def moment(name: str, weight: Weight, optimizer: torch.optim.Optimizer) -> Tenso
     if not kept and any(name in other for other in optimizer.state.values()):
         raise ValueError(
             f"{weight.name} has no Adam state yet, since no gradient has reached it; "
-            f"begin later, or exclude it: a score that reads {name} cannot rank it against the others"
+            f"begin later, exclude it, or pass no_gradient='dense': a score that reads {name} cannot rank it"
         )
     raise ValueError(
         f"the score reads {name}, but {type(optimizer).__name__} keeps {', '.join(kept) or 'nothing'} for "

@@ -47,6 +47,7 @@ EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "rate": (lambda rate: isinstance(rate, Rate | None), "a Rate, as Rate(power=0.5)"),
     "masks": (lambda masks: isinstance(masks, str | Mapping | None), 'boolean tensors by name, or "zeros"'),
     "reloaded": (lambda reloaded: reloaded in ("zero", "raise"), '"zero" or "raise"'),
+    "no_gradient": (lambda way: way in ("raise", "dense"), '"raise" or "dense"'),
     "score_options": (lambda given: isinstance(given, Mapping | None), "values by name, as {'eps': 1e-8}"),
     "score_dtype": (
         lambda dtype: isinstance(dtype, torch.dtype) and dtype.is_floating_point,

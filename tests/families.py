@@ -1,6 +1,6 @@
 """Tiny random models of many families of transformers, each with arguments of its forward; built in milliseconds."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -60,44 +60,44 @@ DETR = {
 }  # fmt: skip
 
 
-def _draw(*shape: int) -> Tensor:
+def draw(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(1))
 
 
-def _tokens(num: int = 4, length: int = 12) -> Tensor:
+def tokens(num: int = 4, length: int = 12) -> Tensor:
     return torch.randint(3, VOCABULARY, (num, length), generator=torch.Generator().manual_seed(2))
 
 
-def _labels(num: int = 4) -> Tensor:
+def class_labels(num: int = 4) -> Tensor:
     return torch.arange(num) % 3
 
 
 def text() -> dict[str, Tensor]:
-    return {"input_ids": _tokens()}
+    return {"input_ids": tokens()}
 
 
 def classes() -> dict[str, Tensor]:
-    return text() | {"labels": _labels()}
+    return text() | {"labels": class_labels()}
 
 
 def pairs() -> dict[str, Tensor]:
-    return {"input_ids": _tokens(length=10), "labels": _tokens(length=6)}
+    return {"input_ids": tokens(length=10), "labels": tokens(length=6)}
 
 
 def pixels() -> dict[str, Tensor]:
-    return {"pixel_values": _draw(4, 3, SIDE, SIDE), "labels": _labels()}
+    return {"pixel_values": draw(4, 3, SIDE, SIDE), "labels": class_labels()}
 
 
 def sound() -> dict[str, Tensor]:
-    return {"input_features": _draw(4, 4, 16), "labels": _tokens(length=5)}
+    return {"input_features": draw(4, 4, 16), "labels": tokens(length=5)}
 
 
 def unlabelled() -> dict[str, Tensor]:
-    return {"pixel_values": _draw(4, 3, 4 * SIDE, 4 * SIDE)}
+    return {"pixel_values": draw(4, 3, 4 * SIDE, 4 * SIDE)}
 
 
-# class, its configuration, arguments of a forward
-FAMILIES: dict[str, tuple[str, dict[str, Any], Callable[[], dict[str, Tensor]]]] = {
+Family = tuple[str, dict[str, Any], Callable[[], dict[str, Tensor]]]  # class, configuration, arguments of a forward
+FAMILIES: dict[str, Family] = {
     "llama": ("LlamaForCausalLM", SIZES, text),
     "llama classifier": ("LlamaForSequenceClassification", SIZES | {"num_labels": 3}, classes),
     "bert classifier": ("BertForSequenceClassification", SIZES | {"num_labels": 3}, classes),
@@ -128,9 +128,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], Callable[[], dict[str, Tensor]]]]
 }  # fmt: skip
 
 
-def build(name: str) -> Any:
+def build(name: str, table: Mapping[str, Family] = FAMILIES) -> Any:
     """The model, in evaluation mode, with weights large enough to matter."""
-    kind, values, _ = FAMILIES[name]
+    kind, values, _ = table[name]
     torch.manual_seed(0)
     made = getattr(transformers, kind)
     model = made(made.config_class(**values))

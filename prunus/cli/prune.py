@@ -234,6 +234,7 @@ def _pruned(command: Command) -> "Outcome":
     from ..lab.trained_model import load_trained
     from ..oneshot import Repair, prune
     from ..oneshot.fewer_experts import fewer_experts
+    from ..oneshot.walk import Originals
     from .prune_tables import Outcome
 
     probe, score, device = _probe(command), _score(command), torch.device(command.device)
@@ -277,6 +278,7 @@ def _pruned(command: Command) -> "Outcome":
                 with result.masks_alone():
                     rows["masks alone"] = measure()
             rows["repaired" if repair else "probed" if probe else score or ""] = reached
+    result.originals = Originals()  # the dense weights, which nothing reads any more
     if dropping is not None and result is not dropping:
         result.experts, result.parts = dropping.experts, dropping.parts | result.parts
         result.seconds, result.forwards = result.seconds + dropping.seconds, result.forwards + dropping.forwards

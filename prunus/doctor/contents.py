@@ -64,6 +64,7 @@ class Contents:
     masks: dict[str, StoredTensor] = field(default_factory=dict)  # boolean, or packed bits
     config: dict[str, Any] = field(default_factory=dict)  # config.json of Hugging Face
     run: dict[str, Any] = field(default_factory=dict)  # options of ``prunus train``
+    pruned: dict[str, Any] = field(default_factory=dict)  # result.json of ``prunus prune``
     state: dict[str, int] = field(default_factory=dict)  # the pruner's step and due
     moments: list[dict[str, Tensor]] = field(default_factory=list)  # optimizer state of weights that have a mask
     digests: dict[str, str] = field(default_factory=dict)  # by the place that stores them
@@ -130,36 +131,52 @@ def roles(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     masked: Iterable[str] = (),
+    pruned: Iterable[str] = (),
 ) -> dict[str, Role]:
-    """The role of every tensor; where there are ``masked`` names, the weights are those.
+    """The role of every tensor; where names of the ``masked`` or ``pruned`` are known, the weights are those.
 
     ``include`` and ``exclude`` are globs that move a tensor into or out of what is pruned.
     """
     if not tensors:
         return {}
     check_patterns([*include, *exclude], tensors)
-    masked = set(masked)
+    masked, pruned = set(masked), set(pruned)
     matrices = {name: stored.shape for name, stored in tensors.items() if len(stored.shape) == 2}
     tokens = {shape for name, shape in matrices.items() if EMBEDDINGS.match(owner_of(name)) and embeds_tokens(name)}
     is_gpt2 = any(  # of Hugging Face, whose linear weights are (in, out)
         owner_of(name) in CONV1D and shape[1] > shape[0] and name.endswith("weight") for name, shape in matrices.items()
     )
+    routers = _routers(tensors)
     found = {}
     for name, stored in tensors.items():
         kind, outputs, ndim = _kind(name, stored), (0,), len(stored.shape)
+        if kind == "embedding" and f"{name.rpartition('.')[0]}.bias" in tensors:
+            kind = "weight"  # a linear layer, whatever its name
+        if kind == "weight" and name in routers:
+            kind = "router"
         if name in TOP_HEADS and stored.shape in tokens:
             kind = "head"
         if matches(name, exclude) and ndim > 1:
             kind = "excluded"
-        elif (matches(name, include) or name in masked) and ndim > 1:
+        elif (matches(name, include) or name in masked | pruned) and ndim > 1:
             kind = "weight"
-        elif masked and kind == "weight":
-            kind = "without a mask"
+        elif (masked or pruned) and kind == "weight":
+            kind = "without a mask" if masked else "left dense"
         if ndim == 2 and is_gpt2 and owner_of(name) in CONV1D_ALL:
             outputs = (1,)
         elif ndim == 3 and not name.endswith(".weight"):
             outputs = (0, 1)  # experts side by side: (expert, out, in)
         found[name] = Role(kind, outputs)
+    return found
+
+
+def _routers(tensors: Iterable[str]) -> set[str]:
+    """Tensors that send tokens to experts: of modules of that name, and of a ``gate`` beside ``experts``."""
+    mixtures = {name.partition(".experts.")[0] for name in tensors if ".experts." in name}
+    found = {name for name in tensors if ".router." in name}
+    for owner in ("gate", "shared_expert_gate"):
+        splits = {name: name.rpartition(f".{owner}.") for name in tensors}
+        found |= {name for name, (before, dot, _) in splits.items() if dot and before in mixtures}
     return found
 
 

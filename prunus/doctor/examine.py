@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..eligible import matches
 from ..files.reader import located
 from .checkpoints import (
     RANK,
@@ -20,7 +21,7 @@ from .checkpoints import (
 from .contents import Contents, StoredTensor, digest_of, roles, widened
 from .findings import WARNINGS, Diagnosis, Expected, Finding
 from .folders import read_file, read_folder, tensors_of
-from .model_checks import check_digests, check_expected, check_moments, check_neighbours, check_ties
+from .model_checks import check_digests, check_expected, check_moments, check_neighbours, check_pruned, check_ties
 from .pattern import overall
 from .tensor_checks import Context, check_tensor
 
@@ -51,7 +52,7 @@ def examine(
         if masks is not None:
             contents.masks = _read_masks(Path(masks))
         _undo_parametrization(contents)
-        run = of_run(contents)
+        run = of_run(contents) | of_prune(contents)
         if sparsity is not None or pattern is not None:  # the caller's word, not the run's
             run = {name: value for name, value in run.items() if name not in ("sparsity", "pattern")}
         return _diagnosis(contents, Expected(**(run | given.given)), strict)
@@ -81,7 +82,8 @@ def _diagnosis(contents: Contents, expected: Expected, strict: bool) -> Diagnosi
         if name not in contents.tensors:
             what = f"{mask.file} holds a mask for it, but there is no such tensor"
             contents.find("bad-mask", name, what, "take the masks that were saved with this model")
-    chosen = roles(contents.tensors, expected.include, expected.exclude, contents.masks)
+    pruned = () if contents.masks else pruned_names(contents)
+    chosen = roles(contents.tensors, expected.include, expected.exclude, contents.masks, pruned)
     head = _head_width(contents.config)
     checks = {
         name: check_tensor(stored, Context(chosen[name], contents.masks.get(name), expected.groups, head))
@@ -90,14 +92,16 @@ def _diagnosis(contents: Contents, expected: Expected, strict: bool) -> Diagnosi
     digest = digest_of(contents.masks, contents.tensors) if contents.masks else None
     findings += [finding for check in checks.values() for finding in check.findings]
     findings += check_expected(expected, checks.values())
+    findings += check_pruned(contents, checks)
     findings += check_ties(contents, chosen, checks)
     findings += check_neighbours(contents.tensors, contents.config)
     findings += check_moments(contents)
     findings += check_digests(contents, digest)
     kinds: dict[str, list[Finding]] = {"allowed": [], "warning": [], "finding": []}
+    allow = {*expected.allow, *(("excluded",) if _was_quantised(contents) else ())}  # whose zeros were there before
     for one in findings:
         is_warning = one.kind in WARNINGS and not strict
-        kinds["allowed" if one.kind in expected.allow else "warning" if is_warning else "finding"].append(one)
+        kinds["allowed" if one.kind in allow else "warning" if is_warning else "finding"].append(one)
     layers = [check.layer for check in checks.values()]
     pattern = overall(layer for layer in layers if layer.is_prunable)
     if pattern == "layer-uniform":  # which shows only beside other layers
@@ -114,6 +118,31 @@ def _diagnosis(contents: Contents, expected: Expected, strict: bool) -> Diagnosi
         asked=expected.given,
         digest=digest,
     )
+
+
+def pruned_names(contents: Contents) -> list[str]:
+    """Weights that ``prunus prune`` says it pruned; none where files name tensors otherwise than the model."""
+    rows = [row.get("name") for row in contents.pruned.get("layers", ()) if isinstance(row, dict)]
+    return rows if all(isinstance(name, str) and name in contents.tensors for name in rows) else []
+
+
+def of_prune(contents: Contents) -> dict[str, Any]:
+    """Patterns of names, and groups, that ``prunus prune`` was asked for, as far as its result says."""
+    settings = contents.pruned.get("settings", {})
+    found: dict[str, Any] = {}
+    for option in ("include", "exclude"):
+        given = settings.get(option)
+        globs = [glob for glob in given if isinstance(glob, str)] if isinstance(given, list) else []
+        found[option] = tuple(glob for glob in globs if any(matches(name, [glob]) for name in contents.tensors))
+    if settings.get("scope") == "2:4" and pruned_names(contents):
+        found["pattern"] = "2:4"
+    return {name: value for name, value in found.items() if value}
+
+
+def _was_quantised(contents: Contents) -> bool:
+    """Whether ``prunus prune`` read the model from a file of quantised weights, many of which are zero."""
+    settings = contents.pruned.get("settings", {})
+    return bool(settings.get("gguf_file")) or str(settings.get("model", "")).endswith(".gguf")
 
 
 def _read_masks(path: Path) -> dict[str, StoredTensor]:

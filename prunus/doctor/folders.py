@@ -30,7 +30,7 @@ def read_folder(path: Path) -> Contents:
         if any(path.glob("*.bin")) or any(path.glob("*.pth")):
             others = "; pickled weights (.bin, .pth) are not read: save the model with safe_serialization=True"
         raise ValueError(f"{path} holds no safetensors file{others}")
-    contents = Contents(path, "folder", config=_config(path))
+    contents = Contents(path, "folder", config=_config(path), pruned=_result(path))
     if any(_is_marked(path / file) for file in files):
         return _read_sparse_form(contents, "small folder")
     if index and "model.safetensors" not in files:
@@ -165,6 +165,17 @@ def _by_index(contents: Contents, index: Path, files: Sequence[str]) -> Contents
     if ignored := sorted(set(files) - set(listed.values())):
         contents.notes.append(f"not read, since the index does not name them: {', '.join(ignored)}")
     return contents
+
+
+def _result(folder: Path) -> dict[str, Any]:
+    """What ``prunus prune`` wrote beside the model, empty if there is nothing like it."""
+    path = folder / "result.json"
+    try:
+        found = read_json(path) if path.is_file() else {}
+    except ValueError:
+        return {}
+    is_known = isinstance(found.get("settings"), dict) and isinstance(found.get("layers"), list)
+    return found if is_known else {}
 
 
 def _config(folder: Path) -> dict[str, Any]:

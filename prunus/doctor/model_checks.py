@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..ops import bits
-from .contents import Contents, Role, embeds_tokens, nonzero
+from .contents import Contents, Role, StoredTensor, embeds_tokens, nonzero
 from .findings import Expected, Finding
 from .tensor_checks import TensorCheck
 
@@ -124,20 +124,31 @@ def check_ties(contents: Contents, chosen: Mapping[str, Role], checks: Mapping[s
             contents.notes.append(f"{name} differs from {first}, and nothing says whether they are tied")
 
 
-def check_neighbours(names: Iterable[str], config: Mapping[str, Any]) -> Iterator[Finding]:
+def check_pruned(contents: Contents, checks: Mapping[str, TensorCheck]) -> Iterator[Finding]:
+    """Weights with fewer zeros than ``prunus prune`` wrote down beside them."""
+    for row in contents.pruned.get("layers", ()):
+        check = checks.get(str(row.get("name"))) if isinstance(row, dict) else None
+        num = row.get("num_pruned") if check is not None else None
+        if check is not None and isinstance(num, int) and check.layer.num_zeros < num:
+            what = f"{check.layer.num_zeros:,} of its weights are zero, but result.json says that {num:,} were pruned"
+            yield Finding("too-dense", check.layer.name, what, "prune the model anew, or remove result.json")
+
+
+def check_neighbours(tensors: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> Iterator[Finding]:
     """Tensors that a block lacks and most blocks of its list have; blocks that a list lacks.
 
-    A block with tensors of its own is of another kind, and is left alone.
+    A block with tensors of its own is of another kind, and so are stages, whose tensors differ in shape.
     """
     lists: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
-    for name in sorted(name for name in names if len(name) <= LONGEST):
+    for name in sorted(name for name in tensors if len(name) <= LONGEST):
         for match in NUMBER.finditer(f".{name}"):
             stem = f".{name}"[1 : match.start()]
             if stem.rpartition(".")[2] in LISTS:
                 lists[stem][int(match[1])].add(f".{name}"[match.end() :])
     missing: dict[str, str] = {}
     for stem, blocks in lists.items():
-        if len(blocks) > 2:
+        shapes = {(rest, tensors[f"{stem}.{i}.{rest}"].shape) for i, suffixes in blocks.items() for rest in suffixes}
+        if len(blocks) > 2 and len(shapes) == len({rest for rest, _ in shapes}):
             missing |= _lacking(stem, blocks)
     for name, what in missing.items():
         yield Finding("missing", name, what, "copy it from where the model was saved, or save it anew")

@@ -8,7 +8,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from .contents import Role, StoredTensor, nonzero, owner_of, stored_mask
+from .contents import Role, StoredTensor, embeds_tokens, nonzero, owner_of, stored_mask, widened
 from .findings import Finding, TensorReport, percent
 from .pattern import CHUNK, Counts, count, num_crowded, num_not_finite, num_whole_heads, pattern_of
 
@@ -52,6 +52,7 @@ def check_tensor(stored: StoredTensor, context: Context) -> TensorCheck:
     tensor = stored.load()
     alive, not_finite = nonzero(tensor), num_not_finite(tensor)
     hashed = _hash(tensor) if role in ABSENT_ROWS else None
+    num_sines = _num_sines(tensor) if role == "embedding" and not embeds_tokens(stored.name) else 0
     del tensor
     layer = replace(layer, num_zeros=num - int(alive.count_nonzero()), num_not_finite=not_finite)
     if not_finite and "mask" not in stored.name.rpartition(".")[2]:
@@ -59,11 +60,20 @@ def check_tensor(stored: StoredTensor, context: Context) -> TensorCheck:
         findings.append(Finding("not-finite", stored.name, what, "go back to a checkpoint before they appeared"))
     if alive.ndim < 2:
         return TensorCheck(layer, None, [*findings, *_odd(layer, layer.num_zeros)], hashed=hashed)
-    check = _check_matrix(alive, layer, stored, context)
+    check = _check_matrix(alive, layer, stored, context, num_sines)
     return replace(check, findings=findings + check.findings, hashed=hashed)
 
 
-def _check_matrix(alive: Tensor, layer: TensorReport, stored: StoredTensor, context: Context) -> TensorCheck:
+def _num_sines(table: Tensor) -> int:
+    """Zeros of the first row of a table of sines and cosines: sin 0, beside cos 0 = 1."""
+    first = widened(table[0])
+    is_angle_zero = bool(((first == 0) | (first == 1)).all()) and bool((first == 1).any())
+    return int((first == 0).sum()) if is_angle_zero else 0
+
+
+def _check_matrix(
+    alive: Tensor, layer: TensorReport, stored: StoredTensor, context: Context, num_sines: int
+) -> TensorCheck:
     """A weight of two or more dimensions against its mask, and the lines, groups and pattern of its zeros."""
     findings, notes, outputs = [], [], context.role.outputs
     mask = stored_mask(context.mask, stored.shape) if context.mask else None
@@ -92,7 +102,7 @@ def _check_matrix(alive: Tensor, layer: TensorReport, stored: StoredTensor, cont
     layer = replace(layer, pattern=pattern_of(kept_counts), notes=tuple(notes))
     if not layer.is_prunable:
         in_rows = counts.num_dead_rows * counts.shape[1] if layer.role in ABSENT_ROWS else 0  # which have a reason
-        findings += _odd(layer, layer.num_zeros - in_rows)
+        findings += _odd(layer, layer.num_zeros - in_rows - num_sines)
     else:
         findings += _dead(layer, counts)
         if context.groups:
@@ -121,7 +131,7 @@ def _dead(layer: TensorReport, counts: Counts) -> Iterator[Finding]:
         ("dead-rows", layer.num_dead_rows, counts.shape[0], counts.rows),
         ("dead-columns", layer.num_dead_columns, counts.shape[1], counts.columns),
     ):
-        if number:
+        if number and not (kind == "dead-columns" and layer.pattern == "row-uniform"):  # inputs that no row wants
             first = ", ".join(str(int(i)) for i in (lines == 0).nonzero()[:3, 0])
             name, verb = ("output" if kind == "dead-rows" else "input"), ("s have" if number > 1 else " has")
             what = f"{number:,} {name}{verb} only zeros ({kind[5:]} {first}{', ...' if number > 3 else ''} of {of:,})"
@@ -131,7 +141,7 @@ def _dead(layer: TensorReport, counts: Counts) -> Iterator[Finding]:
 
 def _odd(layer: TensorReport, zeros: int) -> Iterator[Finding]:
     """A tensor that should be dense and is not."""
-    if layer.role in ("weight", "other", "buffer"):
+    if layer.role in ("weight", "left dense", "router", "other", "buffer"):
         return
     is_vector = len(layer.shape) < 2
     if is_vector and (zeros == layer.num or zeros < 2):

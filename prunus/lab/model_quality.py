@@ -12,7 +12,8 @@ from ..oneshot.probe.objective import with_labels
 from .evaluate import Quality
 from .model_data import Rows, is_causal, num_rows
 
-SIZE = 8  # samples in a pass
+SIZE = 8  # samples in a pass, fewer where their logits are many
+MOST_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 28}  # of one pass: with a large vocabulary they outweigh the model
 MOST_OUTPUTS = 2**30  # bytes of the dense model's outputs that are stored
 
 
@@ -40,11 +41,11 @@ def token_quality(model: nn.Module, windows: Tensor) -> Quality:
     """Quality at every token but the first of each window."""
     device, loss, right, mode = next(model.parameters()).device, 0.0, 0, model.training
     model.eval()
-    for batch in windows.split(SIZE):
+    for batch in windows.split(_size(model, windows.shape[1])):
         batch = batch.to(device)
-        logits, targets = model(input_ids=batch, use_cache=False).logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten()
-        loss += F.cross_entropy(logits.float(), targets, reduction="sum").double().item()
-        right += int((logits.argmax(-1) == targets).sum())
+        for logits, tokens in zip(model(input_ids=batch, use_cache=False).logits, batch, strict=True):
+            loss += F.cross_entropy(logits[:-1].float(), tokens[1:], reduction="sum").double().item()
+            right += int((logits[:-1].argmax(-1) == tokens[1:]).sum())
     model.train(mode)
     num = windows.shape[0] * (windows.shape[1] - 1)
     return Quality(loss / num, right / num)
@@ -82,12 +83,20 @@ def divergence(model: nn.Module, rows: Rows, dense: list[Tensor]) -> float:
     return off / norm if norm else math.nan
 
 
+def _size(model: Any, length: int) -> int:
+    """Samples of ``length`` tokens in a pass."""
+    device, num_tokens = next(model.parameters()).device.type, getattr(model.config, "vocab_size", None) or 1
+    return max(1, min(SIZE, MOST_LOGITS.get(device, 1 << 24) // (length * num_tokens)))
+
+
 @torch.no_grad()
 def _passes(model: Any, rows: Rows) -> Iterator[tuple[Rows, Any]]:
     """Samples, some at a time, and what the model returns for them in evaluation mode."""
     device, mode = next(model.parameters()).device, model.training
     # a classifier of text without a padding token cannot find the last token of several texts
     size = SIZE if getattr(model.config, "pad_token_id", 0) is not None or "input_ids" not in rows else 1
+    if is_causal(model) and "input_ids" in rows:
+        size = min(size, _size(model, rows["input_ids"].shape[1]))
     model.eval()
     try:
         for first in range(0, num_rows(rows), size):

@@ -2,8 +2,8 @@
 
 import sys
 from collections.abc import Callable, Mapping
-from functools import partial
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any

@@ -117,8 +117,7 @@ class Result:
 
     def _undo_weights_(self) -> None:
         """The same for the weights that are there, with the experts dropped."""
-        self._repaired = self.originals.replaced() or self._repaired
-        self.originals.restore_()
+        self._repaired = self.originals.restore_() or self._repaired
         if self.experts is not None:
             self.experts.apply_()
 
@@ -126,10 +125,11 @@ class Result:
     def apply_(self) -> None:
         """Prune again what ``undo_`` restored."""
         self._undo_weights_()
-        for tensor, values in self._repaired.items():
-            self.originals.save_all(tensor)
-            tensor.detach().copy_(values)
         if self._repaired:
+            while self._repaired:  # of each weight one value beside the model: the dense or the repaired one
+                tensor, values = self._repaired.popitem()
+                self.originals.save_all(tensor)
+                tensor.detach().copy_(values)
             return
         for name, weight in self.weights.items():
             where = bits.unpack(self._live(name) & ~self.packed[name], weight.parameter.shape)

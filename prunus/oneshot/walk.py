@@ -218,20 +218,23 @@ class Originals:
         self.save(parameter, where)
         parameter.detach()[where] = 0.0
 
-    def replaced(self) -> dict[Tensor, Tensor]:
-        """What stands now in the tensors that were changed as a whole, in main memory."""
-        return {tensor: tensor.detach().to("cpu", copy=True) for tensor in self.whole}
-
     @torch.no_grad()
-    def restore_(self) -> None:
-        """Write everything back, the last change first."""
+    def restore_(self) -> dict[Tensor, Tensor]:
+        """Write everything back, the last change first.
+
+        Returns what stood in the tensors that were changed as a whole, in the memory that their old values had.
+        """
         self.whole = {}
+        replaced: dict[Tensor, Tensor] = {}
         while self._before:
             tensor, packed, values = self._before.pop()
             if packed is None:
+                changed = tensor.detach().clone()
                 tensor.detach().copy_(values)
+                replaced[tensor] = values.copy_(changed)
             else:
                 tensor.detach()[bits.unpack(packed, tensor.shape)] = values
+        return replaced
 
 
 @torch.no_grad()

@@ -66,3 +66,19 @@ def test_they_are_repaired(name):
 def test_their_gradients_are_read(name):
     model, batch = build(name), inputs(name)
     assert prune(model, [batch], 0.5, "fisher", repair=None).sparsity == pytest.approx(0.5, abs=0.01)
+
+
+@pytest.mark.parametrize("form", ["labels", "pair"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_loss_of_ones_own_sees_the_outputs_that_the_labels_lead_to(name, form):
+    def loss(output, labels):
+        return torch.nn.functional.cross_entropy(output.logits.flatten(0, 1), labels.flatten())
+
+    masks = []
+    for own in (None, loss):
+        model, batch = build(name), inputs(name)
+        pair = ({k: v for k, v in batch.items() if k != "labels"}, batch["labels"])
+        result = prune(model, [batch if form == "labels" else pair], 0.5, "fisher", loss=own, repair=None)
+        masks.append({name: mask.clone() for name, mask in result.masks.items()})
+    agree = [(masks[0][key] == masks[1][key]).float().mean() for key in masks[0]]
+    assert min(agree) > 0.98  # but for ties and rounding

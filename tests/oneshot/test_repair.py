@@ -8,6 +8,7 @@ from functools import cache
 import pytest
 import torch
 from covering import covering, each_once
+from families import build, inputs
 from probe_checks import assert_same, snapshot
 from probe_models import CASES, cnn, entropy, llama, mlp
 from torch import nn
@@ -561,3 +562,17 @@ def test_tokens_outside_the_vocabulary_are_named(token):
     with pytest.raises(ValueError, match=f"token {token}, but the model knows 31"):
         prune(case.model, case.batches)
     assert_same(before, snapshot(case.model))
+
+
+def test_beside_the_model_a_result_keeps_one_value_of_each_weight():
+    model, batch = build("llama"), inputs("llama")
+    result = prune(model, [batch], 0.5)
+    repaired = {name: value.clone() for name, value in model.state_dict().items()}
+    for _ in range(2):
+        with result.masks_alone():
+            assert len(result._repaired) == len(result.weights) and not result.originals.whole
+        assert not result._repaired and len(result.originals.whole) == len(result.weights)
+        assert all(torch.equal(value, repaired[name]) for name, value in model.state_dict().items())
+        result.undo_()
+        assert not any(torch.equal(weight.parameter, repaired[name]) for name, weight in result.weights.items())
+        result.apply_()

@@ -200,7 +200,7 @@ def _form(objective: Objective, two: Tree, alone: Sequence[Seen], tolerance: flo
         try:
             with torch.no_grad():
                 found = [objective.summed(rows(two, slice(i, i + 1), 2), 1, form) for i in (0, 1)]
-        except (RuntimeError, ValueError, IndexError, KeyError, AttributeError):
+        except (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError):
             continue
         if all(is_near(value, seen.loss, tolerance) for value, seen in zip(found, alone, strict=True)):
             return form

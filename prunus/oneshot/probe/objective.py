@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from ..blocks import replaced
 from ..samples import IGNORED, Tree, rows
-from ..walk import call, head_of, without_cache
+from ..walk import head_of, outputs, without_cache
 
 Loss = Callable[[Any, Any], Tensor]
 IN_PARTS = "next token, in parts"
@@ -38,8 +38,7 @@ class Objective:
     def alone(self, tree: Tree) -> Tensor:
         """Loss of a batch of one sample, by definition."""
         if self.loss is not None:
-            inputs, target = _split(tree)
-            return self.loss(call(self.model, inputs), target)
+            return self.loss(outputs(self.model, tree), _target(tree))
         found = self.model(**without_cache(self.model, with_labels(tree))).loss
         if found is None:
             raise ValueError(
@@ -53,8 +52,7 @@ class Objective:
         ``form`` is the formula of the model's own loss, one of FORMS.
         """
         if self.loss is not None:
-            inputs, target = _split(tree)
-            found = call(self.model, inputs)
+            found, target = outputs(self.model, tree), _target(tree)
             ones = [slice(i, i + 1) for i in range(size)]
             parts = [self.loss(rows(found, one, size), rows(target, one, size)) for one in ones]
             return torch.stack([part.reshape(()) for part in parts]).sum()
@@ -112,13 +110,11 @@ def squared_error(logits: Tensor, labels: Tensor) -> Tensor:
 FORMS = {IN_PARTS: next_token, "next token": next_token, "same token": same_token, "squared error": squared_error}
 
 
-def _split(tree: Tree) -> tuple[Tree, Tree]:
-    """Input and target; the target of a dict is its labels, that of a single tensor is itself."""
+def _target(tree: Tree) -> Tree:
+    """What a user's loss compares with: of a dict its labels, of a single tensor the tensor itself."""
     if isinstance(tree, tuple):
-        return tree
-    if isinstance(tree, Mapping):
-        return {key: value for key, value in tree.items() if key != "labels"}, tree.get("labels", tree)
-    return tree, tree
+        return tree[1]
+    return tree.get("labels", tree) if isinstance(tree, Mapping) else tree
 
 
 def entropy_in_parts(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:

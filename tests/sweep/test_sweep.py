@@ -1,0 +1,49 @@
+"""A dozen families go through the sweep as the record says, and the page shows the record."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+transformers = pytest.importorskip("transformers", reason="needs pip install prunus[hf]")
+from page import CHECKS, cell, page  # noqa: E402
+from sweep import sweep  # noqa: E402
+from table import TABLE  # noqa: E402
+
+DOCS = Path(__file__).parents[2] / "docs"
+RECORD = json.loads((DOCS / "support.json").read_text())
+QUICK = (
+    "llama", "gpt2", "qwen3", "gemma2", "mamba", "olmoe", "roberta", "pegasus", "prophetnet", "resnet", "esm", "clip",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_family_does_what_the_record_says(name):
+    [newest, *_], found = RECORD.values(), sweep(name)
+    known = newest["families"][name]
+    cells = {check: (cell(found, check), cell(known, check), found[check]) for check in CHECKS}
+    assert {check: shown for check, shown in cells.items() if shown[0] != shown[1]} == {}
+
+
+def test_the_page_shows_the_record_of_every_family():
+    assert (DOCS / "support.md").read_text() == page(RECORD)
+    assert len(TABLE) >= 100 and all(list(found["families"]) == list(TABLE) for found in RECORD.values())
+
+
+def test_a_cell_says_yes_only_where_the_check_held():
+    held = dict.fromkeys(CHECKS, "yes")
+    families = {
+        "good": {"class": "A", "parameters": 8, "prunable": 4, "dense": {"embedding or head": 2}, **held},
+        "bad": {"class": "B", "parameters": 8, "prunable": 4, "dense": {}, **held, "wanda": "ValueError: no inputs"},
+        "half": {"class": "C", "parameters": 8, "prunable": 4, "dense": {}, **held, "repair": "yes; 1 of 2 is not"},
+    }
+    shown = page({"5.1.0": {"torch": "2", "families": families}, "4.9.0": {"torch": "2", "families": {
+        "good": {"class": "A", "missing": True}, "bad": families["bad"], "half": {"class": "C", "not built": "sizes"},
+    }}})  # fmt: skip
+    rows = [line for line in shown.splitlines() if line.startswith("| ")][1:]
+    assert rows == [
+        "| good | `A` | yes | yes | yes | yes | yes | yes | not there | 50% | embedding or head 2 |",
+        "| bad | `B` | yes | no | yes | yes | yes | yes | same | 50% | nothing |",
+        "| half | `C` | yes | yes | part | yes | yes | yes | not built | 50% | nothing |",
+    ]
+    assert "- bad, wanda: ValueError: no inputs" in shown and "- half, repair: yes; 1 of 2 is not" in shown
