@@ -159,6 +159,15 @@ def test_the_verdict_counts_layers_and_weighs_them():
     assert prefill == "a prompt of 4096 tokens: of 4 sparse layers 3 as 2:4 are faster; together 1.21 times"
 
 
+def test_layers_that_stay_dense_and_joined_ones_are_weighed():
+    times = {"dense": 32.0, "sparse": 16.0}
+    joined = LayerTimes((64, 128), "bfloat16", 0.5, False, ["q", "k"], times, times, num_joined=2)
+    decode, whole, *_ = Advice("a GPU", Load(), [joined], dense_bytes=64 * 128 * 2).verdict
+
+    assert decode.endswith("of 2 sparse layers 2 as sparse are faster; together 2.00 times")
+    assert whole.endswith("about 1.33 times faster")  # (32 + 32) / (16 + 32)
+
+
 @pytest.mark.parametrize(
     ("times", "best"),
     [
