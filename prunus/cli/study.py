@@ -211,7 +211,7 @@ def print_plan(folder: Folder, plan: StudyPlan) -> None:
     done, damaged = folder.finished() if folder.exists else ({}, {})
     table = Table(title=f"{folder.path}: hash {plan.hash}")
     for heading in ("run", "arms", "steps", "examples", "state"):
-        table.add_column(heading, justify="right" if heading in ("steps", "examples") else "left")
+        table.add_column(heading, justify="right" if heading in ("steps", "examples") else "left", overflow="fold")
     left, seconds, unknown = 0, 0.0, False
     for owner in dict.fromkeys(plan.owners.values()):
         run = plan.run_of(owner)

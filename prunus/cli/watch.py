@@ -167,7 +167,7 @@ def _table(source: Source) -> RenderableType:
     """Quality by arm and seed, which runs failed, and how far those are that go on."""
     seeds = sorted({cell.seed for cell in source.cells})
     table = Table(title=source.title, title_justify="left", box=None, padding=(0, 2, 0, 0))
-    table.add_column("arm")
+    table.add_column("arm", overflow="fold")
     for heading in ("sparsity", *(f"seed {seed}" for seed in seeds)):
         table.add_column(heading, justify="right")
     for arm, sparsity in dict.fromkeys((cell.arm, cell.sparsity) for cell in source.cells):
