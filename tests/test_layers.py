@@ -45,7 +45,10 @@ MAY_IMPORT = CORE | {
     "__main__": {"cli"},
 }
 # what else than torch and numpy the core may load, and where
-HEAVY = {"triton": ("ops/_triton", "sparse/_triton"), "transformers": ("export/huggingface", "sparse/decoder", "sparse/load")}
+HEAVY = {
+    "triton": ("ops/_triton", "sparse/_triton"),
+    "transformers": ("export/huggingface", "sparse/decoder", "sparse/load"),
+}
 # the same idea in two packages: a definition and its kernels, a command and what it does, both ends of Hugging Face
 SHARED_NAMES = {"candidates.py", "compact.py", "rows.py", "prune.py", "huggingface.py"}
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
