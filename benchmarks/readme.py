@@ -101,8 +101,8 @@ def _costs(results: Path) -> str:
         [
             f"- Finding the masks of {record['settings']['num_weights'] / 1e9:.1f} billion weights takes "
             f"{event['ms']:.0f} ms on an {record['environment']['machine']}.",
-            f"- A training step of GPT-2 124M with `AdamWPrune` takes {step['ratio']:.3f} of the time that it takes "
-            "without pruning, with PyTorch's fused AdamW, on the same GPU.",
+            f"- A training step of GPT-2 124M with `AdamWPrune` takes {step['ratio']:.3f} of the time of one without "
+            "pruning, with PyTorch's fused AdamW, on the same GPU.",
             f"- Repairing stories15M takes {seconds:.0f} s on a CPU with {threads}.",
             f"- At 50 %, a pruned weight takes {size:.3f} of its bytes in a file in bfloat16.",
         ]
