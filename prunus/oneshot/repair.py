@@ -274,7 +274,8 @@ class RepairWalk:
         """Change a weight in place, and remember its dense values."""
         parameter = self.weights[name].parameter
         self.packed[name] = packed.to(parameter.device)
-        self.streams.replace_(name, parameter, value, self.originals.save_all(parameter))
+        positive = value + 0.0  # zeros without a sign: a small file keeps -0.0 as a value
+        self.streams.replace_(name, parameter, positive, self.originals.save_all(parameter))
 
 
 def _no_moments(weight: Tensor) -> Moments:
