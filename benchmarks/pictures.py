@@ -42,8 +42,8 @@ def svg(height: int, title: str, parts: Sequence[str]) -> str:
         for i in (0, 1)
     ]
     lines = "\n".join(parts)
-    return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" \
-role="img" aria-labelledby="title">
+    size = f'viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
+    return f"""<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-labelledby="title">
 <title id="title">{escape(title)}</title>
 <style>
 text{{font:15px system-ui,-apple-system,"Segoe UI",Helvetica,Arial,sans-serif}}
@@ -165,13 +165,23 @@ def event(folder: Path) -> str:
     title = f"How long it takes to find the masks: {num}"
     machine = record["environment"]["machine"]
     parts = [text(24, 34, title, "ink h")]
-    parts.append(text(24, 58, f"{machine}, {settings['dtype']}, {settings['score']}, {settings['sparsity']:.0%}", "soft"))
+    parts.append(
+        text(24, 58, f"{machine}, {settings['dtype']}, {settings['score']}, {settings['sparsity']:.0%}", "soft")
+    )
     bottom = top + step * len(found) - 12
     parts += [text(480, 84, "time", "soft small", "end"), text(572, 84, "memory", "soft small", "end")]
     parts += [text(664, 84, "count off by", "soft small", "end")]
-    for value in (10.0**power for power in range(0, 4) if low <= 10.0**power <= high):
+    for value in (10.0**power for power in range(4) if low <= 10.0**power <= high):
         parts.append(line([(x(value), top - 14), (x(value), bottom)], "line"))
-        parts.append(text(x(value), bottom + 18, f"{value:g} ms" if value < 1000 else f"{value / 1000:g} s", "soft small", "middle"))
+        parts.append(
+            text(
+                x(value),
+                bottom + 18,
+                f"{value:g} ms" if value < 1000 else f"{value / 1000:g} s",
+                "soft small",
+                "middle",
+            )
+        )
     for index, row in enumerate(found):
         y, is_ours = top + step * index, row["name"] == "prunus"
         colour, weight = ("plum", " b") if is_ours else ("slate", "")
@@ -181,7 +191,14 @@ def event(folder: Path) -> str:
         parts.append(text(480, y + 5, f"{number} ms", f"ink{weight}", "end"))
         parts.append(text(572, y + 5, f"{row['extra_mib']:,.0f} MiB", f"ink{weight}", "end"))
         parts.append(text(664, y + 5, f"{abs(row['kept_too_many']):,}", f"ink{weight}", "end"))
-    parts.append(text(24, bottom + 46, "The axis is logarithmic. torch.nn.utils.prune goes by magnitude. More: docs/benchmarks.md", "soft small"))
+    parts.append(
+        text(
+            24,
+            bottom + 46,
+            "The axis is logarithmic. torch.nn.utils.prune goes by magnitude. More: docs/benchmarks.md",
+            "soft small",
+        )
+    )
     return svg(int(bottom + 66), title, parts)
 
 
@@ -229,7 +246,9 @@ def flow(side: int = 8) -> str:
     width = size / len(order)
     for place, index in enumerate(order):  # scores in order, those below the cut in grey
         tall = size * scores[index] / largest
-        where = f'x="{lefts[1] + width * place:.2f}" y="{top + size - tall:.2f}" width="{width:.2f}" height="{tall:.2f}"'
+        where = (
+            f'x="{lefts[1] + width * place:.2f}" y="{top + size - tall:.2f}" width="{width:.2f}" height="{tall:.2f}"'
+        )
         parts.append(f'<rect {where} class="{"line" if index in dropped else "plum"}"/>')
     middle = lefts[1] + size / 2
     parts.append(line([(middle, top - 4), (middle, top + size + 4)], "ink", 1.5, "4 3"))

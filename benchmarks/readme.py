@@ -54,8 +54,8 @@ def _after_training(models: list[Figures]) -> str:
     ]
     draws = max(model.num_seeds for model in models)
     return (
-        f"After training, on held-out data: perplexity, lower is better (ResNet-20: accuracy, higher is better), mean of "
-        f"{draws} draws of the calibration samples, n where there are fewer:\n\n"
+        f"After training, on held-out data: perplexity, lower is better (ResNet-20: accuracy, higher is better). "
+        f"Means of {draws} draws of the calibration samples; n where there are fewer:\n\n"
         + markdown_table(["", "dense", *WAYS.values()], lines)
     )
 
@@ -101,8 +101,8 @@ def _costs(results: Path) -> str:
         [
             f"- Finding the masks of {record['settings']['num_weights'] / 1e9:.1f} billion weights takes "
             f"{event['ms']:.0f} ms on an {record['environment']['machine']}.",
-            f"- A training step of GPT-2 124M with `AdamWPrune` takes {step['ratio']:.3f} of the time of PyTorch's fused "
-            "AdamW without pruning on the same GPU.",
+            f"- A training step of GPT-2 124M with `AdamWPrune` takes {step['ratio']:.3f} of the time of one without "
+            "pruning, with PyTorch's fused AdamW, on the same GPU.",
             f"- Repairing stories15M takes {seconds:.0f} s on a CPU with {threads}.",
             f"- At 50 %, a pruned weight takes {size:.3f} of its bytes in a file in bfloat16.",
         ]

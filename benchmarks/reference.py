@@ -22,9 +22,7 @@ CHAPTERS = {  # heading: module and names; a name of the package itself has no m
     "Files": "save_sparse load_sparse save_model load_model",
     "Running sparse": "sparse.linear:sparsify_ sparse.semi_structured:semi_structured_",
     "Checks": "doctor:examine",
-    "Trainers": (
-        "integrations.huggingface:PruneCallback integrations.lightning:PruneCallback integrations.peft:merge"
-    ),
+    "Trainers": ("integrations.huggingface:PruneCallback integrations.lightning:PruneCallback integrations.peft:merge"),
 }
 REFERENCE = """# Reference
 
@@ -37,7 +35,7 @@ WHEN = {
     "bitter1": "to repeat older runs",
     "bitter2": "to repeat older runs",
     "bitter3": "to repeat older runs; between magnitude and bitter7 at 80 %",
-    "bitter4": "to repeat older runs, with `PerLayer(\"depth\")`",
+    "bitter4": 'to repeat older runs, with `PerLayer("depth")`',
     "bitter5": "to repeat older runs; far worse than magnitude in our studies",
     "bitter6": "to repeat older runs; behind bitter3 in our studies of GPTs",
     "bitter7": "**the default**: at 50 % as good as magnitude or better, at high sparsity better",
@@ -50,15 +48,16 @@ WHEN = {
 }
 SCORES_PAGE = """# Scores
 
-This page is made by `python -m benchmarks reference` from the table `SCORES`. A score has the shape of its weight, and a
-larger one is kept longer. In the formulas w is the weight, m and v are Adam's moments (`exp_avg`, `exp_avg_sq`), t is the
-step and x are the inputs.
+This page is made by `python -m benchmarks reference` from the table `SCORES`. A score has the shape of its weight, and
+a larger one is kept longer. In the formulas w is the weight, m and v are Adam's moments (`exp_avg`, `exp_avg_sq`), t is
+the step and x are the inputs.
 
 {scores}
 
 "Same as" names the score that is the same computation (for fisher and bitter8 where all weights took as many steps): a
-study runs such arms once. eps is not added unless you give it (`score_options={{"eps": 1e-8}}`, `--eps 1e-8`): moments may be
-far smaller than any constant. What the scores are worth: [results](results.md). Your own: [add a score](extending.md).
+study runs such arms once. eps is not added unless you give it (`score_options={{"eps": 1e-8}}`, `--eps 1e-8`): moments
+may be far smaller than any constant. What the scores are worth: [results](results.md). Your own:
+[add a score](extending.md).
 
 Pruned weights come back, where `Regrow` lets them, by one of these:
 

@@ -1,7 +1,14 @@
 """Every page of the guide runs as it is written, and every link leads somewhere."""
 
+import re
+import shlex
+from importlib import import_module
+
 import pytest
-from pages import ROOT, anchors_of, blocks_of, links_of, run
+import torch
+from pages import ROOT, anchors_of, blocks_of, links_of, run, run_python
+
+from prunus.cli import COMMANDS, PLACES, _parse
 
 GUIDE = ["training", "after-training", "search", "run-and-ship", "doctor", "many-gpus", "command-line", "compare"]
 GUIDE += ["migrating", "how-it-works", "extending"]
@@ -34,6 +41,33 @@ def test_a_page_runs_with_its_commands(name):
 @pytest.mark.parametrize("name", GUIDE)
 def test_a_page_is_about_one_screen(name):
     assert len(page(name).read_text().splitlines()) <= SCREEN
+
+
+def test_the_lines_of_the_readme_run():
+    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4))
+    names = {"model": model, "batches": [torch.randn(32, 16)], "optimizer": torch.optim.AdamW(model.parameters())}
+    blocks = [block for block in blocks_of(ROOT / "README.md") if block.language == "python"]
+    for block in blocks:
+        assert len(block.text.split("\n\n")[1].splitlines()) + 1 == 3, "three lines are promised"
+        run_python(block, ROOT / "README.md", names)
+    assert len(blocks) == 2 and names["result"].sparsity == 0.5
+
+
+def commands_of(path):
+    """Every call of prunus in a page, run or not."""
+    for block in blocks_of(path):
+        for line in block.text.replace("\\\n", " ").splitlines():
+            found = re.search(r"(?:^|-m )prunus (.*)", line) if block.language in ("", "sh") else None
+            if found and not block.note.startswith("not run: waits for"):
+                yield shlex.split(found[1], comments=True)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_every_command_of_a_page_is_one_that_exists(path):
+    for name, *args in commands_of(path):
+        assert name in COMMANDS
+        module, options, _ = PLACES.get(name, (name, "Command", "run"))
+        _parse(getattr(import_module(f"prunus.cli.{module}"), options), name, args)
 
 
 def test_a_block_that_is_not_run_says_why():
