@@ -122,8 +122,8 @@ def _diagnosis(contents: Contents, expected: Expected, strict: bool) -> Diagnosi
 
 def pruned_names(contents: Contents) -> list[str]:
     """Weights that ``prunus prune`` says it pruned; none where files name tensors otherwise than the model."""
-    rows = [row.get("name") for row in contents.pruned.get("layers", ()) if isinstance(row, dict)]
-    return rows if all(isinstance(name, str) and name in contents.tensors for name in rows) else []
+    names = [str(row.get("name")) for row in contents.pruned.get("layers", ()) if isinstance(row, dict)]
+    return names if all(name in contents.tensors for name in names) else []
 
 
 def of_prune(contents: Contents) -> dict[str, Any]:

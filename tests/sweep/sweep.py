@@ -1,8 +1,9 @@
 """Every family of the table through training, one-shot pruning, repair, export, the doctor and the sparse run.
 
 ``python tests/sweep/sweep.py`` writes what held and what did not to ``docs/support.json``, and from that the page
-``docs/support.md``; ``--only`` runs a few families anew, ``--page`` writes the page alone. A second version of
-transformers, in a folder of its own before the path (PYTHONPATH), adds a record beside the first.
+``docs/support.md``; ``--only`` runs a few families anew, ``--resume`` those that a sweep which was ended has left,
+and ``--page`` writes the page alone. A second version of transformers, in a folder of its own before the path
+(PYTHONPATH), adds a record beside the first.
 """
 
 import argparse
@@ -29,7 +30,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 import torch  # noqa: E402
 import transformers  # noqa: E402
 from families import assert_equal_models, build  # noqa: E402
-from page import page, version_key  # noqa: E402
+from page import CHECKS, page, version_key  # noqa: E402
 from table import TABLE  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.utils import _pytree as pytree  # noqa: E402
@@ -223,26 +224,26 @@ def _start(threads: int = 1) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", metavar="FAMILY", help="families to run anew; all others stay")
+    parser.add_argument("--resume", action="store_true", help="run the families that the record lacks")
     parser.add_argument("--out", type=Path, default=DOCS / "support.json")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--page", action="store_true", help="write the page of the record that is there")
     given = parser.parse_args()
     record = json.loads(given.out.read_text()) if given.out.is_file() else {}
     if not given.page:
-        began, names = time.monotonic(), given.only or list(TABLE)
-        version = transformers.__version__
-        known = record.get(version, {}).get("families", {}) if given.only else {}
+        began, version = time.monotonic(), transformers.__version__
+        known = record.get(version, {}).get("families", {}) if given.only or given.resume else {}
+        names = given.only or [name for name in TABLE if name not in known]
         with ProcessPoolExecutor(given.jobs, get_context("spawn"), _start) as pool:
             futures = {pool.submit(sweep, name): name for name in names}
             for future in as_completed(futures):
-                known[futures[future]] = future.result()
-                odd = {key: value for key, value in future.result().items() if isinstance(value, str)}
-                odd = {key: value for key, value in odd.items() if key != "class" and not value.startswith(YES)}
+                known[futures[future]] = found = future.result()
+                odd = {check: text for check in CHECKS if not (text := found.get(check, YES)).startswith(YES)}
                 print(f"{len(known)}/{len(TABLE)} {futures[future]} {odd or ''}", flush=True)
-        families = {name: known[name] for name in TABLE if name in known}
-        record[version] = {"torch": torch.__version__.partition("+")[0], "families": families}
-        record = dict(sorted(record.items(), key=lambda item: version_key(item[0]), reverse=True))
-        given.out.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+                families = {name: known[name] for name in TABLE if name in known}
+                record[version] = {"torch": torch.__version__.partition("+")[0], "families": families}
+                record = dict(sorted(record.items(), key=lambda item: version_key(item[0]), reverse=True))
+                given.out.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
         print(f"{len(names)} families in {time.monotonic() - began:.0f} s")
     given.out.with_suffix(".md").write_text(page(record))
 
