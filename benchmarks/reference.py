@@ -20,7 +20,10 @@ CHAPTERS = {  # heading: module and names; a name of the package itself has no m
     "After training": "prune Repair Distill oneshot.result:Result",
     "Search and probe": "search Limit SearchOptions Levels Bisection Tune Probe",
     "Files": "save_sparse load_sparse save_model load_model",
-    "Running sparse": "sparse.linear:sparsify_ sparse.semi_structured:semi_structured_",
+    "Running sparse": (
+        "sparse.linear:sparsify_ sparse.linear:unsparsify_ sparse.decoder:Decoder sparse.load:load_packed "
+        "sparse.semi_structured:semi_structured_"
+    ),
     "Checks": "doctor:examine",
     "Trainers": ("integrations.huggingface:PruneCallback integrations.lightning:PruneCallback integrations.peft:merge"),
 }
