@@ -64,7 +64,10 @@ def _in_processes(folder: Folder, cells: tuple[Cell, ...], options: Options, dev
         codes = [process.wait() for process in processes]
         for device, code in zip(devices, codes, strict=True):
             if code:
-                print(f"the worker on {device} ended with code {code}; run the same command again to continue", file=sys.stderr)
+                print(
+                    f"the worker on {device} ended with code {code}; run the same command again to continue",
+                    file=sys.stderr,
+                )
         return not any(codes)
     finally:
         for process in processes:

@@ -105,7 +105,7 @@ class Run:
 
     # how it runs
     precision: Literal["float32", "bfloat16"] = "float32"  # bfloat16 by autocast
-    parallel: Parallel = "none"  # under torchrun: a copy of the model on every rank (ddp), or a part of each weight (fsdp)
+    parallel: Parallel = "none"  # under torchrun: the model on every rank (ddp), or a part of each weight (fsdp)
     compile: bool = False  # torch.compile the model
     device: str = "auto"  # cuda where there is one, else cpu
     eval_every: int = 250  # steps between evaluations; the end is always evaluated

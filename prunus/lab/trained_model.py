@@ -114,7 +114,14 @@ def _hugging_face(source: ModelSource, folder: Path) -> TrainedModel:
     else:
         calibration, held_out = _rows(source, model, read)
     metric, evaluate = metric_of(model, held_out)
-    return TrainedModel(model, [calibration], evaluate, lambda out: _save(model, folder, out, source.gguf_file), metric=metric, note=note)
+    return TrainedModel(
+        model,
+        [calibration],
+        evaluate,
+        lambda out: _save(model, folder, out, source.gguf_file),
+        metric=metric,
+        note=note,
+    )
 
 
 def _windows(

@@ -86,7 +86,10 @@ def test_a_signal_writes_a_checkpoint_and_the_run_goes_on_to_the_same_end(
 
 @small
 def test_an_interrupted_study_says_the_command_that_continues_it(base, tmp_path, monkeypatch, capsys):
-    step, command = Training.train_step, ["study", "--base", str(base), "--seeds", "1", "--out", str(tmp_path / "study")]
+    step, command = (
+        Training.train_step,
+        ["study", "--base", str(base), "--seeds", "1", "--out", str(tmp_path / "study")],
+    )
 
     def train_step(training):
         if training.run.score == "magnitude":
