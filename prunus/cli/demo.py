@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,7 +67,7 @@ def run(command: Command) -> None:
     seeds = range(command.seed, command.seed + command.seeds)
     plan = folder.join(make_plan(base, [score_arm(SHOWN)], [command.sparsity], seeds), environment())
     whole = Whole(plan, folder)
-    with whole.bar:
+    with whole.bar if whole.steps_of else nullcontext():
         Worker(folder, Options(session=str(began), keep_checkpoints=True), whole).work(plan.cells)
     values = update(folder)
     print_table(values)

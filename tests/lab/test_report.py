@@ -81,7 +81,7 @@ def test_a_line_begins_at_dense_of_its_own_recipe_or_nowhere(tmp_path):
     assert lines["bitter3"] == [means["bitter3", 0.5], means["bitter3", 0.8]]
     assert lines["magnitude"][0] == means["dense", 0.0] and lines["dense"] == [means["dense", 0.0]]
     page = page_of(folder)
-    assert "to dense fast)" in page.texts["p"][0] + " ".join(page.texts["p"])
+    assert "against dense fast)" in page.texts["p"][0] + " ".join(page.texts["p"])
     rows = page.tables["Held-out perplexity at the end, from the best to the worst of each sparsity"][1:]
     assert all(row[4].endswith("against magnitude & more") == (row[0] == "bitter7") for row in rows)
 
