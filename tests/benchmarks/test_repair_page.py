@@ -30,11 +30,12 @@ DENSE = {("dense", "", 0): 2.0}
 
 def test_records_of_one_model_become_one_table_in_which_the_newest_figure_counts(tmp_path):
     quality(tmp_path, "b", DENSE | {("repair", "50", 0): 9.0, ("wanda", "50", 0): 7.0})
-    quality(tmp_path, "a", {("repair", "50", 0): 3.0, ("repair", "50", 1): 4.0}, day=2)
+    quality(tmp_path, "a", {("repair", "50", 0): 3.0, ("repair", "50", 1): 4.0}, day=2, note="in haste")
     (model,) = figures_of(tmp_path)
     assert model.mean("repair", "50") == 3.5 and model.mean("wanda", "50") == 7.0 and model.dense == 2.0
     drawn = page(tmp_path)
     assert "| repair | 3.500 (3.000 to 4.000) | 0 | 3.0 of a CPU | 2 |" in drawn
+    assert "`b.json`\n2." in drawn and "`a.json`; in haste\n" in drawn
     assert "| WANDA by row | 7.000 (n = 1) | 0 | 3.0 of a CPU | 1 |" in drawn
 
 

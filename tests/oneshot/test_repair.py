@@ -404,13 +404,14 @@ def test_tuning_lowers_the_error_of_blocks_on_held_out_samples_or_is_undone(tmp_
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_whole_model_learns_the_dense_distribution_or_is_left_alone(dtype, tmp_path):
+    many = torch.randint(0, 31, (96, 12), generator=torch.Generator().manual_seed(1))  # of fewer not all learn to help
     weights = []
     for offload, state in ((None, None), ("cpu", "state"), (None, "state")):
         case = llama(dtype)
         before, embedding = snapshot(case.model), case.model.get_input_embeddings().weight.clone()
-        repair = Repair(tune=Distill(epochs=0, whole_epochs=2, whole_rate=1e-3, batch=4))
+        repair = Repair(tune=Distill(epochs=0, whole_epochs=2, whole_rate=2e-3, batch=4))
         state = state and tmp_path / state
-        result = prune(case.model, [TOKENS], 0.6, repair=repair, offload=offload, state=state)
+        result = prune(case.model, [many], 0.6, repair=repair, offload=offload, state=state)
         assert not result.tuned and result.tuned_whole.helped
         assert result.num_pruned == sum(zeros(case.model, result.masks).values())
         assert not torch.equal(case.model.model.norm.weight, torch.ones_like(case.model.model.norm.weight))
