@@ -247,3 +247,12 @@ def test_an_embedding_with_sparse_gradients_cannot_be_masked_in_training_and_sta
     found = eligible(model, include="words", trained=model.parameters())
     assert [weight.name for weight in found.weights] == ["out.weight"] and "sparse" in found.dense["words.weight"]
     assert len(eligible(model, include="words").weights) == 2  # after training it may be pruned
+
+
+@pytest.mark.parametrize("error", [NotImplementedError, AttributeError])
+def test_a_model_that_cannot_say_where_its_embeddings_are_has_none(error):
+    class Model(torch.nn.Sequential):
+        def get_input_embeddings(self):
+            raise error("it has no embeddings")
+
+    assert [weight.name for weight in eligible(Model(torch.nn.Linear(4, 4))).weights] == ["0.weight"]
