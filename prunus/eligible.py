@@ -205,7 +205,7 @@ def _heads(model: nn.Module) -> set[int]:
     heads = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
     for getter in ("get_output_embeddings", "get_input_embeddings"):
         module = None
-        with suppress(NotImplementedError):  # what transformers raises for models of images and sound
+        with suppress(NotImplementedError, AttributeError):  # what transformers raises for models of images and sound
             module = getattr(inner, getter)() if hasattr(inner, getter) else None
         if module is not None and getattr(module, "weight", None) is not None:
             heads.add(id(module.weight))

@@ -300,3 +300,12 @@ def test_a_small_part_frozen_weights_and_embeddings_need_no_warning():
 def test_a_model_of_such_weights_alone_says_what_takes_them():
     with pytest.raises(ValueError, match=r"no weight to prune.*include=\['weight_ih_l0', 'weight_hh_l0'\] takes them"):
         eligible(nn.LSTM(4, 4))
+
+
+@pytest.mark.parametrize("error", [NotImplementedError, AttributeError])
+def test_a_model_that_cannot_say_where_its_embeddings_are_has_none(error):
+    class Model(torch.nn.Sequential):
+        def get_input_embeddings(self):
+            raise error("it has no embeddings")
+
+    assert [weight.name for weight in eligible(Model(torch.nn.Linear(4, 4))).weights] == ["0.weight"]

@@ -255,10 +255,7 @@ def _is_converted(model: Any, tensors: Tensors) -> bool:
     if "names" in tensors.metadata:
         return False
     found, strange = _model_names(model, tensors)
-    computed = [
-        *(getattr(model, "_keys_to_ignore_on_save", None) or ()),
-        *(getattr(model, "_keys_to_ignore_on_load_missing", None) or ()),
-    ]
+    computed = [*_patterns(model, "_keys_to_ignore_on_save"), *_patterns(model, "_keys_to_ignore_on_load_missing")]
     left = set(model.state_dict()) - set(found.values())
     is_computed = any(re.search(pattern, name) for pattern in computed for name in left)  # not stored: positions
     return bool(_names_of(model)) or bool(strange) or is_computed
@@ -338,6 +335,12 @@ def _fill_(model: nn.Module, tensors: Tensors, device: torch.device) -> None:
         raise ValueError(f"{tensors.path} lacks {missing[0]!r}, which the model has")
 
 
+def _patterns(model: nn.Module, attribute: str) -> list[str]:
+    """Patterns of names that a model lists; of few classes it is a single one, which transformers splits to letters."""
+    single = getattr(type(model), attribute, None)
+    return [single] if isinstance(single, str) else list(getattr(model, attribute, None) or ())
+
+
 def _model_names(model: nn.Module, tensors: Tensors) -> tuple[dict[str, str], list[str]]:
     """The name in the model's state dict of each stored tensor, and the stored names that it does not have.
 
@@ -345,7 +348,7 @@ def _model_names(model: nn.Module, tensors: Tensors) -> tuple[dict[str, str], li
     Buffers that the class lists as old are left out.
     """
     known, prefix = model.state_dict(), f"{getattr(model, 'base_model_prefix', '')}."
-    old = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    old = [re.compile(pattern) for pattern in _patterns(model, "_keys_to_ignore_on_load_unexpected")]
     found, strange = {}, []
     for name in tensors.records:
         inner = next((one for one in (name, prefix + name, name.removeprefix(prefix)) if one in known), None)

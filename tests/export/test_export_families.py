@@ -74,3 +74,10 @@ def test_tensors_of_a_class_that_transformers_lacks_are_still_compared_and_it_is
     main(["export", str(tmp_path / "plain"), "--out", str(tmp_path / "small"), "--check"])
     said = capsys.readouterr().out
     assert "every bit read back" in said and "not loaded as a model" in said and "MyModel" in said
+
+
+def test_a_class_may_name_what_is_ignored_by_a_single_pattern(tmp_path, monkeypatch):
+    model, batch = pruned("llama"), inputs("llama")
+    monkeypatch.setattr(type(model), "_keys_to_ignore_on_load_unexpected", "mask_predictions.*")
+    save_model(model, tmp_path)
+    assert_equal_models(load_model(tmp_path), model, batch)

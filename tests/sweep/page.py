@@ -66,7 +66,9 @@ def cell(found: Mapping[str, Any], column: str) -> str:
 
 def _compared(newest: Mapping[str, Any], older: Mapping[str, Any]) -> str:
     """``same``, or the columns that differ."""
-    if not older or older.get("missing"):
+    if not older:
+        return "not run"
+    if older.get("missing"):
         return "not there"
     if "not built" in older:
         return "not built"

@@ -58,9 +58,9 @@ def sweep(name: str) -> dict[str, Any]:
         try:
             model, batch = build(name, TABLE), inputs()
             loss = None if _own_loss(model, batch) is not None else _squares
+            zeros = report(model, eligible(model))
         except Exception as error:
             return found | {"not built": _reason(error)}
-        zeros = report(model, eligible(model))
         reasons = Counter(layer.dense for layer in zeros.layers if layer.dense)
         found |= {"parameters": zeros.num_parameters, "prunable": zeros.num_prunable, "dense": dict(reasons)}
         checks: dict[str, Callable[[], str]] = {

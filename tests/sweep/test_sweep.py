@@ -27,7 +27,8 @@ def test_a_family_does_what_the_record_says(name):
 
 def test_the_page_shows_the_record_of_every_family():
     assert (DOCS / "support.md").read_text() == page(RECORD)
-    assert len(TABLE) >= 100 and all(list(found["families"]) == list(TABLE) for found in RECORD.values())
+    newest, *_ = RECORD.values()
+    assert len(TABLE) >= 100 and list(newest["families"]) == list(TABLE)
 
 
 def test_a_cell_says_yes_only_where_the_check_held():
