@@ -27,9 +27,10 @@ GROUPS = {
         USUAL: "out text tokens batches sparsity score scope samples device layers",
         "calibration and held-out data": "eval-text eval-tokens eval-batches token-type start-token calibrate length "
         "eval-windows seed",
-        "which weights, and how layers share the sparsity": "allocate include exclude",
+        "which weights, and how layers share the sparsity": "experts allocate include exclude",
         "repair": "no-repair targets damping tune",
         "gradient probe": "probe tau order reduction zero-gradient repair-probe",
+        "what is written": "plot push private",
         "how it runs": "batch gguf-file dtype offload checkpointing profile",
     },
     "study": {
