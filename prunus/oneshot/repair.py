@@ -200,8 +200,8 @@ class RepairWalk:
             self._replace(name, self._from_matrix(name, value), bits.pack(self._from_matrix(name, mask)))
             energy = sum(part.energy for part in parts) or 1.0
             self.found[name] = LayerRepair(
-                mask_error=sum(part.mask_error * part.energy for part in parts) / energy,
-                error=sum(part.error * part.energy for part in parts) / energy,
+                mask_error=sum(part.mask_error * part.energy for part in parts if part.energy) / energy,
+                error=sum(part.error * part.energy for part in parts if part.energy) / energy,
                 iterations=parts[0].iterations,
                 damping=max(part.damping for part in parts),
                 not_repaired=reason,
@@ -263,7 +263,7 @@ class RepairWalk:
             num_rows = math.prod(value.shape[dim] for dim in outputs)
 
             def rows(tensor: Tensor) -> Tensor:
-                return tensor.movedim(outputs, first).reshape(num_rows, -1)
+                return tensor.movedim(outputs, first).reshape(num_rows, tensor.numel() // max(1, num_rows))
 
             found = self.choose({name: rows(value.abs().float())}, {name: rows(live)})[name]
             mask = found.view(value.movedim(outputs, first).shape).movedim(first, outputs)
