@@ -38,8 +38,9 @@ from torch.utils import _pytree as pytree  # noqa: E402
 from prunus import Pruner, Ramp, load_model, prune, save_model  # noqa: E402
 from prunus.cli import main as prunus_command  # noqa: E402
 from prunus.doctor import examine  # noqa: E402
-from prunus.eligible import eligible, report  # noqa: E402
+from prunus.eligible import eligible  # noqa: E402
 from prunus.sparse.linear import sparsify_  # noqa: E402
+from prunus.sparsity_report import report  # noqa: E402
 
 DOCS = HERE.parents[1] / "docs"
 YES = "yes"
