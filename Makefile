@@ -3,7 +3,7 @@
 # make check-slow  the tests that kill, launch, browse or fuzz; CI runs check and check-slow
 # make pages       the pages, pictures and figures that are made from records and docstrings
 # make site        docs/ as a website in site/
-# make sweep       187 families of transformers through everything: 5 minutes on 2 cores, for docs/support.md
+# make sweep       187 families of transformers through everything: 4 minutes on 2 cores, for docs/support.md
 # make torture     an hour of kills, flipped bits, damaged and hostile files (MINUTES=10 for a shorter one), for
 #                  docs/reliability.md; then all tests in random order with random cases; for no CI
 PYTHON ?= python3

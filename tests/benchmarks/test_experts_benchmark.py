@@ -12,6 +12,7 @@ from benchmarks.experts import Experts
 pytest.importorskip("transformers")
 
 
+@pytest.mark.slow
 def test_every_way_is_as_small_and_the_model_is_dense_again_after_each(tmp_path):
     data = torch.randint(0, 256, (4000,), generator=torch.Generator().manual_seed(0))
     model = experts.trained(data, 1, 0)

@@ -133,6 +133,7 @@ def rows_of(path):
     return json.loads(path.read_text())["rows"]
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_continues_and_ends_as_an_uninterrupted_one(data, monkeypatch):
     calls, real = [], Arm.rows
 

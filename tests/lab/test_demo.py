@@ -73,6 +73,7 @@ def test_again_it_trains_nothing(finished, monkeypatch):
     assert len(demo(out)[0]) == len(said) and stamps(out) == before
 
 
+@pytest.mark.slow
 def test_interrupted_the_same_command_continues(tmp_path, capsys, monkeypatch):
     out, step = tmp_path / "demo", Training.train_step
 

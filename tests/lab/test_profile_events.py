@@ -63,7 +63,7 @@ def test_steps_before_the_measurement_do_not_pass_the_events_that_are_measured(t
 
 
 @pytest.mark.parametrize(
-    "name", [n if n in ("hooks", "adamwprune", "wanda") else pytest.param(n, marks=pytest.mark.slow) for n in RUNS]
+    "name", [n if n == "adamwprune" else pytest.param(n, marks=pytest.mark.slow) for n in RUNS]
 )
 def test_with_an_event_at_every_step_its_time_is_not_in_the_step(name, text, monkeypatch):
     pause, update = 0.1, Pruner.update

@@ -402,7 +402,7 @@ def test_tuning_lowers_the_error_of_blocks_on_held_out_samples_or_is_undone(tmp_
     assert results[1].num_pruned == results[0].num_pruned == sum(zeros(learned, results[1].masks).values())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
 def test_the_whole_model_learns_the_dense_distribution_or_is_left_alone(dtype, tmp_path):
     many = torch.randint(0, 31, (96, 12), generator=torch.Generator().manual_seed(1))  # of fewer not all learn to help
     weights = []
