@@ -121,7 +121,7 @@ def print_result(outcome: Outcome, asked: float, *, is_probed: bool, every_layer
     if result.experts is not None:
         console.print(_experts(result.experts, every_one=every_layer))
     if rows.keys() - {"dense", "experts dropped"}:
-        console.print(_layers(result, is_probed=is_probed) if every_layer else _kinds(result.layers))
+        console.print(_layers(result, is_probed=is_probed) if every_layer else _kinds(result.layers, console.width))
     console.print(table)
     if result.tuned:
         num = sum(found.helped for found in result.tuned.values())
@@ -145,16 +145,15 @@ def _zero_already(asked: float, result: Result) -> str:
     return said
 
 
-def _kinds(layers: Sequence[Layer]) -> Table:
-    """One row for all weights whose names differ in numbers only."""
+def _kinds(layers: Sequence[Layer], width: int) -> Table:
+    """One row for all weights whose names differ in numbers only; in a narrow terminal without the last columns."""
     kinds: dict[str, list[Layer]] = {}
     for layer in layers:
-        kinds.setdefault(re.sub(r"\d+", "*", layer.name), []).append(layer)
+        kinds.setdefault(re.sub(r"\d+", "*", layer.name.removesuffix(".weight")), []).append(layer)
     is_repaired = any(layer.error is not None for layer in layers)
     table = Table(title="what was pruned, by kind of weight (--layers shows every one)")
     headings = ("weights", "number", "pruned", "sparsity", *(ERRORS if is_repaired else ()))
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == "weights" else "right", no_wrap=True)
+    rows = []
     for kind, found in kinds.items():
         num_pruned, num = sum(layer.num_pruned for layer in found), sum(layer.num_weights for layer in found)
         least, most = min(layer.sparsity for layer in found), max(layer.sparsity for layer in found)
@@ -164,7 +163,15 @@ def _kinds(layers: Sequence[Layer]) -> Table:
         if is_repaired and errors:
             before, after = ([error or 0.0 for error in each] for each in zip(*errors, strict=True))
             cells += [f"{sum(before) / len(before):.4f}", f"{sum(after) / len(after):.4f}", f"{max(after):.4f}"]
-        table.add_row(*cells)
+        rows.append(dict(zip(headings, cells, strict=False)))
+    wide = {name: max(len(name), *(len(row.get(name, "")) for row in rows)) + 3 for name in headings}
+    for name in ("worst", "number", "pruned"):
+        if name in wide and sum(wide.values()) >= width:
+            del wide[name]
+    for name in wide:
+        table.add_column(name, justify="left" if name == "weights" else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*(row.get(name, "") for name in wide))
     return table
 
 

@@ -12,9 +12,12 @@ from safetensors.torch import load_file
 
 from prunus import load_sparse
 from prunus.cli import main
+from prunus.cli.console import Terminal
+from prunus.cli.prune_tables import _kinds
 from prunus.files.lock import try_lock
 from prunus.lab.model_quality import token_quality
 from prunus.oneshot.repair import RepairWalk
+from prunus.oneshot.result import Layer
 
 DATA = os.environ.get("PRUNUS_DATA")
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="a folder in which nobody can write")
@@ -104,7 +107,7 @@ def test_by_default_the_weights_that_stay_are_repaired(folder, options, capsys):
         assert int((model.get_parameter(row["name"]) == 0).sum()) == row["num_pruned"]
         assert row["error"] <= row["mask_error"]
     assert "error, mask alone" in said and "repaired" in said
-    assert "model.layers.*.mlp.up_proj.weight" in said and "model.layers.1.mlp.up_proj.weight" not in said
+    assert "model.layers.*.mlp.up_proj" in said and "model.layers.1.mlp.up_proj" not in said
     picture = (out / "layers.svg").read_text()
     assert picture.count("<rect") == 3 * len(result["layers"]) and all(r["name"] in picture for r in result["layers"])
     assert sorted(path.name for path in folder.iterdir()) == ["calib.u16", "model", "out", "valid.u16"]
@@ -440,3 +443,16 @@ def test_a_trained_model_keeps_its_perplexity_at_a_low_sparsity(tmp_path):
     main([str(part) for part in command])
     rows = json.loads((tmp_path / "out" / "result.json").read_text())["rows"]
     assert rows["dense"]["perplexity"] < rows["repaired"]["perplexity"] < 1.1 * rows["dense"]["perplexity"]
+
+
+@pytest.mark.parametrize("width", [80, 100, 200])
+def test_the_table_of_kinds_fits_the_terminal_and_cuts_no_name(width):
+    names = [f"model.layers.{i}.self_attn.{part}_proj.weight" for i in range(2) for part in "qkvo"]
+    layers = [Layer(name, (64, 64), 4096, 2048, 2048, mask_error=0.2, error=0.1) for name in names]
+    console = Terminal(width=width)
+    with console.capture() as shown:
+        console.print(_kinds(layers, width))
+    lines = shown.get().splitlines()
+    assert max(map(len, lines)) <= width and "…" not in shown.get()
+    assert any("model.layers.*.self_attn.q_proj " in line for line in lines)
+    assert ("worst" in shown.get()) == (width == 200)
