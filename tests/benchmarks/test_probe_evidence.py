@@ -156,6 +156,7 @@ def test_an_interrupted_run_continues_and_ends_as_an_uninterrupted_one(data, mon
     run(data, "--seeds", 1, results="broken")  # all is done: no model is touched
 
 
+@pytest.mark.slow
 def test_every_comparison_is_between_equally_sparse_models_and_the_page_shows_each(data, tmp_path):
     page = tmp_path / "probe.md"
     main(["evidence", "page", "--results", str(data.parent / "results"), "--page", str(page)])

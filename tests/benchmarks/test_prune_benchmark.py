@@ -37,6 +37,7 @@ def assert_as_before(model, before):
 
 
 @pytest.mark.parametrize("way", bench.WAYS)
+@pytest.mark.slow
 def test_both_sides_decide_the_same_and_leave_the_model_as_it_was(task, way):
     before = state_of(task.model)
     row = bench.measure_way(task, way, 1)

@@ -158,6 +158,7 @@ def test_a_description_is_read_alike_whichever_python_wrote_it(distributed, form
 
 
 @pytest.mark.parametrize("use", HOSTILE)
+@pytest.mark.slow
 def test_any_other_use_of_getattr_and_any_change_of_a_name_is_one_line(distributed, use):
     path = distributed()
     whole = (path / ".metadata").read_bytes()

@@ -29,6 +29,7 @@ def program(name: str, *args: object) -> dict:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
 @pytest.mark.parametrize("number", [300, pytest.param(20_000, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_mutations_are_refused_or_harmless(number, tmp_path):
     counts = program("sparse_fuzzing.py", tmp_path, number, 60)
     assert sum(counts.values()) >= 300  # all of them but on a very slow machine

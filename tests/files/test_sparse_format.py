@@ -249,6 +249,7 @@ print(kib("VmHWM") - before, sum(tensor.nbytes for tensor in found.values()) // 
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").is_file(), reason="measures memory as Linux does")
+@pytest.mark.slow
 def test_loading_takes_little_more_than_one_tensor_beside_the_model(tmp_path):
     sparse = torch.randn(1024, 2048) * (torch.rand(1024, 2048) < 0.5)
     save_sparse({f"{i}": sparse.clone() for i in range(8)}, tmp_path / "a.safetensors")

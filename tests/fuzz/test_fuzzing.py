@@ -17,6 +17,7 @@ def found(request):
 
 
 @pytest.mark.parametrize("found", [100, pytest.param(2000, marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.slow
 def test_damaged_files_are_refused_or_harmless(found, capsys):
     new = [failure for failure in found["failures"] if failure["reader"] not in KNOWN]
     assert not new, "\n".join(map(str, new))

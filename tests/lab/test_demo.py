@@ -43,6 +43,7 @@ def finished(tmp_path_factory, small_data):
         return out, *demo(out)
 
 
+@pytest.mark.slow
 def test_it_ends_with_table_text_page_and_commands_that_work(finished):
     out, said, _ = finished
     assert any("4 of 4 runs" in line for line in said)

@@ -193,6 +193,7 @@ def test_a_damaged_or_malicious_checkpoint_is_one_line_and_executes_nothing(dama
 
 
 @pytest.mark.parametrize("use", HOSTILE)
+@pytest.mark.slow
 def test_any_other_use_of_getattr_and_any_change_of_a_name_is_one_line(use, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = save_sharded(tmp_path, a_state(), Team())

@@ -80,6 +80,7 @@ def study(tmp_path_factory) -> Path:
     return make_study(tmp_path_factory.mktemp("browser") / "study", ARMS)
 
 
+@pytest.mark.slow
 def test_the_charts_of_a_run_show_its_metrics_and_say_them_on_hover(run, visit):
     page = visit(write_report(run))
     lines = lines_of(run)

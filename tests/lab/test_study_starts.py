@@ -89,6 +89,7 @@ def study(tmp_path_factory):
     return out, plan, len(steps)
 
 
+@pytest.mark.slow
 def test_few_starts_are_kept_and_none_of_a_resumed_run(tmp_path, study, monkeypatch):
     monkeypatch.setattr(runner, "MOST_STARTS", 2)
     _, plan, _ = study

@@ -122,6 +122,7 @@ def test_blocks_whose_output_is_known_are_not_moved(monkeypatch):
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25], ids=["activations in main memory", "on the device"])
+@pytest.mark.slow
 def test_a_repair_moves_a_block_as_often_however_many_batches_there_are(share, monkeypatch):
     monkeypatch.setattr(streams, "SHARE", share)
     moves, opened = [], Offload.open

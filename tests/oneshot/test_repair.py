@@ -441,6 +441,7 @@ def test_outputs_that_are_no_logits_are_tuned_to_be_equal_and_classes_to_be_alik
 
 
 @pytest.mark.parametrize("limit", [1, 2])
+@pytest.mark.slow
 def test_tuning_takes_smaller_passes_where_memory_runs_out(limit):
     case, other = llama(torch.float64), llama(torch.float64)
     forward = case.model.model.forward

@@ -74,6 +74,7 @@ print(json.dumps([whole, killed, forked(root / "broken", 0)]))
         pytest.param("joint", False, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_a_search_killed_anywhere_goes_on_and_ends_as_the_unbroken_one(schedule, both, tmp_path):
     script = SEARCHES.format(here=str(Path(__file__).parent), both=both, schedule=schedule)
     command, environment = [sys.executable, "-c", script, str(tmp_path)], {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -13,7 +13,7 @@ from table import TABLE  # noqa: E402
 DOCS = Path(__file__).parents[2] / "docs"
 RECORD = json.loads((DOCS / "support.json").read_text())
 QUICK = (
-    "llama", "gpt2", "qwen3", "gemma2", "mamba", "olmoe", "roberta", "pegasus", "prophetnet", "resnet", "esm", "clip",
+    "llama", "gpt2", "qwen3", "gemma2", "mamba", "olmoe", "roberta", "t5", "vit", "resnet", "esm", "mixtral",
 )  # fmt: skip
 
 
