@@ -5,27 +5,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from prunus.lab.study.tables import markdown_table, measured_on
 
 from .benchmark import Record, Row, all_records, newest_records
 from .repair import PARTS
-from .repair_study import WAYS, WHAT
+from .repair_study import WAYS, WHAT, WayName
 
 BASE = "repair"  # the way that choices are compared with
-CHOICES = (
-    "wanda-repaired",
-    "own-targets",
-    "damping-0.01",
-    "damping-0.1",
-    "by-row",
-    "fisher",
-    "moments",
-    "erk",
-    "global",
-)
-CHOICES += ("old-batch-norm", "tuned", "fisher-tuned", "moments-tuned")
+REFERENCES = {"magnitude", "wanda", "llmc-wanda", "llmc-sparsegpt", BASE}
+CHOICES = tuple(way for way in get_args(WayName) if way not in REFERENCES)
 SOLVING = ("factorisations", "iterations", "refine")
 SLIGHT = 0.1  # percent of perplexity, or points of accuracy, that nobody would miss
 

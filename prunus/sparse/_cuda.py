@@ -11,12 +11,12 @@ from .gaps import Gaps
 from .tiles import COLUMNS, ROWS, Tiles
 
 TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-MOST = 16  # vectors
 TILE_FROM = (9, 0)  # compute capability from which the copies of a tile are made by the device itself
 TILE_WARPS = 8
 GAP_WARPS = 32
 
 
+@cache
 def can_tile(device: torch.device) -> bool:
     """Whether the device multiplies tiles."""
     return device.type == "cuda" and _nvrtc.is_there() and torch.cuda.get_device_capability(device) >= TILE_FROM
@@ -81,13 +81,8 @@ def gap_product(x: Tensor, gaps: Gaps, bias: Tensor | None) -> Tensor:
 
 def most_at_once(x: Tensor) -> int:
     """Vectors of x that one product in gap form takes: they are in shared memory, and a number's step in a byte."""
-    fitting = min(16 // x.element_size(), _shared(_index(x)) // max(1, x.shape[-1] * x.element_size()))
+    fitting = min(16 // x.element_size(), _nvrtc.most_shared(_index(x)) // max(1, x.shape[-1] * x.element_size()))
     return 1 << fitting.bit_length() - 1 if fitting else 0
-
-
-@cache
-def _shared(device: int) -> int:
-    return _nvrtc.most_shared(device)
 
 
 def _index(x: Tensor) -> int:

@@ -74,6 +74,7 @@ def kernel(name: str, num_args: int, device: int) -> Kernel:
     return Kernel(name, num_args, device)
 
 
+@cache
 def most_shared(device: int) -> int:
     """Bytes of shared memory that a block of threads can have."""
     properties: Any = torch.cuda.get_device_properties(device)

@@ -40,11 +40,9 @@ def dense_reference(gaps: Gaps) -> Tensor:
 def dense(form: Form) -> Tensor:
     """The matrix with its zeros: ``dense_reference`` of its form, bit for bit."""
     if isinstance(form, Tiles):
-        if not form.data.is_cuda:
-            return tiles.dense_reference(form)
-        from ._cuda import tile_dense
+        from . import _cuda, _nvrtc
 
-        return tile_dense(form)
+        return _cuda.tile_dense(form) if form.data.is_cuda and _nvrtc.is_there() else tiles.dense_reference(form)
     if form.values.is_cuda:
         from ._triton import dense as kernel
 
@@ -79,7 +77,7 @@ def _kernel_for(x: Tensor, form: Form, num: int) -> Any | None:
     from . import _cuda, _nvrtc
 
     if isinstance(form, Tiles):
-        return _cuda.tile_product if x.dtype == form.dtype else None
+        return _cuda.tile_product if x.dtype == form.dtype and _cuda.can_tile(x.device) else None
     if x.dtype == form.dtype and _nvrtc.is_there() and _cuda.most_at_once(x) > 1:
         return _cuda.gap_product
     return _by_triton if num <= MOST_TRITON else None

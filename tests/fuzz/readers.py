@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from mutations import BYTES, in_zip
 from safetensors.torch import save_file
+from small_gguf import write_gguf
 from torch import Tensor
 
 import prunus
@@ -163,28 +164,7 @@ def plain_hugging_face(folder: Path) -> None:
 
 
 def gguf_file(folder: Path) -> None:
-    """A LLaMA of one layer."""
-    from gguf import GGUFWriter
-
-    writer = GGUFWriter(folder / "model.gguf", "llama")
-    writer.add_context_length(16)
-    writer.add_embedding_length(8)
-    writer.add_block_count(1)
-    writer.add_feed_forward_length(16)
-    writer.add_head_count(2)
-    writer.add_head_count_kv(2)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_vocab_size(16)
-    shapes = {"token_embd": (16, 8), "output_norm": (8,), "output": (16, 8), "blk.0.ffn_down": (8, 16)}
-    shapes |= {f"blk.0.attn_{name}": (8, 8) for name in ("q", "k", "v", "output")}
-    shapes |= {"blk.0.attn_norm": (8,), "blk.0.ffn_norm": (8,), "blk.0.ffn_gate": (16, 8), "blk.0.ffn_up": (16, 8)}
-    generator = np.random.default_rng(0)
-    for name, shape in shapes.items():
-        writer.add_tensor(f"{name}.weight", generator.standard_normal(shape, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_gguf(folder / "model.gguf")
     (folder.parent / "tokens.u16").write_bytes((np.arange(600) % 16).astype("<u2").tobytes())
 
 

@@ -17,7 +17,7 @@ QUICK = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", [*QUICK, pytest.param("mobilenet_v1", marks=pytest.mark.slow)])
 def test_a_family_does_what_the_record_says(name):
     [newest, *_], found = RECORD.values(), sweep(name)
     known = newest["families"][name]
