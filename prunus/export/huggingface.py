@@ -89,12 +89,12 @@ def load_model(folder: AnyPath, device: torch.device | str = "cpu") -> Any:
         raise ValueError(f"{folder} is no folder of a Hugging Face model: it has no config.json")
     with open_tensors(folder) as tensors:
         config = read_config(folder, len(tensors.records))
-        kind = _class_of(config, folder)
+        kind = class_of(config, folder)
         with _in_one_line(folder):
             model = _converted(kind, config, tensors)
         if model is None:
             model = _empty(kind, config, folder, tensors, device)
-            _fill_(model, tensors, device)
+            fill_(model, tensors, device)
     read_generation_config_(model, folder)
     return model.eval().to(device)
 
@@ -168,7 +168,7 @@ def load_plain_model(folder: Path, dtype: str = "auto", gguf_file: str | None = 
             config = read_config(folder, len(tensors.records))
     from transformers import AutoModelForCausalLM
 
-    kind: Any = AutoModelForCausalLM if gguf_file or not config.architectures else _class_of(config, folder)
+    kind: Any = AutoModelForCausalLM if gguf_file or not config.architectures else class_of(config, folder)
     with _in_one_line(folder), quiet_transformers():
         with suppress(RuntimeError, NotImplementedError), torch.device("meta"):
             of_config = kind._from_config if hasattr(kind, "_from_config") else kind.from_config
@@ -239,22 +239,22 @@ def _converted(kind: Any, config: Any, tensors: Tensors) -> Any | None:
     None where every tensor lies in the files as it does in the model.
     """
     empty = None
-    with suppress(RuntimeError, NotImplementedError), torch.device("meta"), _without_initialisation():
+    with suppress(RuntimeError, NotImplementedError), torch.device("meta"), without_initialisation():
         empty = kind(deepcopy(config))  # few classes compute while they build
-    if empty is None or not _is_converted(empty, tensors):
+    if empty is None or not is_converted(empty, tensors):
         return None
     _check_size(empty, sum(record.layout.numel for record in tensors.records.values()))
-    options = {"config": config, "state_dict": loaded(tensors, "cpu"), "dtype": _largest_dtype(tensors)}
+    options = {"config": config, "state_dict": loaded(tensors, "cpu"), "dtype": largest_dtype(tensors)}
     with quiet_transformers():
         model, info = kind.from_pretrained(None, output_loading_info=True, **options)
     _refuse_strangers(kind, info)
     return model
 
 
-def _is_converted(model: Any, tensors: Tensors) -> bool:
+def is_converted(model: Any, tensors: Tensors) -> bool:
     if "names" in tensors.metadata:
         return False
-    found, strange = _model_names(model, tensors)
+    found, strange = model_names(model, tensors)
     computed = [*_patterns(model, "_keys_to_ignore_on_save"), *_patterns(model, "_keys_to_ignore_on_load_missing")]
     left = set(model.state_dict()) - set(found.values())
     is_computed = any(re.search(pattern, name) for pattern in computed for name in left)  # not stored: positions
@@ -279,16 +279,16 @@ def _check_size(model: nn.Module, stored: int) -> None:
 
 def _empty(kind: Any, config: Any, folder: Path, tensors: Tensors, device: torch.device) -> Any:
     """The model as its configuration says, on the device, its weights not initialised."""
-    with _in_one_line(folder / "config.json"), _without_initialisation():
+    with _in_one_line(folder / "config.json"), without_initialisation():
         with suppress(RuntimeError, NotImplementedError), torch.device("meta"):  # few classes compute while they build
-            _check_shapes(kind(deepcopy(config)), tensors)  # before memory is taken
-        with _default_dtype(_largest_dtype(tensors)), device:
+            check_shapes(kind(deepcopy(config)), tensors)  # before memory is taken
+        with default_dtype(largest_dtype(tensors)), device:
             model = kind(config)
         model.tie_weights()
     return model
 
 
-def _class_of(config: Any, folder: Path) -> Any:
+def class_of(config: Any, folder: Path) -> Any:
     """The class of transformers that a configuration names first."""
     import transformers
 
@@ -299,10 +299,10 @@ def _class_of(config: Any, folder: Path) -> Any:
     return kind
 
 
-def _check_shapes(model: nn.Module, tensors: Tensors) -> None:
+def check_shapes(model: nn.Module, tensors: Tensors) -> None:
     """ValueError for a tensor that the model does not have, or has in another shape."""
     own, records = model.state_dict(), tensors.records
-    names, strange = _model_names(model, tensors)
+    names, strange = model_names(model, tensors)
     if strange:
         raise ValueError(f"{tensors.path} holds {strange[0]!r}, which the model does not have")
     for name, inner in names.items():
@@ -311,19 +311,19 @@ def _check_shapes(model: nn.Module, tensors: Tensors) -> None:
             raise ValueError(f"the shape of {name} is {list(shape)} in {tensors.path}, {list(expected)} in the model")
 
 
-def _fill_(model: nn.Module, tensors: Tensors, device: torch.device) -> None:
+def fill_(model: nn.Module, tensors: Tensors, device: torch.device) -> None:
     """Put every tensor in its place, once; ValueError for one that is missing, or tied to one that differs."""
-    _check_shapes(model, tensors)
+    check_shapes(model, tensors)
     own = model.state_dict(keep_vars=True)
     names = {id(place): name for name, place in reversed(own.items())}  # of shared ones the first
-    model_names, records = _model_names(model, tensors)[0], tensors.records
-    places = {name: own[inner] for name, inner in model_names.items()}
+    inner_names, records = model_names(model, tensors)[0], tensors.records
+    places = {name: own[inner] for name, inner in inner_names.items()}
     filled: dict[int, str] = {}
     for name, place in places.items():
         record = records[name]
         if record.same_as in places:
             if place is not places[record.same_as]:
-                path, _, key = model_names[name].rpartition(".")
+                path, _, key = inner_names[name].rpartition(".")
                 setattr(model.get_submodule(path), key, places[record.same_as])
             filled[id(place)] = name
         elif id(place) not in filled:
@@ -341,7 +341,7 @@ def _patterns(model: nn.Module, attribute: str) -> list[str]:
     return [single] if isinstance(single, str) else list(getattr(model, attribute, None) or ())
 
 
-def _model_names(model: nn.Module, tensors: Tensors) -> tuple[dict[str, str], list[str]]:
+def model_names(model: nn.Module, tensors: Tensors) -> tuple[dict[str, str], list[str]]:
     """The name in the model's state dict of each stored tensor, and the stored names that it does not have.
 
     Files saved from the inner model lack its prefix (``transformer.``), others have it where the model does not.
@@ -360,7 +360,7 @@ def _model_names(model: nn.Module, tensors: Tensors) -> tuple[dict[str, str], li
 
 
 @contextmanager
-def _without_initialisation() -> Iterator[None]:
+def without_initialisation() -> Iterator[None]:
     """Leave out the drawing of weights that are overwritten; ties, which it makes too, are left out with it."""
     try:
         place = import_module("transformers.initialization")
@@ -373,7 +373,7 @@ def _without_initialisation() -> Iterator[None]:
         yield
 
 
-def _largest_dtype(tensors: Tensors) -> torch.dtype:
+def largest_dtype(tensors: Tensors) -> torch.dtype:
     """The type of the largest tensor: a model that is made in it is not held twice over."""
     kinds = {DTYPES[r.dtype]: r.layout.numel for r in sorted(tensors.records.values(), key=lambda r: r.layout.numel)}
     wide = [dtype for dtype in kinds if dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)]
@@ -381,7 +381,7 @@ def _largest_dtype(tensors: Tensors) -> torch.dtype:
 
 
 @contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

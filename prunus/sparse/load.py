@@ -40,9 +40,9 @@ def load_packed(
         raise ValueError(f"{folder} is no folder of a Hugging Face model: it has no config.json")
     with open_tensors(folder) as tensors:
         config = huggingface.read_config(folder, len(tensors.records))
-        model = _empty(huggingface._class_of(config, folder), config, tensors, device)
+        model = _empty(huggingface.class_of(config, folder), config, tensors, device)
         if model is not None:
-            huggingface._check_shapes(model, tensors)
+            huggingface.check_shapes(model, tensors)
             _fill_(model, tensors, device, vectors, least)
     if model is None:
         model = huggingface.load_model(folder, device)
@@ -54,12 +54,12 @@ def load_packed(
 
 def _empty(kind: Any, config: Any, tensors: Tensors, device: torch.device) -> Any | None:
     """The model with its buffers, its parameters without memory; None where that is not enough to fill it."""
-    dtype = huggingface._largest_dtype(tensors)
+    dtype = huggingface.largest_dtype(tensors)
     try:
-        with huggingface._without_initialisation(), huggingface._default_dtype(dtype):
+        with huggingface.without_initialisation(), huggingface.default_dtype(dtype):
             with torch.device("meta"):
                 model = kind(deepcopy(config))  # before memory is taken for buffers
-            if huggingface._is_converted(model, tensors):
+            if huggingface.is_converted(model, tensors):
                 return None
             with _without_memory(), device:
                 model = kind(config)
@@ -87,7 +87,7 @@ def _without_memory() -> Iterator[None]:
 
 
 def _fill_(model: Any, tensors: Tensors, device: torch.device, vectors: int, least: float | None) -> None:
-    stored = {inner: name for name, inner in huggingface._model_names(model, tensors)[0].items()}
+    stored = {inner: name for name, inner in huggingface.model_names(model, tensors)[0].items()}
     layers = {name: layer for name, layer in chosen(model, (), ()).items() if f"{name}.weight" in stored}
     kinds = _kinds(layers, stored, tensors)
     ways = forms_of(kinds, vectors, device, least)
@@ -106,7 +106,7 @@ def _fill_(model: Any, tensors: Tensors, device: torch.device, vectors: int, lea
     _give_memory_(model, device)
     taken = {stored[f"{name}.weight"] for name in ways}
     rest = {name: home for name, home in tensors.homes.items() if name not in taken}
-    huggingface._fill_(model, replace(tensors, homes=rest), device)
+    huggingface.fill_(model, replace(tensors, homes=rest), device)
     for name, form in forms.items():
         replace_(model, name, form)
     group_(model, {name: kinds[name] for name in ways})
