@@ -154,7 +154,7 @@ class Worker:
         """Forget compiled code for other shapes, which would make torch compile for any; whether the run is cold."""
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
-        needs = (run.batch, run.precision) if run.compile else None
+        needs = (run.model, run.width, run.layers, run.batch, run.precision) if run.compile else None
         if needs and self.compiled and needs != self.compiled:
             torch.compiler.reset()
         cold = self.num_done == 0 or needs not in (None, self.compiled)
