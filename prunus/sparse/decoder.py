@@ -70,8 +70,8 @@ class Decoder:
 
     The model is a causal one of transformers with a static cache, on one device, dense or made sparse by ``sparsify_``
     or ``semi_structured_``; the decoder changes nothing in it. Its weights may change between calls in place only.
-    ``compile=True`` has torch compile the blocks at the first call of a batch size, so that the small operations between
-    the products are few. It takes seconds, whatever the number of blocks: they share what is compiled.
+    ``compile=True`` has torch compile the blocks at the first call of a batch size, so that the small operations
+    between the products are few. It takes seconds, whatever the number of blocks: they share what is compiled.
     """
 
     def __init__(self, model: nn.Module, *, compile: bool = False) -> None:
