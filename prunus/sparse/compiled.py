@@ -7,6 +7,7 @@ layers, and other batch sizes are compiled once each.
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -36,23 +37,21 @@ class CompiledBlocks:
     def __call__(self, **inputs: Any) -> Any:
         limits = {"recompile_limit": MOST_KINDS, "accumulated_recompile_limit": MOST_KINDS}
         config: Any = torch.compiler.config
-        sources = getattr(
-            config, "dynamic_sources", None
-        )  # without it, as before torch 2.8, blocks are traced one by one
+        sources = getattr(config, "dynamic_sources", None)  # older versions have none, and trace block by block
         names = {} if sources is None else {"dynamic_sources": f"{sources},{OPEN}"}
         with torch._dynamo.config.patch(limits), config.patch(names):
-            return self._run(_compiled_forward, inputs)
+            return self._run(_compiled_forward(), inputs)
 
     def _run(self, run: Callable[..., Any], inputs: dict[str, Any]) -> Any:
-        def forward_of(block: nn.Module, cache: LayerCache) -> Callable[..., Any]:
+        def forward_of(block: nn.Module, layer: LayerCache) -> Callable[..., Any]:
             def own(value: Any) -> Any:
-                return cache if value is self.cache else value
+                return layer if value is self.cache else value
 
             return lambda *args, **options: run(block, [*map(own, args)], {k: own(v) for k, v in options.items()})
 
         try:
-            for block, cache in self.caches.items():
-                vars(block)["forward"] = forward_of(block, cache)
+            for block, layer in self.caches.items():
+                vars(block)["forward"] = forward_of(block, layer)
             return self.model(**inputs)
         finally:
             for block in self.caches:
@@ -81,9 +80,8 @@ def blocks_of(model: nn.Module) -> dict[nn.Module, int]:
     best: dict[nn.Module, int] = {}
     for modules in model.modules():
         if isinstance(modules, nn.ModuleList) and len(modules) > len(best):
-            indices = [
-                {vars(part)["layer_idx"] for part in item.modules() if "layer_idx" in vars(part)} for item in modules
-            ]
+            parts = [[vars(part) for part in item.modules()] for item in modules]
+            indices = [{part["layer_idx"] for part in block if "layer_idx" in part} for block in parts]
             if all(len(index) == 1 for index in indices) and not any("forward" in vars(item) for item in modules):
                 best = {item: index.pop() for item, index in zip(modules, indices, strict=True)}
     if not best:
@@ -95,4 +93,7 @@ def _forward(block: nn.Module, args: list[Any], options: dict[str, Any]) -> Any:
     return type(block).forward(block, *args, **options)
 
 
-_compiled_forward = torch.compile(_forward, dynamic=False, fullgraph=True)
+@cache
+def _compiled_forward() -> Callable[..., Any]:
+    """One function for all models, made at its first use, since torch takes seconds to import its compiler."""
+    return torch.compile(_forward, dynamic=False, fullgraph=True)

@@ -161,7 +161,7 @@ def num_compiled(monkeypatch):
 
     torch._dynamo.reset()
     quick = torch.compile(compiled._forward, backend=backend, dynamic=False, fullgraph=True)
-    monkeypatch.setattr(compiled, "_compiled_forward", quick)
+    monkeypatch.setattr(compiled, "_compiled_forward", lambda: quick)
     return lambda: len(graphs)
 
 
@@ -219,7 +219,7 @@ def test_a_model_whose_blocks_cannot_be_compiled_goes_on_with_one_warning(broken
     elif broken == "no blocks":
         vars(model.model.layers[0])["forward"] = model.model.layers[0].forward
     else:
-        monkeypatch.setattr(compiled, "_compiled_forward", lambda *_: 1 / 0)
+        monkeypatch.setattr(compiled, "_compiled_forward", lambda: lambda *_: 1 / 0)
     before, decoder = attributes(model), Decoder(model, compile=True)
 
     with pytest.warns(UserWarning, match=r"LlamaForCausalLM cannot be compiled, so text is slower: .") as warned:
