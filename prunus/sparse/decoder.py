@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .compiled import CompiledBlocks
+
 SHORTEST = 256  # tokens of a cache that a graph is made for; longer ones are powers of two
 CHECK_EVERY = 16  # tokens between two looks at whether all sequences have ended, for which the host waits
 MOST_SEQUENCES = 16
@@ -68,8 +70,8 @@ class Decoder:
 
     The model is a causal one of transformers with a static cache, on one device, dense or made sparse by ``sparsify_``
     or ``semi_structured_``; the decoder changes nothing in it. Its weights may change between calls in place only.
-    ``compile=True`` has torch compile the step, for a minute or so at the first call of a batch size, so that the small
-    operations between the products are few; it pays for long texts.
+    ``compile=True`` has torch compile the blocks at the first call of a batch size, so that the small operations
+    between the products are few. It takes seconds, whatever the number of blocks: they share what is compiled.
     """
 
     def __init__(self, model: nn.Module, *, compile: bool = False) -> None:
@@ -79,6 +81,7 @@ class Decoder:
         self.device = next(model.parameters()).device
         self.generator = torch.Generator(self.device)
         self.states: dict[tuple, DecoderState] = {}
+        self.is_kept = compile or self.device.type == "cuda"  # otherwise there is nothing to use again in a state
 
     @torch.inference_mode()
     def generate(
@@ -113,6 +116,7 @@ class Decoder:
                 if eos and number % CHECK_EVERY == 0 and bool(state.finished.all()):
                     break
                 state.advance()
+        self.compile &= state.compile  # what cannot be compiled is not tried again
         return state.result(ids)
 
     def _special_tokens(self, eos: int | Sequence[int] | None, pad: int | None) -> tuple[tuple[int, ...], int]:
@@ -159,7 +163,7 @@ class Decoder:
 
     def _state(self, batch: int, length: int, sampling: Sampling, eos: tuple[int, ...], pad: int) -> "DecoderState":
         """The cache and graph for such a call: those of an earlier one, or new ones."""
-        if self.device.type == "cuda":
+        if self.is_kept:
             length = max(SHORTEST, 1 << (length - 1).bit_length())
         key = (batch, length, sampling, eos, pad)
         state = self.states.pop(key, None)
@@ -167,7 +171,7 @@ class Decoder:
             while len(self.states) >= MOST_STATES:
                 self.states.pop(next(iter(self.states)))
             state = DecoderState(self.model, self.generator, key, self.compile)
-        if self.device.type == "cuda":  # elsewhere there is no graph to use again
+        if self.is_kept:
             self.states[key] = state  # the latest one is the last
         return state
 
@@ -176,7 +180,7 @@ class DecoderState:
     """Everything that a step reads and writes, at addresses that stay, and on CUDA the step as a graph."""
 
     def __init__(self, model: Any, generator: torch.Generator, key: tuple, compile: bool = False) -> None:
-        self.forward = torch.compile(model.forward, dynamic=False) if compile else model
+        self.forward, self.compile = model, compile
         batch, length, self.sampling, eos, self.pad = key
         self.model, self.generator, self.device = model, generator, generator.device
         self.cache = static_cache(model, length)
@@ -213,6 +217,8 @@ class DecoderState:
     def advance(self) -> None:
         """Write one more token."""
         self.num_written += 1
+        if self.compile and self.forward is self.model:
+            self._compile()
         if not self.is_graphed:
             self._step()
             return
@@ -257,41 +263,58 @@ class DecoderState:
         self.text.index_copy_(1, self.written, self.tokens)
         self.written.add_(1)
 
+    def _compile(self) -> None:
+        """Have torch compile the step; a model whose blocks cannot be compiled goes on as it is."""
+        try:
+            blocks = CompiledBlocks(self.model, self.cache)
+            with _decoding(self.model) if self.is_graphed else nullcontext():
+                for self.forward in (blocks.check, blocks):
+                    with self._undone():
+                        self._step()
+        except BaseException as error:
+            self.forward = self.model
+            if isinstance(error, torch.OutOfMemoryError) or not isinstance(error, Exception):
+                raise
+            self.compile = False
+            name, reason = type(self.model).__name__, (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+            warnings.warn(f"the blocks of {name} cannot be compiled, so text is slower: {reason}", stacklevel=5)
+
     def _capture(self) -> None:
-        """Capture a step as a graph; what the warm-up steps write is put back, and so is the state of the draws.
+        """Capture a step as a graph.
 
         A model whose step cannot be captured, as one that looks at values on the host, goes on step by step.
         """
-        kept = [tensor.clone() for tensor in self._written_by_a_step()]
-        draws = self.generator.get_state()
         side = torch.cuda.Stream(self.device)
         side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.device(self.device), _decoding(self.model):
             with torch.cuda.stream(side):
                 for _ in range(3):
-                    self._step()
-                    self._put_back(kept)
+                    with self._undone():
+                        self._step()
             torch.cuda.current_stream(self.device).wait_stream(side)
             graph = torch.cuda.CUDAGraph()
             graph.register_generator_state(self.generator)
             try:
-                with torch.cuda.graph(graph):
+                with self._undone(), torch.cuda.graph(graph):
                     self._step()
             except RuntimeError as error:
                 self.is_graphed = False
                 warnings.warn(f"a step cannot be captured as a CUDA graph, so text is slower: {error}", stacklevel=5)
             else:
                 self.graph = graph
-        self.generator.set_state(draws)
-        self._put_back(kept)
 
-    def _written_by_a_step(self) -> list[Tensor]:
+    @contextmanager
+    def _undone(self) -> Iterator[None]:
+        """What a step writes is put back, and so is the state of the draws."""
         lengths = [layer.cumulative_length for layer in self.cache.layers]
-        return [self.tokens, self.positions, self.written, self.finished, self.text, *lengths]
-
-    def _put_back(self, kept: list[Tensor]) -> None:
-        for tensor, value in zip(self._written_by_a_step(), kept, strict=True):
-            tensor.copy_(value)
+        written = [self.tokens, self.positions, self.written, self.finished, self.text, *lengths]
+        before, draws = [tensor.clone() for tensor in written], self.generator.get_state()
+        try:
+            yield
+        finally:
+            self.generator.set_state(draws)
+            for tensor, value in zip(written, before, strict=True):
+                tensor.copy_(value)
 
 
 def check_model(model: nn.Module) -> None:

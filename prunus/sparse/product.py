@@ -159,7 +159,7 @@ def operator(x: Tensor, form: Form, bias: Tensor | None) -> Tensor:
 def _register() -> torch.library.Library:
     """``torch.ops.prunus.sparse_linear``, which torch.compile takes as one operator whatever the number of vectors."""
     library = torch.library.Library("prunus", "FRAGMENT")
-    form = "Tensor[] parts, int[] shape, ScalarType dtype, int stage"
+    form = "Tensor[] parts, int[] shape, ScalarType dtype, SymInt stage"  # stages differ from layer to layer
     library.define(f"sparse_linear(Tensor x, Tensor? bias, {form}) -> Tensor")
     library.define(f"sparse_linear_backward(Tensor y, {form}) -> Tensor")
 

@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from prunus.sparse import Decoder, sparsify_
+from prunus.sparse import Decoder, compiled, sparsify_
 from prunus.sparse.decoder import Sampling
-from prunus.sparse.linear import SparseLinear
+from prunus.sparse.linear import SparseLinear, replace_
+from prunus.sparse.tiles import tiles_of_dense
 
 transformers = pytest.importorskip("transformers", reason="needs pip install prunus[hf]")
 
@@ -34,6 +35,7 @@ FAMILIES = {
     "FalconForCausalLM": {},
     "MixtralForCausalLM": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
+COMPILED = [name if i in (0, 3) else pytest.param(name, marks=pytest.mark.slow) for i, name in enumerate(FAMILIES)]
 STORIES = Path(os.environ.get("PRUNUS_DATA", "")) / "models" / "stories15M"
 
 
@@ -146,6 +148,96 @@ def test_the_model_is_left_as_it_was():
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
+@pytest.fixture
+def num_compiled(monkeypatch):
+    """Blocks are compiled by a quick backend; the number of graphs that it was given."""
+    from torch._dynamo.backends.debugging import aot_eager
+
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+    torch._dynamo.reset()
+    quick = torch.compile(compiled._forward, backend=backend, dynamic=False, fullgraph=True)
+    monkeypatch.setattr(compiled, "_compiled_forward", lambda: quick)
+    return lambda: len(graphs)
+
+
+def attributes(model):
+    return [(module, list(vars(module))) for module in model.modules()]
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_the_text_is_the_same_and_one_graph_serves_all_blocks(name, num_compiled):
+    model, ids = tiny(name, **({"n_layer": 3} if name.startswith("GPT2") else {"num_hidden_layers": 3})), prompts()
+    before, decoder = attributes(model), Decoder(model, compile=True)
+
+    assert torch.equal(decoder.generate(ids, max_new_tokens=20), expected(model, ids))
+    assert num_compiled() == 1
+    assert attributes(model) == before
+    assert torch.equal(decoder.generate(ids[:, 2:], max_new_tokens=15), expected(model, ids[:, 2:], 15))
+    decoder.generate(ids, max_new_tokens=9, do_sample=True, seed=1)
+    assert num_compiled() == 1  # prompts, lengths and samples need no other
+    assert torch.equal(decoder.generate(ids[:1], max_new_tokens=20), expected(model, ids[:1]))
+    assert num_compiled() == 2
+
+
+@pytest.mark.parametrize("form", ["gaps", "tiles"])
+def test_compiled_sparse_blocks_share_a_graph_whatever_the_number_of_their_zeros(form, num_compiled):
+    model, ids = tiny(num_hidden_layers=4, hidden_size=128, intermediate_size=256), prompts(2)
+    if form == "tiles":
+        model.to(torch.float16)
+    for i, block in enumerate(model.model.layers):
+        for layer in block.modules():
+            if type(layer) is nn.Linear:
+                layer.weight.data[torch.rand_like(layer.weight) < 0.6 + 0.1 * i] = 0
+    if form == "gaps":
+        dense = expected(model, ids)
+        assert len(sparsify_(model, least=0.5)) == 28
+    else:
+        for name, layer in list(model.model.layers.named_modules()):
+            if type(layer) is nn.Linear:
+                replace_(model, f"model.layers.{name}", tiles_of_dense(layer.weight))
+        assert len({layer.form.stage for layer in model.modules() if isinstance(layer, SparseLinear)}) > 1
+        dense = Decoder(model).generate(ids, max_new_tokens=20)
+
+    assert torch.equal(Decoder(model, compile=True).generate(ids, max_new_tokens=20), dense)
+    assert num_compiled() == 1
+
+
+@pytest.mark.parametrize("broken", ["graph break", "other layer", "no blocks", "error"])
+def test_a_model_whose_blocks_cannot_be_compiled_goes_on_with_one_warning(broken, num_compiled, monkeypatch):
+    model, ids = tiny(), prompts()
+    kind = type(model.model.layers[0])
+    forward, update = kind.forward, compiled.LayerCache.update
+    if broken == "graph break":
+        monkeypatch.setattr(kind, "forward", lambda *args, **kw: (torch._dynamo.graph_break(), forward(*args, **kw))[1])
+    elif broken == "other layer":
+        monkeypatch.setattr(compiled.LayerCache, "update", lambda self, k, v, i: update(self, k, v, i + 1))
+    elif broken == "no blocks":
+        vars(model.model.layers[0])["forward"] = model.model.layers[0].forward
+    else:
+        monkeypatch.setattr(compiled, "_compiled_forward", lambda: lambda *_: 1 / 0)
+    before, decoder = attributes(model), Decoder(model, compile=True)
+
+    with pytest.warns(UserWarning, match=r"LlamaForCausalLM cannot be compiled, so text is slower: .") as warned:
+        for some in (ids, ids[:2]):
+            found = decoder.generate(some, max_new_tokens=20)
+            assert torch.equal(found, expected(model, some))
+    assert len(warned) == 1 and "\n" not in str(warned[0].message)
+    assert attributes(model) == before
+
+
+@pytest.mark.slow
+def test_compiled_by_inductor_a_sparse_model_writes_the_same_text():
+    model, ids = tiny(sparsity=0.6), prompts(2)
+    dense = expected(model, ids)
+    assert sparsify_(model, least=0.5)
+    assert torch.equal(Decoder(model, compile=True).generate(ids, max_new_tokens=20), dense)
+
+
 def bad_calls():
     ids = torch.ones(1, 4, dtype=torch.int64)
     return [
@@ -217,6 +309,20 @@ def test_on_a_gpu_a_step_is_a_graph_and_the_text_is_that_of_generate(name, spars
         assert torch.equal(decoder.generate(ids, max_new_tokens=20), dense)
     (state,) = decoder.states.values()
     assert state.graph is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sparsity", [0.0, 0.6])
+def test_on_a_gpu_a_compiled_step_is_a_graph_too(sparsity):
+    model, ids = tiny(sparsity=sparsity), prompts()
+    dense = expected(model, ids)
+    if sparsity:
+        assert sparsify_(model, least=0.5)
+    decoder = Decoder(model, compile=True)
+    for _ in range(2):
+        assert torch.equal(decoder.generate(ids, max_new_tokens=20), dense)
+    (state,) = decoder.states.values()
+    assert state.compile and state.graph is not None
 
 
 @pytest.mark.gpu

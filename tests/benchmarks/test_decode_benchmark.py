@@ -1,0 +1,53 @@
+"""The benchmark of decoding runs each way at its batch sizes, keeps what it measured, and compares the ways."""
+
+import json
+
+import pytest
+import torch
+
+from benchmarks import decode
+
+
+def row(way, batch, tokens_s, zeros="none"):
+    return {"way": way, "zeros": zeros, "batch": batch, "tokens_s": tokens_s, "times_faster": 1.0}
+
+
+@pytest.fixture
+def command(monkeypatch, tmp_path):
+    monkeypatch.setattr(decode, "random_model", lambda *_: torch.nn.Linear(1, 1))
+    monkeypatch.setattr(decode, "pruned_model", lambda *_: torch.nn.Linear(1, 1))
+    monkeypatch.setattr(decode.Decode, "_rows", lambda self, models, way, batch: [row(way, batch, 2.0)])
+    ways = ("decoder", "compiled", "generate", "static")
+    return decode.Decode(device="cpu", ways=ways, batches=(1, 4), results=tmp_path)
+
+
+def test_model_generate_is_run_at_its_own_batch_sizes(command):
+    _, _, rows = command.measure()
+    assert [(row["way"], row["batch"]) for row in rows] == [
+        *((way, 1) for way in decode.WAYS.values()),
+        ("decoder", 4),
+        ("decoder, compiled", 4),
+    ]
+
+
+def test_a_run_that_ends_early_keeps_its_rows(command, monkeypatch, capsys):
+    def rows(self, models, way, batch):
+        if way == "generate":
+            raise KeyboardInterrupt
+        return [row(way, batch, 2.0)]
+
+    monkeypatch.setattr(decode.Decode, "_rows", rows)
+    with pytest.raises(KeyboardInterrupt):
+        command.measure()
+    (path,) = command.results.glob("*.json")
+    assert [row["way"] for row in json.loads(path.read_text())["rows"]] == ["decoder", "decoder, compiled"]
+    assert "decoder, compiled, zeros none, batch 1: 2 tokens/s" in capsys.readouterr().out
+
+
+def test_the_page_sets_our_dense_decoder_beside_a_static_cache():
+    rows = [row("decoder", 1, 130.0), row("decoder, compiled", 1, 220.0), row("generate, static cache", 1, 100.0)]
+    sparse = row("generate, static cache", 4, 1.0, "80%")
+    text = decode.beside_static({"rows": [*rows, row("decoder", 4, 5.0), sparse]})
+    assert "the dense decoder is 1.30 times" in text and "the dense decoder, compiled is 2.20 times" in text
+    assert text.count("the goal is 1.5") == 2
+    assert decode.beside_static({"rows": rows[:2]}) == ""
