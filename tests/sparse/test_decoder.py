@@ -1,6 +1,7 @@
 """The decoder writes what model.generate writes, dense and sparse, and says in one line what it cannot run."""
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -305,10 +306,12 @@ def test_on_a_gpu_a_step_is_a_graph_and_the_text_is_that_of_generate(name, spars
     if sparsity:
         sparsify_(model, least=0.5)
     decoder = Decoder(model)
-    for _ in range(2):
-        assert torch.equal(decoder.generate(ids, max_new_tokens=20), dense)
+    is_on_host = name == "FalconForCausalLM"  # makes a tensor on the host at every step, which no graph can hold
+    with pytest.warns(UserWarning, match="cannot be captured") if is_on_host else nullcontext():
+        for _ in range(2):
+            assert torch.equal(decoder.generate(ids, max_new_tokens=20), dense)
     (state,) = decoder.states.values()
-    assert state.graph is not None
+    assert (state.graph is None) == is_on_host
 
 
 @pytest.mark.gpu
