@@ -181,9 +181,16 @@ def writer(model: Any, way: str, ids: Tensor, new_tokens: int) -> Callable[[], T
 
 def model_bytes(model: Any) -> int:
     """Bytes of parameters and buffers, views of one tensor counted once."""
-    tensors = [*model.parameters(), *model.buffers()]
-    stored = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if not t.is_sparse}
-    return sum(stored.values())
+    tensors = [part for tensor in (*model.parameters(), *model.buffers()) for part in parts_of(tensor)]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def parts_of(tensor: Tensor) -> list[Tensor]:
+    """The tensors that are stored: those inside a semi-structured weight, or the tensor itself."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+    return [part for part in parts if part is not None]
 
 
 TEXT = """Tokens a second that a random bfloat16 model of Llama-3-8B's shape with {blocks} blocks writes behind a \

@@ -17,7 +17,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 @pytest.fixture(scope="module")
 def drawn():
-    return pictures.pictures(RESULTS)
+    return pictures.pictures(RESULTS, ROOT / "studies")
 
 
 def test_the_pictures_are_current(drawn):
@@ -52,7 +52,7 @@ def test_the_table_says_of_every_score_when_to_use_it():
     assert set(reference.WHEN) == set(SCORES)
 
 
-@pytest.mark.parametrize("name", ["quality.svg", "event.svg", "flow.svg"])
+@pytest.mark.parametrize("name", ["quality.svg", "event.svg", "flow.svg", "sizes.svg"])
 def test_a_picture_is_small_and_has_a_title_two_themes_and_text_inside_its_frame(drawn, name):
     text = drawn[name]
     assert len(text) < 40_000 and "prefers-color-scheme:dark" in text
