@@ -29,6 +29,7 @@ class Command:
     top_p: float | None = None  # sample: among the most likely tokens of this probability alone
     seed: int | None = None  # sample: the same seed draws the same text
     device: str = "auto"  # cpu or cuda; auto takes cuda where there is one
+    compile: bool = False  # have torch compile the blocks before the clock starts, which takes seconds
     dense: bool = False  # keep all layers dense, to compare
     least: float | None = None  # keep layers sparse that have this share of zeros or more, without measuring
 
@@ -57,11 +58,12 @@ def run(command: Command) -> None:
             model = load_packed(command.path, device, vectors=command.batch, least=command.least)
     layers = [module for module in model.modules() if isinstance(module, (SparseLinear, torch.nn.Linear))]
     num_sparse = sum(isinstance(layer, SparseLinear) for layer in layers)
-    decoder, prompts = Decoder(model), torch.tensor([ids] * command.batch)
+    decoder, prompts = Decoder(model, compile=command.compile), torch.tensor([ids] * command.batch)
     options: dict[str, Any] = {"do_sample": command.sample, "seed": command.seed}
     options |= {name: getattr(command, name) for name in ("temperature", "top_k", "top_p", "max_new_tokens")}
-    if device.type == "cuda":  # kernels are compiled and the graph is captured before the clock starts
-        decoder.generate(prompts, **options)
+    # before the clock starts: kernels are compiled and a graph is captured, or layers get the form that CPUs multiply
+    num_first = command.max_new_tokens if device.type == "cuda" else min(2, command.max_new_tokens)
+    decoder.generate(prompts, **options | {"max_new_tokens": num_first})
     started = time.perf_counter()
     texts = decoder.generate(prompts, **options).cpu()
     seconds = time.perf_counter() - started

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..files.reader import open_tensors
 from ..ops.machine import device_of
 from .choose import SPARSE_FROM, choose
+from .decoder import dense_step_seconds
 from .model_layers import chosen, linear_weight, why_not
 from .product import check_device
 from .times import WeightKind, kind_of, machine_name, winner
@@ -61,6 +62,7 @@ class Advice:
     load: Load
     rows: list[LayerTimes]
     dense_bytes: int = 0  # of the linear layers that were not pruned
+    step_us: float | None = None  # microseconds of a whole step of the decoder with the dense model, if it can be run
 
     def __str__(self) -> str:
         table = [*_table(self.rows, self.load), ""] if self.rows else []
@@ -75,20 +77,22 @@ class Advice:
             return [f"no layer is faster on {self.machine}: keep the dense file to run, the small file to store"]
         decode = _gain(f"decoding, {self.load.batch} at a time", [(row, row.decode) for row in self.rows])
         prefill = _gain(f"a prompt of {self.load.tokens} tokens", [(row, row.prefill) for row in self.rows])
-        return [
-            decode,
-            *self._whole,
-            prefill,
-            f"measured on {self.machine}; attention, norms and the host's launches are not in it",
-        ]
+        rest = "" if self.step_us else "; attention, norms and the host's launches are not in it"
+        return [decode, *self._whole, prefill, f"measured on {self.machine}{rest}"]
 
     @property
     def _whole(self) -> list[str]:
-        """The gain with the layers that stay dense, at the speed at which the dense products read their weights."""
+        """The gain of a whole step; where none can be run, that of all products, whose dense ones read as fast."""
         size = {"float32": 4}
         read = sum(row.num_products * row.shape[0] * row.shape[1] * size.get(row.dtype, 2) for row in self.rows)
         before, after = _totals([(row, row.decode) for row in self.rows])
-        if not self.dense_bytes or after >= before:
+        if after >= before:
+            return []
+        if self.step_us:
+            sparse_us = max(after, self.step_us - (before - after))
+            change = f"{sparse_us / 1e3:.2f} ms a token in place of {self.step_us / 1e3:.2f}"
+            return [f"the decoder: about {self.step_us / sparse_us:.2f} times faster, {change}"]
+        if not self.dense_bytes:
             return []
         rest = self.dense_bytes * before / read
         gain = (before + rest) / (after + rest)
@@ -111,7 +115,11 @@ def advise(source: AnySource, device: torch.device | str = "cpu", load: Load = L
         rows.setdefault((kind.rounded, num), new).layers.extend(one.names)
     rest = [kind for name, kind in kinds.items() if kind.sparsity < SPARSE_FROM and not EMBEDDING.search(name)]
     dense_bytes = sum(kind.shape[0] * kind.shape[1] * kind.dtype.itemsize for kind in rest)
-    return Advice(machine_name(device), load, list(rows.values()), dense_bytes)
+    step = None
+    if any(winner(row.decode) != "dense" for row in rows.values()) and not isinstance(source, Mapping):
+        dtype = next(iter(kinds.values())).dtype
+        step = dense_step_seconds(source, dtype, device, load.batch)
+    return Advice(machine_name(device), load, list(rows.values()), dense_bytes, step and 1e6 * step)
 
 
 def _weights(source: AnySource) -> Iterator[tuple[str, Tensor]]:

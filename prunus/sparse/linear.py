@@ -166,7 +166,7 @@ class Group:
         if bias is not None and bias.dtype != x.dtype:
             bias = bias.to(x.dtype)
         y = operator(x, self.form, bias) if is_traced else product(x, self.form, bias)
-        outputs = dict(enumerate(y.split(self.sizes, -1)))
+        outputs = dict(enumerate(y.split_with_sizes(self.sizes, -1)))
         y = outputs.pop(place)
         self.waiting = (x, version, outputs)
         return y

@@ -64,9 +64,13 @@ def product(x: Tensor, form: Form, bias: Tensor | None = None) -> Tensor:
         if kernel is not None:
             return kernel(x, form, bias)
     if x.is_cpu and 0 < num <= MOST_CPU and num_rows and x.dtype in DTYPES and isinstance(form, Gaps):
-        matrix, vectors = csr_of(form), x.reshape(num, width).to(torch.float32)
-        y = torch.mv(matrix, vectors[0]) if num == 1 else torch.stack([torch.mv(matrix, vector) for vector in vectors])
-        return (y if bias is None else y + bias).to(x.dtype).view(*x.shape[:-1], num_rows)
+        matrix, vectors = csr_of(form), x if x.dtype == torch.float32 else x.float()
+        if num == 1:
+            y = torch.mv(matrix, vectors.reshape(width))
+        else:
+            y = torch.stack([torch.mv(matrix, vector) for vector in vectors.reshape(num, width)])
+        y = y if bias is None else y + bias
+        return (y if x.dtype == torch.float32 else y.to(x.dtype)).view(*x.shape[:-1], num_rows)
     return nn.functional.linear(x, dense(form).to(x.dtype), bias)
 
 

@@ -5,7 +5,7 @@ import torch
 
 from prunus.cli import main
 from prunus.export import load_model, save_model
-from prunus.sparse import SparseLinear, load_packed, sparsify_
+from prunus.sparse import SparseLinear, compiled, load_packed, sparsify_
 
 transformers = pytest.importorskip("transformers", reason="needs pip install prunus[hf]")
 
@@ -54,6 +54,16 @@ def test_small_and_plain_folders_write_the_text_of_the_model(folder, capsys):
     assert text_of(folder / "small", "--least", "0.5", "--batch", "2", capsys=capsys)[0] == 2 * line
     drawn = [text_of(folder / "small", "--least", "0.5", "--sample", "--seed", s, capsys=capsys)[0] for s in "112"]
     assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_compiled_the_text_is_the_same(folder, capsys, monkeypatch):
+    calls = []
+    forward = compiled._forward
+    monkeypatch.setattr(compiled, "_compiled_forward", lambda: lambda *args: calls.append(args) or forward(*args))
+    plain, _ = text_of(folder / "small", "--least", "0.5", capsys=capsys)
+    assert not calls
+    assert text_of(folder / "small", "--least", "0.5", "--compile", capsys=capsys)[0] == plain
+    assert calls
 
 
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "GPT2LMHeadModel", "GPTNeoXForCausalLM"])

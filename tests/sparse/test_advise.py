@@ -6,7 +6,7 @@ from torch import nn
 
 from prunus import save_sparse
 from prunus.cli import main
-from prunus.sparse import sparsify_, times
+from prunus.sparse import decoder, sparsify_, times
 from prunus.sparse.advise import Advice, LayerTimes, Load, advise
 from prunus.sparse.times import cache_file, microseconds, num_copies, winner
 
@@ -166,6 +166,37 @@ def test_layers_that_stay_dense_and_joined_ones_are_weighed():
 
     assert decode.endswith("of 2 sparse layers 2 as sparse are faster; together 2.00 times")
     assert whole.endswith("about 1.33 times faster")  # (32 + 32) / (16 + 32)
+
+
+def test_the_gain_of_the_decoder_counts_all_else_that_a_step_does():
+    times = {"dense": 32.0, "sparse": 16.0}
+    decode, whole, *_, last = Advice("a GPU", Load(), [row(times, times, num=2)], 999, step_us=128.0).verdict
+
+    assert decode.endswith("together 2.00 times")
+    assert whole == "the decoder: about 1.33 times faster, 0.10 ms a token in place of 0.13"  # 128 / (128 - 32)
+    assert "attention" not in last
+
+
+def test_a_step_of_a_model_is_timed_with_two_blocks_and_none_where_it_cannot_run(monkeypatch, tmp_path):
+    transformers = pytest.importorskip("transformers", reason="needs pip install prunus[hf]")
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "pad_token_id": 0}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_hidden_layers=9))
+    for parameter in model.model.layers.parameters():
+        if parameter.ndim == 2:
+            parameter.data[torch.rand_like(parameter) < 0.8] = 0
+    model.save_pretrained(tmp_path)
+    seen = []
+    monkeypatch.setattr(decoder, "_seconds_a_token", lambda each, batch: seen.append(each.model) or 1.0 + len(seen))
+    cpu, kind = torch.device("cpu"), torch.float32
+
+    assert decoder.dense_step_seconds(tmp_path, kind, cpu, 1) == 2.0 + 8 * 1.0
+    assert [len(each.model.layers) for each in seen] == [1, 2]
+    assert len(model.model.layers) == model.config.num_hidden_layers == 9
+    assert decoder.dense_step_seconds(nn.Linear(2, 2), kind, cpu, 1) is None
+    assert decoder.dense_step_seconds(tmp_path / "model.safetensors", kind, cpu, 1) is None
+    monkeypatch.setattr(times, "measured", lambda weight, _: {"dense": 10.0, "gaps": 5.0})
+    assert advise(model, load=SMALL).step_us == (4.0 + 8 * 1.0) * 1e6
+    assert "the decoder: about 1.00 times faster" in str(advise(model, load=SMALL))
 
 
 @pytest.mark.parametrize(
