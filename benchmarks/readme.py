@@ -24,7 +24,7 @@ TRAINED = [  # study, model, sparsity, arm; all in the recipe that is the defaul
     ("gpt2-tiny-rates", "GPT, 0.8 M weights", 0.5, "bitter7 rate 1"),
     ("gpt2-tiny-rates", "GPT, 0.8 M weights", 0.8, "bitter7 rate 1"),
     ("lenet-rates", "LeNet-5, MNIST", 0.95, "bitter7 rate 1"),
-    ("resnet-rates", "ResNet-20, CIFAR-10, rates alone", 0.9, "bitter7"),
+    ("resnet-rates", "ResNet-20, CIFAR-10", 0.9, "bitter7"),
 ]
 
 
@@ -67,16 +67,21 @@ def _in_training(studies: Path) -> str:
         rows = {(row["arm"], row["sparsity"]): row for row in found["rows"]}
         row = rows[arm, sparsity]
         dense, magnitude = rows[row["dense"], 0.0], rows[arm.replace("bitter7", "magnitude"), sparsity]
-        cells = [_spread(each, found["metric"]) for each in (dense, magnitude, row)]
-        name = f"{model}: {found['metric']['name']}"
-        lines.append([name, level_name(f"{100 * sparsity:g}"), *cells, str(len(row["seeds"]))])
-    headings = ["", "sparsity", "dense", "magnitude", "**bitter7**", "seeds"]
-    return "While training, mean and standard deviation over seeds:\n\n" + markdown_table(headings, lines)
+        num = len(row["seeds"])
+        cells = [_spread(each, found["metric"], num) for each in (dense, magnitude, row)]
+        name, power = f"{model}: {found['metric']['name']}", arm.partition(" rate ")[2] or "0"
+        lines.append([name, level_name(f"{100 * sparsity:g}"), power, *cells, str(num)])
+    headings = ["", "sparsity", "power", "dense", "magnitude", "**bitter7**", "seeds"]
+    return (
+        "While training, in the recipe of `prunus train`; power is that of the rule for learning rates, 1 by default. "
+        "Mean and standard deviation over seeds; n where there are fewer:\n\n" + markdown_table(headings, lines)
+    )
 
 
-def _spread(row: dict[str, Any], metric: dict[str, Any]) -> str:
-    percent = " %" if metric["name"] == "accuracy" else ""
-    return f"{row['mean']:.{row['decimals']}f} ± {row['sd']:.{row['decimals']}f}{percent}"
+def _spread(row: dict[str, Any], metric: dict[str, Any], num_seeds: int) -> str:
+    percent, fewer = " %" if metric["name"] == "accuracy" else "", len(row["seeds"])
+    text = f"{row['mean']:.{row['decimals']}f} ± {row['sd']:.{row['decimals']}f}{percent}"
+    return text + (f" (n = {fewer})" if fewer < num_seeds else "")
 
 
 def _costs(results: Path) -> str:

@@ -44,7 +44,7 @@ EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
         "a whole number of steps, at least 1, or None for about 20 events",
     ),
     "regrow": (lambda regrow: isinstance(regrow, Regrow | None), "a Regrow, as Regrow(0.1)"),
-    "rate": (lambda rate: isinstance(rate, Rate | None), "a Rate, as Rate(power=0.5)"),
+    "rate": (lambda rate: isinstance(rate, Rate | None), "a Rate, as Rate(power=1)"),
     "masks": (lambda masks: isinstance(masks, str | Mapping | None), 'boolean tensors by name, or "zeros"'),
     "reloaded": (lambda reloaded: reloaded in ("zero", "raise"), '"zero" or "raise"'),
     "no_gradient": (lambda way: way in ("raise", "dense"), '"raise" or "dense"'),

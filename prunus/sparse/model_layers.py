@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from torch import Tensor, nn
+from torch.sparse import SparseSemiStructuredTensor
 
 from ..eligible import check_patterns, is_conv1d, matches
 from .gaps import WIDEST
@@ -11,7 +12,7 @@ from .product import DTYPES
 
 
 def chosen(model: nn.Module, include: str | Sequence[str], exclude: str | Sequence[str]) -> dict[str, nn.Module]:
-    """Linear layers by name whose weight is in no other place, and that the patterns allow."""
+    """Linear layers by name that the patterns allow, whose weight is in no other place and not semi-structured yet."""
     include, exclude = ([p] if isinstance(p, str) else list(p) for p in (include, exclude))
     check_patterns([*include, *exclude], [name for name, _ in model.named_parameters()])
     num_places = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
@@ -20,6 +21,7 @@ def chosen(model: nn.Module, include: str | Sequence[str], exclude: str | Sequen
         for name, module in model.named_modules()
         if (type(module) is nn.Linear or is_conv1d(module))
         and num_places[id(module.weight)] == 1
+        and not isinstance(module.weight, SparseSemiStructuredTensor)
         and (not include or matches(f"{name}.weight", include))
         and not matches(f"{name}.weight", exclude)
     }

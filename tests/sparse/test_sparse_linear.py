@@ -357,3 +357,6 @@ def test_on_a_gpu_the_outputs_agree():
         expected = model(x)
         assert semi_structured_(model) == ["0", "1"]
         assert torch.allclose(model(x), expected, atol=0.05, rtol=0.05)
+    with pytest.raises(ValueError, match="no linear layer"):  # there is none left
+        semi_structured_(model)
+    assert sparsify_(model, least=0.4) == []
