@@ -29,7 +29,7 @@ class Command:
     top_p: float | None = None  # sample: among the most likely tokens of this probability alone
     seed: int | None = None  # sample: the same seed draws the same text
     device: str = "auto"  # cpu or cuda; auto takes cuda where there is one
-    compile: bool = False  # have torch compile the blocks before the clock starts, which takes seconds
+    compile: bool = False  # have torch compile the blocks before the clock starts, for seconds; pays on a GPU
     dense: bool = False  # keep all layers dense, to compare
     least: float | None = None  # keep layers sparse that have this share of zeros or more, without measuring
 

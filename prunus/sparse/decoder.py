@@ -75,7 +75,8 @@ class Decoder:
     The model is a causal one of transformers with a static cache, on one device, dense or made sparse by ``sparsify_``
     or ``semi_structured_``; the decoder changes nothing in it. Its weights may change between calls in place only.
     ``compile=True`` has torch compile the blocks at the first call of a batch size, so that the small operations
-    between the products are few. It takes seconds, whatever the number of blocks: they share what is compiled.
+    between the products are few. It takes seconds, whatever the number of blocks: they share what is compiled. It pays
+    on a GPU; on a CPU it gains little.
     """
 
     def __init__(self, model: nn.Module, *, compile: bool = False) -> None:
@@ -85,7 +86,6 @@ class Decoder:
         self.device = next(model.parameters()).device
         self.generator = torch.Generator(self.device)
         self.states: dict[tuple, DecoderState] = {}
-        self.is_kept = compile or self.device.type == "cuda"  # otherwise there is nothing to use again in a state
 
     @torch.inference_mode()
     def generate(
@@ -167,7 +167,8 @@ class Decoder:
 
     def _state(self, batch: int, length: int, sampling: Sampling, eos: tuple[int, ...], pad: int) -> "DecoderState":
         """The cache and graph for such a call: those of an earlier one, or new ones."""
-        if self.is_kept:
+        is_kept = self.compile or self.device.type == "cuda"  # otherwise a state has nothing to use again
+        if is_kept:
             length = max(SHORTEST, 1 << (length - 1).bit_length())
         key = (batch, length, sampling, eos, pad)
         state = self.states.pop(key, None)
@@ -175,7 +176,7 @@ class Decoder:
             while len(self.states) >= MOST_STATES:
                 self.states.pop(next(iter(self.states)))
             state = DecoderState(self.model, self.generator, key, self.compile)
-        if self.is_kept:
+        if is_kept:
             self.states[key] = state  # the latest one is the last
         return state
 
