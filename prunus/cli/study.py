@@ -138,7 +138,7 @@ def planned(command: Command) -> StudyPlan:
     sparsities, seeds = (0.5,), (0, 1, 2)
     if command.preset:
         preset = PRESETS[command.preset]
-        if command.data is None:
+        if command.data is None and preset.reads:
             raise ValueError(f"the preset {command.preset} needs --data: {preset.reads}")
         base, arms, sparsities = preset.base, preset.arms, preset.sparsities
     elif command.base:

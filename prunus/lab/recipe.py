@@ -108,7 +108,8 @@ def device_named(name: str) -> str:
 
 def recorded_rates(run: Run) -> list[tuple[int, dict[str, float]]]:
     """Steps at which the rates of the pruned run changed, and the factor of each weight from then on."""
-    folder = Path(run.replay.replace("{seed}", str(run.seed)))
+    beside = run.out.parent / run.replayed
+    folder = beside if beside.is_dir() else Path(run.replayed)
     if not (folder / "metrics.jsonl").is_file():
         raise ValueError(f"{folder} has no metrics.jsonl; replay names the folder of a run that was pruned before")
     if not (folder / "result.json").is_file():

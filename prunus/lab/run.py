@@ -81,7 +81,7 @@ class Run:
     regrow: float = 0.0  # fraction of the live weights that an event swaps for pruned ones; falls to 0 over the ramp
     regrow_by: Literal["snr", "momentum", "gradient"] = "snr"  # how to rank the pruned weights that may come back
     rate_power: float = 0.0  # learning rate of a pruned layer times density^-power; 0 leaves rates alone
-    replay: str = ""  # dense runs only: folder of a pruned run whose learning rates to use; {seed} is replaced
+    replay: str = ""  # dense runs only: a pruned run whose learning rates to use: its folder, or its name beside --out
     eps: float | None = None  # added under roots and in denominators of the score (older scripts: 1e-8)
     exponent: float | None = None  # q of the score fisher: |w| v^q
 
@@ -211,6 +211,11 @@ class Run:
     @property
     def total_steps(self) -> int:
         return round(self.steps * self.budget_scale)
+
+    @property
+    def replayed(self) -> str:
+        """What ``replay`` names, with the seed in place of ``{seed}``."""
+        return self.replay.replace("{seed}", str(self.seed))
 
     def step_of(self, moment: int | float) -> int:
         """A step given as such, or as a fraction of the run."""

@@ -280,6 +280,19 @@ def test_the_variants_share_what_is_magnitude():
     assert plan.base.steps * plan.base.batch * plan.base.context == 1200 * 49152
 
 
+def test_the_study_of_rates_needs_no_data_and_replays_runs_of_its_own():
+    plan = planned(Command(preset="rates"))
+    order = list(plan.owners)
+    replays = [cell for cell in plan.cells if plan.run_of(cell).replay]
+    assert len(order) == 14 * 3 and len(replays) == 3
+    for cell in replays:
+        source = plan.replayed_by(cell)
+        assert source == Cell("bitter7 rate 1", 0.5, cell.seed) and order.index(source) < order.index(cell)
+    assert {"bitter7 rate 1", "dense"} <= {cell.arm for cell in only(plan, [replays[0].arm]).cells}
+    with pytest.raises(ValueError, match="the preset lenet-mnist needs --data: the folder of MNIST"):
+        planned(Command(preset="lenet-mnist"))
+
+
 def test_score_and_sparsity_of_the_file_are_taken(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text('data = "digits"\nmodel = "lenet5"\nscore = "bitter3"\nsparsity = 0.8\n')

@@ -150,8 +150,8 @@ class StudyPlan:
         return digest({"base": shared_fields(self.base), "data": dict(self.data)})
 
     def ordered(self) -> list[Cell]:
-        """Cells as they are run: one seed of everything, then the next."""
-        place = {arm.name: number for number, arm in enumerate(self.arms)}
+        """Cells as they are run: one seed of everything, those that replay another last, then the next."""
+        place = {arm.name: ("replay" in arm.changes, number) for number, arm in enumerate(self.arms)}
         return sorted(self.cells, key=lambda cell: (cell.seed, place[cell.arm], cell.sparsity))
 
     @cached_property
@@ -163,6 +163,11 @@ class StudyPlan:
     @cached_property
     def _cells_by_key(self) -> dict[str, Cell]:
         return {key_of(self.run_of(cell)): cell for cell in self.owners.values()}
+
+    def replayed_by(self, cell: Cell) -> Cell | None:
+        """The run whose learning rates a cell replays, if the study holds it."""
+        name = self.run_of(cell).replayed
+        return next((owner for owner in self.owners.values() if owner.folder == name), None)
 
     def dense_for(self, cell: Cell) -> Cell | None:
         """The dense run that is equal to a cell's in all but pruning, if the study holds one."""
@@ -242,11 +247,12 @@ def make_plan(base: Run, arms: Iterable[Arm], sparsities: Iterable[float], seeds
 
 
 def only(plan: StudyPlan, names: Iterable[str]) -> StudyPlan:
-    """The cells of these arms and of the controls, and of arms that are the same; an unknown name is refused."""
+    """The cells of these arms and of the controls, of arms that are the same, and of runs that they replay."""
     wanted = [*names, *(arm.name for arm in CONTROLS)]
     if unknown := [name for name in wanted if name not in plan.arm]:
         raise ValueError(f"there is no arm {unknown[0]!r}; the arms are {', '.join(plan.arm)}")
-    runs = {plan.owners[cell] for cell in plan.cells if cell.arm in wanted}
+    runs: set[Cell | None] = {plan.owners[cell] for cell in plan.cells if cell.arm in wanted}
+    runs |= {plan.replayed_by(cell) for cell in plan.cells if cell.arm in wanted}
     return replace(plan, cells=tuple(cell for cell in plan.cells if plan.owners[cell] in runs))
 
 
