@@ -176,7 +176,9 @@ class Preset:
     reads: str = "a file of tokens, and --validation its held-out file"  # what --data is; empty where the base names it
 
 
-RAMP: dict[str, Any] = {"min_lr": 0.1, "schedule": "linear", "begin": 0.1, "end": 0.85}
+# the recipe of the first studies, which later ones continue
+COSINE: dict[str, Any] = {"lr_schedule": "cosine", "min_lr": 0.1, "rate_power": 0.0}
+RAMP: dict[str, Any] = {"schedule": "linear", "begin": 0.1, "end": 0.85, **COSINE}
 FAST: dict[str, Any] = {"precision": "bfloat16", "compile": True}
 IMAGES: dict[str, Any] = {"beta2": 0.999, "eval_size": 0}
 # one pass over 59 M tokens with 8 layers of width 512
@@ -189,7 +191,7 @@ RESNET = Run(model="resnet20", every=50, lr=4e-3, warmup=300, **EPOCHS, **RAMP, 
 # 1.2 M bytes of Python's own source with 4 layers of width 128: a minute or two on a core
 LATE: dict[str, Any] = {"schedule": "linear", "begin": 0.4, "end": 0.8, "every": 12}
 SMALL: dict[str, Any] = {"context": 128, "batch": 16, "steps": 600, "eval_every": 300, "eval_size": 256}
-WSD: dict[str, Any] = {"lr": 2e-3, "lr_schedule": "wsd", "decay": 0.4, "warmup": 100, "beta2": 0.99}
+WSD: dict[str, Any] = {"lr": 2e-3, "lr_schedule": "wsd", "warmup": 100, "beta2": 0.99, "rate_power": 0.0}
 TINY = Run(model="gpt2-tiny", data="stdlib", **WSD, **LATE, **SMALL)
 
 
