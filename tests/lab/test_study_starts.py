@@ -64,7 +64,8 @@ def study(tmp_path_factory):
     letters = torch.randint(32, 127, (4000,), generator=torch.Generator().manual_seed(0)).tolist()
     (folder / "text.txt").write_bytes(bytes(letters))
     small = {"model": "gpt2-tiny", "context": 8, "batch": 2, "warmup": 2, "log_every": 1, "eval_size": 2}
-    base = Run(data=str(folder / "text.txt"), steps=12, begin=6, end=10, every=2, eval_every=3, **small)
+    when = {"steps": 12, "begin": 6, "end": 10, "every": 2, "eval_every": 3}
+    base = Run(data=str(folder / "text.txt"), rate_power=0.0, **when, **small)
     arms = (
         "bitter7: score=bitter7",
         "late: score=bitter7 begin=8",
