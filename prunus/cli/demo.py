@@ -28,8 +28,8 @@ EVERY = 5.0  # seconds between lines outside a terminal
 class Command:
     """Train a small GPT on Python's own source, dense and pruned to a half by three scores: about 3 minutes.
 
-    The runs of a seed differ in the score alone: same initial weights, same batches in the same order, same learning
-    rates, same held-out files. Interrupt it at any time: the same command continues.
+    The runs of a seed differ in the score alone: same initial weights, same batches in the same order, same schedule
+    of the learning rate, same held-out files. Interrupt it at any time: the same command continues.
     """
 
     steps: int = 600  # optimizer steps of each run

@@ -48,7 +48,7 @@ FROM_ZERO = ("width", "layers", "eval_size", "save_every", "warmup", "lr", "min_
 # far beyond use; more would only fill the memory
 MOST = {"batch": 2**20, "context": 2**20, "vocab_size": 2**20, "width": 2**15, "layers": 2**10}
 
-DECAY = 0.4  # of the run, if wsd does not say; written nowhere, so that another value would change runs that began
+DECAY = 0.4  # of the run, where wsd names no decay; run.json does not hold it: another value would change begun runs
 # what a run.json means that lacks a field which runs have had since
 ADDED_LATER = {"lr_schedule": "cosine", "decay": None, "rate_power": 0.0, "replay": "", "width": 0, "layers": 0}
 
@@ -85,7 +85,7 @@ class Run:
     regrow: float = 0.0  # fraction of the live weights that an event swaps for pruned ones; falls to 0 over the ramp
     regrow_by: Literal["snr", "momentum", "gradient"] = "snr"  # how to rank the pruned weights that may come back
     rate_power: float = 0.0  # learning rate of a pruned layer times density^-power; 0, or no score, leaves rates alone
-    replay: str = ""  # dense runs only: a pruned run whose learning rates to use: its folder, or its name beside --out
+    replay: str = ""  # dense only: folder of a pruned run whose rates to use, or its name beside --out; {seed} is replaced
     eps: float | None = None  # added under roots and in denominators of the score (older scripts: 1e-8)
     exponent: float | None = None  # q of the score fisher: |w| v^q
 
@@ -95,7 +95,7 @@ class Run:
     lr: float = 2e-3  # highest learning rate
     lr_schedule: Literal["cosine", "linear", "wsd"] = "wsd"  # how the rate falls; wsd: warm-up, stable, decay
     min_lr: float = 0.0  # learning rate at the end, as a fraction of --lr
-    decay: int | float | None = None  # wsd only: last steps in which the rate falls, or a fraction; by default 0.4
+    decay: int | float | None = None  # wsd only: steps of the fall at the end, or a fraction of the run; default: 0.4
     warmup: int | float = 0.17  # linear warm-up: steps, or a fraction of the run if it has a decimal point
     weight_decay: float = 0.1  # decay of weight matrices
     beta1: float = 0.9  # decay of the first moment
