@@ -50,7 +50,14 @@ MOST = {"batch": 2**20, "context": 2**20, "vocab_size": 2**20, "width": 2**15, "
 
 DECAY = 0.4  # of the run, where wsd names no decay; run.json does not hold it: another value would change begun runs
 # what a run.json means that lacks a field which runs have had since
-ADDED_LATER = {"lr_schedule": "cosine", "decay": None, "rate_power": 0.0, "replay": "", "width": 0, "layers": 0}
+ADDED_LATER: dict[str, Any] = {
+    "lr_schedule": "cosine",
+    "decay": None,
+    "rate_power": 0.0,
+    "replay": "",
+    "width": 0,
+    "layers": 0,
+}
 
 
 @dataclass(frozen=True)
@@ -85,7 +92,7 @@ class Run:
     regrow: float = 0.0  # fraction of the live weights that an event swaps for pruned ones; falls to 0 over the ramp
     regrow_by: Literal["snr", "momentum", "gradient"] = "snr"  # how to rank the pruned weights that may come back
     rate_power: float = 0.0  # learning rate of a pruned layer times density^-power; 0, or no score, leaves rates alone
-    replay: str = ""  # dense only: folder of a pruned run whose rates to use, or its name beside --out; {seed} is replaced
+    replay: str = ""  # dense only: pruned run whose rates to use: a folder, or a name beside --out; {seed} is filled in
     eps: float | None = None  # added under roots and in denominators of the score (older scripts: 1e-8)
     exponent: float | None = None  # q of the score fisher: |w| v^q
 
