@@ -188,7 +188,7 @@ GPT = Run(model="gpt2-small8", lr=1e-3, warmup=60, beta2=0.95, every=25, **RAMP,
 LENET = Run(model="lenet5", every=50, batch=128, steps=4690, lr=2e-3, warmup=100, eval_every=1173, **RAMP, **IMAGES)
 EPOCHS: dict[str, Any] = {"augment": True, "batch": 256, "steps": 5880, "eval_every": 1470}
 RESNET = Run(model="resnet20", every=50, lr=4e-3, warmup=300, **EPOCHS, **RAMP, **FAST, **IMAGES)
-# 1.2 M bytes of Python's own source with 4 layers of width 128: a minute or two on a core
+# 1.2 M bytes of Python's own source with 4 layers of width 128: minutes on a core
 LATE: dict[str, Any] = {"schedule": "linear", "begin": 0.4, "end": 0.8, "every": 12}
 SMALL: dict[str, Any] = {"context": 128, "batch": 16, "steps": 600, "eval_every": 300, "eval_size": 256}
 WSD: dict[str, Any] = {"lr": 2e-3, "lr_schedule": "wsd", "warmup": 100, "beta2": 0.99, "rate_power": 0.0}
