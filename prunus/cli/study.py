@@ -42,7 +42,7 @@ class Command:
 
     words: tyro.conf.Positional[tuple[str, ...]] = ()  # merge, show or page, and the folders of studies
     base: Path | None = None  # TOML file with fields of a run, and [[arm]] tables with a name and changed fields
-    preset: PresetName | None = None  # a base and arms by name; --data says what it reads
+    preset: PresetName | None = None  # a base and arms by name; --data says what it reads; rates needs none
     scores: str = ""  # scores to compare, separated by commas; dense, random and magnitude are always included
     arm: Texts = ()  # another arm, as "name: field=value field=value"; may be repeated
     only: str = ""  # run only these arms, separated by commas, and the controls
@@ -138,7 +138,7 @@ def planned(command: Command) -> StudyPlan:
     sparsities, seeds = (0.5,), (0, 1, 2)
     if command.preset:
         preset = PRESETS[command.preset]
-        if command.data is None:
+        if command.data is None and preset.reads:
             raise ValueError(f"the preset {command.preset} needs --data: {preset.reads}")
         base, arms, sparsities = preset.base, preset.arms, preset.sparsities
     elif command.base:

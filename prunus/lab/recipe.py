@@ -36,13 +36,13 @@ def data_of(run: Run) -> Data:
 def learning_rate(run: Run, step: int) -> float:
     """Linear warm-up to ``lr``, then down to ``min_lr`` of it at the end of the run.
 
-    By a cosine or in a line from the warm-up on, or, for "wsd", in a line over the last ``decay`` steps alone.
+    By a cosine or in a line from the warm-up on, or, for "wsd", in a line over the last ``decay_steps`` alone.
     """
     warmup = run.step_of(run.warmup)
     if step < warmup:
         return run.lr * (step + 1) / warmup
-    start = warmup if run.decay is None else run.total_steps - run.step_of(run.decay)
-    progress = max(0, step - start) / max(1, run.total_steps - start)
+    start = run.total_steps - run.decay_steps
+    progress = max(0, step - start) / max(1, run.decay_steps)
     left = 0.5 * (1 + math.cos(math.pi * progress)) if run.lr_schedule == "cosine" else 1 - progress
     return run.lr * (run.min_lr + (1 - run.min_lr) * left)
 
@@ -108,7 +108,8 @@ def device_named(name: str) -> str:
 
 def recorded_rates(run: Run) -> list[tuple[int, dict[str, float]]]:
     """Steps at which the rates of the pruned run changed, and the factor of each weight from then on."""
-    folder = Path(run.replay.replace("{seed}", str(run.seed)))
+    beside = run.out.parent / run.replayed
+    folder = beside if beside.is_dir() else Path(run.replayed)
     if not (folder / "metrics.jsonl").is_file():
         raise ValueError(f"{folder} has no metrics.jsonl; replay names the folder of a run that was pruned before")
     if not (folder / "result.json").is_file():

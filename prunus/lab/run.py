@@ -48,6 +48,17 @@ FROM_ZERO = ("width", "layers", "eval_size", "save_every", "warmup", "lr", "min_
 # far beyond use; more would only fill the memory
 MOST = {"batch": 2**20, "context": 2**20, "vocab_size": 2**20, "width": 2**15, "layers": 2**10}
 
+DECAY = 0.4  # of the run, where wsd names no decay; run.json does not hold it: another value would change begun runs
+# what a run.json means that lacks a field which runs have had since
+ADDED_LATER: dict[str, Any] = {
+    "lr_schedule": "cosine",
+    "decay": None,
+    "rate_power": 0.0,
+    "replay": "",
+    "width": 0,
+    "layers": 0,
+}
+
 
 @dataclass(frozen=True)
 class Run:
@@ -80,8 +91,8 @@ class Run:
     exclude: tuple[str, ...] = ()  # globs over names of weights to leave dense
     regrow: float = 0.0  # fraction of the live weights that an event swaps for pruned ones; falls to 0 over the ramp
     regrow_by: Literal["snr", "momentum", "gradient"] = "snr"  # how to rank the pruned weights that may come back
-    rate_power: float = 0.0  # learning rate of a pruned layer times density^-power; 0 leaves rates alone
-    replay: str = ""  # dense runs only: folder of a pruned run whose learning rates to use; {seed} is replaced
+    rate_power: float = 0.0  # learning rate of a pruned layer times density^-power; 0, or no score, leaves rates alone
+    replay: str = ""  # dense only: pruned run whose rates to use: a folder, or a name beside --out; {seed} is filled in
     eps: float | None = None  # added under roots and in denominators of the score (older scripts: 1e-8)
     exponent: float | None = None  # q of the score fisher: |w| v^q
 
@@ -89,9 +100,9 @@ class Run:
     optimizer: Literal["adamw", "adamwprune", "adam", "nadam", "sgd"] = "adamw"  # sgd has momentum 0.9
     spam: bool = False  # clip spikes and reset moments (adamwprune only)
     lr: float = 2e-3  # highest learning rate
-    lr_schedule: Literal["cosine", "linear", "wsd"] = "cosine"  # how the rate falls; wsd: warm-up, stable, decay
+    lr_schedule: Literal["cosine", "linear", "wsd"] = "wsd"  # how the rate falls; wsd: warm-up, stable, decay
     min_lr: float = 0.0  # learning rate at the end, as a fraction of --lr
-    decay: int | float | None = None  # wsd only: steps at the end in which the rate falls, or a fraction of the run
+    decay: int | float | None = None  # wsd only: steps of the fall at the end, or a fraction of the run; default: 0.4
     warmup: int | float = 0.17  # linear warm-up: steps, or a fraction of the run if it has a decimal point
     weight_decay: float = 0.1  # decay of weight matrices
     beta1: float = 0.9  # decay of the first moment
@@ -153,8 +164,6 @@ class Run:
             )
         if not 0 <= self.rate_power <= 2:
             raise ValueError(f"rate_power must lie in [0, 2], got {self.rate_power}")
-        if self.rate_power and self.score == "none":
-            raise ValueError("rate_power follows the density of pruned weights, but score is none; pass --rate-power 0")
         if self.replay and self.score != "none":
             raise ValueError(f"replay is for dense runs, but the score is {self.score}; pass --score none")
         self._check_regrowth()
@@ -166,13 +175,13 @@ class Run:
             self.sparsity_schedule()
 
     def _check_decay(self) -> None:
-        if self.lr_schedule != "wsd":
-            if self.decay is not None:
-                raise ValueError(f"decay belongs to wsd, but lr_schedule is {self.lr_schedule}; pass --lr-schedule wsd")
-            return
         if self.decay is None:
-            raise ValueError("wsd needs to know when the rate falls; pass --decay 0.4 for the last 40 % of the run")
+            return
+        if self.lr_schedule != "wsd":
+            raise ValueError(f"decay belongs to wsd, but lr_schedule is {self.lr_schedule}; pass --lr-schedule wsd")
         check_step("decay", self.decay)
+        if not self.decay:
+            raise ValueError("wsd needs a decay above 0; pass --decay 0.4, in which the rate falls over the last 40 %")
         if self.step_of(self.warmup) + self.step_of(self.decay) > self.total_steps:
             raise ValueError(
                 f"warm-up of {self.step_of(self.warmup)} steps and decay of {self.step_of(self.decay)} "
@@ -212,6 +221,19 @@ class Run:
     def total_steps(self) -> int:
         return round(self.steps * self.budget_scale)
 
+    @property
+    def decay_steps(self) -> int:
+        """Steps at the end in which the rate falls: all after the warm-up, or for wsd as many as ``decay`` says."""
+        if self.decay is not None:
+            return self.step_of(self.decay)
+        after_warmup = max(0, self.total_steps - self.step_of(self.warmup))
+        return min(after_warmup, self.step_of(DECAY)) if self.lr_schedule == "wsd" else after_warmup
+
+    @property
+    def replayed(self) -> str:
+        """What ``replay`` names, with the seed in place of ``{seed}``."""
+        return self.replay.replace("{seed}", str(self.seed))
+
     def step_of(self, moment: int | float) -> int:
         """A step given as such, or as a fraction of the run."""
         return moment if isinstance(moment, int) else round(moment * self.total_steps)
@@ -246,7 +268,7 @@ class Run:
             name: Path(values[name]) for name in ("out", "validation") if values.get(name) is not None
         }
         typed |= {name: tuple(values[name]) for name in ("include", "exclude", "track") if name in values}
-        return cls(**{**values, **typed})
+        return cls(**{**ADDED_LATER, **values, **typed})
 
     def continuing(self, begun: "Run") -> "Run":
         """The run that was begun, to be resumed; ValueError where an option given now contradicts it."""

@@ -12,10 +12,11 @@ from small_gpt import fewer_weights
 from study_command import stamps
 
 from prunus.cli import main
+from prunus.files.json_file import read_json
 from prunus.lab.trainer import Training
 
 pytestmark = pytest.mark.usefixtures("few_weights")
-SMALL = ("--steps", "20", "--seeds", "1", "--sparsity", "0.5")
+SMALL = ("--steps", "20", "--seeds", "1")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -49,6 +50,11 @@ def test_it_ends_with_table_text_page_and_commands_that_work(finished):
     assert any("4 of 4 runs" in line for line in said)
     assert any(line.startswith("random at 50.0%: one seed: no interval") for line in said)
     assert any(re.search(r"┃ dense +┃ bitter7 +┃", line) for line in said)
+    rows = {row["arm"]: row["mean"] for row in read_json(out / "study_result.json")["rows"]}
+    for arm in ("random", "magnitude", "bitter7"):
+        more = rows[arm] - rows["dense"]
+        line = f"{arm} at 50.0%, {more / rows['dense']:+.1%} against dense: one seed: no interval ({more:+.2f})"
+        assert line in said or line.replace(f"{more:+.2f}", f"{more:+.3f}") in said
     assert sum("def __init__(self" in line for line in said) == 2 and not any("\\x" in line for line in said)
     finding = next(line for line in said if line.startswith("At 50 % sparsity")).rstrip(".")
     assert finding.replace(" %", "\u00a0%") in (out / "report.html").read_text()

@@ -1,9 +1,12 @@
 """The learning rate over a run."""
 
+import math
+from dataclasses import replace
+
 import pytest
 
 from prunus.lab.recipe import learning_rate
-from prunus.lab.run import Run
+from prunus.lab.run import ADDED_LATER, Run
 
 
 def rates(**options) -> list[float]:
@@ -14,9 +17,9 @@ def rates(**options) -> list[float]:
 @pytest.mark.parametrize("steps", [1, 2, 7, 100, 1000])
 @pytest.mark.parametrize("warmup", [0, 1, 0.0, 0.17, 0.5, 1.0])
 @pytest.mark.parametrize("min_lr", [0.0, 0.1, 1.0])
-@pytest.mark.parametrize("how", [{}, {"lr_schedule": "linear"}, {"lr_schedule": "wsd", "decay": 0.4}], ids=str)
+@pytest.mark.parametrize("how", [{}, {"lr_schedule": "cosine"}, {"lr_schedule": "linear"}, {"decay": 0.3}], ids=str)
 def test_rates_rise_to_the_highest_and_fall_to_the_lowest(steps, warmup, min_lr, how):
-    if how.get("decay") and warmup > 0.6:
+    if how.get("decay") and warmup > 0.7:
         warmup = 0
     found = rates(steps=steps, warmup=warmup, min_lr=min_lr, lr=3e-3, score="none", **how)
     peak = found.index(max(found))
@@ -29,13 +32,29 @@ def test_a_fraction_is_that_many_steps_of_the_whole_budget():
     assert rates(steps=200, warmup=0.25, budget_scale=2.0) == rates(steps=400, warmup=100)
 
 
-def test_the_rate_of_wsd_is_constant_until_its_decay_and_then_falls_in_a_line():
-    found = rates(steps=100, warmup=10, lr=1.0, lr_schedule="wsd", decay=0.4)
+@pytest.mark.parametrize("decay", [None, 0.4, 40])
+def test_the_rate_is_constant_until_the_last_40_percent_and_then_falls_in_a_line(decay):
+    found = rates(steps=100, warmup=10, lr=1.0, decay=decay)
     assert found[10:61] == [1.0] * 51
     assert found[61:] == pytest.approx([1 - i / 40 for i in range(1, 40)])
-    assert rates(steps=100, warmup=10, lr_schedule="wsd", decay=40) == rates(
-        steps=100, warmup=10, lr_schedule="wsd", decay=0.4
-    )
+
+
+def test_a_longer_warm_up_leaves_the_decay_what_is_left():
+    assert rates(steps=10, warmup=8, lr=1.0) == pytest.approx([*(i / 8 for i in range(1, 9)), 1, 0.5])
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 5, 10, 30])
+def test_the_defaults_suit_short_runs(steps):
+    assert len(rates(steps=steps)) == steps and Run(steps=steps).sparsity_schedule().final == 0.5
+
+
+def test_a_run_of_before_there_were_schedules_goes_on_by_its_cosine():
+    begun = Run(steps=12, warmup=2, lr=1.0, lr_schedule="cosine", rate_power=0.0)
+    values = {name: value for name, value in begun.to_json().items() if name not in ADDED_LATER}
+    assert Run.from_json(values) == begun
+    assert Run(resume=True).continuing(Run.from_json(values)) == replace(begun, resume=True)
+    half = [0.5 * (1 + math.cos(math.pi * i / 10)) for i in range(10)]
+    assert [learning_rate(begun, step) for step in range(2, 12)] == half
 
 
 def test_a_linear_rate_falls_in_a_line_from_the_warm_up_on():
@@ -45,8 +64,9 @@ def test_a_linear_rate_falls_in_a_line_from_the_warm_up_on():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"lr_schedule": "wsd"}, "pass --decay 0.4"),
-        ({"decay": 0.4}, "pass --lr-schedule wsd"),
+        ({"decay": 0}, "wsd needs a decay above 0; pass --decay 0.4"),
+        ({"lr_schedule": "wsd", "decay": 0.0}, "wsd needs a decay above 0; pass --decay 0.4"),
+        ({"lr_schedule": "cosine", "decay": 0.4}, "pass --lr-schedule wsd"),
         ({"lr_schedule": "wsd", "decay": 1.5}, "decay"),
         ({"lr_schedule": "wsd", "decay": -1}, "decay"),
         ({"lr_schedule": "wsd", "decay": 0.9, "warmup": 0.2}, "must fit into the run of 1000 steps"),

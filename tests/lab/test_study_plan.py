@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 
 from prunus.cli.study import Command, planned
+from prunus.files.json_file import read_json
 from prunus.lab.run import Run
 from prunus.lab.study.arms import PRESETS, Arm, parse_arm, read_base, score_arm, slug
+from prunus.lab.study.study_folder import Folder
 from prunus.lab.study.study_plan import Cell, StudyPlan, canonical, extended, key_of, make_plan, only
 
 BASE = Run(data="digits", model="lenet5", steps=100, begin=10, end=80, lr=1e-3)
@@ -45,6 +47,9 @@ SAME = [
     ({"schedule": "one_shot", "end": 90}, {"schedule": "one_shot", "every": 3}),
     ({"schedule": "constant", "end": 90}, {"schedule": "constant", "begin": 3}),
     ({"steps": 50, "budget_scale": 2.0}, {"steps": 100}),
+    ({"decay": 0.4}, {}),
+    ({"decay": 40}, {}),
+    ({"score": "none", "rate_power": 0.5}, {"score": "none", "rate_power": 0.0}),
     ({"data": "elsewhere", "device": "cpu", "out": Path("x")}, {}),
 ]
 DIFFERENT = [
@@ -61,6 +66,9 @@ DIFFERENT = [
     ({"score": "none", "seed": 1}, {"score": "none"}),
     ({"score": "none", "beta2": 0.999}, {"score": "none"}),
     ({"compile": True}, {}),
+    ({"lr_schedule": "cosine"}, {}),
+    ({"decay": 0.3}, {}),
+    ({"rate_power": 0.5}, {"rate_power": 0.0}),
 ]
 
 
@@ -210,6 +218,19 @@ def test_the_hash_is_that_of_what_all_arms_share(tmp_path):
     assert plan_of(base=base).hash == same
     assert plan_of(base=replace(base, data=str(tmp_path / "c"))).hash != same
     assert plan_of(base=replace(base, lr=2.0)).hash != same
+    assert plan_of(base=replace(base, decay=0.4)).hash == same
+    assert plan_of(base=replace(base, lr_schedule="cosine")).hash != same
+
+
+STUDIES = sorted((Path(__file__).parents[2] / "studies").glob("*/study.json"))
+
+
+@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.parent.name)
+def test_published_studies_keep_their_hash_and_presets_continue_them(path):
+    plan, name = Folder(path.parent).plan(), path.parent.name
+    assert plan.hash == read_json(path)["hash"]
+    if name in PRESETS and name != "resnet-cifar10":  # which was made with larger batches
+        assert replace(plan, base=PRESETS[name].base, cells=()).hash == plan.hash
 
 
 def test_a_study_grows_by_arms_sparsities_and_seeds():
@@ -223,6 +244,7 @@ def test_a_study_grows_by_arms_sparsities_and_seeds():
     ("base", "texts", "said"),
     [
         (replace(BASE, lr=2e-3), (), "the study in s has lr = 0.001, not 0.002"),
+        (replace(BASE, lr_schedule="cosine"), (), "the study in s has lr_schedule = wsd, not cosine"),
         (BASE, ("x: lr=3.0",), "arm x of s is lr=2.0, not lr=3.0"),
     ],
 )
@@ -278,6 +300,19 @@ def test_the_variants_share_what_is_magnitude():
     assert owners["bitter8"] == owners["bitter4"] == "bitter3" and owners["fisher q=0.25"] == "bitter7"
     assert {f"bitter{number}" for number in range(10)} | {"movement", "magnitude regrow"} <= set(owners)
     assert plan.base.steps * plan.base.batch * plan.base.context == 1200 * 49152
+
+
+def test_the_study_of_rates_needs_no_data_and_replays_runs_of_its_own():
+    plan = planned(Command(preset="rates"))
+    order = list(plan.owners)
+    replays = [cell for cell in plan.cells if plan.run_of(cell).replay]
+    assert len(order) == 14 * 3 and len(replays) == 3
+    for cell in replays:
+        source = plan.replayed_by(cell)
+        assert source == Cell("bitter7 rate 1", 0.5, cell.seed) and order.index(source) < order.index(cell)
+    assert {"bitter7 rate 1", "dense"} <= {cell.arm for cell in only(plan, [replays[0].arm]).cells}
+    with pytest.raises(ValueError, match="the preset lenet-mnist needs --data: the folder of MNIST"):
+        planned(Command(preset="lenet-mnist"))
 
 
 def test_score_and_sparsity_of_the_file_are_taken(tmp_path):

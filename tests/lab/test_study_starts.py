@@ -17,7 +17,7 @@ from prunus.lab.study import runner
 from prunus.lab.study.arms import parse_arm
 from prunus.lab.study.runner import Options, Starts, Worker, num_shared
 from prunus.lab.study.study_folder import Folder
-from prunus.lab.study.study_plan import make_plan
+from prunus.lab.study.study_plan import make_plan, only
 from prunus.lab.trainer import train
 
 pytestmark = pytest.mark.usefixtures("few_weights")
@@ -64,7 +64,8 @@ def study(tmp_path_factory):
     letters = torch.randint(32, 127, (4000,), generator=torch.Generator().manual_seed(0)).tolist()
     (folder / "text.txt").write_bytes(bytes(letters))
     small = {"model": "gpt2-tiny", "context": 8, "batch": 2, "warmup": 2, "log_every": 1, "eval_size": 2}
-    base = Run(data=str(folder / "text.txt"), steps=12, begin=6, end=10, every=2, eval_every=3, **small)
+    when = {"steps": 12, "begin": 6, "end": 10, "every": 2, "eval_every": 3}
+    base = Run(data=str(folder / "text.txt"), rate_power=0.0, **when, **small)
     arms = (
         "bitter7: score=bitter7",
         "late: score=bitter7 begin=8",
@@ -73,6 +74,9 @@ def study(tmp_path_factory):
         "fast: score=bitter7 lr=3e-3",
         "dense fast: score=none lr=3e-3",
         "inside: score=bitter7 optimizer=adamwprune",
+        "replay: score=none replay=rate-0.5-s{seed}",
+        "rate: score=bitter7 rate_power=1",
+        "magnitude rate: score=magnitude rate_power=1",
     )
     plan = make_plan(base, map(parse_arm, arms), [0.5], [0, 1])
     twice = ("dense", "bitter7")  # another seed has a start of its own
@@ -143,7 +147,7 @@ def lines_of(folder):
 
 def test_every_run_is_the_one_that_is_made_alone(study, tmp_path):
     folder, plan, _ = study
-    for cell in plan.cells:
+    for cell in plan.ordered():
         alone = replace(plan.run_of(cell), out=tmp_path / cell.folder, device="cpu", save_every=0)
         result, shared = train(alone), folder.run(cell)
         found = read_json(shared / "result.json")
@@ -172,5 +176,35 @@ def test_the_start_is_trained_once(study):
         "fast": 0,
         "dense fast": 5,
         "inside": 0,
+        "rate": 0,  # its optimizer has other groups
+        "magnitude rate": 5,
+        "replay": 5,
     }
     assert num_steps == 12 * len(plan.cells) - sum(shared.values())
+
+
+def test_a_run_is_replayed_when_it_is_there_whichever_worker_trains_it(study, tmp_path, monkeypatch):
+    _, plan, _ = study
+    plan = only(plan, ["replay"])
+    source, replay = (next(cell for cell in plan.cells if cell.arm == arm) for arm in ("rate", "replay"))
+    folder, locked = Folder(tmp_path / "study"), Folder.locked
+    folder.write(plan, {})
+    others = []
+
+    @contextmanager
+    def beside_another(self, name, *, wait=False):
+        """As if another worker trained the run that is replayed, until somebody waits for it."""
+        if name == source.folder and not others:
+            if wait:
+                others.append(Worker(folder, Options(device="cpu"), Quiet()))
+                others[0].work([source])
+            yield wait
+        else:
+            with locked(self, name, wait=wait) as free:
+                yield free
+
+    monkeypatch.setattr(Folder, "locked", beside_another)
+    Worker(folder, Options(device="cpu"), Quiet()).work(plan.cells)
+    assert len(others) == 1 and (folder.run(replay) / "result.json").is_file()
+    rates = [line["event"]["rates"] for line in lines_of(folder.run(source)) if "event" in line]
+    assert rates and all(rate > 1 for rate in rates[-1])

@@ -163,20 +163,22 @@ def typed(name: str, value: Any, where: str) -> Any:
     return float(value) if float in kinds and int not in kinds else value
 
 
-PresetName = Literal["gpt2-variants", "schedules", "eps", "beta2", "lenet-mnist", "resnet-cifar10", "compile"]
+PresetName = Literal["gpt2-variants", "schedules", "eps", "beta2", "lenet-mnist", "resnet-cifar10", "compile", "rates"]
 
 
 @dataclass(frozen=True)
 class Preset:
-    """A study by name; the user says where its data is."""
+    """A study by name; the user says where its data is, unless it reads nothing but Python's own source."""
 
     base: Run
     arms: tuple[Arm, ...]
     sparsities: tuple[float, ...]
-    reads: str = "a file of tokens, and --validation its held-out file"  # what --data is
+    reads: str = "a file of tokens, and --validation its held-out file"  # what --data is; empty where the base names it
 
 
-RAMP: dict[str, Any] = {"min_lr": 0.1, "schedule": "linear", "begin": 0.1, "end": 0.85}
+# the recipe of the first studies, which later ones continue
+COSINE: dict[str, Any] = {"lr_schedule": "cosine", "min_lr": 0.1, "rate_power": 0.0}
+RAMP: dict[str, Any] = {"schedule": "linear", "begin": 0.1, "end": 0.85, **COSINE}
 FAST: dict[str, Any] = {"precision": "bfloat16", "compile": True}
 IMAGES: dict[str, Any] = {"beta2": 0.999, "eval_size": 0}
 # one pass over 59 M tokens with 8 layers of width 512
@@ -186,6 +188,11 @@ GPT = Run(model="gpt2-small8", lr=1e-3, warmup=60, beta2=0.95, every=25, **RAMP,
 LENET = Run(model="lenet5", every=50, batch=128, steps=4690, lr=2e-3, warmup=100, eval_every=1173, **RAMP, **IMAGES)
 EPOCHS: dict[str, Any] = {"augment": True, "batch": 256, "steps": 5880, "eval_every": 1470}
 RESNET = Run(model="resnet20", every=50, lr=4e-3, warmup=300, **EPOCHS, **RAMP, **FAST, **IMAGES)
+# 1.2 M bytes of Python's own source with 4 layers of width 128: minutes on a core
+LATE: dict[str, Any] = {"schedule": "linear", "begin": 0.4, "end": 0.8, "every": 12}
+SMALL: dict[str, Any] = {"context": 128, "batch": 16, "steps": 600, "eval_every": 300, "eval_size": 256}
+WSD: dict[str, Any] = {"lr": 2e-3, "lr_schedule": "wsd", "warmup": 100, "beta2": 0.99, "rate_power": 0.0}
+TINY = Run(model="gpt2-tiny", data="stdlib", **WSD, **LATE, **SMALL)
 
 
 def arms_of(scores: str, *texts: str) -> tuple[Arm, ...]:
@@ -247,5 +254,17 @@ PRESETS: dict[PresetName, Preset] = {
             Arm("bitter7 eager", {"score": "bitter7", "compile": False}, "bitter7 compiled"),
         ),
         (0.5,),
+    ),
+    "rates": Preset(
+        TINY,
+        arms_of(
+            "bitter7",
+            "bitter7 rate 0.5: score=bitter7 rate_power=0.5 against=bitter7",
+            "bitter7 rate 1: score=bitter7 rate_power=1 against=bitter7",
+            "magnitude rate 1: score=magnitude rate_power=1",
+            "dense replays bitter7 rate 1 at 50 %: score=none replay=bitter7-rate-1-0.5-s{seed} against=dense",
+        ),
+        (0.5, 0.8),
+        reads="",
     ),
 }

@@ -68,10 +68,22 @@ class Worker:
         """Every run for ``cells`` that is neither done nor at another worker, nor too long for the time left."""
         wanted = {self.plan.owners[cell] for cell in cells}
         todo = [cell for cell in self.plan.ordered() if cell in wanted]
+        postponed: dict[Cell, Cell] = {}  # to the run that they replay, which another worker may be training
         for place, cell in enumerate(todo):
-            with self.folder.locked(cell.folder) as free:
-                if free and self._is_left(cell):
-                    self._do(cell, todo[place + 1 :])
+            source = self.plan.replayed_by(cell)
+            if source and key_of(self.plan.run_of(source)) not in self.folder.ended():
+                postponed[cell] = source
+            else:
+                self._do_if_left(cell, todo[place + 1 :])
+        for cell, source in postponed.items():
+            with self.folder.locked(source.folder, wait=True):
+                pass
+            self._do_if_left(cell, ())
+
+    def _do_if_left(self, cell: Cell, later: Sequence[Cell]) -> None:
+        with self.folder.locked(cell.folder) as free:
+            if free and self._is_left(cell):
+                self._do(cell, later)
 
     def _is_left(self, cell: Cell) -> bool:
         if key_of(self.plan.run_of(cell)) in self.folder.ended():
@@ -117,7 +129,8 @@ class Worker:
         started = time.perf_counter()
         start = None if run.resume else self.starts.of(run)
         ended = self.folder.ended()
-        others = [other for other in map(self.plan.run_of, later) if key_of(other) not in ended]
+        others = [replace(self.plan.run_of(cell), out=self.folder.run(cell)) for cell in later]
+        others = [other for other in others if key_of(other) not in ended]
 
         def finish(training: Training) -> None:
             if training.pruner is not None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...score import SCORES
-from ..run import FIELDS, Run, check_field
+from ..run import ADDED_LATER, DECAY, FIELDS, Run, check_field
 from ..schema import STUDY, check
 from .arms import CONTROLS, Arm, slug, with_controls
 
@@ -21,14 +21,14 @@ PRUNING = "sparsity schedule begin end every allocate eps exponent regrow regrow
 UNREAD_IF_DENSE = "eps exponent regrow regrow_by rate_power replay".split()  # fields that a dense run must not set
 IRRELEVANT = "out device save_every log_every track eval_every data validation".split()  # to what is computed
 NOT_SHARED = "out device save_every log_every track seed sparsity data validation".split()  # fields outside the hash
-ADDED_LATER = "lr_schedule decay rate_power replay width layers".split()  # fields that at their defaults change no hash
 
 
 def shared_fields(base: Run) -> dict[str, Any]:
-    """Fields that all arms share; those that runs have had since the first studies only where they say something."""
-    default = Run().to_json()
+    """Fields that all arms share; those that the first studies did not have only where they differ from them."""
     values = {name: value for name, value in base.to_json().items() if name not in NOT_SHARED}
-    return {name: value for name, value in values.items() if name not in ADDED_LATER or value != default[name]}
+    if base.lr_schedule == "wsd" and base.decay is None:
+        values["decay"] = DECAY
+    return {name: value for name, value in values.items() if name not in ADDED_LATER or value != ADDED_LATER[name]}
 
 
 def num_examples(run: Run) -> int:
@@ -56,8 +56,8 @@ def canonical(run: Run) -> dict[str, Any]:
     """
     values = {name: value for name, value in run.to_json().items() if name not in IRRELEVANT}
     values |= {"steps": run.total_steps, "budget_scale": 1.0, "warmup": run.step_of(run.warmup)}
-    if run.decay is not None:
-        values["decay"] = run.step_of(run.decay)
+    if run.lr_schedule == "wsd":
+        values["decay"] = run.decay_steps
     if run.score == "none":
         return {name: value for name, value in values.items() if name not in PRUNING}
     score, options = SCORES[run.score].canonical({"eps": run.eps, "q": run.exponent})
@@ -150,8 +150,8 @@ class StudyPlan:
         return digest({"base": shared_fields(self.base), "data": dict(self.data)})
 
     def ordered(self) -> list[Cell]:
-        """Cells as they are run: one seed of everything, then the next."""
-        place = {arm.name: number for number, arm in enumerate(self.arms)}
+        """Cells as they are run: one seed of everything, those that replay another last, then the next."""
+        place = {arm.name: ("replay" in arm.changes, number) for number, arm in enumerate(self.arms)}
         return sorted(self.cells, key=lambda cell: (cell.seed, place[cell.arm], cell.sparsity))
 
     @cached_property
@@ -163,6 +163,11 @@ class StudyPlan:
     @cached_property
     def _cells_by_key(self) -> dict[str, Cell]:
         return {key_of(self.run_of(cell)): cell for cell in self.owners.values()}
+
+    def replayed_by(self, cell: Cell) -> Cell | None:
+        """The run whose learning rates a cell replays, if the study holds it."""
+        name = self.run_of(cell).replayed
+        return next((owner for owner in self.owners.values() if owner.folder == name), None)
 
     def dense_for(self, cell: Cell) -> Cell | None:
         """The dense run that is equal to a cell's in all but pruning, if the study holds one."""
@@ -242,11 +247,12 @@ def make_plan(base: Run, arms: Iterable[Arm], sparsities: Iterable[float], seeds
 
 
 def only(plan: StudyPlan, names: Iterable[str]) -> StudyPlan:
-    """The cells of these arms and of the controls, and of arms that are the same; an unknown name is refused."""
+    """The cells of these arms and of the controls, of arms that are the same, and of runs that they replay."""
     wanted = [*names, *(arm.name for arm in CONTROLS)]
     if unknown := [name for name in wanted if name not in plan.arm]:
         raise ValueError(f"there is no arm {unknown[0]!r}; the arms are {', '.join(plan.arm)}")
-    runs = {plan.owners[cell] for cell in plan.cells if cell.arm in wanted}
+    runs: set[Cell | None] = {plan.owners[cell] for cell in plan.cells if cell.arm in wanted}
+    runs |= {plan.replayed_by(cell) for cell in plan.cells if cell.arm in wanted}
     return replace(plan, cells=tuple(cell for cell in plan.cells if plan.owners[cell] in runs))
 
 
@@ -254,11 +260,11 @@ def extended(old: StudyPlan, new: StudyPlan, where: Path) -> StudyPlan:
     """Both plans together; ValueError if they differ in something that all arms share."""
     if new.base.every is None:  # not said: a study keeps what it began with, as one of an earlier version
         new = replace(new, base=replace(new.base, every=old.base.every))
-    before, after = shared_fields(old.base), shared_fields(new.base)
-    for name in sorted(before.keys() | after.keys()):
-        if before.get(name) != after.get(name):
+    before, after = (ADDED_LATER | shared_fields(base) for base in (old.base, new.base))
+    for name, value in before.items():
+        if value != after[name]:
             raise ValueError(
-                f"the study in {where} has {name} = {before.get(name)}, not {after.get(name)}; "
+                f"the study in {where} has {name} = {value}, not {after[name]}; "
                 "arms of a study share it: take another folder, or make it an arm"
             )
     for name in sorted(old.data.keys() | new.data.keys()):
