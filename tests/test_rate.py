@@ -284,5 +284,5 @@ def test_a_scaler_that_skips_a_step_leaves_rates_and_weights_alone(name):
 
 @pytest.mark.parametrize("rate", [0.5, "half", Rate])
 def test_what_is_no_rate_is_refused(rate):
-    with pytest.raises(ValueError, match=r"rate must be a Rate, as Rate\(power=0.5\)"):
+    with pytest.raises(ValueError, match=r"rate must be a Rate, as Rate\(power=1\)"):
         pruned(OPTIMIZERS["adamwprune"], rate)

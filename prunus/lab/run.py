@@ -91,7 +91,7 @@ class Run:
     exclude: tuple[str, ...] = ()  # globs over names of weights to leave dense
     regrow: float = 0.0  # fraction of the live weights that an event swaps for pruned ones; falls to 0 over the ramp
     regrow_by: Literal["snr", "momentum", "gradient"] = "snr"  # how to rank the pruned weights that may come back
-    rate_power: float = 0.0  # learning rate of a pruned layer times density^-power; 0, or no score, leaves rates alone
+    rate_power: float = 1.0  # learning rate of a pruned layer times density^-power; 0, or no score, leaves rates alone
     replay: str = ""  # dense only: pruned run whose rates to use: a folder, or a name beside --out; {seed} is filled in
     eps: float | None = None  # added under roots and in denominators of the score (older scripts: 1e-8)
     exponent: float | None = None  # q of the score fisher: |w| v^q
