@@ -23,7 +23,7 @@ TRAINED = [  # study, model, sparsity, arm; all in the recipe that is the defaul
     ("gpt2-rates", "GPT, 51 M weights", 0.8, "bitter7 rate 1"),
     ("gpt2-tiny-rates", "GPT, 0.8 M weights", 0.5, "bitter7 rate 1"),
     ("gpt2-tiny-rates", "GPT, 0.8 M weights", 0.8, "bitter7 rate 1"),
-    ("lenet-rates", "LeNet-5, MNIST", 0.95, "bitter7 rate 1"),
+    ("lenet-rates", "LeNet-5, MNIST", 0.95, "bitter7"),
     ("resnet-rates", "ResNet-20, CIFAR-10", 0.9, "bitter7"),
 ]
 

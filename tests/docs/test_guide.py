@@ -8,7 +8,9 @@ import pytest
 import torch
 from pages import ROOT, anchors_of, blocks_of, links_of, run, run_python
 
+from prunus import AdamWPrune
 from prunus.cli import COMMANDS, PLACES, _parse
+from prunus.sparse import compiled
 
 GUIDE = ["training", "after-training", "search", "run-and-ship", "doctor", "many-gpus", "command-line", "compare"]
 GUIDE += ["migrating", "how-it-works", "extending"]
@@ -43,14 +45,20 @@ def test_a_page_is_about_one_screen(name):
     assert len(page(name).read_text().splitlines()) <= SCREEN
 
 
-def test_the_lines_of_the_readme_run():
+def test_the_lines_of_the_readme_run(monkeypatch):
+    transformers = pytest.importorskip("transformers", reason="needs pip install prunus[hf]")
+    monkeypatch.setattr(compiled, "_compiled_forward", lambda: compiled._forward)  # compiling takes many seconds
     model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4))
-    names = {"model": model, "batches": [torch.randn(32, 16)], "optimizer": torch.optim.AdamW(model.parameters())}
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=32, bos_token_id=1, eos_token_id=None, pad_token_id=0, **sizes)
+    names = {"model": model, "batches": [torch.randn(32, 16)], "optimizer": AdamWPrune(model.parameters())}
     blocks = [block for block in blocks_of(ROOT / "README.md") if block.language == "python"]
     for block in blocks:
         assert len(block.text.split("\n\n")[1].splitlines()) + 1 == 3, "three lines are promised"
+        if "Decoder" in block.text:
+            names |= {"model": transformers.LlamaForCausalLM(config), "input_ids": torch.tensor([[3, 4]])}
         run_python(block, ROOT / "README.md", names)
-    assert len(blocks) == 2 and names["result"].sparsity == 0.5
+    assert len(blocks) == 3 and names["result"].sparsity == 0.5 and names["tokens"].shape == (1, 66)
 
 
 def commands_of(path):
