@@ -64,7 +64,12 @@ def test_a_run_that_diverged_or_read_other_data_counts_nowhere(lost, quality, co
 
 
 def test_names_of_arms_are_no_markup(copy, base, capsys):
-    assert study(base, copy, "--arm", "b [late]: score=bitter7 begin=3", "--arm", "a|b [/x]: score=bitter3", "--seeds", "1") == 0
+    assert (
+        study(
+            base, copy, "--arm", "b [late]: score=bitter7 begin=3", "--arm", "a|b [/x]: score=bitter3", "--seeds", "1"
+        )
+        == 0
+    )
     said = capsys.readouterr().out
     assert "b [late]" in said and "a|b [/x]" in said
     assert "| a\\|b [/x] |" in page([copy])

@@ -20,6 +20,8 @@ MODELS = {
     "gpt-neox, parallel": text("GPTNeoXConfig", "GPTNeoXForCausalLM", use_parallel_residual=True, **TEXT, **LONG),
     "opt": text("OPTConfig", "OPTForCausalLM", vocab_size=40, hidden_size=16, ffn_dim=24, num_hidden_layers=2,
                 num_attention_heads=2, word_embed_proj_dim=16, max_position_embeddings=32),
+    "falcon": text("FalconConfig", "FalconForCausalLM", vocab_size=40, hidden_size=16, num_hidden_layers=2,
+                   num_attention_heads=2),
     "bert": text("BertConfig", "BertForMaskedLM", **TEXT, **LONG),
     "albert, shared blocks": text("AlbertConfig", "AlbertForMaskedLM", embedding_size=8, **TEXT, **LONG),
     "t5": text("T5Config", "T5EncoderModel", vocab_size=40, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2),
