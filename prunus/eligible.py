@@ -1,5 +1,6 @@
 """Which weights of a model may be pruned, and why others stay dense."""
 
+import itertools
 import re
 import warnings
 from collections import defaultdict
@@ -8,7 +9,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+import torch
 from torch import nn
+from torch.nn import functional as F
 
 OTHER_KIND = "not a linear or convolution weight"  # a reason to stay dense, behind the name of the module's class
 MUCH = 0.2  # of the weights that could be pruned: more that stays dense is worth a warning
@@ -160,6 +163,45 @@ def holds_experts(module: nn.Module, parameter: nn.Parameter) -> bool:
 def is_conv1d(module: nn.Module) -> bool:
     """Whether it is Hugging Face's ``Conv1D``, a linear layer whose weight is (in, out)."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether it computes ``x @ weight.T + bias``: by ``nn.Linear``'s own forward, or a subclass's that gives the same.
+
+    A forward of its own, such as that of Falcon's layers, is tried on a tiny weight. Layers that hold more than a
+    weight and a bias (quantizers, adapters, other parameters) are never taken for linear ones.
+    """
+    if not isinstance(module, nn.Linear) or "forward" in vars(module):
+        return False
+    tensors = {name for name, value in module._parameters.items() if value is not None}
+    if "weight" not in tensors or not tensors <= {"weight", "bias"} or module._buffers or module._modules:
+        return False
+    if type(module).forward is nn.Linear.forward:
+        return True
+    return type(module.weight) is nn.Parameter and _gives_linear(module)
+
+
+@torch.no_grad()
+def _gives_linear(module: nn.Linear) -> bool:
+    """Whether a copy of the module with a tiny weight gives the outputs of a linear layer, when it trains and after."""
+    rng = torch.Generator().manual_seed(0)
+    weight, bias, *inputs = (
+        torch.randn(shape, generator=rng, dtype=torch.float64, device="cpu")
+        for shape in ((3, 4), (3,), (4,), (5, 4), (2, 5, 4))
+    )
+    bias = None if module.bias is None else bias
+    tiny = type(module).__new__(type(module))
+    parameters = {"weight": nn.Parameter(weight), "bias": None if bias is None else nn.Parameter(bias)}
+    vars(tiny).update(vars(module), _parameters=parameters, in_features=4, out_features=3)
+    for x, scale, is_training in itertools.product(inputs, (1.0, 1e3), (False, True)):
+        vars(tiny)["training"] = is_training
+        wanted = F.linear(scale * x, weight, bias)
+        try:
+            found = type(module).forward(tiny, scale * x)
+            torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12 * scale)
+        except Exception:  # what a forward of its own may raise is not known
+            return False
+    return True
 
 
 def outputs_of(module: nn.Module, parameter: nn.Parameter) -> tuple[int, ...] | None:

@@ -3,7 +3,7 @@
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -253,19 +253,9 @@ def is_initialising(optimizer: Optimizer) -> bool:
     return not any(bool(local(grad).any()) for grad in grads if grad is not None)
 
 
-class LoadHook:
-    """Calls a method when a module has loaded its weights; keeps nothing alive, and copies of the module forget it."""
-
-    def __init__(self, method: Callable[[], None]) -> None:
-        self._method = weakref.WeakMethod(method)
-
-    def __call__(self, *_: object) -> None:
-        if method := self._method():
-            method()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A function that does nothing, so that a pickled module can be loaded without this package."""
-        return getattr, (nullcontext(), "__exit__")
+def is_capturing() -> bool:
+    """Whether this step is recorded into a CUDA graph, not run."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _states(parameter: nn.Parameter, optimizer: Optimizer) -> dict[str, Tensor]:

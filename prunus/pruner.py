@@ -14,14 +14,14 @@ from torch.optim import Optimizer
 
 from .eligible import Weight, eligible, warn_if_much_stays_dense
 from .input_statistics import InputNorms
-from .masking import LoadHook, Progress, check_state, is_initialising, masking_of, unwrapped
+from .masking import Progress, check_state, is_capturing, is_initialising, masking_of, unwrapped
 from .masks import Masks, MaskStore, check_copies, digest, load_masks, unpack_like, unpack_saved_masks
-from .ops import bits
 from .ops.lazy import Lazy
 from .ops.shard import together
 from .ranks import gather, is_dtensor, local, local_block, ranks_of, shard_of, shards_of
 from .rate import Rate, rates_of
 from .regrow import Regrow, selected
+from .reloaded import ReloadGuard
 from .schedule import Schedule, progress_text
 from .score import SCORES
 from .select import Global, Selector, Shape
@@ -110,7 +110,7 @@ class Pruner:
         self._score_name = score if isinstance(score, str) else getattr(score, "__name__", type(score).__name__)
         self.score_dtype, self.on_event, self.reloaded = score_dtype, on_event, reloaded
         self.no_gradient = no_gradient
-        self._is_reloaded = self._has_warned = False
+        self._reads = {*self.score.reads, *(regrow.reads if regrow else ())}
         trained = [p for of_group in optimizer.param_groups for p in of_group["params"]]
         self._eligible = eligible(model, include, exclude, trained)
         warn_if_much_stays_dense(model, self._eligible)
@@ -128,6 +128,7 @@ class Pruner:
         self._store = MaskStore(self._weights, optimizer, self._ranks, self._shards, in_empty_state=way.reads_masks)
         self._bits, self._holders = self._store.bits, self._store.holders
         self._masking = way(self._store, self._progress, self._movement)
+        self._guard = ReloadGuard(model, self._masking, reloaded)
         self.rate = rate if rate and rate.power else None
         self._rates = rates_of(optimizer, self._weights) if self.rate else None
         self._masking.start(masks)
@@ -135,13 +136,9 @@ class Pruner:
         if self._rates:
             self._rates.attach()  # before the masking, whose hooks read the rate that the step will use
             self._set_rates()
-        before_step = optimizer.register_step_pre_hook(torch.compiler.disable(self._before_step))
+        self._guard.attach()
         self._masking.attach()
-        ids = {id(p) for p in self._weights.values()}
-        owners = [m for m in model.modules() if any(id(p) in ids for p in m.parameters(recurse=False))]
         self._handles = [
-            before_step,
-            *(owner.register_load_state_dict_post_hook(LoadHook(self._note_loading)) for owner in owners),
             optimizer.register_step_post_hook(torch.compiler.disable(self._after_step)),
             optimizer.register_load_state_dict_post_hook(self._read_state),
             optimizer.register_state_dict_pre_hook(self._store.before_save),
@@ -269,6 +266,7 @@ class Pruner:
         """Take the hooks off; the weights keep their zeros until the optimizer moves them."""
         for handle in self._handles:
             handle.remove()
+        self._guard.detach()
         self._masking.detach()
         if self._rates:
             self._rates.detach()
@@ -310,7 +308,7 @@ class Pruner:
         check_state(self._weights, self.optimizer)
         self._progress.step, self._progress.is_due = int(state["step"]), bool(state["due"])
         self._masking.apply_({name: self._store.full(name) for name in self._bits} | masks)
-        self._is_reloaded = False
+        self._guard.is_pending = False
         self._store.count()
         self._set_rates()
         self._progress.is_due = self._progress.is_due or self._falls_short()
@@ -321,7 +319,7 @@ class Pruner:
     def _read_state(self, *_: object) -> None:
         """Take over the masks of an optimizer's state that was loaded."""
         self._store.read_state()
-        self._is_reloaded = True
+        self._guard.is_pending = True
         self._set_rates()
 
     def _set_rates(self) -> None:
@@ -329,35 +327,10 @@ class Pruner:
         if self.rate and self._rates:
             self._rates.set({name: self.rate(density) for name, density in self._store.densities.items()})
 
-    def _note_loading(self) -> None:
-        """Leave it to the next step to look at loaded weights: masks that fit them may be loaded after them."""
-        self._is_reloaded = True
-
-    @torch.no_grad()
-    def _before_step(self, *_: object) -> None:
-        if self._is_reloaded and not _is_capturing() and not is_initialising(self.optimizer):
-            check_parameters(self.model, self._weights)
-            together(self._holders if self.reloaded == "raise" else None, self._has_only_zeros)
-            self._masking.apply_(self._bits)
-            self._is_reloaded = False
-
-    def _has_only_zeros(self) -> bool:
-        """Whether the weights on this rank are zero where the masks prune; if not, it warns once, or raises."""
-        if not (found := self._store.num_not_zeroed()):
-            return True
-        what = f"{sum(found.values())} weights that the masks prune are not zero, first in {next(iter(found))}"
-        if self.reloaded == "raise":
-            raise ValueError(f"{what}; load the pruner's state after the weights, by pruner.load_state_dict")
-        if not self._has_warned:
-            advice = "after weights load the pruner's state too, or pass reloaded='raise'"
-            warnings.warn(f"{what}; they are zeroed again: {advice}", stacklevel=2)
-        self._has_warned = True
-        return False
-
     def _after_step(self, *_: object) -> None:
         if is_skipped(self.optimizer) or is_initialising(self.optimizer):
             return
-        if _is_capturing():
+        if is_capturing():
             self._masking.check_captured(masks_change=self.schedule is not None)
             return  # a captured step is recorded, not run
         self.step += 1
@@ -373,15 +346,15 @@ class Pruner:
         self._store.write_state()
         if self.schedule and self.schedule.is_event(self.step, self.every):
             self._progress.is_due = True
+        waits = self._masking.is_holding and not self._reads.isdisjoint(MOMENTS)  # SPAM reset them too recently
         try:
-            if self._progress.is_due and not self._waits_for_moments():
+            if self._progress.is_due and not waits:
                 self.update()
         finally:
             self._collect_inputs()
 
     def _without_gradient(self) -> list[Weight]:
-        reads = {*self.score.reads, *(self.regrow.reads if self.regrow else ())}
-        return without_gradient(self._eligible.weights, self.optimizer, reads)
+        return without_gradient(self._eligible.weights, self.optimizer, self._reads)
 
     def _leave_dense(self) -> None:
         """Prune no weight that no gradient has reached, on any rank."""
@@ -405,8 +378,7 @@ class Pruner:
     def _scores(self, input_norms: Mapping[str, Tensor]) -> list[Lazy]:
         """Lazy scores of all weights at this step."""
         check_state(self._weights, self.optimizer)
-        if self.reloaded == "raise" or self._store.num_not_zeroed(bits.CHUNK):  # a look that costs little
-            self._has_only_zeros()
+        self._guard.check_event()
         collected = {"movement": self._movement.sums if self._movement else {}, "input_norm": input_norms}
         how = {"dtype": self.score_dtype, "more": collected, "shards": self._shards}
         return sources(self._eligible.weights, self.optimizer, self.score, self.score_options, **how)
@@ -419,11 +391,6 @@ class Pruner:
         scores = sources(weights, self.optimizer, row, {}, more={}, shards=self._shards)
         return self.select.prunes_more(scores, self.schedule(self.step), self._bits, self._store.num_kept)
 
-    def _waits_for_moments(self) -> bool:
-        """Whether SPAM reset the moments too recently for what reads them."""
-        reads = {*self.score.reads, *(self.regrow.reads if self.regrow else ())}
-        return self._masking.is_holding and not reads.isdisjoint(MOMENTS)
-
     def _collect_inputs(self) -> None:
         """Listen to the modules' inputs during the step that an event follows."""
         if self._inputs and self.schedule:
@@ -433,7 +400,3 @@ class Pruner:
 def _listed(weights: Sequence[Weight], most: int = 4) -> str:
     names = ", ".join(weight.name for weight in weights[:most])
     return names + (f" and {len(weights) - most} more" if len(weights) > most else "")
-
-
-def _is_capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -10,7 +10,7 @@ from torch import nn
 from toys import Conv1D, Net
 
 from prunus import Constant, Pruner, prune
-from prunus.eligible import eligible, plain_name
+from prunus.eligible import eligible, is_linear, plain_name
 
 
 class Language(nn.Module):
@@ -309,3 +309,73 @@ def test_a_model_that_cannot_say_where_its_embeddings_are_has_none(error):
             raise error("it has no embeddings")
 
     assert [weight.name for weight in eligible(Model(torch.nn.Linear(4, 4))).weights] == ["0.weight"]
+
+
+class OwnWords(nn.Linear):
+    def forward(self, x):
+        return x @ self.weight.T if self.bias is None else x @ self.weight.T + self.bias
+
+
+class Inherits(OwnWords):
+    pass
+
+
+class Clamps(nn.Linear):
+    def forward(self, x):
+        return super().forward(x.clamp(-100, 100))
+
+
+class DropsWhenTraining(nn.Linear):
+    def forward(self, x):
+        return super().forward(nn.functional.dropout(x, 0.5, self.training))
+
+
+class Pairs(nn.Linear):
+    def forward(self, x):
+        return super().forward(x), x
+
+
+class Rounds(nn.Linear):
+    def forward(self, x):
+        return super().forward(x.bfloat16().to(x.dtype))
+
+
+class Adapts(nn.Linear):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.more = nn.Parameter(torch.zeros(sizes[0]))  # trained, it will matter
+
+    def forward(self, x):
+        return super().forward(x + self.more)
+
+
+def instance_forward():
+    layer = nn.Linear(6, 4)
+    layer.forward = lambda x: 2 * x
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda: nn.Linear(6, 4), True),
+        (lambda: OwnWords(6, 4), True),
+        (lambda: OwnWords(6, 4, bias=False), True),
+        (lambda: Inherits(6, 4, dtype=torch.bfloat16), True),
+        (lambda: OwnWords(6, 4, device="meta"), True),
+        (lambda: Clamps(6, 4), False),
+        (lambda: DropsWhenTraining(6, 4), False),
+        (lambda: Pairs(6, 4), False),
+        (lambda: Rounds(6, 4), False),
+        (lambda: Adapts(6, 4), False),
+        (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(6, 4)), False),
+        (instance_forward, False),
+        (lambda: nn.Conv1d(6, 4, 1), False),
+    ],
+)
+def test_a_layer_is_linear_if_it_computes_what_nn_linear_does(make, expected):
+    layer = make()
+    before = layer.state_dict(), layer.training, dict(vars(layer))
+    assert is_linear(layer) is expected
+    assert dict(vars(layer)) == before[2] and layer.training == before[1]
+    assert all(value.is_meta or torch.equal(value, before[0][name]) for name, value in layer.state_dict().items())

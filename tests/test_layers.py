@@ -30,12 +30,13 @@ CORE = {
     "masking": {"ops", "ranks", "masks", "optim", "statistics"},
     "regrow": {"ops", "eligible", "ranks", "schedule", "score", "select", "statistics", "threshold"},
     "validation": {"eligible", "ranks", "rate", "regrow", "schedule", "select", "statistics"},
+    "reloaded": {"ops", "masking", "validation"},
     "files": {"ops", "masks"},
 }
 BELOW = set(CORE)
 CORE |= {
     "pruner": BELOW - {"files"},
-    "oneshot": BELOW - {"rate", "regrow", "validation", "masking"},
+    "oneshot": BELOW - {"rate", "regrow", "validation", "masking", "reloaded"},
     "sparse": {"ops", "eligible", "files", "export"},
     "export": {"ops", "eligible", "files", "plot"},
     "integrations": {"pruner", "masking", "validation"},

@@ -19,11 +19,15 @@ def is_stacked(weight: Weight) -> bool:
 
 
 class ExpertInputs(TorchFunctionMode):
-    """Collects what multiplies each slice of a stacked weight while it is open: (expert, input), in order."""
+    """Collects what multiplies each slice of a stacked weight while it is open: (expert, input), in order.
 
-    def __init__(self, parameter: nn.Parameter) -> None:
+    All experts may compute at once, as Llama 4's, each with all tokens: those that go elsewhere are zero. There
+    ``mask`` says which tokens count; where experts compute one by one, ``routed`` has zeroed the others.
+    """
+
+    def __init__(self, parameter: nn.Parameter, mask: Tensor | None = None) -> None:
         super().__init__()
-        self.parameter = parameter
+        self.parameter, self.mask = parameter, mask
         self.found: list[tuple[int, Tensor]] = []
 
     def __torch_function__(
@@ -35,6 +39,11 @@ class ExpertInputs(TorchFunctionMode):
             if same and weight.shape == self.parameter.shape[1:]:
                 first = weight.storage_offset() - self.parameter.storage_offset()
                 self.found.append((first // self.parameter.stride(0), x.detach().clone()))
+            elif same and weight.shape == self.parameter.shape and x.ndim == 3:  # (expert, token, in)
+                counts = 1
+                if self.mask is not None and self.mask.numel() == x.shape[1]:
+                    counts = self.mask.reshape(-1, 1).to(x.dtype)
+                self.found += [(i, rows * counts) for i, rows in enumerate(x.detach())]
         return func(*args, **(kwargs or {}))
 
 

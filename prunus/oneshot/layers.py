@@ -6,16 +6,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..eligible import Weight, is_conv1d
+from ..eligible import Weight, is_conv1d, is_linear
 
 FORWARDS = (nn.Linear.forward, nn.Conv1d.forward, nn.Conv2d.forward)
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether the module runs the plain forward of a linear layer or a convolution over one or two dimensions."""
+    """Whether the module computes what a linear layer does, or a convolution over one or two dimensions."""
     if "forward" in vars(module):
         return False
-    return type(module).forward in FORWARDS or is_conv1d(module)
+    return type(module).forward in FORWARDS or is_conv1d(module) or is_linear(module)
 
 
 def weight_of(module: nn.Module) -> Tensor:

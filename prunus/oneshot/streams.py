@@ -212,9 +212,9 @@ class Streams:
     def _expert_reads(self, kind: Kind, group: InputGroup, chunk: Chunk, routes: list[tuple[Any, ...]]) -> list[Read]:
         """What each of some stacked experts reads; the dense stream's tokens go where the pruned stream's went."""
         (name,) = group.names
-        module, seen = self.modules[name][0], ExpertInputs(self.stacked[name])
+        module, mask = self.modules[name][0], mask_of(self.walk.batch(chunk))
+        seen = ExpertInputs(self.stacked[name], mask)
         last = self._last_block(group) or (module if group.num_calls == 1 else None)
-        mask = mask_of(self.walk.batch(chunk))
         with one_by_one(module), routed(module, routes, kind == "dense", mask), seen:
             self._run(kind, chunk, last)
         return [(expert, x, (x != 0).any(-1)) for expert, x in seen.found]

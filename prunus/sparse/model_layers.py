@@ -4,9 +4,10 @@ from collections import Counter
 from collections.abc import Sequence
 
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.sparse import SparseSemiStructuredTensor
 
-from ..eligible import check_patterns, is_conv1d, matches
+from ..eligible import check_patterns, is_conv1d, is_linear, matches
 from .gaps import WIDEST
 from .product import DTYPES
 
@@ -19,7 +20,8 @@ def chosen(model: nn.Module, include: str | Sequence[str], exclude: str | Sequen
     return {
         name: module
         for name, module in model.named_modules()
-        if (type(module) is nn.Linear or is_conv1d(module))
+        if (type(module) is nn.Linear or is_linear(module) or is_conv1d(module))
+        and not isinstance(module, NonDynamicallyQuantizableLinear)  # attention reads its weight without calling it
         and num_places[id(module.weight)] == 1
         and not isinstance(module.weight, SparseSemiStructuredTensor)
         and (not include or matches(f"{name}.weight", include))

@@ -122,13 +122,13 @@ def studies(done, tmp_path_factory):
 
 @pytest.mark.parametrize("kind", ["whole", "slim"])
 def test_a_changed_file_is_read_or_refused(kind, studies, tmp_path):
-    hold(studies / kind, tmp_path, range(12))
+    hold(studies / kind, tmp_path, range(8))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["whole", "slim"])
 def test_many_changed_files_are_read_or_refused(kind, studies, tmp_path):
-    hold(studies / kind, tmp_path, range(12, 512))
+    hold(studies / kind, tmp_path, range(8, 512))
 
 
 def test_a_comparison_of_compile_is_read_or_refused(tmp_path):

@@ -64,7 +64,12 @@ def test_a_run_that_diverged_or_read_other_data_counts_nowhere(lost, quality, co
 
 
 def test_names_of_arms_are_no_markup(copy, base, capsys):
-    assert study(base, copy, "--arm", "b [late]: score=bitter7 begin=3", "--arm", "a|b [/x]: score=bitter3") == 0
+    assert (
+        study(
+            base, copy, "--arm", "b [late]: score=bitter7 begin=3", "--arm", "a|b [/x]: score=bitter3", "--seeds", "1"
+        )
+        == 0
+    )
     said = capsys.readouterr().out
     assert "b [late]" in said and "a|b [/x]" in said
     assert "| a\\|b [/x] |" in page([copy])
@@ -83,7 +88,8 @@ def test_budgets_are_told_by_what_they_are_against(copy, base):
 
 
 def test_a_budget_that_all_arms_share_hides_no_best_arm(base, few_weights, tmp_path):
-    assert study(base, tmp_path / "study", *ASKED, "--set", "budget_scale=1.5") == 0
+    options = ("--scores", "bitter7", "--sparsity", "0.5", "--seeds", "2", "--set", "budget_scale=1.5")
+    assert study(base, tmp_path / "study", *options) == 0
     assert "| [study](#study) | 50.0% |" in page([tmp_path / "study"])
 
 

@@ -20,10 +20,14 @@ MODELS = {
     "gpt-neox, parallel": text("GPTNeoXConfig", "GPTNeoXForCausalLM", use_parallel_residual=True, **TEXT, **LONG),
     "opt": text("OPTConfig", "OPTForCausalLM", vocab_size=40, hidden_size=16, ffn_dim=24, num_hidden_layers=2,
                 num_attention_heads=2, word_embed_proj_dim=16, max_position_embeddings=32),
+    "falcon": text("FalconConfig", "FalconForCausalLM", vocab_size=40, hidden_size=16, num_hidden_layers=2,
+                   num_attention_heads=2),
     "bert": text("BertConfig", "BertForMaskedLM", **TEXT, **LONG),
     "albert, shared blocks": text("AlbertConfig", "AlbertForMaskedLM", embedding_size=8, **TEXT, **LONG),
     "t5": text("T5Config", "T5EncoderModel", vocab_size=40, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2),
     "mixtral": text("MixtralConfig", "MixtralForCausalLM", num_key_value_heads=1, num_local_experts=3, **TEXT, **LONG),
+    "llama4": text("Llama4TextConfig", "Llama4ForCausalLM", num_key_value_heads=1, num_local_experts=3, head_dim=8,
+                   intermediate_size_mlp=24, **TEXT, **LONG),
     "vit": text("ViTConfig", "ViTForImageClassification", image_size=8, patch_size=4, num_channels=2,
                 **{key: value for key, value in TEXT.items() if key != "vocab_size"}),
     "resnet": text("ResNetConfig", "ResNetForImageClassification", num_channels=2, embedding_size=4,
@@ -84,3 +88,16 @@ def test_experts_with_few_tokens_are_pruned_by_score_and_named_and_padding_chang
     assert any(reason and "of 3 experts got too few tokens" in reason for reason in reasons.values())
     assert all(layer.num_pruned == layer.num_weights // 2 for layer in result.layers)
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+
+
+def test_padding_is_no_token_of_experts_that_compute_all_at_once():
+    torch.manual_seed(0)
+    tokens, found = torch.randint(0, 40, (24, 12)), []
+    mask = torch.arange(12).expand(24, 12) < torch.randint(4, 13, (24, 1))
+    for filled in (0, 7):
+        torch.manual_seed(0)
+        model = MODELS["llama4"]().eval()
+        batch = {"input_ids": torch.where(mask, tokens, filled), "attention_mask": mask.long()}
+        prune(model, [batch], 0.5)
+        found.append(model.state_dict())
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items() if "experts" in name)

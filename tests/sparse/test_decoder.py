@@ -187,7 +187,7 @@ def test_compiled_the_text_is_the_same_and_one_graph_serves_all_blocks(name, num
 
 @pytest.mark.parametrize("form", ["gaps", "tiles"])
 def test_compiled_sparse_blocks_share_a_graph_whatever_the_number_of_their_zeros(form, num_compiled):
-    model, ids = tiny(num_hidden_layers=4, hidden_size=128, intermediate_size=256), prompts(2)
+    model, ids, num = tiny(num_hidden_layers=3, hidden_size=128, intermediate_size=256), prompts(2), 6
     if form == "tiles":
         model.to(torch.float16)
     for i, block in enumerate(model.model.layers):
@@ -195,16 +195,16 @@ def test_compiled_sparse_blocks_share_a_graph_whatever_the_number_of_their_zeros
             if type(layer) is nn.Linear:
                 layer.weight.data[torch.rand_like(layer.weight) < 0.6 + 0.1 * i] = 0
     if form == "gaps":
-        dense = expected(model, ids)
-        assert len(sparsify_(model, least=0.5)) == 28
+        dense = expected(model, ids, num)
+        assert len(sparsify_(model, least=0.5)) == 21
     else:
         for name, layer in list(model.model.layers.named_modules()):
             if type(layer) is nn.Linear:
                 replace_(model, f"model.layers.{name}", tiles_of_dense(layer.weight))
         assert len({layer.form.stage for layer in model.modules() if isinstance(layer, SparseLinear)}) > 1
-        dense = Decoder(model).generate(ids, max_new_tokens=20)
+        dense = Decoder(model).generate(ids, max_new_tokens=num)
 
-    assert torch.equal(Decoder(model, compile=True).generate(ids, max_new_tokens=20), dense)
+    assert torch.equal(Decoder(model, compile=True).generate(ids, max_new_tokens=num), dense)
     assert num_compiled() == 1
 
 

@@ -239,6 +239,30 @@ def test_dense_layers_come_back():
     assert unsparsify_(model) == []
 
 
+class OwnWords(nn.Linear):
+    """As Falcon's."""
+
+    def forward(self, x):
+        return x @ self.weight.T + self.bias
+
+
+def test_a_linear_layer_in_other_words_is_replaced_and_comes_back_itself():
+    model, x = Model().eval(), torch.arange(50).view(5, 10)
+    model.sparse = own = OwnWords(16, 16).eval()
+    own.weight.data[torch.rand_like(own.weight) < 0.7] = 0
+    before, expected = own.weight.detach().clone(), model(x)
+    assert sparsify_(model, least=0.5) == ["sparse", "transposed"]
+    assert torch.allclose(model(x), expected, atol=1e-5)
+    unsparsify_(model)
+    assert model.sparse is own and torch.equal(own.weight, before) and torch.equal(model(x), expected)
+
+
+def test_a_layer_whose_weight_attention_reads_without_calling_it_stays():
+    attention = nn.MultiheadAttention(16, 2).eval()
+    attention.out_proj.weight.data[:8] = 0
+    assert sparsify_(attention, least=0.3) == []
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_it_is_one_graph_that_holds_for_any_number_of_vectors(backend):
     counts, (model, dense) = [], attention()
