@@ -203,6 +203,16 @@ How much better than plain `repair` each other choice is, in percent of perplexi
 mean over equal draws; negative is worse. Marked where all of several draws agree and the mean is at least \
 {slight}: **better**, *worse*.
 """
+TRIED = """Batch norms keep the running statistics of training, changed as pruning changed those of the calibration \
+samples: means by the difference, variances by the ratio. Putting the samples' own statistics in their place, as \
+records before 2026-11-17 do, cost ResNet-20 more than pruning did. The dense model loses nearly as much by it: its \
+training shifts images over black borders, and with samples shifted alike it loses next to nothing. What else was \
+tried on ResNet-20 and judged on training images that calibrate nothing: as many of each layer as a global selection \
+by magnitude is worse than equal shares, those of the Fisher score are slightly better; learning the dense \
+distribution at rates from the default upwards fits the samples and moves away from the dense model on other images, \
+with images flipped and shifted or without; the outputs of all blocks as further targets, with flipped and shifted \
+images, gain too little for their time.
+"""
 SPEED_TEXT = """## How fast
 
 Capture, solving and refinement of a whole model, and tuning where named, by `python -m benchmarks repair`. The model \
@@ -355,7 +365,7 @@ def _choices(models: Sequence[Figures]) -> str:
         return ""
     headings = ["choice", *(f"{model.name}, {level_name(level)}" for model, level in columns)]
     counted = "\n".join(["Counted over models and levels:\n", *sums])
-    return f"{CHOICES_TEXT.format(slight=SLIGHT)}\n{markdown_table(headings, lines)}\n\n{counted}\n"
+    return f"{CHOICES_TEXT.format(slight=SLIGHT)}\n{markdown_table(headings, lines)}\n\n{counted}\n\n{TRIED}"
 
 
 def _gain(gains: Sequence[float]) -> str:
