@@ -255,12 +255,12 @@ def renew_batch_norms(walk: Walk, size: int, originals: Originals) -> None:
         before = _statistics(walk, size, norms)
     after = _statistics(walk, size, norms)
     for norm, (old_mean, old_var), (mean, var) in zip(norms, before, after, strict=True):
-        assert norm.running_mean is not None and norm.running_var is not None
-        for buffer in (norm.running_mean, norm.running_var):
+        running_mean, running_var = norm.get_buffer("running_mean"), norm.get_buffer("running_var")
+        for buffer in (running_mean, running_var):
             originals.save_all(buffer)
             walk.renewed.add(buffer)
-        norm.running_mean += mean - old_mean
-        norm.running_var *= (var + norm.eps) / (old_var + norm.eps)
+        running_mean += mean - old_mean
+        running_var *= (var + norm.eps) / (old_var + norm.eps)
 
 
 def _statistics(walk: Walk, size: int, norms: Sequence[nn.modules.batchnorm._BatchNorm]) -> list[tuple[Tensor, Tensor]]:
@@ -272,7 +272,7 @@ def _statistics(walk: Walk, size: int, norms: Sequence[nn.modules.batchnorm._Bat
         norm.train()
     try:
         walk.visit(size, lambda chunk: outputs(walk.model, walk.batch(chunk)))
-        return [(norm.running_mean.clone(), norm.running_var.clone()) for norm in norms]
+        return [(norm.get_buffer("running_mean").clone(), norm.get_buffer("running_var").clone()) for norm in norms]
     finally:
         for norm, (momentum, buffers) in zip(norms, before, strict=True):
             norm.momentum = momentum

@@ -454,7 +454,7 @@ def test_outputs_that_are_no_logits_are_tuned_to_be_equal_and_classes_to_be_alik
         case = make()
         model, batches = case if isinstance(case, tuple) else (case.model, case.batches)
         before = snapshot(model)
-        result = prune(model, batches, 0.5, repair=Repair(tune=Distill(whole_epochs=2, whole_rate=1e-3)))
+        result = prune(model, batches, 0.9, repair=Repair(tune=Distill(whole_epochs=2, whole_rate=1e-3)))
         assert result.tuned_whole.helped and result.num_pruned == sum(zeros(model, result.masks).values())
         result.undo_()
         assert_same(before, snapshot(model))
