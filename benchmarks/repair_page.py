@@ -203,6 +203,17 @@ How much better than plain `repair` each other choice is, in percent of perplexi
 mean over equal draws; negative is worse. Marked where all of several draws agree and the mean is at least \
 {slight}: **better**, *worse*.
 """
+TRIED = """Batch norms keep the running statistics of training, changed as pruning changed those of the calibration \
+samples: means by the difference, variances by the ratio. Putting the samples' own statistics in their place, as \
+records before 2026-11-17 do, cost ResNet-20 more than pruning did. The dense model loses nearly as much by it: its \
+training shifts images over black borders, and with samples shifted alike it loses next to nothing. What else was \
+tried on ResNet-20, one draw each, judged by the KL divergence from the dense model on training images that calibrate \
+nothing: as many of each layer as a global selection by magnitude is worse than equal shares, as many as by the Fisher \
+score is slightly better. Learning the dense distribution alone fits the samples and moves away from the dense model \
+on other images, at the default rate and more so at a higher one, where flipped and shifted images make it less bad. \
+With the outputs of all blocks as further targets and such images it comes slightly nearer to the dense model, for \
+several times the time of the repair.
+"""
 SPEED_TEXT = """## How fast
 
 Capture, solving and refinement of a whole model, and tuning where named, by `python -m benchmarks repair`. The model \
@@ -355,7 +366,7 @@ def _choices(models: Sequence[Figures]) -> str:
         return ""
     headings = ["choice", *(f"{model.name}, {level_name(level)}" for model, level in columns)]
     counted = "\n".join(["Counted over models and levels:\n", *sums])
-    return f"{CHOICES_TEXT.format(slight=SLIGHT)}\n{markdown_table(headings, lines)}\n\n{counted}\n"
+    return f"{CHOICES_TEXT.format(slight=SLIGHT)}\n{markdown_table(headings, lines)}\n\n{counted}\n\n{TRIED}"
 
 
 def _gain(gains: Sequence[float]) -> str:

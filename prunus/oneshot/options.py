@@ -45,9 +45,9 @@ class Repair:
     that the pruned model gives them (``"own"``). ``damping`` holds weights near their dense values, the more the
     larger it is; None takes what suits the number of tokens. At most ``iterations`` of ADMM find which weights stay, at
     most ``refine`` steps of conjugate gradients their values. With ``tune``, True or ``Distill(...)``, each block then
-    learns the outputs of the dense one, and the whole model those of the dense model. ``batch_norm`` renews the running
-    statistics of batch norms on the samples at the end. ``tf32`` lets the products of ADMM use TF32 on CUDA;
-    factorisation, refinement and errors never do.
+    learns the outputs of the dense one, and the whole model those of the dense model. ``batch_norm`` changes the
+    running statistics of batch norms at the end as those of the samples changed. ``tf32`` lets the products of ADMM use
+    TF32 on CUDA; factorisation, refinement and errors never do.
     """
 
     targets: Literal["dense", "own"] = "dense"

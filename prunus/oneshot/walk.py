@@ -239,7 +239,11 @@ class Originals:
 
 @torch.no_grad()
 def renew_batch_norms(walk: Walk, size: int, originals: Originals) -> None:
-    """Running statistics of batch norms become means over the samples, as the model is now."""
+    """Running statistics of batch norms change as those of the samples did: means by a difference, variances by ratio.
+
+    The samples' own statistics would not do: training augments its images and samples are few, so that even the dense
+    model would lose by them. Where no weight has changed, nothing changes.
+    """
     norms = [
         module
         for module in walk.model.modules()
@@ -247,17 +251,30 @@ def renew_batch_norms(walk: Walk, size: int, originals: Originals) -> None:
     ]
     if not norms or len(walk.samples) < 2:
         return
-    momenta = [norm.momentum for norm in norms]
-    for norm in norms:
-        for buffer in norm.buffers():
+    with swapped({tensor: values.to(tensor.device) for tensor, values in originals.whole.items()}):
+        before = _statistics(walk, size, norms)
+    after = _statistics(walk, size, norms)
+    for norm, (old_mean, old_var), (mean, var) in zip(norms, before, after, strict=True):
+        running_mean, running_var = norm.get_buffer("running_mean"), norm.get_buffer("running_var")
+        for buffer in (running_mean, running_var):
             originals.save_all(buffer)
             walk.renewed.add(buffer)
+        running_mean += mean - old_mean
+        running_var *= (var + norm.eps) / (old_var + norm.eps)
+
+
+def _statistics(walk: Walk, size: int, norms: Sequence[nn.modules.batchnorm._BatchNorm]) -> list[tuple[Tensor, Tensor]]:
+    """Mean and variance of what each norm reads, over all samples; its running statistics are as before."""
+    before = [(norm.momentum, [buffer.clone() for buffer in norm.buffers()]) for norm in norms]
+    for norm in norms:
         norm.reset_running_stats()
         norm.momentum = None  # the mean over all batches
         norm.train()
     try:
         walk.visit(size, lambda chunk: outputs(walk.model, walk.batch(chunk)))
+        return [(norm.get_buffer("running_mean").clone(), norm.get_buffer("running_var").clone()) for norm in norms]
     finally:
-        for norm, momentum in zip(norms, momenta, strict=True):
+        for norm, (momentum, buffers) in zip(norms, before, strict=True):
             norm.momentum = momentum
             norm.eval()
+            torch._foreach_copy_(list(norm.buffers()), buffers)

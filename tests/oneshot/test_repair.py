@@ -191,15 +191,35 @@ def test_the_model_keeps_its_mode_and_comes_back_as_it_was(make):
     assert_same(before, snapshot(case.model))
 
 
-def test_statistics_of_batch_norms_are_renewed_and_restored():
+def norms_of(model):
+    return [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
+
+
+def test_statistics_of_batch_norms_follow_those_of_the_samples_and_are_restored():
     case = cnn(torch.float32)
+    images, first = torch.cat([x for x, _ in case.batches]), case.model.blocks[0].norm
+    (seen,) = inputs_of(case.model.eval(), first, [images])
+    shift, factor = torch.randn_like(first.running_mean), torch.rand_like(first.running_var) + 0.5
+    with torch.no_grad():  # statistics of other data than the samples
+        first.running_mean.copy_(seen.mean((0, 2, 3)) + shift)
+        first.running_var.copy_(seen.var((0, 2, 3)) * factor)
     before = snapshot(case.model)
     result = prune(case.model, case.batches, 0.5)
-    after = [module.running_mean for module in case.model.modules() if isinstance(module, nn.BatchNorm2d)]
-    seen = inputs_of(case.model.eval(), case.model.blocks[0].norm, [torch.cat([x for x, _ in case.batches])])
-    torch.testing.assert_close(after[0], seen[0].mean((0, 2, 3)), rtol=0.2, atol=0.1)
-    case.model.train()
+    (now,) = inputs_of(case.model.eval(), first, [images])
+    torch.testing.assert_close(first.running_mean, now.mean((0, 2, 3)) + shift, rtol=0.05, atol=0.02)
+    torch.testing.assert_close(first.running_var, now.var((0, 2, 3)) * factor, rtol=0.1, atol=0.02)
+    assert not torch.allclose(now.mean((0, 2, 3)), seen.mean((0, 2, 3)), rtol=0.05, atol=0.02)
     result.undo_()
+    assert_same(before, snapshot(case.model))
+
+
+def test_statistics_of_batch_norms_stay_where_nothing_is_pruned():
+    case = cnn(torch.float32)
+    for norm in norms_of(case.model):
+        norm.running_mean.normal_()
+        norm.running_var.uniform_(0.5, 2)
+    before = snapshot(case.model)
+    prune(case.model, case.batches, 0.0)
     assert_same(before, snapshot(case.model))
 
 
@@ -434,7 +454,7 @@ def test_outputs_that_are_no_logits_are_tuned_to_be_equal_and_classes_to_be_alik
         case = make()
         model, batches = case if isinstance(case, tuple) else (case.model, case.batches)
         before = snapshot(model)
-        result = prune(model, batches, 0.5, repair=Repair(tune=Distill(whole_epochs=2, whole_rate=1e-3)))
+        result = prune(model, batches, 0.9, repair=Repair(tune=Distill(whole_epochs=2, whole_rate=1e-3)))
         assert result.tuned_whole.helped and result.num_pruned == sum(zeros(model, result.masks).values())
         result.undo_()
         assert_same(before, snapshot(model))
