@@ -334,6 +334,7 @@ def test_a_model_without_data_of_its_own_is_told_what_it_needs(folder, capsys):
     assert "holds token 41" in refused(capsys, "eval", folder / "model", "--validation", folder / "other.u16")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_our_own_is_pruned_and_evaluated(tmp_path, capsys):
     text = tmp_path / "data.txt"
     text.write_bytes(bytes(range(32, 127)) * 40)

@@ -35,7 +35,10 @@ def save_batches(path, batch, times=3):
     return path
 
 
-@pytest.mark.parametrize("name", METRICS)
+LIKE_T5 = ("bart", "marian", "whisper")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in LIKE_T5 else n for n in METRICS])
 def test_a_folder_is_pruned_and_written_as_what_it_was(name, tmp_path, capsys):
     model, batch = build(name), inputs(name)
     model.save_pretrained(tmp_path / "model")
