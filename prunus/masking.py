@@ -253,11 +253,6 @@ def is_initialising(optimizer: Optimizer) -> bool:
     return not any(bool(local(grad).any()) for grad in grads if grad is not None)
 
 
-def is_capturing() -> bool:
-    """Whether this step is recorded into a CUDA graph, not run."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-
-
 def _states(parameter: nn.Parameter, optimizer: Optimizer) -> dict[str, Tensor]:
     """Optimizer state of the parameter's shape."""
     state = optimizer.state.get(parameter, {})

@@ -14,9 +14,10 @@ from torch.optim import Optimizer
 
 from .eligible import Weight, eligible, warn_if_much_stays_dense
 from .input_statistics import InputNorms
-from .masking import Progress, check_state, is_capturing, is_initialising, masking_of, unwrapped
+from .masking import Progress, check_state, is_initialising, masking_of, unwrapped
 from .masks import Masks, MaskStore, check_copies, digest, load_masks, unpack_like, unpack_saved_masks
 from .ops.lazy import Lazy
+from .ops.machine import is_capturing
 from .ops.shard import together
 from .ranks import gather, is_dtensor, local, local_block, ranks_of, shard_of, shards_of
 from .rate import Rate, rates_of

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from .eligible import eligible
+from .ops.machine import is_capturing
 from .optim import AdamWPrune
 from .ranks import local
 
@@ -123,7 +124,7 @@ class GroupRates:
             handle.remove()
 
     def _scale(self, *_: object) -> None:
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if is_capturing():
             raise ValueError(
                 "a graph of this step would keep the rates of today's densities; use AdamWPrune with rate="
             )

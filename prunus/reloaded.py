@@ -9,8 +9,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from .masking import Masking, is_capturing, is_initialising
+from .masking import Masking, is_initialising
 from .ops import bits
+from .ops.machine import is_capturing
 from .ops.shard import together
 from .validation import check_parameters
 

@@ -26,7 +26,7 @@ CORE = {
     "input_statistics": {"eligible", "ranks"},
     "masks": {"ops", "ranks"},
     "optim": {"ops", "ranks", "masks"},
-    "rate": {"eligible", "ranks", "optim"},
+    "rate": {"ops", "eligible", "ranks", "optim"},
     "masking": {"ops", "ranks", "masks", "optim", "statistics"},
     "regrow": {"ops", "eligible", "ranks", "schedule", "score", "select", "statistics", "threshold"},
     "validation": {"eligible", "ranks", "rate", "regrow", "schedule", "select", "statistics"},

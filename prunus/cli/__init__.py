@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 COMMANDS = {
-    "demo": "train a small GPT dense and pruned to 90 %, and compare: 3 minutes on two cores",
+    "demo": "train a small GPT dense and pruned to a half, and compare: 3 minutes on two cores",
     "train": "train a network, pruning it on the way",
     "prune": "prune a trained model, and repair the weights that stay",
     "study": "compare scores fairly, over several sparsities and seeds",

@@ -50,3 +50,10 @@ def in_threads(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Re
         return [work(item) for item in items]
     with ThreadPoolExecutor(num_threads) as pool:
         return list(pool.map(work, items))
+
+
+def is_capturing() -> bool:
+    """Whether this step is recorded into a CUDA graph, not run."""
+    import torch
+
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

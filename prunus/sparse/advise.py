@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..files.reader import open_tensors
 from ..ops.machine import device_of
 from .choose import SPARSE_FROM, choose
-from .decoder import dense_step_seconds
+from .decoder_time import dense_step_seconds
 from .model_layers import chosen, linear_weight, why_not
 from .product import check_device
 from .times import WeightKind, kind_of, machine_name, winner

@@ -6,7 +6,7 @@ from torch import nn
 
 from prunus import save_sparse
 from prunus.cli import main
-from prunus.sparse import decoder, sparsify_, times
+from prunus.sparse import decoder_time, sparsify_, times
 from prunus.sparse.advise import Advice, LayerTimes, Load, advise
 from prunus.sparse.times import cache_file, microseconds, num_copies, winner
 
@@ -186,14 +186,16 @@ def test_a_step_of_a_model_is_timed_with_two_blocks_and_none_where_it_cannot_run
             parameter.data[torch.rand_like(parameter) < 0.8] = 0
     model.save_pretrained(tmp_path)
     seen = []
-    monkeypatch.setattr(decoder, "_seconds_a_token", lambda each, batch: seen.append(each.model) or 1.0 + len(seen))
+    monkeypatch.setattr(
+        decoder_time, "_seconds_a_token", lambda each, batch: seen.append(each.model) or 1.0 + len(seen)
+    )
     cpu, kind = torch.device("cpu"), torch.float32
 
-    assert decoder.dense_step_seconds(tmp_path, kind, cpu, 1) == 2.0 + 8 * 1.0
+    assert decoder_time.dense_step_seconds(tmp_path, kind, cpu, 1) == 2.0 + 8 * 1.0
     assert [len(each.model.layers) for each in seen] == [1, 2]
     assert len(model.model.layers) == model.config.num_hidden_layers == 9
-    assert decoder.dense_step_seconds(nn.Linear(2, 2), kind, cpu, 1) is None
-    assert decoder.dense_step_seconds(tmp_path / "model.safetensors", kind, cpu, 1) is None
+    assert decoder_time.dense_step_seconds(nn.Linear(2, 2), kind, cpu, 1) is None
+    assert decoder_time.dense_step_seconds(tmp_path / "model.safetensors", kind, cpu, 1) is None
     monkeypatch.setattr(times, "measured", lambda weight, _: {"dense": 10.0, "gaps": 5.0})
     assert advise(model, load=SMALL).step_us == (4.0 + 8 * 1.0) * 1e6
     assert "the decoder: about 1.00 times faster" in str(advise(model, load=SMALL))
