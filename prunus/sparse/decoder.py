@@ -2,7 +2,8 @@
 
 Keys and values are in a static cache, so that a step is the same work at every token. On CUDA the step, the model's own
 forward and the choice of the next token, is captured as a graph once for a batch size and a length of the cache, and
-then replayed: the host launches one graph a token. Elsewhere the step is called in a loop.
+then replayed: the host launches one graph a token. A short prompt of the length of the last one is read by a graph too.
+Elsewhere the step is called in a loop.
 """
 
 import inspect
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .compiled import CompiledBlocks
+from .prompt_graph import PromptGraph
 
 SHORTEST = 256  # tokens of a cache that a graph is made for; longer ones are powers of two
 CHECK_EVERY = 16  # tokens between two looks at whether all sequences have ended, for which the host waits
@@ -194,6 +196,7 @@ class DecoderState:
         self.num_written = 0
         self.graph: Any = None
         self.is_graphed = self.device.type == "cuda"
+        self.prompt = PromptGraph()
 
     def start(self, ids: Tensor, mask: Tensor) -> None:
         """Read the prompt in one call, and write the first token."""
@@ -204,9 +207,9 @@ class DecoderState:
         self.written.fill_(0)
         self.num_written = 1
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
-        options = {"logits_to_keep": 1} if "logits_to_keep" in _parameters(self.model) else {}
+        inputs = ids, positions, mask
         try:
-            logits = self._logits(self.model, ids, positions, mask, is_first_iteration=True, **options)
+            logits = self.prompt(self._read, *inputs) if self.is_graphed else self._read(*inputs)
         except (TypeError, ValueError, IndexError, RuntimeError) as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
@@ -242,6 +245,10 @@ class DecoderState:
     def _step(self) -> None:
         self._write(self._logits(self.forward, self.tokens, self.positions, self.mask))
         self.positions.add_(1)
+
+    def _read(self, ids: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+        options = {"logits_to_keep": 1} if "logits_to_keep" in _parameters(self.model) else {}
+        return self._logits(self.model, ids, positions, mask, is_first_iteration=True, **options)
 
     def _logits(self, forward: Any, ids: Tensor, positions: Tensor, mask: Tensor, **options: Any) -> Tensor:
         """Logits (batch, vocabulary) of the next token."""

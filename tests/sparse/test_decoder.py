@@ -355,3 +355,20 @@ def test_on_a_gpu_two_of_four_writes_what_dense_does():
     assert semi_structured_(model, include=["*proj*"])
     found = Decoder(model).generate(ids, max_new_tokens=12)
     assert torch.equal(found[:, :9], dense[:, :9])  # bfloat16 rounds otherwise there, so that later tokens may differ
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sparsity", [0.0, 0.6])
+def test_on_a_gpu_prompts_of_one_length_are_read_by_a_graph(sparsity):
+    decoder = Decoder(tiny(sparsity=sparsity))
+    if sparsity:
+        assert sparsify_(decoder.model, least=0.5)
+    for seed, length in enumerate([7, 7, 7, 5, 5, 5, 7, 7]):
+        ids = torch.randint(3, 64, (2, length), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+        mask = torch.ones_like(ids)
+        mask[0, : seed % 3] = 0
+        found = decoder.generate(ids, attention_mask=mask, max_new_tokens=12)
+        expected = decoder.model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False)
+        assert torch.equal(found, expected)
+    (state,) = decoder.states.values()
+    assert state.prompt.graph is not None and state.prompt.length == 7
