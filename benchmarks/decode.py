@@ -5,6 +5,7 @@ weights. Every arm of a batch size is run in turns, dense and sparse, so that wh
 """
 
 import statistics
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from copy import deepcopy
@@ -95,24 +96,19 @@ class Decode(Benchmark):
                 sparsify_again(model, batch)
         vocabulary = next(iter(models.values())).config.vocab_size
         ids = torch.randint(vocabulary, (batch, PROMPT), device=next(iter(models.values())).device)
-        lengths = (self.new_tokens, FIRST)  # a static cache keeps the length of the first call, and is compiled for it
-        arms = {f"{z}, {num}": writer(model, way, ids, num) for z, model in models.items() for num in lengths}
-        first = {z: timed(arms[f"{z}, {self.new_tokens}"], ids.device)[0] for z in models}
-        turns = in_turns(arms, self.repeat, ids.device)
-        times = {arm: statistics.median(turn.seconds) for arm, turn in turns.items()}
-        rest = batch * (self.new_tokens - FIRST)  # tokens without the prompt's time
-        speeds = {z: rest / max(1e-9, times[f"{z}, {self.new_tokens}"] - times[f"{z}, {FIRST}"]) for z in models}
+        times = step_times(models, way, ids, self.new_tokens, self.repeat)
         bytes_of = {zeros: model_bytes(model) for zeros, model in models.items()}
-        for zeros, speed in speeds.items():
+        for zeros, (first, prompt, step) in times.items():
             layers = [m for m in models[zeros].modules() if isinstance(m, (SparseLinear, torch.nn.Linear))]
             yield {
                 "way": way,
                 "zeros": zeros,
                 "batch": batch,
-                "tokens_s": speed,
-                "times_faster": speed / speeds["none"],
+                "tokens_s": batch / step,
+                "times_faster": times["none"][2] / step,
                 "goal": GOALS.get((way.removesuffix(", compiled"), zeros), {}).get(batch),
-                "first_s": first[zeros],
+                "first_s": first,
+                "prompt_ms": 1e3 * prompt,
                 "sparse_layers": sum(isinstance(layer, SparseLinear) for layer in layers),
                 "layers": len(layers),
                 "memory": bytes_of[zeros] / bytes_of["none"],
@@ -168,7 +164,45 @@ def decoder_of(model: Any, compile: bool) -> Decoder:
     return Decoder(model, compile=compile)
 
 
-def writer(model: Any, way: str, ids: Tensor, new_tokens: int) -> Callable[[], Tensor]:
+def step_times(
+    models: dict[str, Any], way: str, ids: Tensor, new_tokens: int, repeat: int
+) -> dict[str, tuple[float, float, float]]:
+    """Seconds of each model's first text, of its prompt and of a step, medians over rounds in turns."""
+    clocks = {zeros: Clock() for zeros in models}
+    arms = {zeros: writer(model, way, ids, new_tokens, clocks[zeros]) for zeros, model in models.items()}
+    first = {zeros: timed(write, ids.device)[0] for zeros, write in arms.items()}
+    if way.startswith("decoder"):  # what few tokens take is taken off
+        arms |= {f"{zeros}, few": writer(model, way, ids, FIRST, Clock()) for zeros, model in models.items()}
+    turns = {arm: statistics.median(turn.seconds) for arm, turn in in_turns(arms, repeat, ids.device).items()}
+    times = {}
+    for zeros, clock in clocks.items():
+        rests = clock.rests()[-repeat:]
+        rest = statistics.median(rests) if rests else turns[zeros] - turns[f"{zeros}, few"]
+        step = max(1e-9, rest) / (new_tokens - FIRST)
+        times[zeros] = first[zeros], turns[zeros] - (new_tokens - 1) * step, step
+    return times
+
+
+class Clock:
+    """Reads the time at every token of ``model.generate``, which calls it to ask whether the text ends.
+
+    A text with a new static cache has its graphs recorded anew, which takes as long as many tokens. So the time of the
+    tokens behind the first ones is read within a text, and not from the times of a long and a short one.
+    """
+
+    def __init__(self) -> None:
+        self.rounds: list[list[float]] = []
+
+    def __call__(self, ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        self.rounds[-1].append(time.perf_counter())
+        return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+
+    def rests(self) -> list[float]:
+        """Seconds of each text from its first tokens to its last."""
+        return [times[-1] - times[FIRST - 1] for times in self.rounds]
+
+
+def writer(model: Any, way: str, ids: Tensor, new_tokens: int, clock: Clock) -> Callable[[], Tensor]:
     """A call that writes texts, of the same number of tokens in every arm."""
     if way.startswith("decoder"):
         decoder = decoder_of(model, way == "decoder, compiled")
@@ -176,7 +210,12 @@ def writer(model: Any, way: str, ids: Tensor, new_tokens: int) -> Callable[[], T
     options: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False, "attention_mask": torch.ones_like(ids)}
     if way == "generate, static cache":
         options["cache_implementation"] = "static"
-    return lambda: model.generate(ids, **options)
+
+    def write() -> Tensor:
+        clock.rounds.append([])
+        return model.generate(ids, stopping_criteria=[clock], **options)
+
+    return write
 
 
 def model_bytes(model: Any) -> int:
@@ -204,7 +243,7 @@ whole model over dense, embedding and head included.
 """
 COLUMNS = {"way": "way", "zeros": "zeros", "batch": "batch", "tokens/s": "tokens_s:,.0f"}
 COLUMNS |= {"times faster": "times_faster:.2f", "goal": "goal:.2f", "sparse layers": "sparse_layers"}
-COLUMNS |= {"first call s": "first_s:.1f"}
+COLUMNS |= {"prompt ms": "prompt_ms:.1f", "first call s": "first_s:.1f"}
 COLUMNS |= {"memory": "memory:.2f", "goal ": "memory_goal:.2f"}
 
 

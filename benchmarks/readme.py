@@ -19,6 +19,7 @@ WAYS = {  # columns of the table for after training
     "tuned": "**prunus, tuned**",
 }
 TRAINED = [  # study, model, sparsity, arm; all in the recipe that is the default
+    ("gpt2-124m-rates", "GPT-2 124M", 0.5, "bitter7 rate 1 lr 1e-3"),
     ("gpt2-rates", "GPT, 51 M weights", 0.5, "bitter7 rate 1"),
     ("gpt2-rates", "GPT, 51 M weights", 0.8, "bitter7 rate 1"),
     ("gpt2-tiny-rates", "GPT, 0.8 M weights", 0.5, "bitter7 rate 1"),
@@ -66,10 +67,10 @@ def _in_training(studies: Path) -> str:
         found = json.loads((studies / study / "study_result.json").read_text())
         rows = {(row["arm"], row["sparsity"]): row for row in found["rows"]}
         row = rows[arm, sparsity]
-        dense, magnitude = rows[row["dense"], 0.0], rows[arm.replace("bitter7", "magnitude"), sparsity]
+        dense, magnitude = rows[row["dense"], 0.0], rows.get((arm.replace("bitter7", "magnitude"), sparsity))
         num = len(row["seeds"])
-        cells = [_spread(each, found["metric"], num) for each in (dense, magnitude, row)]
-        name, power = f"{model}: {found['metric']['name']}", arm.partition(" rate ")[2] or "0"
+        cells = [_spread(each, found["metric"], num) if each else "" for each in (dense, magnitude, row)]
+        name, power = f"{model}: {found['metric']['name']}", (arm.partition(" rate ")[2] or "0").split()[0]
         lines.append([name, level_name(f"{100 * sparsity:g}"), power, *cells, str(num)])
     headings = ["", "sparsity", "power", "dense", "magnitude", "**bitter7**", "seeds"]
     return (

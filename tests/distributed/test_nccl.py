@@ -28,7 +28,15 @@ def mesh(tmp_path_factory):
 @pytest.fixture
 def as_one_of_many(monkeypatch):
     """A rank that is alone takes the way of many: every count goes through NCCL."""
-    monkeypatch.setattr(ranks, "_ranks_of_mesh", lambda mesh: ranks.Ranks([mesh.get_group(0)], [mesh.get_group(0)]))
+
+    def of_mesh(tensors, group=None):
+        if not all(map(ranks.is_dtensor, tensors.values())):
+            return ranks.ranks_of(tensors, group)
+        groups = [next(iter(tensors.values())).device_mesh.get_group(0)]
+        return ranks.Ranks(groups, groups)
+
+    for module in ("pruner", "optim"):
+        monkeypatch.setattr(f"prunus.{module}.ranks_of", of_mesh)
 
 
 def mlp():
