@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..oneshot.probe.objective import with_labels
+from ..ops.wide_products import wide_products
 from .evaluate import Quality
 from .model_data import Rows, is_causal, num_rows
 
@@ -43,7 +44,9 @@ def token_quality(model: nn.Module, windows: Tensor) -> Quality:
     model.eval()
     for batch in windows.split(_size(model, windows.shape[1])):
         batch = batch.to(device)
-        for logits, tokens in zip(model(input_ids=batch, use_cache=False).logits, batch, strict=True):
+        with wide_products(device):
+            outputs = model(input_ids=batch, use_cache=False).logits
+        for logits, tokens in zip(outputs, batch, strict=True):
             loss += F.cross_entropy(logits[:-1].float(), tokens[1:], reduction="sum").double().item()
             right += int((logits[:-1].argmax(-1) == tokens[1:]).sum())
     model.train(mode)
@@ -102,7 +105,8 @@ def _passes(model: Any, rows: Rows) -> Iterator[tuple[Rows, Any]]:
         for first in range(0, num_rows(rows), size):
             part = {name: array[first : first + size] for name, array in rows.items()}
             try:
-                output = model(**{name: array.to(device) for name, array in part.items()})
+                with wide_products(device):
+                    output = model(**{name: array.to(device) for name, array in part.items()})
             except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
                 reason = " ".join(str(error).split())[:200]
                 raise ValueError(

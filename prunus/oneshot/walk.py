@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from ..eligible import Weight
 from ..ops import bits
+from ..ops.wide_products import wide_products
 from .blocks import blocks_of
 from .offload import Offload
 from .resources import is_out_of_memory, release
@@ -50,7 +51,8 @@ class Walk:
     @contextmanager
     def open(self) -> Iterator[None]:
         """The model as it is worked on; afterwards all but its weights is as before."""
-        with frozen(self.model, self.renewed), self.offload.open() if self.offload else nullcontext():
+        offloaded = self.offload.open() if self.offload else nullcontext()
+        with frozen(self.model, self.renewed), offloaded, wide_products(self.device):
             yield
 
     def batch(self, chunk: Chunk | Pick, times: int = 1) -> Tree:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..ops.wide_products import wide_products
 from . import tiles
 from .gaps import Gaps, row_blocks, slots_of
 from .tiles import Tiles
@@ -71,7 +72,8 @@ def product(x: Tensor, form: Form, bias: Tensor | None = None) -> Tensor:
             y = torch.stack([torch.mv(matrix, vector) for vector in vectors.reshape(num, width)])
         y = y if bias is None else y + bias
         return (y if x.dtype == torch.float32 else y.to(x.dtype)).view(*x.shape[:-1], num_rows)
-    return nn.functional.linear(x, dense(form).to(x.dtype), bias)
+    with wide_products(x.device):
+        return nn.functional.linear(x, dense(form).to(x.dtype), bias)
 
 
 def _kernel_for(x: Tensor, form: Form, num: int) -> Any | None:
