@@ -23,3 +23,7 @@ def assert_same(before, after, weights_too=True):
         if weights_too or "running" in name or "num_batches" in name:
             assert torch.equal(after[0][name][2], value), name
     assert before[1:] == after[1:]
+
+
+def zeros(model, names):
+    return {name: int((model.get_parameter(name) == 0).sum()) for name in names}

@@ -130,3 +130,24 @@ def stories260k(dtype=torch.float64):
 
 
 CASES = {"mlp": mlp, "cnn": cnn, "llama": partial(llama, num_layers=2)}
+
+
+class Plain(nn.Module):
+    """Convolutions in a list of blocks, with a layer before them and one after."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(2, 6, 3, padding=1)
+        self.blocks = nn.ModuleList([nn.Conv2d(6, 6, 3, padding=1, bias=False), nn.Conv2d(6, 6, (1, 3), stride=2)])
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, x):
+        x = torch.tanh(self.stem(x))
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x.mean((2, 3)))
+
+
+def convolutions():
+    torch.manual_seed(3)
+    return Plain().double(), [torch.randn(n, 2, 8, 7, dtype=torch.float64) for n in (5, 9, 9)]

@@ -2,26 +2,21 @@
 
 import math
 from copy import deepcopy
-from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
 from covering import covering, each_once
 from families import build, inputs
-from probe_checks import assert_same, snapshot
-from probe_models import CASES, cnn, entropy, llama, mlp
+from probe_checks import assert_same, snapshot, zeros
+from probe_models import CASES, cnn, convolutions, entropy, llama, mlp
 from torch import nn
 
-from prunus import Distill, Global, NofM, PerLayer, PerRow, Probe, Repair, prune
+from prunus import Global, NofM, PerLayer, PerRow, Probe, Repair, prune
 from prunus.oneshot.gram import Gram
 from prunus.oneshot.layers import as_matrix, from_matrix, input_rows
 from prunus.oneshot.solver import keep_all_but, solve
 from prunus.score import bitter7
-
-
-def zeros(model, names):
-    return {name: int((model.get_parameter(name) == 0).sum()) for name in names}
 
 
 def inputs_of(model, module, batches):
@@ -63,27 +58,6 @@ def llama_groups(num_layers):
         for where, groups in zip(("self_attn", "mlp"), parts, strict=True)
         for group in groups
     ]
-
-
-class Plain(nn.Module):
-    """Convolutions in a list of blocks, with a layer before them and one after."""
-
-    def __init__(self):
-        super().__init__()
-        self.stem = nn.Conv2d(2, 6, 3, padding=1)
-        self.blocks = nn.ModuleList([nn.Conv2d(6, 6, 3, padding=1, bias=False), nn.Conv2d(6, 6, (1, 3), stride=2)])
-        self.head = nn.Linear(6, 5)
-
-    def forward(self, x):
-        x = torch.tanh(self.stem(x))
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return self.head(x.mean((2, 3)))
-
-
-def convolutions():
-    torch.manual_seed(3)
-    return Plain().double(), [torch.randn(n, 2, 8, 7, dtype=torch.float64) for n in (5, 9, 9)]
 
 
 @cache
@@ -397,118 +371,6 @@ def test_what_a_repair_saved_and_is_damaged_is_done_again_and_said(tmp_path):
     (tmp_path / "state" / "repair.json").write_text("[" * 100_000)
     with pytest.raises(ValueError, match=r"repair\.json"):
         prune(again.model, again.batches, state=tmp_path / "state")
-
-
-TOKENS = torch.randint(0, 31, (24, 12), generator=torch.Generator().manual_seed(0))
-
-
-def test_tuning_lowers_the_error_of_blocks_on_held_out_samples_or_is_undone(tmp_path):
-    models, results = [], []
-    masks = Repair(iterations=0, refine=0)  # there is much to learn
-    tuned = replace(masks, tune=Distill(rate=1e-3, whole_epochs=0, batch=4))
-    for options in ({"repair": masks}, *[{"repair": tuned, "state": tmp_path / "state"}] * 2):
-        case = llama(torch.float32, num_layers=2)
-        before = snapshot(case.model)
-        results.append(prune(case.model, [TOKENS], 0.6, **options))
-        models.append(deepcopy(case.model))
-        results[-1].undo_()
-        assert_same(before, snapshot(case.model))
-    plain, learned, resumed = models
-    assert not results[0].tuned and sorted(results[1].tuned) == [0, 1] and results[1].tuned_whole is None
-    assert any(found.helped for found in results[1].tuned.values())
-    assert not torch.equal(plain.model.layers[0].input_layernorm.weight, learned.model.layers[0].input_layernorm.weight)
-    assert torch.equal(plain.model.norm.weight, learned.model.norm.weight)
-    assert all(torch.equal(a, b) for a, b in zip(learned.parameters(), resumed.parameters(), strict=True))
-    assert results[1].num_pruned == results[0].num_pruned == sum(zeros(learned, results[1].masks).values())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
-def test_the_whole_model_learns_the_dense_distribution_or_is_left_alone(dtype, tmp_path):
-    many = torch.randint(0, 31, (96, 12), generator=torch.Generator().manual_seed(1))  # of fewer not all learn to help
-    weights = []
-    for offload, state in ((None, None), ("cpu", "state"), (None, "state")):
-        case = llama(dtype)
-        before, embedding = snapshot(case.model), case.model.get_input_embeddings().weight.clone()
-        repair = Repair(tune=Distill(epochs=0, whole_epochs=2, whole_rate=2e-3, batch=4))
-        state = state and tmp_path / state
-        result = prune(case.model, [many], 0.6, repair=repair, offload=offload, state=state)
-        assert not result.tuned and result.tuned_whole.helped
-        assert result.num_pruned == sum(zeros(case.model, result.masks).values())
-        assert not torch.equal(case.model.model.norm.weight, torch.ones_like(case.model.model.norm.weight))
-        assert torch.equal(case.model.get_input_embeddings().weight, embedding)
-        weights.append(deepcopy([*case.model.parameters()]))
-        result.undo_()
-        assert_same(before, snapshot(case.model))
-    for again in weights[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(weights[0], again, strict=True))
-    case, plain = llama(dtype), llama(dtype)
-    far_too_fast = Repair(tune=Distill(epochs=1, rate=1e3, whole_epochs=1, whole_rate=1e3))
-    result = prune(case.model, [TOKENS], 0.6, repair=far_too_fast)
-    prune(plain.model, [TOKENS], 0.6)
-    assert not any(found.helped for found in (*result.tuned.values(), result.tuned_whole))
-    assert all(torch.equal(a, b) for a, b in zip(case.model.parameters(), plain.model.parameters(), strict=True))
-
-
-def test_outputs_that_are_no_logits_are_tuned_to_be_equal_and_classes_to_be_alike():
-    for make in (cnn, convolutions):
-        case = make()
-        model, batches = case if isinstance(case, tuple) else (case.model, case.batches)
-        before = snapshot(model)
-        result = prune(model, batches, 0.9, repair=Repair(tune=Distill(whole_epochs=2, whole_rate=1e-3)))
-        assert result.tuned_whole.helped and result.num_pruned == sum(zeros(model, result.masks).values())
-        result.undo_()
-        assert_same(before, snapshot(model))
-
-
-@pytest.mark.parametrize("limit", [1, 2])
-@pytest.mark.slow
-def test_tuning_takes_smaller_passes_where_memory_runs_out(limit):
-    case, other = llama(torch.float64), llama(torch.float64)
-    forward = case.model.model.forward
-
-    def crowded(input_ids, **options):
-        if torch.is_grad_enabled() and len(input_ids) > limit:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return forward(input_ids=input_ids, **options)
-
-    case.model.model.forward = crowded
-    repair = Repair(tune=Distill(epochs=1, whole_epochs=1))
-    for model in (case.model, other.model):
-        prune(model, [TOKENS], 0.6, repair=repair)
-    for a, b in zip(case.model.parameters(), other.model.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
-
-
-def test_a_model_too_large_to_be_tuned_as_a_whole_is_left_as_repaired():
-    case, other = llama(torch.float64), llama(torch.float64)
-    forward = case.model.model.forward
-
-    def crowded(input_ids, **options):
-        if torch.is_grad_enabled():
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return forward(input_ids=input_ids, **options)
-
-    case.model.model.forward = crowded
-    with pytest.warns(UserWarning, match="too little memory to tune the model as a whole"):
-        result = prune(case.model, [TOKENS], 0.6, repair=Repair(tune=Distill(epochs=0)))
-    prune(other.model, [TOKENS], 0.6)
-    assert result.tuned_whole is None
-    assert all(torch.equal(a, b) for a, b in zip(case.model.parameters(), other.model.parameters(), strict=True))
-
-
-def test_options_of_tuning_are_checked():
-    for options, message in {
-        "epochs": (-1, "whole number"),
-        "rate": (0.0, "finite number above 0"),
-        "whole_rate": (math.inf, "finite number above 0"),
-        "batch": (0, "at least 1"),
-    }.items():
-        with pytest.raises(ValueError, match=message[1]):
-            Distill(**{options: message[0]})
-    with pytest.raises(ValueError, match="needs targets='dense'"):
-        Repair("own", tune=Distill())
-    with pytest.raises(ValueError, match=r"True, False or Distill"):
-        Repair(tune=8)
 
 
 def test_masks_that_a_model_has_leave_its_weights_as_they_are():
