@@ -16,6 +16,7 @@ from ..export.huggingface import load_plain_model, quiet_transformers
 from ..files.reader import PLAIN
 from ..files.sparse_file import in_memory
 from ..files.writer import WritePlan, write
+from ..ops.wide_products import wide_products
 from .checkpoint import checkpoint_of, load_checkpoint, save_checkpoint
 from .evaluate import loss_of
 from .model_data import (
@@ -167,7 +168,8 @@ def written_by(model: Any, num: int, length: int, seed: int, size: int = 16) -> 
         torch.manual_seed(seed)
         for first in range(0, num, size):
             begin = torch.full((min(size, num - first), 1), start, device=device)
-            written = model.generate(begin, attention_mask=torch.ones_like(begin), generation_config=how)
+            with wide_products(begin.device):
+                written = model.generate(begin, attention_mask=torch.ones_like(begin), generation_config=how)
             found.append(written.cpu())
     return torch.cat(found)
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from .. import __version__
 from ..files.json_file import read_json, write_json
+from ..ops.wide_products import wide_products
 from . import semi_structured, tiles
 from .gaps import Gaps, gaps_of_dense
 from .model_layers import sparsity_of
@@ -146,7 +147,11 @@ def ways_of(weight: Tensor) -> dict[str, Way]:
     gaps = gaps_of_dense(weight)
 
     def dense(weight: Tensor) -> Callable[[Tensor], Tensor]:
-        return lambda x: nn.functional.linear(x, weight)
+        def multiply(x: Tensor) -> Tensor:
+            with wide_products(x.device):  # as the decoder does
+                return nn.functional.linear(x, weight)
+
+        return multiply
 
     def sparse(form: Form) -> Callable[[Tensor], Tensor]:
         if weight.device.type == "cpu" and isinstance(form, Gaps):
