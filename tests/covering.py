@@ -23,6 +23,11 @@ def covering(*axes: Iterable, one_of: int = 1) -> list:
     return found
 
 
+def quickly(names: Iterable, *quick: object) -> list:
+    """``names``, of which all but those in ``quick`` are marked slow: they are like others."""
+    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in names]
+
+
 def each_once(*axes: Iterable, times: int = 1, one_of: int = 1) -> list:
     """The product of ``axes``: a few cases in which every value comes once, or more ``times``, are quick.
 

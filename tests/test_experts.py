@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from covering import each_once
 from families import build, inputs
 
 from prunus import NofM, OneShot, PerLayer, PerRow, Pruner, Ramp, prune
@@ -92,8 +93,7 @@ def test_wanda_ranks_experts_by_their_own_inputs(name):
         assert zero[reached].gather(2, lost).all() and (zero.sum(2) == scores.shape[2] // 2).all()
 
 
-@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
-@pytest.mark.parametrize("score", ["magnitude", "wanda", "fisher", None])
+@pytest.mark.parametrize(("name", "score"), each_once(["mixtral", "gpt_oss"], ["magnitude", "wanda", "fisher", None]))
 def test_experts_go_through_every_way_after_training(name, score):
     model, batch = build(name), inputs(name)
     before = {key: value.clone() for key, value in model.state_dict().items()}

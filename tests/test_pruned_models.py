@@ -141,6 +141,7 @@ def test_a_whole_model_is_saved_and_loaded():
     train(loaded, adamw(loaded), range(2))
 
 
+@pytest.mark.slow
 def test_a_saved_model_loads_where_prunus_is_not_installed(tmp_path):
     model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2))
     optimizer = adamw(model)

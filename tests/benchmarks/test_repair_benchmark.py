@@ -69,6 +69,7 @@ def test_a_trained_model_is_timed_too(trained, tmp_path):
     assert "tune" not in json.loads(path.read_text())["rows"][0]  # it has no list of blocks
 
 
+@pytest.mark.slow
 def test_a_killed_study_continues_and_ends_with_every_way_level_and_seed(trained, tmp_path, monkeypatch, capsys):
     ways = ["magnitude", "wanda-repaired", "by-row", "repair"]
     held_out = ["--eval-tokens", str(tmp_path / "eval-tokens.u16"), "--eval-windows", "3"]

@@ -284,6 +284,7 @@ for args in (["--help"], ["--version"], ["train", "--help"], ["doctor", sys.argv
 """
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_early_is_no_error(tmp_path):
     save_file({"a.weight": torch.full((4, 4), torch.nan)}, tmp_path / "a.safetensors")
     run = tmp_path / "run"

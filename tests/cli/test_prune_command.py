@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from covering import quickly
 from safetensors.torch import load_file
 
 from prunus import load_sparse
@@ -91,9 +92,12 @@ def test_a_hugging_face_folder_comes_back_as_one_that_transformers_reads(folder,
         assert alone["sparsity"] == pytest.approx(last["sparsity"], abs=0.04)
 
 
+REPAIRED = [], ["--scope", "2:4"], ["--score", "wanda"]
+
+
 @pytest.mark.parametrize(
     "options",
-    [[], ["--scope", "2:4"], ["--allocate", "fisher"], ["--score", "wanda"], ["--probe", "joint", "--repair-probe"]],
+    quickly([*REPAIRED, ["--allocate", "fisher"], ["--probe", "joint", "--repair-probe"]], *REPAIRED),
     ids=" ".join,
 )
 def test_by_default_the_weights_that_stay_are_repaired(folder, options, capsys):
@@ -196,7 +200,9 @@ def test_a_profile_says_where_the_time_went_and_what_to_change(folder, capsys):
     assert "profile" not in plain
 
 
-@pytest.mark.parametrize("options", [["--probe", "block", "--tau", "0.05"], ["--no-repair"], []], ids=" ".join)
+@pytest.mark.parametrize(
+    "options", quickly([["--probe", "block", "--tau", "0.05"], ["--no-repair"], []], []), ids=" ".join
+)
 def test_offloaded_it_comes_to_the_same(folder, options):
     transformers = pytest.importorskip("transformers")
     (whole, first), (moved, second) = prune(folder, *options), prune(folder, *options, "--offload", out="moved")

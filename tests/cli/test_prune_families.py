@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from covering import quickly
 from families import FAMILIES, assert_equal_models, build, inputs, transformers
 
 from prunus import load_model
@@ -35,10 +36,7 @@ def save_batches(path, batch, times=3):
     return path
 
 
-LIKE_T5 = ("bart", "marian", "whisper")
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in LIKE_T5 else n for n in METRICS])
+@pytest.mark.parametrize("name", quickly(METRICS, "t5", "vit", "bert classifier"))
 def test_a_folder_is_pruned_and_written_as_what_it_was(name, tmp_path, capsys):
     model, batch = build(name), inputs(name)
     model.save_pretrained(tmp_path / "model")

@@ -4,17 +4,17 @@ import json
 
 import pytest
 import torch
+from covering import quickly
 from families import assert_equal_models, build, inputs
 
 from prunus import load_model, save_model
 from prunus.cli import main
 
-QUICK = ("mixtral", "gemma3", "vit", "marian")
-SLOW = (
-    "qwen3_moe", "deepseek_v3", "granitemoe", "gpt_oss", "jamba", "llava", "qwen2_vl", "swin", "segformer", "detr",
-    "esm", "bert classifier", "t5", "whisper",
+NAMES = (
+    "mixtral", "gemma3", "vit", "marian", "qwen3_moe", "deepseek_v3", "granitemoe", "gpt_oss", "jamba", "llava",
+    "qwen2_vl", "swin", "segformer", "detr", "esm", "bert classifier", "t5", "whisper",
 )  # fmt: skip
-CONVERTED = [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+CONVERTED = quickly(NAMES, "mixtral", "vit")
 
 
 def pruned(name):

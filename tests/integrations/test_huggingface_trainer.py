@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from covering import quickly
 from tiny import BATCH, NUM_WEIGHTS, Sequences, Some, bare_steps, gpt2, same_weights, weights
 from transformers import GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
@@ -52,7 +53,7 @@ def bare_loop(model, accumulate=1, bf16=False):
 
 
 @pytest.mark.parametrize(
-    ("accumulate", "bf16"), [(1, False), (3, False), pytest.param(2, True, marks=pytest.mark.slow)]
+    ("accumulate", "bf16"), [(3, False), *(pytest.param(n, n == 2, marks=pytest.mark.slow) for n in (1, 2))]
 )
 def test_a_training_ends_as_the_bare_loop_to_the_bit(tmp_path, accumulate, bf16):
     model, bare, callback = gpt2(), gpt2(), callback_of()
@@ -98,7 +99,7 @@ def resumable(folder, kind, *callbacks, **arguments):
 
 @pytest.mark.parametrize(
     "kind",
-    [kind if kind in ("movement", "adamw prune") else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS],
+    quickly(KINDS, "movement", "adamw prune"),
 )
 def test_an_interrupted_run_resumes_to_the_same_bits(tmp_path, kind):
     whole, undisturbed = resumable(tmp_path / "whole", kind)

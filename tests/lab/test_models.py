@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from covering import each_once
 
 from prunus.lab.data import ImageShape, TokenShape
 from prunus.lab.models import GPT, MODELS, GPTConfig, build, in_field
@@ -116,8 +117,7 @@ def test_token_models_give_a_logit_for_each_token(name):
 
 @pytest.mark.parametrize(
     ("name", "channels", "size"),
-    [("lenet5", 1, 8), ("lenet5", 3, 31), ("lenet5", 2, 65), ("resnet50", 1, 8), ("resnet50", 2, 65)]
-    + [(name, *image) for name in ("resnet18", "resnet20") for image in [(1, 8), (1, 28), (3, 31), (3, 32), (2, 65)]],
+    each_once(["lenet5", "resnet18", "resnet20", "resnet50"], [1, 2, 3], [8, 28, 31, 32, 65]),
 )
 def test_image_models_take_images_of_any_size(name, channels, size):
     is_large = name == "resnet50" or (name == "resnet18" and size != 65)

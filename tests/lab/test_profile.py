@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from covering import quickly
 from profile_runs import small
 
 from prunus.cli import main
@@ -40,7 +41,7 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", quickly(RUNS, "hooks", "adamwprune"))
 def test_parts_and_categories_add_up_to_what_was_measured(name, text):
     run = small(text, **RUNS[name])
     profile = measure(run, Window(2, 2))

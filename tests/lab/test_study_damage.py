@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+from covering import quickly
 from report_pages import page_of
 from study_command import ASKED, losses, rows, stamps, study
 
@@ -34,7 +35,7 @@ def lines_of(said: str) -> list[str]:
     return [line for line in said.splitlines() if "result.json" in line]
 
 
-@pytest.mark.parametrize("name", DAMAGES)
+@pytest.mark.parametrize("name", quickly(DAMAGES, "truncated", "a list", "no loss", "no number asked"))
 def test_it_is_told_and_the_others_are_shown(name, copy, capsys):
     change, wrong = DAMAGES[name]
     path = copy / "runs" / "bitter7-0.5-s0" / "result.json"

@@ -145,6 +145,7 @@ def lines_of(folder):
     return lines
 
 
+@pytest.mark.slow
 def test_every_run_is_the_one_that_is_made_alone(study, tmp_path):
     folder, plan, _ = study
     for cell in plan.ordered():

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from covering import each_once, quickly
 from families import DEEPSEEK, EXPERTS, FAMILIES, SIZES, assert_equal_models, build, inputs, text
 
 from prunus import Repair, prune
@@ -71,7 +72,7 @@ def masked_by(model, dropped):
     return handles
 
 
-@pytest.mark.parametrize("name", MORE)
+@pytest.mark.parametrize("name", quickly(MORE, "qwen3_moe", "deepseek_v3, groups", *FEW))
 @torch.no_grad()
 def test_what_stays_is_the_model_with_dropped_experts_masked_out_of_the_routing(name, tmp_path):
     dense, model, batch = model_of(name), model_of(name), inputs(name)
@@ -141,8 +142,11 @@ def test_importance_is_the_mean_over_routed_tokens_of_router_weight_times_output
         assert layer.dropped == tuple(sorted(means.argsort()[: NUM // 2].tolist()))
 
 
-@pytest.mark.parametrize("how", [{}, {"sparsity": 0.5}, {"sparsity": 0.5, "score": "wanda", "repair": None}], ids=str)
-@pytest.mark.parametrize("name", ["deepseek_v3", *FEW])
+@pytest.mark.parametrize(
+    ("name", "how"),
+    each_once(["deepseek_v3", *FEW], [{}, {"sparsity": 0.5}, {"sparsity": 0.5, "score": "wanda", "repair": None}]),
+    ids=str,
+)
 @torch.no_grad()
 def test_undo_puts_experts_back_bit_for_bit_and_apply_drops_them_again(name, how):
     model, batch = model_of(name), inputs(name)

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from covering import each_once, quickly
 from families import build, inputs
 
 from prunus import prune
@@ -35,8 +36,7 @@ def reference_norms(model, batch):
     return {name: squares[m].sqrt() for name, m in model.named_modules() if m in squares}
 
 
-@pytest.mark.parametrize("form", ["labels", "pair"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "form"), each_once(NAMES, ["labels", "pair"]))
 def test_wandas_masks_are_those_of_a_plain_reference(name, form, tmp_path):
     model, batch = build(name), inputs(name)
     norms, dense = reference_norms(model, batch), copy.deepcopy(model)
@@ -51,7 +51,7 @@ def test_wandas_masks_are_those_of_a_plain_reference(name, form, tmp_path):
         assert torch.equal(model.get_parameter(layer.name) != 0, expected), layer.name
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", quickly(NAMES, "t5", "whisper"))
 def test_they_are_repaired(name):
     model, batch = build(name), inputs(name)
     before = model(**batch).logits
@@ -68,8 +68,7 @@ def test_their_gradients_are_read(name):
     assert prune(model, [batch], 0.5, "fisher", repair=None).sparsity == pytest.approx(0.5, abs=0.01)
 
 
-@pytest.mark.parametrize("form", ["labels", "pair"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "form"), each_once(NAMES, ["labels", "pair"]))
 def test_a_loss_of_ones_own_sees_the_outputs_that_the_labels_lead_to(name, form):
     def loss(output, labels):
         return torch.nn.functional.cross_entropy(output.logits.flatten(0, 1), labels.flatten())

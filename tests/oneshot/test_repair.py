@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 import torch
-from covering import covering, each_once
+from covering import each_once
 from families import build, inputs
 from probe_checks import assert_same, snapshot, zeros
 from probe_models import CASES, cnn, convolutions, entropy, llama, mlp
@@ -120,7 +120,7 @@ def test_sparsity_is_allocated_by_the_second_moments_of_training():
 
 @pytest.mark.parametrize(
     ("make", "select", "score"),
-    covering(CASES, [PerLayer(), PerLayer("erk"), PerRow(), Global()], [None, "wanda"]),
+    each_once(CASES, [PerLayer(), PerLayer("erk"), PerRow(), Global()], [None, "wanda"], times=2),
     ids=str,
 )
 def test_counts_are_exact_for_every_selector(make, select, score):

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from covering import quickly
 from probe_checks import assert_same, snapshot
 from probe_models import entropy, mlp
 
@@ -246,7 +247,7 @@ def test_every_level_reads_the_inputs_of_the_model_as_it_is_then():
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"score": "wanda"}, pytest.param({"probe": Probe(0.5)}, marks=pytest.mark.slow)], ids=str
+    "options", quickly([{}, {"score": "wanda"}, {"probe": Probe(0.5)}], {"score": "wanda"}), ids=str
 )
 def test_levels_are_repaired_from_the_dense_weights_and_a_failed_one_leaves_the_last_good_one(options, tmp_path):
     x, y = torch.randn(80, 9, dtype=torch.float64), torch.randint(0, 4, (80,))

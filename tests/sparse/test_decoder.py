@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from covering import quickly
 from torch import nn
 
 from prunus.sparse import Decoder, compiled, sparsify_
@@ -36,7 +37,8 @@ FAMILIES = {
     "FalconForCausalLM": {},
     "MixtralForCausalLM": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
-COMPILED = [name if i in (0, 3) else pytest.param(name, marks=pytest.mark.slow) for i, name in enumerate(FAMILIES)]
+FIRST = ("LlamaForCausalLM", "GPT2LMHeadModel", "Gemma3ForCausalLM", "MixtralForCausalLM")
+COMPILED = quickly(FAMILIES, "LlamaForCausalLM")
 STORIES = Path(os.environ.get("PRUNUS_DATA", "")) / "models" / "stories15M"
 
 
@@ -60,7 +62,7 @@ def expected(model, ids, num=20, **options):
     return model.generate(ids, max_new_tokens=num, do_sample=False, **options)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", quickly(FAMILIES, *FIRST))
 def test_the_text_is_that_of_generate(name):
     model, ids = tiny(name), prompts()
     mask = torch.ones_like(ids)
@@ -82,7 +84,7 @@ def test_a_sparse_model_writes_what_the_dense_one_does(name):
     assert torch.equal(expected(model, ids), dense)
 
 
-@pytest.mark.parametrize("num", [1, 15, 16, 17, 40])
+@pytest.mark.parametrize("num", quickly([1, 15, 16, 17, 40], 1, 17))
 def test_texts_end_where_those_of_generate_do(num):
     model, ids = tiny(), prompts(4)
     text = expected(model, ids, 40, eos_token_id=63)[:, 7:]
@@ -185,7 +187,7 @@ def test_compiled_the_text_is_the_same_and_one_graph_serves_all_blocks(name, num
     assert num_compiled() == 2
 
 
-@pytest.mark.parametrize("form", ["gaps", "tiles"])
+@pytest.mark.parametrize("form", quickly(["gaps", "tiles"], "tiles"))
 def test_compiled_sparse_blocks_share_a_graph_whatever_the_number_of_their_zeros(form, num_compiled):
     model, ids, num = tiny(num_hidden_layers=3, hidden_size=128, intermediate_size=256), prompts(2), 6
     if form == "tiles":

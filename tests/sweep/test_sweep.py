@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from covering import quickly
 
 transformers = pytest.importorskip("transformers", reason="needs pip install prunus[hf]")
 from page import CHECKS, cell, page  # noqa: E402
@@ -12,13 +13,12 @@ from table import TABLE  # noqa: E402
 
 DOCS = Path(__file__).parents[2] / "docs"
 RECORD = json.loads((DOCS / "support.json").read_text())
-# one of each kind that users have most: a decoder, Conv1D, experts, an encoder with a decoder, images as patches
-QUICK = ("llama", "gpt2", "mixtral", "t5", "vit")
-NAMES = ("mamba", "roberta", "resnet", "qwen3", "gemma2", "olmoe", "esm", "mobilenet_v1")
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
+# first one of each kind that users have most: a decoder, Conv1D, experts, an encoder with a decoder, images as patches
+NAMES = ("llama", "gpt2", "mixtral", "t5", "vit")
+NAMES += ("mamba", "roberta", "resnet", "qwen3", "gemma2", "olmoe", "esm", "mobilenet_v1")
 
 
-@pytest.mark.parametrize("name", [*QUICK, *SLOW])
+@pytest.mark.parametrize("name", quickly(NAMES, "llama", "vit"))
 def test_a_family_does_what_the_record_says(name):
     [newest, *_], found = RECORD.values(), sweep(name)
     known = newest["families"][name]
