@@ -182,6 +182,7 @@ def test_every_comparison_is_between_equally_sparse_models_and_the_page_shows_ea
 BESIDE = ("probed", "alone, as sparse", "by lot")
 
 
+@pytest.mark.slow
 def test_models_that_are_not_equally_sparse_and_unfinished_files_make_no_page(data, tmp_path, capsys):
     source = sorted((data.parent / "results").glob("*.json"))[0]
     content = json.loads(source.read_text())

@@ -65,6 +65,7 @@ def test_it_ends_with_table_text_page_and_commands_that_work(finished):
     assert (out / "small" / "run.json").is_file()
 
 
+@pytest.mark.slow
 def test_outside_a_terminal_it_says_how_far_the_whole_is(finished):
     lines = finished[2]
     shares = [int(line.partition("%")[0]) for line in lines]
@@ -73,6 +74,7 @@ def test_outside_a_terminal_it_says_how_far_the_whole_is(finished):
     assert len(lines) == 20 + 3 * 13  # the first 7 of 20 steps are shared
 
 
+@pytest.mark.slow
 def test_again_it_trains_nothing(finished, monkeypatch):
     out, said, _ = finished
     before = stamps(out)

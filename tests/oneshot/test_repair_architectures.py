@@ -56,7 +56,9 @@ def test_every_layer_is_repaired(name):
 
 
 @pytest.mark.parametrize(
-    ("repair", "select"), each_once([Repair(), Repair("own")], [None, PerRow(), NofM(2, 4)]), ids=str
+    ("repair", "select"),
+    [*each_once([Repair(), Repair("own")], [NofM(2, 4), PerRow()]), pytest.param(Repair(), None, marks=pytest.mark.slow)],
+    ids=str,
 )
 def test_stacked_experts_are_repaired_each_by_its_tokens(repair, select):
     torch.manual_seed(0)
