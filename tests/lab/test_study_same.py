@@ -20,7 +20,9 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize("pair", quickly(PAIRS, PAIRS[1], PAIRS[4]), ids=lambda pair: " is ".join(changes["score"] for changes in pair))
+@pytest.mark.parametrize(
+    "pair", quickly(PAIRS, PAIRS[1], PAIRS[4]), ids=lambda pair: " is ".join(changes["score"] for changes in pair)
+)
 def test_arms_that_share_a_row_end_with_the_same_bits(pair, tmp_path):
     runs = [replace(RUN, out=tmp_path / str(number), **changes) for number, changes in enumerate(pair)]
     assert len({key_of(run) for run in runs}) == 1

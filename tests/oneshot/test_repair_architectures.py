@@ -57,7 +57,10 @@ def test_every_layer_is_repaired(name):
 
 @pytest.mark.parametrize(
     ("repair", "select"),
-    [*each_once([Repair(), Repair("own")], [NofM(2, 4), PerRow()]), pytest.param(Repair(), None, marks=pytest.mark.slow)],
+    [
+        *each_once([Repair(), Repair("own")], [NofM(2, 4), PerRow()]),
+        pytest.param(Repair(), None, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_stacked_experts_are_repaired_each_by_its_tokens(repair, select):
