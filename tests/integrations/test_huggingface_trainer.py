@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from covering import quickly
 from tiny import BATCH, NUM_WEIGHTS, Sequences, Some, bare_steps, gpt2, same_weights, weights
 from transformers import GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
@@ -99,7 +98,7 @@ def resumable(folder, kind, *callbacks, **arguments):
 
 @pytest.mark.parametrize(
     "kind",
-    quickly(KINDS, "movement", "adamw prune"),
+    [kind if kind in ("movement", "adamw prune") else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS],
 )
 def test_an_interrupted_run_resumes_to_the_same_bits(tmp_path, kind):
     whole, undisturbed = resumable(tmp_path / "whole", kind)

@@ -6,7 +6,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from covering import quickly
 from probe_checks import assert_same, snapshot
 from probe_models import entropy, mlp
 
@@ -247,7 +246,9 @@ def test_every_level_reads_the_inputs_of_the_model_as_it_is_then():
 
 
 @pytest.mark.parametrize(
-    "options", quickly([{}, {"score": "wanda"}, {"probe": Probe(0.5)}], {"score": "wanda"}), ids=str
+    "options",
+    [{"score": "wanda"}, *(pytest.param(how, marks=pytest.mark.slow) for how in ({}, {"probe": Probe(0.5)}))],
+    ids=str,
 )
 def test_levels_are_repaired_from_the_dense_weights_and_a_failed_one_leaves_the_last_good_one(options, tmp_path):
     x, y = torch.randn(80, 9, dtype=torch.float64), torch.randint(0, 4, (80,))
