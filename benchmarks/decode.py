@@ -237,7 +237,8 @@ prompt of {prompt}, up to {new_tokens} tokens; the time of the prompt and of the
 zeros are in every linear layer but the head. Dense and sparse models are run in turns; "times faster" is against \
 dense the same way. "decoder" is `prunus.sparse.Decoder`, one CUDA graph a token, "compiled" with `compile=True`, \
 which compiles one block for all; the others are transformers' `model.generate`, as it is and with a static cache, for \
-which it compiles the whole model. "first call" is the time of the first text at a batch size: to compile, to capture, \
+which it compiles the whole model. "prompt" is what a text takes beyond its steps: \
+to read the prompt and to begin. "first call" is the time of the first text at a batch size: to compile, to capture, \
 and to write it. Layers are kept sparse that are measured to be faster so at this batch size. "memory" is that of the \
 whole model over dense, embedding and head included.
 """
