@@ -14,6 +14,7 @@ TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 TILE_FROM = (9, 0)  # compute capability from which the copies of a tile are made by the device itself
 TILE_WARPS = 8
 GAP_WARPS = 32
+DENSE_WARPS = 8
 
 
 @cache
@@ -53,6 +54,21 @@ def tile_dense(tiles: Tiles) -> Tensor:
         kernel = _nvrtc.kernel("tile_dense", 7, _index(out))
         at = (tiles.data.data_ptr(), tiles.starts.data_ptr(), out.data_ptr())
         kernel(-(-num_tiles // 8), 256, 0, (*at, num_rows, width, tiles.across, num_tiles))
+    return out
+
+
+def gap_dense(gaps: Gaps) -> Tensor | None:
+    """The matrix with its zeros; None if a row does not fit into shared memory."""
+    num_rows, width = gaps.shape
+    out = torch.empty(gaps.shape, dtype=gaps.dtype, device=gaps.values.device)
+    shared = -(-width * out.element_size() // 16) * 16
+    if shared > _nvrtc.most_shared(_index(out)):
+        return None
+    if out.numel():
+        kernel = _nvrtc.kernel(f"gap_dense<{TYPES[gaps.dtype]}, {DENSE_WARPS}>", 7, _index(out))
+        parts = [part.data_ptr() for part in (gaps.values, gaps.codes, gaps.heads, gaps.rows, out)]
+        grid = min(num_rows, kernel.resident(DENSE_WARPS * 32, shared))
+        kernel(grid, DENSE_WARPS * 32, shared, (*parts, num_rows, width))
     return out
 
 

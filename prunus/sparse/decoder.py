@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.wide_products import wide_products
+from .attention import shared_heads
 from .compiled import CompiledBlocks
 from .prompt_graph import PromptGraph
 
@@ -386,6 +387,9 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def _decoding(model: Any) -> Any:
-    """transformers' way to compute experts where few tokens choose them."""
-    return model._optimize_model_for_decode() if hasattr(model, "_optimize_model_for_decode") else nullcontext()
+@contextmanager
+def _decoding(model: Any) -> Iterator[None]:
+    """transformers' way to compute experts where few tokens choose them, and ours to attend for one token."""
+    experts = model._optimize_model_for_decode() if hasattr(model, "_optimize_model_for_decode") else nullcontext()
+    with experts, shared_heads():
+        yield

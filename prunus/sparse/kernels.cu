@@ -279,24 +279,36 @@ template <int BYTES> __device__ Words<BYTES> words_at(u32 shared) {
 
 template <int TYPE> struct Block { uint4 values[TYPE == 2 ? 2 : 1]; u32 codes, heads; };
 
-template <int TYPE> __device__ float value_of(const Block<TYPE>& block, int i) {
+template <int TYPE> __device__ u32 word_of(const Block<TYPE>& block, int i) {  // the one that has number i
   const uint4 v = block.values[TYPE == 2 ? i / 4 : 0];
   const int k = TYPE == 2 ? i % 4 : i / 2;
-  const u32 word = k == 0 ? v.x : k == 1 ? v.y : k == 2 ? v.z : v.w;
+  return k == 0 ? v.x : k == 1 ? v.y : k == 2 ? v.z : v.w;
+}
+
+template <int TYPE> __device__ float value_of(const Block<TYPE>& block, int i) {
+  const u32 word = word_of(block, i);
   return TYPE != 2 && i % 2 ? high<TYPE>(word) : low<TYPE>(word);
 }
 
-template <int TYPE, int N> __device__ void add(float* sums, const Block<TYPE>& block, u32 x, int lane) {
-  constexpr int BYTES = N * sizeof(typename Kind<TYPE>::type);
-  const u32 steps[2] = {block.codes & 0x0f0f0f0fu, (block.codes >> 4) & 0x0f0f0f0fu};
+__device__ void put_bits(float* at, u32 word, int i) { *at = __uint_as_float(word); }
+__device__ void put_bits(u16* at, u32 word, int i) { *at = i % 2 ? word >> 16 : word & 0xffff; }
+
+// the columns before a lane's two runs, in the halves of a word
+__device__ u32 starts_of(const u32* steps, u32 heads, int lane) {
   const u32 own = dot4(steps[0], 0x01010101u, 0) | dot4(steps[1], 0x01010101u, 0) << 16;
-  u32 sum = own;  // of both runs, in the halves of a word
+  u32 sum = own;
 #pragma unroll
   for (int d = 1; d < 32; d *= 2) {
     const u32 other = __shfl_up_sync(~0u, sum, d);
     if (lane >= d) sum += other;
   }
-  sum += block.heads - own;
+  return sum + heads - own;
+}
+
+template <int TYPE, int N> __device__ void add(float* sums, const Block<TYPE>& block, u32 x, int lane) {
+  constexpr int BYTES = N * sizeof(typename Kind<TYPE>::type);
+  const u32 steps[2] = {block.codes & 0x0f0f0f0fu, (block.codes >> 4) & 0x0f0f0f0fu};
+  const u32 sum = starts_of(steps, block.heads, lane);
 #pragma unroll
   for (int run = 0; run < 2; run++) {
     const u32 start = x + (run ? sum >> 16 : sum & 0xffff) * BYTES;
@@ -388,5 +400,51 @@ gap_product(const uint4* values, const u32* codes, const u32* heads, const int* 
       }
     }
     if (lane % (32 / N) == 0) put<TYPE>(y + (u64)vector * rows + row, sums[0] + (bias ? number<TYPE>(bias + row) : 0.f));
+  }
+}
+
+// the matrix with its zeros, a row at a time in shared memory, from where it is written in whole lines
+template <int TYPE, int WARPS>
+__global__ void __launch_bounds__(WARPS * 32)
+gap_dense(const uint4* values, const u32* codes, const u32* heads, const int* table, typename Kind<TYPE>::type* out,
+          int rows, int width) {
+  typedef typename Kind<TYPE>::type T;
+  extern __shared__ __align__(16) u8 memory[];
+  constexpr int PARTS = TYPE == 2 ? 2 : 1, EACH = 16 / sizeof(T);
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, quads = (width + EACH - 1) / EACH;
+  uint4* quad = (uint4*)memory;
+  T* number = (T*)memory;
+  for (int row = blockIdx.x; row < rows; row += gridDim.x) {
+    for (int k = threadIdx.x; k < quads; k += WARPS * 32) quad[k] = make_uint4(0, 0, 0, 0);
+    const int unit = table[3 * row], block = table[3 * row + 1], count = table[3 * row + 2];
+    __syncthreads();
+    for (int k = warp; k * 256 < count; k += WARPS) {
+      const int left = count - k * 256, lanes = min((left + 7) / 8, 32);
+      const u64 at = (u64)unit + k * 32 + lane;
+      Block<TYPE> b = {};
+      if (lane < lanes) {
+#pragma unroll
+        for (int i = 0; i < PARTS; i++) b.values[i] = __ldcs(values + at * PARTS + i);
+        b.codes = __ldcs(codes + at);
+      }
+      const u32 steps[2] = {b.codes & 0x0f0f0f0fu, (b.codes >> 4) & 0x0f0f0f0fu};
+      const u32 sum = starts_of(steps, heads[block + k], lane);
+#pragma unroll
+      for (int run = 0; run < 2; run++) {
+        u32 column = run ? sum >> 16 : sum & 0xffff;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          column += steps[run] >> (8 * i) & 15;
+          if (lane < lanes && 4 * (run * lanes + lane) + i < left) put_bits(number + column, word_of(b, run * 4 + i), i);
+        }
+      }
+    }
+    __syncthreads();
+    T* to = out + (u64)row * width;
+    if (width % EACH == 0)
+      for (int k = threadIdx.x; k < quads; k += WARPS * 32) ((uint4*)to)[k] = quad[k];
+    else
+      for (int k = threadIdx.x; k < width; k += WARPS * 32) to[k] = number[k];
+    __syncthreads();
   }
 }

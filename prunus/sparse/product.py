@@ -40,15 +40,17 @@ def dense_reference(gaps: Gaps) -> Tensor:
 
 def dense(form: Form) -> Tensor:
     """The matrix with its zeros: ``dense_reference`` of its form, bit for bit."""
-    if isinstance(form, Tiles):
+    is_cuda = (form.data if isinstance(form, Tiles) else form.values).is_cuda
+    if is_cuda:
         from . import _cuda, _nvrtc
 
-        return _cuda.tile_dense(form) if form.data.is_cuda and _nvrtc.is_there() else tiles.dense_reference(form)
-    if form.values.is_cuda:
-        from ._triton import dense as kernel
-
-        return kernel(form)
-    return dense_reference(form)
+        if _nvrtc.is_there():
+            found = _cuda.tile_dense(form) if isinstance(form, Tiles) else _cuda.gap_dense(form)
+            if found is not None:
+                return found
+    if isinstance(form, Tiles):
+        return tiles.dense_reference(form)
+    return _kernels().dense(form) if is_cuda else dense_reference(form)
 
 
 def product(x: Tensor, form: Form, bias: Tensor | None = None) -> Tensor:
