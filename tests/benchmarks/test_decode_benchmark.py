@@ -25,9 +25,17 @@ def test_model_generate_is_run_at_its_own_batch_sizes(command):
     _, _, rows = command.measure()
     assert [(row["way"], row["batch"]) for row in rows] == [
         *((way, 1) for way in decode.WAYS.values()),
+        ("generate, static cache", 1),  # once with each sparse model
         ("decoder", 4),
         ("decoder, compiled", 4),
     ]
+
+
+def test_only_models_that_are_compiled_whole_are_run_two_by_two():
+    models = {"none": 0, "50%": 1, "80%": 2}
+    assert [*decode.in_turns_with(models, "compiled")] == [models]
+    assert [[*some] for some in decode.in_turns_with(models, "static")] == [["none", "50%"], ["none", "80%"]]
+    assert [*decode.in_turns_with({"none": 0}, "static")] == [{"none": 0}]
 
 
 def test_a_run_that_ends_early_keeps_its_rows(command, monkeypatch, capsys):
