@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 from prunus.ops import wide_products as module
 from prunus.ops.wide_products import WideProducts, wide_products
+from prunus.sparse import SparseLinear
 from prunus.sparse.gaps import gaps_of_dense
 from prunus.sparse.product import product
 
@@ -70,12 +71,21 @@ def test_a_bfloat16_model_does_not_turn_onednn_off():
     assert torch.backends.mkldnn.enabled == before
 
 
-def test_it_is_off_on_a_gpu_and_where_the_cpu_has_the_types(monkeypatch):
+@pytest.mark.parametrize("of", [nn.Linear(2, 2).bfloat16(), torch.zeros(1).bfloat16()], ids=["model", "factor"])
+def test_it_is_on_where_a_type_is_used_that_the_cpu_lacks_and_nowhere_else(monkeypatch, of):
     monkeypatch.setattr(module, "slow_types", lambda: [torch.bfloat16])
-    assert isinstance(wide_products("cpu"), WideProducts)
-    assert not isinstance(wide_products("cuda"), WideProducts)
+    assert isinstance(wide_products("cpu", of), WideProducts)
+    assert not isinstance(wide_products("cuda", of), WideProducts)
+    for other in (torch.zeros(1), nn.Linear(2, 2), nn.Linear(2, 2).half()):
+        assert not isinstance(wide_products("cpu", other), WideProducts)
     monkeypatch.setattr(module, "slow_types", list)
-    assert not isinstance(wide_products("cpu"), WideProducts)
+    assert not isinstance(wide_products("cpu", of), WideProducts)
+
+
+def test_it_is_on_for_a_model_whose_only_narrow_numbers_are_sparse_weights(monkeypatch):
+    monkeypatch.setattr(module, "slow_types", lambda: [torch.bfloat16])
+    model = nn.Sequential(nn.LayerNorm(8), SparseLinear.from_linear(nn.Linear(8, 8).bfloat16()))
+    assert isinstance(wide_products("cpu", model), WideProducts)
 
 
 @pytest.mark.parametrize("num", [1, 5])

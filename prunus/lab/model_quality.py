@@ -44,7 +44,7 @@ def token_quality(model: nn.Module, windows: Tensor) -> Quality:
     model.eval()
     for batch in windows.split(_size(model, windows.shape[1])):
         batch = batch.to(device)
-        with wide_products(device):
+        with wide_products(device, model):
             outputs = model(input_ids=batch, use_cache=False).logits
         for logits, tokens in zip(outputs, batch, strict=True):
             loss += F.cross_entropy(logits[:-1].float(), tokens[1:], reduction="sum").double().item()
@@ -105,7 +105,7 @@ def _passes(model: Any, rows: Rows) -> Iterator[tuple[Rows, Any]]:
         for first in range(0, num_rows(rows), size):
             part = {name: array[first : first + size] for name, array in rows.items()}
             try:
-                with wide_products(device):
+                with wide_products(device, model):
                     output = model(**{name: array.to(device) for name, array in part.items()})
             except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
                 reason = " ".join(str(error).split())[:200]

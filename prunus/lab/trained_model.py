@@ -168,7 +168,7 @@ def written_by(model: Any, num: int, length: int, seed: int, size: int = 16) -> 
         torch.manual_seed(seed)
         for first in range(0, num, size):
             begin = torch.full((min(size, num - first), 1), start, device=device)
-            with wide_products(begin.device):
+            with wide_products(begin.device, model):
                 written = model.generate(begin, attention_mask=torch.ones_like(begin), generation_config=how)
             found.append(written.cpu())
     return torch.cat(found)

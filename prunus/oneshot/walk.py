@@ -52,7 +52,7 @@ class Walk:
     def open(self) -> Iterator[None]:
         """The model as it is worked on; afterwards all but its weights is as before."""
         offloaded = self.offload.open() if self.offload else nullcontext()
-        with frozen(self.model, self.renewed), offloaded, wide_products(self.device):
+        with frozen(self.model, self.renewed), offloaded, wide_products(self.device, self.model):
             yield
 
     def batch(self, chunk: Chunk | Pick, times: int = 1) -> Tree:

@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -21,12 +21,16 @@ PRODUCTS = {
 }  # fmt: skip
 
 
-def wide_products(device: torch.device | str) -> AbstractContextManager[Any]:
+def wide_products(device: torch.device | str, of: nn.Module | Tensor) -> AbstractContextManager[Any]:
     """Products of 16-bit numbers on a CPU without instructions for them are computed in float32 and rounded once.
 
-    It goes by what the CPU has, not by a measurement, so that a machine always rounds the same way.
+    It goes by what the CPU has, not by a measurement, so that a machine always rounds the same way. ``of`` is a model
+    or a factor; where nothing in it is of such a type it does nothing, since it costs each call of torch some time.
     """
-    types = slow_types() if torch.device(device).type == "cpu" else ()
+    if torch.device(device).type != "cpu":
+        return nullcontext()
+    used = {of.dtype} if isinstance(of, Tensor) else {part.dtype for part in (*of.parameters(), *of.buffers())}
+    types = used.intersection(slow_types())
     return WideProducts(*types) if types else nullcontext()
 
 

@@ -113,7 +113,7 @@ class Decoder:
         ids, mask = self._checked(input_ids, attention_mask, max_new_tokens, eos, pad)
         if do_sample:  # a seed of its own where none is given, drawn by torch's generator
             self.generator.manual_seed(int(torch.randint(1 << 62, ())) if seed is None else seed)
-        with _evaluating(self.model), wide_products(self.device):
+        with _evaluating(self.model), wide_products(self.device, self.model):
             state = self._state(len(ids), ids.shape[1] + max_new_tokens, sampling, eos, pad)
             state.start(ids, mask)
             for number in range(1, max_new_tokens):

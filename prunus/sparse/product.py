@@ -2,7 +2,7 @@
 
 On CUDA up to ``MOST`` vectors, as in decoding, read the sparse form itself; more, as in a prompt, a dense copy that
 lives for the one product. On a CPU up to ``MOST_CPU`` vectors are multiplied one by one in torch's CSR form, which is
-made at the first product. Elsewhere every product makes the dense copy.
+made at the first product; more take a dense copy of it. Elsewhere every product makes the dense copy.
 """
 
 import warnings
@@ -66,16 +66,26 @@ def product(x: Tensor, form: Form, bias: Tensor | None = None) -> Tensor:
         kernel = _kernel_for(x, form, num)
         if kernel is not None:
             return kernel(x, form, bias)
-    if x.is_cpu and 0 < num <= MOST_CPU and num_rows and x.dtype in DTYPES and isinstance(form, Gaps):
-        matrix, vectors = csr_of(form), x if x.dtype == torch.float32 else x.float()
-        if num == 1:
-            y = torch.mv(matrix, vectors.reshape(width))
-        else:
-            y = torch.stack([torch.mv(matrix, vector) for vector in vectors.reshape(num, width)])
-        y = y if bias is None else y + bias
-        return (y if x.dtype == torch.float32 else y.to(x.dtype)).view(*x.shape[:-1], num_rows)
-    with wide_products(x.device):
+    if x.is_cpu and num > 0 and num_rows and x.dtype in DTYPES and isinstance(form, Gaps):
+        return _by_csr(x, form, bias, num)
+    with wide_products(x.device, x):
         return nn.functional.linear(x, dense(form).to(x.dtype), bias)
+
+
+def _by_csr(x: Tensor, gaps: Gaps, bias: Tensor | None, num: int) -> Tensor:
+    """The product on a CPU: few vectors one by one, more with a dense copy, which torch makes faster than we can."""
+    num_rows, width = gaps.shape
+    matrix = csr_of(gaps)
+    if num > MOST_CPU:
+        with wide_products(x.device, x):
+            return nn.functional.linear(x, matrix.to_dense().to(x.dtype), bias)
+    vectors = x if x.dtype == torch.float32 else x.float()
+    if num == 1:
+        y = torch.mv(matrix, vectors.reshape(width))
+    else:
+        y = torch.stack([torch.mv(matrix, vector) for vector in vectors.reshape(num, width)])
+    y = y if bias is None else y + bias
+    return (y if x.dtype == torch.float32 else y.to(x.dtype)).view(*x.shape[:-1], num_rows)
 
 
 def _kernel_for(x: Tensor, form: Form, num: int) -> Any | None:
@@ -130,22 +140,26 @@ def csr_of(gaps: Gaps) -> Tensor:
     version = None if gaps.values.is_inference() else gaps.values._version
     known = _CSR.get(gaps.values)
     if known is None or known[0] != version:
-        rows, columns, values = [], [], []
-        for first, last in row_blocks(*gaps.shape):
-            slots = slots_of(gaps, first, last)
-            kept = slots.is_entry & (slots.value != 0)
-            rows.append(torch.zeros(last - first, dtype=torch.int32).index_add_(
-                0, slots.row - first, kept.sum((1, 2, 3), dtype=torch.int32)
-            ))  # fmt: skip
-            columns.append(slots.column[kept].int())
-            values.append(slots.value[kept].float())
-        ends = torch.cat([torch.zeros(1, dtype=torch.int32), torch.cat(rows).cumsum(0, dtype=torch.int32)])
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that the form is in beta
-            parts = (ends, torch.cat(columns), torch.cat(values))
-            matrix = torch.sparse_csr_tensor(*parts, gaps.shape, check_invariants=False)
-        known = _CSR[gaps.values] = version, matrix
+        known = _CSR[gaps.values] = version, _new_csr(gaps)
     return known[1]
+
+
+@torch.inference_mode(False)  # torch's own conversions refuse its tensors outside of it
+@torch.no_grad()
+def _new_csr(gaps: Gaps) -> Tensor:
+    rows, columns, values = [], [], []
+    for first, last in row_blocks(*gaps.shape):
+        slots = slots_of(gaps, first, last)
+        kept = slots.is_entry & (slots.value != 0)
+        num_kept = kept.sum((1, 2, 3), dtype=torch.int32)
+        rows.append(torch.zeros(last - first, dtype=torch.int32).index_add_(0, slots.row - first, num_kept))
+        columns.append(slots.column[kept].int())
+        values.append(slots.value[kept].float())
+    ends = torch.cat([torch.zeros(1, dtype=torch.int32), torch.cat(rows).cumsum(0, dtype=torch.int32)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the form is in beta
+        parts = (ends, torch.cat(columns), torch.cat(values))
+        return torch.sparse_csr_tensor(*parts, gaps.shape, check_invariants=False)
 
 
 def form_of(parts: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype, stage: int) -> Form:

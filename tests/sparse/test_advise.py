@@ -224,6 +224,14 @@ def test_bad_input_is_refused():
             advise({}, device="cuda")
 
 
+@pytest.mark.parametrize("vectors, is_copied", [(1, False), (4, False), (5, True), (300, True)])
+def test_a_product_of_a_dense_copy_is_never_said_to_be_faster(vectors, is_copied, monkeypatch):
+    falling = iter([9.0, 8.0])
+    monkeypatch.setattr(times, "microseconds", lambda *_: next(falling))
+    found = times.measured(torch.randn(8, 8), vectors)
+    assert found == {"dense": 9.0, "gaps": 9.0 if is_copied else 8.0}
+
+
 def test_copies_go_round():
     calls = []
     microseconds([lambda i=i: calls.append(i) for i in range(2)], torch.device("cpu"), 3)
