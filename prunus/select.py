@@ -120,15 +120,15 @@ class Selector(ABC):
         return masks
 
     def num_pruned(
-        self, sources: Sequence[Lazy], quotas: Sequence[Quota], live: Packed, num_live: int | None = None
+        self, sources: Sequence[Lazy], quotas: Sequence[Quota], live: Packed, num_live: int
     ) -> list[tuple[int, int]]:
         """The least and the most weights of a group of each quota that are pruned, of the groups on this rank."""
         from .rows import num_pruned, spanning
         from .threshold import num_kept_each
 
-        if self.group == "all" and num_live is not None:
+        if self.group == "all":
             return [(quota.size - num_live, quota.size - num_live) for quota in quotas]
-        if self.group in ("all", "layer"):
+        if self.group == "layer":
             each = num_kept_each(sources, live)
             pruned = [quota.size - sum(each[name] for name in quota.names) for quota in quotas]
             return list(zip(pruned, pruned, strict=True))

@@ -1,11 +1,12 @@
 """Scores of one weight are the same however they are asked for: in pieces, at positions, by rows."""
 
-from itertools import pairwise
+import math
+from itertools import pairwise, product
 
 import pytest
 import torch
 
-from prunus.ops.lazy import Lazy, alike, stored
+from prunus.ops.lazy import Lazy, alike, as_rows, from_rows, stored
 from prunus.score import random
 
 SHAPES = [(1,), (130,), (7, 19), (3, 5, 11), (4, 3, 3, 5)]
@@ -128,3 +129,19 @@ def test_a_function_that_does_not_score_each_element_is_refused_in_one_line(of, 
     ):
         with pytest.raises(ValueError, match=rf"^[^\n]*block\.weight[^\n]*\(4, 5\)[^\n]*{came}$"):
             ask()
+
+
+ROWS = [((2, 3), (0,)), ((2, 3), (1,)), ((2, 3, 4), (0,)), ((2, 3, 4), (1,)), ((2, 3, 4), (0, 1)), ((2, 3, 4), (0, 2)),
+          ((5,), ()), ((0, 3), (0,)), ((3, 0), (0,)), ((2, 3, 1, 1), (0,))]  # fmt: skip
+
+
+@pytest.mark.parametrize(("shape", "outputs"), ROWS, ids=str)
+def test_rows_hold_all_inputs_of_an_output_and_go_back(shape, outputs):
+    tensor = torch.arange(math.prod(shape)).view(shape)
+    rows = as_rows(tensor, outputs)
+    assert rows.shape[0] == math.prod(shape[dim] for dim in outputs)
+    every = product(*(range(shape[dim]) for dim in outputs))
+    for row, index in zip(rows, every, strict=True):
+        here = tensor[tuple(index[outputs.index(dim)] if dim in outputs else slice(None) for dim in range(tensor.ndim))]
+        assert torch.equal(row, here.flatten())
+    assert torch.equal(from_rows(rows, outputs, shape), tensor)

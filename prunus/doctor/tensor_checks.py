@@ -1,13 +1,14 @@
 """Checks of one tensor: its counts, its pattern, and what is wrong with it by itself."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from math import prod
 
 import torch
 from torch import Tensor
 
+from ..ops.lazy import as_rows
 from .contents import Role, StoredTensor, embeds_tokens, nonzero, owner_of, stored_mask, widened
 from .findings import Finding, TensorReport, percent
 from .pattern import CHUNK, Counts, count, num_crowded, num_not_finite, num_whole_heads, pattern_of
@@ -88,7 +89,7 @@ def _check_matrix(
             findings.append(Finding("came-back", stored.name, what, todo))
     elif context.mask:
         findings.append(_bad_mask(stored, context.mask))
-    counts, stays = count(rows_of(alive, outputs)), rows_of(alive if mask is None else mask, outputs)
+    counts, stays = count(as_rows(alive, outputs)), as_rows(alive if mask is None else mask, outputs)
     kept_counts = counts if mask is None else count(stays)
     channels = counts.columns  # an input of a convolution is a channel, not one tap of its kernel
     if alive.ndim > 2 and outputs == (0,):
@@ -114,13 +115,6 @@ def _check_matrix(
 def _bad_mask(stored: StoredTensor, mask: StoredTensor) -> Finding:
     what = f"its mask in {mask.file} is {mask.dtype} {mask.shape}, which is no mask of {stored.dtype} {stored.shape}"
     return Finding("bad-mask", stored.name, what, "take the masks that were saved with this model")
-
-
-def rows_of(tensor: Tensor, outputs: Sequence[int]) -> Tensor:
-    """The tensor as (outputs, inputs)."""
-    inputs = [dim for dim in range(tensor.ndim) if dim not in outputs]
-    num_rows = prod(tensor.shape[dim] for dim in outputs)
-    return tensor.permute(*outputs, *inputs).reshape(num_rows, tensor.numel() // max(1, num_rows))
 
 
 def _dead(layer: TensorReport, counts: Counts) -> Iterator[Finding]:

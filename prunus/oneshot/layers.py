@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -60,16 +59,6 @@ def input_rows(module: nn.Module, x: Tensor) -> list[Tensor]:
     if x.ndim < module.weight.ndim:
         x = x.unsqueeze(0)
     return [part.transpose(1, 2) for part in windows(module, x).chunk(module.groups, dim=1)]
-
-
-def as_matrix(module: nn.Module, tensor: Tensor) -> Tensor:
-    """A tensor of the weight's shape as (out, in); the rows of a convolution's groups follow each other."""
-    return tensor.T if is_conv1d(module) else tensor.flatten(1)
-
-
-def from_matrix(module: nn.Module, matrix: Tensor, shape: torch.Size) -> Tensor:
-    """A matrix (out, in) in the weight's own shape."""
-    return matrix.T if is_conv1d(module) else matrix.view(shape)
 
 
 def geometry(module: nn.Module) -> object:

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,17 +13,16 @@ from torch.utils import _pytree as pytree
 
 from ..input_statistics import InputNorms, fill_unreached_
 from .blocks import replaced
-from .resources import is_out_of_memory
+from .resources import FAILURES
 from .samples import Chunk, mask_of
 from .walk import Walk, head_of, is_encoder_decoder, outputs
 
 Sums = dict[str, Tensor]
 SIZE = {"cpu": 4, "cuda": 32}  # samples per pass: more is no faster
-ERRORS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError)
 
 
 @torch.no_grad()
-def input_norms(walk: Walk) -> "Norms":
+def input_norms(walk: Walk) -> tuple[dict[str, Tensor], int]:
     """L2 norm of every input feature over all tokens that the attention masks admit.
 
     A norm broadcasts to its weight. Samples are batched where that does not change what the layers see.
@@ -47,13 +47,7 @@ def input_norms(walk: Walk) -> "Norms":
             stacklevel=2,
         )
         norms |= {name: mean.to(homes[name]) for name in left}
-    return Norms(norms, reader.forwards)
-
-
-@dataclass(frozen=True)
-class Norms:
-    by_name: dict[str, Tensor]
-    forwards: int  # forward passes of one sample that they took
+    return norms, reader.forwards
 
 
 @dataclass
@@ -77,12 +71,9 @@ class _Reader:
             _add(self.sums, {name: squares.clone() for name, squares in part.items()})
         for skipped in self._head(), {}:
             self.skipped = skipped
-            try:
+            with suppress(*FAILURES, MemoryError):
                 if _add_up(parts, self.squares(self.done)):
                     return True
-            except Exception as error:
-                if not (is_out_of_memory(error) or isinstance(error, ERRORS)):
-                    raise
         return False
 
     def _head(self) -> dict[nn.Module, Callable[..., Any]]:

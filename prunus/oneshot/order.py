@@ -11,15 +11,13 @@ from torch.utils import _pytree as pytree
 
 from .blocks import Stream, is_chain, is_near
 from .layers import geometry, is_plain
-from .resources import is_out_of_memory
+from .resources import FAILURES
 from .samples import Chunk, Group, Samples, moved, rows
 from .walk import Walk, first_tensor, outputs
 
 NUM_PASSES = 8  # samples that are run to find layers that not every sample reaches
-SAME = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}  # relative
 # relative: rounding where a batch is run by other kernels than a single sample; a real difference is of order 1
 ROUNDING = {torch.float64: 1e-6, torch.float32: 3e-2, torch.bfloat16: 0.25, torch.float16: 0.25}
-ERRORS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError)
 Modules = Mapping[str, Sequence[nn.Module]]
 
 
@@ -120,7 +118,7 @@ def _is_chained(walk: Walk, chunk: Chunk) -> bool:
         return first_tensor(outputs(walk.model, samples.tree(chunk)))
 
     whole = value(Chunk(0, 0, 1))
-    return is_chain(Stream(walk.blocks, samples), value, [whole], SAME.get(whole.dtype, 1e-2))
+    return is_chain(Stream(walk.blocks, samples), value, [whole])
 
 
 @torch.no_grad()
@@ -132,9 +130,7 @@ def can_batch(walk: Walk) -> bool:
     try:
         batches = (walk.batch(Chunk(number, *rows)) for rows in ((0, 2), (0, 1), (1, 2)))
         both, *each = (first_tensor(outputs(walk.model, batch)) for batch in batches)
-    except Exception as error:
-        if not (is_out_of_memory(error) or isinstance(error, ERRORS)):
-            raise
+    except (*FAILURES, MemoryError):
         return False
     return len(both) == 2 and all(
         one.shape[1:] == part.shape and is_near(part, one[0], ROUNDING.get(part.dtype, 0.25))

@@ -3,7 +3,6 @@
 Each group of layers that read the same input is solved when the groups before it have been replaced.
 """
 
-import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -14,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from ..ops import bits
+from ..ops.lazy import as_rows, from_rows
 from .experts import is_stacked, shares
 from .gram import Moments
-from .layers import as_matrix, from_matrix, holders
+from .layers import holders
 from .options import Repair
 from .order import InputGroup
 from .resources import Clock, is_out_of_memory, release
@@ -236,17 +236,12 @@ class RepairWalk:
         return found
 
     def _matrix(self, name: str, tensor: Tensor) -> Tensor:
-        """A tensor of a weight's shape as (out, in); the rows of stacked experts follow each other."""
-        weight = self.weights[name]
-        if name in self.streams.stacked:
-            return tensor.movedim(weight.outputs or (), (0, 1)).flatten(0, 1).to(self.walk.device)
-        return as_matrix(weight.module, tensor).to(self.walk.device)
+        """A tensor of a weight's shape as (out, in)."""
+        return as_rows(tensor, self.weights[name].outputs or ()).to(self.walk.device)
 
     def _from_matrix(self, name: str, matrix: Tensor) -> Tensor:
         weight = self.weights[name]
-        if name in self.streams.stacked:
-            return matrix.unflatten(0, (len(weight.parameter), -1)).movedim((0, 1), weight.outputs or ())
-        return from_matrix(weight.module, matrix, weight.parameter.shape)
+        return from_rows(matrix, weight.outputs or (), weight.parameter.shape)
 
     def _mask(self, name: str, packed: Mapping[str, Tensor]) -> Tensor:
         return self._matrix(name, bits.unpack(packed[name], self.weights[name].parameter.shape))
@@ -259,14 +254,8 @@ class RepairWalk:
         else:
             live = bits.unpack(self.live[name], value.shape) if name in self.live else value != 0
             outputs = weight.outputs or ()
-            first = tuple(range(len(outputs)))
-            num_rows = math.prod(value.shape[dim] for dim in outputs)
-
-            def rows(tensor: Tensor) -> Tensor:
-                return tensor.movedim(outputs, first).reshape(num_rows, tensor.numel() // max(1, num_rows))
-
-            found = self.choose({name: rows(value.abs().float())}, {name: rows(live)})[name]
-            mask = found.view(value.movedim(outputs, first).shape).movedim(first, outputs)
+            found = self.choose({name: as_rows(value.abs().float(), outputs)}, {name: as_rows(live, outputs)})[name]
+            mask = from_rows(found, outputs, value.shape)
         self._replace(name, value * mask, bits.pack(mask))
         self.found[name] = LayerRepair(not_repaired=reason)
 

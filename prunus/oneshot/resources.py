@@ -9,6 +9,8 @@ import torch
 
 from ..ops.machine import said_by_linux, wait_for
 
+# how a model fails that cannot be run as was tried; without memory, torch raises a RuntimeError on a GPU
+FAILURES = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError)
 SHARE = {"cpu": 0.25, "cuda": 0.7}  # of the free memory that a pass may take
 CACHED = 1 << 28  # bytes of a pass on a CPU beyond which larger batches only leave the cache
 SLACK = {"cpu": 2.5, "cuda": 1.6}  # a pass takes this many times what it saves for its backward

@@ -100,9 +100,8 @@ class Strategy:
 
     def _input_norms(self) -> dict[str, Tensor]:
         if self._norms is None:
-            found = input_norms(self.walk)
-            self._norms = found.by_name
-            self.forwards += found.forwards
+            self._norms, forwards = input_norms(self.walk)
+            self.forwards += forwards
         return self._norms
 
     def _mean_squares(self) -> dict[str, Tensor]:

@@ -117,16 +117,11 @@ class Lazy:
             )
         if not self.outputs:
             return tensor.unsqueeze(0)
-        inputs = [dim for dim in range(tensor.ndim) if dim not in self.outputs]
-        return tensor.permute(*self.outputs, *inputs).flatten(0, len(self.outputs) - 1)
+        return tensor.permute(_rows_first(self.outputs, tensor.ndim)).flatten(0, len(self.outputs) - 1)
 
     def from_rows(self, rows: Tensor) -> Tensor:
         """A tensor (row, inputs...) in the shape of the weight."""
-        if not self.outputs:
-            return rows.squeeze(0)
-        order = [*self.outputs, *(dim for dim in range(len(self.shape)) if dim not in self.outputs)]
-        unflat = rows.unflatten(0, [self.shape[dim] for dim in self.outputs])
-        return unflat.permute([order.index(dim) for dim in range(len(order))])
+        return from_rows(rows, self.outputs or (), self.shape)
 
     def rows(self, parts: Sequence[slice] | None = None) -> Iterator[tuple[slice, Tensor]]:
         """Which rows, and their scores (row, input): ``parts``, or about ``chunk_size`` elements at a time."""
@@ -236,3 +231,20 @@ def from_sortable(key: int, dtype: torch.dtype) -> float | int:
     width = {4: torch.int32, 8: torch.int64}[dtype.itemsize]
     word = key if key >= 0 else key ^ torch.iinfo(width).max
     return torch.tensor(word, dtype=width).view(dtype).item()
+
+
+def as_rows(tensor: Tensor, outputs: Sequence[int]) -> Tensor:
+    """The tensor as a matrix (outputs, inputs); the rows of groups and of experts follow each other."""
+    num_rows = math.prod(tensor.shape[dim] for dim in outputs)
+    rows = tensor.permute(_rows_first(outputs, tensor.ndim))
+    return rows.reshape(num_rows, tensor.numel() // max(1, num_rows))
+
+
+def from_rows(rows: Tensor, outputs: Sequence[int], shape: Sequence[int]) -> Tensor:
+    """Rows of inputs in the shape of the weight that they are of."""
+    order = _rows_first(outputs, len(shape))
+    return rows.reshape([shape[dim] for dim in order]).permute([order.index(dim) for dim in range(len(order))])
+
+
+def _rows_first(outputs: Sequence[int], ndim: int) -> list[int]:
+    return [*outputs, *(dim for dim in range(ndim) if dim not in outputs)]

@@ -13,7 +13,6 @@ from prunus.doctor import examine
 from prunus.doctor import pattern as patterns
 from prunus.doctor.contents import nonzero
 from prunus.doctor.pattern import count, num_crowded, num_not_finite, pattern_of
-from prunus.doctor.tensor_checks import rows_of
 
 
 @st.composite
@@ -214,14 +213,6 @@ def test_the_smallest_numbers_are_not_zero():
     tiny = torch.tensor([5e-324, 0.0], dtype=torch.float64)
     assert nonzero(tiny).tolist() == [True, False]
     assert nonzero(torch.tensor([1e-45, -0.0])).tolist() == [True, False]
-
-
-@pytest.mark.parametrize("outputs", [(0,), (1,), (0, 1)])
-def test_rows_hold_all_inputs_of_an_output(outputs):
-    tensor = torch.arange(24).view(2, 3, 4)
-    rows = rows_of(tensor, outputs)
-    expected = {(0,): tensor[1].flatten(), (1,): tensor[:, 1].flatten(), (0, 1): tensor[0, 1]}[outputs]
-    assert torch.equal(rows[1], expected)
 
 
 def test_empty_tensors_scalars_and_integers_are_taken_as_they_are(tmp_path):

@@ -14,7 +14,7 @@ from torch import nn
 
 from prunus import Global, NofM, PerLayer, PerRow, Probe, Repair, prune
 from prunus.oneshot.gram import Gram
-from prunus.oneshot.layers import as_matrix, from_matrix, input_rows
+from prunus.oneshot.layers import input_rows
 from prunus.oneshot.solver import keep_all_but, solve
 from prunus.score import bitter7
 
@@ -42,11 +42,11 @@ def repaired_plainly(dense, batches, groups, sparsity, repair):
         for batch, x, x_dense in zip(batches, *both, strict=True):
             valid = batch["attention_mask"].bool() if isinstance(batch, dict) else None
             gram.add(input_rows(module, x)[0], input_rows(module, x_dense)[0], valid)
-        weights = {name: as_matrix(module, pruned.get_parameter(name)) for name in names}
+        weights = {name: pruned.get_parameter(name).flatten(1) for name in names}
         counts = {name: round(sparsity * weight.numel()) for name, weight in weights.items()}
         for name, solution in solve(weights, gram.moments(), keep_all_but(counts), repair).items():
             parameter = pruned.get_parameter(name)
-            parameter.copy_(from_matrix(module, solution.weight, parameter.shape))
+            parameter.copy_(solution.weight.view(parameter.shape))
     return pruned
 
 
