@@ -12,10 +12,11 @@ from torch import Tensor
 from prunus.ops.machine import device_of
 from prunus.sparse.times import LEAST_CALLS, Call, elapsed_us, microseconds, num_copies, ways_of
 
-from .benchmark import Benchmark, Measured, Row, Section, copy_gb_s
+from .benchmark import Benchmark, Measured, Record, Row, Section, copy_gb_s
 
 LARGE = ((4096, 14336), (8192, 8192))
 OTHERS = ((14336, 4096), (4096, 4096), (1024, 4096))
+GOALS = {"50%": 1.4, "80%": 2.6}  # times faster than dense
 CLOSE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # relative error of a sum that is rounded once or twice
 NAMES = {"dense": "dense", "gaps": "prunus, gaps", "tiles": "prunus, tiles", "2:4": "2:4, cuSPARSELt"}
 
@@ -108,6 +109,21 @@ the graph, by the host. Times faster and size are relative to dense in the same 
 the product in higher precision before it was timed.
 """
 COLUMNS = {"way": "way", "weight": "shape", "zeros": "zeros", "vectors": "vectors:,", "us": "us:,.1f"}
-COLUMNS |= {"times faster": "times_faster:.2f", "size": "size:.2f", "launched us": "launched_us:,.1f"}
+COLUMNS |= {
+    "times faster": "times_faster:.2f",
+    "goal": "goal:.1f",
+    "size": "size:.2f",
+    "launched us": "launched_us:,.1f",
+}
 COLUMNS |= {"GB/s of it": "read_gb_s:,.0f"}
-SECTIONS = {"matvec": Section("Products with a pruned weight", MATVEC, COLUMNS)}
+
+
+def goal_of(row: Row, record: Record) -> Row:
+    """Goals are those of one vector and a large bfloat16 weight in gap form on a GPU."""
+    is_large = row["shape"] in {f"{rows} x {width}" for rows, width in LARGE}
+    is_meant = is_large and row["way"] == NAMES["gaps"] and row["vectors"] == 1
+    is_gpu = record["environment"]["machine"].startswith("NVIDIA")
+    return {"goal": GOALS.get(row["zeros"])} if is_meant and is_gpu else {}
+
+
+SECTIONS = {"matvec": Section("Products with a pruned weight", MATVEC, COLUMNS, more=goal_of)}
