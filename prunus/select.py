@@ -76,7 +76,7 @@ class Selector(ABC):
 
         sparsity = self.sparsity if sparsity is None else sparsity
         if sparsity is None or not 0 <= sparsity < 1:
-            raise ValueError(f"sparsity must lie in [0, 1), got {sparsity}")
+            raise ValueError(f"sparsity must lie in [0, 1), as 0.5 for a half, got {sparsity}")
         sources, live = _checked(scores, within or {})
         masks = self.packed(sources, sparsity, live) if sources else {}
         return {name: bits.unpack(masks[name], value.shape) for name, value in scores.items()}

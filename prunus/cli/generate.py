@@ -49,6 +49,8 @@ def run(command: Command) -> None:
     from ..sparse import Decoder, SparseLinear, load_packed
 
     device = device_of(device_named(command.device))
+    if not command.path.exists():
+        raise ValueError(f"there is no folder {command.path}")
     tokenizer = tokenizer_of(command.path) if command.path.is_dir() else None
     ids = _prompt(command, tokenizer)
     with quiet_transformers():

@@ -141,7 +141,7 @@ def check(command: Command) -> None:
     if command.experts is not None and not 0 < command.experts < 1:
         raise ValueError(f"--experts is a fraction above 0 and below 1, got {command.experts}")
     if command.sparsity is None or not 0 <= command.sparsity < 1:
-        raise ValueError(f"sparsity must lie in [0, 1), got {command.sparsity}")
+        raise ValueError(f"sparsity must lie in [0, 1), as 0.5 for a half, got {command.sparsity}")
     if command.scope == "2:4" and command.sparsity != 0.5:
         raise ValueError(f"--scope 2:4 removes half, not {command.sparsity}; leave off --sparsity, or take --scope row")
     if command.scope == "2:4" and command.probe != "none":

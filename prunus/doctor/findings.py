@@ -41,7 +41,7 @@ class Expected:
 
     def __post_init__(self) -> None:
         if self.sparsity is not None and not 0 <= self.sparsity < 1:
-            raise ValueError(f"sparsity must lie in [0, 1), got {self.sparsity}")
+            raise ValueError(f"sparsity must lie in [0, 1), as 0.5 for a half, got {self.sparsity}")
         if self.pattern is not None and self.pattern not in PATTERNS and self.groups is None:
             raise ValueError(f"pattern must be {', '.join(PATTERNS)} or N:M such as 2:4, got {self.pattern!r}")
         if self.groups and self.sparsity is not None:

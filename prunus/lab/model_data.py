@@ -119,8 +119,10 @@ def start_of(tokenizer: Any) -> list[int]:
 
 
 def tokenizer_of(folder: Path, gguf_file: str | None = None) -> Any | None:
-    from transformers import AutoTokenizer
-
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        raise ValueError(f"the tokenizer of {folder} takes transformers: pip install prunus[hf]") from None
     options = {"gguf_file": gguf_file} if gguf_file else {}
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **options)
@@ -184,6 +186,8 @@ def rows_of_tokens(model: Any, windows: Tensor) -> Tensor | Rows:
 def drawn(ids: np.ndarray, num: int, length: int, seed: int, start: Sequence[int] = ()) -> Tensor:
     """``num`` different windows (num, length) that do not overlap, chosen by ``seed``."""
     available = len(ids) // _step(length, start)
+    if not available:
+        raise ValueError(f"a window of {length} tokens was asked for, but the file has {len(ids)}; take shorter ones")
     if available < num:
         raise ValueError(f"{num} windows of {length} tokens were asked for, but there are {available}; take fewer")
     return _windows(ids, np.random.default_rng(seed).permutation(available)[:num], length, start)

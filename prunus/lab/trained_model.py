@@ -35,6 +35,7 @@ from .model_data import (
     side_by_side,
     split_rows,
     start_tokens,
+    text_config,
     tokenizer_of,
 )
 from .model_quality import metric_of
@@ -128,6 +129,9 @@ def _windows(
     for file in reversed(known):
         check_vocabulary(file, model)
     length, start = source.length or longest_window(model), start_tokens(source.start_token, known, model)
+    longest = getattr(text_config(model), "max_position_embeddings", None) or length
+    if length > longest:
+        raise ValueError(f"--length {length} is more than the {longest} tokens that the model reads; take less")
     if calibration is None:
         windows = written_by(model, source.samples, length, source.seed)
     else:

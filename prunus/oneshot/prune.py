@@ -117,6 +117,8 @@ def method(
 ) -> tuple[ScoreLike | None, Repair | None]:
     """Score and repair that stand for what was left open; no score stands for the solver."""
     has_batches = not (isinstance(batches, Sized) and len(batches) == 0)
+    if not has_batches and batches != ():
+        raise ValueError("no calibration samples were given: batches is empty; leave it out to prune by magnitude")
     if repair == "auto":
         repair = Repair() if has_batches and probe is None else None
     if repair is not None and not isinstance(repair, Repair):
@@ -173,6 +175,10 @@ class Job:
     def __init__(self, model: nn.Module, batches: Iterable[Any], plan: Plan) -> None:
         if plan.batch_size is not None and not (isinstance(plan.batch_size, Integral) and plan.batch_size >= 1):
             raise ValueError(f"batch_size is a number of samples, at least 1, or None, got {plan.batch_size!r}")
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"the first argument is a model, then come batches, got {type(model).__name__}")
+        if isinstance(plan.select, type):
+            raise ValueError(f"select is a selector, {plan.select.__name__}(), got the class itself")
         self.model = unwrapped_model(model)
         self.plan = plan
         found = eligible(self.model, plan.include, plan.exclude)

@@ -55,6 +55,8 @@ def search(
     With ``repair`` every level is repaired, from the dense weights on. Without a ``score`` the solver of the repair
     then chooses what stays; otherwise the score is magnitude.
     """
+    if not isinstance(limit, Limit):
+        raise ValueError(f"limit is Limit(relative=0.05), or Limit(absolute=...), got {limit!r}")
     score, repair = method(batches, score, probe, repair)
     if options.tune and probe and probe.tau == "target":
         raise ValueError("tau='target' cannot be tuned: it follows from the sparsity; give a number, or no tune")

@@ -135,6 +135,8 @@ class Decoder:
         self, ids: Tensor, mask: Tensor | None, max_new_tokens: int, eos: tuple[int, ...], pad: int
     ) -> tuple[Tensor, Tensor]:
         """Prompt and mask on the model's device; ValueError for what the model cannot read."""
+        if not isinstance(ids, Tensor):
+            raise ValueError(f"input_ids is a tensor (batch, length), as torch.tensor([[1, 2]]), got {ids!r:.40}")
         if ids.ndim != 2 or ids.dtype not in (torch.int64, torch.int32) or not ids.numel():
             raise ValueError(f"input_ids must be whole numbers (batch, length), got {ids.dtype} {tuple(ids.shape)}")
         if len(ids) > MOST_SEQUENCES:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,8 @@ class SparseLinear(nn.Module):
     like: Tensor
     bias: Tensor | None
     group: "Group | None"
-    origin: tuple[nn.Module, bool] | None = None  # the layer that it replaced, and whether that took gradients
+    origin: "tuple[nn.Module, _Parameters] | None" = None  # the layer that it replaced, and its parameters
+    is_packed = True  # its state has no weight that another layer could load
 
     def __init__(self, form: Form, bias: Tensor | None = None) -> None:
         super().__init__()
@@ -193,6 +195,8 @@ def sparsify_(
     ``include``, globs over names, only layers that match; those that match ``exclude`` stay. Layers that read the
     same input, as q, k and v of attention, compute as one.
     """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"sparsify_ takes a model, got {type(model).__name__}; load_model reads one from a folder")
     if vectors < 1:
         raise ValueError(f"vectors, the batch size of decoding, must be at least 1, got {vectors}")
     weights = {name: linear_weight(layer) for name, layer in chosen(model, include, exclude).items()}
@@ -220,10 +224,27 @@ def replace_(model: nn.Module, name: str, form: Form) -> None:
     parent, _, last = name.rpartition(".")
     linear = model.get_submodule(name)
     layer = SparseLinear(form, getattr(linear, "bias", None)).train(linear.training)
-    weight = linear.get_parameter("weight") if linear._parameters["weight"] is not None else None
+    layer.origin = (linear, _Parameters(linear))  # in a tuple, it is no part of the model
     linear._parameters.update(weight=None, bias=None)
-    layer.origin = (linear, weight is not None and weight.requires_grad)  # in a tuple, it is no part of the model
     setattr(model.get_submodule(parent), last, layer)
+
+
+class _Parameters:
+    """A linear layer's parameters, not kept alive: who else holds one, as an optimizer, finds it in the model again."""
+
+    def __init__(self, linear: nn.Module) -> None:
+        parameters = {name: value for name, value in linear._parameters.items() if value is not None}
+        self.takes_gradients = any(value.requires_grad for name, value in parameters.items() if name == "weight")
+        self.held = {name: ref(value) for name, value in parameters.items()}
+
+    @torch.no_grad()
+    def again(self, name: str, value: Tensor) -> nn.Parameter:
+        """A parameter of this value: the old one where it is still held and of this type and place."""
+        held = self.held[name]() if name in self.held else None
+        if held is None or (held.shape, held.dtype, held.device) != (value.shape, value.dtype, value.device):
+            return nn.Parameter(value, self.takes_gradients)
+        held.data = value
+        return held
 
 
 def group_(model: nn.Module, kinds: Mapping[str, WeightKind]) -> None:
@@ -252,10 +273,9 @@ def unsparsify_(model: nn.Module) -> list[str]:
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, SparseLinear) and layer.origin}
     for name, layer in layers.items():
         assert layer.origin is not None
-        linear, requires_grad = layer.origin
-        weight = layer.weight.t().contiguous() if is_conv1d(linear) else layer.weight
-        linear.weight = nn.Parameter(weight, requires_grad)
-        linear._parameters["bias"] = None if layer.bias is None else nn.Parameter(layer.bias, requires_grad)
+        linear, parameters = layer.origin
+        linear.weight = parameters.again("weight", layer.weight.t().contiguous() if is_conv1d(linear) else layer.weight)
+        linear._parameters["bias"] = None if layer.bias is None else parameters.again("bias", layer.bias)
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, linear.train(layer.training))
     return list(layers)

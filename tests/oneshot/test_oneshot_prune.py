@@ -218,3 +218,20 @@ def test_bad_input_is_one_line_and_leaves_the_model_alone(options, said):
         prune(case.model, **settings)
     assert "\n" not in str(error.value)
     assert_same(before, snapshot(case.model))
+
+
+@pytest.mark.parametrize("empty", [[], {}.values()], ids=["list", "view"])
+def test_an_empty_list_of_batches_is_refused_and_not_taken_for_none(empty):
+    model = nn.Linear(4, 4)
+    before = model.weight.clone()
+    with pytest.raises(ValueError, match="batches is empty; leave it out to prune by magnitude"):
+        prune(model, empty, sparsity=0.5)
+    assert torch.equal(model.weight, before)
+
+
+def test_arguments_that_are_swapped_or_classes_are_refused():
+    model, batches = nn.Linear(4, 4), [torch.randn(8, 4)]
+    with pytest.raises(ValueError, match="first argument is a model, then come batches, got list"):
+        prune(batches, model, sparsity=0.5)
+    with pytest.raises(ValueError, match=r"select is a selector, PerRow\(\), got the class itself"):
+        prune(model, batches, sparsity=0.5, select=PerRow)
