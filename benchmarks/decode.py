@@ -121,7 +121,7 @@ def in_turns_with(models: dict[str, Any], way: str) -> Iterator[dict[str, Any]]:
     """Models that are run in turns: all, or each sparse one with the dense one where whole models are compiled.
 
     torch.compile leaves sizes open that it sees change from one sparse model to the next of a process, and the second
-    one then takes its sizes as hundreds of inputs: at 80 % zeros behind 50 %, 131 tokens a second in place of 235.
+    one then takes its sizes as hundreds of inputs, which is slower.
     """
     names = [zeros for zeros in models if zeros != "none"]
     for chosen_names in [[name] for name in names] if way == "static" and names else [names]:

@@ -111,15 +111,15 @@ class Result:
 
     def undo_(self) -> None:
         """Give every changed weight its old value, bit for bit, and put dropped experts back."""
-        for name, weight in self.weights.items():
-            if weight.module._parameters.get("weight", weight) is None:
-                raise ValueError(f"{name} is kept in a sparse layer: call unsparsify_(model) first, then undo_()")
         self._undo_weights_()
         if self.experts is not None:
             self.experts.undo_()
 
     def _undo_weights_(self) -> None:
         """The same for the weights that are there, with the experts dropped."""
+        for name, weight in self.weights.items():
+            if weight.module._parameters.get("weight", weight) is None:
+                raise ValueError(f"{name} is kept in a sparse layer: call unsparsify_(model) first")
         self._repaired = self.originals.restore_() or self._repaired
         if self.experts is not None:
             self.experts.apply_()

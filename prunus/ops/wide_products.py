@@ -34,6 +34,13 @@ def wide_products(device: torch.device | str, of: nn.Module | Tensor) -> Abstrac
     return WideProducts(*types) if types else nullcontext()
 
 
+def wide_bmm(a: Tensor, b: Tensor) -> Tensor:
+    """A product of batches whose result is in float32, or wider."""
+    if a.dtype in (torch.float32, torch.float64):
+        return torch.bmm(a, b)
+    return torch.bmm(a, b, out_dtype=torch.float32) if a.is_cuda else torch.bmm(a.float(), b.float())
+
+
 @cache
 def slow_types() -> list[torch.dtype]:
     """The 16-bit types that this CPU multiplies one by one."""

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ops.wide_products import wide_bmm
+
 UNUSUAL = ("position_bias", "cache", "softcap", "s_aux")  # options that change what is computed
 
 
@@ -60,15 +62,8 @@ def attention_of_one(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sc
     num, length = key.shape[1], key.shape[2]
     scale = size**-0.5 if scale is None else scale
     grouped = query.reshape(batch * num, heads // num, size)
-    scores = _wide_product(grouped, key.reshape(batch * num, length, size).transpose(1, 2)) * scale
+    scores = wide_bmm(grouped, key.reshape(batch * num, length, size).transpose(1, 2)) * scale
     scores = scores.view(batch, num, heads // num, length)
     scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
     weights = scores.softmax(-1).to(value.dtype).view(batch * num, heads // num, length)
     return torch.bmm(weights, value.reshape(batch * num, length, -1)).view(batch, 1, heads, -1)
-
-
-def _wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """A product of batches whose result is in float32, or wider."""
-    if a.dtype in (torch.float32, torch.float64):
-        return torch.bmm(a, b)
-    return torch.bmm(a, b, out_dtype=torch.float32) if a.is_cuda else torch.bmm(a.float(), b.float())

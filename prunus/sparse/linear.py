@@ -233,9 +233,9 @@ class _Parameters:
     """A linear layer's parameters, not kept alive: who else holds one, as an optimizer, finds it in the model again."""
 
     def __init__(self, linear: nn.Module) -> None:
-        parameters = {name: value for name, value in linear._parameters.items() if value is not None}
-        self.takes_gradients = any(value.requires_grad for name, value in parameters.items() if name == "weight")
-        self.held = {name: ref(value) for name, value in parameters.items()}
+        weight = linear._parameters["weight"]
+        self.takes_gradients = weight is not None and weight.requires_grad
+        self.held = {name: ref(value) for name, value in linear._parameters.items() if value is not None}
 
     @torch.no_grad()
     def again(self, name: str, value: Tensor) -> nn.Parameter:

@@ -66,20 +66,18 @@ def product(x: Tensor, form: Form, bias: Tensor | None = None) -> Tensor:
         kernel = _kernel_for(x, form, num)
         if kernel is not None:
             return kernel(x, form, bias)
-    if x.is_cpu and num > 0 and num_rows and x.dtype in DTYPES and isinstance(form, Gaps):
-        return _by_csr(x, form, bias, num)
+    has_csr = x.is_cpu and num > 0 and num_rows > 0 and x.dtype in DTYPES and isinstance(form, Gaps)
+    if has_csr and num <= MOST_CPU:
+        return _one_by_one(x, form, bias, num)
+    weight = csr_of(form).to_dense() if has_csr else dense(form)  # the former is torch's own, and faster
     with wide_products(x.device, x):
-        return nn.functional.linear(x, dense(form).to(x.dtype), bias)
+        return nn.functional.linear(x, weight.to(x.dtype), bias)
 
 
-def _by_csr(x: Tensor, gaps: Gaps, bias: Tensor | None, num: int) -> Tensor:
-    """The product on a CPU: few vectors one by one, more with a dense copy, which torch makes faster than we can."""
+def _one_by_one(x: Tensor, gaps: Gaps, bias: Tensor | None, num: int) -> Tensor:
+    """The product on a CPU, vector after vector."""
     num_rows, width = gaps.shape
-    matrix = csr_of(gaps)
-    if num > MOST_CPU:
-        with wide_products(x.device, x):
-            return nn.functional.linear(x, matrix.to_dense().to(x.dtype), bias)
-    vectors = x if x.dtype == torch.float32 else x.float()
+    matrix, vectors = csr_of(gaps), x if x.dtype == torch.float32 else x.float()
     if num == 1:
         y = torch.mv(matrix, vectors.reshape(width))
     else:

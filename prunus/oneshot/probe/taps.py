@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...eligible import is_conv1d
+from ...ops.wide_products import wide_bmm
 from ..blocks import replaced
 from ..layers import weight_of, windows
 
@@ -128,12 +129,7 @@ def add_largest_(record: Tensor, module: nn.Module, x: Tensor, d: Tensor) -> boo
 
 def outer(left: Tensor, right: Tensor) -> Tensor:
     """``sum over t of left_t right_t^T`` of each sample: (sample, left features, right features), float32 or better."""
-    left = left.transpose(1, 2)
-    if left.dtype in (torch.float32, torch.float64):
-        return torch.bmm(left, right)
-    if left.is_cuda:
-        return torch.bmm(left, right, out_dtype=torch.float32)
-    return torch.bmm(left.float(), right.float())
+    return wide_bmm(left.transpose(1, 2), right)
 
 
 def largest_outer_reference_(record: Tensor, left: Tensor, right: Tensor) -> None:

@@ -1,0 +1,53 @@
+"""What held a model before its layers were made sparse holds it again afterwards: optimizers, and a result to undo."""
+
+import pytest
+import torch
+from torch import nn
+
+from prunus import prune, save_model
+from prunus.sparse import sparsify_, unsparsify_
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def linear():
+    layer = nn.Linear(100, 24, device=DEVICE).requires_grad_(False)
+    layer.weight[torch.rand(24, 100, device=DEVICE) < 0.6] = 0
+    return layer
+
+
+def test_who_holds_a_parameter_finds_it_in_the_model_again():
+    model = nn.Sequential(linear(), nn.Linear(24, 8, device=DEVICE))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = [*model.parameters()]
+    assert sparsify_(model, least=0.3) == ["0"] and unsparsify_(model) == ["0"]
+    assert all(new is old for new, old in zip(model.parameters(), before, strict=True))
+    assert optimizer.param_groups[0]["params"][0] is model[0].weight
+
+
+def test_a_parameter_that_went_to_another_type_meanwhile_is_a_new_one():
+    model = nn.Sequential(linear())
+    held = model[0].weight
+    sparsify_(model, least=0.3)
+    model.to(torch.bfloat16)
+    unsparsify_(model)
+    assert model[0].weight is not held and model[0].weight.dtype == torch.bfloat16
+
+
+def test_pruning_is_undone_behind_sparse_layers_and_refused_while_there_are_some():
+    model = nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 8)).to(DEVICE)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    result = prune(model, [torch.randn(32, 16, device=DEVICE)], sparsity=0.5)
+    assert sparsify_(model, least=0.3) == ["0", "2"]
+    with pytest.raises(ValueError, match=r"0.weight is kept in a sparse layer: call unsparsify_\(model\) first"):
+        result.undo_()
+    with pytest.raises(ValueError, match="0 is a sparse layer"):
+        save_model(model, "nowhere")
+    unsparsify_(model)
+    result.undo_()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_what_is_no_model_is_refused():
+    with pytest.raises(ValueError, match="takes a model, got str"):
+        sparsify_("folder")
