@@ -129,7 +129,7 @@ def moment(name: str, weight: Weight, optimizer: torch.optim.Optimizer) -> Tenso
     if isinstance(tensor, Tensor) and tensor.shape == weight.parameter.shape and tensor.is_floating_point():
         return local(tensor)
     kept = [key for key in state if key not in ("step", "mask")]
-    if not kept and any(name in other for other in optimizer.state.values()):
+    if not kept and (weight.parameter.grad is None or any(name in other for other in optimizer.state.values())):
         raise ValueError(
             f"{weight.name} has no Adam state yet, since no gradient has reached it; "
             f"begin later, exclude it, or pass no_gradient='dense': a score that reads {name} cannot rank it"

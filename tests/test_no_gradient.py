@@ -43,6 +43,16 @@ def test_weights_without_a_gradient_are_named_at_the_first_step():
         trained_spare(4)
 
 
+@pytest.mark.filterwarnings("ignore:no gradient")
+def test_steps_without_any_gradient_are_said_to_be_so():
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    Pruner(model, optimizer, schedule=Ramp(0.5, 1, 2), every=1)
+    with pytest.raises(ValueError, match=r"weight has no Adam state yet, since no gradient has reached it"):
+        for _ in range(2):
+            optimizer.step()
+
+
 @pytest.mark.parametrize("score", ["magnitude", "movement"])
 @pytest.mark.filterwarnings("error")
 def test_scores_that_read_no_moments_rank_every_weight(score):

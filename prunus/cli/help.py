@@ -44,10 +44,7 @@ GROUPS["profile"] = GROUPS["train"] | {USUAL: "data model batch score sparsity c
 
 def help_page(kind: type[Any], name: str) -> str:
     """The page, as wide as the terminal."""
-    import tyro
-
-    config = (tyro.conf.PositionalMetavarFromFieldName,)
-    page = parser_output(kind, ["--help"], prog=f"prunus {name}", config=config)
+    page = parser_output(kind, ["--help"], prog=f"prunus {name}")
     head, boxes = re.split(r"^(?= )", page, maxsplit=1, flags=re.MULTILINE)
     width = min(shutil.get_terminal_size().columns, WIDEST)
     lines = ["\n".join(textwrap.fill(part, width) for part in head.strip().splitlines())]
@@ -61,15 +58,16 @@ def help_page(kind: type[Any], name: str) -> str:
     return "\n".join(lines)
 
 
-def parser_output(kind: type[Any], args: list[str], **options: Any) -> str:
+def parser_output(kind: type[Any], args: list[str], prog: str = "prunus") -> str:
     """What the parser prints, in plain text whose lines are not broken."""
     import tyro
 
+    config = (tyro.conf.PositionalMetavarFromFieldName,)
     page, columns = io.StringIO(), os.environ.get("COLUMNS")
     os.environ["COLUMNS"] = "2000"
     try:
         with contextlib.redirect_stdout(page), contextlib.redirect_stderr(page), contextlib.suppress(SystemExit):
-            tyro.cli(kind, args=args, **options)
+            tyro.cli(kind, args=args, prog=prog, config=config)
     finally:
         os.environ.pop("COLUMNS") if columns is None else os.environ.update(COLUMNS=columns)
     return re.sub(r"\x1b\[[0-9;]*m", "", page.getvalue())

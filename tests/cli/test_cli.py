@@ -99,7 +99,10 @@ def test_the_names_in_help_are_those_of_the_tables():
     ("options", "said"),
     [
         (["--stepz", "4"], "--steps"),
-        (["--steps", "many"], "--steps"),
+        (["--steps", "many"], "--steps takes a whole number, got 'many'"),
+        (["--every", "2.5"], "--every takes a whole number, got '2.5'"),
+        (["--begin", "soon"], "--begin takes a number, got 'soon'"),
+        (["--sparsity", "50%"], "--sparsity takes a number, got '50%'; 50% is 0.5"),
         (["--steps", "0"], "steps must be at least 1"),
         (["--sparsity", "1.0"], "[0, 1)"),
         (["--sparsity", "-0.1"], "[0, 1)"),
@@ -161,10 +164,10 @@ def test_missing_data_and_unknown_commands_are_refused(tmp_path, capsys):
     assert "run.json" in refused(capsys, "train", "--resume", "--out", tmp_path / "run")
 
 
-@pytest.mark.parametrize("command", ["eval", "export", "doctor"])
-def test_an_argument_that_is_missing_is_named(command, capsys):
+@pytest.mark.parametrize(("command", "name"), [("eval", "PATH"), ("export", "SOURCE"), ("prune", "MODEL")])
+def test_an_argument_that_is_missing_is_named(command, name, capsys):
     line = refused(capsys, command)
-    assert "PATH is missing" in line and ".venv" not in line
+    assert f"{name} is missing" in line and ".venv" not in line
 
 
 def test_a_folder_in_use_is_not_overwritten(text, tmp_path, capsys):
