@@ -1,11 +1,13 @@
 """Linear layers that keep their weight sparse in memory, and a model's layers turned into them and back."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch._C import _is_any_autocast_enabled as is_any_autocast_enabled
+from torch.compiler import is_compiling
 
 from ..eligible import is_conv1d
 from .choose import forms_of, groups_of
@@ -18,7 +20,7 @@ from .tiles import Tiles, check_tiles, joined_tiles, stage_of, tiles_of_dense
 from .times import WeightKind, kind_of
 
 MOST_MISSES = 2  # products of a group that some layer had no use for, before it is given up
-NOTHING: tuple[Tensor | None, int | None, dict[int, Tensor]] = (None, None, {})
+NOTHING: tuple[Tensor | None, int | None, Any, dict[int, Tensor]] = (None, None, None, {})
 
 
 class SparseLinear(nn.Module):
@@ -89,18 +91,17 @@ class SparseLinear(nn.Module):
         return dense(self.form)
 
     def forward(self, x: Tensor) -> Tensor:
-        kind = x.device.type
-        if torch.is_autocast_enabled(kind):
-            x = x.to(torch.get_autocast_dtype(kind))
-        takes_gradients = x.requires_grad and torch.is_grad_enabled()
-        if self.group is not None and not takes_gradients and (y := self.group.product(self.place, x)) is not None:
+        run = operator if is_compiling() else product
+        if (run is operator or is_any_autocast_enabled()) and torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        if x.requires_grad and torch.is_grad_enabled():
+            run = operator
+        elif self.group is not None and (y := self.group.product(self.place, x, run)) is not None:
             return y
         form, bias = self.fast
         if bias is not None and bias.dtype != x.dtype:
             bias = bias.to(x.dtype)
-        if takes_gradients or torch.compiler.is_compiling():
-            return operator(x, form, bias)
-        return product(x, form, bias)
+        return run(x, form, bias)
 
     def extra_repr(self) -> str:
         size = self.form.nbytes / max(1, self.in_features * self.out_features * self.form.dtype.itemsize)
@@ -144,17 +145,15 @@ class Group:
         if kept:
             none = [torch.zeros(size, dtype=kept[0].dtype, device=kept[0].device) for size in self.sizes]
             self.bias = torch.cat([zeros if bias is None else bias for bias, zeros in zip(biases, none, strict=True)])
-        self.waiting = NOTHING  # the latest input, its version, and outputs that layers have not taken
+        self.waiting = NOTHING  # the latest input, its version, what ran, and outputs that layers have not taken
         for place, (layer, view) in enumerate(zip(self.layers, views, strict=True)):
             layer._set(view)
             layer.group, layer.place = self, place
 
-    def product(self, place: int, x: Tensor) -> Tensor | None:
+    def product(self, place: int, x: Tensor, run: Callable[..., Tensor]) -> Tensor | None:
         """The outputs of the layer at ``place``; None if it should compute them itself. torch.compile traces it."""
-        is_traced = torch.compiler.is_compiling()
-        version = None if is_traced or x.is_inference() else x._version
-        known, its_version, outputs = self.waiting
-        if known is x and its_version == version and place in outputs:
+        known, version, its_run, outputs = self.waiting
+        if known is x and its_run is run and (version is None or version == x._version) and place in outputs:
             y = outputs.pop(place)
             if not outputs:
                 self.waiting = NOTHING
@@ -167,10 +166,9 @@ class Group:
         bias = self.bias
         if bias is not None and bias.dtype != x.dtype:
             bias = bias.to(x.dtype)
-        y = operator(x, self.form, bias) if is_traced else product(x, self.form, bias)
-        outputs = dict(enumerate(y.split_with_sizes(self.sizes, -1)))
+        outputs = dict(enumerate(run(x, self.form, bias).unsafe_split_with_sizes(self.sizes, -1)))
         y = outputs.pop(place)
-        self.waiting = (x, version, outputs)
+        self.waiting = (x, None if run is operator or x.is_inference() else x._version, run, outputs)
         return y
 
     def moved(self) -> None:

@@ -204,6 +204,50 @@ def test_a_group_takes_no_input_for_another(products):
     assert model.q_proj.group.waiting[0] is None
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_group_follows_autocast_that_begins_and_ends_between_its_layers(mode):
+    model, _ = attention()
+    with mode():
+        x = torch.randn(2, 48, device=DEVICE)
+        for order in ([False, True, False], [True, False, True]):
+            for layer, is_cast in zip((model.q_proj, model.k_proj, model.v_proj), order, strict=True):
+                with torch.autocast(DEVICE, torch.bfloat16, enabled=is_cast):
+                    assert layer(x).dtype == (torch.bfloat16 if is_cast else torch.float32)
+
+
+def test_a_group_passes_gradients_that_begin_between_its_layers():
+    model, dense = attention()
+    x = torch.randn(2, 48, device=DEVICE, requires_grad=True)
+    with torch.no_grad():
+        assert not model.q_proj(x).requires_grad
+    (found,) = torch.autograd.grad(model.k_proj(x).sum(), x)
+    (expected,) = torch.autograd.grad(dense.k_proj(x).sum(), x)
+    assert torch.allclose(found, expected, atol=1e-5)
+
+
+def test_outputs_of_a_group_change_in_place_each_by_itself():
+    model, dense = attention()
+    x, factor = torch.randn(2, 48, device=DEVICE), torch.randn(2, 32, device=DEVICE, requires_grad=True)
+    outputs = [layer(x) for layer in (model.q_proj, model.k_proj, model.v_proj)]
+    outputs[0].mul_(factor)
+    outputs[1].zero_()
+    assert near(outputs[0], dense.q_proj(x) * factor) and near(outputs[2], dense.v_proj(x))
+    (found,) = torch.autograd.grad(outputs[0].sum(), factor)
+    assert near(found, dense.q_proj(x))
+
+
+def test_a_compiled_layer_and_an_eager_one_take_no_output_of_one_another():
+    model, dense = attention()
+    torch._dynamo.reset()
+    compiled = torch.compile(model.q_proj, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        x = torch.randn(2, 48, device=DEVICE)
+        assert near(compiled(x), dense.q_proj(x))
+        x.mul_(2)
+        assert near(model.k_proj(x), dense.k_proj(x))
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("change", [lambda m: m.to(torch.bfloat16), copy.deepcopy, lambda m: m.to("cpu").to(DEVICE)])
 def test_a_group_goes_where_its_layers_go(change, products):
     model, dense = attention()
