@@ -1,6 +1,8 @@
 """Products of sparse matrices with up to 16 vectors on NVIDIA GPUs, by the kernels of ``kernels.cu``."""
 
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +17,7 @@ TILE_FROM = (9, 0)  # compute capability from which the copies of a tile are mad
 TILE_WARPS = 8
 GAP_WARPS = 32
 DENSE_WARPS = 8
+Product = Callable[[Tensor, Any, Tensor | None], Tensor]  # of x, the form it was prepared for, and a bias
 
 
 @cache
@@ -23,26 +26,27 @@ def can_tile(device: torch.device) -> bool:
     return device.type == "cuda" and _nvrtc.is_there() and torch.cuda.get_device_capability(device) >= TILE_FROM
 
 
-def tile_product(x: Tensor, tiles: Tiles, bias: Tensor | None) -> Tensor:
-    """``x W^T + bias`` for x of shape (..., in) with up to 16 vectors, of the type of the tiles."""
+def tile_product(tiles: Tiles, num: int, device: int) -> Product:
+    """``x W^T + bias`` for x of shape (..., in) with ``num`` vectors, up to 16, of the type of the tiles.
+
+    What its calls have in common is prepared here; it has the addresses of the tiles, and may live as long as they do.
+    """
     num_rows, width = tiles.shape
-    y = x.new_empty((*x.shape[:-1], num_rows))
-    num = y.numel() // num_rows
-    if width % COLUMNS:
-        x = pad(x, (0, -width % COLUMNS))
-    x = x.contiguous()
-    vectors = 8 if num <= 8 else 16
-    ready = tiles.launches.get(vectors)  # what does not change from call to call is kept beside the form
-    if ready is None:
-        kernel = _nvrtc.kernel(f"tile_product<{TYPES[x.dtype]}, {vectors}, {TILE_WARPS}>", 10, _index(x))
-        shared = 512 + TILE_WARPS * max(2 * tiles.stage, ROWS * vectors * 4)
-        ready = kernel, shared, tiles.data.data_ptr(), tiles.starts.data_ptr(), tiles.across
-        tiles.launches[vectors] = ready
-    kernel, shared, data, starts, across = ready
-    at, out, add = x.data_ptr(), y.data_ptr(), 0 if bias is None else bias.data_ptr()
-    args = (data, starts, at, add, out, num_rows, across * COLUMNS, across, num, tiles.stage)
-    kernel(-(-num_rows // ROWS), TILE_WARPS * 32, shared, args)
-    return y
+    vectors, missing = 8 if num <= 8 else 16, -width % COLUMNS
+    kernel = _nvrtc.kernel(f"tile_product<{TYPES[tiles.dtype]}, {vectors}, {TILE_WARPS}>", device)
+    shared = 512 + TILE_WARPS * max(2 * tiles.stage, ROWS * vectors * 4)
+    sizes = (num_rows, width + missing, tiles.across, num, tiles.stage)
+    args = (tiles.data.data_ptr(), tiles.starts.data_ptr(), 0, 0, 0, *sizes)
+    launch = _nvrtc.Launch(kernel, -(-num_rows // ROWS), TILE_WARPS * 32, shared, args, slice(2, 5))
+
+    def run(x: Tensor, tiles: Tiles, bias: Tensor | None) -> Tensor:
+        *batch, _ = x.shape
+        y = x.new_empty(*batch, num_rows)
+        x = (pad(x, (0, missing)) if missing else x).contiguous()
+        launch(x.data_ptr(), 0 if bias is None else bias.data_ptr(), y.data_ptr())
+        return y
+
+    return run
 
 
 def tile_dense(tiles: Tiles) -> Tensor:
@@ -51,7 +55,7 @@ def tile_dense(tiles: Tiles) -> Tensor:
     out = torch.empty(tiles.shape, dtype=tiles.dtype, device=tiles.data.device)
     num_tiles = len(tiles.starts) - 1
     if out.numel():
-        kernel = _nvrtc.kernel("tile_dense", 7, _index(out))
+        kernel = _nvrtc.kernel("tile_dense", out.get_device())
         at = (tiles.data.data_ptr(), tiles.starts.data_ptr(), out.data_ptr())
         kernel(-(-num_tiles // 8), 256, 0, (*at, num_rows, width, tiles.across, num_tiles))
     return out
@@ -62,44 +66,48 @@ def gap_dense(gaps: Gaps) -> Tensor | None:
     num_rows, width = gaps.shape
     out = torch.empty(gaps.shape, dtype=gaps.dtype, device=gaps.values.device)
     shared = -(-width * out.element_size() // 16) * 16
-    if shared > _nvrtc.most_shared(_index(out)):
+    if shared > _nvrtc.most_shared(out.get_device()):
         return None
     if out.numel():
-        kernel = _nvrtc.kernel(f"gap_dense<{TYPES[gaps.dtype]}, {DENSE_WARPS}>", 7, _index(out))
+        kernel = _nvrtc.kernel(f"gap_dense<{TYPES[gaps.dtype]}, {DENSE_WARPS}>", out.get_device())
         parts = [part.data_ptr() for part in (gaps.values, gaps.codes, gaps.heads, gaps.rows, out)]
         grid = min(num_rows, kernel.resident(DENSE_WARPS * 32, shared))
         kernel(grid, DENSE_WARPS * 32, shared, (*parts, num_rows, width))
     return out
 
 
-def gap_product(x: Tensor, gaps: Gaps, bias: Tensor | None) -> Tensor:
-    """``x W^T + bias`` for x of shape (..., in), of the type of the values."""
+def gap_product(gaps: Gaps, num: int, device: int) -> Product:
+    """``x W^T + bias`` for x of shape (..., in) with ``num`` vectors of the type of the values, as ``tile_product``."""
     num_rows, width = gaps.shape
-    y = x.new_empty((*x.shape[:-1], num_rows))
-    x, rows = x.reshape(-1, width), y.view(-1, num_rows)
-    num, most = len(x), most_at_once(x)
+    size, most, total = gaps.dtype.itemsize, most_at_once(gaps, device), 0
     parts = [part.data_ptr() for part in (gaps.values, gaps.codes, gaps.heads, gaps.rows)]
-    for first in range(0, num, most):
-        part, out = x[first : first + most], rows[first : first + most]
-        taken = max(2, 1 << (len(part) - 1).bit_length())
-        if taken != len(part):
-            part, out = pad(part, (0, 0, 0, taken - len(part))), x.new_empty(taken, num_rows)
-        part = part.contiguous()
-        kernel = _nvrtc.kernel(f"gap_product<{TYPES[x.dtype]}, {taken}, {GAP_WARPS}>", 9, _index(x))
-        shared = width * taken * x.element_size()
+    launches = []
+    while total < num:
+        taken = max(2, 1 << (min(most, num - total) - 1).bit_length())
+        kernel = _nvrtc.kernel(f"gap_product<{TYPES[gaps.dtype]}, {taken}, {GAP_WARPS}>", device)
+        shared = width * taken * size
         grid = min(kernel.resident(GAP_WARPS * 32, shared), -(-num_rows // GAP_WARPS))
-        args = (*parts, part.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), num_rows, width)
-        kernel(grid, GAP_WARPS * 32, shared, args)
-        if len(out) > num - first:
-            rows[first:] = out[: num - first]
-    return y
+        args = (*parts, 0, 0, 0, num_rows, width)
+        launch = _nvrtc.Launch(kernel, grid, GAP_WARPS * 32, shared, args, slice(4, 7))
+        launches.append((launch, total * width * size, total * num_rows * size))
+        total += taken
+
+    def run(x: Tensor, gaps: Gaps, bias: Tensor | None) -> Tensor:
+        *batch, _ = x.shape
+        if total == num:
+            x, y = x.contiguous(), x.new_empty(*batch, num_rows)
+        else:
+            x, y = pad(x.reshape(num, width), (0, 0, 0, total - num)), x.new_empty(total, num_rows)
+        at, add, out = x.data_ptr(), 0 if bias is None else bias.data_ptr(), y.data_ptr()
+        for launch, x_offset, y_offset in launches:
+            launch(at + x_offset, add, out + y_offset)
+        return y if total == num else y[:num].view(*batch, num_rows)
+
+    return run
 
 
-def most_at_once(x: Tensor) -> int:
-    """Vectors of x that one product in gap form takes: they are in shared memory, and a number's step in a byte."""
-    fitting = min(16 // x.element_size(), _nvrtc.most_shared(_index(x)) // max(1, x.shape[-1] * x.element_size()))
+def most_at_once(gaps: Gaps, device: int) -> int:
+    """Vectors that one product in gap form takes: they are in shared memory, and a number's step in a byte."""
+    size = gaps.dtype.itemsize
+    fitting = min(16 // size, _nvrtc.most_shared(device) // max(1, gaps.shape[1] * size))
     return 1 << fitting.bit_length() - 1 if fitting else 0
-
-
-def _index(x: Tensor) -> int:
-    return x.device.index if x.device.index is not None else torch.cuda.current_device()

@@ -11,34 +11,28 @@ import torch
 
 SOURCE = Path(__file__).with_name("kernels.cu")
 MOST_SHARED = 8  # the driver's number of the attribute "largest dynamic shared memory"
-_LOCAL = threading.local()
 
 
 class Kernel:
-    """A kernel of ``kernels.cu`` on one device: its launches cost the host little."""
+    """A kernel of ``kernels.cu`` on one device."""
 
-    def __init__(self, name: str, num_args: int, device: int) -> None:
-        self.driver, self.name, self.num_args, self.device = _driver(), name, num_args, device
+    def __init__(self, name: str, device: int) -> None:
+        self.driver, self.name, self.device = _driver(), name, device
+        self.stream_of = torch._C._cuda_getCurrentRawStream  # torch.cuda.current_stream makes an object each time
         major, minor = torch.cuda.get_device_capability(device)
         binary, symbol = _compiled(name, f"sm_{major}{minor}")
         module, self.function = ctypes.c_void_p(), ctypes.c_void_p()
         with torch.cuda.device(device):
             torch.cuda.current_stream().synchronize()  # there is a context from here on
-            self._check(self.driver.cuModuleLoadData(ctypes.byref(module), binary))
-            self._check(self.driver.cuModuleGetFunction(ctypes.byref(self.function), module, symbol))
+            self.check(self.driver.cuModuleLoadData(ctypes.byref(module), binary))
+            self.check(self.driver.cuModuleGetFunction(ctypes.byref(self.function), module, symbol))
             self.most_shared = most_shared(device)
-            self._check(self.driver.cuFuncSetAttribute(self.function, MOST_SHARED, self.most_shared))
+            self.check(self.driver.cuFuncSetAttribute(self.function, MOST_SHARED, self.most_shared))
         self._blocks: dict[tuple[int, int], int] = {}
 
     def __call__(self, grid: int, threads: int, shared: int, args: Sequence[int]) -> None:
-        """Launch it on the current stream; tensors are given as their addresses, None as 0."""
-        cells, pointers = self._cells()
-        for cell, arg in zip(cells, args, strict=True):
-            cell.value = arg
-        stream = torch.cuda.current_stream(self.device).cuda_stream
-        code = self.driver.cuLaunchKernel(self.function, grid, 1, 1, threads, 1, 1, shared, stream, pointers, None)
-        if code:
-            self._check(code)
+        """Launch it once on the current stream; tensors are given as their addresses, None as 0."""
+        Launch(self, grid, threads, shared, args)()
 
     def resident(self, threads: int, shared: int) -> int:
         """Blocks of such a launch that run at the same time on the whole device."""
@@ -46,32 +40,63 @@ class Kernel:
             num, size = ctypes.c_int(), ctypes.c_size_t(shared)
             with torch.cuda.device(self.device):
                 count = self.driver.cuOccupancyMaxActiveBlocksPerMultiprocessor
-                self._check(count(ctypes.byref(num), self.function, threads, size))
+                self.check(count(ctypes.byref(num), self.function, threads, size))
             processors = torch.cuda.get_device_properties(self.device).multi_processor_count
             self._blocks[threads, shared] = max(1, num.value) * processors
         return self._blocks[threads, shared]
 
-    def _cells(self) -> tuple[list[Any], Any]:
-        """Memory of this thread's for the arguments, which the driver copies at the launch."""
-        known = getattr(_LOCAL, f"of_{id(self)}", None)
-        if known is None:
-            cells = [ctypes.c_uint64() for _ in range(self.num_args)]  # of which a kernel reads as much as it needs
-            pointers = (ctypes.c_void_p * len(cells))(*(ctypes.addressof(cell) for cell in cells))
-            known = cells, pointers
-            setattr(_LOCAL, f"of_{id(self)}", known)
-        return known
-
-    def _check(self, code: int) -> None:
+    def check(self, code: int) -> None:
         if code:
             text = ctypes.c_char_p()
             self.driver.cuGetErrorString(code, ctypes.byref(text))
             raise RuntimeError(f"the kernel {self.name} failed: {(text.value or b'unknown error').decode()}")
 
 
+class Config(ctypes.Structure):
+    """The driver's ``CUlaunchConfig``."""
+
+    _fields_ = [
+        *((f"{of}_{axis}", ctypes.c_uint) for of in ("grid", "block") for axis in "xyz"),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("num_attributes", ctypes.c_uint),
+    ]
+
+
+class Launch(threading.local):
+    """A launch that is prepared but for the arguments at ``given`` and the stream, so that calls cost the host little.
+
+    Each thread has its own memory for the arguments, which the driver copies at the launch.
+    """
+
+    def __init__(
+        self, kernel: Kernel, grid: int, threads: int, shared: int, args: Sequence[int], given: slice = slice(0)
+    ) -> None:
+        cells = (ctypes.c_uint64 * len(args))(*args)  # of which a kernel reads as much as it needs
+        first = ctypes.addressof(cells)
+        pointers = (ctypes.c_void_p * len(args))(*range(first, first + ctypes.sizeof(cells), 8))
+        config = Config(grid, 1, 1, threads, 1, 1, shared)
+        addresses = ctypes.addressof(config), kernel.function.value, ctypes.addressof(pointers), None
+        self.memory = kernel, cells, given, pointers, config, addresses
+
+    def __call__(self, *values: int) -> None:
+        """Launch it on the current stream with these values of the given arguments."""
+        kernel, cells, given, _, config, addresses = self.memory
+        cells[given] = values
+        config.stream = kernel.stream_of(kernel.device)
+        code = kernel.driver.cuLaunchKernelEx(*addresses)
+        if code and torch.cuda.current_device() != kernel.device:  # the stream 0 is that of the current device
+            with torch.cuda.device(kernel.device):
+                code = kernel.driver.cuLaunchKernelEx(*addresses)
+        if code:
+            kernel.check(code)
+
+
 @cache
-def kernel(name: str, num_args: int, device: int) -> Kernel:
+def kernel(name: str, device: int) -> Kernel:
     """The kernel by its name in C++, as ``gap_product<0, 2, 32>``."""
-    return Kernel(name, num_args, device)
+    return Kernel(name, device)
 
 
 @cache
@@ -89,7 +114,7 @@ def is_there() -> bool:
     try:
         _driver()
         _compiler()
-    except OSError:
+    except (OSError, AttributeError):  # an old driver lacks what launches the kernels
         return False
     return True
 
@@ -97,8 +122,7 @@ def is_there() -> bool:
 @cache
 def _driver() -> ctypes.CDLL:
     library = ctypes.CDLL("libcuda.so.1")
-    pointer, number = ctypes.c_void_p, ctypes.c_uint
-    library.cuLaunchKernel.argtypes = [pointer, *[number] * 7, pointer, pointer, pointer]
+    library.cuLaunchKernelEx.argtypes = [ctypes.c_void_p] * 4
     return library
 
 

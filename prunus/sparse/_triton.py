@@ -233,7 +233,8 @@ def product_of_one(x: Tensor, gaps: Gaps, bias: Tensor | None) -> Tensor:
     All that does not change from call to call is found at the first one, and kept beside the form: the compiled
     kernel, and where its arguments are.
     """
-    y = x.new_empty((*x.shape[:-1], gaps.shape[0]))
+    *batch, _ = x.shape
+    y = x.new_empty(*batch, gaps.shape[0])
     if not x.is_contiguous():
         x = x.contiguous()
     at = x.data_ptr()

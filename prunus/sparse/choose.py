@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .product import can_tile
+from ._cuda import can_tile
 from .tiles import DTYPES as TILE_DTYPES
 from .times import Times, WeightKind, times_of, winner
 

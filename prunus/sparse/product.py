@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..ops.wide_products import wide_products
-from . import tiles
+from . import _cuda, _nvrtc, tiles
 from .gaps import Gaps, row_blocks, slots_of
 from .tiles import Tiles
 
@@ -41,13 +41,10 @@ def dense_reference(gaps: Gaps) -> Tensor:
 def dense(form: Form) -> Tensor:
     """The matrix with its zeros: ``dense_reference`` of its form, bit for bit."""
     is_cuda = (form.data if isinstance(form, Tiles) else form.values).is_cuda
-    if is_cuda:
-        from . import _cuda, _nvrtc
-
-        if _nvrtc.is_there():
-            found = _cuda.tile_dense(form) if isinstance(form, Tiles) else _cuda.gap_dense(form)
-            if found is not None:
-                return found
+    if is_cuda and _nvrtc.is_there():
+        found = _cuda.tile_dense(form) if isinstance(form, Tiles) else _cuda.gap_dense(form)
+        if found is not None:
+            return found
     if isinstance(form, Tiles):
         return tiles.dense_reference(form)
     return _kernels().dense(form) if is_cuda else dense_reference(form)
@@ -61,11 +58,12 @@ def product(x: Tensor, form: Form, bias: Tensor | None = None) -> Tensor:
     num_rows, width = form.shape
     num = x.numel() // width if width else 0
     if x.is_cuda and 0 < num <= MOST and num_rows:
-        if num == 1 and type(form) is Gaps and x.dtype != torch.float64:
-            return _kernels().product_of_one(x, form, bias)
-        kernel = _kernel_for(x, form, num)
-        if kernel is not None:
-            return kernel(x, form, bias)
+        key = (num, x.dtype, x.get_device())
+        run = form.launches.get(key)
+        if run is None:
+            run = form.launches[key] = _kernel_for(x, form, num)
+        if run is not None:
+            return run(x, form, bias)
     has_csr = x.is_cpu and num > 0 and num_rows > 0 and x.dtype in DTYPES and isinstance(form, Gaps)
     if has_csr and num <= MOST_CPU:
         return _one_by_one(x, form, bias, num)
@@ -86,16 +84,17 @@ def _one_by_one(x: Tensor, gaps: Gaps, bias: Tensor | None, num: int) -> Tensor:
     return (y if x.dtype == torch.float32 else y.to(x.dtype)).view(*x.shape[:-1], num_rows)
 
 
-def _kernel_for(x: Tensor, form: Form, num: int) -> Any | None:
+def _kernel_for(x: Tensor, form: Form, num: int) -> _cuda.Product | None:
     """What multiplies ``num`` vectors by the form itself; None if the dense copy is to be multiplied."""
     if x.dtype == torch.float64:
         return None
-    from . import _cuda, _nvrtc
-
+    index = x.get_device()
     if isinstance(form, Tiles):
-        return _cuda.tile_product if x.dtype == form.dtype and _cuda.can_tile(x.device) else None
-    if x.dtype == form.dtype and _nvrtc.is_there() and _cuda.most_at_once(x) > 1:
-        return _cuda.gap_product
+        return _cuda.tile_product(form, num, index) if x.dtype == form.dtype and _cuda.can_tile(x.device) else None
+    if num == 1:
+        return _kernels().product_of_one
+    if x.dtype == form.dtype and _nvrtc.is_there() and _cuda.most_at_once(form, index) > 1:
+        return _cuda.gap_product(form, num, index)
     return _by_triton if num <= MOST_TRITON else None
 
 
@@ -114,15 +113,6 @@ def _kernels() -> Any:
     except ImportError as error:
         raise ValueError(f"sparse products on a GPU are Triton kernels: pip install triton ({error})") from None
     return _triton
-
-
-def can_tile(device: torch.device) -> bool:
-    """Whether the device multiplies tiles."""
-    if device.type != "cuda":
-        return False
-    from ._cuda import can_tile as can
-
-    return can(device)
 
 
 def check_device(device: torch.device) -> None:

@@ -22,9 +22,10 @@ from .. import __version__
 from ..files.json_file import read_json, write_json
 from ..ops.wide_products import wide_products
 from . import semi_structured, tiles
+from ._cuda import can_tile
 from .gaps import Gaps, gaps_of_dense
 from .model_layers import sparsity_of
-from .product import MOST, MOST_CPU, Form, can_tile, csr_of, product
+from .product import MOST, MOST_CPU, Form, csr_of, product
 
 Call = Callable[[], object]
 Times = dict[str, float]  # microseconds of each way

@@ -1,0 +1,158 @@
+"""Prepared launches give the driver what each call is about, on any stream and from any thread; here torch computes."""
+
+import ctypes
+import gc
+import threading
+from contextlib import contextmanager
+from types import SimpleNamespace
+from weakref import ref
+
+import pytest
+import torch
+
+from prunus.sparse import _cuda, _nvrtc
+from prunus.sparse.gaps import gaps_of_dense
+from prunus.sparse.tiles import COLUMNS, tiles_of_dense
+
+TILES, GAPS = (tiles_of_dense, _cuda.tile_product), (gaps_of_dense, _cuda.gap_product)
+SIGNATURE = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
+
+
+def at(address, shape, dtype):
+    """The memory from an address on."""
+    size = torch.Size(shape).numel() * dtype.itemsize
+    return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=dtype).view(shape)
+
+
+class Driver:
+    """The driver's launch, which multiplies a matrix of its own by the vectors that it is given."""
+
+    def __init__(self, weight, first):
+        self.weight, self.first = weight, first  # which of a kernel's arguments is x; the bias and y follow
+        self.stream, self.done, self.before = 0, [], lambda: 0
+        self.cuLaunchKernelEx = SIGNATURE(self.launch)
+
+    def kernel(self, name, device):
+        vectors = ctypes.c_void_p(int(name.split(", ")[1]))
+        rest = {"stream_of": lambda device: self.stream, "resident": lambda threads, shared: 3}
+        return SimpleNamespace(driver=self, device=device, function=vectors, check=self.check, **rest)
+
+    def launch(self, config, vectors, pointers, _):
+        if code := self.before():
+            return code
+        cells = [ctypes.c_uint64.from_address(p).value for p in (ctypes.c_void_p * 9).from_address(pointers)]
+        x, bias, y, num_rows, width = cells[self.first : self.first + 5]
+        if self.first == 2:  # of tiles, whose vectors are fewer than the kernel could take
+            vectors = cells[8]
+            assert x % 16 == 0 and width % COLUMNS == 0
+        dtype = self.weight.dtype
+        result = at(x, (vectors, width), dtype)[:, : self.weight.shape[1]].double() @ self.weight.double().t()
+        if bias:
+            result += at(bias, (num_rows,), dtype)
+        at(y, (vectors, num_rows), dtype).copy_(result)
+        found = _nvrtc.Config.from_address(config)
+        self.done.append((found.stream, found.grid_x, found.block_x, found.shared, found.num_attributes))
+        return 0
+
+    def check(self, code):
+        raise RuntimeError(f"code {code}")
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    """What makes a matrix, a driver that knows it, and its form."""
+
+    def new(form_of, shape=(37, 200), dtype=torch.bfloat16, most_shared=1 << 16):
+        weight = torch.randn(shape).to(dtype).masked_fill_(torch.rand(shape) < 0.5, 0)
+        found = Driver(weight, 2 if form_of is tiles_of_dense else 4)
+        monkeypatch.setattr(_nvrtc, "kernel", found.kernel)
+        monkeypatch.setattr(_nvrtc, "most_shared", lambda device: most_shared)
+        return found, form_of(weight)
+
+    return new
+
+
+def linear(x, weight, bias=None):
+    return (x.double() @ weight.double().t() + (0 if bias is None else bias.double())).to(x.dtype)
+
+
+@pytest.mark.parametrize("most_shared", [1 << 16, 2 * 3 * 200 * 4])  # the latter has room for a few vectors
+@pytest.mark.parametrize("num", [1, 2, 3, 5, 8, 11, 16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("form", [TILES, GAPS], ids=["tiles", "gaps"])
+def test_every_vector_is_multiplied(form, dtype, num, most_shared, driver):
+    if form is TILES and dtype == torch.float32:
+        pytest.skip("tiles have 16-bit numbers")
+    for shape in ((37, 200), (48, 256), (1, 7)):
+        found, matrix = driver(form[0], shape, dtype, most_shared)
+        run = form[1](matrix, num, 0)
+        bias = torch.randn(shape[0]).to(dtype)
+        wide = torch.randn(num, 2 * shape[1]).to(dtype)
+        for x in (torch.randn(num, shape[1]).to(dtype), wide[:, ::2], wide[:, None, : shape[1]]):
+            for added in (None, bias, None):
+                y = run(x, matrix, added)
+                assert y.shape == (*x.shape[:-1], shape[0]) and y.is_contiguous()
+                assert torch.equal(y, linear(x, found.weight, added))
+    assert all(config[4] == 0 for config in found.done)
+
+
+@pytest.mark.parametrize("form", [TILES, GAPS], ids=["tiles", "gaps"])
+def test_a_call_goes_to_the_stream_of_the_moment(form, driver):
+    found, matrix = driver(form[0])
+    run, x = form[1](matrix, 2, 0), torch.randn(2, 200).bfloat16()
+    for found.stream in (0, 1 << 40, 5, 0):
+        run(x, matrix, None)
+    assert [config[0] for config in found.done] == [None, 1 << 40, 5, None]
+    threads, grid = (_cuda.TILE_WARPS * 32, 3) if form is TILES else (_cuda.GAP_WARPS * 32, 2)
+    assert {config[1:3] for config in found.done} == {(grid, threads)}
+
+
+@pytest.mark.parametrize("form", [TILES, GAPS], ids=["tiles", "gaps"])
+def test_threads_that_launch_at_the_same_time_keep_their_arguments(form, driver):
+    found, matrix = driver(form[0])
+    run, inputs, outputs = form[1](matrix, 4, 0), torch.randn(4, 4, 200).bfloat16(), {}
+    barrier = threading.Barrier(len(inputs))
+    found.before = lambda: barrier.wait(20) and 0  # all have filled in theirs before one is read
+
+    def work(i):
+        outputs[i] = run(inputs[i], matrix, None)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(inputs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(outputs[i], linear(inputs[i], found.weight)) for i in range(len(inputs)))
+
+
+def test_a_launch_beside_the_current_device_is_made_again_on_its_own(driver, monkeypatch):
+    found, matrix = driver(tiles_of_dense)
+    run, x, current = _cuda.tile_product(matrix, 1, 1), torch.randn(1, 200).bfloat16(), [0]
+
+    @contextmanager
+    def device(index):
+        before, current[0] = current[0], index
+        yield
+        current[0] = before
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    found.before = lambda: 0 if current[0] == 1 else 400
+    assert torch.equal(run(x, matrix, None), linear(x, found.weight)) and current == [0]
+    found.before = lambda: 700
+    with pytest.raises(RuntimeError, match="code 700"):
+        run(x, matrix, None)
+
+
+@pytest.mark.parametrize("form", [TILES, GAPS], ids=["tiles", "gaps"])
+def test_a_form_goes_with_its_last_name(form, driver):
+    _, matrix = driver(form[0])
+    matrix.launches[2] = form[1](matrix, 2, 0)
+    gc.collect()
+    gc.disable()
+    try:
+        known = ref(matrix)
+        del matrix
+        assert known() is None  # no launch keeps it
+    finally:
+        gc.enable()
