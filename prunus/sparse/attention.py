@@ -5,7 +5,7 @@ every head out for it, several times the cache, at every token and layer.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
 
@@ -20,24 +20,24 @@ UNUSUAL = ("position_bias", "cache", "softcap", "s_aux")  # options that change 
 @contextmanager
 def shared_heads() -> Iterator[None]:
     """While it is open, models of transformers that attend by ``sdpa`` do it for one token without the copies."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    local = ALL_ATTENTION_FUNCTIONS._local_mapping
-    before = dict(local)
-    local.setdefault("sdpa", _attend())  # one that the user has put there stays
+    if ALL_ATTENTION_FUNCTIONS["sdpa"] is not sdpa_attention_forward:  # one that the user has put there stays
+        yield
+        return
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = _attend()
     try:
         yield
     finally:
-        local.clear()
-        local.update(before)
+        with suppress(KeyError):  # another thread may have been faster
+            del ALL_ATTENTION_FUNCTIONS["sdpa"]  # which uncovers the one of transformers
 
 
 @cache
 def _attend() -> Callable[..., Any]:
     """One function for all calls, by which torch.compile knows what it has compiled."""
-    from transformers.modeling_utils import AttentionInterface
-
-    usual = AttentionInterface._global_mapping["sdpa"]
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     def attend(
         module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
@@ -45,7 +45,7 @@ def _attend() -> Callable[..., Any]:
         is_plain = not options.get("dropout") and all(options.get(name) is None for name in UNUSUAL)
         if is_plain and attention_mask is not None and can_attend(query, key, value, attention_mask):
             return attention_of_one(query, key, value, attention_mask, options.get("scaling")), None
-        return usual(module, query, key, value, attention_mask, **options)
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
 
     return attend
 

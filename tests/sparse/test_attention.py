@@ -76,3 +76,43 @@ def test_models_attend_by_it_while_it_is_open_and_as_before_afterwards(monkeypat
     with pytest.raises(RuntimeError), shared_heads():
         raise RuntimeError
     assert ALL_ATTENTION_FUNCTIONS["sdpa"] is usual
+
+
+@pytest.mark.parametrize("is_global", [False, True])
+def test_a_function_that_the_user_has_put_there_stays(is_global):
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    usual = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def own(*args, **options):
+        return usual(*args, **options)
+
+    if is_global:
+        transformers.AttentionInterface.register("sdpa", own)
+    else:
+        ALL_ATTENTION_FUNCTIONS["sdpa"] = own
+    try:
+        with shared_heads():
+            assert ALL_ATTENTION_FUNCTIONS["sdpa"] is own
+        assert ALL_ATTENTION_FUNCTIONS["sdpa"] is own
+    finally:
+        if is_global:
+            transformers.AttentionInterface.register("sdpa", usual)
+        else:
+            del ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+
+def test_opened_inside_itself_or_by_two_threads_it_is_closed_once_and_for_all():
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    usual = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    with shared_heads():
+        with shared_heads():
+            assert ALL_ATTENTION_FUNCTIONS["sdpa"] is not usual
+        assert ALL_ATTENTION_FUNCTIONS["sdpa"] is not usual
+    first, second = shared_heads(), shared_heads()
+    for step in (first.__enter__, second.__enter__):
+        step()
+    for context in (first, second):
+        context.__exit__(None, None, None)
+    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is usual
