@@ -43,6 +43,8 @@ def tile_product(tiles: Tiles, num: int, device: int) -> Product:
         *batch, _ = x.shape
         y = x.new_empty(*batch, num_rows)
         x = (pad(x, (0, missing)) if missing else x).contiguous()
+        if x.data_ptr() % 16:  # it is read 16 bytes at a time
+            x = x.clone()
         launch(x.data_ptr(), 0 if bias is None else bias.data_ptr(), y.data_ptr())
         return y
 

@@ -44,6 +44,7 @@ class SparseLinear(nn.Module):
         self.register_buffer("like", kind, persistent=False)  # whose type follows a change of the model's
         self.register_buffer("bias", None if bias is None else bias.detach())
         self.register_load_state_dict_pre_hook(_resize_buffers)
+        self.register_load_state_dict_post_hook(_take_buffers)
         self._set(form)
 
     @classmethod
@@ -64,10 +65,15 @@ class SparseLinear(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> "SparseLinear":
         super()._apply(fn, recurse)
+        self._follow()
+        return self
+
+    def _follow(self) -> None:
+        """Compute with the buffers that are there now."""
         form, parts = self.form, [self.get_buffer(name) for name in self.form.PARTS]
         same = all(part is getattr(form, name) for part, name in zip(parts, form.PARTS, strict=True))
         if same and self.like.dtype == form.dtype and self.bias is self.fast[1]:
-            return self
+            return
         group = self.group
         self._set(form_of(parts, form.shape, form.dtype, getattr(form, "stage", 0)))
         if isinstance(form, Tiles) and self.like.dtype != form.dtype:
@@ -75,7 +81,6 @@ class SparseLinear(nn.Module):
             self._replace(tiles_of_dense(weight) if weight.dtype in TILE_DTYPES else gaps_of_dense(weight))
         if group is not None:
             group.moved()
-        return self
 
     def _replace(self, form: Form) -> None:
         """Take a form that may be of another kind."""
@@ -120,6 +125,14 @@ def _resize_buffers(layer: SparseLinear, state_dict: Mapping[str, Any], prefix: 
     check_tiles(new) if isinstance(new, Tiles) else check_gaps(new)
     empty = [torch.empty_like(part, dtype=getattr(form, name).dtype, device=device) for name, part in found.items()]
     layer._set(form_of(empty, form.shape, form.dtype, stage))
+
+
+def _take_buffers(layer: SparseLinear, *_: Any) -> None:
+    """Compute with the tensors that ``load_state_dict(..., assign=True)`` has put in place of the buffers."""
+    first = layer.get_buffer(layer.form.PARTS[0])
+    dtype = layer.form.dtype if isinstance(layer.form, Tiles) else first.dtype
+    layer.like = torch.empty(0, dtype=dtype, device=first.device)
+    layer._follow()
 
 
 class Group:

@@ -96,6 +96,14 @@ def test_every_vector_is_multiplied(form, dtype, num, most_shared, driver):
     assert all(config[4] == 0 for config in found.done)
 
 
+def test_vectors_of_tiles_may_begin_anywhere(driver):
+    found, matrix = driver(tiles_of_dense, (40, 256))
+    long = torch.randn(600).bfloat16()
+    for num, first in ((1, 1), (2, 3), (2, 8)):
+        x = long[first : first + num * 256].view(num, 256)
+        assert torch.equal(_cuda.tile_product(matrix, num, 0)(x, matrix, None), linear(x, found.weight))
+
+
 @pytest.mark.parametrize("form", [TILES, GAPS], ids=["tiles", "gaps"])
 def test_a_call_goes_to_the_stream_of_the_moment(form, driver):
     found, matrix = driver(form[0])

@@ -59,6 +59,19 @@ def test_a_state_dict_goes_into_a_layer_with_other_zeros():
     assert set(first.state_dict()) == {"values", "codes", "heads", "rows", "bias"}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("device", [DEVICE, "meta"])
+def test_a_state_dict_that_is_assigned_is_what_it_computes_with(dtype, device):
+    first, second = (SparseLinear.from_linear(linear(dtype=kind)) for kind in (dtype, torch.float32))
+    second.to(device).load_state_dict(first.state_dict(), assign=True)
+    x = torch.randn(3, 100, device=DEVICE, dtype=dtype)
+
+    assert torch.equal(second.weight, first.weight)
+    assert torch.equal(second(x), first(x))
+    assert second.form.values is second.values
+    assert second.like.dtype == dtype
+
+
 @pytest.mark.parametrize("name", ["values", "codes", "heads", "rows"])
 def test_a_damaged_state_dict_is_refused_and_nothing_is_lost(name):
     layer = SparseLinear.from_linear(linear())

@@ -131,6 +131,9 @@ def test_parts_of_a_larger_tensor_are_multiplied():
         y = product(x, form)
         assert y.shape == (4, 3, 64)
         assert close(y.view(12, 64), x.reshape(12, 256), weight, None)
+        for num in (1, 2, 3):  # begins at no multiple of 16 bytes
+            part = x.reshape(-1)[1 : 1 + num * 256].view(num, 256)
+            assert close(product(part, form), part, weight, None)
 
 
 @on_gpu
