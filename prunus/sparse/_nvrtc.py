@@ -21,9 +21,10 @@ class Kernel:
         self.stream_of = torch._C._cuda_getCurrentRawStream  # torch.cuda.current_stream makes an object each time
         major, minor = torch.cuda.get_device_capability(device)
         binary, symbol = _compiled(name, f"sm_{major}{minor}")
-        module, self.function = ctypes.c_void_p(), ctypes.c_void_p()
+        module, self.function, self.context = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
         with torch.cuda.device(device):
             torch.cuda.current_stream().synchronize()  # there is a context from here on
+            self.check(self.driver.cuCtxGetCurrent(ctypes.byref(self.context)))
             self.check(self.driver.cuModuleLoadData(ctypes.byref(module), binary))
             self.check(self.driver.cuModuleGetFunction(ctypes.byref(self.function), module, symbol))
             self.most_shared = most_shared(device)
@@ -85,11 +86,11 @@ class Launch(threading.local):
         kernel, cells, given, _, config, addresses = self.memory
         cells[given] = values
         config.stream = kernel.stream_of(kernel.device)
-        code = kernel.driver.cuLaunchKernelEx(*addresses)
-        if code and torch.cuda.current_device() != kernel.device:  # the stream 0 is that of the current device
-            with torch.cuda.device(kernel.device):
-                code = kernel.driver.cuLaunchKernelEx(*addresses)
-        if code:
+        driver = kernel.driver
+        if driver.cuLaunchKernelEx(*addresses):  # another device is current, or none, as in a new thread of autograd's
+            kernel.check(driver.cuCtxPushCurrent_v2(kernel.context))
+            code = driver.cuLaunchKernelEx(*addresses)
+            driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
             kernel.check(code)
 
 

@@ -3,7 +3,6 @@
 import ctypes
 import gc
 import threading
-from contextlib import contextmanager
 from types import SimpleNamespace
 from weakref import ref
 
@@ -29,12 +28,12 @@ class Driver:
 
     def __init__(self, weight, first):
         self.weight, self.first = weight, first  # which of a kernel's arguments is x; the bias and y follow
-        self.stream, self.done, self.before = 0, [], lambda: 0
+        self.stream, self.done, self.before, self.contexts = 0, [], lambda: 0, []
         self.cuLaunchKernelEx = SIGNATURE(self.launch)
 
     def kernel(self, name, device):
         vectors = ctypes.c_void_p(int(name.split(", ")[1]))
-        rest = {"stream_of": lambda device: self.stream, "resident": lambda threads, shared: 3}
+        rest = {"stream_of": lambda device: self.stream, "resident": lambda threads, shared: 3, "context": device}
         return SimpleNamespace(driver=self, device=device, function=vectors, check=self.check, **rest)
 
     def launch(self, config, vectors, pointers, _):
@@ -54,8 +53,17 @@ class Driver:
         self.done.append((found.stream, found.grid_x, found.block_x, found.shared, found.num_attributes))
         return 0
 
+    def cuCtxPushCurrent_v2(self, context):
+        self.contexts.append(context)
+        return 0
+
+    def cuCtxPopCurrent_v2(self, context):
+        self.contexts.pop()
+        return 0
+
     def check(self, code):
-        raise RuntimeError(f"code {code}")
+        if code:
+            raise RuntimeError(f"code {code}")
 
 
 @pytest.fixture
@@ -133,23 +141,18 @@ def test_threads_that_launch_at_the_same_time_keep_their_arguments(form, driver)
     assert all(torch.equal(outputs[i], linear(inputs[i], found.weight)) for i in range(len(inputs)))
 
 
-def test_a_launch_beside_the_current_device_is_made_again_on_its_own(driver, monkeypatch):
+@pytest.mark.parametrize("current", [[0], []], ids=["another device", "none"])
+def test_a_launch_beside_its_device_is_made_again_on_it(current, driver):
     found, matrix = driver(tiles_of_dense)
-    run, x, current = _cuda.tile_product(matrix, 1, 1), torch.randn(1, 200).bfloat16(), [0]
+    run, x, found.contexts = _cuda.tile_product(matrix, 1, 1), torch.randn(1, 200).bfloat16(), [*current]
 
-    @contextmanager
-    def device(index):
-        before, current[0] = current[0], index
-        yield
-        current[0] = before
-
-    monkeypatch.setattr(torch.cuda, "device", device)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
-    found.before = lambda: 0 if current[0] == 1 else 400
-    assert torch.equal(run(x, matrix, None), linear(x, found.weight)) and current == [0]
+    found.before = lambda: 0 if found.contexts[-1:] == [1] else 201
+    assert torch.equal(run(x, matrix, None), linear(x, found.weight))
+    assert found.contexts == current
     found.before = lambda: 700
     with pytest.raises(RuntimeError, match="code 700"):
         run(x, matrix, None)
+    assert found.contexts == current
 
 
 @pytest.mark.parametrize("form", [TILES, GAPS], ids=["tiles", "gaps"])
