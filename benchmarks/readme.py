@@ -20,6 +20,7 @@ WAYS = {  # columns of the table for after training
 }
 TRAINED = [  # study, model, sparsity, arm; all in the recipe that is the default
     ("gpt2-124m-rates", "GPT-2 124M", 0.5, "bitter7 rate 1 lr 1e-3"),
+    ("gpt2-124m-rates", "GPT-2 124M", 0.8, "bitter7 rate 1 lr 1e-3"),
     ("gpt2-rates", "GPT, 51 M weights", 0.5, "bitter7 rate 1"),
     ("gpt2-rates", "GPT, 51 M weights", 0.8, "bitter7 rate 1"),
     ("gpt2-tiny-rates", "GPT, 0.8 M weights", 0.5, "bitter7 rate 1"),
