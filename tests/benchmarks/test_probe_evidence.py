@@ -199,6 +199,7 @@ def test_models_that_are_not_equally_sparse_and_unfinished_files_make_no_page(da
     assert not (tmp_path / "p.md").exists()
 
 
+@pytest.mark.slow
 def test_a_file_of_other_settings_is_not_taken_up(data, capsys):
     with pytest.raises(SystemExit):
         main(["evidence", "run", "--data", str(data), "--results", str(data.parent / "results"), "--seeds", "0"])

@@ -63,6 +63,7 @@ def test_steps_before_the_measurement_do_not_pass_the_events_that_are_measured(t
     assert training.events[-1].step == due[0] and training.events[-1].newly_pruned > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", quickly(RUNS, "adamwprune"))
 def test_with_an_event_at_every_step_its_time_is_not_in_the_step(name, text, monkeypatch):
     pause, update = 0.1, Pruner.update

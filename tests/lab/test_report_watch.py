@@ -199,6 +199,7 @@ def test_a_run_that_is_killed_is_said_to_be_stopped(watching, tmp_path, capsys):
     assert capsys.readouterr().out.endswith(f"{said}prunus train --resume --out {run} continues it\n")
 
 
+@pytest.mark.slow
 def test_a_run_that_a_process_holds_is_waited_for(watching, tmp_path, capsys):
     folder, lines, result = unfinished(tmp_path / "run")
     ends = threading.Timer(2 * watch.GRACE, finish, (folder, lines, result))
@@ -209,6 +210,7 @@ def test_a_run_that_a_process_holds_is_waited_for(watching, tmp_path, capsys):
     assert "stopped" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_nobody_is_missed_where_folders_are_not_locked(watching, tmp_path, monkeypatch, capsys):
     def flock(*_):
         raise OSError("no locks available")

@@ -84,6 +84,7 @@ def test_a_tracker_that_is_not_there_is_one_line_and_nothing_is_written(tracker,
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_wandb_without_an_account_is_one_line_and_the_folder_can_be_used_again(tmp_path, monkeypatch, capsys):
     wandb = pytest.importorskip("wandb", reason="needs wandb: pip install 'prunus[wandb]'")
 

@@ -243,6 +243,7 @@ def test_iteration_0_is_wanda(scope):
     assert torch.equal(found["q"].weight, weight * mask)
 
 
+@pytest.mark.slow
 def test_the_support_is_near_the_best_there_is():
     """One row of 8 inputs, 4 of them kept: all 70 supports are tried."""
     excess = []
