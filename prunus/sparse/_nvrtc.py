@@ -2,7 +2,8 @@
 
 import ctypes
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -39,12 +40,21 @@ class Kernel:
         """Blocks of such a launch that run at the same time on the whole device."""
         if (threads, shared) not in self._blocks:
             num, size = ctypes.c_int(), ctypes.c_size_t(shared)
-            with torch.cuda.device(self.device):
+            with self.current():
                 count = self.driver.cuOccupancyMaxActiveBlocksPerMultiprocessor
                 self.check(count(ctypes.byref(num), self.function, threads, size))
             processors = torch.cuda.get_device_properties(self.device).multi_processor_count
             self._blocks[threads, shared] = max(1, num.value) * processors
         return self._blocks[threads, shared]
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """The driver works on its device; else on that of the thread, which may be another, or none in backward's."""
+        self.check(self.driver.cuCtxPushCurrent_v2(self.context))
+        try:
+            yield
+        finally:
+            self.driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
 
     def check(self, code: int) -> None:
         if code:
@@ -86,12 +96,9 @@ class Launch(threading.local):
         kernel, cells, given, _, config, addresses = self.memory
         cells[given] = values
         config.stream = kernel.stream_of(kernel.device)
-        driver = kernel.driver
-        if driver.cuLaunchKernelEx(*addresses):  # another device is current, or none, as in a new thread of autograd's
-            kernel.check(driver.cuCtxPushCurrent_v2(kernel.context))
-            code = driver.cuLaunchKernelEx(*addresses)
-            driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
-            kernel.check(code)
+        if kernel.driver.cuLaunchKernelEx(*addresses):
+            with kernel.current():
+                kernel.check(kernel.driver.cuLaunchKernelEx(*addresses))
 
 
 @cache

@@ -33,8 +33,11 @@ class Driver:
 
     def kernel(self, name, device):
         vectors = ctypes.c_void_p(int(name.split(", ")[1]))
-        rest = {"stream_of": lambda device: self.stream, "resident": lambda threads, shared: 3, "context": device}
-        return SimpleNamespace(driver=self, device=device, function=vectors, check=self.check, **rest)
+        rest = {"stream_of": lambda device: self.stream, "resident": lambda threads, shared: 3}
+        rest |= {"context": device, "check": self.check}
+        found = SimpleNamespace(driver=self, device=device, function=vectors, **rest)
+        found.current = lambda: _nvrtc.Kernel.current(found)
+        return found
 
     def launch(self, config, vectors, pointers, _):
         if code := self.before():
