@@ -1,6 +1,7 @@
 """Matrices in tiles: every bit comes back, and products on a GPU are those of the dense matrix."""
 
 import pickle
+import threading
 from copy import deepcopy
 
 import pytest
@@ -14,7 +15,6 @@ from prunus.sparse.tiles import check_tiles, dense_reference, joined_tiles, tile
 
 SHAPES = [(16, 128), (1, 1), (37, 200), (64, 1032), (0, 5), (3, 0), (100, 130), (256, 4096)]
 LEVELS = [0.0, 0.5, 0.8, 0.97, 1.0]
-on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 def sparse(shape, level, dtype, device="cpu"):
@@ -87,7 +87,7 @@ def close(y, x, weight, bias):
     return bool(((y.double() - exact).abs() <= eps * exact.abs() + 1e-5 * size + torch.finfo(y.dtype).tiny).all())
 
 
-@on_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("num", [1, 2, 3, 4, 7, 8, 11, 16])
 @pytest.mark.parametrize("form_of", [tiles_of_dense, gaps_of_dense])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -106,7 +106,7 @@ def test_products_on_a_gpu(dtype, form_of, num):
                 assert close(y, x, weight, bias), (shape, level)
 
 
-@on_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("form_of", [tiles_of_dense, gaps_of_dense])
 def test_they_are_captured_in_a_graph(form_of):
     form = form_of(sparse((640, 1024), 0.5, torch.bfloat16, "cuda"))
@@ -123,7 +123,7 @@ def test_they_are_captured_in_a_graph(form_of):
         assert torch.equal(y, 2 * expected)
 
 
-@on_gpu
+@pytest.mark.gpu
 def test_parts_of_a_larger_tensor_are_multiplied():
     weight = sparse((64, 256), 0.5, torch.bfloat16, "cuda")
     x = torch.randn(4, 3, 512, device="cuda", dtype=torch.bfloat16)[..., ::2]
@@ -136,7 +136,21 @@ def test_parts_of_a_larger_tensor_are_multiplied():
             assert close(product(part, form), part, weight, None)
 
 
-@on_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("form_of", [tiles_of_dense, gaps_of_dense])
+def test_a_thread_that_has_used_no_device_yet_computes_too(form_of):
+    weight = sparse((64, 256), 0.5, torch.bfloat16, "cuda")
+    form, x, found = form_of(weight), torch.randn(4, 256, device="cuda", dtype=torch.bfloat16), {}
+    expected = product(x, form)
+    for name, call in {"dense": lambda: dense(form), "product": lambda: product(x, form)}.items():
+        thread = threading.Thread(target=lambda name=name, call=call: found.update({name: call()}))
+        thread.start()
+        thread.join()
+    assert torch.equal(found["dense"], weight)
+    assert torch.equal(found["product"], expected)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("form_of", [tiles_of_dense, gaps_of_dense])
 def test_a_copy_keeps_no_address_of_the_original(form_of):
     layer = SparseLinear(form_of(sparse((64, 256), 0.5, torch.bfloat16, "cuda")))
