@@ -92,6 +92,8 @@ def eligible(
         why = "; ".join(f"{name}: {reason}" for name, reason in found.dense.items()) or "it has no weight matrix"
         others = _of_other_kind(model, found)
         advice = f"; include={_globs(others)} takes them" if others else ""
+        if any(getattr(module, "is_packed", False) for module in model.modules()):
+            advice = "; its layers are sparse: call unsparsify_(model) first"
         raise ValueError(f"the model has no weight to prune ({why}){advice}")
     return found
 

@@ -216,6 +216,13 @@ class MaskStore:
             if name not in self.bits:
                 self.set(name, self.full(name))
 
+    def share_of_zeros(self, most: int) -> float:
+        """The share of zeros in weights that are not all zero, as new ones may be; of each ``most`` are read, here."""
+        parts = [local(weight).reshape(-1)[:most] for weight in self.weights.values()]
+        counted = [(int((part == 0).sum()), part.numel()) for part in parts]
+        partly = [(zeros, num) for zeros, num in counted if zeros < num]
+        return sum(zeros for zeros, _ in partly) / max(1, sum(num for _, num in partly))
+
     def num_not_zeroed(self, most: int | None = None) -> dict[str, int]:
         """Weights on this rank that are not zero although their mask prunes them, by name, where there are any.
 

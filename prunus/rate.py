@@ -41,8 +41,8 @@ class Rate:
     floor: float = 0.02
 
     def __post_init__(self) -> None:
-        if not 0 <= self.power <= 2:
-            raise ValueError(f"power must lie in [0, 2], got {self.power}; 0 leaves rates alone, 1 is 1/density")
+        if not isinstance(self.power, int | float) or not 0 <= self.power <= 2:
+            raise ValueError(f"power must lie in [0, 2], got {self.power!r}; 0 leaves rates alone, 1 is 1/density")
         if not 0 < self.floor <= 1:
             raise ValueError(f"floor is the least density that counts, in (0, 1], got {self.floor}")
 
@@ -61,6 +61,8 @@ def parameter_groups(
 
     Make the optimizer from them, then its scheduler, then ``Pruner(..., rate=Rate())``.
     """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"parameter_groups takes the model itself, got {type(model).__name__}")
     alone = [weight.parameter for weight in eligible(model, include, exclude).weights]
     taken = {id(p) for p in alone}
     rest = [p for p in model.parameters() if p.requires_grad and id(p) not in taken]

@@ -15,6 +15,8 @@ from .ops.machine import is_capturing
 from .ops.shard import together
 from .validation import check_parameters
 
+FEW = 0.05  # share of zeros that weights may have without having been pruned
+
 
 class ReloadGuard:
     """Looks at loaded weights before the next step, since masks that fit them may be loaded after them."""
@@ -22,6 +24,7 @@ class ReloadGuard:
     def __init__(self, model: nn.Module, masking: Masking, action: Literal["zero", "raise"]) -> None:
         self.model, self.masking, self.store, self.action = model, masking, masking.store, action
         self.is_pending = False  # something was loaded, and no step has followed
+        self._has_looked = False  # for zeros that no mask keeps
         self._has_warned = False
         self._hooks = ExitStack()
 
@@ -47,7 +50,16 @@ class ReloadGuard:
 
     @torch.no_grad()
     def _before_step(self, *_: object) -> None:
-        if self.is_pending and not is_capturing() and not is_initialising(self.masking.optimizer):
+        if (self._has_looked and not self.is_pending) or is_capturing() or is_initialising(self.masking.optimizer):
+            return
+        if not self._has_looked and not self.store.bits and (share := self.store.share_of_zeros(bits.CHUNK)) > FEW:
+            warnings.warn(
+                f"{share:.0%} of the weights are zero already, and the first step fills them: "
+                "Pruner(..., masks='zeros') keeps them zero",
+                stacklevel=2,
+            )
+        self._has_looked = True
+        if self.is_pending:
             check_parameters(self.model, self.store.weights)
             together(self.store.holders if self.action == "raise" else None, self._has_only_zeros)
             self.masking.apply_(self.store.bits)

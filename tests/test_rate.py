@@ -45,7 +45,7 @@ def test_the_factor_is_a_power_of_the_density_down_to_the_floor(power, density):
 
 
 @pytest.mark.parametrize(
-    "options", [{"power": -0.1}, {"power": 2.1}, {"power": math.nan}, {"floor": 0}, {"floor": 1.5}]
+    "options", [{"power": -0.1}, {"power": 2.1}, {"power": math.nan}, {"power": "1"}, {"floor": 0}, {"floor": 1.5}]
 )
 def test_a_rate_that_cannot_be_meant_is_one_line(options):
     with pytest.raises(ValueError, match=next(iter(options))) as error:

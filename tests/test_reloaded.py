@@ -11,7 +11,7 @@ import pytest
 import torch
 from toys import adamw, adamw_prune, assert_pruned_are_zero, backward, net, num_pruned, sgd, train
 
-from prunus import Constant, Pruner, Ramp, Regrow
+from prunus import Constant, Pruner, Ramp, Regrow, prune
 
 
 def muon_like(model):
@@ -245,3 +245,17 @@ def test_weights_on_a_gpu_are_noticed_too(make):
         else:
             optimizer.step()
     assert_pruned_are_zero(pruner)
+
+
+def test_zeros_that_no_mask_keeps_are_told_once_and_kept_by_one():
+    for masks, warned in ((None, 1), ("zeros", 0)):
+        model = net()
+        prune(model, sparsity=0.5)
+        optimizer = adamw(model)
+        pruner = Pruner(model, optimizer, score="magnitude", schedule=Ramp(0.8, 5, 9), masks=masks)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            train(model, optimizer, range(3))
+        told = [str(one.message) for one in said if "zero already" in str(one.message)]
+        assert len(told) == warned and all("masks='zeros'" in line for line in told)
+        assert (pruner.sparsity > 0.49) == (masks == "zeros")

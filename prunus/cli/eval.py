@@ -49,7 +49,7 @@ def run(command: Command) -> None:
         print_line(command, report, str(command.path), figures, command.eval_size or 0)
         return
     for name in ("text", "batches", "dense", "token_type", "start_token"):
-        if getattr(command, name) != getattr(Command, name):
+        if found.exists() and getattr(command, name) != getattr(Command, name):
             option = "--" + name.replace("_", "-")
             raise ValueError(f"{option} is for Hugging Face models; {command.path} is a run of prunus")
     evaluation = evaluated(command.path, command.data, command.validation, command.eval_size, command.length)

@@ -11,6 +11,7 @@ import tyro
 from rich.table import Table
 
 from ..files.atomic import write_atomically
+from ..lab.run import Run
 from ..lab.study.arms import PRESETS, Arm, PresetName, parse_arm, parse_fields, read_base, score_arm
 from ..lab.study.merge import merge
 from ..lab.study.results import summary, update
@@ -148,8 +149,12 @@ def planned(command: Command) -> StudyPlan:
         known = folder.plan()
         base, arms = known.base, known.arms
         sparsities, seeds = (tuple(known.to_json()[name]) for name in ("sparsities", "seeds"))
+    elif command.scores or command.arm:
+        base, arms = Run(), []  # as prunus train does by default
     else:
-        raise ValueError("say what to run: --base run.toml or --preset NAME, or --out with a study to continue")
+        raise ValueError(
+            "say what to run: --scores, --base run.toml or --preset NAME, or --out with a study to continue"
+        )
     changes = parse_fields(command.field, "--set")
     changes |= {name: value for name in ("data", "validation") if (value := getattr(command, name)) is not None}
     base = replace(base, **changes)

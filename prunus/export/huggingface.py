@@ -113,10 +113,10 @@ def read_generation_config_(model: Any, folder: Path) -> None:
 def check_loads(source: Path, folder: Path) -> str:
     """ValueError unless the model of ``folder`` is that of ``source``, loaded as users do; returns what to say."""
     try:
-        wanted = _as_users_do(source)
+        wanted = load_any_model(source)
     except ValueError as error:
         return f"not loaded as a model, as its source is not ({str(error)[:200]})"
-    found, expected = _as_users_do(folder).state_dict(), wanted.state_dict()
+    found, expected = load_any_model(folder).state_dict(), wanted.state_dict()
     if odd := sorted(set(found) ^ set(expected)):
         raise ValueError(f"the models of {source} and {folder} do not both have {odd[0]!r}")
     for name, tensor in expected.items():
@@ -125,10 +125,15 @@ def check_loads(source: Path, folder: Path) -> str:
     return f"loaded as {type(wanted).__name__}"
 
 
-def _as_users_do(folder: Path) -> Any:
-    with open_tensors(folder) as tensors:
-        is_small = tensors.is_small
-    return load_model(folder) if is_small else load_plain_model(folder)
+def load_any_model(folder: Path, dtype: str = "auto", gguf_file: str | None = None) -> Any:
+    """The model of a small folder or a plain one, on the CPU."""
+    if not gguf_file:
+        with open_tensors(folder) as tensors:
+            is_small = tensors.is_small
+        if is_small:
+            model = load_model(folder)
+            return model if dtype == "auto" else model.to(getattr(torch, dtype))
+    return load_plain_model(folder, dtype, gguf_file)
 
 
 def read_config(folder: Path, num_tensors: int = 0, gguf_file: str | None = None) -> Any:

@@ -6,7 +6,7 @@ is written last. All files have other names until everything is on the disk; an 
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -226,6 +226,7 @@ class Writer:
 
 def write(source: TensorSource, plan: WritePlan) -> Saved:
     """Write all tensors: those of wide elements first, so that every entry is aligned."""
+    _check_layers(source.specs)
     if not plan.small:
         source = _without_aliases(source)
     with ExitStack() as files:
@@ -233,6 +234,15 @@ def write(source: TensorSource, plan: WritePlan) -> Saved:
         for name in sorted(source.specs, key=lambda name: -DTYPES[source.specs[name].dtype].itemsize):
             writer.add(name)
         return writer.finish()
+
+
+def _check_layers(names: Collection[str]) -> None:
+    """ValueError for the state of layers that ``sparsify_`` made, which no other layer could load."""
+    for name in names:
+        layer, _, part = name.rpartition(".")
+        others = {"codes": ("values", "heads", "rows"), "starts": ("data",)}.get(part, ())
+        if others and all(f"{layer}.{other}" in names for other in others):
+            raise ValueError(f"{layer} is a sparse layer, which no file holds: call unsparsify_(model) first")
 
 
 def _without_aliases(source: TensorSource) -> TensorSource:

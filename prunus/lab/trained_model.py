@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..export.convert import copy_beside
-from ..export.huggingface import load_plain_model, quiet_transformers
+from ..export.huggingface import load_any_model, quiet_transformers
 from ..files.reader import PLAIN
 from ..files.sparse_file import in_memory
 from ..files.writer import WritePlan, write
@@ -106,7 +106,7 @@ def _hugging_face(source: ModelSource, folder: Path) -> TrainedModel:
     is_own = source.calibrate == "self"
     files = SampleFiles(**{name: getattr(source, name) for name in names}, is_written=is_own)
     read = read_batches(files.batches) if files.batches else read_token_files(files, folder, source.gguf_file)
-    model = load_plain_model(folder, source.dtype, source.gguf_file)
+    model = load_any_model(folder, source.dtype, source.gguf_file)
     _forget_quantization(model)
     model.to("cpu" if source.offload else source.device)
     note = None

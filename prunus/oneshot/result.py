@@ -120,6 +120,11 @@ class Result:
         for name, weight in self.weights.items():
             if weight.module._parameters.get("weight", weight) is None:
                 raise ValueError(f"{name} is kept in a sparse layer: call unsparsify_(model) first")
+            if self.experts is None and all(p is not weight.parameter for p in weight.module.parameters()):
+                raise ValueError(
+                    f"{name} is no longer the parameter that was pruned: something has put another in its place, as "
+                    "load_state_dict(..., assign=True) does; load the weights without assign, or the dense ones"
+                )
         self._repaired = self.originals.restore_() or self._repaired
         if self.experts is not None:
             self.experts.apply_()

@@ -208,8 +208,10 @@ def sparsify_(
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"sparsify_ takes a model, got {type(model).__name__}; load_model reads one from a folder")
-    if vectors < 1:
-        raise ValueError(f"vectors, the batch size of decoding, must be at least 1, got {vectors}")
+    if not isinstance(vectors, int) or vectors < 1:
+        raise ValueError(f"vectors, the batch size of decoding, is a whole number of at least 1, got {vectors!r}")
+    if least is not None and not 0 <= least <= 1:
+        raise ValueError(f"least is a share of zeros in [0, 1], as 0.5 for a half, got {least}")
     weights = {name: linear_weight(layer) for name, layer in chosen(model, include, exclude).items()}
     kinds = {name: kind_of(weight) for name, weight in weights.items() if why_not(weight) is None}
     devices = {name: weights[name].device for name in kinds}
@@ -247,6 +249,10 @@ class _Parameters:
         weight = linear._parameters["weight"]
         self.takes_gradients = weight is not None and weight.requires_grad
         self.held = {name: ref(value) for name, value in linear._parameters.items() if value is not None}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy of the layer, as by pickle, has parameters of its own."""
+        return {"takes_gradients": self.takes_gradients, "held": {}}
 
     @torch.no_grad()
     def again(self, name: str, value: Tensor) -> nn.Parameter:

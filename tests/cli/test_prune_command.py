@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -55,6 +56,15 @@ def refused(capsys, *args):
     said = capsys.readouterr().err.strip().splitlines()
     assert stop.value.code == 2
     return said[-1]
+
+
+def test_a_small_folder_is_pruned_as_the_plain_one(folder):
+    plain, _ = prune(folder, "--no-repair", out="plain")
+    main(["export", str(folder / "model"), "--out", str(folder / "small")])
+    shutil.move(folder / "model", folder / "dense")
+    shutil.move(folder / "small", folder / "model")
+    small, _ = prune(folder, "--no-repair", out="again")
+    assert (plain / "model.safetensors").read_bytes() == (small / "model.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize(

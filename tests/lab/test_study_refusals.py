@@ -9,6 +9,7 @@ from prunus.cli import main
 from prunus.cli.study import Command, planned
 from prunus.files.atomic import part_name
 from prunus.files.json_file import read_json
+from prunus.lab.run import Run
 from prunus.lab.study.study_folder import Folder
 
 CHANGED = {
@@ -40,6 +41,13 @@ def test_a_run_that_is_not_what_its_name_says_is_refused(copy, base, capsys):
     path.write_text(json.dumps(values))
     assert study(base, copy, *ASKED) == 2
     assert "was run with lr = 0.5, the study has 0.002" in capsys.readouterr().err
+
+
+def test_scores_alone_are_compared_in_the_default_recipe(tmp_path):
+    plan = planned(Command(out=tmp_path / "study", scores="bitter7"))
+    assert plan.base == Run() and [arm.name for arm in plan.arms] == ["dense", "random", "magnitude", "bitter7"]
+    with pytest.raises(ValueError, match="say what to run: --scores, --base"):
+        planned(Command(out=tmp_path / "study"))
 
 
 def test_a_preset_without_data_is_refused(tmp_path, capsys):
