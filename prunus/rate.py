@@ -168,7 +168,7 @@ def place_of(name: str, weight: nn.Parameter, optimizer: Optimizer) -> int:
     if len(groups[place]) > 1:
         raise ValueError(
             f"rate= needs every prunable weight in a parameter group of its own, but {name} shares one with "
-            f"{len(groups[place]) - 1} others; make the optimizer as "
+            f"{len(groups[place]) - 1} more; make the optimizer as "
             f"{type(optimizer).__name__}(prunus.parameter_groups(model, weight_decay=...), lr=...), or use AdamWPrune"
         )
     return place

@@ -161,7 +161,7 @@ def test_optimizers_that_cannot_follow_are_refused(name):
 
 def test_a_group_with_others_in_it_is_refused_with_the_line_that_splits_it():
     net = model()
-    with pytest.raises(ValueError, match=r"0.weight shares one with 5 others; .*parameter_groups\(model"):
+    with pytest.raises(ValueError, match=r"0.weight shares one with 5 more; .*parameter_groups\(model"):
         GroupRates(torch.optim.AdamW(net.parameters()), {"0.weight": net[0].weight})
 
 

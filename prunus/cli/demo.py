@@ -1,11 +1,13 @@
 """``prunus demo``"""
 
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from ..lab.report.numbers import duration
@@ -79,7 +81,9 @@ def run(command: Command) -> None:
     _print_samples({arm: first[arm] for arm in ("dense", SHOWN)})
     page = write_report(folder.path)
     print(
+        _size(first[SHOWN]),
         f"All charts: open {page} in a browser. The demo took {duration(time.time() - began)}. What to do next:",
+        *_how_to_call(),
         f"  prunus export {first[SHOWN]} --out {folder.path / 'small'}",
         "      writes the pruned model as a smaller file",
         "  prunus train --data YOUR.txt --out runs/mine",
@@ -87,6 +91,26 @@ def run(command: Command) -> None:
         "  prunus prune MODEL_FOLDER --text YOUR.txt --out pruned",
         "      prunes a Hugging Face model that is trained already",
     )
+
+
+def _how_to_call() -> Iterator[str]:
+    """How to put this command on the path, where it is not."""
+    activate = Path(sys.executable).parent / "activate"
+    if shutil.which("prunus") is None and activate.is_file():
+        yield f"  . {activate}"
+        yield "      puts prunus on your path"
+
+
+def _size(run: Path) -> str:
+    """What a pruned run is worth on disk."""
+    from ..export.convert import ExportJob
+    from ..lab.checkpoint import checkpoint_of
+    from ..lab.exported_model import export_checkpoint
+
+    with TemporaryDirectory() as place:
+        done = export_checkpoint(checkpoint_of(run), ExportJob(Path(place) / "small"))
+    smaller = 1 - done.bytes_after / done.bytes_before
+    return f"In a file {SHOWN} takes {done.bytes_after:,} bytes, dense {done.bytes_before:,}: {smaller:.0%} less."
 
 
 class Whole:

@@ -59,6 +59,9 @@ def test_it_ends_with_table_text_page_and_commands_that_work(finished):
     finding = next(line for line in said if line.startswith("At 50 % sparsity")).rstrip(".")
     assert finding.replace(" %", "\u00a0%") in (out / "report.html").read_text()
     assert any(f"open {out / 'report.html'} in a browser" in line for line in said)
+    assert any(
+        re.fullmatch(r"In a file bitter7 takes [\d,]+ bytes, dense [\d,]+: -?\d+% less\.", line) for line in said
+    )
     commands = [line.strip() for line in said if line.startswith("  prunus ")]
     assert len(commands) == 3
     main(shlex.split(commands[0])[1:])
