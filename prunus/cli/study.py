@@ -42,7 +42,7 @@ class Command:
     """
 
     words: tyro.conf.Positional[tuple[str, ...]] = ()  # merge, show or page, and the folders of studies
-    base: Path | None = None  # TOML file with fields of a run, and [[arm]] tables with a name and fields; without: train's
+    base: Path | None = None  # TOML file with fields of a run, and [[arm]] tables with their names and fields
     preset: PresetName | None = None  # a base and arms by name; --data says what it reads; rates needs none
     scores: str = ""  # scores to compare, separated by commas; dense, random and magnitude are always included
     arm: Texts = ()  # another arm, as "name: field=value field=value"; may be repeated
