@@ -53,8 +53,6 @@ def save_model(
     if not isinstance(model, nn.Module):
         raise ValueError(f"save_model takes a model, then a folder, got {type(model).__name__}")
     inner = unwrapped_model(model)
-    if sparse := [name for name, module in inner.named_modules() if getattr(module, "is_packed", False)]:
-        raise ValueError(f"{sparse[0]} is a sparse layer, which no file holds: call unsparsify_(model) first")
     tensors = inner.state_dict()
     loaded_from = str(getattr(inner, "name_or_path", "") or "")
     if source is None and (Path(loaded_from) / "config.json").is_file():

@@ -12,7 +12,7 @@ from ..ops import bits
 from ..ops.machine import device_of
 from .reader import Tensors, open_tensors
 from .safetensors_header import check_names, dtype_name
-from .writer import MAX_SHARD_BYTES, Saved, TensorSource, TensorSpec, WritePlan, write
+from .writer import MAX_SHARD_BYTES, Saved, TensorSource, TensorSpec, WritePlan, check_layers, write
 
 AnyPath = str | os.PathLike[str]
 
@@ -85,6 +85,7 @@ def from_files(tensors: Tensors) -> TensorSource:
 
 def check_masks(tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> None:
     """Refuse a weight that is not zero where its boolean mask says pruned; a zero that is kept is legal."""
+    check_layers(tensors)  # whose weights the masks would not find
     for name, packed in packed_masks(masks, tensors).items():
         check_pruned(name, tensors[name], packed)
 

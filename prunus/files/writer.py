@@ -226,7 +226,7 @@ class Writer:
 
 def write(source: TensorSource, plan: WritePlan) -> Saved:
     """Write all tensors: those of wide elements first, so that every entry is aligned."""
-    _check_layers(source.specs)
+    check_layers(source.specs)
     if not plan.small:
         source = _without_aliases(source)
     with ExitStack() as files:
@@ -236,7 +236,7 @@ def write(source: TensorSource, plan: WritePlan) -> Saved:
         return writer.finish()
 
 
-def _check_layers(names: Collection[str]) -> None:
+def check_layers(names: Collection[str]) -> None:
     """ValueError for the state of layers that ``sparsify_`` made, which no other layer could load."""
     for name in names:
         layer, _, part = name.rpartition(".")

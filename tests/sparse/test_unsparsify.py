@@ -44,8 +44,9 @@ def test_pruning_is_undone_behind_sparse_layers_and_refused_while_there_are_some
     assert sparsify_(model, least=0.3) == ["0", "2"]
     with pytest.raises(ValueError, match=r"0.weight is kept in a sparse layer: call unsparsify_\(model\) first"):
         result.undo_()
-    with pytest.raises(ValueError, match="0 is a sparse layer"):
-        save_model(model, "nowhere")
+    for masks in (None, result.masks):
+        with pytest.raises(ValueError, match="0 is a sparse layer"):
+            save_model(model, "nowhere", masks=masks)
     unsparsify_(model)
     result.undo_()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
