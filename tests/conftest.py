@@ -4,12 +4,14 @@ import gc
 import os
 import random
 from collections.abc import Iterator
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
+from machines import MACHINES
 from small_gpt import fewer_weights
 from torch.nn.modules import module
 from torch.optim import optimizer
@@ -31,6 +33,7 @@ settings.load_profile("prunus")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--shuffle", metavar="SEED", help="run files, and the tests of a file, in an order drawn by SEED")
+    parser.addoption("--machine", choices=MACHINES, help="run the tests with the arithmetic of another kind of machine")
 
 
 def pytest_configure() -> None:
@@ -51,6 +54,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_unconfigure() -> None:
     gc.unfreeze()  # libraries complain at the exit about what they cannot free
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _machine(request: pytest.FixtureRequest) -> Iterator[None]:
+    name = request.config.getoption("--machine")
+    with MACHINES[name]() if name else nullcontext():
+        yield
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -90,6 +90,7 @@ def test_selectors_cut_parts_as_one(selector, layout):
     assert_as_one(selector, given, 0.5, within, LAYOUTS[layout])
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("name", matrix(SCORES, ["bitter9"]))
 def test_every_score_is_cut_as_one(name, monkeypatch):
     monkeypatch.setattr(candidates, "SAMPLE", 256)
@@ -129,6 +130,7 @@ def test_a_cut_beyond_the_bracket_is_counted(monkeypatch, descents):
         assert len(descents) == 2 * (number + 1)  # of two ranks
 
 
+@pytest.mark.rounding
 def test_the_pass_lists_what_the_definition_lists(room):
     given = sources("bitter7", [(37, 41), (8, 128), (0, 5), (61, 53)])
     live = {"layer3": bits.pack(torch.rand(61, 53) > 0.4).to(DEVICE)}

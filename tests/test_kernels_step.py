@@ -11,6 +11,8 @@ triton = pytest.importorskip("triton", reason="kernels need triton")
 
 from prunus.ops._triton.adamw import Extras, Operand, Step  # noqa: E402
 
+pytestmark = pytest.mark.rounding
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [(37, 41), (8, 128), (3,), (5, 5, 7)]
 

@@ -39,6 +39,7 @@ def equal_states(first, second, keys=("step", "exp_avg", "exp_avg_sq")):
         assert all(torch.equal(first.state[p][key], second.state[q][key]) for key in keys)
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_fifty_steps_equal_adamw_to_the_bit(settings, dtype):
@@ -104,6 +105,7 @@ def test_a_compiled_step_is_the_step(options):
     equal_states(*ends)
 
 
+@pytest.mark.rounding
 def test_one_step_is_within_one_unit_of_adamw_as_it_comes():
     ours, theirs = parameters(), parameters()
     first, second = AdamWPrune(ours), torch.optim.AdamW(theirs)
@@ -126,6 +128,7 @@ def test_a_closure_is_called_with_gradients_on_and_its_loss_returned():
     assert AdamWPrune([weight]).step(closure).item() == 3.0 and (weight < 1).all()
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_max_norm_equals_clipping_before_the_step(scale, dtype):

@@ -9,6 +9,8 @@ triton = pytest.importorskip("triton", reason="kernels need triton")
 
 from prunus.ops._triton.outer import largest_outer_ as kernel  # noqa: E402
 
+pytestmark = pytest.mark.rounding
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [(1, 1, 1, 1), (3, 5, 7, 2), (2, 64, 128, 128), (4, 70, 130, 33), (2, 128, 16, 200)]
 # the interpreter multiplies no bfloat16

@@ -9,6 +9,8 @@ import torch
 
 from prunus.score import SCORES, random
 
+pytestmark = pytest.mark.rounding
+
 STEP = 7.0
 ADAM = {"beta1": 0.9, "beta2": 0.999, "adam_eps": 1e-8}
 

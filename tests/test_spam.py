@@ -52,6 +52,7 @@ def by_definition(gradients, spam, lr, betas=(0.9, 0.999), eps=1e-8):
     return w, rates
 
 
+@pytest.mark.rounding
 def test_a_run_with_spikes_resets_and_warm_ups_is_the_definition_and_logs_the_rate_it_uses():
     spam = Spam(theta=50.0, every=10, warmup=4, hold=3)
     gradients = (torch.randn(35, dtype=torch.float64) * 10.0 ** torch.randint(-2, 3, (35,))).tolist()

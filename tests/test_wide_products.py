@@ -11,6 +11,8 @@ from prunus.sparse import SparseLinear
 from prunus.sparse.gaps import gaps_of_dense
 from prunus.sparse.product import product
 
+pytestmark = pytest.mark.rounding
+
 NARROW = [torch.bfloat16, torch.float16]
 X, W, B = (
     torch.randn(*shape, generator=torch.Generator().manual_seed(i)) for i, shape in enumerate([(5, 8), (6, 8), (6,)])

@@ -14,10 +14,9 @@ def write_json(path: Path, value: Any) -> None:
 
 def to_json(value: Any, indent: int | None = None) -> str:
     """The value as text; a number that is not finite, which JSON does not have, is null."""
-    try:
-        return json.dumps(_finite(value), indent=indent, allow_nan=False)
-    except RecursionError:
-        raise ValueError("JSON that is nested too deep, as from a damaged file, is not written") from None
+    if is_deep(value):
+        raise ValueError("JSON that is nested too deep, as from a damaged file, is not written")
+    return json.dumps(_finite(value), indent=indent, allow_nan=False)
 
 
 def _finite(value: Any) -> Any:
@@ -50,7 +49,7 @@ def is_deep(value: Any) -> bool:
     """Whether JSON is nested deeper than anything that is meant: what walks over it would end in a RecursionError."""
     level = [value]
     for _ in range(50):
-        inner = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        inner = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list | tuple)]
         level = [one for values in inner for one in values]
     return bool(level)
 

@@ -17,6 +17,8 @@ from prunus.oneshot.resources import Clock
 from prunus.oneshot.solver import keep, keep_all_but, refine, solve
 from prunus.score import wanda
 
+pytestmark = pytest.mark.rounding
+
 IN, TOKENS = 24, 200
 SELECTORS = {"layer": PerLayer(), "row": PerRow(), "2:4": NofM(2, 4), "group": Global(), "erk": PerLayer("erk")}
 

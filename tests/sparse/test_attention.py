@@ -16,6 +16,7 @@ def parts(batch, heads, num, length, size, dtype=torch.float64):
     return [torch.randn(shape, generator=generator, dtype=torch.float64).to(DEVICE, dtype) for shape in shapes]
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("scale", [None, 0.3])
 @pytest.mark.parametrize("is_added", [False, True])
 @pytest.mark.parametrize(("batch", "heads", "num", "length"), [(1, 4, 1, 1), (2, 6, 2, 9), (3, 8, 4, 64)])
@@ -32,6 +33,7 @@ def test_it_is_the_attention_of_torch(batch, heads, num, length, is_added, scale
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_in_16_bits_it_is_as_close_to_float64_as_torch_is(dtype):
     query, key, value = parts(2, 8, 2, 128, 64, dtype)

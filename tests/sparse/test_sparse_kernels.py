@@ -9,6 +9,8 @@ from prunus.sparse import product as products
 from prunus.sparse.gaps import BLOCK, gaps_of_dense
 from prunus.sparse.product import dense_reference
 
+pytestmark = pytest.mark.rounding
+
 pytest.importorskip("triton")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
