@@ -33,7 +33,7 @@ def dense_step_seconds(source: Any, dtype: torch.dtype, device: torch.device, ba
             part.num_hidden_layers = num
             if getattr(part, "layer_types", None):
                 part.layer_types = part.layer_types[:num]
-            with device:
+            with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
                 decoder = Decoder(AutoModelForCausalLM.from_config(part, dtype=dtype).eval())
             seconds.append(_seconds_a_token(decoder, batch))
     except Exception:  # advice goes without

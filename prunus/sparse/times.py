@@ -174,7 +174,9 @@ def ways_of(weight: Tensor) -> dict[str, Way]:
 
 def measured(weight: Tensor, vectors: int) -> Times:
     """Microseconds of a product by each way."""
-    x, times = torch.randn(vectors, weight.shape[1], device=weight.device).to(weight.dtype), Times()
+    own = torch.Generator(weight.device).manual_seed(0)  # torch's draws belong to the user
+    x = torch.randn(vectors, weight.shape[1], device=weight.device, generator=own).to(weight.dtype)
+    times = Times()
     for label, way in ways_of(weight).items():
         copies = [way.copy() for _ in range(num_copies(way.num_bytes))]
         times[label] = microseconds([partial(copy, x) for copy in copies], weight.device)

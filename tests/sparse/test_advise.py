@@ -1,12 +1,15 @@
 """Advice is measured, counts each kind of layer once, and says in plain words what to do."""
 
+import random
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from prunus import save_sparse
+from prunus import save_model, save_sparse
 from prunus.cli import main
-from prunus.sparse import decoder_time, sparsify_, times
+from prunus.sparse import Decoder, decoder_time, load_packed, sparsify_, times
 from prunus.sparse.advise import Advice, LayerTimes, Load, advise
 from prunus.sparse.times import cache_file, microseconds, num_copies, winner
 
@@ -199,6 +202,38 @@ def test_a_step_of_a_model_is_timed_with_two_blocks_and_none_where_it_cannot_run
     monkeypatch.setattr(times, "measured", lambda weight, _: {"dense": 10.0, "gaps": 5.0})
     assert advise(model, load=SMALL).step_us == (4.0 + 8 * 1.0) * 1e6
     assert "the decoder: about 1.00 times faster" in str(advise(model, load=SMALL))
+
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def draws():
+    """What each generator that a user seeds would draw next."""
+    states = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [])]
+    return [state.tolist() for state in states], random.getstate(), np.random.get_state()[1].tolist()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_nothing_that_measures_draws_from_the_generators_of_the_user(device, measured, tmp_path):
+    transformers = pytest.importorskip("transformers", reason="needs pip install prunus[hf]")
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "pad_token_id": 0}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_hidden_layers=1)).to(device)
+    for parameter in model.model.layers.parameters():
+        if parameter.ndim == 2:
+            parameter.data[torch.rand_like(parameter) < 0.9] = 0
+    save_model(model, tmp_path / "small")
+    calls = {
+        "advise": lambda: advise(model, device, Load(1, 4)),
+        "a step": lambda: decoder_time.dense_step_seconds(model, torch.float32, torch.device(device), 1),
+        "load_packed": lambda: load_packed(tmp_path / "small", device, vectors=2),
+        "sparsify_": lambda: sparsify_(model, vectors=3),
+        "greedy": lambda: Decoder(model).generate(torch.ones(1, 2, dtype=torch.int64), max_new_tokens=3),
+    }
+    for name, call in calls.items():
+        before = draws()
+        assert call() is not None
+        assert draws() == before, name
+    assert {num for *_, num in measured} == {1, 2, 3, 4}  # the caches were cold
 
 
 @pytest.mark.parametrize(
