@@ -18,7 +18,7 @@ from ..files.reader import open_tensors
 from ..ops.machine import device_of
 from .choose import SPARSE_FROM, choose
 from .decoder_time import dense_step_seconds
-from .model_layers import chosen, linear_weight, why_not
+from .model_layers import check_values, chosen, linear_weight, why_not
 from .product import check_device
 from .times import WeightKind, kind_of, machine_name, winner
 
@@ -103,8 +103,12 @@ def advise(source: AnySource, device: torch.device | str = "cpu", load: Load = L
     """What is faster for each kind of linear layer of a model, a mapping of weights, or a folder or file of them."""
     device = device_of(device)
     check_device(device)
+    kinds = {}
     with torch.no_grad():
-        kinds = {name: kind_of(weight) for name, weight in _weights(source) if why_not(weight) is None}
+        for name, weight in _weights(source):
+            check_values(name, weight)
+            if why_not(weight) is None:
+                kinds[name] = kind_of(weight)
     rows: dict[tuple[WeightKind, int], LayerTimes] = {}
     decode, prefill = (choose(kinds, vectors, device) for vectors in (load.batch, load.tokens))
     for one, many in zip(decode, prefill, strict=True):

@@ -58,6 +58,10 @@ class Gaps:
         return self.values.dtype
 
     @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+    @property
     def nbytes(self) -> int:
         return self.values.nbytes + self.codes.nbytes + self.heads.nbytes + self.rows.nbytes
 

@@ -1,6 +1,9 @@
 """Linear layers that keep their weight sparse in memory, and a model's layers turned into them and back."""
 
+import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 from weakref import ref
 
@@ -12,8 +15,8 @@ from torch.compiler import is_compiling
 from ..eligible import is_conv1d
 from .choose import forms_of, groups_of
 from .gaps import Gaps, check_gaps, gaps_of_dense, joined_gaps
-from .model_layers import chosen, linear_weight, why_not
-from .product import Form, check_device, dense, form_of, operator, product
+from .model_layers import check_values, chosen, linear_weight, why_not
+from .product import DTYPES, Form, check_device, dense, form_of, operator, product
 from .tiles import DTYPES as TILE_DTYPES
 from .tiles import ROWS as TILE_ROWS
 from .tiles import Tiles, check_tiles, joined_tiles, stage_of, tiles_of_dense
@@ -38,11 +41,14 @@ class SparseLinear(nn.Module):
     def __init__(self, form: Form, bias: Tensor | None = None) -> None:
         super().__init__()
         self.out_features, self.in_features = form.shape
+        if bias is not None and bias.shape != (self.out_features,):
+            raise ValueError(f"the bias must have the shape ({self.out_features},), got {tuple(bias.shape)}")
         for name in form.PARTS:
             self.register_buffer(name, getattr(form, name))
-        kind = torch.empty(0, dtype=form.dtype, device=getattr(form, form.PARTS[0]).device)
+        kind = torch.empty(0, dtype=form.dtype, device=form.device)
         self.register_buffer("like", kind, persistent=False)  # whose type follows a change of the model's
         self.register_buffer("bias", None if bias is None else bias.detach())
+        self.register_state_dict_pre_hook(_refuse_save_pretrained)
         self.register_load_state_dict_pre_hook(_resize_buffers)
         self.register_load_state_dict_post_hook(_take_buffers)
         self._set(form)
@@ -50,6 +56,7 @@ class SparseLinear(nn.Module):
     @classmethod
     def from_linear(cls, linear: nn.Linear) -> "SparseLinear":
         """The same layer; the zeros of its weight say what is left out."""
+        check_values("the layer's weight", linear.weight)
         if reason := why_not(linear.weight):
             shape = tuple(linear.weight.shape)
             raise ValueError(f"the layer has a weight of {shape}, {linear.weight.dtype}: {reason}; keep it dense")
@@ -97,8 +104,11 @@ class SparseLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         run = operator if is_compiling() else product
+        is_trained = run is product and self.training and torch.is_grad_enabled()
+        if is_trained and self.origin is not None and self.origin[1].takes_gradients:
+            warn_of_training()
         if (run is operator or is_any_autocast_enabled()) and torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
+            x = x.to(torch.get_autocast_dtype(x.device.type)) if x.dtype in DTYPES else x  # as torch does
         if x.requires_grad and torch.is_grad_enabled():
             run = operator
         elif self.group is not None and (y := self.group.product(self.place, x, run)) is not None:
@@ -114,6 +124,28 @@ class SparseLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, {kind}, {size:.1%} of the bytes"
 
 
+@cache  # once in a process
+def warn_of_training() -> None:
+    warnings.warn(
+        "the weights of sparse layers do not learn: to train the model, call unsparsify_(model) and make the optimizer "
+        "after it; to run it, call model.eval()",
+        stacklevel=3,
+    )
+
+
+def _refuse_save_pretrained(layer: SparseLinear, prefix: str, keep_vars: bool) -> None:
+    """ValueError if ``save_pretrained`` asks for the state: what it writes loads with random weights, and no error."""
+    caller = sys._getframe(1)
+    while caller.f_globals.get("__name__") == nn.Module.__module__ and caller.f_back is not None:
+        caller = caller.f_back
+    if caller.f_code.co_name == "save_pretrained":
+        raise ValueError(
+            f"{prefix.removesuffix('.')} is a sparse layer, which would load with random weights: call "
+            "prunus.sparse.unsparsify_(model) before save_pretrained"
+        )
+
+
+@torch.inference_mode(False)  # whose tensors would pass no gradients
 def _resize_buffers(layer: SparseLinear, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
     """Resize the buffers to the saved ones before loading; refuse indices that are out of range."""
     form, device = layer.form, layer.like.device
@@ -190,6 +222,8 @@ class Group:
             self.join()
 
 
+@torch.inference_mode(False)  # layers that are made in it would pass no gradients after it
+@torch.no_grad()
 def sparsify_(
     model: nn.Module,
     *,
@@ -213,6 +247,8 @@ def sparsify_(
     if least is not None and not 0 <= least <= 1:
         raise ValueError(f"least is a share of zeros in [0, 1], as 0.5 for a half, got {least}")
     weights = {name: linear_weight(layer) for name, layer in chosen(model, include, exclude).items()}
+    for name, weight in weights.items():
+        check_values(f"{name}.weight", weight)
     kinds = {name: kind_of(weight) for name, weight in weights.items() if why_not(weight) is None}
     devices = {name: weights[name].device for name in kinds}
     for device in set(devices.values()):
@@ -247,7 +283,7 @@ class _Parameters:
 
     def __init__(self, linear: nn.Module) -> None:
         weight = linear._parameters["weight"]
-        self.takes_gradients = weight is not None and weight.requires_grad
+        self.takes_gradients = weight is None or weight.requires_grad  # one that was never loaded dense is None
         self.held = {name: ref(value) for name, value in linear._parameters.items() if value is not None}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -285,6 +321,8 @@ def can_join(layers: Sequence[SparseLinear]) -> bool:
     return len(same) == 1 and not (is_tiled and any(layer.out_features % TILE_ROWS for layer in layers))
 
 
+@torch.inference_mode(False)  # parameters that are made in it could not be trained
+@torch.no_grad()
 def unsparsify_(model: nn.Module) -> list[str]:
     """Put the linear layers back that ``sparsify_`` replaced, with their zeros, in place; their names."""
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, SparseLinear) and layer.origin}

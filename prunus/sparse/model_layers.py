@@ -39,10 +39,14 @@ def sparsity_of(weight: Tensor) -> float:
     return 1 - int(weight.count_nonzero()) / max(1, weight.numel())
 
 
+def check_values(name: str, weight: Tensor) -> None:
+    """ValueError for a weight on the meta device."""
+    if weight.is_meta:
+        raise ValueError(f"{name} is on the meta device, where it has no values: load them first, as load_model does")
+
+
 def why_not(weight: Tensor) -> str | None:
     """Why a weight cannot have the gap form; None if it can."""
-    if weight.is_meta:
-        return "it has no values: load them first"
     if weight.ndim != 2 or weight.dtype not in DTYPES:
         return f"a matrix of {', '.join(str(d).removeprefix('torch.') for d in DTYPES)} is needed"
     if weight.shape[1] > WIDEST:

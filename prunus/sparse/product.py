@@ -21,6 +21,7 @@ from .tiles import Tiles
 
 Form = Gaps | Tiles
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+INPUT_DTYPES = (*DTYPES, torch.float64)  # of vectors, whatever the type of the matrix
 MOST = 16  # vectors that the kernel takes at a time; with more, the dense product is faster
 MOST_TRITON = 4  # where there is no CUDA kernel
 MOST_CPU = 4  # vectors that a CPU multiplies one by one; with more, making a dense copy pays
@@ -40,7 +41,7 @@ def dense_reference(gaps: Gaps) -> Tensor:
 
 def dense(form: Form) -> Tensor:
     """The matrix with its zeros: ``dense_reference`` of its form, bit for bit."""
-    is_cuda = (form.data if isinstance(form, Tiles) else form.values).is_cuda
+    is_cuda = form.device.type == "cuda"
     if is_cuda and _nvrtc.is_there():
         found = _cuda.tile_dense(form) if isinstance(form, Tiles) else _cuda.gap_dense(form)
         if found is not None:
@@ -56,6 +57,9 @@ def product(x: Tensor, form: Form, bias: Tensor | None = None) -> Tensor:
     Vectors must be finite: a zero that bridges a gap times infinity is NaN, as in the dense product.
     """
     num_rows, width = form.shape
+    size = x.shape
+    if not size or size[-1] != width:  # the rest is checked where a call takes long or is the first of its kind
+        check_input(x, form.shape, form.device)
     num = x.numel() // width if width else 0
     if x.is_cuda and 0 < num <= MOST and num_rows:
         key = (num, x.dtype, x.get_device())
@@ -64,12 +68,28 @@ def product(x: Tensor, form: Form, bias: Tensor | None = None) -> Tensor:
             run = form.launches[key] = _kernel_for(x, form, num)
         if run is not None:
             return run(x, form, bias)
-    has_csr = x.is_cpu and num > 0 and num_rows > 0 and x.dtype in DTYPES and isinstance(form, Gaps)
+    is_on_cpu = x.is_cpu and form.device == x.device
+    has_csr = is_on_cpu and num > 0 and num_rows > 0 and x.dtype in DTYPES and isinstance(form, Gaps)
     if has_csr and num <= MOST_CPU:
         return _one_by_one(x, form, bias, num)
+    check_input(x, form.shape, form.device)
     weight = csr_of(form).to_dense() if has_csr else dense(form)  # the former is torch's own, and faster
     with wide_products(x.device, x):
         return nn.functional.linear(x, weight.to(x.dtype), bias)
+
+
+def check_input(x: Tensor, shape: Sequence[int], device: torch.device) -> None:
+    """ValueError for what a matrix (out, in) on ``device`` cannot be multiplied by."""
+    if not x.shape or x.shape[-1] != shape[1]:
+        raise ValueError(
+            f"a sparse layer of {shape[1]} inputs takes a tensor (..., {shape[1]}), got {tuple(x.shape)}; "
+            f"give it one whose last dimension is {shape[1]}"
+        )
+    if x.dtype not in INPUT_DTYPES:
+        legal = ", ".join(str(dtype).removeprefix("torch.") for dtype in INPUT_DTYPES)
+        raise ValueError(f"a sparse layer takes a tensor of {legal}, got {x.dtype}; convert it, as by x.float()")
+    if x.device != device:
+        raise ValueError(f"a sparse layer on {device} got a tensor on {x.device}; move one of them with .to()")
 
 
 def _one_by_one(x: Tensor, gaps: Gaps, bias: Tensor | None, num: int) -> Tensor:
@@ -86,6 +106,7 @@ def _one_by_one(x: Tensor, gaps: Gaps, bias: Tensor | None, num: int) -> Tensor:
 
 def _kernel_for(x: Tensor, form: Form, num: int) -> _cuda.Product | None:
     """What multiplies ``num`` vectors by the form itself; None if the dense copy is to be multiplied."""
+    check_input(x, form.shape, form.device)
     if x.dtype == torch.float64:
         return None
     index = x.get_device()
@@ -192,6 +213,7 @@ def _register() -> torch.library.Library:
         return gradient, None, [None] * len(parts), None, None, None
 
     def shape_of(x: Tensor, bias: Tensor | None, parts: list[Tensor], shape: list[int], *rest: Any) -> Tensor:
+        check_input(x, shape, parts[0].device)
         return x.new_empty((*x.shape[:-1], shape[0]))
 
     def backward_shape(y: Tensor, parts: list[Tensor], shape: list[int], *rest: Any) -> Tensor:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from .model_layers import chosen, sparsity_of
+from .model_layers import check_values, chosen, sparsity_of
 
 DTYPES = (torch.bfloat16, torch.float16)
 OLDEST = (8, 0)  # compute capability of the first GPUs with sparse matrix units
@@ -29,6 +29,8 @@ def semi_structured_(
     launches each product, cuSPARSELt plans it anew, for about half a millisecond, which only large ones outlast.
     """
     layers = {name: layer for name, layer in chosen(model, include, exclude).items() if isinstance(layer, nn.Linear)}
+    for name, layer in layers.items():
+        check_values(f"{name}.weight", layer.weight)
     if not include:
         layers = {name: layer for name, layer in layers.items() if sparsity_of(layer.weight) >= 0.5}
     if not layers:

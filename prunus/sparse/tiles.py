@@ -37,6 +37,10 @@ class Tiles:
     PARTS = ("data", "starts")
 
     @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    @property
     def nbytes(self) -> int:
         return self.data.nbytes + self.starts.nbytes
 

@@ -10,10 +10,12 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from prunus.ops import bits
 from prunus.sparse import linear as layers
+from prunus.sparse.advise import advise
 from prunus.sparse.gaps import gaps_of, gaps_of_dense
 from prunus.sparse.linear import SparseLinear, sparsify_, unsparsify_
-from prunus.sparse.product import MOST_CPU, check_device, csr_of, product
+from prunus.sparse.product import MOST_CPU, check_device, csr_of, operator, product
 from prunus.sparse.semi_structured import is_two_of_four, semi_structured_
+from prunus.sparse.tiles import tiles_of_dense
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -106,6 +108,88 @@ def test_autocast_is_followed():
     layer, x = linear(), torch.randn(2, 100, device=DEVICE)
     with torch.autocast(DEVICE, torch.bfloat16), torch.no_grad():
         assert SparseLinear.from_linear(layer)(x).dtype == layer(x).dtype == torch.bfloat16
+
+
+def tiled():
+    return SparseLinear(tiles_of_dense(linear(32, 48, dtype=torch.bfloat16).weight))
+
+
+PATHS = {
+    "gaps": lambda: SparseLinear.from_linear(linear(32, 48)),
+    "tiles": tiled,
+    "group": lambda: attention()[0].v_proj,
+    "operator": lambda: lambda x: operator(x, gaps_of_dense(linear(32, 48).weight), None),
+}
+WRONG_SHAPES = [(), (0,), (1,), (47,), (49,), (96,), (2, 24), (4, 49), (3, 48, 1), (20, 47), (0, 7)]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_an_input_of_another_width_is_refused_in_one_line(path):
+    layer = PATHS[path]()
+    for shape in WRONG_SHAPES:
+        for grad in (False, True):
+            x = torch.randn(shape, device=DEVICE, requires_grad=grad)
+            with pytest.raises(ValueError, match=r"of 48 inputs takes a tensor \(\.\.\., 48\), got .*dimension is 48$"):
+                layer(x)
+    x = torch.randn(2, 48, device=DEVICE)
+    assert layer(x).shape[:-1] == (2,)  # what was refused leaves nothing behind
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.uint8, torch.complex64, torch.float8_e4m3fn], ids=str)
+def test_an_input_of_another_type_is_refused_in_one_line_under_autocast_too(path, dtype):
+    layer = PATHS[path]()
+    for num in (1, 20):
+        x = torch.ones(num, 48, device=DEVICE).to(dtype)
+        for enabled in (False, True):
+            with torch.autocast(DEVICE, torch.bfloat16, enabled=enabled), pytest.raises(ValueError, match=r"x\.float"):
+                layer(x)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_any_floating_input_has_outputs_of_its_own_type(path, dtype):
+    layer = PATHS[path]()
+    for num in (1, 3, 20):
+        assert layer(torch.randn(num, 48, device=DEVICE).to(dtype)).dtype == dtype
+
+
+def test_an_input_on_another_device_is_refused_in_one_line():
+    layer = SparseLinear.from_linear(linear()).to("meta")
+    with pytest.raises(ValueError, match=rf"on meta got a tensor on {DEVICE}.*; move one"):
+        layer(torch.randn(2, 100, device=DEVICE))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num", [1, 3, 20])
+@pytest.mark.parametrize("path", PATHS)
+def test_on_a_gpu_an_input_in_main_memory_is_refused_and_the_other_way_round(path, num):
+    layer = PATHS[path]()
+    with pytest.raises(ValueError, match="on cuda:0 got a tensor on cpu"):
+        layer(torch.randn(num, 48))
+    if isinstance(layer, SparseLinear):
+        with pytest.raises(ValueError, match="on cpu got a tensor on cuda:0"):
+            layer.cpu()(torch.randn(num, 48, device="cuda"))
+
+
+@pytest.mark.parametrize("make", [PATHS["gaps"], tiled, lambda: attention()[0]], ids=["gaps", "tiles", "group"])
+def test_compiled_a_wrong_input_is_named_and_a_right_one_is_one_graph(make):
+    layer, counter = make(), CompileCounterWithBackend("eager")
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend=counter, fullgraph=True, dynamic=True)
+    with torch.no_grad():
+        for num in (40, 3, 20, 5):
+            compiled(torch.randn(num, 48, device=DEVICE))
+        assert counter.frame_count == 1
+        for x, match in ((torch.randn(2, 24), "of 48 inputs"), (torch.ones(2, 48, dtype=torch.int64), r"x\.float")):
+            with pytest.raises(Exception, match=match):
+                compiled(x.to(DEVICE))
+    torch._dynamo.reset()
+
+
+def test_a_bias_of_another_size_is_refused():
+    with pytest.raises(ValueError, match=r"shape \(24,\), got \(23,\)"):
+        SparseLinear(gaps_of_dense(linear().weight), torch.zeros(23, device=DEVICE))
 
 
 def test_a_layer_of_a_type_it_cannot_hold_is_refused():
@@ -376,7 +460,12 @@ def test_on_a_cpu_few_vectors_go_one_by_one(dtype):
 
 def test_a_device_and_numbers_that_cannot_be_are_refused_and_nothing_is_done():
     model = Model().to("meta")
-    assert sparsify_(model, least=0.0) == []
+    for call in (sparsify_, semi_structured_, advise):
+        with pytest.raises(ValueError, match=r"^sparse\.weight is on the meta device.*load them first"):
+            call(model)
+    with pytest.raises(ValueError, match=r"weight is on the meta device.*load them first"):
+        SparseLinear.from_linear(model.sparse)
+    assert type(model.sparse) is nn.Linear
     with pytest.raises(ValueError, match="at least 1, got 0"):
         sparsify_(Model(), vectors=0)
     with pytest.raises(ValueError, match="CUDA devices and CPUs, but the model is on xpu"):

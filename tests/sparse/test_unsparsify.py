@@ -1,14 +1,16 @@
 """What held a model before its layers were made sparse holds it again afterwards: optimizers, and a result to undo."""
 
 import pickle
+import warnings
 from copy import deepcopy
 
 import pytest
 import torch
 from torch import nn
 
-from prunus import prune, save_model, save_sparse
-from prunus.sparse import sparsify_, unsparsify_
+from prunus import load_model, prune, save_model, save_sparse
+from prunus.sparse import linear as layers
+from prunus.sparse import load_packed, sparsify_, unsparsify_
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -97,3 +99,110 @@ def test_a_parameter_that_was_replaced_is_not_undone_in_silence():
         with pytest.raises(ValueError, match=r"0.weight is no longer the parameter that was pruned.*assign=True"):
             call()
     assert torch.equal(model[2].weight, kept)
+
+
+COPIES = {
+    "itself": lambda model: model,
+    "deepcopy": deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+}
+
+
+def llama():
+    transformers = pytest.importorskip("transformers", reason="needs pip install prunus[hf]")
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_hidden_layers=1, pad_token_id=0))
+    for parameter in model.model.layers.parameters():
+        if parameter.ndim == 2:
+            parameter.data[torch.rand_like(parameter) < 0.6] = 0
+    return model.to(DEVICE)
+
+
+@pytest.mark.parametrize("copy", COPIES)
+@pytest.mark.parametrize("part", ["model", "model.layers", ""])
+def test_save_pretrained_writes_no_weights_of_sparse_layers_and_all_of_dense_ones(part, copy, tmp_path):
+    model = llama()
+    before = deepcopy(model.state_dict())
+    assert sparsify_(model.get_submodule(part), least=0.5)  # a part knows nothing of the model around it
+    model = COPIES[copy](model)
+    with pytest.raises(ValueError, match=r"q_proj is a sparse layer.*call prunus\.sparse\.unsparsify_\(model\)"):
+        model.save_pretrained(tmp_path)
+    assert not [path for path in tmp_path.iterdir() if path.suffix != ".json"]
+    assert model.state_dict() and pickle.dumps(model)  # which others may still ask for
+    unsparsify_(model)
+    model.save_pretrained(tmp_path)
+    found = type(model).from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(found[name].to(DEVICE), value) for name, value in before.items())
+
+
+def test_a_packed_model_is_refused_by_save_pretrained_and_learns_once_it_is_dense(tmp_path):
+    save_model(llama(), tmp_path / "small")
+    model = load_packed(tmp_path / "small", least=0.5)
+    with pytest.raises(ValueError, match=r"is a sparse layer.*before save_pretrained"):
+        model.save_pretrained(tmp_path / "plain")
+    assert unsparsify_(model)
+    wanted = {name: parameter.requires_grad for name, parameter in load_model(tmp_path / "small").named_parameters()}
+    assert {name: parameter.requires_grad for name, parameter in model.named_parameters()} == wanted
+
+
+def steps(model):
+    """What is said in two steps; the input has its gradients."""
+    layers.warn_of_training.cache_clear()
+    x = torch.randn(4, 100, device=DEVICE, requires_grad=True)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model(x).sum().backward()
+    assert x.grad.any()
+    return [str(each.message) for each in said]
+
+
+def test_training_a_model_of_sparse_layers_is_said_to_be_in_vain_once_and_inputs_have_gradients():
+    model = nn.Sequential(linear(), linear_of(24)).requires_grad_(True)
+    assert sparsify_(model, least=0.3) == ["0", "1"]
+    (said,) = steps(model)
+    assert "do not learn" in said and "unsparsify_(model)" in said and "model.eval()" in said and "\n" not in said
+
+
+def test_nothing_is_said_of_frozen_layers_of_inference_and_of_dense_layers():
+    frozen, evaluated, dense = (nn.Sequential(linear(), linear_of(24)) for _ in range(3))
+    evaluated.requires_grad_(True).eval()
+    assert sparsify_(frozen, least=0.3) and sparsify_(evaluated, least=0.3)
+    assert steps(frozen) == steps(evaluated) == steps(dense.requires_grad_(True)) == []
+    assert sparsify_(dense, least=0.3)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dense(torch.randn(4, 100, device=DEVICE))
+
+
+def linear_of(inputs):
+    layer = nn.Linear(inputs, 8, device=DEVICE).requires_grad_(False)
+    layer.weight[torch.rand_like(layer.weight) < 0.6] = 0
+    return layer
+
+
+def change(model):
+    sparsify_(model, least=0.3)
+
+
+def load(model):
+    with torch.inference_mode(False):
+        sparsify_(model, least=0.3)
+    with torch.inference_mode():
+        model.load_state_dict(deepcopy(model.state_dict()))
+
+
+@pytest.mark.parametrize("make", [change, load])
+def test_what_is_changed_in_inference_mode_passes_gradients_and_learns_after_it(make):
+    model = nn.Sequential(linear(), linear_of(24)).requires_grad_(True)
+    with torch.inference_mode():
+        make(model)
+        model(torch.randn(2, 100, device=DEVICE))
+    x = torch.randn(2, 100, device=DEVICE, requires_grad=True)
+    model(x).sum().backward()
+    assert x.grad.any()
+    with torch.inference_mode():
+        assert unsparsify_(model) == ["0", "1"]
+    model(x).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert all(parameter.grad is not None and not parameter.is_inference() for parameter in model.parameters())
