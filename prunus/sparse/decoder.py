@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..ops.wide_products import wide_products
 from .attention import shared_heads
 from .compiled import CompiledBlocks
+from .model_layers import check_values
 from .prompt_graph import PromptGraph
 
 SHORTEST = 256  # tokens of a cache that a graph is made for; longer ones are powers of two
@@ -109,6 +110,9 @@ class Decoder:
         ``pad_token_id``. ``seed`` makes sampled text repeatable.
         """
         sampling = Sampling(do_sample, temperature, top_k, top_p)
+        check_is_read(
+            do_sample, temperature=None if temperature == 1.0 else temperature, top_k=top_k, top_p=top_p, seed=seed
+        )
         eos, pad = self._special_tokens(eos_token_id, pad_token_id)
         ids, mask = self._checked(input_ids, attention_mask, max_new_tokens, eos, pad)
         if do_sample:  # a seed of its own where none is given, drawn by torch's generator
@@ -137,12 +141,19 @@ class Decoder:
         """Prompt and mask on the model's device; ValueError for what the model cannot read."""
         if not isinstance(ids, Tensor):
             raise ValueError(f"input_ids is a tensor (batch, length), as torch.tensor([[1, 2]]), got {ids!r:.40}")
-        if ids.ndim != 2 or ids.dtype not in (torch.int64, torch.int32) or not ids.numel():
-            raise ValueError(f"input_ids must be whole numbers (batch, length), got {ids.dtype} {tuple(ids.shape)}")
+        if ids.ndim != 2:
+            advice = "of one prompt write input_ids[None]" if ids.ndim == 1 else "give one row for each prompt"
+            raise ValueError(f"input_ids must be (batch, length), got {tuple(ids.shape)}; {advice}")
+        if ids.dtype not in (torch.int64, torch.int32):
+            raise ValueError(f"input_ids must be token ids, of int64 or int32, got {ids.dtype}; write input_ids.long()")
+        if not ids.numel():
+            raise ValueError(
+                f"input_ids must have a token for each prompt, got {tuple(ids.shape)}; begin with the start token"
+            )
         if len(ids) > MOST_SEQUENCES:
             raise ValueError(f"the decoder takes 1 to {MOST_SEQUENCES} sequences at a time, got {len(ids)}; split them")
-        if max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+        if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be a whole number of at least 1, got {max_new_tokens}")
         config = self.model.config.get_text_config(decoder=True)
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= config.vocab_size:
@@ -160,7 +171,7 @@ class Decoder:
             config = self.model.generation_config
             is_padded = config.pad_token_id is not None and pad not in eos and bool((ids == pad).any())
             return ids, (ids != pad).long() if is_padded else torch.ones_like(ids)
-        if mask.shape != ids.shape or bool((mask[:, -1] == 0).any()):
+        if not isinstance(mask, Tensor) or mask.shape != ids.shape or bool((mask[:, -1] == 0).any()):
             raise ValueError(
                 f"attention_mask must have the shape {tuple(ids.shape)} of input_ids, and zeros on the left only; "
                 "pad prompts on the left"
@@ -244,7 +255,8 @@ class DecoderState:
             is_end = torch.isin(text, self.ends)
             lengths = torch.where(is_end.any(1), is_end.int().argmax(1) + 1, text.shape[1])
             text = text[:, : int(lengths.max())]
-        return torch.cat([ids, text], 1)
+        with torch.inference_mode(False):  # a model can be trained on what is returned
+            return torch.cat([ids, text], 1)
 
     def _step(self) -> None:
         self._write(self._logits(self.forward, self.tokens, self.positions, self.mask))
@@ -329,6 +341,16 @@ class DecoderState:
                 tensor.copy_(value)
 
 
+def check_is_read(do_sample: bool, **options: float | None) -> None:
+    """ValueError for an option of sampling where nothing is sampled."""
+    for name, value in options.items():
+        if value is not None and not do_sample:
+            raise ValueError(
+                f"{name}={value} says how tokens are drawn, but the most likely ones are taken; "
+                f"add do_sample=True, or leave {name} off"
+            )
+
+
 def check_model(model: nn.Module) -> None:
     """ValueError for a model that the decoder cannot run."""
     name = type(model).__name__
@@ -336,8 +358,10 @@ def check_model(model: nn.Module) -> None:
         raise ValueError(f"the decoder runs causal language models of transformers; {name} is none")
     if getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(f"{name} has an encoder; the decoder runs causal language models alone: use model.generate")
+    for parameter_name, parameter in model.named_parameters():
+        check_values(parameter_name, parameter)
     devices = {parameter.device for parameter in model.parameters()}
-    if len(devices) != 1 or next(iter(devices)).type == "meta":
+    if len(devices) != 1:
         places = ", ".join(sorted(map(str, devices)))
         raise ValueError(f"the decoder runs a model on one device, but its weights are on {places}; move them")
     for setting, neutral in NEUTRAL.items():

@@ -152,6 +152,18 @@ def test_the_model_is_left_as_it_was():
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_model_can_be_trained_on_the_text_that_it_wrote(mode):
+    model = tiny()
+    with mode():
+        decoder = Decoder(model)
+        texts = [decoder.generate(prompts(2), max_new_tokens=3)]
+    texts.append(decoder.generate(prompts(2), max_new_tokens=3))
+    for text in texts:
+        model(input_ids=text.add_(0), labels=text).loss.backward()
+    assert model.lm_head.weight.grad.any()
+
+
 @pytest.fixture
 def num_compiled(monkeypatch):
     """Blocks are compiled by a quick backend; the number of graphs that it was given."""
@@ -246,17 +258,32 @@ def test_compiled_by_inductor_a_sparse_model_writes_the_same_text():
 def bad_calls():
     ids = torch.ones(1, 4, dtype=torch.int64)
     return [
-        ({"input_ids": ids.float()}, "whole numbers"),
-        ({"input_ids": ids[0]}, "whole numbers"),
-        ({"input_ids": ids[:, :0]}, "whole numbers"),
+        ({"input_ids": ids.float()}, r"got torch\.float32; write input_ids\.long\(\)"),
+        ({"input_ids": ids > 0}, r"got torch\.bool; write"),
+        ({"input_ids": ids[0]}, r"\(batch, length\), got \(4,\); of one prompt write input_ids\[None\]"),
+        ({"input_ids": ids[0, 0]}, r"got \(\); give one row for each prompt"),
+        ({"input_ids": ids[None]}, r"got \(1, 1, 4\); give one row"),
+        ({"input_ids": ids[:, :0]}, r"got \(1, 0\); begin with the start token"),
+        ({"input_ids": ids[:0]}, r"got \(0, 4\); begin with"),
+        ({"input_ids": ids.tolist()}, r"is a tensor \(batch, length\), as torch\.tensor"),
+        ({"input_ids": {"input_ids": ids}}, r"is a tensor \(batch, length\)"),
         ({"input_ids": ids * 64}, "the token 64, but the model's are 0 to 63"),
         ({"input_ids": ids.expand(17, -1)}, "1 to 16 sequences"),
         ({"input_ids": ids, "max_new_tokens": 61}, "more than the 64"),
         ({"input_ids": ids, "max_new_tokens": 0}, "at least 1"),
+        ({"input_ids": ids, "max_new_tokens": 2.5}, "a whole number of at least 1, got 2.5"),
+        ({"input_ids": ids, "attention_mask": [[1, 1, 1, 1]], "max_new_tokens": 4}, "on the left"),
         ({"input_ids": ids, "attention_mask": torch.tensor([[1, 1, 1, 0]]), "max_new_tokens": 4}, "on the left"),
         ({"input_ids": ids, "do_sample": True, "temperature": 0.0}, "above 0"),
         ({"input_ids": ids, "top_p": 1.5}, "top_p must"),
         ({"input_ids": ids, "top_k": 0}, "top_k must"),
+        (
+            {"input_ids": ids, "temperature": 0.7},
+            r"temperature=0\.7 says how.*add do_sample=True, or leave temperature",
+        ),
+        ({"input_ids": ids, "top_k": 5}, r"top_k=5 says how.*add do_sample=True"),
+        ({"input_ids": ids, "top_p": 1.0}, r"top_p=1\.0 says how.*add do_sample=True"),
+        ({"input_ids": ids, "seed": 0}, r"seed=0 says how.*add do_sample=True"),
     ]
 
 
@@ -275,7 +302,7 @@ def test_models_that_it_cannot_run_are_refused_in_one_line():
         empty = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
     t5 = transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=64, d_model=16, d_ff=8, num_layers=1))
     cases = [(nn.Linear(2, 2), "is none"), (mamba, "no static cache"), (repeating, "repetition_penalty")]
-    for model, match in [*cases, (empty, "on meta"), (t5, "has an encoder")]:
+    for model, match in [*cases, (empty, "on the meta device.*load them first"), (t5, "has an encoder")]:
         with pytest.raises(ValueError, match=match) as error:
             Decoder(model)
         assert "\n" not in str(error.value)
