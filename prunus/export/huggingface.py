@@ -4,6 +4,7 @@ import json
 import os
 import re
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from copy import deepcopy
@@ -31,6 +32,7 @@ MOST_PACKED = 16  # weights in one stored number of a quantised file
 OWN_NAMES = (
     "of the model"  # in a file of tensors that are named as in the model, for families that are stored otherwise
 )
+LOAD_STATE = 'model.load_state_dict(load_sparse("{folder}"))'
 MOST_LAYERS = 1000  # of a model with few tensors, whose configuration may have a default that is larger
 
 
@@ -48,7 +50,8 @@ def save_model(
     ``source`` is a folder whose tokenizer, licence and other small files are copied, by default the one that the model
     was loaded from. With ``masks``, a model that has
     a non-zero weight where its mask says pruned is refused. The folder appears when it is whole; one that is
-    there and not empty is refused, or swapped for the new one with ``replace``.
+    there and not empty is refused, or swapped for the new one with ``replace``. ``load_model`` loads models of
+    transformers alone; for another one a warning says what loads it.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"save_model takes a model, then a folder, got {type(model).__name__}")
@@ -76,7 +79,21 @@ def save_model(
         facts = facts_of_files(part, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, saved.rows)
         origin = loaded_from if hub_name(loaded_from) or source is None else os.fspath(source)
         write_card(part, CardFacts(name=Path(folder).resolve().name, source=origin, **facts))
+    _warn_if_not_loaded(inner, Path(folder))
     return Saved([Path(folder) / path.name for path in saved.files], saved.rows)
+
+
+def _warn_if_not_loaded(model: nn.Module, folder: Path) -> None:
+    """Say what loads a folder that ``load_model`` refuses, while whoever wrote it still knows how the model is made."""
+    kind = type(model)
+    has_own_config = hasattr(getattr(model, "config", None), "save_pretrained")
+    is_known = getattr(sys.modules.get("transformers"), kind.__name__, None) is kind
+    if not (is_known if has_own_config else (folder / "config.json").is_file()):
+        warnings.warn(
+            f"load_model loads models of transformers alone, and {kind.__name__} is none; make the model, then "
+            f"{LOAD_STATE.format(folder=folder)}",
+            stacklevel=3,
+        )
 
 
 def load_model(folder: AnyPath, device: torch.device | str = "cpu") -> Any:
@@ -85,8 +102,7 @@ def load_model(folder: AnyPath, device: torch.device | str = "cpu") -> Any:
     Its tensors travel there packed, one at a time; no code that lies in the folder is run.
     """
     folder, device = Path(folder), device_of(device)
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"{folder} is no folder of a Hugging Face model: it has no config.json")
+    check_folder(folder)
     with open_tensors(folder) as tensors:
         config = read_config(folder, len(tensors.records))
         kind = class_of(config, folder)
@@ -97,6 +113,14 @@ def load_model(folder: AnyPath, device: torch.device | str = "cpu") -> Any:
             fill_(model, tensors, device)
     read_generation_config_(model, folder)
     return model.eval().to(device)
+
+
+def check_folder(folder: Path) -> None:
+    """ValueError unless it is a folder of a Hugging Face model."""
+    if not (folder / "config.json").is_file():
+        is_small = any(folder.glob("sparse*.safetensors"))
+        advice = f"; make the model yourself, then {LOAD_STATE.format(folder=folder)}" if is_small else ""
+        raise ValueError(f"{folder} is no folder of a Hugging Face model: it has no config.json{advice}")
 
 
 def read_generation_config_(model: Any, folder: Path) -> None:

@@ -30,6 +30,11 @@ def save_sparse(
     The zeros of a tensor say whether it is stored sparse. More than ``max_shard_bytes`` go into several
     files with an index beside them. With ``masks``, a non-zero weight that a mask says is pruned is refused.
     """
+    if not isinstance(tensors, Mapping):
+        raise ValueError(
+            f"save_sparse takes tensors by name, then a path, got {type(tensors).__name__}; of a model write "
+            "save_sparse(model.state_dict(), path)"
+        )
     if masks is not None:
         check_masks(tensors, masks)
     return write(in_memory(tensors, metadata), WritePlan(Path(path), max_shard_bytes=max_shard_bytes))
@@ -101,5 +106,7 @@ def check_pruned(name: str, tensor: Tensor, packed: Tensor) -> None:
 def _check(name: str, tensor: Tensor) -> None:
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}")
-    if tensor.layout != torch.strided or tensor.device.type == "meta" or hasattr(tensor, "full_tensor"):
+    if tensor.is_meta:
+        raise ValueError(f"{name} is on the meta device, where it has no values: load them first")
+    if tensor.layout != torch.strided or hasattr(tensor, "full_tensor"):
         raise ValueError(f"{name} is no ordinary tensor in memory; gather it or make it dense first")

@@ -36,8 +36,7 @@ def load_packed(
     """
     folder, device = Path(folder), device_of(device)
     check_device(device)
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"{folder} is no folder of a Hugging Face model: it has no config.json")
+    huggingface.check_folder(folder)
     with open_tensors(folder) as tensors:
         config = huggingface.read_config(folder, len(tensors.records))
         model = _empty(huggingface.class_of(config, folder), config, tensors, device)

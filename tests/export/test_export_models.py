@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -147,6 +148,50 @@ def test_transformers_refuses_a_small_folder_and_does_not_invent_weights(tmp_pat
     save_model(llama(), tmp_path / "small")
     with pytest.raises(OSError, match=r"model\.safetensors"):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "small")
+
+
+class OwnLlama(transformers.LlamaForCausalLM):
+    """A class that transformers does not have, with a configuration that it has."""
+
+
+def own_llama() -> torch.nn.Module:
+    return pruned(OwnLlama(transformers.LlamaConfig(**TINY)))
+
+
+def own_model() -> torch.nn.Module:
+    return pruned(torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)))
+
+
+@pytest.mark.parametrize("make", [own_model, own_llama])
+@pytest.mark.parametrize("limit", [10**9, 1000], ids=["one file", "several"])
+def test_what_loads_a_model_that_is_not_of_transformers_is_said_when_it_is_saved(make, limit, tmp_path):
+    model, other, folder = make(), make(), tmp_path / "small"
+    with pytest.warns(UserWarning, match=f"models of transformers alone, and {type(model).__name__} is none") as said:
+        save_model(model, folder, max_shard_bytes=limit)
+    code = f'model.load_state_dict(load_sparse("{folder}"))'
+    assert len(said) == 1 and str(said[0].message).endswith(code) and "\n" not in str(said[0].message)
+    exec(code, {"model": other, "load_sparse": load_sparse})
+    assert all(same(tensor, other.state_dict()[name]) for name, tensor in model.state_dict().items())
+    with pytest.raises(ValueError, match=re.escape(code) if make is own_model else "names the class 'OwnLlama'"):
+        load_model(folder)
+
+
+def test_nothing_is_said_of_a_model_that_load_model_loads(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        save_model(llama(), tmp_path / "small")
+        save_model(own_model(), tmp_path / "own", source=tmp_path / "small")  # whose configuration may be meant for it
+
+
+@pytest.mark.parametrize(
+    "save", [save_model, lambda model, path: save_sparse(model.state_dict(), f"{path}.safetensors")]
+)
+def test_a_model_without_values_is_refused_and_nothing_is_written(save, tmp_path):
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY))
+    with pytest.raises(ValueError, match=r"^model\.embed_tokens\.weight is on the meta device.*load them first"):
+        save(model, tmp_path / "small")
+    assert not list(tmp_path.iterdir())
 
 
 def config_of(folder: Path, **values: object) -> None:

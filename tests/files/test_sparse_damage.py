@@ -213,7 +213,7 @@ def test_plain_files_missing_files_and_folders_without_a_model_are_refused(tmp_p
 BAD = {
     "no tensor": ({"a": [1.0]}, "a must be a tensor"),
     "type": ({"a": torch.ones(2, dtype=torch.complex128)}, "complex128"),
-    "meta": ({"a": torch.ones(2, device="meta")}, "no ordinary tensor"),
+    "meta": ({"a": torch.ones(2, device="meta")}, "a is on the meta device.*load them first"),
     "sparse": ({"a": torch.ones(2, 2).to_sparse()}, "no ordinary tensor"),
     "reserved": ({"__metadata__": torch.ones(2)}, "__metadata__"),
     "no string": ({3: torch.ones(2)}, "a tensor's name is a string"),
@@ -226,6 +226,18 @@ def test_what_cannot_be_saved_is_refused_and_nothing_is_written(case, tmp_path):
     tensors, said = BAD[case]
     with pytest.raises(ValueError, match=said):
         save_sparse({"ok": torch.ones(4)} | tensors, tmp_path / "a.safetensors")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "given", [torch.nn.Linear(2, 2), "a.safetensors", [torch.ones(2)]], ids=["model", "path", "list"]
+)
+def test_what_is_no_tensors_by_name_is_refused_with_what_to_write_of_a_model(given, tmp_path):
+    for masks in (None, {}):
+        with pytest.raises(
+            ValueError, match=r"got (Linear|str|list); of a model write save_sparse\(model\.state_dict\(\)"
+        ):
+            save_sparse(given, tmp_path / "a.safetensors", masks=masks)
     assert not list(tmp_path.iterdir())
 
 
