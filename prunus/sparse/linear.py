@@ -170,7 +170,8 @@ def _take_buffers(layer: SparseLinear, *_: Any) -> None:
 class Group:
     """Layers that read the same input: the first one that is called computes the product of all.
 
-    The others take their part of it if they are called with the very same tensor. ``join`` puts the layers' forms
+    The others take their part of it if they are called with the very same tensor, unchanged: a change in place is seen,
+    except of tensors made in inference mode, whose changes torch does not count. ``join`` puts the layers' forms
     into one, of which the layers' own buffers become views. A group whose layers turn out to be called with different
     inputs computes no more, and its layers run alone.
     """
