@@ -48,7 +48,7 @@ def save_model(
     """Write a model to a new folder in the small form, with a model card; what became of each tensor is returned.
 
     ``source`` is a folder whose tokenizer, licence and other small files are copied, by default the one that the model
-    was loaded from. With ``masks``, a model that has a non-zero weight where its mask says pruned is refused. The folder
+    was loaded from. With ``masks``, a model with a non-zero weight where its mask says pruned is refused. The folder
     appears when it is whole; one that is there and not empty is refused, or swapped for the new one with ``replace``.
     ``load_model`` loads models of transformers alone; of another model, a warning says what loads it.
     """
