@@ -88,7 +88,7 @@ class InputNorms(AbstractContextManager["InputNorms"]):
                 if module is not None and counts(module):
                     count(module, x)
 
-            self._open.enter_context(_linear_seen_by(seen))
+            self._open.enter_context(linear_seen_by(seen))
         if stacked:
             self._open.enter_context(_expert_inputs(stacked, _ExpertProducts(sums, dtype), mask, counts))
         self._open.enter_context(eagerly())
@@ -298,7 +298,7 @@ def _watched_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -
 
 
 @contextmanager
-def _linear_seen_by(watcher: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
+def linear_seen_by(watcher: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
     """Show a function every product that ``nn.functional`` computes: attention does not call its output projection."""
     _watchers.append(watcher)
     nn.functional.linear = _watched_linear

@@ -199,7 +199,7 @@ def is_chain(stream: Stream, value: Callable[[Chunk], Tensor], expected: Sequenc
     """Whether passes that start in the middle and at the end of the blocks give the value of a whole pass.
 
     ``expected`` holds that value for each group of the stream, which has one sample. False also where the model does
-    more with its blocks than pass a state from one to the next.
+    more with its blocks than pass a state from one to the next, or does not count samples in the first dimension of it.
     """
     num = len(stream.blocks)
     try:
@@ -207,6 +207,9 @@ def is_chain(stream: Stream, value: Callable[[Chunk], Tensor], expected: Sequenc
             chunk = Chunk(number, 0, 1)
             for k in (num // 2, num):
                 stream.ensure(k, value, 1)
+                leaves = [leaf for leaf in pytree.tree_leaves(stream.stored(k, chunk)) if isinstance(leaf, Tensor)]
+                if any(leaf.shape[1:2] == (1,) != leaf.shape[:1] for leaf in leaves):
+                    return False
                 with torch.no_grad(), stream.starting_at(k, chunk):
                     if not is_near(value(chunk), whole, SAME.get(whole.dtype, 1e-2)):
                         return False

@@ -1,6 +1,7 @@
 """The order in which a model calls its layers, and which of them read the same input, found from a few passes."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .blocks import Stream, is_chain, is_near
-from .layers import geometry, is_plain
+from .layers import Inputs, Reader
 from .resources import FAILURES
 from .samples import Chunk, Group, Samples, moved, rows
 from .walk import Walk, first_tensor, outputs
@@ -18,7 +19,7 @@ from .walk import Walk, first_tensor, outputs
 NUM_PASSES = 8  # samples that are run to find layers that not every sample reaches
 # relative: rounding where a batch is run by other kernels than a single sample; a real difference is of order 1
 ROUNDING = {torch.float64: 1e-6, torch.float32: 3e-2, torch.bfloat16: 0.25, torch.float16: 0.25}
-Modules = Mapping[str, Sequence[nn.Module]]
+Readers = Mapping[str, Sequence[Reader]]
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class InputGroup:
     stop: int  # blocks that have ended when they are last called
     num_calls: int  # in a pass
     is_routed: bool = False  # reads some tokens only, as experts do
+    num_inputs: int = 1  # tensors that a call reads: 3 where query, key and value of an attention differ
+    sample_dim: int = 0  # of the inputs
 
 
 @dataclass
@@ -38,10 +41,12 @@ class _Layer:
     start: int
     stop: int = 0
     is_routed: bool = False
+    num_inputs: int = 1
+    sample_dim: int = 0
 
 
 @torch.no_grad()
-def input_groups(walk: Walk, modules: Modules) -> tuple[list[InputGroup], list[nn.Module]]:
+def input_groups(walk: Walk, readers: Readers) -> tuple[list[InputGroup], list[nn.Module]]:
     """Groups of weights in the order of their first calls, and the blocks at which passes may start.
 
     There are no such blocks where the model does more with them than pass a state from one to the next. Weights whose
@@ -49,26 +54,27 @@ def input_groups(walk: Walk, modules: Modules) -> tuple[list[InputGroup], list[n
     """
     layers: dict[str, _Layer] = {}
     chunks = list(walk.samples.chunks(1))[:NUM_PASSES]
-    orders = [_observe(walk, modules, chunks[0], walk.blocks, layers)]
+    orders = [_observe(walk, readers, chunks[0], walk.blocks, layers)]
     blocks = list(walk.blocks) if orders[0] == list(range(len(walk.blocks))) and _is_chained(walk, chunks[0]) else []
     if len(blocks) != len(walk.blocks):
         layers.clear()
     for chunk in chunks if not layers else chunks[1:]:
-        if len(layers) == len(modules) or not modules:
+        if len(layers) == len(readers) or not readers:
             break
-        _observe(walk, modules, chunk, blocks, layers)
+        _observe(walk, readers, chunk, blocks, layers)
     groups: dict[object, list[str]] = {}
     for name, layer in layers.items():
         groups.setdefault((*layer.calls, layer.start), []).append(name)
     found = []
     for names in groups.values():
         layer = layers[names[0]]
-        found.append(InputGroup(tuple(names), layer.start, layer.stop, len(layer.calls), layer.is_routed))
+        how = layer.is_routed, layer.num_inputs, layer.sample_dim
+        found.append(InputGroup(tuple(names), layer.start, layer.stop, len(layer.calls), *how))
     return found, blocks
 
 
 def _observe(
-    walk: Walk, modules: Modules, chunk: Chunk, blocks: Sequence[nn.Module], layers: dict[str, _Layer]
+    walk: Walk, readers: Readers, chunk: Chunk, blocks: Sequence[nn.Module], layers: dict[str, _Layer]
 ) -> list[int]:
     """Add the layers that one pass calls for the first time; returns the order in which blocks were called."""
     batch = walk.batch(chunk)
@@ -84,25 +90,26 @@ def _observe(
         ended += 1
         alive.clear()
 
-    def begin(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        x = next(iter(args or kwargs.values()))
-        alive.append(x)
+    def begin(name: str, reader: Reader, inputs: Inputs) -> None:
+        alive.extend(inputs)
         layer = found.setdefault(name, _Layer([], ended))
-        layer.calls.append((x.data_ptr(), x._version, x.numel(), x.shape[-1], x.dtype, ended, geometry(module)))
-        layer.calls[-1] += () if is_plain(module) else (name,)  # experts share an input, but not its rows
-        layer.stop = ended
-        layer.is_routed |= x.ndim == 2 and geometry(module) == "linear" and len(x) not in num_rows
+        same = [(x.data_ptr(), x._version, x.numel(), x.shape[-1], x.dtype) for x in inputs]
+        layer.calls.append((*same, ended, reader.geometry))
+        layer.stop, layer.num_inputs = ended, max(layer.num_inputs, len(inputs))
+        if reader.reads_tokens:
+            x = inputs[0]
+            layer.is_routed |= x.ndim == 2 and len(x) not in num_rows
+            layer.sample_dim |= x.ndim > 2 and x.shape[:2] == sizes[::-1] != sizes  # tokens come first
 
     handles = [block.register_forward_pre_hook(lambda *_, i=i: order.append(i)) for i, block in enumerate(blocks)]
     handles += [block.register_forward_hook(end) for block in blocks]
-    for name, holding in modules.items():
-        if name not in layers:
-            handles += [module.register_forward_pre_hook(partial(begin, name), with_kwargs=True) for module in holding]
-    try:
-        outputs(walk.model, batch)
-    finally:
+    with ExitStack() as stack:
         for handle in handles:
-            handle.remove()
+            stack.callback(handle.remove)
+        for name, reading in readers.items():
+            for reader in reading if name not in layers else ():
+                stack.enter_context(reader.seen_by(partial(begin, name)))
+        outputs(walk.model, batch)
     layers |= found
     return order
 

@@ -16,7 +16,7 @@ from ..ops import bits
 from ..ops.lazy import as_rows, from_rows
 from .experts import is_stacked, shares
 from .gram import Moments
-from .layers import holders
+from .layers import Reader, matrix_layout, readers
 from .options import Repair
 from .order import InputGroup
 from .resources import Clock, is_out_of_memory, release
@@ -73,12 +73,12 @@ class RepairWalk:
         self.packed: dict[str, Tensor] = {}
         self.tuned: dict[int, Tuned] = {}  # by block
         stacked = {name: weight for name, weight in self.weights.items() if is_stacked(weight)}
-        modules = {name: modules for name, modules in holders(walk.model, walk.weights).items() if modules}
-        modules |= {name: [weight.module] for name, weight in stacked.items()}
+        reading = {name: found for name, found in readers(walk.model, walk.weights).items() if found}
+        reading |= {name: [Reader(weight.module, name.rpartition(".")[2])] for name, weight in stacked.items()}
         experts = {name: weight.parameter for name, weight in stacked.items()}
         with self.clock.part("forwards"):
             has_dense = repair.targets == "dense"
-            self.streams = Streams(walk, modules, experts, self.clock, has_dense=has_dense, size=size)
+            self.streams = Streams(walk, reading, experts, self.clock, has_dense=has_dense, size=size)
 
     @torch.no_grad()
     def run(self, done: Done) -> None:
@@ -101,8 +101,8 @@ class RepairWalk:
             self._advance(len(self.streams.blocks))
         for name in self.weights:
             if name not in self.found:
-                is_called = name in self.streams.modules
-                reason = "no sample reached it" if is_called else "it is no plain linear layer or convolution"
+                is_known = name in self.streams.readers
+                reason = "no sample reached it" if is_known else "it is no plain linear layer or convolution"
                 self._prune_by_magnitude(name, reason)
                 done([name])
         self.streams.forget()
@@ -210,12 +210,12 @@ class RepairWalk:
     def _solved(
         self, weights: Mapping[str, Tensor], moments: Sequence[Moments], repairs: Sequence[Repair], is_stack: bool
     ) -> dict[str, list[Solution]]:
-        """Solutions of the weights (out, in), for each expert or group of a convolution."""
+        """Solutions of the weights (out, in), for each expert, group of a convolution, or query, key and value."""
         live = {name: self._mask(name, self.live) for name in weights if name in self.live}
         masks = None if self.masks is None else {name: self._mask(name, self.masks) for name in weights}
         num_parts = len(moments)
         if masks is None and num_parts > 1 and not is_stack:
-            # which weights of a grouped convolution stay is WANDA's choice over all of it
+            # which weights of a grouped convolution or an attention stay is WANDA's choice over all of it
             norms = torch.stack([part.gram.diagonal().sqrt() for part in moments])
             scores = {name: w.abs() * norms.repeat_interleave(len(w) // len(norms), 0) for name, w in weights.items()}
             masks = self.choose(scores, live or {name: w != 0 for name, w in weights.items()})
@@ -237,11 +237,13 @@ class RepairWalk:
 
     def _matrix(self, name: str, tensor: Tensor) -> Tensor:
         """A tensor of a weight's shape as (out, in)."""
-        return as_rows(tensor, self.weights[name].outputs or ()).to(self.walk.device)
+        shape, outputs = matrix_layout(self.weights[name])
+        return as_rows(tensor.reshape(shape), outputs).to(self.walk.device)
 
     def _from_matrix(self, name: str, matrix: Tensor) -> Tensor:
         weight = self.weights[name]
-        return from_rows(matrix, weight.outputs or (), weight.parameter.shape)
+        shape, outputs = matrix_layout(weight)
+        return from_rows(matrix, outputs, shape).reshape(weight.parameter.shape)
 
     def _mask(self, name: str, packed: Mapping[str, Tensor]) -> Tensor:
         return self._matrix(name, bits.unpack(packed[name], self.weights[name].parameter.shape))

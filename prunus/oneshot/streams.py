@@ -15,7 +15,7 @@ from ..input_statistics import one_by_one
 from .blocks import Reached, Stream, replaced
 from .experts import ExpertInputs, routed
 from .gram import Gram, Moments
-from .layers import input_rows, num_groups
+from .layers import Inputs, Reader
 from .order import InputGroup, can_batch, input_groups
 from .resources import Clock, free_bytes
 from .samples import Chunk, mask_of
@@ -31,23 +31,23 @@ SHARE = 0.25  # of the free memory that each of them may take, and the activatio
 class Streams:
     """Runs the model from the block where both streams stand.
 
-    ``modules`` are the modules that hold each plain weight, ``stacked`` those weights of all experts that one module
+    ``readers`` are the modules that multiply by each weight, ``stacked`` those weights of all experts that one module
     holds. Groups are in the order in which the model calls them.
     """
 
     def __init__(
         self,
         walk: Walk,
-        modules: Mapping[str, Sequence[nn.Module]],
+        readers: Mapping[str, Sequence[Reader]],
         stacked: Mapping[str, nn.Parameter],
         clock: Clock,
         *,
         has_dense: bool = True,
         size: int | None = None,
     ) -> None:
-        self.walk, self.modules, self.stacked, self.clock = walk, modules, stacked, clock
+        self.walk, self.readers, self.stacked, self.clock = walk, readers, stacked, clock
         self.has_dense = has_dense  # False: nothing reads the dense stream
-        self.groups, self.blocks = input_groups(walk, modules)
+        self.groups, self.blocks = input_groups(walk, readers)
         self.size = (size or _size(walk)) if can_batch(walk) else 1  # samples of a pass
         device = walk.device if walk.offload is not None else None
         self.dense, self.pruned = (Stream(self.blocks, walk.samples, device) for _ in range(2))
@@ -71,7 +71,8 @@ class Streams:
         parameter.detach().copy_(value)
         if any(name in group.names and self._is_simple(group) for group in self.groups):
             self._room = self._room if self._solved else self._free_bytes()
-            self._solved += self.modules[name]
+            # what an attention returns changes with each of its weights
+            self._solved += [reader.module for reader in self.readers[name] if not reader.is_attention]
 
     def advance_dense(self) -> None:
         """Take the dense stream one block further, before the pruned one."""
@@ -106,12 +107,13 @@ class Streams:
             stream.want(())
 
     def moments(self, group: InputGroup) -> list[Moments | None]:
-        """Second moments of what a group reads: one for each expert or group of a convolution.
+        """Second moments of what a group reads: one for each expert, group of a convolution, or query, key and value.
 
         None where no token arrives. The tokens of an expert are those that the pruned model sends to it.
         """
         name = group.names[0]
-        num_parts = len(self.stacked[name]) if name in self.stacked else num_groups(self.modules[name][0])
+        num_parts = max(group.num_inputs, self.readers[name][0].num_groups)
+        num_parts = len(self.stacked[name]) if name in self.stacked else num_parts
         grams = [Gram() for _ in range(num_parts)]
         has_dense = self.has_dense and not (self.is_same or group.is_routed)
         read = self._expert_reads if name in self.stacked else self._reads
@@ -165,8 +167,8 @@ class Streams:
         return found.clone()  # the model may change it in place
 
     def _is_simple(self, group: InputGroup) -> bool:
-        """Whether its layers are plain and called once, all in one block and with all tokens."""
-        is_once = group.stop == group.start and group.num_calls == 1
+        """Whether its layers read one tensor, once, all in one block and with all tokens."""
+        is_once = group.stop == group.start and group.num_calls == group.num_inputs == 1
         return is_once and not group.is_routed and group.names[0] not in self.stacked
 
     def _free_bytes(self) -> float:
@@ -188,31 +190,35 @@ class Streams:
         return self.blocks[group.stop] if group.stop < len(self.blocks) else None
 
     def _reads(self, kind: Kind, group: InputGroup, chunk: Chunk, _: object) -> list[Read]:
-        """What a group of plain layers reads; the pass ends with the last of its calls."""
-        calls: list[tuple[nn.Module, Tensor]] = []
+        """What a group of layers reads; the pass ends with the last of its calls."""
+        calls: list[tuple[Reader, Inputs]] = []
+        readers = self.readers[group.names[0]]
 
-        def store(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            x = next(iter(args or kwargs.values())).detach()
-            calls.append((module, x if group.num_calls == 1 else x.clone()))
+        def store(reader: Reader, inputs: Inputs) -> None:
+            inputs = tuple(x.transpose(0, group.sample_dim) for x in inputs)
+            calls.append((reader, inputs if group.num_calls == 1 else tuple(x.clone() for x in inputs)))
             if len(calls) == group.num_calls:
                 raise Reached
 
         stored = self._inputs.get((group.names[0], chunk.group))
         if stored is not None and (kind == "dense" or self.is_same):
-            calls = [(self.modules[group.names[0]][0], stored[chunk.rows])]
+            calls = [(readers[0], (stored[chunk.rows],))]
         else:
             with ExitStack() as stack:
-                for module in self.modules[group.names[0]]:
-                    stack.callback(module.register_forward_pre_hook(store, with_kwargs=True).remove)
+                for reader in readers:
+                    stack.enter_context(reader.seen_by(store))
                 self._run(kind, chunk, self._last_block(group))
-        mask = mask_of(self.walk.batch(chunk))
-        rows = [(part, x) for module, given in calls for part, x in enumerate(input_rows(module, given))]
-        return [(part, x, _valid(x, mask)) for part, x in rows]
+        mask, found = mask_of(self.walk.batch(chunk)), []
+        for reader, inputs in calls:
+            parts = inputs * (group.num_inputs // len(inputs))  # a call may give query, key and value as one tensor
+            rows = [x for given in parts for x in reader.rows(given)]
+            found += [(part, x, _valid(x, mask)) for part, x in enumerate(rows)]
+        return found
 
     def _expert_reads(self, kind: Kind, group: InputGroup, chunk: Chunk, routes: list[tuple[Any, ...]]) -> list[Read]:
         """What each of some stacked experts reads; the dense stream's tokens go where the pruned stream's went."""
         (name,) = group.names
-        module, mask = self.modules[name][0], mask_of(self.walk.batch(chunk))
+        module, mask = self.readers[name][0].module, mask_of(self.walk.batch(chunk))
         seen = ExpertInputs(self.stacked[name], mask)
         last = self._last_block(group) or (module if group.num_calls == 1 else None)
         with one_by_one(module), routed(module, routes, kind == "dense", mask), seen:
@@ -229,8 +235,8 @@ class Streams:
         sizes = [group.size for group in self.walk.samples.groups]
         is_trial = True  # one sample tells how much memory all would take
 
-        def store(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            x, key = next(iter(args or kwargs.values())).detach(), (name, self._here.group)
+        def store(group: InputGroup, _: Reader, inputs: Inputs) -> None:
+            x, key = inputs[0].transpose(0, group.sample_dim), (group.names[0], self._here.group)
             if is_trial:
                 self._inputs[key] = x
                 return
@@ -240,10 +246,9 @@ class Streams:
 
         last = self.blocks[self.position] if self.position < len(self.blocks) else None
         with ExitStack() as stack, self.clock.part("forwards"):
-            for name in (group.names[0] for group in groups):
-                for module in self.modules[name]:
-                    hook = module.register_forward_pre_hook(partial(store, name), with_kwargs=True)
-                    stack.callback(hook.remove)
+            for group in groups:
+                for reader in self.readers[group.names[0]]:
+                    stack.enter_context(reader.seen_by(partial(store, group)))
             self._run("dense", Chunk(0, 0, 1), last)
             seen, is_trial, self._inputs = self._inputs, False, {}
             num_bytes = sum(x.nbytes for x in seen.values()) * len(self.walk.samples)

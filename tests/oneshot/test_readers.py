@@ -1,0 +1,326 @@
+"""Transposed convolutions and the projections of attention are repaired by what they multiply."""
+
+from copy import deepcopy
+from itertools import product
+
+import pytest
+import torch
+from covering import each_once
+from probe_checks import assert_same, snapshot, zeros
+from torch import nn
+
+from prunus import Global, NofM, PerLayer, PerRow, Repair, prune
+from prunus.eligible import eligible
+from prunus.oneshot.gram import Gram
+from prunus.oneshot.layers import Reader, readers
+from prunus.oneshot.solver import keep_all_but, solve
+from prunus.ops.lazy import as_rows
+
+
+class UNet(nn.Module):
+    """Down and up again over odd sizes, by convolutions, batch norms and transposed convolutions."""
+
+    def __init__(self, groups=1):
+        super().__init__()
+        self.enter, self.down = nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 8, 3, stride=2, padding=1)
+        self.norm, self.up_norm = nn.BatchNorm2d(8), nn.BatchNorm2d(4)
+        self.up = nn.ConvTranspose2d(8, 4, 3, stride=2, padding=1, groups=groups)
+        self.smooth = nn.ConvTranspose2d(8, 4, (1, 3), padding=(0, 2), dilation=2, bias=False)
+        self.out = nn.Conv2d(4, 4, 1)
+
+    def forward(self, x):
+        skip = torch.relu(self.enter(x))
+        low = torch.relu(self.norm(self.down(skip)))
+        high = torch.relu(self.up_norm(self.up(low, output_size=skip.shape)))
+        return self.out(torch.tanh(self.smooth(torch.cat([high, skip], 1))))
+
+
+class Encoder(nn.Module):
+    """``nn.TransformerEncoder``, whose layers torch would run by one fused function."""
+
+    def __init__(self, batch_first=True):
+        super().__init__()
+        self.embed, self.batch_first = nn.Embedding(31, 16), batch_first
+        layer = nn.TransformerEncoderLayer(16, 4, 24, dropout=0.0, batch_first=batch_first)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, input_ids, attention_mask=None):
+        x = self.embed(input_ids)
+        ignored = None if attention_mask is None else attention_mask == 0
+        if self.batch_first:
+            return self.encoder(x, src_key_padding_mask=ignored)
+        return self.encoder(x.transpose(0, 1), src_key_padding_mask=ignored).transpose(0, 1)
+
+
+class Decoder(nn.Module):
+    """Self-attention, then attention to a memory of another width, and layers of ``nn.TransformerDecoder``."""
+
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerDecoderLayer(16, 4, 24, dropout=0.0, batch_first=True)
+        self.decoder = nn.TransformerDecoder(layer, 2)
+        self.widen = nn.Linear(8, 16)
+        self.cross = nn.MultiheadAttention(16, 4, kdim=8, vdim=12, batch_first=True)
+        self.values = nn.Linear(8, 12)
+
+    def forward(self, target, memory):
+        y = self.decoder(target, self.widen(memory))
+        return self.cross(query=y, value=self.values(memory), key=memory)[0]
+
+
+def unet(dtype=torch.float32, groups=1):
+    torch.manual_seed(0)
+    model = UNet(groups).to(dtype)
+    for _ in range(3):  # statistics that are not those of a fresh norm
+        model(torch.randn(8, 2, 7, 5, dtype=dtype) + 1)
+    return model, [torch.randn(n, 2, 7, 5, dtype=dtype) for n in (4, 7)]
+
+
+def encoder(dtype=torch.float32, batch_first=True, padding=0):
+    torch.manual_seed(1)
+    model = Encoder(batch_first).to(dtype)
+    lengths = torch.tensor([6, 3, 6, 1, 5, 6, 2, 6]).unsqueeze(1)
+    mask = torch.arange(6).expand(8, 6) < lengths
+    tokens = torch.where(mask, torch.randint(0, 31, (8, 6)), padding)
+    return model, [{"input_ids": tokens, "attention_mask": mask.long()}]
+
+
+def decoder(dtype=torch.float32):
+    torch.manual_seed(2)
+    model = Decoder().to(dtype)
+    return model, [{"target": torch.randn(6, 5, 16, dtype=dtype), "memory": torch.randn(6, 9, 8, dtype=dtype)}]
+
+
+def tokens_first(dtype=torch.float32):
+    return encoder(dtype, batch_first=False)
+
+
+def grouped(dtype=torch.float32):
+    return unet(dtype, groups=2)
+
+
+MODELS = {"unet": unet, "grouped unet": grouped, "encoder": encoder, "tokens first": tokens_first, "decoder": decoder}
+
+
+def repaired(make, dtype=torch.float32, **options):
+    model, batches = MODELS[make](dtype)
+    before, dense = snapshot(model), deepcopy(model)
+    include = () if "unet" in make else ("*proj_weight",)
+    result = prune(model, batches, **{"sparsity": 0.5, "include": include} | options)
+    return model, result, before, dense
+
+
+def transposed_rows(conv, x, sizes):
+    """For each place of the output the inputs that each element of the kernel meets, by the definition."""
+    num_dims, rows = len(conv.kernel_size), []
+    for sample, *place in product(range(len(x)), *map(range, sizes)):
+        row = x.new_zeros(x.shape[1], *conv.kernel_size)
+        for tap in product(*map(range, conv.kernel_size)):
+            at = [place[i] + conv.padding[i] - tap[i] * conv.dilation[i] for i in range(num_dims)]
+            at = [a / stride for a, stride in zip(at, conv.stride, strict=True)]
+            if all(a == int(a) and 0 <= a < size for a, size in zip(at, x.shape[2:], strict=True)):
+                row[(slice(None), *tap)] = x[(sample, slice(None), *map(int, at))]
+        rows.append(row)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "size"),
+    [
+        (nn.ConvTranspose1d, {}, None),
+        (nn.ConvTranspose1d, {"stride": 3, "padding": 4, "output_padding": 2, "groups": 2}, None),
+        (nn.ConvTranspose2d, {"stride": 2, "padding": 1, "output_padding": (1, 0), "groups": 4}, None),
+        (nn.ConvTranspose2d, {"stride": (1, 2), "kernel_size": (1, 3), "dilation": 2}, None),
+        (nn.ConvTranspose2d, {"stride": 2, "padding": 1}, (8, 5)),
+        (nn.ConvTranspose3d, {"stride": (2, 1, 3), "kernel_size": (1, 2, 3), "padding": (0, 1, 1)}, None),
+    ],
+    ids=str,
+)
+def test_the_gram_of_a_transposed_convolution_is_that_of_a_plain_loop(kind, options, size):
+    torch.manual_seed(0)
+    conv = kind(4, 8, **{"kernel_size": 3, "bias": False} | options).double()
+    x = torch.randn(2, 4, *(4, 3, 2)[: len(conv.kernel_size)], dtype=torch.float64)
+    seen = []
+    with Reader(conv).seen_by(lambda reader, inputs: seen.append(reader.rows(*inputs))):
+        y = conv(x, size)
+    (rows,) = seen
+    weight = conv.weight.detach().unflatten(0, (conv.groups, -1)).transpose(1, 2).flatten(2)
+    for i, (plain, out) in enumerate(zip(transposed_rows(conv, x, y.shape[2:]).chunk(conv.groups, 1),
+                                         y.chunk(conv.groups, 1), strict=True)):  # fmt: skip
+        plain = plain.flatten(1)
+        torch.testing.assert_close(plain @ weight[i].T, out.transpose(0, 1).flatten(1).T.detach())
+        gram = Gram()
+        gram.add(rows[i])
+        assert gram.num_tokens == len(plain)
+        torch.testing.assert_close(gram.moments().gram, plain.T @ plain)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("length", [7, 3])  # as many tokens as samples
+def test_projections_of_an_attention_are_seen_with_samples_first(batch_first, length):
+    torch.manual_seed(0)
+    attention = nn.MultiheadAttention(8, 2, kdim=6, vdim=4, batch_first=batch_first).double()
+    q, k, v = (torch.randn(3, n, width, dtype=torch.float64) for n, width in ((length, 8), (5, 6), (5, 4)))
+    ignored = torch.arange(5).expand(3, 5) >= torch.tensor([[5], [2], [3]])
+    seen, given = {}, [x if batch_first else x.transpose(0, 1) for x in (q, k, v)]
+    weights = eligible(nn.ModuleDict({"a": attention}), "*proj_weight").weights
+    for name, (reader,) in readers(nn.ModuleDict({"a": attention}), weights).items():
+        with reader.seen_by(lambda _, inputs, name=name: seen.update({name.removeprefix("a."): inputs})):
+            attention(*given, key_padding_mask=ignored)
+    assert [*seen] == ["q_proj_weight", "k_proj_weight", "v_proj_weight", "out_proj.weight"]
+    heads = []
+    for head in range(2):
+        part = slice(4 * head, 4 * head + 4)
+        mine = [
+            x @ getattr(attention, f"{name}_proj_weight")[part].T + bias[part]
+            for x, name, bias in zip((q, k, v), "qkv", attention.in_proj_bias.chunk(3), strict=True)
+        ]
+        scores = (mine[0] @ mine[1].transpose(1, 2) / 2).masked_fill(ignored.unsqueeze(1), -torch.inf)
+        heads.append(scores.softmax(-1) @ mine[2])
+    for (x,), expected in zip(seen.values(), (q, k, v, torch.cat(heads, -1)), strict=True):
+        torch.testing.assert_close(x, expected.detach())
+
+
+def rows_of(model, name, samples):
+    """What the reader of a weight multiplies in whole passes, sample by sample."""
+    weights, seen = [weight for weight in eligible(model, name).weights if weight.name == name], []
+    (reader,) = readers(model, weights)[name]
+    with reader.seen_by(lambda reader, inputs: seen.append(reader.rows(*inputs)[0])):
+        for sample in samples:
+            model(**sample)
+    return seen
+
+
+@torch.no_grad()
+def repaired_plainly(dense, batches, groups, sparsity, repair):
+    """Group after group over whole models, sample by sample: inputs in the dense and in the pruned one, the solver."""
+    dense, pruned = deepcopy(dense).eval(), deepcopy(dense).eval()
+    samples = [{key: value[i : i + 1] for key, value in batch.items()} for batch in batches for i in range(8)]
+    for names in groups:
+        gram, both = Gram(), (rows_of(model, names[0], samples) for model in (pruned, dense))
+        for sample, x, x_dense in zip(samples, *both, strict=True):
+            gram.add(x, x_dense, sample["attention_mask"].bool())
+        matrices = {name: pruned.get_parameter(name).detach() for name in names}
+        counts = {name: round(sparsity * weight.numel()) for name, weight in matrices.items()}
+        for name, solution in solve(matrices, gram.moments(), keep_all_but(counts), repair).items():
+            pruned.get_parameter(name).copy_(solution.weight)
+    return pruned
+
+
+@pytest.mark.parametrize(
+    ("batch_first", "repair", "batch_size", "offload"),
+    each_once([True, False], [Repair(), Repair("own")], [3, 1, None], [None, "cpu"], times=2),
+    ids=str,
+)
+def test_an_encoder_is_repaired_as_by_a_plain_loop_over_whole_models(batch_first, repair, batch_size, offload):
+    (model, batches), (dense, _) = encoder(torch.float64, batch_first), encoder(torch.float64)
+    parts = ("self_attn.in_proj_weight", "self_attn.out_proj.weight", "linear1.weight", "linear2.weight")
+    groups = [[f"encoder.layers.{i}.{part}"] for i in range(2) for part in parts]
+    fused = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        expected = repaired_plainly(dense, batches, groups, 0.5, repair)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fused)
+    options = {"repair": repair, "batch_size": batch_size, "offload": offload}
+    result = prune(model, batches, 0.5, include="*proj_weight", **options)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter, expected.get_parameter(name), rtol=1e-6, atol=1e-8)
+    assert all(layer.not_repaired is None for layer in result.layers)
+    assert result.repairs["encoder.layers.0.self_attn.in_proj_weight"].iterations > 0  # one matrix, one Gram
+
+
+@pytest.mark.parametrize(
+    ("make", "select", "score"),
+    each_once(MODELS, [PerLayer(), PerLayer("erk"), Global(), PerRow(), NofM(2, 4)], [None, "magnitude"], times=2),
+    ids=str,
+)
+def test_every_layer_is_repaired_with_exact_counts_and_no_larger_error(make, select, score):
+    if make == "grouped unet" and isinstance(select, PerRow | NofM):
+        pytest.skip("a grouped transposed convolution has no rows")
+    options = {"exclude": "enter"} if isinstance(select, NofM) and "unet" in make else {}
+    model, result, _, dense = repaired(make, select=select, score=score, **options)
+    alone = prune(dense, sparsity=0.5, select=select, include=() if "unet" in make else "*proj_weight", **options)
+    assert result.num_pruned == alone.num_pruned == sum(zeros(model, result.masks).values())
+    for layer, other in zip(result.layers, alone.layers, strict=True):
+        assert layer.not_repaired is None and layer.error <= layer.mask_error
+        outputs = result.weights[layer.name].outputs
+        kept = [as_rows(mask, outputs or ()) for mask in (result.masks[layer.name], alone.masks[layer.name])]
+        if isinstance(select, PerRow):
+            assert torch.equal(*(rows.sum(1) for rows in kept))
+        if isinstance(select, NofM):
+            assert (kept[0].unflatten(1, (-1, 4)).sum(2) == 2).all()
+        if not isinstance(select, Global):
+            assert layer.num_pruned == other.num_pruned
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_a_layer_with_nothing_to_prune_and_an_undone_model_are_the_same_bit_for_bit(make):
+    model, result, before, _ = repaired(make)
+    assert all(layer.error < layer.mask_error for layer in result.layers)
+    result.undo_()
+    assert_same(before, snapshot(model))
+    model, _, before, _ = repaired(make, sparsity=0.0)
+    assert_same(before, snapshot(model))
+
+
+@pytest.mark.parametrize("make", MODELS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_models_are_repaired(make, dtype):
+    model, result, _, _ = repaired(make, dtype)
+    assert all(parameter.dtype == dtype for parameter in model.parameters())
+    assert all(layer.not_repaired is None and layer.error <= layer.mask_error for layer in result.layers)
+    assert all(layer.num_pruned == round(0.5 * layer.num_weights) for layer in result.layers)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("num_samples", [8, 6])  # 6: as many as tokens
+def test_padded_tokens_change_nothing(batch_first, num_samples):
+    found = []
+    for padding in (0, 7):
+        model, (batch,) = encoder(torch.float64, batch_first, padding)
+        batch = {key: value[:num_samples] for key, value in batch.items()}
+        prune(model, [batch], 0.5, include="*proj_weight", batch_size=num_samples)
+        found.append([*model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize(("make", "at"), each_once(MODELS, [1, 3, 4]))
+def test_a_repair_that_was_interrupted_ends_with_the_same_bits(make, at, tmp_path):
+    whole, expected, _, _ = repaired(make, batch_size=3)
+    calls = []
+
+    def progress(*_):
+        calls.append(1)
+        if len(calls) == at:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        repaired(make, batch_size=3, state=tmp_path / "state", progress=progress)
+    model, result, _, _ = repaired(make, batch_size=3, state=tmp_path / "state")
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), whole.parameters(), strict=True))
+    assert result.layers == expected.layers
+
+
+@pytest.mark.parametrize("make", ["encoder", "decoder"])
+def test_blocks_that_are_moved_one_at_a_time_are_repaired_as_the_whole_model(make):
+    results = [repaired(make, torch.float64, offload=offload)[0] for offload in (None, "cpu")]
+    for a, b in zip(*(model.parameters() for model in results), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("make", MODELS)
+def test_errors_of_layers_on_a_gpu_are_those_on_the_cpu(make):
+    _, here, _, _ = repaired(make)
+    model, batches = MODELS[make](torch.float32)
+    there = prune(model.cuda(), batches, 0.5, include=() if "unet" in make else "*proj_weight")
+    for a, b in zip(here.layers, there.layers, strict=True):
+        assert a.error == pytest.approx(b.error, rel=0.01)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("make", ["encoder", "tokens first", "decoder"])
+def test_an_attention_is_repaired_where_blocks_are_moved_to_a_gpu(make):
+    _, result, _, _ = repaired(make, offload="cuda")
+    assert all(layer.not_repaired is None and layer.error <= layer.mask_error for layer in result.layers)
