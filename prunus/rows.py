@@ -156,8 +156,6 @@ def _checked(
 
 def _dims(source: Lazy) -> tuple[list[int], list[int]]:
     """Dimensions of the weight that count outputs, and those that count inputs."""
-    if source.outputs is None:
-        source.rows_of(source.weight)  # which says why there are no rows
     outputs = list(source.outputs or ())
     return outputs, [dim for dim in range(len(source.global_shape)) if dim not in outputs]
 

@@ -41,8 +41,11 @@ class Shape(NamedTuple):
     @property
     def num_inputs(self) -> int:
         """Elements of a row."""
-        outputs = self.outputs or ()
-        return math.prod([size for dim, size in enumerate(self.dims) if dim not in outputs])
+        if self.outputs is None:
+            raise ValueError(
+                f"{self.name} has no rows: a grouped transposed convolution; exclude it, or select by layer or globally"
+            )
+        return math.prod([size for dim, size in enumerate(self.dims) if dim not in self.outputs])
 
 
 @dataclass(frozen=True)
@@ -219,7 +222,7 @@ class NofM(Selector):
                 f"Constant({self.sparsity:g})"
             )
         for shape in shapes:
-            if sparsity and shape.outputs is not None and shape.num_inputs % self.m:
+            if sparsity and shape.num_inputs % self.m:
                 raise ValueError(
                     f"{shape.name} has rows of {shape.num_inputs} inputs, which {self.m} does not divide; "
                     "exclude it, or choose another N:M"

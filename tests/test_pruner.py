@@ -286,6 +286,13 @@ def test_what_cannot_be_done_is_refused_at_once_and_leaves_no_trace(options, tex
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("select", [PerRow(), NofM(2, 4)], ids=str)
+def test_rows_of_a_grouped_transposed_convolution_are_refused_at_once(select):
+    model = nn.Sequential(nn.ConvTranspose2d(4, 8, 2, groups=2))
+    with pytest.raises(ValueError, match=r"^0\.weight has no rows: .*select by layer or globally$"):
+        Pruner(model, adamw(model), schedule=OneShot(0.5, at=1), select=select)
+
+
 def test_global_is_the_default_and_bitter7_the_recommended():
     model, twin = net(), net()
     first, second = pruner_of(model), pruner_of(twin, score="bitter7", select=Global())

@@ -11,7 +11,7 @@ from ..eligible import Weight
 from ..input_statistics import check_inputs
 from ..ops.lazy import Lazy
 from ..score import SCORES, Score, fisher, magnitude
-from ..select import Global, PerRow, Selector
+from ..select import Global, PerRow, Selector, Shape
 from ..statistics import score_of
 from .norms import input_norms
 from .probe.engine import Engine
@@ -81,6 +81,9 @@ class Strategy:
 
     def keep(self, sparsity: float, live: Packed) -> dict[str, Tensor]:
         """Packed masks at ``sparsity`` within ``live``."""
+        if self.select.group in ("row", "neighbours"):  # refuses weights without such rows before any pass
+            shapes = [Shape(weight.name, tuple(weight.parameter.shape), weight.outputs) for weight in self.weights]
+            self.select.quota(shapes, sparsity)
         return self.select.packed(self.sources(sparsity, live), sparsity, live)
 
     def sources(self, sparsity: float, live: Packed) -> list[Lazy]:

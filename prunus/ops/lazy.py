@@ -111,10 +111,7 @@ class Lazy:
 
     def rows_of(self, tensor: Tensor) -> Tensor:
         """A tensor of the weight's shape as (row, inputs...): a view, unless dimensions of inputs lie between."""
-        if self.outputs is None:
-            raise ValueError(
-                f"{self.name} has no rows: a grouped transposed convolution; exclude it, or select by layer or globally"
-            )
+        assert self.outputs is not None  # a selector refuses such weights
         if not self.outputs:
             return tensor.unsqueeze(0)
         return tensor.permute(_rows_first(self.outputs, tensor.ndim)).flatten(0, len(self.outputs) - 1)

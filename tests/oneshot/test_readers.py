@@ -155,6 +155,23 @@ def test_the_gram_of_a_transposed_convolution_is_that_of_a_plain_loop(kind, opti
         torch.testing.assert_close(gram.moments().gram, plain.T @ plain)
 
 
+@pytest.mark.parametrize(
+    ("conv", "size"),
+    [
+        (nn.Conv1d(4, 6, 3, stride=2, padding=1, groups=2, bias=False), (7,)),
+        (nn.Conv2d(4, 6, (2, 3), padding="same", padding_mode="circular", dilation=2, bias=False), (5, 6)),
+        (nn.Conv3d(4, 6, (1, 2, 3), stride=(1, 2, 1), padding=(0, 1, 2), groups=2, bias=False), (3, 4, 5)),
+    ],
+    ids=str,
+)
+def test_rows_times_the_weight_are_the_outputs_of_a_convolution(conv, size):
+    torch.manual_seed(0)
+    x = torch.randn(3, 4, *size)
+    parts = zip(Reader(conv).rows(x), conv.weight.flatten(1).chunk(conv.groups), strict=True)
+    found = torch.cat([rows @ weight.T for rows, weight in parts], -1)
+    torch.testing.assert_close(found.transpose(1, 2), conv(x).flatten(2))
+
+
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("length", [7, 3])  # as many tokens as samples
 def test_projections_of_an_attention_are_seen_with_samples_first(batch_first, length):
@@ -307,6 +324,19 @@ def test_blocks_that_are_moved_one_at_a_time_are_repaired_as_the_whole_model(mak
     results = [repaired(make, torch.float64, offload=offload)[0] for offload in (None, "cpu")]
     for a, b in zip(*(model.parameters() for model in results), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("select", [PerRow(), NofM(2, 4)], ids=str)
+@pytest.mark.parametrize("options", [{}, {"score": "wanda"}, {"score": "magnitude", "repair": None}], ids=str)
+def test_rows_of_a_grouped_transposed_convolution_are_refused_before_any_pass(select, options):
+    model, batches = grouped()
+    before, passes = snapshot(model), []
+    handle = model.register_forward_pre_hook(lambda *_: passes.append(1))
+    with pytest.raises(ValueError, match=r"^up\.weight has no rows: .*select by layer or globally$"):
+        prune(model, batches, select=select, exclude="enter", **options)
+    handle.remove()
+    assert_same(before, snapshot(model))
+    assert not passes
 
 
 @pytest.mark.gpu
