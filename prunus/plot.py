@@ -215,12 +215,12 @@ def _round_up(value: float) -> float:
 
 
 def notebook_html(title: str, chart: Chart, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """What a notebook shows of a result: one line, the chart, and a table that opens where it is long."""
+    """What a notebook shows of a result: a few lines, the chart, and a table that opens where it is short."""
     lines = ["".join(f"<td>{escape(str(cell))}</td>" for cell in row) for row in rows]
     head = "".join(f"<th>{escape(column)}</th>" for column in columns)
     body = "".join(f"<tr>{line}</tr>" for line in lines)
     return (
-        f'<p>{escape(title)}</p><div style="overflow-x: auto">{chart.svg}</div>'
+        f'<p style="white-space: pre-line">{escape(title)}</p><div style="overflow-x: auto">{chart.svg}</div>'
         f"<details{' open' * (len(rows) <= 12)}><summary>{len(rows)} rows</summary>"
         f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></details>"
     )

@@ -1,6 +1,6 @@
 """Results of pruning a trained model."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 
@@ -17,6 +17,8 @@ from .probe.decide import Ratios, Tau, check_tau, is_allowed, taus
 from .repair import LayerRepair
 from .tune import Tuned
 from .walk import Originals
+
+SHOWN = 3  # names of weights that were not repaired for one reason
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,17 @@ class Result:
         of = f"{self.num_pruned:,} of {self.num_weights:,} in {len(self.weights)} weights are zero"
         return f"Result({self.sparsity:.4%}: {of}, {self.passes:,} passes, {self.seconds:.1f} s)"
 
+    def __str__(self) -> str:
+        reasons: dict[str, list[str]] = {}
+        for name, repair in self.repairs.items():
+            if repair.not_repaired:
+                reasons.setdefault(repair.not_repaired, []).append(name)
+        if not reasons:
+            return repr(self)
+        num = sum(map(len, reasons.values()))
+        which = "; ".join(f"{_listed(names)} ({reason})" for reason, names in reasons.items())
+        return f"{self!r}\nnot repaired, {num} of {len(self.weights)} weights: {which}"
+
     def plot(self) -> Chart:
         """Sparsity of each layer, and its errors where it was repaired."""
         return layers_chart([asdict(layer) | {"sparsity": layer.sparsity} for layer in self.layers])
@@ -80,7 +93,7 @@ class Result:
             shape = "x".join(map(str, layer.shape))
             rows.append((layer.name, shape, f"{layer.num_pruned:,}", f"{layer.sparsity:.2%}", *errors))
         columns = ("weight", "shape", "pruned", "sparsity", "error, mask alone", "error")
-        return notebook_html(repr(self), self.plot(), columns, rows)
+        return notebook_html(str(self), self.plot(), columns, rows)
 
     @property
     def masks(self) -> Masks:
@@ -207,6 +220,12 @@ class Result:
             repair.error,
             repair.not_repaired,
         )
+
+
+def _listed(names: Sequence[str]) -> str:
+    """The first few of the names, and how many others there are."""
+    others = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + others
 
 
 @dataclass(repr=False)

@@ -28,6 +28,32 @@ def test_a_result_shows_its_layers(repaired):
     assert all(f"{layer.error:.4f}" in html for layer in repaired.layers)
 
 
+class Unreached(nn.Module):
+    """One layer of six is called, and a weight is of another kind."""
+
+    def __init__(self):
+        super().__init__()
+        self.own, self.layers = nn.Embedding(4, 6), nn.ModuleList(nn.Linear(6, 6) for _ in range(6))
+
+    def forward(self, x):
+        return self.layers[0](x)
+
+
+def test_a_result_says_which_weights_were_not_repaired_and_why(repaired):
+    assert str(repaired) == repr(repaired)
+    result = prune(Unreached(), [torch.randn(40, 6)], 0.5, include="own.weight")
+    line, others = str(result).split("\n")
+    assert line == repr(result) and "\n" not in repr(result)
+    assert others == (
+        "not repaired, 6 of 7 weights: own.weight (it is no plain linear layer or convolution); "
+        "layers.1.weight, layers.2.weight, layers.3.weight and 2 more (no sample reached it)"
+    )
+    assert others in result._repr_html_()
+    result.undo_()
+    assert "not repaired" in str(result)
+    assert "not repaired" not in str(prune(Unreached(), [torch.randn(40, 6)], 0.5, "magnitude", repair=None))
+
+
 def test_a_search_shows_its_trials():
     case, metrics = mlp(), iter([1.0, 1.01, 1.02, 9.0])
     options = SearchOptions(steps=Levels(0.2, 0.2, 0.8), compare=False)
