@@ -86,7 +86,8 @@ class InputNorms(AbstractContextManager["InputNorms"]):
             def seen(x: Tensor, weight: Tensor) -> None:
                 module = bypassed[id(weight)]() if id(weight) in bypassed else None
                 if module is not None and counts(module):
-                    count(module, x)
+                    is_masked = mask is not None and len(x) == mask.numel()  # attention has tokens before samples
+                    count(module, x.unflatten(0, mask.T.shape).transpose(0, 1) if is_masked else x)
 
             self._open.enter_context(linear_seen_by(seen))
         if stacked:
@@ -156,7 +157,8 @@ def input_squares(
 ) -> Tensor:
     """Sum of squares of each input feature, in a shape that broadcasts to the module's weight.
 
-    In float64 convolutions are summed one sample after the other, so that the batch size does not show.
+    In float64 convolutions are summed one sample after the other, so that the batch size does not show. Where tokens
+    come before samples, the ``mask`` (sample, token) is turned.
     """
     if isinstance(module, (*CONVOLUTIONS, *TRANSPOSED)):
         if dtype == torch.float32:
@@ -164,8 +166,8 @@ def input_squares(
         samples = x if x.ndim == module.weight.ndim else [x]
         return torch.stack([_convolution_squares(module, sample).to(dtype) for sample in samples]).sum(0)
     squares = x.float().square()
-    if mask is not None and x.ndim > 2 and mask.shape == x.shape[:2]:
-        squares = squares[mask.bool()]
+    if mask is not None and x.ndim > 2 and x.shape[:2] in (mask.shape, mask.T.shape):
+        squares = squares[(mask if x.shape[:2] == mask.shape else mask.T).bool()]
     features = squares.flatten(0, -2).sum(0, dtype=dtype) if squares.ndim > 1 else squares.to(dtype)
     return features.unsqueeze(1) if is_conv1d(module) else features
 

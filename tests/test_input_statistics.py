@@ -198,6 +198,21 @@ def test_norms_of_an_output_projection_that_is_not_called_are_those_of_its_input
     assert torch.allclose(found, inputs.flatten(0, 1).norm(dim=0), rtol=1e-5)
 
 
+@pytest.mark.parametrize(("batch_first", "length"), [(True, 5), (False, 5), (True, 3)])  # 3: as many as samples
+def test_masked_tokens_have_no_part_in_the_norms_of_an_attention_and_the_layer_behind_it(batch_first, length):
+    torch.manual_seed(0)
+    model, tokens = Attention(), torch.randn(3, length, 8)
+    model.attention.batch_first = batch_first
+    mask = torch.arange(length) < torch.tensor([[5], [2], [1]])
+    found = []
+    for x in (tokens, torch.where(mask.unsqueeze(2), tokens, 100.0)):
+        with InputNorms(eligible(model).weights, mode="eval", mask=mask) as collected:
+            given = x if batch_first else x.transpose(0, 1)
+            model.after(model.attention(given, given, given, key_padding_mask=~mask)[0])
+        found.append(collected.norms())
+    assert len(found[0]) == 2 and all(torch.allclose(norms, found[1][name]) for name, norms in found[0].items())
+
+
 def test_norms_of_two_layers_that_share_a_weight_are_those_of_all_their_inputs():
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 2))
     model[2].weight = model[0].weight
