@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
@@ -51,7 +52,9 @@ class Offload:
                 "leave out offload"
             )
         inside = {part for block in blocks for part in block.modules()}
-        others = [weight.module for weight in weights if weight.module not in inside]
+        # hooks of an output projection would not move it, since attention does not call it: it stays on the device
+        others = [w.module for w in weights if not isinstance(w.module, NonDynamicallyQuantizableLinear)]
+        others = [module for module in others if module not in inside]
         self.units: list[nn.Module] = [*dict.fromkeys([*blocks, *others])]
         self.model, self.device = model, device
         self.num_moves = 0  # of a unit onto the device

@@ -16,6 +16,7 @@ from torch import nn
 
 from prunus import Levels, Limit, Probe, SearchOptions, prune, search
 from prunus.eligible import eligible
+from prunus.input_statistics import linear_seen_by
 from prunus.oneshot import streams
 from prunus.oneshot.offload import Offload
 
@@ -87,6 +88,22 @@ def test_models_that_use_their_weights_in_odd_ways_too(kind, score):
         return
     result = prune(case.model, case.batches, 0.5, **options, offload="cpu")
     assert all(torch.equal(result.masks[name], mask) for name, mask in expected.masks.items())
+
+
+def test_an_output_projection_outside_the_blocks_is_on_the_device_when_attention_multiplies_by_it():
+    blocks, attention = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), nn.MultiheadAttention(4, 2)
+    model = nn.ModuleDict({"blocks": blocks, "attention": attention})
+    offload = Offload(model, eligible(model).weights, torch.device("cpu"))
+    seen = []
+
+    def multiplied(_, weight):
+        if weight is attention.out_proj.weight:
+            seen.append(weight not in offload._owners or weight in offload._homes)
+
+    with offload.open(), linear_seen_by(multiplied):
+        x = blocks(torch.randn(5, 4))
+        attention(x, x, x)
+    assert seen == [True]
 
 
 def test_a_graph_holds_none_of_the_blocks_weights_and_the_backward_fetches_them_one_block_at_a_time():
