@@ -98,7 +98,7 @@ class Reader:
     @contextmanager
     def seen_by(self, see: Callable[["Reader", Inputs], None]) -> Iterator[None]:
         """Show a function what the weight multiplies, call by call."""
-        weight, num_samples = self.module.get_parameter(self.key), 1
+        num_samples = 1
 
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             nonlocal num_samples
@@ -109,7 +109,7 @@ class Reader:
                 see(self, inputs)
 
         def multiplied(x: Tensor, factor: Tensor) -> None:
-            if factor is weight:  # x has tokens before samples
+            if factor is self.module.get_parameter(OUTPUT):  # x has tokens before samples
                 see(self, (x.detach().unflatten(0, (-1, num_samples)).transpose(0, 1),))
 
         with ExitStack() as stack:

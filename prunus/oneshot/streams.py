@@ -91,7 +91,10 @@ class Streams:
         if self.pruned.offload and 2 * self.pruned.num_bytes <= SHARE * free_bytes(self.walk.device):
             for stream in (self.dense, self.pruned):
                 stream.keep_on(self.walk.device)
+        # a pass runs all that is outside the blocks, wherever it starts
+        behind = {module for block in self.blocks[: self.position] for module in block.modules()}
         later = {name for group in self.groups if group.stop >= self.position for name in group.names}
+        later |= {name for name, found in self.readers.items() if any(r.module not in behind for r in found)}
         self._values = {name: value for name, value in self._values.items() if name in later}
 
     def changed(self) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from prunus import Global, NofM, PerLayer, PerRow, Repair, prune
 from prunus.eligible import eligible
 from prunus.oneshot.gram import Gram
-from prunus.oneshot.layers import Reader, readers
+from prunus.oneshot.layers import Reader, matrix_layout, readers
 from prunus.oneshot.solver import keep_all_but, solve
 from prunus.ops.lazy import as_rows
 
@@ -42,7 +42,7 @@ class Encoder(nn.Module):
         super().__init__()
         self.embed, self.batch_first = nn.Embedding(31, 16), batch_first
         layer = nn.TransformerEncoderLayer(16, 4, 24, dropout=0.0, batch_first=batch_first)
-        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=batch_first)
 
     def forward(self, input_ids, attention_mask=None):
         x = self.embed(input_ids)
@@ -108,6 +108,15 @@ def repaired(make, dtype=torch.float32, **options):
     include = () if "unet" in make else ("*proj_weight",)
     result = prune(model, batches, **{"sparsity": 0.5, "include": include} | options)
     return model, result, before, dense
+
+
+@pytest.fixture
+def unfused():
+    """Encoder layers of torch call their parts."""
+    fused = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    yield
+    torch.backends.mha.set_fastpath_enabled(fused)
 
 
 def transposed_rows(conv, x, sizes):
@@ -226,19 +235,14 @@ def repaired_plainly(dense, batches, groups, sparsity, repair):
 
 @pytest.mark.parametrize(
     ("batch_first", "repair", "batch_size", "offload"),
-    each_once([True, False], [Repair(), Repair("own")], [3, 1, None], [None, "cpu"], times=2),
+    each_once([True, False], [Repair(), Repair("own")], [3, 1, None], [None, "cpu"]),
     ids=str,
 )
-def test_an_encoder_is_repaired_as_by_a_plain_loop_over_whole_models(batch_first, repair, batch_size, offload):
+def test_an_encoder_is_repaired_as_by_a_plain_loop_over_whole_models(batch_first, repair, batch_size, offload, unfused):
     (model, batches), (dense, _) = encoder(torch.float64, batch_first), encoder(torch.float64)
     parts = ("self_attn.in_proj_weight", "self_attn.out_proj.weight", "linear1.weight", "linear2.weight")
     groups = [[f"encoder.layers.{i}.{part}"] for i in range(2) for part in parts]
-    fused = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        expected = repaired_plainly(dense, batches, groups, 0.5, repair)
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fused)
+    expected = repaired_plainly(dense, batches, groups, 0.5, repair)
     options = {"repair": repair, "batch_size": batch_size, "offload": offload}
     result = prune(model, batches, 0.5, include="*proj_weight", **options)
     for name, parameter in model.named_parameters():
@@ -249,7 +253,7 @@ def test_an_encoder_is_repaired_as_by_a_plain_loop_over_whole_models(batch_first
 
 @pytest.mark.parametrize(
     ("make", "select", "score"),
-    each_once(MODELS, [PerLayer(), PerLayer("erk"), Global(), PerRow(), NofM(2, 4)], [None, "magnitude"], times=2),
+    each_once(MODELS, [PerLayer(), PerLayer("erk"), Global(), PerRow(), NofM(2, 4)], [None, "magnitude"]),
     ids=str,
 )
 def test_every_layer_is_repaired_with_exact_counts_and_no_larger_error(make, select, score):
@@ -271,6 +275,42 @@ def test_every_layer_is_repaired_with_exact_counts_and_no_larger_error(make, sel
             assert layer.num_pruned == other.num_pruned
 
 
+@torch.no_grad()
+def outputs_of(model, name, weights, batches):
+    """What each part of a weight gives in whole passes: (tokens that count, outputs)."""
+    (weight,), parts = [weight for weight in weights if weight.name == name], []
+    shape, outputs = matrix_layout(weight)
+    matrix = as_rows(model.get_parameter(name).reshape(shape), outputs)
+    (reader,) = readers(model, [weight])[name]
+
+    def multiply(reader, inputs):
+        rows = [x for given in inputs for x in reader.rows(given)]
+        parts.append([x @ w.T for x, w in zip(rows, matrix.chunk(len(rows)), strict=True)])
+
+    counted = []
+    with reader.seen_by(multiply):
+        for batch in batches:
+            model(**batch) if isinstance(batch, dict) else model(batch)
+            mask = batch.get("attention_mask") if isinstance(batch, dict) else None
+            here = [
+                x if mask is None else x.transpose(0, int(x.shape[:2] != mask.shape))[mask.bool()] for x in parts.pop()
+            ]
+            counted += [x.reshape(-1, x.shape[-1]) for x in here]
+    return counted
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_the_error_of_each_layer_is_that_of_its_outputs_in_the_whole_model(make, unfused):
+    model, result, _, dense = repaired(make, torch.float64, repair=Repair(batch_norm=False), batch_size=3)
+    _, batches = MODELS[make](torch.float64)
+    include = () if "unet" in make else "*proj_weight"
+    both = [(each.eval(), eligible(each, include).weights) for each in (model, dense)]
+    for layer in result.layers:
+        found, expected = (outputs_of(each, layer.name, weights, batches) for each, weights in both)
+        lost = sum((a - b).square().sum() for a, b in zip(found, expected, strict=True))
+        assert layer.error == pytest.approx((lost / sum(x.square().sum() for x in expected)).item(), rel=1e-6)
+
+
 @pytest.mark.parametrize("make", MODELS)
 def test_a_layer_with_nothing_to_prune_and_an_undone_model_are_the_same_bit_for_bit(make):
     model, result, before, _ = repaired(make)
@@ -281,8 +321,7 @@ def test_a_layer_with_nothing_to_prune_and_an_undone_model_are_the_same_bit_for_
     assert_same(before, snapshot(model))
 
 
-@pytest.mark.parametrize("make", MODELS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("make", "dtype"), each_once(MODELS, [torch.bfloat16, torch.float16]), ids=str)
 def test_half_precision_models_are_repaired(make, dtype):
     model, result, _, _ = repaired(make, dtype)
     assert all(parameter.dtype == dtype for parameter in model.parameters())
