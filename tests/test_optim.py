@@ -84,6 +84,7 @@ def test_a_learning_rate_may_be_a_tensor():
     equal_states(first, second)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

@@ -206,6 +206,7 @@ def test_inputs_of_a_compiled_model_are_collected_and_it_runs_compiled_between_e
     assert sorted({*runs}) == [2, 4, 6]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [adamw_prune, pytest.param(adamw, marks=pytest.mark.slow)])
 def test_inputs_are_collected_where_the_whole_step_is_compiled(make):
     def masks(wrap):

@@ -10,6 +10,7 @@ from benchmarks.__main__ import main
 from benchmarks.export import Way, ways
 
 
+@pytest.mark.slow
 def test_the_benchmark_measures_every_way_and_is_drawn(tmp_path, capsys):
     results, page = tmp_path / "results", tmp_path / "page.md"
     main(["export", "--megabytes", "1", "--repeat", "2", "--results", str(results)])

@@ -270,6 +270,7 @@ def test_ruined_models_are_set_apart_and_what_is_no_number_is_not_compared():
     assert math.isinf(broken.mean(("WANDA, row", 0.5, "probed", 1.0)))
 
 
+@pytest.mark.slow
 def test_seeds_that_were_interrupted_are_named_and_one_seed_alone_decides_nothing(data, tmp_path):
     sources = sorted((data.parent / "results").glob("*.json"))
     for source in sources:

@@ -59,6 +59,7 @@ def test_no_speed_is_reported_where_masks_differ():
         bench.compared("x", arms, 1, torch.device("cpu"))
 
 
+@pytest.mark.slow
 def test_the_command_leaves_a_file_that_the_page_draws(monkeypatch, tmp_path, capsys):
     layer = bench.measure_layer
     monkeypatch.setattr(bench, "measure_layer", lambda dim, *rest: layer(64, *rest))

@@ -451,6 +451,7 @@ def test_zeros_of_a_model_that_is_sparse_already_are_counted_and_said(sparsity, 
     assert ("more than the 30.0000% asked for" in said) == (sparsity < reached)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not DATA, reason="needs PRUNUS_DATA, the folder of real models and tokens")
 def test_a_trained_model_keeps_its_perplexity_at_a_low_sparsity(tmp_path):
     data = Path(DATA)

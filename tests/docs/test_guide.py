@@ -29,6 +29,7 @@ def _empty_folder(tmp_path, monkeypatch, few_weights):
     monkeypatch.setenv("COLUMNS", "80")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GUIDE)
 def test_the_python_of_a_page_runs(name):
     run(page(name), commands=False)

@@ -165,6 +165,7 @@ def scheduled(request, tmp_path_factory):
     return request.param, path / "run"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [1, 3, 5, *(pytest.param(step, marks=pytest.mark.slow) for step in (2, 4))])
 def test_a_run_on_its_way_is_held_to_its_schedule(scheduled, step):
     from prunus.lab.run import Run

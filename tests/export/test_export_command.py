@@ -149,6 +149,7 @@ def test_sizes_are_read_with_their_unit(text, size):
     assert num_bytes(text) == size
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not MODELS.is_dir(), reason="PRUNUS_DATA names no folder with models")
 @pytest.mark.parametrize("name", ["stories260K", "stories15M"])
 def test_a_real_model_at_half_comes_back_and_is_as_small_as_promised(name, tmp_path):

@@ -88,6 +88,7 @@ def test_ties_of_the_users_own_stay(tmp_path):
     assert_same_model(found, model)
 
 
+@pytest.mark.slow
 def test_compiled_and_wrapped_models_are_saved_under_their_own_names(tmp_path):
     model = llama()
     save_model(torch.nn.DataParallel(torch.compile(model)), tmp_path / "small")

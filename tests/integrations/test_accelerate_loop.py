@@ -53,6 +53,7 @@ def bare_loop():
     return pruner
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prepared_first", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_training_ends_as_the_bare_loop_and_resumes_to_the_same_bits(tmp_path, prepared_first):
     whole = Run(prepared_first=prepared_first).train(range(BATCHES))

@@ -63,6 +63,7 @@ def test_a_training_ends_as_the_bare_loop_to_the_bit(tmp_path, accumulate, bf16)
     assert sum(layer.num_zeros for layer in callback.pruner.report().layers) == NUM_WEIGHTS // 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reentrant", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_masks_from_inputs_are_the_same_where_layers_are_run_again(tmp_path, reentrant):
     plain, again = callback_of(score="wanda"), callback_of(score="wanda")
@@ -96,6 +97,7 @@ def resumable(folder, kind, *callbacks, **arguments):
     return trainer_of(folder, model, callback, *callbacks, options=trained, **arguments), callback
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     [kind if kind in ("movement", "adamw prune") else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS],
@@ -114,6 +116,7 @@ def test_an_interrupted_run_resumes_to_the_same_bits(tmp_path, kind):
     assert same_weights(weights(resumed.model), weights(whole.model))
 
 
+@pytest.mark.slow
 def test_a_run_resumes_in_the_process_that_was_interrupted(tmp_path):
     whole, undisturbed = resumable(tmp_path / "whole", "as it comes")
     whole.train()
@@ -170,6 +173,7 @@ def test_sparsity_is_in_the_logs_and_reaches_reporters_behind_the_callback(tmp_p
     assert [row["sparsity"] for row in reporter.seen][:4] == list(logged.values())
 
 
+@pytest.mark.slow
 def test_the_best_model_is_one_that_has_the_final_masks(tmp_path):
     falling = iter(range(100, 0, -1))  # by this metric the first model, which is dense, is the best of all
     trainer = trainer_of(

@@ -102,6 +102,7 @@ def test_a_training_ends_as_the_bare_loop_to_the_bit(lightning, tmp_path, accumu
     assert trainer.logged_metrics["sparsity"] == 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("score", ["movement", pytest.param("bitter7", marks=pytest.mark.slow)])
 def test_a_run_interrupted_within_an_epoch_resumes_to_the_same_bits(tmp_path, score):
     lightning = pytest.importorskip(PACKAGES[0])

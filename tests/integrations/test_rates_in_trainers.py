@@ -44,6 +44,7 @@ def factors_follow(pruner):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", MAKE)
 def test_a_trainer_of_hugging_face_resumes_rates_to_the_same_bits(tmp_path, way):
     whole = trainer_of(tmp_path / "whole", MAKE[way])
@@ -97,6 +98,7 @@ def test_a_trainer_of_lightning_ends_as_the_bare_loop(tmp_path, way):
     assert factors_follow(callback.pruner) and same_weights(weights(module.model), weights(pruner.model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("way", "prepared_first"), each_once(MAKE, [True, False]))
 def test_a_loop_of_accelerate_resumes_rates_to_the_same_bits(tmp_path, way, prepared_first):
     def run(numbers, folder=None):

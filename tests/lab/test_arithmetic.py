@@ -71,6 +71,7 @@ def test_a_run_in_a_process_that_lost_onednn_equals_that_of_a_fresh_process(tmp_
     assert read_json(tmp_path / "lost" / "run.json")["environment"]["onednn"] is True
 
 
+@pytest.mark.slow
 @needs_onednn
 @pytest.mark.parametrize("recorded", [True, False])
 def test_a_resumed_run_goes_on_as_run_json_says(tmp_path, monkeypatch, recorded):

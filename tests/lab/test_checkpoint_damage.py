@@ -43,6 +43,7 @@ def flips(path: Path, number: int, seed: int) -> list[tuple[Path, int, int]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [150, pytest.param(5000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("make", [one_file, of_ranks])
 def test_every_flipped_bit_is_found_or_harmless(make, number, tmp_path):

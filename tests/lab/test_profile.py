@@ -41,6 +41,7 @@ RUNS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", quickly(RUNS, "hooks", "adamwprune"))
 def test_parts_and_categories_add_up_to_what_was_measured(name, text):
     run = small(text, **RUNS[name])

@@ -67,6 +67,7 @@ def assert_shown_or_refused(command: list[str], capsys, about: object) -> None:
     assert (code, len(said)) in ((0, 0), (2, 1)), (about, code, said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["run", "runs", "study"])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))])
 def test_a_field_of_any_kind_is_shown_or_refused_in_one_line(kind, seed, good, tmp_path, capsys, monkeypatch):

@@ -132,6 +132,7 @@ def finish(folder: Path, lines: list[str], result: str) -> None:
     (folder / "result.json").write_text(result)
 
 
+@pytest.mark.slow
 def test_outside_a_terminal_it_follows_with_plain_lines_and_ends(tmp_path):
     folder, lines, result = unfinished(tmp_path / "run")
     watching = subprocess.Popen([*WATCH, str(folder)], stdout=subprocess.PIPE, text=True)
@@ -147,6 +148,7 @@ def test_outside_a_terminal_it_follows_with_plain_lines_and_ends(tmp_path):
     assert "step 200 of 200" in rest.splitlines()[-1] and "\x1b" not in first + rest
 
 
+@pytest.mark.slow
 def test_outside_a_terminal_it_says_that_nothing_comes(tmp_path, capsys, monkeypatch):
     folder, lines, result = unfinished(tmp_path / "run")
     monkeypatch.setattr(watch, "QUIET", 0.2)
@@ -254,6 +256,7 @@ def _read(terminal: int, wanted: bytes | None) -> bytes:
     return shown
 
 
+@pytest.mark.slow
 def test_in_a_narrow_terminal_it_draws_without_colour_and_ends(tmp_path):
     folder, lines, result = unfinished(tmp_path / "run")
     leader, follower = pty.openpty()
@@ -298,6 +301,7 @@ def test_a_training_shows_its_charts_itself_and_ends_with_the_same_result(tmp_pa
     assert "live" not in json.loads((tmp_path / "a" / "run.json").read_text())["run"]
 
 
+@pytest.mark.slow
 def test_a_letter_that_the_terminal_lacks_is_a_question_mark(tmp_path):
     folder = make_study(tmp_path / "study", ["dense", "magnitude", "spät"], (0.5,))
     env = {**os.environ, "PYTHONIOENCODING": "ascii"}

@@ -35,6 +35,7 @@ def lines_of(said: str) -> list[str]:
     return [line for line in said.splitlines() if "result.json" in line]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", quickly(DAMAGES, "truncated", "a list", "no loss", "no number asked"))
 def test_it_is_told_and_the_others_are_shown(name, copy, capsys):
     change, wrong = DAMAGES[name]

@@ -120,6 +120,7 @@ def studies(done, tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["whole", "slim"])
 def test_a_changed_file_is_read_or_refused(kind, studies, tmp_path):
     hold(studies / kind, tmp_path, range(8))

@@ -75,6 +75,7 @@ def test_names_of_arms_are_no_markup(copy, base, capsys):
     assert "| a\\|b [/x] |" in page([copy])
 
 
+@pytest.mark.slow
 def test_budgets_are_told_by_what_they_are_against(copy, base):
     arms = (
         "--arm",
@@ -87,6 +88,7 @@ def test_budgets_are_told_by_what_they_are_against(copy, base):
     assert "| 50.0% | long" not in page([copy]).split("##")[1]  # which is best is asked of equal budgets
 
 
+@pytest.mark.slow
 def test_a_budget_that_all_arms_share_hides_no_best_arm(base, few_weights, tmp_path):
     options = ("--scores", "bitter7", "--sparsity", "0.5", "--seeds", "2", "--set", "budget_scale=1.5")
     assert study(base, tmp_path / "study", *options) == 0
@@ -202,6 +204,7 @@ def test_the_page_begins_with_the_best_arm_of_each_sparsity(copy):
     assert "[study](#study)" not in page([copy])
 
 
+@pytest.mark.slow
 def test_the_page_in_docs_is_that_of_the_studies_which_are_a_few_files():
     folders = sorted(path for path in (ROOT / "studies").iterdir() if path.is_dir())
     assert page(folders) == (ROOT / "docs" / "results.md").read_text()

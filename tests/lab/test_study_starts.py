@@ -162,6 +162,7 @@ def test_every_run_is_the_one_that_is_made_alone(study, tmp_path):
         assert lines_of(shared) == lines_of(alone.out), cell
 
 
+@pytest.mark.slow
 def test_the_start_is_trained_once(study):
     folder, plan, num_steps = study
     shared = {cell: read_json(folder.run(cell) / "cell.json")["shared_steps"] for cell in plan.cells}
@@ -184,6 +185,7 @@ def test_the_start_is_trained_once(study):
     assert num_steps == 12 * len(plan.cells) - sum(shared.values())
 
 
+@pytest.mark.slow
 def test_a_run_is_replayed_when_it_is_there_whichever_worker_trains_it(study, tmp_path, monkeypatch):
     _, plan, _ = study
     plan = only(plan, ["replay"])

@@ -165,6 +165,7 @@ def test_undo_puts_experts_back_bit_for_bit_and_apply_drops_them_again(name, how
         assert torch.equal(model(**batch).logits, pruned) and figures == [layer.num_weights for layer in result.layers]
 
 
+@pytest.mark.slow
 def test_with_a_sparsity_experts_go_first_and_the_rest_is_pruned_as_the_smaller_model_would_be():
     both, first, batch = model_of("mixtral"), model_of("mixtral"), inputs("mixtral")
     prune(both, iter([batch]), 0.5, experts=0.25)

@@ -73,6 +73,7 @@ def test_after_an_exception_the_model_is_as_before(schedule, at):
     assert_same(before, snapshot(case.model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "dtype"), each_once(SCHEDULES, [torch.bfloat16, torch.float16]), ids=str)
 def test_half_precision_models_are_probed_without_rounding_a_kept_weight(schedule, dtype):
     case = llama(dtype, num_layers=2)
@@ -158,6 +159,7 @@ def test_a_wrapped_model_is_pruned_inside():
     assert all(torch.equal(a, b) for a, b in zip(inner.parameters(), case.model.parameters(), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("probe", [None, pytest.param(Probe(0.05), marks=pytest.mark.slow)])
 def test_a_model_that_has_run_compiled_is_pruned_by_its_inputs(probe):
     torch._dynamo.reset()

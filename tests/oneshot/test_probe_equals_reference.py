@@ -53,6 +53,7 @@ def test_masks_are_those_of_the_reference(case, order):
     assert_equal(*both(case, "magnitude", Global(), probe))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "strategy"), each_once(CASES, [("wanda", PerRow()), ("wanda", Global()), ("magnitude", PerLayer())])
 )
@@ -60,6 +61,7 @@ def test_strategies_and_scopes_give_the_candidates_of_the_reference(case, strate
     assert_equal(*both(case, *strategy, Probe(tau=0.005)), some_are_kept=case != "cnn")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "size"), each_once(CASES, [1, 2, 3, 64]))
 def test_the_size_of_a_batch_changes_no_decision(case, size):
     assert_equal(*both(case, "wanda", PerRow(), Probe(tau=0.02), batch_size=size))

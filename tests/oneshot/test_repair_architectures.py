@@ -55,6 +55,7 @@ def test_every_layer_is_repaired(name):
     assert repaired < alone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("repair", "select"),
     [
@@ -95,6 +96,7 @@ def test_experts_with_few_tokens_are_pruned_by_score_and_named_and_padding_chang
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
 
 
+@pytest.mark.slow
 def test_padding_is_no_token_of_experts_that_compute_all_at_once():
     torch.manual_seed(0)
     tokens, found = torch.randint(0, 40, (24, 12)), []

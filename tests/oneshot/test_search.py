@@ -181,6 +181,7 @@ def test_tuning_that_finds_nothing_takes_the_level_back_exactly():
     assert found.sparsity == 0 and without.sparsity >= 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("allowed", [0.3, None])
 def test_tuning_both_steps_probes_the_level_before_again_or_puts_it_back(allowed):
     """Zeros in the first layer are what is limited, which the level before may have used up."""
@@ -245,6 +246,7 @@ def test_every_level_reads_the_inputs_of_the_model_as_it_is_then():
     assert any(not torch.equal(stale.masks[name], mask) for name, mask in second.masks.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{"score": "wanda"}, *(pytest.param(how, marks=pytest.mark.slow) for how in ({}, {"probe": Probe(0.5)}))],

@@ -200,6 +200,7 @@ def test_compiled_the_text_is_the_same_and_one_graph_serves_all_blocks(name, num
     assert num_compiled() == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", quickly(["gaps", "tiles"], "tiles"))
 def test_compiled_sparse_blocks_share_a_graph_whatever_the_number_of_their_zeros(form, num_compiled, monkeypatch):
     model, ids, num = tiny(num_hidden_layers=3, hidden_size=128, intermediate_size=256), prompts(2), 6
