@@ -152,8 +152,8 @@ def test_a_sample_counts_by_its_own_mean_however_long_its_neighbours_are():
 
 def test_a_wrapped_model_is_pruned_inside():
     case = mlp()
+    wrapped = nn.DataParallel(case.model)  # moves the model to a GPU where there is one
     inner = deepcopy(case.model)
-    wrapped = nn.DataParallel(case.model)
     prune(torch.compile(wrapped), case.batches, 0.5, probe=Probe(0.05), loss=case.loss)
     prune(inner, case.batches, 0.5, probe=Probe(0.05), loss=case.loss)
     assert all(torch.equal(a, b) for a, b in zip(inner.parameters(), case.model.parameters(), strict=True))
