@@ -107,8 +107,8 @@ class Masking(ABC):
 
         (A write through ``grad.data`` is hidden from autograd's count of versions, and so from this.)
         """
-        grad, mask = self.store.weights[name].grad, self.store.bits.get(name)
-        if grad is None or mask is None or self.progress.is_regrowing:
+        mask = self.store.bits.get(name)
+        if mask is None or self.progress.is_regrowing or (grad := self.store.weights[name].grad) is None:
             return
         grad, known = local(grad), self._masked.get(name)
         if known is None or known[0]() is not grad or known[1:] != (grad._version, mask._version):

@@ -76,6 +76,21 @@ def test_weights_without_a_gradient_stay_dense_by_option_and_the_rest_is_exact(o
     assert pruner.sparsity == pytest.approx(0.6, abs=0.005)
 
 
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD, AdamWPrune])
+@pytest.mark.filterwarnings("ignore:no gradient")
+def test_a_gradient_that_comes_late_trains_a_weight_that_was_left_dense(optimizer):
+    score = lambda weight, grad: weight.abs() * grad.abs()  # noqa: E731
+    model, optimizer, pruner = trained_spare(4, optimizer, score=score, no_gradient="dense")
+    before = model.pooler.weight.detach().clone()
+    for _ in range(6):
+        model.pooler(model(torch.randn(16, 8))).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert bool((model.pooler.weight != before).all()) and bool(model.pooler.weight.all())
+    assert pruner.step == 10 and pruner.sparsity == pytest.approx(0.6, abs=0.005)
+    assert [*pruner.masks] == ["first.weight", "second.weight"]
+
+
 @pytest.mark.filterwarnings("ignore:no gradient")
 def test_a_run_with_weights_left_dense_resumes_to_the_same_masks():
     model, optimizer, pruner = trained_spare(5, no_gradient="dense")
