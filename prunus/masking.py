@@ -2,7 +2,7 @@
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -64,14 +64,17 @@ class Masking(ABC):
         """Take the hooks off."""
         self._hooks.close()
 
-    def start(self, masks: Mapping[str, Tensor] | Literal["zeros"] | None) -> None:
-        """Begin with the masks given, with the zeros of the weights, or with the masks in the optimizer's state."""
+    def start(self, masks: Mapping[str, Tensor] | Literal["zeros"] | None) -> bool:
+        """Begin with the masks given, or with the zeros of the weights; with None, with those that the optimizer has.
+
+        Whether it had some.
+        """
         check_state(self.store.weights, self.optimizer)
         if masks is None:
-            self.store.read_state()
-        else:
-            self.apply_(self.store.packed(masks))
-            self.store.count()
+            return self.store.read_state()
+        self.apply_(self.store.packed(masks))
+        self.store.count()
+        return False
 
     @torch.no_grad()
     def apply_(self, packed: Mapping[str, Tensor]) -> None:
@@ -147,13 +150,21 @@ class InsideStep(Masking):
     def attach(self) -> None:
         optimizer, weights = self.optimizer, frozenset(self.store.weights.values())
         self.store.fill(name for name, p in self.store.weights.items() if p.is_cuda)  # a graph must find its masks
-        if self.movement:
-            optimizer.watch += (self.movement.add,)
+        names = {p: name for name, p in self.store.weights.items()}
 
-            def stop_watching(add: Callable[..., None] = self.movement.add) -> None:
-                optimizer.watch = tuple(watch for watch in optimizer.watch if watch != add)
+        def put_mask(parameter: nn.Parameter) -> None:
+            if (name := names.get(parameter)) in self.store.bits:
+                optimizer.state[parameter]["mask"] = self.store.bits[name]
 
-            self._hooks.callback(stop_watching)
+        watches = (self.movement.add,) if self.movement else ()
+        optimizer.on_new_state += (put_mask,)
+        optimizer.watch += watches
+
+        def stop_watching() -> None:
+            optimizer.on_new_state = tuple(put for put in optimizer.on_new_state if put != put_mask)
+            optimizer.watch = tuple(watch for watch in optimizer.watch if watch not in watches)
+
+        self._hooks.callback(stop_watching)
 
         def before_step(*_: object) -> None:
             optimizer.unmasked |= weights if self.progress.is_regrowing else frozenset()
@@ -251,6 +262,12 @@ def is_initialising(optimizer: Optimizer) -> bool:
         return False
     grads = (p.grad for group in optimizer.param_groups for p in group["params"])
     return not any(bool(local(grad).any()) for grad in grads if grad is not None)
+
+
+def has_trained(weights: Mapping[str, nn.Parameter], optimizer: Optimizer) -> bool:
+    """Whether the optimizer's state of these weights comes from steps; plain SGD keeps none."""
+    states = (value for parameter in weights.values() for value in _states(parameter, optimizer).values())
+    return any(group.get("num_steps") for group in optimizer.param_groups) or any(bool(local(v).any()) for v in states)
 
 
 def _states(parameter: nn.Parameter, optimizer: Optimizer) -> dict[str, Tensor]:

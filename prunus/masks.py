@@ -7,7 +7,6 @@ has a weight's shape and placement, so it is given zeros and ones, a byte a weig
 import hashlib
 import json
 import math
-import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
@@ -21,8 +20,6 @@ from .ops.compact import nonzero
 from .ops.formula import mixed
 from .ops.shard import Shard, together
 from .ranks import Ranks, is_dtensor, is_replicated, local, local_block, placed_like
-
-_STORES: weakref.WeakKeyDictionary[Optimizer, weakref.WeakSet["MaskStore"]] = weakref.WeakKeyDictionary()
 
 
 class Masks(Mapping[str, Tensor]):
@@ -166,20 +163,9 @@ class MaskStore:
         self.num_kept = 0  # prunable weights that the masks keep, on all ranks
         self.densities: dict[str, float] = {}  # fraction of each weight that its mask keeps, on all ranks, as counted
         self._in_empty_state = in_empty_state
-        others = {id(p) for store in _STORES.get(optimizer, ()) for p in store.weights.values()}
-        if twice := [name for name, p in weights.items() if id(p) in others]:
-            raise ValueError(
-                f"{twice[0]} is pruned by another Pruner of this optimizer already; call .remove() on the first, "
-                "or leave its weights out by exclude="
-            )
 
-    def claim(self) -> None:
-        """From now on no other store may have these weights in this optimizer."""
-        _STORES.setdefault(self.optimizer, weakref.WeakSet()).add(self)
-
-    def release(self) -> None:
-        """Take the masks out of the optimizer's state, and leave the weights to other stores."""
-        _STORES.get(self.optimizer, weakref.WeakSet()).discard(self)
+    def take_out(self) -> None:
+        """Take the masks out of the optimizer's state."""
         for parameter in self.weights.values():
             self.optimizer.state.get(parameter, {}).pop("mask", None)
 
@@ -216,12 +202,19 @@ class MaskStore:
             if name not in self.bits:
                 self.set(name, self.full(name))
 
-    def share_of_zeros(self, most: int) -> float:
-        """The share of zeros in weights that are not all zero, as new ones may be; of each ``most`` are read, here."""
-        parts = [local(weight).reshape(-1)[:most] for weight in self.weights.values()]
-        counted = [(int((part == 0).sum()), part.numel()) for part in parts]
-        partly = [(zeros, num) for zeros, num in counted if zeros < num]
-        return sum(zeros for zeros, _ in partly) / max(1, sum(num for _, num in partly))
+    def share_of_unmasked_zeros(self, most: int) -> float:
+        """The share of zeros that no mask has, in weights that are not all zero, as new ones may be.
+
+        Of each tensor on this rank the first ``most`` are looked at, a multiple of 8.
+        """
+        num_zeros = num = 0
+        for name, weight in self.weights.items():
+            part = local(weight).reshape(-1)[:most]
+            is_zero = part == 0
+            if not bool(is_zero.all()):
+                kept = bits.unpack(self.bits[name][: most // 8], part.shape) if name in self.bits else True
+                num_zeros, num = num_zeros + int((is_zero & kept).sum()), num + part.numel()
+        return num_zeros / max(1, num)
 
     def num_not_zeroed(self, most: int | None = None) -> dict[str, int]:
         """Weights on this rank that are not zero although their mask prunes them, by name, where there are any.
@@ -240,15 +233,18 @@ class MaskStore:
                 found[name] = number
         return found
 
-    def read_state(self) -> None:
-        """Take the masks that came with the optimizer's state; loading cast them to the weights' dtype."""
+    def read_state(self) -> bool:
+        """Take the masks that came with the optimizer's state, if any; loading cast them to the weights' dtype."""
+        has_found = False
         for name, parameter in self.weights.items():
             mask = self.optimizer.state.get(parameter, {}).get("mask")
             if mask is not None:
+                has_found = True
                 self.set(name, restore_bits(name, mask, parameter, self.shards.get(name)))
             elif name in self.bits:
                 self._put_into_state(name)
         self.count()
+        return has_found
 
     def write_state(self) -> None:
         """Put the masks into the optimizer's state after a step, which may have created it."""

@@ -3,8 +3,10 @@
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import wraps
+from inspect import signature
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +15,7 @@ from .masks import restore_bits
 from .ops import bits
 from .ranks import Ranks, is_dtensor, local, ranks_of, shard_of
 
+P = ParamSpec("P")
 Given = tuple[dict[str, Any], nn.Parameter, Tensor]  # parameter group, parameter, gradient
 
 
@@ -42,6 +45,22 @@ class Spam:
         return 0.5 * (1 - math.cos(math.pi * since / self.warmup))
 
 
+def _explained(init: Callable[P, None]) -> Callable[P, None]:
+    """A constructor that answers an option that it does not have with what to write."""
+
+    @wraps(init)
+    def checked(*args: P.args, **options: P.kwargs) -> None:
+        known = [*signature(init).parameters][2:]
+        if unknown := next((name for name in options if name not in ("params", *known)), None):
+            raise TypeError(
+                f"AdamWPrune has no option {unknown!r}, only {', '.join(known)}; how sparse is said to the Pruner: "
+                "Pruner(model, optimizer, schedule=Ramp(0.5, begin=100, end=1000))"
+            )
+        init(*args, **options)
+
+    return checked
+
+
 class AdamWPrune(torch.optim.Optimizer):
     """``torch.optim.AdamW`` whose step is masked by ``state[p]["mask"]``, packed bits that a Pruner puts there.
 
@@ -60,9 +79,12 @@ class AdamWPrune(torch.optim.Optimizer):
     watch: tuple[Callable[[nn.Parameter, Tensor, float], None], ...] = ()
     # parameters whose gradients are not masked, since pruned weights may come back
     unmasked: frozenset[nn.Parameter] = frozenset()
+    # called with each parameter whose state begins anew, to put its mask there
+    on_new_state: tuple[Callable[[nn.Parameter], None], ...] = ()
     # factors on the learning rates of some weights, float64, on their devices
     rates: Mapping[nn.Parameter, Tensor] = MappingProxyType({})
 
+    @_explained
     def __init__(
         self,
         params: Iterable[Any],
@@ -236,6 +258,8 @@ class AdamWPrune(torch.optim.Optimizer):
             state["step"] = torch.zeros((), dtype=torch.float32, device=device)
             for key in ("exp_avg", "exp_avg_sq"):
                 state[key] = torch.zeros_like(parameter, dtype=self.moment_dtype, memory_format=torch.preserve_format)
+            for put_mask in self.on_new_state:
+                put_mask(parameter)
         return state
 
     def _clip_factor(self, parameters: list[nn.Parameter]) -> Tensor | None:

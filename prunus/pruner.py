@@ -19,6 +19,7 @@ from .masks import Masks, MaskStore, check_copies, digest, load_masks, unpack_li
 from .ops.lazy import Lazy
 from .ops.machine import is_capturing
 from .ops.shard import together
+from .owners import check_free, claim, release
 from .ranks import gather, is_dtensor, local, local_block, ranks_of, shard_of, shards_of
 from .rate import Rate, rates_of
 from .regrow import Regrow, selected
@@ -28,7 +29,16 @@ from .score import SCORES
 from .select import Global, Selector, Shape
 from .sparsity_report import SparsityReport, report
 from .statistics import MOMENTS, Movement, check_moments, is_skipped, score_of, sources, without_gradient
-from .validation import check_eps, check_options, check_parameters, check_together, copied_weights, explained
+from .validation import (
+    StepCount,
+    check_devices,
+    check_eps,
+    check_options,
+    check_parameters,
+    check_together,
+    copied_weights,
+    explained,
+)
 
 LATER = "if none does until the first event, that is refused: exclude them, or pass no_gradient='dense'"
 
@@ -116,6 +126,8 @@ class Pruner:
         self._eligible = eligible(model, include, exclude, trained)
         warn_if_much_stays_dense(model, self._eligible)
         self._weights = {weight.name: weight.parameter for weight in self._eligible.weights}
+        check_free(self._weights)
+        check_devices(self._weights)
         self._num_weights = sum(p.numel() for p in self._weights.values())
         self._ranks = ranks_of(self._weights, group)
         self._shards = shards_of(self._weights, self._ranks)
@@ -129,11 +141,12 @@ class Pruner:
         self._store = MaskStore(self._weights, optimizer, self._ranks, self._shards, in_empty_state=way.reads_masks)
         self._bits, self._holders = self._store.bits, self._store.holders
         self._masking = way(self._store, self._progress, self._movement)
-        self._guard = ReloadGuard(model, self._masking, reloaded)
+        self._guard = ReloadGuard(model, self._masking, reloaded, are_masks_given=masks is not None)
         self.rate = rate if rate and rate.power else None
         self._rates = rates_of(optimizer, self._weights) if self.rate else None
-        self._masking.start(masks)
-        self._store.claim()
+        if self._masking.start(masks) and schedule:
+            self._guard.note("masks")
+        claim(self._store)
         if self._rates:
             self._rates.attach()  # before the masking, whose hooks read the rate that the step will use
             self._set_rates()
@@ -165,7 +178,7 @@ class Pruner:
     @property
     def step(self) -> int:
         """Steps of the optimizer so far; set it if you replay a graph of the step."""
-        return self._progress.step
+        return StepCount(self._progress.step)
 
     @step.setter
     def step(self, step: int) -> None:
@@ -261,7 +274,7 @@ class Pruner:
             num_bytes = self._ranks.num_bytes if self._ranks else 0
             rates = tuple(self._rates.factors.values()) if self._rates else ()
             seconds = time.perf_counter() - started
-            self.on_event(Event(self.step, sparsity, seconds, newly_pruned, regrown, num_bytes, rates))
+            self.on_event(Event(self._progress.step, sparsity, seconds, newly_pruned, regrown, num_bytes, rates))
 
     def remove(self) -> None:
         """Take the hooks off; the weights keep their zeros until the optimizer moves them."""
@@ -274,7 +287,8 @@ class Pruner:
             self._rates = None
         if self._inputs:
             self._inputs.listen(False)
-        self._store.release()
+        release(self._store)
+        self._store.take_out()
 
     def state_dict(self, *, unpacked: bool | None = None) -> dict[str, Any]:
         """Step, masks and movement sums: tensors and numbers only.
@@ -292,7 +306,7 @@ class Pruner:
         if unpacked:
             masks = {name: unpack_like(weight, self._bits.get(name)) for name, weight in self._weights.items()}
         return {
-            "step": self.step,
+            "step": self._progress.step,
             "due": self._progress.is_due,
             "masks": masks,
             "movement": {name: s.clone() for name, s in self._movement.sums.items()} if self._movement else {},
@@ -309,7 +323,7 @@ class Pruner:
         check_state(self._weights, self.optimizer)
         self._progress.step, self._progress.is_due = int(state["step"]), bool(state["due"])
         self._masking.apply_({name: self._store.full(name) for name in self._bits} | masks)
-        self._guard.is_pending = False
+        self._guard.note("pruner")
         self._store.count()
         self._set_rates()
         self._progress.is_due = self._progress.is_due or self._falls_short()
@@ -319,8 +333,9 @@ class Pruner:
 
     def _read_state(self, *_: object) -> None:
         """Take over the masks of an optimizer's state that was loaded."""
-        self._store.read_state()
-        self._guard.is_pending = True
+        self._guard.note("optimizer")
+        if self._store.read_state() and self.schedule:
+            self._guard.note("masks")
         self._set_rates()
 
     def _set_rates(self) -> None:

@@ -9,22 +9,25 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from .masking import Masking, is_initialising
+from .masking import Masking, has_trained, is_initialising
 from .ops import bits
 from .ops.machine import is_capturing
 from .ops.shard import together
 from .validation import check_parameters
 
-FEW = 0.05  # share of zeros that weights may have without having been pruned
+FEW = 0.01  # share of zeros that weights may have without having been pruned
+Part = Literal["model", "optimizer", "masks", "pruner"]  # masks are those in an optimizer's state
 
 
 class ReloadGuard:
-    """Looks at loaded weights before the next step, since masks that fit them may be loaded after them."""
+    """Looks at what was loaded before the next step, since what fits it may be loaded after it."""
 
-    def __init__(self, model: nn.Module, masking: Masking, action: Literal["zero", "raise"]) -> None:
+    def __init__(
+        self, model: nn.Module, masking: Masking, action: Literal["zero", "raise"], *, are_masks_given: bool
+    ) -> None:
         self.model, self.masking, self.store, self.action = model, masking, masking.store, action
-        self.is_pending = False  # something was loaded, and no step has followed
-        self._has_looked = False  # for zeros that no mask keeps
+        self._is_first = not are_masks_given  # the first step, before which weights may have zeros that no mask has
+        self._loaded: set[Part] = set()  # since the last step
         self._has_warned = False
         self._hooks = ExitStack()
 
@@ -35,35 +38,73 @@ class ReloadGuard:
         ids = {id(p) for p in self.store.weights.values()}
         for module in self.model.modules():
             if any(id(p) in ids for p in module.parameters(recurse=False)):
-                self._hooks.callback(module.register_load_state_dict_post_hook(_LoadHook(self._note_loading)).remove)
+                self._hooks.callback(module.register_load_state_dict_post_hook(_LoadHook(self._note_model)).remove)
 
     def detach(self) -> None:
         self._hooks.close()
+
+    def note(self, *parts: Part) -> None:
+        """These were loaded."""
+        self._loaded.update(parts)
 
     def check_event(self) -> None:
         """Look at the weights before they are ranked: at some of each, which costs little, or at all to refuse them."""
         if self.action == "raise" or self.store.num_not_zeroed(bits.CHUNK):
             self._has_only_zeros()
 
-    def _note_loading(self) -> None:
-        self.is_pending = True
+    def _note_model(self) -> None:
+        self.note("model")
 
     @torch.no_grad()
     def _before_step(self, *_: object) -> None:
-        if (self._has_looked and not self.is_pending) or is_capturing() or is_initialising(self.masking.optimizer):
+        if not (self._is_first or self._loaded) or is_capturing() or is_initialising(self.masking.optimizer):
             return
-        if not self._has_looked and not self.store.bits and (share := self.store.share_of_zeros(bits.CHUNK)) > FEW:
+        if "pruner" in self._loaded:
+            self._check_optimizer()
+        else:
+            together(self.store.holders if self._is_first or self.action == "raise" else None, self._check_zeros)
+        if self._loaded:
+            check_parameters(self.model, self.store.weights)
+            together(self.store.holders if self.action == "raise" else None, self._has_only_zeros)
+            self.masking.apply_(self.store.bits)
+        self._loaded, self._is_first = set(), False
+
+    def _check_zeros(self) -> bool:
+        """Whether no zeros are outside the masks, where a step would fill them; the pruner's state was not loaded.
+
+        It raises for zeros that the optimizer has trained around, since those were pruned, and warns of others.
+        """
+        share = self.store.share_of_unmasked_zeros(bits.CHUNK)
+        if share > FEW and has_trained(self.store.weights, self.masking.optimizer):
+            raise ValueError(
+                f"{share:.0%} of the weights are zero but in no mask, so this step would fill them; to continue a run, "
+                "load the pruner's state too, by pruner.load_state_dict; else make the Pruner after loading, with "
+                "masks='zeros' to keep the zeros or masks={} to fill them"
+            )
+        if share > FEW:
             warnings.warn(
                 f"{share:.0%} of the weights are zero already, and the first step fills them: "
                 "Pruner(..., masks='zeros') keeps them zero",
                 stacklevel=2,
             )
-        self._has_looked = True
-        if self.is_pending:
-            check_parameters(self.model, self.store.weights)
-            together(self.store.holders if self.action == "raise" else None, self._has_only_zeros)
-            self.masking.apply_(self.store.bits)
-            self.is_pending = False
+        if "masks" in self._loaded and self.masking.progress.step == 0:
+            warnings.warn(
+                "the masks came with the optimizer's state, but the schedule begins at step 0: to continue a run, load "
+                "the pruner's state too, by pruner.load_state_dict",
+                stacklevel=2,
+            )
+        return share <= FEW
+
+    def _check_optimizer(self) -> None:
+        """Warn if the pruner's state was loaded and that of its optimizer was not."""
+        optimizer, step = self.masking.optimizer, self.masking.progress.step
+        keeps_state = any(group.get("momentum", True) for group in optimizer.param_groups)  # all but plain SGD
+        if step and keeps_state and "optimizer" not in self._loaded and not has_trained(self.store.weights, optimizer):
+            warnings.warn(
+                f"the pruner goes on from step {step}, but the optimizer begins without its state: to continue a run, "
+                "load that too, by optimizer.load_state_dict",
+                stacklevel=2,
+            )
 
     def _has_only_zeros(self) -> bool:
         """Whether the weights on this rank are zero where the masks prune; if not, it warns once, or raises."""

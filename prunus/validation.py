@@ -160,6 +160,29 @@ def copied_weights(copy: object, weights: Mapping[str, nn.Parameter]) -> dict[st
     return {name: found[name] for name in weights}
 
 
+def check_devices(weights: Mapping[str, nn.Parameter]) -> None:
+    """Refuse weights that have no values yet: their optimizer would never see those that come."""
+    if name := next((name for name, weight in weights.items() if weight.is_meta), None):
+        raise ValueError(
+            f"{name} is on the meta device and has no values; load the weights on a real device "
+            "(model.to_empty(device=...), then load_state_dict), and make the optimizer and the Pruner after that"
+        )
+
+
+class StepCount(int):
+    """A number of steps that says what to write where it is called as ``pruner.step()``."""
+
+    def __call__(self) -> None:
+        raise TypeError("optimizer.step() drives the Pruner: leave out pruner.step(); pruner.step counts the steps")
+
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        """Files hold a plain number, which is loaded without this package."""
+        return int, (int(self),)
+
+
+torch.serialization.add_safe_globals([int])
+
+
 def check_eps(weights: Mapping[str, nn.Parameter], optimizer: Optimizer) -> None:
     """Refuse an eps that is zero: Adam would divide zero by zero where a weight is pruned."""
     names = {id(p): name for name, p in weights.items()}

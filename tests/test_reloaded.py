@@ -259,3 +259,137 @@ def test_zeros_that_no_mask_keeps_are_told_once_and_kept_by_one():
         told = [str(one.message) for one in said if "zero already" in str(one.message)]
         assert len(told) == warned and all("masks='zeros'" in line for line in told)
         assert (pruner.sparsity > 0.49) == (masks == "zeros")
+
+
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("lose", ["all", "one", "moments"])
+def test_a_state_that_was_cleared_brings_no_pruned_weight_back(make, lose):
+    model, pruner, _ = pruned(make)
+    state = pruner.optimizer.state
+    if lose == "all":
+        state.clear()
+    elif lose == "one":
+        del state[model.hidden.weight]
+    else:
+        for own in state.values():
+            own.clear()
+    train(model, pruner.optimizer, range(4, 7))
+    assert_pruned_are_zero(pruner)
+    again = pruner.optimizer.state_dict()["state"]
+    assert sum("mask" in own for own in again.values()) == 3
+
+
+def saved_parts(make, num_steps=8):
+    """States of a model, of its optimizer and of its Pruner, and what they prune."""
+    model, pruner, _ = pruned(make, num_steps, schedule=Ramp(0.5, 1, 20), every=3)
+    states = copy.deepcopy([part.state_dict() for part in (model, pruner.optimizer, pruner)])
+    return *states, {name: mask.clone() for name, mask in pruner.masks.items()}
+
+
+def resumed(make, loading, is_made_first, **options):
+    """A Pruner before the first step of a new process that loads some states, in the order given."""
+    model = net(9)
+    parts = {"model": model, "optimizer": make(model)}
+
+    def add_pruner():
+        ramp = {"score": "magnitude", "schedule": Ramp(0.5, 1, 20), "every": 3}
+        parts["pruner"] = Pruner(model, parts["optimizer"], **ramp | options)
+
+    if is_made_first:
+        add_pruner()
+    for name, state in loading.items():
+        if name == "pruner" and not is_made_first:
+            continue
+        parts[name].load_state_dict(copy.deepcopy(state))
+    if not is_made_first:
+        add_pruner()
+        if "pruner" in loading:
+            parts["pruner"].load_state_dict(loading["pruner"])
+    return parts["pruner"]
+
+
+def without_masks(optimizer):
+    """An optimizer's state as a checkpoint has it that knows moments only."""
+    state = copy.deepcopy(optimizer)
+    for own in state["state"].values():
+        own.pop("mask", None)
+    return state
+
+
+@pytest.mark.parametrize("is_made_first", [True, False])
+@pytest.mark.parametrize("make", MAKERS)
+def test_a_resume_without_masks_and_pruner_is_refused_in_one_line_until_the_pruners_state_comes(make, is_made_first):
+    model, optimizer, state, masks = saved_parts(make)
+    loading = {"model": model, "optimizer": without_masks(optimizer)}
+    pruner = resumed(make, loading, is_made_first)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"^\d+% of the weights are zero but in no mask[^\n]*pruner\.load_[^\n]*$"):
+            train(pruner.model, pruner.optimizer, [8])
+        assert loaded_wrongly(pruner.model, masks) == 0
+    pruner.load_state_dict(state)
+    train(pruner.model, pruner.optimizer, [8])
+    assert loaded_wrongly(pruner.model, masks) == 0 and pruner.step == 9
+    pruner.remove()
+    for given, num_back in (("zeros", 0), ({}, sum(int((~mask).sum()) for mask in masks.values()))):
+        kept = resumed(make, loading, False, masks=given)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            train(kept.model, kept.optimizer, [0])  # before its first event
+        assert loaded_wrongly(kept.model, masks) == num_back
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_a_sparser_model_loaded_into_a_run_under_way_is_refused_without_its_masks(make):
+    model, optimizer, state, masks = saved_parts(make, 17)
+    pruner = resumed(make, {}, True)
+    train(pruner.model, pruner.optimizer, range(6))
+    pruner.model.load_state_dict(model)
+    pruner.optimizer.load_state_dict(without_masks(optimizer))
+    with pytest.raises(ValueError, match="are zero but in no mask"):
+        train(pruner.model, pruner.optimizer, [17])
+    pruner.load_state_dict(state)
+    train(pruner.model, pruner.optimizer, [17])
+    assert loaded_wrongly(pruner.model, masks) == 0
+
+
+def warned(pruner):
+    """What the next two steps warn of."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        train(pruner.model, pruner.optimizer, [8, 9])
+    return [str(one.message) for one in said]
+
+
+@pytest.mark.parametrize("is_made_first", [True, False])
+@pytest.mark.parametrize("make", MAKERS)
+def test_a_resume_that_forgets_one_state_is_told_once_and_keeps_its_zeros(make, is_made_first):
+    model, optimizer, state, masks = saved_parts(make)
+    everything = {"pruner": state, "optimizer": optimizer, "model": model}
+    for forgotten, text in {
+        "pruner": "masks came with the optimizer's state, but the schedule begins at step 0",
+        "optimizer": "goes on from step 8, but the optimizer begins without its state",
+        "nothing": None,
+    }.items():
+        loading = {name: value for name, value in everything.items() if name != forgotten}
+        pruner = resumed(make, loading, is_made_first)
+        said = warned(pruner)
+        assert [text in line and "\n" not in line for line in said] == ([True] if text else [])
+        assert loaded_wrongly(pruner.model, masks) == 0
+
+
+def test_optimizers_that_keep_no_state_need_none():
+    model, _, state, _ = saved_parts(lambda m: torch.optim.SGD(m.parameters(), 0.05))
+    pruner = resumed(lambda m: torch.optim.SGD(m.parameters(), 0.05), {"model": model, "pruner": state}, True)
+    assert not warned(pruner)
+
+
+@pytest.mark.gpu
+def test_zeros_that_no_mask_keeps_are_told_on_a_gpu_where_masks_are_made_at_once():
+    model = net()
+    prune(model, sparsity=0.5)
+    optimizer = adamw_prune(model.cuda())
+    Pruner(model, optimizer, score="magnitude", schedule=Ramp(0.8, 5, 9))
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    with pytest.warns(UserWarning, match="zero already"):
+        optimizer.step()

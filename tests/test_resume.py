@@ -285,6 +285,7 @@ def test_two_of_four_are_what_is_asked_for_where_they_are_held():
         model(torch.ones(1, 8)).sum().backward()
         pruner.optimizer.step()
         saved = pruner.state_dict()
+        pruner.remove()
 
 
 @pytest.mark.parametrize("select", [PerLayer(), PerRow(), NofM(2, 4)], ids=str)
@@ -299,6 +300,7 @@ def test_another_selector_at_the_same_sparsity_gets_what_it_asks_for(select):
         model(torch.ones(1, 8)).sum().backward()
         pruner.optimizer.step()
         saved = pruner.state_dict()
+        pruner.remove()
     assert [event.step for event in events] == [1, 2]
     groups = {PerLayer(): 1, PerRow(): 8, NofM(2, 4): 4}
     for mask in pruner.masks.values():

@@ -1,12 +1,14 @@
-"""A weight has one Pruner at a time: two would prune more than either was asked for."""
+"""A weight has one Pruner at a time, and only its optimizer steps it: others would undo what it was asked for."""
 
 import copy
 import gc
 import pickle
+import weakref
 
 import pytest
 import torch
-from toys import NAMES, adamw, adamw_prune, assert_pruned_are_zero, net, num_pruned, through_a_file, train
+from covering import each_once
+from toys import NAMES, adamw, adamw_prune, assert_pruned_are_zero, net, num_pruned, sgd, through_a_file, train
 
 from prunus import Constant, Pruner, Ramp, Regrow
 
@@ -51,7 +53,7 @@ def test_one_that_was_refused_for_something_else_is_in_nobodys_way():
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_other_weights_and_other_optimizers_may_have_their_own(make):
+def test_other_weights_may_have_their_own(make):
     model = net()
     optimizer = make(model)
     first = pruner_of(model, optimizer, score="movement", exclude=["conv", "out"])
@@ -59,7 +61,90 @@ def test_other_weights_and_other_optimizers_may_have_their_own(make):
     train(model, optimizer, range(12))
     assert num_pruned(first) == round(0.5 * 975) and num_pruned(second) == round(0.5 * 79)
     assert any(sums.any() for sums in first.state_dict()["movement"].values())
-    assert list(pruner_of(model, make(model)).masks) == NAMES
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_another_optimizer_gives_no_second_one_until_the_first_is_removed(make):
+    model = net()
+    first = pruner_of(model, make(model))
+    train(model, first.optimizer, range(6))
+    with pytest.raises(
+        ValueError, match=r"^conv\.weight is pruned by another Pruner already; call \.remove\(\)[^\n]*$"
+    ):
+        pruner_of(model, make(model))
+    train(model, first.optimizer, range(6, 12))
+    assert_pruned_are_zero(first)
+    first.remove()
+    assert list(pruner_of(model, make(model), masks="zeros").masks) == NAMES
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_one_that_nobody_can_reach_is_in_nobodys_way(make):
+    model = net()
+    gc.disable()
+    try:
+        for _ in range(3):
+            train(model, pruner_of(model, make(model)).optimizer, range(2))
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("num_steps", [0, 6])
+@pytest.mark.parametrize(("make", "other"), each_once(MAKERS, [adamw_prune, adamw, sgd]))
+def test_the_step_of_an_optimizer_made_again_is_refused_before_it_moves_a_weight(make, other, num_steps):
+    model = net()
+    pruner = pruner_of(model, make(model))
+    train(model, pruner.optimizer, range(num_steps))
+    again = other(model)
+    before = copy.deepcopy(model.state_dict())
+    for _ in range(2):
+        with pytest.raises(
+            ValueError, match=r"^conv\.weight belongs to a Pruner of another optimizer[^\n]*remove\(\)[^\n]*$"
+        ):
+            train(model, again, [6])
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    train(model, pruner.optimizer, range(num_steps, 12))
+    assert num_pruned(pruner) == round(0.5 * 1054)
+    assert_pruned_are_zero(pruner)
+    pruner.remove()
+    train(model, again, [12])
+
+
+def test_optimizers_of_other_weights_step_as_ever():
+    model, other = net(), net(1)
+    pruner = pruner_of(model, torch.optim.AdamW(model.hidden.parameters()), schedule=Constant(0.5))
+    rest = torch.optim.SGD([*model.conv.parameters(), *model.norm.parameters(), *model.out.parameters()], 0.1)
+    for step in range(3):
+        train(model, rest, [step])
+        train(model, pruner.optimizer, [step])
+        train(other, adamw(other), [step])
+    assert num_pruned(pruner) == round(0.5 * 975)
+    assert_pruned_are_zero(pruner)
+
+
+class Outer(torch.optim.Optimizer):
+    """Steps by another optimizer, which it holds."""
+
+    def __init__(self, inner, part):
+        super().__init__([p for group in inner.param_groups for p in group["params"]], {})
+        setattr(self, *part(inner))
+
+    def step(self, closure=None):
+        held = getattr(self, "base", None) or self.several[0]
+        return held.step(closure)
+
+
+@pytest.mark.parametrize("part", [lambda inner: ("base", inner), lambda inner: ("several", [inner])])
+@pytest.mark.parametrize("is_outer", [True, False])
+def test_an_optimizer_that_steps_by_another_is_taken_for_one_with_it(part, is_outer):
+    model = net()
+    inner = adamw(model)
+    outer = Outer(inner, part)
+    pruner = pruner_of(model, outer if is_outer else inner)
+    train(model, outer, range(12))
+    assert pruner.step == 12 and num_pruned(pruner) == round(0.5 * 1054)
+    for name, mask in pruner.masks.items():
+        assert not model.get_parameter(name)[~mask].any()
 
 
 @pytest.mark.parametrize("make", MAKERS)
@@ -114,14 +199,15 @@ def test_a_copy_which_would_hold_nothing_is_refused(make, copied):
 
 
 def test_nothing_is_kept_alive_by_it():
-    from prunus.masks import _STORES
+    from torch.optim.optimizer import _global_optimizer_pre_hooks
 
+    num_before = len(_global_optimizer_pre_hooks)
     model = net()
     pruner = pruner_of(model, adamw(model))
-    assert pruner.optimizer in _STORES
+    assert len(_global_optimizer_pre_hooks) == num_before + 1
+    freed = weakref.ref(pruner)
     del pruner
     gc.collect()
-    num_left = len(_STORES)
-    pruner_of(model, adamw(model))
-    gc.collect()
-    assert len(_STORES) == num_left
+    assert freed() is None and len(_global_optimizer_pre_hooks) == num_before
+    pruner_of(model, adamw(model)).remove()
+    assert len(_global_optimizer_pre_hooks) == num_before

@@ -6,9 +6,9 @@ from inspect import signature
 import pytest
 import torch
 from torch import nn
-from toys import adamw, net, train
+from toys import adamw, adamw_prune, net, through_a_file, train
 
-from prunus import Constant, Global, NofM, OneShot, PerLayer, Pruner, Ramp, Regrow
+from prunus import AdamWPrune, Constant, Global, NofM, OneShot, PerLayer, Pruner, Ramp, Regrow
 from prunus.validation import check_options
 
 RAMP = Ramp(0.5, 2, 14)
@@ -69,6 +69,36 @@ def test_a_call_that_does_not_fit_is_answered_with_what_to_write(call, text):
     with pytest.raises(TypeError, match=text) as error:
         call(model, adamw(model))
     assert "\n" not in str(error.value) and len(str(error.value)) < 250
+
+
+def test_a_call_of_the_step_count_says_who_steps():
+    model = net()
+    pruner = Pruner(model, adamw(model), schedule=RAMP)
+    train(model, pruner.optimizer, range(2))
+    with pytest.raises(TypeError, match=r"^optimizer\.step\(\) drives the Pruner[^\n]*$"):
+        pruner.step()
+    assert pruner.step == 2 and pruner.step + 1 == 3 and f"{pruner.step}" == "2"
+    assert through_a_file({"at": pruner.step}) == {"at": 2}
+    assert type(through_a_file({"at": pruner.step})["at"]) is type(pruner.state_dict()["step"]) is int
+
+
+@pytest.mark.parametrize("option", ["sparsity", "amount", "fused"])
+def test_an_option_that_adamwprune_does_not_have_is_answered_with_what_to_write(option):
+    with pytest.raises(
+        TypeError, match=rf"^AdamWPrune has no option '{option}'[^\n]*max_norm[^\n]*schedule=Ramp\("
+    ) as error:
+        AdamWPrune(net().parameters(), lr=1e-3, **{option: 0.5})
+    assert "\n" not in str(error.value) and len(str(error.value)) < 250
+    assert list(signature(AdamWPrune).parameters)[:2] == ["params", "lr"]
+
+
+@pytest.mark.parametrize("make", [adamw, adamw_prune])
+@pytest.mark.parametrize("masks", [None, "zeros"])
+def test_weights_without_values_are_refused_when_the_pruner_is_made(make, masks):
+    with torch.device("meta"):
+        model = Halves()
+    with pytest.raises(ValueError, match=r"^one\.weight is on the meta device[^\n]*to_empty[^\n]*$"):
+        Pruner(model, make(model), schedule=RAMP, masks=masks)
 
 
 def test_a_callback_says_the_same():
