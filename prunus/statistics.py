@@ -38,6 +38,7 @@ def score_of(score: str | Callable[..., Tensor], options: Mapping[str, Any]) -> 
     if unknown := [n for n in options if n not in taken or n in row.reads]:
         allowed = [n for n in taken if n not in row.reads and n not in row.settings]
         raise ValueError(f"score option {unknown[0]!r} is not one of {allowed or 'none'} that {score} takes")
+    row.check(options)
     return row
 
 

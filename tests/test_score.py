@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from prunus.score import SCORES, random
+from prunus.score import POWERS, REGROWTH, SCORES, random
+from prunus.statistics import score_of
 
 pytestmark = pytest.mark.rounding
 
@@ -139,12 +140,58 @@ def test_bias_corrections_make_early_and_late_moments_alike(step):
     assert torch.allclose(SCORES["fisher"].of(w, v, step, beta2=0.999), (w * g).square(), rtol=1e-4)
 
 
-@pytest.mark.parametrize("q", [0.0, 0.25, 0.5, 0.1, 1.0])
+@pytest.mark.parametrize("q", [0.0, 0.25, 0.5])
 def test_fisher_with_q_is_one_family(q):
     w, _, v = drawn(scale=1.0)
     v_hat = v.double() / (1 - 0.999**STEP)
     found = SCORES["fisher"].of(w, v, STEP, q=q)
     assert torch.allclose(found.double(), w.double().abs() * v_hat**q, rtol=2e-6, atol=0)
+
+
+@pytest.mark.parametrize("q", [0.1, 0.3, 0.125, 1.0, -0.5, math.nan, "half"])
+def test_fisher_with_another_power_is_refused_in_one_line_that_names_those_there_are(q):
+    w, _, v = drawn()
+    for refused in (lambda: SCORES["fisher"].of(w, v, STEP, q=q), lambda: score_of("fisher", {"q": q})):
+        with pytest.raises(ValueError, match=r"^fisher takes q = 0, 0\.25 or 0\.5[^\n]*got [^\n]*$"):
+            refused()
+
+
+ALIKE = [(name, {}) for name in SCORES] + [(name, {"eps": 1e-8}) for name in TAKES_EPS]
+ALIKE += [("fisher", {"q": q}) for q in POWERS]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("name", "options"), ALIKE, ids=str)
+def test_a_score_of_an_element_is_the_same_bits_wherever_it_stands(name, options, dtype):
+    """In slices at every alignment and of every tail, contiguous or not: so a shard is ranked as the whole is."""
+    w, m, v = (x.to(dtype) for x in drawn((1, 600), scale=1e-2))
+    given = {n: x.expand(w.shape) if isinstance(x, torch.Tensor) else x for n, x in inputs(name, w, m, v).items()}
+    of = SCORES[name].of
+    whole = of(**given, **options).nan_to_num(7.0)  # eps is 0 in float16, and 0 / 0 is not equal to itself
+
+    def same(place):
+        part = {n: x[place] if isinstance(x, torch.Tensor) else x for n, x in given.items()}
+        copied = {n: x.clone() if isinstance(x, torch.Tensor) else x for n, x in part.items()}
+        return all(torch.equal(of(**each, **options).nan_to_num(7.0), whole[place]) for each in (part, copied))
+
+    odd = [
+        (start, length)
+        for start in range(18)
+        for length in (1, 2, 3, 5, 7, 9, 13, 17, 31, 33, 67, 257, 511)
+        if not same((slice(None), slice(start, start + length)))
+    ]
+    assert not odd and same((slice(None), slice(3, None, 7)))
+
+
+@pytest.mark.parametrize("name", REGROWTH)
+def test_a_rank_of_what_may_come_back_is_the_same_bits_wherever_it_stands(name):
+    _, m, v = drawn((600,), scale=1e-2)
+    reads = {"exp_avg": m, "exp_avg_sq": v, "grad": m}
+    row = REGROWTH[name]
+    whole = row.of(**{n: reads[n] for n in row.reads})
+    for start, length in ((s, n) for s in range(18) for n in (1, 3, 7, 13, 31, 67, 257)):
+        part = slice(start, start + length)
+        assert torch.equal(row.of(**{n: reads[n][part] for n in row.reads}), whole[part])
 
 
 def test_fisher_with_a_half_ranks_as_without_q():
