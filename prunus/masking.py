@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from .masks import MaskStore
 from .ops import bits
-from .optim import AdamWPrune
+from .optim import AdamWPrune, before_update
 from .ranks import is_offloaded, local
 from .statistics import Movement
 
@@ -198,24 +198,12 @@ class ByHooks(Masking):
         self._zero_after_steps(always=type(self.optimizer) not in ELEMENTWISE)
 
         @torch.no_grad()
-        def before_update() -> None:
+        def mask_and_add() -> None:
             self.mask_gradients()
             if self.movement:
                 self.movement.add_all(self.optimizer)
 
-        def before_step(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-            if closure is None:
-                return before_update()
-
-            def followed() -> Any:
-                loss = closure()
-                before_update()
-                return loss
-
-            return (args[0],), {**kwargs, "closure": followed}
-
-        self._hooks.callback(self.optimizer.register_step_pre_hook(before_step).remove)
+        self._hooks.callback(self.optimizer.register_step_pre_hook(before_update(mask_and_add)).remove)
         # a tensor's hook that held its tensor would never be freed: the garbage collector does not see through it
         weak = weakref.WeakMethod(self.mask_gradient)
 

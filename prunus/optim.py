@@ -45,6 +45,24 @@ class Spam:
         return 0.5 * (1 - math.cos(math.pi * since / self.warmup))
 
 
+def before_update(work: Callable[[], None]) -> Callable[..., Any]:
+    """A hook before steps that works right before the update: at once, or behind the closure that a step is given."""
+
+    def hook(_: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            return work()
+
+        def followed() -> Any:
+            loss = closure()
+            work()
+            return loss
+
+        return (args[0],), {**kwargs, "closure": followed}
+
+    return hook
+
+
 def _explained(init: Callable[P, None]) -> Callable[P, None]:
     """A constructor that answers an option that it does not have with what to write."""
 

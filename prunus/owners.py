@@ -25,7 +25,7 @@ _CHECKED: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # optimizers that step
 
 def claim(owner: Owner) -> None:
     """From now on no other owner may have these weights, and no other optimizer may step them."""
-    _OWNERS[owner] = register_optimizer_step_pre_hook(_check_step)
+    _OWNERS[owner] = register_optimizer_step_pre_hook(check_step)
     weakref.finalize(owner, _OWNERS[owner].remove)
     _CHECKED.clear()
 
@@ -44,7 +44,7 @@ def check_free(weights: Mapping[str, nn.Parameter]) -> None:
         )
 
 
-def _check_step(optimizer: Optimizer, *_: object) -> None:
+def check_step(optimizer: Optimizer, *_: object) -> None:
     """Refuse the step of an optimizer over weights that are pruned in another's steps: it would fill their zeros."""
     if torch.compiler.is_compiling() or optimizer in _CHECKED:
         return

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from .eligible import eligible
 from .ops.machine import is_capturing
-from .optim import AdamWPrune
+from .optim import AdamWPrune, before_update
 from .ranks import local
 
 UNFIT = {
@@ -59,7 +59,7 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Groups for an optimizer: each prunable weight alone, other matrices together, norms and biases without decay.
 
-    Make the optimizer from them, then its scheduler, then ``Pruner(..., rate=Rate())``.
+    Needed for ``Pruner(..., rate=Rate())`` with optimizers that are not torch's; the usual decay in any case.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"parameter_groups takes the model itself, got {type(model).__name__}")
@@ -96,18 +96,24 @@ class StepRates:
 
 
 class GroupRates:
-    """Factors on the rates of an optimizer's groups, there only while it steps: schedulers see the rates they set."""
+    """Factors on the rates of an optimizer's weights, there only while it steps: others see the groups that they made.
+
+    For a step, every weight with a factor stands in a group of its own.
+    """
 
     def __init__(self, optimizer: Optimizer, weights: Mapping[str, nn.Parameter]) -> None:
         name = type(optimizer).__name__
         if why := UNFIT.get(name):
             raise ValueError(f"{name} {why}, so rate= has no effect there; use AdamWPrune or torch.optim.AdamW")
         self.optimizer = optimizer
-        self.places = {name: place_of(name, weight, optimizer) for name, weight in weights.items()}  # in param_groups
-        groups = optimizer.param_groups
-        self.decouples = {name: is_decoupled(optimizer, groups[place]) for name, place in self.places.items()}
         self.factors = dict.fromkeys(weights, 1.0)
-        self._scaled: list[tuple[int, Any, Any, float]] = []  # group; its rate before and now; its decay before
+        self._names = {weight: name for name, weight in weights.items()}
+        for group in optimizer.param_groups:
+            if names := [self._names[p] for p in group["params"] if p in self._names]:
+                is_decoupled(optimizer, group)
+                check_alone(names[0], group, optimizer)
+        self._groups = optimizer.param_groups  # its own, while it steps by parts of them
+        self._parts: list[tuple[dict[str, Any], dict[str, Any], Any]] = []  # its group, the part and the part's rate
         self._handles: list[RemovableHandle] = []
 
     def set(self, factors: Mapping[str, float]) -> None:
@@ -115,9 +121,10 @@ class GroupRates:
 
     def attach(self) -> None:
         self._handles = [
-            self.optimizer.register_step_pre_hook(self._scale),
-            self.optimizer.register_step_post_hook(self._put_back),
+            self.optimizer.register_step_pre_hook(before_update(self._split)),
+            self.optimizer.register_step_post_hook(self._join),
             self.optimizer.register_state_dict_pre_hook(self._recover),
+            self.optimizer.register_load_state_dict_pre_hook(self._recover),
         ]
 
     def detach(self) -> None:
@@ -125,58 +132,64 @@ class GroupRates:
         for handle in self._handles:
             handle.remove()
 
-    def _scale(self, *_: object) -> None:
+    def _split(self) -> None:
         if is_capturing():
             raise ValueError(
                 "a graph of this step would keep the rates of today's densities; use AdamWPrune with rate="
             )
         self._recover()
-        seen: set[int] = set()
-        for group in self.optimizer.param_groups:  # each needs a rate of its own, where one tensor was given for all
-            if isinstance(group["lr"], Tensor):
-                group["lr"] = group["lr"].clone() if id(group["lr"]) in seen else group["lr"]
-                seen.add(id(group["lr"]))
-        for name, place in self.places.items():
-            group, factor = self.optimizer.param_groups[place], self.factors[name]
-            if factor == 1.0:
-                continue
-            lr, decay = group["lr"], group.get("weight_decay", 0.0)
-            self._scaled.append((place, lr, lr * factor, decay))
-            group["lr"] = lr * factor
-            if decay and self.decouples[name]:
-                group["weight_decay"] = decay / factor
+        self._groups = self.optimizer.param_groups
+        self._parts = [(group, part, part["lr"]) for group in self._groups for part in self._parts_of(group)]
+        self.optimizer.param_groups = [part for _, part, _ in self._parts]
 
-    def _put_back(self, *_: object) -> None:
-        for place, lr, _, decay in self._scaled:
-            group = self.optimizer.param_groups[place]
-            group["lr"] = lr
-            if "weight_decay" in group:
-                group["weight_decay"] = decay
-        self._scaled.clear()
+    def _parts_of(self, group: dict[str, Any]) -> list[dict[str, Any]]:
+        """The group as groups of one rate each: a weight with a factor alone, the rest together."""
+        factors = {p: self.factors[self._names[p]] for p in group["params"] if p in self._names}
+        rest = [p for p in group["params"] if factors.get(p, 1.0) == 1.0]
+        parts = [{**group, "params": rest}] if rest else []
+        for p, factor in factors.items():
+            if factor != 1.0:
+                part = {**group, "params": [p], "lr": group["lr"] * factor}
+                if group.get("weight_decay") and is_decoupled(self.optimizer, group):
+                    part["weight_decay"] = group["weight_decay"] / factor
+                parts.append(part)
+        return parts
+
+    def _join(self, *_: object) -> None:
+        """The optimizer's own groups again, with what its step has written into them."""
+        for group, part, _ in self._parts:
+            group.update({key: value for key, value in part.items() if key not in ("params", "lr", "weight_decay")})
+        self.optimizer.param_groups = self._groups
+        self._parts = []
 
     def _recover(self, *_: object) -> None:
-        """Put back what a step that failed has left scaled, unless somebody has set another value since."""
-        groups = self.optimizer.param_groups
-        self._scaled = [one for one in self._scaled if float(groups[one[0]]["lr"]) == float(one[2])]
-        self._put_back()
+        """The same after a step that failed, with the rates that somebody has set since."""
+        for group, part, lr in self._parts:
+            if part["lr"] is not lr:
+                group["lr"] = part["lr"]
+        if self._parts:
+            self._join()
 
 
-def place_of(name: str, weight: nn.Parameter, optimizer: Optimizer) -> int:
-    """Which group holds this weight and nothing else; a group that holds more is refused."""
-    groups = [group["params"] for group in optimizer.param_groups]
-    place = next(i for i, params in enumerate(groups) if any(p is weight for p in params))
-    if len(groups[place]) > 1:
+def check_alone(name: str, group: Mapping[str, Any], optimizer: Optimizer) -> None:
+    """Refuse a group of more than one weight if the optimizer is not torch's: it may keep numbers of a whole group."""
+    if len(group["params"]) > 1 and not known_kinds(optimizer) & (DECOUPLED | BY_GROUP | COUPLED):
         raise ValueError(
             f"rate= needs every prunable weight in a parameter group of its own, but {name} shares one with "
-            f"{len(groups[place]) - 1} more; make the optimizer as "
-            f"{type(optimizer).__name__}(prunus.parameter_groups(model, weight_decay=...), lr=...), or use AdamWPrune"
+            f"{len(group['params']) - 1} more; make the optimizer as "
+            f"{type(optimizer).__name__}(prunus.parameter_groups(model, weight_decay=...), lr=...), or use AdamWPrune "
+            "(a Trainer takes either as optimizers=(optimizer, None))"
         )
-    return place
+
+
+def known_kinds(optimizer: Optimizer) -> set[str]:
+    """Names of torch's optimizers that it is, or extends."""
+    return {kind.__name__ for kind in type(optimizer).__mro__ if kind.__module__.startswith("torch.optim")}
 
 
 def is_decoupled(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
     """Whether the group's weight decay shrinks weights by lr * weight_decay; refused where that is not known."""
-    kinds = {kind.__name__ for kind in type(optimizer).__mro__ if kind.__module__.startswith("torch.optim")}
+    kinds = known_kinds(optimizer)
     if kinds & DECOUPLED:
         return True
     if kinds & BY_GROUP:

@@ -17,6 +17,7 @@ from torch.nn.modules import module
 from torch.optim import optimizer
 
 from prunus.ops import bits, lazy
+from prunus.owners import check_step
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # kernels run in the interpreter; read when triton is first imported
@@ -77,7 +78,10 @@ def _shared() -> dict[str, object]:
         "is_deterministic": torch.are_deterministic_algorithms_enabled(),
         "is_grad_enabled": torch.is_grad_enabled(),
         "has_process_group": torch.distributed.is_initialized(),
-        "optimizer_hooks": [*optimizer._global_optimizer_pre_hooks, *optimizer._global_optimizer_post_hooks],
+        "optimizer_hooks": [  # but those of pruners that compiled code keeps alive, which change nothing for others
+            *(number for number, hook in optimizer._global_optimizer_pre_hooks.items() if hook is not check_step),
+            *optimizer._global_optimizer_post_hooks,
+        ],
         "module_hooks": [*module._global_forward_hooks, *module._global_forward_pre_hooks],
         "folder": Path.cwd(),
     }

@@ -133,6 +133,35 @@ def test_after_a_step_that_failed_others_see_and_set_the_rates_as_they_are():
     assert [group["lr"] for group in optimizer.param_groups] == [1e-2, 0.005, 1e-2]
 
 
+class Failing(torch.optim.SGD):
+    fails = False
+
+    def step(self, closure=None):
+        if self.fails:
+            raise RuntimeError("out of memory")
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("groups", [parameter_groups, lambda net: list(net.parameters())], ids=["split", "one"])
+def test_after_a_step_that_failed_in_itself_groups_and_rates_are_as_they_are_set(groups):
+    net = model()
+    optimizer = Failing(groups(net), lr=1e-2)
+    shapes = [len(group["params"]) for group in optimizer.param_groups]
+    rates = GroupRates(optimizer, {"0": net[0].weight})
+    rates.set({"0": 3.0})
+    rates.attach()
+    optimizer.fails = True
+    with pytest.raises(RuntimeError):
+        train(net, optimizer, 1)
+    optimizer.param_groups[0]["lr"] = 0.005
+    saved = optimizer.state_dict()["param_groups"]
+    assert [len(group["params"]) for group in saved] == shapes
+    assert [group["lr"] for group in saved] == [0.005, 1e-2, 1e-2][: len(shapes)]
+    optimizer.fails = False
+    train(net, optimizer, 1)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.005, 1e-2, 1e-2][: len(shapes)]
+
+
 def test_adamwprune_scales_its_step_and_not_its_decay():
     net, reference = model(), model()
     optimizer = AdamWPrune(parameter_groups(net, weight_decay=0.3), lr=1e-2)
@@ -159,10 +188,82 @@ def test_optimizers_that_cannot_follow_are_refused(name):
         GroupRates(getattr(torch.optim, name)(net.parameters()), {"0": net[0].weight})
 
 
-def test_a_group_with_others_in_it_is_refused_with_the_line_that_splits_it():
+@pytest.mark.parametrize("name", MAKE)
+def test_weights_that_share_a_group_step_as_those_that_stand_alone(name):
+    """The groups that people and trainers make: one of all, or one with decay and one without."""
+    net, split = model(), model()
+
+    def two(of):
+        matrices, rest = ([p for p in of.parameters() if (p.ndim > 1) == is_matrix] for is_matrix in (True, False))
+        return [{"params": matrices, "weight_decay": 0.3}, {"params": rest, "weight_decay": 0.0}]
+
+    optimizers = [MAKE[name](two(net)), MAKE[name](parameter_groups(split, weight_decay=0.3))]
+    schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5) for optimizer in optimizers]
+    for it, optimizer in zip((net, split), optimizers, strict=True):
+        Pruner(it, optimizer, score="magnitude", schedule=Ramp(0.75, 1, 5), every=2, rate=Rate())
+    shapes = [len(group["params"]) for group in optimizers[0].param_groups]
+    for _ in range(7):
+        ours, alone = train(net, optimizers[0], 1), train(split, optimizers[1], 1)
+        assert all(map(torch.equal, ours, alone))
+        for scheduler in schedulers:
+            scheduler.step()
+        assert schedulers[0].get_last_lr() == schedulers[1].get_last_lr()[:2]
+        groups = optimizers[0].state_dict()["param_groups"]
+        assert [len(group["params"]) for group in groups] == shapes
+        assert [group.get("weight_decay", 0) for group in groups] == [0.3, 0.0]
+    one = torch.optim.AdamW((other := model()).parameters())  # as a README begins
+    pruner = Pruner(other, one, score="magnitude", schedule=Constant(0.5), rate=Rate())
+    train(other, one)
+    assert pruner.sparsity == pytest.approx(0.5, abs=0.02) and max(layer.rate for layer in pruner.report().layers) > 1.5
+
+
+def test_a_closure_sees_the_groups_as_they_were_made():
+    net, plain = model(), model()
+    seen = []
+    optimizers = [torch.optim.AdamW(it.parameters(), lr=1e-2) for it in (net, plain)]
+    for it, optimizer in zip((net, plain), optimizers, strict=True):
+        Pruner(it, optimizer, score="magnitude", schedule=Constant(0.75), rate=Rate())
+
+    def closure():
+        seen.append([(len(group["params"]), group["lr"]) for group in optimizers[0].param_groups])
+        optimizers[0].zero_grad()
+        loss = net(torch.randn(8, 6, generator=torch.Generator().manual_seed(1))).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        optimizers[0].step(closure)
+    assert seen == [[(6, 1e-2)]] * 3
+    assert all(map(torch.equal, net.parameters(), train(plain, optimizers[1])))
+
+
+class Counting(torch.optim.Optimizer):
+    """Not torch's, and counts its steps in its groups."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1, "count": 0})
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["count"] += 1
+            for p in group["params"]:
+                p.data.add_(p.grad, alpha=-group["lr"])
+
+
+def test_what_an_optimizer_writes_into_its_groups_stays_there():
     net = model()
-    with pytest.raises(ValueError, match=r"0.weight shares one with 5 more; .*parameter_groups\(model"):
-        GroupRates(torch.optim.AdamW(net.parameters()), {"0.weight": net[0].weight})
+    optimizer = Counting([{"params": group["params"]} for group in parameter_groups(net)])
+    rates = GroupRates(optimizer, {"0": net[0].weight})
+    rates.set({"0": 3.0})
+    rates.attach()
+    train(net, optimizer, 4)
+    assert [(group["count"], group["lr"]) for group in optimizer.param_groups] == [(4, 0.1)] * 3
+
+
+def test_a_group_with_others_in_it_is_refused_where_the_optimizer_is_not_torchs():
+    net = model()
+    with pytest.raises(ValueError, match=r"0.weight shares one with 5 more; [^\n]*parameter_groups\(model[^\n]*$"):
+        GroupRates(Counting(net.parameters()), {"0.weight": net[0].weight})
 
 
 def test_decay_that_is_not_understood_is_refused():
