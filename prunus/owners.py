@@ -3,13 +3,13 @@
 import gc
 import weakref
 from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import Protocol
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 
 class Owner(Protocol):
@@ -19,20 +19,25 @@ class Owner(Protocol):
     optimizer: Optimizer
 
 
-_OWNERS: weakref.WeakKeyDictionary[Owner, RemovableHandle] = weakref.WeakKeyDictionary()
+_OWNERS: weakref.WeakSet[Owner] = weakref.WeakSet()
 _CHECKED: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # optimizers that step no weight of another's owner
 
 
 def claim(owner: Owner) -> None:
     """From now on no other owner may have these weights, and no other optimizer may step them."""
-    _OWNERS[owner] = register_optimizer_step_pre_hook(check_step)
-    weakref.finalize(owner, _OWNERS[owner].remove)
+    _watch_steps()
+    _OWNERS.add(owner)
     _CHECKED.clear()
 
 
+@cache
+def _watch_steps() -> None:
+    """Check the steps of all optimizers, for good: torch may be walking over its hooks when the last owner is freed."""
+    register_optimizer_step_pre_hook(check_step)
+
+
 def release(owner: Owner) -> None:
-    if hook := _OWNERS.pop(owner, None):
-        hook.remove()
+    _OWNERS.discard(owner)
 
 
 def check_free(weights: Mapping[str, nn.Parameter]) -> None:

@@ -78,7 +78,7 @@ def _shared() -> dict[str, object]:
         "is_deterministic": torch.are_deterministic_algorithms_enabled(),
         "is_grad_enabled": torch.is_grad_enabled(),
         "has_process_group": torch.distributed.is_initialized(),
-        "optimizer_hooks": [  # but those of pruners that compiled code keeps alive, which change nothing for others
+        "optimizer_hooks": [  # but the one that the first pruner makes
             *(number for number, hook in optimizer._global_optimizer_pre_hooks.items() if hook is not check_step),
             *optimizer._global_optimizer_post_hooks,
         ],

@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 from covering import each_once
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from toys import NAMES, adamw, adamw_prune, assert_pruned_are_zero, net, num_pruned, sgd, through_a_file, train
 
 from prunus import Constant, Pruner, Ramp, Regrow
@@ -199,15 +200,34 @@ def test_a_copy_which_would_hold_nothing_is_refused(make, copied):
 
 
 def test_nothing_is_kept_alive_by_it():
-    from torch.optim.optimizer import _global_optimizer_pre_hooks
+    from prunus.owners import _OWNERS
 
-    num_before = len(_global_optimizer_pre_hooks)
     model = net()
     pruner = pruner_of(model, adamw(model))
-    assert len(_global_optimizer_pre_hooks) == num_before + 1
+    train(model, pruner.optimizer, range(2))
     freed = weakref.ref(pruner)
+    assert pruner._store in _OWNERS
     del pruner
     gc.collect()
-    assert freed() is None and len(_global_optimizer_pre_hooks) == num_before
+    assert freed() is None
+    num_left = len(_OWNERS)
     pruner_of(model, adamw(model)).remove()
-    assert len(_global_optimizer_pre_hooks) == num_before
+    assert len(_OWNERS) == num_left
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_one_may_be_freed_while_another_steps(make):
+    """Torch walks over its hooks at every step, and the garbage collector may run at any time."""
+
+    def collect(*_):
+        gc.collect()
+
+    collecting = register_optimizer_step_pre_hook(collect)
+    try:
+        model, other = net(), net(1)
+        pruner = pruner_of(model, make(model))
+        freed = weakref.ref(pruner_of(other, make(other)))
+        train(model, pruner.optimizer, range(2))
+    finally:
+        collecting.remove()
+    assert pruner.step == 2 and freed() is None
