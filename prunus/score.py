@@ -78,28 +78,31 @@ def fisher(weight: Tensor, exp_avg_sq: Tensor, step: float, *, beta2: float = 0.
     """``w^2 v_hat``, ``v_hat = v / (1 - beta2^t)``: the loss that removal costs by a diagonal Hessian.
 
     With ``q``: ``|w| v_hat^q``, the family that runs from magnitude (0) over bitter7's exponent
-    (1/4) to the ranking of ``w^2 v_hat`` (1/2). There are no other powers: torch rounds those by where an element
-    stands in its tensor, and so in a shard not as in the whole.
+    (1/4) to the ranking of ``w^2 v_hat`` (1/2). Powers are multiples of 1/8, by square roots: torch rounds others by
+    where an element stands in its tensor, and so in a shard not as in the whole.
     """
-    check_power(q)
     corrected = exp_avg_sq / (1 - beta2**step)
     if q is None:
         return corrected.mul_(weight.square())
-    return POWERS[q](corrected).mul_(weight.abs())
+    return power(corrected, q).mul_(weight.abs())
 
 
-POWERS: Mapping[float, Callable[[Tensor], Tensor]] = {
-    0.0: lambda v: v.new_ones(v.shape),
-    0.25: lambda v: v.pow(ROOT).pow_(ROOT),
-    0.5: lambda v: v.pow(ROOT),
-}
+def power(values: Tensor, q: float) -> Tensor:
+    """``values^q`` by square roots and products, which round every element alike."""
+    check_power(q)
+    eighths, root, found = int(8 * q), values, values.new_ones(values.shape)
+    while eighths:
+        root, eighths = root.pow(ROOT), 2 * eighths
+        if eighths >= 8:
+            found, eighths = found.mul_(root), eighths - 8
+    return found
 
 
 def check_power(q: float | None) -> None:
-    if q is not None and q not in POWERS:
+    if q is not None and q not in (0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875):
         raise ValueError(
-            f"fisher takes q = 0, 0.25 or 0.5, or no q for w^2 v, but got {q!r}: other powers round differently in a "
-            "shard, so that masks would depend on the number of ranks"
+            f"fisher takes a multiple of 1/8 below 1 for q, as 0.25, or no q for w^2 v, but got {q!r}: other powers "
+            "round differently in a shard, so that masks would depend on the number of ranks"
         )
 
 
@@ -152,15 +155,16 @@ class Score:
     """All there is to know about a score.
 
     ``settings`` are what it takes beside statistics and options: constants of Adam, the weight's name.
-    ``formula`` says how kernels compute it with given constants; a score without one, as a function of the user's, is
-    given whole tensors, and its scores of one weight are stored for a while. ``check`` refuses options that do not fit.
+    ``formula`` says how kernels compute it with given constants, None for those that none computes; a score without
+    one, as a function of the user's, is given whole tensors, and its scores of one weight are stored for a while.
+    ``check`` refuses options that do not fit.
     ``equals`` names the score that computes the same with given options where all weights took as many steps of Adam.
     """
 
     of: Callable[..., Tensor]
     reads: tuple[str, ...]
     settings: tuple[str, ...] = ()
-    formula: Callable[[Mapping[str, Any]], Formula] | None = None
+    formula: Callable[[Mapping[str, Any]], Formula | None] | None = None
     check: Callable[[Mapping[str, Any]], None] = lambda _: None
     equals: Callable[[Mapping[str, Any]], str | None] = lambda _: None
     is_signed: bool = False  # whether it may be negative
@@ -204,7 +208,7 @@ def _bitter6(constants: Mapping[str, Any]) -> Formula:
     return Formula("bitter6_eps", _W | _M | _V, constants["eps"], 0.0, True)
 
 
-def _fisher(constants: Mapping[str, Any]) -> Formula:
+def _fisher(constants: Mapping[str, Any]) -> Formula | None:
     correction = 1 - constants.get("beta2", 0.999) ** constants["step"]
     known = {
         None: Formula("fisher", _W | _V, 0.0, correction),
@@ -212,7 +216,7 @@ def _fisher(constants: Mapping[str, Any]) -> Formula:
         0.25: Formula("fisher_quarter", _W | _V, 0.0, correction, True),
         0.5: Formula("fisher_half", _W | _V, 0.0, correction, True),
     }
-    return known[constants.get("q")]
+    return known.get(constants.get("q"))
 
 
 _W, _M, _V = {"w": "weight"}, {"m": "exp_avg"}, {"v": "exp_avg_sq"}  # registers of kernels
@@ -272,6 +276,6 @@ REGROWTH = {
 }
 
 
-def formula_of(of: Callable[..., Any]) -> Callable[[Mapping[str, Any]], Formula] | None:
+def formula_of(of: Callable[..., Any]) -> Callable[[Mapping[str, Any]], Formula | None] | None:
     """The formula of a score function if it is one of ours."""
     return next((row.formula for row in (*SCORES.values(), *REGROWTH.values()) if row.of is of), None)

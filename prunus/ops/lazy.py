@@ -20,10 +20,10 @@ class Lazy:
 
     ``reads`` are tensors that broadcast to ``weight``; they are cast to ``dtype`` and multiplied by
     their factor in ``scales`` first. A score that takes ``position`` is given the positions of its
-    elements in the flattened weight. ``formula`` says how kernels compute a score with given constants; a
-    score that has one is element-wise. Any other is given whole tensors, and its scores of one weight are
-    stored for a while. ``outputs`` are the dimensions that count outputs; each index of them is one row of
-    inputs. Where ranks share the weight, all tensors are this rank's ``shard`` of them.
+    elements in the flattened weight. ``formula`` says how kernels compute a score with given constants, or
+    that none does (None); a score that has one is element-wise. Any other is given whole tensors, and its
+    scores of one weight are stored for a while. ``outputs`` are the dimensions that count outputs; each index
+    of them is one row of inputs. Where ranks share the weight, all tensors are this rank's ``shard`` of them.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Lazy:
     scales: Mapping[str, float] = field(default_factory=dict)
     takes_position: bool = False
     dtype: torch.dtype = torch.float32
-    formula: Callable[[Mapping[str, Any]], Formula] | None = None
+    formula: Callable[[Mapping[str, Any]], Formula | None] | None = None
     outputs: tuple[int, ...] | None = (0,)
     shard: Shard | None = None
 

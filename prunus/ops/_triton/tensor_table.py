@@ -90,13 +90,14 @@ def readable(sources: Sequence[Lazy]) -> Readable | None:
     An event runs through here, so it is written by columns, which is fast.
     """
     formula, constants = sources[0].formula, sources[0].constants
-    if formula is None or any(s.formula != formula or s.dtype != torch.float32 for s in sources):
+    first = formula(constants) if formula else None
+    if formula is None or first is None or any(s.formula != formula or s.dtype != torch.float32 for s in sources):
         return None
-    first = formula(constants)
-    formulas = [first] * len(sources)
+    formulas: list[Formula] = [first] * len(sources)
     if any(s.constants != constants for s in sources):
-        formulas = [formula(s.constants) for s in sources]
-        if any(f.name != first.name for f in formulas):
+        found = [formula(s.constants) for s in sources]
+        formulas = [f for f in found if f is not None and f.name == first.name]
+        if len(formulas) < len(sources):
             return None
     types: dict[str, tl.dtype | None] = {"w": None, "m": None, "v": None}
     for register, name in first.registers.items():
