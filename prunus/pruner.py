@@ -73,7 +73,10 @@ class Pruner:
     Weights that are loaded without the pruner's state may not be zero where the masks prune. The next step after the
     model's ``load_state_dict``, and every event, notices that: they are zeroed again, with one warning, or, with
     ``reloaded="raise"``, refused by a ValueError. Sharded weights must be loaded on every rank then, since that step
-    asks all of them: to know that one loaded alone would take a message at every step.
+    asks all of them: to know that one loaded alone would take a message at every step. Zeros that no mask has are
+    refused where the optimizer has trained before, and a state that was not loaded beside the others is told.
+
+    A weight has one Pruner at a time, and only the optimizer of that Pruner may step it; ``remove`` lets others.
 
     A weight that no gradient has reached, such as an unused pooler, cannot be ranked by gradients or moments. The first
     step warns of it. At the first event it is refused, or stays dense if ``no_gradient`` is ``"dense"``.
