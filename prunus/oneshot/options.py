@@ -11,8 +11,9 @@ class Distill:
 
     First every block for itself, ``epochs`` times over the samples: it reads what the pruned model gives it, and its
     outputs should be those of the dense block in the dense model. Then, with ``whole_epochs``, the model as a whole:
-    its next-token distribution should be the dense model's, in KL divergence; outputs that are no logits should be
-    equal. Rates fall to zero. A tenth of the samples is held out: the best epoch there stays, none if none is better.
+    the loss is the KL divergence of its distribution from the dense model's, over tokens or classes, or of each single
+    logit; if the outputs are not logits, it is their mean squared difference (``result.tuned_whole.loss`` says which).
+    Rates fall to zero. A tenth of the samples is held out: the best epoch there stays, none if none is better.
     """
 
     epochs: int = 8

@@ -23,7 +23,7 @@ from .resources import Clock, is_out_of_memory, release
 from .solver import Choose, Solution, keep_all_but, refine, solve
 from .state import RepairState
 from .streams import Streams
-from .tune import Tuned, block_loss, tunable, tune, whole_loss
+from .tune import Tuned, WholeLoss, block_loss, tunable, tune
 from .walk import Originals, Walk
 
 FEW = 0.25  # tokens an input below which an expert is not repaired
@@ -150,8 +150,9 @@ class RepairWalk:
         how = {"epochs": distill.whole_epochs, "rate": distill.whole_rate, "batch": distill.batch}
 
         def run() -> Tuned:
-            loss = whole_loss(walk, self.originals.whole)
-            return tune(walk, parameters, loss, size=self.streams.size, offload=walk.offload, **how)
+            loss = WholeLoss(walk, self.originals.whole)
+            found = tune(walk, parameters, loss, size=self.streams.size, offload=walk.offload, **how)
+            return replace(found, loss=str(loss.distance))
 
         try:
             return self._tuned("whole", parameters, run)
@@ -174,7 +175,7 @@ class RepairWalk:
             found = run()
         if self.state:
             values = [parameter.detach().cpu() for parameter in parameters]
-            self.state.save(name, {"parameters": values, "tuned": [found.before, found.after]})
+            self.state.save(name, {"parameters": values, "tuned": [found.before, found.after, found.loss]})
         return found
 
     def _repair(self, group: InputGroup) -> None:

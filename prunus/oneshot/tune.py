@@ -1,8 +1,7 @@
 """Tuning: kept weights, biases and norms learn the outputs of the dense model, block by block or as a whole.
 
 The loss of a block is the mean square between its outputs, on the pruned stream, and those of the dense block on the
-dense stream. That of the whole model is the KL divergence of its distribution from the dense model's, or the mean
-square to the dense outputs where they are no logits.
+dense stream. That of the whole model is the distance of its outputs from the dense model's (see distance).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,18 +9,15 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.utils import _pytree as pytree
-from torch.utils.checkpoint import checkpoint
 
 from .blocks import Reached, Stream
+from .distance import Distance, distance_of, output_of
 from .offload import Offload, gradients, saving
 from .resources import is_out_of_memory, release
 from .samples import Pick, Tree, mask_of
 from .walk import Walk, first_tensor, outputs, swapped
 
 HELD_OUT = 10  # one sample of so many decides which epoch stays
-TOKENS = 1024  # whose distributions are compared at once
 SCALE = 1024  # of the loss of models in float16, whose gradients would vanish; Adam does not see it
 
 Loss = Callable[[Pick], Tensor]  # mean over the samples of a pick
@@ -33,6 +29,7 @@ class Tuned:
 
     before: float
     after: float
+    loss: str = str(Distance())
 
     @property
     def helped(self) -> bool:
@@ -170,57 +167,24 @@ def block_loss(walk: Walk, k: int, pruned: Stream, dense: Stream) -> Loss:
             pass
         finally:
             handle.remove()
-        return _mean_square(found[0], first_tensor(dense.stored(k + 1, pick)), mask_of(batch))
+        return Distance()(found[0], first_tensor(dense.stored(k + 1, pick)), mask_of(batch))
 
     return loss
 
 
-def whole_loss(walk: Walk, dense: Mapping[Tensor, Tensor]) -> Loss:
+class WholeLoss:
     """How far the model's outputs are from those with the ``dense`` values of its tensors."""
-    dense = {tensor: values.to(tensor.device) for tensor, values in dense.items()}
 
-    def loss(pick: Pick) -> Tensor:
-        batch = walk.batch(pick)
-        with torch.no_grad(), swapped(dense):
-            expected, _ = _outputs(walk.model, batch)
-        found, are_logits = _outputs(walk.model, batch)
-        distance = _divergence if are_logits else _mean_square
-        return distance(found, expected, mask_of(batch))
+    def __init__(self, walk: Walk, dense: Mapping[Tensor, Tensor]) -> None:
+        self.walk = walk
+        self.dense = {tensor: values.to(tensor.device) for tensor, values in dense.items()}
+        self.distance: Distance | None = None  # known after the first pass
 
-    return loss
-
-
-def _outputs(model: nn.Module, batch: Tree) -> tuple[Tensor, bool]:
-    """The first output, and whether it is logits: by its name, or a plain tensor where tokens or classes go in."""
-    found = outputs(model, batch)
-    if isinstance(found, Tensor):
-        leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
-        return found, not all(leaf.is_floating_point() for leaf in leaves)
-    logits = found.get("logits") if isinstance(found, Mapping) else None
-    return (first_tensor(found), False) if logits is None else (logits, True)
-
-
-def _mean_square(found: Tensor, expected: Tensor, mask: Tensor | None) -> Tensor:
-    dtype = torch.promote_types(found.dtype, torch.float32)
-    return _mean((found.to(dtype) - expected.to(dtype)).square(), mask)
-
-
-def _divergence(found: Tensor, expected: Tensor, mask: Tensor | None) -> Tensor:
-    """Mean KL divergence of ``softmax(found)`` from ``softmax(expected)``, a part of the tokens at a time."""
-    dtype = torch.promote_types(found.dtype, torch.float32)
-
-    def divergence(logits: Tensor, others: Tensor) -> Tensor:
-        found, expected = (F.log_softmax(each.to(dtype), -1) for each in (logits, others))
-        return F.kl_div(found, expected, reduction="none", log_target=True).sum(-1)
-
-    again = {"use_reentrant": False, "preserve_rng_state": False}
-    parts = (each.reshape(-1, each.shape[-1]).split(TOKENS) for each in (found, expected))
-    tokens = torch.cat([checkpoint(divergence, *part, **again) for part in zip(*parts, strict=True)])
-    return _mean(tokens.view(found.shape[:-1]), mask)
-
-
-def _mean(values: Tensor, mask: Tensor | None) -> Tensor:
-    """Mean over the tokens that count."""
-    if mask is None or values.shape[:2] != mask.shape:
-        return values.mean()
-    return (values.reshape(*mask.shape, -1).mean(2) * mask).sum() / mask.sum()
+    def __call__(self, pick: Pick) -> Tensor:
+        model, batch = self.walk.model, self.walk.batch(pick)
+        with torch.no_grad(), swapped(self.dense):
+            expected = outputs(model, batch)
+        if self.distance is None:
+            problem = getattr(getattr(model, "config", None), "problem_type", None)
+            self.distance = distance_of(expected, self.walk.samples.groups[pick.group].tree, problem)
+        return self.distance(output_of(outputs(model, batch)), output_of(expected), mask_of(batch))

@@ -9,6 +9,8 @@ import torch
 from covering import quickly
 from probe_checks import assert_same, snapshot, zeros
 from probe_models import cnn, convolutions, llama
+from torch import nn
+from torch.distributions import Bernoulli, Categorical, kl_divergence
 
 from prunus import Distill, Repair, prune
 
@@ -70,8 +72,25 @@ def test_outputs_that_are_no_logits_are_tuned_to_be_equal_and_classes_to_be_alik
         before = snapshot(model)
         result = prune(model, batches, 0.9, repair=Repair(tune=Distill(whole_epochs=2, whole_rate=1e-3)))
         assert result.tuned_whole.helped and result.num_pruned == sum(zeros(model, result.masks).values())
+        assert result.tuned_whole.loss == ("KL divergence" if make is cnn else "mean square")
         result.undo_()
         assert_same(before, snapshot(model))
+
+
+@pytest.mark.parametrize(("num", "loss"), [(5, "KL divergence"), (1, "KL divergence of single logits")])
+def test_segmentation_learns_over_its_classes_and_a_single_logit_as_a_bernoulli(num, loss):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 8, 3, padding=1), nn.Tanh(), nn.Conv2d(8, num, 1)).double()
+    dense, x = deepcopy(model), torch.randn(20, 2, 6, 7, dtype=torch.float64)
+    labels = torch.randint(0, max(2, num), (20, 6, 7))
+    repair = Repair(iterations=0, refine=0, tune=Distill(epochs=0, whole_epochs=0))
+    prune(masked := deepcopy(model), [(x, labels)], 0.7, repair=repair)
+    logits = [each(x[9::10]).detach() for each in (dense, masked)]
+    kind = Bernoulli if num == 1 else Categorical
+    both = [kind(logits=each.movedim(1, -1)) for each in logits]
+    result = prune(model, [(x, labels)], 0.7, repair=replace(repair, tune=Distill(0, whole_epochs=4, whole_rate=1e-2)))
+    assert result.tuned_whole.before == pytest.approx(kl_divergence(*both).mean().item())
+    assert result.tuned_whole.helped and result.tuned_whole.loss == loss
 
 
 @pytest.mark.parametrize("limit", [1, 2])

@@ -1,0 +1,123 @@
+"""How far the outputs of a model are from those of another: as distributions where they are logits, else as numbers.
+
+Outputs are logits by their name, ``logits``, as in Hugging Face models. Other outputs are logits only where the
+samples show it:
+
+- labels are whole numbers, one for each place: (sample, ...) with outputs (sample, classes, ...) or (sample, ...,
+  classes)
+- labels are 0 or 1, one for each output: every output is a logit by itself
+- there are no labels, the inputs are tokens (sample, token), and the outputs (sample, token, classes) have a class for
+  every token that occurs; hidden states have that shape too, but rarely so many features
+
+All else is compared as it is: images of an autoencoder, embeddings, regressions (labels that are not whole numbers, or
+a config that says ``problem_type="regression"``), and classes of images that come without labels.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from .samples import Tree
+from .walk import first_tensor
+
+TOKENS = 1024  # whose distributions are compared at once
+
+
+@dataclass(frozen=True)
+class Distance:
+    """``distance(found, expected)``: the mean over samples and places, and only over tokens that the mask admits.
+
+    - ``classes``: KL divergence of ``softmax(found)`` from ``softmax(expected)`` over dimension ``dim``
+    - ``bernoulli``: the same of ``sigmoid(found)``, each output by itself
+    - ``mean square``: ``(found - expected)^2``
+    """
+
+    kind: Literal["classes", "bernoulli", "mean square"] = "mean square"
+    dim: int = -1
+
+    def __str__(self) -> str:
+        return {"classes": "KL divergence", "bernoulli": "KL divergence of single logits"}.get(self.kind, self.kind)
+
+    def __call__(self, found: Tensor, expected: Tensor, mask: Tensor | None = None) -> Tensor:
+        """``found`` and ``expected`` have the same shape; ``mask`` is (sample, token)."""
+        if self.kind == "classes":
+            return _mean(_divergence(found.movedim(self.dim, -1), expected.movedim(self.dim, -1)), mask)
+        dtype = torch.promote_types(found.dtype, torch.float32)
+        found, expected = found.to(dtype), expected.to(dtype)
+        if self.kind == "mean square":
+            return _mean((found - expected).square(), mask)
+        ways = ((expected.sigmoid(), 1), ((-expected).sigmoid(), -1))  # 1 - sigmoid(x) would round to 0
+        parts = [p * (F.logsigmoid(sign * expected) - F.logsigmoid(sign * found)) for p, sign in ways]
+        return _mean(parts[0] + parts[1], mask)
+
+
+def output_of(found: Any) -> Tensor:
+    """The tensor of a model's outputs that is compared: its logits, or the first that it returns."""
+    logits = found.get("logits") if isinstance(found, Mapping) else None
+    return first_tensor(found) if logits is None else logits
+
+
+def distance_of(found: Any, samples: Tree, problem: str | None = None) -> Distance:
+    """How outputs like ``found``, of one or more of the ``samples``, are compared.
+
+    ``problem`` is the ``problem_type`` of a Hugging Face config.
+    """
+    output, inputs, labels = output_of(found), *_parts(samples)
+    if problem == "regression" or (labels is not None and labels.is_floating_point() and problem is None):
+        return Distance()
+    if isinstance(found, Mapping) and "logits" in found:
+        dim = 1 if output.ndim > 3 else -1
+        is_single = problem == "multi_label_classification" or output.ndim < 2 or output.shape[dim] == 1
+        return Distance("bernoulli") if is_single else Distance("classes", dim)
+    shape = output.shape[1:]
+    if labels is not None:
+        places = labels.shape[1:]
+        if shape.numel() == places.numel():
+            return Distance("bernoulli") if _is_within(labels, 2) else Distance()
+        dims = {-1: shape[:-1], 1: shape[1:]}  # of classes, and the places that they leave
+        first = 1 if output.ndim > 3 else -1
+        dim = next((dim for dim in (first, -first) if dims[dim] == places), None)
+        return Distance() if dim is None else Distance("classes", dim)
+    are_tokens = isinstance(inputs, Tensor) and not inputs.is_floating_point() and inputs.ndim > 1
+    if are_tokens and shape[:-1] == inputs.shape[1:] and _is_within(inputs, shape[-1]):
+        return Distance("classes")
+    return Distance()
+
+
+def _parts(samples: Tree) -> tuple[Any, Tensor | None]:
+    """Tokens or other inputs, and the labels if there are any."""
+    inputs, labels = samples if isinstance(samples, tuple) else (samples, None)
+    if isinstance(inputs, Mapping):
+        labels = inputs.get("labels") if labels is None else labels
+        inputs = inputs.get("input_ids")
+    return inputs, labels if isinstance(labels, Tensor) else None
+
+
+def _is_within(numbers: Tensor, num: int) -> bool:
+    return bool(((numbers >= 0) & (numbers < num)).all())
+
+
+def _divergence(found: Tensor, expected: Tensor) -> Tensor:
+    """KL divergence over the last dimension, a part of the places at a time."""
+    dtype = torch.promote_types(found.dtype, torch.float32)
+
+    def divergence(logits: Tensor, others: Tensor) -> Tensor:
+        found, expected = (F.log_softmax(each.to(dtype), -1) for each in (logits, others))
+        return F.kl_div(found, expected, reduction="none", log_target=True).sum(-1)
+
+    again = {"use_reentrant": False, "preserve_rng_state": False}
+    parts = (each.reshape(-1, each.shape[-1]).split(TOKENS) for each in (found, expected))
+    places = torch.cat([checkpoint(divergence, *part, **again) for part in zip(*parts, strict=True)])
+    return places.view(found.shape[:-1])
+
+
+def _mean(values: Tensor, mask: Tensor | None) -> Tensor:
+    """Mean over the tokens that count."""
+    if mask is None or values.shape[:2] != mask.shape:
+        return values.mean()
+    return (values.reshape(*mask.shape, -1).mean(2) * mask).sum() / mask.sum()
