@@ -1,6 +1,6 @@
 """Whole experts that go: those of each layer that add least to its output, with the router's rows."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from numbers import Real
@@ -165,18 +165,17 @@ class _Importance:
                 stack.callback(hook.remove)
             self.walk.visit(size, self._pass, self._add)
 
-    def _pass(self, chunk: Chunk) -> dict[str, Added]:
+    def _pass(self, chunk: Chunk) -> list[tuple[str, int, Tensor]]:
         batch = self.walk.batch(chunk)
         self._added, self._mask = {}, mask_of(batch)
         outputs(self.walk.model, batch)
-        return self._added
-
-    def _add(self, chunk: Chunk, added: Mapping[str, Added]) -> None:
         self.forwards += chunk.size
-        for name, parts in added.items():
-            for expert, amounts in parts:
-                self.sums[name][expert] += amounts.sum(dtype=torch.float64).cpu()
-                self.num_tokens[name][expert] += len(amounts)
+        return [(name, expert, amounts) for name, parts in self._added.items() for expert, amounts in parts]
+
+    def _add(self, found: tuple[str, int, Tensor]) -> None:
+        name, expert, amounts = found
+        self.sums[name][expert] += amounts.sum(dtype=torch.float64).cpu()
+        self.num_tokens[name][expert] += len(amounts)
 
     def _hook(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

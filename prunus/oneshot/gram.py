@@ -35,35 +35,43 @@ class Gram:
     def __init__(self) -> None:
         self.num_tokens = 0
         self._block: Tensor | None = None  # (1 or 2 streams, BLOCK, in): tokens that wait for their block to fill
+        self._filled = 0  # tokens in it
+        self._num_multiplied = 0  # products of a block that are in the sums already
         self._sums: list[Tensor] = []  # X X^T, X_d X^T, X_d X_d^T
 
-    @torch.no_grad()
     def add(self, x: Tensor, x_dense: Tensor | None = None, valid: Tensor | None = None) -> None:
         """Take up inputs of shape (..., in); ``valid`` (...) is False where a token does not count."""
-        streams = [x] if x_dense is None else [x, x_dense]
-        streams = [s.reshape(-1, s.shape[-1]) if valid is None else s[valid.bool()] for s in streams]
+        self.take(tokens_of(x, x_dense, valid))
+
+    @torch.no_grad()
+    def take(self, streams: list[Tensor]) -> None:
+        """Take up tokens (token, in) of one stream or two, which are removed from ``streams`` as they are taken.
+
+        Where memory runs out, it goes on from there when it is called again.
+        """
+        x = streams[0]
         if self._block is None:
-            self._block = x.new_empty(len(streams), BLOCK, x.shape[-1])
-            dtype = torch.promote_types(x.dtype, torch.float32)
-            count = 1 if x_dense is None else 3
+            dtype, count = torch.promote_types(x.dtype, torch.float32), 2 * len(streams) - 1
             self._sums = [x.new_zeros(x.shape[-1], x.shape[-1], dtype=dtype) for _ in range(count)]
-        start, total = 0, len(streams[0])
-        while start < total:
-            filled = self.num_tokens % BLOCK
-            size = min(BLOCK - filled, total - start)
+            self._block = x.new_empty(len(streams), BLOCK, x.shape[-1])
+        while True:
+            if self._filled == BLOCK:
+                self._multiply()
+            size = min(BLOCK - self._filled, len(streams[0]))
+            if not size:
+                return
             for block, stream in zip(self._block, streams, strict=True):
-                block[filled : filled + size] = stream[start : start + size]
+                block[self._filled : self._filled + size] = stream[:size]
+            self._filled += size
             self.num_tokens += size
-            start += size
-            if filled + size == BLOCK:
-                self._multiply(BLOCK)
+            streams[:] = [stream[size:] for stream in streams]
 
     @torch.no_grad()
     def moments(self) -> Moments:
         """The sums over all tokens; nothing can be added afterwards."""
         if self._block is None:
             raise ValueError("no tokens were added, so there is no Gram matrix")
-        self._multiply(self.num_tokens % BLOCK)
+        self._multiply()
         self._block = None
         for total in self._sums[::2]:
             for columns in _panels(total):
@@ -72,20 +80,29 @@ class Gram:
         assert gram is not None
         return Moments(gram, cross, dense, self.num_tokens)
 
-    def _multiply(self, size: int) -> None:
+    def _multiply(self) -> None:
+        """Add the products of the block, and empty it; those that were added before memory ran out are left out."""
         assert self._block is not None
-        x, *dense = self._block[:, :size]
+        x, *dense = self._block[:, : self._filled]
+        products = _gram_products(self._sums[0], x)
+        for x_dense in dense:
+            products += [(self._sums[1], x_dense, x), *_gram_products(self._sums[2], x_dense)]
         with float32_products(x.device):
-            _add_gram_(self._sums[0], x)
-            for x_dense in dense:
-                _add_product_(self._sums[1], x_dense, x)
-                _add_gram_(self._sums[2], x_dense)
+            for product in products[self._num_multiplied :]:
+                _add_product_(*product)
+                self._num_multiplied += 1
+        self._num_multiplied = self._filled = 0
 
 
-def _add_gram_(total: Tensor, x: Tensor) -> None:
-    """Add x^T x to the panels of ``total`` on and right of its diagonal."""
-    for columns in _panels(total):
-        _add_product_(total[columns, columns.start :], x[:, columns], x[:, columns.start :])
+def tokens_of(x: Tensor, x_dense: Tensor | None = None, valid: Tensor | None = None) -> list[Tensor]:
+    """Inputs (..., in) of one stream or two as (token, in), where ``valid`` (...) is True."""
+    streams = [x] if x_dense is None else [x, x_dense]
+    return [s.reshape(-1, s.shape[-1]) if valid is None else s[valid.bool()] for s in streams]
+
+
+def _gram_products(total: Tensor, x: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """What adds x^T x to the panels of ``total`` on and right of its diagonal."""
+    return [(total[here, here.start :], x[:, here], x[:, here.start :]) for here in _panels(total)]
 
 
 def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -29,7 +29,7 @@ def input_norms(walk: Walk) -> tuple[dict[str, Tensor], int]:
     """
     reader = _Reader(walk)
     size = SIZE.get(walk.device.type, 4) if reader.may_batch() else 1
-    walk.visit(size, lambda chunk: _add(reader.sums, reader.squares(chunk)), after=reader.done)
+    walk.visit(size, lambda chunk: reader.squares(chunk).items(), reader.add, after=reader.done)
     left = [weight.name for weight in walk.weights if weight.name not in reader.sums]
     used = reader.used(left) if left else set()
     if unreached := [name for name in left if name not in used]:
@@ -68,7 +68,7 @@ class _Reader:
         parts = [self.squares(Chunk(number, i, i + 1)) for i in (0, 1)]
         self.done = Chunk(number, 0, 2)
         for part in parts:
-            _add(self.sums, {name: squares.clone() for name, squares in part.items()})
+            self.walk.each_once([*part.items()], self.add)
         for skipped in self._head(), {}:
             self.skipped = skipped
             with suppress(*FAILURES, MemoryError):
@@ -93,6 +93,10 @@ class _Reader:
             outputs(self.walk.model, batch)
         self.forwards += chunk.size
         return collector.squares
+
+    def add(self, found: tuple[str, Tensor]) -> None:
+        name, squares = found
+        self.sums[name] = self.sums[name] + squares if name in self.sums else squares
 
     def used(self, names: Collection[str]) -> set[str]:
         """Which weights functions read in the pass of one sample, though their modules are not called."""
@@ -127,8 +131,3 @@ def _add_up(parts: Sequence[Sums], together: Sums) -> bool:
         if not bool((squares - alone).abs().max() <= 0.01 * alone.abs().max()):
             return False
     return True
-
-
-def _add(sums: Sums, more: Sums) -> None:
-    for name, squares in more.items():
-        sums[name] = sums[name].add_(squares) if name in sums else squares

@@ -16,6 +16,7 @@ from ..input_statistics import eagerly
 from ..ops import bits
 from ..ranks import is_dtensor
 from ..select import Global, PerLayer, Quota, Selector, Shape, clipped
+from .batch_norms import renew_batch_norms
 from .drop_experts import drop_experts_
 from .options import Repair
 from .probe.engine import Engine
@@ -30,7 +31,7 @@ from .samples import fingerprint as samples_hash
 from .solver import keep, keep_all_but
 from .state import RepairState
 from .strategy import ScoreLike, Strategy, default_select, moment_sources
-from .walk import Originals, Walk, renew_batch_norms
+from .walk import Originals, Walk
 
 
 def prune(
@@ -338,7 +339,7 @@ class Job:
         walk.run(lambda names: finished(names, Probed()))
         if self.plan.repair.batch_norm:
             with self.clock.part("batch norms"):
-                renew_batch_norms(self.walk, walk.streams.size, result.originals)
+                renew_batch_norms(self.walk, walk.streams.blocks, walk.streams.size, result.originals)
         result.tuned_whole = walk.tune_whole()
         result.packed, result.repairs, result.tuned = walk.packed, walk.found, walk.tuned
         self._repair_forwards += walk.streams.forwards

@@ -81,6 +81,10 @@ class Samples:
             edges = [group.size * i // num_parts for i in range(num_parts + 1)]
             yield from (Chunk(number, start, stop) for start, stop in pairwise(edges))
 
+    def number(self, chunk: Chunk) -> int:
+        """Of the first sample of a chunk among all."""
+        return sum(group.size for group in self.groups[: chunk.group]) + chunk.start
+
     def tree(self, chunk: Chunk | Pick, times: int = 1) -> Tree:
         """The samples of a chunk, repeated ``times`` times."""
         group = self.groups[chunk.group]

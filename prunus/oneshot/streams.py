@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from ..input_statistics import one_by_one
 from .blocks import Reached, Stream, replaced
 from .experts import ExpertInputs, routed
-from .gram import Gram, Moments
+from .gram import Gram, Moments, tokens_of
 from .layers import Inputs, Reader
 from .order import InputGroup, can_batch, input_groups
 from .resources import Clock, free_bytes
@@ -122,28 +122,32 @@ class Streams:
         read = self._expert_reads if name in self.stacked else self._reads
         if self.has_dense and not self._inputs:
             self._store_inputs()
-        num_seen = 0
 
-        def collect(chunk: Chunk) -> tuple[list[Read], list[Read]]:
+        def collect(chunk: Chunk) -> list[tuple[int, list[Tensor]]]:
             routes: list[tuple[Any, ...]] = []
             with self.clock.part("forwards"):
                 pruned = read("pruned", group, chunk, routes)
-                return pruned, read("dense", group, chunk, routes) if has_dense and pruned else []
-
-        def add(chunk: Chunk, found: tuple[list[Read], list[Read]]) -> None:
-            nonlocal num_seen
-            pruned, dense = found
+                dense = read("dense", group, chunk, routes) if has_dense and pruned else []
             with self.clock.part("grams"):
-                for call, (part, x, valid) in enumerate(pruned):
-                    _check_finite(group, x, valid, num_seen, chunk.size)
-                    grams[part].add(x, dense[call][1] if dense else None, valid)
-            num_seen += chunk.size
+                for _, x, valid in pruned:
+                    _check_finite(group, x, valid, self.walk.samples.number(chunk), chunk.size)
+                return [
+                    (part, tokens_of(x, dense[call][1] if dense else None, valid))
+                    for call, (part, x, valid) in enumerate(pruned)
+                ]
 
-        self.walk.visit(self.size, collect, add, on_halved=self.changed)
-        return [gram.moments() if gram.num_tokens else None for gram in grams]
+        def add(found: tuple[int, list[Tensor]]) -> None:
+            part, streams = found
+            with self.clock.part("grams"):
+                grams[part].take(streams)
+
+        self.walk.visit(self.size, collect, add, make_room=self.changed)
+        found: list[Moments | None] = []
+        self.walk.each_once(grams, lambda gram: found.append(gram.moments() if gram.num_tokens else None), self.changed)
+        return found
 
     def _advance(self, kind: Kind) -> None:
-        visit = partial(self.walk.visit, self.size, on_halved=self._outputs.clear)
+        visit = partial(self.walk.visit, self.size, make_room=self._outputs.clear)
         with self.clock.part("forwards"), self._running(kind):
             getattr(self, kind).advance(self.position, self._forward, visit)
         self.forwards += len(self.walk.samples)

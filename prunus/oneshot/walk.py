@@ -62,35 +62,57 @@ class Walk:
     def visit(
         self,
         size: int,
-        act: Callable[[Chunk], Any],
-        then: Callable[[Chunk, Any], None] | None = None,
+        act: Callable[[Chunk], Iterable[Any] | None],
+        add: Callable[[Any], None] | None = None,
         *,
         after: Chunk | None = None,
-        on_halved: Callable[[], None] | None = None,
+        make_room: Callable[[], None] | None = None,
     ) -> None:
         """Call ``act`` for all samples, ``size`` at a time; where memory runs out, for the two halves of a chunk.
 
-        ``then`` is called once for every chunk, with what ``act`` returned. ``after`` are the first samples of a
-        group, and are left out.
+        ``act`` may be called again for samples that it has seen: what is to be summed up it must return, in parts.
+        ``add`` takes up each part once. Where memory runs out in it, it is called again with the same part, and must
+        have changed nothing or go on where it stopped. ``make_room`` is called whenever memory has run out. ``after``
+        are the first samples of a group, and are left out.
         """
         chunks = [chunk if after is None else chunk.after(after) for chunk in self.samples.chunks(size)]
         pending = [chunk for chunk in chunks if chunk.size]
         while pending:
             chunk = pending.pop(0)
             try:
-                found = act(chunk)
+                found = list(act(chunk) or ())
             except Exception as error:
                 if not is_out_of_memory(error) or chunk.size == 1:
                     raise
             else:
-                if then is not None:
-                    then(chunk, found)
+                if add is not None:
+                    self.each_once(found, add, make_room)
                 continue
-            # outside the handler: the error keeps the tensors of the failed pass alive
-            if on_halved is not None:
-                on_halved()
-            release(self.device)
+            self._release(make_room)  # outside the handler: the error keeps the tensors of the failed pass alive
             pending[:0] = chunk.halves()
+
+    def each_once(
+        self, parts: list[Any], add: Callable[[Any], None], make_room: Callable[[], None] | None = None
+    ) -> None:
+        """Call ``add`` for each part, which is removed; a second time where memory runs out."""
+        has_failed = False
+        while parts:
+            try:
+                add(parts[0])
+            except Exception as error:
+                if not is_out_of_memory(error) or has_failed:
+                    raise
+            else:
+                parts.pop(0)
+                has_failed = False
+                continue
+            has_failed = True
+            self._release(make_room)
+
+    def _release(self, make_room: Callable[[], None] | None) -> None:
+        if make_room is not None:
+            make_room()
+        release(self.device)
 
 
 @contextmanager
@@ -237,46 +259,3 @@ class Originals:
             else:
                 tensor.detach()[bits.unpack(packed, tensor.shape)] = values
         return replaced
-
-
-@torch.no_grad()
-def renew_batch_norms(walk: Walk, size: int, originals: Originals) -> None:
-    """Running statistics of batch norms change as those of the samples did: means by a difference, variances by ratio.
-
-    The samples' own statistics would not do: training augments its images and samples are few, so that even the dense
-    model would lose by them. Where no weight has changed, nothing changes.
-    """
-    norms = [
-        module
-        for module in walk.model.modules()
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is not None
-    ]
-    if not norms or len(walk.samples) < 2:
-        return
-    with swapped({tensor: values.to(tensor.device) for tensor, values in originals.whole.items()}):
-        before = _statistics(walk, size, norms)
-    after = _statistics(walk, size, norms)
-    for norm, (old_mean, old_var), (mean, var) in zip(norms, before, after, strict=True):
-        running_mean, running_var = norm.get_buffer("running_mean"), norm.get_buffer("running_var")
-        for buffer in (running_mean, running_var):
-            originals.save_all(buffer)
-            walk.renewed.add(buffer)
-        running_mean += mean - old_mean
-        running_var *= (var + norm.eps) / (old_var + norm.eps)
-
-
-def _statistics(walk: Walk, size: int, norms: Sequence[nn.modules.batchnorm._BatchNorm]) -> list[tuple[Tensor, Tensor]]:
-    """Mean and variance of what each norm reads, over all samples; its running statistics are as before."""
-    before = [(norm.momentum, [buffer.clone() for buffer in norm.buffers()]) for norm in norms]
-    for norm in norms:
-        norm.reset_running_stats()
-        norm.momentum = None  # the mean over all batches
-        norm.train()
-    try:
-        walk.visit(size, lambda chunk: outputs(walk.model, walk.batch(chunk)))
-        return [(norm.get_buffer("running_mean").clone(), norm.get_buffer("running_var").clone()) for norm in norms]
-    finally:
-        for norm, (momentum, buffers) in zip(norms, before, strict=True):
-            norm.momentum = momentum
-            norm.eval()
-            torch._foreach_copy_(list(norm.buffers()), buffers)

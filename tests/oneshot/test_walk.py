@@ -4,8 +4,10 @@ import pytest
 import torch
 from probe_models import cnn, llama, mlp
 
+from prunus import prune
 from prunus.eligible import eligible
 from prunus.input_statistics import InputNorms
+from prunus.oneshot import gram, norms, streams
 from prunus.oneshot.blocks import Stream, block_of
 from prunus.oneshot.samples import Chunk, samples_of
 from prunus.oneshot.walk import Walk, outputs
@@ -66,7 +68,7 @@ def test_a_chunk_that_memory_does_not_hold_is_halved_and_every_sample_is_visited
             raise torch.OutOfMemoryError("CUDA out of memory")
         visited.extend((chunk.group, i) for i in range(chunk.start, chunk.stop))
 
-    walk.visit(8, act, after=Chunk(0, 0, 2), on_halved=lambda: halved.append(1))
+    walk.visit(8, act, after=Chunk(0, 0, 2), make_room=lambda: halved.append(1))
     assert visited == [(0, i) for i in range(2, len(walk.samples))] and halved
 
 
@@ -84,3 +86,47 @@ def test_pixels_that_are_not_rows_of_a_sample_are_one_line(name):
         samples_of([packed])
     alone = {"input_ids": torch.zeros(1, 5, dtype=torch.long), name: torch.zeros(8, 3)}
     assert len(samples_of([alone, alone])) == 2
+
+
+def failing(at, own):
+    """A function whose calls number ``at`` run out of memory before they do anything."""
+    calls = []
+
+    def function(*args):
+        calls.append(1)
+        if len(calls) in at:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return own(*args)
+
+    return function
+
+
+PLACES = {
+    "rows of a pass": (streams, "tokens_of"),
+    "a product": (gram, "_add_product_"),
+    "a block": (gram.Gram, "take"),
+    "the last product": (gram.Gram, "moments"),
+    "squares": (norms._Reader, "add"),
+}
+
+
+@pytest.mark.parametrize("at", [{1}, {2}, {3, 8}], ids=str)
+@pytest.mark.parametrize("place", PLACES)
+def test_what_a_pass_adds_is_added_once_wherever_memory_runs_out(place, at, monkeypatch):
+    case, other = llama(num_layers=2), llama(num_layers=2)
+    monkeypatch.setattr(gram, "BLOCK", 8)
+    options = {"score": "wanda" if place == "squares" else None, "batch_size": 3}
+    expected = prune(other.model, other.batches, **options)
+    where, name = PLACES[place]
+    monkeypatch.setattr(where, name, failing(at, getattr(where, name)))
+    found = prune(case.model, case.batches, **options)
+    assert found.num_pruned == expected.num_pruned
+    for a, b in zip(case.model.parameters(), other.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
+
+
+def test_memory_that_runs_out_twice_for_one_part_is_raised():
+    walk, calls = walk_of(mlp()), []
+    with pytest.raises(torch.OutOfMemoryError):
+        walk.each_once([1, 2], failing({2, 3}, calls.append))
+    assert calls == [1]

@@ -124,7 +124,7 @@ class Engine:
             self._checkpoint()
             add(chunk)
 
-        self.walk.visit(self._rows(len(variants)), add, on_halved=self._shrink)
+        self.walk.visit(self._rows(len(variants)), add, make_room=self._shrink)
         return [self._finished(record, statistic) for record in found]
 
     def _may_checkpoint(self) -> bool:

@@ -1,0 +1,116 @@
+"""Running statistics of batch norms, renewed for the weights that pruning has changed."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from .blocks import Reached, Stream
+from .samples import Chunk
+from .walk import Originals, Walk, outputs, swapped
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """How many values of each channel a norm has read, their mean and their variance."""
+
+    num: int
+    mean: Tensor
+    var: Tensor
+
+    def __add__(self, other: "Inputs") -> "Inputs":
+        num, step = self.num + other.num, other.mean - self.mean
+        var = (self.num * self.var + other.num * other.var + step.square() * (self.num * other.num / num)) / num
+        return Inputs(num, self.mean + step * (other.num / num), var)
+
+
+@torch.no_grad()
+def renew_batch_norms(walk: Walk, blocks: Sequence[nn.Module], size: int, originals: Originals) -> None:
+    """Running statistics of batch norms change as those of the samples did: means by a difference, variances by ratio.
+
+    The samples' own statistics would not do: training augments its images and samples are few, so that even the dense
+    model would lose by them. Where no weight has changed, nothing changes. Norms are renewed in the order of their
+    calls, each with those before it renewed, and in eval mode, so that it does not matter how samples are batched.
+    Passes may start at any of the ``blocks``.
+    """
+    norms = [m for m in walk.model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
+    if not norms or len(walk.samples) < 2:
+        return
+    reader = _Reader(walk, blocks, size)
+    with swapped({tensor: values.to(tensor.device) for tensor, values in originals.whole.items()}):
+        before = reader.read(norms)
+    for norm in sorted(before, key=lambda norm: reader.starts[norm]):
+        old, new = before[norm], reader.read_alone(norm)
+        if new is None:
+            continue
+        running_mean, running_var = norm.get_buffer("running_mean"), norm.get_buffer("running_var")
+        for buffer in (running_mean, running_var):
+            originals.save_all(buffer)
+            walk.renewed.add(buffer)
+        running_mean += new.mean - old.mean
+        running_var *= (new.var + norm.eps) / (old.var + norm.eps)
+
+
+class _Reader:
+    """Passes over the samples that read the inputs of norms."""
+
+    def __init__(self, walk: Walk, blocks: Sequence[nn.Module], size: int) -> None:
+        self.walk, self.blocks, self.size = walk, blocks, size
+        self.starts: dict[_BatchNorm, int] = {}  # blocks that have ended when a norm is first called
+        self.num_calls: dict[_BatchNorm, int] = {}  # in a pass, at most
+        self._stream = Stream(blocks, walk.samples, walk.device if walk.offload is not None else None)
+        self._position = 0  # blocks that the stream has left behind
+
+    def read(self, norms: Sequence[_BatchNorm], num_calls: int = 0) -> dict[_BatchNorm, Inputs]:
+        """What norms read over all samples, in the order of their first calls; a pass ends after ``num_calls``."""
+        found: dict[_BatchNorm, Inputs] = {}
+
+        def add(call: tuple[_BatchNorm, Inputs]) -> None:
+            norm, inputs = call
+            found[norm] = found[norm] + inputs if norm in found else inputs
+
+        self.walk.visit(self.size, partial(self._calls, norms, num_calls), add)
+        return found
+
+    def read_alone(self, norm: _BatchNorm) -> Inputs | None:
+        """What one norm reads, if it is called; the stream moves on to the block that calls it."""
+        visit = partial(self.walk.visit, self.size)
+        while self._position < self.starts[norm]:
+            self._stream.advance(self._position, self._forward, visit)
+            self._position += 1
+        return self.read([norm], self.num_calls[norm]).get(norm)
+
+    def _forward(self, chunk: Chunk) -> None:
+        outputs(self.walk.model, self.walk.batch(chunk))
+
+    def _calls(self, norms: Sequence[_BatchNorm], num_calls: int, chunk: Chunk) -> list[tuple[_BatchNorm, Inputs]]:
+        """What norms read in one pass, call by call."""
+        calls: list[tuple[_BatchNorm, Inputs]] = []
+        num_ended = self._position
+
+        def end(*_: object) -> None:
+            nonlocal num_ended
+            num_ended += 1
+
+        def store(norm: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            x = next(iter(args or kwargs.values())).detach().transpose(0, 1).flatten(1)
+            var, mean = torch.var_mean(x.to(torch.promote_types(x.dtype, torch.float32)), 1, correction=0)
+            calls.append((norm, Inputs(x.shape[1], mean, var)))
+            self.starts[norm] = min(self.starts.get(norm, num_ended), num_ended)
+            self.num_calls[norm] = max(self.num_calls.get(norm, 1), sum(other is norm for other, _ in calls))
+            if len(calls) == num_calls:
+                raise Reached
+
+        with ExitStack() as stack:
+            for block in self.blocks[self._position :]:
+                stack.callback(block.register_forward_hook(end).remove)
+            for norm in norms:
+                stack.callback(norm.register_forward_pre_hook(store, with_kwargs=True).remove)
+            with suppress(Reached), self._stream.starting_at(self._position, chunk):
+                self._forward(chunk)
+        return calls

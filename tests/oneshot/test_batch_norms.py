@@ -1,0 +1,128 @@
+"""Statistics of batch norms follow what the norms read in the pruned model, however the samples are cut."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+from probe_checks import assert_same, snapshot
+from probe_models import CNN, Residual
+from torch import nn
+
+from prunus import prune
+
+
+class Twice(nn.Module):
+    """One norm is called twice, and the blocks are a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Linear(5, 8), nn.BatchNorm1d(8)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(3)
+        )
+        self.last = nn.BatchNorm1d(8, affine=False)
+
+    def forward(self, x):
+        x = torch.tanh(self.norm(self.first(x)))
+        for block in self.blocks:
+            x = x + block(x)
+        return self.last(self.norm(x))
+
+
+def rows(num):
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(5, 9), nn.BatchNorm1d(9), nn.ReLU(), nn.Linear(9, 6), nn.BatchNorm1d(6), nn.Tanh())
+    return nn.Sequential(*model, nn.Linear(6, 3)), torch.randn(num, 5)
+
+
+def chain():
+    torch.manual_seed(5)
+    return Twice(), torch.randn(13, 5)
+
+
+def images():
+    torch.manual_seed(6)
+    return CNN(), torch.randn(7, 2, 8, 7)
+
+
+def blocks_of_images():
+    torch.manual_seed(7)
+    return nn.Sequential(Residual(3), Residual(3, 2), Residual(3)), torch.randn(6, 3, 8, 8)
+
+
+MODELS = {"3 rows": lambda: rows(3), "11 rows": lambda: rows(11), "a chain": chain, "images": images}
+MODELS |= {"blocks of images": blocks_of_images}
+
+
+def norms_of(model):
+    return [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+
+
+def made(name):
+    """A model in double precision whose statistics are not those of the samples."""
+    model, x = MODELS[name]()
+    for norm in norms_of(model):
+        norm.running_mean.normal_()
+        norm.running_var.uniform_(0.5, 2)
+    return model.double().eval(), x.double()
+
+
+@torch.no_grad()
+def read_by(model, norm, x):
+    """All that a norm reads in one pass over all samples, (channel, value)."""
+    found = []
+    handle = norm.register_forward_pre_hook(lambda _, args: found.append(args[0].transpose(0, 1).flatten(1)))
+    model(x)
+    handle.remove()
+    return torch.cat(found, 1)
+
+
+@pytest.mark.parametrize("size", [1, 2, None])
+@pytest.mark.parametrize("name", MODELS)
+def test_every_norm_moves_as_what_it_reads_whatever_the_batches(name, size):
+    model, x = made(name)
+    dense, before = deepcopy(model), snapshot(model)
+    result = prune(model, [x], 0.5, batch_size=size)
+    for norm, old in zip(norms_of(model), norms_of(dense), strict=True):
+        now, then = read_by(model, norm, x), read_by(dense, old, x)
+        moved = now.mean(1) - then.mean(1)
+        if norm is not getattr(model, "norm", None):  # its second call reads what its renewal has changed
+            torch.testing.assert_close(norm.running_mean, old.running_mean + moved)
+            ratio = (now.var(1, correction=0) + norm.eps) / (then.var(1, correction=0) + norm.eps)
+            torch.testing.assert_close(norm.running_var, old.running_var * ratio)
+            assert norm.running_mean.sub(old.running_mean).abs().max() > 1e-3
+    result.undo_()
+    assert_same(before, snapshot(model))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_statistics_do_not_depend_on_how_samples_are_cut(name):
+    models = []
+    for size in (None, 1, 2):
+        model, x = made(name)
+        prune(model, [x] if size != 2 else [*x.split(2)], 0.5, batch_size=size)
+        models.append(model)
+    for other in models[1:]:
+        for a, b in zip(norms_of(models[0]), norms_of(other), strict=True):
+            torch.testing.assert_close(a.running_mean, b.running_mean)
+            torch.testing.assert_close(a.running_var, b.running_var)
+
+
+@pytest.mark.parametrize("at", range(0, 9, 2))
+@pytest.mark.parametrize("name", ["11 rows", "images"])
+def test_memory_that_runs_out_in_any_layer_leaves_the_statistics_as_they_would_be(name, at):
+    model, x = made(name)
+    other, _ = made(name)
+    layers = [m for m in model.modules() if isinstance(m, nn.Linear | nn.Conv2d | nn.modules.batchnorm._BatchNorm)]
+    layer = layers[at % len(layers)]
+
+    def crowded(_, args):
+        if len(args[0]) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    handle = layer.register_forward_pre_hook(crowded)
+    for each in (model, other):
+        prune(each, [x], 0.5, batch_size=5)
+    handle.remove()
+    for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b)
