@@ -1,9 +1,9 @@
 """Options of a search: how far it may go, in which steps, and how it tunes."""
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
 from .progress import Progress
@@ -110,7 +110,7 @@ class SearchOptions:
 
     steps: Levels | Bisection = field(default_factory=Levels)
     tune: Tune | None = None
-    state: Path | None = None
+    state: str | os.PathLike[str] | None = None  # folder
     offload: str | None = None  # device to which blocks are moved one at a time
     checkpointing: bool = False  # blocks run again for the backward instead of keeping their activations
     compare: bool = True  # also evaluate the strategy without the probe at the sparsity that was found

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -26,10 +25,9 @@ from .progress import Progress, progress_line
 from .repair import RepairWalk
 from .resources import Clock, Peak
 from .result import Result
-from .samples import check_batches
-from .samples import fingerprint as samples_hash
+from .samples import check_batches, digest
 from .solver import keep, keep_all_but
-from .state import RepairState
+from .state import Folder, RepairState
 from .strategy import ScoreLike, Strategy, default_select, moment_sources
 from .walk import Originals, Walk
 
@@ -51,7 +49,7 @@ def prune(
     batch_size: int | None = None,
     offload: str | torch.device | None = None,
     checkpointing: bool = False,
-    state: Path | None = None,
+    state: Folder | None = None,
     progress: Progress | bool | None = None,
 ) -> Result:
     """Prune ``model`` in place to ``sparsity`` of its prunable weights, and return what was done.
@@ -166,7 +164,7 @@ class Start:
 
     live: Mapping[str, Tensor] = field(default_factory=dict)  # packed; for a missing name all that is not zero
     done: Probed | None = None
-    state: Path | None = None  # folder of a repair
+    state: Folder | None = None  # of a repair
     masks: Mapping[str, Tensor] | None = None  # packed: what this level has chosen before, to be repaired again
 
 
@@ -345,12 +343,22 @@ class Job:
         self._repair_forwards += walk.streams.forwards
         self.changed()
 
-    def _state(self, folder: Path | None, sparsity: float) -> RepairState | None:
+    def _state(self, folder: Folder | None, sparsity: float) -> RepairState | None:
         if folder is None:
             return None
-        settings = {"sparsity": sparsity, "score": self.plan.score, "select": self.select}
-        settings |= {"repair": self.plan.repair, "samples": samples_hash(self.walk.samples)}
-        return RepairState(folder, {name: str(value) for name, value in settings.items()}, self.weights)
+        settings = {"sparsity": sparsity, **self.settings(), "repair": self.plan.repair}
+        return RepairState(folder, settings, self.weights)
+
+    def settings(self) -> dict[str, Any]:
+        """What the masks follow from, beside the model and the sparsity."""
+        found: dict[str, Any] = {"score": self.plan.score, "select": self.select}
+        found |= {"samples": self.walk.samples.digest()}
+        allocate = getattr(self.select, "allocate", None)
+        if allocate == "moments":
+            found["moments"] = digest([(name, self.plan.moments.get(name)) for name in self.weights])
+        if self.plan.loss is not None and (allocate == "fisher" or self.plan.score in ("fisher", "path")):
+            found["loss"] = self.plan.loss
+        return found
 
     def _num_drop(self, sparsity: float, live: Mapping[str, Tensor]) -> dict[str, int] | None:
         """How many of each weight go; None where rows or neighbours are compared by themselves."""

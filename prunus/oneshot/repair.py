@@ -89,13 +89,14 @@ class RepairWalk:
     def _run(self, done: Done) -> None:
         for number, group in enumerate(self.streams.groups):
             self._advance(group.start)
-            path = f"group_{number:05}"
-            if self.state and (before := self.state.load(path)):
+            file = f"group_{number:05}"
+            if self.state and (before := self.state.load(file, group.names)):
                 self._resume(before)
             else:
                 self._repair(group)
                 if self.state:
-                    self.state.save(path, {name: self._content(name) for name in group.names if name in self.found})
+                    content = {name: self._content(name) for name in group.names if name in self.found}
+                    self.state.save(file, group.names, content)
             done(group.names)
         if self.repair.tune:
             self._advance(len(self.streams.blocks))
@@ -163,19 +164,22 @@ class RepairWalk:
         warnings.warn("there is too little memory to tune the model as a whole: that was left out", stacklevel=2)
         return None
 
-    def _tuned(self, name: str, parameters: Sequence[nn.Parameter], run: Callable[[], Tuned]) -> Tuned:
+    def _tuned(self, file: str, parameters: Sequence[nn.Parameter], run: Callable[[], Tuned]) -> Tuned:
         """What ``run`` does to the parameters, or did before the repair was interrupted."""
+        by_parameter = {parameter: name for name, parameter in self.walk.model.named_parameters()}
+        names = [by_parameter[parameter] for parameter in parameters]
         for parameter in parameters:
             self.originals.save_all(parameter)
         with self.clock.part("tune"):
-            if self.state and (before := self.state.load(name)):
+            if self.state and (before := self.state.load(file, names)):
                 for parameter, value in zip(parameters, before["parameters"], strict=True):
                     parameter.detach().copy_(value)
                 return Tuned(*before["tuned"])
             found = run()
         if self.state:
             values = [parameter.detach().cpu() for parameter in parameters]
-            self.state.save(name, {"parameters": values, "tuned": [found.before, found.after, found.loss]})
+            tuned = [found.before, found.after, found.loss]
+            self.state.save(file, names, {"parameters": values, "tuned": tuned})
         return found
 
     def _repair(self, group: InputGroup) -> None:

@@ -81,6 +81,9 @@ class Samples:
             edges = [group.size * i // num_parts for i in range(num_parts + 1)]
             yield from (Chunk(number, start, stop) for start, stop in pairwise(edges))
 
+    def digest(self) -> str:
+        return digest([group.tree for group in self.groups])
+
     def number(self, chunk: Chunk) -> int:
         """Of the first sample of a chunk among all."""
         return sum(group.size for group in self.groups[: chunk.group]) + chunk.start
@@ -110,10 +113,10 @@ def samples_of(batches: Iterable[Any]) -> Samples:
     return found
 
 
-def fingerprint(samples: Samples) -> str:
-    """Hash of the samples as a hex string."""
+def digest(tree: Tree) -> str:
+    """Hash of what a tree holds, bit for bit where that are tensors, as a hex string."""
     found = hashlib.sha256()
-    for leaf in pytree.tree_leaves([group.tree for group in samples.groups]):
+    for leaf in pytree.tree_leaves(tree):
         if isinstance(leaf, Tensor):
             found.update(repr((leaf.dtype, tuple(leaf.shape))).encode())
             leaf = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

@@ -21,7 +21,6 @@ from .probe.prober import Probe, Probed
 from .progress import progress_line
 from .prune import Job, Plan, Start, method
 from .result import Found, Result
-from .samples import fingerprint
 from .state import State
 from .strategy import ScoreLike
 from .walk import Originals
@@ -115,15 +114,12 @@ class _Search:
         if self.options.state is None:
             return None
         settings: dict[str, Any] = {"limit": self.limit, "probe": self.probe, "steps": self.options.steps}
-        settings |= {
-            "tune": self.options.tune,
-            "score": self.job.plan.score,
-            "select": self.job.select,
-            "samples": fingerprint(self.job.walk.samples),
-        }
+        settings |= {"tune": self.options.tune, **self.job.settings()}
         if self.job.plan.repair is not None:
             settings["repair"] = self.job.plan.repair
-        state = State(self.options.state, {k: str(v) for k, v in settings.items()}, self.job.weights)
+        if self.probe is not None and self.job.plan.loss is not None:
+            settings["loss"] = self.job.plan.loss
+        state = State(self.options.state, settings, self.job.weights)
         self.trials = state.trials()
         for number, trial in enumerate(self.trials):
             if trial.accepted:

@@ -1,5 +1,6 @@
 """What a search or a repair has finished, on disk: files of groups of weights and of trials, to resume from."""
 
+import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -15,31 +16,41 @@ from ..files.atomic import is_part
 from ..files.json_file import read_json, write_json
 from ..files.torch_file import FORMAT, read_torch_file, write_torch_file
 from ..ops.bits import words_of
+from .identity import identity
 from .limit import Trial
 from .probe.decide import Ratios
 from .probe.prober import Probed
+from .samples import digest
+
+Folder = str | os.PathLike[str]
 
 
 class RepairState:
-    """The folder of one repair: a file for each group of weights that is done."""
+    """The folder of one repair: a file for each group of weights, block or model that is done."""
 
-    def __init__(self, folder: Path, settings: Mapping[str, str], weights: Mapping[str, Weight]) -> None:
-        self.folder = folder
-        about = {"format": "prunus-repair-1", "settings": dict(settings), "weights": fingerprint(weights)}
-        claim(folder, "repair", about)
+    def __init__(self, folder: Folder, settings: Mapping[str, Any], weights: Mapping[str, Weight]) -> None:
+        self.folder = Path(folder)
+        self.run = claim(self.folder, "repair", settings, weights)
 
-    def save(self, name: str, content: Mapping[str, Any]) -> None:
-        write_torch_file(self.folder / f"{name}.pt", {"content": dict(content)})
+    def save(self, file: str, names: Sequence[str], content: Mapping[str, Any]) -> None:
+        """Save what was done to the parameters of these names."""
+        write_torch_file(self.folder / f"{file}.pt", {"of": [self.run, *names], "content": dict(content)})
 
-    def load(self, name: str) -> dict[str, Any] | None:
-        """What was saved; None where there is nothing, or where it is damaged."""
-        path = self.folder / f"{name}.pt"
-        found = _read(path) if path.is_file() else None
+    def load(self, file: str, names: Sequence[str]) -> dict[str, Any] | None:
+        """What was saved; None where there is nothing, where it is damaged, or where it is of other parameters."""
+        path = self.folder / f"{file}.pt"
+        found = _read(path, [self.run, *names]) if path.is_file() else None
         return found and found["content"]
 
 
-def claim(folder: Path, kind: str, about: dict[str, Any]) -> None:
-    """Mark the folder as that of a search or a repair with these settings, or check that it is."""
+def claim(folder: Path, kind: str, given: Mapping[str, Any], weights: Mapping[str, Weight]) -> str:
+    """Mark the folder as that of a search or a repair with these settings, or check that it is; returns their hash."""
+    settings, found = {name: identity(value) for name, value in given.items()}, fingerprint(weights)
+    _check_or_write(folder, kind, {"format": f"prunus-{kind}-1", "settings": settings, "weights": found})
+    return digest([*settings.items(), *found.items()])
+
+
+def _check_or_write(folder: Path, kind: str, about: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{kind}.json"
     if not path.is_file():
@@ -61,17 +72,15 @@ def claim(folder: Path, kind: str, about: dict[str, Any]) -> None:
 class State:
     """The folder of one search: of a model with these weights, with these settings."""
 
-    def __init__(self, folder: Path, settings: Mapping[str, str], weights: Mapping[str, Weight]) -> None:
-        self.folder = folder
+    def __init__(self, folder: Folder, settings: Mapping[str, Any], weights: Mapping[str, Weight]) -> None:
+        self.folder = Path(folder)
         self.weights = weights
-        claim(
-            folder, "search", {"format": "prunus-search-1", "settings": dict(settings), "weights": fingerprint(weights)}
-        )
+        self.run = claim(self.folder, "search", settings, weights)
 
     def trials(self) -> list[Trial]:
         """Finished trials, in order; a damaged one and what was done after it are removed."""
         found = []
-        for content in _undamaged(list(takewhile(Path.is_file, map(self._path, count())))):
+        for content in self._undamaged(list(takewhile(Path.is_file, map(self._path, count())))):
             figures = dict(content["trial"])
             found.append(Trial(target=figures.pop("asked"), **figures))
         return found
@@ -87,7 +96,7 @@ class State:
         last = [{name: mask.cpu() for name, mask in masks.items()} for masks in levels[-2:]]
         figures = asdict(trial)
         content = {"trial": {"asked": figures.pop("target"), **figures}, "levels": last}
-        write_torch_file(self._path(number), content)
+        self._write(self._path(number), content)
         for path in self.folder.glob("group_*.pt"):
             path.unlink()
 
@@ -104,12 +113,12 @@ class State:
                 "tau": found.taus[name],
             }
         path = self.folder / f"group_{number:04}_{len(list(self.folder.glob('group_*.pt'))):05}.pt"
-        write_torch_file(path, {"content": content})
+        self._write(path, {"content": content})
 
     def groups(self, number: int) -> Probed:
         """What was decided in trial ``number`` before the search was interrupted."""
         found = Probed()
-        for content in _undamaged(sorted(self.folder.glob(f"group_{number:04}_*.pt"))):
+        for content in self._undamaged(sorted(self.folder.glob(f"group_{number:04}_*.pt"))):
             for name, saved in content["content"].items():
                 device = self.weights[name].parameter.device
                 found.pruned[name] = saved["pruned"].to(device)
@@ -120,6 +129,18 @@ class State:
     def _path(self, number: int) -> Path:
         return self.folder / f"trial_{number:04}.pt"
 
+    def _write(self, path: Path, content: Mapping[str, Any]) -> None:
+        write_torch_file(path, {"of": [self.run, path.name], **content})
+
+    def _undamaged(self, paths: Sequence[Path]) -> Iterator[dict[str, Any]]:
+        """What files hold, up to the first that is damaged; it is removed with those after it, which build on it."""
+        for number, path in enumerate(paths):
+            if (content := _read(path, [self.run, path.name])) is None:
+                for later in paths[number:]:
+                    later.unlink()
+                return
+            yield content
+
 
 def fingerprint(weights: Mapping[str, Weight]) -> dict[str, list[int]]:
     """Shape and an exact sum of the bits of every weight."""
@@ -129,24 +150,17 @@ def fingerprint(weights: Mapping[str, Weight]) -> dict[str, list[int]]:
     return found
 
 
-def _undamaged(paths: Sequence[Path]) -> Iterator[dict[str, Any]]:
-    """What files hold, up to the first that is damaged; it is removed with those after it, which build on it."""
-    for number, path in enumerate(paths):
-        if (content := _read(path)) is None:
-            for later in paths[number:]:
-                later.unlink()
-            return
-        yield content
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    """What a file holds; None, with a warning, where it is damaged."""
+def _read(path: Path, of: list[str]) -> dict[str, Any] | None:
+    """What a file holds; None, with a warning, where it is damaged or does not belong to ``of``."""
     try:
         content = read_torch_file(path)
         if isinstance(content, dict) and content.get("format") == FORMAT:  # and so its checksums were compared
-            return content
-        reason = "it has no checksums"
+            if content.get("of") == of:
+                return content
+            problem = "is not the file that was saved here"
+        else:
+            problem = "is damaged (it has no checksums)"
     except ValueError as error:
-        reason = str(error)
-    warnings.warn(f"{path} is damaged ({reason}); what it held is done again", stacklevel=2)
+        problem = f"is damaged ({error})"
+    warnings.warn(f"{path} {problem}; what it held is done again", stacklevel=2)
     return None

@@ -1,5 +1,6 @@
 """``prune`` with repair: it is what a plain loop over whole models and the solver give, and keeps its promises."""
 
+import linecache
 import math
 from copy import deepcopy
 from functools import cache
@@ -12,7 +13,7 @@ from probe_checks import assert_same, snapshot, zeros
 from probe_models import CASES, cnn, convolutions, entropy, llama, mlp
 from torch import nn
 
-from prunus import Global, NofM, PerLayer, PerRow, Probe, Repair, prune
+from prunus import Distill, Global, NofM, PerLayer, PerRow, Probe, Repair, prune
 from prunus.oneshot.gram import Gram
 from prunus.oneshot.layers import Reader
 from prunus.oneshot.solver import keep_all_but, solve
@@ -371,6 +372,72 @@ def test_what_a_repair_saved_and_is_damaged_is_done_again_and_said(tmp_path):
     (tmp_path / "state" / "repair.json").write_text("[" * 100_000)
     with pytest.raises(ValueError, match=r"repair\.json"):
         prune(again.model, again.batches, state=tmp_path / "state")
+
+
+@pytest.mark.filterwarnings("ignore:.*is done again")
+@pytest.mark.parametrize("kind", ["group", "block"])
+def test_files_of_a_repair_that_were_swapped_or_are_another_run_s_are_done_again_and_said(kind, tmp_path):
+    repair = Repair(tune=Distill(epochs=1, rate=1e-3, whole_epochs=0))
+    whole, other = llama(torch.float32, num_layers=2), llama(torch.float32, num_layers=2)
+    prune(whole.model, whole.batches, repair=repair, state=tmp_path / "state")
+    prune(other.model, other.batches, 0.3, repair=repair, state=tmp_path / "other")
+    first, second = (tmp_path / "state" / f"{kind}_0000{i}.pt" for i in (0, 1))
+    for stranger in (None, tmp_path / "other" / first.name):
+        again = llama(torch.float32, num_layers=2)
+        if stranger is not None:
+            first.write_bytes(stranger.read_bytes())
+        else:
+            held = first.read_bytes()
+            first.write_bytes(second.read_bytes())
+            second.write_bytes(held)
+        with pytest.warns(UserWarning, match=rf"{first.name} is not the file that was saved here; .* done again"):
+            prune(again.model, again.batches, repair=repair, state=tmp_path / "state")
+        assert all(torch.equal(a, b) for a, b in zip(again.model.parameters(), whole.model.parameters(), strict=True))
+
+
+def test_other_moments_are_not_resumed_from(tmp_path):
+    case, options = mlp(torch.float32), {"select": PerLayer("moments"), "state": tmp_path / "state"}
+    moments = {name: torch.rand(p.shape) for name, p in case.model.named_parameters() if p.ndim > 1}
+    prune(case.model, case.batches, 0.5, moments=moments, **options)
+    again = mlp(torch.float32)
+    prune(again.model, again.batches, 0.5, moments={name: v.clone() for name, v in moments.items()}, **options)
+    moments["0.weight"][0, 0] += 1
+    before = snapshot((other := mlp(torch.float32)).model)
+    with pytest.raises(ValueError, match=r"has moments = \w+, not \w+; give another folder"):
+        prune(other.model, other.batches, 0.5, moments=moments, **options)
+    assert_same(before, snapshot(other.model))
+
+
+SCORE = """
+def made(power, scale=1.0):
+    def score(weight):
+        return weight.abs() ** power {more}
+    return score
+"""
+
+
+def score_of(folder, power=2, more=""):
+    """A function that was never there before, as in a new process."""
+    (folder / "scores.py").write_text(SCORE.format(more=more))
+    found = {}
+    linecache.checkcache(str(folder / "scores.py"))
+    exec(compile(SCORE.format(more=more), str(folder / "scores.py"), "exec"), found)
+    return found["made"](power)
+
+
+def test_a_score_that_is_a_function_is_known_again_by_its_source(tmp_path):
+    whole = mlp(torch.float32)
+    expected = prune(whole.model, whole.batches, 0.5, score_of(tmp_path), state=str(tmp_path / "state"))
+    again = mlp(torch.float32)
+    found = prune(again.model, again.batches, 0.5, score_of(tmp_path), state=str(tmp_path / "state"))
+    assert found.layers == expected.layers
+    for other in ({"power": 3}, {"more": "+ 1"}):
+        with pytest.raises(ValueError, match=r"has score = \S*score, \w+, not \S*score, \w+"):
+            prune(mlp(torch.float32).model, again.batches, 0.5, score_of(tmp_path, **other), state=tmp_path / "state")
+    unknown = eval("lambda weight: weight.abs()")
+    with pytest.raises(ValueError, match=r"^[^\n]*has no source by which a resumed run could know it[^\n]*$"):
+        prune(mlp(torch.float32).model, again.batches, 0.5, unknown, state=tmp_path / "new")
+    assert not (tmp_path / "new").exists()
 
 
 def test_masks_that_a_model_has_leave_its_weights_as_they_are():
