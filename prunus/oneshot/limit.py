@@ -13,24 +13,35 @@ from .progress import Progress
 class Limit:
     """How much worse a metric may get: by a fraction of the dense model's (``relative``) or by a number (``absolute``).
 
-    ``better`` is ``lower`` for perplexity and ``higher`` for accuracy. A metric that is not finite fails every limit.
+    ``better`` must be given: ``lower`` for perplexity and losses, ``higher`` for accuracy. A metric that is not finite
+    fails every limit.
     """
 
     relative: float | None = None
     absolute: float | None = None
-    better: Literal["lower", "higher"] = "lower"
+    better: Literal["lower", "higher"] | None = None
 
     def __post_init__(self) -> None:
         given = [value for value in (self.relative, self.absolute) if value is not None]
         if len(given) != 1 or not (math.isfinite(given[0]) and given[0] >= 0):
             raise ValueError(f"a limit is either relative or absolute, 0 or more, got {self.relative}, {self.absolute}")
         if self.better not in ("lower", "higher"):
-            raise ValueError(f"better must be lower or higher, got {self.better!r}")
+            raise ValueError(
+                f"better must be 'lower' (perplexity, loss) or 'higher' (accuracy), got {self.better!r}; "
+                "give it: Limit(relative=0.05, better='lower')"
+            )
 
     def allows(self, dense: float, value: float) -> bool:
         worse = value - dense if self.better == "lower" else dense - value
-        room = self.absolute if self.relative is None else self.relative * abs(dense)
-        return math.isfinite(value) and room is not None and worse <= room
+        return math.isfinite(value) and worse <= self._room(dense)
+
+    def in_words(self, dense: float) -> str:
+        """The metric of the dense model, and the worst that is allowed."""
+        sign, words = (1, "at most") if self.better == "lower" else (-1, "at least")
+        return f"dense {dense:.4g}, {words} {dense + sign * self._room(dense):.4g} allowed"
+
+    def _room(self, dense: float) -> float:
+        return self.relative * abs(dense) if self.relative is not None else self.absolute or 0.0
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from ..masks import Masks
 from ..ops import bits
 from ..plot import Chart, layers_chart, notebook_html, trials_chart
 from .drop_experts import DroppedExperts
-from .limit import Trial
+from .limit import Limit, Trial
 from .probe.decide import Ratios, Tau, check_tau, is_allowed, taus
 from .repair import LayerRepair
 from .tune import Tuned
@@ -241,13 +241,14 @@ class Found:
     metric: float
     dense: float
     trials: list[Trial]
+    limit: Limit
     alone: float | None = None
     alone_sparsity: float = 0.0
     passes: int = 0
     seconds: float = 0.0
 
     def __repr__(self) -> str:
-        metrics = f"metric {self.metric:.4g}, dense {self.dense:.4g}"
+        metrics = f"metric {self.metric:.4g}, {self.limit.in_words(self.dense)}"
         return f"Found({self.sparsity:.4%} zero, {metrics}, {len(self.trials)} trials, {self.seconds:.1f} s)"
 
     def plot(self) -> Chart:

@@ -33,7 +33,7 @@ def search(
     model: nn.Module,
     batches: Iterable[Any],
     evaluate: Evaluate,
-    limit: Limit = Limit(relative=0.05),
+    limit: Limit,
     probe: Probe | None = None,
     *,
     score: ScoreLike | None = None,
@@ -55,7 +55,7 @@ def search(
     then chooses what stays; otherwise the score is magnitude.
     """
     if not isinstance(limit, Limit):
-        raise ValueError(f"limit is Limit(relative=0.05), or Limit(absolute=...), got {limit!r}")
+        raise ValueError(f"limit must be Limit(relative=0.05, better='lower') or the like, got {limit!r}")
     score, repair = method(batches, score, probe, repair)
     if options.tune and probe and probe.tau == "target":
         raise ValueError("tau='target' cannot be tuned: it follows from the sparsity; give a number, or no tune")
@@ -87,17 +87,18 @@ class _Search:
     trials: list[Trial] = field(default_factory=list)
     passes: int = 0
     evaluations: int = 0
+    dense: float = math.nan  # the metric of the dense model
 
     def run(self) -> Found:
         began = time.perf_counter()
         try:
-            dense = self._metric()
-            if not math.isfinite(dense):
-                raise ValueError(f"the metric of the dense model is {dense}; a limit needs a finite one")
+            self.dense = self._metric()
+            if not math.isfinite(self.dense):
+                raise ValueError(f"the metric of the dense model is {self.dense}; a limit needs a finite one")
             state = self._state()
             while (target := self.options.steps.next(self.trials)) is not None:
-                self._try(target, dense, state)
-            found = self._found(dense)
+                self._try(target, state)
+            found = self._found()
         except BaseException:
             while self.kept:
                 self._take_back()
@@ -153,15 +154,15 @@ class _Search:
             level.originals.prune_(weight.parameter, bits.unpack(gone, weight.parameter.shape))
         self.job.changed()
 
-    def _try(self, target: float, dense: float, state: State | None) -> None:
+    def _try(self, target: float, state: State | None) -> None:
         """One trial: probe, evaluate, tune if that fails, and keep it or take it back."""
         began, number = time.perf_counter(), len(self.trials)
         passes, evaluations = self.passes, self.evaluations
         result = self._level(target, self.probe, state)
         tried, metric, scale = result.sparsity, self._metric(), 1.0
-        accepted = self.limit.allows(dense, metric)
+        accepted = self.limit.allows(self.dense, metric)
         if not accepted and self.options.tune and result.ratios:
-            scale, metric = self._tuned(result, target, dense, metric)
+            scale, metric = self._tuned(result, target, metric)
             accepted = scale < 1.0
         sparsity = self._sparsity() if accepted else tried
         if not accepted:
@@ -187,8 +188,9 @@ class _Search:
                 state.save_group(number, names, found)
 
         self._to_dense()
+        title = f"search, {target:.1%} ({self.limit.in_words(self.dense)})"
         try:
-            with progress_line(self.options.progress, f"search, {target:.1%}") as report:
+            with progress_line(self.options.progress, title) as report:
                 result = self.job.prune(target, probe, start, progress=report, finished=save)
         except BaseException:
             self._from_dense()
@@ -215,7 +217,7 @@ class _Search:
             result.apply_()
             self.job.changed()
 
-    def _tuned(self, result: Result, target: float, dense: float, metric: float) -> tuple[float, float]:
+    def _tuned(self, result: Result, target: float, metric: float) -> tuple[float, float]:
         """The largest factor of tau that passes (1 if none), and its metric; the model is pruned by it."""
         tune = self.options.tune
         assert tune is not None
@@ -226,7 +228,7 @@ class _Search:
         last = 1.0
         for _ in range(tune.steps):
             value, last = attempt(scale), scale
-            if self.limit.allows(dense, value):
+            if self.limit.allows(self.dense, value):
                 low, best = scale, (scale, value)
             elif scale == 0.0:
                 break  # it fails even where no increase is allowed
@@ -276,18 +278,26 @@ class _Search:
     @torch.no_grad()
     def _metric(self) -> float:
         self.evaluations += 1
-        return float(self.evaluate(self.job.model))
+        found = self.evaluate(self.job.model)
+        try:
+            if isinstance(found, str):
+                raise TypeError
+            return float(found)
+        except (TypeError, ValueError, RuntimeError):
+            what = f"{found!r}, a {type(found).__name__}"[:100]
+            raise ValueError(f"evaluate must return a number, got {what}; end it with return float(...)") from None
 
     def _sparsity(self) -> float:
         packed = self.job.live(self.live)
         num_weights = sum(weight.parameter.numel() for weight in self.job.weights.values())
         return 1 - sum(int(bits.count(mask)) for mask in packed.values()) / num_weights
 
-    def _found(self, dense: float) -> Found:
+    def _found(self) -> Found:
         trial = self.kept[-1].trial if self.kept else None
         parameters = {name: weight.parameter for name, weight in self.job.weights.items()}
         masks = Masks(parameters, self.job.live(self.live))
-        found = Found(masks, self._sparsity(), trial.metric if trial else dense, dense, self.trials)
+        metric = trial.metric if trial else self.dense
+        found = Found(masks, self._sparsity(), metric, self.dense, self.trials, self.limit)
         if trial and self.probe and self.options.compare:
             found.alone, found.alone_sparsity = self._alone(found.sparsity)
         return found

@@ -54,18 +54,25 @@ def test_tau_adapts_by_the_root_of_the_size():
     )
 
 
-@pytest.mark.parametrize("limit", [Limit(relative=0.1), Limit(absolute=0.1), Limit(absolute=1e9, better="higher")])
+@pytest.mark.parametrize(
+    "limit",
+    [Limit(relative=0.1, better="lower"), Limit(absolute=0.1, better="lower"), Limit(absolute=1e9, better="higher")],
+)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_is_beyond_every_limit(limit, value):
     assert not limit.allows(1.0, value)
 
 
 def test_a_limit_is_kept_to_the_edge_on_the_side_that_is_worse():
-    assert Limit(absolute=0.5).allows(1.0, 1.5) and not Limit(absolute=0.5).allows(1.0, 1.5000001)
-    assert Limit(relative=0.5).allows(-1.0, -0.5) and not Limit(relative=0.5).allows(-1.0, -0.4)
+    assert Limit(absolute=0.5, better="lower").allows(1.0, 1.5) and not Limit(absolute=0.5, better="lower").allows(
+        1.0, 1.5000001
+    )
+    assert Limit(relative=0.5, better="lower").allows(-1.0, -0.5) and not Limit(relative=0.5, better="lower").allows(
+        -1.0, -0.4
+    )
     assert Limit(absolute=0.25, better="higher").allows(0.75, 0.5)
     assert not Limit(absolute=0.25, better="higher").allows(0.75, 0.49)
-    assert Limit(absolute=0.0).allows(1.0, -5.0)
+    assert Limit(absolute=0.0, better="lower").allows(1.0, -5.0)
 
 
 @pytest.mark.parametrize("statistic", ["largest", "mean square"])

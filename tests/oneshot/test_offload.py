@@ -193,7 +193,7 @@ def test_an_interruption_within_a_block_loses_no_change_that_is_taken_back(at):
 
 def test_a_search_runs_offloaded_as_it_does_whole():
     case, other = mlp(), mlp()
-    limit, steps = Limit(absolute=0.02), Levels(0.2, 0.2, 0.6)
+    limit, steps = Limit(absolute=0.02, better="lower"), Levels(0.2, 0.2, 0.6)
 
     def evaluate(model):
         return float(sum(case.loss(model(x), y) for x, y in case.batches))

@@ -62,7 +62,9 @@ def test_rows_lose_what_they_are_asked_unless_they_had_lost_more():
 def test_a_search_counts_zeros_too(relative, reached):
     case, values = sparse_mlp(0.5, torch.float32), iter([1.0, 2.0])
     options = SearchOptions(steps=Levels(0.7, 0.3))
-    found = search(case.model, case.batches, lambda model: next(values), Limit(relative=relative), options=options)
+    found = search(
+        case.model, case.batches, lambda model: next(values), Limit(relative=relative, better="lower"), options=options
+    )
     weights = [p for p in case.model.parameters() if p.ndim > 1]
     num_zeros = sum(int((p == 0).sum()) for p in weights)
     assert found.sparsity == pytest.approx(num_zeros / sum(p.numel() for p in weights))

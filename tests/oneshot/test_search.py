@@ -4,6 +4,7 @@ import math
 from copy import deepcopy
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from probe_checks import assert_same, snapshot
@@ -38,7 +39,7 @@ def searched(case, limit, probe=None, evaluate=None, **options):
 @pytest.mark.parametrize("probe", [None, Probe(0.5), Probe(0.5, schedule="joint")], ids=str)
 def test_levels_climb_until_one_fails_and_the_last_good_one_stays(probe):
     case = mlp()
-    limit, evaluate = Limit(relative=0.02), held_out(case)
+    limit, evaluate = Limit(relative=0.02, better="lower"), held_out(case)
     found = searched(case, limit, probe)
     assert [trial.target for trial in found.trials] == [round(0.1 * (i + 1), 9) for i in range(len(found.trials))]
     assert [trial.accepted for trial in found.trials] == [True] * (len(found.trials) - 1) + [False]
@@ -56,7 +57,9 @@ def test_masks_are_cumulative_and_kept_weights_untouched():
         seen.append([p.detach().clone() for p in model.parameters()])
         return 1.0
 
-    searched(case, Limit(absolute=0.0), Probe(0.3), evaluate, steps=Levels(0.2, 0.2, 0.8), compare=False)
+    searched(
+        case, Limit(absolute=0.0, better="lower"), Probe(0.3), evaluate, steps=Levels(0.2, 0.2, 0.8), compare=False
+    )
     assert len(seen) == 5
     for before, after in pairwise(seen):
         assert all(((b == a) | (a == 0)).all() for b, a in zip(before, after, strict=True))
@@ -75,7 +78,7 @@ def test_where_every_level_fails_the_model_comes_back_dense(bad, steps):
     def evaluate(model):
         return bad if zeros(model) else 1.0
 
-    found = searched(case, Limit(absolute=100.0), Probe(1e9), evaluate, steps=steps)
+    found = searched(case, Limit(absolute=100.0, better="lower"), Probe(1e9), evaluate, steps=steps)
     assert_same(before, snapshot(case.model))
     assert found.sparsity == 0.0 and found.metric == found.dense == 1.0 and found.alone is None
     assert all(mask.all() for mask in found.masks.values())
@@ -86,8 +89,27 @@ def test_a_dense_metric_that_is_no_number_is_refused():
     case = mlp()
     before = snapshot(case.model)
     with pytest.raises(ValueError, match="dense model is nan"):
-        searched(case, Limit(relative=0.1), None, lambda model: math.nan)
+        searched(case, Limit(relative=0.1, better="lower"), None, lambda model: math.nan)
     assert_same(before, snapshot(case.model))
+
+
+@pytest.mark.parametrize("bad", [None, "0.9", (1.0, 2.0), torch.ones(2), {"accuracy": 0.9}], ids=str)
+def test_an_evaluation_that_returns_no_number_is_one_line(bad):
+    case = mlp()
+    before = snapshot(case.model)
+    with pytest.raises(ValueError, match=r"^evaluate must return a number, got [^\n]*; end it with return float"):
+        searched(case, Limit(relative=0.1, better="lower"), None, lambda model: bad)
+    assert_same(before, snapshot(case.model))
+    for good in (1, torch.tensor([1.0]), np.float32(1)):
+        searched(case, Limit(absolute=0.0, better="higher"), None, lambda model, good=good: good, steps=Levels(0.5, 1))
+
+
+def test_the_dense_metric_and_the_worst_allowed_are_said():
+    case, values = mlp(), iter([0.91, 0.88, 0.5])
+    limit = Limit(absolute=0.05, better="higher")
+    found = searched(case, limit, None, lambda model: next(values), steps=Levels(0.2, 0.2), progress=False)
+    assert "metric 0.88, dense 0.91, at least 0.86 allowed" in repr(found) and len(found.trials) == 2
+    assert Limit(relative=0.1, better="lower").in_words(-2.0) == "dense -2, at most -1.8 allowed"
 
 
 @pytest.mark.parametrize("when", [2, 3, 5])
@@ -102,7 +124,7 @@ def test_an_exception_of_the_evaluation_gives_the_dense_model_back(when):
         return 1.0
 
     with pytest.raises(RuntimeError, match="disk full"):
-        searched(case, Limit(relative=0.1), Probe(0.5), evaluate)
+        searched(case, Limit(relative=0.1, better="lower"), Probe(0.5), evaluate)
     assert_same(before, snapshot(case.model))
 
 
@@ -110,7 +132,12 @@ def test_an_exception_of_the_evaluation_gives_the_dense_model_back(when):
 def test_bisection_closes_in_on_the_sparsity_that_the_limit_allows(edge):
     case = mlp()
     found = searched(
-        case, Limit(absolute=0.0), None, lambda m: float(zeros(m) > edge), steps=Bisection(0.9, 0.02), select=PerRow()
+        case,
+        Limit(absolute=0.0, better="lower"),
+        None,
+        lambda m: float(zeros(m) > edge),
+        steps=Bisection(0.9, 0.02),
+        select=PerRow(),
     )
     assert found.sparsity <= edge
     if 0 < edge < 0.9:
@@ -125,7 +152,11 @@ def test_accuracy_is_better_when_higher():
     assert limit.allows(0.9, 0.8001) and limit.allows(0.9, 0.95) and not limit.allows(0.9, 0.79)
     assert Limit(relative=0.1, better="higher").allows(0.9, 0.8101)
     assert not Limit(relative=0.1, better="higher").allows(0.9, 0.8)
-    for limit in (Limit(relative=1e9), Limit(absolute=1e9), Limit(absolute=1e9, better="higher")):
+    for limit in (
+        Limit(relative=1e9, better="lower"),
+        Limit(absolute=1e9, better="lower"),
+        Limit(absolute=1e9, better="higher"),
+    ):
         assert not any(limit.allows(1.0, bad) for bad in (math.nan, math.inf, -math.inf))
 
 
@@ -153,7 +184,7 @@ def count_limited(num):
 @pytest.mark.parametrize("schedule", ["joint", "sequential"])
 def test_tuning_finds_a_smaller_tau_without_a_new_pass(schedule):
     plain, tuned = mlp(), mlp()
-    limit, probe, steps = Limit(absolute=0.0), Probe(5.0, schedule=schedule), Levels(0.3, 0.3, 0.6)
+    limit, probe, steps = Limit(absolute=0.0, better="lower"), Probe(5.0, schedule=schedule), Levels(0.3, 0.3, 0.6)
     without = searched(plain, limit, probe, count_limited(0.5), steps=steps)
     found = searched(tuned, limit, probe, count_limited(0.5), steps=steps, tune=Tune(6))
     assert not without.trials[-1].accepted and found.trials[-1].accepted
@@ -169,14 +200,16 @@ def test_tuning_finds_a_smaller_tau_without_a_new_pass(schedule):
 
 def test_tuning_that_finds_nothing_takes_the_level_back_exactly():
     case = mlp()
-    without = searched(case, Limit(absolute=0.0), Probe(5.0), count_limited(0.29), steps=Levels(0.3, 0.3, 0.6))
+    without = searched(
+        case, Limit(absolute=0.0, better="lower"), Probe(5.0), count_limited(0.29), steps=Levels(0.3, 0.3, 0.6)
+    )
     other = mlp()
     before = snapshot(other.model)
 
     def evaluate(model):
         return float(zeros(model) > 0)
 
-    found = searched(other, Limit(absolute=0.0), Probe(5.0), evaluate, tune=Tune(3))
+    found = searched(other, Limit(absolute=0.0, better="lower"), Probe(5.0), evaluate, tune=Tune(3))
     assert_same(before, snapshot(other.model))
     assert found.sparsity == 0 and without.sparsity >= 0
 
@@ -192,7 +225,9 @@ def test_tuning_both_steps_probes_the_level_before_again_or_puts_it_back(allowed
         return float(len(seen) > 2 and (allowed is None or zeros(model[0]) > allowed))
 
     probe, steps = Probe(5.0), Levels(0.35, 0.3, 0.65)
-    found = searched(case, Limit(absolute=0.0), probe, evaluate, steps=steps, tune=Tune(4, True), compare=False)
+    found = searched(
+        case, Limit(absolute=0.0, better="lower"), probe, evaluate, steps=steps, tune=Tune(4, True), compare=False
+    )
     assert found.trials[-1].passes >= 2 * 2 * 3 * 8
     assert found.trials[-1].accepted == (allowed is not None)
     if found.trials[-1].accepted:
@@ -205,7 +240,7 @@ def test_tuning_both_steps_probes_the_level_before_again_or_puts_it_back(allowed
 
 def test_beside_it_stands_the_strategy_alone_at_the_same_sparsity_and_scope():
     case, dense = mlp(), mlp()
-    found = searched(case, Limit(relative=0.03), Probe(0.3))
+    found = searched(case, Limit(relative=0.03, better="lower"), Probe(0.3))
     alone = prune(dense.model, dense.batches, found.sparsity, loss=dense.loss, repair=None)
     assert found.alone_sparsity == alone.sparsity == pytest.approx(found.sparsity)
     assert found.alone == held_out(mlp())(dense.model)
@@ -215,16 +250,17 @@ def test_beside_it_stands_the_strategy_alone_at_the_same_sparsity_and_scope():
 @pytest.mark.parametrize(
     ("build", "said"),
     [
-        (lambda: Limit(), "either relative or absolute"),
-        (lambda: Limit(0.1, 0.1), "either relative or absolute"),
-        (lambda: Limit(math.nan), "either relative or absolute"),
-        (lambda: Limit(-0.1), "0 or more"),
-        (lambda: Limit(0.1, better="more"), "lower or higher"),
+        (lambda: Limit(better="lower"), "either relative or absolute"),
+        (lambda: Limit(0.1, 0.1, "lower"), "either relative or absolute"),
+        (lambda: Limit(math.nan, better="lower"), "either relative or absolute"),
+        (lambda: Limit(-0.1, better="lower"), "0 or more"),
+        (lambda: Limit(0.1, better="more"), "'lower' .* or 'higher'"),
+        (lambda: Limit(relative=0.1), r"^better must be 'lower' .* or 'higher' \(accuracy\), got None; give it[^\n]*$"),
         (lambda: Levels(0.5, 0.1, 0.4), "initial <= final"),
         (lambda: Levels(0.1, 0.0), "step"),
         (lambda: Bisection(1.0), "final"),
         (lambda: Tune(0), "one step"),
-        (lambda: searched(mlp(), Limit(0.1), Probe("target"), tune=Tune()), "cannot be tuned"),
+        (lambda: searched(mlp(), Limit(0.1, better="lower"), Probe("target"), tune=Tune()), "cannot be tuned"),
     ],
 )
 def test_what_makes_no_sense_is_refused(build, said):
@@ -235,7 +271,13 @@ def test_what_makes_no_sense_is_refused(build, said):
 def test_every_level_reads_the_inputs_of_the_model_as_it_is_then():
     case, again = mlp(), mlp()
     found = searched(
-        case, Limit(absolute=0.0), None, lambda _: 1.0, steps=Levels(0.5, 0.2, 0.7), score="wanda", select=Global()
+        case,
+        Limit(absolute=0.0, better="lower"),
+        None,
+        lambda _: 1.0,
+        steps=Levels(0.5, 0.2, 0.7),
+        score="wanda",
+        select=Global(),
     )
     first = prune(again.model, again.batches, 0.5, "wanda", Global(), repair=None)
     job = Job(again.model, again.batches, Plan("wanda", Global()))
@@ -261,7 +303,7 @@ def test_levels_are_repaired_from_the_dense_weights_and_a_failed_one_leaves_the_
         return case
 
     case, again = case_of(), case_of()
-    evaluate, limit = held_out(case), Limit(relative=0.004)
+    evaluate, limit = held_out(case), Limit(relative=0.004, better="lower")
     found = searched(case, limit, evaluate=evaluate, repair=Repair(), **options)
     assert [trial.accepted for trial in found.trials] == [True] * (len(found.trials) - 1) + [False]
     assert len(found.trials) > 1 and evaluate(case.model) == found.metric == found.trials[-2].metric

@@ -36,7 +36,8 @@ def searched(folder, kill_at):
         return inner(model)
     options = SearchOptions(Levels(0.2, 0.2, 0.8), Tune(3, {both}), folder, progress=event)
     probe = Probe(2.0, schedule={schedule!r})
-    found = search(case.model, case.batches, evaluate, Limit(relative=0.003), probe, loss=case.loss, options=options)
+    limit = Limit(relative=0.003, better="lower")
+    found = search(case.model, case.batches, evaluate, limit, probe, loss=case.loss, options=options)
     trials = [(t.target, t.sparsity, t.metric, t.accepted, t.scale) for t in found.trials]
     torch.save({{"model": case.model.state_dict(), "masks": dict(found.masks)}}, folder.with_suffix(".out"))
     return [len(events), trials, found.metric, found.sparsity, found.alone]
@@ -92,22 +93,22 @@ def test_a_search_killed_anywhere_goes_on_and_ends_as_the_unbroken_one(schedule,
 
 def test_a_folder_of_another_search_is_refused(tmp_path):
     options = {"steps": Levels(0.2, 0.2, 0.2), "state": tmp_path / "state"}
-    searched(mlp(), Limit(relative=0.5), Probe(1.0), **options)
+    searched(mlp(), Limit(relative=0.5, better="lower"), Probe(1.0), **options)
     with pytest.raises(ValueError, match=r"probe = .*tau=1.0.*not .*tau=2.0"):
-        searched(mlp(), Limit(relative=0.5), Probe(2.0), **options)
+        searched(mlp(), Limit(relative=0.5, better="lower"), Probe(2.0), **options)
     other = mlp()
     with torch.no_grad():
         other.model[0].weight[0, 0] += 1
     with pytest.raises(ValueError, match="other weights"):
-        searched(other, Limit(relative=0.5), Probe(1.0), **options)
+        searched(other, Limit(relative=0.5, better="lower"), Probe(1.0), **options)
     drawn = mlp()
     drawn.batches[0][0][0, 0] += 1
     with pytest.raises(ValueError, match="samples = "):
-        searched(drawn, Limit(relative=0.5), Probe(1.0), **options)
+        searched(drawn, Limit(relative=0.5, better="lower"), Probe(1.0), **options)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("mine")
     with pytest.raises(ValueError, match="holds other things"):
-        searched(mlp(), Limit(relative=0.5), Probe(1.0), **options | {"state": tmp_path / "mine"})
+        searched(mlp(), Limit(relative=0.5, better="lower"), Probe(1.0), **options | {"state": tmp_path / "mine"})
 
 
 @pytest.mark.parametrize("kind", ["trial", "group"])
@@ -121,7 +122,7 @@ def test_what_is_damaged_is_done_again_and_said(kind, tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt) if kind == "group" else nullcontext():
-        searched(mlp(), Limit(relative=0.5), Probe(1.0), **options, progress=progress)
+        searched(mlp(), Limit(relative=0.5, better="lower"), Probe(1.0), **options, progress=progress)
     paths = sorted((tmp_path / "state").glob(f"{kind}_*.pt"))
     assert len(paths) > 1
     data = bytearray(paths[1].read_bytes())
@@ -129,7 +130,7 @@ def test_what_is_damaged_is_done_again_and_said(kind, tmp_path):
     paths[1].write_bytes(data)
     case, expected = mlp(), mlp()
     with pytest.warns(UserWarning, match=rf"{paths[1].name} is damaged .*done again"):
-        found = searched(case, Limit(relative=0.5), Probe(1.0), **options)
-    whole = searched(expected, Limit(relative=0.5), Probe(1.0), steps=options["steps"])
+        found = searched(case, Limit(relative=0.5, better="lower"), Probe(1.0), **options)
+    whole = searched(expected, Limit(relative=0.5, better="lower"), Probe(1.0), steps=options["steps"])
     assert [trial.metric for trial in found.trials] == [trial.metric for trial in whole.trials]
     assert all(torch.equal(a, b) for a, b in zip(case.model.parameters(), expected.model.parameters(), strict=True))

@@ -57,8 +57,10 @@ def test_a_result_says_which_weights_were_not_repaired_and_why(repaired):
 def test_a_search_shows_its_trials():
     case, metrics = mlp(), iter([1.0, 1.01, 1.02, 9.0])
     options = SearchOptions(steps=Levels(0.2, 0.2, 0.8), compare=False)
-    found = search(case.model, case.batches, lambda model: next(metrics), Limit(relative=0.1), options=options)
-    assert repr(found).startswith("Found(4") and "metric 1.02, dense 1, 3 trials" in repr(found)
+    found = search(
+        case.model, case.batches, lambda model: next(metrics), Limit(relative=0.1, better="lower"), options=options
+    )
+    assert repr(found).startswith("Found(4") and "metric 1.02, dense 1, at most 1.1 allowed, 3 trials" in repr(found)
     assert len(repr(found)) < 120 and found.plot().svg.count("<circle") == 3
     assert found.plot().svg in found._repr_html_() and found._repr_html_().count("<tr>") == 4
 
@@ -86,7 +88,14 @@ def shown(monkeypatch, progress, *, is_terminal=False, is_notebook=False):
     case = mlp()
     prune(case.model, sparsity=0.5, progress=progress)
     options = SearchOptions(steps=Levels(0.6, 0.2, 0.7), compare=False, progress=progress)
-    search(case.model, case.batches, lambda model: 1.0, Limit(relative=0.1), loss=case.loss, options=options)
+    search(
+        case.model,
+        case.batches,
+        lambda model: 1.0,
+        Limit(relative=0.1, better="lower"),
+        loss=case.loss,
+        options=options,
+    )
     return [screen.text for screen in screens]
 
 
