@@ -234,8 +234,9 @@ class Arm:
             if result is None or schedule != "joint":  # joint ratios serve every tau
                 result = self._result(level, Probe(tau, schedule=schedule))
             result.packed = result.packed_at(tau)
-            yield self._by(result.masks, level, "probed", tau)
-            yield self._by(exactly(self.job, result.sparsity, self._generator()), level, "alone, as sparse", tau)
+            probed = self._by(result.masks, level, "probed", tau)
+            yield probed
+            yield self._by(exactly(self.job, probed.sparsity, self._generator()), level, "alone, as sparse", tau)
             yield self._by(vetoed_by_lot(result, self._generator()), level, "by lot", tau)
 
     def _result(self, sparsity: float, probe: Probe | None = None) -> Result:

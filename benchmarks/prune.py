@@ -264,10 +264,10 @@ def measure_level(model: Any, tokens: Tensor, sparsity: float) -> list[Row]:
         run = partial(prune, model, [tokens], sparsity, "wanda", probe=Probe(1.0, schedule=schedule))
         with Sampler(utilisation_reader(device)).running() as busy:
             seconds, result = timed(run, device)
-        result.undo_()
         row = {"way": way, "seconds": seconds, "utilisation": busy.mean}
         row |= {"share_of_peak": flops(model, tokens, schedule) / seconds / PEAK if device.type == "cuda" else None}
         row |= {"peak_gib": result.peak_bytes / 2**30, "passes": result.passes, "sparsity": result.sparsity}
+        result.undo_()
         rows.append(row)
     return rows
 

@@ -46,9 +46,8 @@ def run(command: Command) -> None:
     if outcome.score == "wanda" and command.scope == "global":
         print("One threshold for all layers suits wanda badly: on small GPTs it was far worse than by rows.")
     result = outcome.result
-    cost = f"{result.passes:,} passes with gradients and {result.forwards:,} without, of one sample"
     memory = f"at most {result.peak_bytes / 2**30:.2f} GiB of memory"
-    print(f"{command.out}: written; {command.model} was pruned in {result.seconds:.1f} s with {memory}, {cost}")
+    print(f"{command.out}: written; {command.model} was pruned with {memory} in {result.cost}")
     if outcome.profile is not None:
         print_profile(outcome.profile)
     _publish(command)
@@ -119,8 +118,9 @@ def _pruned(command: Command) -> "Outcome":
             result = prune(trained.model, trained.batches, command.sparsity, **settings, **more)
             reached = measure()
             if probe is not None:
+                reached_sparsity = result.sparsity
                 result.undo_()
-                alone = prune(trained.model, trained.batches, result.sparsity, repair=None, progress=False, **settings)
+                alone = prune(trained.model, trained.batches, reached_sparsity, repair=None, progress=False, **settings)
                 rows[f"{score} alone"] = measure()
                 alone.undo_()
                 result.apply_()

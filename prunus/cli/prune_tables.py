@@ -1,4 +1,4 @@
-"""What ``prunus prune`` prints: the pruned weights, the models compared, where time and memory went, and advice."""
+"""What ``prunus prune`` prints: the pruned layers, the models compared, where time and memory went, and advice."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ PARTS = {
     "other": "everything else",
 }
 
-ERRORS = ("error, mask alone", "repaired", "worst")  # of the outputs, relative: means over the weights, and the largest
+ERRORS = ("error, mask alone", "repaired", "worst")  # of the outputs, relative: means over the layers, and the largest
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Outcome:
 
 
 def print_result(outcome: Outcome, asked: float, *, is_probed: bool, every_layer: bool) -> None:
-    """One table of the weights and one of the models; ``asked`` is the sparsity asked for."""
+    """One table of the layers and one of the models; ``asked`` is the sparsity asked for."""
     result, rows, metric = outcome.result, outcome.rows, outcome.model.metric
     table = Table(title="on held-out data")
     size = ["parameters"] if result.experts is not None else []
@@ -123,16 +123,9 @@ def print_result(outcome: Outcome, asked: float, *, is_probed: bool, every_layer
     if rows.keys() - {"dense", "experts dropped"}:
         console.print(_layers(result, is_probed=is_probed) if every_layer else _kinds(result.layers, console.width))
     console.print(table)
-    if result.tuned:
-        num = sum(found.helped for found in result.tuned.values())
-        print(f"Tuning brought {num} of {len(result.tuned)} blocks nearer to the dense ones on held-out samples.")
-    if (whole := result.tuned_whole) is not None:
-        print(f"Tuning the whole model took its loss on held-out samples from {whole.before:.4g} to {whole.after:.4g}.")
     if result.sparsity_before:
         print(_zero_already(asked, result))
-    for layer in result.layers:
-        if layer.not_repaired:
-            print(f"{layer.name} was pruned but not repaired: {layer.not_repaired}")
+    print(*result.notes)
 
 
 def _zero_already(asked: float, result: Result) -> str:
@@ -146,13 +139,13 @@ def _zero_already(asked: float, result: Result) -> str:
 
 
 def _kinds(layers: Sequence[Layer], width: int) -> Table:
-    """One row for all weights whose names differ in numbers only; in a narrow terminal without the last columns."""
+    """One row for all layers whose names differ in numbers only; in a narrow terminal without the last columns."""
     kinds: dict[str, list[Layer]] = {}
     for layer in layers:
         kinds.setdefault(re.sub(r"\d+", "*", layer.name.removesuffix(".weight")), []).append(layer)
     is_repaired = any(layer.error is not None for layer in layers)
-    table = Table(title="what was pruned, by kind of weight (--layers shows every one)")
-    headings = ("weights", "number", "pruned", "sparsity", *(ERRORS if is_repaired else ()))
+    table = Table(title="what was pruned, by kind of layer (--layers shows every one)")
+    headings = ("layers", "number", "weights pruned", "sparsity", *(ERRORS if is_repaired else ()))
     rows = []
     for kind, found in kinds.items():
         num_pruned, num = sum(layer.num_pruned for layer in found), sum(layer.num_weights for layer in found)
@@ -165,11 +158,11 @@ def _kinds(layers: Sequence[Layer], width: int) -> Table:
             cells += [f"{sum(before) / len(before):.4f}", f"{sum(after) / len(after):.4f}", f"{max(after):.4f}"]
         rows.append(dict(zip(headings, cells, strict=False)))
     wide = {name: max(len(name), *(len(row.get(name, "")) for row in rows)) + 3 for name in headings}
-    for name in ("worst", "number", "pruned"):
+    for name in ("worst", "number", "weights pruned"):
         if name in wide and sum(wide.values()) >= width:
             del wide[name]
     for name in wide:
-        table.add_column(name, justify="left" if name == "weights" else "right", overflow="fold")
+        table.add_column(name, justify="left" if name == "layers" else "right", overflow="fold")
     for row in rows:
         table.add_row(*(row.get(name, "") for name in wide))
     return table
@@ -193,13 +186,14 @@ def _experts(experts: DroppedExperts, *, every_one: bool) -> Table:
 
 
 def _layers(result: Result, *, is_probed: bool) -> Table:
-    """One row per weight; columns of the probe are left out without one."""
-    table = Table(title="what was pruned in each weight")
+    """One row per layer; columns of the probe are left out without one."""
+    table = Table(title="what was pruned in each layer")
     of_probe = ("no gradient", "not finite", "tau") if is_probed else ()
     of_repair = ("error, mask alone", "error") if result.repairs else ()
-    headings = ("weight", "shape", *(["proposed"] if is_probed else []), "pruned", "sparsity", *of_probe, *of_repair)
+    proposed = ["weights proposed"] if is_probed else []
+    headings = ("layer", "shape", *proposed, "weights pruned", "sparsity", *of_probe, *of_repair)
     for heading in headings:
-        table.add_column(heading, justify="left" if heading == "weight" else "right", no_wrap=True)
+        table.add_column(heading, justify="left" if heading == "layer" else "right", no_wrap=True)
     for layer in result.layers:
         shape, tau = "x".join(map(str, layer.shape)), "" if layer.tau is None else f"{layer.tau:.4g}"
         cells = [f"{layer.num_pruned:,}", f"{layer.sparsity:.2%}"]

@@ -340,6 +340,7 @@ class Job:
                 renew_batch_norms(self.walk, walk.streams.blocks, walk.streams.size, result.originals)
         result.tuned_whole = walk.tune_whole()
         result.packed, result.repairs, result.tuned = walk.packed, walk.found, walk.tuned
+        result.not_tuned = walk.not_tuned
         self._repair_forwards += walk.streams.forwards
         self.changed()
 

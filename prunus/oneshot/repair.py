@@ -4,6 +4,7 @@ Each group of layers that read the same input is solved when the groups before i
 """
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -72,6 +73,8 @@ class RepairWalk:
         self.found: dict[str, LayerRepair] = {}
         self.packed: dict[str, Tensor] = {}
         self.tuned: dict[int, Tuned] = {}  # by block
+        self.not_tuned: list[str] = []  # sentences: what was to be tuned and was not, and why
+        self._skipped: Counter[str] = Counter()  # blocks, by reason
         stacked = {name: weight for name, weight in self.weights.items() if is_stacked(weight)}
         reading = {name: found for name, found in readers(walk.model, walk.weights).items() if found}
         reading |= {name: [Reader(weight.module, name.rpartition(".")[2])] for name, weight in stacked.items()}
@@ -98,8 +101,13 @@ class RepairWalk:
                     content = {name: self._content(name) for name in group.names if name in self.found}
                     self.state.save(file, group.names, content)
             done(group.names)
-        if self.repair.tune:
-            self._advance(len(self.streams.blocks))
+        if self.repair.distill:
+            num = len(self.streams.blocks)
+            self._advance(num)
+            for why, skipped in self._skipped.items():
+                self.not_tuned.append(f"Blocks that were not tuned: {skipped} of {num}, {why}.")
+            if not num and self.repair.distill.epochs:
+                self.not_tuned.append("No block was tuned by itself: the model does not run as a chain of blocks.")
         for name in self.weights:
             if name not in self.found:
                 is_known = name in self.streams.readers
@@ -122,7 +130,7 @@ class RepairWalk:
         streams = self.streams
         while streams.position < position:
             streams.advance_dense()
-            if self.repair.tune and not streams.is_same:
+            if self.repair.tune:
                 self._tune_block(streams.position)
                 streams.changed()
             streams.advance()
@@ -139,7 +147,12 @@ class RepairWalk:
             with nullcontext() if offload is None else offload.staying(block):
                 return tune(self.walk, parameters, loss, **how)
 
-        if distill.epochs and parameters:
+        if not distill.epochs:
+            return
+        if streams.is_same or not parameters:
+            why = "as nothing was pruned in them or before" if streams.is_same else "as they share all their weights"
+            self._skipped[why] += 1
+        else:
             self.tuned[k] = self._tuned(f"block_{k:05}", parameters, run)
 
     def tune_whole(self) -> Tuned | None:
@@ -161,6 +174,7 @@ class RepairWalk:
             if not is_out_of_memory(error):
                 raise
         release(walk.device)
+        self.not_tuned.append("The model was not tuned as a whole: there is too little memory.")
         warnings.warn("there is too little memory to tune the model as a whole: that was left out", stacklevel=2)
         return None
 

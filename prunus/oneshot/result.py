@@ -44,7 +44,11 @@ class Layer:
 
 @dataclass(repr=False)
 class Result:
-    """Masks, figures of each weight, and the cost. ``undo_`` restores the model as it was before."""
+    """Masks, figures of each layer, and the cost. ``undo_`` restores the model as it was before.
+
+    ``sparsity``, ``num_pruned`` and ``layers`` count the zeros of the model as it is now: each time that costs one read
+    of all its prunable weights. ``masks`` are those of the pruning.
+    """
 
     weights: Mapping[str, Weight]
     packed: dict[str, Tensor]
@@ -63,24 +67,47 @@ class Result:
     repairs: dict[str, LayerRepair] = field(default_factory=dict)
     tuned: dict[int, Tuned] = field(default_factory=dict)  # by block
     tuned_whole: Tuned | None = None
+    not_tuned: list[str] = field(default_factory=list)  # sentences: what was to be tuned and was not, and why
     experts: DroppedExperts | None = None  # that are gone as a whole
     repair_again: "Callable[[Result], None] | None" = None  # repairs the dense model by other masks of the probe
     _repaired: dict[Tensor, Tensor] = field(default_factory=dict)  # values that ``undo_`` took back
 
     def __repr__(self) -> str:
-        of = f"{self.num_pruned:,} of {self.num_weights:,} in {len(self.weights)} weights are zero"
-        return f"Result({self.sparsity:.4%}: {of}, {self.passes:,} passes, {self.seconds:.1f} s)"
+        zeros, num = self.num_pruned, self.num_weights
+        of = f"{zeros:,} of {num:,} weights in {len(self.weights)} layers are zero"
+        return f"Result({zeros / num:.4%}: {of}, {self.seconds:.1f} s)"
 
     def __str__(self) -> str:
+        return "\n".join([repr(self), self.cost, *self.notes])
+
+    @property
+    def cost(self) -> str:
+        """Seconds, what most of them went into, and passes of one sample if there were any."""
+        longest = sorted(self.parts, key=lambda part: -self.parts[part])[:3]
+        parts = ", ".join(f"{part} {self.parts[part]:.1f}" for part in longest)
+        passes = {"with gradients": self.passes, "without gradients": self.forwards}
+        said = " and ".join(f"{num:,} {which}" for which, num in passes.items() if num)
+        return f"{self.seconds:.1f} s{f': {parts}' if parts else ''}{f'; passes of one sample: {said}' if said else ''}"
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences on what was tuned, what was not, and which layers could not be repaired."""
+        found = []
+        if self.tuned:
+            helped = sum(one.helped for one in self.tuned.values())
+            found.append(f"Tuning brought {helped} of {len(self.tuned)} blocks nearer to the dense ones.")
+        if (whole := self.tuned_whole) is not None:
+            took = f"from {whole.before:.4g} to {whole.after:.4g} on held-out samples"
+            found.append(f"Tuning the whole model took its {whole.loss} {took}.")
         reasons: dict[str, list[str]] = {}
         for name, repair in self.repairs.items():
             if repair.not_repaired:
                 reasons.setdefault(repair.not_repaired, []).append(name)
-        if not reasons:
-            return repr(self)
-        num = sum(map(len, reasons.values()))
-        which = "; ".join(f"{_listed(names)} ({reason})" for reason, names in reasons.items())
-        return f"{self!r}\nnot repaired, {num} of {len(self.weights)} weights: {which}"
+        if reasons:
+            num = sum(map(len, reasons.values()))
+            which = "; ".join(f"{_listed(names)} ({reason})" for reason, names in reasons.items())
+            found.append(f"Pruned but not repaired, {num} of {len(self.weights)} layers: {which}.")
+        return found + self.not_tuned
 
     def plot(self) -> Chart:
         """Sparsity of each layer, and its errors where it was repaired."""
@@ -92,7 +119,7 @@ class Result:
             errors = ["" if error is None else f"{error:.4f}" for error in (layer.mask_error, layer.error)]
             shape = "x".join(map(str, layer.shape))
             rows.append((layer.name, shape, f"{layer.num_pruned:,}", f"{layer.sparsity:.2%}", *errors))
-        columns = ("weight", "shape", "pruned", "sparsity", "error, mask alone", "error")
+        columns = ("layer", "shape", "weights pruned", "sparsity", "error, mask alone", "error")
         return notebook_html(str(self), self.plot(), columns, rows)
 
     @property
@@ -102,15 +129,21 @@ class Result:
 
     @property
     def layers(self) -> list[Layer]:
-        return [self._layer(name, weight.parameter) for name, weight in self.weights.items()]
+        return [self._layer(name, self._parameter(name)) for name in self.weights]
 
     @property
     def num_pruned(self) -> int:
-        return sum(layer.num_pruned for layer in self.layers)
+        return sum(num_zeros(self._parameter(name)) for name in self.weights)
 
     @property
     def num_weights(self) -> int:
-        return sum(weight.parameter.numel() for weight in self.weights.values())
+        return sum(self._parameter(name).numel() for name in self.weights)
+
+    def _parameter(self, name: str) -> nn.Parameter:
+        """What the module holds now: loading and dropped experts may have put another parameter in place."""
+        weight = self.weights[name]
+        held = weight.module._parameters.get(name.rpartition(".")[2])
+        return weight.parameter if held is None else held
 
     @property
     def sparsity(self) -> float:
@@ -120,7 +153,8 @@ class Result:
     @property
     def sparsity_before(self) -> float:
         """The same before this level."""
-        return 1 - sum(int(bits.count(self._live(name))) for name in self.weights) / self.num_weights
+        num = sum(weight.parameter.numel() for weight in self.weights.values())
+        return 1 - sum(int(bits.count(self._live(name))) for name in self.weights) / num
 
     def undo_(self) -> None:
         """Give every changed weight its old value, bit for bit, and put dropped experts back."""
@@ -211,7 +245,7 @@ class Result:
             name,
             tuple(parameter.shape),
             parameter.numel(),
-            parameter.numel() - int(bits.count(self.packed[name])),
+            num_zeros(parameter),
             int(bits.count(self.candidates[name])),
             ratios.num_zero if ratios else 0,
             ratios.num_not_finite if ratios else 0,
@@ -226,6 +260,10 @@ def _listed(names: Sequence[str]) -> str:
     """The first few of the names, and how many others there are."""
     others = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + others
+
+
+def num_zeros(tensor: Tensor) -> int:
+    return tensor.numel() - int(tensor.detach().count_nonzero())
 
 
 @dataclass(repr=False)

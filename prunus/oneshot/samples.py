@@ -218,6 +218,11 @@ def _group(batch: Any) -> Group:
             f"a batch must be a tensor, a pair (input, target) or a dict of tensors with one sample per row, "
             f"got {type(batch).__name__} {'without rows' if sizes else 'without a tensor'}"
         )
+    if isinstance(tree, tuple) and _are_tokens_and_mask(*tree):
+        raise ValueError(
+            "a pair is (input, target), and the target here looks like an attention mask: 0 or 1 for every token; give "
+            "a dict: {'input_ids': ids, 'attention_mask': mask}"
+        )
     inputs = tree[0] if isinstance(tree, tuple) else tree
     for name, leaf in inputs.items() if isinstance(inputs, Mapping) else ():
         is_packed = isinstance(name, str) and (name.startswith("pixel_values") or name.endswith("grid_thw"))
@@ -227,6 +232,12 @@ def _group(batch: Any) -> Group:
                 "themselves: give batches of one sample each"
             )
     return Group(tree, sizes[0])
+
+
+def _are_tokens_and_mask(ids: Any, mask: Any) -> bool:
+    if not (isinstance(ids, Tensor) and isinstance(mask, Tensor) and ids.ndim > 1 and ids.shape == mask.shape):
+        return False
+    return not (ids.is_floating_point() or mask.is_floating_point()) and int(mask.max()) < 2 <= int(ids.max())
 
 
 def _plain(batch: Any) -> Tree:

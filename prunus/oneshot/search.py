@@ -308,8 +308,8 @@ class _Search:
         while self.kept:
             self._take_back()
         result = self._level(sparsity, None)
-        metric = self._metric()
+        metric, reached = self._metric(), result.sparsity
         self._take_back()
         for level in levels:
             self._apply(level.target, level.packed, level.trial, level.result)
-        return metric, result.sparsity
+        return metric, reached
