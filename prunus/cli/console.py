@@ -12,7 +12,7 @@ import sys
 import traceback
 import unicodedata
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -128,14 +128,6 @@ def progress_bar(title: str, total: int) -> "Iterator[Report]":
                 print(f"{title}: step {step}/{total}, {', '.join(parts)}", file=sys.stderr)
 
         yield report
-
-
-@contextmanager
-def weights_bar(title: str) -> Iterator[Callable[[int, int, str], None]]:
-    """A function to call after each weight that is done, with how many there are and its name."""
-    with steps_bar(Terminal(stderr=True)) as bar:
-        task = bar.add_task(title, total=None, known="")
-        yield lambda done, total, name: bar.update(task, completed=done, total=total, known=escaped(name))
 
 
 def steps_bar(console: Console) -> Progress:

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .console import print, weights_bar
+from .console import print
 from .prune_options import Command, check, check_places, probe_of, selector_of, source_of
 
 if TYPE_CHECKING:
@@ -105,22 +105,21 @@ def _pruned(command: Command) -> "Outcome":
     settings |= {"checkpointing": command.checkpointing}
     began, measure = time.perf_counter(), _Measure(command, trained, device)
     sampler = Sampler(utilisation_reader(device) if command.profile else None)
-    title = f"probe, {command.probe}" if probe else "repair" if repair else "prune"
-    with sampler.running(), weights_bar(title) as progress:
+    with sampler.running():
         rows = {"dense": measure()}
         dropping = result = None
         if command.experts is not None:
-            dropping = result = prune(trained.model, trained.batches, experts=command.experts, progress=False, **common)
+            dropping = result = prune(trained.model, trained.batches, experts=command.experts, **common)
             rows["experts dropped"] = measure()
         if result is None or command.prunes:
             more: dict[str, Any] = {"state": command.unfinished if repair and not probe else None}
-            more |= {"probe": probe, "repair": repair, "progress": progress}
+            more |= {"probe": probe, "repair": repair}
             result = prune(trained.model, trained.batches, command.sparsity, **settings, **more)
             reached = measure()
             if probe is not None:
                 reached_sparsity = result.sparsity
                 result.undo_()
-                alone = prune(trained.model, trained.batches, reached_sparsity, repair=None, progress=False, **settings)
+                alone = prune(trained.model, trained.batches, reached_sparsity, repair=None, **settings)
                 rows[f"{score} alone"] = measure()
                 alone.undo_()
                 result.apply_()

@@ -1,18 +1,20 @@
 """How good a trained model is on held-out samples, by the measure that fits it."""
 
 import math
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..oneshot.probe.objective import with_labels
+from ..oneshot.progress import progress_line
 from ..ops.wide_products import wide_products
 from .evaluate import Quality
 from .model_data import Rows, is_causal, num_rows
 
+T = TypeVar("T")
 SIZE = 8  # samples in a pass, fewer where their logits are many
 MOST_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 28}  # of one pass: with a large vocabulary they outweigh the model
 MOST_OUTPUTS = 2**30  # bytes of the dense model's outputs that are stored
@@ -42,7 +44,7 @@ def token_quality(model: nn.Module, windows: Tensor) -> Quality:
     """Quality at every token but the first of each window."""
     device, loss, right, mode = next(model.parameters()).device, 0.0, 0, model.training
     model.eval()
-    for batch in windows.split(_size(model, windows.shape[1])):
+    for batch in _watched(windows.split(_size(model, windows.shape[1]))):
         batch = batch.to(device)
         with wide_products(device, model):
             outputs = model(input_ids=batch, use_cache=False).logits
@@ -86,6 +88,15 @@ def divergence(model: nn.Module, rows: Rows, dense: list[Tensor]) -> float:
     return off / norm if norm else math.nan
 
 
+def _watched(items: Sequence[T]) -> Iterator[T]:
+    """The items, with a bar or lines that say how many of them are done."""
+    with progress_line(None, "evaluate") as report:
+        for number, item in enumerate(items):
+            if report is not None:
+                report(number, len(items), "held-out samples")
+            yield item
+
+
 def _size(model: Any, length: int) -> int:
     """Samples of ``length`` tokens in a pass."""
     device, num_tokens = next(model.parameters()).device.type, getattr(model.config, "vocab_size", None) or 1
@@ -102,7 +113,7 @@ def _passes(model: Any, rows: Rows) -> Iterator[tuple[Rows, Any]]:
         size = min(size, _size(model, rows["input_ids"].shape[1]))
     model.eval()
     try:
-        for first in range(0, num_rows(rows), size):
+        for first in _watched(range(0, num_rows(rows), size)):
             part = {name: array[first : first + size] for name, array in rows.items()}
             try:
                 with wide_products(device, model):

@@ -125,5 +125,5 @@ class SearchOptions:
     offload: str | None = None  # device to which blocks are moved one at a time
     checkpointing: bool = False  # blocks run again for the backward instead of keeping their activations
     compare: bool = True  # also evaluate the strategy without the probe at the sparsity that was found
-    progress: Progress | bool | None = None  # by default a line in a terminal and in a notebook
+    progress: Progress | bool | None = None  # as in prune
     on_trial: Callable[[Trial], None] | None = None

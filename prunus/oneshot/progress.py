@@ -1,4 +1,4 @@
-"""Progress of a long call: one line that renews itself in a terminal or a notebook, and nothing elsewhere."""
+"""Progress of a long call: a bar that renews itself in a terminal or a notebook, and elsewhere a line now and then."""
 
 import shutil
 import sys
@@ -6,52 +6,124 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-Progress = Callable[[int, int, str], None]  # weights done, weights in all, and the name of the last one done
-QUIET = 1.0  # seconds at the start without a line: what is short needs none
-PAUSE = 0.1  # seconds from one line to the next, at least
+Progress = Callable[[int, int, str], None]  # steps done, steps in all, and what is being done
+QUIET = {"bar": 1.0, "lines": 5.0}  # seconds at the start without either: what is short needs none
+PAUSE = 0.1  # seconds from one bar to the next, at least
+LINES = 10  # of a whole call
+BAR = 20  # characters
 
 
-def is_watched() -> bool:
-    """Whether somebody sees a line that renews itself: in a terminal or a notebook."""
-    return sys.stderr.isatty() or _is_notebook()
+class Meter:
+    """Counts the steps of a call: a layer that is done, a sample that was read for a score, an epoch of tuning."""
 
+    def __init__(self) -> None:
+        self.begin(None, 0)
 
-def _is_notebook() -> bool:
-    ipython = sys.modules.get("IPython")
-    return ipython is not None and type(ipython.get_ipython()).__name__ == "ZMQInteractiveShell"
+    def begin(self, report: Progress | None, total: int) -> None:
+        self.report, self.total, self.num_done, self.phase = report, total, 0, ""
+        self._goal, self._counts_samples = total, False
+
+    def show(self, phase: str) -> None:
+        """Say what is being done now."""
+        self.phase = phase
+        if self.report is not None:
+            self.report(self.num_done, self.total, phase)
+
+    def step(self, phase: str, num: int = 1) -> None:
+        self.num_done = min(self.num_done + num, self._goal)
+        self.show(phase)
+
+    def finish(self) -> None:
+        if self.num_done < self.total:
+            self.step(self.phase, self.total)
+
+    def sampled(self, num: int) -> None:
+        """A pass has gone over ``num`` samples, which are steps of some parts."""
+        if self._counts_samples:
+            self.step(self.phase, num)
+
+    @contextmanager
+    def part(self, phase: str, num: int, *, of_samples: bool = False) -> Iterator[None]:
+        """What takes ``num`` steps, however many of them it counts itself."""
+        before = self._goal, self._counts_samples
+        self._goal, self._counts_samples = min(self.num_done + num, self.total), of_samples
+        self.show(phase)
+        try:
+            yield
+            self.num_done = self._goal
+        finally:
+            self._goal, self._counts_samples = before
 
 
 @contextmanager
 def progress_line(progress: Progress | bool | None, title: str) -> Iterator[Progress | None]:
-    """The function to call after each weight: the one given, or for True one that shows a line.
-
-    None stands for True where somebody is watching, and for False elsewhere.
-    """
+    """The function that reports progress: the one given, none for False, else one that shows it."""
     if callable(progress):
         yield progress
         return
-    if not (is_watched() if progress is None else progress):
+    is_notebook = _is_notebook()
+    out = sys.stdout if is_notebook else sys.stderr
+    if progress is False or out is None:
         yield None
         return
-    out = sys.stdout if _is_notebook() else sys.stderr
-    began = last = time.monotonic()
-    width = 0
+    shown = _Bar(title) if is_notebook or out.isatty() else _Lines(title)
 
-    def show(num_done: int, total: int, name: str) -> None:
-        nonlocal last, width
-        now = time.monotonic()
-        if now - began < QUIET or (now - last < PAUSE and num_done < total):
-            return
-        last, left = now, round((now - began) * (total - num_done) / max(1, num_done))
-        name = name if name.isprintable() else ascii(name)
-        text = f"{title}: {num_done} of {total} weights, {left // 60}:{left % 60:02} left, {name}"
-        text = text[: shutil.get_terminal_size().columns - 1]
-        out.write(f"\r{text.ljust(width)}")
+    def show(num_done: int, total: int, phase: str) -> None:
+        out.write(shown(num_done / max(1, total), phase if phase.isprintable() else ascii(phase)))
         out.flush()
-        width = len(text)
 
     try:
         yield show
     finally:
-        if width:
-            out.write("\n")
+        out.write(shown.end)
+
+
+def _is_notebook() -> bool:
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    return any(kind.__name__ == "ZMQInteractiveShell" for kind in type(shell).__mro__)
+
+
+class _Bar:
+    """A text that replaces the one before it in its line."""
+
+    def __init__(self, title: str) -> None:
+        self.title, self.began, self.last, self.width = title, time.monotonic(), 0.0, 0
+
+    def __call__(self, share: float, phase: str) -> str:
+        now = time.monotonic()
+        if now - self.began < QUIET["bar"] or (now - self.last < PAUSE and share < 1):
+            return ""
+        bar = ("=" * round(BAR * share)).ljust(BAR)
+        text = f"{self.title}: [{bar}] {share:.0%}, {_left(now - self.began, share)}{phase}"
+        text = text[: shutil.get_terminal_size().columns - 1]
+        before, self.last, self.width = self.width, now, len(text)
+        return f"\r{text.ljust(before)}"
+
+    @property
+    def end(self) -> str:
+        return "\n" if self.width else ""
+
+
+class _Lines:
+    """A line whenever a tenth more is done, for files and pipes."""
+
+    end = ""
+
+    def __init__(self, title: str) -> None:
+        self.title, self.began, self.last = title, time.monotonic(), -1
+
+    def __call__(self, share: float, phase: str) -> str:
+        seconds, number = time.monotonic() - self.began, int(LINES * share)
+        if seconds < QUIET["lines"] or number == self.last:
+            return ""
+        self.last = number
+        return f"{self.title}: {share:.0%} after {_clock(seconds)}, {_left(seconds, share)}{phase}\n"
+
+
+def _left(seconds: float, share: float) -> str:
+    return f"about {_clock(seconds * (1 - share) / share)} left, " if 0 < share < 1 else ""
+
+
+def _clock(seconds: float) -> str:
+    return f"{round(seconds) // 60}:{round(seconds) % 60:02}"

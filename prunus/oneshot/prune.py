@@ -75,8 +75,11 @@ def prune(
     moved there one at a time, and everything else stays there until the end: the masks are the same. With
     ``checkpointing`` blocks after the probed one run again for the backward instead of keeping their activations; this
     is also done where a single sample does not fit. With ``state``, a folder, a repair that was killed goes on where
-    it was when it is called again with the same dense model, and ends with the same bits. ``progress`` is shown by
-    default in a terminal and in a notebook; a function in its place gets weights done, weights in all, and a name.
+    it was when it is called again with the same dense model, and ends with the same bits.
+
+    ``progress`` is a bar in a terminal and in a notebook, and elsewhere a line on standard error for every tenth of a
+    call that takes more than a few seconds; False shows nothing. A function in its place gets steps done, steps in all,
+    and what is being done.
 
     The model comes back in its mode and with its buffers, but for batch norms, whose statistics a repair renews; after
     an exception with its weights too.
@@ -208,6 +211,7 @@ class Job:
         """The engine of the model's gradients, made when it is first asked for."""
         if self._engine is None:
             objective = Objective(self.model, self.plan.loss)
+            self.walk.meter.show("inspection of the model")
             with self.clock.part("inspection"):
                 self._engine = Engine(self.walk, objective, self.plan.batch_size, self.plan.checkpointing)
         return self._engine
@@ -240,8 +244,10 @@ class Job:
         self.clock.seconds = {}
         result = Result(self.weights, {}, {})
         try:
+            self.walk.meter.begin(progress, self._num_steps(probe))
             with eagerly():
-                self._level(result, sparsity, probe, start, self._on_finished(progress, finished))
+                self._level(result, sparsity, probe, start, self._on_finished(finished))
+            self.walk.meter.finish()
         except BaseException:
             self.undo_(result.originals)
             raise
@@ -296,6 +302,7 @@ class Job:
         done = list(start.done.pruned) if start.done else []
         if start.done:
             prober.resume(start.done)
+            self.walk.meter.step("what was done before", len(done))
         with self.clock.part("records"):
             found = prober.run(finished, done)
         result.ratios, result.taus = found.ratios, found.taus
@@ -305,7 +312,7 @@ class Job:
 
             def repair(result: Result) -> None:
                 with nullcontext() if self._is_open else self.open(), torch.no_grad(), eagerly():
-                    self._repair(result, result.packed, sparsity, live, start, lambda *_: None)
+                    self._repair(result, result.packed, sparsity, live, start, self._on_finished(None))
 
             result.repair_again = repair
             repair(result)
@@ -321,6 +328,7 @@ class Job:
     ) -> None:
         """Repair masks that are known, or have the solver find them."""
         assert self.plan.repair is not None
+        self.walk.meter.show("order of the layers")
         num_drop = self._num_drop(sparsity, live)
         walk = RepairWalk(
             self.walk,
@@ -336,6 +344,7 @@ class Job:
         )
         walk.run(lambda names: finished(names, Probed()))
         if self.plan.repair.batch_norm:
+            self.walk.meter.show("statistics of batch norms")
             with self.clock.part("batch norms"):
                 renew_batch_norms(self.walk, walk.streams.blocks, walk.streams.size, result.originals)
         result.tuned_whole = walk.tune_whole()
@@ -390,16 +399,25 @@ class Job:
         found = {name: bits.pack(weight.parameter.detach() != 0) for name, weight in self.weights.items()}
         return {name: here & given[name] if name in given else here for name, here in found.items()}
 
-    def _on_finished(self, progress: Progress | None, finished: Finished | None) -> Finished:
-        """Calls both when a group is done."""
-        num_done = 0
+    def _num_steps(self, probe: Probe | None) -> int:
+        """Of a level, for its progress: weights, samples that a choice reads, and epochs of tuning."""
+        num_passes = self.strategy.num_passes if self.plan.score is not None else 0
+        num_passes += getattr(self.select, "allocate", None) == "fisher"
+        if probe is not None and probe.schedule == "joint":
+            num_passes += 2
+        num = len(self.weights) + (num_passes * len(self.walk.samples) if num_passes else 0)
+        if self.plan.repair is None:
+            return num
+        distill = self.plan.repair.distill
+        tuned = len(self.walk.blocks) * distill.epochs + distill.whole_epochs if distill else 0
+        return num + tuned + (len(self.weights) if probe is not None else 0)
+
+    def _on_finished(self, finished: Finished | None) -> Finished:
+        """Called when a group is done, which is progress."""
 
         def call(names: Sequence[str], found: Probed) -> None:
-            nonlocal num_done
-            num_done += len(names)
             if finished is not None:
                 finished(names, found)
-            if progress is not None:
-                progress(num_done, len(self.weights), names[-1])
+            self.walk.meter.step(names[-1], len(names))
 
         return call

@@ -92,6 +92,7 @@ class RepairWalk:
     def _run(self, done: Done) -> None:
         for number, group in enumerate(self.streams.groups):
             self._advance(group.start)
+            self.walk.meter.show(f"repair of {group.names[0]}")
             file = f"group_{number:05}"
             if self.state and (before := self.state.load(file, group.names)):
                 self._resume(before)
@@ -129,6 +130,7 @@ class RepairWalk:
         """Take both streams to ``position``; blocks are tuned when the dense stream has left them."""
         streams = self.streams
         while streams.position < position:
+            self.walk.meter.show(f"passes through block {streams.position + 1} of {len(streams.blocks)}")
             streams.advance_dense()
             if self.repair.tune:
                 self._tune_block(streams.position)
@@ -152,7 +154,8 @@ class RepairWalk:
         if streams.is_same or not parameters:
             why = "as nothing was pruned in them or before" if streams.is_same else "as they share all their weights"
             self._skipped[why] += 1
-        else:
+            return
+        with self.walk.meter.part(f"tuning of block {k + 1} of {len(streams.blocks)}", distill.epochs):
             self.tuned[k] = self._tuned(f"block_{k:05}", parameters, run)
 
     def tune_whole(self) -> Tuned | None:
@@ -169,7 +172,8 @@ class RepairWalk:
             return replace(found, loss=str(loss.distance))
 
         try:
-            return self._tuned("whole", parameters, run)
+            with walk.meter.part("tuning of the whole model", distill.whole_epochs):
+                return self._tuned("whole", parameters, run)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

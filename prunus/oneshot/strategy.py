@@ -75,6 +75,13 @@ class Strategy:
         self._norms: dict[str, Tensor] | None = None
         self._squares: dict[str, Tensor] | None = None
 
+    @property
+    def num_passes(self) -> int:
+        """How often a choice reads the samples."""
+        if self.row is not None:
+            return int("input_norm" in self.row.reads)
+        return 2 if self.score == "path" else 1
+
     def refresh(self) -> None:
         """Gather input norms and gradients anew at the next call."""
         self._norms = self._squares = None
@@ -103,23 +110,27 @@ class Strategy:
 
     def _input_norms(self) -> dict[str, Tensor]:
         if self._norms is None:
-            self._norms, forwards = input_norms(self.walk)
+            with self.walk.reading("input norms"):
+                self._norms, forwards = input_norms(self.walk)
             self.forwards += forwards
         return self._norms
 
     def _mean_squares(self) -> dict[str, Tensor]:
         if self._squares is None:
-            names = [weight.name for weight in self.weights]
-            (self._squares,) = self.engine().records(names, [{}], "mean square")
+            engine, names = self.engine(), [weight.name for weight in self.weights]
+            with self.walk.reading("gradients"):
+                (self._squares,) = engine.records(names, [{}], "mean square")
         return self._squares
 
     def _path(self, sparsity: float, live: Packed) -> list[Lazy]:
         """G1 is recorded with all that magnitude would prune reduced to a tenth at once."""
         engine, names = self.engine(), [weight.name for weight in self.weights]
-        (before,) = engine.records(names, [{}])
+        with self.walk.reading("gradients"):
+            (before,) = engine.records(names, [{}])
         plain = [_lazy(weight, magnitude, {}, {}) for weight in self.weights]
         masks = self.select.packed(plain, sparsity, live)
-        with engine.reduced({name: ~mask for name, mask in masks.items()}, 0.1):
+        reduced = engine.reduced({name: ~mask for name, mask in masks.items()}, 0.1)
+        with reduced, self.walk.reading("gradients with weights reduced"):
             (after,) = engine.records(names, [{}])
         return [_lazy(w, path, {"before": before[w.name], "after": after[w.name]}, {}) for w in self.weights]
 

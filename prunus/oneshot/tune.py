@@ -115,6 +115,7 @@ class _Tuner:
             if (error := self._error(held_out)) < least:
                 least = error
                 torch._foreach_copy_(best, list(self.parameters))
+            self.walk.meter.step(self.walk.meter.phase)
         torch._foreach_copy_(list(self.parameters), best)
         return Tuned(first, least)
 

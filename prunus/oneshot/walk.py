@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -15,6 +15,7 @@ from ..ops import bits
 from ..ops.wide_products import wide_products
 from .blocks import blocks_of
 from .offload import Offload
+from .progress import Meter
 from .resources import is_out_of_memory, release
 from .samples import Chunk, Pick, Samples, Tree, check_batches, moved, samples_of
 
@@ -39,6 +40,7 @@ class Walk:
         self.blocks = blocks_of(model, weights)
         self.offload = None if offload is None else Offload(model, weights, torch.device(offload))
         self.device = weights[0].parameter.device if self.offload is None else self.offload.device
+        self.meter = Meter()  # of the call that runs
         self.renewed: set[Tensor] = set()  # buffers that stay as they were changed
         self._batches = batches
 
@@ -58,6 +60,10 @@ class Walk:
     def batch(self, chunk: Chunk | Pick, times: int = 1) -> Tree:
         """Samples on the device, repeated ``times`` times."""
         return moved(self.samples.tree(chunk, times), self.device)
+
+    def reading(self, phase: str) -> AbstractContextManager[None]:
+        """A part of the progress in which every sample is a step."""
+        return self.meter.part(phase, len(self.samples), of_samples=True)
 
     def visit(
         self,
@@ -87,6 +93,7 @@ class Walk:
             else:
                 if add is not None:
                     self.each_once(found, add, make_room)
+                self.meter.sampled(chunk.size)
                 continue
             self._release(make_room)  # outside the handler: the error keeps the tensors of the failed pass alive
             pending[:0] = chunk.halves()

@@ -5,10 +5,10 @@ import types
 
 import pytest
 import torch
-from probe_models import mlp
+from probe_models import llama, mlp
 from torch import nn
 
-from prunus import Levels, Limit, SearchOptions, prune, search
+from prunus import Distill, Levels, Limit, Probe, Repair, SearchOptions, prune, search
 from prunus.oneshot import progress as progress_module
 from prunus.oneshot.progress import progress_line
 
@@ -81,7 +81,7 @@ def shown(monkeypatch, progress, *, is_terminal=False, is_notebook=False):
     screens = Screen(is_terminal), Screen(False)
     monkeypatch.setattr(sys, "stderr", screens[0])
     monkeypatch.setattr(sys, "stdout", screens[1])
-    monkeypatch.setattr(progress_module, "QUIET", 0.0)
+    monkeypatch.setattr(progress_module, "QUIET", {"bar": 0.0, "lines": 0.0})
     monkeypatch.setattr(progress_module, "PAUSE", 0.0)
     shell = type("ZMQInteractiveShell", (), {})() if is_notebook else None
     monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))
@@ -99,14 +99,29 @@ def shown(monkeypatch, progress, *, is_terminal=False, is_notebook=False):
     return [screen.text for screen in screens]
 
 
-def test_progress_is_shown_in_a_terminal_and_in_a_notebook_and_nowhere_else(monkeypatch):
+def test_a_bar_is_shown_in_a_terminal_and_in_a_notebook(monkeypatch):
     for options, place in [({"is_terminal": True}, 0), ({"is_notebook": True}, 1)]:
         texts = shown(monkeypatch, None, **options)
         assert texts[1 - place] == ""
-        assert texts[place].count("\n") == 2 and "\rprune: " in texts[place] and "\rsearch, 60.0%: " in texts[place]
-    assert shown(monkeypatch, None) == ["", ""]
+        assert texts[place].count("\n") == 2 and "\rprune: [" in texts[place]
+        assert "\rsearch, 60.0% (dense 1, at most 1.1 allowed): [" in texts[place]
     assert shown(monkeypatch, False, is_terminal=True) == ["", ""]
-    assert "of 3 weights" in shown(monkeypatch, True)[0] or "weights" in shown(monkeypatch, True)[0]
+
+
+@pytest.mark.parametrize("progress", [None, True])
+def test_a_file_gets_a_line_for_every_tenth_on_standard_error(progress, monkeypatch):
+    text, out = shown(monkeypatch, progress)
+    assert out == "" and "\r" not in text and text.endswith("\n")
+    lines = [line for line in text.splitlines() if line.startswith("prune: ")]
+    assert 1 <= len(lines) <= 11 and lines[-1].startswith("prune: 100% after 0:0")
+    screen = Screen(False)
+    monkeypatch.setattr(sys, "stderr", screen)
+    with progress_line(progress, "prune") as report:
+        for done in range(1001):
+            report(done, 1000, "repair of x")
+    lines = screen.text.splitlines()
+    assert [line.split(" after")[0] for line in lines] == [f"prune: {10 * i}%" for i in range(11)]
+    assert all(line.endswith(" left, repair of x") for line in lines[1:-1])
 
 
 def test_a_function_gets_what_a_line_would_show(monkeypatch):
@@ -118,7 +133,7 @@ def test_a_function_gets_what_a_line_would_show(monkeypatch):
 def test_a_line_is_as_wide_as_the_terminal_and_shows_control_characters(monkeypatch):
     screen = Screen(True)
     monkeypatch.setattr(sys, "stderr", screen)
-    monkeypatch.setattr(progress_module, "QUIET", 0.0)
+    monkeypatch.setattr(progress_module, "QUIET", {"bar": 0.0, "lines": 0.0})
     monkeypatch.setenv("COLUMNS", "60")
     with progress_line(True, "prune") as report:
         report(1, 2, "x\x1b[2J")
@@ -126,11 +141,48 @@ def test_a_line_is_as_wide_as_the_terminal_and_shows_control_characters(monkeypa
     assert "\x1b" not in screen.text and all(len(line) < 60 for line in screen.text.replace("\r", "\n").split("\n"))
 
 
-def test_short_calls_show_no_line(monkeypatch):
-    screen = Screen(True)
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_short_calls_show_nothing(is_terminal, monkeypatch):
+    screen = Screen(is_terminal)
     monkeypatch.setattr(sys, "stderr", screen)
     prune(mlp().model, sparsity=0.5)
     assert screen.text == ""
+
+
+def phases(case, **options):
+    """What a function is told: it never goes back, and ends with all that there is."""
+    seen = []
+    prune(case.model, case.batches, 0.5, progress=lambda *what: seen.append(what), **options)
+    done = [num for num, _, _ in seen]
+    assert done == sorted(done) and len({total for _, total, _ in seen}) == 1 and seen[-1][0] == seen[-1][1]
+    return seen
+
+
+def test_progress_names_every_phase_and_moves_with_every_group_and_block():
+    tuned = Repair(tune=Distill(epochs=2, whole_epochs=3))
+    seen = phases(llama(torch.float32), repair=tuned)
+    texts = [text for _, _, text in seen]
+    for k in (1, 2, 3):
+        assert f"passes through block {k} of 3" in texts and texts.count(f"tuning of block {k} of 3") == 3
+    groups = [text for text in texts if text.startswith("repair of ")]
+    assert len(groups) == 3 * 4 and len({num for num, _, _ in seen}) >= 3 * 4 + 3 * 2 + 3
+    assert texts.count("tuning of the whole model") == 4 and "order of the layers" in texts
+    assert "statistics of batch norms" in texts
+
+
+@pytest.mark.parametrize("score", ["wanda", "fisher", "path"])
+def test_progress_moves_with_the_samples_that_a_score_reads(score):
+    case = mlp(torch.float32)
+    case.batches = [(torch.randn(40, 9), torch.randint(0, 4, (40,)))]
+    seen = phases(case, score=score, repair=None, loss=case.loss, batch_size=4)
+    assert len({num for num, _, _ in seen}) > 8
+
+
+def test_progress_moves_with_the_samples_of_a_joint_probe():
+    case = mlp(torch.float32)
+    case.batches = [(torch.randn(40, 9), torch.randint(0, 4, (40,)))]
+    seen = phases(case, probe=Probe(schedule="joint"), loss=case.loss, batch_size=4, repair=Repair())
+    assert len({num for num, _, _ in seen}) > 16
 
 
 def test_a_number_that_is_no_fraction_is_answered_with_one():

@@ -171,6 +171,7 @@ class Engine:
                 for name, each in zip(names, self._one(batch, chunk, start, parameters, variant), strict=True):
                     if each is not None:
                         _add(record[name], each.unsqueeze(0), statistic, self.scale)
+            self.walk.meter.sampled(1)
         return [self._finished(record, statistic) for record in found]
 
     def _one(

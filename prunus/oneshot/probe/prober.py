@@ -101,6 +101,7 @@ class Prober:
         groups = grouped(self.weights, self.engine.walk.blocks, self.probe)
         groups = [group for group in groups if not set(group) <= set(done)]
         for i, names in enumerate(groups):
+            self.engine.walk.meter.show(f"probe of {names[0]}")
             if self.probe.schedule == "joint":
                 self._record_joint(names)
             else:
@@ -125,9 +126,11 @@ class Prober:
 
     def _record_joint(self, names: Sequence[str]) -> None:
         """Records of the model and of the model with all candidates reduced."""
-        (before,) = self.engine.records(names, [{}])
+        walk, where = self.engine.walk, {name: self.found.candidates[name] for name in names}
+        with walk.reading("gradients"):
+            (before,) = self.engine.records(names, [{}])
         before = {name: record[self._where(name)] for name, record in before.items()}
-        with self.engine.reduced({name: self.found.candidates[name] for name in names}, self.probe.reduction):
+        with self.engine.reduced(where, self.probe.reduction), walk.reading("gradients with candidates reduced"):
             (after,) = self.engine.records(names, [{}])
         for name in names:
             self._keep_ratios(name, before[name], after[name][self._where(name)])
