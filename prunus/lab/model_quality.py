@@ -58,7 +58,11 @@ def token_quality(model: nn.Module, windows: Tensor) -> Quality:
 
 def mean_loss(model: nn.Module, rows: Rows) -> float:
     """The model's own loss, the mean over samples."""
-    total = sum(float(output.loss) * num_rows(part) for part, output in _passes(model, rows))
+    total = 0.0
+    for part, output in _passes(model, rows):
+        if output.loss is None:
+            raise ValueError(f"{type(model).__name__} has no loss on {', '.join(rows)}; give labels too")
+        total += float(output.loss) * num_rows(part)
     return total / num_rows(rows)
 
 

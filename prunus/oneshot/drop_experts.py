@@ -163,6 +163,7 @@ class _Importance:
                 stack.enter_context(one_by_one(module))
                 hook = module.register_forward_pre_hook(self._hook(name), with_kwargs=True)
                 stack.callback(hook.remove)
+            stack.enter_context(self.walk.reading("importance of experts"))
             self.walk.visit(size, self._pass, self._add)
 
     def _pass(self, chunk: Chunk) -> list[tuple[str, int, Tensor]]:

@@ -63,6 +63,10 @@ def prune(
 
     ``batches`` are tensors, pairs (input, target) or dicts, read once; a sample is one index of dimension 0, and
     its loss is that of a batch of one. ``loss(output, target)`` defaults to the model's own for Hugging Face models.
+    Scores: ``magnitude``, ``|w|``; ``wanda``, ``|w|`` times the norm of the input; ``fisher``, ``w^2`` times the mean
+    squared gradient; ``path``, ``|w| (G0 + G1)`` with the largest gradients of any sample in the model and with what
+    magnitude would prune reduced to a tenth; ``random``; a function of ``weight``, ``input_norm`` or ``position``.
+    Fisher and path read losses, so that models without a loss of their own need ``loss`` and targets.
     ``select`` defaults to ``PerLayer`` without a score, to ``PerRow`` for wanda and to ``Global`` for the rest.
     ``PerLayer("moments")`` reads ``moments``, the ``exp_avg_sq`` that Adam kept of each weight in training, by name.
 
@@ -96,7 +100,9 @@ def prune(
         check_batches(batches)
         batches, inner = list(batches), unwrapped_model(model)
         walk = Walk(inner, eligible(inner, include, exclude).weights, batches, offload)
-        dropped = drop_experts_(walk, experts, batch_size)
+        with progress_line(progress, "experts") as report:
+            walk.meter.begin(report, len(walk.samples))
+            dropped = drop_experts_(walk, experts, batch_size)
     dropping = time.perf_counter() - began
     try:
         score, repair = method(batches, score, probe, repair)
@@ -196,6 +202,7 @@ class Job:
         self._engine: Engine | None = None
         self._repair_forwards = 0
         self._is_open = False
+        self._is_checked = False  # the model has run on the first sample
 
     @contextmanager
     def open(self) -> Iterator[None]:
@@ -211,6 +218,7 @@ class Job:
         """The engine of the model's gradients, made when it is first asked for."""
         if self._engine is None:
             objective = Objective(self.model, self.plan.loss)
+            objective.check(self.walk.batch(next(self.walk.samples.chunks(1))))
             self.walk.meter.show("inspection of the model")
             with self.clock.part("inspection"):
                 self._engine = Engine(self.walk, objective, self.plan.batch_size, self.plan.checkpointing)
@@ -246,6 +254,9 @@ class Job:
         try:
             self.walk.meter.begin(progress, self._num_steps(probe))
             with eagerly():
+                if not self._is_checked and (self.plan.repair or probe or self._num_passes(probe)):
+                    self.walk.check_model()
+                    self._is_checked = True
                 self._level(result, sparsity, probe, start, self._on_finished(finished))
             self.walk.meter.finish()
         except BaseException:
@@ -401,16 +412,19 @@ class Job:
 
     def _num_steps(self, probe: Probe | None) -> int:
         """Of a level, for its progress: weights, samples that a choice reads, and epochs of tuning."""
-        num_passes = self.strategy.num_passes if self.plan.score is not None else 0
-        num_passes += getattr(self.select, "allocate", None) == "fisher"
-        if probe is not None and probe.schedule == "joint":
-            num_passes += 2
+        num_passes = self._num_passes(probe)
         num = len(self.weights) + (num_passes * len(self.walk.samples) if num_passes else 0)
         if self.plan.repair is None:
             return num
         distill = self.plan.repair.distill
         tuned = len(self.walk.blocks) * distill.epochs + distill.whole_epochs if distill else 0
         return num + tuned + (len(self.weights) if probe is not None else 0)
+
+    def _num_passes(self, probe: Probe | None) -> int:
+        """Over all samples, that score, allocation and a joint probe take."""
+        num = self.strategy.num_passes if self.plan.score is not None else 0
+        num += getattr(self.select, "allocate", None) == "fisher"
+        return num + 2 * (probe is not None and probe.schedule == "joint")
 
     def _on_finished(self, finished: Finished | None) -> Finished:
         """Called when a group is done, which is progress."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils.data import Dataset, IterableDataset
 
 Tree = Any  # tensors in tuples, lists and dicts
 IGNORED = -100  # the label that Hugging Face's losses leave out
@@ -96,6 +97,11 @@ class Samples:
 
 def check_batches(batches: Any) -> None:
     """Raise ValueError where ``batches`` cannot be read as batches, even if the score never reads them."""
+    if isinstance(batches, Dataset) and not isinstance(batches, IterableDataset):
+        raise ValueError(
+            f"batches must be an iterable of batches, got {type(batches).__name__}, a dataset of single samples; "
+            "give DataLoader(dataset, batch_size=8)"
+        )
     if isinstance(batches, Tensor | Mapping):
         raise ValueError("batches must be a sequence of batches, got a single one; put it into a list")
     if isinstance(batches, str) or not (isinstance(batches, Iterable) or hasattr(batches, "__getitem__")):
@@ -185,6 +191,13 @@ def moved(tree: Tree, device: torch.device) -> Tree:
     return pytree.tree_map(lambda leaf: leaf.to(device, non_blocking=is_async) if torch.is_tensor(leaf) else leaf, tree)
 
 
+def in_words(tree: Tree) -> str:
+    """Names, dtypes and shapes of the tensors of a batch."""
+    named = [(pytree.keystr(path), leaf) for path, leaf in pytree.tree_leaves_with_path(tree) if torch.is_tensor(leaf)]
+    said = [f"{name} {str(leaf.dtype).removeprefix('torch.')} {tuple(leaf.shape)}".strip() for name, leaf in named]
+    return ", ".join(said)
+
+
 def has_rows(leaf: Any, size: int) -> bool:
     return isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == size
 
@@ -216,7 +229,7 @@ def _group(batch: Any) -> Group:
     if not sizes or sizes[0] == 0:
         raise ValueError(
             f"a batch must be a tensor, a pair (input, target) or a dict of tensors with one sample per row, "
-            f"got {type(batch).__name__} {'without rows' if sizes else 'without a tensor'}"
+            f"got {type(batch).__name__} {'without rows' if sizes else 'without a tensor; make tensors of lists'}"
         )
     if isinstance(tree, tuple) and _are_tokens_and_mask(*tree):
         raise ValueError(

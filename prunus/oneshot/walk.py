@@ -16,8 +16,8 @@ from ..ops.wide_products import wide_products
 from .blocks import blocks_of
 from .offload import Offload
 from .progress import Meter
-from .resources import is_out_of_memory, release
-from .samples import Chunk, Pick, Samples, Tree, check_batches, moved, samples_of
+from .resources import FAILURES, is_out_of_memory, release
+from .samples import Chunk, Pick, Samples, Tree, check_batches, in_words, moved, samples_of
 
 
 class Walk:
@@ -35,6 +35,11 @@ class Walk:
         offload: str | torch.device | None = None,
     ) -> None:
         check_batches(batches)
+        tensors = (*model.named_parameters(), *model.named_buffers())
+        if empty := [name for name, tensor in tensors if tensor.is_meta]:
+            raise ValueError(
+                f"{empty[0]} is on the meta device, where it has no values; load all weights into memory first"
+            )
         self.model = model
         self.weights = weights
         self.blocks = blocks_of(model, weights)
@@ -60,6 +65,21 @@ class Walk:
     def batch(self, chunk: Chunk | Pick, times: int = 1) -> Tree:
         """Samples on the device, repeated ``times`` times."""
         return moved(self.samples.tree(chunk, times), self.device)
+
+    @torch.no_grad()
+    def check_model(self) -> None:
+        """Run the model on the first sample; where it fails, one line says what went in."""
+        batch = self.batch(next(self.samples.chunks(1)))
+        try:
+            outputs(self.model, batch)
+        except FAILURES as error:
+            if is_out_of_memory(error):
+                raise
+            reason = " ".join(str(error).split())[:200]
+            raise ValueError(
+                f"{type(self.model).__name__} fails on the first sample, {in_words(batch)}: {reason}; "
+                f"{_advice(self.model, batch)}"
+            ) from error
 
     def reading(self, phase: str) -> AbstractContextManager[None]:
         """A part of the progress in which every sample is a step."""
@@ -198,15 +218,39 @@ def without_cache(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]
     return {"use_cache": False} | dict(inputs) if takes_cache else dict(inputs)
 
 
+def _advice(model: nn.Module, batch: Tree) -> str:
+    """What to do about a batch that a model cannot read."""
+    inputs = batch[0] if isinstance(batch, tuple) else batch
+    leaves = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    given = {leaf.dtype for leaf in leaves if leaf.is_floating_point()}
+    own = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    if given - {own}:
+        return f"the model computes in {own}: convert the batches, as x.to({own})"
+    has_tokens = any(isinstance(module, nn.Embedding) for module in model.modules())
+    if not given and not has_tokens:
+        return f"the model reads no tokens: give inputs in {own}"
+    if not given and any(leaf.ndim == 1 for leaf in leaves):
+        return "tokens have the shape (sample, token): give ids[None] for one sample"
+    return "give batches as model(batch) reads them, or model(**batch) where they are dicts"
+
+
 def _check_tokens(model: nn.Module, samples: Samples) -> None:
-    """Refuse tokens that the embedding of a Hugging Face model does not have."""
+    """Refuse what are no tokens (sample, token) that the embedding of a Hugging Face model has."""
     num_known = getattr(getattr(model, "config", None), "vocab_size", None)
     if not isinstance(num_known, int):
         return
     for group in samples.groups:
         tree = group.tree[0] if isinstance(group.tree, tuple) else group.tree
         tokens = tree.get("input_ids") if isinstance(tree, Mapping) else tree
-        if isinstance(tokens, Tensor) and not tokens.is_floating_point() and tokens.numel():
+        is_named = isinstance(tree, Mapping) or getattr(model, "main_input_name", "") == "input_ids"
+        if not isinstance(tokens, Tensor) or (tokens.is_floating_point() and not is_named):
+            continue
+        if tokens.is_floating_point() or tokens.ndim == 1:
+            raise ValueError(
+                f"tokens must be whole numbers of shape (sample, token), got {in_words(tokens)}; "
+                f"give {'ids.long()' if tokens.is_floating_point() else 'ids[None] for one sample'}"
+            )
+        if tokens.numel():
             least, most = tokens.min().item(), tokens.max().item()
             if least < 0 or most >= num_known:
                 raise ValueError(f"batches hold token {most if least >= 0 else least}, but the model knows {num_known}")

@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 from prunus.lab import model_quality
 from prunus.lab.model_quality import metric_of, token_quality
+from prunus.oneshot import progress
 
 
 @pytest.mark.parametrize("most", [1, 3 * 12 * 64, 1 << 24])
@@ -31,3 +32,17 @@ def test_metrics_of_named_arrays_do_not_depend_on_it(name, monkeypatch):
         model = build(name)
         found.append(metric_of(model, inputs(name))[1](model))
     assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+def test_vectors_without_labels_are_one_line():
+    model = build("llama")
+    vectors = {"inputs_embeds": torch.randn(3, 5, model.config.hidden_size)}
+    with pytest.raises(ValueError, match=r"^LlamaForCausalLM has no loss on inputs_embeds; give labels too$"):
+        metric_of(model, vectors)[1](model)
+
+
+def test_a_long_evaluation_says_how_far_it_is(monkeypatch, capsys):
+    monkeypatch.setattr(progress, "QUIET", {"bar": 0.0, "lines": 0.0})
+    token_quality(build("llama"), tokens(80))
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) >= 9 and all(line.startswith("evaluate: ") for line in lines)

@@ -1,6 +1,7 @@
 """Strategies: the scores that their formulas say, at the sparsity that was asked for."""
 
 from copy import deepcopy
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 from prunus import Global, NofM, PerLayer, PerRow, Probe, Repair, prune
 from prunus.eligible import eligible
 from prunus.oneshot.prune import Job, Plan
-from prunus.oneshot.strategy import path
+from prunus.oneshot.strategy import checked, path
 
 
 @pytest.mark.parametrize("score", ["magnitude", "wanda", "random"])
@@ -152,3 +153,11 @@ def test_records_of_a_half_precision_model_are_its_gradients_and_no_multiple_of_
         (square,) = job.engine().records(["0.weight"], [{}], "mean square")
     torch.testing.assert_close(largest["0.weight"], each.abs().amax(0), rtol=0.02, atol=1e-4)
     torch.testing.assert_close(square["0.weight"], each.square().mean(0), rtol=0.04, atol=1e-5)
+
+
+def test_every_score_that_prune_takes_is_documented():
+    page = (Path(__file__).parents[2] / "docs/after-training.md").read_text()
+    with pytest.raises(ValueError, match="take magnitude, wanda, fisher, path or random, or a function"):
+        checked("bitter7")
+    for name in ("magnitude", "wanda", "fisher", "path", "random"):
+        assert f"``{name}``" in prune.__doc__ and f'`"{name}"`' in page

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..blocks import replaced
-from ..samples import IGNORED, Tree, rows
+from ..resources import FAILURES, is_out_of_memory
+from ..samples import IGNORED, Tree, in_words, rows
 from ..walk import head_of, outputs, without_cache
 
 Loss = Callable[[Any, Any], Tensor]
@@ -35,11 +36,25 @@ class Objective:
                 f"{type(self.model).__name__} computes no loss of its own; pass loss=..., a function (output, target)"
             )
 
+    @torch.no_grad()
+    def check(self, tree: Tree) -> None:
+        """Compute the loss of one sample; where that fails, one line says what the loss was given."""
+        try:
+            self.alone(tree)
+        except FAILURES as error:
+            if is_out_of_memory(error) or (self.loss is None and isinstance(error, ValueError)):
+                raise
+            target, reason = _target(tree), " ".join(str(error).split())[:200]
+            given = f"the target {in_words(target)}"
+            if target is tree:
+                given = f"no target but the input, {in_words(tree)}; give pairs (input, target), or dicts with labels"
+            raise ValueError(f"the loss fails on the first sample: {reason}; it got {given}") from error
+
     def alone(self, tree: Tree) -> Tensor:
         """Loss of a batch of one sample, by definition."""
         if self.loss is not None:
             return self.loss(outputs(self.model, tree), _target(tree))
-        found = self.model(**without_cache(self.model, with_labels(tree))).loss
+        found = self.model(**without_cache(self.model, self._arguments(tree))).loss
         if found is None:
             raise ValueError(
                 f"{type(self.model).__name__} returned no loss; give labels in the batches, or pass loss=..."
@@ -57,7 +72,7 @@ class Objective:
             parts = [self.loss(rows(found, one, size), rows(target, one, size)) for one in ones]
             return torch.stack([part.reshape(()) for part in parts]).sum()
         assert form is not None
-        inputs = with_labels(tree)
+        inputs = self._arguments(tree)
         labels = inputs.pop("labels")
         if form == IN_PARTS:
             head = head_of(self.model)
@@ -66,19 +81,22 @@ class Objective:
             return entropy_in_parts(hidden, head.weight, shifted(labels))
         return FORMS[form](self.model(**without_cache(self.model, inputs)).logits, labels)
 
+    def _arguments(self, tree: Tree) -> dict[str, Any]:
+        return with_labels(tree, getattr(self.model, "main_input_name", "input_ids"))
+
 
 def has_own_loss(model: nn.Module) -> bool:
     """Whether it takes labels and returns a loss, as Hugging Face models do."""
     return hasattr(model, "config") and "labels" in inspect.signature(model.forward).parameters
 
 
-def with_labels(tree: Tree) -> dict[str, Any]:
-    """Arguments of a Hugging Face model; labels default to the tokens that the mask admits."""
+def with_labels(tree: Tree, name: str = "input_ids") -> dict[str, Any]:
+    """Arguments of a Hugging Face model, a tensor by this name; labels default to the tokens that the mask admits."""
     if isinstance(tree, tuple):
         inputs, labels = tree
-        inputs = dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": inputs}
+        inputs = dict(inputs) if isinstance(inputs, Mapping) else {name: inputs}
         return inputs | {"labels": labels}
-    found = dict(tree) if isinstance(tree, Mapping) else {"input_ids": tree}
+    found = dict(tree) if isinstance(tree, Mapping) else {name: tree}
     if "labels" not in found and "input_ids" in found:
         tokens, mask = found["input_ids"], found.get("attention_mask")
         found["labels"] = tokens if mask is None or mask.ndim != 2 else tokens.masked_fill(mask == 0, IGNORED)
