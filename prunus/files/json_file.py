@@ -49,7 +49,9 @@ def is_deep(value: Any) -> bool:
     """Whether JSON is nested deeper than anything that is meant: what walks over it would end in a RecursionError."""
     level = [value]
     for _ in range(50):
-        inner = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list | tuple)]
+        inner = [
+            one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list | tuple)
+        ]
         level = [one for values in inner for one in values]
     return bool(level)
 
