@@ -40,13 +40,13 @@ class Unreached(nn.Module):
 
 
 def test_a_result_says_which_weights_were_not_repaired_and_why(repaired):
-    assert str(repaired) == repr(repaired)
+    assert "not repaired" not in str(repaired)
     result = prune(Unreached(), [torch.randn(40, 6)], 0.5, include="own.weight")
-    line, others = str(result).split("\n")
-    assert line == repr(result) and "\n" not in repr(result)
+    line, cost, others = str(result).split("\n")
+    assert line == repr(result) and cost == result.cost and "\n" not in repr(result)
     assert others == (
-        "not repaired, 6 of 7 weights: own.weight (it is no plain linear layer or convolution); "
-        "layers.1.weight, layers.2.weight, layers.3.weight and 2 more (no sample reached it)"
+        "Pruned but not repaired, 6 of 7 layers: own.weight (it is no plain linear layer or convolution); "
+        "layers.1.weight, layers.2.weight, layers.3.weight and 2 more (no sample reached it)."
     )
     assert others in result._repr_html_()
     result.undo_()
