@@ -257,7 +257,8 @@ class Job:
                 if not self._is_checked and (self.plan.repair or probe or self._num_passes(probe)):
                     self.walk.check_model()
                     self._is_checked = True
-                self._level(result, sparsity, probe, start, self._on_finished(finished))
+                done = "probed" if probe else "repaired" if self.plan.repair else "pruned"
+                self._level(result, sparsity, probe, start, self._on_finished(finished, done))
             self.walk.meter.finish()
         except BaseException:
             self.undo_(result.originals)
@@ -323,7 +324,7 @@ class Job:
 
             def repair(result: Result) -> None:
                 with nullcontext() if self._is_open else self.open(), torch.no_grad(), eagerly():
-                    self._repair(result, result.packed, sparsity, live, start, self._on_finished(None))
+                    self._repair(result, result.packed, sparsity, live, start, self._on_finished(None, "repaired"))
 
             result.repair_again = repair
             repair(result)
@@ -426,12 +427,12 @@ class Job:
         num += getattr(self.select, "allocate", None) == "fisher"
         return num + 2 * (probe is not None and probe.schedule == "joint")
 
-    def _on_finished(self, finished: Finished | None) -> Finished:
-        """Called when a group is done, which is progress."""
+    def _on_finished(self, finished: Finished | None, done: str) -> Finished:
+        """Called when a group is ``done``: probed, repaired or pruned."""
 
         def call(names: Sequence[str], found: Probed) -> None:
             if finished is not None:
                 finished(names, found)
-            self.walk.meter.step(names[-1], len(names))
+            self.walk.meter.step(f"{done} {names[-1]}", len(names))
 
         return call

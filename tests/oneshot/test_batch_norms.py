@@ -126,3 +126,14 @@ def test_memory_that_runs_out_in_any_layer_leaves_the_statistics_as_they_would_b
     handle.remove()
     for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MODELS)
+def test_statistics_on_cuda_are_those_on_the_cpu(name):
+    found = []
+    for device in ("cpu", "cuda"):
+        model, x = made(name)
+        prune(model.to(device), [x.to(device)], 0.5, batch_size=2)
+        found.append([norm.running_mean.cpu() for norm in norms_of(model)])
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-4)

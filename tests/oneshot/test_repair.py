@@ -344,7 +344,7 @@ def test_a_repair_that_was_interrupted_goes_on_and_ends_with_the_same_bits(at, s
     expected, calls = prune(whole.model, whole.batches, score=score), []
 
     def progress(_, __, phase):
-        calls.append(phase.startswith("model."))  # a group is done
+        calls.append(phase.startswith("repaired "))
         if sum(calls) == at:
             raise KeyboardInterrupt
 

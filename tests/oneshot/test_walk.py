@@ -1,5 +1,7 @@
 """A walk block by block over stored activations computes what whole passes compute, and memory sets only its pace."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 from probe_models import cnn, llama, mlp
@@ -130,3 +132,23 @@ def test_memory_that_runs_out_twice_for_one_part_is_raised():
     with pytest.raises(torch.OutOfMemoryError):
         walk.each_once([1, 2], failing({2, 3}, calls.append))
     assert calls == [1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_gram_matrix_on_cuda_goes_on_where_memory_ran_out(dtype, monkeypatch):
+    x = torch.randn(5000, 300, device="cuda", dtype=dtype)
+    expected = gram.Gram()
+    expected.add(x, 2 * x)
+    own = gram._add_product_
+    for at in range(1, 7):  # of three products a block, in two blocks
+        found, rows = gram.Gram(), gram.tokens_of(x, 2 * x)
+        monkeypatch.setattr(gram, "_add_product_", failing({at}, own))
+        with pytest.raises(torch.OutOfMemoryError):
+            found.take(rows)
+        found.take(rows)
+        monkeypatch.setattr(gram, "_add_product_", own)
+        here, there = found.moments(), deepcopy(expected).moments()
+        assert here.num_tokens == there.num_tokens
+        for name in ("gram", "cross", "dense"):
+            torch.testing.assert_close(getattr(here, name), getattr(there, name))
