@@ -171,7 +171,6 @@ def test_every_score_is_cut_as_its_definition_says(name, options):
     assert_agrees(by_kernel(given, num_drop), by_definition(given, num_drop), given)
 
 
-@pytest.mark.rounding
 @pytest.mark.parametrize("types", matrix(HALF, HALF[1:]), ids=str)
 @pytest.mark.parametrize("name", matrix(["magnitude", "bitter7", "bitter5"], ["bitter5"]))
 def test_half_precision_ties_in_bulk_and_is_cut_exactly(name, types):

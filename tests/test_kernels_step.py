@@ -11,12 +11,11 @@ triton = pytest.importorskip("triton", reason="kernels need triton")
 
 from prunus.ops._triton.adamw import Extras, Operand, Step  # noqa: E402
 
-pytestmark = pytest.mark.rounding
-
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [(37, 41), (8, 128), (3,), (5, 5, 7)]
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("extras", [Extras(), Extras(max_norm=0.5), Extras(theta=2.0)], ids=["plain", "clip", "spam"])
 @pytest.mark.parametrize("types", [(torch.float32, torch.float32), (torch.bfloat16, torch.float32)], ids=str)

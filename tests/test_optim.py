@@ -39,7 +39,6 @@ def equal_states(first, second, keys=("step", "exp_avg", "exp_avg_sq")):
         assert all(torch.equal(first.state[p][key], second.state[q][key]) for key in keys)
 
 
-@pytest.mark.rounding
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_fifty_steps_equal_adamw_to_the_bit(settings, dtype):

@@ -10,8 +10,6 @@ import torch
 from prunus.score import REGROWTH, SCORES, random
 from prunus.statistics import score_of
 
-pytestmark = pytest.mark.rounding
-
 STEP = 7.0
 EIGHTHS = [number / 8 for number in range(8)]
 ADAM = {"beta1": 0.9, "beta2": 0.999, "adam_eps": 1e-8}
@@ -76,6 +74,7 @@ def test_every_row_has_a_formula_here():
     assert set(FORMULAS) | {"random"} == set(SCORES)
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("scale", [1.0, 1e-4, 1e-9])
 @pytest.mark.parametrize("eps", [None, 1e-8])
 @pytest.mark.parametrize("name", FORMULAS)
@@ -133,6 +132,7 @@ def test_a_clipped_models_moments_are_not_drowned_unless_eps_is_asked_for():
     assert SCORES["bitter7"].of(w, v, eps=1e-6).argmax() == 1
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("step", [1.0, 10.0, 1000.0])
 def test_bias_corrections_make_early_and_late_moments_alike(step):
     w, g = torch.randn(50), torch.randn(50).abs()
@@ -141,6 +141,7 @@ def test_bias_corrections_make_early_and_late_moments_alike(step):
     assert torch.allclose(SCORES["fisher"].of(w, v, step, beta2=0.999), (w * g).square(), rtol=1e-4)
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("q", EIGHTHS)
 def test_fisher_with_q_is_one_family(q):
     w, _, v = drawn(scale=1.0)

@@ -72,7 +72,9 @@ def test_what_a_model_can_read_after_all_is_not_refused():
     assert prune(wide, [X.double()], 0.5).sparsity == 0.5
 
 
-@pytest.mark.parametrize("options", [{}, {"repair": Repair()}, {"probe": Probe(), "loss": entropy}], ids=["masks", "repair", "probe"])
+@pytest.mark.parametrize(
+    "options", [{}, {"repair": Repair()}, {"probe": Probe(), "loss": entropy}], ids=["masks", "repair", "probe"]
+)
 def test_weights_without_values_are_refused(options):
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(9, 14), nn.BatchNorm1d(14), nn.Linear(14, 4))

@@ -17,8 +17,6 @@ from prunus.oneshot.resources import Clock
 from prunus.oneshot.solver import keep, keep_all_but, refine, solve
 from prunus.score import wanda
 
-pytestmark = pytest.mark.rounding
-
 IN, TOKENS = 24, 200
 SELECTORS = {"layer": PerLayer(), "row": PerRow(), "2:4": NofM(2, 4), "group": Global(), "erk": PerLayer("erk")}
 
@@ -102,6 +100,7 @@ def least_squares(dense, mask, x, x_dense, damping):
 # Gram matrices
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("inputs", [1, 7, 24])
 def test_moments_are_those_of_a_plain_loop_in_float64(monkeypatch, dtype, inputs):
@@ -192,6 +191,7 @@ def test_counts_are_exact_and_no_error_is_above_that_of_the_mask_alone(name, sco
         assert 0 <= solution.error <= solution.mask_error or scope == "group"
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize(
     ("name", "targets"),
     each_once(["plain", "bfloat16", "wide range", "inputs never seen", "zeros", "one token"], ["dense", "own"]),
@@ -205,6 +205,7 @@ def test_errors_are_those_by_definition(name, targets):
     assert refined.mask_error == pytest.approx(error_of(weight * found.mask, weight, x, x_dense), rel=1e-3, abs=1e-5)
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("damping", [1e-3, 0.01, 1.0])
 def test_refinement_reaches_the_least_squares_solution(case, damping):
     x, weight = (tensor.double() for tensor in case)
@@ -236,6 +237,7 @@ def test_refinement_never_raises_the_damped_error(case):
     assert errors[-1] <= errors[0] + 1e-6 * slack
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("scope", ["row", "layer", "2:4"])
 def test_iteration_0_is_wanda(scope):
     x, weight = correlated(), normal(16)
@@ -270,6 +272,7 @@ def test_admm_finds_better_supports_than_wanda():
     assert found.error < 0.9 * mask_only.error < 0.9 * mask_only.mask_error
 
 
+@pytest.mark.rounding
 def test_admm_follows_the_formulas():
     """The same supports and values as the iteration written down with B, D and V, in float64."""
     x, weight = correlated().double(), normal(32).double()

@@ -9,8 +9,6 @@ from prunus.sparse import product as products
 from prunus.sparse.gaps import BLOCK, gaps_of_dense
 from prunus.sparse.product import dense_reference
 
-pytestmark = pytest.mark.rounding
-
 pytest.importorskip("triton")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -44,6 +42,7 @@ def close(y, weight, x, bias=None):
 ONE = [(SHAPES[0], 0.0), (SHAPES[1], 0.8), (SHAPES[2], 0.97), (SHAPES[2], 1.0), (SHAPES[3], 0.5)]
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize(("shape", "sparsity"), cases(ONE, SHAPES, SPARSITIES), ids=str)
 def test_a_product_with_one_vector(shape, sparsity):
     from prunus.sparse._triton import product
@@ -58,6 +57,7 @@ def test_a_product_with_one_vector(shape, sparsity):
 SEVERAL = [(1, torch.float16), (4, torch.float32), (8, torch.bfloat16)]
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize(("batch", "dtype"), cases(SEVERAL, [1, 2, 4, 8], DTYPES), ids=str)
 def test_products_with_several_vectors_of_any_type(batch, dtype):
     from prunus.sparse._triton import product
