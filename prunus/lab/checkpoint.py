@@ -67,6 +67,7 @@ def resume(training: Training) -> None:
         except ValueError as error:  # not OSError: a file that cannot be read now may be whole
             damaged[path] = str(error)
             continue
+        training.run.check_trained(Run.from_json(state["run"]), path.name)
         if damaged:
             team.first(lambda: [_set_aside(bad) for bad in damaged])
         if damaged and team.is_first:

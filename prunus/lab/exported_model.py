@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from ..export.convert import Exported, ExportJob, to_folder
-from ..files.json_file import read_json, write_json
+from ..files.checksum import hexadecimal
+from ..files.json_file import read_json, to_json, write_json
 from ..files.reader import open_tensors
 from ..files.sparse_file import check_pruned, in_memory, loaded
 from .checkpoint import load_checkpoint
@@ -28,6 +29,7 @@ def export_checkpoint(path: Path, job: ExportJob) -> Exported:
         check_pruned(name, tensors[name], packed)
     shape = _shape(state["run"]["model"], {name: tuple(tensor.shape) for name, tensor in tensors.items()})
     description = {"run": state["run"], "step": state["step"], "shape": shape}
+    description["crc32"] = hexadecimal(to_json(description).encode())
     source = in_memory(tensors)
     before = sum(tensors[name].nbytes for name in source.specs)  # not the file's bytes: most are the optimizer's
     return to_folder(source, job, before, str(path), lambda part: write_json(part / "run.json", description))
@@ -38,6 +40,9 @@ def described(folder: Path) -> tuple[Run, int, dict[str, Any]]:
     path = folder / "run.json"
     try:
         values = read_json(path)
+        crc32 = values.pop("crc32", None)  # which older versions did not write
+        if crc32 not in (None, hexadecimal(to_json(values).encode())):
+            raise ValueError("it does not match its checksum; export the run anew")
         if not isinstance(values["step"], int) or not isinstance(values["shape"], dict):
             raise ValueError("its step or its shape of the data is damaged")
         return run_of(values, path), values["step"], values["shape"]

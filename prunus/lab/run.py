@@ -49,6 +49,7 @@ FROM_ZERO = ("width", "layers", "eval_size", "save_every", "warmup", "lr", "min_
 MOST = {"batch": 2**20, "context": 2**20, "vocab_size": 2**20, "width": 2**15, "layers": 2**10}
 
 DECAY = 0.4  # of the run, where wsd names no decay; run.json does not hold it: another value would change begun runs
+MAY_CHANGE = ("out", "parallel")  # when a run is resumed
 # what a run.json means that lacks a field which runs have had since
 ADDED_LATER: dict[str, Any] = {
     "lr_schedule": "cosine",
@@ -274,13 +275,23 @@ class Run:
         """The run that was begun, to be resumed; ValueError where an option given now contradicts it."""
         default, before = Run().to_json(), begun.to_json()
         for name, value in self.to_json().items():
-            if name not in ("out", "parallel") and value not in (default[name], before[name]):
+            if name not in MAY_CHANGE and value not in (default[name], before[name]):
                 raise ValueError(
                     f"the run in {self.out} has {name} = {before[name]}, not {value}; "
                     "a resumed run keeps its options: leave it off, or choose another --out"
                 )
         parallel = begun.parallel if self.parallel == "none" and is_launched() else self.parallel
         return replace(begun, out=self.out, resume=True, parallel=parallel)
+
+    def check_trained(self, trained: "Run", checkpoint: str) -> None:
+        """ValueError where run.json, which this run was read from, is not what a checkpoint was trained with."""
+        before = trained.to_json()
+        for name, value in self.to_json().items():
+            if name not in (*MAY_CHANGE, "device", "track") and value != before[name]:
+                raise ValueError(
+                    f"{self.out / 'run.json'} says {name} = {value}, but {checkpoint} was trained with {before[name]}; "
+                    "write that into run.json again, or begin another run in a new --out"
+                )
 
 
 FIELDS = {  # what each field of a run takes

@@ -265,7 +265,10 @@ def test_an_exported_run_is_evaluated_as_its_checkpoint_is(form, text, tmp_path,
         said.append(capsys.readouterr().out)
     assert said[0].replace("run/checkpoint.pt: ", "") == said[1].replace("small: ", "")
     assert "--length is for" in refused(capsys, "eval", tmp_path / "small", "--length", 8)
-    (tmp_path / "small" / "run.json").write_text("{}")
+    path = tmp_path / "small" / "run.json"
+    path.write_text(path.read_text().replace('"seed": 0', '"seed": 1'))
+    assert "run.json does not describe a model: it does not match its checksum" in refused(capsys, "eval", path.parent)
+    path.write_text("{}")
     assert "run.json does not describe" in refused(capsys, "eval", tmp_path / "small")
 
 

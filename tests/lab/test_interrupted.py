@@ -58,6 +58,38 @@ def test_a_damaged_last_checkpoint_falls_back_to_the_one_before(unbroken, tmp_pa
     assert "checkpoint.pt is damaged" in capsys.readouterr().err
 
 
+FLIPPED = {"steps": 30, "lr": 0.003, "seed": 1, "sparsity": 0.25, "rate_power": 0.0, "exclude": ["*.qkv.*"]}
+
+
+@small
+@pytest.mark.parametrize("field", FLIPPED)
+def test_a_run_json_that_is_not_that_of_the_checkpoint_is_refused_by_its_field(field, unbroken, tmp_path, capsys):
+    out = Path(shutil.copytree(unbroken, tmp_path / "run"))
+    values = json.loads((out / "run.json").read_text())
+    main(["eval", str(out)])
+    evaluated = capsys.readouterr().out
+    values["run"][field] = FLIPPED[field]
+    (out / "run.json").write_text(json.dumps(values))
+    before = {path: path.read_bytes() for path in out.iterdir()}
+    with pytest.raises(SystemExit):
+        main(["train", "--resume", "--out", str(out)])
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and f"says {field} = {FLIPPED[field]}, but checkpoint.pt" in said
+    assert {path: path.read_bytes() for path in out.iterdir()} == before
+    main(["eval", str(out)])  # by the recipe in the checkpoint, which has a checksum
+    assert capsys.readouterr().out == evaluated
+
+
+@small
+def test_a_run_goes_on_in_another_place_on_another_device(unbroken, tmp_path):
+    out = Path(shutil.copytree(unbroken, tmp_path / "moved"))
+    values = json.loads((out / "run.json").read_text())
+    values["run"]["device"] = "cpu"
+    (out / "run.json").write_text(json.dumps(values))
+    main(["train", "--resume", "--out", str(out)])
+    assert_same_runs(unbroken, out)
+
+
 @small
 @pytest.mark.parametrize(
     ("signum", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]

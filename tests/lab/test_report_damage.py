@@ -9,6 +9,7 @@ from report_folders import make_run, make_study, stopped
 from report_pages import ARMS, edit, lines_of, page_of
 
 from prunus.cli import main
+from prunus.lab.report.cells import read_source
 
 DAMAGES = {
     "no result": (lambda f: (f / "result.json").unlink(), "it goes on, or was interrupted"),
@@ -83,6 +84,16 @@ def test_a_study_without_a_part_of_it_is_shown(missing, tmp_path):
     tables = page.tables["Held-out perplexity at the end, from the best to the worst of each sparsity"]
     assert len(tables) == 10
     assert ("verdict" in tables[0]) == (missing == "runs")
+
+
+@pytest.mark.parametrize(("field", "unit"), [("steps", "steps"), ("budget_scale", "steps"), ("context", "tokens")])
+def test_a_run_json_that_contradicts_what_was_counted_is_refused_by_its_field(field, unit, tmp_path):
+    folder = make_run(tmp_path / "x")
+    values = json.loads((folder / "run.json").read_text())
+    values["run"][field] *= 2
+    (folder / "run.json").write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=rf"run\.json: (steps|context) make \d+ {unit}, but result\.json counted \d+"):
+        read_source(folder)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from ...files.json_file import is_deep
@@ -135,6 +136,7 @@ def read_record(run: RunFiles) -> RunRecord:
     environment = described.get("environment")
     environment = environment if isinstance(environment, dict) else {}
     record = RunRecord(run.name, described["run"], environment, lines, result, failure)
+    _check_result(record, path)
     for line in record.evals:
         if max(record.layer_sparsity(line).values(), default=0) > 1:
             raise ValueError(f"{metrics}: at step {line['step']} a layer has more zeros than weights")
@@ -143,3 +145,15 @@ def read_record(run: RunFiles) -> RunRecord:
     if any(number(line["loss"]) is None for line in record.logs):
         notes.append("has losses that are not finite: it diverged")
     return replace(record, notes=tuple(notes))
+
+
+def _check_result(record: RunRecord, path: Path) -> None:
+    """ValueError where run.json contradicts what the run counted; of other fields, such as lr, nothing is counted."""
+    batches = record.total_steps * int(record.config.get("accumulate", 1))
+    examples = batches * int(record.config.get("batch", 1))
+    counted = {"steps": ("steps", record.total_steps), "examples": ("batch or accumulate", examples)}
+    if record.is_language:
+        counted["tokens"] = ("context", record.total_steps * record.per_step)
+    for name, (fields, expected) in counted.items():
+        if (found := (record.result or {}).get(name, expected)) != expected:
+            raise ValueError(f"{path}: {fields} make {expected} {name}, but result.json counted {found}: one is damaged")
