@@ -10,6 +10,7 @@ from .console import print
 
 if TYPE_CHECKING:
     from ..lab.evaluate import Quality
+    from ..lab.model_quality import HeldOut
     from ..lab.run import Run
     from ..lab.trainer import Training
     from ..sparsity_report import SparsityReport
@@ -24,48 +25,52 @@ class Command:
 
     path: tyro.conf.Positional[Path]  # a checkpoint.pt, a sharded one, the run folder that holds it, or a model's
     data: str | None = None  # other data than the run's own
-    validation: Path | None = None  # other held-out file than the run's own; tokens for a Hugging Face model
-    text: Path | None = None  # of a Hugging Face model in place of tokens: text, read by its tokenizer
+    validation: Path | None = None  # other held-out file than the run's own
+    tokens: Path | None = None  # held-out tokens for a Hugging Face folder (.u16, .bin, .u32 or .npy)
+    text: Path | None = None  # in place of tokens: text, read by the folder's own tokenizer
     batches: Path | None = None  # or named arrays (.npz), a row a sample, with labels if there are any
     dense: Path | None = None  # the folder before it was pruned, to compare outputs with where there are no labels
     token_type: Literal["auto", "uint16", "uint32"] = "auto"  # of a raw token file; auto goes by its name
     start_token: Literal["auto", "yes", "no"] = "auto"  # open every window with it; auto: as the tokenizer does to text
-    eval_size: int | None = None  # held-out windows or images, the first ones; 0 takes all; default: as in training
-    length: int = 0  # tokens a window of a Hugging Face model; 0 takes 256, or the model's longest
+    eval_windows: int | None = None  # held-out windows; 0 takes all, by default 128 of tokens; of a run as in training
+    length: int = 0  # tokens per window of a Hugging Face model; 0 takes 256, or the model's longest
     layers: bool = False  # print the sparsity of every layer
 
 
+OF_FOLDERS = ("tokens", "text", "batches", "dense", "token_type", "start_token")
+
+
 def run(command: Command) -> None:
-    for name in ("eval_size", "length"):
+    for name in ("eval_windows", "length"):
         if (getattr(command, name) or 0) < 0:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 0, got {getattr(command, name)}")
     from ..lab.checkpoint import checkpoint_of
 
     found = checkpoint_of(command.path)
     if not found.exists() and (command.path / "config.json").is_file():
-        if command.data is not None:
-            raise ValueError(f"--data is for runs of prunus; {command.path} is a Hugging Face model: give --validation")
-        figures, report = _of_folder(command)
-        print_line(command, report, str(command.path), figures, command.eval_size or 0)
+        for name in ("data", "validation"):
+            if getattr(command, name) is not None:
+                kind = f"is for runs of prunus; {command.path} is a Hugging Face model"
+                raise ValueError(f"--{name} {kind}: give --tokens, --text or --batches")
+        figures, report, held_out = _of_folder(command)
+        print_line(command, report, str(command.path), figures, str(held_out))
         return
-    for name in ("text", "batches", "dense", "token_type", "start_token"):
+    for name in OF_FOLDERS:
         if found.exists() and getattr(command, name) != getattr(Command, name):
             option = "--" + name.replace("_", "-")
             raise ValueError(f"{option} is for Hugging Face models; {command.path} is a run of prunus")
-    evaluation = evaluated(command.path, command.data, command.validation, command.eval_size, command.length)
+    evaluation = evaluated(command.path, command.data, command.validation, command.eval_windows, command.length)
     at = "" if evaluation.step is None else f"step {evaluation.step}, "
     figures = evaluation.quality.in_words(of_text=evaluation.is_text)
     path = f"{found if found.exists() else command.path}"
-    print_line(command, evaluation.report, path, f"{at}{figures}", evaluation.eval_size)
+    print_line(command, evaluation.report, path, f"{at}{figures}", evaluation.held_out)
 
 
-def print_line(command: Command, report: "SparsityReport", path: str, figures: str, eval_size: int) -> None:
-    from ..lab.evaluate import held_out_size
-
+def print_line(command: Command, report: "SparsityReport", path: str, figures: str, held_out: str) -> None:
     if command.layers:
         print(report)
     print(
-        f"{path}: {figures} on {held_out_size(eval_size)}; "
+        f"{path}: {figures} on {held_out}; "
         f"{report.sparsity:.4%} of {report.num_prunable:,} prunable weights "
         f"and {report.sparsity_of_all:.4%} of all {report.num_parameters:,} are zero"
     )
@@ -79,13 +84,17 @@ class Evaluation:
     report: "SparsityReport"
     step: int | None
     is_text: bool
-    eval_size: int  # held-out windows or images; 0 is all
+    held_out: str  # how many windows or images
 
 
 def evaluated(
-    path: Path, data: str | None = None, validation: Path | None = None, eval_size: int | None = None, length: int = 0
+    path: Path,
+    data: str | None = None,
+    validation: Path | None = None,
+    eval_windows: int | None = None,
+    length: int = 0,
 ) -> Evaluation:
-    """A run on its own held-out data or another's; without an ``eval_size`` on as much as in its training."""
+    """A run on its own held-out data or another's; without ``eval_windows`` on as much as in its training."""
     from ..eligible import eligible
     from ..lab.arithmetic import fixed_arithmetic
     from ..lab.checkpoint import checkpoint_of, load_checkpoint
@@ -98,78 +107,70 @@ def evaluated(
         raise ValueError(f"--length is for Hugging Face models; {path} has the context that it was trained with")
     if not checkpoint.exists() and (path / "run.json").is_file() and any(path.glob("*.safetensors")):
         run, step, _ = described(path)
-        training = _training(run, data, validation, eval_size)
+        training = _training(run, data, validation, eval_windows)
         training.load_weights(load_exported(path, training.device).state_dict())
     else:
         if path.is_dir() and not checkpoint.exists():
             raise ValueError(f"{path} has no checkpoint of prunus, no config.json and no run.json of prunus export")
         state = load_checkpoint(checkpoint)
         step, run = state["step"], Run.from_json(state["run"])
-        training = _training(run, data, validation, eval_size)
-        training.load(state)
+        training = _training(run, data, validation, eval_windows)
+        training.load_weights(state["model"])
     with fixed_arithmetic(training.run):
         quality = training.evaluate()
-    found, size = eligible(training.model, run.include, run.exclude), training.run.eval_size
-    return Evaluation(quality, report(training.model, found), step, training.data.shape.kind == "tokens", size)
+    found, is_text = eligible(training.model, run.include, run.exclude), training.data.shape.kind == "tokens"
+    return Evaluation(quality, report(training.model, found), step, is_text, training.held_out)
 
 
-def _training(run: "Run", data: str | None, validation: Path | None, eval_size: int | None) -> "Training":
+def _training(run: "Run", data: str | None, validation: Path | None, eval_windows: int | None) -> "Training":
     from ..lab.trainer import Training
 
-    run = replace(run, eval_size=run.eval_size if eval_size is None else eval_size, compile=False)
+    run = replace(run, eval_size=run.eval_size if eval_windows is None else eval_windows, compile=False)
     if data is not None:
         run = replace(run, data=data, validation=None)
-    return Training(run if validation is None else replace(run, validation=validation))
+    return Training(run if validation is None else replace(run, validation=validation), trains=False)
 
 
-def _of_folder(command: Command) -> "tuple[str, SparsityReport]":
+def _of_folder(command: Command) -> "tuple[str, SparsityReport, HeldOut]":
     """Figures of a Hugging Face model, which has no data of its own."""
     from torch import Tensor
 
     from ..eligible import eligible
     from ..export import load_model
-    from ..lab.model_data import check_batches, is_causal, num_rows, read_batches
-    from ..lab.model_quality import metric_of, token_quality
+    from ..lab.model_data import check_batches, is_causal, read_batches
+    from ..lab.model_quality import held_out_rows, metric_of, token_quality
     from ..lab.recipe import device_named
     from ..sparsity_report import report
 
-    given = [name for name in ("validation", "text", "batches") if getattr(command, name) is not None]
+    given = [name for name in ("tokens", "text", "batches") if getattr(command, name) is not None]
     if len(given) != 1:
         raise ValueError(
-            f"{command.path} is a Hugging Face model, which needs --validation with a file of tokens, --text or "
-            f"--batches, got {' and '.join(f'--{name}' for name in given) or 'none'}"
+            f"{command.path} is a Hugging Face model, which needs --tokens, --text or --batches with held-out samples, "
+            f"got {' and '.join(f'--{name}' for name in given) or 'none'}"
         )
     arrays = None if command.batches is None else read_batches(command.batches)
     device = device_named("auto")
     model = load_model(command.path, device)
     if command.batches is not None and arrays is not None:
-        arrays = check_batches(command.batches, arrays, model)
-        held_out = {name: array[: command.eval_size or num_rows(arrays)] for name, array in arrays.items()}
+        held_out = held_out_rows(check_batches(command.batches, arrays, model), command.eval_windows)
     else:
-        held_out = _tokens(command, model)
-    found = report(model, eligible(model))
-    if isinstance(held_out, Tensor):
-        return token_quality(model, held_out).in_words(of_text=True), found
-    if "labels" not in held_out and command.dense is None and not is_causal(model):
+        held_out = _windows(command, model)
+    found, samples = report(model, eligible(model)), held_out.samples
+    if isinstance(samples, Tensor):
+        return token_quality(model, samples).in_words(of_text=True), found, held_out
+    if "labels" not in samples and command.dense is None and not is_causal(model):
         raise ValueError("without labels a model is compared with the one before pruning; give --dense with its folder")
-    metric, measure = metric_of(model if command.dense is None else load_model(command.dense, device), held_out)
-    return f"{metric} {measure(model):.4f}", found
+    metric, measure = metric_of(model if command.dense is None else load_model(command.dense, device), samples)
+    return f"{metric} {measure(model):.4f}", found, held_out
 
 
-def _tokens(command: Command, model: Any) -> Any:
-    from ..lab.model_data import (
-        check_vocabulary,
-        longest_window,
-        read_token_file,
-        rows_of_tokens,
-        side_by_side,
-        start_tokens,
-    )
+def _windows(command: Command, model: Any) -> "HeldOut":
+    from ..lab.model_data import check_vocabulary, longest_window, read_token_file, start_tokens
+    from ..lab.model_quality import held_out_windows
 
-    path = command.text or command.validation
+    path = command.text or command.tokens
     assert path is not None
     file = read_token_file(path, command.path, command.token_type, is_text=command.text is not None)
     check_vocabulary(file, model)
     start = start_tokens(command.start_token, [file], model)
-    windows = side_by_side(file.ids, command.length or longest_window(model), command.eval_size or 0, start)
-    return rows_of_tokens(model, windows)
+    return held_out_windows(file, model, command.length or longest_window(model), command.eval_windows, start)

@@ -91,6 +91,8 @@ def _pruned(command: Command) -> "Outcome":
     trained = load_trained(source_of(command))
     if trained.note:
         print(trained.note)
+    if trained.held_out:
+        print(f"Evaluated on {trained.held_out}.")
     if command.experts is not None:
         fewer_experts(trained.model, command.experts)  # refuses a model without experts before it is evaluated
     common: dict[str, Any] = {"include": command.include, "exclude": command.exclude}
@@ -229,6 +231,7 @@ def _figures(command: Command, outcome: "Outcome") -> dict[str, Any]:
     cost = {"passes": result.passes, "forwards": result.forwards, "seconds": result.seconds}
     found = {
         "settings": _settings(command),
+        "held_out": outcome.model.held_out,
         "rows": outcome.rows,
         "layers": layers,
         "peak_bytes": result.peak_bytes,

@@ -61,7 +61,7 @@ class Command:
     calibrate: Literal["tokens", "self"] = "tokens"  # self: on text that the model writes from its start token
     samples: int | None = None  # calibration windows; by default up to 128 for a repair, else 32
     length: int = 0  # tokens per window; 0 takes 256, or the model's longest
-    eval_windows: int | None = None  # held-out windows; 0 takes all, by default 32 of tokens and all other samples
+    eval_windows: int | None = None  # held-out windows; 0 takes all, by default 128 of tokens; of a run as in training
     seed: int = 0  # which calibration windows
     include: tuple[str, ...] = ()  # patterns of weights to prune as well
     exclude: tuple[str, ...] = ()  # patterns of weights to leave dense

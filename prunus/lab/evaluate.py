@@ -32,6 +32,13 @@ def held_out_size(size: int) -> str:
     return f"held-out data (its first {size:,}; --eval-size 0 takes all)" if size else "all held-out data"
 
 
+def held_out_words(num: int, total: int, unit: str, which: str) -> str:
+    """How many of the held-out samples a figure is of."""
+    if num >= total:
+        return f"all {total:,} held-out {unit}"
+    return f"{num:,} of {total:,} held-out {unit}, {which} (--eval-windows 0 takes all)"
+
+
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean cross-entropy of logits (..., classes) at targets (...)."""
     return cross_entropy(logits.flatten(0, -2).float(), targets.flatten())

@@ -1,7 +1,6 @@
 """Samples for a trained model: windows of tokens or of text, or named arrays, to calibrate and to evaluate on."""
 
 import inspect
-import sys
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -185,7 +184,7 @@ def rows_of_tokens(model: Any, windows: Tensor) -> Tensor | Rows:
 
 def drawn(ids: np.ndarray, num: int, length: int, seed: int, start: Sequence[int] = ()) -> Tensor:
     """``num`` different windows (num, length) that do not overlap, chosen by ``seed``."""
-    available = len(ids) // _step(length, start)
+    available = num_windows(ids, length, start)
     if not available:
         raise ValueError(f"a window of {length} tokens was asked for, but the file has {len(ids)}; take shorter ones")
     if available < num:
@@ -193,12 +192,21 @@ def drawn(ids: np.ndarray, num: int, length: int, seed: int, start: Sequence[int
     return _windows(ids, np.random.default_rng(seed).permutation(available)[:num], length, start)
 
 
+def spread(total: int, limit: int) -> np.ndarray:
+    """Places of at most ``limit`` of ``total`` samples, all if it is 0: the middles of equal parts.
+
+    The first ones would be those of one chapter, or of one class.
+    """
+    num = min(total, limit or total)
+    return (2 * np.arange(num) + 1) * total // (2 * max(1, num))
+
+
 def side_by_side(ids: np.ndarray, length: int, limit: int, start: Sequence[int] = ()) -> Tensor:
-    """The first windows (num, length), at most ``limit`` unless that is 0."""
-    num = min(len(ids) // _step(length, start), limit or sys.maxsize)
-    if num == 0:
+    """Windows (num, length) spread evenly over the file, at most ``limit`` unless that is 0."""
+    which = spread(num_windows(ids, length, start), limit)
+    if not len(which):
         raise ValueError(f"the held-out file has {len(ids)} tokens, fewer than a window of {length}")
-    return _windows(ids, np.arange(num), length, start)
+    return _windows(ids, which, length, start)
 
 
 def _windows(ids: np.ndarray, which: np.ndarray, length: int, start: Sequence[int]) -> Tensor:
@@ -207,6 +215,11 @@ def _windows(ids: np.ndarray, which: np.ndarray, length: int, start: Sequence[in
     found[:, : len(start)] = start
     found[:, len(start) :] = ids[: len(ids) // step * step].reshape(-1, step)[which]
     return torch.from_numpy(found)
+
+
+def num_windows(ids: np.ndarray, length: int, start: Sequence[int]) -> int:
+    """How many windows there are side by side."""
+    return len(ids) // _step(length, start)
 
 
 def _step(length: int, start: Sequence[int]) -> int:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -11,13 +12,40 @@ from torch.nn import functional as F
 from ..oneshot.probe.objective import with_labels
 from ..oneshot.progress import progress_line
 from ..ops.wide_products import wide_products
-from .evaluate import Quality
-from .model_data import Rows, is_causal, num_rows
+from .evaluate import Quality, held_out_words
+from .model_data import Rows, TokenFile, is_causal, num_rows, num_windows, rows_of_tokens, side_by_side, spread
 
 T = TypeVar("T")
+EVAL_WINDOWS = 128  # held-out windows of tokens that are evaluated where nothing else is said
 SIZE = 8  # samples in a pass, fewer where their logits are many
 MOST_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 28}  # of one pass: with a large vocabulary they outweigh the model
 MOST_OUTPUTS = 2**30  # bytes of the dense model's outputs that are stored
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Samples to evaluate on, of ``total`` that there are."""
+
+    samples: Tensor | Rows
+    total: int
+    unit: str
+
+    def __str__(self) -> str:
+        num = len(self.samples) if isinstance(self.samples, Tensor) else num_rows(self.samples)
+        return held_out_words(num, self.total, self.unit, "spread evenly")
+
+
+def held_out_windows(file: TokenFile, model: Any, length: int, limit: int | None, start: Sequence[int]) -> HeldOut:
+    """Windows of a file's tokens as the model reads them; 0 takes all, None at most 128."""
+    windows = side_by_side(file.ids, length, EVAL_WINDOWS if limit is None else limit, start)
+    return HeldOut(rows_of_tokens(model, windows), num_windows(file.ids, length, start), "windows")
+
+
+def held_out_rows(rows: Rows, limit: int | None) -> HeldOut:
+    """Samples of named arrays; None and 0 take all."""
+    total = num_rows(rows)
+    chosen = torch.from_numpy(spread(total, limit or 0))
+    return HeldOut({name: array[chosen] for name, array in rows.items()}, total, "samples")
 
 
 def metric_of(model: Any, held_out: Tensor | Rows) -> tuple[str, Callable[[nn.Module], float]]:

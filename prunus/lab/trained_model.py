@@ -28,19 +28,15 @@ from .model_data import (
     drawn,
     drawn_rows,
     longest_window,
-    num_rows,
     read_batches,
     read_token_files,
     rows_of_tokens,
-    side_by_side,
     split_rows,
     start_tokens,
     text_config,
     tokenizer_of,
 )
-from .model_quality import metric_of
-
-FEW_WINDOWS = 32  # of held-out tokens that are evaluated where nothing else is said
+from .model_quality import HeldOut, held_out_rows, held_out_windows, metric_of
 
 
 @dataclass(frozen=True)
@@ -54,6 +50,7 @@ class TrainedModel:
     loss: Callable[[Any, Any], Tensor] | None = None
     metric: str = "perplexity"
     moments: Mapping[str, Tensor] = field(default_factory=dict)  # Adam's second ones by weight, where a run has them
+    held_out: str = ""  # how many samples the metric is of, where that is known
     note: str | None = None  # what to say before anything is done
 
 
@@ -66,7 +63,8 @@ class ModelSource:
     eval_tokens: Path | None = None
     samples: int = 32
     length: int = 0  # 0 takes 256, or the longest that the model reads if that is less
-    eval_windows: int | None = 0  # 0 takes all, None the first 32 windows of tokens and all other samples
+    # 0 takes all, None 128 windows of tokens, all other samples, and of a run as many as in its training
+    eval_windows: int | None = 0
     seed: int = 0
     gguf_file: str | None = None
     dtype: str = "auto"
@@ -109,21 +107,16 @@ def _hugging_face(source: ModelSource, folder: Path) -> TrainedModel:
     model = load_any_model(folder, source.dtype, source.gguf_file)
     _forget_quantization(model)
     model.to("cpu" if source.offload else source.device)
-    note = None
-    if isinstance(read, tuple):
-        calibration, held_out = _windows(source, model, *read)
-        if source.eval_windows is None:
-            note = f"Evaluated on at most {FEW_WINDOWS} held-out windows; --eval-windows 0 takes all."
-    else:
-        calibration, held_out = _rows(source, model, read)
-    metric, evaluate = metric_of(model, held_out)
+    chosen = _windows(source, model, *read) if isinstance(read, tuple) else _rows(source, model, read)
+    calibration, held_out = chosen
+    metric, evaluate = metric_of(model, held_out.samples)
     save = partial(_save, model, folder, gguf_file=source.gguf_file)
-    return TrainedModel(model, [calibration], evaluate, save, metric=metric, note=note)
+    return TrainedModel(model, [calibration], evaluate, save, metric=metric, held_out=str(held_out))
 
 
 def _windows(
     source: ModelSource, model: Any, calibration: TokenFile | None, held_out: TokenFile
-) -> tuple[Tensor | Rows, Tensor | Rows]:
+) -> tuple[Tensor | Rows, HeldOut]:
     """Calibration and held-out windows of tokens."""
     known = [file for file in (calibration, held_out) if file is not None]
     for file in reversed(known):
@@ -139,12 +132,10 @@ def _windows(
         if source.at_most:
             num = min(num, max(1, len(calibration.ids) // max(1, length - len(start))))
         windows = drawn(calibration.ids, num, length, source.seed, start)
-    limit = FEW_WINDOWS if source.eval_windows is None else source.eval_windows
-    kept = side_by_side(held_out.ids, length, limit, start)
-    return rows_of_tokens(model, windows), rows_of_tokens(model, kept)
+    return rows_of_tokens(model, windows), held_out_windows(held_out, model, length, source.eval_windows, start)
 
 
-def _rows(source: ModelSource, model: Any, rows: Rows) -> tuple[Rows, Rows]:
+def _rows(source: ModelSource, model: Any, rows: Rows) -> tuple[Rows, HeldOut]:
     """Calibration and held-out samples of named arrays."""
     assert source.batches is not None
     rows = check_batches(source.batches, rows, model)
@@ -152,9 +143,8 @@ def _rows(source: ModelSource, model: Any, rows: Rows) -> tuple[Rows, Rows]:
         rows, held_out = split_rows(rows)
     else:
         held_out = check_batches(source.eval_batches, read_batches(source.eval_batches), model)
-    limit = source.eval_windows or num_rows(held_out)
     chosen = drawn_rows(rows, source.samples, source.seed, at_most=source.at_most)
-    return chosen, {name: array[:limit] for name, array in held_out.items()}
+    return chosen, held_out_rows(held_out, source.eval_windows)
 
 
 @torch.no_grad()
@@ -206,8 +196,10 @@ def _checkpoint(source: ModelSource, path: Path) -> TrainedModel:
     if source.offload:
         raise ValueError(f"{path} is a checkpoint of prunus, which is loaded whole; leave out --offload")
     state = load_checkpoint(path)
-    run = replace(Run.from_json(state["run"]), compile=False, device=source.device, eval_size=source.eval_windows or 0)
-    training = Training(replace(run, score="none"))
+    run = replace(Run.from_json(state["run"]), compile=False, device=source.device)
+    if source.eval_windows is not None:
+        run = replace(run, eval_size=source.eval_windows)
+    training = Training(run, trains=False)
     training.load_weights(state["model"])
     batch = training.data.train.batch(0, source.samples, source.seed)
     images = training.data.shape.kind == "images"
@@ -224,7 +216,7 @@ def _checkpoint(source: ModelSource, path: Path) -> TrainedModel:
     order = [names[parameter] for group in training.optimizer.param_groups for parameter in group["params"]]
     rows = state["optimizer"]["state"].items()
     moments = {order[i]: row["exp_avg_sq"] for i, row in rows if "exp_avg_sq" in row}
-    return TrainedModel(training.model, [batch], evaluate, save, loss_of, metric, moments)
+    return TrainedModel(training.model, [batch], evaluate, save, loss_of, metric, moments, training.held_out)
 
 
 def _function(name: str) -> TrainedModel:

@@ -21,7 +21,7 @@ from ..sparsity_report import report
 from .arithmetic import fixed_arithmetic, restore_onednn
 from .checkpoint import resume, save
 from .data import TokenData
-from .evaluate import Quality, loss_of, measured, summed
+from .evaluate import Quality, held_out_words, loss_of, measured, summed
 from .interruption import Interrupted, SignalWatch
 from .models import build
 from .parallel import Team, team_of
@@ -62,9 +62,9 @@ class Result:
 
 
 class Training:
-    """All that a run needs, built and checked before anything is written."""
+    """All that a run needs, built and checked before anything is written; what only evaluates has no pruner."""
 
-    def __init__(self, run: Run, data: Data | None = None, team: Team = Team()) -> None:
+    def __init__(self, run: Run, data: Data | None = None, team: Team = Team(), *, trains: bool = True) -> None:
         self.run, self.team = run, team
         self.device = team.place(device_of(device_named(run.device)))
         reset_peak_memory(self.device)
@@ -74,8 +74,8 @@ class Training:
         self.wrapped = team.wrap(self.model, self.device)
         self.optimizer = make_optimizer(run, self.model)
         self.events: list[Event] = []
-        self.pruner = make_pruner(run, self.model, self.optimizer, self.events.append)
-        self.replay = Replay(run, self.model, self.optimizer) if run.replay else None
+        self.pruner = make_pruner(run, self.model, self.optimizer, self.events.append) if trains else None
+        self.replay = Replay(run, self.model, self.optimizer) if trains and run.replay else None
         # the loss is compiled too: by itself it would read and write the logits in float32 several times over
         self.loss: Callable[..., torch.Tensor] = torch.compile(self._loss) if run.compile else self._loss
         self.step = 0
@@ -128,6 +128,12 @@ class Training:
         self.team.average_buffers_(self.model)
         batches = self.data.validation(self.run.batch, self.run.eval_size or None)
         return summed(self.team.shared(batches, lambda own: measured(self.model, own, self.device, self.autocast())))
+
+    @property
+    def held_out(self) -> str:
+        """How much of the held-out data ``evaluate`` reads."""
+        total, unit = self.data.num_held_out, "windows" if isinstance(self.data, TokenData) else "images"
+        return held_out_words(self.run.eval_size or total, total, unit, "the first")
 
     def sparsity(self) -> float:
         return self.pruner.sparsity if self.pruner else 0.0

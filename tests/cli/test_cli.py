@@ -161,7 +161,7 @@ def test_missing_data_and_unknown_commands_are_refused(tmp_path, capsys):
     assert "no checkpoint" in refused(capsys, "eval", tmp_path / "nowhere.pt")
     assert "no checkpoint" in refused(capsys, "eval", tmp_path / "nowhere", "--text", tmp_path / "text")
     assert "no config.json" in refused(capsys, "eval", tmp_path)
-    assert "at least 0" in refused(capsys, "eval", tmp_path / "nowhere.pt", "--eval-size", "-3")
+    assert "at least 0" in refused(capsys, "eval", tmp_path / "nowhere.pt", "--eval-windows", "-3")
     assert "run.json" in refused(capsys, "train", "--resume", "--out", tmp_path / "run")
 
 
@@ -226,7 +226,7 @@ def test_train_reaches_the_sparsity_and_eval_agrees(options, text, tmp_path, cap
     main(["eval", str(out), "--layers"])
     said = capsys.readouterr().out
     assert f"loss {result['loss']:.4f}, perplexity {result['perplexity']:.3f}" in said
-    assert "on held-out data (its first 2; --eval-size 0 takes all)" in said and f"{result['sparsity']:.4%} of" in said
+    assert " held-out windows, the first (--eval-windows 0 takes" in said and f"{result['sparsity']:.4%} of" in said
 
 
 def test_figures_of_images_have_no_perplexity(tmp_path, capsys):
@@ -235,7 +235,8 @@ def test_figures_of_images_have_no_perplexity(tmp_path, capsys):
     main(["eval", str(tmp_path / "run")])
     trained, evaluated = capsys.readouterr().out.splitlines()
     assert "accuracy" in trained and "perplexity" not in trained + evaluated
-    assert trained.partition("loss")[2].partition(";")[0] == evaluated.partition("loss")[2].partition(";")[0]
+    figures = [line.partition("loss")[2].partition(" on ")[0] for line in (trained, evaluated)]
+    assert figures[0] == figures[1] and "on 2 of " in evaluated and " held-out images" in evaluated
 
 
 def test_help_has_the_usual_options_first_and_every_option_once(monkeypatch, capsys):
@@ -261,7 +262,7 @@ def test_an_exported_run_is_evaluated_as_its_checkpoint_is(form, text, tmp_path,
     capsys.readouterr()
     said = []
     for folder in ("run", "small"):
-        main(["eval", str(tmp_path / folder), "--eval-size", "2", "--layers"])
+        main(["eval", str(tmp_path / folder), "--eval-windows", "2", "--layers"])
         said.append(capsys.readouterr().out)
     assert said[0].replace("run/checkpoint.pt: ", "") == said[1].replace("small: ", "")
     assert "--length is for" in refused(capsys, "eval", tmp_path / "small", "--length", 8)

@@ -91,7 +91,8 @@ def test_a_hugging_face_folder_comes_back_as_one_that_transformers_reads(folder,
         assert torch.equal(parameter[kept], dense.get_parameter(name)[kept])
     assert (out / "tokenizer.json").is_file() and not (folder / "out.part").exists()
     last = list(result["rows"].values())[-1]
-    windows = torch.from_numpy(np.fromfile(folder / "valid.u16", "<u2")[: 6 * 12].reshape(6, 12).astype(np.int64))
+    ids = np.fromfile(folder / "valid.u16", "<u2").astype(np.int64)
+    windows = torch.from_numpy(ids[: 33 * 12].reshape(33, 12)[[2, 8, 13, 19, 24, 30]])  # the middles of six parts
     assert token_quality(model, windows).perplexity == pytest.approx(last["perplexity"], rel=1e-6)
     assert token_quality(dense, windows).perplexity == pytest.approx(result["rows"]["dense"]["perplexity"], rel=1e-6)
     assert ("probed" in result["rows"]) == ("--probe" in options) and "dense" in said
@@ -327,6 +328,25 @@ def test_what_is_there_is_not_overwritten_and_what_is_not_there_is_named(folder,
     assert "token 50" in refused(capsys, "prune", folder / "model", *data, "--out", folder / "new")
 
 
+@pytest.mark.parametrize(
+    ("asked", "num"),
+    [([], "20 of 200"), (["--eval-windows", 7], "7 of 200"), (["--eval-windows", 0], "all 200")],
+)
+def test_prune_and_eval_report_the_same_figure_of_the_same_windows(asked, num, folder, capsys, monkeypatch):
+    monkeypatch.setattr("prunus.lab.model_quality.EVAL_WINDOWS", 20)
+    easy, hard = np.zeros(1200), np.random.default_rng(1).integers(0, 40, 1200)  # the beginning is no sample of it all
+    np.concatenate([easy, hard]).astype("<u2").tofile(folder / "valid.u16")
+    calib, held_out = ["--tokens", folder / "calib.u16"], folder / "valid.u16"
+    options = [*calib, "--eval-tokens", held_out, "--samples", 4, "--length", 12, "--no-repair", *asked]
+    main([str(arg) for arg in ["prune", folder / "model", *options, "--out", folder / "out"]])
+    said = capsys.readouterr().out
+    row = json.loads((folder / "out" / "result.json").read_text())["rows"]["wanda"]
+    main([str(arg) for arg in ["eval", folder / "out", "--tokens", held_out, "--length", 12, *asked]])
+    evaluated = capsys.readouterr().out
+    assert f"perplexity {row['perplexity']:.3f}, " in evaluated
+    assert f"Evaluated on {num} held-out windows" in said and f"on {num} held-out windows" in evaluated
+
+
 @pytest.mark.parametrize("form", ["as written", "sparse", "dense"])
 def test_what_was_written_is_evaluated_to_the_same_figures(form, folder, capsys):
     out, result = prune(folder, "--score", "magnitude", "--sparsity", "0.6", "--no-repair")
@@ -334,20 +354,52 @@ def test_what_was_written_is_evaluated_to_the_same_figures(form, folder, capsys)
         main(["export", str(out), "--out", str(folder / form), "--form", form])
         out = folder / form
     capsys.readouterr()
-    main(["eval", *map(str, [out, "--validation", folder / "valid.u16", "--length", 12, "--eval-size", 6])])
+    main(["eval", *map(str, [out, "--tokens", folder / "valid.u16", "--length", 12, "--eval-windows", 6])])
     said, row = capsys.readouterr().out, result["rows"]["magnitude"]
     assert f"perplexity {row['perplexity']:.3f}, " in said and f"; {row['sparsity']:.4%} of" in said
 
 
 def test_a_model_without_data_of_its_own_is_told_what_it_needs(folder, capsys):
-    tokens = ["--validation", folder / "valid.u16"]
-    assert "needs --validation" in refused(capsys, "eval", folder / "model")
+    tokens = ["--tokens", folder / "valid.u16"]
+    assert "needs --tokens" in refused(capsys, "eval", folder / "model")
     assert "--data is for runs" in refused(capsys, "eval", folder / "model", *tokens, "--data", "stdlib")
+    assert "give --tokens" in refused(capsys, "eval", folder / "model", "--validation", folder / "valid.u16")
     assert "--length must be at least 0" in refused(capsys, "eval", folder / "model", *tokens, "--length", -1)
     assert "fewer than a window" in refused(capsys, "eval", folder / "model", *tokens, "--length", 500)
     draw = np.full(40, 41, "<u2")
     draw.tofile(folder / "other.u16")
-    assert "holds token 41" in refused(capsys, "eval", folder / "model", "--validation", folder / "other.u16")
+    assert "holds token 41" in refused(capsys, "eval", folder / "model", "--tokens", folder / "other.u16")
+
+
+RECIPES = {
+    "eps": ["--score", "bitter7", "--eps", "1e-6"],
+    "exponent": ["--score", "fisher", "--exponent", "0.25"],
+    "regrow": ["--regrow", "0.1", "--regrow-by", "momentum"],
+    "replay": ["--score", "none", "--rate-power", "0", "--replay", "pruned"],
+    "spam": ["--optimizer", "adamwprune", "--spam"],
+}
+
+
+@pytest.mark.usefixtures("few_weights")
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_run_is_pruned_and_evaluated_wherever_it_lies_whatever_it_was_trained_with(recipe, tmp_path, capsys):
+    (tmp_path / "data.txt").write_bytes(bytes(range(32, 127)) * 40)
+    train = "--model gpt2-tiny --context 8 --batch 2 --steps 8 --every 2 --eval-size 3 --warmup 1 --data".split()
+    for name, options in {"pruned": [], "run": RECIPES[recipe]}.items():
+        main(["train", *train, str(tmp_path / "data.txt"), "--out", str(tmp_path / "runs" / name), *options])
+    shutil.move(tmp_path / "runs" / "run", tmp_path / "moved")
+    capsys.readouterr()
+    trained = json.loads((tmp_path / "moved" / "result.json").read_text())
+    main(["eval", str(tmp_path / "moved")])
+    assert f"loss {trained['loss']:.4f}, " in capsys.readouterr().out
+    asked = "--sparsity 0.75 --samples 4 --allocate moments --scope layer".split()
+    main(["prune", str(tmp_path / "moved"), *asked, "--out", str(tmp_path / "out")])
+    said = capsys.readouterr().out
+    rows = json.loads((tmp_path / "out" / "result.json").read_text())["rows"]
+    assert rows["dense"]["perplexity"] == pytest.approx(trained["perplexity"], rel=1e-5)
+    assert rows["repaired"]["sparsity"] == pytest.approx(0.75, abs=1e-3) and "Evaluated on 3 of " in said
+    main(["eval", str(tmp_path / "out")])
+    assert f"perplexity {rows['repaired']['perplexity']:.3f}" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -367,7 +419,7 @@ def test_a_checkpoint_of_our_own_is_pruned_and_evaluated(tmp_path, capsys):
     assert allocated["rows"]["repaired"]["sparsity"] == pytest.approx(0.5, abs=1e-5)
     assert len({round(layer["sparsity"], 3) for layer in allocated["layers"]}) > 2
     capsys.readouterr()
-    main(["eval", str(tmp_path / "out"), "--eval-size", "2"])
+    main(["eval", str(tmp_path / "out"), "--eval-windows", "2"])
     said = capsys.readouterr().out
     probed = result["rows"]["probed"]
     assert f"perplexity {probed['perplexity']:.3f}" in said and f"{probed['sparsity']:.4%} of" in said
@@ -433,7 +485,7 @@ def test_a_model_of_transformers_that_a_function_gave_becomes_a_folder_of_its_ow
     monkeypatch.chdir(folder)
     main("prune theirs:subject --no-repair --score magnitude --out out".split())
     assert "cannot" not in capsys.readouterr().out
-    main("eval out --validation valid.u16 --length 12".split())
+    main("eval out --tokens valid.u16 --length 12".split())
     assert "50.0000% of" in capsys.readouterr().out
 
 

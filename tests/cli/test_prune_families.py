@@ -136,7 +136,7 @@ def test_options_that_do_not_go_together_are_one_line(tmp_path, capsys):
     assert "--tokens and --batches" in refused(capsys, *prune, *tokens, *arrays)
     assert "other samples than --eval-tokens" in refused(capsys, *prune, *arrays, "--eval-tokens", out)
     assert "give --dense" in refused(capsys, "eval", tmp_path / "model", "--batches", without_labels(tmp_path))
-    assert "--validation and --batches" in refused(capsys, "eval", tmp_path / "model", *arrays, "--validation", out)
+    assert "--tokens and --batches" in refused(capsys, "eval", tmp_path / "model", *arrays, "--tokens", out)
 
 
 def without_labels(folder):

@@ -8,7 +8,7 @@ import torch
 from families import build, transformers
 
 from prunus.cli import main
-from prunus.lab.model_data import drawn, side_by_side
+from prunus.lab.model_data import drawn, side_by_side, spread
 from prunus.lab.trained_model import ModelSource, load_trained
 
 WORDS = [f"w{i}" for i in range(60)]
@@ -49,7 +49,8 @@ def test_text_is_read_by_the_folders_own_tokenizer_with_its_start_token(starts, 
     windows = {(*start, *ids[:edge][i * step : (i + 1) * step]) for i in range(edge // step)}
     (batch,) = found.batches
     assert batch.shape == (5, 12) and {tuple(row) for row in batch.tolist()} <= windows
-    kept = torch.tensor([[*start, *ids[edge:][i * step : (i + 1) * step]] for i in range(6)])
+    places = spread(len(ids[edge:]) // step, 6).tolist()
+    kept = torch.tensor([[*start, *ids[edge:][i * step : (i + 1) * step]] for i in places])
     with torch.no_grad():
         logits = found.model(kept).logits[:, :-1]
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), kept[:, 1:].flatten())
@@ -81,9 +82,8 @@ def test_text_goes_through_prune_and_eval_from_the_command_line(folder, capsys):
     main([str(arg) for arg in ["prune", folder / "model", *options]])
     row = json.loads((folder / "out" / "result.json").read_text())["rows"]["magnitude"]
     capsys.readouterr()
-    main(
-        [str(arg) for arg in ["eval", folder / "out", "--text", folder / "text.txt", "--length", 12, "--eval-size", 6]]
-    )
+    options = ["--text", folder / "text.txt", "--length", 12, "--eval-windows", 6]
+    main([str(arg) for arg in ["eval", folder / "out", *options]])
     assert f"perplexity {row['perplexity']:.3f}, " in capsys.readouterr().out
 
 
@@ -102,7 +102,7 @@ def test_a_text_without_a_tokenizer_or_without_letters_is_one_line(folder, capsy
     assert "nowhere.txt" in refused(*prune, "--text", folder / "nowhere.txt")
     np.arange(600, dtype="<u4").tofile(folder / "wide.u16")
     assert "looks like uint32" in refused(*prune, "--tokens", folder / "wide.u16")
-    assert "looks like uint32" in refused("eval", folder / "model", "--validation", folder / "wide.u16")
+    assert "looks like uint32" in refused("eval", folder / "model", "--tokens", folder / "wide.u16")
     assert not (folder / "out").exists()
 
 
@@ -127,9 +127,19 @@ def test_vocabularies_over_65536_are_pruned(tmp_path, capsys):
 @pytest.mark.parametrize("start", [[], [7]])
 def test_windows_open_with_the_start_tokens_and_go_on_with_the_file(start):
     ids = np.arange(100, 200)
-    windows = side_by_side(ids, 8, 3, start)
-    assert windows[:, len(start) :].flatten().tolist() == ids[: 3 * (8 - len(start))].tolist()
-    assert windows[:, : len(start)].tolist() == [start] * 3
+    windows = side_by_side(ids, 8, 0, start)
+    num, step = 100 // (8 - len(start)), 8 - len(start)
+    assert windows[:, len(start) :].flatten().tolist() == ids[: num * step].tolist()
+    assert windows[:, : len(start)].tolist() == [start] * num
     chosen = drawn(ids, 4, 8, 0, start)
     assert chosen.shape == (4, 8) and len({tuple(row) for row in chosen.tolist()}) == 4
     assert len(set(chosen[:, len(start) :].flatten().tolist())) == 4 * (8 - len(start))
+
+
+@pytest.mark.parametrize("total", [1, 2, 7, 100, 1001])
+@pytest.mark.parametrize("limit", [0, 1, 2, 7, 33, 2000])
+def test_fewer_samples_are_spread_evenly(total, limit):
+    places = spread(total, limit).tolist()
+    assert len(places) == min(total, limit or total) and len(set(places)) == len(places)
+    edges = [i * total / len(places) for i in range(len(places) + 1)]  # one lies in each of so many equal parts
+    assert all(low - 1 < place < high for low, place, high in zip(edges[:-1], places, edges[1:], strict=True))

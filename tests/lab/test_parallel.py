@@ -137,7 +137,7 @@ def ranks_train_as_one_process(alone: Path, ranks: Path) -> None:
 
 
 def they_evaluate_as_one_process_to_the_bit(ranks: Path) -> None:
-    found, result = evaluated(ranks / "checkpoint.pt", eval_size=30), result_of(ranks)
+    found, result = evaluated(ranks / "checkpoint.pt", eval_windows=30), result_of(ranks)
     quality = (found.quality.loss, found.quality.accuracy)
     assert (*quality, found.report.sparsity, found.step) == (result["loss"], result["accuracy"], 0.5, 12)
 

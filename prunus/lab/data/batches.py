@@ -88,6 +88,10 @@ class TokenData:
     held_out: np.ndarray  # (num_tokens,)
     shape: TokenShape
 
+    @property
+    def num_held_out(self) -> int:
+        return (len(self.held_out) - 1) // self.shape.context
+
     def validation(self, size: int, limit: int | None = None) -> Iterator[Batch]:
         """The held-out windows in order, ``size`` at a time and at most ``limit`` in all; the last may be fewer.
 
@@ -170,6 +174,10 @@ class ImageData:
     train: ImageStream
     held_out: Labelled
     shape: ImageShape
+
+    @property
+    def num_held_out(self) -> int:
+        return len(self.held_out.labels)
 
     def validation(self, size: int, limit: int | None = None) -> Iterator[Batch]:
         """The held-out images in order, ``size`` at a time and at most ``limit`` in all; the last may be fewer."""

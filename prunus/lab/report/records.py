@@ -156,4 +156,6 @@ def _check_result(record: RunRecord, path: Path) -> None:
         counted["tokens"] = ("context", record.total_steps * record.per_step)
     for name, (fields, expected) in counted.items():
         if (found := (record.result or {}).get(name, expected)) != expected:
-            raise ValueError(f"{path}: {fields} make {expected} {name}, but result.json counted {found}: one is damaged")
+            raise ValueError(
+                f"{path}: {fields} make {expected} {name}, but result.json counted {found}: one is damaged"
+            )
