@@ -20,7 +20,7 @@ from .checkpoints import (
 )
 from .contents import Contents, StoredTensor, digest_of, roles, widened
 from .findings import WARNINGS, Diagnosis, Expected, Finding
-from .folders import read_file, read_folder, tensors_of
+from .folders import read_file, read_folder, repeated_tensors, tensors_of
 from .model_checks import check_digests, check_expected, check_moments, check_neighbours, check_pruned, check_ties
 from .pattern import overall
 from .tensor_checks import Context, check_tensor
@@ -151,6 +151,8 @@ def _read_masks(path: Path) -> dict[str, StoredTensor]:
         raise ValueError(f"there is no file of masks {path}")
     if path.name.endswith(".safetensors"):
         found = {stored.name: stored for stored in tensors_of(path)}
+        if twice := repeated_tensors(path):
+            raise ValueError(f"{path} holds {twice[0]!r} twice; save the masks anew")
     else:
         state, contents = load_mapping(path), Contents(path, "")
         add_state(contents, state, path.name)

@@ -2,7 +2,8 @@
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..eligible import plain_name
-from ..files.json_file import read_json
+from ..files.json_file import read_json, repeated_names
 from ..files.metadata import is_marked
 from ..files.reader import open_tensors
 from ..files.safetensors_header import DTYPES
@@ -39,9 +40,9 @@ def read_folder(path: Path) -> Contents:
     if index:
         what = f"it stands beside {index[0].name}, and tools load the one or the other"
         contents.find("duplicate", "model.safetensors", what, "delete the one that is out of date")
-    if ignored := sorted(set(files) - set(chosen)):
-        contents.notes.append(f"not read, since there is a model.safetensors: {', '.join(ignored)}")
-    return _by_files(contents, chosen)
+    _by_files(contents, chosen)
+    _note_ignored(contents, set(files) - set(chosen), "there is a model.safetensors")
+    return contents
 
 
 def read_file(path: Path) -> Contents:
@@ -108,12 +109,33 @@ def tensors_of(path: Path) -> list[StoredTensor]:
     return found
 
 
+def repeated_tensors(path: Path) -> list[str]:
+    """Names that stand twice in the header of a whole safetensors file, whose own reader takes the last."""
+    with path.open("rb") as file:
+        return repeated_names(file.read(int.from_bytes(file.read(8), "little")))
+
+
 def _add(contents: Contents, path: Path) -> None:
     for stored in sorted(tensors_of(path), key=lambda stored: _in_order(stored.name)):
         other = contents.tensors.setdefault(stored.name, stored)
         if other is not stored:
             what = f"it is stored in {other.file} and in {stored.file}"
             contents.find("duplicate", stored.name, what, "delete one: which of them is loaded depends on the tool")
+    for name in repeated_tensors(path):
+        what = f"its name stands twice in the header of {path.name}, and tools read the one or the other"
+        contents.find("duplicate", plain_name(name), what, "save the model anew")
+
+
+def _note_ignored(contents: Contents, files: Iterable[str], why: str) -> None:
+    """Say which files are not read; a shard among them that repeats a tensor is a finding."""
+    if ignored := sorted(files):
+        contents.notes.append(f"not read, since {why}: {', '.join(ignored)}")
+    folder = contents.path if contents.path.is_dir() else contents.path.parent
+    for file in filter(SERIES.match, ignored):
+        with suppress(ValueError, OSError):
+            if twice := [stored.name for stored in tensors_of(folder / file) if stored.name in contents.tensors]:
+                what = f"it repeats tensors that other files hold: {len(twice)}, the first is {min(twice)}"
+                contents.find("duplicate", file, what, "delete it if it is out of date: some tools load every file")
 
 
 def _in_order(name: str) -> list[tuple[int, str]]:
@@ -138,6 +160,9 @@ def _by_files(contents: Contents, files: Sequence[str]) -> Contents:
 
 def _by_index(contents: Contents, index: Path, files: Sequence[str]) -> Contents:
     listed = read_json(index).get("weight_map")
+    for name in repeated_names(index.read_bytes()):
+        what = f"its name stands twice in {index.name}, and tools read the one or the other"
+        contents.find("duplicate", name, what, "mend the index")
     if not isinstance(listed, dict) or not listed:
         raise ValueError(f"{index} has no weight_map from names to files")
     for name, file in listed.items():
@@ -162,8 +187,7 @@ def _by_index(contents: Contents, index: Path, files: Sequence[str]) -> Contents
     for name, stored in contents.tensors.items():
         if name not in known:
             contents.find("missing", name, f"{stored.file} holds it, the index lacks it", "mend the index")
-    if ignored := sorted(set(files) - set(listed.values())):
-        contents.notes.append(f"not read, since the index does not name them: {', '.join(ignored)}")
+    _note_ignored(contents, set(files) - set(listed.values()), "the index does not name them")
     return contents
 
 

@@ -1,6 +1,7 @@
 """Every kind of file is read alike; what files disagree about is found; hostile files are one clear line."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from prunus import Global, Pruner, Ramp
 from prunus.doctor import examine
 from prunus.doctor.checkpoints import sparsity_at
 from prunus.doctor.contents import StoredTensor, digest_of
+from prunus.files.reader import open_tensors
 from prunus.masks import digest
 from prunus.ops import bits
 
@@ -44,6 +46,52 @@ def test_a_tensor_in_two_shards_is_found(sharded):
     save_file(here | {twice: tensors[twice]}, sharded / SHARD)
     report = examine(sharded)
     assert {(f.kind, f.where) for f in report.findings} == {("duplicate", twice)}
+
+
+def with_two(text: str, name: str, value: object) -> str:
+    """JSON in which ``name`` stands twice, with another ``value`` first."""
+    at = text.index(json.dumps(name))
+    return f"{text[:at]}{json.dumps(name)}: {json.dumps(value)}, {text[at:]}"
+
+
+def repeat_in_header(file: Path, name: str) -> None:
+    data = file.read_bytes()
+    size, other = int.from_bytes(data[:8], "little"), {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}
+    header = with_two(data[8 : 8 + size].decode(), name, other).encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header + data[8 + size :])
+
+
+@pytest.mark.parametrize("is_file", [True, False])
+def test_a_tensor_that_stands_twice_in_a_header_is_found_and_refused_by_readers(is_file, tmp_path):
+    file = folder(tmp_path / "model", prune_rows_(healthy())) / "model.safetensors"
+    repeat_in_header(file, UP)
+    report = examine(file if is_file else file.parent)
+    assert {(f.kind, f.where) for f in report.findings} == {("duplicate", UP)}
+    with pytest.raises(ValueError, match=f"the name '{UP}' occurs twice"), open_tensors(file):
+        pass
+
+
+def test_a_tensor_that_stands_twice_in_an_index_is_found_and_refused_by_readers(sharded):
+    file, index = index_of(sharded)
+    file.write_text(with_two(file.read_text(), UP, next(iter(index["weight_map"].values()))))
+    assert {(f.kind, f.where) for f in examine(sharded).findings} == {("duplicate", UP)}
+    with pytest.raises(ValueError, match=f"the name '{UP}' occurs twice"), open_tensors(sharded):
+        pass
+
+
+@pytest.mark.parametrize("beside", ["index", "one file"])
+def test_a_shard_that_is_left_over_and_repeats_tensors_is_found(beside, sharded, tmp_path):
+    path = sharded if beside == "index" else folder(tmp_path / "one", prune_rows_(healthy()))
+    save_file({UP: torch.ones(2, 2), "other": torch.ones(1)}, path / "model-00007-of-00009.safetensors")
+    assert {(f.kind, f.where) for f in examine(path).findings} == {("duplicate", "model-00007-of-00009.safetensors")}
+
+
+def test_masks_that_stand_twice_are_refused(tmp_path):
+    save_file({"a.weight": torch.zeros(4, 4)}, tmp_path / "a.safetensors")
+    save_file({"a.weight": torch.zeros(4, 4, dtype=torch.bool)}, tmp_path / "m.safetensors")
+    repeat_in_header(tmp_path / "m.safetensors", "a.weight")
+    with pytest.raises(ValueError, match=r"holds 'a\.weight' twice"):
+        examine(tmp_path / "a.safetensors", masks=tmp_path / "m.safetensors")
 
 
 @pytest.mark.parametrize("change", ["drop", "move", "add"])
