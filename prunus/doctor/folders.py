@@ -15,6 +15,7 @@ from ..eligible import plain_name
 from ..files.json_file import read_json, repeated_names
 from ..files.metadata import is_marked
 from ..files.reader import open_tensors
+from ..files.regular import check_regular
 from ..files.safetensors_header import DTYPES
 from .contents import Contents, StoredTensor, dtype_name
 
@@ -61,6 +62,7 @@ def read_file(path: Path) -> Contents:
 
 def _is_marked(file: Path) -> bool:
     """Whether a file says that it is in the sparse form."""
+    check_regular(file)
     try:
         with safe_open(str(file), framework="pt") as opened:
             return is_marked(opened.metadata() or {})
@@ -86,6 +88,7 @@ def _read_sparse_form(contents: Contents, kind: str) -> Contents:
 
 def tensors_of(path: Path) -> list[StoredTensor]:
     """The tensors of a safetensors file, not read yet."""
+    check_regular(path)
     try:
         file = safe_open(str(path), framework="pt")
         names = list(file.keys())

@@ -18,22 +18,23 @@ from torch import Tensor, nn
 from ..eligible import unwrapped_model
 from ..files.atomic import new_folder
 from ..files.gguf_header import check_gguf
+from ..files.json_file import read_json
 from ..files.reader import SMALL, Tensors, open_tensors
+from ..files.regular import check_regular_files
 from ..files.safetensors_header import DTYPES
 from ..files.sparse_file import check_masks, in_memory, loaded
 from ..files.writer import MAX_SHARD_BYTES, Saved, WritePlan, write
 from ..ops.bits import words_of
 from ..ops.machine import device_of
 from .card import CardFacts, facts_of_files, hub_name, write_card
+from .config_limits import bounded, bounded_by, check_counts, num_stored
 from .convert import copy_beside
 
 AnyPath = str | os.PathLike[str]
-MOST_PACKED = 16  # weights in one stored number of a quantised file
 OWN_NAMES = (
     "of the model"  # in a file of tensors that are named as in the model, for families that are stored otherwise
 )
 LOAD_STATE = 'model.load_state_dict(load_sparse("{folder}"))'
-MOST_LAYERS = 1000  # of a model with few tensors, whose configuration may have a default that is larger
 
 
 def save_model(
@@ -103,7 +104,7 @@ def load_model(folder: AnyPath, device: torch.device | str = "cpu") -> Any:
     folder, device = Path(folder), device_of(device)
     check_folder(folder)
     with open_tensors(folder) as tensors:
-        config = read_config(folder, len(tensors.records))
+        config = read_config(folder, tensors)
         kind = class_of(config, folder)
         with _in_one_line(folder):
             model = _converted(kind, config, tensors)
@@ -157,8 +158,8 @@ def load_any_model(folder: Path, dtype: str = "auto", gguf_file: str | None = No
     return load_plain_model(folder, dtype, gguf_file)
 
 
-def read_config(folder: Path, num_tensors: int = 0, gguf_file: str | None = None) -> Any:
-    """The configuration of a Hugging Face folder; ValueError for one that cannot be, for a model of ``num_tensors``.
+def read_config(folder: Path, tensors: Tensors | None = None, gguf_file: str | None = None) -> Any:
+    """The configuration of a Hugging Face folder; ValueError for one that cannot be that of these ``tensors``.
 
     What it says of attention kernels is dropped, in inner configurations too: where the package ``kernels`` is
     installed, transformers would fetch and run what a file names.
@@ -167,14 +168,17 @@ def read_config(folder: Path, num_tensors: int = 0, gguf_file: str | None = None
         from transformers import AutoConfig
     except ImportError:
         raise ValueError(f"reading {folder} takes transformers: pip install prunus[hf]") from None
+    check_regular_files(folder)
     with _in_one_line(folder / (gguf_file or "config.json")):
+        if not gguf_file and (folder / "config.json").is_file():
+            check_counts(read_json(folder / "config.json"), tensors)
         options = {"gguf_file": gguf_file} if gguf_file else {}
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **options)
         for inner in _all_configs(config):
             for name in ("_attn_implementation", "_experts_implementation"):
                 if hasattr(inner, name):
                     setattr(inner, name, None)
-            _check_depth(inner, max(MOST_LAYERS, num_tensors))
+            check_counts(vars(inner), tensors)
     return config
 
 
@@ -192,15 +196,15 @@ def load_plain_model(folder: Path, dtype: str = "auto", gguf_file: str | None = 
             raise ValueError(f"{folder / gguf_file} cannot be read: it has {num} layers, but {num_tensors} tensors")
     else:
         with open_tensors(folder) as tensors:
-            stored, form = sum(r.layout.numel for r in tensors.records.values()), {"use_safetensors": True}
-            config = read_config(folder, len(tensors.records))
+            stored, num_tensors, form = num_stored(tensors), len(tensors.records), {"use_safetensors": True}
+            config = read_config(folder, tensors)
     from transformers import AutoModelForCausalLM
 
     kind: Any = AutoModelForCausalLM if gguf_file or not config.architectures else class_of(config, folder)
     with _in_one_line(folder), quiet_transformers():
-        with suppress(RuntimeError, NotImplementedError), torch.device("meta"):
+        with suppress(RuntimeError, NotImplementedError), torch.device("meta"), bounded(stored, num_tensors, folder):
             of_config = kind._from_config if hasattr(kind, "_from_config") else kind.from_config
-            _check_size(of_config(deepcopy(config)), stored)
+            of_config(deepcopy(config))
         options = {"config": config, "dtype": dtype, "local_files_only": True, "trust_remote_code": False, **form}
         model, info = kind.from_pretrained(folder, output_loading_info=True, **options)
         _refuse_strangers(type(model), info, may_have_more=bool(gguf_file))
@@ -250,28 +254,16 @@ def _all_configs(config: Any) -> Iterator[Any]:
             yield from _all_configs(inner)
 
 
-def _check_depth(config: Any, most: int) -> None:
-    """Refuse more layers than a model can have; transformers would build them one by one before it compares shapes."""
-    for name, value in vars(config).items():
-        if (
-            re.search(r"(layers|n_layer|num_layer|experts)$", name)
-            and isinstance(value, int)
-            and not 0 <= value <= most
-        ):
-            raise ValueError(f"{name} is {value}, negative or more than the model has tensors")
-
-
 def _converted(kind: Any, config: Any, tensors: Tensors) -> Any | None:
     """The model of files whose names or shapes transformers converts, loaded by transformers on the CPU.
 
     None where every tensor lies in the files as it does in the model.
     """
-    empty = None
-    with suppress(RuntimeError, NotImplementedError), torch.device("meta"), without_initialisation():
+    empty, limits = None, bounded_by(tensors)
+    with suppress(RuntimeError, NotImplementedError), torch.device("meta"), without_initialisation(), limits:
         empty = kind(deepcopy(config))  # few classes compute while they build
     if empty is None or not is_converted(empty, tensors):
         return None
-    _check_size(empty, sum(record.layout.numel for record in tensors.records.values()))
     options = {"config": config, "state_dict": loaded(tensors, "cpu"), "dtype": largest_dtype(tensors)}
     with quiet_transformers():
         model, info = kind.from_pretrained(None, output_loading_info=True, **options)
@@ -300,14 +292,9 @@ def _names_of(model: nn.Module) -> dict[str, str]:
     return {"names": OWN_NAMES} if any(hasattr(one, "operations") for one in mapping(model)) else {}
 
 
-def _check_size(model: nn.Module, stored: int) -> None:
-    if (num := sum(p.numel() for p in model.parameters())) > MOST_PACKED * stored + 10**6:
-        raise ValueError(f"its configuration is that of {num} parameters, but it stores {stored} numbers")
-
-
 def _empty(kind: Any, config: Any, folder: Path, tensors: Tensors, device: torch.device) -> Any:
     """The model as its configuration says, on the device, its weights not initialised."""
-    with _in_one_line(folder / "config.json"), without_initialisation():
+    with _in_one_line(folder / "config.json"), without_initialisation(), bounded_by(tensors):
         with suppress(RuntimeError, NotImplementedError), torch.device("meta"):  # few classes compute while they build
             check_shapes(kind(deepcopy(config)), tensors)  # before memory is taken
         with default_dtype(largest_dtype(tensors)), device:
@@ -320,10 +307,13 @@ def class_of(config: Any, folder: Path) -> Any:
     """The class of transformers that a configuration names first."""
     import transformers
 
-    name = (getattr(config, "architectures", None) or [""])[0]
-    kind = getattr(transformers, name, None) if isinstance(name, str) and name.isidentifier() else None
+    names = getattr(config, "architectures", None) or [""]
+    name = names[0] if isinstance(names, list | tuple) else names
+    is_name = isinstance(names, list | tuple) and isinstance(name, str) and name.isidentifier()
+    kind = getattr(transformers, name, None) if is_name else None
     if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
-        raise ValueError(f"{folder / 'config.json'} names the class {name!r}, which transformers does not have")
+        said = repr(name)[:80]
+        raise ValueError(f"{folder / 'config.json'} names the class {said}, which transformers does not have")
     return kind
 
 

@@ -98,7 +98,10 @@ def new_folder(path: Path, replace: bool = False, inside: Path | None = None) ->
     A ``path`` that is not empty is refused at the start, or swapped for the new folder at the end with ``replace``.
     What another writer put there in between is swapped too.
     """
-    path = path.resolve()  # through a link, as opening a file would
+    try:
+        path = path.resolve()  # through a link, as opening a file would
+    except RuntimeError:
+        raise ValueError(f"{path} is a symbolic link that leads back to itself; choose another place") from None
     if path.exists() and (not path.is_dir() or (not replace and any(path.iterdir()))):
         raise ValueError(f"{path} is there and not empty; remove it, or choose another place")
     part = part_name(inside / path.name if inside else path)
@@ -111,6 +114,10 @@ def new_folder(path: Path, replace: bool = False, inside: Path | None = None) ->
                 sync(inner)
             _move_folder(part, path)
             sync(path.parent)
+        except OSError as error:
+            if error.errno and str(error.filename).startswith(str(part)):  # a name that is gone when it is read
+                raise OSError(error.errno, error.strerror, str(path)) from error
+            raise
         finally:
             shutil.rmtree(part, ignore_errors=True)
 

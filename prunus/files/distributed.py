@@ -20,6 +20,7 @@ from torch import Tensor
 from .checksum import checksum, hexadecimal
 from .json_file import strict_json, write_json
 from .plain_pickle import PlainObject, read_pickle
+from .regular import check_regular
 from .torch_file import read_torch_file
 
 Size = tuple[int, ...]
@@ -76,6 +77,7 @@ def read_entries(folder: Path, verify: bool = True) -> list[Entry]:
 
 def read_block(folder: Path, block: StoredBlock) -> bytes:
     """The bytes of a block, compared with their checksum."""
+    check_regular(folder / block.file)
     with (folder / block.file).open("rb") as file:
         if block.start + block.length > os.fstat(file.fileno()).st_size:
             raise ValueError(f"{block.file} is damaged: it is cut short")

@@ -5,6 +5,8 @@ import mmap
 import struct
 from pathlib import Path
 
+from .regular import check_regular
+
 SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of the types of numbers
 STRING, ARRAY = 8, 9
 MOST_VALUES = 1 << 22  # in all arrays; the largest vocabularies have about a million with their merges
@@ -14,6 +16,7 @@ MOST_DIMS = 4  # of a tensor
 
 def check_gguf(path: Path) -> int:
     """The number of tensors in a GGUF file; ValueError unless all that its header describes fits into the file."""
+    check_regular(path)
     with path.open("rb") as file:
         try:
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .atomic import write_atomically
+from .regular import check_regular
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -33,6 +34,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
     The NaN and Infinity of older versions are None, as null is.
     """
+    check_regular(path)
     try:
         values = json.loads(path.read_bytes(), parse_constant=lambda name: None)
     except OSError as error:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .atomic import write_atomically
 from .checksum import checksum, hexadecimal
+from .regular import check_regular
 
 FORMAT = "prunus-checkpoint-2"
 OLD_FORMAT = "prunus-checkpoint-1"  # without checksums
@@ -36,6 +37,8 @@ def read_torch_file(file: Path | BinaryIO, mmap: bool = False) -> Any:
     Checksums are compared where the file has them. With ``mmap``, tensors are mapped where the file allows it: files
     from before 2020 are read whole.
     """
+    if isinstance(file, Path):
+        check_regular(file)
     try:
         is_zip = zipfile.is_zipfile(file)
         if is_zip:

@@ -231,9 +231,14 @@ def write(source: TensorSource, plan: WritePlan) -> Saved:
         source = _without_aliases(source)
     with ExitStack() as files:
         writer = Writer(plan, source, files)
-        for name in sorted(source.specs, key=lambda name: -DTYPES[source.specs[name].dtype].itemsize):
-            writer.add(name)
-        return writer.finish()
+        try:
+            for name in sorted(source.specs, key=lambda name: -DTYPES[source.specs[name].dtype].itemsize):
+                writer.add(name)
+            return writer.finish()
+        except OSError as error:
+            if error.errno and not error.filename:  # a full disk
+                raise OSError(error.errno, error.strerror, str(plan.path)) from error
+            raise
 
 
 def check_layers(names: Collection[str]) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..files.regular import check_regular, check_regular_files
 from .data import datasets
 from .data.datasets import OPENERS, TOKEN_TYPES, read_tokens
 
@@ -104,6 +105,7 @@ def read_token_file(
         )
     if tokenizer is None:
         raise ValueError(f"{folder} has no tokenizer that transformers reads, so {path} must be given as tokens")
+    check_regular(path)
     try:
         ids = tokenizer.encode(path.read_text(encoding="utf-8"), add_special_tokens=False, verbose=False)
     except UnicodeDecodeError as error:
@@ -123,6 +125,7 @@ def tokenizer_of(folder: Path, gguf_file: str | None = None) -> Any | None:
     except ImportError:
         raise ValueError(f"the tokenizer of {folder} takes transformers: pip install prunus[hf]") from None
     options = {"gguf_file": gguf_file} if gguf_file else {}
+    check_regular_files(folder)
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **options)
     except Exception:  # whatever keeps a tokenizer from being read, the message of the caller says what to do
@@ -240,6 +243,8 @@ def read_batches(path: Path) -> Rows:
             raise ValueError(f"it unpacks to {unpacked / 2**20:,.0f} MiB, more than is read into memory")
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
+        if odd := [name for name, array in arrays.items() if not isinstance(array, np.ndarray)]:
+            raise ValueError(f"its member {odd[0]!r} is no array")
     except (Exception, MemoryError) as error:  # numpy and zipfile have many for a damaged file
         raise ValueError(f"{path} is no .npz file of named arrays ({error}); numpy.savez writes one") from error
     counts = {name: array.shape[:1] for name, array in arrays.items()}

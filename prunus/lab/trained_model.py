@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ..export.convert import copy_beside
@@ -180,12 +181,19 @@ def _save(model: Any, folder: Path, out: Path, gguf_file: str | None = None) -> 
 
     A GGUF file holds its tokenizer, and what lies beside it may be of anything.
     """
-    with quiet_transformers():
-        model.save_pretrained(out)
-        if gguf_file and (tokenizer := tokenizer_of(folder, gguf_file)):
-            tokenizer.save_pretrained(out)
+    _save_pretrained(model, out)
+    if gguf_file and (tokenizer := tokenizer_of(folder, gguf_file)):
+        tokenizer.save_pretrained(out)
     if not gguf_file or (folder / "config.json").is_file():
         copy_beside(folder, out)
+
+
+def _save_pretrained(model: Any, out: Path) -> None:
+    try:
+        with quiet_transformers():
+            model.save_pretrained(out)
+    except SafetensorError as error:  # what it makes of a full disk
+        raise OSError(f"the model cannot be written: {error}") from error
 
 
 def _checkpoint(source: ModelSource, path: Path) -> TrainedModel:
@@ -233,10 +241,7 @@ def _function(name: str) -> TrainedModel:
         raise ValueError(f"{name} must return a dict with model, batches and evaluate, and loss where it needs one")
     model, note = found["model"], None
     if hasattr(model, "save_pretrained"):
-
-        def save(out: Path) -> None:
-            with quiet_transformers():
-                model.save_pretrained(out)
+        save: Callable[[Path], None] = partial(_save_pretrained, model)
     else:
         note = (
             f"{name} is no model of transformers: the folder will hold its weights as model.safetensors, which "

@@ -12,6 +12,7 @@ from torch import nn
 
 from ..eligible import is_conv1d
 from ..export import huggingface
+from ..export.config_limits import bounded_by
 from ..files.encode import DENSE
 from ..files.reader import Tensors, open_tensors
 from ..files.safetensors_header import DTYPES
@@ -38,7 +39,7 @@ def load_packed(
     check_device(device)
     huggingface.check_folder(folder)
     with open_tensors(folder) as tensors:
-        config = huggingface.read_config(folder, len(tensors.records))
+        config = huggingface.read_config(folder, tensors)
         model = _empty(huggingface.class_of(config, folder), config, tensors, device)
         if model is not None:
             huggingface.check_shapes(model, tensors)
@@ -55,7 +56,7 @@ def _empty(kind: Any, config: Any, tensors: Tensors, device: torch.device) -> An
     """The model with its buffers, its parameters without memory; None where that is not enough to fill it."""
     dtype = huggingface.largest_dtype(tensors)
     try:
-        with huggingface.without_initialisation(), huggingface.default_dtype(dtype):
+        with huggingface.without_initialisation(), huggingface.default_dtype(dtype), bounded_by(tensors):
             with torch.device("meta"):
                 model = kind(deepcopy(config))  # before memory is taken for buffers
             if huggingface.is_converted(model, tensors):
@@ -63,7 +64,7 @@ def _empty(kind: Any, config: Any, tensors: Tensors, device: torch.device) -> An
             with _without_memory(), device:
                 model = kind(config)
             model.tie_weights()
-    except (RuntimeError, NotImplementedError):  # few classes compute while they build
+    except Exception:  # few classes compute while they build; load_model says what is wrong with a configuration
         return None
     return model
 

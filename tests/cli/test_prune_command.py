@@ -371,6 +371,22 @@ def test_a_model_without_data_of_its_own_is_told_what_it_needs(folder, capsys):
     assert "holds token 41" in refused(capsys, "eval", folder / "model", "--tokens", folder / "other.u16")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="limits files as Linux does")
+def test_a_full_disk_is_one_line_and_nothing_is_left(folder, capsys):
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8_000, before[1]))  # of a model of 20 kB
+    try:
+        with pytest.raises(SystemExit) as stop:
+            prune(folder, "--no-repair")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert stop.value.code == 2 and "the model cannot be written: " in said
+    assert not [path.name for path in folder.iterdir() if "out" in path.name]
+
+
 RECIPES = {
     "eps": ["--score", "bitter7", "--eps", "1e-6"],
     "exponent": ["--score", "fisher", "--exponent", "0.25"],

@@ -1,7 +1,9 @@
 """``prunus prune`` and ``eval`` of folders that hold no causal language model: what they were, they stay."""
 
+import io
 import json
 import math
+import zipfile
 
 import numpy as np
 import pytest
@@ -98,8 +100,24 @@ def test_a_tensor_too_many_or_too_few_is_one_line(saved, other, said, load, tmp_
     assert "\n" not in str(error.value) and ("which" in str(error.value))
 
 
+def archive(**members: bytes) -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as file:
+        for name, data in members.items():
+            file.writestr(f"{name}.txt", data)
+    return out.getvalue()
+
+
+def array() -> bytes:
+    out = io.BytesIO()
+    np.save(out, np.ones((4, 6), int))
+    return out.getvalue()
+
+
 BAD = {
     "no such file": (None, "there is no file"),
+    "a text as its member": (archive(notes=b"a text"), "its member 'notes.txt' is no array"),
+    "one array": (array(), "no .npz file of named arrays"),
     "another kind of file": (b"not a zip", "no .npz file of named arrays"),
     "rows that differ": ({"input_ids": np.ones((4, 6), int), "labels": np.ones(3, int)}, "one row a sample"),
     "no arrays": ({}, "got no arrays"),

@@ -1,7 +1,9 @@
 """What a folder's config.json says runs nothing, fetches nothing and takes bounded time and memory."""
 
 import json
+import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
@@ -12,7 +14,9 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from prunus.export import load_model, save_model  # noqa: E402
+from prunus.export.config_limits import bounded  # noqa: E402
 from prunus.export.huggingface import load_plain_model, read_config  # noqa: E402
+from prunus.sparse import load_packed  # noqa: E402
 
 
 @pytest.fixture
@@ -74,6 +78,9 @@ NONSENSE = {
     "no such class": {"architectures": ["os.system"], "model_type": "nothing"},
     "a list of classes": {"architectures": [["GPT2LMHeadModel"]], "model_type": 3},
     "code": {"auto_map": {"AutoModelForCausalLM": "evil.Model", "AutoConfig": "evil.Config"}, "model_type": "evil"},
+    "a mapping of classes": {"architectures": {"GPT2LMHeadModel": 1}},
+    "a number of classes": {"architectures": 3},
+    "a class alone": {"architectures": "GPT2LMHeadModel"},
     "more layers than stored": {"n_layer": 3},
     "another width": {"n_embd": 32},
 }
@@ -104,3 +111,95 @@ def test_a_gguf_file_cut_short_is_one_line(size, tmp_path):
     (tmp_path / "model.gguf").write_bytes(data[:size])
     with pytest.raises(ValueError, match=r"model\.gguf (cannot be read|is no GGUF file, or damaged)"):
         load_plain_model(tmp_path, gguf_file="model.gguf")
+
+
+def llama(folder: Path) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=40, max_position_embeddings=32))
+    model.save_pretrained(folder / "plain")
+    save_model(model, folder / "small")
+
+
+ROPE = [3, [1], "linear", {"rope_type": "dynamic", "factor": "x"}, {"type": "linear", "factor": [{}]}]
+ROPE += [{"rope_type": "yarn", "factor": float("inf")}, {"rope_type": "longrope", "factor": -1}, {"type": {"a": "b"}}]
+
+
+@pytest.mark.parametrize("field", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize("value", ROPE, ids=str)
+@pytest.mark.parametrize("load", [load_model, load_plain_model, load_packed])
+def test_odd_positions_are_one_line(field, value, load, tmp_path):
+    llama(tmp_path)
+    change(tmp_path, {field: value})
+    with pytest.raises(ValueError, match=r"config\.json") as error:
+        load(tmp_path / "plain")
+    assert "\n" not in str(error.value)
+
+
+FAMILIES = {
+    "llama": transformers.LlamaForCausalLM,
+    "bert": transformers.BertForSequenceClassification,
+    "gptj": transformers.GPTJForCausalLM,
+    "swin": transformers.SwinForImageClassification,
+}
+SMALL = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+SIZES = {
+    "llama": SMALL | {"max_position_embeddings": 32},
+    "bert": SMALL | {"max_position_embeddings": 32},
+    "gptj": {"vocab_size": 40, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32, "rotary_dim": 8},
+    "swin": {"image_size": 32, "patch_size": 4, "embed_dim": 8, "depths": [1, 1], "num_heads": [1, 2]},
+}
+HUGE = 10**8
+ASKED = {  # what each field would have transformers make
+    "llama": "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_labels".split(),
+    "bert": "vocab_size hidden_size num_hidden_layers max_position_embeddings type_vocab_size num_labels".split(),
+    "gptj": "vocab_size n_embd n_layer n_positions rotary_dim".split(),
+    "swin": "embed_dim depths num_labels window_size".split(),
+}
+
+
+def in_little_memory(load: Callable[[Path], object], folder: Path) -> str:
+    """What a load says in a process that may take 256 MiB more than this one has."""
+    reading, writing = os.pipe()
+    import resource
+
+    child = os.fork()
+    if not child:
+        said = "nothing"
+        try:
+            size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (size + (256 << 20), resource.RLIM_INFINITY))
+            load(folder)
+        except ValueError as error:
+            said = str(error)
+        except BaseException as error:
+            said = f"raised {type(error).__name__}: {error}"
+        finally:
+            os.write(writing, said.encode()[:4000])
+            os._exit(0)
+    os.close(writing)
+    os.waitpid(child, 0)
+    with os.fdopen(reading) as file:
+        return file.read()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
+@pytest.mark.parametrize(("family", "field"), [(family, field) for family in ASKED for field in ASKED[family]])
+def test_huge_sizes_are_compared_with_the_tensors_before_memory_is_taken(family, field, tmp_path):
+    kind = FAMILIES[family]
+    model = kind(kind.config_class(**SIZES[family]))
+    model.save_pretrained(tmp_path / "plain")
+    save_model(model, tmp_path / "small")
+    is_list = isinstance(SIZES[family].get(field), list)
+    change(tmp_path, {field: [HUGE, HUGE] if is_list else HUGE})
+    for form, load in [
+        ("plain", load_plain_model),
+        *((f, load) for f in LOADERS for load in (load_model, load_packed)),
+    ]:
+        said = in_little_memory(load, tmp_path / form)
+        assert str(tmp_path / form) in said and "memory" not in said.replace(str(tmp_path), "").lower(), said
+
+
+def test_limits_are_gone_with_their_context():
+    with pytest.raises(ValueError, match="stores 10 numbers"), bounded(10, 1, Path("a.safetensors")):
+        torch.nn.Linear(2000, 2000)
+    torch.nn.Linear(2000, 2000)

@@ -199,6 +199,12 @@ def npy(array):
     return file.getvalue()
 
 
+def npz(array):
+    file = io.BytesIO()
+    np.savez(file, array)
+    return file.getvalue()
+
+
 LONG = b"ab" * 500
 BROKEN_TOKENS = [
     ("none.txt", None, {}, "none.txt is no file"),
@@ -219,6 +225,7 @@ BROKEN_TOKENS = [
     ("a.txt", LONG, {"validation": "good.bin"}, "uint8 and uint16"),
     ("a.u32", b"abc" * 102, {}, "no multiple of 4 bytes, 306"),
     ("a.npy", LONG, {}, "no array that numpy.save wrote"),
+    ("a.npy", npz(np.arange(500)), {}, "an archive of arrays (.npz), not one array"),
     ("a.npy", npy(np.ones((2, 500), int)), {}, "one row of integers, but holds int64 [2, 500]"),
     ("a.npy", npy(np.ones(500)), {}, "but holds float64"),
     ("a.npy", npy(np.full(500, -1)), {}, "holds token -1"),

@@ -149,6 +149,8 @@ def _read_npy(path: Path) -> np.ndarray:
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
     except (Exception, MemoryError) as damage:  # numpy has many for a damaged header
         raise ValueError(f"{path} is no array that numpy.save wrote ({damage}); copy it anew") from damage
+    if not isinstance(tokens, np.ndarray):
+        raise ValueError(f"{path} is an archive of arrays (.npz), not one array; numpy.save writes one")
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or not len(tokens):
         raise ValueError(f"{path} should hold one row of integers, but holds {tokens.dtype} {list(tokens.shape)}")
     if tokens.dtype.kind == "i" and (least := int(tokens.min())) < 0:

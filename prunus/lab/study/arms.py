@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
+from ...files.regular import check_regular
 from ..run import FIELDS, Run, ScoreName, check_field
 
 # what makes two numbers comparable: data, order, evaluation set and the weights that are counted
@@ -126,6 +127,7 @@ def read_base(path: Path) -> tuple[Run, list[Arm], tuple[float, ...]]:
 
     A score in the file is an arm too.
     """
+    check_regular(path)
     try:
         values = tomllib.loads(path.read_text())
     except FileNotFoundError:
