@@ -112,10 +112,14 @@ def wide_console() -> Terminal:
 
 
 @contextmanager
-def progress_bar(title: str, total: int) -> "Iterator[Report]":
-    """A function to call after each step; outside a terminal it prints a line at each evaluation."""
+def progress_bar(title: str, total: int, *, is_alone: bool = True) -> "Iterator[Report]":
+    """A function to call after each step; it prints lines outside a terminal, and where others print to it too."""
+    from ..oneshot.progress import progress_line
+
     console, known = Terminal(stderr=True), dict[str, Any]()
-    with steps_bar(console) as bar:
+    shows_lines = not (console.is_terminal and is_alone)
+    line = progress_line(False if console.is_terminal else None, title)
+    with steps_bar(console, is_shown=not shows_lines) as bar, line as report_line:
         task = bar.add_task(escaped(title), total=total, known="")
 
         def report(step: int, values: dict[str, Any]) -> None:
@@ -124,13 +128,15 @@ def progress_bar(title: str, total: int) -> "Iterator[Report]":
             if "eval" in known:
                 parts += [f"held-out {known['eval']['loss']:.3f}", f"sparsity {known['sparsity']:.1%}"]
             bar.update(task, completed=step, known=", ".join(parts))
-            if "eval" in values and not console.is_terminal:
+            if "eval" in values and shows_lines:
                 print(f"{title}: step {step}/{total}, {', '.join(parts)}", file=sys.stderr)
+            elif report_line:
+                report_line(step, total, ", ".join(parts))
 
         yield report
 
 
-def steps_bar(console: Console) -> Progress:
+def steps_bar(console: Console, *, is_shown: bool = True) -> Progress:
     """A bar with a title, shown only in a terminal."""
     columns = (
         TextColumn("{task.description:18}", markup=False),
@@ -139,4 +145,4 @@ def steps_bar(console: Console) -> Progress:
         TimeRemainingColumn(),
         TextColumn("{task.fields[known]}", markup=False),
     )
-    return Progress(*columns, console=console, disable=not console.is_terminal)
+    return Progress(*columns, console=console, disable=not (console.is_terminal and is_shown))

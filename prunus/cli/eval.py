@@ -100,6 +100,7 @@ def evaluated(
     from ..lab.checkpoint import checkpoint_of, load_checkpoint
     from ..lab.exported_model import described, load_exported
     from ..lab.run import Run
+    from ..oneshot.progress import progress_line
     from ..sparsity_report import report
 
     checkpoint = checkpoint_of(path)
@@ -116,8 +117,8 @@ def evaluated(
         step, run = state["step"], Run.from_json(state["run"])
         training = _training(run, data, validation, eval_windows)
         training.load_weights(state["model"])
-    with fixed_arithmetic(training.run):
-        quality = training.evaluate()
+    with fixed_arithmetic(training.run), progress_line(None, "evaluate") as show:
+        quality = training.evaluate(show)
     found, is_text = eligible(training.model, run.include, run.exclude), training.data.shape.kind == "tokens"
     return Evaluation(quality, report(training.model, found), step, is_text, training.held_out)
 

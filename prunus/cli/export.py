@@ -97,6 +97,7 @@ def _advise(command: Command) -> None:
 
 def _convert(command: Command) -> None:
     from ..export.convert import ExportJob, convert
+    from ..oneshot.progress import progress_line
 
     if command.out is None:
         raise ValueError("there is no place to write to; pass --out with a new folder or a .safetensors file")
@@ -111,13 +112,15 @@ def _convert(command: Command) -> None:
             from ..export.huggingface import check_loads
 
             job = replace(job, check_folder=lambda folder: loaded.append(check_loads(command.source, folder)))
-        done = convert(command.source, job)
+        with progress_line(None, "export") as report:
+            done = convert(command.source, replace(job, report=report))
     else:
         from ..lab.exported_model import export_checkpoint
 
         if job.out.suffix == ".safetensors":
             raise ValueError(f"a checkpoint becomes a folder with its run.json, but --out is the file {job.out}")
-        done = export_checkpoint(checkpoint, job)
+        with progress_line(None, "export") as report:
+            done = export_checkpoint(checkpoint, replace(job, report=report))
     _show(command, done, *loaded)
 
 

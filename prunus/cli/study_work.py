@@ -127,11 +127,8 @@ class Lines:
 
     @contextmanager
     def running(self, title: str, run: Run) -> Iterator[Progress]:
-        if self.prefix:
-            yield lambda step, values: None
-        else:
-            with progress_bar(title, run.total_steps) as report:
-                yield report
+        with progress_bar(f"{self.prefix}{title}", run.total_steps, is_alone=not self.prefix) as report:
+            yield report
 
     def done(self, line: str, values: Mapping[str, Any]) -> None:
         print(f"{self.prefix}{line} ({values['num_finished']} of {values['num_runs']})", file=sys.stderr)

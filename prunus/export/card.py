@@ -17,6 +17,7 @@ from shlex import quote
 from typing import Any
 
 from .. import __version__
+from ..files.json_file import read_json
 from ..files.reader import SMALL
 from ..files.writer import SavedTensor
 from ..plot import PICTURE, finite, layers_chart
@@ -103,9 +104,9 @@ def hub_name(source: str) -> str | None:
     for part in path.resolve().parts:
         if found := re.fullmatch(r"models--([\w.-]+?)--([\w.-]+)", part):  # the cache of huggingface_hub
             return "/".join(found.groups())
-    with suppress(OSError, ValueError, RecursionError, AttributeError):
-        name = json.loads((path / "config.json").read_text(encoding="utf-8")).get("_name_or_path")
-        return name if HUB_NAME.fullmatch(name or "") and not Path(name).exists() else None
+    with suppress(OSError, ValueError):
+        name = read_json(path / "config.json").get("_name_or_path")
+        return name if isinstance(name, str) and HUB_NAME.fullmatch(name) and not Path(name).exists() else None
     return None
 
 

@@ -12,7 +12,7 @@ from ..files.atomic import new_folder
 from ..files.json_file import read_json
 from ..files.reader import PLAIN, SMALL, open_tensors
 from ..files.sparse_file import from_files
-from ..files.writer import MAX_SHARD_BYTES, Saved, TensorSource, WritePlan, write
+from ..files.writer import MAX_SHARD_BYTES, Report, Saved, TensorSource, WritePlan, write
 from ..ops.bits import words_of
 from .card import CardFacts, facts_of_files, write_card
 
@@ -29,6 +29,7 @@ class ExportJob:
     check: bool = False  # read back what was written and compare every bit
     max_shard_bytes: int = MAX_SHARD_BYTES
     check_folder: Callable[[Path], None] | None = None  # what else is checked of a folder before it appears
+    report: Report | None = None  # is told of each tensor that is written or compared
     repo: str | None = None  # name on the Hub that a folder will have, for its card
 
 
@@ -76,30 +77,40 @@ def to_folder(
     return replace(done, saved=Saved(files, done.saved.rows))
 
 
-def check_same(source: TensorSource, path: Path) -> None:
+def check_same(source: TensorSource, path: Path, report: Report | None = None) -> None:
     """ValueError unless ``path`` holds just the tensors of ``source``, bit for bit."""
     with open_tensors(path) as tensors:
         if set(tensors.records) != set(source.order):
             odd = min(set(tensors.records) ^ set(source.order))
             raise ValueError(f"{path} and its source do not both have {odd!r}")
-        for name in source.order:
+        for number, name in enumerate(source.order, 1):
             wanted, found = source.fetch(source.aliases.get(name, name)), tensors.read(name)
             alike = (wanted.dtype, wanted.shape) == (found.dtype, found.shape)
             if not alike or not torch.equal(words_of(wanted.cpu()), words_of(found)):
                 raise ValueError(f"{path} differs from its source in {name!r}; the disk or memory may be damaged")
+            if report:
+                report(number, len(source.order), name)
 
 
 def _written(source: TensorSource, job: ExportJob, before: int, path: Path) -> Exported:
     if not job.small:
         source = replace(source, metadata={"format": "pt"} | source.metadata)
     started = time.perf_counter()
-    saved = write(source, WritePlan(path, job.small, job.max_shard_bytes))
+    saved = write(source, WritePlan(path, job.small, job.max_shard_bytes), _part_of(job, 0))
     written = time.perf_counter()
     after = sum(file.stat().st_size for file in saved.files)
     if job.check:
-        check_same(source, path if len(saved.files) == 1 else path.with_name(path.name + ".index.json"))
+        place = path if len(saved.files) == 1 else path.with_name(path.name + ".index.json")
+        check_same(source, place, _part_of(job, 1))
     checked = time.perf_counter() - written if job.check else None
     return Exported(saved, before, after, written - started, checked)
+
+
+def _part_of(job: ExportJob, number: int) -> Report | None:
+    """Reports the writing, or the check behind it, as a part of the whole."""
+    if (report := job.report) is None:
+        return None
+    return lambda done, total, name: report(done + number * total, (1 + job.check) * total, name)
 
 
 def copy_beside(source: Path, target: Path) -> None:

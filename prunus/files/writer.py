@@ -20,6 +20,7 @@ from .encode import SAME, Encoded, Layout, encode
 from .metadata import Description, Index, TensorRecord
 from .safetensors_header import ALIGN, DTYPES, LARGEST, NAMES, Header, StoredArray, header_text
 
+Report = Callable[[int, int, str], object]  # is called with tensors done, tensors in all, and the last one's name
 SUFFIXES = (".bits", ".indices", ".values")
 MAX_SHARD_BYTES = 5_000_000_000
 MOVED = 1 << 26  # bytes of data that are moved up to a header that turned out shorter than its room
@@ -224,7 +225,7 @@ class Writer:
         self.parts.append(UnfinishedFile(file, aligned(room)))
 
 
-def write(source: TensorSource, plan: WritePlan) -> Saved:
+def write(source: TensorSource, plan: WritePlan, report: Report | None = None) -> Saved:
     """Write all tensors: those of wide elements first, so that every entry is aligned."""
     check_layers(source.specs)
     if not plan.small:
@@ -232,8 +233,11 @@ def write(source: TensorSource, plan: WritePlan) -> Saved:
     with ExitStack() as files:
         writer = Writer(plan, source, files)
         try:
-            for name in sorted(source.specs, key=lambda name: -DTYPES[source.specs[name].dtype].itemsize):
+            names = sorted(source.specs, key=lambda name: -DTYPES[source.specs[name].dtype].itemsize)
+            for number, name in enumerate(names, 1):
                 writer.add(name)
+                if report:
+                    report(number, len(names), name)
             return writer.finish()
         except OSError as error:
             if error.errno and not error.filename:  # a full disk

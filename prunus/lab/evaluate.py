@@ -1,13 +1,15 @@
 """Quality on held-out data."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+
+from .data.batches import Batch
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,14 @@ def held_out_words(num: int, total: int, unit: str, which: str) -> str:
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean cross-entropy of logits (..., classes) at targets (...)."""
     return cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
+
+
+def counted(batches: Iterable[Batch], total: int, report: Callable[[int, int, str], None]) -> Iterator[Batch]:
+    """The batches; ``report`` is told how many of them were read."""
+    for number, batch in enumerate(batches):
+        report(number, total, "held-out data")
+        yield batch
+    report(total, total, "held-out data")
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ from ..export.huggingface import load_any_model, quiet_transformers
 from ..files.reader import PLAIN
 from ..files.sparse_file import in_memory
 from ..files.writer import WritePlan, write
+from ..oneshot.progress import progress_line
 from ..ops.wide_products import wide_products
 from .checkpoint import checkpoint_of, load_checkpoint, save_checkpoint
 from .evaluate import loss_of
@@ -213,7 +214,8 @@ def _checkpoint(source: ModelSource, path: Path) -> TrainedModel:
     images = training.data.shape.kind == "images"
 
     def evaluate(model: nn.Module) -> float:
-        quality = training.evaluate()
+        with progress_line(None, "evaluate") as show:
+            quality = training.evaluate(show)
         return quality.accuracy if images else quality.perplexity
 
     def save(out: Path) -> None:

@@ -21,7 +21,7 @@ from ..sparsity_report import report
 from .arithmetic import fixed_arithmetic, restore_onednn
 from .checkpoint import resume, save
 from .data import TokenData
-from .evaluate import Quality, held_out_words, loss_of, measured, summed
+from .evaluate import Quality, counted, held_out_words, loss_of, measured, summed
 from .interruption import Interrupted, SignalWatch
 from .models import build
 from .parallel import Team, team_of
@@ -123,10 +123,13 @@ class Training:
         self.step += 1
         return total, lr
 
-    def evaluate(self) -> Quality:
+    def evaluate(self, report: Callable[[int, int, str], None] | None = None) -> Quality:
         """Quality on held-out data; ranks share the batches, and every number is that of one process."""
         self.team.average_buffers_(self.model)
         batches = self.data.validation(self.run.batch, self.run.eval_size or None)
+        if report:
+            num = min(self.run.eval_size or self.data.num_held_out, self.data.num_held_out)
+            batches = counted(batches, -(-num // self.run.batch), report)
         return summed(self.team.shared(batches, lambda own: measured(self.model, own, self.device, self.autocast())))
 
     @property

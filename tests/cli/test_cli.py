@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 from typing import get_args
 
@@ -13,6 +14,7 @@ from safetensors.torch import save_file
 
 from prunus.cli import COMMANDS, main
 from prunus.cli.help import GROUPS, USUAL
+from prunus.cli.study_work import Lines
 from prunus.files.lock import lock_folder
 from prunus.lab.models import MODELS, build
 from prunus.lab.run import ModelName, Run, ScoreName
@@ -302,3 +304,31 @@ def test_a_reader_that_leaves_early_is_no_error(tmp_path):
     args = [tmp_path / "a.safetensors", run, tmp_path / "out.safetensors"]
     done = subprocess.run([sys.executable, "-c", LEAVE, *args], capture_output=True, text=True, timeout=60)
     assert (done.stderr, done.stdout.split()) == ("", ["141"] * 8)
+
+
+def test_long_commands_report_what_is_done_from_the_start_to_the_end(text, tmp_path, monkeypatch):
+    calls: dict[str, list[tuple[int, int]]] = {}
+
+    @contextmanager
+    def recorded(progress, title):
+        yield None if progress is False else lambda done, total, name: calls[title].append((done, total))
+
+    monkeypatch.setattr("prunus.oneshot.progress.progress_line", recorded)
+    for title, command in {
+        "bitter7": ["train", *FAST, "--data", text, "--out", tmp_path / "run"],
+        "evaluate": ["eval", tmp_path / "run", "--eval-windows", "0"],
+        "export": ["export", tmp_path / "run", "--out", tmp_path / "small", "--check"],
+    }.items():
+        calls[title] = []
+        main([str(part) for part in command])
+        shares = [done / total for done, total in calls[title]]
+        assert len(shares) > 4 and shares == sorted(shares) and shares[0] < 0.3 and shares[-1] > 0.8, title
+
+
+@pytest.mark.parametrize("prefix", ["", "[0] "])
+def test_workers_of_a_study_say_how_far_they_are(prefix, capsys):
+    with Lines(prefix).running("a-run", Run(steps=4)) as report:
+        for step in range(1, 5):
+            report(step, {"loss": 2.0, "sparsity": 0.5} | ({"eval": {"loss": 2.0}} if step % 2 == 0 else {}))
+    said = [line for line in capsys.readouterr().err.splitlines() if "step" in line]
+    assert [line.partition(",")[0] for line in said] == [f"{prefix}a-run: step 2/4", f"{prefix}a-run: step 4/4"]

@@ -129,7 +129,7 @@ def test_a_copy_that_differs_is_found_by_the_check(tmp_path, monkeypatch, capsys
     folder_of(llama(), tmp_path / "plain")
     inner = convert.write
 
-    def damaged(source, plan):
+    def damaged(source, plan, report=None):
         saved = inner(source, plan)
         data = bytearray(saved.files[0].read_bytes())
         data[-5] ^= 4

@@ -81,6 +81,15 @@ def test_a_folder_with_a_pipe_is_refused_before_a_library_reads_it(tmp_path):
             read(tmp_path / "model")
 
 
+@pytest.mark.usefixtures("impatient")
+def test_the_card_of_a_file_beside_a_pipe_does_not_read_it(tmp_path, capsys):
+    (tmp_path / "model").mkdir()
+    save_file({"a": torch.ones(2, 2)}, tmp_path / "model" / "model.safetensors")
+    os.mkfifo(tmp_path / "model" / "config.json")
+    main(["export", str(tmp_path / "model"), "--out", str(tmp_path / "out")])
+    assert "out: " in capsys.readouterr().out and not (tmp_path / "out" / "config.json").exists()
+
+
 def test_files_folders_links_and_nothing_pass(tmp_path):
     (tmp_path / "file").touch()
     (tmp_path / "folder").mkdir()
