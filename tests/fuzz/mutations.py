@@ -6,8 +6,10 @@ import io
 import json
 import lzma
 import math
+import os
 import pickle
 import random
+import re
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -15,10 +17,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 Mutation = Callable[[bytes, random.Random], bytes]
 
+SIZES = ("num_labels", "num_hidden_layers", "vocab_size", "hidden_size", "max_position_embeddings", "num_experts")
 DEEP = "deeply nested"  # stands for a hundred thousand brackets, which no encoder would write
 NASTY = [
     *(-1, 0, 1, 7, 2**31, 2**40, 2**62, 2**63, 2**64, -(2**63), 10**400, 1.5, -0.0, 1e308),
@@ -108,6 +112,21 @@ def in_json(data: bytes, rng: random.Random) -> bytes:
     return _dumped(changed_tree(json.loads(data), rng)).encode(errors="surrogatepass")
 
 
+def repeated(data: bytes, rng: random.Random) -> bytes:
+    """JSON that gives a name twice, with another value first."""
+    text = data.decode()
+    found = rng.choice(list(re.finditer(r'"[^"\\]*"(?=\s*:)', text)))
+    return f"{text[: found.start()]}{found[0]}: {json.dumps(rng.choice(NASTY))}, {text[found.start() :]}".encode()
+
+
+def huge(data: bytes, rng: random.Random) -> bytes:
+    """A configuration with a size that no file has, under a name of its own or one that transformers knows."""
+    values = json.loads(data)
+    names = [name for name, value in values.items() if type(value) is int]
+    values[rng.choice([*names, *SIZES])] = rng.choice([10**5, 10**8, 10**12])
+    return json.dumps(values).encode()
+
+
 def in_json_lines(data: bytes, rng: random.Random) -> bytes:
     lines = data.decode().splitlines()
     at = rng.randrange(len(lines))
@@ -141,6 +160,17 @@ def in_zip(data: bytes, rng: random.Random) -> bytes:
     return out.getvalue()
 
 
+def odd_member(data: bytes, rng: random.Random) -> bytes:
+    """One more member in an archive of arrays: a text, objects, or none of what its name says."""
+    objects = io.BytesIO()
+    np.save(objects, np.array([{}, None], object), allow_pickle=True)
+    out = io.BytesIO(data)
+    with zipfile.ZipFile(out, "a") as archive:
+        name, inner = rng.choice([("a.txt", b"a"), ("o.npy", objects.getvalue()), ("b.npy", b"no array"), ("c/", b"")])
+        archive.writestr(name, inner)
+    return out.getvalue()
+
+
 def in_gzip(data: bytes, rng: random.Random) -> bytes:
     return gzip.compress(rng.choice(BYTES)(gzip.decompress(data), rng))
 
@@ -167,6 +197,12 @@ def in_header(data: bytes, rng: random.Random) -> bytes:
     """The JSON at the beginning of safetensors."""
     size = int.from_bytes(data[:8], "little")
     header = in_json(data[8 : 8 + size], rng)
+    return len(header).to_bytes(8, "little") + header + data[8 + size :]
+
+
+def repeated_in_header(data: bytes, rng: random.Random) -> bytes:
+    size = int.from_bytes(data[:8], "little")
+    header = repeated(data[8 : 8 + size], rng)
     return len(header).to_bytes(8, "little") + header + data[8 + size :]
 
 
@@ -212,14 +248,15 @@ def length(data: bytes, rng: random.Random) -> bytes:
 
 
 STRUCTURED: dict[str, list[Mutation]] = {
-    ".json": [in_json],
+    ".json": [in_json, in_json, repeated, huge],
+    ".npz": [in_zip, odd_member],
     ".jsonl": [in_json_lines],
     ".metadata": [in_pickle],
     ".pickle": [in_pickle],
     ".pt": [in_torch_file, in_zip],
     ".pth": [in_torch_file, in_zip],
     ".distcp": [in_zip],
-    ".safetensors": [in_header, header_size, forged],
+    ".safetensors": [in_header, header_size, forged, repeated_in_header],
     ".gz": [*[in_gzip] * 11, gzip_bomb],
     ".xz": [*[in_xz] * 11, xz_bomb],
     ".toml": [in_text],
@@ -227,11 +264,34 @@ STRUCTURED: dict[str, list[Mutation]] = {
 }
 
 
+def pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def loop(path: Path) -> None:
+    """A link to a link that leads back."""
+    other = path.with_name(f"{path.name}.link")
+    other.symlink_to(path.name)
+    path.symlink_to(other.name)
+
+
+def folder(path: Path) -> None:
+    path.mkdir()
+
+
+NO_FILES: list[Callable[[Path], None]] = [pipe, loop, folder]  # what may lie in the place of a file
+
+
 def mutate(path: Path, rng: random.Random, only: str | None = None) -> str:
     """Damage a file in one way, or in two, and return their names; half of them know its format."""
     if only:
         path.write_bytes({kind.__name__: kind for kind in BYTES}[only](path.read_bytes(), rng))
         return only
+    if rng.random() < 0.05:
+        kind = rng.choice(NO_FILES)
+        path.unlink()
+        kind(path)
+        return kind.__name__
     data, names = path.read_bytes(), []
     structured = STRUCTURED.get(path.suffix or path.name, [integer])
     for _ in range(rng.choice([1, 1, 1, 2])):

@@ -81,7 +81,7 @@ def tokens(folder: Path, suffix: str, pack: Callable[[bytes], bytes] = bytes) ->
 
 
 def only(folder: Path) -> Path:
-    return next(path for path in folder.iterdir() if path.is_file())
+    return sorted(path for path in folder.iterdir() if path.suffix != ".link")[0]
 
 
 def text(home: Path) -> Path:
@@ -333,7 +333,9 @@ def read_torch(folder: Path) -> None:
 
 def read_pickle(folder: Path) -> None:
     from prunus.files.plain_pickle import read_pickle
+    from prunus.files.regular import check_regular
 
+    check_regular(only(folder))
     read_pickle(only(folder).read_bytes())
 
 
