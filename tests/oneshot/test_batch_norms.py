@@ -4,6 +4,7 @@ from copy import deepcopy
 
 import pytest
 import torch
+from covering import each_once
 from probe_checks import assert_same, snapshot
 from probe_models import CNN, Residual
 from torch import nn
@@ -77,8 +78,7 @@ def read_by(model, norm, x):
     return torch.cat(found, 1)
 
 
-@pytest.mark.parametrize("size", [1, 2, None])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "size"), each_once(MODELS, [1, 2, None]))
 def test_every_norm_moves_as_what_it_reads_whatever_the_batches(name, size):
     model, x = made(name)
     dense, before = deepcopy(model), snapshot(model)
@@ -108,8 +108,7 @@ def test_statistics_do_not_depend_on_how_samples_are_cut(name):
             torch.testing.assert_close(a.running_var, b.running_var)
 
 
-@pytest.mark.parametrize("at", range(0, 9, 2))
-@pytest.mark.parametrize("name", ["11 rows", "images"])
+@pytest.mark.parametrize(("name", "at"), each_once(["11 rows", "images"], range(0, 9, 2)))
 def test_memory_that_runs_out_in_any_layer_leaves_the_statistics_as_they_would_be(name, at):
     model, x = made(name)
     other, _ = made(name)

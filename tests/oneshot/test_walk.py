@@ -4,6 +4,7 @@ from copy import deepcopy
 
 import pytest
 import torch
+from covering import each_once
 from probe_models import cnn, llama, mlp
 
 from prunus import prune
@@ -112,8 +113,7 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("at", [{1}, {2}, {3, 8}], ids=str)
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("place", "at"), each_once(PLACES, [{1}, {2}, {3, 8}]), ids=str)
 def test_what_a_pass_adds_is_added_once_wherever_memory_runs_out(place, at, monkeypatch):
     case, other = llama(num_layers=2), llama(num_layers=2)
     monkeypatch.setattr(gram, "BLOCK", 8)
