@@ -22,7 +22,7 @@ def test_an_average_has_the_zeros_of_the_model(wrap):
     model = net()
     optimizer = adamw(model)
     pruner = Pruner(model, optimizer, score="magnitude", schedule=Ramp(0.5, 2, 8), every=2)
-    averaged = AveragedModel(wrap(model), multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    averaged = AveragedModel(wrap(model).cpu(), multi_avg_fn=get_ema_multi_avg_fn(0.9))
     for step in range(10):
         train(model, optimizer, [step])
         averaged.update_parameters(model)

@@ -1,5 +1,7 @@
 """A CUDA graph of the step stays valid: masks, learning rate and step count change under it in place."""
 
+import multiprocessing
+
 import pytest
 import torch
 from torch import nn
@@ -80,3 +82,21 @@ def test_the_step_takes_whichever_device_its_tensors_are_on():
     layer = nn.Linear(8, 8, device="cuda:1")
     layer(torch.ones(1, 8, device="cuda:1")).sum().backward()
     AdamWPrune(layer.parameters()).step()
+
+
+def test_a_forked_process_may_prune_on_the_cpu_where_the_parent_has_used_the_gpu():
+    torch.zeros(1, device="cuda")
+
+    def child() -> None:
+        model = nn.Linear(8, 8)
+        optimizer = AdamWPrune(model.parameters())
+        pruner = Pruner(model, optimizer, schedule=Ramp(0.5, 0, 2), every=1, score="magnitude")
+        for _ in range(3):
+            model(torch.randn(4, 8)).sum().backward()
+            optimizer.step()
+        assert pruner.sparsity == 0.5
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0

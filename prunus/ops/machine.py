@@ -53,7 +53,7 @@ def in_threads(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Re
 
 
 def is_capturing() -> bool:
-    """Whether this step is recorded into a CUDA graph, not run."""
+    """Whether this step is recorded into a CUDA graph, not run; a process that uses no GPU is left without one."""
     import torch
 
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

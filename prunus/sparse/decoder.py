@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -110,9 +111,7 @@ class Decoder:
         ``pad_token_id``. ``seed`` makes sampled text repeatable.
         """
         sampling = Sampling(do_sample, temperature, top_k, top_p)
-        check_is_read(
-            do_sample, temperature=None if temperature == 1.0 else temperature, top_k=top_k, top_p=top_p, seed=seed
-        )
+        check_is_read(do_sample, temperature=None if temperature == 1.0 else temperature, top_k=top_k, top_p=top_p)
         eos, pad = self._special_tokens(eos_token_id, pad_token_id)
         ids, mask = self._checked(input_ids, attention_mask, max_new_tokens, eos, pad)
         if do_sample:  # a seed of its own where none is given, drawn by torch's generator
@@ -152,7 +151,7 @@ class Decoder:
             )
         if len(ids) > MOST_SEQUENCES:
             raise ValueError(f"the decoder takes 1 to {MOST_SEQUENCES} sequences at a time, got {len(ids)}; split them")
-        if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        if not isinstance(max_new_tokens, Integral) or max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be a whole number of at least 1, got {max_new_tokens}")
         config = self.model.config.get_text_config(decoder=True)
         low, high = int(ids.min()), int(ids.max())

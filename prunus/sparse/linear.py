@@ -139,10 +139,24 @@ def _refuse_save_pretrained(layer: SparseLinear, prefix: str, keep_vars: bool) -
     while caller.f_globals.get("__name__") == nn.Module.__module__ and caller.f_back is not None:
         caller = caller.f_back
     if caller.f_code.co_name == "save_pretrained":
-        raise ValueError(
-            f"{prefix.removesuffix('.')} is a sparse layer, which would load with random weights: call "
-            "prunus.sparse.unsparsify_(model) before save_pretrained"
-        )
+        refuse_saving()
+
+
+def refuse_saving(*_: Any, **__: Any) -> None:
+    """Stands in the place of ``save_pretrained`` in models with sparse layers, since trainers give it the state."""
+    raise ValueError(
+        "the model has sparse layers, which would load with random weights: call prunus.sparse.unsparsify_(model) "
+        "before save_pretrained, or write prunus.save_model(model, folder) after it"
+    )
+
+
+def guard_saving_(model: nn.Module) -> None:
+    """Models of transformers refuse to be saved while they have sparse layers."""
+    for module in model.modules():
+        if hasattr(type(module), "save_pretrained"):
+            vars(module).pop("save_pretrained", None)
+            if any(isinstance(layer, SparseLinear) for layer in module.modules()):
+                vars(module)["save_pretrained"] = refuse_saving
 
 
 @torch.inference_mode(False)  # whose tensors would pass no gradients
@@ -302,11 +316,12 @@ class _Parameters:
 
 
 def group_(model: nn.Module, kinds: Mapping[str, WeightKind]) -> None:
-    """Join sparse layers that read the same input."""
+    """Join sparse layers that read the same input; the model is saved no more as one of dense layers."""
     for names in groups_of(kinds):
         layers = [layer for name in names if isinstance(layer := model.get_submodule(name), SparseLinear)]
         if len(layers) > 1 and can_join(layers):
             Group(layers)
+    guard_saving_(model)
 
 
 def joined(forms: Sequence[Form]) -> tuple[Form, Sequence[Form]]:
@@ -334,4 +349,5 @@ def unsparsify_(model: nn.Module) -> list[str]:
         linear._parameters["bias"] = None if layer.bias is None else parameters.again("bias", layer.bias)
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, linear.train(layer.training))
+    guard_saving_(model)
     return list(layers)

@@ -284,7 +284,6 @@ def bad_calls():
         ),
         ({"input_ids": ids, "top_k": 5}, r"top_k=5 says how.*add do_sample=True"),
         ({"input_ids": ids, "top_p": 1.0}, r"top_p=1\.0 says how.*add do_sample=True"),
-        ({"input_ids": ids, "seed": 0}, r"seed=0 says how.*add do_sample=True"),
     ]
 
 

@@ -101,6 +101,7 @@ def test_a_parameter_that_was_replaced_is_not_undone_in_silence():
     assert torch.equal(model[2].weight, kept)
 
 
+REFUSED = r"the model has sparse layers.*call prunus\.sparse\.unsparsify_\(model\)"
 COPIES = {
     "itself": lambda model: model,
     "deepcopy": deepcopy,
@@ -125,9 +126,13 @@ def test_save_pretrained_writes_no_weights_of_sparse_layers_and_all_of_dense_one
     before = deepcopy(model.state_dict())
     assert sparsify_(model.get_submodule(part), least=0.5)  # a part knows nothing of the model around it
     model = COPIES[copy](model)
-    with pytest.raises(ValueError, match=r"q_proj is a sparse layer.*call prunus\.sparse\.unsparsify_\(model\)"):
+    with pytest.raises(ValueError, match=REFUSED):
         model.save_pretrained(tmp_path)
     assert not [path for path in tmp_path.iterdir() if path.suffix != ".json"]
+    if part == "":  # as trainers do it
+        with pytest.raises(ValueError, match=REFUSED):
+            model.save_pretrained(tmp_path, state_dict=model.state_dict())
+        assert not list(tmp_path.iterdir())
     assert model.state_dict() and pickle.dumps(model)  # which others may still ask for
     unsparsify_(model)
     model.save_pretrained(tmp_path)
@@ -138,8 +143,8 @@ def test_save_pretrained_writes_no_weights_of_sparse_layers_and_all_of_dense_one
 def test_a_packed_model_is_refused_by_save_pretrained_and_learns_once_it_is_dense(tmp_path):
     save_model(llama(), tmp_path / "small")
     model = load_packed(tmp_path / "small", least=0.5)
-    with pytest.raises(ValueError, match=r"is a sparse layer.*before save_pretrained"):
-        model.save_pretrained(tmp_path / "plain")
+    with pytest.raises(ValueError, match=REFUSED):
+        model.save_pretrained(tmp_path / "plain", state_dict=model.state_dict())
     assert unsparsify_(model)
     wanted = {name: parameter.requires_grad for name, parameter in load_model(tmp_path / "small").named_parameters()}
     assert {name: parameter.requires_grad for name, parameter in model.named_parameters()} == wanted
