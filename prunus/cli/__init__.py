@@ -18,15 +18,12 @@ COMMANDS = {
     "prune": "prune a trained model, and repair the weights that stay",
     "study": "compare scores fairly, over several sparsities and seeds",
     "eval": "measure quality and sparsity of a model on held-out data",
-    "watch": "show the charts of a run or a study in the terminal while it trains",
     "report": "write one HTML page with the charts of a run or a study",
     "doctor": "check that a pruned model is sound: zeros, masks, finite weights",
     "export": "convert a pruned model to a smaller file and back, bit for bit",
     "generate": "write text with a pruned model, its layers sparse where that is faster",
     "profile": "measure where the time and memory of a training step go",
 }
-# module, options and function of a command; the others are Command and run of a module of their name
-PLACES = {"report": ("watch", "ReportCommand", "run_report")}
 LONGEST = 4000  # characters of an error's line, which may quote a name of any length
 
 
@@ -70,10 +67,9 @@ def _run(args: list[str]) -> None:
 
     sys.excepthook = print_traceback
     try:
-        module, options, run = PLACES.get(name, (name, "Command", "run"))
-        command = import_module(f"{__name__}.{module}")
+        command = import_module(f"{__name__}.{name}")
         with escaped_messages():
-            getattr(command, run)(_parse(getattr(command, options), name, rest))
+            command.run(_parse(command.Command, name, rest))
     except BrokenPipeError:
         raise
     except (ValueError, OSError) as error:

@@ -21,7 +21,7 @@ GROUPS = {
         "exponent",
         "how it learns": "optimizer spam lr-schedule min-lr decay warmup weight-decay beta1 beta2 clip accumulate "
         "budget-scale",
-        "how it runs": "precision parallel compile device eval-every eval-size save-every log-every track live",
+        "how it runs": "precision parallel compile device eval-every eval-size save-every log-every track",
     },
     "prune": {
         USUAL: "out text tokens batches sparsity score scope samples device layers",

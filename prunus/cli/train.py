@@ -5,27 +5,16 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
-
-import tyro
+from typing import Any
 
 from ..lab.run import Run, read_run
-from .console import Terminal, print, progress_bar
+from .console import print, progress_bar
+
+Command = Run
 
 
-@dataclass(frozen=True)
-class Command:
-    live: bool = False  # show the charts of prunus watch in place of a progress bar, in a terminal
-    run: Annotated[Run, tyro.conf.arg(name="")] = field(default_factory=Run)
-
-
-Command.__doc__ = Run.__doc__
-
-
-def run(command: Command) -> None:
-    run = command.run
+def run(run: Run) -> None:
     if run.resume:
         run = run.continuing(read_run(run.out))
     run.check_launch()
@@ -36,7 +25,7 @@ def run(command: Command) -> None:
     try:
         with _notes_in_one_line():
             if is_first:
-                _train(run, live=command.live)
+                _train(run)
             else:
                 train(run)
     except Interrupted as stop:
@@ -63,13 +52,11 @@ def _notes_in_one_line() -> Iterator[None]:
         warnings.showwarning = before
 
 
-def _train(run: Run, *, live: bool) -> None:
+def _train(run: Run) -> None:
     from ..lab.evaluate import Quality, held_out_size
     from ..lab.trainer import train
-    from .watch import live_charts
 
-    bar = progress_bar(run.score if run.score != "none" else "dense", run.total_steps)
-    with live_charts(run.out) if live and Terminal(stderr=True).is_terminal else bar as report:
+    with progress_bar(run.score if run.score != "none" else "dense", run.total_steps) as report:
         result = train(run, report)
     quality = Quality(result.loss, result.accuracy).in_words(of_text=bool(result.tokens))
     print(

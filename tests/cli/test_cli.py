@@ -252,7 +252,7 @@ def test_help_has_the_usual_options_first_and_every_option_once(monkeypatch, cap
         found = [re.sub(r"\[no-\]", "", line.split()[0])[2:] for line in usual.splitlines() if line.startswith("  --")]
         assert found == groups[USUAL].split() and len(found) == 10
         every = re.findall(r"^  --(?:\[no-\])?([\w-]+)", shown, flags=re.MULTILINE)
-        named = {one for names in groups.values() for one in names.split()} - ({"live"} if name == "profile" else set())
+        named = {one for names in groups.values() for one in names.split()}
         assert len(every) == len(set(every)) and named <= {*every}
         assert "more options:" not in shown or name not in ("train", "study")
 
@@ -280,7 +280,7 @@ import contextlib, os, sys
 from prunus.cli import main
 kept = [os.dup(1), os.dup(2)]
 for args in (["--help"], ["--version"], ["train", "--help"], ["doctor", sys.argv[1]], ["doctor", sys.argv[1], "--json"],
-             ["watch", sys.argv[2], "--once"], ["watch", sys.argv[2]], ["export", sys.argv[1], "--out", sys.argv[3]]):
+             ["export", sys.argv[1], "--out", sys.argv[3]]):
     reader, writer = os.pipe()
     os.close(reader)  # nobody reads
     os.dup2(writer, 1)

@@ -9,7 +9,7 @@ import torch
 from pages import ROOT, anchors_of, blocks_of, links_of, run, run_python
 
 from prunus import AdamWPrune
-from prunus.cli import COMMANDS, PLACES, _parse
+from prunus.cli import COMMANDS, _parse
 from prunus.sparse import compiled
 
 GUIDE = ["training", "after-training", "search", "run-and-ship", "doctor", "many-gpus", "command-line", "compare"]
@@ -75,8 +75,7 @@ def commands_of(path):
 def test_every_command_of_a_page_is_one_that_exists(path):
     for name, *args in commands_of(path):
         assert name in COMMANDS
-        module, options, _ = PLACES.get(name, (name, "Command", "run"))
-        _parse(getattr(import_module(f"prunus.cli.{module}"), options), name, args)
+        _parse(import_module(f"prunus.cli.{name}").Command, name, args)
 
 
 def test_a_block_that_is_not_run_says_why():

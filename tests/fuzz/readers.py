@@ -431,7 +431,6 @@ READERS = {
     "study settings": Reader(settings, read_base),
     "report of a run": Reader(trained, lambda to: command("report", to), "*.json*", needs="plotly"),
     "report of a study": Reader(full_study, lambda to: command("report", to), "**/*.json*", needs="plotly"),
-    "watch": Reader(full_study, lambda to: command("watch", to, "--once"), "**/*.json*"),
     "tokens .u16": Reader(lambda to: tokens(to, ".u16"), read_tokens),
     "tokens .npy": Reader(lambda to: np.save(to / "tokens.npy", np.arange(500)), read_tokens),
     "batches .npz": Reader(lambda to: np.savez(to / "a.npz", pixels=np.ones((3, 4)), labels=np.arange(3)), read_arrays),

@@ -80,7 +80,6 @@ def test_a_field_of_any_kind_is_shown_or_refused_in_one_line(kind, seed, good, t
         path = rng.choice([path for name in FILES for path in sorted(folder.rglob(name))[:3]])
         about = (str(path.relative_to(folder)), *spoil(path, rng))
         assert_shown_or_refused(["report", str(folder)], capsys, about)
-        assert_shown_or_refused(["watch", str(folder), "--once"], capsys, about)
 
 
 @pytest.mark.parametrize(
