@@ -102,7 +102,8 @@ def scores_by_kernel(given: list[Lazy]) -> dict:
 
 def sorted_scores(given: list[Lazy]) -> dict:
     """What masks are compared with: in the interpreter the kernels' own scores, since a root may round differently."""
-    return scores_by_kernel(given) if DEVICE == "cpu" else scores_by_definition(given)
+    is_rounded = any(source.of is not SCORES["magnitude"].of for source in given)
+    return scores_by_kernel(given) if DEVICE == "cpu" and is_rounded else scores_by_definition(given)
 
 
 def by_definition(given: list[Lazy], num_drop: int, live: dict | None = None) -> dict:
