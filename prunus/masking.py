@@ -94,6 +94,14 @@ class Masking(ABC):
                 for value in _states(parameter, self.optimizer).values():
                     bits.zero_(local(value), mask)
 
+    def first_not_zero(self, packed: Mapping[str, Tensor], most: int) -> str | None:
+        """Name of the first weight that is not zero where these masks prune, among the first ``most`` of each."""
+        for name, mask in packed.items():
+            part = local(self.store.weights[name]).reshape(-1)[:most]
+            if bool(part[~bits.unpack(mask[: most // 8], part.shape)].any()):
+                return name
+        return None
+
     @torch.no_grad()
     def zero_weights(self, *_: object) -> None:
         """Zero the pruned weights again."""
@@ -198,10 +206,10 @@ class ByHooks(Masking):
         self._zero_after_steps(always=type(self.optimizer) not in ELEMENTWISE)
 
         @torch.no_grad()
-        def mask_and_add() -> None:
+        def mask_and_add(stepping: Optimizer) -> None:
             self.mask_gradients()
             if self.movement:
-                self.movement.add_all(self.optimizer)
+                self.movement.add_all(stepping)
 
         self._hooks.callback(self.optimizer.register_step_pre_hook(before_update(mask_and_add)).remove)
         # a tensor's hook that held its tensor would never be freed: the garbage collector does not see through it

@@ -45,17 +45,20 @@ class Spam:
         return 0.5 * (1 - math.cos(math.pi * since / self.warmup))
 
 
-def before_update(work: Callable[[], None]) -> Callable[..., Any]:
-    """A hook before steps that works right before the update: at once, or behind the closure that a step is given."""
+def before_update(work: Callable[[torch.optim.Optimizer], None]) -> Callable[..., Any]:
+    """A hook before steps that works right before the update: at once, or behind the closure that a step is given.
+
+    It is given what steps, which may have other groups than the optimizer.
+    """
 
     def hook(_: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
-            return work()
+            return work(args[0])
 
         def followed() -> Any:
             loss = closure()
-            work()
+            work(args[0])
             return loss
 
         return (args[0],), {**kwargs, "closure": followed}

@@ -1,8 +1,10 @@
 """Which Pruner a weight belongs to: one at a time, and only the optimizer of that Pruner may step the weight."""
 
 import gc
+import sys
+import warnings
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from typing import Protocol
 
@@ -19,14 +21,27 @@ class Owner(Protocol):
     optimizer: Optimizer
 
 
-_OWNERS: weakref.WeakSet[Owner] = weakref.WeakSet()
-_CHECKED: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # optimizers that step no weight of another's owner
+_OWNERS: weakref.WeakKeyDictionary[Owner, weakref.WeakMethod[Callable[[], None]]] = weakref.WeakKeyDictionary()
+# optimizers that step no weight of another's owner, with their numbers of parameters
+_CHECKED: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+_HOOKED_STEP = Optimizer.profile_hook_step(lambda _: None).__code__  # which calls the hooks of every step
 
 
-def claim(owner: Owner) -> None:
-    """From now on no other owner may have these weights, and no other optimizer may step them."""
+def claim(owner: Owner, remove: Callable[[], None]) -> None:
+    """From now on no other owner may have these weights, and no other optimizer may step them.
+
+    Those that had some of them are removed by the method that they gave.
+    """
+    for other, name in _owned(owner.weights.values(), by=lambda _: True):
+        warnings.warn(
+            f"{name} had a Pruner over another {type(other.optimizer).__name__}, which is removed now: step the "
+            "optimizer of the new Pruner only, since steps of the old one are refused",
+            stacklevel=4,  # the line that makes the Pruner
+        )
+        if remove_other := _OWNERS[other]():
+            remove_other()
     _watch_steps()
-    _OWNERS.add(owner)
+    _OWNERS[owner] = weakref.WeakMethod(remove)
     _CHECKED.clear()
 
 
@@ -37,46 +52,75 @@ def _watch_steps() -> None:
 
 
 def release(owner: Owner) -> None:
-    _OWNERS.discard(owner)
+    _OWNERS.pop(owner, None)
 
 
-def check_free(weights: Mapping[str, nn.Parameter]) -> None:
-    """Refuse weights that have an owner already."""
-    if name := _first_owned(weights.values()):
+def check_free(weights: Mapping[str, nn.Parameter], optimizer: Optimizer) -> None:
+    """Refuse weights that have an owner already in the steps of this optimizer."""
+
+    def step_together(other: Optimizer) -> bool:
+        return other in _held(optimizer) or optimizer in _held(other)
+
+    if owned := _owned(weights.values(), step_together):
         raise ValueError(
-            f"{name} is pruned by another Pruner already; call .remove() on the first, or leave its weights out by "
-            "exclude="
+            f"{owned[0][1]} is pruned by another Pruner already; call .remove() on the first, or leave its weights out "
+            "by exclude="
         )
 
 
 def check_step(optimizer: Optimizer, *_: object) -> None:
     """Refuse the step of an optimizer over weights that are pruned in another's steps: it would fill their zeros."""
-    if torch.compiler.is_compiling() or optimizer in _CHECKED:
+    if torch.compiler.is_compiling():
         return
-    if name := _first_owned([p for group in optimizer.param_groups for p in group["params"]], optimizer):
+    num = sum(len(group["params"]) for group in optimizer.param_groups)
+    if _CHECKED.get(optimizer) == num:
+        return
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+
+    def is_alone(other: Optimizer) -> bool:
+        return other not in _held(optimizer) and other not in _stepping()
+
+    if owned := _owned(parameters, is_alone):
         raise ValueError(
-            f"{name} belongs to a Pruner of another optimizer, and steps of this {type(optimizer).__name__} would fill "
-            "its zeros; call pruner.remove() and make a Pruner for the optimizer that you step, with masks='zeros' to "
-            "keep the zeros"
+            f"{owned[0][1]} belongs to a Pruner of another optimizer, and steps of this {type(optimizer).__name__} would "
+            "fill its zeros; call pruner.remove() and make a Pruner for the optimizer that you step, with "
+            "masks='zeros' to keep the zeros"
         )
-    _CHECKED.add(optimizer)
+    if all(stepping is optimizer for stepping in _stepping()):  # else it may step alone later
+        _CHECKED[optimizer] = num
 
 
-def _first_owned(parameters: Iterable[nn.Parameter], optimizer: Optimizer | None = None) -> str | None:
-    """Name of the first of these weights that has an owner, other than one in the steps of ``optimizer``."""
+def _owned(parameters: Iterable[nn.Parameter], by: Callable[[Optimizer], bool]) -> list[tuple[Owner, str]]:
+    """The owners of these weights in the steps of such optimizers, each with the name of its first."""
     ids = {id(p) for p in parameters}
 
-    def find() -> str | None:
-        others = [owner for owner in _OWNERS if optimizer is None or not _step_together(owner.optimizer, optimizer)]
-        return next((name for owner in others for name, p in owner.weights.items() if id(p) in ids), None)
+    def find() -> list[tuple[Owner, str]]:
+        names = ((owner, [n for n, p in owner.weights.items() if id(p) in ids]) for owner in list(_OWNERS))
+        return [(owner, found[0]) for owner, found in names if found and by(owner.optimizer)]
 
     if find():
         gc.collect()  # an owner that nobody can reach any more may wait to be freed
     return find()
 
 
-def _step_together(one: Optimizer, other: Optimizer) -> bool:
-    """Whether these are one optimizer, or one holds the other, as a wrapper holds what it steps by."""
-    parts = [part for own in (one, other) for part in vars(own).values()]
-    nested = [value for part in parts if isinstance(part, list | tuple) for value in part]
-    return one is other or any(value is one or value is other for value in (*parts, *nested))
+def _held(optimizer: Optimizer) -> list[Optimizer]:
+    """This optimizer and those that it holds, at any depth and in containers, as a wrapper holds what it steps by."""
+    found: list[Optimizer] = []
+    left: list[object] = [optimizer]
+    for value in left:
+        parts: Iterable[object] = value if isinstance(value, list | tuple) else ()
+        if isinstance(value, dict):
+            parts = value.values()
+        elif isinstance(value, Optimizer):
+            found.append(value)
+            parts = (part for name, part in vars(value).items() if name not in ("state", "param_groups"))
+        left += [part for part in parts if not any(part is known for known in left)]
+    return found
+
+
+def _stepping() -> Iterator[Optimizer]:
+    """The optimizers whose steps call this, found on the stack: a flag would stay after a step that fails."""
+    frame = sys._getframe()
+    while frame := frame.f_back:
+        if frame.f_code is _HOOKED_STEP:
+            yield frame.f_locals["self"]

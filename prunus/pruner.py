@@ -30,7 +30,6 @@ from .select import Global, Selector, Shape
 from .sparsity_report import SparsityReport, report
 from .statistics import MOMENTS, Movement, check_moments, is_skipped, score_of, sources, without_gradient
 from .validation import (
-    StepCount,
     check_devices,
     check_eps,
     check_options,
@@ -74,9 +73,11 @@ class Pruner:
     model's ``load_state_dict``, and every event, notices that: they are zeroed again, with one warning, or, with
     ``reloaded="raise"``, refused by a ValueError. Sharded weights must be loaded on every rank then, since that step
     asks all of them: to know that one loaded alone would take a message at every step. Zeros that no mask has are
-    refused where the optimizer has trained before, and a state that was not loaded beside the others is told.
+    refused at the first step, and where an optimizer's state was loaded without masks, if the optimizer has trained
+    before; ``masks={}`` lets it fill them. A state that was not loaded beside the others is told.
 
-    A weight has one Pruner at a time, and only the optimizer of that Pruner may step it; ``remove`` lets others.
+    A weight has one Pruner at a time, and only the optimizer of that Pruner may step it; ``remove`` lets others. A
+    Pruner over another optimizer takes the weights over, with a warning, as when a cell of a notebook runs again.
 
     A weight that no gradient has reached, such as an unused pooler, cannot be ranked by gradients or moments. The first
     step warns of it. At the first event it is refused, or stays dense if ``no_gradient`` is ``"dense"``.
@@ -129,7 +130,7 @@ class Pruner:
         self._eligible = eligible(model, include, exclude, trained)
         warn_if_much_stays_dense(model, self._eligible)
         self._weights = {weight.name: weight.parameter for weight in self._eligible.weights}
-        check_free(self._weights)
+        check_free(self._weights, optimizer)
         check_devices(self._weights)
         self._num_weights = sum(p.numel() for p in self._weights.values())
         self._ranks = ranks_of(self._weights, group)
@@ -144,12 +145,12 @@ class Pruner:
         self._store = MaskStore(self._weights, optimizer, self._ranks, self._shards, in_empty_state=way.reads_masks)
         self._bits, self._holders = self._store.bits, self._store.holders
         self._masking = way(self._store, self._progress, self._movement)
-        self._guard = ReloadGuard(model, self._masking, reloaded, are_masks_given=masks is not None)
+        self._guard = ReloadGuard(model, self._masking, reloaded, masks)
         self.rate = rate if rate and rate.power else None
         self._rates = rates_of(optimizer, self._weights) if self.rate else None
         if self._masking.start(masks) and schedule:
             self._guard.note("masks")
-        claim(self._store)
+        claim(self._store, self.remove)
         if self._rates:
             self._rates.attach()  # before the masking, whose hooks read the rate that the step will use
             self._set_rates()
@@ -181,7 +182,7 @@ class Pruner:
     @property
     def step(self) -> int:
         """Steps of the optimizer so far; set it if you replay a graph of the step."""
-        return StepCount(self._progress.step)
+        return self._progress.step
 
     @step.setter
     def step(self, step: int) -> None:
@@ -325,8 +326,8 @@ class Pruner:
         masks = together(self._holders, lambda: load_masks(state, self._store, sums))
         check_state(self._weights, self.optimizer)
         self._progress.step, self._progress.is_due = int(state["step"]), bool(state["due"])
+        self._guard.note_pruner(masks)
         self._masking.apply_({name: self._store.full(name) for name in self._bits} | masks)
-        self._guard.note("pruner")
         self._store.count()
         self._set_rates()
         self._progress.is_due = self._progress.is_due or self._falls_short()

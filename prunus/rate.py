@@ -4,6 +4,7 @@ With a fraction d of its weights left a matrix adds up fewer terms, and with the
 move only d times as far a step. A factor ``d^(-power)`` on its rate makes up for some of that.
 """
 
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -95,10 +96,30 @@ class StepRates:
         self.optimizer.rates = {p: rate for p, rate in self.optimizer.rates.items() if p not in ours}
 
 
-class GroupRates:
-    """Factors on the rates of an optimizer's weights, there only while it steps: others see the groups that they made.
+class Part:
+    """Some parameters of a group, with a factor on its learning rate that leaves lr * weight_decay as it is."""
 
-    For a step, every weight with a factor stands in a group of its own.
+    def __init__(
+        self, group: dict[str, Any], params: list[nn.Parameter], factor: float = 1.0, decays: bool = False
+    ) -> None:
+        self.factors = {"lr": factor} | ({"weight_decay": 1 / factor} if decays else {})
+        self.group: dict[str, Any] = {**group, "params": params}
+        if factor != 1.0:
+            self.group.update({key: group[key] * by for key, by in self.factors.items()})
+        self._before = {**self.group}
+
+    @property
+    def written(self) -> dict[str, Any]:
+        """What has been written since, without the factors."""
+        news = {k: v for k, v in self.group.items() if k not in self._before or v is not self._before[k]}
+        return {key: value / self.factors[key] if key in self.factors else value for key, value in news.items()}
+
+
+class GroupRates:
+    """Factors on the rates of an optimizer's weights, there only inside its step: others see the groups that they made.
+
+    The step runs on a shallow copy of the optimizer in which every weight with a factor stands in a group of its own,
+    so that nothing has to be undone where it fails.
     """
 
     def __init__(self, optimizer: Optimizer, weights: Mapping[str, nn.Parameter]) -> None:
@@ -112,8 +133,9 @@ class GroupRates:
             if names := [self._names[p] for p in group["params"] if p in self._names]:
                 is_decoupled(optimizer, group)
                 check_alone(names[0], group, optimizer)
-        self._groups = optimizer.param_groups  # its own, while it steps by parts of them
-        self._parts: list[tuple[dict[str, Any], dict[str, Any], Any]] = []  # its group, the part and the part's rate
+        self._source = self._stepping = optimizer  # what the step was called on, and the copy of it that steps
+        self._before: dict[str, Any] = {}  # the copy's attributes as they were
+        self._parts: list[tuple[dict[str, Any], Part]] = []  # a group of the source, and a part of it
         self._handles: list[RemovableHandle] = []
 
     def set(self, factors: Mapping[str, float]) -> None:
@@ -121,54 +143,51 @@ class GroupRates:
 
     def attach(self) -> None:
         self._handles = [
-            self.optimizer.register_step_pre_hook(before_update(self._split)),
-            self.optimizer.register_step_post_hook(self._join),
-            self.optimizer.register_state_dict_pre_hook(self._recover),
-            self.optimizer.register_load_state_dict_pre_hook(self._recover),
+            self.optimizer.register_step_pre_hook(self._before_step),
+            self.optimizer.register_step_post_hook(self._after_step),
         ]
+        # what was copied last is written back first
+        hooks: OrderedDict[int, Any] = self.optimizer._optimizer_step_post_hooks  # pyrefly: ignore[bad-assignment]
+        hooks.move_to_end(self._handles[1].id, last=False)
 
     def detach(self) -> None:
-        self._recover()
         for handle in self._handles:
             handle.remove()
 
-    def _split(self) -> None:
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if optimizer is not self.optimizer:  # the copy, whose step calls that of a parent class
+            return None
         if is_capturing():
             raise ValueError(
                 "a graph of this step would keep the rates of today's densities; use AdamWPrune with rate="
             )
-        self._recover()
-        self._groups = self.optimizer.param_groups
-        self._parts = [(group, part, part["lr"]) for group in self._groups for part in self._parts_of(group)]
-        self.optimizer.param_groups = [part for _, part, _ in self._parts]
+        self._source, self._stepping = args[0], object.__new__(type(optimizer))
+        self._before = {**vars(self._source)}
+        vars(self._stepping).update(self._before)
+        args = (self._stepping, *args[1:])
+        return before_update(self._split)(optimizer, args, kwargs) or (args, kwargs)
 
-    def _parts_of(self, group: dict[str, Any]) -> list[dict[str, Any]]:
+    def _split(self, stepping: Optimizer) -> None:
+        self._parts = [(group, part) for group in self._source.param_groups for part in self._parts_of(group)]
+        stepping.param_groups = [part.group for _, part in self._parts]
+
+    def _parts_of(self, group: dict[str, Any]) -> list[Part]:
         """The group as groups of one rate each: a weight with a factor alone, the rest together."""
         factors = {p: self.factors[self._names[p]] for p in group["params"] if p in self._names}
         rest = [p for p in group["params"] if factors.get(p, 1.0) == 1.0]
-        parts = [{**group, "params": rest}] if rest else []
-        for p, factor in factors.items():
-            if factor != 1.0:
-                part = {**group, "params": [p], "lr": group["lr"] * factor}
-                if group.get("weight_decay") and is_decoupled(self.optimizer, group):
-                    part["weight_decay"] = group["weight_decay"] / factor
-                parts.append(part)
-        return parts
+        parts = [Part(group, rest)] if rest else []
+        decays = bool(group.get("weight_decay")) and is_decoupled(self.optimizer, group)
+        return parts + [Part(group, [p], factor, decays) for p, factor in factors.items() if factor != 1.0]
 
-    def _join(self, *_: object) -> None:
-        """The optimizer's own groups again, with what its step has written into them."""
-        for group, part, _ in self._parts:
-            group.update({key: value for key, value in part.items() if key not in ("params", "lr", "weight_decay")})
-        self.optimizer.param_groups = self._groups
-        self._parts = []
-
-    def _recover(self, *_: object) -> None:
-        """The same after a step that failed, with the rates that somebody has set since."""
-        for group, part, lr in self._parts:
-            if part["lr"] is not lr:
-                group["lr"] = part["lr"]
-        if self._parts:
-            self._join()
+    def _after_step(self, optimizer: Optimizer, *_: object) -> None:
+        """Write into the optimizer and its groups what the step has written into the copy."""
+        if optimizer is not self.optimizer:
+            return
+        for group, part in self._parts:
+            group.update(part.written)
+        after = {key: value for key, value in vars(self._stepping).items() if key != "param_groups"}
+        vars(self._source).update({k: v for k, v in after.items() if k not in self._before or v is not self._before[k]})
+        self._source, self._stepping, self._before, self._parts = self.optimizer, self.optimizer, {}, []
 
 
 def check_alone(name: str, group: Mapping[str, Any], optimizer: Optimizer) -> None:

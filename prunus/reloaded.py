@@ -2,12 +2,12 @@
 
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .masking import Masking, has_trained, is_initialising
 from .ops import bits
@@ -15,7 +15,7 @@ from .ops.machine import is_capturing
 from .ops.shard import together
 from .validation import check_parameters
 
-FEW = 0.01  # share of zeros that weights may have without having been pruned
+FEW = 0.05  # share of zeros that weights may have without having been pruned
 Part = Literal["model", "optimizer", "masks", "pruner"]  # masks are those in an optimizer's state
 
 
@@ -23,10 +23,16 @@ class ReloadGuard:
     """Looks at what was loaded before the next step, since what fits it may be loaded after it."""
 
     def __init__(
-        self, model: nn.Module, masking: Masking, action: Literal["zero", "raise"], *, are_masks_given: bool
+        self,
+        model: nn.Module,
+        masking: Masking,
+        action: Literal["zero", "raise"],
+        masks: Mapping[str, Tensor] | str | None,
     ) -> None:
         self.model, self.masking, self.store, self.action = model, masking, masking.store, action
-        self._is_first = not are_masks_given  # the first step, before which weights may have zeros that no mask has
+        self._is_first = True  # no step has followed yet
+        self._given = masks  # to begin with
+        self._zeroed: str | None = None  # the first weight that was not zero where the pruner's state prunes
         self._loaded: set[Part] = set()  # since the last step
         self._has_warned = False
         self._hooks = ExitStack()
@@ -47,6 +53,11 @@ class ReloadGuard:
         """These were loaded."""
         self._loaded.update(parts)
 
+    def note_pruner(self, masks: Mapping[str, Tensor]) -> None:
+        """The pruner's state was loaded; what its masks prune is about to be zeroed."""
+        self.note("pruner")
+        self._zeroed = self.masking.first_not_zero(masks, bits.CHUNK)
+
     def check_event(self) -> None:
         """Look at the weights before they are ranked: at some of each, which costs little, or at all to refuse them."""
         if self.action == "raise" or self.store.num_not_zeroed(bits.CHUNK):
@@ -60,8 +71,8 @@ class ReloadGuard:
         if not (self._is_first or self._loaded) or is_capturing() or is_initialising(self.masking.optimizer):
             return
         if "pruner" in self._loaded:
-            self._check_optimizer()
-        else:
+            self._check_forgotten()
+        elif self._may_miss_masks():
             together(self.store.holders if self._is_first or self.action == "raise" else None, self._check_zeros)
         if self._loaded:
             check_parameters(self.model, self.store.weights)
@@ -69,12 +80,22 @@ class ReloadGuard:
             self.masking.apply_(self.store.bits)
         self._loaded, self._is_first = set(), False
 
+    def _may_miss_masks(self) -> bool:
+        """Whether the masks may not be those of the weights: before the first step, or with another optimizer's state.
+
+        A model that is loaded alone in a run may have zeros that came back. ``masks={}`` says that none are kept.
+        """
+        if self._given is not None and not self._given:
+            return False
+        return "optimizer" in self._loaded or (self._is_first and self._given is None)
+
     def _check_zeros(self) -> bool:
         """Whether no zeros are outside the masks, where a step would fill them; the pruner's state was not loaded.
 
-        It raises for zeros that the optimizer has trained around, since those were pruned, and warns of others.
+        It raises for zeros that the optimizer has trained around, since those were pruned, and warns of others. Those
+        outside the masks that came with an optimizer's state have come back.
         """
-        share = self.store.share_of_unmasked_zeros(bits.CHUNK)
+        share = 0.0 if "masks" in self._loaded else self.store.share_of_unmasked_zeros(bits.CHUNK)
         if share > FEW and has_trained(self.store.weights, self.masking.optimizer):
             raise ValueError(
                 f"{share:.0%} of the weights are zero but in no mask, so this step would fill them; to continue a run, "
@@ -95,11 +116,18 @@ class ReloadGuard:
             )
         return share <= FEW
 
-    def _check_optimizer(self) -> None:
-        """Warn if the pruner's state was loaded and that of its optimizer was not."""
+    def _check_forgotten(self) -> None:
+        """Warn if the pruner's state was loaded and that of its optimizer or of the model was not."""
         optimizer, step = self.masking.optimizer, self.masking.progress.step
         keeps_state = any(group.get("momentum", True) for group in optimizer.param_groups)  # all but plain SGD
-        if step and keeps_state and "optimizer" not in self._loaded and not has_trained(self.store.weights, optimizer):
+        is_trained = "optimizer" in self._loaded or has_trained(self.store.weights, optimizer)
+        if self._is_first and self._zeroed and is_trained and "model" not in self._loaded:
+            warnings.warn(
+                f"the pruner goes on from step {step}, but {self._zeroed} was not zero where its masks prune, as in a "
+                "model that was not loaded: to continue a run, load the model too, by model.load_state_dict",
+                stacklevel=2,
+            )
+        if step and keeps_state and not is_trained:
             warnings.warn(
                 f"the pruner goes on from step {step}, but the optimizer begins without its state: to continue a run, "
                 "load that too, by optimizer.load_state_dict",

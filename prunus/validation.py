@@ -169,20 +169,6 @@ def check_devices(weights: Mapping[str, nn.Parameter]) -> None:
         )
 
 
-class StepCount(int):
-    """A number of steps that says what to write where it is called as ``pruner.step()``."""
-
-    def __call__(self) -> None:
-        raise TypeError("optimizer.step() drives the Pruner: leave out pruner.step(); pruner.step counts the steps")
-
-    def __reduce__(self) -> tuple[type[int], tuple[int]]:
-        """Files hold a plain number, which is loaded without this package."""
-        return int, (int(self),)
-
-
-torch.serialization.add_safe_globals([int])
-
-
 def check_eps(weights: Mapping[str, nn.Parameter], optimizer: Optimizer) -> None:
     """Refuse an eps that is zero: Adam would divide zero by zero where a weight is pruned."""
     names = {id(p): name for name, p in weights.items()}

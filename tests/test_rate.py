@@ -112,27 +112,6 @@ def test_a_step_that_failed_leaves_the_rates_as_they_were_for_the_next():
     assert all(map(torch.equal, train(net, optimizers[0]), train(whole, optimizers[1])))
 
 
-def test_after_a_step_that_failed_others_see_and_set_the_rates_as_they_are():
-    net = model()
-    optimizer = torch.optim.AdamW(parameter_groups(net, weight_decay=0.1), lr=1e-2)
-    rates = GroupRates(optimizer, {"0": net[0].weight, "2": net[2].weight})
-    rates.set({"0": 3.0, "2": 3.0})
-    rates.attach()
-
-    def fails():
-        raise RuntimeError("no loss today")
-
-    with pytest.raises(RuntimeError):
-        optimizer.step(fails)
-    optimizer.param_groups[1]["lr"] = 0.005  # as a scheduler would
-    saved = optimizer.state_dict()["param_groups"]
-    assert [group["lr"] for group in saved] == [1e-2, 0.005, 1e-2] and saved[0]["weight_decay"] == 0.1
-    with pytest.raises(RuntimeError):
-        optimizer.step(fails)
-    rates.detach()
-    assert [group["lr"] for group in optimizer.param_groups] == [1e-2, 0.005, 1e-2]
-
-
 class Failing(torch.optim.SGD):
     fails = False
 
@@ -143,23 +122,51 @@ class Failing(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("groups", [parameter_groups, lambda net: list(net.parameters())], ids=["split", "one"])
-def test_after_a_step_that_failed_in_itself_groups_and_rates_are_as_they_are_set(groups):
+@pytest.mark.parametrize("where", ["closure", "step", "hook"])
+def test_a_step_that_failed_leaves_the_groups_as_they_were_made_for_all_that_follows(groups, where):
     net = model()
-    optimizer = Failing(groups(net), lr=1e-2)
-    shapes = [len(group["params"]) for group in optimizer.param_groups]
+    optimizer = Failing(groups(net), lr=1e-2, weight_decay=0.1)
+    made = optimizer.param_groups
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    rates = GroupRates(optimizer, {"0": net[0].weight, "2": net[2].weight})
+    rates.set({"0": 3.0, "2": 2.0})
+
+    def fails(*_):
+        raise RuntimeError("no loss today")
+
+    hook = optimizer.register_step_post_hook(fails) if where == "hook" else None
+    rates.attach()
+    optimizer.fails = where == "step"
+    with pytest.raises(RuntimeError):
+        optimizer.step(fails) if where == "closure" else train(net, optimizer, 1)
+    optimizer.fails = False
+    if hook:
+        hook.remove()
+    scheduler.step()
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    optimizer.param_groups[0]["weight_decay"] = 0.3
+    rate = optimizer.param_groups[0]["lr"]
+    train(net, optimizer, 1)
+    rates.detach()
+    assert optimizer.param_groups is made and rate == 0.005 and made[0]["weight_decay"] == 0.3
+    assert [group["lr"] for group in made] == [0.005] * (len(made) - 1) + [1e-2]
+    assert sum(len(group["params"]) for group in made) == 1 + len(list(net.parameters()))
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_rates_that_are_set_while_it_steps_stay(is_first):
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     rates = GroupRates(optimizer, {"0": net[0].weight})
     rates.set({"0": 3.0})
-    rates.attach()
-    optimizer.fails = True
-    with pytest.raises(RuntimeError):
-        train(net, optimizer, 1)
-    optimizer.param_groups[0]["lr"] = 0.005
-    saved = optimizer.state_dict()["param_groups"]
-    assert [len(group["params"]) for group in saved] == shapes
-    assert [group["lr"] for group in saved] == [0.005, 1e-2, 1e-2][: len(shapes)]
-    optimizer.fails = False
-    train(net, optimizer, 1)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.005, 1e-2, 1e-2][: len(shapes)]
+    if not is_first:
+        rates.attach()
+    optimizer.register_step_post_hook(lambda *_: scheduler.step())
+    if is_first:
+        rates.attach()
+    train(net, optimizer, 4)
+    assert [group["lr"] for group in optimizer.param_groups] == [pytest.approx(0.000625)] == scheduler.get_last_lr()
 
 
 def test_adamwprune_scales_its_step_and_not_its_decay():
@@ -244,20 +251,52 @@ class Counting(torch.optim.Optimizer):
         super().__init__(params, {"lr": 0.1, "count": 0})
 
     def step(self, closure=None):
+        self.num_steps = getattr(self, "num_steps", 0) + 1
         for group in self.param_groups:
             group["count"] += 1
+            group["lr"] *= 0.5
             for p in group["params"]:
                 p.data.add_(p.grad, alpha=-group["lr"])
 
 
-def test_what_an_optimizer_writes_into_its_groups_stays_there():
+@pytest.mark.parametrize("apart", [False, True])
+def test_what_an_optimizer_writes_into_itself_and_its_groups_stays_there(apart):
     net = model()
     optimizer = Counting([{"params": group["params"]} for group in parameter_groups(net)])
-    rates = GroupRates(optimizer, {"0": net[0].weight})
-    rates.set({"0": 3.0})
-    rates.attach()
+    named = [{"0": net[0].weight}, {"2": net[2].weight}]
+    for weights in named if apart else [{**named[0], **named[1]}]:  # of one Pruner, or of two
+        rates = GroupRates(optimizer, weights)
+        rates.set(dict.fromkeys(weights, 3.0))
+        rates.attach()
     train(net, optimizer, 4)
-    assert [(group["count"], group["lr"]) for group in optimizer.param_groups] == [(4, 0.1)] * 3
+    assert optimizer.num_steps == 4
+    assert [(group["count"], group["lr"]) for group in optimizer.param_groups] == [(4, pytest.approx(0.1 / 16))] * 3
+
+
+@pytest.mark.slow
+def test_a_compiled_step_takes_the_factors():
+    nets = [model() for _ in range(2)]
+    for net, is_compiled in zip(nets, (True, False), strict=True):
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        rates = GroupRates(optimizer, {"0": net[0].weight})
+        rates.set({"0": 3.0})
+        rates.attach()
+        if is_compiled:
+            optimizer.step = torch.compile(optimizer.step, backend="eager")
+        train(net, optimizer)
+    torch.testing.assert_close(nets[0].state_dict(), nets[1].state_dict())
+
+
+def test_the_step_of_a_parent_class_scales_no_rate_again():
+    torch.optim.SGD([nn.Parameter(torch.zeros(1))])  # from now on steps of the parent class call hooks too
+    nets = [model() for _ in range(2)]
+    for net, make in zip(nets, (Failing, torch.optim.SGD), strict=True):
+        optimizer = make(net.parameters(), lr=1e-2, momentum=0.9)
+        rates = GroupRates(optimizer, {"0": net[0].weight})
+        rates.set({"0": 3.0})
+        rates.attach()
+        train(net, optimizer)
+    torch.testing.assert_close(nets[0].state_dict(), nets[1].state_dict())
 
 
 def test_a_group_with_others_in_it_is_refused_where_the_optimizer_is_not_torchs():

@@ -352,6 +352,55 @@ def test_a_sparser_model_loaded_into_a_run_under_way_is_refused_without_its_mask
     assert loaded_wrongly(pruner.model, masks) == 0
 
 
+@pytest.mark.parametrize("with_optimizer", [False, True])
+@pytest.mark.parametrize("make", MAKERS)
+def test_weights_of_the_run_itself_are_loaded_without_a_word_while_some_come_back(make, with_optimizer):
+    options = {"schedule": Ramp(0.5, 1, 20), "every": 4, "regrow": Regrow(0.5, by="gradient")}
+    model, pruner, _ = pruned(make, 9, **options)
+    with torch.no_grad():  # as many have come back as may in a larger model
+        kept = pruner.masks["hidden.weight"]
+        model.hidden.weight[:8] *= ~kept[:8]
+    own = copy.deepcopy(model.state_dict())
+    model.load_state_dict({name: value + 0.1 for name, value in own.items()})  # an average, for an evaluation
+    model.load_state_dict(own)
+    if with_optimizer:
+        pruner.optimizer.load_state_dict(copy.deepcopy(pruner.optimizer.state_dict()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, pruner.optimizer, range(9, 12))
+    assert pruner.step == 12
+
+
+@pytest.mark.parametrize("given", [None, "zeros", {}], ids=str)
+@pytest.mark.parametrize("make", MAKERS)
+def test_a_model_with_a_few_dead_weights_gets_another_pruner_after_dense_steps(make, given):
+    model, pruner, _ = pruned(make)
+    pruner.remove()
+    train(model, pruner.optimizer, range(4, 7))
+    with torch.no_grad():
+        for p in model.parameters():
+            p[p == 0] = 0.01
+        model.hidden.weight.view(-1)[:31] = 0  # 3 %
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        second = Pruner(model, pruner.optimizer, score="magnitude", schedule=Ramp(0.5, 1, 9), every=4, masks=given)
+        train(model, pruner.optimizer, range(7, 9))
+    assert second.step == 2 and bool(model.hidden.weight.view(-1)[:31].any()) == (given != "zeros")
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_empty_masks_let_zeros_be_filled_for_good(make):
+    model, optimizer, _, masks = saved_parts(make, 17)
+    pruner = resumed(make, {"model": model, "optimizer": without_masks(optimizer)}, False, masks={})
+    for _ in range(2):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            train(pruner.model, pruner.optimizer, [0])
+        assert loaded_wrongly(pruner.model, masks) > 0
+        pruner.model.load_state_dict(model)
+        pruner.optimizer.load_state_dict(without_masks(optimizer))
+
+
 def warned(pruner):
     """What the next two steps warn of."""
     with warnings.catch_warnings(record=True) as said:
@@ -368,6 +417,7 @@ def test_a_resume_that_forgets_one_state_is_told_once_and_keeps_its_zeros(make, 
     for forgotten, text in {
         "pruner": "masks came with the optimizer's state, but the schedule begins at step 0",
         "optimizer": "goes on from step 8, but the optimizer begins without its state",
+        "model": "goes on from step 8, but conv.weight was not zero where its masks prune",
         "nothing": None,
     }.items():
         loading = {name: value for name, value in everything.items() if name != forgotten}

@@ -3,13 +3,16 @@
 import copy
 import gc
 import pickle
+import threading
+import warnings
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
 from covering import each_once
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from toys import NAMES, adamw, adamw_prune, assert_pruned_are_zero, net, num_pruned, sgd, through_a_file, train
+from toys import adamw, adamw_prune, assert_pruned_are_zero, net, num_pruned, sgd, through_a_file, train
 
 from prunus import Constant, Pruner, Ramp, Regrow
 
@@ -64,19 +67,42 @@ def test_other_weights_may_have_their_own(make):
     assert any(sums.any() for sums in first.state_dict()["movement"].values())
 
 
+@pytest.mark.parametrize("options", [{}, {"exclude": "hidden"}])
 @pytest.mark.parametrize("make", MAKERS)
-def test_another_optimizer_gives_no_second_one_until_the_first_is_removed(make):
+def test_one_over_another_optimizer_takes_the_weights_over_and_the_old_optimizer_is_refused(make, options):
     model = net()
-    first = pruner_of(model, make(model))
+    first = pruner_of(model, make(model), score="movement")
     train(model, first.optimizer, range(6))
-    with pytest.raises(
-        ValueError, match=r"^conv\.weight is pruned by another Pruner already; call \.remove\(\)[^\n]*$"
-    ):
-        pruner_of(model, make(model))
-    train(model, first.optimizer, range(6, 12))
+    with pytest.raises(ValueError, match="typo"):  # a Pruner that is refused takes nothing over
+        pruner_of(model, make(model), masks={"typo": torch.ones(2)})
+    train(model, first.optimizer, range(6, 8))
     assert_pruned_are_zero(first)
-    first.remove()
-    assert list(pruner_of(model, make(model), masks="zeros").masks) == NAMES
+    with pytest.warns(UserWarning, match=rf"^conv\.weight .*another {type(first.optimizer).__name__}, [^\n]*$"):
+        second = pruner_of(model, make(model), masks="zeros", **options)
+    train(model, second.optimizer, range(8, 12))
+    assert_pruned_are_zero(second)
+    assert second.step == 4 and first.step == 8
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=r"^conv\.weight belongs to a Pruner of another optimizer"):
+        train(model, first.optimizer, [12])
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    first.remove()  # again
+    train(model, second.optimizer, [12])
+    assert_pruned_are_zero(second)
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_the_lines_that_make_one_may_run_again_though_a_name_holds_the_last(make):
+    model = net()
+    for run in range(3):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            optimizer = make(model)
+            pruner = pruner_of(model, optimizer, masks="zeros")
+        assert [one.filename for one in said] == [__file__] * (run > 0)
+        train(model, optimizer, range(12))
+        assert num_pruned(pruner) == round(0.5 * 1054)
+        assert_pruned_are_zero(pruner)
 
 
 @pytest.mark.parametrize("make", MAKERS)
@@ -131,21 +157,102 @@ class Outer(torch.optim.Optimizer):
         setattr(self, *part(inner))
 
     def step(self, closure=None):
-        held = getattr(self, "base", None) or self.several[0]
+        held = getattr(self, "base", None) or self.several
+        while not isinstance(held, torch.optim.Optimizer):
+            held = next(iter(held.values())) if isinstance(held, dict) else held[0]
         return held.step(closure)
 
 
-@pytest.mark.parametrize("part", [lambda inner: ("base", inner), lambda inner: ("several", [inner])])
+HELD = {
+    "itself": lambda inner: ("base", inner),
+    "list": lambda inner: ("several", [inner]),
+    "dict": lambda inner: ("several", {"all": (inner,)}),
+    "wrapper": lambda inner: ("base", Outer(inner, lambda it: ("several", {"all": it}))),
+}
+
+
+@pytest.mark.parametrize("part", HELD.values(), ids=HELD)
 @pytest.mark.parametrize("is_outer", [True, False])
 def test_an_optimizer_that_steps_by_another_is_taken_for_one_with_it(part, is_outer):
     model = net()
     inner = adamw(model)
     outer = Outer(inner, part)
+    outer.loop = []
+    outer.loop.append(outer.loop)
     pruner = pruner_of(model, outer if is_outer else inner)
     train(model, outer, range(12))
     assert pruner.step == 12 and num_pruned(pruner) == round(0.5 * 1054)
     for name, mask in pruner.masks.items():
         assert not model.get_parameter(name)[~mask].any()
+
+
+class Hiding(torch.optim.SGD):
+    """Steps by another optimizer, which it reaches through a function; it may fail before or after."""
+
+    fails = ""
+
+    def step(self, closure=None):
+        if self.fails == "before":
+            raise RuntimeError("out of memory")
+        self.inner().step(closure)
+        if self.fails == "after":
+            raise RuntimeError("out of memory")
+
+
+@pytest.mark.parametrize("fails", ["", "before", "after"])
+def test_what_steps_inside_a_step_may_and_the_same_alone_may_not(fails):
+    model = net()
+    inner = adamw(model)
+    outer = Hiding(model.parameters(), 0.1)
+    outer.inner = lambda: inner
+    pruner = pruner_of(model, outer)
+    train(model, outer, range(6))
+    outer.fails = fails
+    with pytest.raises(RuntimeError) if fails else nullcontext():
+        train(model, outer, [6])
+    outer.fails = ""
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match="belongs to a Pruner of another optimizer"):
+        train(model, inner, [7])
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    train(model, outer, range(7, 12))
+    for name, mask in pruner.masks.items():
+        assert not model.get_parameter(name)[~mask].any()
+
+
+def test_a_step_of_the_owner_in_one_thread_allows_no_other_step_in_another():
+    model, said = net(), []
+    again, outer = adamw(model), Hiding(model.parameters(), 0.1)
+
+    def step_again():
+        try:
+            again.step()
+        except ValueError as error:
+            said.append(str(error))
+
+    class Elsewhere:
+        def step(self, _):
+            thread = threading.Thread(target=step_again)
+            thread.start()
+            thread.join()
+
+    outer.inner = Elsewhere
+    pruner = pruner_of(model, outer)
+    train(model, outer, [0])
+    assert len(said) == 1 and said[0].startswith("conv.weight belongs") and pruner.step == 1
+
+
+@pytest.mark.parametrize("make", [adamw_prune, adamw])
+def test_a_weight_that_an_optimizer_gets_later_is_seen(make):
+    model = net()
+    pruner = pruner_of(model, adamw(model), schedule=Constant(0.5))
+    train(model, pruner.optimizer, range(2))
+    other = make(model.norm)
+    other.step()
+    other.add_param_group({"params": [model.hidden.weight]})
+    with pytest.raises(ValueError, match=r"^hidden\.weight belongs to a Pruner of another optimizer"):
+        other.step()
+    assert_pruned_are_zero(pruner)
 
 
 @pytest.mark.parametrize("make", MAKERS)

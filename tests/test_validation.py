@@ -71,15 +71,13 @@ def test_a_call_that_does_not_fit_is_answered_with_what_to_write(call, text):
     assert "\n" not in str(error.value) and len(str(error.value)) < 250
 
 
-def test_a_call_of_the_step_count_says_who_steps():
+def test_the_step_count_is_a_plain_number_that_any_file_takes():
     model = net()
     pruner = Pruner(model, adamw(model), schedule=RAMP)
     train(model, pruner.optimizer, range(2))
-    with pytest.raises(TypeError, match=r"^optimizer\.step\(\) drives the Pruner[^\n]*$"):
-        pruner.step()
-    assert pruner.step == 2 and pruner.step + 1 == 3 and f"{pruner.step}" == "2"
+    assert type(pruner.step) is int and pruner.step == 2
+    assert int not in torch.serialization.get_safe_globals()
     assert through_a_file({"at": pruner.step}) == {"at": 2}
-    assert type(through_a_file({"at": pruner.step})["at"]) is type(pruner.state_dict()["step"]) is int
 
 
 @pytest.mark.parametrize("option", ["sparsity", "amount", "fused"])
