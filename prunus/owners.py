@@ -82,8 +82,8 @@ def check_step(optimizer: Optimizer, *_: object) -> None:
 
     if owned := _owned(parameters, is_alone):
         raise ValueError(
-            f"{owned[0][1]} belongs to a Pruner of another optimizer, and steps of this {type(optimizer).__name__} would "
-            "fill its zeros; call pruner.remove() and make a Pruner for the optimizer that you step, with "
+            f"{owned[0][1]} belongs to a Pruner of another optimizer, and steps of this {type(optimizer).__name__} "
+            "would fill its zeros; call pruner.remove() and make a Pruner for the optimizer that you step, with "
             "masks='zeros' to keep the zeros"
         )
     if all(stepping is optimizer for stepping in _stepping()):  # else it may step alone later
