@@ -3,14 +3,14 @@
 Outputs are logits by their name, ``logits``, as in Hugging Face models. Other outputs are logits only where the
 samples show it:
 
-- labels are whole numbers, one for each place: (sample, ...) with outputs (sample, classes, ...) or (sample, ...,
-  classes)
-- labels are 0 or 1, one for each output: every output is a logit by itself
+- labels are integers, one for each place: (sample, ...) with outputs (sample, classes, ...) or (sample, ...,
+  classes); as (sample, 1, ...) they are the same labels
+- labels are 0 or 1, of any dtype, as many as the outputs: every output is a logit by itself
 - there are no labels, the inputs are tokens (sample, token), and the outputs (sample, token, classes) have a class for
   every token that occurs; hidden states have that shape too, but rarely so many features
 
-All else is compared as it is: images of an autoencoder, embeddings, regressions (labels that are not whole numbers, or
-a config that says ``problem_type="regression"``), and classes of images that come without labels.
+All else is compared as it is: images of an autoencoder, embeddings, regressions (other labels in floating point, or a
+config that says ``problem_type="regression"``), and classes of images that come without labels.
 """
 
 from collections.abc import Mapping
@@ -68,19 +68,22 @@ def distance_of(found: Any, samples: Tree, problem: str | None = None) -> Distan
     ``problem`` is the ``problem_type`` of a Hugging Face config.
     """
     output, inputs, labels = output_of(found), *_parts(samples)
-    if problem == "regression" or (labels is not None and labels.is_floating_point() and problem is None):
+    shape, places = output.shape[1:], None if labels is None else labels.shape[1:]
+    is_single = places is not None and shape.numel() == places.numel() and _is_binary(labels)
+    is_float = labels is not None and labels.is_floating_point() and problem is None
+    if problem == "regression" or (is_float and not is_single):
         return Distance()
     if isinstance(found, Mapping) and "logits" in found:
         dim = 1 if output.ndim > 3 else -1
-        is_single = problem == "multi_label_classification" or output.ndim < 2 or output.shape[dim] == 1
+        is_single |= problem == "multi_label_classification" or output.ndim < 2 or output.shape[dim] == 1
         return Distance("bernoulli") if is_single else Distance("classes", dim)
-    shape = output.shape[1:]
-    if labels is not None:
-        places = labels.shape[1:]
+    if places is not None:
         if shape.numel() == places.numel():
-            return Distance("bernoulli") if _is_within(labels, 2) else Distance()
+            return Distance("bernoulli") if is_single else Distance()
+        has_channel = len(places) == len(shape) and places[0] == 1
+        places = places[1:] if has_channel else places
         dims = {-1: shape[:-1], 1: shape[1:]}  # of classes, and the places that they leave
-        first = 1 if output.ndim > 3 else -1
+        first = 1 if has_channel or output.ndim > 3 else -1
         dim = next((dim for dim in (first, -first) if dims[dim] == places), None)
         return Distance() if dim is None else Distance("classes", dim)
     are_tokens = isinstance(inputs, Tensor) and not inputs.is_floating_point() and inputs.ndim > 1
@@ -96,6 +99,10 @@ def _parts(samples: Tree) -> tuple[Any, Tensor | None]:
         labels = inputs.get("labels") if labels is None else labels
         inputs = inputs.get("input_ids")
     return inputs, labels if isinstance(labels, Tensor) else None
+
+
+def _is_binary(labels: Tensor | None) -> bool:
+    return labels is not None and bool(((labels == 0) | (labels == 1)).all())
 
 
 def _is_within(numbers: Tensor, num: int) -> bool:
