@@ -8,12 +8,13 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from numbers import Number
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset
 
 Tree = Any  # tensors in tuples, lists and dicts
 IGNORED = -100  # the label that Hugging Face's losses leave out
@@ -97,11 +98,6 @@ class Samples:
 
 def check_batches(batches: Any) -> None:
     """Raise ValueError where ``batches`` cannot be read as batches, even if the score never reads them."""
-    if isinstance(batches, Dataset) and not isinstance(batches, IterableDataset):
-        raise ValueError(
-            f"batches must be an iterable of batches, got {type(batches).__name__}, a dataset of single samples; "
-            "give DataLoader(dataset, batch_size=8)"
-        )
     if isinstance(batches, Tensor | Mapping):
         raise ValueError("batches must be a sequence of batches, got a single one; put it into a list")
     if isinstance(batches, str) or not (isinstance(batches, Iterable) or hasattr(batches, "__getitem__")):
@@ -113,7 +109,15 @@ def check_batches(batches: Any) -> None:
 
 def samples_of(batches: Iterable[Any]) -> Samples:
     """All samples of ``batches``, which are read once: a loader that shuffles has no effect later."""
-    found = Samples(_merged([_group(batch) for batch in batches]))
+    groups = []
+    for batch in batches:
+        if isinstance(batches, Dataset) and any(map(_is_number, pytree.tree_leaves(_plain(batch)))):
+            raise ValueError(
+                f"batches must be an iterable of batches, got {type(batches).__name__}, a dataset of single samples; "
+                "give DataLoader(dataset, batch_size=8)"
+            )
+        groups.append(_group(batch))
+    found = Samples(_merged(groups))
     if not found.groups:
         raise ValueError("no calibration samples were given; batches must hold at least one sample")
     return found
@@ -223,6 +227,11 @@ def shortened(tree: Tree, length: int) -> Tree:
     return pytree.tree_map(lambda leaf: leaf[:, :length] if isinstance(leaf, Tensor) and leaf.ndim == 2 else leaf, tree)
 
 
+def _is_number(leaf: Any) -> bool:
+    """Whether it is the label of one sample; options of a model may be bools."""
+    return leaf.ndim == 0 if isinstance(leaf, Tensor) else isinstance(leaf, Number) and not isinstance(leaf, bool)
+
+
 def _group(batch: Any) -> Group:
     tree = _plain(batch)
     sizes = [len(leaf) for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.ndim]
@@ -234,7 +243,7 @@ def _group(batch: Any) -> Group:
     if isinstance(tree, tuple) and _are_tokens_and_mask(*tree):
         raise ValueError(
             "a pair is (input, target), and the target here looks like an attention mask: 0 or 1 for every token; give "
-            "a dict: {'input_ids': ids, 'attention_mask': mask}"
+            "a dict: {'input_ids': ids, 'attention_mask': mask}, or {'input_ids': ids, 'labels': labels} for labels"
         )
     inputs = tree[0] if isinstance(tree, tuple) else tree
     for name, leaf in inputs.items() if isinstance(inputs, Mapping) else ():
@@ -248,9 +257,10 @@ def _group(batch: Any) -> Group:
 
 
 def _are_tokens_and_mask(ids: Any, mask: Any) -> bool:
-    if not (isinstance(ids, Tensor) and isinstance(mask, Tensor) and ids.ndim > 1 and ids.shape == mask.shape):
+    if not (isinstance(ids, Tensor) and isinstance(mask, Tensor) and ids.ndim == 2 and ids.shape == mask.shape):
         return False
-    return not (ids.is_floating_point() or mask.is_floating_point()) and int(mask.max()) < 2 <= int(ids.max())
+    is_binary = bool(((mask == 0) | (mask == 1)).all())
+    return is_binary and ids.dtype in (torch.int32, torch.int64) and bool((ids > 1).any())
 
 
 def _plain(batch: Any) -> Tree:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils.data import Dataset
 
 from ..eligible import Weight
 from ..ops import bits
@@ -78,7 +79,7 @@ class Walk:
             reason = " ".join(str(error).split())[:200]
             raise ValueError(
                 f"{type(self.model).__name__} fails on the first sample, {in_words(batch)}: {reason}; "
-                f"{_advice(self.model, batch)}"
+                f"{_advice(self.model, batch, self._batches)}"
             ) from error
 
     def reading(self, phase: str) -> AbstractContextManager[None]:
@@ -218,8 +219,10 @@ def without_cache(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]
     return {"use_cache": False} | dict(inputs) if takes_cache else dict(inputs)
 
 
-def _advice(model: nn.Module, batch: Tree) -> str:
+def _advice(model: nn.Module, batch: Tree, batches: Any) -> str:
     """What to do about a batch that a model cannot read."""
+    if isinstance(batches, Dataset):
+        return "if the dataset holds single samples, give DataLoader(dataset, batch_size=8)"
     inputs = batch[0] if isinstance(batch, tuple) else batch
     leaves = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
     given = {leaf.dtype for leaf in leaves if leaf.is_floating_point()}
@@ -242,10 +245,11 @@ def _check_tokens(model: nn.Module, samples: Samples) -> None:
     for group in samples.groups:
         tree = group.tree[0] if isinstance(group.tree, tuple) else group.tree
         tokens = tree.get("input_ids") if isinstance(tree, Mapping) else tree
-        is_named = isinstance(tree, Mapping) or getattr(model, "main_input_name", "") == "input_ids"
+        reads_tokens = getattr(model, "main_input_name", "") == "input_ids"
+        is_named = isinstance(tree, Mapping) or reads_tokens
         if not isinstance(tokens, Tensor) or (tokens.is_floating_point() and not is_named):
             continue
-        if tokens.is_floating_point() or tokens.ndim == 1:
+        if tokens.is_floating_point() or (tokens.ndim == 1 and reads_tokens):
             raise ValueError(
                 f"tokens must be whole numbers of shape (sample, token), got {in_words(tokens)}; "
                 f"give {'ids.long()' if tokens.is_floating_point() else 'ids[None] for one sample'}"

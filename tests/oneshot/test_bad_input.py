@@ -1,13 +1,16 @@
 """What cannot be read is refused with one line before any work, and the model is left alone."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from probe_checks import assert_same, snapshot
 from probe_models import entropy, llama, mlp
 from torch import nn
-from torch.utils.data import DataLoader, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from prunus import Limit, PerLayer, Probe, Repair, prune, search
+from prunus.oneshot.samples import samples_of
 
 X, Y, IDS = torch.randn(20, 9), torch.randint(0, 4, (20,)), torch.randint(0, 31, (4, 9))
 DATA = TensorDataset(X, Y)
@@ -26,11 +29,54 @@ class Tokens(nn.Module):
         return self.layers(self.embedding(ids) + length)
 
 
+class Plain(Dataset):
+    """Samples whose labels are numbers of Python."""
+
+    def __len__(self):
+        return len(X)
+
+    def __getitem__(self, i):
+        return X[i], int(Y[i])
+
+
+class Batches(Plain):
+    """A dataset whose items are batches."""
+
+    def __getitem__(self, i):
+        if i == 3:
+            raise IndexError
+        return X, Y
+
+
+class Flat(nn.Module):
+    """One token a sample, (N,), and a config that is not Hugging Face's."""
+
+    def __init__(self):
+        super().__init__()
+        self.config = SimpleNamespace(vocab_size=31)
+        self.layers = nn.Sequential(nn.Embedding(31, 8), nn.Linear(8, 8), nn.Linear(8, 31))
+
+    def forward(self, ids):
+        return self.layers(ids)
+
+
 MODELS = {"mlp": lambda: mlp(torch.float32).model, "llama": lambda: llama(torch.float32, num_layers=2).model}
 MODELS |= {"tokens": Tokens}
+PARTS = r"looks like an attention mask.*'attention_mask': mask.*'labels': labels"
 CASES = {
     "a dataset": ("mlp", DATA, {}, r"got TensorDataset, a dataset of single samples; give DataLoader\("),
     "a part of a dataset": ("mlp", Subset(DATA, [1, 2]), {}, r"got Subset.* give DataLoader\("),
+    "a dataset without labels": (
+        "mlp",
+        TensorDataset(X),
+        {},
+        r"if the dataset holds single samples, give DataLoader\(",
+    ),
+    "a dataset of labels (1,)": ("mlp", TensorDataset(X, X[:, :1]), {}, r"single samples, give DataLoader\("),
+    "a dataset with plain labels": ("mlp", Plain(), {}, r"got Plain, a dataset of single samples; give DataLoader\("),
+    "a mask as the target": ("llama", [(IDS, IDS > 7)], {}, PARTS),
+    "a mask in floats": ("llama", [(IDS.int(), (IDS > 7).float())], {}, PARTS),
+    "a mask of bytes": ("llama", [(IDS, (IDS > 7).byte())], {}, PARTS),
     "lists": ("llama", [{"input_ids": [1, 2, 3]}], {}, "without a tensor; make tensors of lists"),
     "one sample of tokens": ("llama", [IDS[0]], {}, r"\(sample, token\), got int64 \(9,\); give ids\[None\]"),
     "one sample by name": ("llama", [{"input_ids": IDS[0]}], {}, r"\(sample, token\), got int64 \(9,\); give ids\["),
@@ -70,6 +116,26 @@ def test_what_a_model_can_read_after_all_is_not_refused():
     wide = nn.Sequential(nn.Flatten(), *MODELS["mlp"]())
     wide.register_forward_pre_hook(lambda _, args: args[0].float())  # a model may convert what it reads
     assert prune(wide, [X.double()], 0.5).sparsity == 0.5
+
+
+def test_a_dataset_of_batches_and_single_tokens_are_read():
+    assert prune(MODELS["mlp"](), Batches(), 0.5).sparsity == 0.5
+    assert prune(Flat(), [IDS[0]], 0.5).num_pruned
+
+
+PAIRS = {
+    "labels that are left out": (IDS, torch.tensor([-100, 0, 1]).repeat(4, 3)),
+    "an image and its mask": (IDS.byte(), (IDS > 7).byte()),
+    "an image of integers": (IDS.view(2, 2, 9), (IDS > 7).view(2, 2, 9)),
+    "bits": (IDS % 2, 1 - IDS % 2),
+    "other tokens": (IDS, IDS),
+    "features": (IDS.float(), (IDS > 7).float()),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_targets_that_are_no_attention_mask_are_a_pair(name):
+    assert len(samples_of([PAIRS[name]])) == len(PAIRS[name][0])
 
 
 @pytest.mark.parametrize(
