@@ -41,14 +41,13 @@ class Gram:
 
     def add(self, x: Tensor, x_dense: Tensor | None = None, valid: Tensor | None = None) -> None:
         """Take up inputs of shape (..., in); ``valid`` (...) is False where a token does not count."""
-        self.take(tokens_of(x, x_dense, valid))
+        self.take(Tokens([x] if x_dense is None else [x, x_dense], valid))
 
     @torch.no_grad()
-    def take(self, streams: list[Tensor]) -> None:
-        """Take up tokens (token, in) of one stream or two, which are removed from ``streams`` as they are taken.
-
-        Where memory runs out, it goes on from there when it is called again.
-        """
+    def take(self, tokens: "Tokens") -> None:
+        """Take up tokens, which are removed as they are taken: where memory runs out, it can be called again."""
+        tokens.flatten_()
+        streams = tokens.streams
         x = streams[0]
         if self._block is None:
             dtype, count = torch.promote_types(x.dtype, torch.float32), 2 * len(streams) - 1
@@ -72,10 +71,9 @@ class Gram:
         if self._block is None:
             raise ValueError("no tokens were added, so there is no Gram matrix")
         self._multiply()
-        self._block = None
         for total in self._sums[::2]:
-            for columns in _panels(total):
-                total[columns.stop :, columns] = total[columns, columns.stop :].T
+            _mirror_(total)
+        self._block = None
         gram, cross, dense = (*self._sums, None, None)[:3]
         assert gram is not None
         return Moments(gram, cross, dense, self.num_tokens)
@@ -94,15 +92,29 @@ class Gram:
         self._num_multiplied = self._filled = 0
 
 
-def tokens_of(x: Tensor, x_dense: Tensor | None = None, valid: Tensor | None = None) -> list[Tensor]:
-    """Inputs (..., in) of one stream or two as (token, in), where ``valid`` (...) is True."""
-    streams = [x] if x_dense is None else [x, x_dense]
-    return [s.reshape(-1, s.shape[-1]) if valid is None else s[valid.bool()] for s in streams]
+@dataclass
+class Tokens:
+    """Inputs (..., in) of one stream or two; ``valid`` (...) is False where a token does not count."""
+
+    streams: list[Tensor]
+    valid: Tensor | None = None
+
+    def flatten_(self) -> None:
+        """Make them (token, in), which may copy them; nothing is left to do the second time."""
+        valid = self.valid
+        self.streams = [s.reshape(-1, s.shape[-1]) if valid is None else s[valid.bool()] for s in self.streams]
+        self.valid = None
 
 
 def _gram_products(total: Tensor, x: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
     """What adds x^T x to the panels of ``total`` on and right of its diagonal."""
     return [(total[here, here.start :], x[:, here], x[:, here.start :]) for here in _panels(total)]
+
+
+def _mirror_(total: Tensor) -> None:
+    """Write what is right of the diagonal below it."""
+    for columns in _panels(total):
+        total[columns.stop :, columns] = total[columns, columns.stop :].T
 
 
 def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from ..input_statistics import one_by_one
 from .blocks import Reached, Stream, replaced
 from .experts import ExpertInputs, routed
-from .gram import Gram, Moments, tokens_of
+from .gram import Gram, Moments, Tokens
 from .layers import Inputs, Reader
 from .order import InputGroup, can_batch, input_groups
 from .resources import Clock, free_bytes
@@ -123,7 +123,7 @@ class Streams:
         if self.has_dense and not self._inputs:
             self._store_inputs()
 
-        def collect(chunk: Chunk) -> list[tuple[int, list[Tensor]]]:
+        def collect(chunk: Chunk) -> list[tuple[int, Tokens]]:
             routes: list[tuple[Any, ...]] = []
             with self.clock.part("forwards"):
                 pruned = read("pruned", group, chunk, routes)
@@ -131,15 +131,18 @@ class Streams:
             with self.clock.part("grams"):
                 for _, x, valid in pruned:
                     _check_finite(group, x, valid, self.walk.samples.number(chunk), chunk.size)
-                return [
-                    (part, tokens_of(x, dense[call][1] if dense else None, valid))
+                found = [
+                    (part, Tokens([x, dense[call][1]] if dense else [x], valid))
                     for call, (part, x, valid) in enumerate(pruned)
                 ]
+                for _, tokens in found[:1]:  # others are copied one by one; where even one does not fit, chunks shrink
+                    tokens.flatten_()
+                return found
 
-        def add(found: tuple[int, list[Tensor]]) -> None:
-            part, streams = found
+        def add(found: tuple[int, Tokens]) -> None:
+            part, tokens = found
             with self.clock.part("grams"):
-                grams[part].take(streams)
+                grams[part].take(tokens)
 
         self.walk.visit(self.size, collect, add, make_room=self.changed)
         found: list[Moments | None] = []

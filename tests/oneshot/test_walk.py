@@ -1,16 +1,20 @@
 """A walk block by block over stored activations computes what whole passes compute, and memory sets only its pace."""
 
+import weakref
 from copy import deepcopy
 
 import pytest
 import torch
 from covering import each_once
 from probe_models import cnn, llama, mlp
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from prunus import prune
 from prunus.eligible import eligible
 from prunus.input_statistics import InputNorms
-from prunus.oneshot import gram, norms, streams
+from prunus.oneshot import gram, norms
 from prunus.oneshot.blocks import Stream, block_of
 from prunus.oneshot.samples import Chunk, samples_of
 from prunus.oneshot.walk import Walk, outputs
@@ -105,10 +109,11 @@ def failing(at, own):
 
 
 PLACES = {
-    "rows of a pass": (streams, "tokens_of"),
+    "rows of a pass": (gram.Tokens, "flatten_"),
     "a product": (gram, "_add_product_"),
     "a block": (gram.Gram, "take"),
     "the last product": (gram.Gram, "moments"),
+    "the lower triangle": (gram, "_mirror_"),
     "squares": (norms._Reader, "add"),
 }
 
@@ -127,6 +132,30 @@ def test_what_a_pass_adds_is_added_once_wherever_memory_runs_out(place, at, monk
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
 
 
+class Peak(TorchDispatchMode):
+    """The most bytes that results of operations have taken at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.most, self._alive = 0, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **kwargs or {})
+        self._alive += [weakref.ref(leaf) for leaf in tree_leaves(found) if torch.is_tensor(leaf)]
+        self._alive = [each for each in self._alive if each() is not None]
+        storages = [tensor.untyped_storage() for each in self._alive if (tensor := each()) is not None]
+        self.most = max(self.most, sum({s.data_ptr(): s.nbytes() for s in storages}.values()))
+        return found
+
+
+def test_the_windows_of_a_grouped_convolution_are_not_copied_all_at_once():
+    model, x = nn.Sequential(nn.Conv2d(16, 16, 3, groups=8), nn.ReLU()), torch.randn(4, 16, 34, 34)
+    with Peak() as peak:
+        prune(model, [x], 0.5, batch_size=4)
+    windows = 4 * 16 * 9 * 32 * 32 * 4  # bytes: samples, channels, places of a kernel, places of an image, float32
+    assert windows <= peak.most < 1.7 * windows
+
+
 def test_memory_that_runs_out_twice_for_one_part_is_raised():
     walk, calls = walk_of(mlp()), []
     with pytest.raises(torch.OutOfMemoryError):
@@ -142,7 +171,7 @@ def test_a_gram_matrix_on_cuda_goes_on_where_memory_ran_out(dtype, monkeypatch):
     expected.add(x, 2 * x)
     own = gram._add_product_
     for at in range(1, 7):  # of three products a block, in two blocks
-        found, rows = gram.Gram(), gram.tokens_of(x, 2 * x)
+        found, rows = gram.Gram(), gram.Tokens([x, 2 * x])
         monkeypatch.setattr(gram, "_add_product_", failing({at}, own))
         with pytest.raises(torch.OutOfMemoryError):
             found.take(rows)
