@@ -1,6 +1,6 @@
 """Running statistics of batch norms, renewed for the weights that pruning has changed."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .blocks import Reached, Stream
+from .resources import is_out_of_memory, release
 from .samples import Chunk
 from .walk import Originals, Walk, outputs, swapped
 
@@ -36,7 +37,8 @@ def renew_batch_norms(walk: Walk, blocks: Sequence[nn.Module], size: int, origin
     The samples' own statistics would not do: training augments its images and samples are few, so that even the dense
     model would lose by them. Where no weight has changed, nothing changes. Norms are renewed in the order of their
     calls, each with those before it renewed, and in eval mode, so that it does not matter how samples are batched.
-    Passes may start at any of the ``blocks``.
+    Where one pass holds all samples, it renews each norm as it comes to it. Otherwise each norm takes passes of its
+    own, which may start at any of the ``blocks``.
     """
     norms = [m for m in walk.model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
     if not norms or len(walk.samples) < 2:
@@ -44,16 +46,25 @@ def renew_batch_norms(walk: Walk, blocks: Sequence[nn.Module], size: int, origin
     reader = _Reader(walk, blocks, size)
     with swapped({tensor: values.to(tensor.device) for tensor, values in originals.whole.items()}):
         before = reader.read(norms)
-    for norm in sorted(before, key=lambda norm: reader.starts[norm]):
-        old, new = before[norm], reader.read_alone(norm)
-        if new is None:
-            continue
-        running_mean, running_var = norm.get_buffer("running_mean"), norm.get_buffer("running_var")
+    done: set[_BatchNorm] = set()
+
+    def renew(norm: _BatchNorm, new: Inputs) -> None:
+        if norm in done:
+            return
+        old, running_mean, running_var = before[norm], norm.get_buffer("running_mean"), norm.get_buffer("running_var")
+        step, ratio = new.mean - old.mean, (new.var + norm.eps) / (old.var + norm.eps)
         for buffer in (running_mean, running_var):
             originals.save_all(buffer)
             walk.renewed.add(buffer)
-        running_mean += new.mean - old.mean
-        running_var *= (new.var + norm.eps) / (old.var + norm.eps)
+        running_mean += step
+        running_var *= ratio
+        done.add(norm)
+        walk.meter.show(f"statistics of batch norms, {len(done)} of {len(before)}")
+
+    reader.read_in_one_pass(list(before), renew)
+    for norm in sorted([norm for norm in before if norm not in done], key=lambda norm: reader.starts[norm]):
+        if (new := reader.read_alone(norm)) is not None:
+            renew(norm, new)
 
 
 class _Reader:
@@ -85,11 +96,34 @@ class _Reader:
             self._position += 1
         return self.read([norm], self.num_calls[norm]).get(norm)
 
+    def read_in_one_pass(self, norms: Sequence[_BatchNorm], act: Callable[[_BatchNorm, Inputs], None]) -> None:
+        """Call ``act`` with what a norm reads, before it runs, if each is called once and one pass holds all samples.
+
+        Where memory runs out, norms that come later are left out.
+        """
+        first, *others = self.walk.samples.chunks(self.size)
+        if others or max(self.num_calls.values(), default=1) > 1:
+            return
+        try:
+            self._calls(norms, 0, first, act)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        else:
+            return
+        release(self.walk.device)  # outside the handler: the error keeps the tensors of the failed pass alive
+
     def _forward(self, chunk: Chunk) -> None:
         outputs(self.walk.model, self.walk.batch(chunk))
 
-    def _calls(self, norms: Sequence[_BatchNorm], num_calls: int, chunk: Chunk) -> list[tuple[_BatchNorm, Inputs]]:
-        """What norms read in one pass, call by call."""
+    def _calls(
+        self,
+        norms: Sequence[_BatchNorm],
+        num_calls: int,
+        chunk: Chunk,
+        act: Callable[[_BatchNorm, Inputs], None] | None = None,
+    ) -> list[tuple[_BatchNorm, Inputs]]:
+        """What norms read in one pass, call by call; ``act`` is called with it before the norm runs."""
         calls: list[tuple[_BatchNorm, Inputs]] = []
         num_ended = self._position
 
@@ -103,6 +137,8 @@ class _Reader:
             calls.append((norm, Inputs(x.shape[1], mean, var)))
             self.starts[norm] = min(self.starts.get(norm, num_ended), num_ended)
             self.num_calls[norm] = max(self.num_calls.get(norm, 1), sum(other is norm for other, _ in calls))
+            if act is not None:
+                act(*calls[-1])
             if len(calls) == num_calls:
                 raise Reached
 

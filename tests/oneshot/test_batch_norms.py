@@ -9,7 +9,7 @@ from probe_checks import assert_same, snapshot
 from probe_models import CNN, Residual
 from torch import nn
 
-from prunus import prune
+from prunus import Repair, prune
 
 
 class Twice(nn.Module):
@@ -108,8 +108,9 @@ def test_statistics_do_not_depend_on_how_samples_are_cut(name):
             torch.testing.assert_close(a.running_var, b.running_var)
 
 
+@pytest.mark.parametrize("size", [5, 20])  # several passes, or one
 @pytest.mark.parametrize(("name", "at"), each_once(["11 rows", "images"], range(0, 9, 2)))
-def test_memory_that_runs_out_in_any_layer_leaves_the_statistics_as_they_would_be(name, at):
+def test_memory_that_runs_out_in_any_layer_leaves_the_statistics_as_they_would_be(name, at, size):
     model, x = made(name)
     other, _ = made(name)
     layers = [m for m in model.modules() if isinstance(m, nn.Linear | nn.Conv2d | nn.modules.batchnorm._BatchNorm)]
@@ -121,10 +122,41 @@ def test_memory_that_runs_out_in_any_layer_leaves_the_statistics_as_they_would_b
 
     handle = layer.register_forward_pre_hook(crowded)
     for each in (model, other):
-        prune(each, [x], 0.5, batch_size=5)
+        prune(each, [x], 0.5, batch_size=size)
     handle.remove()
     for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True):
         torch.testing.assert_close(a, b)
+
+
+class Unlisted(nn.Module):
+    """Layers that are no list, so that no pass can start in the middle."""
+
+    def __init__(self, num):
+        super().__init__()
+        for i in range(num):
+            setattr(self, f"layer_{i}", Residual(3))
+
+    def forward(self, x):
+        for layer in self.children():
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("num", [2, 6])
+def test_one_pass_renews_all_norms_where_it_holds_all_samples_and_says_how_many(num):
+    num_calls, phases = [], []
+    for batch_norm in (True, False):
+        torch.manual_seed(8)
+        model, x = Unlisted(num), torch.randn(4, 3, 6, 6)
+        calls = []
+        next(model.children()).register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        show = lambda _, __, phase: phases.append(phase)  # noqa: E731
+        prune(model, [x], 0.5, repair=Repair(batch_norm=batch_norm), batch_size=4, progress=show)
+        num_calls.append(len(calls))
+    assert num_calls[0] - num_calls[1] == 2  # of the dense model and of the pruned one
+    num_norms = len(norms_of(model))
+    said = [phase for phase in phases if phase.startswith("statistics of batch norms, ")]
+    assert num_norms >= num and said == [f"statistics of batch norms, {i + 1} of {num_norms}" for i in range(num_norms)]
 
 
 @pytest.mark.gpu
