@@ -185,7 +185,9 @@ def repair_state(folder: Path) -> None:
     from prunus.oneshot.state import RepairState
 
     content = {"weight": tensors()["a"], "mask": torch.arange(12), "repair": {"error": 0.5, "note": "a"}}
-    RepairState(folder, {"sparsity": "0.5", "score": "None"}, weights()).save("group_00000", {"weight": content})
+    RepairState(folder, {"sparsity": "0.5", "score": "None"}, weights()).save(
+        "group_00000", ["weight"], {"weight": content}
+    )
 
 
 def search_state(folder: Path) -> None:
@@ -205,7 +207,7 @@ def read_repair_state(folder: Path) -> dict[str, Tensor]:
     from prunus.oneshot.state import RepairState
 
     with _refused_by_warning():
-        found = RepairState(folder, {"sparsity": "0.5", "score": "None"}, weights()).load("group_00000")
+        found = RepairState(folder, {"sparsity": "0.5", "score": "None"}, weights()).load("group_00000", ["weight"])
     return flat(found)
 
 
