@@ -27,6 +27,8 @@ if not torch.cuda.is_available():
 
         hasten()
 
+QUICK_CASES = 8  # of a test
+
 settings.register_profile("prunus", deadline=None, derandomize=True, max_examples=60)
 settings.register_profile("torture", deadline=None, max_examples=5000)
 settings.load_profile("prunus")
@@ -42,7 +44,9 @@ def pytest_configure() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # processes that tests start must round as this one does
 
 
+@pytest.hookimpl(tryfirst=True)  # before those that are slow are left out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _mark_most_cases_slow(items)
     if (seed := config.getoption("--shuffle")) is not None:
         draw = random.Random(seed)
         order = {path: draw.random() for path in dict.fromkeys(item.path for item in items)}
@@ -51,6 +55,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _mark_most_cases_slow(items: list[pytest.Item]) -> None:
+    """Of a test with many quick cases a few that are spread evenly stay quick; make check-slow runs the others."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if not item.get_closest_marker("slow"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for found in cases.values():
+        quick = {round(i * (len(found) - 1) / (QUICK_CASES - 1)) for i in range(QUICK_CASES)}
+        for number, item in enumerate(found):
+            if len(found) > QUICK_CASES and number not in quick:
+                item.add_marker(pytest.mark.slow)
 
 
 def pytest_unconfigure() -> None:

@@ -140,6 +140,7 @@ def test_a_run_resumed_ends_as_the_unbroken_one(name):
     assert all(torch.equal(p, q) for p, q in zip(second[0].parameters(), whole[0].parameters(), strict=True))
 
 
+@pytest.mark.slow
 def test_lbfgs_learns_on_after_an_event():
     """With the curvature of weights that are gone it is at 0.35, then at 0.009."""
     model = mlp()

@@ -148,6 +148,7 @@ def test_wanda_ranks_experts_by_their_own_inputs_in_training(name, is_checkpoint
         assert zero[reached].gather(2, lost).all() and (zero.sum(2) == scores.shape[2] // 2).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "select", [PerLayer(), *(pytest.param(one, marks=pytest.mark.slow) for one in (PerRow(), NofM(2, 4)))], ids=str
 )

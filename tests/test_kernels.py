@@ -215,6 +215,7 @@ def descents(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return asked
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_drop", matrix([2000, 2999, 4000], [2999]))
 def test_ties_in_a_narrow_bracket_need_no_descent(num_drop, descents, monkeypatch):
     monkeypatch.setattr(driver, "LEAST_OWN", 1 << 14)
@@ -238,6 +239,7 @@ def test_bulk_ties_are_cut_by_position(values, num_drop):
     assert_agrees(by_kernel(given, num_drop), by_definition(given, num_drop), given)
 
 
+@pytest.mark.slow
 def test_ties_that_the_lists_do_not_hold_are_descended_into_without_a_pass(descents, monkeypatch):
     monkeypatch.setattr(driver, "SIGMAS", 0.5)
     given = magnitudes(torch.zeros(1 << 16), 256, 256)
@@ -245,6 +247,7 @@ def test_ties_that_the_lists_do_not_hold_are_descended_into_without_a_pass(desce
     assert len(descents) == 1 and descents[0][1] - descents[0][0] < 1 << 11
 
 
+@pytest.mark.slow
 def test_more_ties_than_are_compared_with_each_other_are_ranked_by_digits(descents, monkeypatch):
     monkeypatch.setattr(driver, "SIGMAS", 60.0)  # so that the lists have room for all
     monkeypatch.setattr(driver, "LEAST_OWN", 1 << 14)

@@ -113,6 +113,7 @@ def test_the_order_of_loading_does_not_matter(name, order):
     assert_unbroken(Run(name, seed=9).load(saved_run(name)[9], order).train(range(9, LAST)), name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["adamw", "spam", "movement"])
 def test_a_run_saved_and_resumed_at_every_step_ends_as_the_unbroken_one(name):
     run = Run(name)

@@ -81,6 +81,7 @@ def test_parts_of_the_probe_add_up_and_leave_the_model_as_it_was(task):
     assert bench.head_share(task.model) == pytest.approx(4 * head / (4 * head + 2 * inner))
 
 
+@pytest.mark.slow
 def test_a_level_is_timed_by_each_schedule_and_leaves_the_model_as_it_was():
     model, tokens = bench.Level(blocks=2, windows=2, length=6).model_and_tokens()
     before = state_of(model)

@@ -58,6 +58,7 @@ def trained(tmp_path):
     return [*model, "--windows", "4", "--length", "8", "--device", "cpu", "--results", str(tmp_path / "results")]
 
 
+@pytest.mark.slow
 def test_a_trained_model_is_timed_too(trained, tmp_path):
     main(["repair", *trained, "--tune"])
     (path,) = (tmp_path / "results").iterdir()

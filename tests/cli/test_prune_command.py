@@ -143,6 +143,7 @@ def test_every_layer_is_shown_on_request_and_the_report_has_table_and_picture(fo
     assert "lacks its name or its sparsity" in refused(capsys, "report", out)
 
 
+@pytest.mark.slow
 def test_calibration_text_may_be_the_models_own(folder, capsys):
     options = [*FAST, "--eval-tokens", folder / "valid.u16", "--calibrate", "self"]
     command = ["prune", folder / "model", *options]
@@ -154,6 +155,7 @@ def test_calibration_text_may_be_the_models_own(folder, capsys):
     assert "leave off --tokens" in refused(capsys, *command, *both)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [4, *(pytest.param(at, marks=pytest.mark.slow) for at in (1, 7))])
 def test_killed_in_a_repair_the_same_command_goes_on_and_ends_with_the_same_bits(folder, at, monkeypatch):
     transformers = pytest.importorskip("transformers")
@@ -199,6 +201,7 @@ def test_two_at_once_do_not_share_a_folder_to_work_in(folder, capsys):
     assert "another process works in" in line and "choose another --out" in line
 
 
+@pytest.mark.slow
 def test_a_profile_says_where_the_time_went_and_what_to_change(folder, capsys):
     _, result = prune(folder, "--probe", "sequential", "--tau", "0.05", "--profile")
     said, profile = capsys.readouterr().out, result["profile"]
@@ -211,6 +214,7 @@ def test_a_profile_says_where_the_time_went_and_what_to_change(folder, capsys):
     assert "profile" not in plain
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", quickly([["--probe", "block", "--tau", "0.05"], ["--no-repair"], []], []), ids=" ".join
 )
@@ -222,6 +226,7 @@ def test_offloaded_it_comes_to_the_same(folder, options):
     assert all(torch.equal(a, b) for a, b in zip(*(model.parameters() for model in models), strict=True))
 
 
+@pytest.mark.slow
 def test_bfloat16_stays_bfloat16(folder):
     transformers = pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model").bfloat16()
@@ -262,6 +267,7 @@ def write_gguf(path, model):
     writer.close()
 
 
+@pytest.mark.slow
 def test_a_gguf_file_comes_back_as_a_folder_of_plain_weights(folder):
     transformers = pytest.importorskip("transformers")
     dense = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")

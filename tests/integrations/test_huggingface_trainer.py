@@ -129,6 +129,7 @@ def test_a_run_resumes_in_the_process_that_was_interrupted(tmp_path):
     assert same_weights(weights(trainer.model), weights(whole.model))
 
 
+@pytest.mark.slow
 def test_what_a_first_training_pruned_stays_pruned_in_a_second(tmp_path):
     trainer = trainer_of(tmp_path, gpt2(), callback := callback_of())
     trainer.train()

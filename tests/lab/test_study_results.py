@@ -126,6 +126,7 @@ def test_recipes_are_compared_with_dense_and_magnitude_of_their_own(copy, base):
     assert found["bitter7"]["beside"] == [] and 0 < found["bitter7"]["overlap"] <= 1
 
 
+@pytest.mark.slow
 def test_a_row_is_compared_where_most_of_its_seeds_are(copy, base):
     assert study(base, copy, "--arm", "fast: score=bitter7 lr=3e-3", "--seeds", "2") == 0
     assert rows(copy)["fast"]["against"] == "magnitude"
@@ -135,6 +136,7 @@ def test_a_row_is_compared_where_most_of_its_seeds_are(copy, base):
     assert rows(copy)["magnitude fast"]["overlap"] is None  # there is nothing but itself
 
 
+@pytest.mark.slow
 def test_an_overlap_with_another_recipe_is_not_shown(copy, base):
     assert study(base, copy, "--arm", "fast: score=bitter7 lr=3e-3", "--seeds", "1") == 0
     noted = copy / "runs" / "fast-0.5-s0" / "cell.json"

@@ -259,6 +259,7 @@ def test_the_estimate_is_the_longest_run_scaled_by_its_budget(copy):
     assert estimate(folder, run, cold=False) is None
 
 
+@pytest.mark.slow
 def test_a_run_leaves_no_weights_behind(copy, monkeypatch):
     from prunus.lab.study import runner
 

@@ -20,6 +20,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "pair", quickly(PAIRS, PAIRS[1], PAIRS[4]), ids=lambda pair: " is ".join(changes["score"] for changes in pair)
 )

@@ -95,6 +95,7 @@ def test_every_norm_moves_as_what_it_reads_whatever_the_batches(name, size):
     assert_same(before, snapshot(model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_statistics_do_not_depend_on_how_samples_are_cut(name):
     models = []

@@ -44,6 +44,7 @@ def test_weights_whose_gradients_come_one_by_one_get_the_same_ones(kind):
     assert all(torch.equal(result.masks[name], mask) for name, mask in expected.masks.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("score", ["wanda", pytest.param("fisher", marks=pytest.mark.slow)])
 def test_a_model_that_checkpoints_its_blocks_itself_gets_the_same_masks(score):
     case = CASES["llama"](torch.float64)
@@ -64,6 +65,7 @@ def test_the_graph_holds_the_blocks_inputs_alone():
     assert saved[1] < saved[0] / 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batched", [True, False])
 def test_it_is_taken_where_one_sample_alone_does_not_fit(batched, monkeypatch):
     case = llama(num_layers=2)

@@ -142,6 +142,7 @@ def test_importance_is_the_mean_over_routed_tokens_of_router_weight_times_output
         assert layer.dropped == tuple(sorted(means.argsort()[: NUM // 2].tolist()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "how"),
     each_once(["deepseek_v3", *FEW], [{}, {"sparsity": 0.5}, {"sparsity": 0.5, "score": "wanda", "repair": None}]),

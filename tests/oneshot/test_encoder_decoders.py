@@ -51,6 +51,7 @@ def test_wandas_masks_are_those_of_a_plain_reference(name, form, tmp_path):
         assert torch.equal(model.get_parameter(layer.name) != 0, expected), layer.name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", quickly(NAMES, "t5", "whisper"))
 def test_they_are_repaired(name):
     model, batch = build(name), inputs(name)
@@ -68,6 +69,7 @@ def test_their_gradients_are_read(name):
     assert prune(model, [batch], 0.5, "fisher", repair=None).sparsity == pytest.approx(0.5, abs=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "form"), each_once(NAMES, ["labels", "pair"]))
 def test_a_loss_of_ones_own_sees_the_outputs_that_the_labels_lead_to(name, form):
     def loss(output, labels):

@@ -39,6 +39,7 @@ def crowded(limit, monkeypatch):
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [20, *(pytest.param(n, marks=pytest.mark.slow) for n in (8, 40))])
 def test_out_of_memory_halves_the_tokens_that_are_looked_at(limit, monkeypatch):
     case, tokens = llama(), torch.randint(0, 31, (3, 24))

@@ -132,6 +132,7 @@ def test_conv1d_of_a_gpt2_with_tied_head_is_rebuilt():
     assert_as_reference(case, "sequential", tau=0.001)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_labels", [1, 3], ids=["regression", "classes"])
 def test_a_classifier_of_hugging_face_is_probed_by_its_own_loss(num_labels):
     transformers = pytest.importorskip("transformers")

@@ -150,6 +150,7 @@ def test_a_sample_counts_by_its_own_mean_however_long_its_neighbours_are():
     assert all(torch.equal(first.masks[name], mask) for name, mask in second.masks.items())
 
 
+@pytest.mark.slow
 def test_a_wrapped_model_is_pruned_inside():
     case = mlp()
     wrapped = nn.DataParallel(case.model)  # moves the model to a GPU where there is one

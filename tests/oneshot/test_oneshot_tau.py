@@ -13,6 +13,7 @@ from prunus import Global, PerLayer, PerRow, Probe, prune
 SCHEDULES = ["joint", "sequential", "block"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "select"), each_once(SCHEDULES, [Global(), PerLayer(), PerRow()]), ids=str)
 def test_tau_by_target_ends_at_the_sparsity_exactly(schedule, select):
     case = llama()

@@ -89,6 +89,7 @@ def test_convolutions_and_layers_outside_blocks_are_repaired_as_by_a_plain_loop(
         torch.testing.assert_close(parameter, expected.get_parameter(name), rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("repair", "score"), each_once([None, Repair()], [None, "wanda"]), ids=str)
 def test_sparsity_is_allocated_by_fisher(repair, score):
     case, other = llama(torch.float32), llama(torch.float32)
