@@ -27,7 +27,7 @@ if not torch.cuda.is_available():
 
         hasten()
 
-QUICK_CASES = 8  # of a test
+QUICK_CASES = 5  # of a test
 
 settings.register_profile("prunus", deadline=None, derandomize=True, max_examples=60)
 settings.register_profile("torture", deadline=None, max_examples=5000)
