@@ -20,7 +20,8 @@ def test_a_function_of_another_machine_differs_by_units_in_the_last_place_and_by
         there = of(x)
         assert torch.equal(of(x[3:101]), there[3:101])
     units = (here.view(torch.int32) - there.view(torch.int32)).abs()
-    assert (units > 0).float().mean() > 0.2 and units.max() <= 4 and not units[-3:].any()
+    is_exact = (here == 0) | (here == 1) | here.isinf()
+    assert (units > 0).float().mean() > 0.2 and units.max() <= 4 and not units[is_exact].any()
     assert torch.equal(of(x), here)
 
 
