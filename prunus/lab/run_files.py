@@ -12,6 +12,7 @@ from typing import Any
 
 from ..files.atomic import write_atomically
 from ..files.json_file import read_json, to_json
+from ..files.regular import check_regular
 from .run import Run, read_run, run_of
 
 SLIM = "runs.jsonl"
@@ -56,7 +57,9 @@ class RunFiles:
         if self.line is not None:
             yield from self.line["metrics.jsonl"]
             return
-        for text in (self.path / "metrics.jsonl").read_text(errors="replace").splitlines():
+        path = self.path / "metrics.jsonl"
+        check_regular(path)
+        for text in path.read_text(errors="replace").splitlines():
             try:
                 yield json.loads(text)
             except (ValueError, RecursionError):

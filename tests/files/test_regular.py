@@ -20,6 +20,7 @@ from prunus.files.json_file import read_json
 from prunus.files.regular import check_regular, check_regular_files
 from prunus.files.torch_file import read_torch_file
 from prunus.lab.model_data import read_batches
+from prunus.lab.run_files import read_metrics
 from prunus.lab.study.arms import read_base
 
 resource = pytest.importorskip("resource")
@@ -47,6 +48,7 @@ READERS = {
     "GGUF": ("a.gguf", check_gguf),
     "JSON": ("a.json", read_json),
     "settings": ("a.toml", read_base),
+    "metrics": ("metrics.jsonl", lambda path: read_metrics(path.parent)),
     "arrays": ("a.npz", read_batches),
     "sparse file": ("a.safetensors", load_sparse),
     "doctor, file": ("a.safetensors", examine),
