@@ -90,7 +90,7 @@ def _warn_if_not_loaded(model: nn.Module, folder: Path) -> None:
     is_known = getattr(sys.modules.get("transformers"), kind.__name__, None) is kind
     if not (is_known if has_own_config else (folder / "config.json").is_file()):
         warnings.warn(
-            f"load_model loads models of transformers alone, and {kind.__name__} is none; make the model, then "
+            f"load_model only loads transformers models, and {kind.__name__} is not one; make the model, then "
             f"{LOAD_STATE.format(folder=folder)}",
             stacklevel=3,
         )

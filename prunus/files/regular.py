@@ -11,7 +11,7 @@ def check_regular(path: Path) -> None:
     except OSError:
         return
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-        raise ValueError(f"{path} is no regular file but a pipe, a socket or a device; copy its content into a file")
+        raise ValueError(f"{path} is a pipe, a socket or a device, not a regular file; copy its content into a file")
 
 
 def check_regular_files(folder: Path) -> None:

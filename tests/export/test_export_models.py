@@ -167,7 +167,7 @@ def own_model() -> torch.nn.Module:
 @pytest.mark.parametrize("limit", [10**9, 1000], ids=["one file", "several"])
 def test_what_loads_a_model_that_is_not_of_transformers_is_said_when_it_is_saved(make, limit, tmp_path):
     model, other, folder = make(), make(), tmp_path / "small"
-    with pytest.warns(UserWarning, match=f"models of transformers alone, and {type(model).__name__} is none") as said:
+    with pytest.warns(UserWarning, match=f"transformers models, and {type(model).__name__} is not one") as said:
         save_model(model, folder, max_shard_bytes=limit)
     code = f'model.load_state_dict(load_sparse("{folder}"))'
     assert len(said) == 1 and str(said[0].message).endswith(code) and "\n" not in str(said[0].message)
