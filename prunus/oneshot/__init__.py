@@ -1,28 +1,26 @@
-"""Pruning after training: by a strategy, with or without the gradient probe, and the search for how far to go."""
+"""Pruning after training: by a score or by the solver, with or without the gradient probe, and how far to go."""
 
 from .drop_experts import DroppedExperts, ExpertLayer
-from .limit import Bisection, Levels, Limit, SearchOptions, Trial, Tune
-from .options import Distill, Repair
+from .options import Bisection, BlockTuning, Levels, Limit, Repair, TauTuning, Trial
 from .probe import Probe
 from .prune import prune
-from .result import Found, Layer, Result
+from .result import Layer, Result, SearchResult
 from .search import search
 
 __all__ = [
     "Bisection",
-    "Distill",
+    "BlockTuning",
     "DroppedExperts",
     "ExpertLayer",
-    "Found",
     "Layer",
     "Levels",
     "Limit",
     "Probe",
     "Repair",
     "Result",
-    "SearchOptions",
+    "SearchResult",
+    "TauTuning",
     "Trial",
-    "Tune",
     "prune",
     "search",
 ]

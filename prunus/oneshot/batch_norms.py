@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .blocks import Reached, Stream
+from .calibration import Calibration
+from .forward import outputs, swapped
+from .originals import Originals
 from .resources import is_out_of_memory, release
 from .samples import Chunk
-from .walk import Originals, Walk, outputs, swapped
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Inputs:
 
 
 @torch.no_grad()
-def renew_batch_norms(walk: Walk, blocks: Sequence[nn.Module], size: int, originals: Originals) -> None:
+def renew_batch_norms(calibration: Calibration, blocks: Sequence[nn.Module], size: int, originals: Originals) -> None:
     """Running statistics of batch norms change as those of the samples did: means by a difference, variances by ratio.
 
     The samples' own statistics would not do: training augments its images and samples are few, so that even the dense
@@ -40,10 +42,10 @@ def renew_batch_norms(walk: Walk, blocks: Sequence[nn.Module], size: int, origin
     Where one pass holds all samples, it renews each norm as it comes to it. Otherwise each norm takes passes of its
     own, which may start at any of the ``blocks``.
     """
-    norms = [m for m in walk.model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
-    if not norms or len(walk.samples) < 2:
+    norms = [m for m in calibration.model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
+    if not norms or len(calibration.samples) < 2:
         return
-    reader = _Reader(walk, blocks, size)
+    reader = _Reader(calibration, blocks, size)
     with swapped({tensor: values.to(tensor.device) for tensor, values in originals.whole.items()}):
         before = reader.read(norms)
     done: set[_BatchNorm] = set()
@@ -55,11 +57,11 @@ def renew_batch_norms(walk: Walk, blocks: Sequence[nn.Module], size: int, origin
         step, ratio = new.mean - old.mean, (new.var + norm.eps) / (old.var + norm.eps)
         for buffer in (running_mean, running_var):
             originals.save_all(buffer)
-            walk.renewed.add(buffer)
+            calibration.renewed.add(buffer)
         running_mean += step
         running_var *= ratio
         done.add(norm)
-        walk.meter.show(f"statistics of batch norms, {len(done)} of {len(before)}")
+        calibration.meter.show(f"statistics of batch norms, {len(done)} of {len(before)}")
 
     reader.read_in_one_pass(list(before), renew)
     for norm in sorted([norm for norm in before if norm not in done], key=lambda norm: reader.starts[norm]):
@@ -70,11 +72,11 @@ def renew_batch_norms(walk: Walk, blocks: Sequence[nn.Module], size: int, origin
 class _Reader:
     """Passes over the samples that read the inputs of norms."""
 
-    def __init__(self, walk: Walk, blocks: Sequence[nn.Module], size: int) -> None:
-        self.walk, self.blocks, self.size = walk, blocks, size
+    def __init__(self, calibration: Calibration, blocks: Sequence[nn.Module], size: int) -> None:
+        self.calibration, self.blocks, self.size = calibration, blocks, size
         self.starts: dict[_BatchNorm, int] = {}  # blocks that have ended when a norm is first called
         self.num_calls: dict[_BatchNorm, int] = {}  # in a pass, at most
-        self._stream = Stream(blocks, walk.samples, walk.device if walk.offload is not None else None)
+        self._stream = Stream(blocks, calibration.samples, calibration.device if calibration.offload is not None else None)
         self._position = 0  # blocks that the stream has left behind
 
     def read(self, norms: Sequence[_BatchNorm], num_calls: int = 0) -> dict[_BatchNorm, Inputs]:
@@ -85,12 +87,12 @@ class _Reader:
             norm, inputs = call
             found[norm] = found[norm] + inputs if norm in found else inputs
 
-        self.walk.visit(self.size, partial(self._calls, norms, num_calls), add)
+        self.calibration.visit(self.size, partial(self._calls, norms, num_calls), add)
         return found
 
     def read_alone(self, norm: _BatchNorm) -> Inputs | None:
         """What one norm reads, if it is called; the stream moves on to the block that calls it."""
-        visit = partial(self.walk.visit, self.size)
+        visit = partial(self.calibration.visit, self.size)
         while self._position < self.starts[norm]:
             self._stream.advance(self._position, self._forward, visit)
             self._position += 1
@@ -101,7 +103,7 @@ class _Reader:
 
         Where memory runs out, norms that come later are left out.
         """
-        first, *others = self.walk.samples.chunks(self.size)
+        first, *others = self.calibration.samples.chunks(self.size)
         if others or max(self.num_calls.values(), default=1) > 1:
             return
         try:
@@ -111,10 +113,10 @@ class _Reader:
                 raise
         else:
             return
-        release(self.walk.device)  # outside the handler: the error keeps the tensors of the failed pass alive
+        release(self.calibration.device)  # outside the handler: the error keeps the tensors of the failed pass alive
 
     def _forward(self, chunk: Chunk) -> None:
-        outputs(self.walk.model, self.walk.batch(chunk))
+        outputs(self.calibration.model, self.calibration.batch(chunk))
 
     def _calls(
         self,

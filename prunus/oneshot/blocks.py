@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..eligible import Weight
+from .forward import replaced
 from .resources import FAILURES
 from .samples import Chunk, Pick, Samples, Tree, copied, joined, moved, repeated, room_for, rows, write_rows
 
@@ -40,22 +41,6 @@ def blocks_of(model: nn.Module, weights: Sequence[Weight]) -> list[nn.Module]:
 def block_of(module: nn.Module, blocks: Sequence[nn.Module]) -> int | None:
     """Index of the block that holds ``module``."""
     return next((i for i, block in enumerate(blocks) if any(module is part for part in block.modules())), None)
-
-
-@contextmanager
-def replaced(forwards: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Modules that run another forward while this is open."""
-    before = {module: vars(module).get("forward") for module in forwards}
-    try:
-        for module, forward in forwards.items():
-            vars(module)["forward"] = forward
-        yield
-    finally:
-        for module, forward in before.items():
-            if forward is None:
-                vars(module).pop("forward", None)
-            else:
-                vars(module)["forward"] = forward
 
 
 STUB = "returns_stored_output"  # attribute of a forward that computes nothing
@@ -93,7 +78,7 @@ class Stream:
         self.samples = samples
         self.offload = offload  # the device of the passes, where activations are to be stored in main memory
         self.wanted: Collection[int] = range(len(blocks) + 1)
-        self._outputs: dict[int, list[Tree]] = {}  # by position, one tree per group of samples
+        self._outputs: dict[int, list[Tree]] = {}  # by position, one tree per stack of samples
 
     def want(self, positions: Collection[int]) -> None:
         """Forget all other positions, and store no others from now on."""
@@ -112,27 +97,27 @@ class Stream:
         if k == 0 or k in self._outputs:
             return 0
         first = max((i for i in self._outputs if i < k), default=0)
-        found: dict[int, list[list[Tree]]] = {i: [[] for _ in self.samples.groups] for i in range(first + 1, k + 1)}
-        sizes: list[list[int]] = [[] for _ in self.samples.groups]
+        found: dict[int, list[list[Tree]]] = {i: [[] for _ in self.samples.stacks] for i in range(first + 1, k + 1)}
+        sizes: list[list[int]] = [[] for _ in self.samples.stacks]
         for chunk in self.samples.chunks(size):
             for i, output in self.run(first, k, forward, chunk).items():
-                found[i][chunk.group].append(output)
-            sizes[chunk.group].append(chunk.size)
-        for i, groups in found.items():
-            if groups[0]:
-                self._outputs[i] = [joined(trees, lengths) for trees, lengths in zip(groups, sizes, strict=True)]
+                found[i][chunk.stack].append(output)
+            sizes[chunk.stack].append(chunk.size)
+        for i, stacks in found.items():
+            if stacks[0]:
+                self._outputs[i] = [joined(trees, lengths) for trees, lengths in zip(stacks, sizes, strict=True)]
         return len(self.samples)
 
     def advance(self, k: int, forward: Callable[[Chunk], object], visit: Visit) -> None:
         """From position ``k`` to ``k + 1``, in the memory of the old activations where the new ones fit there."""
-        before, after = self._outputs.get(k), [None] * len(self.samples.groups)
+        before, after = self._outputs.get(k), [None] * len(self.samples.stacks)
 
         def act(chunk: Chunk) -> None:
             output = self.run(k, k + 1, forward, chunk)[k + 1]
-            if after[chunk.group] is None:
-                size = self.samples.groups[chunk.group].size
-                after[chunk.group] = room_for(output, chunk.size, size, before[chunk.group] if before else None)
-            write_rows(after[chunk.group], output, chunk)
+            if after[chunk.stack] is None:
+                size = self.samples.stacks[chunk.stack].size
+                after[chunk.stack] = room_for(output, chunk.size, size, before[chunk.stack] if before else None)
+            write_rows(after[chunk.stack], output, chunk)
 
         visit(act)
         self._outputs = {k + 1: after}
@@ -177,7 +162,7 @@ class Stream:
 
     def stored(self, k: int, chunk: Chunk | Pick) -> Tree:
         """What the samples of a chunk are at position ``k``, on the device of the passes."""
-        output = rows(self._outputs[k][chunk.group], chunk.rows, self.samples.groups[chunk.group].size)
+        output = rows(self._outputs[k][chunk.stack], chunk.rows, self.samples.stacks[chunk.stack].size)
         return output if self.offload is None else moved(output, self.offload)
 
     @contextmanager
@@ -198,7 +183,7 @@ class Stream:
 def is_chain(stream: Stream, value: Callable[[Chunk], Tensor], expected: Sequence[Tensor]) -> bool:
     """Whether passes that start in the middle and at the end of the blocks give the value of a whole pass.
 
-    ``expected`` holds that value for each group of the stream, which has one sample. False also where the model does
+    ``expected`` holds that value for each stack of the samples, which has one sample. False also where the model does
     more with its blocks than pass a state from one to the next, or does not count samples in the first dimension of it.
     """
     num = len(stream.blocks)

@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from .forward import first_tensor
 from .samples import Tree
-from .walk import first_tensor
 
 TOKENS = 1024  # whose distributions are compared at once
 

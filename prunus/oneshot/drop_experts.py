@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from ..input_statistics import eagerly, one_by_one
+from .calibration import Calibration
 from .fewer_experts import FewerExperts, fewer_experts
-from .order import can_batch
+from .forward import outputs
 from .samples import Chunk, mask_of
-from .walk import Walk, outputs
 
 SIZE = {"cpu": 4, "cuda": 32}  # samples of a pass
 Added = list[tuple[int, Tensor]]  # an expert, and how much it adds to each of its tokens
@@ -74,7 +74,6 @@ class DroppedExperts:
     """Which experts of each layer went, and why. What was removed is in main memory, so that it can come back."""
 
     layers: list[ExpertLayer]
-    forwards: int = 0  # forward passes of one sample
     _cuts: list[_Cut] = field(default_factory=list)
     _numbers: list[tuple[Any, str, Any, Any]] = field(default_factory=list)  # owner, attribute, before and after
     _is_applied: bool = False
@@ -109,19 +108,18 @@ class DroppedExperts:
         self._is_applied = False
 
 
-def drop_experts_(walk: Walk, fraction: float, size: int | None = None) -> DroppedExperts:
+def drop_experts_(calibration: Calibration, fraction: float) -> DroppedExperts:
     """Drop ``round(fraction * E)`` of the E experts of each layer: those that are least important on the samples.
 
     Where routing first chooses among groups of experts, each group loses as many. Of equal experts the first goes.
     """
     if isinstance(fraction, bool) or not isinstance(fraction, Real) or not 0 < fraction < 1:
         raise ValueError(f"experts is the fraction of them to drop, above 0 and below 1, got {fraction!r}")
-    plan = fewer_experts(walk.model, float(fraction))
-    with walk.open(), eagerly(), torch.no_grad():
-        importance = _Importance(walk, plan)
-        importance.collect(size)
-    found = without_experts(walk.model, plan, [importance.layer(name) for name in plan.layers])
-    found.forwards = importance.forwards
+    plan = fewer_experts(calibration.model, float(fraction))
+    with calibration.open(), eagerly(), torch.no_grad():
+        importance = _Importance(calibration, plan)
+        importance.collect()
+    found = without_experts(calibration.model, plan, [importance.layer(name) for name in plan.layers])
     found.apply_()
     return found
 
@@ -146,31 +144,31 @@ def without_experts(model: nn.Module, plan: FewerExperts, layers: Sequence[Exper
 class _Importance:
     """Sums up what each expert adds to the tokens that are routed to it."""
 
-    def __init__(self, walk: Walk, plan: FewerExperts) -> None:
-        self.walk, self.plan = walk, plan
-        self.forwards = 0
+    def __init__(self, calibration: Calibration, plan: FewerExperts) -> None:
+        self.calibration, self.plan = calibration, plan
         self.sums, self.num_tokens = (
             {name: torch.zeros(plan.num_experts, dtype=torch.float64) for name in plan.layers} for _ in range(2)
         )
         self._added: dict[str, Added] = {}  # in this pass
         self._mask: Tensor | None = None
 
-    def collect(self, size: int | None) -> None:
-        size = (size or SIZE.get(self.walk.device.type, 4)) if can_batch(self.walk) else 1
+    def collect(self) -> None:
+        size = self.calibration.batch_size or SIZE.get(self.calibration.device.type, 4)
+        size = size if self.calibration.can_batch() else 1
         with ExitStack() as stack:
             for name in self.plan.layers:
-                module = self.walk.model.get_submodule(name)
+                module = self.calibration.model.get_submodule(name)
                 stack.enter_context(one_by_one(module))
                 hook = module.register_forward_pre_hook(self._hook(name), with_kwargs=True)
                 stack.callback(hook.remove)
-            stack.enter_context(self.walk.reading("importance of experts"))
-            self.walk.visit(size, self._pass, self._add)
+            stack.enter_context(self.calibration.reading("importance of experts"))
+            self.calibration.visit(size, self._pass, self._add)
 
     def _pass(self, chunk: Chunk) -> list[tuple[str, int, Tensor]]:
-        batch = self.walk.batch(chunk)
+        batch = self.calibration.batch(chunk)
         self._added, self._mask = {}, mask_of(batch)
-        outputs(self.walk.model, batch)
-        self.forwards += chunk.size
+        outputs(self.calibration.model, batch)
+        self.calibration.cost.forwards += chunk.size
         return [(name, expert, amounts) for name, parts in self._added.items() for expert, amounts in parts]
 
     def _add(self, found: tuple[str, int, Tensor]) -> None:
@@ -210,7 +208,7 @@ class _Importance:
     def _counted(self, num: int) -> Tensor:
         """Which of ``num`` tokens the attention mask admits."""
         if self._mask is None or self._mask.numel() != num:
-            return torch.ones(num, dtype=torch.bool, device=self.walk.device)
+            return torch.ones(num, dtype=torch.bool, device=self.calibration.device)
         return self._mask.flatten().bool()
 
     def layer(self, name: str) -> ExpertLayer:

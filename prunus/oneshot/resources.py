@@ -44,6 +44,34 @@ class Clock:
         self._since = now
 
 
+@dataclass
+class Cost:
+    """What a call has cost."""
+
+    seconds: float = 0.0
+    parts: dict[str, float] = field(default_factory=dict)  # seconds by part of the call
+    passes: int = 0  # forward and backward passes of one sample
+    forwards: int = 0  # forward passes of one sample without a backward
+    peak_bytes: int = 0
+    rows: int = 0  # of a pass with gradients, at the end: samples times variants of the weights
+    halved: int = 0  # how often memory ran out
+    checkpointing: bool = False  # whether blocks ran again for the backward
+
+    def __str__(self) -> str:
+        """Seconds, what most of them went into, and passes of one sample if there were any."""
+        longest = sorted(self.parts, key=lambda part: -self.parts[part])[:3]
+        parts = ", ".join(f"{part} {self.parts[part]:.1f}" for part in longest)
+        passes = {"with gradients": self.passes, "without gradients": self.forwards}
+        said = " and ".join(f"{num:,} {which}" for which, num in passes.items() if num)
+        return f"{self.seconds:.1f} s{f': {parts}' if parts else ''}{f'; passes of one sample: {said}' if said else ''}"
+
+    def add_(self, other: "Cost") -> None:
+        """Take in what an earlier call has cost."""
+        self.seconds, self.parts = self.seconds + other.seconds, other.parts | self.parts
+        self.passes, self.forwards = self.passes + other.passes, self.forwards + other.forwards
+        self.peak_bytes = max(self.peak_bytes, other.peak_bytes)
+
+
 class Peak:
     """Peak memory in bytes: on CUDA the allocator's since this was made, elsewhere the process's since it started."""
 

@@ -21,7 +21,7 @@ IGNORED = -100  # the label that Hugging Face's losses leave out
 
 
 @dataclass(frozen=True)
-class Group:
+class Stack:
     """Samples of equal shapes, stacked."""
 
     tree: Tree
@@ -30,9 +30,9 @@ class Group:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Samples ``start`` to ``stop`` of one group."""
+    """Samples ``start`` to ``stop`` of one stack."""
 
-    group: int
+    stack: int
     start: int
     stop: int
 
@@ -45,21 +45,21 @@ class Chunk:
         return slice(self.start, self.stop)
 
     def after(self, other: "Chunk") -> "Chunk":
-        """The part of it after ``other``, which holds the first samples of a group."""
-        if self.group != other.group:
+        """The part of it after ``other``, which holds the first samples of a stack."""
+        if self.stack != other.stack:
             return self
-        return Chunk(self.group, min(max(self.start, other.stop), self.stop), self.stop)
+        return Chunk(self.stack, min(max(self.start, other.stop), self.stop), self.stop)
 
     def halves(self) -> "list[Chunk]":
         middle = (self.start + self.stop + 1) // 2
-        return [Chunk(self.group, self.start, middle), Chunk(self.group, middle, self.stop)]
+        return [Chunk(self.stack, self.start, middle), Chunk(self.stack, middle, self.stop)]
 
 
 @dataclass(frozen=True)
 class Pick:
-    """Any samples of one group, in any order."""
+    """Any samples of one stack, in any order."""
 
-    group: int
+    stack: int
     rows: Sequence[int]
 
     @property
@@ -71,29 +71,29 @@ class Pick:
 class Samples:
     """All calibration samples, in their order."""
 
-    groups: list[Group]
+    stacks: list[Stack]
 
     def __len__(self) -> int:
-        return sum(group.size for group in self.groups)
+        return sum(stack.size for stack in self.stacks)
 
     def chunks(self, size: int) -> Iterator[Chunk]:
         """Chunks of at most ``size`` samples, in order and of nearly equal size."""
-        for number, group in enumerate(self.groups):
-            num_parts = -(-group.size // size)
-            edges = [group.size * i // num_parts for i in range(num_parts + 1)]
+        for number, stack in enumerate(self.stacks):
+            num_parts = -(-stack.size // size)
+            edges = [stack.size * i // num_parts for i in range(num_parts + 1)]
             yield from (Chunk(number, start, stop) for start, stop in pairwise(edges))
 
     def digest(self) -> str:
-        return digest([group.tree for group in self.groups])
+        return digest([stack.tree for stack in self.stacks])
 
     def number(self, chunk: Chunk) -> int:
         """Of the first sample of a chunk among all."""
-        return sum(group.size for group in self.groups[: chunk.group]) + chunk.start
+        return sum(stack.size for stack in self.stacks[: chunk.stack]) + chunk.start
 
     def tree(self, chunk: Chunk | Pick, times: int = 1) -> Tree:
         """The samples of a chunk, repeated ``times`` times."""
-        group = self.groups[chunk.group]
-        return repeated(rows(group.tree, chunk.rows, group.size), times, chunk.size)
+        stack = self.stacks[chunk.stack]
+        return repeated(rows(stack.tree, chunk.rows, stack.size), times, chunk.size)
 
 
 def check_batches(batches: Any) -> None:
@@ -109,16 +109,16 @@ def check_batches(batches: Any) -> None:
 
 def samples_of(batches: Iterable[Any]) -> Samples:
     """All samples of ``batches``, which are read once: a loader that shuffles has no effect later."""
-    groups = []
+    stacks = []
     for batch in batches:
         if isinstance(batches, Dataset) and any(map(_is_number, pytree.tree_leaves(_plain(batch)))):
             raise ValueError(
                 f"batches must be an iterable of batches, got {type(batches).__name__}, a dataset of single samples; "
                 "give DataLoader(dataset, batch_size=8)"
             )
-        groups.append(_group(batch))
-    found = Samples(_merged(groups))
-    if not found.groups:
+        stacks.append(_stack(batch))
+    found = Samples(_merged(stacks))
+    if not found.stacks:
         raise ValueError("no calibration samples were given; batches must hold at least one sample")
     return found
 
@@ -232,7 +232,7 @@ def _is_number(leaf: Any) -> bool:
     return leaf.ndim == 0 if isinstance(leaf, Tensor) else isinstance(leaf, Number) and not isinstance(leaf, bool)
 
 
-def _group(batch: Any) -> Group:
+def _stack(batch: Any) -> Stack:
     tree = _plain(batch)
     sizes = [len(leaf) for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.ndim]
     if not sizes or sizes[0] == 0:
@@ -253,7 +253,7 @@ def _group(batch: Any) -> Group:
                 f"a batch has {sizes[0]} samples, but {name} has {len(leaf)} rows, which belong to no sample by "
                 "themselves: give batches of one sample each"
             )
-    return Group(tree, sizes[0])
+    return Stack(tree, sizes[0])
 
 
 def _are_tokens_and_mask(ids: Any, mask: Any) -> bool:
@@ -274,23 +274,23 @@ def _plain(batch: Any) -> Tree:
     return batch
 
 
-def _merged(groups: list[Group]) -> list[Group]:
-    """Neighbours whose tensors differ only in the number of rows become one group."""
-    runs: list[list[Group]] = []
-    for group in groups:
-        if runs and _form(runs[-1][0]) == _form(group) is not None:
-            runs[-1].append(group)
+def _merged(stacks: list[Stack]) -> list[Stack]:
+    """Neighbours whose tensors differ only in the number of rows become one stack."""
+    runs: list[list[Stack]] = []
+    for stack in stacks:
+        if runs and _form(runs[-1][0]) == _form(stack) is not None:
+            runs[-1].append(stack)
         else:
-            runs.append([group])
+            runs.append([stack])
     return [
-        Group(joined([group.tree for group in run], [group.size for group in run]), sum(group.size for group in run))
+        Stack(joined([stack.tree for stack in run], [stack.size for stack in run]), sum(stack.size for stack in run))
         for run in runs
     ]
 
 
-def _form(group: Group) -> tuple[Any, ...] | None:
-    """What two groups must share to be merged; None where a leaf has no rows and so belongs to its own batch."""
-    leaves, spec = pytree.tree_flatten(group.tree)
-    if not all(has_rows(leaf, group.size) for leaf in leaves):
+def _form(stack: Stack) -> tuple[Any, ...] | None:
+    """What two stacks must share to be merged; None where a leaf has no rows and so belongs to its own batch."""
+    leaves, spec = pytree.tree_flatten(stack.tree)
+    if not all(has_rows(leaf, stack.size) for leaf in leaves):
         return None
     return spec, *((leaf.shape[1:], leaf.dtype, leaf.device) for leaf in leaves)

@@ -5,28 +5,30 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from ..eligible import warn_if_much_stays_dense
 from ..masks import Masks
 from ..ops import bits
 from ..select import Selector
-from .limit import Limit, SearchOptions, Trial
-from .options import Repair
+from .calibration import Calibration, Patterns
+from .journal import Folder, SearchJournal
+from .level import Level
+from .method import Method, ScoreLike
+from .options import Bisection, Levels, Limit, Repair, TauTuning, Trial
+from .originals import Originals
 from .probe.decide import taus
 from .probe.objective import Loss
 from .probe.prober import Probe, Probed
-from .progress import progress_line
-from .prune import Job, Plan, Start, method
-from .result import Found, Result
-from .state import State
-from .strategy import ScoreLike
-from .walk import Originals
+from .progress import Progress, progress_line
+from .prune import prune_to
+from .result import SearchResult
+from .scores import Packed, Scores
 
 Evaluate = Callable[[nn.Module], float]
-Packed = Mapping[str, Tensor]
 
 
 def search(
@@ -34,35 +36,50 @@ def search(
     batches: Iterable[Any],
     evaluate: Evaluate,
     limit: Limit,
-    probe: Probe | None = None,
     *,
+    steps: Levels | Bisection = Levels(),
+    tune_tau: TauTuning | None = None,
+    compare: bool = True,
+    on_trial: Callable[[Trial], None] | None = None,
     score: ScoreLike | None = None,
     select: Selector | None = None,
-    repair: Repair | None = None,
+    probe: Probe | None = None,
     loss: Loss | None = None,
-    include: str | Sequence[str] = (),
-    exclude: str | Sequence[str] = (),
+    repair: Repair | Literal["auto"] | None = "auto",
+    moments: Mapping[str, Tensor] | None = None,
+    include: Patterns = (),
+    exclude: Patterns = (),
+    only: Patterns = (),
     batch_size: int | None = None,
-    options: SearchOptions = SearchOptions(),
-) -> Found:
+    offload: str | torch.device | None = None,
+    checkpointing: bool = False,
+    state: Folder | None = None,
+    progress: Progress | bool | None = None,
+) -> SearchResult:
     """Prune ``model`` in place as far as ``limit`` allows for ``evaluate(model)``, a metric on held-out data.
 
     Masks are cumulative: a level prunes within what the one before it kept. A level that fails is taken back bit for
-    bit; if the first fails, the model comes back dense. With ``options.state``, a folder, a search that was
-    killed resumes after its last finished group of weights when it is called again with the same dense model.
+    bit; if the first fails, the model comes back dense. ``steps`` are the sparsities to try. With ``tune_tau`` a level
+    that fails is tried again with a smaller tau of its probe, and with ``compare`` the result is compared with the
+    same method without the probe, at the sparsity that was found. ``on_trial`` is called after every trial.
 
-    With ``repair`` every level is repaired, from the dense weights on. Without a ``score`` the solver of the repair
-    then chooses what stays; otherwise the score is magnitude.
+    All other arguments are those of ``prune``. With repair, the default where there is no probe, every level is
+    repaired from the dense weights on. With ``state``, a folder, a search that was killed resumes after its last
+    finished group of weights when it is called again with the same dense model.
     """
     if not isinstance(limit, Limit):
         raise ValueError(f"limit must be Limit(relative=0.05, better='lower') or the like, got {limit!r}")
-    score, repair = method(batches, score, probe, repair)
-    if options.tune and probe and probe.tau == "target":
-        raise ValueError("tau='target' cannot be tuned: it follows from the sparsity; give a number, or no tune")
-    plan = Plan(score, select, loss, include, exclude, batch_size, options.offload, options.checkpointing, repair)
-    job = Job(model, batches, plan)
-    with job.open():
-        return _Search(job, evaluate, limit, probe, options).run()
+    how: dict[str, Any] = {"loss": loss, "checkpointing": checkpointing, "moments": moments or {}}
+    method = Method.of(batches, score, select, probe, repair, **how)
+    if tune_tau and probe and probe.tau == "target":
+        raise ValueError("tau='target' cannot be tuned: it follows from the sparsity; give a number, or no tune_tau")
+    which: dict[str, Any] = {"include": include, "exclude": exclude, "only": only}
+    calibration = Calibration(model, batches, offload=offload, batch_size=batch_size, **which)
+    warn_if_much_stays_dense(calibration.model, calibration.eligible)
+    with calibration.open():
+        scores = Scores(calibration, method)
+        trying = _Search(scores, evaluate, limit, steps, probe, tune_tau, compare, state, progress, on_trial)
+        return trying.run()
 
 
 @dataclass
@@ -73,30 +90,35 @@ class _Kept:
     originals: Originals
     packed: Packed
     trial: Trial | None = None
-    result: Result | None = None  # where levels are repaired: each begins with the dense weights
+    repaired: Level | None = None  # where levels are repaired: each begins with the dense weights
 
 
 @dataclass
 class _Search:
-    job: Job
+    scores: Scores
     evaluate: Evaluate
     limit: Limit
+    steps: Levels | Bisection
     probe: Probe | None
-    options: SearchOptions
+    tune_tau: TauTuning | None
+    compare: bool
+    state: Folder | None
+    progress: Progress | bool | None
+    on_trial: Callable[[Trial], None] | None
     kept: list[_Kept] = field(default_factory=list)
     trials: list[Trial] = field(default_factory=list)
     passes: int = 0
     evaluations: int = 0
     dense: float = math.nan  # the metric of the dense model
 
-    def run(self) -> Found:
+    def run(self) -> SearchResult:
         began = time.perf_counter()
         try:
             self.dense = self._metric()
             if not math.isfinite(self.dense):
                 raise ValueError(f"the metric of the dense model is {self.dense}; a limit needs a finite one")
             state = self._state()
-            while (target := self.options.steps.next(self.trials)) is not None:
+            while (target := self.steps.next(self.trials)) is not None:
                 self._try(target, state)
             found = self._found()
         except BaseException:
@@ -110,17 +132,17 @@ class _Search:
     def live(self) -> Packed:
         return self.kept[-1].packed if self.kept else {}
 
-    def _state(self) -> State | None:
+    def _state(self) -> SearchJournal | None:
         """The folder of the search; the model is pruned by the trials in it."""
-        if self.options.state is None:
+        if self.state is None:
             return None
-        settings: dict[str, Any] = {"limit": self.limit, "probe": self.probe, "steps": self.options.steps}
-        settings |= {"tune": self.options.tune, **self.job.settings()}
-        if self.job.plan.repair is not None:
-            settings["repair"] = self.job.plan.repair
-        if self.probe is not None and self.job.plan.loss is not None:
-            settings["loss"] = self.job.plan.loss
-        state = State(self.options.state, settings, self.job.weights)
+        method = self.scores.method
+        settings: dict[str, Any] = {"limit": self.limit, "probe": self.probe, "steps": self.steps}
+        settings |= {"tune_tau": self.tune_tau, "samples": self.scores.calibration.samples.digest()}
+        settings |= method.settings()
+        if self.probe is not None and method.loss is not None:
+            settings["loss"] = method.loss
+        state = SearchJournal(self.state, settings, self.scores.weights)
         self.trials = state.trials()
         for number, trial in enumerate(self.trials):
             if trial.accepted:
@@ -135,34 +157,34 @@ class _Search:
             self._apply(before.target, levels[0], before.trial)
         self._apply(trial.target, levels[-1], trial)
 
-    def _apply(self, target: float, packed: Packed, trial: Trial | None, result: Result | None = None) -> None:
-        """Prune to known masks, as one level; ``result`` has repaired weights that are known too."""
-        if self.job.plan.repair is not None:
+    def _apply(self, target: float, packed: Packed, trial: Trial | None, repaired: Level | None = None) -> None:
+        """Prune to known masks, as one level, whose repaired weights may be known too."""
+        if self.scores.method.repair is not None:
             self._to_dense()
-            if result is None:
+            if repaired is None:
                 # masks that the solver found are found again, with the values that belong to them
-                masks = None if self.job.plan.score is None else packed
-                result = self.job.prune(target, None, Start(self.live, masks=masks))
+                masks = None if self.scores.method.score is None else packed
+                repaired = prune_to(self.scores, target, within=self.live, masks=masks)
             else:
-                result.apply_()
-            self.kept.append(_Kept(target, result.originals, packed, trial, result))
+                repaired.apply_()
+            self.kept.append(_Kept(target, repaired.originals, packed, trial, repaired))
             return
-        level, before = _Kept(target, Originals(), packed, trial), self.job.live(self.live)
+        level, before = _Kept(target, Originals(), packed, trial), self.scores.live(self.live)
         self.kept.append(level)
-        for name, weight in self.job.weights.items():
+        for name, weight in self.scores.weights.items():
             gone = before[name] & ~packed[name]
             level.originals.prune_(weight.parameter, bits.unpack(gone, weight.parameter.shape))
-        self.job.changed()
+        self.scores.changed()
 
-    def _try(self, target: float, state: State | None) -> None:
+    def _try(self, target: float, state: SearchJournal | None) -> None:
         """One trial: probe, evaluate, tune if that fails, and keep it or take it back."""
         began, number = time.perf_counter(), len(self.trials)
         passes, evaluations = self.passes, self.evaluations
-        result = self._level(target, self.probe, state)
-        tried, metric, scale = result.sparsity, self._metric(), 1.0
+        level = self._level(target, self.probe, state)
+        tried, metric, scale = self._sparsity(), self._metric(), 1.0
         accepted = self.limit.allows(self.dense, metric)
-        if not accepted and self.options.tune and result.ratios:
-            scale, metric = self._tuned(result, target, metric)
+        if not accepted and self.tune_tau and level.ratios:
+            scale, metric = self._tuned(level, target, metric)
             accepted = scale < 1.0
         sparsity = self._sparsity() if accepted else tried
         if not accepted:
@@ -174,55 +196,59 @@ class _Search:
             self.kept[-1].trial = trial
         if state is not None:
             state.finish(number, trial, [level.packed for level in self.kept])
-        if self.options.on_trial is not None:
-            self.options.on_trial(trial)
+        if self.on_trial is not None:
+            self.on_trial(trial)
 
-    def _level(self, target: float, probe: Probe | None, state: State | None = None) -> Result:
+    def _level(self, target: float, probe: Probe | None, state: SearchJournal | None = None) -> Level:
         """Prune to ``target`` within what was kept, as a new level."""
         number = len(self.trials)
-        start = Start(self.live, state.groups(number) if state else None)
-        self.job.strategy.refresh()
+        done = state.groups(number) if state else None
+        self.scores.refresh()
 
-        def save(names: Sequence[str], found: Probed) -> None:
-            if state is not None and found.ratios:
-                state.save_group(number, names, found)
+        def save(names: Sequence[str], probed: Probed) -> None:
+            if state is not None:
+                state.save_group(number, names, probed)
 
         self._to_dense()
         title = f"search, {target:.1%} ({self.limit.in_words(self.dense)})"
         try:
-            with progress_line(self.options.progress, title) as report:
-                result = self.job.prune(target, probe, start, progress=report, finished=save)
+            with progress_line(self.progress, title) as report:
+                how: dict[str, Any] = {"within": self.live, "done": done, "progress": report, "finished": save}
+                level = prune_to(self.scores, target, probe, **how)
         except BaseException:
             self._from_dense()
             raise
-        self.passes += result.passes
-        repaired = result if self.job.plan.repair is not None else None
-        self.kept.append(_Kept(target, result.originals, result.packed, result=repaired))
-        return result
+        self.passes += level.cost.passes
+        repaired = level if self.scores.method.repair is not None else None
+        self.kept.append(_Kept(target, level.originals, level.packed, repaired=repaired))
+        return level
 
     def _take_back(self) -> None:
         self._to_dense()  # what was repaired may be wanted again
-        self.job.undo_(self.kept.pop().originals)
+        if self.scores.calibration.offload is not None:
+            self.scores.calibration.offload.unload()
+        self.kept.pop().originals.restore_()
+        self.scores.changed()
         self._from_dense()
 
     def _to_dense(self) -> None:
         """Take back a repaired level, whose masks stay."""
-        if self.kept and (result := self.kept[-1].result):
-            result.undo_()
-            self.job.changed()
+        if self.kept and (repaired := self.kept[-1].repaired):
+            repaired.undo_()
+            self.scores.changed()
 
     def _from_dense(self) -> None:
         """Bring back the level that ``_to_dense`` took back."""
-        if self.kept and (result := self.kept[-1].result):
-            result.apply_()
-            self.job.changed()
+        if self.kept and (repaired := self.kept[-1].repaired):
+            repaired.apply_()
+            self.scores.changed()
 
-    def _tuned(self, result: Result, target: float, metric: float) -> tuple[float, float]:
+    def _tuned(self, level: Level, target: float, metric: float) -> tuple[float, float]:
         """The largest factor of tau that passes (1 if none), and its metric; the model is pruned by it."""
-        tune = self.options.tune
+        tune = self.tune_tau
         assert tune is not None
         both = tune.both_steps and len(self.kept) > 1
-        attempt = partial(self._both, target) if both else partial(self._single, result)
+        attempt = partial(self._both, target) if both else partial(self._single, level)
         before = self.kept[-2] if both else None
         low, high, scale, best = 0.0, 1.0, 0.0, (1.0, metric)
         last = 1.0
@@ -242,14 +268,14 @@ class _Search:
             attempt(best[0])
         return best
 
-    def _single(self, result: Result, scale: float) -> float:
+    def _single(self, level: Level, scale: float) -> float:
         """Metric of the level with tau scaled, from its stored ratios."""
         assert self.probe is not None
         scaled = self._scaled(scale)
         assert not isinstance(scaled.tau, str)
-        result.retake_(scaled.tau)
-        self.kept[-1].packed = result.packed
-        self.job.changed()
+        level.retake_(scaled.tau)
+        self.kept[-1].packed = level.packed
+        self.scores.changed()
         return self._metric()
 
     def _both(self, target: float, scale: float) -> float:
@@ -266,19 +292,19 @@ class _Search:
         """Put the level before back as it was, and an empty level in place of the one that failed."""
         self._take_back()
         self._take_back()
-        self._apply(before.target, before.packed, before.trial, before.result)
+        self._apply(before.target, before.packed, before.trial, before.repaired)
         self.kept.append(_Kept(target, Originals(), before.packed))
 
     def _scaled(self, scale: float) -> Probe:
         assert self.probe is not None
-        sizes = {name: weight.parameter.numel() for name, weight in self.job.weights.items()}
+        sizes = {name: weight.parameter.numel() for name, weight in self.scores.weights.items()}
         by_name = taus(self.probe.tau, sizes, self.probe.base)
         return replace(self.probe, tau={name: scale * tau for name, tau in by_name.items()})
 
     @torch.no_grad()
     def _metric(self) -> float:
         self.evaluations += 1
-        found = self.evaluate(self.job.model)
+        found = self.evaluate(self.scores.calibration.model)
         try:
             if isinstance(found, str):
                 raise TypeError
@@ -288,17 +314,17 @@ class _Search:
             raise ValueError(f"evaluate must return a number, got {what}; end it with return float(...)") from None
 
     def _sparsity(self) -> float:
-        packed = self.job.live(self.live)
-        num_weights = sum(weight.parameter.numel() for weight in self.job.weights.values())
+        packed = self.scores.live(self.live)
+        num_weights = sum(weight.parameter.numel() for weight in self.scores.weights.values())
         return 1 - sum(int(bits.count(mask)) for mask in packed.values()) / num_weights
 
-    def _found(self) -> Found:
+    def _found(self) -> SearchResult:
         trial = self.kept[-1].trial if self.kept else None
-        parameters = {name: weight.parameter for name, weight in self.job.weights.items()}
-        masks = Masks(parameters, self.job.live(self.live))
+        parameters = {name: weight.parameter for name, weight in self.scores.weights.items()}
+        masks = Masks(parameters, self.scores.live(self.live))
         metric = trial.metric if trial else self.dense
-        found = Found(masks, self._sparsity(), metric, self.dense, self.trials, self.limit)
-        if trial and self.probe and self.options.compare:
+        found = SearchResult(masks, self._sparsity(), metric, self.dense, self.trials, self.limit)
+        if trial and self.probe and self.compare:
             found.alone, found.alone_sparsity = self._alone(found.sparsity)
         return found
 
@@ -307,9 +333,9 @@ class _Search:
         levels = list(self.kept)
         while self.kept:
             self._take_back()
-        result = self._level(sparsity, None)
-        metric, reached = self._metric(), result.sparsity
+        self._level(sparsity, None)
+        metric, reached = self._metric(), self._sparsity()
         self._take_back()
         for level in levels:
-            self._apply(level.target, level.packed, level.trial, level.result)
+            self._apply(level.target, level.packed, level.trial, level.repaired)
         return metric, reached

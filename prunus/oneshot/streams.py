@@ -1,4 +1,4 @@
-"""The two streams of a repair: activations of the dense model, and of the model as it is pruned so far.
+"""The two streams through a model: activations of the dense one, and of the model as it is compressed so far.
 
 Both travel from block to block. What a group of layers reads in either of them is summed up in Gram matrices.
 """
@@ -12,14 +12,15 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..input_statistics import one_by_one
-from .blocks import Reached, Stream, replaced
-from .experts import ExpertInputs, routed
+from .blocks import Reached, Stream
+from .calibration import Calibration
+from .experts import ExpertInputs, is_stacked, routed
+from .forward import outputs, replaced, swapped
 from .gram import Gram, Moments, Tokens
-from .layers import Inputs, Reader
-from .order import InputGroup, can_batch, input_groups
-from .resources import Clock, free_bytes
+from .layers import Inputs, Reader, readers
+from .groups import Group, input_groups
+from .resources import free_bytes
 from .samples import Chunk, mask_of
-from .walk import Walk, outputs, swapped
 
 Kind = Literal["dense", "pruned"]
 Read = tuple[int, Tensor, Tensor | None]  # part of a weight, its inputs (..., in), and which of them are tokens
@@ -31,32 +32,28 @@ SHARE = 0.25  # of the free memory that each of them may take, and the activatio
 class Streams:
     """Runs the model from the block where both streams stand.
 
-    ``readers`` are the modules that multiply by each weight, ``stacked`` those weights of all experts that one module
-    holds. Groups are in the order in which the model calls them.
+    Groups are in the order in which the model calls them; ``readers`` are the modules that multiply by each weight,
+    ``stacked`` the weights of all experts that one module holds. Without ``has_dense`` nothing reads the dense stream.
     """
 
-    def __init__(
-        self,
-        walk: Walk,
-        readers: Mapping[str, Sequence[Reader]],
-        stacked: Mapping[str, nn.Parameter],
-        clock: Clock,
-        *,
-        has_dense: bool = True,
-        size: int | None = None,
-    ) -> None:
-        self.walk, self.readers, self.stacked, self.clock = walk, readers, stacked, clock
-        self.has_dense = has_dense  # False: nothing reads the dense stream
-        self.groups, self.blocks = input_groups(walk, readers)
-        self.size = (size or _size(walk)) if can_batch(walk) else 1  # samples of a pass
-        device = walk.device if walk.offload is not None else None
-        self.dense, self.pruned = (Stream(self.blocks, walk.samples, device) for _ in range(2))
+    def __init__(self, calibration: Calibration, *, has_dense: bool = True) -> None:
+        self.calibration, self.clock, self.has_dense = calibration, calibration.clock, has_dense
+        weights = calibration.weights
+        self.stacked = {name: weight.parameter for name, weight in weights.items() if is_stacked(weight)}
+        known = readers(calibration.model, list(weights.values()))
+        self.readers = {name: reading for name, reading in known.items() if reading}
+        self.readers |= {name: [Reader(weights[name].module, name.rpartition(".")[2])] for name in self.stacked}
+        with self.clock.part("forwards"):
+            self.groups, self.blocks = input_groups(calibration, self.readers)
+            size = calibration.batch_size or _size(calibration)
+            self.size = size if calibration.can_batch() else 1  # samples of a pass
+        device = calibration.device if calibration.offload is not None else None
+        self.dense, self.pruned = (Stream(self.blocks, calibration.samples, device) for _ in range(2))
         self.position = 0  # blocks that the pruned stream has left behind
         self.is_same = True  # no weight has changed yet, so that the pruned stream is the dense one too
-        self.forwards = 0  # forward passes of one sample
         self._ahead = False  # the dense stream has left one block more behind
         self._values: dict[str, tuple[nn.Parameter, Tensor]] = {}  # dense ones of weights that passes still read
-        self._inputs: dict[tuple[str, int], Tensor] = {}  # in the dense model, by group of layers and of samples
+        self._inputs: dict[tuple[str, int], Tensor] = {}  # in the dense model, by group of layers and stack of samples
         self._outputs: dict[tuple[nn.Module, Chunk], Tensor] = {}  # in the pruned model, of layers that are solved
         self._solved: list[nn.Module] = []  # of this block
         self._room = 0.0  # bytes for outputs
@@ -88,13 +85,13 @@ class Streams:
         self._inputs.clear()
         self.changed()
         # of a model that is moved block by block, where two streams take little of the free memory
-        if self.pruned.offload and 2 * self.pruned.num_bytes <= SHARE * free_bytes(self.walk.device):
+        if self.pruned.offload and 2 * self.pruned.num_bytes <= SHARE * free_bytes(self.calibration.device):
             for stream in (self.dense, self.pruned):
-                stream.keep_on(self.walk.device)
+                stream.keep_on(self.calibration.device)
         # a pass runs all that is outside the blocks, wherever it starts
         behind = {module for block in self.blocks[: self.position] for module in block.modules()}
         later = {name for group in self.groups if group.stop >= self.position for name in group.names}
-        later |= {name for name, found in self.readers.items() if any(r.module not in behind for r in found)}
+        later |= {name for name, own in self.readers.items() if any(reader.module not in behind for reader in own)}
         self._values = {name: value for name, value in self._values.items() if name in later}
 
     def changed(self) -> None:
@@ -109,7 +106,7 @@ class Streams:
         for stream in (self.dense, self.pruned):
             stream.want(())
 
-    def moments(self, group: InputGroup) -> list[Moments | None]:
+    def moments(self, group: Group) -> list[Moments | None]:
         """Second moments of what a group reads: one for each expert, group of a convolution, or query, key and value.
 
         None where no token arrives. The tokens of an expert are those that the pruned model sends to it.
@@ -130,7 +127,7 @@ class Streams:
                 dense = read("dense", group, chunk, routes) if has_dense and pruned else []
             with self.clock.part("grams"):
                 for _, x, valid in pruned:
-                    _check_finite(group, x, valid, self.walk.samples.number(chunk), chunk.size)
+                    _check_finite(group, x, valid, self.calibration.samples.number(chunk), chunk.size)
                 found = [
                     (part, Tokens([x, dense[call][1]] if dense else [x], valid))
                     for call, (part, x, valid) in enumerate(pruned)
@@ -144,20 +141,24 @@ class Streams:
             with self.clock.part("grams"):
                 grams[part].take(tokens)
 
-        self.walk.visit(self.size, collect, add, make_room=self.changed)
-        found: list[Moments | None] = []
-        self.walk.each_once(grams, lambda gram: found.append(gram.moments() if gram.num_tokens else None), self.changed)
-        return found
+        self.calibration.visit(self.size, collect, add, make_room=self.changed)
+        moments: list[Moments | None] = []
+
+        def finish(gram: Gram) -> None:
+            moments.append(gram.moments() if gram.num_tokens else None)
+
+        self.calibration.each_once(grams, finish, self.changed)
+        return moments
 
     def _advance(self, kind: Kind) -> None:
-        visit = partial(self.walk.visit, self.size, make_room=self._outputs.clear)
+        visit = partial(self.calibration.visit, self.size, make_room=self._outputs.clear)
         with self.clock.part("forwards"), self._running(kind):
             getattr(self, kind).advance(self.position, self._forward, visit)
-        self.forwards += len(self.walk.samples)
+        self.calibration.cost.forwards += len(self.calibration.samples)
 
     def _forward(self, chunk: Chunk) -> None:
         self._here = chunk
-        outputs(self.walk.model, self.walk.batch(chunk))
+        outputs(self.calibration.model, self.calibration.batch(chunk))
 
     def _running(self, kind: Kind) -> AbstractContextManager[None]:
         """The model as it is, or with its dense weights from the current position on."""
@@ -176,13 +177,13 @@ class Streams:
             self._outputs[module, self._here] = found
         return found.clone()  # the model may change it in place
 
-    def _is_simple(self, group: InputGroup) -> bool:
+    def _is_simple(self, group: Group) -> bool:
         """Whether its layers read one tensor, once, all in one block and with all tokens."""
         is_once = group.stop == group.start and group.num_calls == group.num_inputs == 1
         return is_once and not group.is_routed and group.names[0] not in self.stacked
 
     def _free_bytes(self) -> float:
-        return min(STORED.get(self.walk.device.type, 1 << 30), SHARE * free_bytes(self.walk.device))
+        return min(STORED.get(self.calibration.device.type, 1 << 30), SHARE * free_bytes(self.calibration.device))
 
     def _run(self, kind: Kind, chunk: Chunk, last: nn.Module | None) -> None:
         """A pass from the current position that ends with the module ``last``, if it does not end before."""
@@ -193,13 +194,13 @@ class Streams:
             stack.enter_context(getattr(self, kind).starting_at(self.position, chunk))
             with suppress(Reached):
                 self._forward(chunk)
-        self.forwards += chunk.size
+        self.calibration.cost.forwards += chunk.size
 
-    def _last_block(self, group: InputGroup) -> nn.Module | None:
+    def _last_block(self, group: Group) -> nn.Module | None:
         """The block in which a group is called for the last time."""
         return self.blocks[group.stop] if group.stop < len(self.blocks) else None
 
-    def _reads(self, kind: Kind, group: InputGroup, chunk: Chunk, _: object) -> list[Read]:
+    def _reads(self, kind: Kind, group: Group, chunk: Chunk, _: object) -> list[Read]:
         """What a group of layers reads; the pass ends with the last of its calls."""
         calls: list[tuple[Reader, Inputs]] = []
         readers = self.readers[group.names[0]]
@@ -210,7 +211,7 @@ class Streams:
             if len(calls) == group.num_calls:
                 raise Reached
 
-        stored = self._inputs.get((group.names[0], chunk.group))
+        stored = self._inputs.get((group.names[0], chunk.stack))
         if stored is not None and (kind == "dense" or self.is_same):
             calls = [(readers[0], (stored[chunk.rows],))]
         else:
@@ -218,17 +219,17 @@ class Streams:
                 for reader in readers:
                     stack.enter_context(reader.seen_by(store))
                 self._run(kind, chunk, self._last_block(group))
-        mask, found = mask_of(self.walk.batch(chunk)), []
+        mask, found = mask_of(self.calibration.batch(chunk)), []
         for reader, inputs in calls:
             parts = inputs * (group.num_inputs // len(inputs))  # a call may give query, key and value as one tensor
             rows = [x for given in parts for x in reader.rows(given)]
             found += [(part, x, _valid(x, mask)) for part, x in enumerate(rows)]
         return found
 
-    def _expert_reads(self, kind: Kind, group: InputGroup, chunk: Chunk, routes: list[tuple[Any, ...]]) -> list[Read]:
+    def _expert_reads(self, kind: Kind, group: Group, chunk: Chunk, routes: list[tuple[Any, ...]]) -> list[Read]:
         """What each of some stacked experts reads; the dense stream's tokens go where the pruned stream's went."""
         (name,) = group.names
-        module, mask = self.readers[name][0].module, mask_of(self.walk.batch(chunk))
+        module, mask = self.readers[name][0].module, mask_of(self.calibration.batch(chunk))
         seen = ExpertInputs(self.stacked[name], mask)
         last = self._last_block(group) or (module if group.num_calls == 1 else None)
         with one_by_one(module), routed(module, routes, kind == "dense", mask), seen:
@@ -242,16 +243,16 @@ class Streams:
             return
         if self.is_same:
             self.dense.copy_from(self.pruned, self.position)
-        sizes = [group.size for group in self.walk.samples.groups]
+        sizes = [stack.size for stack in self.calibration.samples.stacks]
         is_trial = True  # one sample tells how much memory all would take
 
-        def store(group: InputGroup, _: Reader, inputs: Inputs) -> None:
-            x, key = inputs[0].transpose(0, group.sample_dim), (group.names[0], self._here.group)
+        def store(group: Group, _: Reader, inputs: Inputs) -> None:
+            x, key = inputs[0].transpose(0, group.sample_dim), (group.names[0], self._here.stack)
             if is_trial:
                 self._inputs[key] = x
                 return
             if key not in self._inputs:  # zero where the dense model does not call the layer
-                self._inputs[key] = x.new_zeros(sizes[self._here.group], *x.shape[1:])
+                self._inputs[key] = x.new_zeros(sizes[self._here.stack], *x.shape[1:])
             self._inputs[key][self._here.rows] = x
 
         last = self.blocks[self.position] if self.position < len(self.blocks) else None
@@ -261,13 +262,13 @@ class Streams:
                     stack.enter_context(reader.seen_by(partial(store, group)))
             self._run("dense", Chunk(0, 0, 1), last)
             seen, is_trial, self._inputs = self._inputs, False, {}
-            num_bytes = sum(x.nbytes for x in seen.values()) * len(self.walk.samples)
+            num_bytes = sum(x.nbytes for x in seen.values()) * len(self.calibration.samples)
             has_rows = len(seen) == len(groups) and all(x.shape[:1] == (1,) for x in seen.values())
             if not has_rows or num_bytes > self._free_bytes():
                 return
             self._inputs = {key: x.new_zeros(sizes[0], *x.shape[1:]) for key, x in seen.items()}
             if last is None:
-                self.walk.visit(self.size, lambda chunk: self._run("dense", chunk, None))
+                self.calibration.visit(self.size, lambda chunk: self._run("dense", chunk, None))
             else:
                 self._advance("dense")
                 self._ahead = True
@@ -277,11 +278,11 @@ def _stop(*_: object) -> None:
     raise Reached
 
 
-def _size(walk: Walk) -> int:
-    group = max(walk.samples.groups, key=lambda group: group.size)
-    leaf = next(leaf for leaf in pytree.tree_leaves(group.tree) if isinstance(leaf, Tensor) and leaf.ndim)
+def _size(calibration: Calibration) -> int:
+    stack = max(calibration.samples.stacks, key=lambda stack: stack.size)
+    leaf = next(leaf for leaf in pytree.tree_leaves(stack.tree) if isinstance(leaf, Tensor) and leaf.ndim)
     length = leaf.shape[1] if leaf.ndim == 2 and not leaf.is_floating_point() else 32
-    return max(1, TOKENS.get(walk.device.type, 1024) // max(1, length))
+    return max(1, TOKENS.get(calibration.device.type, 1024) // max(1, length))
 
 
 def _valid(x: Tensor, mask: Tensor | None) -> Tensor | None:
@@ -293,7 +294,7 @@ def _valid(x: Tensor, mask: Tensor | None) -> Tensor | None:
     return mask.flatten().bool() if x.ndim == 2 and len(x) == mask.numel() else None
 
 
-def _check_finite(group: InputGroup, x: Tensor, valid: Tensor | None, first: int, num: int) -> None:
+def _check_finite(group: Group, x: Tensor, valid: Tensor | None, first: int, num: int) -> None:
     """``x`` are inputs of ``num`` samples, of which the first has the number ``first``."""
     if bool(x.isfinite().all()):
         return

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from .blocks import Reached, Stream
+from .calibration import Calibration
 from .distance import Distance, distance_of, output_of
+from .forward import first_tensor, outputs, swapped
 from .offload import Offload, gradients, saving
 from .resources import is_out_of_memory, release
 from .samples import Pick, Tree, mask_of
-from .walk import Walk, first_tensor, outputs, swapped
 
 HELD_OUT = 10  # one sample of so many decides which epoch stays
 SCALE = 1024  # of the loss of models in float16, whose gradients would vanish; Adam does not see it
@@ -36,11 +37,11 @@ class Tuned:
         return self.after < self.before
 
 
-def tunable(walk: Walk, module: nn.Module) -> list[nn.Parameter]:
+def tunable(calibration: Calibration, module: nn.Module) -> list[nn.Parameter]:
     """Prunable weights, biases and norms of ``module`` that no other module holds."""
     inside = {*module.modules()}
-    shared = {p for other in walk.model.modules() if other not in inside for p in other.parameters(recurse=False)}
-    prunable = {weight.parameter for weight in walk.weights}
+    shared = {p for other in calibration.model.modules() if other not in inside for p in other.parameters(recurse=False)}
+    prunable = {weight.parameter for weight in calibration.weights.values()}
     return [
         parameter
         for parameter in dict.fromkeys(module.parameters())
@@ -49,12 +50,12 @@ def tunable(walk: Walk, module: nn.Module) -> list[nn.Parameter]:
 
 
 def tune(
-    walk: Walk,
+    calibration: Calibration,
     parameters: Sequence[nn.Parameter],
     loss: Loss,
     *,
     epochs: int,
-    rate: float,
+    lr: float,
     batch: int,
     size: int,
     offload: Offload | None = None,
@@ -69,13 +70,13 @@ def tune(
     try:
         while True:
             try:
-                return _Tuner(walk, parameters, loss, size, offload).run(epochs, rate, batch)
+                return _Tuner(calibration, parameters, loss, size, offload).run(epochs, lr, batch)
             except BaseException as error:
                 torch._foreach_copy_(list(parameters), before)
                 if not is_out_of_memory(error) or size == 1:
                     raise
             size = max(1, min(size, batch) // 2)
-            release(walk.device)
+            release(calibration.device)
     finally:
         for parameter in parameters:
             parameter.requires_grad_(False)
@@ -83,28 +84,28 @@ def tune(
 
 @dataclass
 class _Tuner:
-    walk: Walk
+    calibration: Calibration
     parameters: Sequence[nn.Parameter]
     loss: Loss
     size: int
     offload: Offload | None
 
     @torch.no_grad()
-    def run(self, epochs: int, rate: float, batch: int) -> Tuned:
-        samples = [(i, row) for i, group in enumerate(self.walk.samples.groups) for row in range(group.size)]
+    def run(self, epochs: int, lr: float, batch: int) -> Tuned:
+        samples = [(i, row) for i, stack in enumerate(self.calibration.samples.stacks) for row in range(stack.size)]
         held_out = samples[HELD_OUT - 1 :: HELD_OUT] or samples[-1:]
         training = sorted({*samples} - {*held_out}) or samples
         best = [parameter.detach().clone() for parameter in self.parameters]
         masters = [value.to(torch.promote_types(value.dtype, torch.float32), copy=True) for value in best]
         kept = [value != 0 if value.ndim > 1 else None for value in masters]
-        optimizer = torch.optim.Adam(masters, rate, fused=True)
+        optimizer = torch.optim.Adam(masters, lr, fused=True)
         generator = torch.Generator().manual_seed(0)
         num_steps = -(-len(training) // batch)
         first = least = self._error(held_out)
         for epoch in range(epochs):
             order = torch.randperm(len(training), generator=generator).tolist()
             for step in range(num_steps):
-                optimizer.param_groups[0]["lr"] = rate * (1 - (epoch + step / num_steps) / epochs)
+                optimizer.param_groups[0]["lr"] = lr * (1 - (epoch + step / num_steps) / epochs)
                 here = [training[i] for i in order[step * batch : (step + 1) * batch]]
                 self._backward(here, masters, kept)
                 optimizer.step()
@@ -115,7 +116,7 @@ class _Tuner:
             if (error := self._error(held_out)) < least:
                 least = error
                 torch._foreach_copy_(best, list(self.parameters))
-            self.walk.meter.step(self.walk.meter.phase)
+            self.calibration.meter.step(self.calibration.meter.phase)
         torch._foreach_copy_(list(self.parameters), best)
         return Tuned(first, least)
 
@@ -143,14 +144,14 @@ class _Tuner:
 
 
 def _picks(samples: Sequence[tuple[int, int]], size: int) -> list[Pick]:
-    """Samples (group, row) as picks of at most ``size``, each within one group."""
+    """Samples (stack, row) as picks of at most ``size``, each within one stack."""
     rows: dict[int, list[int]] = {}
-    for group, row in samples:
-        rows.setdefault(group, []).append(row)
-    return [Pick(group, found[i : i + size]) for group, found in rows.items() for i in range(0, len(found), size)]
+    for stack, row in samples:
+        rows.setdefault(stack, []).append(row)
+    return [Pick(stack, own[i : i + size]) for stack, own in rows.items() for i in range(0, len(own), size)]
 
 
-def block_loss(walk: Walk, k: int, pruned: Stream, dense: Stream) -> Loss:
+def block_loss(calibration: Calibration, k: int, pruned: Stream, dense: Stream) -> Loss:
     """Mean square between what block ``k`` gives and what it gives in the dense model."""
 
     def loss(pick: Pick) -> Tensor:
@@ -160,10 +161,10 @@ def block_loss(walk: Walk, k: int, pruned: Stream, dense: Stream) -> Loss:
             found.append(first_tensor(output))
             raise Reached
 
-        batch, handle = walk.batch(pick), pruned.blocks[k].register_forward_hook(stop)
+        batch, handle = calibration.batch(pick), pruned.blocks[k].register_forward_hook(stop)
         try:
             with pruned.starting_at(k, pick):
-                outputs(walk.model, batch)
+                outputs(calibration.model, batch)
         except Reached:
             pass
         finally:
@@ -176,16 +177,16 @@ def block_loss(walk: Walk, k: int, pruned: Stream, dense: Stream) -> Loss:
 class WholeLoss:
     """How far the model's outputs are from those with the ``dense`` values of its tensors."""
 
-    def __init__(self, walk: Walk, dense: Mapping[Tensor, Tensor]) -> None:
-        self.walk = walk
+    def __init__(self, calibration: Calibration, dense: Mapping[Tensor, Tensor]) -> None:
+        self.calibration = calibration
         self.dense = {tensor: values.to(tensor.device) for tensor, values in dense.items()}
         self.distance: Distance | None = None  # known after the first pass
 
     def __call__(self, pick: Pick) -> Tensor:
-        model, batch = self.walk.model, self.walk.batch(pick)
+        model, batch = self.calibration.model, self.calibration.batch(pick)
         with torch.no_grad(), swapped(self.dense):
             expected = outputs(model, batch)
         if self.distance is None:
             problem = getattr(getattr(model, "config", None), "problem_type", None)
-            self.distance = distance_of(expected, self.walk.samples.groups[pick.group].tree, problem)
+            self.distance = distance_of(expected, self.calibration.samples.stacks[pick.stack].tree, problem)
         return self.distance(output_of(outputs(model, batch)), output_of(expected), mask_of(batch))

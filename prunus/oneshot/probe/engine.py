@@ -12,12 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from ...ops import bits
-from ..blocks import Stream, replaced
+from ..blocks import Stream
+from ..calibration import Calibration
+from ..forward import replaced
 from ..layers import holders
 from ..offload import checkpointed, gradients, saving
+from ..originals import Originals
 from ..resources import batch_size, is_out_of_memory, release
 from ..samples import Chunk, Tree
-from ..walk import Originals, Walk
 from .inspection import Findings, inspect
 from .objective import Objective
 from .taps import LayerGradient, NotRows, Taps, Variant, add_largest_, sample_gradients
@@ -34,22 +36,19 @@ class _TooLarge(Exception):
 class Engine:
     """Records of a model's gradients over the calibration samples."""
 
-    def __init__(self, walk: Walk, objective: Objective, size: int | None, checkpointing: bool = False) -> None:
-        self.walk = walk
+    def __init__(self, calibration: Calibration, objective: Objective, checkpointing: bool = False) -> None:
+        self.calibration = calibration
         self.objective = objective
         self.checkpointing = checkpointing  # blocks run again for the backward; turned on where nothing else fits
-        self.weights = {weight.name: weight for weight in walk.weights}
-        half = any(parameter.dtype == torch.float16 for parameter in walk.model.parameters())
+        self.weights = calibration.weights
+        half = any(parameter.dtype == torch.float16 for parameter in calibration.model.parameters())
         self.scale = SCALE if half else 1.0
-        self.passes = 0  # forward and backward passes of one sample
-        self.forwards = 0  # forward passes of one sample without a backward
-        self.modules = holders(walk.model, walk.weights)
-        self.findings: Findings = inspect(walk, objective, self.modules)
-        self.passes += 4
-        self.stream = Stream(walk.blocks if self.findings.chained else [], walk.samples)
-        self.halved = 0  # how often memory ran out
+        self.modules = holders(calibration.model, list(calibration.weights.values()))
+        self.findings: Findings = inspect(calibration, objective, self.modules)
+        calibration.cost.passes += 4
+        self.stream = Stream(calibration.blocks if self.findings.chained else [], calibration.samples)
         self.together = True  # all variants of a sample fit into one pass
-        self.size = size or batch_size(self.findings.saved_bytes, walk.device)  # rows per pass
+        self.size = calibration.batch_size or batch_size(self.findings.saved_bytes, calibration.device)  # rows per pass
 
     def start(self, name: str) -> int:
         """How many blocks a pass for this weight may skip: those that end before its layer is first called."""
@@ -89,7 +88,7 @@ class Engine:
                 self.findings.quick.discard(str(what))
             except _TooLarge:
                 self.together = False
-                self.halved += 1
+                self.calibration.cost.halved += 1
                 return self.records(names, variants, statistic)
 
     def _recorded(self, names: Sequence[str], variants: Sequence[Variant], statistic: Statistic) -> list[Records]:
@@ -99,6 +98,8 @@ class Engine:
         if slow:
             for record, more in zip(found, self._one_by_one(slow, variants, statistic), strict=True):
                 record.update(more)
+        cost = self.calibration.cost
+        cost.rows, cost.checkpointing = self.size, self.checkpointing
         return found
 
     def _batched(self, names: Sequence[str], variants: Sequence[Variant], statistic: Statistic) -> list[Records]:
@@ -124,17 +125,17 @@ class Engine:
             self._checkpoint()
             add(chunk)
 
-        self.walk.visit(self._rows(len(variants)), add, make_room=self._shrink)
+        self.calibration.visit(self._rows(len(variants)), add, make_room=self._shrink)
         return [self._finished(record, statistic) for record in found]
 
     def _may_checkpoint(self) -> bool:
         """Whether checkpointing, which saves memory, is not on yet."""
-        return bool(self.walk.blocks) and not self.checkpointing
+        return bool(self.calibration.blocks) and not self.checkpointing
 
     def _checkpoint(self) -> None:
         self.checkpointing = True
-        self.halved += 1
-        release(self.walk.device)
+        self.calibration.cost.halved += 1
+        release(self.calibration.device)
 
     def _add_chunk(
         self, found: list[Records], start: int, chunk: Chunk, variants: Sequence[Variant], statistic: Statistic
@@ -142,7 +143,7 @@ class Engine:
         modules = {name: self.modules[name] for name in found[0]}
         times = len(variants)
         taps = Taps(modules, chunk.size * times, variants)
-        batch = self.walk.batch(chunk, times)
+        batch = self.calibration.batch(chunk, times)
         others = {n: value for variant in variants for n, value in variant.items() if n not in modules}
         stream = self.stream.starting_at(start, chunk, times)
         with torch.enable_grad(), stream, taps.open(), self._running(others, start):
@@ -153,7 +154,7 @@ class Engine:
                 if not self._added_by_kernel(found[number][name], calls, statistic):
                     for each in sample_gradients(calls):
                         _add(found[number][name], each, statistic, self.scale)
-        self.passes += chunk.size * times
+        self.calibration.cost.passes += chunk.size * times
 
     def _added_by_kernel(self, record: Tensor, calls: Sequence[LayerGradient], statistic: Statistic) -> bool:
         """Whether a kernel has taken all samples of a weight, without writing their gradients to memory."""
@@ -165,13 +166,13 @@ class Engine:
         parameters = [self.weights[name].parameter for name in names]
         start = min(map(self.start, names))
         self._have(start)
-        for chunk in self.walk.samples.chunks(1):
-            batch = self.walk.batch(chunk)
+        for chunk in self.calibration.samples.chunks(1):
+            batch = self.calibration.batch(chunk)
             for record, variant in zip(found, variants, strict=True):
                 for name, each in zip(names, self._one(batch, chunk, start, parameters, variant), strict=True):
                     if each is not None:
                         _add(record[name], each.unsqueeze(0), statistic, self.scale)
-            self.walk.meter.sampled(1)
+            self.calibration.meter.sampled(1)
         return [self._finished(record, statistic) for record in found]
 
     def _one(
@@ -190,7 +191,7 @@ class Engine:
         self, batch: Tree, chunk: Chunk, start: int, parameters: list[nn.Parameter], variant: Variant
     ) -> Sequence[Tensor | None]:
         """Gradients of one sample's loss by autograd."""
-        self.passes += 1
+        self.calibration.cost.passes += 1
         with torch.enable_grad(), self.stream.starting_at(start, chunk), self._running(variant, start):
             for parameter in parameters:
                 parameter.requires_grad_(True)
@@ -198,7 +199,7 @@ class Engine:
                 loss = self.objective.alone(batch)
                 if not loss.requires_grad:  # it depends on none of these weights
                     return [None] * len(parameters)
-                return gradients(self.walk.offload, loss * self.scale, parameters)
+                return gradients(self.calibration.offload, loss * self.scale, parameters)
             finally:
                 for parameter in parameters:
                     parameter.requires_grad_(False)
@@ -206,7 +207,7 @@ class Engine:
     @contextmanager
     def _running(self, variant: Variant, start: int) -> Iterator[None]:
         """The model with these weights from block ``start`` on, whose graph holds no more than it must."""
-        blocks, offload = self.walk.blocks[start:] if self.checkpointing else [], self.walk.offload
+        blocks, offload = self.calibration.blocks[start:] if self.checkpointing else [], self.calibration.offload
         parameters = {name: self.weights[name].parameter for name in variant}
         own = {name: parameter.data for name, parameter in parameters.items()}
         try:
@@ -223,13 +224,13 @@ class Engine:
 
         def forward(chunk: Chunk) -> None:
             if self.findings.batched:
-                self.objective.summed(self.walk.batch(chunk), chunk.size, self.findings.form)
+                self.objective.summed(self.calibration.batch(chunk), chunk.size, self.findings.form)
             else:
-                self.objective.alone(self.walk.batch(chunk))
+                self.objective.alone(self.calibration.batch(chunk))
 
         while True:
             try:
-                self.forwards += self.stream.ensure(start, forward, self._rows(1))
+                self.calibration.cost.forwards += self.stream.ensure(start, forward, self._rows(1))
                 return
             except Exception as error:
                 if not is_out_of_memory(error):
@@ -245,19 +246,19 @@ class Engine:
 
     def _shrink(self) -> None:
         self.size = max(1, self.size // 2)
-        self.halved += 1
-        release(self.walk.device)
+        self.calibration.cost.halved += 1
+        release(self.calibration.device)
 
     def _finished(self, record: Records, statistic: Statistic) -> Records:
         """The record on the device of its weights."""
-        num = 1 if statistic == "largest" else len(self.walk.samples)
+        num = 1 if statistic == "largest" else len(self.calibration.samples)
         homes = {name: self.weights[name].parameter.device for name in record}
         return {name: (value if num == 1 else value / num).to(homes[name]) for name, value in record.items()}
 
     def _zeros(self, name: str) -> Tensor:
         weight = self.weights[name].parameter
         dtype = torch.promote_types(weight.dtype, torch.float32)
-        return torch.zeros(weight.shape, dtype=dtype, device=self.walk.device)
+        return torch.zeros(weight.shape, dtype=dtype, device=self.calibration.device)
 
 
 def _add(record: Tensor, each: Tensor, statistic: Statistic, scale: float) -> None:

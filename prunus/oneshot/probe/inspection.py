@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from ..blocks import Stream, is_chain, is_near
+from ..calibration import Calibration
 from ..layers import weight_of
 from ..offload import Offload, counted_saves, gradients
 from ..resources import FAILURES, is_out_of_memory, release
-from ..samples import Chunk, Group, Samples, Tree, moved, num_tokens, repeated, rows, shortened
-from ..walk import Walk
+from ..samples import Chunk, Samples, Stack, Tree, moved, num_tokens, repeated, rows, shortened
 from .objective import FORMS, Objective
 from .taps import Taps
 
@@ -53,31 +53,32 @@ class Seen:
     saved_bytes: int
 
 
-def inspect(walk: Walk, objective: Objective, modules: Modules) -> Findings:
+def inspect(calibration: Calibration, objective: Objective, modules: Modules) -> Findings:
     """What holds for these samples; a doubt makes the passes slower, never wrong.
 
     Two samples are run, cut to a few tokens, and to fewer where memory runs out.
     """
-    groups = walk.samples.groups
-    group = next((group for group in groups if group.size > 1), groups[0])
-    two = moved(rows(group.tree, slice(2), group.size) if group.size > 1 else repeated(group.tree, 2, 1), walk.device)
+    stacks = calibration.samples.stacks
+    stack = next((stack for stack in stacks if stack.size > 1), stacks[0])
+    two = rows(stack.tree, slice(2), stack.size) if stack.size > 1 else repeated(stack.tree, 2, 1)
+    two = moved(two, calibration.device)
     whole = num_tokens(two) if objective.loss is None else 0
     length = min(whole, TOKENS) or 1
     while True:
         try:
-            found = _inspected(walk, objective, modules, shortened(two, length) if whole else two)
+            found = _inspected(calibration, objective, modules, shortened(two, length) if whole else two)
             found.saved_bytes *= -(-whole // length) if whole else 1
             return found
         except Exception as error:
             if not is_out_of_memory(error) or length < 4:
                 raise
         length //= 2
-        release(walk.device)
+        release(calibration.device)
 
 
-def _inspected(walk: Walk, objective: Objective, modules: Modules, two: Tree) -> Findings:
+def _inspected(calibration: Calibration, objective: Objective, modules: Modules, two: Tree) -> Findings:
     tapped = {name: holding for name, holding in modules.items() if holding}
-    alone = [_observe(walk, objective.alone, rows(two, slice(i, i + 1), 2), tapped) for i in (0, 1)]
+    alone = [_observe(calibration, objective.alone, rows(two, slice(i, i + 1), 2), tapped) for i in (0, 1)]
     dtypes = {alone[0].loss.dtype, *(p.dtype for p in objective.model.parameters() if p.is_floating_point())}
     tolerance = max([ROUNDING.get(dtype, 0.25) for dtype in dtypes] + [TF32] * _rounds_products(alone[0].loss))
     elsewhere = alone[0].elsewhere | alone[1].elsewhere
@@ -85,11 +86,11 @@ def _inspected(walk: Walk, objective: Objective, modules: Modules, two: Tree) ->
     found = Findings(saved_bytes=max(seen.saved_bytes for seen in alone))
     found.starts = {name: start for name, start in starts.items() if name not in elsewhere}
     found.form = _form(objective, two, alone, min(tolerance, 1e-2))
-    found.chained = _is_chained(walk.blocks, objective, two, alone)
+    found.chained = _is_chained(calibration.blocks, objective, two, alone)
     if objective.loss is None and found.form is None:
         return found
     try:
-        together = _observe(walk, lambda tree: objective.summed(tree, 2, found.form), two, tapped)
+        together = _observe(calibration, lambda tree: objective.summed(tree, 2, found.form), two, tapped)
     except Exception as error:
         if not is_out_of_memory(error) or num_tokens(two) > 3:
             raise
@@ -107,7 +108,7 @@ def _rounds_products(loss: Tensor) -> bool:
     return bool(torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32)
 
 
-def _observe(walk: Walk, loss: Callable[[Tree], Tensor], tree: Tree, modules: Modules) -> Seen:
+def _observe(calibration: Calibration, loss: Callable[[Tree], Tensor], tree: Tree, modules: Modules) -> Seen:
     order: list[int] = []
     starts: dict[str, int] = {}
     ended = [0]
@@ -118,8 +119,8 @@ def _observe(walk: Walk, loss: Callable[[Tree], Tensor], tree: Tree, modules: Mo
     def begin(name: str) -> None:
         starts.setdefault(name, ended[0])
 
-    handles = [block.register_forward_pre_hook(lambda *_, i=i: order.append(i)) for i, block in enumerate(walk.blocks)]
-    handles += [block.register_forward_hook(end) for block in walk.blocks]
+    handles = [block.register_forward_pre_hook(lambda *_, i=i: order.append(i)) for i, block in enumerate(calibration.blocks)]
+    handles += [block.register_forward_hook(end) for block in calibration.blocks]
     taps = Taps(modules, 0, strict=False, on_call=begin)
     weights = [weight_of(holding[0]) for holding in modules.values()]
     try:
@@ -127,11 +128,11 @@ def _observe(walk: Walk, loss: Callable[[Tree], Tensor], tree: Tree, modules: Mo
             torch.enable_grad(),
             taps.open(),
             _requiring_grad(weights),
-            counted_saves(walk.model, walk.offload) as saved,
+            counted_saves(calibration.model, calibration.offload) as saved,
         ):
             total = loss(tree)
             taps.recording = False
-            outputs, others = _gradients(total, [call.out for call in taps.calls], weights, walk.offload)
+            outputs, others = _gradients(total, [call.out for call in taps.calls], weights, calibration.offload)
     finally:
         for handle in handles:
             handle.remove()
@@ -208,7 +209,7 @@ def _is_chained(blocks: Sequence[nn.Module], objective: Objective, two: Tree, al
     """Whether passes that start at any block give the losses of whole passes."""
     if len(blocks) < 2 or any(seen.order != list(range(len(blocks))) for seen in alone):
         return False
-    samples = Samples([Group(rows(two, slice(i, i + 1), 2), 1) for i in (0, 1)])
+    samples = Samples([Stack(rows(two, slice(i, i + 1), 2), 1) for i in (0, 1)])
 
     def loss(chunk: Chunk) -> Tensor:
         return objective.alone(samples.tree(chunk))

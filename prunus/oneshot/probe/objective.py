@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..blocks import replaced
+from ..forward import head_of, outputs, replaced, without_cache
 from ..resources import FAILURES, is_out_of_memory
 from ..samples import IGNORED, Tree, in_words, rows
-from ..walk import head_of, outputs, without_cache
 
 Loss = Callable[[Any, Any], Tensor]
 IN_PARTS = "next token, in parts"

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ...eligible import Weight
 from ...ops import bits
 from ..blocks import block_of
-from ..walk import Originals
+from ..originals import Originals
 from .decide import Ratios, Tau, ZeroGradient, check_tau, is_allowed, ratios, smallest_ratios, taus
 from .engine import Engine
 
@@ -98,10 +98,10 @@ class Prober:
 
     def run(self, finished: Finished, done: Sequence[str] = ()) -> Probed:
         """Probe and prune; ``finished`` is called after every group. Groups whose weights are ``done`` are skipped."""
-        groups = grouped(self.weights, self.engine.walk.blocks, self.probe)
+        groups = grouped(self.weights, self.engine.calibration.blocks, self.probe)
         groups = [group for group in groups if not set(group) <= set(done)]
         for i, names in enumerate(groups):
-            self.engine.walk.meter.show(f"probe of {names[0]}")
+            self.engine.calibration.meter.show(f"probe of {names[0]}")
             if self.probe.schedule == "joint":
                 self._record_joint(names)
             else:
@@ -126,11 +126,11 @@ class Prober:
 
     def _record_joint(self, names: Sequence[str]) -> None:
         """Records of the model and of the model with all candidates reduced."""
-        walk, where = self.engine.walk, {name: self.found.candidates[name] for name in names}
-        with walk.reading("gradients"):
+        calibration, where = self.engine.calibration, {name: self.found.candidates[name] for name in names}
+        with calibration.reading("gradients"):
             (before,) = self.engine.records(names, [{}])
         before = {name: record[self._where(name)] for name, record in before.items()}
-        with self.engine.reduced(where, self.probe.reduction), walk.reading("gradients with candidates reduced"):
+        with self.engine.reduced(where, self.probe.reduction), calibration.reading("gradients with candidates reduced"):
             (after,) = self.engine.records(names, [{}])
         for name in names:
             self._keep_ratios(name, before[name], after[name][self._where(name)])

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from ...eligible import is_conv1d
 from ...ops.wide_products import wide_bmm
-from ..blocks import replaced
+from ..forward import replaced
 from ..layers import weight_of, windows
 
 ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 28}  # of per-sample gradients that exist at a time

@@ -10,20 +10,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .blocks import Stream, is_chain, is_near
+from .blocks import Stream, is_chain
+from .calibration import Calibration
+from .forward import first_tensor, outputs
 from .layers import Inputs, Reader
-from .resources import FAILURES
-from .samples import Chunk, Group, Samples, moved, rows
-from .walk import Walk, first_tensor, outputs
+from .samples import Chunk, Samples, Stack, moved, rows
 
 NUM_PASSES = 8  # samples that are run to find layers that not every sample reaches
-# relative: rounding where a batch is run by other kernels than a single sample; a real difference is of order 1
-ROUNDING = {torch.float64: 1e-6, torch.float32: 3e-2, torch.bfloat16: 0.25, torch.float16: 0.25}
 Readers = Mapping[str, Sequence[Reader]]
 
 
 @dataclass(frozen=True)
-class InputGroup:
+class Group:
     """Weights whose layers read the same inputs; ``start`` blocks have ended when they are first called."""
 
     names: tuple[str, ...]
@@ -46,43 +44,45 @@ class _Layer:
 
 
 @torch.no_grad()
-def input_groups(walk: Walk, readers: Readers) -> tuple[list[InputGroup], list[nn.Module]]:
+def input_groups(calibration: Calibration, readers: Readers) -> tuple[list[Group], list[nn.Module]]:
     """Groups of weights in the order of their first calls, and the blocks at which passes may start.
 
     There are no such blocks where the model does more with them than pass a state from one to the next. Weights whose
     layers are never called are in no group.
     """
     layers: dict[str, _Layer] = {}
-    chunks = list(walk.samples.chunks(1))[:NUM_PASSES]
-    orders = [_observe(walk, readers, chunks[0], walk.blocks, layers)]
-    blocks = list(walk.blocks) if orders[0] == list(range(len(walk.blocks))) and _is_chained(walk, chunks[0]) else []
-    if len(blocks) != len(walk.blocks):
+    chunks = list(calibration.samples.chunks(1))[:NUM_PASSES]
+    blocks = list(calibration.blocks)
+    order = _observe(calibration, readers, chunks[0], blocks, layers)
+    if blocks and (order != list(range(len(blocks))) or not _is_chained(calibration, chunks[0])):
+        blocks = []
         layers.clear()
     for chunk in chunks if not layers else chunks[1:]:
         if len(layers) == len(readers) or not readers:
             break
-        _observe(walk, readers, chunk, blocks, layers)
-    groups: dict[object, list[str]] = {}
+        _observe(calibration, readers, chunk, blocks, layers)
+    names: dict[object, list[str]] = {}
     for name, layer in layers.items():
-        groups.setdefault((*layer.calls, layer.start), []).append(name)
-    found = []
-    for names in groups.values():
-        layer = layers[names[0]]
+        names.setdefault((*layer.calls, layer.start), []).append(name)
+    groups = []
+    for alike in names.values():
+        layer = layers[alike[0]]
         how = layer.is_routed, layer.num_inputs, layer.sample_dim
-        found.append(InputGroup(tuple(names), layer.start, layer.stop, len(layer.calls), *how))
-    return found, blocks
+        groups.append(Group(tuple(alike), layer.start, layer.stop, len(layer.calls), *how))
+    # layers that only a later sample reached stand at the end
+    return sorted(groups, key=lambda group: group.start), blocks
 
 
 def _observe(
-    walk: Walk, readers: Readers, chunk: Chunk, blocks: Sequence[nn.Module], layers: dict[str, _Layer]
+    calibration: Calibration, readers: Readers, chunk: Chunk, blocks: Sequence[nn.Module], layers: dict[str, _Layer]
 ) -> list[int]:
     """Add the layers that one pass calls for the first time; returns the order in which blocks were called."""
-    batch = walk.batch(chunk)
+    batch = calibration.batch(chunk)
     sizes = next((leaf.shape[:2] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)), torch.Size())
     num_rows = (sizes[:1].numel(), sizes.numel())
     alive: list[Tensor] = []  # inputs of this block: memory that is in use cannot be that of another input
     order: list[int] = []
-    found: dict[str, _Layer] = {}
+    here: dict[str, _Layer] = {}
     ended = 0
 
     def end(*_: object) -> None:
@@ -92,7 +92,7 @@ def _observe(
 
     def begin(name: str, reader: Reader, inputs: Inputs) -> None:
         alive.extend(inputs)
-        layer = found.setdefault(name, _Layer([], ended))
+        layer = here.setdefault(name, _Layer([], ended))
         same = [(x.data_ptr(), x._version, x.numel(), x.shape[-1], x.dtype) for x in inputs]
         layer.calls.append((*same, ended, reader.geometry))
         layer.stop, layer.num_inputs = ended, max(layer.num_inputs, len(inputs))
@@ -109,37 +109,18 @@ def _observe(
         for name, reading in readers.items():
             for reader in reading if name not in layers else ():
                 stack.enter_context(reader.seen_by(partial(begin, name)))
-        outputs(walk.model, batch)
-    layers |= found
+        outputs(calibration.model, batch)
+    layers |= here
     return order
 
 
-def _is_chained(walk: Walk, chunk: Chunk) -> bool:
+def _is_chained(calibration: Calibration, chunk: Chunk) -> bool:
     """Whether passes that start at any block give what whole passes give."""
-    if not walk.blocks:
-        return False
-    group = walk.samples.groups[chunk.group]
-    samples = Samples([Group(moved(rows(group.tree, slice(1), group.size), walk.device), 1)])
+    stack = calibration.samples.stacks[chunk.stack]
+    samples = Samples([Stack(moved(rows(stack.tree, slice(1), stack.size), calibration.device), 1)])
 
     def value(chunk: Chunk) -> Tensor:
-        return first_tensor(outputs(walk.model, samples.tree(chunk)))
+        return first_tensor(outputs(calibration.model, samples.tree(chunk)))
 
     whole = value(Chunk(0, 0, 1))
-    return is_chain(Stream(walk.blocks, samples), value, [whole])
-
-
-@torch.no_grad()
-def can_batch(walk: Walk) -> bool:
-    """Whether two samples in one pass give what they give one by one."""
-    number = next((i for i, group in enumerate(walk.samples.groups) if group.size > 1), None)
-    if number is None:
-        return True
-    try:
-        batches = (walk.batch(Chunk(number, *rows)) for rows in ((0, 2), (0, 1), (1, 2)))
-        both, *each = (first_tensor(outputs(walk.model, batch)) for batch in batches)
-    except (*FAILURES, MemoryError):
-        return False
-    return len(both) == 2 and all(
-        one.shape[1:] == part.shape and is_near(part, one[0], ROUNDING.get(part.dtype, 0.25))
-        for part, one in zip(both, each, strict=True)
-    )
+    return is_chain(Stream(calibration.blocks, samples), value, [whole])

@@ -1,4 +1,4 @@
-"""What a search or a repair has finished, on disk: files of groups of weights and of trials, to resume from."""
+"""What a call has finished, on disk, to resume from: groups of weights of a repair, trials of a search."""
 
 import os
 import warnings
@@ -17,7 +17,7 @@ from ..files.json_file import read_json, write_json
 from ..files.torch_file import FORMAT, read_torch_file, write_torch_file
 from ..ops.bits import words_of
 from .identity import identity
-from .limit import Trial
+from .options import Trial
 from .probe.decide import Ratios
 from .probe.prober import Probed
 from .samples import digest
@@ -25,7 +25,7 @@ from .samples import digest
 Folder = str | os.PathLike[str]
 
 
-class RepairState:
+class Journal:
     """The folder of one repair: a file for each group of weights, block or model that is done."""
 
     def __init__(self, folder: Folder, settings: Mapping[str, Any], weights: Mapping[str, Weight]) -> None:
@@ -69,7 +69,7 @@ def _check_or_write(folder: Path, kind: str, about: dict[str, Any]) -> None:
         raise ValueError(f"the {kind} in {folder} began with other weights; load the same model, still dense")
 
 
-class State:
+class SearchJournal:
     """The folder of one search: of a model with these weights, with these settings."""
 
     def __init__(self, folder: Folder, settings: Mapping[str, Any], weights: Mapping[str, Weight]) -> None:

@@ -22,7 +22,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Group:
+class Problem:
     """The rows of all layers, one under another, with inputs scaled so that the damped Gram matrix has diagonal 1.
 
     The size of a scaled dense weight is WANDA's score. With d the change of a row of scaled weights from the dense
@@ -50,7 +50,7 @@ class Group:
         dense_targets: bool,
         damping: float,
         live: Mapping[str, Tensor] = MappingProxyType({}),
-    ) -> "Group":
+    ) -> "Problem":
         """Set up the problem; ``moments`` are not changed. ``live`` masks tell what may stay of some layers."""
         _check(weights, moments)
         dtype = moments.gram.dtype
@@ -78,7 +78,7 @@ class Group:
         alive = weight != 0
         if live:
             alive &= torch.cat([live.get(name, torch.ones_like(dense).bool()) for name, dense in weights.items()])
-        group = Group(
+        problem = Problem(
             weights=weights,
             damping=damping,
             weight=weight,
@@ -93,7 +93,7 @@ class Group:
             energy=energy,
             floor=floor,
         )
-        return group if bool(alive.all()) else replace(group, live_by_layer=group.split(alive))
+        return problem if bool(alive.all()) else replace(problem, live_by_layer=problem.split(alive))
 
     def split(self, rows: Tensor) -> dict[str, Tensor]:
         """Rows by layer."""

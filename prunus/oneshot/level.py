@@ -1,0 +1,98 @@
+"""A model pruned to one sparsity: its masks, how they were found, and how to take them back."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..eligible import Weight
+from ..ops import bits
+from .originals import Originals
+from .probe.decide import Ratios, Tau, check_tau, is_allowed, taus
+from .resources import Cost
+from .step import LayerRepair
+from .tune import Tuned
+
+
+@dataclass
+class Level:
+    """Masks are packed bits, by weight."""
+
+    weights: Mapping[str, Weight]
+    live: Mapping[str, Tensor]  # what was not zero before
+    packed: dict[str, Tensor] = field(default_factory=dict)  # what stays
+    candidates: dict[str, Tensor] = field(default_factory=dict)  # what the score proposed to a probe
+    ratios: dict[str, Ratios] = field(default_factory=dict)
+    taus: dict[str, float] = field(default_factory=dict)
+    repairs: dict[str, LayerRepair] = field(default_factory=dict)
+    tuned: dict[int, Tuned] = field(default_factory=dict)  # by block
+    tuned_whole: Tuned | None = None
+    not_tuned: list[str] = field(default_factory=list)  # sentences: what was to be tuned and was not, and why
+    originals: Originals = field(default_factory=Originals)
+    cost: Cost = field(default_factory=Cost)
+    repair_again: Callable[[], None] | None = None  # repairs the dense model by the masks of the probe
+    _undone: dict[Tensor, Tensor] = field(default_factory=dict)  # repaired values that ``undo_`` took back
+
+    def proposed(self, name: str) -> Tensor:
+        """Packed bits of what the score, or the solver, would prune."""
+        return self.candidates[name] if name in self.candidates else self.live[name] & ~self.packed[name]
+
+    def undo_(self) -> None:
+        """Give every changed weight its old value, bit for bit."""
+        self._undone = self.originals.restore_() or self._undone
+
+    @torch.no_grad()
+    def apply_(self) -> None:
+        """Prune again what ``undo_`` restored."""
+        self.undo_()
+        if self._undone:
+            while self._undone:  # of each weight one value beside the model: the dense or the repaired one
+                tensor, values = self._undone.popitem()
+                self.originals.save_all(tensor)
+                tensor.detach().copy_(values)
+            return
+        for name, weight in self.weights.items():
+            where = bits.unpack(self.live[name] & ~self.packed[name], weight.parameter.shape)
+            self.originals.prune_(weight.parameter, where)
+
+    @contextmanager
+    def masks_alone(self) -> Iterator[None]:
+        """The dense weights under the masks, without their repair, while this is open."""
+        self.undo_()
+        masks = Originals()
+        try:
+            for name, weight in self.weights.items():
+                masks.prune_(weight.parameter, ~bits.unpack(self.packed[name], weight.parameter.shape))
+            yield
+        finally:
+            masks.restore_()
+            self.apply_()
+
+    def packed_at(self, tau: Tau, base: float = 1.0) -> dict[str, Tensor]:
+        """Packed masks that another tau gives from the stored ratios, without a new pass."""
+        if tau == "target":
+            raise ValueError("target is a rule for a whole probe; give a number, a mapping, a list or 'adaptive'")
+        check_tau(tau)
+        if not self.ratios:
+            raise ValueError("there are no ratios to read: the model was pruned without a probe")
+        packed = {}
+        for name, value in self._taus(tau, base).items():
+            where = bits.unpack(self.candidates[name], self.weights[name].parameter.shape)
+            where[where.clone()] = is_allowed(self.ratios[name].q, value)
+            packed[name] = self.live[name] & ~bits.pack(where)
+        return packed
+
+    def retake_(self, tau: Tau, base: float = 1.0) -> None:
+        """Make masks, model and ``taus`` those of another tau; a repair is done anew."""
+        self.packed = self.packed_at(tau, base)
+        if self.repair_again is None:
+            self.apply_()
+        else:
+            self.undo_()
+            self.repair_again()
+        self.taus = self._taus(tau, base)
+
+    def _taus(self, tau: Tau, base: float) -> dict[str, float]:
+        return taus(tau, {name: weight.parameter.numel() for name, weight in self.weights.items()}, base)

@@ -1,0 +1,217 @@
+"""The one loop after training: block after block, a step changes the layers of one group after another.
+
+The dense and the compressed stream of activations travel along. The loop knows where inputs come from and where
+changes go: into the model, into the journal to resume from, and into the originals to undo. Steps know the rest.
+"""
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..ops import bits
+from ..ops.lazy import as_rows, from_rows
+from .batch_norms import renew_batch_norms
+from .calibration import Calibration
+from .groups import Group
+from .journal import Journal
+from .layers import matrix_layout
+from .level import Level
+from .options import BlockTuning
+from .resources import is_out_of_memory, release
+from .step import Change, LayerRepair, Layers, Step
+from .steps import Mask
+from .streams import Streams
+from .tune import Tuned, WholeLoss, block_loss, tunable, tune
+
+Finished = Callable[[Sequence[str]], None]  # called with the weights of a group that is done
+
+
+class Loop:
+    """Changes the weights of a level in place, group after group; what no step changes ``mask`` prunes at the end.
+
+    ``masks`` are packed masks that are known before; without them the steps choose within ``live``, packed too.
+    """
+
+    def __init__(
+        self,
+        calibration: Calibration,
+        level: Level,
+        mask: Mask,
+        *,
+        masks: Mapping[str, Tensor] | None = None,
+        live: Mapping[str, Tensor] | None = None,
+        journal: Journal | None = None,
+    ) -> None:
+        self.calibration, self.level, self.mask, self.journal = calibration, level, mask, journal
+        self.weights, self.masks, self.live = calibration.weights, masks, live or {}
+        self.streams: Streams | None = None
+
+    @torch.no_grad()
+    def run(self, step: Step | None, finished: Finished, tuning: BlockTuning | None = None) -> None:
+        """Go through all weights; without a step no input is read, and every weight is pruned by its mask alone."""
+        if step is not None:
+            self.calibration.meter.show("order of the layers")
+            self.streams = Streams(self.calibration, has_dense=step.targets == "dense")
+            offload = self.calibration.offload
+            with nullcontext() if offload is None else offload.keeping():
+                self._through_blocks(self.streams, step, finished, tuning)
+        for name in self.weights:
+            if name not in self.level.packed:
+                change = self.mask(self._layers([name]))[name]
+                if self.streams is not None:
+                    is_known = name in self.streams.readers
+                    reason = "no sample reached it" if is_known else "it is no plain linear layer or convolution"
+                    change = replace(change, repair=LayerRepair(not_repaired=reason))
+                self._write(name, change)
+                finished([name])
+
+    def _through_blocks(self, streams: Streams, step: Step, finished: Finished, tuning: BlockTuning | None) -> None:
+        num_blocks, skipped = len(streams.blocks), Counter[str]()
+        last = num_blocks if tuning else max((group.start for group in streams.groups), default=0)
+        numbers = {group: number for number, group in enumerate(streams.groups)}
+        for position in range(last + 1):
+            for group in [group for group in streams.groups if group.start == position]:
+                self._change(streams, group, step, f"group_{numbers[group]:05}")
+                finished(group.names)
+            if position < last:
+                self.calibration.meter.show(f"passes through block {position + 1} of {num_blocks}")
+                streams.advance_dense()
+                if tuning is not None:
+                    self._tune_block(streams, tuning, skipped)
+                    streams.changed()
+                streams.advance()
+        if tuning is not None:
+            self.level.not_tuned += [f"Blocks that were not tuned: {n} of {num_blocks}, {why}." for why, n in skipped.items()]
+            if not num_blocks and tuning.epochs:
+                self.level.not_tuned.append("No block was tuned by itself: the model does not run as a chain of blocks.")
+        streams.forget()
+
+    def _change(self, streams: Streams, group: Group, step: Step, file: str) -> None:
+        """Have the step change the layers of a group, or do again what it did before the call was interrupted."""
+        self.calibration.meter.show(f"repair of {group.names[0]}")
+        if self.journal and (before := self.journal.load(file, group.names)):
+            for name, saved in before.items():
+                self._replace(name, saved["weight"], saved["mask"], LayerRepair(**saved["repair"]))
+            return
+        layers = self._layers(group.names, self.calibration.device)
+        experts = group.names[0] in streams.stacked
+        layers = replace(layers, moments=streams.moments(group), are_experts=experts, is_routed=group.is_routed)
+        changes = step(layers)
+        for name, change in changes.items():
+            self._write(name, change)
+        if self.journal:
+            self.journal.save(file, group.names, {name: self._entry(name) for name in changes})
+
+    def _entry(self, name: str) -> dict[str, Any]:
+        weight, level = self.weights[name].parameter.detach(), self.level
+        return {"weight": weight.cpu(), "mask": level.packed[name].cpu(), "repair": asdict(level.repairs[name])}
+
+    def _layers(self, names: Sequence[str], device: torch.device | None = None) -> Layers:
+        """Weights and masks as matrices (out, in)."""
+
+        def matrix(name: str, tensor: Tensor) -> Tensor:
+            shape, outputs = matrix_layout(self.weights[name])
+            rows = as_rows(tensor.reshape(shape), outputs)
+            return rows if device is None else rows.to(device)
+
+        def unpacked(packed: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            shapes = {name: self.weights[name].parameter.shape for name in names if name in packed}
+            return {name: matrix(name, bits.unpack(packed[name], shape)) for name, shape in shapes.items()}
+
+        weights = {name: matrix(name, self.weights[name].parameter.detach()) for name in names}
+        return Layers(weights, masks=None if self.masks is None else unpacked(self.masks), live=unpacked(self.live))
+
+    def _write(self, name: str, change: Change) -> None:
+        """Bring a change into the shape of its weight, and make it."""
+        weight = self.weights[name]
+        shape, outputs = matrix_layout(weight)
+
+        def shaped(matrix: Tensor) -> Tensor:
+            return from_rows(matrix, outputs, shape).reshape(weight.parameter.shape)
+
+        mask, value = shaped(change.mask), weight.parameter.detach()
+        packed = bits.pack(mask)
+        if self.streams is None:  # nothing but zeros changes: only what they replace is remembered
+            self.level.originals.prune_(weight.parameter, bits.unpack(self.level.live[name] & ~packed, value.shape))
+            self.level.packed[name] = packed
+        else:
+            self._replace(name, value * mask if change.weight is None else shaped(change.weight), packed, change.repair)
+
+    def _replace(self, name: str, value: Tensor, packed: Tensor, repair: LayerRepair) -> None:
+        """Change a weight in place, and remember its dense values."""
+        parameter, level = self.weights[name].parameter, self.level
+        level.packed[name], level.repairs[name] = packed.to(parameter.device), repair
+        positive = value + 0.0  # zeros without a sign: a small file keeps -0.0 as a value
+        assert self.streams is not None
+        self.streams.replace_(name, parameter, positive, level.originals.save_all(parameter))
+
+    def _tune_block(self, streams: Streams, tuning: BlockTuning, skipped: Counter[str]) -> None:
+        k, offload = streams.position, self.calibration.offload
+        block = streams.blocks[k]
+        parameters = tunable(self.calibration, block)
+        loss = block_loss(self.calibration, k, streams.pruned, streams.dense)
+        how = {"epochs": tuning.epochs, "lr": tuning.lr, "batch": tuning.batch, "size": streams.size}
+
+        def run() -> Tuned:
+            with nullcontext() if offload is None else offload.staying(block):
+                return tune(self.calibration, parameters, loss, **how)
+
+        if not tuning.epochs:
+            return
+        if streams.is_same or not parameters:
+            skipped["as nothing was pruned in them or before" if streams.is_same else "as they share all their weights"] += 1
+            return
+        with self.calibration.meter.part(f"tuning of block {k + 1} of {len(streams.blocks)}", tuning.epochs):
+            self.level.tuned[k] = self._tuned(f"block_{k:05}", parameters, run)
+
+    @torch.no_grad()
+    def finish(self, batch_norm: bool, tuning: BlockTuning | None) -> None:
+        """Renew the statistics of batch norms, and tune the model as a whole where that is wanted and memory suffices."""
+        calibration, level, streams = self.calibration, self.level, self.streams
+        assert streams is not None
+        if batch_norm:
+            calibration.meter.show("statistics of batch norms")
+            with calibration.clock.part("batch norms"):
+                renew_batch_norms(calibration, streams.blocks, streams.size, level.originals)
+        if tuning is None or not tuning.whole_epochs:
+            return
+        parameters = tunable(calibration, calibration.model)
+        how = {"epochs": tuning.whole_epochs, "lr": tuning.whole_lr, "batch": tuning.batch, "size": streams.size}
+
+        def run() -> Tuned:
+            loss = WholeLoss(calibration, level.originals.whole)
+            return replace(tune(calibration, parameters, loss, offload=calibration.offload, **how), loss=str(loss.distance))
+
+        try:
+            with calibration.meter.part("tuning of the whole model", tuning.whole_epochs):
+                level.tuned_whole = self._tuned("whole", parameters, run)
+            return
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        release(calibration.device)
+        level.not_tuned.append("The model was not tuned as a whole: there is too little memory.")
+        warnings.warn("there is too little memory to tune the model as a whole: that was left out", stacklevel=2)
+
+    def _tuned(self, file: str, parameters: Sequence[nn.Parameter], run: Callable[[], Tuned]) -> Tuned:
+        """What ``run`` does to the parameters, or did before the call was interrupted."""
+        by_parameter = {parameter: name for name, parameter in self.calibration.model.named_parameters()}
+        names = [by_parameter[parameter] for parameter in parameters]
+        for parameter in parameters:
+            self.level.originals.save_all(parameter)
+        with self.calibration.clock.part("tune"):
+            if self.journal and (before := self.journal.load(file, names)):
+                for parameter, value in zip(parameters, before["parameters"], strict=True):
+                    parameter.detach().copy_(value)
+                return Tuned(*before["tuned"])
+            tuned = run()
+        if self.journal:
+            values = [parameter.detach().cpu() for parameter in parameters]
+            self.journal.save(file, names, {"parameters": values, "tuned": [tuned.before, tuned.after, tuned.loss]})
+        return tuned

@@ -1,0 +1,122 @@
+"""The steps of the loop: which weights of a group go, and what those that stay become."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .allocate import keep_all_but
+from .gram import Moments
+from .options import Repair
+from .resources import Clock
+from .solver import refine, solve
+from .step import Change, Choose, LayerRepair, Layers
+
+FEW = 0.25  # tokens an input below which an expert is not repaired
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Known masks, or what is chosen by magnitude; the values that stay are the dense ones."""
+
+    choose: Choose | None = None
+
+    def __call__(self, layers: Layers) -> dict[str, Change]:
+        masks = layers.masks
+        if masks is None:
+            assert self.choose is not None
+            live = {name: layers.live.get(name, weight != 0) for name, weight in layers.weights.items()}
+            masks = self.choose({name: weight.abs().float() for name, weight in layers.weights.items()}, live)
+        return {name: Change(masks[name]) for name in layers.weights}
+
+
+@dataclass(frozen=True)
+class Solve:
+    """The weights that stay are solved for; where no masks are known, so is which ones stay.
+
+    ``num_drop`` says how many weights of a layer go, where only that number matters: experts share it equally.
+    """
+
+    repair: Repair
+    choose: Choose | None = None  # where masks are not known
+    num_drop: Mapping[str, int] = field(default_factory=dict)
+    clock: Clock = field(default_factory=Clock)
+
+    @property
+    def targets(self) -> Literal["dense", "own"]:
+        return self.repair.targets
+
+    def __call__(self, layers: Layers) -> dict[str, Change]:
+        if not any(layers.moments):
+            return {}
+        some = next(iter(layers.weights.values()))
+        num_inputs, tokens = some.shape[1], [part.num_tokens if part else 0 for part in layers.moments]
+        is_few = [(layers.is_routed or layers.are_experts) and num < FEW * num_inputs for num in tokens]
+        masks = layers.masks
+        if masks is None and len(tokens) > 1 and not layers.are_experts:
+            masks = self._by_wanda(layers)
+        by_score = replace(self.repair, iterations=0, refine=0, damping=1.0)
+        parts = [
+            self._part(layers, masks, i, part or _no_moments(some), by_score if few else self.repair)
+            for i, (part, few) in enumerate(zip(layers.moments, is_few, strict=True))
+        ]
+        reason = None
+        if layers.are_experts and any(is_few):
+            reason = f"{sum(is_few)} of {len(is_few)} experts got too few tokens to be repaired"
+        elif any(is_few):
+            reason = f"it has {num_inputs} inputs, but only {tokens[0]} tokens reached it"
+        return {name: _joined([part[name] for part in parts], reason) for name in layers.weights}
+
+    def _by_wanda(self, layers: Layers) -> dict[str, Tensor]:
+        """Which weights of a grouped convolution or an attention stay: WANDA's choice over all of it."""
+        assert self.choose is not None
+        norms = torch.stack([part.gram.diagonal().sqrt() for part in layers.moments if part])
+        scores = {
+            name: weight.abs() * norms.repeat_interleave(len(weight) // len(norms), 0)
+            for name, weight in layers.weights.items()
+        }
+        return self.choose(scores, layers.live or {name: weight != 0 for name, weight in layers.weights.items()})
+
+    def _part(
+        self, layers: Layers, masks: Mapping[str, Tensor] | None, i: int, moments: Moments, repair: Repair
+    ) -> dict[str, Change]:
+        """Part ``i`` of the rows of every layer, solved."""
+        num_parts = len(layers.moments)
+
+        def rows(matrices: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            return {name: matrix.chunk(num_parts)[i] for name, matrix in matrices.items()}
+
+        if masks is not None:
+            return refine(rows(layers.weights), rows(masks), moments, repair, self.clock)
+        choose, (name, *_) = self.choose, layers.weights
+        if layers.are_experts and name in self.num_drop:
+            num_drop = self.num_drop[name] // num_parts + (i < self.num_drop[name] % num_parts)
+            choose = keep_all_but({name: num_drop})
+        assert choose is not None
+        return solve(rows(layers.weights), moments, choose, repair, rows(layers.live), self.clock)
+
+
+def _no_moments(weight: Tensor) -> Moments:
+    """Moments of an expert that no token reached."""
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    return Moments(weight.new_zeros(weight.shape[1], weight.shape[1], dtype=dtype), None, None, 0)
+
+
+def _joined(parts: Sequence[Change], reason: str | None) -> Change:
+    """The parts of a layer as one; errors are means, weighted by what the parts should give."""
+    energy, repairs = sum(part.energy for part in parts) or 1.0, [part.repair for part in parts]
+
+    def mean(errors: Sequence[float | None]) -> float:
+        return sum((error or 0.0) * part.energy for error, part in zip(errors, parts, strict=True) if part.energy) / energy
+
+    repair = LayerRepair(
+        mean([one.mask_error for one in repairs]),
+        mean([one.error for one in repairs]),
+        repairs[0].iterations,
+        max(one.damping or 0.0 for one in repairs),
+        reason,
+    )
+    weights = [part.weight for part in parts if part.weight is not None]
+    return Change(torch.cat([part.mask for part in parts]), torch.cat(weights), energy, repair)
