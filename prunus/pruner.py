@@ -67,7 +67,8 @@ class Pruner:
     ``exp_avg``, ``exp_avg_sq``, ``step``, ...). ``masks`` are boolean masks by name to begin with, or
     ``"zeros"`` for the zeros that the weights have; without ``schedule`` they do not change. ``every`` is the number
     of steps from one event to the next; by default a ramp has about 20 events. ``rate`` gives pruned weights larger
-    steps, by their density. ``regrow`` lets pruned weights come back until the ramp ends.
+    steps, by their density. ``regrow`` lets pruned weights come back until the ramp ends. ``include`` adds to the
+    weights that are pruned by default, ``only`` restricts them, and ``exclude`` wins: globs over names.
 
     Weights that are loaded without the pruner's state may not be zero where the masks prune. The next step after the
     model's ``load_state_dict``, and every event, notices that: they are zeroed again, with one warning, or, with
@@ -102,6 +103,7 @@ class Pruner:
         masks: Mapping[str, Tensor] | Literal["zeros"] | None = None,
         include: str | Sequence[str] = (),
         exclude: str | Sequence[str] = (),
+        only: str | Sequence[str] = (),
         reloaded: Literal["zero", "raise"] = "zero",
         no_gradient: Literal["raise", "dense"] = "raise",
         score_options: Mapping[str, Any] | None = None,
@@ -127,7 +129,7 @@ class Pruner:
         self.no_gradient = no_gradient
         self._reads = {*self.score.reads, *(regrow.reads if regrow else ())}
         trained = [p for of_group in optimizer.param_groups for p in of_group["params"]]
-        self._eligible = eligible(model, include, exclude, trained)
+        self._eligible = eligible(model, include, exclude, only, trained=trained)
         warn_if_much_stays_dense(model, self._eligible)
         self._weights = {weight.name: weight.parameter for weight in self._eligible.weights}
         check_free(self._weights, optimizer)

@@ -57,6 +57,7 @@ def parameter_groups(
     weight_decay: float = 0.0,
     include: str | Sequence[str] = (),
     exclude: str | Sequence[str] = (),
+    only: str | Sequence[str] = (),
 ) -> list[dict[str, Any]]:
     """Groups for an optimizer: each prunable weight alone, other matrices together, norms and biases without decay.
 
@@ -64,7 +65,7 @@ def parameter_groups(
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"parameter_groups takes the model itself, got {type(model).__name__}")
-    alone = [weight.parameter for weight in eligible(model, include, exclude).weights]
+    alone = [weight.parameter for weight in eligible(model, include, exclude, only).weights]
     taken = {id(p) for p in alone}
     rest = [p for p in model.parameters() if p.requires_grad and id(p) not in taken]
     groups = [{"params": [p], "weight_decay": weight_decay} for p in alone]
