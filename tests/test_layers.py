@@ -40,7 +40,7 @@ CORE |= {
     "oneshot": BELOW - {"rate", "regrow", "validation", "masking", "reloaded"},
     "sparse": {"ops", "eligible", "files", "export"},
     "export": {"ops", "eligible", "files", "plot"},
-    "integrations": {"pruner", "masking", "validation"},
+    "integrations": {"pruner", "masking", "rate", "regrow", "schedule", "select", "validation"},
 }
 MAY_IMPORT = CORE | {
     "doctor": {"ops", "masks", "eligible", "schedule", "files"},
