@@ -22,7 +22,7 @@ from .ops.shard import together
 from .owners import check_free, claim, release
 from .ranks import gather, is_dtensor, local, local_block, ranks_of, shard_of, shards_of
 from .rate import Rate, rates_of
-from .regrow import Regrow, selected
+from .regrow import Regrow, swapped
 from .reloaded import ReloadGuard
 from .schedule import Schedule, progress_text
 from .score import SCORES
@@ -260,12 +260,11 @@ class Pruner:
             self._leave_dense()
         norms = self._inputs.norms() if self._inputs else {}
         scores = together(self._ranks, lambda: self._scores(norms))
-        before = self._store.num_kept
-        find = partial(selected, self.select, scores, sparsity, (self._bits, before))
-        if self.regrow:
-            back = partial(self.regrow.sources, self._eligible.weights, self.optimizer, self._shards)
-            find = partial(find, share=self.regrow.share(self.schedule, self.step), back=back)
-        masks, regrown = together(self._ranks, find)
+        before, regrown = self._store.num_kept, 0
+        if share := self.regrow.share(self.schedule, self.step) if self.regrow else 0.0:
+            masks, regrown = together(self._ranks, lambda: self._swapped(scores, sparsity, share))
+        else:
+            masks = together(self._ranks, lambda: self.select.packed(scores, sparsity, self._bits, before))
         check_copies(self._ranks, self._weights, masks)
         self._progress.is_due = False  # not before: an event that failed is tried again after the next step
         self._masking.apply_(masks)
@@ -404,6 +403,12 @@ class Pruner:
         collected = {"movement": self._movement.sums if self._movement else {}, "input_norm": input_norms}
         how = {"dtype": self.score_dtype, "more": collected, "shards": self._shards}
         return sources(self._eligible.weights, self.optimizer, self.score, self.score_options, **how)
+
+    def _swapped(self, scores: Sequence[Lazy], sparsity: float, share: float) -> tuple[dict[str, Tensor], int]:
+        """Masks at an event in which a share of the weights comes back, and how many did."""
+        assert self.regrow is not None
+        back = partial(self.regrow.sources, self._eligible.weights, self.optimizer, self._shards)
+        return swapped(self.select, scores, sparsity, (self._bits, self._store.num_kept), share, back)
 
     def _falls_short(self) -> bool:
         """Whether the selector would prune more than the masks do, and no event of the schedule is left for it."""

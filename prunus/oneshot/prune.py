@@ -10,11 +10,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from ..allocate import clipped
 from ..eligible import eligible, unwrapped_model, warn_if_much_stays_dense
 from ..input_statistics import eagerly
 from ..ops import bits
 from ..ranks import is_dtensor
-from ..select import Global, PerLayer, Quota, Selector, Shape, clipped
+from ..select import Global, PerLayer, Quota, Selector, Shape
 from .batch_norms import renew_batch_norms
 from .drop_experts import drop_experts_
 from .options import Repair
