@@ -97,7 +97,7 @@ class Regrow:
         return found
 
 
-def swapped(
+def regrown_masks(
     select: Selector,
     scores: Sequence[Lazy],
     sparsity: float,

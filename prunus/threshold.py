@@ -23,9 +23,8 @@ from .ops.shard import Shard, Sums, attempt, together
 DIGIT = 16  # bits fixed by one pass; 2^16 counts fit the cache, and float32 needs two passes
 HALF = DIGIT // 2  # a digit travels in two halves: 2^8 counts, then the 2^8 of the one that holds the cut
 POSITION = 48  # bits of a position in a weight
-DigitCounts = Callable[
-    [int | None, int], Tensor
-]  # how often each digit stands at a shift behind a prefix, on this rank
+# how often each digit stands at a shift behind a prefix, on this rank
+DigitCounts = Callable[[int | None, int], Tensor]
 
 
 class Alone:
