@@ -203,7 +203,7 @@ def measure_updates(options: Step, device: torch.device) -> list[Row]:
         return optimizer
 
     with_rates, factor = masked(), Rate(power=0.5)(1 - options.sparsity)
-    with_rates.rates = {p: torch.full((), factor, dtype=torch.float64, device=device) for p in made}
+    with_rates.lr_factors = {p: torch.full((), factor, dtype=torch.float64, device=device) for p in made}
 
     def around_fused() -> None:
         torch._foreach_mul_(gradients(made), floats)

@@ -52,17 +52,19 @@ def eligible(
     model: nn.Module,
     include: str | Sequence[str] = (),
     exclude: str | Sequence[str] = (),
+    only: str | Sequence[str] = (),
+    *,
     trained: Iterable[nn.Parameter] | None = None,
 ) -> Eligible:
-    """Weights of linear layers, convolutions and experts, not heads and routers; ``include`` adds, ``exclude`` wins.
+    """Weights of linear layers, convolutions and experts, not heads and routers.
 
-    ``trained`` are the parameters of an optimizer; others stay dense. Frozen weights do too, unless ``include`` names
-    them where no optimizer is. Patterns are globs over
-    parameter names or the names of their modules. Norms and biases are never pruned.
+    ``include`` adds to these, ``only`` restricts them to what it matches, and ``exclude`` wins: globs over the names of
+    parameters or of their modules. Norms and biases are never pruned. ``trained`` are the parameters of an optimizer;
+    others stay dense. Frozen weights do too, unless ``include`` names them where no optimizer is.
     """
-    include, exclude = ([given] if isinstance(given, str) else list(given) for given in (include, exclude))
+    include, exclude, only = ([p] if isinstance(p, str) else list(p) for p in (include, exclude, only))
     names = {full: plain_name(full) for full, _ in model.named_parameters()}
-    _check_names(model, names, include, exclude)
+    _check_names(model, names, {"include": include, "exclude": exclude, "only": only})
     owners, holders = _owners(model), _holders(model)
     heads, routers = _heads(model), _routers(model)
     ids = None if trained is None else {id(parameter) for parameter in trained}
@@ -74,6 +76,7 @@ def eligible(
         is_included = matches(name, include)
         reasons = {
             "excluded": matches(name, exclude),
+            "not named by only": bool(only) and not matches(name, only),
             "embedding or head": not is_included and id(parameter) in heads,
             "router of experts": not is_included and id(parameter) in routers,
             f"{type(module).__name__}, {OTHER_KIND}": not is_included
@@ -124,19 +127,20 @@ def _globs(names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names))
 
 
-def _check_names(model: nn.Module, names: Mapping[str, str], include: list[str], exclude: list[str]) -> None:
+def _check_names(model: nn.Module, names: Mapping[str, str], options: Mapping[str, list[str]]) -> None:
     """Refuse names that are equal without the prefixes of wrappers, and patterns that find nothing to prune."""
     fulls: dict[str, str] = {}
     for full, name in names.items():
         if (other := fulls.setdefault(name, full)) != full:
             raise ValueError(f"{other} and {full} are both {name} without DDP's prefix; rename the attribute 'module'")
-    check_patterns(include + exclude, names.values())
-    for pattern in include:
-        found = {names[full]: p for full, p in model.named_parameters() if matches(names[full], [pattern])}
-        if all(p.ndim < 2 for p in found.values()):
-            raise ValueError(
-                f"include {pattern!r} matches only {', '.join(found)}; a weight has two or more dimensions"
-            )
+    for option, patterns in options.items():
+        check_patterns(patterns, names.values())
+        for pattern in patterns if option != "exclude" else ():
+            matched = {names[full]: p for full, p in model.named_parameters() if matches(names[full], [pattern])}
+            if all(p.ndim < 2 for p in matched.values()):
+                raise ValueError(
+                    f"{option} {pattern!r} matches only {', '.join(matched)}; a weight has two or more dimensions"
+                )
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:

@@ -252,9 +252,9 @@ def unwrapped(optimizer: Optimizer) -> Optimizer:
 
 
 def is_initialising(optimizer: Optimizer) -> bool:
-    """Whether this step is ``torch.distributed.checkpoint`` creating the state: all rates and gradients are zero."""
-    rates = [group.get("lr", 1.0) for group in optimizer.param_groups]
-    if any((isinstance(rate, Tensor) and rate.is_cuda) or float(rate) for rate in rates):
+    """Whether this step is ``torch.distributed.checkpoint`` creating the state: every lr and gradient is zero."""
+    lrs = [group.get("lr", 1.0) for group in optimizer.param_groups]
+    if any((isinstance(lr, Tensor) and lr.is_cuda) or float(lr) for lr in lrs):
         return False
     grads = (p.grad for group in optimizer.param_groups for p in group["params"])
     return not any(bool(local(grad).any()) for grad in grads if grad is not None)

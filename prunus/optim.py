@@ -103,7 +103,7 @@ class AdamWPrune(torch.optim.Optimizer):
     # called with each parameter whose state begins anew, to put its mask there
     on_new_state: tuple[Callable[[nn.Parameter], None], ...] = ()
     # factors on the learning rates of some weights, float64, on their devices
-    rates: Mapping[nn.Parameter, Tensor] = MappingProxyType({})
+    lr_factors: Mapping[nn.Parameter, Tensor] = MappingProxyType({})
 
     @_explained
     def __init__(
@@ -194,10 +194,10 @@ class AdamWPrune(torch.optim.Optimizer):
                 grad = spike_clipped(grad.to(moments[1].dtype), moments[1], self.spam.theta)
             state["step"] += 1
             lr = float(group["lr"]) * scale
-            rate = self.rates[parameter].item() if parameter in self.rates else 1.0
+            lr_factor = self.lr_factors[parameter].item() if parameter in self.lr_factors else 1.0
             for watch in self.watch:
-                watch(parameter, grad, rate * lr)
-            numbers = (*group["betas"], group["eps"], group["weight_decay"], state["step"].item(), rate)
+                watch(parameter, grad, lr_factor * lr)
+            numbers = (*group["betas"], group["eps"], group["weight_decay"], state["step"].item(), lr_factor)
             wide = weight.to(moments[0].dtype)  # the weight itself unless moments have another dtype
             adamw_(wide, grad.to(wide.dtype), *moments, Update(lr, *numbers))
             if wide is not weight:
@@ -224,8 +224,8 @@ class AdamWPrune(torch.optim.Optimizer):
             weight, exp_avg, exp_avg_sq = flat = [tensor.contiguous() for tensor in written]
             copies += [(old, new) for old, new in zip(written, flat, strict=True) if new is not old]
             tensors = (weight, local(grad).contiguous(), exp_avg, exp_avg_sq, state["step"], mask)
-            rate = self.rates.get(parameter)
-            at = (lr.data_ptr() if on_device else 0, 0 if rate is None else rate.data_ptr())
+            lr_factor = self.lr_factors.get(parameter)
+            at = (lr.data_ptr() if on_device else 0, 0 if lr_factor is None else lr_factor.data_ptr())
             operands.append(Operand(*tensors, numbers, *at, is_owner))
         theta, total = self.spam.theta if self.spam else None, ranks.sum if ranks else None
         extras = Extras(self.max_norm, theta, getattr(self, "grad_scale", None), found_inf, total)
@@ -316,11 +316,11 @@ class Update:
     eps: float
     weight_decay: float
     step: float
-    rate: float = 1.0  # factor on lr, but not on the decay
+    lr_factor: float = 1.0  # factor on lr, but not on the decay
 
 
 def adamw_(weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, update: Update) -> None:
-    """``w <- (1 - lr decay) w - rate lr m_hat / (sqrt(v_hat) + eps)``  (https://arxiv.org/abs/1711.05101).
+    """``w <- (1 - lr decay) w - factor lr m_hat / (sqrt(v_hat) + eps)``  (https://arxiv.org/abs/1711.05101).
 
     The operations and their order are those of ``torch.optim.AdamW(foreach=False)``, so that
     trajectories are equal to the bit.
@@ -328,7 +328,7 @@ def adamw_(weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, up
     weight.mul_(1 - update.lr * update.weight_decay)
     exp_avg.lerp_(grad, 1 - update.beta1)
     exp_avg_sq.mul_(update.beta2).addcmul_(grad, grad, value=1 - update.beta2)
-    size = update.rate * update.lr / (1 - update.beta1**update.step)
+    size = update.lr_factor * update.lr / (1 - update.beta1**update.step)
     scale = (1 - update.beta2**update.step) ** 0.5
     root = exp_avg_sq.pow(0.5)  # as sqrt(), which is twenty times slower on zeros on x86
     weight.addcdiv_(exp_avg, (root / scale).add_(update.eps), value=-size)

@@ -48,7 +48,7 @@ def claim(owner: Owner, remove: Callable[[], None]) -> None:
 @cache
 def _watch_steps() -> None:
     """Check the steps of all optimizers, for good: torch may be walking over its hooks when the last owner is freed."""
-    register_optimizer_step_pre_hook(check_step)
+    register_optimizer_step_pre_hook(check_owner)
 
 
 def release(owner: Owner) -> None:
@@ -68,7 +68,7 @@ def check_free(weights: Mapping[str, nn.Parameter], optimizer: Optimizer) -> Non
         )
 
 
-def check_step(optimizer: Optimizer, *_: object) -> None:
+def check_owner(optimizer: Optimizer, *_: object) -> None:
     """Refuse the step of an optimizer over weights that are pruned in another's steps: it would fill their zeros."""
     if torch.compiler.is_compiling():
         return

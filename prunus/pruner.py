@@ -21,8 +21,8 @@ from .ops.machine import is_capturing
 from .ops.shard import together
 from .owners import check_free, claim, release
 from .ranks import gather, is_dtensor, local, local_block, ranks_of, shard_of, shards_of
-from .rate import Rate, rates_of
-from .regrow import Regrow, selected
+from .rate import Rate, lr_factors_of
+from .regrow import Regrow, regrown_masks
 from .reloaded import ReloadGuard
 from .schedule import Schedule, progress_text
 from .score import SCORES
@@ -67,7 +67,8 @@ class Pruner:
     ``exp_avg``, ``exp_avg_sq``, ``step``, ...). ``masks`` are boolean masks by name to begin with, or
     ``"zeros"`` for the zeros that the weights have; without ``schedule`` they do not change. ``every`` is the number
     of steps from one event to the next; by default a ramp has about 20 events. ``rate`` gives pruned weights larger
-    steps, by their density. ``regrow`` lets pruned weights come back until the ramp ends.
+    steps, by their density. ``regrow`` lets pruned weights come back until the ramp ends. ``include`` adds to the
+    weights that are pruned by default, ``only`` restricts them, and ``exclude`` wins: globs over names.
 
     Weights that are loaded without the pruner's state may not be zero where the masks prune. The next step after the
     model's ``load_state_dict``, and every event, notices that: they are zeroed again, with one warning, or, with
@@ -102,6 +103,7 @@ class Pruner:
         masks: Mapping[str, Tensor] | Literal["zeros"] | None = None,
         include: str | Sequence[str] = (),
         exclude: str | Sequence[str] = (),
+        only: str | Sequence[str] = (),
         reloaded: Literal["zero", "raise"] = "zero",
         no_gradient: Literal["raise", "dense"] = "raise",
         score_options: Mapping[str, Any] | None = None,
@@ -127,7 +129,7 @@ class Pruner:
         self.no_gradient = no_gradient
         self._reads = {*self.score.reads, *(regrow.reads if regrow else ())}
         trained = [p for of_group in optimizer.param_groups for p in of_group["params"]]
-        self._eligible = eligible(model, include, exclude, trained)
+        self._eligible = eligible(model, include, exclude, only, trained=trained)
         warn_if_much_stays_dense(model, self._eligible)
         self._weights = {weight.name: weight.parameter for weight in self._eligible.weights}
         check_free(self._weights, optimizer)
@@ -147,13 +149,13 @@ class Pruner:
         self._masking = way(self._store, self._progress, self._movement)
         self._guard = ReloadGuard(model, self._masking, reloaded, masks)
         self.rate = rate if rate and rate.power else None
-        self._rates = rates_of(optimizer, self._weights) if self.rate else None
+        self._lr_factors = lr_factors_of(optimizer, self._weights) if self.rate else None
         if self._masking.start(masks) and schedule:
             self._guard.note("masks")
         claim(self._store, self.remove)
-        if self._rates:
-            self._rates.attach()  # before the masking, whose hooks read the rate that the step will use
-            self._set_rates()
+        if self._lr_factors:
+            self._lr_factors.attach()  # before the masking, whose hooks read the lr that the step will use
+            self._set_lr_factors()
         self._guard.attach()
         self._masking.attach()
         self._handles = [
@@ -207,10 +209,10 @@ class Pruner:
     def report(self) -> SparsityReport:
         """Sparsity of every weight matrix, from its zeros, the reason where it stays dense, and how far the ramp is."""
         check_parameters(self.model, self._weights)
-        rates, progress = self._rates.factors if self._rates else {}, None
+        lr_factors, progress = self._lr_factors.factors if self._lr_factors else {}, None
         if isinstance(self.schedule, Schedule):
             progress = progress_text(self.schedule, self.step)
-        return report(self.model, self._eligible, self._holders, rates, progress)
+        return report(self.model, self._eligible, self._holders, lr_factors, progress)
 
     def digest(self) -> str:
         """Hex string that is equal for equal masks, over any number of ranks."""
@@ -258,27 +260,26 @@ class Pruner:
             self._leave_dense()
         norms = self._inputs.norms() if self._inputs else {}
         scores = together(self._ranks, lambda: self._scores(norms))
-        before = self._store.num_kept
-        find = partial(selected, self.select, scores, sparsity, (self._bits, before))
-        if self.regrow:
-            back = partial(self.regrow.sources, self._eligible.weights, self.optimizer, self._shards)
-            find = partial(find, share=self.regrow.share(self.schedule, self.step), back=back)
-        masks, regrown = together(self._ranks, find)
+        before, regrown = self._store.num_kept, 0
+        if share := self.regrow.share(self.schedule, self.step) if self.regrow else 0.0:
+            masks, regrown = together(self._ranks, lambda: self._swapped(scores, sparsity, share))
+        else:
+            masks = together(self._ranks, lambda: self.select.packed(scores, sparsity, self._bits, before))
         check_copies(self._ranks, self._weights, masks)
         self._progress.is_due = False  # not before: an event that failed is tried again after the next step
         self._masking.apply_(masks)
-        if self.select.group == "all" and not self._rates:  # no need to count
+        if self.select.group == "all" and not self._lr_factors:  # no need to count
             [quota] = self.select.quota_of(scores, sparsity)
             self._store.num_kept = min(before, quota.size - quota.num_drop)
         else:
             self._store.count()
-        self._set_rates()
+        self._set_lr_factors()
         newly_pruned = before - self._store.num_kept + regrown
         if self.on_event:
             num_bytes = self._ranks.num_bytes if self._ranks else 0
-            rates = tuple(self._rates.factors.values()) if self._rates else ()
+            lr_factors = tuple(self._lr_factors.factors.values()) if self._lr_factors else ()
             seconds = time.perf_counter() - started
-            self.on_event(Event(self._progress.step, sparsity, seconds, newly_pruned, regrown, num_bytes, rates))
+            self.on_event(Event(self._progress.step, sparsity, seconds, newly_pruned, regrown, num_bytes, lr_factors))
 
     def remove(self) -> None:
         """Take the hooks off; the weights keep their zeros until the optimizer moves them."""
@@ -286,9 +287,9 @@ class Pruner:
             handle.remove()
         self._guard.detach()
         self._masking.detach()
-        if self._rates:
-            self._rates.detach()
-            self._rates = None
+        if self._lr_factors:
+            self._lr_factors.detach()
+            self._lr_factors = None
         if self._inputs:
             self._inputs.listen(False)
         release(self._store)
@@ -329,7 +330,7 @@ class Pruner:
         self._guard.note_pruner(masks)
         self._masking.apply_({name: self._store.full(name) for name in self._bits} | masks)
         self._store.count()
-        self._set_rates()
+        self._set_lr_factors()
         self._progress.is_due = self._progress.is_due or self._falls_short()
         for name, value in state["movement"].items():
             local(sums[name]).copy_(local_block(value, self._weights[name], self._store.shards.get(name)))
@@ -340,12 +341,12 @@ class Pruner:
         self._guard.note("optimizer")
         if self._store.read_state() and self.schedule:
             self._guard.note("masks")
-        self._set_rates()
+        self._set_lr_factors()
 
-    def _set_rates(self) -> None:
-        """Rates that follow the densities as the masks have them now."""
-        if self.rate and self._rates:
-            self._rates.set({name: self.rate(density) for name, density in self._store.densities.items()})
+    def _set_lr_factors(self) -> None:
+        """Let learning rates follow the densities as the masks have them now."""
+        if self.rate and self._lr_factors:
+            self._lr_factors.set({name: self.rate(density) for name, density in self._store.densities.items()})
 
     def _after_step(self, *_: object) -> None:
         if is_skipped(self.optimizer) or is_initialising(self.optimizer):
@@ -402,6 +403,12 @@ class Pruner:
         collected = {"movement": self._movement.sums if self._movement else {}, "input_norm": input_norms}
         how = {"dtype": self.score_dtype, "more": collected, "shards": self._shards}
         return sources(self._eligible.weights, self.optimizer, self.score, self.score_options, **how)
+
+    def _swapped(self, scores: Sequence[Lazy], sparsity: float, share: float) -> tuple[dict[str, Tensor], int]:
+        """Masks at an event in which a share of the weights comes back, and how many did."""
+        assert self.regrow is not None
+        back = partial(self.regrow.sources, self._eligible.weights, self.optimizer, self._shards)
+        return regrown_masks(self.select, scores, sparsity, (self._bits, self._store.num_kept), share, back)
 
     def _falls_short(self) -> bool:
         """Whether the selector would prune more than the masks do, and no event of the schedule is left for it."""

@@ -57,6 +57,7 @@ def parameter_groups(
     weight_decay: float = 0.0,
     include: str | Sequence[str] = (),
     exclude: str | Sequence[str] = (),
+    only: str | Sequence[str] = (),
 ) -> list[dict[str, Any]]:
     """Groups for an optimizer: each prunable weight alone, other matrices together, norms and biases without decay.
 
@@ -64,7 +65,7 @@ def parameter_groups(
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"parameter_groups takes the model itself, got {type(model).__name__}")
-    alone = [weight.parameter for weight in eligible(model, include, exclude).weights]
+    alone = [weight.parameter for weight in eligible(model, include, exclude, only).weights]
     taken = {id(p) for p in alone}
     rest = [p for p in model.parameters() if p.requires_grad and id(p) not in taken]
     groups = [{"params": [p], "weight_decay": weight_decay} for p in alone]
@@ -74,7 +75,7 @@ def parameter_groups(
     return groups
 
 
-class StepRates:
+class StepLrFactors:
     """Factors that ``AdamWPrune`` reads in its own step, on the device: a graph of the step sees them change."""
 
     def __init__(self, optimizer: AdamWPrune, weights: Mapping[str, nn.Parameter]) -> None:
@@ -89,14 +90,15 @@ class StepRates:
             self._tensors[name].fill_(factor)
 
     def attach(self) -> None:
-        self.optimizer.rates = {**self.optimizer.rates, **{self._weights[n]: t for n, t in self._tensors.items()}}
+        ours = {self._weights[name]: factor for name, factor in self._tensors.items()}
+        self.optimizer.lr_factors = {**self.optimizer.lr_factors, **ours}
 
     def detach(self) -> None:
         ours = set(self._weights.values())
-        self.optimizer.rates = {p: rate for p, rate in self.optimizer.rates.items() if p not in ours}
+        self.optimizer.lr_factors = {p: factor for p, factor in self.optimizer.lr_factors.items() if p not in ours}
 
 
-class Part:
+class GroupPart:
     """Some parameters of a group, with a factor on its learning rate that leaves lr * weight_decay as it is."""
 
     def __init__(
@@ -115,7 +117,7 @@ class Part:
         return {key: value / self.factors[key] if key in self.factors else value for key, value in news.items()}
 
 
-class GroupRates:
+class GroupLrFactors:
     """Factors on the rates of an optimizer's weights, there only inside its step: others see the groups that they made.
 
     The step runs on a shallow copy of the optimizer in which every weight with a factor stands in a group of its own,
@@ -135,7 +137,7 @@ class GroupRates:
                 check_alone(names[0], group, optimizer)
         self._source = self._stepping = optimizer  # what the step was called on, and the copy of it that steps
         self._before: dict[str, Any] = {}  # the copy's attributes as they were
-        self._parts: list[tuple[dict[str, Any], Part]] = []  # a group of the source, and a part of it
+        self._parts: list[tuple[dict[str, Any], GroupPart]] = []  # a group of the source, and a part of it
         self._handles: list[RemovableHandle] = []
 
     def set(self, factors: Mapping[str, float]) -> None:
@@ -171,13 +173,13 @@ class GroupRates:
         self._parts = [(group, part) for group in self._source.param_groups for part in self._parts_of(group)]
         stepping.param_groups = [part.group for _, part in self._parts]
 
-    def _parts_of(self, group: dict[str, Any]) -> list[Part]:
+    def _parts_of(self, group: dict[str, Any]) -> list[GroupPart]:
         """The group as groups of one rate each: a weight with a factor alone, the rest together."""
         factors = {p: self.factors[self._names[p]] for p in group["params"] if p in self._names}
         rest = [p for p in group["params"] if factors.get(p, 1.0) == 1.0]
-        parts = [Part(group, rest)] if rest else []
+        parts = [GroupPart(group, rest)] if rest else []
         decays = bool(group.get("weight_decay")) and is_decoupled(self.optimizer, group)
-        return parts + [Part(group, [p], factor, decays) for p, factor in factors.items() if factor != 1.0]
+        return parts + [GroupPart(group, [p], factor, decays) for p, factor in factors.items() if factor != 1.0]
 
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
         """Write into the optimizer and its groups what the step has written into the copy."""
@@ -221,6 +223,8 @@ def is_decoupled(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
     )
 
 
-def rates_of(optimizer: Optimizer, weights: Mapping[str, nn.Parameter]) -> StepRates | GroupRates:
+def lr_factors_of(optimizer: Optimizer, weights: Mapping[str, nn.Parameter]) -> StepLrFactors | GroupLrFactors:
     """How factors reach the step of this optimizer."""
-    return StepRates(optimizer, weights) if isinstance(optimizer, AdamWPrune) else GroupRates(optimizer, weights)
+    if isinstance(optimizer, AdamWPrune):
+        return StepLrFactors(optimizer, weights)
+    return GroupLrFactors(optimizer, weights)

@@ -22,7 +22,7 @@ from .schedule import Ramp, Schedule
 from .score import REGROWTH
 from .select import Selector
 from .statistics import sources
-from .threshold import kept, num_kept_each
+from .threshold import kept
 
 By = Literal["snr", "momentum", "gradient"]
 
@@ -97,13 +97,13 @@ class Regrow:
         return found
 
 
-def selected(
+def regrown_masks(
     select: Selector,
     scores: Sequence[Lazy],
     sparsity: float,
     live: tuple[Packed, int],
-    share: float = 0.0,
-    back: Callable[[], list[Lazy]] = list,
+    share: float,
+    back: Callable[[], list[Lazy]],
 ) -> tuple[dict[str, Tensor], int]:
     """Packed masks of exactly the selector's counts, and how many weights came back.
 
@@ -112,11 +112,9 @@ def selected(
     its quota and gets back r of those that were pruned before: nothing that is pruned now comes back now. A weight with
     a row that is sparser than its quota, as masks given at the start may be, swaps none.
     """
-    if not share:
-        return select.packed(scores, sparsity, *live), 0
-    num_live = num_kept_each(scores, live[0]) if select.group == "layer" else live[1]
+    num_live = select.count_live(scores, *live)
     quotas, nums = select.quota_of(scores, sparsity, num_live), []
-    for i, (least, most) in enumerate(select.num_pruned(scores, quotas, *live)):
+    for i, (least, most) in enumerate(select.num_pruned(scores, quotas, live[0], num_live)):
         if select.group != "row":
             quotas[i] = replace(quotas[i], num_drop=max(quotas[i].num_drop, most))
         size, num_drop = quotas[i].size, quotas[i].num_drop
@@ -128,7 +126,7 @@ def selected(
         taken = [replace(q, num_drop=q.size - num) for q, num in zip(quotas, nums, strict=True) if num]
         names = {name for quota in taken for name in quota.names}
         ranked = [source for source in back() if source.name in names]
-        num_dead = num_kept_each(ranked, dead) if select.group == "layer" else quotas[0].size - live[1]
-        found = select.cut(ranked, taken, dead, num_dead)
-        masks = {name: mask | found[name] if name in found else mask for name, mask in masks.items()}
+        num_dead = select.count_live(ranked, dead, quotas[0].size - live[1])
+        returned = select.cut(ranked, taken, dead, num_dead)
+        masks = {name: mask | returned[name] if name in returned else mask for name, mask in masks.items()}
     return masks, sum(num * quota.num for num, quota in zip(nums, quotas, strict=True))

@@ -16,7 +16,7 @@ from .ops.shard import together
 from .validation import check_parameters
 
 FEW = 0.05  # share of zeros that weights may have without having been pruned
-Part = Literal["model", "optimizer", "masks", "pruner"]  # masks are those in an optimizer's state
+LoadedPart = Literal["model", "optimizer", "masks", "pruner"]  # masks are those in an optimizer's state
 
 
 class ReloadGuard:
@@ -33,7 +33,7 @@ class ReloadGuard:
         self._is_first = True  # no step has followed yet
         self._given = masks  # to begin with
         self._zeroed: str | None = None  # the first weight that was not zero where the pruner's state prunes
-        self._loaded: set[Part] = set()  # since the last step
+        self._loaded: set[LoadedPart] = set()  # since the last step
         self._has_warned = False
         self._hooks = ExitStack()
 
@@ -49,7 +49,7 @@ class ReloadGuard:
     def detach(self) -> None:
         self._hooks.close()
 
-    def note(self, *parts: Part) -> None:
+    def note(self, *parts: LoadedPart) -> None:
         """These were loaded."""
         self._loaded.update(parts)
 

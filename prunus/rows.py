@@ -24,7 +24,7 @@ ROOM = 1 << 22  # elements of a weight over all ranks that are worked on at a ti
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowScores:
     """Some rows of a weight, and what this rank has of them; the dead have the least score."""
 
     scores: Tensor  # (indices, columns)
@@ -40,7 +40,7 @@ class Rows:
         return self.shard.ranks.total(numbers if self.shard.is_owner else torch.zeros_like(numbers))
 
 
-Decide = Callable[[Rows], Tensor]  # what goes
+Decide = Callable[[RowScores], Tensor]  # what goes
 
 
 def cut_rows(sources: Sequence[Lazy], num_drop: Mapping[str, int], live: Packed) -> dict[str, Tensor]:
@@ -98,7 +98,7 @@ def spanning(sources: Sequence[Lazy]) -> list[bool]:
     return sums_of(sources).total(flags).bool().tolist()
 
 
-def by_rows(source: Lazy, chunks: Iterator[tuple[slice, Rows]], decide: Decide) -> Tensor:
+def by_rows(source: Lazy, chunks: Iterator[tuple[slice, RowScores]], decide: Decide) -> Tensor:
     """Packed mask of what this rank holds of a weight, without what is decided to go and without the dead."""
     keep = torch.empty(source.rows_of(source.weight).shape, dtype=torch.bool, device=source.device)
     for here, rows in chunks:
@@ -107,7 +107,7 @@ def by_rows(source: Lazy, chunks: Iterator[tuple[slice, Rows]], decide: Decide) 
     return bits.pack(source.from_rows(keep).contiguous())
 
 
-def whole_rows(source: Lazy, live: Packed) -> Iterator[tuple[slice, Rows]]:
+def whole_rows(source: Lazy, live: Packed) -> Iterator[tuple[slice, RowScores]]:
     """Rows that lie whole on this rank, some at a time; checked to be finite."""
     unused = torch.arange(0)
     for here, scores, alive in _checked(source, live, None):
@@ -115,10 +115,10 @@ def whole_rows(source: Lazy, live: Packed) -> Iterator[tuple[slice, Rows]]:
             if not scores.is_floating_point():  # ranks, so that there is a number below all of them
                 scores = scores.unique(return_inverse=True)[1]
             scores = scores.masked_fill(~alive, -torch.inf if scores.is_floating_point() else -1)
-        yield here, Rows(scores, alive, unused, unused, len(scores), None)
+        yield here, RowScores(scores, alive, unused, unused, len(scores), None)
 
 
-def shared_rows(source: Lazy, live: Packed) -> Iterator[tuple[slice, Rows]]:
+def shared_rows(source: Lazy, live: Packed) -> Iterator[tuple[slice, RowScores]]:
     """This rank's share of successive rows, which are the same rows on all ranks at a time; checked to be finite."""
     shard = source.shard
     assert shard is not None
@@ -132,7 +132,7 @@ def shared_rows(source: Lazy, live: Packed) -> Iterator[tuple[slice, Rows]]:
         if alive is not None:
             least = -torch.inf if scores.is_floating_point() else torch.iinfo(scores.dtype).min
             scores = scores.masked_fill(~alive, least)
-        yield here, Rows(scores, alive, mine[here] - first, columns, last - first, shard)
+        yield here, RowScores(scores, alive, mine[here] - first, columns, last - first, shard)
 
 
 def _places_of(source: Lazy) -> tuple[Tensor, Tensor]:
@@ -160,7 +160,7 @@ def _dims(source: Lazy) -> tuple[list[int], list[int]]:
     return outputs, [dim for dim in range(len(source.global_shape)) if dim not in outputs]
 
 
-def smallest(rows: Rows, num_drop: int) -> Tensor:
+def smallest(rows: RowScores, num_drop: int) -> Tensor:
     """Where the ``num_drop`` smallest of each row stand, the first of equal ones first."""
     if num_drop == 0:
         return torch.zeros_like(rows.scores, dtype=torch.bool)
@@ -179,7 +179,7 @@ def smallest(rows: Rows, num_drop: int) -> Tensor:
     return found
 
 
-def _smallest_by_counts(rows: Rows, num_drop: int) -> Tensor:
+def _smallest_by_counts(rows: RowScores, num_drop: int) -> Tensor:
     keys, everything = sortable(rows.scores), torch.ones_like(rows.scores, dtype=torch.bool)
     wanted = torch.full((rows.num, 1), num_drop, device=keys.device)
     width = 8 * rows.scores.element_size()
@@ -194,7 +194,7 @@ def _smallest_by_counts(rows: Rows, num_drop: int) -> Tensor:
     return below | equal
 
 
-def _descend(rows: Rows, keys: Tensor, valid: Tensor, wanted: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
+def _descend(rows: RowScores, keys: Tensor, valid: Tensor, wanted: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
     """Of each row the key of rank ``wanted`` among its valid keys, its rank among equal ones, and their number."""
     prefix, num_equal = torch.zeros_like(wanted), wanted
     for shift in range(width - DIGIT, -1, -DIGIT):
@@ -226,7 +226,7 @@ def smallest_of_groups(source: Lazy, num_drop: int, group: int, is_shared: bool)
     is_torn = torn[columns // group]
     places = torn.cumsum(0)[columns[is_torn] // group].sub_(1) * group + columns[is_torn] % group
 
-    def decide(rows: Rows) -> Tensor:
+    def decide(rows: RowScores) -> Tensor:
         dropped = torch.empty_like(rows.scores, dtype=torch.bool)
         dropped[:, ~is_torn] = _smallest_of_whole_groups(rows.scores[:, ~is_torn], num_drop, group)
         whole = rows.scores.new_zeros(rows.num, int(torn.sum()) * group)

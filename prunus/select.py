@@ -10,10 +10,11 @@ from __future__ import annotations  # the command line reads SELECTORS without l
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+
+from .allocate import Allocation, allocate
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,10 +22,8 @@ if TYPE_CHECKING:
     from .ops.candidates import Packed
     from .ops.lazy import Lazy
 
-Allocation = Literal["uniform", "depth", "erk", "fisher", "moments"] | Mapping[str, float]
 Counts = Mapping[str, int]  # weights by name
-CAP = 0.95  # no layer is emptied further than this by depth, unless the target itself is higher
-NEAR, MOST = 0.15, 0.98  # how far a layer's sparsity may be from the target by fisher or moments, and its largest
+Live = Counts | int | None  # live elements of each weight, or of all; None where they are not known
 
 
 class Shape(NamedTuple):
@@ -59,9 +58,10 @@ class Quota:
 
 
 class Selector(ABC):
-    """How many weights of each group go, and which."""
+    """How many weights of each group go, and which: here a group is the whole of one weight, or of several."""
 
-    group: ClassVar[Literal["all", "layer", "row", "neighbours"]]  # within which scores are compared
+    # within what scores are compared; regrowth and ``prune`` ask
+    group: ClassVar[Literal["all", "layer", "row", "neighbours"]] = "layer"
     sparsity: float | None = None  # the only one there is, if there is only one
 
     @abstractmethod
@@ -88,12 +88,10 @@ class Selector(ABC):
         self, sources: Sequence[Lazy], sparsity: float, live: Packed, num_live: int | None = None
     ) -> dict[str, Tensor]:
         """Packed masks; ``num_live`` is how many elements of all sources are live, if that is known."""
-        from .threshold import num_kept_each
+        counted = self.count_live(sources, live, num_live)
+        return self.cut(sources, self.quota_of(sources, sparsity, counted), live, counted)
 
-        numbers = num_kept_each(sources, live) if self.group == "layer" else num_live
-        return self.cut(sources, self.quota_of(sources, sparsity, numbers), live, numbers)
-
-    def quota_of(self, sources: Sequence[Lazy], sparsity: float, num_live: Counts | int | None = None) -> list[Quota]:
+    def quota_of(self, sources: Sequence[Lazy], sparsity: float, num_live: Live = None) -> list[Quota]:
         """The quota of sources, of which so many elements are live."""
         shapes = [Shape(source.name, source.global_shape, source.outputs) for source in sources]
         pruned = None
@@ -101,17 +99,18 @@ class Selector(ABC):
             pruned = {shape.name: shape.numel - num_live[shape.name] for shape in shapes}
         return self.quota(shapes, sparsity, pruned)
 
+    def count_live(self, sources: Sequence[Lazy], live: Packed, num_live: int | None) -> Live:
+        """What ``quota_of`` and ``cut`` need to know: live elements of each source, or of all if those suffice."""
+        from .threshold import num_kept_each
+
+        return num_kept_each(sources, live)
+
     def cut(
-        self, sources: Sequence[Lazy], quotas: Sequence[Quota], live: Packed, num_live: Counts | int | None = None
+        self, sources: Sequence[Lazy], quotas: Sequence[Quota], live: Packed, num_live: Live = None
     ) -> dict[str, Tensor]:
-        """Packed masks without the smallest of each group; ``num_live`` of each source, or of all, are live."""
-        from .rows import cut_groups, cut_rows
+        """Packed masks without the smallest of each group; ``num_live`` is what ``count_live`` gave."""
         from .threshold import cut, cut_each
 
-        if self.group == "row":
-            return cut_rows(sources, {name: quota.num_drop for quota in quotas for name in quota.names}, live)
-        if self.group == "neighbours":
-            return cut_groups(sources, quotas[0].num_drop, quotas[0].size, live)
         if isinstance(num_live, Mapping) and all(len(quota.names) == 1 for quota in quotas):
             return cut_each(sources, {quota.names[0]: quota.num_drop for quota in quotas}, live, num_live)
         masks: dict[str, Tensor] = {}
@@ -123,34 +122,24 @@ class Selector(ABC):
         return masks
 
     def num_pruned(
-        self, sources: Sequence[Lazy], quotas: Sequence[Quota], live: Packed, num_live: int
+        self, sources: Sequence[Lazy], quotas: Sequence[Quota], live: Packed, num_live: Live
     ) -> list[tuple[int, int]]:
         """The least and the most weights of a group of each quota that are pruned, of the groups on this rank."""
-        from .rows import num_pruned, spanning
-        from .threshold import num_kept_each
-
-        if self.group == "all":
-            return [(quota.size - num_live, quota.size - num_live) for quota in quotas]
-        if self.group == "layer":
-            each = num_kept_each(sources, live)
-            pruned = [quota.size - sum(each[name] for name in quota.names) for quota in quotas]
-            return list(zip(pruned, pruned, strict=True))
-        spans = dict(zip(sources, spanning(sources), strict=True))
-        found = []
-        for source, quota in zip(sources, quotas, strict=True):
-            numbers = num_pruned(source, live, quota.size, spans[source])
-            found.append((int(numbers.min()), int(numbers.max())) if len(numbers) else (quota.size, 0))
-        return found
+        if isinstance(num_live, Mapping):
+            pruned = [quota.size - sum(num_live[name] for name in quota.names) for quota in quotas]
+        else:
+            pruned = [quota.size - (num_live or 0) for quota in quotas]
+        return list(zip(pruned, pruned, strict=True))
 
     def prunes_more(self, sources: Sequence[Lazy], sparsity: float, live: Packed, num_live: int) -> bool:
         """Whether a group has fewer weights pruned than its quota; the same on all ranks."""
         import torch
 
-        from .threshold import num_kept_each, sums_of
+        from .threshold import sums_of
 
-        numbers = num_kept_each(sources, live) if self.group == "layer" else num_live
-        quotas = self.quota_of(sources, sparsity, numbers)
-        pruned = self.num_pruned(sources, quotas, live, num_live)
+        counted = self.count_live(sources, live, num_live)
+        quotas = self.quota_of(sources, sparsity, counted)
+        pruned = self.num_pruned(sources, quotas, live, counted)
         short = any(least < quota.num_drop for quota, (least, _) in zip(quotas, pruned, strict=True))
         return bool(sums_of(sources).total(torch.tensor([int(short)])))
 
@@ -165,6 +154,9 @@ class Global(Selector):
         total = sum(shape.numel for shape in shapes)
         return [Quota(tuple(shape.name for shape in shapes), total, round(sparsity * total))]
 
+    def count_live(self, sources: Sequence[Lazy], live: Packed, num_live: int | None) -> Live:
+        return num_live
+
 
 @dataclass(frozen=True)
 class PerLayer(Selector):
@@ -176,29 +168,53 @@ class PerLayer(Selector):
     """
 
     allocate: Allocation = "uniform"
-    group = "layer"
 
     def quota(self, shapes: Sequence[Shape], sparsity: float, num_pruned: Counts | None = None) -> list[Quota]:
         counts = allocate({s.name: s.dims for s in shapes}, sparsity, self.allocate, at_least=num_pruned)
         return [Quota((shape.name,), shape.numel, counts[shape.name]) for shape in shapes]
 
 
+class _WithinRows(Selector):
+    """Each quota is of the rows of one weight, or of parts of them."""
+
+    def count_live(self, sources: Sequence[Lazy], live: Packed, num_live: int | None) -> Live:
+        return None
+
+    def num_pruned(
+        self, sources: Sequence[Lazy], quotas: Sequence[Quota], live: Packed, num_live: Live
+    ) -> list[tuple[int, int]]:
+        from .rows import num_pruned, spanning
+
+        ranges = []
+        for source, quota, spans in zip(sources, quotas, spanning(sources), strict=True):
+            numbers = num_pruned(source, live, quota.size, spans)
+            ranges.append((int(numbers.min()), int(numbers.max())) if len(numbers) else (quota.size, 0))
+        return ranges
+
+
 @dataclass(frozen=True)
-class PerRow(Selector):
+class PerRow(_WithinRows):
     """``round(s n)`` of every row of n are dropped; a row holds all inputs of one output."""
 
     group = "row"
 
     def quota(self, shapes: Sequence[Shape], sparsity: float, num_pruned: Counts | None = None) -> list[Quota]:
-        found = []
-        for shape in shapes:
-            size = shape.num_inputs
-            found.append(Quota((shape.name,), size, round(sparsity * size), shape.numel // max(1, size)))
-        return found
+        sizes = [shape.num_inputs for shape in shapes]
+        return [
+            Quota((shape.name,), size, round(sparsity * size), shape.numel // max(1, size))
+            for shape, size in zip(shapes, sizes, strict=True)
+        ]
+
+    def cut(
+        self, sources: Sequence[Lazy], quotas: Sequence[Quota], live: Packed, num_live: Live = None
+    ) -> dict[str, Tensor]:
+        from .rows import cut_rows
+
+        return cut_rows(sources, {quota.names[0]: quota.num_drop for quota in quotas}, live)
 
 
 @dataclass(frozen=True)
-class NofM(Selector):
+class NofM(_WithinRows):
     """The ``n`` largest of every ``m`` consecutive inputs of a row are kept."""
 
     n: int
@@ -228,6 +244,13 @@ class NofM(Selector):
                     "exclude it, or choose another N:M"
                 )
         return [Quota((shape.name,), self.m, num_drop, shape.numel // self.m) for shape in shapes]
+
+    def cut(
+        self, sources: Sequence[Lazy], quotas: Sequence[Quota], live: Packed, num_live: Live = None
+    ) -> dict[str, Tensor]:
+        from .rows import cut_groups
+
+        return cut_groups(sources, quotas[0].num_drop, quotas[0].size, live)
 
 
 SELECTORS: dict[str, Selector] = {  # by their names on the command line
@@ -261,114 +284,3 @@ def _checked(scores: Mapping[str, Tensor | Lazy], within: Mapping[str, Tensor]) 
                 raise ValueError(f"within[{source.name!r}] must be boolean of shape {tuple(source.shape)}")
             live[source.name] = bits.pack(mask.to(source.device))
     return sources, live
-
-
-def allocate(
-    shapes: Mapping[str, Sequence[int]],
-    sparsity: float,
-    how: Allocation = "uniform",
-    *,
-    at_least: Mapping[str, int] | None = None,
-) -> dict[str, int]:
-    """Number of weights to drop in each layer; ``at_least`` are dropped there already.
-
-    - ``uniform``: ``round(s n)`` in each.
-    - ``depth``: proportional to ``0.7 + 0.6 i / (L - 1)``, so that later layers lose more.
-    - ``erk``: densities proportional to ``sum(dims) / prod(dims)`` (Evci et al. 2019,
-      https://arxiv.org/abs/1911.11134): small layers keep more.
-    - ``fisher``, ``moments``: by a global selection that reads gradients or their moments, which ``prune`` makes.
-    - a mapping from name patterns to sparsities, scaled to the target; what no pattern matches
-      stays dense.
-
-    All but ``uniform`` drop exactly ``round(s N)`` in all.
-    """
-    sizes = [math.prod(shape) for shape in shapes.values()]
-    floor = [(at_least or {}).get(name, 0) for name in shapes]
-    target = round(sparsity * sum(sizes))
-    if how != "uniform" and target <= sum(floor):
-        counts = floor
-    elif isinstance(how, Mapping):
-        wish = [size * share for size, share in zip(sizes, _matched(list(shapes), how), strict=True)]
-        ceiling = [size if share else low for size, share, low in zip(sizes, wish, floor, strict=True)]
-        counts = spread(wish, target, floor, ceiling)
-    elif how == "uniform":
-        counts = [round(sparsity * size) for size in sizes]
-    elif how == "depth":
-        wish = [size * (0.7 + 0.6 * i / max(1, len(sizes) - 1)) for i, size in enumerate(sizes)]
-        ceiling = [max(low, math.ceil(max(CAP, sparsity) * size)) for low, size in zip(floor, sizes, strict=True)]
-        counts = spread(wish, target, floor, ceiling)
-    elif how == "erk":
-        density = [sum(shape) for shape in shapes.values()]
-        room = [size - low for size, low in zip(sizes, floor, strict=True)]
-        stay = spread(density, sum(sizes) - target, [0] * len(room), room)
-        counts = [size - num for size, num in zip(sizes, stay, strict=True)]
-    elif how in ("fisher", "moments"):
-        raise ValueError(f"allocate={how!r} reads gradients of a trained model: it is for prune(), not for training")
-    else:
-        raise ValueError(f"allocate must be uniform, depth, erk or a mapping from patterns to sparsities, got {how!r}")
-    return dict(zip(shapes, counts, strict=True))
-
-
-def clipped(wish: Sequence[int], sizes: Sequence[int], sparsity: float, floor: Sequence[int]) -> list[int]:
-    """Numbers of weights to drop near ``wish``, ``round(s N)`` in all; ``floor`` are dropped already.
-
-    Sparsities of layers are shifted by one constant, clipped to ``s - 0.15 .. s + 0.15`` and ``0 .. 0.98``.
-    """
-    total, largest = round(sparsity * sum(sizes)), min(MOST, sparsity + NEAR)
-    floor = [max(low, math.floor(max(0.0, sparsity - NEAR) * size)) for low, size in zip(floor, sizes, strict=True)]
-    ceiling = [max(low, math.ceil(largest * size)) for low, size in zip(floor, sizes, strict=True)]
-    if sum(ceiling) < total:
-        raise ValueError(
-            f"a sparsity of {sparsity:g} cannot be reached where no layer may be sparser than {largest:g}; "
-            "take a lower one, or allocate='uniform'"
-        )
-    return _summing_to(total, lambda x: [w + (x - 1) * n for w, n in zip(wish, sizes, strict=True)], floor, ceiling)
-
-
-def spread(wish: Sequence[float], total: int, floor: Sequence[int], ceiling: Sequence[int]) -> list[int]:
-    """Whole numbers between ``floor`` and ``ceiling``, in proportion to ``wish``, that sum to ``total``."""
-    ceiling = [high if w > 0 else low for w, low, high in zip(wish, floor, ceiling, strict=True)]
-    if total > max(sum(floor), sum(ceiling)):
-        raise ValueError(f"{total} weights are to be dropped, but the layers that may lose any hold {sum(ceiling)}")
-    return _summing_to(total, lambda x: [x * w for w in wish], floor, ceiling)
-
-
-def _summing_to(
-    total: int, values: Callable[[float], list[float]], floor: Sequence[int], ceiling: Sequence[int]
-) -> list[int]:
-    """Whole numbers between ``floor`` and ``ceiling`` near ``values(x)``, for the x with which they sum to ``total``.
-
-    ``values`` rises with x, which is found by bisection; what rounding down leaves over goes to the largest
-    remainders. A total below the floors gives the floors.
-    """
-    if total <= sum(floor):
-        return list(floor)
-
-    def between(x: float) -> list[float]:
-        return [min(max(value, low), high) for value, low, high in zip(values(x), floor, ceiling, strict=True)]
-
-    low, high = 0.0, 1.0
-    while sum(between(high)) < total:
-        high *= 2
-    for _ in range(100):
-        middle = (low + high) / 2
-        low, high = (middle, high) if sum(between(middle)) < total else (low, middle)
-    exact = between(high)
-    counts = [math.floor(value) for value in exact]
-    order = sorted(range(len(exact)), key=lambda i: counts[i] - exact[i])
-    while (left := total - sum(counts)) != 0:
-        step = 1 if left > 0 else -1
-        room = [i for i in order if floor[i] <= counts[i] + step <= ceiling[i]]
-        for i in (room if left > 0 else room[::-1])[: abs(left)]:
-            counts[i] += step
-    return counts
-
-
-def _matched(names: Sequence[str], shares: Mapping[str, float]) -> list[float]:
-    """Sparsity of the first pattern that matches each name, 0 where none does."""
-    for pattern, share in shares.items():
-        if not 0 <= share <= 1:
-            raise ValueError(f"the sparsity of {pattern!r} must lie in [0, 1], got {share}")
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise ValueError(f"the pattern {pattern!r} matches none of: {', '.join(names)}")
-    return [next((s for p, s in shares.items() if fnmatchcase(name, p)), 0.0) for name in names]

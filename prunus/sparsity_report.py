@@ -21,7 +21,7 @@ class LayerSparsity:
     num_weights: int
     num_zeros: int
     dense: str | None = None
-    rate: float = 1.0  # factor on its learning rate
+    lr_factor: float = 1.0  # on its learning rate
 
     @property
     def sparsity(self) -> float:
@@ -61,7 +61,7 @@ class SparsityReport:
         rows = [
             f"{layer.name:50} {'x'.join(map(str, layer.shape)):>16} {layer.sparsity:8.2%}"
             + (f"  dense: {layer.dense}" if layer.dense else "")
-            + (f"  rate x {layer.rate:.3f}" if layer.rate != 1 else "")
+            + (f"  lr x {layer.lr_factor:.3f}" if layer.lr_factor != 1 else "")
             for layer in self.layers
         ]
         return "\n".join([*rows, self._summary, *([self.progress] if self.progress else [])])
@@ -88,7 +88,7 @@ def report(
     model: nn.Module,
     found: Eligible,
     ranks: Ranks | None = None,
-    rates: Mapping[str, float] = MappingProxyType({}),
+    lr_factors: Mapping[str, float] = MappingProxyType({}),
     progress: str | None = None,
 ) -> SparsityReport:
     """Zeros of every weight matrix, pruned or not, with the reason for those that are not.
@@ -102,7 +102,7 @@ def report(
     if ranks:
         zeros = ranks.total(zeros * torch.tensor([shard_of(name, p, ranks).is_owner for name, p in named.items()]))
     layers = [
-        LayerSparsity(name, tuple(p.shape), p.numel(), num_zeros, reasons[name], rates.get(name, 1.0))
+        LayerSparsity(name, tuple(p.shape), p.numel(), num_zeros, reasons[name], lr_factors.get(name, 1.0))
         for (name, p), num_zeros in zip(named.items(), zeros.tolist(), strict=True)
     ]
     return SparsityReport(layers, sum(p.numel() for p in parameters.values()), progress)

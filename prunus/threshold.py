@@ -23,7 +23,8 @@ from .ops.shard import Shard, Sums, attempt, together
 DIGIT = 16  # bits fixed by one pass; 2^16 counts fit the cache, and float32 needs two passes
 HALF = DIGIT // 2  # a digit travels in two halves: 2^8 counts, then the 2^8 of the one that holds the cut
 POSITION = 48  # bits of a position in a weight
-Counts = Callable[[int | None, int], Tensor]  # how often each digit stands at a shift behind a prefix, on this rank
+# how often each digit stands at a shift behind a prefix, on this rank
+DigitCounts = Callable[[int | None, int], Tensor]
 
 
 class Alone:
@@ -170,7 +171,7 @@ def _no_keys(sources: Sequence[Lazy]) -> Tensor:
     return sortable(torch.empty(0, dtype=sources[0].compared, device=sources[0].device))
 
 
-def descend(counts_of: Counts, width: int, wanted: Sequence[int], sums: Sums) -> list[tuple[int, int]]:
+def descend(counts_of: DigitCounts, width: int, wanted: Sequence[int], sums: Sums) -> list[tuple[int, int]]:
     """Keys of the wanted ranks (from 1) among the keys of all ranks, and their ranks among equal keys.
 
     A radix descent over counts, several at once: a digit of 16 bits is counted on each rank, and its two

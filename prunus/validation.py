@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import wraps
 from inspect import signature
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any, ParamSpec
 
 import torch
@@ -58,39 +58,37 @@ EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 SPARSITIES = ("sparsity", "amount", "target_sparsity", "final_sparsity", "initial_sparsity", "pruning_ratio", "ratio")
-CALL = "Pruner(model, optimizer, schedule=Ramp({}, begin=100, end=1000))"
 P = ParamSpec("P")
 
 
 def explained(init: Callable[P, None]) -> Callable[P, None]:
-    """A constructor that answers a call that does not fit it with what to write."""
+    """The constructor of a Pruner, or of a callback with its options, that answers a wrong call with what to write."""
+    parameters = signature(init).parameters
+    known = [name for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY]
+    first, takes = "", ""
+    if "model" in parameters:
+        first, takes = "model, optimizer, ", "a model and the optimizer that trains it, then "
 
     @wraps(init)
     def checked(*args: P.args, **options: P.kwargs) -> None:
-        check_call(init, *args, **options)
+        name = type(args[0]).__name__
+        call = f"{name}({first}schedule=Ramp({{}}, begin=100, end=1000))"
+        for option, value in options.items():
+            if option in SPARSITIES:
+                final = value if isinstance(value, float) and 0 < value < 1 else 0.5
+                text = f"{option} is part of the schedule: {call.format(final)}, or schedule=Constant({final})"
+                raise TypeError(text)
+            if option not in parameters:
+                near = get_close_matches(option, known, n=1)
+                more = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+                raise TypeError(f"a {name} has no option {option!r}; {more}")
+        try:
+            signature(init).bind(*args, **options)
+        except TypeError:
+            raise TypeError(f"a {name} takes {takes}options by name: {call.format(0.5)}") from None
         init(*args, **options)
 
     return checked
-
-
-def check_call(init: Callable[..., Any], *args: Any, **options: Any) -> None:
-    """TypeError unless a Pruner, or a callback with its options, can be called so."""
-    known = signature(init).parameters
-    for name in options:
-        if name in SPARSITIES:
-            value = options[name] if isinstance(options[name], Real) and 0 < options[name] < 1 else 0.5
-            raise TypeError(f"{name} is part of the schedule: {CALL.format(value)}, or schedule=Constant({value})")
-        if name not in known:
-            near = get_close_matches(name, known, n=1)
-            more = f"did you mean {near[0]}?" if near else f"there are {', '.join(list(known)[3:])}"
-            raise TypeError(f"a Pruner has no option {name!r}; {more}")
-    try:
-        signature(init).bind(*args, **options)
-    except TypeError:
-        call = CALL.format(0.5)
-        raise TypeError(
-            f"a Pruner takes a model and the optimizer that trains it, then options by name: {call}"
-        ) from None
 
 
 def check_options(options: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ from torch.nn.modules import module
 from torch.optim import optimizer
 
 from prunus.ops import bits, lazy
-from prunus.owners import check_step
+from prunus.owners import check_owner
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # kernels run in the interpreter; read when triton is first imported
@@ -96,7 +96,7 @@ def _shared() -> dict[str, object]:
         "is_grad_enabled": torch.is_grad_enabled(),
         "has_process_group": torch.distributed.is_initialized(),
         "optimizer_hooks": [  # but the one that the first pruner makes
-            *(number for number, hook in optimizer._global_optimizer_pre_hooks.items() if hook is not check_step),
+            *(number for number, hook in optimizer._global_optimizer_pre_hooks.items() if hook is not check_owner),
             *optimizer._global_optimizer_post_hooks,
         ],
         "module_hooks": [*module._global_forward_hooks, *module._global_forward_pre_hooks],

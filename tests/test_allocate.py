@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prunus.select import CAP, MOST, NEAR, allocate, clipped
+from prunus.allocate import CAP, MOST, NEAR, allocate, clipped
 
 GPT2 = {
     f"h.{i}.{name}": shape

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from toys import Conv1D, Net
 
-from prunus import Constant, Pruner, prune
+from prunus import Constant, Pruner, parameter_groups, prune
 from prunus.eligible import eligible, is_linear, plain_name
 
 
@@ -102,6 +102,24 @@ def test_patterns_match_parameters_or_their_modules_and_exclude_wins():
     assert names_of(eligible(Net(), exclude=["hidden.weight", "out.*"])) == ["conv.weight"]
     assert names_of(eligible(Net(), include="out", exclude="*o*")) == ["hidden.weight"]
     assert eligible(Net(), exclude="hidden").dense == {"hidden.weight": "excluded"}
+
+
+def test_only_restricts_the_default_weights_and_what_include_adds():
+    left_out = eligible(Net(), only=["hidden", "out.*"])
+    assert names_of(left_out) == ["hidden.weight", "out.weight"]
+    assert left_out.dense == {"conv.weight": "not named by only"}
+    assert names_of(eligible(Net(), only="*o*", exclude="out")) == ["conv.weight"]
+    some = ["wte", "block.fc"]
+    assert names_of(eligible(Language(), include="wte", only=some)) == ["wte.weight", "block.fc.weight"]
+    assert names_of(eligible(Language(), only=some)) == ["block.fc.weight"]
+
+
+def test_only_reaches_the_pruner_and_the_parameter_groups():
+    model = Net()
+    alone = parameter_groups(model, only="hidden")[0]["params"]
+    assert len(alone) == 1 and alone[0] is model.hidden.weight
+    pruner = Pruner(model, torch.optim.AdamW(model.parameters()), schedule=Constant(0.5), only="hidden")
+    assert list(pruner.masks) == ["hidden.weight"]
 
 
 def test_a_module_with_a_bias_may_be_asked_for_by_its_name():
@@ -218,6 +236,8 @@ def test_two_weights_never_share_one_plain_name():
         (Net(), {"exclude": ["hidden", "typo"]}, "typo"),
         (Net(), {"include": "hidden.bias"}, "hidden.bias"),
         (Net(), {"include": "norm"}, "norm.weight"),
+        (Net(), {"only": "typo*"}, "typo"),
+        (Net(), {"only": ["hidden", "norm"]}, "norm.weight"),
         (Net(), {"exclude": "*"}, "excluded"),
         (Net(), {"trained": []}, "not held"),
         (nn.Sequential(nn.Embedding(3, 4)), {}, "0.weight"),

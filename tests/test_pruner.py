@@ -21,7 +21,7 @@ from toys import (
 )
 
 from prunus import SCORES, Constant, Global, NofM, OneShot, PerLayer, PerRow, Pruner, Ramp
-from prunus.select import allocate
+from prunus.allocate import allocate
 
 BY_STATE = [name for name, score in SCORES.items() if not {"movement", "input_norm"} & set(score.reads)]
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from prunus import AdamWPrune, Constant, Pruner, Ramp, Spam
-from prunus.rate import GroupRates, Rate, parameter_groups
+from prunus.rate import GroupLrFactors, Rate, parameter_groups
 
 MAKE = {
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=1e-2),
@@ -68,7 +68,7 @@ def test_groups_hold_every_parameter_once_and_prunable_weights_alone():
 def test_a_step_is_that_of_scaled_rates_with_decay_as_it_was(name, decay):
     net, reference = model(), model()
     optimizer = MAKE[name](parameter_groups(net, weight_decay=decay))
-    rates = GroupRates(optimizer, {"0": net[0].weight, "2": net[2].weight})
+    rates = GroupLrFactors(optimizer, {"0": net[0].weight, "2": net[2].weight})
     rates.set({"0": 4.0, "2": 0.5})
     rates.attach()
 
@@ -89,7 +89,7 @@ def test_a_step_is_that_of_scaled_rates_with_decay_as_it_was(name, decay):
 def test_factors_of_one_change_no_bit(name):
     net, plain = model(), model()
     optimizer = MAKE[name](parameter_groups(net, weight_decay=0.1))
-    GroupRates(optimizer, {"0": net[0].weight}).attach()
+    GroupLrFactors(optimizer, {"0": net[0].weight}).attach()
     assert all(
         map(torch.equal, train(net, optimizer), train(plain, MAKE[name](parameter_groups(plain, weight_decay=0.1))))
     )
@@ -100,7 +100,7 @@ def test_a_step_that_failed_leaves_the_rates_as_they_were_for_the_next():
     optimizers = []
     for it in (net, whole):
         optimizers.append(torch.optim.AdamW(parameter_groups(it, weight_decay=0.1), lr=1e-2))
-        rates = GroupRates(optimizers[-1], {"0": it[0].weight})
+        rates = GroupLrFactors(optimizers[-1], {"0": it[0].weight})
         rates.set({"0": 3.0})
         rates.attach()
 
@@ -128,7 +128,7 @@ def test_a_step_that_failed_leaves_the_groups_as_they_were_made_for_all_that_fol
     optimizer = Failing(groups(net), lr=1e-2, weight_decay=0.1)
     made = optimizer.param_groups
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    rates = GroupRates(optimizer, {"0": net[0].weight, "2": net[2].weight})
+    rates = GroupLrFactors(optimizer, {"0": net[0].weight, "2": net[2].weight})
     rates.set({"0": 3.0, "2": 2.0})
 
     def fails(*_):
@@ -158,7 +158,7 @@ def test_rates_that_are_set_while_it_steps_stay(is_first):
     net = model()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    rates = GroupRates(optimizer, {"0": net[0].weight})
+    rates = GroupLrFactors(optimizer, {"0": net[0].weight})
     rates.set({"0": 3.0})
     if not is_first:
         rates.attach()
@@ -172,9 +172,9 @@ def test_rates_that_are_set_while_it_steps_stay(is_first):
 def test_adamwprune_scales_its_step_and_not_its_decay():
     net, reference = model(), model()
     optimizer = AdamWPrune(parameter_groups(net, weight_decay=0.3), lr=1e-2)
-    optimizer.rates = {net[0].weight: torch.tensor(4.0, dtype=torch.float64)}
+    optimizer.lr_factors = {net[0].weight: torch.tensor(4.0, dtype=torch.float64)}
     other = torch.optim.AdamW(parameter_groups(reference, weight_decay=0.3), lr=1e-2, foreach=False)
-    rates = GroupRates(other, {"0": reference[0].weight})
+    rates = GroupLrFactors(other, {"0": reference[0].weight})
     rates.set({"0": 4.0})
     rates.attach()
     for ours, theirs in zip(train(net, optimizer), train(reference, other), strict=True):
@@ -184,7 +184,7 @@ def test_adamwprune_scales_its_step_and_not_its_decay():
 def test_adamwprune_without_factors_keeps_every_bit():
     net, plain = model(), model()
     optimizer = AdamWPrune(net.parameters(), lr=1e-2)
-    optimizer.rates = {net[0].weight: torch.ones((), dtype=torch.float64)}
+    optimizer.lr_factors = {net[0].weight: torch.ones((), dtype=torch.float64)}
     assert all(map(torch.equal, train(net, optimizer), train(plain, AdamWPrune(plain.parameters(), lr=1e-2))))
 
 
@@ -192,7 +192,7 @@ def test_adamwprune_without_factors_keeps_every_bit():
 def test_optimizers_that_cannot_follow_are_refused(name):
     net = model()
     with pytest.raises(ValueError, match=f"{name} .* AdamWPrune"):
-        GroupRates(getattr(torch.optim, name)(net.parameters()), {"0": net[0].weight})
+        GroupLrFactors(getattr(torch.optim, name)(net.parameters()), {"0": net[0].weight})
 
 
 @pytest.mark.parametrize("name", MAKE)
@@ -221,7 +221,8 @@ def test_weights_that_share_a_group_step_as_those_that_stand_alone(name):
     one = torch.optim.AdamW((other := model()).parameters())  # as a README begins
     pruner = Pruner(other, one, score="magnitude", schedule=Constant(0.5), rate=Rate())
     train(other, one)
-    assert pruner.sparsity == pytest.approx(0.5, abs=0.02) and max(layer.rate for layer in pruner.report().layers) > 1.5
+    assert pruner.sparsity == pytest.approx(0.5, abs=0.02)
+    assert max(layer.lr_factor for layer in pruner.report().layers) > 1.5
 
 
 def test_a_closure_sees_the_groups_as_they_were_made():
@@ -265,7 +266,7 @@ def test_what_an_optimizer_writes_into_itself_and_its_groups_stays_there(apart):
     optimizer = Counting([{"params": group["params"]} for group in parameter_groups(net)])
     named = [{"0": net[0].weight}, {"2": net[2].weight}]
     for weights in named if apart else [{**named[0], **named[1]}]:  # of one Pruner, or of two
-        rates = GroupRates(optimizer, weights)
+        rates = GroupLrFactors(optimizer, weights)
         rates.set(dict.fromkeys(weights, 3.0))
         rates.attach()
     train(net, optimizer, 4)
@@ -278,7 +279,7 @@ def test_a_compiled_step_takes_the_factors():
     nets = [model() for _ in range(2)]
     for net, is_compiled in zip(nets, (True, False), strict=True):
         optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-        rates = GroupRates(optimizer, {"0": net[0].weight})
+        rates = GroupLrFactors(optimizer, {"0": net[0].weight})
         rates.set({"0": 3.0})
         rates.attach()
         if is_compiled:
@@ -292,7 +293,7 @@ def test_the_step_of_a_parent_class_scales_no_rate_again():
     nets = [model() for _ in range(2)]
     for net, make in zip(nets, (Failing, torch.optim.SGD), strict=True):
         optimizer = make(net.parameters(), lr=1e-2, momentum=0.9)
-        rates = GroupRates(optimizer, {"0": net[0].weight})
+        rates = GroupLrFactors(optimizer, {"0": net[0].weight})
         rates.set({"0": 3.0})
         rates.attach()
         train(net, optimizer)
@@ -302,7 +303,7 @@ def test_the_step_of_a_parent_class_scales_no_rate_again():
 def test_a_group_with_others_in_it_is_refused_where_the_optimizer_is_not_torchs():
     net = model()
     with pytest.raises(ValueError, match=r"0.weight shares one with 5 more; [^\n]*parameter_groups\(model[^\n]*$"):
-        GroupRates(Counting(net.parameters()), {"0.weight": net[0].weight})
+        GroupLrFactors(Counting(net.parameters()), {"0.weight": net[0].weight})
 
 
 def test_decay_that_is_not_understood_is_refused():
@@ -316,7 +317,7 @@ def test_decay_that_is_not_understood_is_refused():
     net = model()
     groups = parameter_groups(net)
     with pytest.raises(ValueError, match="weight_decay=0"):
-        GroupRates(
+        GroupLrFactors(
             Own(copy.copy([{k: v for k, v in g.items() if k == "params"} for g in groups])), {"0": net[0].weight}
         )
 
@@ -346,9 +347,9 @@ def test_zeros_stay_zero_and_factors_follow_the_masks(name):
     for layer in pruner.report().layers:
         mask = pruner.masks[layer.name]
         density = mask.float().mean().item()
-        assert layer.rate == pytest.approx(1 / max(density, 0.02))
+        assert layer.lr_factor == pytest.approx(1 / max(density, 0.02))
         assert not dict(pruner.model.named_parameters())[layer.name][~mask].any()
-    assert pruner.sparsity == pytest.approx(0.75, abs=0.02) and "rate x" in str(pruner.report())
+    assert pruner.sparsity == pytest.approx(0.75, abs=0.02) and "lr x" in str(pruner.report())
     assert not all(map(torch.equal, weights, pruned(OPTIMIZERS[name], None)[0]))
 
 

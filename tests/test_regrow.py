@@ -10,12 +10,12 @@ from torch import nn
 from toys import NAMES, RAMP, Conv1D, adamw, adamw_prune, assert_pruned_are_zero, net, regrowing, sgd, train
 
 from prunus import Constant, Global, NofM, OneShot, PerLayer, PerRow, Ramp, Regrow
+from prunus.allocate import allocate
 from prunus.lab.run import Run
 from prunus.ops import bits
 from prunus.ops.lazy import Lazy, stored
-from prunus.regrow import selected
+from prunus.regrow import regrown_masks
 from prunus.score import REGROWTH
-from prunus.select import allocate
 
 SELECTORS = [Global(), PerLayer(), PerLayer("depth"), PerLayer("erk"), PerRow()]
 
@@ -65,7 +65,7 @@ def test_masks_are_those_of_the_definition_for_nasty_scores(kind, select):
     for sparsity, share in ((0.2, 0.4), (0.35, 0.05), (0.6, 0.4), (0.6, 0.95), (0.6, 0.05)):
         packed = {name: bits.pack(mask) for name, mask in live.items()}
         num_live = sum(int(mask.sum()) for mask in live.values())
-        found, num = selected(select, sources, sparsity, (packed, num_live), share, lambda: ranked)
+        found, num = regrown_masks(select, sources, sparsity, (packed, num_live), share, lambda: ranked)
         masks = {name: bits.unpack(found[name], score[name].shape) for name in score}
         assert same(masks, by_definition(select, score, back, live, sparsity, share))
         assert num == sum(int((masks[name] & ~live[name]).sum()) for name in masks)
@@ -84,7 +84,7 @@ def test_masks_that_are_sparser_than_asked_keep_their_counts(select):
     live = {name: torch.rand(s.shape) > 0.6 for name, s in score.items()}
     packed, before = {name: bits.pack(mask) for name, mask in live.items()}, num_dropped(live)
     sources, ranked = ([stored(name, value) for name, value in values.items()] for values in (score, back))
-    found, num = selected(select, sources, 0.1, (packed, 88 - before), 0.5, lambda: ranked)
+    found, num = regrown_masks(select, sources, 0.1, (packed, 88 - before), 0.5, lambda: ranked)
     masks = {name: bits.unpack(found[name], score[name].shape) for name in score}
     assert num_dropped(masks) == before
     assert num or isinstance(select, PerRow)

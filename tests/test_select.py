@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from reference import DRAWS, draw, is_subset, keep_largest, keep_largest_of_runs, num_dropped, same, some_dead
 
 from prunus import Global, NofM, PerLayer, PerRow, select, threshold
+from prunus.allocate import allocate
 from prunus.lab.run import Run
 from prunus.ops import bits
 from prunus.ops.lazy import Lazy, stored
 from prunus.score import bitter7, random
-from prunus.select import Quota, Selector, Shape, allocate
+from prunus.select import Quota, Selector, Shape
 
 SHAPES = {
     "one element": [(1,)],

@@ -3,8 +3,7 @@
 import math
 from typing import TYPE_CHECKING, Any
 
-from ..pruner import Pruner
-from .pruner_options import PrunerOptions, check_resumable, refuse_sharding, warn_if_unfinished
+from .pruner_options import PruneCallbackBase
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -20,29 +19,26 @@ else:
             ) from error
 
 
-class PruneCallback(Callback):
+class PruneCallback(PruneCallbackBase, Callback):
     """Prunes the module while the Trainer trains it; options are those of ``Pruner``.
 
     Steps of the schedule may be fractions of the run. The state is saved in the Trainer's checkpoints.
     """
 
-    def __init__(self, **options: Any) -> None:
-        self.options = PrunerOptions(options)
-        self.pruner: Pruner | None = None
-        self._state: dict[str, Any] = {}
+    _state: dict[str, Any] | None = None  # loaded, until the training starts
 
     def on_train_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
-        refuse_sharding(type(trainer.strategy).__name__)
         if len(trainer.optimizers) != 1:
             raise ValueError(f"PruneCallback works with one optimizer, but there are {len(trainer.optimizers)}")
-        state = self._state or (self.pruner.state_dict() if self.pruner and trainer.global_step else {})  # a second fit
-        check_resumable(state, trainer.global_step)
-        total = trainer.estimated_stepping_batches
+        step, total, state = trainer.global_step, trainer.estimated_stepping_batches, self._state
+        if not state and self.pruner and step:  # a second fit
+            state = self.pruner.state_dict()
         num_steps = int(total) if 0 <= total < math.inf else None
-        self.pruner = self.options.begin(pl_module, trainer.optimizers[0], num_steps, self.pruner)
+        how = {"strategy": type(trainer.strategy).__name__, "num_steps": num_steps, "step": step, "state": state}
+        pruner = self.begin(pl_module, trainer.optimizers[0], **how)
         if state:
-            self.pruner.load_state_dict(state)
-        self._state = {}
+            pruner.load_state_dict(state)
+        self._state = None
 
     def on_train_batch_end(
         self, trainer: "Trainer", pl_module: "LightningModule", outputs: Any, batch: Any, batch_idx: int
@@ -52,10 +48,10 @@ class PruneCallback(Callback):
             pl_module.log("sparsity", self.pruner.sparsity, on_step=True, on_epoch=False)
 
     def on_train_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
-        warn_if_unfinished(self.pruner)
+        self.warn_if_unfinished()
 
     def state_dict(self) -> dict[str, Any]:
-        return self.pruner.state_dict() if self.pruner else self._state
+        return self.pruner.state_dict() if self.pruner else self._state or {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._state = state_dict

@@ -12,7 +12,7 @@ from ..eligible import Weight, eligible
 from ..optim import AdamWPrune, Spam
 from ..pruner import Event, Pruner
 from ..ranks import is_dtensor
-from ..rate import Rate, parameter_groups, rates_of
+from ..rate import Rate, lr_factors_of, parameter_groups
 from ..regrow import Regrow
 from ..select import SELECTORS, Shape
 from .data import ImageData, TokenData, load
@@ -137,7 +137,7 @@ class Replay:
         weights = {weight.name: weight.parameter for weight in eligible(model, run.include, run.exclude).weights}
         if unknown := sorted(set(self.changes[0][1]) ^ set(weights)):
             raise ValueError(f"the run to replay pruned other weights than this one has: {unknown[0]}")
-        self.rates = rates_of(optimizer, weights)
+        self.rates = lr_factors_of(optimizer, weights)
         self.rates.attach()
 
     def before(self, step: int) -> None:

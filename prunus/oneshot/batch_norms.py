@@ -76,7 +76,9 @@ class _Reader:
         self.calibration, self.blocks, self.size = calibration, blocks, size
         self.starts: dict[_BatchNorm, int] = {}  # blocks that have ended when a norm is first called
         self.num_calls: dict[_BatchNorm, int] = {}  # in a pass, at most
-        self._stream = Stream(blocks, calibration.samples, calibration.device if calibration.offload is not None else None)
+        self._stream = Stream(
+            blocks, calibration.samples, calibration.device if calibration.offload is not None else None
+        )
         self._position = 0  # blocks that the stream has left behind
 
     def read(self, norms: Sequence[_BatchNorm], num_calls: int = 0) -> dict[_BatchNorm, Inputs]:

@@ -87,9 +87,13 @@ class Loop:
                     streams.changed()
                 streams.advance()
         if tuning is not None:
-            self.level.not_tuned += [f"Blocks that were not tuned: {n} of {num_blocks}, {why}." for why, n in skipped.items()]
+            self.level.not_tuned += [
+                f"Blocks that were not tuned: {n} of {num_blocks}, {why}." for why, n in skipped.items()
+            ]
             if not num_blocks and tuning.epochs:
-                self.level.not_tuned.append("No block was tuned by itself: the model does not run as a chain of blocks.")
+                self.level.not_tuned.append(
+                    "No block was tuned by itself: the model does not run as a chain of blocks."
+                )
         streams.forget()
 
     def _change(self, streams: Streams, group: Group, step: Step, file: str) -> None:
@@ -165,7 +169,9 @@ class Loop:
         if not tuning.epochs:
             return
         if streams.is_same or not parameters:
-            skipped["as nothing was pruned in them or before" if streams.is_same else "as they share all their weights"] += 1
+            skipped[
+                "as nothing was pruned in them or before" if streams.is_same else "as they share all their weights"
+            ] += 1
             return
         with self.calibration.meter.part(f"tuning of block {k + 1} of {len(streams.blocks)}", tuning.epochs):
             self.level.tuned[k] = self._tuned(f"block_{k:05}", parameters, run)
@@ -186,7 +192,9 @@ class Loop:
 
         def run() -> Tuned:
             loss = WholeLoss(calibration, level.originals.whole)
-            return replace(tune(calibration, parameters, loss, offload=calibration.offload, **how), loss=str(loss.distance))
+            return replace(
+                tune(calibration, parameters, loss, offload=calibration.offload, **how), loss=str(loss.distance)
+            )
 
         try:
             with calibration.meter.part("tuning of the whole model", tuning.whole_epochs):

@@ -14,7 +14,7 @@ from ..eligible import warn_if_much_stays_dense
 from ..input_statistics import eagerly
 from ..ops import bits
 from ..select import Selector
-from .allocate import Allocation, allocate, selector
+from .allocation import Allocation, allocate, selector
 from .calibration import Calibration, Patterns
 from .drop_experts import DroppedExperts, drop_experts_
 from .journal import Folder, Journal

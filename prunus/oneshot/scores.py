@@ -1,7 +1,7 @@
 """Scores of the weights of a trained model: of the weights themselves, their inputs or their gradients."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch

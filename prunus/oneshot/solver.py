@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from .gram import Moments, float32_products
-from .problem import Candidate, Problem
 from .options import Repair
+from .problem import Candidate, Problem
 from .resources import Clock
 from .step import Change, Choose, LayerRepair
 

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .allocate import keep_all_but
+from .allocation import keep_all_but
 from .gram import Moments
 from .options import Repair
 from .resources import Clock
@@ -109,7 +109,9 @@ def _joined(parts: Sequence[Change], reason: str | None) -> Change:
     energy, repairs = sum(part.energy for part in parts) or 1.0, [part.repair for part in parts]
 
     def mean(errors: Sequence[float | None]) -> float:
-        return sum((error or 0.0) * part.energy for error, part in zip(errors, parts, strict=True) if part.energy) / energy
+        return (
+            sum((error or 0.0) * part.energy for error, part in zip(errors, parts, strict=True) if part.energy) / energy
+        )
 
     repair = LayerRepair(
         mean([one.mask_error for one in repairs]),

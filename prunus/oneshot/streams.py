@@ -3,7 +3,6 @@
 Both travel from block to block. What a group of layers reads in either of them is summed up in Gram matrices.
 """
 
-from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import partial
 from typing import Any, Literal
@@ -17,8 +16,8 @@ from .calibration import Calibration
 from .experts import ExpertInputs, is_stacked, routed
 from .forward import outputs, replaced, swapped
 from .gram import Gram, Moments, Tokens
-from .layers import Inputs, Reader, readers
 from .groups import Group, input_groups
+from .layers import Inputs, Reader, readers
 from .resources import free_bytes
 from .samples import Chunk, mask_of
 

@@ -40,7 +40,9 @@ class Tuned:
 def tunable(calibration: Calibration, module: nn.Module) -> list[nn.Parameter]:
     """Prunable weights, biases and norms of ``module`` that no other module holds."""
     inside = {*module.modules()}
-    shared = {p for other in calibration.model.modules() if other not in inside for p in other.parameters(recurse=False)}
+    shared = {
+        p for other in calibration.model.modules() if other not in inside for p in other.parameters(recurse=False)
+    }
     prunable = {weight.parameter for weight in calibration.weights.values()}
     return [
         parameter

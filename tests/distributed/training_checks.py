@@ -160,7 +160,7 @@ def rates_follow_the_density_of_whole_weights(rank, world):
 
     for make in (adamw_prune, lambda model: torch.optim.AdamW(parameter_groups(model), lr=1e-2)):
         alone = trained(plain := net(), make(plain))
-        expected = {layer.name: layer.rate for layer in alone.report().layers}
+        expected = {layer.name: layer.lr_factor for layer in alone.report().layers}
         assert max(expected.values()) > 2
         sharded = net()
         fully_shard(sharded.hidden)
@@ -168,7 +168,7 @@ def rates_follow_the_density_of_whole_weights(rank, world):
         for model in (DistributedDataParallel(net()), sharded):
             pruner = trained(model, make(model))
             pruned_are_zero(pruner)
-            found = {layer.name.removeprefix("module."): layer.rate for layer in pruner.report().layers}
+            found = {layer.name.removeprefix("module."): layer.lr_factor for layer in pruner.report().layers}
             assert found == expected and same_everywhere(str(found))
             for ours, one in zip(model.parameters(), plain.parameters(), strict=True):
                 full = ours.full_tensor() if isinstance(ours, DTensor) else ours

@@ -38,7 +38,7 @@ def trainer_of(folder, make, *more):
 
 
 def factors_follow(pruner):
-    rates = {layer.name: layer.rate for layer in pruner.report().layers if layer.name in pruner.masks}
+    rates = {layer.name: layer.lr_factor for layer in pruner.report().layers if layer.name in pruner.masks}
     densities = {name: mask.float().mean().item() for name, mask in pruner.masks.items()}
     return (
         rates == pytest.approx({name: 1 / density for name, density in densities.items()}) and max(rates.values()) > 2

@@ -119,7 +119,9 @@ def _observe(calibration: Calibration, loss: Callable[[Tree], Tensor], tree: Tre
     def begin(name: str) -> None:
         starts.setdefault(name, ended[0])
 
-    handles = [block.register_forward_pre_hook(lambda *_, i=i: order.append(i)) for i, block in enumerate(calibration.blocks)]
+    handles = [
+        block.register_forward_pre_hook(lambda *_, i=i: order.append(i)) for i, block in enumerate(calibration.blocks)
+    ]
     handles += [block.register_forward_hook(end) for block in calibration.blocks]
     taps = Taps(modules, 0, strict=False, on_call=begin)
     weights = [weight_of(holding[0]) for holding in modules.values()]

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from ..ops import bits
 from ..ops.lazy import alike, stored
-from ..select import Global, Quota, Selector, Shape, clipped
+from ..allocate import clipped
+from ..select import Global, Quota, Selector, Shape
 from ..threshold import cut_each, num_kept_each
 from .scores import Packed, Scores
 from .step import Choose
