@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .export import load_model, load_sparse, save_model, save_sparse
-    from .oneshot import Bisection, Distill, Levels, Limit, Probe, Repair, SearchOptions, Tune, prune, search
+    from .oneshot import BlockTuning, Repair, Result, prune, search
     from .optim import AdamWPrune, Spam
     from .pruner import Event, Pruner
     from .rate import Rate, parameter_groups
@@ -13,12 +13,13 @@ if TYPE_CHECKING:
     from .schedule import Constant, OneShot, Ramp
     from .score import SCORES
     from .select import Global, NofM, PerLayer, PerRow
+    from .sparse import Decoder, sparsify_
 
 __version__ = "0.1.0"
 
 _NAMES = {  # by module
     "export": "load_model load_sparse save_model save_sparse",
-    "oneshot": "Bisection Distill Levels Limit Probe Repair SearchOptions Tune prune search",
+    "oneshot": "BlockTuning Repair Result prune search",
     "optim": "AdamWPrune Spam",
     "pruner": "Event Pruner",
     "rate": "Rate parameter_groups",
@@ -26,31 +27,28 @@ _NAMES = {  # by module
     "schedule": "Constant OneShot Ramp",
     "score": "SCORES",
     "select": "Global NofM PerLayer PerRow",
+    "sparse": "Decoder sparsify_",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = [
     "SCORES",
     "AdamWPrune",
-    "Bisection",
+    "BlockTuning",
     "Constant",
-    "Distill",
+    "Decoder",
     "Event",
     "Global",
-    "Levels",
-    "Limit",
     "NofM",
     "OneShot",
     "PerLayer",
     "PerRow",
-    "Probe",
     "Pruner",
     "Ramp",
     "Rate",
     "Regrow",
     "Repair",
-    "SearchOptions",
+    "Result",
     "Spam",
-    "Tune",
     "load_model",
     "load_sparse",
     "parameter_groups",
@@ -58,6 +56,7 @@ __all__ = [
     "save_model",
     "save_sparse",
     "search",
+    "sparsify_",
 ]
 
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ..allocate import clipped
 from ..ops import bits
 from ..ops.lazy import alike, stored
-from ..allocate import clipped
 from ..select import Global, Quota, Selector, Shape
 from ..threshold import cut_each, num_kept_each
 from .scores import Packed, Scores
@@ -37,11 +37,11 @@ class Allocation:
 
 
 def selector(scores: Scores, sparsity: float, live: Packed) -> Selector:
-    """The selector of the method; by layer, with the counts of one global selection, where these are to be shared so."""
+    """The selector of the method; for allocate="fisher" and "moments" one by layer, with the counts of a global one."""
     method = scores.method
     if method.allocate not in ("fisher", "moments"):
         return method.select
-    masks = Global().packed(scores.allocating(method.allocate), sparsity, live)
+    masks = Global().packed(scores.allocating(), sparsity, live)
     sizes = [weight.parameter.numel() for weight in scores.weights.values()]
     wish, gone = ([scores.num_pruned(name, packed) for name in scores.weights] for packed in (masks, live))
     return Counted(dict(zip(scores.weights, clipped(wish, sizes, sparsity, gone), strict=True)))

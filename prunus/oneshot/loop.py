@@ -178,7 +178,7 @@ class Loop:
 
     @torch.no_grad()
     def finish(self, batch_norm: bool, tuning: BlockTuning | None) -> None:
-        """Renew the statistics of batch norms, and tune the model as a whole where that is wanted and memory suffices."""
+        """Renew the statistics of batch norms, and tune the model as a whole where memory suffices."""
         calibration, level, streams = self.calibration, self.level, self.streams
         assert streams is not None
         if batch_norm:

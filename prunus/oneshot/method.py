@@ -53,7 +53,7 @@ class Method:
         return Method(score, select, repair, **more)
 
     @property
-    def allocate(self) -> str | None:
+    def allocate(self) -> object:
         """How layers share the sparsity, where the selector says so."""
         return self.select.allocate if isinstance(self.select, PerLayer) else None
 

@@ -46,8 +46,8 @@ class Repair:
     ``targets``: reproduce the outputs of the dense model (``"dense"``), or those of the dense weights on the inputs
     that the pruned model gives them (``"own"``). ``damping`` holds weights near their dense values, the more the
     larger it is; None takes what suits the number of tokens. At most ``iterations`` of ADMM find which weights stay, at
-    most ``refine`` steps of conjugate gradients their values. With ``tune``, True or ``BlockTuning(...)``, each block then
-    learns the outputs of the dense one, and the whole model those of the dense model. ``batch_norm`` changes the
+    most ``refine`` steps of conjugate gradients their values. With ``tune``, True or ``BlockTuning(...)``, each block
+    then learns the outputs of the dense one, and the whole model those of the dense model. ``batch_norm`` changes the
     running statistics of batch norms at the end as those of the samples changed. ``tf32`` lets the products of ADMM use
     TF32 on CUDA; factorisation, refinement and errors never do.
     """

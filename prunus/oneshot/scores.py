@@ -102,9 +102,9 @@ class Scores:
             select.quota(self.shapes(), sparsity)
         return select.packed(self._sources(select, sparsity, live), sparsity, live)
 
-    def allocating(self, how: str) -> list[Lazy]:
+    def allocating(self) -> list[Lazy]:
         """Scores by whose global order the layers share a sparsity: Fisher's, or by the moments of training."""
-        if how == "fisher":
+        if self.method.allocate == "fisher":
             return self._fisher()
         moments, row = self.method.moments, SCORES["bitter7"]
         for name, weight in self.weights.items():
