@@ -105,7 +105,7 @@ def _size(run: Path) -> str:
     """What a pruned run is worth on disk."""
     from ..export.convert import ExportJob
     from ..lab.checkpoint import checkpoint_of
-    from ..lab.exported_model import export_checkpoint
+    from ..lab.trained_run import export_checkpoint
 
     with TemporaryDirectory() as place:
         done = export_checkpoint(checkpoint_of(run), ExportJob(Path(place) / "small"))

@@ -18,10 +18,11 @@ from ..optim import AdamWPrune
 from ..pruner import Event
 from ..ranks import ranks_of
 from ..sparsity_report import report
+from ..trained.quality import Quality, held_out_words
 from .arithmetic import fixed_arithmetic, restore_onednn
 from .checkpoint import resume, save
 from .data import TokenData
-from .evaluate import Quality, counted, held_out_words, loss_of, measured, summed
+from .evaluate import counted, loss_of, measured, summed
 from .interruption import Interrupted, SignalWatch
 from .models import build
 from .parallel import Team, team_of

@@ -342,24 +342,25 @@ def read_pickle(folder: Path) -> None:
 
 
 def read_tokens(folder: Path) -> None:
-    from prunus.lab.data import datasets
+    from prunus.trained import tokens
 
-    datasets.MAX_READ = 1 << 26  # what a child may use is less than a machine has
-    datasets.read_tokens(only(folder))
+    tokens.MAX_READ = 1 << 26  # what a child may use is less than a machine has
+    tokens.read_tokens(only(folder))
 
 
 def read_arrays(folder: Path) -> None:
-    from prunus.lab.data import datasets
-    from prunus.lab.model_data import read_batches
+    from prunus.trained import tokens
+    from prunus.trained.data import read_batches
 
-    datasets.MAX_READ = 1 << 26
+    tokens.MAX_READ = 1 << 26
     read_batches(only(folder))
 
 
 def read_images(folder: Path) -> None:
     from prunus.lab.data import datasets
+    from prunus.trained import tokens
 
-    datasets.MAX_READ = 1 << 26
+    tokens.MAX_READ = 1 << 26
     datasets.load(folder, context=1)
 
 
@@ -372,7 +373,7 @@ def read_base(folder: Path) -> None:
 def load_exported(folder: Path) -> Any:
     from small_gpt import fewer_weights
 
-    from prunus.lab.exported_model import load_exported
+    from prunus.lab.trained_run import load_exported
 
     with fewer_weights():
         return load_exported(folder / "model").state_dict()
