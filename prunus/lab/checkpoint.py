@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..files.torch_file import FORMAT, OLD_FORMAT, read_torch_file, write_torch_file
+from ..files.torch_file import FORMAT, read_torch_file, write_torch_file
 from ..ops.machine import said_by_linux
 from ..ranks import is_dtensor
 from .parallel import Team
@@ -155,14 +155,12 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
 def _load_file(path: Path) -> dict[str, Any]:
     try:
         state = read_torch_file(path)
-        if not isinstance(state, dict) or state.get("format") not in (FORMAT, OLD_FORMAT):
+        if not isinstance(state, dict) or state.get("format") != FORMAT:
             raise ValueError(f"it lacks the mark {FORMAT!r}")
     except ValueError as error:
         other = path.with_name(PREVIOUS)
         hint = f"; the one before it is {other.name}" if path.name == LAST and other.is_file() else ""
         raise ValueError(f"{path} is damaged, or no checkpoint of prunus: {error}{hint}") from error
-    if state["format"] == OLD_FORMAT:
-        warnings.warn(f"{path} is of an older version, without checksums: damage in it is not found", stacklevel=3)
     return state
 
 

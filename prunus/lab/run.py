@@ -50,15 +50,6 @@ MOST = {"batch": 2**20, "context": 2**20, "vocab_size": 2**20, "width": 2**15, "
 
 DECAY = 0.4  # of the run, where wsd names no decay; run.json does not hold it: another value would change begun runs
 MAY_CHANGE = ("out", "parallel")  # when a run is resumed
-# what a run.json means that lacks a field which runs have had since
-ADDED_LATER: dict[str, Any] = {
-    "lr_schedule": "cosine",
-    "decay": None,
-    "rate_power": 0.0,
-    "replay": "",
-    "width": 0,
-    "layers": 0,
-}
 
 
 @dataclass(frozen=True)
@@ -260,16 +251,16 @@ class Run:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Run":
-        """The run with these fields; ValueError where there is no such field, or one cannot have its value."""
-        if unknown := set(values) - set(FIELDS):
-            raise ValueError(f"run.json has an unknown field {min(unknown)!r}: was it written by another version?")
+        """The run with these fields; ValueError where one is unknown, missing, or cannot have its value."""
+        names = FIELDS.keys() - {"resume"}
+        if wrong := values.keys() ^ names:
+            name = min(wrong)
+            raise ValueError(f"the run {'lacks the field' if name in names else 'has an unknown field'} {name!r}")
         for name, value in values.items():
-            check_field(name, value, "run.json")
-        typed: dict[str, Any] = {
-            name: Path(values[name]) for name in ("out", "validation") if values.get(name) is not None
-        }
-        typed |= {name: tuple(values[name]) for name in ("include", "exclude", "track") if name in values}
-        return cls(**{**ADDED_LATER, **values, **typed})
+            check_field(name, value, "the run")
+        typed: dict[str, Any] = {name: tuple(values[name]) for name in ("include", "exclude", "track")}
+        typed |= {name: Path(values[name]) for name in ("out", "validation") if values[name] is not None}
+        return cls(**values | typed)
 
     def continuing(self, begun: "Run") -> "Run":
         """The run that was begun, to be resumed; ValueError where an option given now contradicts it."""

@@ -47,7 +47,6 @@ from .parallel import Team
 
 State = dict[str, Any]
 FORMAT = "prunus-pieces-2"
-OLD_FORMAT = "prunus-pieces-1"  # without checksums
 PER_RANK = ("rng", "cuda_rng", "digest")
 
 
@@ -96,10 +95,8 @@ def load_sharded(path: Path, like: Mapping[str, Tensor], team: Team = Team()) ->
     except CheckpointException as error:
         raise ValueError(f"{path} is damaged, or no checkpoint of prunus: {_cause(error)}") from error
     has_checksums = any(block.crc32 for entry in entries for block in entry.shards)
-    if state["format"] not in (FORMAT, OLD_FORMAT) or (state["format"] == FORMAT and not has_checksums):
+    if state["format"] != FORMAT or not has_checksums:
         raise ValueError(f"{path} is damaged, or no checkpoint of prunus: it lacks checksums or the mark {FORMAT!r}")
-    if not has_checksums and team.is_first:
-        warnings.warn(f"{path} is of an older version, without checksums: damage in it is not found", stacklevel=3)
     state = _ordered(state, json.loads(state["places"]))
     for key in PER_RANK:
         state[key] = next(iter(state[key].values()))

@@ -45,8 +45,7 @@ def described(folder: Path) -> tuple[Run, int, dict[str, Any]]:
     path = folder / "run.json"
     try:
         values = read_json(path)
-        crc32 = values.pop("crc32", None)  # which older versions did not write
-        if crc32 not in (None, hexadecimal(to_json(values).encode())):
+        if values.pop("crc32") != hexadecimal(to_json(values).encode()):
             raise ValueError("it does not match its checksum; export the run anew")
         if not isinstance(values["step"], int) or not isinstance(values["shape"], dict):
             raise ValueError("its step or its shape of the data is damaged")

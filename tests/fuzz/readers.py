@@ -126,13 +126,14 @@ def distributed(folder: Path) -> None:
 def sharded(folder: Path) -> None:
     """What ranks save together, by one process."""
     from prunus.lab.parallel import Team
+    from prunus.lab.run import Run
     from prunus.lab.sharded_checkpoint import save_sharded
 
     weights = {"a": tensors()["a"], "b": torch.randn(9)}
     rows = {name: {"step": torch.tensor(3.0), "exp_avg": torch.randn_like(w)} for name, w in weights.items()}
     optimizer = {"state": rows, "groups": {"0": {"lr": 0.1, "params": list(weights)}}}
     random_state = {"rng": torch.get_rng_state(), "cuda_rng": torch.empty(0, 0, dtype=torch.uint8), "digest": None}
-    rest = {"step": 3, "seconds": 1.5, "run": {"model": "gpt2-tiny"}, "ties": {}, "pruner": None}
+    rest = {"step": 3, "seconds": 1.5, "run": Run().to_json(), "ties": {}, "pruner": None}
     save_sharded(folder, {"model": weights, "optimizer": optimizer, **rest, **random_state}, Team())
 
 
