@@ -24,7 +24,7 @@ LAST, PREVIOUS = "checkpoint.pt", "checkpoint.previous.pt"
 KINDS = {"run": Mapping, "step": int, "seconds": float | int, "model": Mapping, "optimizer": Mapping, "rng": Tensor}
 
 
-class Training(Protocol):
+class Resumable(Protocol):
     """What a checkpoint needs of a training."""
 
     run: Run
@@ -38,7 +38,7 @@ class Training(Protocol):
     def load(self, state: dict[str, Any]) -> None: ...
 
 
-def save(training: Training, last: bool) -> None:
+def save(training: Resumable, last: bool) -> None:
     """Write the checkpoint of the run folder; ranks put their ``last`` one together as checkpoint.pt, too."""
     out, team = training.run.out, training.team
     if team.kind == "none":
@@ -58,7 +58,7 @@ def save(training: Training, last: bool) -> None:
         save_checkpoint(out / LAST, load_checkpoint(path))
 
 
-def resume(training: Training) -> None:
+def resume(training: Resumable) -> None:
     """Continue from the last checkpoint of the run folder that is whole; without one the training begins."""
     team, damaged = training.team, {}
     for path in team.first(lambda: checkpoints_in(training.run.out)):
@@ -79,7 +79,7 @@ def resume(training: Training) -> None:
         raise ValueError(next(iter(damaged.values())))
 
 
-def _read_for(training: Training, path: Path) -> dict[str, Any]:
+def _read_for(training: Resumable, path: Path) -> dict[str, Any]:
     """The state of a checkpoint, its tensors sharded over ranks as the training's are."""
     team = training.team
     if path.is_dir() and team.kind != "none":

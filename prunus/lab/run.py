@@ -83,8 +83,8 @@ class Run:
     exclude: tuple[str, ...] = ()  # globs over names of weights to leave dense
     regrow: float = 0.0  # fraction of the live weights that an event swaps for pruned ones; falls to 0 over the ramp
     regrow_by: Literal["snr", "momentum", "gradient"] = "snr"  # how to rank the pruned weights that may come back
-    rate_power: float = 1.0  # learning rate of a pruned layer times density^-power; 0, or no score, leaves rates alone
-    replay: str = ""  # dense only: pruned run whose rates to use: a folder, or a name beside --out; {seed} is filled in
+    rate_power: float = 1.0  # learning rate of a pruned layer times density^-power; 0, or no score: times 1
+    replay: str = ""  # dense only: pruned run whose rates to replay: a folder, or a name beside --out, with {seed}
     eps: float | None = None  # added under roots and in denominators of the score (older scripts: 1e-8)
     exponent: float | None = None  # q of the score fisher: |w| v^q
 
@@ -92,7 +92,7 @@ class Run:
     optimizer: Literal["adamw", "adamwprune", "adam", "nadam", "sgd"] = "adamw"  # sgd has momentum 0.9
     spam: bool = False  # clip spikes and reset moments (adamwprune only)
     lr: float = 2e-3  # highest learning rate
-    lr_schedule: Literal["cosine", "linear", "wsd"] = "wsd"  # how the rate falls; wsd: warm-up, stable, decay
+    lr_schedule: Literal["cosine", "linear", "wsd"] = "wsd"  # how the learning rate falls; wsd: warm-up, stable, decay
     min_lr: float = 0.0  # learning rate at the end, as a fraction of --lr
     decay: int | float | None = None  # wsd only: steps of the fall at the end, or a fraction of the run; default: 0.4
     warmup: int | float = 0.17  # linear warm-up: steps, or a fraction of the run if it has a decimal point
@@ -173,7 +173,7 @@ class Run:
             raise ValueError(f"decay belongs to wsd, but lr_schedule is {self.lr_schedule}; pass --lr-schedule wsd")
         check_step("decay", self.decay)
         if not self.decay:
-            raise ValueError("wsd needs a decay above 0; pass --decay 0.4, in which the rate falls over the last 40 %")
+            raise ValueError("wsd needs a decay above 0; pass --decay 0.4, to let lr fall over the last 40 %")
         if self.step_of(self.warmup) + self.step_of(self.decay) > self.total_steps:
             raise ValueError(
                 f"warm-up of {self.step_of(self.warmup)} steps and decay of {self.step_of(self.decay)} "
@@ -215,7 +215,7 @@ class Run:
 
     @property
     def decay_steps(self) -> int:
-        """Steps at the end in which the rate falls: all after the warm-up, or for wsd as many as ``decay`` says."""
+        """Steps at the end in which lr falls: all after the warm-up, or for wsd as many as ``decay`` says."""
         if self.decay is not None:
             return self.step_of(self.decay)
         after_warmup = max(0, self.total_steps - self.step_of(self.warmup))

@@ -91,7 +91,12 @@ def load_sharded(path: Path, like: Mapping[str, Tensor], team: Team = Team()) ->
             _set(state, entry.path, _blank(entry, like))
     try:
         with warnings.catch_warnings(action="ignore", category=UserWarning):
-            dcp.load(state, storage_reader=_Reader(path, entries), planner=_Planner(), no_dist=team.kind == "none")
+            dcp.load(
+                state,
+                storage_reader=_CheckedReader(path, entries),
+                planner=_PlainPlanner(),
+                no_dist=team.kind == "none",
+            )
     except CheckpointException as error:
         raise ValueError(f"{path} is damaged, or no checkpoint of prunus: {_cause(error)}") from error
     has_checksums = any(block.crc32 for entry in entries for block in entry.shards)
@@ -161,7 +166,7 @@ def _cause(error: CheckpointException) -> str:
 
 
 def _metadata(entries: list[Entry]) -> Metadata:
-    """The entries in DCP's own terms, without their places, which ``_Reader`` knows."""
+    """The entries in DCP's own terms, without their places, which ``_CheckedReader`` knows."""
     kinds: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     for entry in entries:
         chunks = [ChunkStorageMetadata(torch.Size(s.offset or ()), torch.Size(s.size or ())) for s in entry.shards]
@@ -172,7 +177,7 @@ def _metadata(entries: list[Entry]) -> Metadata:
     return Metadata(kinds, {entry.name: entry.path for entry in entries}, {})
 
 
-class _Reader(dcp.FileSystemReader):
+class _CheckedReader(dcp.FileSystemReader):
     """DCP's reader with metadata that were read already, and with blocks compared with their checksums."""
 
     def __init__(self, path: Path, entries: list[Entry]) -> None:
@@ -202,9 +207,9 @@ class _Reader(dcp.FileSystemReader):
         return done
 
 
-class _Planner(DefaultLoadPlanner):
+class _PlainPlanner(DefaultLoadPlanner):
     def load_bytes(self, read_item: Any, value: Any) -> None:
-        """Take a value that ``_Reader`` has read; torch's own would unpickle whatever is there."""
+        """Take a value that ``_CheckedReader`` has read; torch's own would unpickle whatever is there."""
         _set(self.original_state_dict, self.mappings[read_item.dest_index.fqn], value)
 
 

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from prunus.lab.recipe import learning_rate
+from prunus.lab.recipe import lr_at
 from prunus.lab.run import Run
 
 
 def lrs(**options) -> list[float]:
     run = Run(**options)
-    return [learning_rate(run, step) for step in range(run.total_steps)]
+    return [lr_at(run, step) for step in range(run.total_steps)]
 
 
 @pytest.mark.parametrize("steps", [1, 2, 7, 100, 1000])

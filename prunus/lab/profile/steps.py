@@ -52,7 +52,8 @@ def instrument(training: Training) -> None:
     training.mark = Marks()
     if (pruner := training.pruner) is None:
         return
-    state, optimizer, device = pruner.state_dict(), training.optimizer, training.device
+    state, schedule, every = pruner.state_dict(), pruner.schedule, pruner.every
+    optimizer, device = training.optimizer, training.device
     prunable = eligible(training.model, training.run.include, training.run.exclude).weights
     masked_by_hooks = [] if isinstance(optimizer, AdamWPrune) else [weight.parameter for weight in prunable]
     spans: dict[torch.Tensor, AbstractContextManager[Any]] = {}
@@ -61,13 +62,17 @@ def instrument(training: Training) -> None:
         spans[weight] = part("gradient masking")
         spans[weight].__enter__()
 
+    def is_event(later: int) -> bool:
+        assert training.pruner is not None and schedule is not None
+        return schedule.is_event(training.pruner.step + later, every)
+
     def before_event(*_: object) -> None:
-        if made.schedule and made.schedule.is_event(made.step + 1, made.every):
+        if is_event(1):
             wait_for(device)  # work of the step that is still running does not count
             training.mark("event")
 
     def after_event(*_: object) -> None:
-        if made.schedule and made.schedule.is_event(made.step, made.every):
+        if is_event(0):
             wait_for(device)
             training.mark("optimizer")
 
@@ -75,10 +80,8 @@ def instrument(training: Training) -> None:
     optimizer.register_step_post_hook(before_event)
     for weight in masked_by_hooks:
         weight.register_post_accumulate_grad_hook(before_masking)
-    made = make_pruner(training.run, training.model, optimizer, training.events.append)
-    assert made is not None
-    made.load_state_dict(state)
-    training.pruner = made
+    training.pruner = make_pruner(training.run, training.model, optimizer, training.events.append)
+    reload(training, **state)
     optimizer.register_step_post_hook(after_event)
     for weight in masked_by_hooks:
         weight.register_post_accumulate_grad_hook(lambda weight: spans.pop(weight).__exit__(None, None, None))
