@@ -18,9 +18,9 @@ from torch import Tensor
 from prunus import prune
 from prunus.eligible import eligible
 from prunus.lab.data.datasets import read_stdlib
-from prunus.lab.model_quality import token_quality
 from prunus.oneshot.drop_experts import without_experts
 from prunus.oneshot.fewer_experts import fewer_experts
+from prunus.trained.quality import token_quality
 
 from .benchmark import Benchmark, Measured, Record, Row, Section, newest_records, table_of
 

@@ -21,7 +21,6 @@ from prunus.lab.data.batches import ImageShape, Normalise
 from prunus.lab.data.datasets import read_cifar10
 from prunus.lab.models import RESNETS, resnet
 from prunus.lab.tracking import environment
-from prunus.lab.trained_model import ModelSource, TrainedModel, load_trained
 from prunus.oneshot.probe.decide import is_allowed
 from prunus.oneshot.probe.prober import Schedule
 from prunus.oneshot.prune import Job, Plan
@@ -30,6 +29,7 @@ from prunus.oneshot.walk import Originals
 from prunus.ops import bits
 from prunus.ops.lazy import Lazy
 from prunus.select import Selector
+from prunus.trained.model import ModelSource, TrainedModel, load_trained
 
 STRATEGIES: dict[str, tuple[str, Selector]] = {
     "magnitude, global": ("magnitude", Global()),

@@ -12,11 +12,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from prunus import PerRow, Probe, prune
 from prunus.eligible import Weight, eligible
-from prunus.lab.data.datasets import read_tokens
 from prunus.lab.gpu import Sampler, utilisation_reader
 from prunus.oneshot.result import Result
 from prunus.oneshot.walk import head_of
 from prunus.ops.machine import device_of
+from prunus.trained.tokens import read_tokens
 
 from .benchmark import Benchmark, Measured, Record, Row, Section, in_turns, table_of, timed
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 import prunus
 from prunus import NofM, PerLayer, PerRow, prune
-from prunus.lab.trained_model import ModelSource, load_trained
 from prunus.ops.machine import device_of
+from prunus.trained.model import ModelSource, load_trained
 
 from .benchmark import Benchmark, Measured, Row, timed
 from .prune import MISTRAL, Level

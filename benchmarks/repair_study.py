@@ -19,9 +19,9 @@ from torch import nn
 from prunus import Global, NofM, PerLayer, PerRow, Repair, prune
 from prunus.eligible import eligible
 from prunus.files.json_file import read_json, write_json
-from prunus.lab.trained_model import ModelSource, TrainedModel, load_trained
 from prunus.ops.machine import device_of
 from prunus.select import Selector
+from prunus.trained.model import ModelSource, TrainedModel, load_trained
 
 from .benchmark import Row, new_record, timed
 from .probe_study import image_model

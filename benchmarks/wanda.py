@@ -23,10 +23,10 @@ from torch import Tensor, nn
 
 from prunus import PerRow, prune
 from prunus.eligible import eligible
-from prunus.lab.data.datasets import read_tokens
 from prunus.ops import bits
 from prunus.ops.lazy import Lazy
 from prunus.score import formula_of, wanda
+from prunus.trained.tokens import read_tokens
 
 from .benchmark import Benchmark, Measured, Record, Row, Section, in_turns
 

@@ -45,8 +45,9 @@ CORE |= {
 }
 MAY_IMPORT = CORE | {
     "doctor": {"ops", "masks", "eligible", "schedule", "files"},
-    "lab": set(CORE),
-    "cli": {*CORE, "lab", "doctor"},
+    "trained": {"ops", "files", "oneshot", "export"},
+    "lab": {*CORE, "trained"},
+    "cli": {*CORE, "trained", "lab", "doctor"},
     "__main__": {"cli"},
 }
 # what else than torch and numpy the core may load, and where

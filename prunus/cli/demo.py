@@ -105,7 +105,7 @@ def _size(run: Path) -> str:
     """What a pruned run is worth on disk."""
     from ..export.convert import ExportJob
     from ..lab.checkpoint import checkpoint_of
-    from ..lab.exported_model import export_checkpoint
+    from ..lab.trained_run import export_checkpoint
 
     with TemporaryDirectory() as place:
         done = export_checkpoint(checkpoint_of(run), ExportJob(Path(place) / "small"))
@@ -147,8 +147,8 @@ class Whole:
             loss = f"loss {values['loss']:.2f}" if "loss" in values else loss
             self.bar.update(self.task, completed=self.num_done, total=self.num_steps, description=name, known=loss)
             if not self.terminal.is_terminal and now >= self.due:
-                self.due, rate = now + EVERY, (now - self.began) / max(1, self.num_done - 1)
-                left = f", about {rate * (self.num_steps - self.num_done):.0f} s left" * (self.num_done > 1)
+                self.due, seconds = now + EVERY, (now - self.began) / max(1, self.num_done - 1)
+                left = f", about {seconds * (self.num_steps - self.num_done):.0f} s left" * (self.num_done > 1)
                 share = self.num_done / self.num_steps
                 print(f"{share:4.0%}  {name}: step {step} of {run.total_steps}{left}", file=sys.stderr, flush=True)
 

@@ -9,11 +9,10 @@ import tyro
 from .console import print
 
 if TYPE_CHECKING:
-    from ..lab.evaluate import Quality
-    from ..lab.model_quality import HeldOut
     from ..lab.run import Run
     from ..lab.trainer import Training
     from ..sparsity_report import SparsityReport
+    from ..trained.quality import HeldOut, Quality
 
 
 @dataclass(frozen=True)
@@ -98,8 +97,8 @@ def evaluated(
     from ..eligible import eligible
     from ..lab.arithmetic import fixed_arithmetic
     from ..lab.checkpoint import checkpoint_of, load_checkpoint
-    from ..lab.exported_model import described, load_exported
     from ..lab.run import Run
+    from ..lab.trained_run import described, load_exported
     from ..oneshot.progress import progress_line
     from ..sparsity_report import report
 
@@ -138,10 +137,10 @@ def _of_folder(command: Command) -> "tuple[str, SparsityReport, HeldOut]":
 
     from ..eligible import eligible
     from ..export import load_model
-    from ..lab.model_data import check_batches, is_causal, read_batches
-    from ..lab.model_quality import held_out_rows, metric_of, token_quality
     from ..lab.recipe import device_named
     from ..sparsity_report import report
+    from ..trained.data import check_batches, is_causal, read_batches
+    from ..trained.quality import held_out_rows, metric_of, token_quality
 
     given = [name for name in ("tokens", "text", "batches") if getattr(command, name) is not None]
     if len(given) != 1:
@@ -166,8 +165,8 @@ def _of_folder(command: Command) -> "tuple[str, SparsityReport, HeldOut]":
 
 
 def _windows(command: Command, model: Any) -> "HeldOut":
-    from ..lab.model_data import check_vocabulary, longest_window, read_token_file, start_tokens
-    from ..lab.model_quality import held_out_windows
+    from ..trained.data import check_vocabulary, longest_window, read_token_file, start_tokens
+    from ..trained.quality import held_out_windows
 
     path = command.text or command.tokens
     assert path is not None

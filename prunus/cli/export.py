@@ -115,7 +115,7 @@ def _convert(command: Command) -> None:
         with progress_line(None, "export") as report:
             done = convert(command.source, replace(job, report=report))
     else:
-        from ..lab.exported_model import export_checkpoint
+        from ..lab.trained_run import export_checkpoint
 
         if job.out.suffix == ".safetensors":
             raise ValueError(f"a checkpoint becomes a folder with its run.json, but --out is the file {job.out}")

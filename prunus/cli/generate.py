@@ -43,10 +43,10 @@ def run(command: Command) -> None:
 
     from ..export import load_model
     from ..export.huggingface import quiet_transformers
-    from ..lab.model_data import tokenizer_of
     from ..lab.recipe import device_named
     from ..ops.machine import device_of
     from ..sparse import Decoder, SparseLinear, load_packed
+    from ..trained.data import tokenizer_of
 
     device = device_of(device_named(command.device))
     if not command.path.exists():

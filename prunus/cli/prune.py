@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from ..lab.trained_model import TrainedModel
     from ..oneshot import Result
     from ..sparsity_report import SparsityReport
+    from ..trained.model import TrainedModel
     from .prune_tables import Outcome, Profile
 
 
@@ -80,15 +80,16 @@ def _pruned(command: Command) -> "Outcome":
     import torch
 
     from ..lab.gpu import Sampler, utilisation_reader
-    from ..lab.trained_model import load_trained
+    from ..lab.trained_run import from_checkpoint
     from ..oneshot import Repair, prune
     from ..oneshot.fewer_experts import fewer_experts
     from ..oneshot.walk import Originals
+    from ..trained.model import load_trained
     from .prune_tables import Outcome
 
     probe, score, device = probe_of(command), command.chosen_score, torch.device(command.device)
     repair = Repair(command.targets, command.damping, tune=command.tune) if command.repairs else None
-    trained = load_trained(source_of(command))
+    trained = load_trained(source_of(command), from_checkpoint)
     if trained.note:
         print(trained.note)
     if trained.held_out:

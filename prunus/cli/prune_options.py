@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 if TYPE_CHECKING:
-    from ..lab.trained_model import ModelSource
     from ..oneshot import Probe
     from ..select import Selector
+    from ..trained.model import ModelSource
 
 Scope = Literal["auto", "row", "layer", "global", "2:4"]
 Score = Literal["auto", "magnitude", "wanda", "fisher", "path", "random"]
@@ -167,7 +167,7 @@ def check(command: Command) -> None:
 
 
 def source_of(command: Command) -> "ModelSource":
-    from ..lab.trained_model import ModelSource
+    from ..trained.model import ModelSource
 
     known = {field.name: getattr(command, field.name) for field in fields(ModelSource) if hasattr(command, field.name)}
     if command.samples is None:

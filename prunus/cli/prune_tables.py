@@ -8,8 +8,8 @@ import torch
 from rich.table import Table
 
 from ..lab.gpu import GIB
-from ..lab.trained_model import TrainedModel
 from ..oneshot import DroppedExperts, ExpertLayer, Layer, Result
+from ..trained.model import TrainedModel
 from .console import print, wide_console
 
 PARTS = {

@@ -53,8 +53,9 @@ def _notes_in_one_line() -> Iterator[None]:
 
 
 def _train(run: Run) -> None:
-    from ..lab.evaluate import Quality, held_out_size
+    from ..lab.evaluate import held_out_size
     from ..lab.trainer import train
+    from ..trained.quality import Quality
 
     with progress_bar(run.score if run.score != "none" else "dense", run.total_steps) as report:
         result = train(run, report)

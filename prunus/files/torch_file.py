@@ -19,7 +19,6 @@ from .checksum import checksum, hexadecimal
 from .regular import check_regular
 
 FORMAT = "prunus-checkpoint-2"
-OLD_FORMAT = "prunus-checkpoint-1"  # without checksums
 CHECKSUMS = "checksums"
 OUTSIDE = (errno.EINVAL, errno.EOVERFLOW, errno.EFBIG)  # a damaged file sends its reader to where no file reaches
 

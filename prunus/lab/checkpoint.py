@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..files.torch_file import FORMAT, OLD_FORMAT, read_torch_file, write_torch_file
+from ..files.torch_file import FORMAT, read_torch_file, write_torch_file
 from ..ops.machine import said_by_linux
 from ..ranks import is_dtensor
 from .parallel import Team
@@ -24,7 +24,7 @@ LAST, PREVIOUS = "checkpoint.pt", "checkpoint.previous.pt"
 KINDS = {"run": Mapping, "step": int, "seconds": float | int, "model": Mapping, "optimizer": Mapping, "rng": Tensor}
 
 
-class Training(Protocol):
+class Resumable(Protocol):
     """What a checkpoint needs of a training."""
 
     run: Run
@@ -38,7 +38,7 @@ class Training(Protocol):
     def load(self, state: dict[str, Any]) -> None: ...
 
 
-def save(training: Training, last: bool) -> None:
+def save(training: Resumable, last: bool) -> None:
     """Write the checkpoint of the run folder; ranks put their ``last`` one together as checkpoint.pt, too."""
     out, team = training.run.out, training.team
     if team.kind == "none":
@@ -58,7 +58,7 @@ def save(training: Training, last: bool) -> None:
         save_checkpoint(out / LAST, load_checkpoint(path))
 
 
-def resume(training: Training) -> None:
+def resume(training: Resumable) -> None:
     """Continue from the last checkpoint of the run folder that is whole; without one the training begins."""
     team, damaged = training.team, {}
     for path in team.first(lambda: checkpoints_in(training.run.out)):
@@ -79,7 +79,7 @@ def resume(training: Training) -> None:
         raise ValueError(next(iter(damaged.values())))
 
 
-def _read_for(training: Training, path: Path) -> dict[str, Any]:
+def _read_for(training: Resumable, path: Path) -> dict[str, Any]:
     """The state of a checkpoint, its tensors sharded over ranks as the training's are."""
     team = training.team
     if path.is_dir() and team.kind != "none":
@@ -155,14 +155,12 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
 def _load_file(path: Path) -> dict[str, Any]:
     try:
         state = read_torch_file(path)
-        if not isinstance(state, dict) or state.get("format") not in (FORMAT, OLD_FORMAT):
+        if not isinstance(state, dict) or state.get("format") != FORMAT:
             raise ValueError(f"it lacks the mark {FORMAT!r}")
     except ValueError as error:
         other = path.with_name(PREVIOUS)
         hint = f"; the one before it is {other.name}" if path.name == LAST and other.is_file() else ""
         raise ValueError(f"{path} is damaged, or no checkpoint of prunus: {error}{hint}") from error
-    if state["format"] == OLD_FORMAT:
-        warnings.warn(f"{path} is of an older version, without checksums: damage in it is not found", stacklevel=3)
     return state
 
 

@@ -1,44 +1,19 @@
 """Quality on held-out data."""
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from ..trained.quality import Quality
 from .data.batches import Batch
-
-
-@dataclass(frozen=True)
-class Quality:
-    """Mean cross-entropy in nats and fraction of right predictions, over every target."""
-
-    loss: float
-    accuracy: float
-
-    @property
-    def perplexity(self) -> float:
-        return math.exp(self.loss) if self.loss < 700 else math.inf
-
-    def in_words(self, *, of_text: bool) -> str:
-        """The figures as one reads them; the perplexity of a classifier says nothing."""
-        perplexity = f"perplexity {self.perplexity:.3f}, " if of_text else ""
-        return f"loss {self.loss:.4f}, {perplexity}accuracy {self.accuracy:.2%}"
 
 
 def held_out_size(size: int) -> str:
     """How much of the held-out data a figure is of."""
     return f"held-out data (its first {size:,}; --eval-size 0 takes all)" if size else "all held-out data"
-
-
-def held_out_words(num: int, total: int, unit: str, which: str) -> str:
-    """How many of the held-out samples a figure is of."""
-    if num >= total:
-        return f"all {total:,} held-out {unit}"
-    return f"{num:,} of {total:,} held-out {unit}, {which} (--eval-windows 0 takes all)"
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""From the fields of a run to data, learning rate, optimizer, pruner and replayed rates."""
+"""From the fields of a run to data, learning rate, optimizer, pruner and replayed factors on learning rates."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -33,8 +33,8 @@ def data_of(run: Run) -> Data:
     )
 
 
-def learning_rate(run: Run, step: int) -> float:
-    """Linear warm-up to ``lr``, then down to ``min_lr`` of it at the end of the run.
+def lr_at(run: Run, step: int) -> float:
+    """The learning rate of a step: linear warm-up to ``lr``, then down to ``min_lr`` of it at the end of the run.
 
     By a cosine or in a line from the warm-up on, or, for "wsd", in a line over the last ``decay_steps`` alone.
     """

@@ -50,15 +50,6 @@ MOST = {"batch": 2**20, "context": 2**20, "vocab_size": 2**20, "width": 2**15, "
 
 DECAY = 0.4  # of the run, where wsd names no decay; run.json does not hold it: another value would change begun runs
 MAY_CHANGE = ("out", "parallel")  # when a run is resumed
-# what a run.json means that lacks a field which runs have had since
-ADDED_LATER: dict[str, Any] = {
-    "lr_schedule": "cosine",
-    "decay": None,
-    "rate_power": 0.0,
-    "replay": "",
-    "width": 0,
-    "layers": 0,
-}
 
 
 @dataclass(frozen=True)
@@ -92,8 +83,8 @@ class Run:
     exclude: tuple[str, ...] = ()  # globs over names of weights to leave dense
     regrow: float = 0.0  # fraction of the live weights that an event swaps for pruned ones; falls to 0 over the ramp
     regrow_by: Literal["snr", "momentum", "gradient"] = "snr"  # how to rank the pruned weights that may come back
-    rate_power: float = 1.0  # learning rate of a pruned layer times density^-power; 0, or no score, leaves rates alone
-    replay: str = ""  # dense only: pruned run whose rates to use: a folder, or a name beside --out; {seed} is filled in
+    rate_power: float = 1.0  # learning rate of a pruned layer times density^-power; 0, or no score: times 1
+    replay: str = ""  # dense only: pruned run whose rates to replay: a folder, or a name beside --out, with {seed}
     eps: float | None = None  # added under roots and in denominators of the score (older scripts: 1e-8)
     exponent: float | None = None  # q of the score fisher: |w| v^q
 
@@ -101,7 +92,7 @@ class Run:
     optimizer: Literal["adamw", "adamwprune", "adam", "nadam", "sgd"] = "adamw"  # sgd has momentum 0.9
     spam: bool = False  # clip spikes and reset moments (adamwprune only)
     lr: float = 2e-3  # highest learning rate
-    lr_schedule: Literal["cosine", "linear", "wsd"] = "wsd"  # how the rate falls; wsd: warm-up, stable, decay
+    lr_schedule: Literal["cosine", "linear", "wsd"] = "wsd"  # how the learning rate falls; wsd: warm-up, stable, decay
     min_lr: float = 0.0  # learning rate at the end, as a fraction of --lr
     decay: int | float | None = None  # wsd only: steps of the fall at the end, or a fraction of the run; default: 0.4
     warmup: int | float = 0.17  # linear warm-up: steps, or a fraction of the run if it has a decimal point
@@ -182,7 +173,7 @@ class Run:
             raise ValueError(f"decay belongs to wsd, but lr_schedule is {self.lr_schedule}; pass --lr-schedule wsd")
         check_step("decay", self.decay)
         if not self.decay:
-            raise ValueError("wsd needs a decay above 0; pass --decay 0.4, in which the rate falls over the last 40 %")
+            raise ValueError("wsd needs a decay above 0; pass --decay 0.4, to let lr fall over the last 40 %")
         if self.step_of(self.warmup) + self.step_of(self.decay) > self.total_steps:
             raise ValueError(
                 f"warm-up of {self.step_of(self.warmup)} steps and decay of {self.step_of(self.decay)} "
@@ -224,7 +215,7 @@ class Run:
 
     @property
     def decay_steps(self) -> int:
-        """Steps at the end in which the rate falls: all after the warm-up, or for wsd as many as ``decay`` says."""
+        """Steps at the end in which lr falls: all after the warm-up, or for wsd as many as ``decay`` says."""
         if self.decay is not None:
             return self.step_of(self.decay)
         after_warmup = max(0, self.total_steps - self.step_of(self.warmup))
@@ -260,16 +251,16 @@ class Run:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Run":
-        """The run with these fields; ValueError where there is no such field, or one cannot have its value."""
-        if unknown := set(values) - set(FIELDS):
-            raise ValueError(f"run.json has an unknown field {min(unknown)!r}: was it written by another version?")
+        """The run with these fields; ValueError where one is unknown, missing, or cannot have its value."""
+        names = FIELDS.keys() - {"resume"}
+        if wrong := values.keys() ^ names:
+            name = min(wrong)
+            raise ValueError(f"the run {'lacks the field' if name in names else 'has an unknown field'} {name!r}")
         for name, value in values.items():
-            check_field(name, value, "run.json")
-        typed: dict[str, Any] = {
-            name: Path(values[name]) for name in ("out", "validation") if values.get(name) is not None
-        }
-        typed |= {name: tuple(values[name]) for name in ("include", "exclude", "track") if name in values}
-        return cls(**{**ADDED_LATER, **values, **typed})
+            check_field(name, value, "the run")
+        typed: dict[str, Any] = {name: tuple(values[name]) for name in ("include", "exclude", "track")}
+        typed |= {name: Path(values[name]) for name in ("out", "validation") if values[name] is not None}
+        return cls(**values | typed)
 
     def continuing(self, begun: "Run") -> "Run":
         """The run that was begun, to be resumed; ValueError where an option given now contradicts it."""

@@ -47,7 +47,6 @@ from .parallel import Team
 
 State = dict[str, Any]
 FORMAT = "prunus-pieces-2"
-OLD_FORMAT = "prunus-pieces-1"  # without checksums
 PER_RANK = ("rng", "cuda_rng", "digest")
 
 
@@ -92,14 +91,17 @@ def load_sharded(path: Path, like: Mapping[str, Tensor], team: Team = Team()) ->
             _set(state, entry.path, _blank(entry, like))
     try:
         with warnings.catch_warnings(action="ignore", category=UserWarning):
-            dcp.load(state, storage_reader=_Reader(path, entries), planner=_Planner(), no_dist=team.kind == "none")
+            dcp.load(
+                state,
+                storage_reader=_CheckedReader(path, entries),
+                planner=_PlainPlanner(),
+                no_dist=team.kind == "none",
+            )
     except CheckpointException as error:
         raise ValueError(f"{path} is damaged, or no checkpoint of prunus: {_cause(error)}") from error
     has_checksums = any(block.crc32 for entry in entries for block in entry.shards)
-    if state["format"] not in (FORMAT, OLD_FORMAT) or (state["format"] == FORMAT and not has_checksums):
+    if state["format"] != FORMAT or not has_checksums:
         raise ValueError(f"{path} is damaged, or no checkpoint of prunus: it lacks checksums or the mark {FORMAT!r}")
-    if not has_checksums and team.is_first:
-        warnings.warn(f"{path} is of an older version, without checksums: damage in it is not found", stacklevel=3)
     state = _ordered(state, json.loads(state["places"]))
     for key in PER_RANK:
         state[key] = next(iter(state[key].values()))
@@ -164,7 +166,7 @@ def _cause(error: CheckpointException) -> str:
 
 
 def _metadata(entries: list[Entry]) -> Metadata:
-    """The entries in DCP's own terms, without their places, which ``_Reader`` knows."""
+    """The entries in DCP's own terms, without their places, which ``_CheckedReader`` knows."""
     kinds: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     for entry in entries:
         chunks = [ChunkStorageMetadata(torch.Size(s.offset or ()), torch.Size(s.size or ())) for s in entry.shards]
@@ -175,7 +177,7 @@ def _metadata(entries: list[Entry]) -> Metadata:
     return Metadata(kinds, {entry.name: entry.path for entry in entries}, {})
 
 
-class _Reader(dcp.FileSystemReader):
+class _CheckedReader(dcp.FileSystemReader):
     """DCP's reader with metadata that were read already, and with blocks compared with their checksums."""
 
     def __init__(self, path: Path, entries: list[Entry]) -> None:
@@ -205,9 +207,9 @@ class _Reader(dcp.FileSystemReader):
         return done
 
 
-class _Planner(DefaultLoadPlanner):
+class _PlainPlanner(DefaultLoadPlanner):
     def load_bytes(self, read_item: Any, value: Any) -> None:
-        """Take a value that ``_Reader`` has read; torch's own would unpickle whatever is there."""
+        """Take a value that ``_CheckedReader`` has read; torch's own would unpickle whatever is there."""
         _set(self.original_state_dict, self.mappings[read_item.dest_index.fqn], value)
 
 

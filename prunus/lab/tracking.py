@@ -115,31 +115,32 @@ class Sink(Protocol):
 
 @dataclass(frozen=True)
 class Tracker:
-    """Writes a run folder; ``metrics.jsonl`` has one line a log, each with its step, which trackers get too."""
+    """Writes a run folder; ``metrics.jsonl`` has one line a log, each with its step, which trackers get too.
 
-    folder: Path
+    Without a folder it writes nothing: it is that of a rank which is not the first.
+    """
+
+    folder: Path | None = None
     sinks: tuple[Sink, ...] = ()
 
     @classmethod
     def open(cls, run: Run, step: int) -> "Tracker":
         """Make the folder, or continue it at ``step``: later lines of metrics.jsonl, or half ones, are dropped."""
         run.out.mkdir(parents=True, exist_ok=True)
-        tracker = cls(run.out, tuple(SINKS[name](run, step) for name in run.track))
+        sinks = tuple(SINKS[name](run, step) for name in run.track)
         if step:
             lines = [line for line in RunFiles(run.out).metrics() if has_step(line) and line["step"] <= step]
         else:
             write_json(run.out / "run.json", {"run": run.to_json(), "environment": environment()})
             lines = []
         text = "".join(to_json(line) + "\n" for line in lines)
-        write_atomically(tracker.metrics, lambda file: file.write(text.encode()))
-        return tracker
-
-    @property
-    def metrics(self) -> Path:
-        return self.folder / "metrics.jsonl"
+        write_atomically(run.out / "metrics.jsonl", lambda file: file.write(text.encode()))
+        return cls(run.out, sinks)
 
     def log(self, **values: Any) -> None:
-        with self.metrics.open("a") as file:
+        if self.folder is None:
+            return
+        with (self.folder / "metrics.jsonl").open("a") as file:
             file.write(to_json(values) + "\n")
         if self.sinks and (numbers := flat(values)):
             for sink in self.sinks:
@@ -147,26 +148,15 @@ class Tracker:
 
     def flush(self) -> None:
         """Wait until the disk has all lines, as a checkpoint relies on those up to its step."""
-        with self.metrics.open("a") as file:
-            os.fsync(file.fileno())
+        if self.folder is not None:
+            with (self.folder / "metrics.jsonl").open("a") as file:
+                os.fsync(file.fileno())
 
     def result(self, values: dict[str, Any]) -> None:
-        write_json(self.folder / "result.json", values)
+        if self.folder is not None:
+            write_json(self.folder / "result.json", values)
         for sink in self.sinks:
             sink.close()
-
-
-class Silent:
-    """The tracker of a rank that writes nothing: the first rank does."""
-
-    def log(self, **values: Any) -> None:
-        pass
-
-    def flush(self) -> None:
-        pass
-
-    def result(self, values: dict[str, Any]) -> None:
-        pass
 
 
 def check_installed(names: tuple[str, ...]) -> None:

@@ -1,4 +1,4 @@
-"""One training, one loop: ``train(run) -> Result``."""
+"""One training, one loop: ``train(run) -> RunResult``."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -18,16 +18,17 @@ from ..optim import AdamWPrune
 from ..pruner import Event
 from ..ranks import ranks_of
 from ..sparsity_report import report
+from ..trained.quality import Quality, held_out_words
 from .arithmetic import fixed_arithmetic, restore_onednn
 from .checkpoint import resume, save
 from .data import TokenData
-from .evaluate import Quality, counted, held_out_words, loss_of, measured, summed
+from .evaluate import counted, loss_of, measured, summed
 from .interruption import Interrupted, SignalWatch
 from .models import build
 from .parallel import Team, team_of
-from .recipe import Data, Replay, data_of, device_named, learning_rate, make_optimizer, make_pruner, num_asked
+from .recipe import Data, Replay, data_of, device_named, lr_at, make_optimizer, make_pruner, num_asked
 from .run import Run, is_restarted, read_run
-from .tracking import Silent, Tracker, check_installed, peak_memory, reset_peak_memory
+from .tracking import Tracker, check_installed, peak_memory, reset_peak_memory
 
 Progress = Callable[[int, dict[str, Any]], None]  # called after each step with what is known then
 
@@ -42,7 +43,7 @@ class DenseStart:
 
 
 @dataclass(frozen=True)
-class Result:
+class RunResult:
     """What a run ended with; sparsity is counted from the zeros."""
 
     steps: int
@@ -95,7 +96,7 @@ class Training:
     def train_step(self) -> tuple[torch.Tensor, float]:
         """One optimizer step; its mean loss, still on the device, and the learning rate used."""
         run = self.run
-        lr = learning_rate(run, self.step)
+        lr = lr_at(run, self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         lr *= getattr(self.optimizer, "lr_scale", 1.0)
@@ -200,7 +201,7 @@ def train(
     start: DenseStart | None = None,
     after_step: Callable[[Training], None] = lambda training: None,
     finish: Callable[[Training], None] | None = None,
-) -> Result:
+) -> RunResult:
     """Train as ``run`` says, or continue it, and leave its folder complete.
 
     ``data`` is what ``data_of(run)`` gave, for many runs that share it; a new run begins at ``start`` if
@@ -218,7 +219,7 @@ def train(
             _begun(run)  # another process may have used the folder meanwhile
         if run.resume:
             resume(training)
-        tracker = Tracker.open(run, training.step) if team.is_first else Silent()
+        tracker = Tracker.open(run, training.step) if team.is_first else Tracker()
         if not training.step and training.pruner:
             tracker.log(step=0, layers=training.layers())
         if start and not training.step:
@@ -249,7 +250,7 @@ def _begun(run: Run) -> Run:
     raise ValueError(f"{run.out} is not empty; pass --resume to continue the run in it, or choose another --out")
 
 
-def _loop(training: Training, tracker: Tracker | Silent, progress: Progress, *, saves_last: bool) -> Quality | None:
+def _loop(training: Training, tracker: Tracker, progress: Progress, *, saves_last: bool) -> Quality | None:
     """Step until the budget is spent; the quality at the end, if there was a step to take."""
     run, quality = training.run, None
     onednn = bool(torch.backends.mkldnn.enabled)
@@ -282,13 +283,13 @@ def _loop(training: Training, tracker: Tracker | Silent, progress: Progress, *, 
     return quality
 
 
-def _result(training: Training, quality: Quality) -> Result:
+def _result(training: Training, quality: Quality) -> RunResult:
     run = training.run
     ranks = ranks_of(dict(training.model.named_parameters())) if training.team.kind == "fsdp" else None
     found = eligible(training.model, run.include, run.exclude)
     counted = report(training.model, found, ranks)
     examples = training.step * run.batch * run.accumulate
-    return Result(
+    return RunResult(
         steps=training.step,
         examples=examples,
         tokens=examples * run.context if isinstance(training.data, TokenData) else 0,

@@ -17,9 +17,9 @@ from prunus.cli import main
 from prunus.cli.console import Terminal
 from prunus.cli.prune_tables import _kinds
 from prunus.files.lock import try_lock
-from prunus.lab.model_quality import token_quality
 from prunus.oneshot.repair import RepairWalk
 from prunus.oneshot.result import Layer
+from prunus.trained.quality import token_quality
 
 DATA = os.environ.get("PRUNUS_DATA")
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="a folder in which nobody can write")
@@ -339,7 +339,7 @@ def test_what_is_there_is_not_overwritten_and_what_is_not_there_is_named(folder,
     [([], "20 of 200"), (["--eval-windows", 7], "7 of 200"), (["--eval-windows", 0], "all 200")],
 )
 def test_prune_and_eval_report_the_same_figure_of_the_same_windows(asked, num, folder, capsys, monkeypatch):
-    monkeypatch.setattr("prunus.lab.model_quality.EVAL_WINDOWS", 20)
+    monkeypatch.setattr("prunus.trained.quality.EVAL_WINDOWS", 20)
     easy, hard = np.zeros(1200), np.random.default_rng(1).integers(0, 40, 1200)  # the beginning is no sample of it all
     np.concatenate([easy, hard]).astype("<u2").tofile(folder / "valid.u16")
     calib, held_out = ["--tokens", folder / "calib.u16"], folder / "valid.u16"

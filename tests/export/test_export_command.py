@@ -16,7 +16,7 @@ from prunus import load_model, save_model
 from prunus.cli import main
 from prunus.cli.export import num_bytes
 from prunus.lab.checkpoint import load_checkpoint, save_checkpoint
-from prunus.lab.exported_model import load_exported
+from prunus.lab.trained_run import load_exported
 
 transformers = pytest.importorskip("transformers", reason="needs pip install prunus[hf]")
 

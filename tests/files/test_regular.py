@@ -19,9 +19,9 @@ from prunus.files.gguf_header import check_gguf
 from prunus.files.json_file import read_json
 from prunus.files.regular import check_regular, check_regular_files
 from prunus.files.torch_file import read_torch_file
-from prunus.lab.model_data import read_batches
 from prunus.lab.run_files import read_metrics
 from prunus.lab.study.arms import read_base
+from prunus.trained.data import read_batches
 
 resource = pytest.importorskip("resource")
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="Windows has no pipes with names")
@@ -73,7 +73,7 @@ def test_a_pipe_is_refused_and_nobody_waits_for_its_writer(reader, tmp_path):
 def test_a_folder_with_a_pipe_is_refused_before_a_library_reads_it(tmp_path):
     transformers = pytest.importorskip("transformers")
     from prunus.export import load_model
-    from prunus.lab.model_data import read_token_file, tokenizer_of
+    from prunus.trained.data import read_token_file, tokenizer_of
 
     sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16, "vocab_size": 64}
     transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).save_pretrained(tmp_path / "model")

@@ -126,13 +126,14 @@ def distributed(folder: Path) -> None:
 def sharded(folder: Path) -> None:
     """What ranks save together, by one process."""
     from prunus.lab.parallel import Team
+    from prunus.lab.run import Run
     from prunus.lab.sharded_checkpoint import save_sharded
 
     weights = {"a": tensors()["a"], "b": torch.randn(9)}
     rows = {name: {"step": torch.tensor(3.0), "exp_avg": torch.randn_like(w)} for name, w in weights.items()}
     optimizer = {"state": rows, "groups": {"0": {"lr": 0.1, "params": list(weights)}}}
     random_state = {"rng": torch.get_rng_state(), "cuda_rng": torch.empty(0, 0, dtype=torch.uint8), "digest": None}
-    rest = {"step": 3, "seconds": 1.5, "run": {"model": "gpt2-tiny"}, "ties": {}, "pruner": None}
+    rest = {"step": 3, "seconds": 1.5, "run": Run().to_json(), "ties": {}, "pruner": None}
     save_sharded(folder, {"model": weights, "optimizer": optimizer, **rest, **random_state}, Team())
 
 
@@ -342,24 +343,25 @@ def read_pickle(folder: Path) -> None:
 
 
 def read_tokens(folder: Path) -> None:
-    from prunus.lab.data import datasets
+    from prunus.trained import tokens
 
-    datasets.MAX_READ = 1 << 26  # what a child may use is less than a machine has
-    datasets.read_tokens(only(folder))
+    tokens.MAX_READ = 1 << 26  # what a child may use is less than a machine has
+    tokens.read_tokens(only(folder))
 
 
 def read_arrays(folder: Path) -> None:
-    from prunus.lab.data import datasets
-    from prunus.lab.model_data import read_batches
+    from prunus.trained import tokens
+    from prunus.trained.data import read_batches
 
-    datasets.MAX_READ = 1 << 26
+    tokens.MAX_READ = 1 << 26
     read_batches(only(folder))
 
 
 def read_images(folder: Path) -> None:
     from prunus.lab.data import datasets
+    from prunus.trained import tokens
 
-    datasets.MAX_READ = 1 << 26
+    tokens.MAX_READ = 1 << 26
     datasets.load(folder, context=1)
 
 
@@ -372,7 +374,7 @@ def read_base(folder: Path) -> None:
 def load_exported(folder: Path) -> Any:
     from small_gpt import fewer_weights
 
-    from prunus.lab.exported_model import load_exported
+    from prunus.lab.trained_run import load_exported
 
     with fewer_weights():
         return load_exported(folder / "model").state_dict()

@@ -14,7 +14,6 @@ from test_parallel_input import a_state
 from unbroken_run import assert_same
 
 from prunus.doctor import examine
-from prunus.files.torch_file import OLD_FORMAT
 from prunus.lab.checkpoint import load_checkpoint, resume, save_checkpoint
 from prunus.lab.parallel import Team
 from prunus.lab.sharded_checkpoint import by_number, save_sharded
@@ -81,23 +80,6 @@ def test_the_doctor_finds_a_flipped_bit(make, where, tmp_path):
         assert "checksum" in str(error)
     else:
         assert not report.is_healthy and "checksum" in str(report)
-
-
-@pytest.mark.parametrize("make", [one_file, of_ranks])
-def test_an_old_checkpoint_loads_with_a_note(make, tmp_path, monkeypatch):
-    if make is one_file:
-        path = make(tmp_path)
-        state = load_checkpoint(path)
-        torch.save(state | {"format": OLD_FORMAT}, path)
-    else:
-        monkeypatch.setattr("prunus.lab.sharded_checkpoint.FORMAT", "prunus-pieces-1")
-        path = make(tmp_path)
-        monkeypatch.undo()
-        state = load_checkpoint(path)
-        (path / "checksums.json").unlink()
-    with pytest.warns(UserWarning, match="older version, without checksums"):
-        again = load_checkpoint(path)
-    assert_same(again["model"], state["model"])
 
 
 @pytest.mark.parametrize("make", [one_file, of_ranks])

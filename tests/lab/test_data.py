@@ -18,7 +18,9 @@ from hypothesis import strategies as st
 
 from prunus.lab.data import Labelled, datasets, load
 from prunus.lab.data.batches import crop_and_flip, image_data, permutation, token_data
-from prunus.lab.data.datasets import LIMIT, joined, read_tokens, sources, split
+from prunus.lab.data.datasets import LIMIT, joined, sources, split
+from prunus.trained import tokens as token_files
+from prunus.trained.tokens import read_tokens
 
 MNIST = Path(os.environ.get("PRUNUS_DATA", "")) / "vision" / "mnist"
 
@@ -322,10 +324,10 @@ def test_broken_folders_are_refused_in_one_line(tmp_path, writer, name, change, 
 
 @pytest.mark.parametrize("suffix", [".gz", ".xz"])
 def test_a_file_that_unpacks_to_more_than_the_limit_is_refused_in_bounded_memory(tmp_path, monkeypatch, suffix):
-    assert datasets.MAX_READ == 2**30
-    monkeypatch.setattr(datasets, "MAX_READ", 2**18)
+    assert token_files.MAX_READ == 2**30
+    monkeypatch.setattr(token_files, "MAX_READ", 2**18)
     path = tmp_path / f"tokens.txt{suffix}"
-    with datasets.OPENERS[suffix](path, "wb") as file:
+    with token_files.OPENERS[suffix](path, "wb") as file:
         file.write(bytes(2**24))
     tracemalloc.start()
     try:
@@ -335,7 +337,7 @@ def test_a_file_that_unpacks_to_more_than_the_limit_is_refused_in_bounded_memory
         tracemalloc.stop()
     assert "holds more than 0.25 MiB, the most that is read into memory; unpack it" in said
     assert peak < 12 * 2**20  # xz has a dictionary of 8 MiB
-    with datasets.OPENERS[suffix](path, "wb") as file:
+    with token_files.OPENERS[suffix](path, "wb") as file:
         file.write(bytes(range(128)) * 2**11)
     assert len(load(path, context=8).held_out) == round(0.05 * 2**18)
 

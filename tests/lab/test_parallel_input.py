@@ -95,7 +95,7 @@ def test_ranks_deal_batches_in_equal_numbers_and_return_them_in_order(size, num_
 
 def a_state(step: int = 3) -> dict:
     return {
-        "run": {"model": "gpt2-tiny", "include": []},
+        "run": Run().to_json(),
         "step": step,
         "seconds": 1.5,
         "model": {"b.weight": torch.randn(3, 5), "a.weight": torch.randn(2).bfloat16()},

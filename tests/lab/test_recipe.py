@@ -1,64 +1,70 @@
 """The learning rate over a run."""
 
 import math
-from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from prunus.lab.recipe import learning_rate
-from prunus.lab.run import ADDED_LATER, Run
+from prunus.lab.recipe import lr_at
+from prunus.lab.run import Run
 
 
-def rates(**options) -> list[float]:
+def lrs(**options) -> list[float]:
     run = Run(**options)
-    return [learning_rate(run, step) for step in range(run.total_steps)]
+    return [lr_at(run, step) for step in range(run.total_steps)]
 
 
 @pytest.mark.parametrize("steps", [1, 2, 7, 100, 1000])
 @pytest.mark.parametrize("warmup", [0, 1, 0.0, 0.17, 0.5, 1.0])
 @pytest.mark.parametrize("min_lr", [0.0, 0.1, 1.0])
 @pytest.mark.parametrize("how", [{}, {"lr_schedule": "cosine"}, {"lr_schedule": "linear"}, {"decay": 0.3}], ids=str)
-def test_rates_rise_to_the_highest_and_fall_to_the_lowest(steps, warmup, min_lr, how):
+def test_the_learning_rate_rises_to_the_highest_and_falls_to_the_lowest(steps, warmup, min_lr, how):
     if how.get("decay") and warmup > 0.7:
         warmup = 0
-    found = rates(steps=steps, warmup=warmup, min_lr=min_lr, lr=3e-3, score="none", **how)
+    found = lrs(steps=steps, warmup=warmup, min_lr=min_lr, lr=3e-3, score="none", **how)
     peak = found.index(max(found))
     assert found == sorted(found[: peak + 1]) + sorted(found[peak + 1 :], reverse=True)
     assert max(found) == 3e-3 and min(found) > 0
 
 
 def test_a_fraction_is_that_many_steps_of_the_whole_budget():
-    assert rates(steps=200, warmup=0.25) == rates(steps=200, warmup=50)
-    assert rates(steps=200, warmup=0.25, budget_scale=2.0) == rates(steps=400, warmup=100)
+    assert lrs(steps=200, warmup=0.25) == lrs(steps=200, warmup=50)
+    assert lrs(steps=200, warmup=0.25, budget_scale=2.0) == lrs(steps=400, warmup=100)
 
 
 @pytest.mark.parametrize("decay", [None, 0.4, 40])
-def test_the_rate_is_constant_until_the_last_40_percent_and_then_falls_in_a_line(decay):
-    found = rates(steps=100, warmup=10, lr=1.0, decay=decay)
+def test_the_learning_rate_is_constant_until_the_last_40_percent_and_then_falls_in_a_line(decay):
+    found = lrs(steps=100, warmup=10, lr=1.0, decay=decay)
     assert found[10:61] == [1.0] * 51
     assert found[61:] == pytest.approx([1 - i / 40 for i in range(1, 40)])
 
 
 def test_a_longer_warm_up_leaves_the_decay_what_is_left():
-    assert rates(steps=10, warmup=8, lr=1.0) == pytest.approx([*(i / 8 for i in range(1, 9)), 1, 0.5])
+    assert lrs(steps=10, warmup=8, lr=1.0) == pytest.approx([*(i / 8 for i in range(1, 9)), 1, 0.5])
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 5, 10, 30])
 def test_the_defaults_suit_short_runs(steps):
-    assert len(rates(steps=steps)) == steps and Run(steps=steps).sparsity_schedule().final == 0.5
+    assert len(lrs(steps=steps)) == steps and Run(steps=steps).sparsity_schedule().final == 0.5
 
 
-def test_a_run_of_before_there_were_schedules_goes_on_by_its_cosine():
-    begun = Run(steps=12, warmup=2, lr=1.0, lr_schedule="cosine", rate_power=0.0)
-    values = {name: value for name, value in begun.to_json().items() if name not in ADDED_LATER}
-    assert Run.from_json(values) == begun
-    assert Run(resume=True).continuing(Run.from_json(values)) == replace(begun, resume=True)
-    half = [0.5 * (1 + math.cos(math.pi * i / 10)) for i in range(10)]
-    assert [learning_rate(begun, step) for step in range(2, 12)] == half
+@pytest.mark.parametrize(
+    ("how", "left"), [("linear", lambda done: 1 - done), ("cosine", lambda done: 0.5 * (1 + math.cos(math.pi * done)))]
+)
+def test_a_line_or_a_cosine_falls_from_the_warm_up_on(how, left):
+    expected = [left(i / 10) for i in range(10)]
+    assert lrs(steps=12, warmup=2, lr=1.0, lr_schedule=how)[2:] == pytest.approx(expected)
 
 
-def test_a_linear_rate_falls_in_a_line_from_the_warm_up_on():
-    assert rates(steps=12, warmup=2, lr=1.0, lr_schedule="linear")[2:] == pytest.approx([1 - i / 10 for i in range(10)])
+@pytest.mark.parametrize("change", [{}, {"lr_schedule": "cosine", "include": ("a",)}, {"validation": Path("x")}])
+def test_a_run_of_json_has_every_field_and_no_other(change):
+    values = Run(**change).to_json()
+    assert Run.from_json(values) == Run(**change)
+    with pytest.raises(ValueError, match=r"^the run has an unknown field 'speed'$"):
+        Run.from_json(values | {"speed": 1})
+    for name in values:
+        with pytest.raises(ValueError, match=f"^the run lacks the field '{name}'$"):
+            Run.from_json({field: value for field, value in values.items() if field != name})
 
 
 @pytest.mark.parametrize(

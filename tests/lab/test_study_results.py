@@ -140,7 +140,7 @@ def test_a_row_is_compared_where_most_of_its_seeds_are(copy, base):
 def test_an_overlap_with_another_recipe_is_not_shown(copy, base):
     assert study(base, copy, "--arm", "fast: score=bitter7 lr=3e-3", "--seeds", "1") == 0
     noted = copy / "runs" / "fast-0.5-s0" / "cell.json"
-    noted.write_text(json.dumps(read_json(noted) | {"overlap": 0.4}))  # as older versions did, with magnitude's
+    noted.write_text(json.dumps(read_json(noted) | {"overlap": 0.4, "overlap_with": "magnitude"}))  # of another recipe
     assert summary(Folder(copy), Folder(copy).plan())["rows"][-1]["overlap"] is None
     assert study(base, copy, "--arm", "magnitude fast: score=magnitude lr=3e-3", "--seeds", "1") == 0
     found = read_json(noted)

@@ -20,7 +20,7 @@ from ..run import Run
 from ..tracking import environment
 from ..trainer import Training
 from .memory_use import Memory, measured_memory
-from .steps import between_events, due_events, events_twice, fused, instrument, plain_step, seek_event
+from .steps import BEFORE_ANY, due_events, events_twice, fused, instrument, plain_step, reload, seek_event
 from .trace import Split, split_of, traced
 
 TRACED = 5  # steps that are traced at most: a trace of hundreds fills the memory
@@ -123,7 +123,7 @@ def measure(run: Run, window: Window, progress: Callable[[str], None] = lambda w
             plain_step(training)
     step = split_of(entries, num_traced)
     progress("memory")
-    between_events(training)
+    reload(training, step=BEFORE_ANY)
     memory = measured_memory(training, partial(seek_event, training, due, due[-1]) if due else None)
     examples = run.batch * run.accumulate / seconds
     return StepProfile(

@@ -13,7 +13,6 @@ from torch.profiler import record_function
 from ...ops.machine import wait_for
 from ..tracking import peak_memory
 from ..trainer import Training
-from .steps import around_events
 from .trace import allocated, traced
 
 READY = "prunus gradients of bytes: "
@@ -60,7 +59,7 @@ def steady_bytes(training: Training) -> dict[str, int]:
     """Bytes of the tensors that stay from step to step, by category."""
     pruner, state = training.pruner, training.optimizer.state.values()
     moments = [value for own in state for key, value in own.items() if key != "mask" and isinstance(value, Tensor)]
-    sums = pruner._movement.sums.values() if pruner and pruner._movement else ()
+    sums = pruner.state_dict()["movement"].values() if pruner else ()
     found = {
         "weights": _bytes([*training.model.parameters(), *training.model.buffers()], training.device),
         "moments": _bytes(moments, training.device),
@@ -90,8 +89,9 @@ def measured_memory(training: Training, before_event: Callable[[], None] | None)
     event = None
     if before_event:
         before_event()
-        found = [m for m in moments_of(training, total) if m.part in ("score and select", "apply")]
-        if found:  # none where SPAM makes events wait
+        num_events = len(training.events)
+        found = [moment for moment in moments_of(training, total) if moment.part == "event"]
+        if len(training.events) > num_events:  # SPAM makes events wait
             event = _split(steady, max(found, key=lambda moment: moment.peak), "event scratch")
     limits = {"resident": peak_memory(training.device)}
     if on_gpu:
@@ -140,12 +140,7 @@ def _by_allocator(training: Training, total: int) -> list[Moment]:
         cut(name)
         mark(name)
 
-    def event(update: Callable[[], None]) -> None:
-        cut("score and select")
-        update()
-        cut("optimizer")
-
-    with _ready(training, lambda num_bytes: cut(now, num_bytes)), around_events(training, event):
+    with _ready(training, lambda num_bytes: cut(now, num_bytes)):
         torch.cuda.reset_peak_memory_stats(training.device)
         training.mark = marked
         try:

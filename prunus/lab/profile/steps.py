@@ -2,15 +2,15 @@
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
+from ...eligible import eligible
 from ...ops.machine import wait_for
 from ...optim import AdamWPrune
+from ..recipe import make_pruner
 from ..trainer import Training
 from .trace import Split, only_event, part, traced
 
@@ -23,8 +23,7 @@ PARTS = {
     "gradient masking": "zeros in the gradients of pruned weights, by hooks",
     "clipping": "the norm of all gradients, and scaling by it",
     "optimizer": "the update of the weights",
-    "score and select": "which weights stay: one pass computes scores and cuts, so there is no line between the two",
-    "apply": "new masks, zeros in weights and moments",
+    "event": "new masks: scores and the cut in one pass, zeros in weights and moments",
     "waiting for the device": "at the end of the steps measured",
     "other": "everything else: learning rate, hooks, zeroing gradients",
     "idle": "the device had nothing to do",
@@ -46,45 +45,58 @@ class Marks:
 
 
 def instrument(training: Training) -> None:
-    """Mark the training's parts for traces; it computes the same as before."""
+    """Mark the training's parts for traces; it computes the same as before.
+
+    The Pruner is made anew from its state, so that hooks of ours run before and after its own.
+    """
     training.mark = Marks()
-    pruner = training.pruner
-    if pruner is None:
+    if (pruner := training.pruner) is None:
         return
-    masking, updated = pruner._masking, pruner.update
+    state, schedule, every = pruner.state_dict(), pruner.schedule, pruner.every
+    optimizer, device = training.optimizer, training.device
+    prunable = eligible(training.model, training.run.include, training.run.exclude).weights
+    masked_by_hooks = [] if isinstance(optimizer, AdamWPrune) else [weight.parameter for weight in prunable]
+    spans: dict[torch.Tensor, AbstractContextManager[Any]] = {}
 
-    def update() -> None:
-        wait_for(training.device)  # work of the step that is still running does not count
-        with part("score and select"):
-            updated()
-            wait_for(training.device)
+    def before_masking(weight: torch.Tensor) -> None:
+        spans[weight] = part("gradient masking")
+        spans[weight].__enter__()
 
-    def marked(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
-        def inside(*args: Any) -> Any:
-            with part(name):
-                return work(*args)
+    def is_event(later: int) -> bool:
+        assert training.pruner is not None and schedule is not None
+        return schedule.is_event(training.pruner.step + later, every)
 
-        return inside
+    def before_event(*_: object) -> None:
+        if is_event(1):
+            wait_for(device)  # work of the step that is still running does not count
+            training.mark("event")
 
-    masking.mask_gradient = marked("gradient masking", masking.mask_gradient)
-    masking.apply_ = marked("apply", masking.apply_)
-    pruner.update = update
+    def after_event(*_: object) -> None:
+        if is_event(0):
+            wait_for(device)
+            training.mark("optimizer")
+
+    pruner.remove()
+    optimizer.register_step_post_hook(before_event)
+    for weight in masked_by_hooks:
+        weight.register_post_accumulate_grad_hook(before_masking)
+    training.pruner = make_pruner(training.run, training.model, optimizer, training.events.append)
+    reload(training, **state)
+    optimizer.register_step_post_hook(after_event)
+    for weight in masked_by_hooks:
+        weight.register_post_accumulate_grad_hook(lambda weight: spans.pop(weight).__exit__(None, None, None))
 
 
 def fused(training: Training) -> list[str]:
     """Notes on what happens inside another part and cannot be timed apart from it."""
-    optimizer, notes = training.optimizer, []
+    optimizer, pruner, notes = training.optimizer, training.pruner, []
     if isinstance(optimizer, AdamWPrune):
-        inside = [
-            *(["gradient masking"] if training.pruner else []),
-            *(["clipping"] if optimizer.max_norm else []),
-            *(["SPAM"] if optimizer.spam else []),
-        ]
-        if inside:
-            notes.append(f"{' and '.join(inside)} happen inside AdamWPrune's step: their time is the optimizer's")
+        inside = {"gradient masking": pruner, "clipping": optimizer.max_norm, "SPAM": optimizer.spam}
+        if names := [name for name, is_on in inside.items() if is_on]:
+            notes.append(f"{' and '.join(names)} happen inside AdamWPrune's step: their time is the optimizer's")
     if training.run.regrow:
         notes.append("until the ramp ends, pruned weights are zeroed after each step: that time is the optimizer's")
-    if training.pruner and training.pruner._inputs:
+    if pruner and "input_norm" in pruner.score.reads:
         notes.append("the step of an event collects inputs in its forward pass: that time is neither's")
     if training.run.compile:
         notes.append("compiled code computes gradients before it hands them over: until then they count as activations")
@@ -107,65 +119,50 @@ def seek_event(training: Training, due: list[int], step: int) -> None:
 
     An event at which everything is pruned already would have little to do.
     """
-    _load(training, step=step - 1, due=False, **({} if len(due) > 1 else {"masks": {}}))
+    reload(training, step=step - 1, **({} if len(due) > 1 else {"masks": {}}))
 
 
-def _load(training: Training, **state: Any) -> None:
+def reload(training: Training, **state: Any) -> None:
+    """Change the Pruner's state; no event waits any more."""
     if training.pruner:
-        training.pruner.load_state_dict(training.pruner.state_dict() | state)
+        training.pruner.load_state_dict(training.pruner.state_dict() | {"due": False} | state)
 
 
 def plain_step(training: Training) -> torch.Tensor:
-    """The loss of a step without an event, even where there is one at every step."""
-    between_events(training)
-    return training.train_step()[0]
-
-
-def between_events(training: Training) -> None:
-    """Make the next step one without an event; the masks stay."""
+    """The loss of a step without an event, even where there is one at every step; the masks stay."""
     if training.pruner:
-        training.pruner.step, training.pruner._progress.is_due = BEFORE_ANY, False
+        training.pruner.step = BEFORE_ANY
+    return training.train_step()[0]
 
 
 def events_twice(training: Training, due: list[int]) -> tuple[float | None, Split | None]:
     """A few events, each taken once by the clock and once traced, which takes longer: the medians."""
     seconds: list[float] = []
     splits = []
+    mark, started = training.mark, 0.0
 
-    def timed(update: Callable[[], None]) -> None:
-        wait_for(training.device)
-        started = time.perf_counter()
-        update()
-        wait_for(training.device)
-        seconds.append(time.perf_counter() - started)
+    def timed(name: str) -> None:
+        nonlocal started
+        if started:
+            seconds.append(time.perf_counter() - started)
+        started = time.perf_counter() if name == "event" else 0.0
 
     for step in due[1:] or due:
         masks = training.pruner.state_dict()["masks"] if training.pruner else {}
+        num_before = len(training.events)
         seek_event(training, due, step)
-        with around_events(training, timed):
-            training.train_step()
-        _load(training, masks=masks)
+        training.mark = timed
+        training.train_step()
+        training.mark = mark
+        if len(training.events) == num_before:  # SPAM makes events wait
+            reload(training)
+            return None, None
+        reload(training, masks=masks)
         seek_event(training, due, step)
         with traced(training.device) as entries:
             training.train_step()
         splits.append(only_event(entries))  # without what is the step's own
-    splits = [split for split in splits if split.host]
-    if not seconds or not splits:  # SPAM makes events wait
+    if not splits:
         return None, None
     middle = statistics.median_low([split.seconds for split in splits])
     return statistics.median(seconds), next(split for split in splits if split.seconds == middle)
-
-
-@contextmanager
-def around_events(training: Training, around: Callable[[Callable[[], None]], None]) -> Iterator[None]:
-    """Call ``around`` in place of each event, with the event to call."""
-    pruner = training.pruner
-    if pruner is None:
-        yield
-        return
-    update = pruner.update
-    pruner.update = partial(around, update)
-    try:
-        yield
-    finally:
-        pruner.update = update

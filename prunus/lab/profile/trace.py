@@ -14,7 +14,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -74,8 +74,7 @@ def part(name: str) -> record_function:
     return record_function(PREFIX + name)
 
 
-@dataclass(frozen=True)
-class Stretch:
+class Stretch(NamedTuple):
     """Time, in microseconds of the trace, that belongs to one part."""
 
     name: str
@@ -177,10 +176,9 @@ def split_of(entries: Entries, num: int) -> Split:
 
 
 def only_event(entries: Entries) -> Split:
-    inside = ("score and select", "apply")
-    host = {name: value for name, value in on_host(entries).items() if name in inside}
-    device, total = on_device(entries), sum(host.values())
+    """The event of a step alone."""
+    total, device = on_host(entries)["event"], on_device(entries)
     if device is not None:
-        device = {name: device.get(name, 0.0) for name in inside}
-        device["idle"] = total - sum(device.values())
-    return Split(total, host, device)
+        busy = device.get("event", 0.0)
+        device = {"event": busy, "idle": total - busy}
+    return Split(total, {"event": total}, device)

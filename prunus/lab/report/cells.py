@@ -190,8 +190,6 @@ def _read_study(folder: Path) -> Source:
     if path.is_file():
         rows = [_row(row) for row in result.get("rows", ()) if "arm" in row]
         notes = _problems(result, cells) + notes
-        if any("dense" not in row for row in result.get("rows", ())):
-            notes.append("study_result.json is of an older version: prunus study --out FOLDER writes it anew.")
     else:
         rows = rows_of(cells)
         notes.insert(0, "There is no study_result.json: means are taken from the runs, and there are no verdicts.")

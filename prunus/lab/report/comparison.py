@@ -223,7 +223,7 @@ def overlap_panels(source: Source, marks: Mapping[str, Mark]) -> list[Panel]:
 
 
 def memory_of(cell: RunCell) -> float | None:
-    """Bytes at the peak; None in older folders."""
+    """Bytes at the peak; None until the run has ended."""
     own = (cell.record.result or {}).get("peak_memory")
     mebibytes = cell.more.get("peak_mib")
     return own or (mebibytes * 2**20 if isinstance(mebibytes, int | float) else None)

@@ -44,7 +44,7 @@ class RunRecord:
 
     @cached_property
     def layers(self) -> dict[str, int]:
-        """Number of weights by prunable layer; empty in folders of versions that did not record it."""
+        """Number of weights by prunable layer, which a pruned run logs before its first step."""
         found = [line["layers"] for line in self.lines if isinstance(line.get("layers"), dict)]
         return found[0] if found else {}
 
@@ -140,8 +140,6 @@ def read_record(run: RunFiles) -> RunRecord:
     for line in record.evals:
         if max(record.layer_sparsity(line).values(), default=0) > 1:
             raise ValueError(f"{metrics}: at step {line['step']} a layer has more zeros than weights")
-    if record.config.get("score") != "none" and record.evals and not record.layers:
-        notes.append("does not record the sparsity of its layers: it was made by an older version")
     if any(number(line["loss"]) is None for line in record.logs):
         notes.append("has losses that are not finite: it diverged")
     return replace(record, notes=tuple(notes))

@@ -24,7 +24,7 @@ OVERLAP = (
     "magnitude under another name; the dotted line is what two masks share by chance."
 )
 NO_OVERLAP = "Not known here: prunus study compares the masks of its runs, and this folder holds no such comparison."
-NO_LAYERS = "Not recorded: the runs were made by a version that did not count zeros by layer, or have not begun."
+NO_LAYERS = "Not recorded: no run has been evaluated yet."
 
 
 def sections(source: Source) -> list[Section]:

@@ -30,8 +30,6 @@ from .study_plan import Cell, StudyPlan, canonical, key_of
 
 SCORE = {"score", "eps", "exponent"}
 CHANCE = 1e-6  # of the prunable weights: one in many millions that stays is zero after some step
-TOLERANCE = 5e-4  # of the prunable weights, in older results: rounding by layer, nothing more
-BY_ROW = 2e-2  # of the same: a row of n inputs drops a whole number of them: half a weight of 25
 
 
 @dataclass(frozen=True)
@@ -45,13 +43,9 @@ class Finished:
 
     def fault(self, plan: StudyPlan, metric: Metric) -> str | None:
         """Why the run does not count; None if it does."""
-        share, total = self.result["sparsity"], self.result["num_prunable"]
-        zeros, target = round(share * total), self.result.get("num_asked", self.cell.sparsity * total)
-        fewest, most = 0.0, CHANCE  # zeros beyond those asked for, as parts of the prunable weights
-        if "num_asked" not in self.result:
-            most = BY_ROW if plan.run_of(self.cell).allocate == "row" else TOLERANCE
-            fewest = -most
-        if not fewest * total <= zeros - target <= most * total:
+        share, total, target = (self.result[name] for name in ("sparsity", "num_prunable", "num_asked"))
+        zeros = round(share * total)
+        if not 0 <= zeros - target <= CHANCE * total:
             return f"{share:.4%} of the prunable weights are zero, {zeros:,}; asked for were {target:,.0f}"
         for name in ("loss", metric.name):
             if (value := self.result[name]) is None or not abs(value) < 1e300:
@@ -193,6 +187,6 @@ def _json(difference: Paired | None) -> dict[str, Any] | None:
 
 
 def _overlap(one: Finished, plan: StudyPlan) -> float | None:
-    """The overlap in cell.json if it is with the right run; older versions compared with the arm magnitude."""
+    """The overlap in cell.json if it is with the right run."""
     twin = plan.overlapped(one.cell)
-    return one.notes.get("overlap") if twin and one.notes.get("overlap_with", "magnitude") == twin.arm else None
+    return one.notes.get("overlap") if twin and one.notes.get("overlap_with") == twin.arm else None

@@ -20,7 +20,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MASKS = "masks.safetensors"
-NUMBERS = ("accuracy", "sparsity", "num_prunable", "tokens", "examples", "seconds")  # every result has them
+NUMBERS = (
+    "accuracy",
+    "sparsity",
+    "num_prunable",
+    "num_asked",
+    "tokens",
+    "examples",
+    "seconds",
+)  # every result has them
 QUALITIES = ("loss", "perplexity")  # null if the training diverged
 
 
@@ -134,7 +142,7 @@ def damage(run: RunFiles) -> str:
         values = run.load("result.json")
     except ValueError as error:
         return f"{error}; {mend}".replace(str(path), known)
-    wrong = [name for name in (*NUMBERS, *values.keys() & {"num_asked"}) if not is_number(values.get(name))]
+    wrong = [name for name in NUMBERS if not is_number(values.get(name))]
     for name in QUALITIES:
         if not isinstance(value := values.get(name, ""), float | None) and not is_number(value):
             wrong.append(name)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...score import SCORES
-from ..run import ADDED_LATER, DECAY, FIELDS, Run, check_field
+from ..run import DECAY, FIELDS, Run, check_field
 from ..schema import STUDY, check
 from .arms import CONTROLS, Arm, slug, with_controls
 
@@ -24,11 +24,11 @@ NOT_SHARED = "out device save_every log_every track seed sparsity data validatio
 
 
 def shared_fields(base: Run) -> dict[str, Any]:
-    """Fields that all arms share; those that the first studies did not have only where they differ from them."""
+    """Fields that all arms share."""
     values = {name: value for name, value in base.to_json().items() if name not in NOT_SHARED}
     if base.lr_schedule == "wsd" and base.decay is None:
         values["decay"] = DECAY
-    return {name: value for name, value in values.items() if name not in ADDED_LATER or value != ADDED_LATER[name]}
+    return values
 
 
 def num_examples(run: Run) -> int:
@@ -258,9 +258,9 @@ def only(plan: StudyPlan, names: Iterable[str]) -> StudyPlan:
 
 def extended(old: StudyPlan, new: StudyPlan, where: Path) -> StudyPlan:
     """Both plans together; ValueError if they differ in something that all arms share."""
-    if new.base.every is None:  # not said: a study keeps what it began with, as one of an earlier version
+    if new.base.every is None:  # not said: a study keeps what it began with
         new = replace(new, base=replace(new.base, every=old.base.every))
-    before, after = (ADDED_LATER | shared_fields(base) for base in (old.base, new.base))
+    before, after = shared_fields(old.base), shared_fields(new.base)
     for name, value in before.items():
         if value != after[name]:
             raise ValueError(

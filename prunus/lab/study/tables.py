@@ -190,7 +190,7 @@ def _section(folder: Folder, plan: StudyPlan, values: Mapping[str, Any]) -> str:
             environments[f"{measured_on(made)}; commit {made['commit']}"] += 1
     base = plan.base
     tokens = f", {num_examples(base) * base.context:,} tokens" if base.model.startswith("gpt2") else ""
-    shared = {name: value for name, value in shared_fields(base).items() if value not in (None, [])}
+    shared = {name: value for name, value in shared_fields(base).items() if value not in (None, [], "")}
     if all("score" in arm.changes for arm in plan.arms):
         del shared["score"]
     fields = ", ".join(f"{name} {value}" for name, value in shared.items())

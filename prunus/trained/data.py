@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ..files.regular import check_regular, check_regular_files
-from .data import datasets
-from .data.datasets import OPENERS, TOKEN_TYPES, read_tokens
+from . import tokens as token_files
+from .tokens import OPENERS, TOKEN_TYPES, read_tokens
 
 Rows = dict[str, Tensor]  # arguments of a model's forward, one row a sample
 TEXT = (".txt", ".md")
@@ -239,7 +239,7 @@ def read_batches(path: Path) -> Rows:
     try:
         with zipfile.ZipFile(path) as archive:
             unpacked = sum(entry.file_size for entry in archive.infolist())
-        if unpacked > max(datasets.MAX_READ, 2 * path.stat().st_size):  # half a megabyte may unpack to any size
+        if unpacked > max(token_files.MAX_READ, 2 * path.stat().st_size):  # half a megabyte may unpack to any size
             raise ValueError(f"it unpacks to {unpacked / 2**20:,.0f} MiB, more than is read into memory")
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}

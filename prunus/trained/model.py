@@ -17,11 +17,8 @@ from ..export.huggingface import load_any_model, quiet_transformers
 from ..files.reader import PLAIN
 from ..files.sparse_file import in_memory
 from ..files.writer import WritePlan, write
-from ..oneshot.progress import progress_line
 from ..ops.wide_products import wide_products
-from .checkpoint import checkpoint_of, load_checkpoint, save_checkpoint
-from .evaluate import loss_of
-from .model_data import (
+from .data import (
     Rows,
     SampleFiles,
     TokenFile,
@@ -38,7 +35,7 @@ from .model_data import (
     text_config,
     tokenizer_of,
 )
-from .model_quality import HeldOut, held_out_rows, held_out_windows, metric_of
+from .quality import HeldOut, held_out_rows, held_out_windows, metric_of
 
 
 @dataclass(frozen=True)
@@ -82,8 +79,13 @@ class ModelSource:
     start_token: str = "auto"
 
 
-def load_trained(source: ModelSource) -> TrainedModel:
-    """The model in a Hugging Face folder, in a checkpoint of prunus, or returned by ``module:function``."""
+def load_trained(
+    source: ModelSource, checkpoint: Callable[[ModelSource], TrainedModel | None] = lambda source: None
+) -> TrainedModel:
+    """The model in a Hugging Face folder, in a checkpoint, or returned by ``module:function``.
+
+    ``checkpoint`` reads the checkpoints of a trainer, and returns None where there is none at the source.
+    """
     if source.samples < 1:
         raise ValueError(f"samples must be at least 1, got {source.samples}")
     path = Path(source.model)
@@ -91,8 +93,8 @@ def load_trained(source: ModelSource) -> TrainedModel:
         source, path = replace(source, gguf_file=path.name), path.parent
     if (path.is_dir() and (path / "config.json").is_file()) or source.gguf_file:
         return _hugging_face(source, path)
-    if checkpoint_of(path).exists():
-        return _checkpoint(source, checkpoint_of(path))
+    if trained := checkpoint(source):
+        return trained
     if ":" in source.model:
         return _function(source.model)
     raise ValueError(
@@ -195,38 +197,6 @@ def _save_pretrained(model: Any, out: Path) -> None:
             model.save_pretrained(out)
     except SafetensorError as error:  # what it makes of a full disk
         raise OSError(f"the model cannot be written: {error}") from error
-
-
-def _checkpoint(source: ModelSource, path: Path) -> TrainedModel:
-    """A checkpoint of prunus, calibrated on its training data and evaluated on its held-out data."""
-    from .run import Run
-    from .trainer import Training
-
-    if source.offload:
-        raise ValueError(f"{path} is a checkpoint of prunus, which is loaded whole; leave out --offload")
-    state = load_checkpoint(path)
-    run = replace(Run.from_json(state["run"]), compile=False, device=source.device)
-    if source.eval_windows is not None:
-        run = replace(run, eval_size=source.eval_windows)
-    training = Training(run, trains=False)
-    training.load_weights(state["model"])
-    batch = training.data.train.batch(0, source.samples, source.seed)
-    images = training.data.shape.kind == "images"
-
-    def evaluate(model: nn.Module) -> float:
-        with progress_line(None, "evaluate") as show:
-            quality = training.evaluate(show)
-        return quality.accuracy if images else quality.perplexity
-
-    def save(out: Path) -> None:
-        save_checkpoint(out / "checkpoint.pt", state | {"model": training.model.state_dict()})
-
-    metric = "accuracy" if images else "perplexity"
-    names = {parameter: name for name, parameter in training.model.named_parameters()}
-    order = [names[parameter] for group in training.optimizer.param_groups for parameter in group["params"]]
-    rows = state["optimizer"]["state"].items()
-    moments = {order[i]: row["exp_avg_sq"] for i, row in rows if "exp_avg_sq" in row}
-    return TrainedModel(training.model, [batch], evaluate, save, loss_of, metric, moments, training.held_out)
 
 
 def _function(name: str) -> TrainedModel:

@@ -8,8 +8,8 @@ import torch
 from families import build, transformers
 
 from prunus.cli import main
-from prunus.lab.model_data import drawn, side_by_side, spread
-from prunus.lab.trained_model import ModelSource, load_trained
+from prunus.trained.data import drawn, side_by_side, spread
+from prunus.trained.model import ModelSource, load_trained
 
 WORDS = [f"w{i}" for i in range(60)]
 TEXT = " ".join(np.random.default_rng(0).choice(WORDS, 900))

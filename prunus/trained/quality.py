@@ -12,14 +12,37 @@ from torch.nn import functional as F
 from ..oneshot.probe.objective import with_labels
 from ..oneshot.progress import progress_line
 from ..ops.wide_products import wide_products
-from .evaluate import Quality, held_out_words
-from .model_data import Rows, TokenFile, is_causal, num_rows, num_windows, rows_of_tokens, side_by_side, spread
+from .data import Rows, TokenFile, is_causal, num_rows, num_windows, rows_of_tokens, side_by_side, spread
 
 T = TypeVar("T")
 EVAL_WINDOWS = 128  # held-out windows of tokens that are evaluated where nothing else is said
 SIZE = 8  # samples in a pass, fewer where their logits are many
 MOST_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 28}  # of one pass: with a large vocabulary they outweigh the model
 MOST_OUTPUTS = 2**30  # bytes of the dense model's outputs that are stored
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Mean cross-entropy in nats and fraction of right predictions, over every target."""
+
+    loss: float
+    accuracy: float
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+    def in_words(self, *, of_text: bool) -> str:
+        """The figures as one reads them; the perplexity of a classifier says nothing."""
+        perplexity = f"perplexity {self.perplexity:.3f}, " if of_text else ""
+        return f"loss {self.loss:.4f}, {perplexity}accuracy {self.accuracy:.2%}"
+
+
+def held_out_words(num: int, total: int, unit: str, which: str) -> str:
+    """How many of the held-out samples a figure is of."""
+    if num >= total:
+        return f"all {total:,} held-out {unit}"
+    return f"{num:,} of {total:,} held-out {unit}, {which} (--eval-windows 0 takes all)"
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ import torch
 from families import build, inputs, tokens
 from torch.nn import functional as F
 
-from prunus.lab import model_quality
-from prunus.lab.model_quality import metric_of, token_quality
 from prunus.oneshot import progress
+from prunus.trained import quality
+from prunus.trained.quality import metric_of, token_quality
 
 
 @pytest.mark.parametrize("most", [1, 3 * 12 * 64, 1 << 24])
@@ -15,7 +15,7 @@ def test_quality_is_that_of_all_windows_and_logits_are_bounded(most, monkeypatch
     model, windows = build("llama"), tokens(20)
     sizes = []
     model.lm_head.register_forward_hook(lambda module, args, output: sizes.append(output.numel()))
-    monkeypatch.setattr(model_quality, "MOST_LOGITS", {"cpu": most})
+    monkeypatch.setattr(quality, "MOST_LOGITS", {"cpu": most})
     found = token_quality(model, windows)
     assert max(sizes) <= max(most, 12 * 64) and sum(sizes) == windows.numel() * 64
     with torch.no_grad():
@@ -28,7 +28,7 @@ def test_quality_is_that_of_all_windows_and_logits_are_bounded(most, monkeypatch
 def test_metrics_of_named_arrays_do_not_depend_on_it(name, monkeypatch):
     found = []
     for most in (1, 1 << 24):
-        monkeypatch.setattr(model_quality, "MOST_LOGITS", {"cpu": most})
+        monkeypatch.setattr(quality, "MOST_LOGITS", {"cpu": most})
         model = build(name)
         found.append(metric_of(model, inputs(name))[1](model))
     assert found[0] == pytest.approx(found[1], rel=1e-5)

@@ -1,6 +1,7 @@
-"""Training checkpoints as folders of weights: the tensors in the small or plain form, and run.json."""
+"""A trained run as other commands take it: its checkpoint to prune, or as a folder of weights with run.json."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,14 @@ from ..files.checksum import hexadecimal
 from ..files.json_file import read_json, to_json, write_json
 from ..files.reader import open_tensors
 from ..files.sparse_file import check_pruned, in_memory, loaded
-from .checkpoint import load_checkpoint
+from ..oneshot.progress import progress_line
+from ..trained.model import ModelSource, TrainedModel
+from .checkpoint import checkpoint_of, load_checkpoint, save_checkpoint
 from .data.batches import ImageShape, TokenShape
+from .evaluate import loss_of
 from .models import MODELS, build
 from .run import Run, run_of
+from .trainer import Training
 
 
 def export_checkpoint(path: Path, job: ExportJob) -> Exported:
@@ -40,8 +45,7 @@ def described(folder: Path) -> tuple[Run, int, dict[str, Any]]:
     path = folder / "run.json"
     try:
         values = read_json(path)
-        crc32 = values.pop("crc32", None)  # which older versions did not write
-        if crc32 not in (None, hexadecimal(to_json(values).encode())):
+        if values.pop("crc32") != hexadecimal(to_json(values).encode()):
             raise ValueError("it does not match its checksum; export the run anew")
         if not isinstance(values["step"], int) or not isinstance(values["shape"], dict):
             raise ValueError("its step or its shape of the data is damaged")
@@ -74,3 +78,35 @@ def _shape(model: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
     matrices = [shape for shape in shapes.values() if len(shape) > 1]
     size = 224 if matrices[0][-1] == 7 else 32  # only the stem depends on it: 7 x 7 for large images
     return {"channels": matrices[0][1], "size": size, "num_classes": matrices[-1][0]}
+
+
+def from_checkpoint(source: ModelSource) -> TrainedModel | None:
+    """The model of a checkpoint, calibrated on its training data and evaluated on its held-out data, or None."""
+    path = checkpoint_of(Path(source.model))
+    if not path.exists():
+        return None
+    if source.offload:
+        raise ValueError(f"{path} is a checkpoint of prunus, which is loaded whole; leave out --offload")
+    state = load_checkpoint(path)
+    run = replace(Run.from_json(state["run"]), compile=False, device=source.device)
+    if source.eval_windows is not None:
+        run = replace(run, eval_size=source.eval_windows)
+    training = Training(run, trains=False)
+    training.load_weights(state["model"])
+    batch = training.data.train.batch(0, source.samples, source.seed)
+    images = training.data.shape.kind == "images"
+
+    def evaluate(model: nn.Module) -> float:
+        with progress_line(None, "evaluate") as show:
+            quality = training.evaluate(show)
+        return quality.accuracy if images else quality.perplexity
+
+    def save(out: Path) -> None:
+        save_checkpoint(out / "checkpoint.pt", state | {"model": training.model.state_dict()})
+
+    metric = "accuracy" if images else "perplexity"
+    names = {parameter: name for name, parameter in training.model.named_parameters()}
+    order = [names[parameter] for group in training.optimizer.param_groups for parameter in group["params"]]
+    rows = state["optimizer"]["state"].items()
+    moments = {order[i]: row["exp_avg_sq"] for i, row in rows if "exp_avg_sq" in row}
+    return TrainedModel(training.model, [batch], evaluate, save, loss_of, metric, moments, training.held_out)
