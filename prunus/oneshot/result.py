@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..eligible import Weight
 from ..masks import Masks
 from ..ops import bits
-from ..plot import Chart, layers_chart, notebook_html, trials_chart
+from ..plot import Figure, layers_chart, notebook_html, trials_chart
 from .drop_experts import DroppedExperts
 from .limit import Limit, Trial
 from .probe.decide import Ratios, Tau, check_tau, is_allowed, taus
@@ -109,7 +109,7 @@ class Result:
             found.append(f"Pruned but not repaired, {num} of {len(self.weights)} layers: {which}.")
         return found + self.not_tuned
 
-    def plot(self) -> Chart:
+    def plot(self) -> Figure:
         """Sparsity of each layer, and its errors where it was repaired."""
         return layers_chart([asdict(layer) | {"sparsity": layer.sparsity} for layer in self.layers])
 
@@ -120,7 +120,7 @@ class Result:
             shape = "x".join(map(str, layer.shape))
             rows.append((layer.name, shape, f"{layer.num_pruned:,}", f"{layer.sparsity:.2%}", *errors))
         columns = ("layer", "shape", "weights pruned", "sparsity", "error, mask alone", "error")
-        return notebook_html(str(self), self.plot(), columns, rows)
+        return notebook_html(str(self), self.plot, columns, rows)
 
     @property
     def masks(self) -> Masks:
@@ -289,7 +289,7 @@ class Found:
         metrics = f"metric {self.metric:.4g}, {self.limit.in_words(self.dense)}"
         return f"Found({self.sparsity:.4%} zero, {metrics}, {len(self.trials)} trials, {self.seconds:.1f} s)"
 
-    def plot(self) -> Chart:
+    def plot(self) -> Figure:
         """The metric of each trial over its sparsity."""
         return trials_chart([(trial.sparsity, trial.metric, trial.accepted) for trial in self.trials], self.dense)
 
@@ -298,4 +298,4 @@ class Found:
             (f"{one.target:.2%}", f"{one.sparsity:.2%}", f"{one.metric:.4g}", one.accepted, f"{one.seconds:.1f}")
             for one in self.trials
         ]
-        return notebook_html(repr(self), self.plot(), ("target", "sparsity", "metric", "accepted", "seconds"), rows)
+        return notebook_html(repr(self), self.plot, ("target", "sparsity", "metric", "accepted", "seconds"), rows)
