@@ -34,7 +34,7 @@ test: .venv/test .venv/browser
 check-slow: .venv/test .venv/browser
 	$(PYTEST) -m slow
 
-pages: .venv/base
+pages: .venv/plot
 	$(BIN)/python -m benchmarks page
 	$(BIN)/python -m benchmarks evidence page
 	$(BIN)/python -m benchmarks pictures
@@ -64,7 +64,11 @@ torture: .venv/test
 
 .venv/test: .venv/bin/python pyproject.toml constraints.txt
 	$(INSTALL) --editable ".[test]"
-	touch $@ .venv/base
+	touch $@ .venv/base .venv/plot
+
+.venv/plot: .venv/base
+	$(INSTALL) --editable ".[plot]"
+	touch $@
 
 .venv/site: .venv/base
 	$(INSTALL) --editable ".[site]"

@@ -1,59 +1,129 @@
 """The pictures in ``docs/pictures``, drawn from the records, and the figures in ``README.md``."""
 
+import json
 import math
 import random
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from prunus.plot import check_matplotlib, svg
 
 from . import readme
 from .benchmark import Record, newest_records
-from .drawing import WIDTH, apart, dot, line, svg, text, ticks
 from .repair_page import Figures, figures_of
 from .repair_study import WAYS
 from .select import OURS
-from .size_picture import sizes
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLOURS = {  # light: dark
+    (PAPER := "#ffffff"): "#0d1117",
+    (INK := "#1f2328"): "#e6edf3",
+    (SOFT := "#59636e"): "#9198a1",
+    (LINE := "#d1d9e0"): "#30363d",
+    (PLUM := "#8a1c4a"): "#f0709f",
+    (ROSE := "#c2557f"): "#d98aa9",
+    (MOSS := "#57741f"): "#a3c65c",
+    (SAND := "#8b6a2b"): "#d8b26a",
+    (SLATE := "#4a6280"): "#8fb0d6",
+}
+SMALL = 8.5  # points
 MODEL = "stories15M"  # the model that all ways of the picture were measured on
-WAY_COLOURS = {"magnitude": "soft", "wanda": "sand", "llmc-sparsegpt": "slate", "repair": "rose", "tuned": "plum"}
+WAY_COLOURS = {"magnitude": SOFT, "wanda": SAND, "llmc-sparsegpt": SLATE, "repair": ROSE, "tuned": PLUM}
 
 
-def quality(folder: Path) -> str:
+def themed(figure: "Figure", title: str) -> str:
+    """A figure as SVG that is readable on light and dark pages: in the dark its colours are those of ``COLOURS``."""
+    rules = "".join(
+        f'[style*="{kind}: {light}"]{{{kind}:{dark} !important}}'
+        for light, dark in COLOURS.items()
+        for kind in ("fill", "stroke")
+    )
+    text = svg(figure, title)
+    text = re.sub(r"\d+\.\d{4,}", lambda number: f"{float(number[0]):.2f}", text)  # machines round the rest differently
+    text = re.sub(r"font-family: [^;\"]*", "font-family: system-ui, sans-serif", text)
+    return text.replace("</style>", f"@media (prefers-color-scheme:dark){{{rules}}}</style>", 1)
+
+
+def new_figure(height: float, title: str, about: str, below: str = "") -> "Figure":
+    """A figure with a title, what it shows, and a note at its foot."""
+    check_matplotlib()
+    from matplotlib import figure
+
+    drawn = figure.Figure((6.8, height), facecolor=PAPER)
+    drawn.text(0.035, 1 - 0.26 / height, title, color=INK, fontsize=13, fontweight="bold")
+    drawn.text(0.035, 1 - 0.50 / height, about, color=SOFT)
+    drawn.text(0.035, 0.14 / height, below, color=SOFT, fontsize=SMALL)
+    return drawn
+
+
+def new_axes(figure: "Figure", box: tuple[float, float, float, float], grid: Literal["x", "y"] | None = "y") -> "Axes":
+    """Axes at a place in inches, left, bottom, width and height: without a frame, but with lines of a grid."""
+    width, height = figure.get_size_inches()
+    axes = figure.add_axes((box[0] / width, box[1] / height, box[2] / width, box[3] / height), facecolor="none")
+    axes.spines[:].set_visible(False)
+    axes.tick_params(length=0, labelcolor=SOFT)
+    axes.minorticks_off()
+    axes.set_axisbelow(True)
+    if grid:
+        axes.grid(axis=grid, color=LINE)
+    else:
+        axes.set(xticks=[], yticks=[])
+    return axes
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """1, 3, 10, 30, ... between two numbers."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    return [value for power in powers for value in (10.0**power, 3 * 10.0**power) if low <= value <= high]
+
+
+def apart(places: Sequence[float], gap: float) -> list[float]:
+    """Heights of labels, moved up as far as is needed for ``gap`` between neighbours."""
+    moved, last = [0.0] * len(places), -math.inf
+    for index in sorted(range(len(places)), key=lambda index: places[index]):
+        last = moved[index] = max(places[index], last + gap)
+    return moved
+
+
+def quality(folder: Path) -> "Figure":
     """Perplexity over sparsity: the ways of others, repair, and the dense model; a dot is a draw of the samples."""
     model = next(model for model in figures_of(folder) if model.name == MODEL)
     levels = [level for level in model.levels if level != "2:4"]
     ways = [way for way in WAY_COLOURS if all(model.values(way, level) for level in levels)]
-    largest = max(value for way in ways for level in levels for value in model.values(way, level).values())
-    low, high, top, bottom, left, right = model.dense * 0.8, largest * 1.3, 76, 350, 62, 452
-
-    def x(sparsity: float) -> float:
-        return left + (right - left) * sparsity / int(levels[-1])
-
-    def y(value: float) -> float:
-        return bottom - (bottom - top) * math.log(value / low) / math.log(high / low)
-
-    title = f"How good a model stays: {MODEL}, pruned after training"
-    parts = [text(24, 34, title, "ink h")]
-    parts.append(text(24, 58, "perplexity on held-out text, lower is better", "soft"))
-    for value in ticks(low, high):
-        parts.append(line([(left, y(value)), (right, y(value))], "line"))
-        parts.append(text(left - 8, y(value) + 5, f"{value:g}", "soft", "end"))
-    parts += [text(x(int(level)), bottom + 24, f"{level} %", "soft", "middle") for level in ("0", *levels)]
-    parts.append(text((left + right) / 2, bottom + 46, "of the weights are zero", "soft", "middle"))
-    parts.append(line([(left, y(model.dense)), (right, y(model.dense))], "moss", 2, "5 4"))
-    ends = [(y(model.dense), "dense", model.dense, "moss")]
+    about = "perplexity on held-out text, lower is better"
+    figure = new_figure(
+        4.3, f"How good a model stays: {MODEL}, pruned after training", about, _draws(model, ways, levels)
+    )
+    axes = new_axes(figure, (0.6, 0.85, 4.0, 2.75))
+    low, high = model.dense * 0.8, 1.3 * max(max(model.values(way, levels[-1]).values()) for way in ways)
+    axes.set(yscale="log", ylim=(low, high), xlim=(0, int(levels[-1])))
+    axes.set_xlabel("of the weights are zero", color=SOFT)
+    axes.set_yticks(log_ticks(low, high), [f"{value:g}" for value in log_ticks(low, high)])
+    axes.set_xticks([0, *map(int, levels)], [f"{level} %" for level in ("0", *levels)])
+    axes.minorticks_off()
+    axes.axhline(model.dense, color=MOSS, linewidth=1.5, linestyle=(0, (4, 3)))
+    ends = [("dense", model.dense, MOSS)]
     for way in ways:
-        colour, means = WAY_COLOURS[way], [(level, model.mean(way, level) or 0.0) for level in levels]
-        path = [(x(0), y(model.dense)), *((x(int(level)), y(mean)) for level, mean in means)]
-        parts.append(line(path, colour, 3 if way in ("repair", "tuned") else 2))
-        parts += [dot(x(int(level)), y(v), colour) for level in levels for v in model.values(way, level).values()]
-        ends.append((path[-1][1], _short(way), means[-1][1], colour))
-    places = apart([end[0] for end in ends], 19)
-    for place, (_, name, value, colour) in zip(places, ends, strict=True):
-        weight = " b" if colour in ("rose", "plum") else ""
-        parts.append(text(right + 12, place + 5, f"{name}  {model.number(value)}", colour + weight))
-    parts.append(text(24, bottom + 76, _draws(model, ways, levels), "soft small"))
-    return svg(bottom + 96, f"{title}: {', '.join(f'{name} {model.number(v)}' for _, name, v, _ in ends)}", parts)
+        means = [model.mean(way, level) or 0.0 for level in levels]
+        is_ours = way in ("repair", "tuned")
+        axes.plot(
+            [0, *map(int, levels)], [model.dense, *means], color=WAY_COLOURS[way], linewidth=2 if is_ours else 1.5
+        )
+        dots = [(int(level), value) for level in levels for value in model.values(way, level).values()]
+        axes.plot(*zip(*dots, strict=True), "o", color=WAY_COLOURS[way], markersize=4.5, clip_on=False)
+        ends.append((_short(way), means[-1], WAY_COLOURS[way]))
+    heights = apart([math.log(value / low) / math.log(high / low) for _, value, _ in ends], 0.068)
+    for height, (name, value, colour) in zip(heights, ends, strict=True):
+        bold = "bold" if colour in (ROSE, PLUM) else "normal"
+        words = f"{name}  {model.number(value)}"
+        axes.text(1.03, height, words, transform=axes.transAxes, color=colour, fontweight=bold, va="center")
+    return figure
 
 
 def _short(way: str) -> str:
@@ -64,134 +134,180 @@ def _short(way: str) -> str:
 def _draws(model: Figures, ways: Sequence[str], levels: Sequence[str]) -> str:
     """How many draws stand behind the dots."""
     counts = {way: min(len(model.values(way, level)) for level in levels) for way in ways if way != "magnitude"}
-    fewer = [f"{num} of {_short(way)}" for way, num in counts.items() if num < model.num_seeds]
-    settings = model.settings
-    return (
-        f"A dot is one draw of {settings['samples']} x {settings['length']} calibration tokens; {model.num_seeds} draws"
-        + (f", {', '.join(fewer)}" if fewer else "")
-        + ". More: docs/repair.md"
-    )
+    fewer = "".join(f", {num} of {_short(way)}" for way, num in counts.items() if num < model.num_seeds)
+    size = f"{model.settings['samples']} x {model.settings['length']}"
+    draws = f"A dot is one draw of {size} calibration tokens; {model.num_seeds} draws"
+    return f"{draws}{fewer}. More: docs/repair.md"
 
 
-def event(folder: Path) -> str:
+def event(folder: Path) -> "Figure":
     """Time of finding masks, ours beside the ways of others, on the machine and weights with the most of them."""
     record = _largest(folder)
     settings, rows = record["settings"], {row["method"]: row for row in record["rows"]}
     names = {
-        "exact: cat, kthvalue": "torch.kthvalue",
-        "torch.nn.utils.prune (magnitude)": "torch.nn.utils.prune",
-        "sampled: 2 % of cat": "sample of 2 %",
-        "sampled: 1 %, cached scores": "sample of 1 %",
-        "exact: cat, topk": "torch.topk",
         OURS: "prunus",
+        "exact: cat, topk": "torch.topk",
+        "sampled: 1 %, cached scores": "sample of 1 %",
+        "sampled: 2 % of cat": "sample of 2 %",
+        "torch.nn.utils.prune (magnitude)": "torch.nn.utils.prune",
+        "exact: cat, kthvalue": "torch.kthvalue",
     }
-    found = sorted((rows[method] | {"name": name} for method, name in names.items()), key=lambda row: -row["ms"])
-    low, high, left, right, top, step = min(row["ms"] for row in found) / 2, found[0]["ms"], 190, 386, 104, 32
-
-    def x(ms: float) -> float:
-        return left + (right - left) * math.log(ms / low) / math.log(high / low)
-
-    num = f"{settings['num_weights'] / 1e6:,.0f} million weights"
-    title = f"How long it takes to find the masks: {num}"
+    shown = sorted((rows[method] | {"name": name} for method, name in names.items()), key=lambda row: row["ms"])
+    title = f"How long it takes to find the masks: {settings['num_weights'] / 1e6:,.0f} million weights"
     machine = record["environment"]["machine"]
-    parts = [text(24, 34, title, "ink h")]
-    parts.append(
-        text(24, 58, f"{machine}, {settings['dtype']}, {settings['score']}, {settings['sparsity']:.0%}", "soft")
-    )
-    bottom = top + step * len(found) - 12
-    parts += [text(480, 84, "time", "soft small", "end"), text(572, 84, "memory", "soft small", "end")]
-    parts += [text(664, 84, "count off by", "soft small", "end")]
-    for value in (10.0**power for power in range(4) if low <= 10.0**power <= high):
-        parts.append(line([(x(value), top - 14), (x(value), bottom)], "line"))
-        parts.append(
-            text(
-                x(value),
-                bottom + 18,
-                f"{value:g} ms" if value < 1000 else f"{value / 1000:g} s",
-                "soft small",
-                "middle",
-            )
-        )
-    for index, row in enumerate(found):
-        y, is_ours = top + step * index, row["name"] == "prunus"
-        colour, weight = ("plum", " b") if is_ours else ("slate", "")
-        number = f"{row['ms']:,.0f}" if row["ms"] >= 100 else f"{row['ms']:.1f}"
-        parts.append(text(left - 14, y + 5, row["name"], f"{colour if is_ours else 'ink'}{weight}", "end"))
-        parts += [line([(left, y), (x(row["ms"]), y)], colour, 2), dot(x(row["ms"]), y, colour, 6)]
-        parts.append(text(480, y + 5, f"{number} ms", f"ink{weight}", "end"))
-        parts.append(text(572, y + 5, f"{row['extra_mib']:,.0f} MiB", f"ink{weight}", "end"))
-        parts.append(text(664, y + 5, f"{abs(row['kept_too_many']):,}", f"ink{weight}", "end"))
-    parts.append(
-        text(
-            24,
-            bottom + 46,
-            "The axis is logarithmic. torch.nn.utils.prune goes by magnitude. More: docs/benchmarks.md",
-            "soft small",
-        )
-    )
-    return svg(int(bottom + 66), title, parts)
+    about = f"{machine}, {settings['dtype']}, {settings['score']}, {settings['sparsity']:.0%}"
+    below = "The axis is logarithmic. torch.nn.utils.prune goes by magnitude. More: docs/benchmarks.md"
+    figure = new_figure(3.4, title, about, below)
+    axes = new_axes(figure, (1.75, 0.65, 2.0, 1.95), grid="x")
+    axes.set(xscale="log", xlim=(shown[0]["ms"] / 2, 1.1 * shown[-1]["ms"]), ylim=(-0.6, len(shown) - 0.4))
+    axes.set_xticks([10, 100, 1000], ["10 ms", "100 ms", "1 s"])
+    axes.set_yticks(range(len(shown)), [row["name"] for row in shown])
+    axes.minorticks_off()
+    places = {"time": 1.47, "memory": 1.96, "count off by": 2.43}
+    for heading, place in places.items():
+        axes.text(place, 1.04, heading, transform=axes.transAxes, color=SOFT, fontsize=SMALL, ha="right")
+    for y, row in enumerate(shown):
+        is_ours = row["name"] == "prunus"
+        colour, weight = (PLUM, "bold") if is_ours else (SLATE, "normal")
+        axes.hlines(y, shown[0]["ms"] / 2, row["ms"], color=colour, linewidth=1.5)
+        axes.plot(row["ms"], y, "o", color=colour, markersize=8, clip_on=False)
+        time = f"{row['ms']:,.0f} ms" if row["ms"] >= 100 else f"{row['ms']:.1f} ms"
+        cells = (time, f"{row['extra_mib']:,.0f} MiB", f"{abs(row['kept_too_many']):,}")
+        for place, cell in zip(places.values(), cells, strict=True):
+            right = axes.get_yaxis_transform()
+            axes.text(place, y, cell, transform=right, color=INK, fontweight=weight, ha="right", va="center")
+        axes.get_yticklabels()[y].set(color=PLUM if is_ours else INK, fontweight=weight)
+    return figure
 
 
 def _largest(folder: Path) -> Record:
     """The record of the most weights that has the ways of others."""
-    found = [record for record in newest_records(folder) if record["what"] == "select" and len(record["rows"]) > 6]
-    if not found:
+    records = [record for record in newest_records(folder) if record["what"] == "select" and len(record["rows"]) > 6]
+    if not records:
         raise ValueError(f"there is no record of finding masks in {folder}; run python -m benchmarks select")
-    return max(found, key=lambda record: record["settings"]["num_weights"])
+    return max(records, key=lambda record: record["settings"]["num_weights"])
 
 
-def flow(side: int = 8) -> str:
+def flow(side: int = 8) -> "Figure":
     """score -> select -> mask -> apply, on a weight of ``side`` x ``side`` that is pruned to half by bitter7."""
-    draw = random.Random(7)
-    weights = [draw.gauss(0, 1) for _ in range(side * side)]
+    draw, num = random.Random(7), side * side
+    weights = [draw.gauss(0, 1) for _ in range(num)]
     scores = [abs(w) * draw.uniform(0.2, 1.0) ** 0.5 for w in weights]  # the second factor is v^(1/4)
-    order = sorted(range(side * side), key=lambda index: scores[index])
-    dropped, cell, top = set(order[: side * side // 2]), 14, 112
-    size = cell * side
-    lefts = [24 + index * (WIDTH - 48 - size) / 3 for index in range(4)]
+    order = sorted(range(num), key=lambda index: scores[index])
+    kept = set(order[num // 2 :])
+    about = "the schedule says when and how much, the selector says where"
+    figure = new_figure(2.8, "An event: score, select, mask, apply", about)
+    steps = {"score": "what matters", "select": "the exact cut", "mask": "one bit a weight", "apply": "zeros stay zero"}
+    every = [new_axes(figure, (0.25 + 1.73 * index, 0.55, 1.12, 1.12), grid=None) for index in range(4)]
+    for axes, (name, below) in zip(every, steps.items(), strict=True):
+        axes.set_title(name, color=PLUM, fontweight="bold", fontsize=10)
+        axes.set_xlabel(below, color=SOFT, fontsize=SMALL, labelpad=8)
+    for axes in every[:3]:
+        arrow = {"arrowstyle": "->", "color": SOFT, "linewidth": 1.5}
+        axes.annotate("", (1.46, 0.5), (1.08, 0.5), xycoords="axes fraction", arrowprops=arrow)
+    _grid(every[0], side, dict(enumerate(scores)), PLUM)
+    _grid(every[2], side, dict.fromkeys(kept, 1.0), INK)
+    _grid(every[3], side, {index: abs(weights[index]) for index in kept}, MOSS)
+    heights = [scores[index] for index in order]
+    every[1].stairs(heights[: num // 2], range(num // 2 + 1), fill=True, color=LINE)
+    every[1].stairs(heights[num // 2 :], range(num // 2, num + 1), fill=True, color=PLUM)
+    every[1].axvline(num / 2, color=INK, linewidth=1, linestyle=(0, (4, 3)))
+    return figure
 
-    def grid(left: float, opacity: Sequence[float], colour: str) -> Iterator[str]:
-        for index, value in enumerate(opacity):
-            x, y = left + cell * (index % side), top + cell * (index // side)
-            shown = f'class="{colour}" fill-opacity="{value:.2f}"' if value else 'class="no-fill s-line"'
-            yield f'<rect x="{x + 1:.1f}" y="{y + 1:.1f}" width="{cell - 2}" height="{cell - 2}" rx="2" {shown}/>'
 
-    largest, heaviest = max(scores), max(map(abs, weights))
-    steps = [
-        ("score", "what matters"),
-        ("select", "the exact cut"),
-        ("mask", "one bit a weight"),
-        ("apply", "zeros stay zero"),
-    ]
-    parts = [text(24, 34, "An event: score, select, mask, apply", "ink h")]
-    parts.append(text(24, 58, "the schedule says when and how much, the selector says where", "soft"))
-    for index, (left, (name, about)) in enumerate(zip(lefts, steps, strict=True)):
-        parts.append(text(left + size / 2, top - 16, name, "plum b", "middle"))
-        parts.append(text(left + size / 2, top + size + 26, about, "soft small", "middle"))
-        if index < 3:
-            start, end, y = left + size + 14, lefts[index + 1] - 14, top + size / 2
-            parts.append(line([(start, y), (end, y)], "soft", 2))
-            parts.append(line([(end - 7, y - 5), (end, y), (end - 7, y + 5)], "soft", 2))
-    parts += grid(lefts[0], [0.1 + 0.9 * score / largest for score in scores], "plum")
-    width = size / len(order)
-    for place, index in enumerate(order):  # scores in order, those below the cut in grey
-        tall = size * scores[index] / largest
-        where = (
-            f'x="{lefts[1] + width * place:.2f}" y="{top + size - tall:.2f}" width="{width:.2f}" height="{tall:.2f}"'
+def _grid(axes: "Axes", side: int, values: Mapping[int, float], colour: str) -> None:
+    """A square for each weight, stronger for a larger value; one without a value is empty."""
+    from matplotlib.colors import to_rgba
+
+    axes.set(xlim=(-0.5, side - 0.5), ylim=(side - 0.5, -0.5))
+    places = [(index % side, index // side) for index in values]
+    shades = [to_rgba(colour, 0.1 + 0.9 * value / max(values.values())) for value in values.values()]
+    axes.scatter(*zip(*places, strict=True), s=75, marker="s", color=shades, linewidths=0)
+    empty = [(index % side, index // side) for index in range(side * side) if index not in values]
+    axes.scatter([x for x, _ in empty], [y for _, y in empty], s=60, marker="s", facecolors="none", edgecolors=LINE)
+
+
+@dataclass(frozen=True)
+class Series:
+    """Models of one kind, the whole dense one first: a label and an arm with its sparsity for each."""
+
+    name: str
+    colour: str
+    models: tuple[tuple[str, str, float], ...]
+
+
+def _pruned(*levels: int) -> Series:
+    return Series("pruned", PLUM, tuple((f"{level} %", "bitter7 rate 1", level / 100) for level in levels))
+
+
+SIZES = {  # title, study: what its models are compared with
+    ("51 M weights, books", "gpt2-rates"): (
+        Series("fewer blocks", SAND, (("4 blocks", "dense, 4 blocks", 0.0), ("2 blocks", "dense, 2 blocks", 0.0))),
+        Series("narrower", SLATE, (("448", "dense, width 448", 0.0), ("384", "dense, width 384", 0.0))),
+        _pruned(50, 80, 90),
+    ),
+    ("0.8 M weights, Python's source", "gpt2-tiny-rates"): (
+        Series("fewer blocks", SAND, (("2 blocks", "dense, 2 blocks", 0.0), ("1 block", "dense, 1 block", 0.0))),
+        Series("narrower", SLATE, (("96", "dense, width 96", 0.0), ("64", "dense, width 64", 0.0))),
+        _pruned(50, 80),
+    ),
+}
+
+
+def sizes(studies: Path) -> "Figure":
+    """Perplexity over stored bytes: a GPT that was pruned while it trained, and dense ones that are smaller."""
+    about = "perplexity on held-out text over megabytes in a file, lower is better; equal tokens"
+    below = "A dot is a seed. Pruned by bitter7, rate 1. More: docs/results.md"
+    figure = new_figure(4.2, "Pruned, or smaller from the start?", about, below)
+    for panel, ((name, study), series) in enumerate(SIZES.items()):
+        axes = new_axes(figure, (0.65 + 3.15 * panel, 0.85, 2.75, 2.3))
+        axes.set_title(name, loc="left", color=INK, fontweight="bold", fontsize=10)
+        _panel(axes, studies / study, series)
+    lines = figure.axes[0].lines[: len(next(iter(SIZES.values())))]
+    figure.legend(handles=lines, loc=(0.03, 0.075), ncols=3, frameon=False, labelcolor="linecolor")
+    return figure
+
+
+def _panel(axes: "Axes", study: Path, series: Sequence[Series]) -> None:
+    rows = {(row["arm"], row["sparsity"]): row for row in json.loads((study / "study_result.json").read_text())["rows"]}
+    stored, whole = _megabytes(study), ("dense", 0.0)
+    for each in series:
+        keys = [whole, *((arm, level) for _, arm, level in each.models)]
+        axes.plot(
+            [stored[key] for key in keys], [rows[key]["mean"] for key in keys], color=each.colour, label=each.name
         )
-        parts.append(f'<rect {where} class="{"line" if index in dropped else "plum"}"/>')
-    middle = lefts[1] + size / 2
-    parts.append(line([(middle, top - 4), (middle, top + size + 4)], "ink", 1.5, "4 3"))
-    parts += grid(lefts[2], [0.0 if index in dropped else 1.0 for index in range(side * side)], "ink")
-    kept = [0.0 if index in dropped else 0.1 + 0.9 * abs(w) / heaviest for index, w in enumerate(weights)]
-    parts += grid(lefts[3], kept, "moss")
-    return svg(top + size + 48, "An event: score, select, mask, apply", parts)
+    labels = [(label, (arm, level), each.colour) for each in series for label, arm, level in each.models]
+    for label, key, colour in [*labels, ("dense", whole, MOSS)]:
+        values = rows[key]["values"]
+        axes.plot([stored[key]] * len(values), values, "o", color=colour, markersize=4)
+        above = colour == SAND
+        place = (stored[key], max(values) if above else min(values))
+        shift = (3 if colour == SLATE else 0, 6 if above else -6)
+        aligned = {"ha": "left" if colour == SLATE else "center", "va": "bottom" if above else "top"}
+        axes.annotate(label, place, shift, textcoords="offset points", color=colour, fontsize=SMALL, **aligned)
+    axes.margins(0.12)
 
 
-def pictures(folder: Path, studies: Path) -> dict[str, str]:
-    """Every picture by the name of its file."""
-    drawn = {"quality.svg": quality(folder), "event.svg": event(folder), "flow.svg": flow()}
-    return drawn | {"sizes.svg": sizes(studies)}
+def _megabytes(study: Path) -> dict[tuple[str, float], float]:
+    """What a model of an arm and sparsity takes in a file in bfloat16: the values that are not zero, a bit a weight."""
+    megabytes = {}
+    for text_of_run in (study / "runs.jsonl").read_text().splitlines():
+        run = json.loads(text_of_run)
+        cell, result = run["cell.json"], run["result.json"]
+        mask = result["num_prunable"] / 8 if cell["sparsity"] else 0
+        values = result["num_parameters"] - result["sparsity"] * result["num_prunable"]
+        megabytes[cell["arm"], cell["sparsity"]] = (2 * values + mask) / 1e6
+    return megabytes
+
+
+def figures(folder: Path, studies: Path) -> "dict[str, tuple[Figure, str]]":
+    """Every picture and its title, by the name of its file."""
+    return {
+        "quality.svg": (quality(folder), "Quality over sparsity after pruning"),
+        "event.svg": (event(folder), "Time of finding the masks"),
+        "flow.svg": (flow(), "An event: score, select, mask, apply"),
+        "sizes.svg": (sizes(studies), "Quality over size: pruned while training, and smaller from the start"),
+    }
 
 
 @dataclass(frozen=True)
@@ -204,9 +320,10 @@ class Pictures:
     readme: Path = Path("README.md")  # page whose figures are written anew
 
     def run(self) -> None:
-        page = readme.page(self.readme.read_text(), self.results, self.studies)
-        drawn = pictures(self.results, self.studies)
+        contents = {self.readme: readme.page(self.readme.read_text(), self.results, self.studies)}
+        for name, (figure, title) in figures(self.results, self.studies).items():
+            contents[self.out / name] = themed(figure, title)
         self.out.mkdir(parents=True, exist_ok=True)
-        for path, content in {self.readme: page, **{self.out / name: drawn[name] for name in drawn}}.items():
+        for path, content in contents.items():
             path.write_text(content)
             print(f"{path} written")

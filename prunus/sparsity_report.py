@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from .eligible import Eligible, plain_name
-from .plot import Chart, layers_chart, notebook_html
+from .plot import Figure, layers_chart, notebook_html
 from .ranks import Ranks, local, shard_of
 
 
@@ -71,7 +71,7 @@ class SparsityReport:
         share, of_all = f"{self.sparsity:.4%}", f"{self.sparsity_of_all:.4%}"
         return f"{share} of {self.num_prunable} prunable weights, {of_all} of all are zero"
 
-    def plot(self) -> Chart:
+    def plot(self) -> Figure:
         """Sparsity of each layer."""
         return layers_chart([asdict(layer) | {"sparsity": layer.sparsity} for layer in self.layers])
 
@@ -81,7 +81,7 @@ class SparsityReport:
             for layer in self.layers
         ]
         title = self._summary + (f"; {self.progress}" if self.progress else "")
-        return notebook_html(title, self.plot(), ("weight", "shape", "sparsity", "why dense"), rows)
+        return notebook_html(title, self.plot, ("weight", "shape", "sparsity", "why dense"), rows)
 
 
 def report(

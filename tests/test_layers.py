@@ -55,7 +55,7 @@ HEAVY = {
     "triton": ("ops/_triton", "sparse/_triton"),
     "transformers": ("export/huggingface", "sparse/decoder", "sparse/attention"),
     "huggingface_hub": ("export/hub",),
-    "PIL": ("plot",),
+    "matplotlib": ("plot",),
 }
 # the same idea in two packages: a definition and its kernels, a command and what it does, both ends of Hugging Face
 SHARED_NAMES = {"candidates.py", "compact.py", "rows.py", "prune.py", "huggingface.py"}

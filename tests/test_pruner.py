@@ -22,6 +22,7 @@ from toys import (
 
 from prunus import SCORES, Constant, Global, NofM, OneShot, PerLayer, PerRow, Pruner, Ramp
 from prunus.allocate import allocate
+from prunus.plot import svg
 
 BY_STATE = [name for name, score in SCORES.items() if not {"movement", "input_norm"} & set(score.reads)]
 
@@ -366,4 +367,4 @@ def test_the_report_says_where_the_ramp_is_and_shows_itself():
     report = seen[8]
     assert "\n" not in repr(report) and len(repr(report)) < 150
     html = report._repr_html_()
-    assert all(name in html for name in NAMES) and report.plot().svg in html and report.progress in html
+    assert all(name in html for name in NAMES) and svg(report.plot()) in html and report.progress in html

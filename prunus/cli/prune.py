@@ -57,9 +57,9 @@ def _publish(command: Command) -> None:
     """Write the chart and push the folder, where that was asked for."""
     if command.plot is not None:
         from ..files.json_file import read_json
-        from ..plot import layers_chart
+        from ..plot import layers_chart, save
 
-        layers_chart(read_json(command.out / "result.json")["layers"]).save(command.plot)
+        save(layers_chart(read_json(command.out / "result.json")["layers"]), command.plot)
     if command.push is not None:
         from ..export.hub import push
 

@@ -20,7 +20,7 @@ from .. import __version__
 from ..files.json_file import read_json
 from ..files.reader import SMALL
 from ..files.writer import SavedTensor
-from ..plot import PICTURE, finite, layers_chart
+from ..plot import PICTURE, finite, layers_svg
 
 CARD = "README.md"
 MARK = "<!-- written by prunus -->"
@@ -80,13 +80,14 @@ def write_card(folder: Path, facts: CardFacts) -> None:
         origin = text
     elif card.is_file():
         origin = text
-    (folder / PICTURE).write_text(layers_chart(facts.layers).svg, encoding="utf-8")
+    if picture := layers_svg(facts.layers):
+        (folder / PICTURE).write_text(picture, encoding="utf-8")
     front = _front_matter(folder, facts, _top_level(origin), is_ours=MARK in origin)
     parts = [
         MARK,
         f"# {_line(facts.repo or facts.name)}",
         _summary(folder, facts),
-        f"![Sparsity of each layer]({PICTURE})",
+        *([f"![Sparsity of each layer]({PICTURE})"] if picture else []),
         *_quality(facts),
         *_method(facts.settings),
         f"## Load it\n\n{_how_to_load(folder, facts)}",

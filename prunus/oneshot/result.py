@@ -3,22 +3,18 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from ..masks import Masks
 from ..ops import bits
-from ..plot import layers_chart, notebook_html, trials_chart
+from ..plot import Figure, layers_chart, notebook_html, trials_chart
 from .drop_experts import DroppedExperts
 from .level import Level
 from .options import Limit, Trial
 from .probe.decide import Tau
 from .resources import Cost
 from .step import LayerRepair
-
-if TYPE_CHECKING:
-    from ..plot import Chart
 
 SHOWN = 3  # names of weights that were not repaired for one reason
 
@@ -91,7 +87,7 @@ class Result:
             notes.append(f"Pruned but not repaired, {num} of {len(level.weights)} layers: {which}.")
         return notes + level.not_tuned
 
-    def plot(self) -> "Chart":
+    def plot(self) -> Figure:
         """Sparsity of each layer, and its errors where it was repaired."""
         return layers_chart([asdict(layer) | {"sparsity": layer.sparsity} for layer in self.layers])
 
@@ -102,7 +98,7 @@ class Result:
             shape = "x".join(map(str, layer.shape))
             rows.append((layer.name, shape, f"{layer.num_pruned:,}", f"{layer.sparsity:.2%}", *errors))
         columns = ("layer", "shape", "weights pruned", "sparsity", "error, mask alone", "error")
-        return notebook_html(str(self), self.plot(), columns, rows)
+        return notebook_html(str(self), self.plot, columns, rows)
 
     @property
     def masks(self) -> Masks:
@@ -228,7 +224,7 @@ class SearchResult:
         metrics = f"metric {self.metric:.4g}, {self.limit.in_words(self.dense)}"
         return f"SearchResult({self.sparsity:.4%} zero, {metrics}, {len(self.trials)} trials, {self.seconds:.1f} s)"
 
-    def plot(self) -> "Chart":
+    def plot(self) -> Figure:
         """The metric of each trial over its sparsity."""
         return trials_chart([(trial.sparsity, trial.metric, trial.accepted) for trial in self.trials], self.dense)
 
@@ -237,4 +233,4 @@ class SearchResult:
             (f"{one.target:.2%}", f"{one.sparsity:.2%}", f"{one.metric:.4g}", one.accepted, f"{one.seconds:.1f}")
             for one in self.trials
         ]
-        return notebook_html(repr(self), self.plot(), ("target", "sparsity", "metric", "accepted", "seconds"), rows)
+        return notebook_html(repr(self), self.plot, ("target", "sparsity", "metric", "accepted", "seconds"), rows)

@@ -5,7 +5,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from ...plot import PICTURE, layers_chart
+from ...plot import layers_svg
 from ..schema import AMOUNT, ANY, SHARE, TEXT, Maybe, Named, Spec, read_checked
 from .numbers import duration, memory
 from .records import number
@@ -20,8 +20,8 @@ PRUNED: Spec = {
 
 
 def is_pruned(folder: Path) -> bool:
-    """Whether ``prunus prune`` wrote a folder; exported ones have the picture, and no figures."""
-    return (folder / PICTURE).is_file() and (folder / "result.json").is_file()
+    """Whether ``prunus prune`` wrote a folder; exported ones have a configuration, and no figures."""
+    return (folder / "config.json").is_file() and (folder / "result.json").is_file()
 
 
 def pruned_page(folder: Path) -> str:
@@ -57,7 +57,7 @@ def pruned_page(folder: Path) -> str:
 <div class="scroll"><table><thead><tr><th>model</th><th>sparsity</th><th>{escape(metric)}</th></tr></thead>
 <tbody>{"".join(f"<tr>{line}</tr>" for line in lines)}</tbody></table></div></section>
 <section><h2>Layer by layer</h2><div class="scroll">
-{layers_chart(layers).svg}</div></section>
+{layers_svg(layers)}</div></section>
 </main>
 </body>
 </html>
