@@ -15,17 +15,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from prunus import Global, PerLayer, PerRow, Probe
+from prunus import Global, PerLayer, PerRow
 from prunus.files.json_file import write_json
 from prunus.lab.data.batches import ImageShape, Normalise
 from prunus.lab.data.datasets import read_cifar10
 from prunus.lab.models import RESNETS, resnet
 from prunus.lab.tracking import environment
+from prunus.oneshot import Probe
+from prunus.oneshot.originals import Originals
 from prunus.oneshot.probe.decide import is_allowed
 from prunus.oneshot.probe.prober import Schedule
 from prunus.oneshot.prune import Job, Plan
 from prunus.oneshot.result import Result
-from prunus.oneshot.walk import Originals
 from prunus.ops import bits
 from prunus.ops.lazy import Lazy
 from prunus.select import Selector

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from prunus import PerRow, Probe, prune
+from prunus import PerRow, prune
 from prunus.eligible import Weight, eligible
 from prunus.lab.gpu import Sampler, utilisation_reader
+from prunus.oneshot import Probe
+from prunus.oneshot.forward import head_of
 from prunus.oneshot.result import Result
-from prunus.oneshot.walk import head_of
 from prunus.ops.machine import device_of
 from prunus.trained.tokens import read_tokens
 
@@ -141,7 +142,9 @@ def largest_gradient(model: nn.Module, parameter: nn.Parameter, windows: Tensor)
 
 
 def by_prunus(task: Task, probe: Probe | None = None) -> Result:
-    return prune(task.model, [task.windows], task.sparsity, "wanda", probe=probe, repair=None, exclude=task.excluded)
+    return prune(
+        task.model, [task.windows], task.sparsity, score="wanda", probe=probe, repair=None, exclude=task.excluded
+    )
 
 
 WAYS: dict[str, tuple[Callable[[Task], Masks], Callable[[Task], Masks]]] = {  # ours, plainly

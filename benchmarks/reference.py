@@ -17,7 +17,7 @@ CHAPTERS = {  # heading: module and names; a name of the package itself has no m
     "While training": "Pruner Event AdamWPrune Spam Rate parameter_groups Regrow",
     "Schedules": "Ramp OneShot Constant",
     "Selectors": "Global PerLayer PerRow NofM",
-    "After training": "prune Repair Distill oneshot.result:Result",
+    "After training": "prune Repair BlockTuning oneshot.result:Result",
     "Search and probe": "search Limit SearchOptions Levels Bisection Tune Probe",
     "Files": "save_sparse load_sparse save_model load_model",
     "Running sparse": (

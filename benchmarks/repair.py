@@ -60,7 +60,7 @@ class Repair(Benchmark):
         settings |= {"refine": self.refine, "tune": self.tune, "whole": self.whole, "offload": self.offload}
         settings |= {} if self.model else {"blocks": self.blocks, **MISTRAL}
         settings |= {"num_weights": sum(p.numel() for p in parameters)}
-        tune = self.tune and (prunus.Distill() if self.whole else prunus.Distill(whole_epochs=0))
+        tune = self.tune and (prunus.BlockTuning() if self.whole else prunus.BlockTuning(whole_epochs=0))
         repair = prunus.Repair(iterations=self.iterations, refine=self.refine, tune=tune)
         row = measure_repair(model, tokens, self.sparsity, self.scope, repair, device if self.offload else None)
         return "repair", settings, [row]

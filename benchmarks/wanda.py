@@ -107,7 +107,7 @@ def model_rows(folder: Path, windows: Tensor, repeat: int) -> list[Row]:
         return pruned
 
     ways = {
-        "prunus": by(lambda copy, windows: prune(copy, [windows], SPARSITY, "wanda", repair=None)),
+        "prunus": by(lambda copy, windows: prune(copy, [windows], SPARSITY, score="wanda", repair=None)),
         "llmcompressor, its functions": by(_by_their_functions),
         "llmcompressor, oneshot": by(_by_their_command),
     }

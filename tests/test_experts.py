@@ -81,7 +81,7 @@ def test_wanda_ranks_experts_by_their_own_inputs(name):
     how = model.config._experts_implementation
     norms = reference_norms(model, batch)
     dense = {weight.name: weight.parameter.detach().clone() for weight in eligible(model).weights}
-    prune(model, [batch], 0.5, "wanda", repair=None)
+    prune(model, [batch], 0.5, score="wanda", repair=None)
     assert model.config._experts_implementation == how and len(norms) == 4
     for key, norm in norms.items():
         dim = INPUT_DIM.get(name, 2)
@@ -97,7 +97,7 @@ def test_wanda_ranks_experts_by_their_own_inputs(name):
 def test_experts_go_through_every_way_after_training(name, score):
     model, batch = build(name), inputs(name)
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    result = prune(model, [batch], 0.5, score, repair=None if score else "auto")
+    result = prune(model, [batch], 0.5, score=score, repair=None if score else "auto")
     assert result.sparsity == pytest.approx(0.5, abs=0.01)
     experts = [layer for layer in result.layers if ".experts." in layer.name]
     assert len(experts) == 4 and all((layer.error is None) == (score is not None) for layer in experts)

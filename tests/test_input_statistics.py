@@ -148,7 +148,7 @@ def test_a_weight_that_may_see_other_inputs_than_its_module_is_refused_by_name(p
     with pytest.raises(ValueError, match=f"1.*{type(part).__name__}") as error:
         InputNorms(eligible(model, pattern, "1.out_proj.weight" if "proj" in pattern else ()).weights)
     with pytest.raises(ValueError, match=r"inputs of linear layers"):
-        prune(model, [torch.randn(2, 6)], 0.5, "wanda", include=pattern)
+        prune(model, [torch.randn(2, 6)], 0.5, score="wanda", include=pattern)
     assert "\n" not in str(error.value)
 
 
@@ -223,7 +223,7 @@ def test_norms_of_two_layers_that_share_a_weight_are_those_of_all_their_inputs()
     expected = torch.cat([x, *seen]).norm(dim=0)
     assert torch.allclose(collected.norms()["0.weight"], expected) and expected.gt(x.norm(dim=0)).all()
     by_hand = (model[0].weight.abs() * expected).argsort(1)[:, :3]
-    prune(model, [x], 0.5, "wanda", repair=None)
+    prune(model, [x], 0.5, score="wanda", repair=None)
     assert all(not model[0].weight[row, columns].any() for row, columns in enumerate(by_hand))
 
 
@@ -245,14 +245,14 @@ def test_weights_whose_inputs_are_not_seen_are_named_and_pruned_by_themselves():
     model, x = Bypassing(), torch.randn(9, 6)
     smallest = model.by_hand.weight.abs().argsort(1)[:, :3]
     with pytest.warns(UserWarning, match=r"by_hand\.weight, also\.weight.*by their weights alone"):
-        result = prune(model, [x], 0.5, "wanda", repair=None)
+        result = prune(model, [x], 0.5, score="wanda", repair=None)
     assert result.sparsity == 0.5
     assert all(not model.by_hand.weight[row, columns].any() for row, columns in enumerate(smallest))
 
 
 def test_weights_that_no_sample_reaches_are_named_all_at_once():
     with pytest.raises(ValueError, match=r"spare\.weight, unused\.weight: modules that were not called"):
-        prune(Bypassing(spare=True), [torch.randn(9, 6)], 0.5, "wanda", repair=None)
+        prune(Bypassing(spare=True), [torch.randn(9, 6)], 0.5, score="wanda", repair=None)
     model = Bypassing(spare=True)
     with InputNorms(eligible(model).weights) as collected:
         model(torch.randn(9, 6))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from ..oneshot import Result
+    from ..oneshot.resources import Cost
     from ..sparsity_report import SparsityReport
     from ..trained.model import TrainedModel
     from .prune_tables import Outcome, Profile
@@ -45,9 +45,9 @@ def run(command: Command) -> None:
     )
     if outcome.score == "wanda" and command.scope == "global":
         print("One threshold for all layers suits wanda badly: on small GPTs it was far worse than by rows.")
-    result = outcome.result
-    memory = f"at most {result.peak_bytes / 2**30:.2f} GiB of memory"
-    print(f"{command.out}: written; {command.model} was pruned with {memory} in {result.cost}")
+    cost = outcome.result.cost
+    memory = f"at most {cost.peak_bytes / 2**30:.2f} GiB of memory"
+    print(f"{command.out}: written; {command.model} was pruned with {memory} in {cost}")
     if outcome.profile is not None:
         print_profile(outcome.profile)
     _publish(command)
@@ -70,7 +70,7 @@ def _report(command: Command, model: "nn.Module") -> "SparsityReport":
     from ..eligible import eligible
     from ..sparsity_report import report
 
-    return report(model, eligible(model, command.include, command.exclude))
+    return report(model, eligible(model, command.include, command.exclude, command.only))
 
 
 def _pruned(command: Command) -> "Outcome":
@@ -83,7 +83,7 @@ def _pruned(command: Command) -> "Outcome":
     from ..lab.trained_run import from_checkpoint
     from ..oneshot import Repair, prune
     from ..oneshot.fewer_experts import fewer_experts
-    from ..oneshot.walk import Originals
+    from ..oneshot.originals import Originals
     from ..trained.model import load_trained
     from .prune_tables import Outcome
 
@@ -96,7 +96,7 @@ def _pruned(command: Command) -> "Outcome":
         print(f"Evaluated on {trained.held_out}.")
     if command.experts is not None:
         fewer_experts(trained.model, command.experts)  # refuses a model without experts before it is evaluated
-    common: dict[str, Any] = {"include": command.include, "exclude": command.exclude}
+    common: dict[str, Any] = {"include": command.include, "exclude": command.exclude, "only": command.only}
     common |= {"batch_size": command.batch or None, "offload": device if command.offload else None}
     settings: dict[str, Any] = {"score": score, "select": selector_of(command), "loss": trained.loss, **common}
     if command.allocate == "moments" and not trained.moments:
@@ -130,16 +130,16 @@ def _pruned(command: Command) -> "Outcome":
                 with result.masks_alone():
                     rows["masks alone"] = measure()
             rows["repaired" if repair else "probed" if probe else score or ""] = reached
-    result.originals = Originals()  # the dense weights, which nothing reads any more
+    result.level.originals = Originals()  # the dense weights, which nothing reads any more
     if dropping is not None and result is not dropping:
-        result.experts, result.parts = dropping.experts, dropping.parts | result.parts
-        result.seconds, result.forwards = result.seconds + dropping.seconds, result.forwards + dropping.forwards
+        result.experts = dropping.experts
+        result.cost.add_(dropping.cost)
     outcome = Outcome(trained, result, rows, score)
     if not command.profile:
         return outcome
-    seconds = result.parts | measure.clock.seconds
+    seconds = result.cost.parts | measure.clock.seconds
     total = time.perf_counter() - began
-    return replace(outcome, profile=_profile(command, result, seconds, total, sampler.mean))
+    return replace(outcome, profile=_profile(command, result.cost, seconds, total, sampler.mean))
 
 
 @contextmanager
@@ -188,12 +188,12 @@ class _Measure:
 
         if not self.command.offload:
             return nullcontext()
-        weights = eligible(self.trained.model, self.command.include, self.command.exclude).weights
+        weights = eligible(self.trained.model, self.command.include, self.command.exclude, self.command.only).weights
         return Offload(self.trained.model, weights, self.device).open()
 
 
 def _profile(
-    command: Command, result: "Result", parts: dict[str, float], total: float, utilisation: float | None
+    command: Command, cost: "Cost", parts: dict[str, float], total: float, utilisation: float | None
 ) -> "Profile":
     import torch
 
@@ -203,9 +203,9 @@ def _profile(
     device = torch.device(command.device)
     left = free_bytes(device)
     if device.type == "cuda":
-        left -= result.peak_bytes - torch.cuda.memory_allocated(device)
-    state = (result.rows, result.halved, result.peak_bytes, max(0, left))
-    return Profile(split(parts, total), *state, command.device, command.probe, utilisation, result.checkpointing)
+        left -= cost.peak_bytes - torch.cuda.memory_allocated(device)
+    state = (cost.rows, cost.halved, cost.peak_bytes, max(0, left))
+    return Profile(split(parts, total), *state, command.device, command.probe, utilisation, cost.checkpointing)
 
 
 def _write(command: Command, outcome: "Outcome") -> None:
@@ -229,13 +229,12 @@ def _figures(command: Command, outcome: "Outcome") -> dict[str, Any]:
 
     result, profile = outcome.result, outcome.profile
     layers = [asdict(layer) | {"sparsity": layer.sparsity} for layer in result.layers]
-    cost = {"passes": result.passes, "forwards": result.forwards, "seconds": result.seconds}
+    cost = {name: getattr(result.cost, name) for name in ("passes", "forwards", "seconds", "peak_bytes")}
     found = {
         "settings": _settings(command),
         "held_out": outcome.model.held_out,
         "rows": outcome.rows,
         "layers": layers,
-        "peak_bytes": result.peak_bytes,
     } | cost
     if result.experts is not None:
         found["experts"] = [asdict(layer) for layer in result.experts.layers]

@@ -65,6 +65,7 @@ class Command:
     seed: int = 0  # which calibration windows
     include: tuple[str, ...] = ()  # patterns of weights to prune as well
     exclude: tuple[str, ...] = ()  # patterns of weights to leave dense
+    only: tuple[str, ...] = ()  # patterns of the weights to prune, and no others
     batch: int = 0  # rows per pass; 0 takes what memory allows
     gguf_file: str | None = None  # file in the folder to read the weights from
     dtype: Dtype = "auto"  # auto keeps the model's own

@@ -189,7 +189,7 @@ def _layers(result: Result, *, is_probed: bool) -> Table:
     """One row per layer; columns of the probe are left out without one."""
     table = Table(title="what was pruned in each layer")
     of_probe = ("no gradient", "not finite", "tau") if is_probed else ()
-    of_repair = ("error, mask alone", "error") if result.repairs else ()
+    of_repair = ("error, mask alone", "error") if result.errors else ()
     proposed = ["weights proposed"] if is_probed else []
     headings = ("layer", "shape", *proposed, "weights pruned", "sparsity", *of_probe, *of_repair)
     for heading in headings:
@@ -200,7 +200,7 @@ def _layers(result: Result, *, is_probed: bool) -> Table:
         if is_probed:
             cells.insert(0, f"{layer.num_candidates:,}")
             cells += [str(layer.num_zero_gradient), str(layer.num_not_finite), tau]
-        if result.repairs:
+        if result.errors:
             cells += ["" if error is None else f"{error:.4f}" for error in (layer.mask_error, layer.error)]
         table.add_row(layer.name, shape, *cells)
     return table

@@ -23,9 +23,10 @@ from benchmarks.probe_study import (
     share_beyond,
     vetoed_by_lot,
 )
-from prunus import Global, PerLayer, PerRow, Probe
+from prunus import Global, PerLayer, PerRow
 from prunus.lab.data.batches import ImageShape
 from prunus.lab.models import RESNETS, resnet
+from prunus.oneshot import Probe
 from prunus.oneshot.probe.decide import is_allowed
 from prunus.oneshot.prune import Job, Plan
 from prunus.ops import bits

@@ -17,7 +17,7 @@ from prunus.cli import main
 from prunus.cli.console import Terminal
 from prunus.cli.prune_tables import _kinds
 from prunus.files.lock import try_lock
-from prunus.oneshot.repair import RepairWalk
+from prunus.oneshot.loop import Loop
 from prunus.oneshot.result import Layer
 from prunus.plot import layers_svg
 from prunus.trained.quality import token_quality
@@ -161,7 +161,7 @@ def test_killed_in_a_repair_the_same_command_goes_on_and_ends_with_the_same_bits
     transformers = pytest.importorskip("transformers")
     whole, expected = prune(folder, out="whole")
     with monkeypatch.context() as patch:
-        repaired, calls = RepairWalk._repair, []
+        repaired, calls = Loop._change, []
 
         def interrupted(self, group):
             calls.append(group)
@@ -169,7 +169,7 @@ def test_killed_in_a_repair_the_same_command_goes_on_and_ends_with_the_same_bits
                 raise KeyboardInterrupt
             repaired(self, group)
 
-        patch.setattr(RepairWalk, "_repair", interrupted)
+        patch.setattr(Loop, "_change", interrupted)
         with pytest.raises(SystemExit):
             prune(folder)
     assert not (folder / "out").exists()

@@ -183,21 +183,21 @@ def weights() -> Any:
 
 
 def repair_state(folder: Path) -> None:
-    from prunus.oneshot.state import RepairState
+    from prunus.oneshot.journal import Journal
 
     content = {"weight": tensors()["a"], "mask": torch.arange(12), "repair": {"error": 0.5, "note": "a"}}
-    RepairState(folder, {"sparsity": "0.5", "score": "None"}, weights()).save(
+    Journal(folder, {"sparsity": "0.5", "score": "None"}, weights()).save(
         "group_00000", ["weight"], {"weight": content}
     )
 
 
 def search_state(folder: Path) -> None:
-    from prunus.oneshot.limit import Trial
+    from prunus.oneshot.journal import SearchJournal
+    from prunus.oneshot.options import Trial
     from prunus.oneshot.probe.decide import Ratios
     from prunus.oneshot.probe.prober import Probed
-    from prunus.oneshot.state import State
 
-    state, mask = State(folder, {"limit": "0.5"}, weights()), torch.arange(12, dtype=torch.int32)
+    state, mask = SearchJournal(folder, {"limit": "0.5"}, weights()), torch.arange(12, dtype=torch.int32)
     for number in range(2):
         state.finish(number, Trial(0.2, 0.2, 1.5, True), [{"weight": mask + number}])
     found = Probed({}, {"weight": Ratios(torch.rand(9), 1, 2)}, {"weight": 0.5}, {"weight": mask})
@@ -205,18 +205,18 @@ def search_state(folder: Path) -> None:
 
 
 def read_repair_state(folder: Path) -> dict[str, Tensor]:
-    from prunus.oneshot.state import RepairState
+    from prunus.oneshot.journal import Journal
 
     with _refused_by_warning():
-        found = RepairState(folder, {"sparsity": "0.5", "score": "None"}, weights()).load("group_00000", ["weight"])
+        found = Journal(folder, {"sparsity": "0.5", "score": "None"}, weights()).load("group_00000", ["weight"])
     return flat(found)
 
 
 def read_search_state(folder: Path) -> dict[str, Tensor]:
-    from prunus.oneshot.state import State
+    from prunus.oneshot.journal import SearchJournal
 
     with _refused_by_warning():
-        state = State(folder, {"limit": "0.5"}, weights())
+        state = SearchJournal(folder, {"limit": "0.5"}, weights())
         levels = [state.levels(number) for number in range(len(state.trials()))]
         groups = state.groups(2)
     return flat({"levels": levels, "pruned": groups.pruned, "q": {"q": groups.ratios["weight"].q}})

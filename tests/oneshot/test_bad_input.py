@@ -9,7 +9,8 @@ from probe_models import entropy, llama, mlp
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
-from prunus import Limit, PerLayer, Probe, Repair, prune, search
+from prunus import PerLayer, Repair, prune, search
+from prunus.oneshot import Limit, Probe
 from prunus.oneshot.samples import samples_of
 
 X, Y, IDS = torch.randn(20, 9), torch.randint(0, 4, (20,)), torch.randint(0, 31, (4, 9))
@@ -175,7 +176,7 @@ def test_pixels_are_given_to_a_vision_model_by_their_own_name(labels):
     )
     model, pixels = transformers.ViTForImageClassification(config), torch.randn(4, 3, 8, 8)
     if labels:
-        assert prune(model, [(pixels, torch.tensor([0, 1, 1, 0]))], 0.5, "fisher").sparsity == 0.5
+        assert prune(model, [(pixels, torch.tensor([0, 1, 1, 0]))], 0.5, score="fisher").sparsity == 0.5
     else:
         with pytest.raises(ValueError, match="returned no loss; give labels"):
-            prune(model, [pixels], 0.5, "fisher")
+            prune(model, [pixels], 0.5, score="fisher")

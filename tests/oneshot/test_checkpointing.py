@@ -13,8 +13,9 @@ from test_odd_models import case_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from prunus import Probe, prune
-from prunus.oneshot.blocks import replaced
+from prunus import prune
+from prunus.oneshot import Probe
+from prunus.oneshot.forward import replaced
 from prunus.oneshot.offload import checkpointed, counted_saves
 from prunus.oneshot.probe.engine import Engine
 
@@ -26,9 +27,9 @@ from prunus.oneshot.probe.engine import Engine
 def test_masks_are_those_without_it_and_the_model_comes_back(case, schedule, offload):
     case = CASES[case](torch.float64)
     before, probe = snapshot(case.model), Probe(0.02, schedule=schedule)
-    expected = prune(deepcopy(case.model), case.batches, 0.5, "wanda", None, probe, case.loss)
+    expected = prune(deepcopy(case.model), case.batches, 0.5, score="wanda", select=None, probe=probe, loss=case.loss)
     options = {"offload": offload, "checkpointing": True}
-    result = prune(case.model, case.batches, 0.5, "wanda", None, probe, case.loss, **options)
+    result = prune(case.model, case.batches, 0.5, score="wanda", select=None, probe=probe, loss=case.loss, **options)
     assert result.checkpointing and not expected.checkpointing
     assert 0 < result.num_pruned < sum(layer.num_candidates for layer in result.layers)
     assert all(torch.equal(result.masks[name], mask) for name, mask in expected.masks.items())
@@ -39,8 +40,19 @@ def test_masks_are_those_without_it_and_the_model_comes_back(case, schedule, off
 @pytest.mark.parametrize("kind", [Attention, Encoder])
 def test_weights_whose_gradients_come_one_by_one_get_the_same_ones(kind):
     case = case_of(kind)
-    expected = prune(deepcopy(case.model), case.batches, 0.5, "magnitude", None, Probe(0.02), case.loss)
-    result = prune(case.model, case.batches, 0.5, "magnitude", None, Probe(0.02), case.loss, checkpointing=True)
+    expected = prune(
+        deepcopy(case.model), case.batches, 0.5, score="magnitude", select=None, probe=Probe(0.02), loss=case.loss
+    )
+    result = prune(
+        case.model,
+        case.batches,
+        0.5,
+        score="magnitude",
+        select=None,
+        probe=Probe(0.02),
+        loss=case.loss,
+        checkpointing=True,
+    )
     assert all(torch.equal(result.masks[name], mask) for name, mask in expected.masks.items())
 
 
@@ -48,10 +60,12 @@ def test_weights_whose_gradients_come_one_by_one_get_the_same_ones(kind):
 @pytest.mark.parametrize("score", ["wanda", pytest.param("fisher", marks=pytest.mark.slow)])
 def test_a_model_that_checkpoints_its_blocks_itself_gets_the_same_masks(score):
     case = CASES["llama"](torch.float64)
-    expected = prune(deepcopy(case.model), case.batches, 0.5, score, None, Probe(0.02), case.loss)
+    expected = prune(
+        deepcopy(case.model), case.batches, 0.5, score=score, select=None, probe=Probe(0.02), loss=case.loss
+    )
     for block in case.model.model.layers:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    result = prune(case.model, case.batches, 0.5, score, None, Probe(0.02), case.loss)
+    result = prune(case.model, case.batches, 0.5, score=score, select=None, probe=Probe(0.02), loss=case.loss)
     assert all(torch.equal(result.masks[name], mask) for name, mask in expected.masks.items())
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from probe_models import mlp
 from probe_reference import split
 
-from prunus import Limit
+from prunus.oneshot import Limit
 from prunus.oneshot.probe.decide import is_allowed, ratios, smallest_ratios, taus
 from prunus.oneshot.prune import Job, Plan
 

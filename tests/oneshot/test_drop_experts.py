@@ -184,7 +184,7 @@ def test_a_failure_after_dropping_puts_experts_back():
     model, batch = model_of("mixtral"), inputs("mixtral")
     before = {key: value.clone() for key, value in model.state_dict().items()}
     with pytest.raises(ValueError, match="exp_avg"):
-        prune(model, [batch], 0.5, "bitter7", experts=0.25)
+        prune(model, [batch], 0.5, score="bitter7", experts=0.25)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert model.config.num_local_experts == NUM
 

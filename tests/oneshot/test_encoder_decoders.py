@@ -41,7 +41,7 @@ def test_wandas_masks_are_those_of_a_plain_reference(name, form, tmp_path):
     model, batch = build(name), inputs(name)
     norms, dense = reference_norms(model, batch), copy.deepcopy(model)
     given = batch if form == "labels" else ({k: v for k, v in batch.items() if k != "labels"}, batch["labels"])
-    result = prune(model, [given], 0.5, "wanda", repair=None)
+    result = prune(model, [given], 0.5, score="wanda", repair=None)
     assert len(result.layers) > 8
     for layer in result.layers:
         weight = dense.get_parameter(layer.name)
@@ -66,7 +66,7 @@ def test_they_are_repaired(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_their_gradients_are_read(name):
     model, batch = build(name), inputs(name)
-    assert prune(model, [batch], 0.5, "fisher", repair=None).sparsity == pytest.approx(0.5, abs=0.01)
+    assert prune(model, [batch], 0.5, score="fisher", repair=None).sparsity == pytest.approx(0.5, abs=0.01)
 
 
 @pytest.mark.slow
@@ -79,7 +79,7 @@ def test_a_loss_of_ones_own_sees_the_outputs_that_the_labels_lead_to(name, form)
     for own in (None, loss):
         model, batch = build(name), inputs(name)
         pair = ({k: v for k, v in batch.items() if k != "labels"}, batch["labels"])
-        result = prune(model, [batch if form == "labels" else pair], 0.5, "fisher", loss=own, repair=None)
+        result = prune(model, [batch if form == "labels" else pair], 0.5, score="fisher", loss=own, repair=None)
         masks.append({name: mask.clone() for name, mask in result.masks.items()})
     agree = [(masks[0][key] == masks[1][key]).float().mean() for key in masks[0]]
     assert min(agree) > 0.98  # but for ties and rounding

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from prunus import Probe, Repair
+from prunus import Repair
+from prunus.oneshot import Probe
 from prunus.oneshot.identity import identity
 
 

@@ -7,15 +7,16 @@ import torch
 from probe_models import cnn, llama
 from torch import nn
 
-from prunus import Probe, prune
+from prunus import prune
 from prunus.eligible import unwrapped_model
+from prunus.oneshot import Probe
 from prunus.oneshot.blocks import Stream
-from prunus.oneshot.norms import _Reader
+from prunus.oneshot.forward import frozen
+from prunus.oneshot.norms import _Sums
 from prunus.oneshot.probe import inspection
 from prunus.oneshot.prune import Job, Plan
 from prunus.oneshot.resources import Clock
 from prunus.oneshot.samples import num_tokens, shortened
-from prunus.oneshot.walk import frozen
 
 
 def findings(case, batches):
@@ -81,8 +82,8 @@ def test_long_samples_are_looked_at_in_part(monkeypatch):
 def test_norms_survive_a_lack_of_memory(limit, monkeypatch):
     case = llama()
     case.batches.append({key: value.repeat(3, 1) for key, value in case.batches[-1].items()})
-    expected = prune(deepcopy(case.model), case.batches, 0.5, "wanda", repair=None).masks
-    squares, refused = _Reader.squares, []
+    expected = prune(deepcopy(case.model), case.batches, 0.5, score="wanda", repair=None).masks
+    squares, refused = _Sums.squares, []
 
     def reading(self, chunk):
         if chunk.size > limit:
@@ -90,8 +91,8 @@ def test_norms_survive_a_lack_of_memory(limit, monkeypatch):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return squares(self, chunk)
 
-    monkeypatch.setattr(_Reader, "squares", reading)
-    result = prune(case.model, case.batches, 0.5, "wanda", repair=None)
+    monkeypatch.setattr(_Sums, "squares", reading)
+    result = prune(case.model, case.batches, 0.5, score="wanda", repair=None)
     assert refused and all(torch.equal(result.masks[name], mask) for name, mask in expected.items())
 
 
@@ -132,13 +133,13 @@ def test_a_users_model_with_a_part_called_module_is_not_taken_for_a_wrapper():
     model = Mine()
     assert unwrapped_model(model) is model and unwrapped_model(nn.DataParallel(model)) is model
     batches = [(torch.randn(5, 4), torch.randint(0, 3, (5,)))]
-    result = prune(model, batches, 0.5, "wanda", probe=Probe(1e9), loss=nn.functional.cross_entropy)
+    result = prune(model, batches, 0.5, score="wanda", probe=Probe(1e9), loss=nn.functional.cross_entropy)
     assert len(result.layers) == 2 and result.num_pruned == 21
 
 
 def test_time_is_booked_on_the_innermost_part():
     case = llama()
-    result = prune(case.model, case.batches, 0.5, "fisher", probe=Probe(0.05))
+    result = prune(case.model, case.batches, 0.5, score="fisher", probe=Probe(0.05))
     assert set(result.parts) == {"strategy", "inspection", "records"}
     assert all(seconds > 0 for seconds in result.parts.values()) and sum(result.parts.values()) <= result.seconds
     clock = Clock()

@@ -5,11 +5,12 @@ import torch
 from probe_models import llama
 from torch.nn import functional as F
 
-from prunus import Probe, prune
+from prunus import prune
+from prunus.oneshot import Probe
+from prunus.oneshot.forward import frozen
 from prunus.oneshot.probe import objective
 from prunus.oneshot.probe.objective import IN_PARTS, Objective, entropy_in_parts
 from prunus.oneshot.prune import Job, Plan
-from prunus.oneshot.walk import frozen
 
 
 @pytest.mark.parametrize("elements", [1, 40, 10_000])

@@ -32,10 +32,11 @@ from probe_odd import (
 from probe_reference import probe_reference
 from torch import nn
 
-from prunus import Global, Probe, prune
+from prunus import Global, prune
 from prunus.eligible import eligible
+from prunus.oneshot import Probe
+from prunus.oneshot.forward import frozen
 from prunus.oneshot.prune import Job, Plan
-from prunus.oneshot.walk import frozen
 
 
 def case_of(kind):
@@ -49,7 +50,9 @@ def assert_as_reference(case, schedule, order="reverse", tau=0.02, blocks=None):
     fast, slow = deepcopy(case.model), deepcopy(case.model)
     settings = {"score": "magnitude", "select": Global(), "sparsity": 0.5, "schedule": schedule, "order": order}
     expected = probe_reference(slow, case.loss_of, case.batches, settings | {"tau": tau}, blocks)
-    result = prune(fast, case.batches, 0.5, "magnitude", Global(), Probe(tau, order, schedule), case.loss)
+    result = prune(
+        fast, case.batches, 0.5, score="magnitude", select=Global(), probe=Probe(tau, order, schedule), loss=case.loss
+    )
     for name, mask in expected.items():
         assert torch.equal(result.masks[name], mask), name
     for a, b in zip(fast.parameters(), slow.parameters(), strict=True):

@@ -14,10 +14,10 @@ from probe_odd import Attention, Encoder, Functional, SharedBlock, Tied
 from test_odd_models import case_of
 from torch import nn
 
-from prunus import Levels, Limit, Probe, SearchOptions, prune, search
+from prunus import prune, search
 from prunus.eligible import eligible
 from prunus.input_statistics import linear_seen_by
-from prunus.oneshot import streams
+from prunus.oneshot import Levels, Limit, Probe, streams
 from prunus.oneshot.offload import Offload
 
 SCHEDULES = ["joint", "sequential", "block"]
@@ -63,9 +63,19 @@ def test_masks_are_those_of_a_model_that_is_there_whole(case, schedule, watched,
     case = CASES[case](torch.float32)
     dense, before = deepcopy(case.model), snapshot(case.model)
     probe = Probe(0.02, schedule=schedule)
-    expected = prune(dense, case.batches, 0.5, "wanda", None, probe, case.loss, repair=None)
+    expected = prune(dense, case.batches, 0.5, score="wanda", select=None, probe=probe, loss=case.loss, repair=None)
     poisoned(monkeypatch)
-    result = prune(case.model, case.batches, 0.5, "wanda", None, probe, case.loss, repair=None, offload="cpu")
+    result = prune(
+        case.model,
+        case.batches,
+        0.5,
+        score="wanda",
+        select=None,
+        probe=probe,
+        loss=case.loss,
+        repair=None,
+        offload="cpu",
+    )
     assert all(torch.equal(result.masks[name], mask) for name, mask in expected.masks.items())
     assert all(torch.equal(a, b) for a, b in zip(case.model.parameters(), dense.parameters(), strict=True))
     assert max(watched) == 1
@@ -170,7 +180,7 @@ def test_an_interruption_gives_back_the_model_as_it_was(at):
         return entropy(output, target)
 
     with pytest.raises(KeyboardInterrupt):
-        prune(case.model, case.batches, 0.5, "wanda", None, Probe(10.0), loss, offload="cpu")
+        prune(case.model, case.batches, 0.5, score="wanda", select=None, probe=Probe(10.0), loss=loss, offload="cpu")
     assert_same(before, snapshot(case.model))
 
 
@@ -186,7 +196,16 @@ def test_an_interruption_within_a_block_loses_no_change_that_is_taken_back(at):
 
     handle = case.model.blocks[1].norm.register_forward_hook(interrupt)
     with pytest.raises(KeyboardInterrupt):
-        prune(case.model, case.batches, 0.5, "magnitude", None, Probe(10.0), case.loss, offload="cpu")
+        prune(
+            case.model,
+            case.batches,
+            0.5,
+            score="magnitude",
+            select=None,
+            probe=Probe(10.0),
+            loss=case.loss,
+            offload="cpu",
+        )
     handle.remove()
     assert_same(before, snapshot(case.model))
 
@@ -198,8 +217,10 @@ def test_a_search_runs_offloaded_as_it_does_whole():
     def evaluate(model):
         return float(sum(case.loss(model(x), y) for x, y in case.batches))
 
-    plain = search(case.model, case.batches, evaluate, limit, Probe(0.5), loss=entropy, options=SearchOptions(steps))
+    plain = search(
+        case.model, case.batches, evaluate, limit, probe=Probe(0.5), loss=entropy, options=SearchOptions(steps)
+    )
     options = SearchOptions(steps, offload="cpu")
-    moved = search(other.model, other.batches, evaluate, limit, Probe(0.5), loss=entropy, options=options)
+    moved = search(other.model, other.batches, evaluate, limit, probe=Probe(0.5), loss=entropy, options=options)
     assert moved.sparsity == plain.sparsity and moved.metric == plain.metric and moved.alone == plain.alone
     assert all(torch.equal(a, b) for a, b in zip(case.model.parameters(), other.model.parameters(), strict=True))

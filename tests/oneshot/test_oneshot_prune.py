@@ -9,10 +9,11 @@ from probe_checks import assert_same, bits_of, snapshot
 from probe_models import CASES, cnn, entropy, llama, mlp
 from torch import nn
 
-from prunus import NofM, PerRow, Probe, prune
+from prunus import NofM, PerRow, prune
+from prunus.oneshot import Probe
+from prunus.oneshot.originals import Originals
 from prunus.oneshot.probe.engine import Engine
 from prunus.oneshot.prune import Job, Plan
-from prunus.oneshot.walk import Originals
 
 SCHEDULES = ["joint", "sequential", "block"]
 
@@ -27,7 +28,9 @@ def test_the_model_keeps_mode_statistics_flags_and_every_weight_that_is_not_prun
     first = next(iter(case.model.parameters()))
     first.grad = torch.ones_like(first)
     before, dense = snapshot(case.model), deepcopy(dict(case.model.named_parameters()))
-    result = prune(case.model, case.batches, 0.4, "wanda", None, Probe(0.05, schedule=schedule), case.loss)
+    result = prune(
+        case.model, case.batches, 0.4, score="wanda", select=None, probe=Probe(0.05, schedule=schedule), loss=case.loss
+    )
     assert_same(before, snapshot(case.model), weights_too=False)
     for name, parameter in case.model.named_parameters():
         keep = result.masks[name] if name in result.masks else torch.ones_like(parameter, dtype=torch.bool)
@@ -66,10 +69,20 @@ def test_after_an_exception_the_model_is_as_before(schedule, at):
     case.model.train()
     before = snapshot(case.model)
     loss, calls = interrupted(None)
-    prune(deepcopy(case.model), case.batches, 0.5, "wanda", None, Probe(10.0, schedule=schedule), loss)
+    prune(
+        deepcopy(case.model),
+        case.batches,
+        0.5,
+        score="wanda",
+        select=None,
+        probe=Probe(10.0, schedule=schedule),
+        loss=loss,
+    )
     with pytest.raises(KeyboardInterrupt):
         loss = interrupted(max(1, round(at * len(calls))))[0]
-        prune(case.model, case.batches, 0.5, "wanda", None, Probe(10.0, schedule=schedule), loss)
+        prune(
+            case.model, case.batches, 0.5, score="wanda", select=None, probe=Probe(10.0, schedule=schedule), loss=loss
+        )
     assert_same(before, snapshot(case.model))
 
 
@@ -81,7 +94,9 @@ def test_half_precision_models_are_probed_without_rounding_a_kept_weight(schedul
     with torch.no_grad():
         weight[0, :4] = torch.tensor([-0.0, 6e-8, -6e-8, 1e-30])
     dense = deepcopy(dict(case.model.named_parameters()))
-    result = prune(case.model, case.batches, 0.5, "magnitude", PerRow(), Probe(0.05, schedule=schedule))
+    result = prune(
+        case.model, case.batches, 0.5, score="magnitude", select=PerRow(), probe=Probe(0.05, schedule=schedule)
+    )
     vetoed = 0
     for name, mask in result.masks.items():
         parameter = case.model.get_parameter(name)
@@ -95,7 +110,7 @@ def test_half_precision_models_are_probed_without_rounding_a_kept_weight(schedul
 def test_out_of_memory_halves_the_batch_and_changes_nothing(limit, score, monkeypatch):
     """The memory runs out at the end of a pass, when some of it has been recorded already."""
     case = llama(num_layers=2)
-    expected = prune(deepcopy(case.model), case.batches, 0.5, score, probe=Probe(0.05, schedule="block"))
+    expected = prune(deepcopy(case.model), case.batches, 0.5, score=score, probe=Probe(0.05, schedule="block"))
     add_chunk, refused = Engine._add_chunk, []
 
     def crowded(self, found, start, chunk, variants, statistic):
@@ -105,7 +120,7 @@ def test_out_of_memory_halves_the_batch_and_changes_nothing(limit, score, monkey
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(Engine, "_add_chunk", crowded)
-    result = prune(case.model, case.batches, 0.5, score, probe=Probe(0.05, schedule="block"), batch_size=64)
+    result = prune(case.model, case.batches, 0.5, score=score, probe=Probe(0.05, schedule="block"), batch_size=64)
     assert refused
     assert all(torch.equal(result.masks[name], mask) for name, mask in expected.masks.items())
 
@@ -113,7 +128,7 @@ def test_out_of_memory_halves_the_batch_and_changes_nothing(limit, score, monkey
 def test_a_level_that_was_taken_back_leaves_nothing_that_the_next_one_reads():
     """Outputs of blocks were stored with the first level's weights; the next level starts behind them."""
     case = llama(num_layers=2)
-    expected = prune(deepcopy(case.model), case.batches, 0.6, "wanda", probe=Probe(0.05))
+    expected = prune(deepcopy(case.model), case.batches, 0.6, score="wanda", probe=Probe(0.05))
     job = Job(case.model, case.batches, Plan("wanda"))
     with job.open():
         first = job.prune(0.5, Probe(0.05, order="forward"))
@@ -133,7 +148,9 @@ def test_tensors_pairs_and_dicts_of_the_same_samples_are_the_same(monkeypatch):
         [{"input_ids": tokens, "attention_mask": ones, "labels": tokens}],
         ({"input_ids": row[None]} for row in tokens),
     ]
-    found = [prune(llama(num_layers=1).model, batches, 0.5, "wanda", probe=Probe(0.05)).masks for batches in kinds]
+    found = [
+        prune(llama(num_layers=1).model, batches, 0.5, score="wanda", probe=Probe(0.05)).masks for batches in kinds
+    ]
     for masks in found[1:]:
         assert all(torch.equal(masks[name], mask) for name, mask in found[0].items())
 
@@ -165,14 +182,14 @@ def test_a_wrapped_model_is_pruned_inside():
 def test_a_model_that_has_run_compiled_is_pruned_by_its_inputs(probe):
     torch._dynamo.reset()
     case = cnn()
-    expected = prune(deepcopy(case.model), case.batches, 0.5, "wanda", probe=probe, loss=case.loss)
+    expected = prune(deepcopy(case.model), case.batches, 0.5, score="wanda", probe=probe, loss=case.loss)
     case.model.compile(backend="eager")
     case.model.requires_grad_(False)
     with torch.no_grad():
         for size in (1, 2, 4):
             case.model.eval()(case.batches[0][0][:size])
     case.model.requires_grad_(True)
-    result = prune(case.model, case.batches, 0.5, "wanda", probe=probe, loss=case.loss)
+    result = prune(case.model, case.batches, 0.5, score="wanda", probe=probe, loss=case.loss)
     assert all(torch.equal(result.masks[name], mask) for name, mask in expected.masks.items())
 
 

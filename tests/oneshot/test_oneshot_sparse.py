@@ -5,7 +5,8 @@ import torch
 from probe_checks import assert_same, snapshot
 from probe_models import mlp
 
-from prunus import Global, Levels, Limit, PerLayer, PerRow, Probe, SearchOptions, prune, search
+from prunus import Global, PerLayer, PerRow, prune, search
+from prunus.oneshot import Levels, Limit, Probe
 
 
 def sparse_mlp(sparsity, dtype):
@@ -33,7 +34,7 @@ SELECTORS = [Global(), PerLayer(), PerRow()]
 def test_the_sparsity_is_that_of_zeros_in_a_model_that_had_some(score, select, probe):
     case = sparse_mlp(0.5, torch.float32)
     before = snapshot(case.model)
-    result = prune(case.model, case.batches, 0.3, score, select, probe, case.loss, repair=None)
+    result = prune(case.model, case.batches, 0.3, score=score, select=select, probe=probe, loss=case.loss, repair=None)
     assert result.num_pruned == zeros_of(result.weights)
     assert result.num_pruned == sum(int((~mask).sum()) for mask in result.masks.values())
     assert 0.49 < result.sparsity_before < 0.51
@@ -45,7 +46,7 @@ def test_the_sparsity_is_that_of_zeros_in_a_model_that_had_some(score, select, p
 def test_what_is_zero_already_is_removed_first(score):
     """Unused inputs give wanda's zeros their equals, which must not go in their place."""
     case = sparse_mlp(0.5, torch.float32)
-    result = prune(case.model, case.batches, 0.7, score, Global(), None, case.loss, repair=None)
+    result = prune(case.model, case.batches, 0.7, score=score, select=Global(), probe=None, loss=case.loss, repair=None)
     assert zeros_of(result.weights) == round(0.7 * result.num_weights)
 
 
@@ -53,7 +54,7 @@ def test_rows_lose_what_they_are_asked_unless_they_had_lost_more():
     case = sparse_mlp(0.5, torch.float32)
     weights = [p for p in case.model.parameters() if p.ndim > 1]
     had = [(weight == 0).sum(1) for weight in weights]
-    prune(case.model, case.batches, 0.7, "wanda", PerRow(), repair=None)
+    prune(case.model, case.batches, 0.7, score="wanda", select=PerRow(), repair=None)
     for weight, num in zip(weights, had, strict=True):
         assert torch.equal((weight == 0).sum(1), num.clamp(min=round(0.7 * weight.shape[1])))
 

@@ -8,19 +8,20 @@ import torch
 from probe_checks import assert_same, snapshot
 from probe_models import CASES, entropy, llama, mlp
 from probe_reference import split
+from prunus.oneshot.strategy import checked, path
 from torch import nn
 
-from prunus import Global, NofM, PerLayer, PerRow, Probe, Repair, prune
+from prunus import Global, NofM, PerLayer, PerRow, Repair, prune
 from prunus.eligible import eligible
+from prunus.oneshot import Probe
 from prunus.oneshot.prune import Job, Plan
-from prunus.oneshot.strategy import checked, path
 
 
 @pytest.mark.parametrize("score", ["magnitude", "wanda", "random"])
 @pytest.mark.parametrize("select", [Global(), PerLayer(), PerRow(), PerLayer("erk"), NofM(2, 4)], ids=str)
 def test_a_strategy_alone_reaches_the_sparsity_exactly(score, select):
     case = llama(torch.float32)
-    result = prune(case.model, case.batches, 0.5, score, select, repair=None)
+    result = prune(case.model, case.batches, 0.5, score=score, select=select, repair=None)
     total = sum(layer.num_weights for layer in result.layers)
     assert result.num_pruned == round(0.5 * total) and result.sparsity == 0.5
     zeros = sum(int((case.model.get_parameter(name) == 0).sum()) for name in result.masks)
@@ -50,7 +51,7 @@ def test_wanda_is_by_rows_unless_said_and_leaves_out_what_is_masked():
     admitted = torch.cat([x[batch["attention_mask"].bool()] for x, batch in zip(inputs, case.batches, strict=True)])
     scores = layer.weight.detach().abs() * admitted.norm(dim=0)
     expected = PerRow()({"w": scores}, 0.5)["w"]
-    result = prune(case.model, case.batches, 0.5, "wanda", repair=None)
+    result = prune(case.model, case.batches, 0.5, score="wanda", repair=None)
     assert torch.equal(result.masks["model.layers.1.mlp.down_proj.weight"], expected)
 
 
@@ -72,7 +73,7 @@ def test_fisher_is_the_square_of_the_weight_times_the_mean_square_of_sample_grad
     squares = gradients(case, lambda g: g.square().mean(0))
     scores = {name: case.model.get_parameter(name).detach() ** 2 * value for name, value in squares.items()}
     expected = Global()(scores, 0.5)
-    result = prune(case.model, case.batches, 0.5, "fisher", loss=case.loss, repair=None)
+    result = prune(case.model, case.batches, 0.5, score="fisher", loss=case.loss, repair=None)
     assert all(torch.equal(result.masks[name], mask) for name, mask in expected.items())
 
 
@@ -89,7 +90,7 @@ def test_path_adds_the_gradients_before_and_after_the_shrink_of_what_magnitude_w
     after = gradients(shrunk, lambda g: g.abs().amax(0))
     scores = {n: path(case.model.get_parameter(n).detach(), before[n], after[n]) for n in before}
     expected = Global()(scores, 0.5)
-    result = prune(case.model, case.batches, 0.5, "path", loss=case.loss, repair=None)
+    result = prune(case.model, case.batches, 0.5, score="path", loss=case.loss, repair=None)
     assert all(torch.equal(result.masks[name], mask) for name, mask in expected.items())
 
 
@@ -98,13 +99,13 @@ def test_a_layer_no_sample_reached_is_an_error_for_wanda():
     model.forward = lambda x: model["used"](x)
     before = snapshot(model)
     with pytest.raises(ValueError, match=r"spare\.weight.*not called"):
-        prune(model, [(torch.randn(2, 4), torch.tensor([0, 1]))], 0.5, "wanda", loss=entropy)
+        prune(model, [(torch.randn(2, 4), torch.tensor([0, 1]))], 0.5, score="wanda", loss=entropy)
     assert_same(before, snapshot(model))
 
 
 def test_wanda_alone_needs_no_loss_and_no_backward():
     case = mlp()
-    result = prune(case.model, [inputs for inputs, _ in case.batches], 0.5, "wanda", repair=None)
+    result = prune(case.model, [inputs for inputs, _ in case.batches], 0.5, score="wanda", repair=None)
     assert result.passes == 0 and result.forwards == 8 + 2
     assert all(not mask.all() for mask in result.masks.values())
 
@@ -117,7 +118,7 @@ def test_norms_of_a_model_that_mixes_its_samples_are_those_of_samples_alone(repa
         model = nn.Sequential(
             nn.Flatten(), nn.Linear(8, 24), nn.Unflatten(1, (6, 4)), norm, nn.Flatten(), nn.Linear(24, 6)
         )
-        return prune(model, batches, 0.5, "wanda", repair=repair).masks
+        return prune(model, batches, 0.5, score="wanda", repair=repair).masks
 
     x = torch.randn(7, 2, 4) * torch.arange(1, 8)[:, None, None]
     together, alone = masks([x]), masks([row[None] for row in x])

@@ -8,7 +8,8 @@ from covering import each_once
 from probe_models import entropy, llama, mlp
 from torch import nn
 
-from prunus import Global, PerLayer, PerRow, Probe, prune
+from prunus import Global, PerLayer, PerRow, prune
+from prunus.oneshot import Probe
 
 SCHEDULES = ["joint", "sequential", "block"]
 
@@ -17,8 +18,10 @@ SCHEDULES = ["joint", "sequential", "block"]
 @pytest.mark.parametrize(("schedule", "select"), each_once(SCHEDULES, [Global(), PerLayer(), PerRow()]), ids=str)
 def test_tau_by_target_ends_at_the_sparsity_exactly(schedule, select):
     case = llama()
-    alone = prune(deepcopy(case.model), case.batches, 0.5, "wanda", select, repair=None)
-    result = prune(case.model, case.batches, 0.5, "wanda", select, Probe("target", schedule=schedule))
+    alone = prune(deepcopy(case.model), case.batches, 0.5, score="wanda", select=select, repair=None)
+    result = prune(
+        case.model, case.batches, 0.5, score="wanda", select=select, probe=Probe("target", schedule=schedule)
+    )
     assert result.num_pruned == alone.num_pruned
     assert any(not torch.equal(result.masks[name], alone.masks[name]) for name in alone.masks)
     if schedule == "sequential":

@@ -9,7 +9,8 @@ from covering import each_once
 from probe_models import CASES, needs_data, stories260k
 from probe_reference import probe_reference
 
-from prunus import Global, PerLayer, PerRow, Probe, prune
+from prunus import Global, PerLayer, PerRow, prune
+from prunus.oneshot import Probe
 from prunus.ops import bits
 
 ORDERS = [
@@ -33,7 +34,9 @@ def reference(name, dtype, score, select, probe, sparsity):
 def both(name, score, select, probe, sparsity=0.5, dtype=torch.float64, **options):
     """Result of ``prune``, masks of the reference, and the two pruned models."""
     case = MODELS[name](dtype)
-    result = prune(case.model, case.batches, sparsity, score, select, probe, case.loss, **options)
+    result = prune(
+        case.model, case.batches, sparsity, score=score, select=select, probe=probe, loss=case.loss, **options
+    )
     expected, slow = reference(name, dtype, score, select, probe, sparsity)
     return result, expected, case.model, slow
 

@@ -11,9 +11,10 @@ from torch import nn
 
 from prunus import Global, NofM, PerLayer, PerRow, Repair, prune
 from prunus.eligible import eligible
+from prunus.oneshot.allocation import keep_all_but
 from prunus.oneshot.gram import Gram
 from prunus.oneshot.layers import Reader, matrix_layout, readers
-from prunus.oneshot.solver import keep_all_but, solve
+from prunus.oneshot.solver import solve
 from prunus.ops.lazy import as_rows
 
 

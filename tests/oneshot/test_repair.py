@@ -13,10 +13,12 @@ from probe_checks import assert_same, snapshot, zeros
 from probe_models import CASES, cnn, convolutions, entropy, llama, mlp
 from torch import nn
 
-from prunus import Distill, Global, NofM, PerLayer, PerRow, Probe, Repair, prune
+from prunus import BlockTuning, Global, NofM, PerLayer, PerRow, Repair, prune
+from prunus.oneshot import Probe
+from prunus.oneshot.allocation import keep_all_but
 from prunus.oneshot.gram import Gram
 from prunus.oneshot.layers import Reader
-from prunus.oneshot.solver import keep_all_but, solve
+from prunus.oneshot.solver import solve
 from prunus.score import bitter7
 
 
@@ -93,9 +95,9 @@ def test_convolutions_and_layers_outside_blocks_are_repaired_as_by_a_plain_loop(
 @pytest.mark.parametrize(("repair", "score"), each_once([None, Repair()], [None, "wanda"]), ids=str)
 def test_sparsity_is_allocated_by_fisher(repair, score):
     case, other = llama(torch.float32), llama(torch.float32)
-    result = prune(case.model, case.batches, 0.5, score, PerLayer("fisher"), repair=repair)
+    result = prune(case.model, case.batches, 0.5, score=score, select=PerLayer("fisher"), repair=repair)
     assert result.num_pruned == round(0.5 * result.num_weights)
-    alone = {layer.name: layer.sparsity for layer in prune(other.model, other.batches, 0.5, "fisher").layers}
+    alone = {layer.name: layer.sparsity for layer in prune(other.model, other.batches, 0.5, score="fisher").layers}
     shifts = [layer.sparsity - alone[layer.name] for layer in result.layers if 0.36 < layer.sparsity < 0.64]
     assert all(0.34 < layer.sparsity < 0.66 for layer in result.layers)
     assert len(shifts) > 3 and max(shifts) - min(shifts) < 0.01
@@ -128,7 +130,7 @@ def test_sparsity_is_allocated_by_the_second_moments_of_training():
 def test_counts_are_exact_for_every_selector(make, select, score):
     case = CASES[make](torch.float32)
     dense = deepcopy(case.model)
-    result = prune(case.model, case.batches, 0.4, score, select)
+    result = prune(case.model, case.batches, 0.4, score=score, select=select)
     masks = prune(dense, sparsity=0.4, select=select)
     assert result.num_pruned == masks.num_pruned == sum(zeros(case.model, result.masks).values())
     for layer, alone in zip(result.layers, masks.layers, strict=True):
@@ -269,8 +271,8 @@ def test_shared_weights_are_repaired_over_all_their_calls_and_what_is_never_call
 
 def test_a_named_score_gives_its_mask_and_repair_changes_values_only():
     case, other = llama(torch.float32), llama(torch.float32)
-    repaired = prune(case.model, case.batches, 0.5, "wanda")
-    alone = prune(other.model, other.batches, 0.5, "wanda", repair=None)
+    repaired = prune(case.model, case.batches, 0.5, score="wanda")
+    alone = prune(other.model, other.batches, 0.5, score="wanda", repair=None)
     for name, mask in alone.masks.items():
         assert torch.equal(repaired.masks[name], mask)
         kept = [model.get_parameter(name)[mask] for model in (case.model, other.model)]
@@ -356,7 +358,7 @@ def test_a_repair_that_was_interrupted_goes_on_and_ends_with_the_same_bits(at, s
     assert all(torch.equal(a, b) for a, b in zip(again.model.parameters(), whole.model.parameters(), strict=True))
     assert result.layers == expected.layers
     with pytest.raises(ValueError, match=r"has sparsity = 0\.5, not 0\.6"):
-        prune(case.model, case.batches, 0.6, score, state=tmp_path / "state")
+        prune(case.model, case.batches, 0.6, score=score, state=tmp_path / "state")
 
 
 def test_what_a_repair_saved_and_is_damaged_is_done_again_and_said(tmp_path):
@@ -378,7 +380,7 @@ def test_what_a_repair_saved_and_is_damaged_is_done_again_and_said(tmp_path):
 @pytest.mark.filterwarnings("ignore:.*is done again")
 @pytest.mark.parametrize("kind", ["group", "block"])
 def test_files_of_a_repair_that_were_swapped_or_are_another_run_s_are_done_again_and_said(kind, tmp_path):
-    repair = Repair(tune=Distill(epochs=1, rate=1e-3, whole_epochs=0))
+    repair = Repair(tune=BlockTuning(epochs=1, lr=1e-3, whole_epochs=0))
     whole, other = llama(torch.float32, num_layers=2), llama(torch.float32, num_layers=2)
     prune(whole.model, whole.batches, repair=repair, state=tmp_path / "state")
     prune(other.model, other.batches, 0.3, repair=repair, state=tmp_path / "other")
@@ -428,24 +430,30 @@ def score_of(folder, power=2, more=""):
 
 def test_a_score_that_is_a_function_is_known_again_by_its_source(tmp_path):
     whole = mlp(torch.float32)
-    expected = prune(whole.model, whole.batches, 0.5, score_of(tmp_path), state=str(tmp_path / "state"))
+    expected = prune(whole.model, whole.batches, 0.5, score=score_of(tmp_path), state=str(tmp_path / "state"))
     again = mlp(torch.float32)
-    found = prune(again.model, again.batches, 0.5, score_of(tmp_path), state=str(tmp_path / "state"))
+    found = prune(again.model, again.batches, 0.5, score=score_of(tmp_path), state=str(tmp_path / "state"))
     assert found.layers == expected.layers
     for other in ({"power": 3}, {"more": "+ 1"}):
         with pytest.raises(ValueError, match=r"has score = \S*score, \w+, not \S*score, \w+"):
-            prune(mlp(torch.float32).model, again.batches, 0.5, score_of(tmp_path, **other), state=tmp_path / "state")
+            prune(
+                mlp(torch.float32).model,
+                again.batches,
+                0.5,
+                score=score_of(tmp_path, **other),
+                state=tmp_path / "state",
+            )
     unknown = eval("lambda weight: weight.abs()")
     with pytest.raises(ValueError, match=r"^[^\n]*has no source by which a resumed run could know it[^\n]*$"):
-        prune(mlp(torch.float32).model, again.batches, 0.5, unknown, state=tmp_path / "new")
+        prune(mlp(torch.float32).model, again.batches, 0.5, score=unknown, state=tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 
 def test_masks_that_a_model_has_leave_its_weights_as_they_are():
     case = llama(torch.float32)
-    prune(case.model, case.batches, 0.5, "magnitude", repair=None)
+    prune(case.model, case.batches, 0.5, score="magnitude", repair=None)
     before = snapshot(case.model)
-    result = prune(case.model, case.batches, 0.5, "magnitude", repair=Repair())
+    result = prune(case.model, case.batches, 0.5, score="magnitude", repair=Repair())
     assert result.num_pruned == result.num_weights // 2 and all(layer.error < 1e-5 for layer in result.layers)
     assert_same(before, snapshot(case.model))
 

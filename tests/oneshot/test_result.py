@@ -5,7 +5,8 @@ import torch
 from probe_models import convolutions, llama, mlp
 from torch import nn
 
-from prunus import Distill, Probe, Repair, prune
+from prunus import BlockTuning, Repair, prune
+from prunus.oneshot import Probe
 
 
 def zeros(result):
@@ -33,11 +34,12 @@ def test_sparsity_is_that_of_the_model_when_it_is_read(repair):
 
 
 def test_a_search_compares_with_the_strategy_alone_at_the_sparsity_that_it_had():
-    from prunus import Levels, Limit, SearchOptions, search
+    from prunus import search
+    from prunus.oneshot import Levels, Limit
 
     case, options = mlp(), SearchOptions(steps=Levels(0.4, 0.5))
     limit = Limit(relative=1.0, better="lower")
-    found = search(case.model, case.batches, lambda _: 1.0, limit, Probe(0.5), loss=case.loss, options=options)
+    found = search(case.model, case.batches, lambda _: 1.0, limit, probe=Probe(0.5), loss=case.loss, options=options)
     assert found.alone_sparsity == pytest.approx(found.sparsity)
 
 
@@ -54,7 +56,7 @@ def test_a_result_says_where_its_time_went_and_counts_passes_only_where_there_we
 
 
 def tuned(model, batches, **options):
-    repair = Repair(tune=Distill(epochs=1, whole_epochs=1, batch=4))
+    repair = Repair(tune=BlockTuning(epochs=1, whole_epochs=1, batch=4))
     return str(prune(model, batches, 0.5, repair=repair, **options))
 
 

@@ -10,8 +10,9 @@ import torch
 from probe_checks import assert_same, snapshot
 from probe_models import entropy, mlp
 
-from prunus import Bisection, Global, Levels, Limit, PerRow, Probe, Repair, SearchOptions, Tune, prune, search
-from prunus.oneshot.limit import Trial
+from prunus import Global, PerRow, Repair, prune, search
+from prunus.oneshot import Bisection, Levels, Limit, Probe
+from prunus.oneshot.options import Trial
 from prunus.oneshot.prune import Job, Plan, Start
 
 
@@ -33,7 +34,7 @@ def searched(case, limit, probe=None, evaluate=None, **options):
     chosen = SearchOptions(**{key: value for key, value in options.items() if key in names})
     others = {key: value for key, value in options.items() if key not in names}
     evaluate = evaluate or held_out(case)
-    return search(case.model, case.batches, evaluate, limit, probe, loss=case.loss, options=chosen, **others)
+    return search(case.model, case.batches, evaluate, limit, probe=probe, loss=case.loss, options=chosen, **others)
 
 
 @pytest.mark.parametrize("probe", [None, Probe(0.5), Probe(0.5, schedule="joint")], ids=str)
@@ -279,12 +280,12 @@ def test_every_level_reads_the_inputs_of_the_model_as_it_is_then():
         score="wanda",
         select=Global(),
     )
-    first = prune(again.model, again.batches, 0.5, "wanda", Global(), repair=None)
+    first = prune(again.model, again.batches, 0.5, score="wanda", select=Global(), repair=None)
     job = Job(again.model, again.batches, Plan("wanda", Global()))
     with job.open():
         second = job.prune(0.7, start=Start(first.packed))
     assert all(torch.equal(found.masks[name], mask) for name, mask in second.masks.items())
-    stale = prune(mlp().model, again.batches, 0.7, "wanda", Global(), repair=None)
+    stale = prune(mlp().model, again.batches, 0.7, score="wanda", select=Global(), repair=None)
     assert any(not torch.equal(stale.masks[name], mask) for name, mask in second.masks.items())
 
 

@@ -13,7 +13,7 @@ import torch
 from probe_models import mlp
 from test_search import searched
 
-from prunus import Levels, Limit, Probe
+from prunus.oneshot import Levels, Limit, Probe
 
 SEARCHES = """
 import json, os, signal, sys

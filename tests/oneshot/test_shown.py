@@ -8,7 +8,8 @@ import torch
 from probe_models import llama, mlp
 from torch import nn
 
-from prunus import Distill, Levels, Limit, Probe, Repair, SearchOptions, prune, search
+from prunus import BlockTuning, Repair, prune, search
+from prunus.oneshot import Levels, Limit, Probe
 from prunus.oneshot import progress as progress_module
 from prunus.oneshot.progress import progress_line
 from prunus.plot import svg
@@ -52,7 +53,7 @@ def test_a_result_says_which_weights_were_not_repaired_and_why(repaired):
     assert others in result._repr_html_()
     result.undo_()
     assert "not repaired" in str(result)
-    assert "not repaired" not in str(prune(Unreached(), [torch.randn(40, 6)], 0.5, "magnitude", repair=None))
+    assert "not repaired" not in str(prune(Unreached(), [torch.randn(40, 6)], 0.5, score="magnitude", repair=None))
 
 
 def test_a_search_shows_its_trials():
@@ -160,7 +161,7 @@ def phases(case, **options):
 
 
 def test_progress_names_every_phase_and_moves_with_every_group_and_block():
-    tuned = Repair(tune=Distill(epochs=2, whole_epochs=3))
+    tuned = Repair(tune=BlockTuning(epochs=2, whole_epochs=3))
     seen = phases(llama(torch.float32), repair=tuned)
     texts = [text for _, _, text in seen]
     for k in (1, 2, 3):

@@ -12,7 +12,7 @@ from probe_models import cnn, convolutions, llama
 from torch import nn
 from torch.distributions import Bernoulli, Categorical, kl_divergence
 
-from prunus import Distill, Repair, prune
+from prunus import BlockTuning, Repair, prune
 
 TOKENS = torch.randint(0, 31, (24, 12), generator=torch.Generator().manual_seed(0))
 
@@ -20,7 +20,7 @@ TOKENS = torch.randint(0, 31, (24, 12), generator=torch.Generator().manual_seed(
 def test_tuning_lowers_the_error_of_blocks_on_held_out_samples_or_is_undone(tmp_path):
     models, results, counts = [], [], []
     masks = Repair(iterations=0, refine=0)  # there is much to learn
-    tuned = replace(masks, tune=Distill(rate=1e-3, whole_epochs=0, batch=4))
+    tuned = replace(masks, tune=BlockTuning(lr=1e-3, whole_epochs=0, batch=4))
     for options in ({"repair": masks}, *[{"repair": tuned, "state": tmp_path / "state"}] * 2):
         case = llama(torch.float32, num_layers=2)
         before = snapshot(case.model)
@@ -46,7 +46,7 @@ def test_the_whole_model_learns_the_dense_distribution_or_is_left_alone(dtype, a
     for offload, state in ((None, None), ("cpu", "state"), (None, "state"))[: 1 + again]:
         case = llama(dtype)
         before, embedding = snapshot(case.model), case.model.get_input_embeddings().weight.clone()
-        repair = Repair(tune=Distill(epochs=0, whole_epochs=2, whole_rate=2e-3, batch=4))
+        repair = Repair(tune=BlockTuning(epochs=0, whole_epochs=2, whole_lr=2e-3, batch=4))
         state = state and tmp_path / state
         result = prune(case.model, [many], 0.6, repair=repair, offload=offload, state=state)
         assert not result.tuned and result.tuned_whole.helped
@@ -59,7 +59,7 @@ def test_the_whole_model_learns_the_dense_distribution_or_is_left_alone(dtype, a
     for others in weights[1:]:
         assert all(torch.equal(a, b) for a, b in zip(weights[0], others, strict=True))
     case, plain = llama(dtype), llama(dtype)
-    far_too_fast = Repair(tune=Distill(epochs=1, rate=1e3, whole_epochs=1, whole_rate=1e3))
+    far_too_fast = Repair(tune=BlockTuning(epochs=1, lr=1e3, whole_epochs=1, whole_lr=1e3))
     result = prune(case.model, [TOKENS], 0.6, repair=far_too_fast)
     prune(plain.model, [TOKENS], 0.6)
     assert not any(found.helped for found in (*result.tuned.values(), result.tuned_whole))
@@ -71,7 +71,7 @@ def test_outputs_that_are_no_logits_are_tuned_to_be_equal_and_classes_to_be_alik
         case = make()
         model, batches = case if isinstance(case, tuple) else (case.model, case.batches)
         before = snapshot(model)
-        result = prune(model, batches, 0.9, repair=Repair(tune=Distill(whole_epochs=2, whole_rate=1e-3)))
+        result = prune(model, batches, 0.9, repair=Repair(tune=BlockTuning(whole_epochs=2, whole_lr=1e-3)))
         assert result.tuned_whole.helped and result.num_pruned == sum(zeros(model, result.masks).values())
         assert result.tuned_whole.loss == ("KL divergence" if make is cnn else "mean square")
         result.undo_()
@@ -84,12 +84,14 @@ def test_segmentation_learns_over_its_classes_and_a_single_logit_as_a_bernoulli(
     model = nn.Sequential(nn.Conv2d(2, 8, 3, padding=1), nn.Tanh(), nn.Conv2d(8, num, 1)).double()
     dense, x = deepcopy(model), torch.randn(20, 2, 6, 7, dtype=torch.float64)
     labels = torch.randint(0, max(2, num), (20, 6, 7))
-    repair = Repair(iterations=0, refine=0, tune=Distill(epochs=0, whole_epochs=0))
+    repair = Repair(iterations=0, refine=0, tune=BlockTuning(epochs=0, whole_epochs=0))
     prune(masked := deepcopy(model), [(x, labels)], 0.7, repair=repair)
     logits = [each(x[9::10]).detach() for each in (dense, masked)]
     kind = Bernoulli if num == 1 else Categorical
     both = [kind(logits=each.movedim(1, -1)) for each in logits]
-    result = prune(model, [(x, labels)], 0.7, repair=replace(repair, tune=Distill(0, whole_epochs=4, whole_rate=1e-2)))
+    result = prune(
+        model, [(x, labels)], 0.7, repair=replace(repair, tune=BlockTuning(0, whole_epochs=4, whole_lr=1e-2))
+    )
     assert result.tuned_whole.before == pytest.approx(kl_divergence(*both).mean().item())
     assert result.tuned_whole.helped and result.tuned_whole.loss == loss
 
@@ -106,7 +108,7 @@ def test_tuning_takes_smaller_passes_where_memory_runs_out(limit):
         return forward(input_ids=input_ids, **options)
 
     case.model.model.forward = crowded
-    repair = Repair(tune=Distill(epochs=1, whole_epochs=1))
+    repair = Repair(tune=BlockTuning(epochs=1, whole_epochs=1))
     for model in (case.model, other.model):
         prune(model, [TOKENS], 0.6, repair=repair)
     for a, b in zip(case.model.parameters(), other.model.parameters(), strict=True):
@@ -124,7 +126,7 @@ def test_a_model_too_large_to_be_tuned_as_a_whole_is_left_as_repaired():
 
     case.model.model.forward = crowded
     with pytest.warns(UserWarning, match="too little memory to tune the model as a whole"):
-        result = prune(case.model, [TOKENS], 0.6, repair=Repair(tune=Distill(epochs=0)))
+        result = prune(case.model, [TOKENS], 0.6, repair=Repair(tune=BlockTuning(epochs=0)))
     prune(other.model, [TOKENS], 0.6)
     assert result.tuned_whole is None
     assert all(torch.equal(a, b) for a, b in zip(case.model.parameters(), other.model.parameters(), strict=True))
@@ -138,8 +140,8 @@ def test_options_of_tuning_are_checked():
         "batch": (0, "at least 1"),
     }.items():
         with pytest.raises(ValueError, match=message[1]):
-            Distill(**{options: message[0]})
+            BlockTuning(**{options: message[0]})
     with pytest.raises(ValueError, match="needs targets='dense'"):
-        Repair("own", tune=Distill())
-    with pytest.raises(ValueError, match=r"True, False or Distill"):
+        Repair("own", tune=BlockTuning())
+    with pytest.raises(ValueError, match=r"True, False or BlockTuning"):
         Repair(tune=8)

@@ -145,12 +145,12 @@ def _pruned(model: nn.Module, batch: State, score: str, loss: Any) -> str:
     before, exclude = _state(model), ()
     loss = loss if score == "fisher" else None
     try:
-        result = prune(model, [batch], 0.5, score, loss=loss, repair=None)
+        result = prune(model, [batch], 0.5, score=score, loss=loss, repair=None)
     except ValueError as error:
         if "no sample reached" not in str(error):
             raise
         exclude = str(error).partition("no sample reached ")[2].partition(": modules")[0].split(", ")
-        result = prune(model, [batch], 0.5, score, loss=loss, repair=None, exclude=exclude)
+        result = prune(model, [batch], 0.5, score=score, loss=loss, repair=None, exclude=exclude)
     with _undone(model, result, before):
         zeros = report(model, eligible(model, exclude=exclude))
         assert zeros.num_zeros == result.num_pruned, f"{zeros.num_zeros} zeros, {result.num_pruned} pruned"

@@ -1,4 +1,4 @@
-"""A walk block by block over stored activations computes what whole passes compute, and memory sets only its pace."""
+"""Passes block by block over stored activations computes what whole passes compute, and memory sets only its pace."""
 
 import weakref
 from copy import deepcopy
@@ -12,20 +12,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from prunus import prune
-from prunus.eligible import eligible
 from prunus.input_statistics import InputNorms
 from prunus.oneshot import gram, norms
 from prunus.oneshot.blocks import Stream, block_of
+from prunus.oneshot.calibration import Calibration
+from prunus.oneshot.forward import outputs
 from prunus.oneshot.samples import Chunk, samples_of
-from prunus.oneshot.walk import Walk, outputs
 
 
-def walk_of(case, **options):
-    return Walk(case.model, eligible(case.model).weights, case.batches, **options)
+def calibration_of(case, **options):
+    return Calibration(case.model, case.batches, **options)
 
 
-def logits(walk, chunk):
-    found = outputs(walk.model, walk.batch(chunk))
+def logits(calibration, chunk):
+    found = outputs(calibration.model, calibration.batch(chunk))
     return found if torch.is_tensor(found) else found.logits
 
 
@@ -33,57 +33,61 @@ def logits(walk, chunk):
 @pytest.mark.parametrize("make", [cnn, llama])
 @torch.no_grad()
 def test_one_block_at_a_time_sees_and_gives_what_a_whole_pass_does(make, offload):
-    walk = walk_of(make(), offload=offload)
-    with walk.open():
-        collected = InputNorms(walk.weights, mode="eval")
+    calibration = calibration_of(make(), offload=offload)
+    with calibration.open():
+        collected = InputNorms(list(calibration.weights.values()), mode="eval")
         with collected:
-            expected = [logits(walk, chunk) for chunk in walk.samples.chunks(2)]
-        stream, seen = Stream(walk.blocks, walk.samples), {}
-        for k in range(len(walk.blocks)):
-            with InputNorms(walk.weights, mode="eval") as here:
+            expected = [logits(calibration, chunk) for chunk in calibration.samples.chunks(2)]
+        stream, seen = Stream(calibration.blocks, calibration.samples), {}
+        for k in range(len(calibration.blocks)):
+            with InputNorms(list(calibration.weights.values()), mode="eval") as here:
                 stream.want({k, k + 1})
-                stream.ensure(k + 1, lambda chunk: logits(walk, chunk), 2)
-            inside = [w.name for w in walk.weights if block_of(w.module, walk.blocks) == k]
+                stream.ensure(k + 1, lambda chunk: logits(calibration, chunk), 2)
+            inside = [w.name for w in calibration.weights.values() if block_of(w.module, calibration.blocks) == k]
             seen |= {name: here.squares[name] for name in inside}
-            assert not here.squares.keys() & {w.name for w in walk.weights if block_of(w.module, walk.blocks) == k + 1}
-        for chunk, whole in zip(walk.samples.chunks(2), expected, strict=True):
-            with stream.starting_at(len(walk.blocks), chunk):
-                assert torch.equal(logits(walk, chunk), whole)
+            assert not here.squares.keys() & {
+                w.name for w in calibration.weights.values() if block_of(w.module, calibration.blocks) == k + 1
+            }
+        for chunk, whole in zip(calibration.samples.chunks(2), expected, strict=True):
+            with stream.starting_at(len(calibration.blocks), chunk):
+                assert torch.equal(logits(calibration, chunk), whole)
     assert len(seen) > 8 and all(torch.equal(squares, collected.squares[name]) for name, squares in seen.items())
 
 
 @torch.no_grad()
 def test_a_block_whose_weights_have_changed_runs_again_from_its_stored_inputs():
-    walk, chunk = walk_of(llama()), Chunk(0, 0, 3)
-    with walk.open():
-        stream = Stream(walk.blocks, walk.samples)
-        stream.ensure(1, lambda chunk: logits(walk, chunk), 2)
-        before = stream.run(1, 2, lambda chunk: logits(walk, chunk), chunk)[2]
-        next(w for w in walk.weights if block_of(w.module, walk.blocks) == 1).parameter.mul_(0.5)
-        after = stream.run(1, 2, lambda chunk: logits(walk, chunk), chunk)[2]
+    calibration, chunk = calibration_of(llama()), Chunk(0, 0, 3)
+    with calibration.open():
+        stream = Stream(calibration.blocks, calibration.samples)
+        stream.ensure(1, lambda chunk: logits(calibration, chunk), 2)
+        before = stream.run(1, 2, lambda chunk: logits(calibration, chunk), chunk)[2]
+        next(w for w in calibration.weights.values() if block_of(w.module, calibration.blocks) == 1).parameter.mul_(0.5)
+        after = stream.run(1, 2, lambda chunk: logits(calibration, chunk), chunk)[2]
         assert not torch.equal(before, after)
-        whole = Stream(walk.blocks, walk.samples).run(0, 2, lambda chunk: logits(walk, chunk), chunk)[2]
+        whole = Stream(calibration.blocks, calibration.samples).run(
+            0, 2, lambda chunk: logits(calibration, chunk), chunk
+        )[2]
         assert torch.equal(after, whole)
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3])
 def test_a_chunk_that_memory_does_not_hold_is_halved_and_every_sample_is_visited_once_in_order(limit):
-    walk, visited, halved = walk_of(mlp()), [], []
+    calibration, visited, halved = calibration_of(mlp()), [], []
 
     def act(chunk):
         if chunk.size > limit:
             raise torch.OutOfMemoryError("CUDA out of memory")
         visited.extend((chunk.group, i) for i in range(chunk.start, chunk.stop))
 
-    walk.visit(8, act, after=Chunk(0, 0, 2), make_room=lambda: halved.append(1))
-    assert visited == [(0, i) for i in range(2, len(walk.samples))] and halved
+    calibration.visit(8, act, after=Chunk(0, 0, 2), make_room=lambda: halved.append(1))
+    assert visited == [(0, i) for i in range(2, len(calibration.samples))] and halved
 
 
 def test_a_single_sample_that_does_not_fit_and_other_errors_are_raised():
-    walk = walk_of(mlp())
+    calibration = calibration_of(mlp())
     for error in (torch.OutOfMemoryError("CUDA out of memory"), ValueError("mine")):
         with pytest.raises(type(error)):
-            walk.visit(2, lambda chunk, error=error: (_ for _ in ()).throw(error))
+            calibration.visit(2, lambda chunk, error=error: (_ for _ in ()).throw(error))
 
 
 @pytest.mark.parametrize("name", ["pixel_values", "pixel_values_videos", "image_grid_thw"])
@@ -157,9 +161,9 @@ def test_the_windows_of_a_grouped_convolution_are_not_copied_all_at_once():
 
 
 def test_memory_that_runs_out_twice_for_one_part_is_raised():
-    walk, calls = walk_of(mlp()), []
+    calibration, calls = calibration_of(mlp()), []
     with pytest.raises(torch.OutOfMemoryError):
-        walk.each_once([1, 2], failing({2, 3}, calls.append))
+        calibration.each_once([1, 2], failing({2, 3}, calls.append))
     assert calls == [1]
 
 
