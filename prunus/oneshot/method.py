@@ -10,6 +10,7 @@ from ..select import Global, PerLayer, PerRow, Selector
 from .options import Repair
 from .probe.objective import Loss
 from .probe.prober import Probe
+from .samples import digest
 
 ScoreLike = str | Callable[..., Tensor]
 
@@ -61,7 +62,7 @@ class Method:
         """What a resumed call must share, beside the model, the samples and the sparsity."""
         settings: dict[str, Any] = {"score": self.score, "select": self.select, "repair": self.repair}
         if self.allocate == "moments":
-            settings["moments"] = dict(self.moments)
+            settings["moments"] = digest(sorted(self.moments.items()))
         if self.loss is not None and (self.allocate == "fisher" or self.score in ("fisher", "path")):
             settings["loss"] = self.loss
         return settings

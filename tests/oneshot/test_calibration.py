@@ -77,7 +77,7 @@ def test_a_chunk_that_memory_does_not_hold_is_halved_and_every_sample_is_visited
     def act(chunk):
         if chunk.size > limit:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        visited.extend((chunk.group, i) for i in range(chunk.start, chunk.stop))
+        visited.extend((chunk.stack, i) for i in range(chunk.start, chunk.stop))
 
     calibration.visit(8, act, after=Chunk(0, 0, 2), make_room=lambda: halved.append(1))
     assert visited == [(0, i) for i in range(2, len(calibration.samples))] and halved
@@ -118,7 +118,7 @@ PLACES = {
     "a block": (gram.Gram, "take"),
     "the last product": (gram.Gram, "moments"),
     "the lower triangle": (gram, "_mirror_"),
-    "squares": (norms._Reader, "add"),
+    "squares": (norms._Sums, "add"),
 }
 
 

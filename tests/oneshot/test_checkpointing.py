@@ -27,10 +27,10 @@ from prunus.oneshot.probe.engine import Engine
 def test_masks_are_those_without_it_and_the_model_comes_back(case, schedule, offload):
     case = CASES[case](torch.float64)
     before, probe = snapshot(case.model), Probe(0.02, schedule=schedule)
-    expected = prune(deepcopy(case.model), case.batches, 0.5, score="wanda", select=None, probe=probe, loss=case.loss)
+    expected = prune(deepcopy(case.model), case.batches, 0.5, score="wanda", probe=probe, loss=case.loss)
     options = {"offload": offload, "checkpointing": True}
-    result = prune(case.model, case.batches, 0.5, score="wanda", select=None, probe=probe, loss=case.loss, **options)
-    assert result.checkpointing and not expected.checkpointing
+    result = prune(case.model, case.batches, 0.5, score="wanda", probe=probe, loss=case.loss, **options)
+    assert result.cost.checkpointing and not expected.cost.checkpointing
     assert 0 < result.num_pruned < sum(layer.num_candidates for layer in result.layers)
     assert all(torch.equal(result.masks[name], mask) for name, mask in expected.masks.items())
     result.undo_()
@@ -40,15 +40,12 @@ def test_masks_are_those_without_it_and_the_model_comes_back(case, schedule, off
 @pytest.mark.parametrize("kind", [Attention, Encoder])
 def test_weights_whose_gradients_come_one_by_one_get_the_same_ones(kind):
     case = case_of(kind)
-    expected = prune(
-        deepcopy(case.model), case.batches, 0.5, score="magnitude", select=None, probe=Probe(0.02), loss=case.loss
-    )
+    expected = prune(deepcopy(case.model), case.batches, 0.5, score="magnitude", probe=Probe(0.02), loss=case.loss)
     result = prune(
         case.model,
         case.batches,
         0.5,
         score="magnitude",
-        select=None,
         probe=Probe(0.02),
         loss=case.loss,
         checkpointing=True,
@@ -60,12 +57,10 @@ def test_weights_whose_gradients_come_one_by_one_get_the_same_ones(kind):
 @pytest.mark.parametrize("score", ["wanda", pytest.param("fisher", marks=pytest.mark.slow)])
 def test_a_model_that_checkpoints_its_blocks_itself_gets_the_same_masks(score):
     case = CASES["llama"](torch.float64)
-    expected = prune(
-        deepcopy(case.model), case.batches, 0.5, score=score, select=None, probe=Probe(0.02), loss=case.loss
-    )
+    expected = prune(deepcopy(case.model), case.batches, 0.5, score=score, probe=Probe(0.02), loss=case.loss)
     for block in case.model.model.layers:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    result = prune(case.model, case.batches, 0.5, score=score, select=None, probe=Probe(0.02), loss=case.loss)
+    result = prune(case.model, case.batches, 0.5, score=score, probe=Probe(0.02), loss=case.loss)
     assert all(torch.equal(result.masks[name], mask) for name, mask in expected.masks.items())
 
 
@@ -97,7 +92,7 @@ def test_it_is_taken_where_one_sample_alone_does_not_fit(batched, monkeypatch):
     if not batched:
         monkeypatch.setattr(Engine, "_recorded", lambda self, *args: self._one_by_one(*args))
     result = prune(case.model, case.batches, 0.5, probe=Probe(0.05, schedule="block"))
-    assert result.checkpointing and result.halved
+    assert result.cost.checkpointing and result.cost.halved
     assert modes.count(False) < 8 and all(modes[modes.index(True) :])
     assert all(torch.equal(result.masks[name], mask) for name, mask in expected.masks.items())
 

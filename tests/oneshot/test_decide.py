@@ -10,8 +10,10 @@ from probe_models import mlp
 from probe_reference import split
 
 from prunus.oneshot import Limit
+from prunus.oneshot.calibration import Calibration
+from prunus.oneshot.method import Method
 from prunus.oneshot.probe.decide import is_allowed, ratios, smallest_ratios, taus
-from prunus.oneshot.prune import Job, Plan
+from prunus.oneshot.scores import Scores
 
 NASTY = [0.0, 1e-45, 1e-30, 0.5, 1.0, 1.5, 2.0, 2.0000002, 3.0, 1e30, 3e38, math.inf, math.nan]
 
@@ -80,9 +82,9 @@ def test_a_limit_is_kept_to_the_edge_on_the_side_that_is_worse():
 def test_records_are_the_statistics_of_sample_gradients_themselves(statistic, dtype, rtol):
     case, exact = mlp(dtype), mlp()
     batches = [(x.to(dtype), target) for x, target in exact.batches]
-    job = Job(case.model, batches, Plan(loss=lambda y, target: exact.loss(y.double(), target)))
-    with job.open():
-        (found,) = job.engine().records(list(job.weights), [{}], statistic)
+    calibration, method = Calibration(case.model, batches), Method(loss=lambda y, t: exact.loss(y.double(), t))
+    with calibration.open():
+        (found,) = Scores(calibration, method).engine().records(list(calibration.weights), [{}], statistic)
     for name, record in found.items():
         each = [
             torch.autograd.grad(exact.loss_of(exact.model, sample), exact.model.get_parameter(name))[0]

@@ -11,18 +11,19 @@ from prunus import prune
 from prunus.eligible import unwrapped_model
 from prunus.oneshot import Probe
 from prunus.oneshot.blocks import Stream
-from prunus.oneshot.forward import frozen
+from prunus.oneshot.calibration import Calibration
+from prunus.oneshot.method import Method
 from prunus.oneshot.norms import _Sums
 from prunus.oneshot.probe import inspection
-from prunus.oneshot.prune import Job, Plan
 from prunus.oneshot.resources import Clock
 from prunus.oneshot.samples import num_tokens, shortened
+from prunus.oneshot.scores import Scores
 
 
 def findings(case, batches):
-    job = Job(case.model, batches, Plan(loss=case.loss))
-    with frozen(job.model):
-        return job.engine().findings
+    calibration = Calibration(case.model, batches)
+    with calibration.open():
+        return Scores(calibration, Method(loss=case.loss)).engine().findings
 
 
 def crowded(limit, monkeypatch):
@@ -140,8 +141,10 @@ def test_a_users_model_with_a_part_called_module_is_not_taken_for_a_wrapper():
 def test_time_is_booked_on_the_innermost_part():
     case = llama()
     result = prune(case.model, case.batches, 0.5, score="fisher", probe=Probe(0.05))
-    assert set(result.parts) == {"strategy", "inspection", "records"}
-    assert all(seconds > 0 for seconds in result.parts.values()) and sum(result.parts.values()) <= result.seconds
+    assert set(result.cost.parts) == {"strategy", "inspection", "records"}
+    assert (
+        all(seconds > 0 for seconds in result.cost.parts.values()) and sum(result.cost.parts.values()) <= result.seconds
+    )
     clock = Clock()
     with pytest.raises(KeyError), clock.part("outer"), clock.part("inner"):
         raise KeyError
@@ -162,5 +165,5 @@ def test_no_room_for_what_blocks_return_makes_passes_whole(schedule, monkeypatch
 
     monkeypatch.setattr(Stream, "ensure", crowded)
     result = prune(case.model, case.batches, 0.5, probe=Probe(0.05, schedule=schedule))
-    assert refused[-1] == 1 and result.halved > 0
+    assert refused[-1] == 1 and result.cost.halved > 0
     assert all(torch.equal(result.masks[name], mask) for name, mask in expected.items())

@@ -7,10 +7,11 @@ from torch.nn import functional as F
 
 from prunus import prune
 from prunus.oneshot import Probe
-from prunus.oneshot.forward import frozen
+from prunus.oneshot.calibration import Calibration
+from prunus.oneshot.method import Method
 from prunus.oneshot.probe import objective
 from prunus.oneshot.probe.objective import IN_PARTS, Objective, entropy_in_parts
-from prunus.oneshot.prune import Job, Plan
+from prunus.oneshot.scores import Scores
 
 
 @pytest.mark.parametrize("elements", [1, 40, 10_000])
@@ -33,10 +34,10 @@ def test_value_and_gradient_are_those_of_torch(elements, spread, monkeypatch):
 @pytest.mark.parametrize(("dtype", "form"), [(torch.float32, IN_PARTS), (torch.float64, "next token")], ids=str)
 def test_it_is_taken_for_a_plain_head_in_float32(dtype, form):
     case = llama(dtype)
-    job = Job(case.model, case.batches, Plan())
-    with frozen(job.model):
-        found = job.engine().findings
-    assert found.form == form and found.quick == set(job.weights) and found.chained
+    calibration = Calibration(case.model, case.batches)
+    with calibration.open():
+        found = Scores(calibration, Method()).engine().findings
+    assert found.form == form and found.quick == set(calibration.weights) and found.chained
 
 
 def test_a_head_with_more_behind_it_shows_itself_and_is_not_replaced():
@@ -51,9 +52,9 @@ def test_a_head_with_more_behind_it_shows_itself_and_is_not_replaced():
         return found
 
     case.model.forward = capped
-    job = Job(case.model, case.batches, Plan())
-    with frozen(job.model):
-        assert job.engine().findings.form == "next token"
+    calibration = Calibration(case.model, case.batches)
+    with calibration.open():
+        assert Scores(calibration, Method()).engine().findings.form == "next token"
 
 
 def test_the_head_itself_can_be_pruned_too():

@@ -35,8 +35,10 @@ from torch import nn
 from prunus import Global, prune
 from prunus.eligible import eligible
 from prunus.oneshot import Probe
-from prunus.oneshot.forward import frozen
-from prunus.oneshot.prune import Job, Plan
+from prunus.oneshot.calibration import Calibration
+from prunus.oneshot.method import Method
+from prunus.oneshot.norms import input_norms
+from prunus.oneshot.scores import Scores
 
 
 def case_of(kind):
@@ -108,9 +110,9 @@ CHAINED = {
 
 
 def findings(case):
-    job = Job(case.model, case.batches, Plan(loss=case.loss))
-    with frozen(job.model):
-        return job.engine().findings, set(job.weights)
+    calibration = Calibration(case.model, case.batches)
+    with calibration.open():
+        return Scores(calibration, Method(loss=case.loss)).engine().findings, set(calibration.weights)
 
 
 @pytest.mark.parametrize("kind", SLOW)
@@ -169,9 +171,9 @@ class Centred(nn.Module):
 
 def test_norms_are_read_one_by_one_where_samples_change_each_other():
     model, batch = Centred(), (torch.randn(6, 4), torch.randint(0, 3, (6,)))
-    job = Job(model, [batch], Plan("wanda"))
-    with job.open():
-        norms = {source.name: source.reads["input_norm"] for source in job.strategy.sources(0.5, {})}
+    calibration = Calibration(model, [batch])
+    with calibration.open():
+        norms = input_norms(calibration)
     assert not norms["b.weight"].any()
     torch.testing.assert_close(norms["a.weight"], batch[0].norm(dim=0))
 

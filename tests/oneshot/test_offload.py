@@ -63,14 +63,13 @@ def test_masks_are_those_of_a_model_that_is_there_whole(case, schedule, watched,
     case = CASES[case](torch.float32)
     dense, before = deepcopy(case.model), snapshot(case.model)
     probe = Probe(0.02, schedule=schedule)
-    expected = prune(dense, case.batches, 0.5, score="wanda", select=None, probe=probe, loss=case.loss, repair=None)
+    expected = prune(dense, case.batches, 0.5, score="wanda", probe=probe, loss=case.loss, repair=None)
     poisoned(monkeypatch)
     result = prune(
         case.model,
         case.batches,
         0.5,
         score="wanda",
-        select=None,
         probe=probe,
         loss=case.loss,
         repair=None,
@@ -180,7 +179,7 @@ def test_an_interruption_gives_back_the_model_as_it_was(at):
         return entropy(output, target)
 
     with pytest.raises(KeyboardInterrupt):
-        prune(case.model, case.batches, 0.5, score="wanda", select=None, probe=Probe(10.0), loss=loss, offload="cpu")
+        prune(case.model, case.batches, 0.5, score="wanda", probe=Probe(10.0), loss=loss, offload="cpu")
     assert_same(before, snapshot(case.model))
 
 
@@ -201,7 +200,6 @@ def test_an_interruption_within_a_block_loses_no_change_that_is_taken_back(at):
             case.batches,
             0.5,
             score="magnitude",
-            select=None,
             probe=Probe(10.0),
             loss=case.loss,
             offload="cpu",
@@ -217,10 +215,8 @@ def test_a_search_runs_offloaded_as_it_does_whole():
     def evaluate(model):
         return float(sum(case.loss(model(x), y) for x, y in case.batches))
 
-    plain = search(
-        case.model, case.batches, evaluate, limit, probe=Probe(0.5), loss=entropy, options=SearchOptions(steps)
-    )
-    options = SearchOptions(steps, offload="cpu")
-    moved = search(other.model, other.batches, evaluate, limit, probe=Probe(0.5), loss=entropy, options=options)
+    options = {"steps": steps, "probe": Probe(0.5), "loss": entropy}
+    plain = search(case.model, case.batches, evaluate, limit, **options)
+    moved = search(other.model, other.batches, evaluate, limit, offload="cpu", **options)
     assert moved.sparsity == plain.sparsity and moved.metric == plain.metric and moved.alone == plain.alone
     assert all(torch.equal(a, b) for a, b in zip(case.model.parameters(), other.model.parameters(), strict=True))

@@ -11,9 +11,12 @@ from torch import nn
 
 from prunus import NofM, PerRow, prune
 from prunus.oneshot import Probe
+from prunus.oneshot.calibration import Calibration
+from prunus.oneshot.method import Method
 from prunus.oneshot.originals import Originals
 from prunus.oneshot.probe.engine import Engine
-from prunus.oneshot.prune import Job, Plan
+from prunus.oneshot.prune import prune_to
+from prunus.oneshot.scores import Scores
 
 SCHEDULES = ["joint", "sequential", "block"]
 
@@ -28,9 +31,7 @@ def test_the_model_keeps_mode_statistics_flags_and_every_weight_that_is_not_prun
     first = next(iter(case.model.parameters()))
     first.grad = torch.ones_like(first)
     before, dense = snapshot(case.model), deepcopy(dict(case.model.named_parameters()))
-    result = prune(
-        case.model, case.batches, 0.4, score="wanda", select=None, probe=Probe(0.05, schedule=schedule), loss=case.loss
-    )
+    result = prune(case.model, case.batches, 0.4, score="wanda", probe=Probe(0.05, schedule=schedule), loss=case.loss)
     assert_same(before, snapshot(case.model), weights_too=False)
     for name, parameter in case.model.named_parameters():
         keep = result.masks[name] if name in result.masks else torch.ones_like(parameter, dtype=torch.bool)
@@ -74,15 +75,12 @@ def test_after_an_exception_the_model_is_as_before(schedule, at):
         case.batches,
         0.5,
         score="wanda",
-        select=None,
         probe=Probe(10.0, schedule=schedule),
         loss=loss,
     )
     with pytest.raises(KeyboardInterrupt):
         loss = interrupted(max(1, round(at * len(calls))))[0]
-        prune(
-            case.model, case.batches, 0.5, score="wanda", select=None, probe=Probe(10.0, schedule=schedule), loss=loss
-        )
+        prune(case.model, case.batches, 0.5, score="wanda", probe=Probe(10.0, schedule=schedule), loss=loss)
     assert_same(before, snapshot(case.model))
 
 
@@ -129,12 +127,13 @@ def test_a_level_that_was_taken_back_leaves_nothing_that_the_next_one_reads():
     """Outputs of blocks were stored with the first level's weights; the next level starts behind them."""
     case = llama(num_layers=2)
     expected = prune(deepcopy(case.model), case.batches, 0.6, score="wanda", probe=Probe(0.05))
-    job = Job(case.model, case.batches, Plan("wanda"))
-    with job.open():
-        first = job.prune(0.5, Probe(0.05, order="forward"))
-        job.undo_(first.originals)
-        second = job.prune(0.6, Probe(0.05))
-    assert all(torch.equal(second.masks[name], mask) for name, mask in expected.masks.items())
+    calibration = Calibration(case.model, case.batches)
+    scores = Scores(calibration, Method("wanda", PerRow()))
+    with calibration.open():
+        prune_to(scores, 0.5, Probe(0.05, order="forward")).undo_()
+        scores.changed()
+        second = prune_to(scores, 0.6, Probe(0.05))
+    assert all(torch.equal(second.packed[name], mask) for name, mask in expected.level.packed.items())
 
 
 def test_tensors_pairs_and_dicts_of_the_same_samples_are_the_same(monkeypatch):
@@ -203,7 +202,7 @@ def test_progress_is_told_of_every_weight():
 def test_the_result_counts_passes_time_and_memory():
     case = mlp()
     result = prune(case.model, case.batches, 0.5, probe=Probe(), loss=case.loss)
-    assert result.passes == 2 * 3 * 8 + 4 and result.seconds > 0 and result.peak_bytes > 0
+    assert result.cost.passes == 2 * 3 * 8 + 4 and result.seconds > 0 and result.cost.peak_bytes > 0
     assert f"{result.sparsity:.4%}" in repr(result) and len(repr(result)) < 120 and "tensor" not in repr(result)
 
 

@@ -35,7 +35,7 @@ def test_the_sparsity_is_that_of_zeros_in_a_model_that_had_some(score, select, p
     case = sparse_mlp(0.5, torch.float32)
     before = snapshot(case.model)
     result = prune(case.model, case.batches, 0.3, score=score, select=select, probe=probe, loss=case.loss, repair=None)
-    assert result.num_pruned == zeros_of(result.weights)
+    assert result.num_pruned == zeros_of(result.level.weights)
     assert result.num_pruned == sum(int((~mask).sum()) for mask in result.masks.values())
     assert 0.49 < result.sparsity_before < 0.51
     result.undo_()
@@ -47,7 +47,7 @@ def test_what_is_zero_already_is_removed_first(score):
     """Unused inputs give wanda's zeros their equals, which must not go in their place."""
     case = sparse_mlp(0.5, torch.float32)
     result = prune(case.model, case.batches, 0.7, score=score, select=Global(), probe=None, loss=case.loss, repair=None)
-    assert zeros_of(result.weights) == round(0.7 * result.num_weights)
+    assert zeros_of(result.level.weights) == round(0.7 * result.num_weights)
 
 
 def test_rows_lose_what_they_are_asked_unless_they_had_lost_more():
@@ -62,10 +62,8 @@ def test_rows_lose_what_they_are_asked_unless_they_had_lost_more():
 @pytest.mark.parametrize("relative, reached", [(0.0, 0.5), (1e9, 0.7)], ids=["no level", "one level"])
 def test_a_search_counts_zeros_too(relative, reached):
     case, values = sparse_mlp(0.5, torch.float32), iter([1.0, 2.0])
-    options = SearchOptions(steps=Levels(0.7, 0.3))
-    found = search(
-        case.model, case.batches, lambda model: next(values), Limit(relative=relative, better="lower"), options=options
-    )
+    limit = Limit(relative=relative, better="lower")
+    found = search(case.model, case.batches, lambda _: next(values), limit, steps=Levels(0.7, 0.3), repair=None)
     weights = [p for p in case.model.parameters() if p.ndim > 1]
     num_zeros = sum(int((p == 0).sum()) for p in weights)
     assert found.sparsity == pytest.approx(num_zeros / sum(p.numel() for p in weights))

@@ -8,13 +8,14 @@ import torch
 from probe_checks import assert_same, snapshot
 from probe_models import CASES, entropy, llama, mlp
 from probe_reference import split
-from prunus.oneshot.strategy import checked, path
 from torch import nn
 
 from prunus import Global, NofM, PerLayer, PerRow, Repair, prune
 from prunus.eligible import eligible
 from prunus.oneshot import Probe
-from prunus.oneshot.prune import Job, Plan
+from prunus.oneshot.calibration import Calibration
+from prunus.oneshot.method import Method
+from prunus.oneshot.scores import Scores, path
 
 
 @pytest.mark.parametrize("score", ["magnitude", "wanda", "random"])
@@ -33,7 +34,7 @@ def test_magnitude_without_a_probe_reads_no_sample_and_needs_no_loss():
     dense = {name: p.detach().clone() for name, p in case.model.named_parameters()}
     result = prune(case.model, sparsity=0.3)
     names = [weight.name for weight in eligible(case.model).weights]
-    assert set(result.masks) == set(names) and result.passes == 0
+    assert set(result.masks) == set(names) and result.cost.passes == 0
     expected = Global()({name: dense[name].abs() for name in names}, 0.3)
     assert all(torch.equal(result.masks[name], expected[name]) for name in names)
 
@@ -106,7 +107,7 @@ def test_a_layer_no_sample_reached_is_an_error_for_wanda():
 def test_wanda_alone_needs_no_loss_and_no_backward():
     case = mlp()
     result = prune(case.model, [inputs for inputs, _ in case.batches], 0.5, score="wanda", repair=None)
-    assert result.passes == 0 and result.forwards == 8 + 2
+    assert result.cost.passes == 0 and result.cost.forwards == 8 + 2
     assert all(not mask.all() for mask in result.masks.values())
 
 
@@ -148,10 +149,11 @@ def test_records_of_a_half_precision_model_are_its_gradients_and_no_multiple_of_
     plain = deepcopy(model).float()
     losses = [loss(plain(x[i : i + 1].float()), y[i : i + 1]) for i in range(4)]
     each = torch.stack([torch.autograd.grad(one, plain[0].weight)[0] for one in losses])
-    job = Job(model, [(x, y)], Plan(loss=loss))
-    with job.open():
-        (largest,) = job.engine().records(["0.weight"], [{}])
-        (square,) = job.engine().records(["0.weight"], [{}], "mean square")
+    calibration = Calibration(model, [(x, y)])
+    with calibration.open():
+        engine = Scores(calibration, Method(loss=loss)).engine()
+        (largest,) = engine.records(["0.weight"], [{}])
+        (square,) = engine.records(["0.weight"], [{}], "mean square")
     torch.testing.assert_close(largest["0.weight"], each.abs().amax(0), rtol=0.02, atol=1e-4)
     torch.testing.assert_close(square["0.weight"], each.square().mean(0), rtol=0.04, atol=1e-5)
 
@@ -159,6 +161,6 @@ def test_records_of_a_half_precision_model_are_its_gradients_and_no_multiple_of_
 def test_every_score_that_prune_takes_is_documented():
     page = (Path(__file__).parents[2] / "docs/after-training.md").read_text()
     with pytest.raises(ValueError, match="take magnitude, wanda, fisher, path or random, or a function"):
-        checked("bitter7")
+        prune(nn.Linear(4, 4), score="bitter7")
     for name in ("magnitude", "wanda", "fisher", "path", "random"):
         assert f"``{name}``" in prune.__doc__ and f'`"{name}"`' in page

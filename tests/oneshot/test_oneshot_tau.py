@@ -26,8 +26,10 @@ def test_tau_by_target_ends_at_the_sparsity_exactly(schedule, select):
     assert any(not torch.equal(result.masks[name], alone.masks[name]) for name in alone.masks)
     if schedule == "sequential":
         assert [a.num_pruned for a in result.layers] == [b.num_pruned for b in alone.layers]
-    smallest = max(float(r.q[r.q <= 1 + result.taus[name]].max()) for name, r in result.ratios.items() if len(r.q))
-    assert smallest <= 1 + max(result.taus.values())
+    smallest = max(
+        float(r.q[r.q <= 1 + result.level.taus[name]].max()) for name, r in result.level.ratios.items() if len(r.q)
+    )
+    assert smallest <= 1 + max(result.level.taus.values())
 
 
 @pytest.mark.parametrize("tau", [0.0, 0.1, 3.0, "adaptive", {"0.*": 0.2, "*": 0.01}, [0.0, 0.5, 0.1]], ids=str)

@@ -82,6 +82,6 @@ def test_in_float32_only_what_lies_on_the_edge_may_differ(case, schedule):
     probe = Probe(tau=0.02, schedule=schedule)
     result, expected, *_ = both(case, "magnitude", Global(), probe, dtype=torch.float32)
     for name, mask in expected.items():
-        candidates = bits.unpack(result.candidates[name], mask.shape)
-        edge = (result.ratios[name].q - 1.02).abs() < 1e-4
+        candidates = bits.unpack(result.level.candidates[name], mask.shape)
+        edge = (result.level.ratios[name].q - 1.02).abs() < 1e-4
         assert edge[(result.masks[name] != mask)[candidates]].all(), name

@@ -249,7 +249,7 @@ def test_an_encoder_is_repaired_as_by_a_plain_loop_over_whole_models(batch_first
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter, expected.get_parameter(name), rtol=1e-6, atol=1e-8)
     assert all(layer.not_repaired is None for layer in result.layers)
-    assert result.repairs["encoder.layers.0.self_attn.in_proj_weight"].iterations > 0  # one matrix, one Gram
+    assert result.level.repairs["encoder.layers.0.self_attn.in_proj_weight"].iterations > 0  # one matrix, one Gram
 
 
 @pytest.mark.parametrize(
@@ -266,7 +266,7 @@ def test_every_layer_is_repaired_with_exact_counts_and_no_larger_error(make, sel
     assert result.num_pruned == alone.num_pruned == sum(zeros(model, result.masks).values())
     for layer, other in zip(result.layers, alone.layers, strict=True):
         assert layer.not_repaired is None and layer.error <= layer.mask_error
-        outputs = result.weights[layer.name].outputs
+        outputs = result.level.weights[layer.name].outputs
         kept = [as_rows(mask, outputs or ()) for mask in (result.masks[layer.name], alone.masks[layer.name])]
         if isinstance(select, PerRow):
             assert torch.equal(*(rows.sum(1) for rows in kept))

@@ -539,9 +539,9 @@ def test_beside_the_model_a_result_keeps_one_value_of_each_weight():
     repaired = {name: value.clone() for name, value in model.state_dict().items()}
     for _ in range(2):
         with result.masks_alone():
-            assert len(result._repaired) == len(result.weights) and not result.originals.whole
-        assert not result._repaired and len(result.originals.whole) == len(result.weights)
+            assert len(result.level._undone) == len(result.level.weights) and not result.level.originals.whole
+        assert not result.level._undone and len(result.level.originals.whole) == len(result.level.weights)
         assert all(torch.equal(value, repaired[name]) for name, value in model.state_dict().items())
         result.undo_()
-        assert not any(torch.equal(weight.parameter, repaired[name]) for name, weight in result.weights.items())
+        assert not any(torch.equal(weight.parameter, repaired[name]) for name, weight in result.level.weights.items())
         result.apply_()

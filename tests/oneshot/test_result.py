@@ -10,7 +10,7 @@ from prunus.oneshot import Probe
 
 
 def zeros(result):
-    return sum(int((weight.parameter == 0).sum()) for weight in result.weights.values())
+    return sum(int((weight.parameter == 0).sum()) for weight in result.level.weights.values())
 
 
 @pytest.mark.parametrize("repair", ["auto", None])
@@ -37,9 +37,9 @@ def test_a_search_compares_with_the_strategy_alone_at_the_sparsity_that_it_had()
     from prunus import search
     from prunus.oneshot import Levels, Limit
 
-    case, options = mlp(), SearchOptions(steps=Levels(0.4, 0.5))
-    limit = Limit(relative=1.0, better="lower")
-    found = search(case.model, case.batches, lambda _: 1.0, limit, probe=Probe(0.5), loss=case.loss, options=options)
+    case, limit = mlp(), Limit(relative=1.0, better="lower")
+    options = {"steps": Levels(0.4, 0.5), "probe": Probe(0.5), "loss": case.loss}
+    found = search(case.model, case.batches, lambda _: 1.0, limit, **options)
     assert found.alone_sparsity == pytest.approx(found.sparsity)
 
 
@@ -49,10 +49,13 @@ def test_a_result_says_where_its_time_went_and_counts_passes_only_where_there_we
     result = prune(case.model, case.batches, 0.5, **options)
     text = str(result)
     assert "weights in 3 layers are zero" in text and " 0 " not in text and "\n" not in repr(result)
-    assert ("passes of one sample" in text) == bool(result.forwards)
-    assert all(f"{part} {result.parts[part]:.1f}" in text for part in sorted(result.parts, key=result.parts.get)[-3:])
+    assert ("passes of one sample" in text) == bool(result.cost.forwards)
+    assert all(
+        f"{part} {result.cost.parts[part]:.1f}" in text
+        for part in sorted(result.cost.parts, key=result.cost.parts.get)[-3:]
+    )
     probed = prune(mlp(torch.float32).model, case.batches, 0.5, probe=Probe(0.5), loss=case.loss)
-    assert f"passes of one sample: {probed.passes:,} with gradients" in str(probed)
+    assert f"passes of one sample: {probed.cost.passes:,} with gradients" in str(probed)
 
 
 def tuned(model, batches, **options):

@@ -11,9 +11,11 @@ from probe_checks import assert_same, snapshot
 from probe_models import entropy, mlp
 
 from prunus import Global, PerRow, Repair, prune, search
-from prunus.oneshot import Bisection, Levels, Limit, Probe
-from prunus.oneshot.options import Trial
-from prunus.oneshot.prune import Job, Plan, Start
+from prunus.oneshot import Bisection, Levels, Limit, Probe, TauTuning, Trial
+from prunus.oneshot.calibration import Calibration
+from prunus.oneshot.method import Method
+from prunus.oneshot.prune import prune_to
+from prunus.oneshot.scores import Scores
 
 
 def held_out(case):
@@ -30,11 +32,8 @@ def zeros(model):
 
 
 def searched(case, limit, probe=None, evaluate=None, **options):
-    names = {"steps", "tune", "state", "compare", "progress", "on_trial"}
-    chosen = SearchOptions(**{key: value for key, value in options.items() if key in names})
-    others = {key: value for key, value in options.items() if key not in names}
-    evaluate = evaluate or held_out(case)
-    return search(case.model, case.batches, evaluate, limit, probe=probe, loss=case.loss, options=chosen, **others)
+    options = {"repair": None, "probe": probe, "loss": case.loss} | options
+    return search(case.model, case.batches, evaluate or held_out(case), limit, **options)
 
 
 @pytest.mark.parametrize("probe", [None, Probe(0.5), Probe(0.5, schedule="joint")], ids=str)
@@ -187,7 +186,7 @@ def test_tuning_finds_a_smaller_tau_without_a_new_pass(schedule):
     plain, tuned = mlp(), mlp()
     limit, probe, steps = Limit(absolute=0.0, better="lower"), Probe(5.0, schedule=schedule), Levels(0.3, 0.3, 0.6)
     without = searched(plain, limit, probe, count_limited(0.5), steps=steps)
-    found = searched(tuned, limit, probe, count_limited(0.5), steps=steps, tune=Tune(6))
+    found = searched(tuned, limit, probe, count_limited(0.5), steps=steps, tune_tau=TauTuning(6))
     assert not without.trials[-1].accepted and found.trials[-1].accepted
     assert 0 <= found.trials[-1].scale < 1 and found.trials[-1].evaluations <= 8
     assert found.trials[-1].passes == without.trials[-1].passes
@@ -210,7 +209,7 @@ def test_tuning_that_finds_nothing_takes_the_level_back_exactly():
     def evaluate(model):
         return float(zeros(model) > 0)
 
-    found = searched(other, Limit(absolute=0.0, better="lower"), Probe(5.0), evaluate, tune=Tune(3))
+    found = searched(other, Limit(absolute=0.0, better="lower"), Probe(5.0), evaluate, tune_tau=TauTuning(3))
     assert_same(before, snapshot(other.model))
     assert found.sparsity == 0 and without.sparsity >= 0
 
@@ -227,7 +226,13 @@ def test_tuning_both_steps_probes_the_level_before_again_or_puts_it_back(allowed
 
     probe, steps = Probe(5.0), Levels(0.35, 0.3, 0.65)
     found = searched(
-        case, Limit(absolute=0.0, better="lower"), probe, evaluate, steps=steps, tune=Tune(4, True), compare=False
+        case,
+        Limit(absolute=0.0, better="lower"),
+        probe,
+        evaluate,
+        steps=steps,
+        tune_tau=TauTuning(4, True),
+        compare=False,
     )
     assert found.trials[-1].passes >= 2 * 2 * 3 * 8
     assert found.trials[-1].accepted == (allowed is not None)
@@ -260,8 +265,8 @@ def test_beside_it_stands_the_strategy_alone_at_the_same_sparsity_and_scope():
         (lambda: Levels(0.5, 0.1, 0.4), "initial <= final"),
         (lambda: Levels(0.1, 0.0), "step"),
         (lambda: Bisection(1.0), "final"),
-        (lambda: Tune(0), "one step"),
-        (lambda: searched(mlp(), Limit(0.1, better="lower"), Probe("target"), tune=Tune()), "cannot be tuned"),
+        (lambda: TauTuning(0), "one step"),
+        (lambda: searched(mlp(), Limit(0.1, better="lower"), Probe("target"), tune_tau=TauTuning()), "cannot be tuned"),
     ],
 )
 def test_what_makes_no_sense_is_refused(build, said):
@@ -281,12 +286,13 @@ def test_every_level_reads_the_inputs_of_the_model_as_it_is_then():
         select=Global(),
     )
     first = prune(again.model, again.batches, 0.5, score="wanda", select=Global(), repair=None)
-    job = Job(again.model, again.batches, Plan("wanda", Global()))
-    with job.open():
-        second = job.prune(0.7, start=Start(first.packed))
-    assert all(torch.equal(found.masks[name], mask) for name, mask in second.masks.items())
+    calibration = Calibration(again.model, again.batches)
+    with calibration.open():
+        scores = Scores(calibration, Method("wanda", Global()))
+        second = prune_to(scores, 0.7, within=first.level.packed)
+    assert all(torch.equal(found.masks.packed[name], mask) for name, mask in second.packed.items())
     stale = prune(mlp().model, again.batches, 0.7, score="wanda", select=Global(), repair=None)
-    assert any(not torch.equal(stale.masks[name], mask) for name, mask in second.masks.items())
+    assert any(not torch.equal(stale.level.packed[name], mask) for name, mask in second.packed.items())
 
 
 @pytest.mark.slow

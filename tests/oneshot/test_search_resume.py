@@ -19,7 +19,8 @@ SEARCHES = """
 import json, os, signal, sys
 from pathlib import Path
 import torch
-from prunus import *
+from prunus import search
+from prunus.oneshot import Levels, Limit, Probe, TauTuning
 sys.path.insert(0, {here!r})
 from probe_models import mlp
 from test_search import held_out
@@ -34,10 +35,10 @@ def searched(folder, kill_at):
     def evaluate(model):
         event()
         return inner(model)
-    options = SearchOptions(Levels(0.2, 0.2, 0.8), Tune(3, {both}), folder, progress=event)
-    probe = Probe(2.0, schedule={schedule!r})
+    options = {{"steps": Levels(0.2, 0.2, 0.8), "tune_tau": TauTuning(3, {both}), "state": folder, "progress": event}}
+    options |= {{"probe": Probe(2.0, schedule={schedule!r}), "loss": case.loss}}
     limit = Limit(relative=0.003, better="lower")
-    found = search(case.model, case.batches, evaluate, limit, probe, loss=case.loss, options=options)
+    found = search(case.model, case.batches, evaluate, limit, **options)
     trials = [(t.target, t.sparsity, t.metric, t.accepted, t.scale) for t in found.trials]
     torch.save({{"model": case.model.state_dict(), "masks": dict(found.masks)}}, folder.with_suffix(".out"))
     return [len(events), trials, found.metric, found.sparsity, found.alone]

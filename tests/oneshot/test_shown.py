@@ -45,7 +45,7 @@ def test_a_result_says_which_weights_were_not_repaired_and_why(repaired):
     assert "not repaired" not in str(repaired)
     result = prune(Unreached(), [torch.randn(40, 6)], 0.5, include="own.weight")
     line, cost, others = str(result).split("\n")
-    assert line == repr(result) and cost == result.cost and "\n" not in repr(result)
+    assert line == repr(result) and cost == str(result.cost) and "\n" not in repr(result)
     assert others == (
         "Pruned but not repaired, 6 of 7 layers: own.weight (it is no plain linear layer or convolution); "
         "layers.1.weight, layers.2.weight, layers.3.weight and 2 more (no sample reached it)."
@@ -58,11 +58,14 @@ def test_a_result_says_which_weights_were_not_repaired_and_why(repaired):
 
 def test_a_search_shows_its_trials():
     case, metrics = mlp(), iter([1.0, 1.01, 1.02, 9.0])
-    options = SearchOptions(steps=Levels(0.2, 0.2, 0.8), compare=False)
-    found = search(
-        case.model, case.batches, lambda model: next(metrics), Limit(relative=0.1, better="lower"), options=options
+    limit, options = (
+        Limit(relative=0.1, better="lower"),
+        {"steps": Levels(0.2, 0.2, 0.8), "compare": False, "repair": None},
     )
-    assert repr(found).startswith("Found(4") and "metric 1.02, dense 1, at most 1.1 allowed, 3 trials" in repr(found)
+    found = search(case.model, case.batches, lambda model: next(metrics), limit, **options)
+    assert repr(found).startswith("SearchResult(4") and "metric 1.02, dense 1, at most 1.1 allowed, 3 trials" in repr(
+        found
+    )
     assert len(repr(found)) < 120
     assert svg(found.plot()) in found._repr_html_() and found._repr_html_().count("<tr>") == 4
 
@@ -89,15 +92,8 @@ def shown(monkeypatch, progress, *, is_terminal=False, is_notebook=False):
     monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))
     case = mlp()
     prune(case.model, sparsity=0.5, progress=progress)
-    options = SearchOptions(steps=Levels(0.6, 0.2, 0.7), compare=False, progress=progress)
-    search(
-        case.model,
-        case.batches,
-        lambda model: 1.0,
-        Limit(relative=0.1, better="lower"),
-        loss=case.loss,
-        options=options,
-    )
+    limit, steps = Limit(relative=0.1, better="lower"), Levels(0.6, 0.2, 0.7)
+    search(case.model, case.batches, lambda _: 1.0, limit, steps=steps, repair=None, progress=progress)
     return [screen.text for screen in screens]
 
 

@@ -14,12 +14,17 @@ from prunus.oneshot import solver
 from prunus.oneshot.allocation import keep_all_but
 from prunus.oneshot.gram import Gram, Moments
 from prunus.oneshot.options import Repair
+from prunus.oneshot.problem import Problem
 from prunus.oneshot.resources import Clock
 from prunus.oneshot.solver import refine, solve
 from prunus.score import wanda
 
 IN, TOKENS = 24, 200
 SELECTORS = {"layer": PerLayer(), "row": PerRow(), "2:4": NofM(2, 4), "group": Global(), "erk": PerLayer("erk")}
+
+
+def keep(select, sparsity):
+    return lambda scores, live: select(scores, sparsity, live)
 
 
 def correlated(tokens=TOKENS, inputs=IN):
@@ -189,7 +194,7 @@ def test_counts_are_exact_and_no_error_is_above_that_of_the_mask_alone(name, sco
         assert solution.weight.isfinite().all()
         assert torch.equal(solution.weight != 0, solution.mask)
         assert not (solution.mask & ~live[name]).any()
-        assert 0 <= solution.error <= solution.mask_error or scope == "group"
+        assert 0 <= solution.repair.error <= solution.repair.mask_error or scope == "group"
 
 
 @pytest.mark.rounding
@@ -201,9 +206,11 @@ def test_errors_are_those_by_definition(name, targets):
     x, weight = CASES[name]()
     x_dense = noisy(x) if targets == "dense" else x
     found = solve({"q": weight}, moments_of(x, x_dense), keep(PerLayer(), 0.5), Repair(targets))["q"]
-    assert found.error == pytest.approx(error_of(found.weight, weight, x, x_dense), rel=1e-3, abs=1e-5)
+    assert found.repair.error == pytest.approx(error_of(found.weight, weight, x, x_dense), rel=1e-3, abs=1e-5)
     refined = refine({"q": weight}, {"q": found.mask}, moments_of(x, x_dense), Repair(targets))["q"]
-    assert refined.mask_error == pytest.approx(error_of(weight * found.mask, weight, x, x_dense), rel=1e-3, abs=1e-5)
+    assert refined.repair.mask_error == pytest.approx(
+        error_of(weight * found.mask, weight, x, x_dense), rel=1e-3, abs=1e-5
+    )
 
 
 @pytest.mark.rounding
@@ -259,8 +266,8 @@ def test_the_support_is_near_the_best_there_is():
         for kept in combinations(range(8), 4):
             mask = torch.zeros(1, 8, dtype=torch.bool).index_fill_(1, torch.tensor(kept), True)
             errors.append(error_of(least_squares(weight, mask, x, x, 1e-6), weight, x, x))
-        assert found.error >= min(errors) - 1e-6
-        excess.append(found.error / min(errors))
+        assert found.repair.error >= min(errors) - 1e-6
+        excess.append(found.repair.error / min(errors))
     assert sorted(excess)[10] < 1.05
 
 
@@ -269,8 +276,8 @@ def test_admm_finds_better_supports_than_wanda():
     moments = moments_of(x)
     mask_only = solve({"q": weight}, moments, keep(PerLayer(), 0.6), Repair(iterations=0, refine=100))["q"]
     found = solve({"q": weight}, moments, keep(PerLayer(), 0.6), Repair(refine=100))["q"]
-    assert found.iterations % 3 == 0
-    assert found.error < 0.9 * mask_only.error < 0.9 * mask_only.mask_error
+    assert found.repair.iterations % 3 == 0
+    assert found.repair.error < 0.9 * mask_only.repair.error < 0.9 * mask_only.repair.mask_error
 
 
 @pytest.mark.rounding
@@ -279,9 +286,9 @@ def test_admm_follows_the_formulas():
     x, weight = correlated().double(), normal(32).double()
     x_dense = noisy(x)
     repair, choose = Repair(damping=0.01, iterations=21, refine=0), keep(PerLayer(), 0.5)
-    group = solver.Group.of({"q": weight}, moments_of(x, x_dense), True, 0.01)
-    first = choose({"q": group.scaled().abs()}, {})["q"]
-    support, values, iterations = solver._admm(group, first, choose, repair, Clock())
+    problem = Problem.of({"q": weight}, moments_of(x, x_dense), True, 0.01)
+    first = choose({"q": problem.scaled().abs()}, {})["q"]
+    support, values, iterations = solver._admm(problem, first, choose, repair, Clock())
 
     lam = 0.01 * x.square().sum(0).mean()
     gram = x.T @ x + lam * torch.eye(IN)
@@ -303,7 +310,7 @@ def test_admm_follows_the_formulas():
             seen = mask
     assert iterations == iteration
     assert torch.equal(support, mask)
-    unit = x.square().sum(0).mean().sqrt()  # energies of a group are relative to the mean diagonal
+    unit = x.square().sum(0).mean().sqrt()  # energies of a problem are relative to the mean diagonal
     torch.testing.assert_close(values * unit, d)
 
 
@@ -344,7 +351,7 @@ def test_a_layer_with_nothing_to_prune_is_returned_bit_for_bit(dtype):
     found = solve(weights, moments, keep_all_but({"q": 0, "k": 50, "v": 100}))
     for name in ("q", "v"):
         assert torch.equal(found[name].weight, weights[name])
-        assert found[name].error == found[name].mask_error
+        assert found[name].repair.error == found[name].repair.mask_error
     assert int((found["k"].weight == 0).sum()) == 50
     untouched = solve(weights, moments, keep(PerLayer(), 0.0))
     assert all(torch.equal(untouched[name].weight, weights[name]) for name in weights)
@@ -397,7 +404,7 @@ def test_a_failed_factorisation_is_damped_more_and_the_solution_says_so():
     values[-1] *= -0.02  # no Gram matrix: one direction is negative
     broken = Moments(vectors @ torch.diag(values) @ vectors.T, None, None, TOKENS)
     found = solve({"q": normal(16)}, broken, keep(PerLayer(), 0.5), Repair(damping=0.001))["q"]
-    assert found.damping > 0.001
+    assert found.repair.damping > 0.001
     assert int(found.mask.sum()) == 16 * IN // 2
     hopeless = replace(broken, gram=-torch.ones(IN, IN) * 1e9 + torch.eye(IN) * 1.1e9)
     with pytest.raises(ValueError, match="q has no Cholesky factor"):
@@ -436,5 +443,5 @@ def test_errors_on_cuda_are_those_on_the_cpu_within_a_percent(scope, tf32):
     for device in ("cpu", "cuda"):
         moments = moments_of(x.to(device), x_dense.to(device))
         choose = keep(SELECTORS[scope], 0.5)
-        errors.append(solve({"q": weight.to(device)}, moments, choose, Repair(tf32=tf32))["q"].error)
+        errors.append(solve({"q": weight.to(device)}, moments, choose, Repair(tf32=tf32))["q"].repair.error)
     assert errors[1] == pytest.approx(errors[0], rel=0.01)

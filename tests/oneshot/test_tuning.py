@@ -30,8 +30,10 @@ def test_tuning_lowers_the_error_of_blocks_on_held_out_samples_or_is_undone(tmp_
         results[-1].undo_()
         assert_same(before, snapshot(case.model))
     plain, learned, resumed = models
-    assert not results[0].tuned and sorted(results[1].tuned) == [0, 1] and results[1].tuned_whole is None
-    assert any(found.helped for found in results[1].tuned.values())
+    assert (
+        not results[0].level.tuned and sorted(results[1].level.tuned) == [0, 1] and results[1].level.tuned_whole is None
+    )
+    assert any(found.helped for found in results[1].level.tuned.values())
     assert not torch.equal(plain.model.layers[0].input_layernorm.weight, learned.model.layers[0].input_layernorm.weight)
     assert torch.equal(plain.model.norm.weight, learned.model.norm.weight)
     assert all(torch.equal(a, b) for a, b in zip(learned.parameters(), resumed.parameters(), strict=True))
@@ -49,7 +51,7 @@ def test_the_whole_model_learns_the_dense_distribution_or_is_left_alone(dtype, a
         repair = Repair(tune=BlockTuning(epochs=0, whole_epochs=2, whole_lr=2e-3, batch=4))
         state = state and tmp_path / state
         result = prune(case.model, [many], 0.6, repair=repair, offload=offload, state=state)
-        assert not result.tuned and result.tuned_whole.helped
+        assert not result.level.tuned and result.level.tuned_whole.helped
         assert result.num_pruned == sum(zeros(case.model, result.masks).values())
         assert not torch.equal(case.model.model.norm.weight, torch.ones_like(case.model.model.norm.weight))
         assert torch.equal(case.model.get_input_embeddings().weight, embedding)
@@ -62,7 +64,7 @@ def test_the_whole_model_learns_the_dense_distribution_or_is_left_alone(dtype, a
     far_too_fast = Repair(tune=BlockTuning(epochs=1, lr=1e3, whole_epochs=1, whole_lr=1e3))
     result = prune(case.model, [TOKENS], 0.6, repair=far_too_fast)
     prune(plain.model, [TOKENS], 0.6)
-    assert not any(found.helped for found in (*result.tuned.values(), result.tuned_whole))
+    assert not any(found.helped for found in (*result.level.tuned.values(), result.level.tuned_whole))
     assert all(torch.equal(a, b) for a, b in zip(case.model.parameters(), plain.model.parameters(), strict=True))
 
 
@@ -72,8 +74,8 @@ def test_outputs_that_are_no_logits_are_tuned_to_be_equal_and_classes_to_be_alik
         model, batches = case if isinstance(case, tuple) else (case.model, case.batches)
         before = snapshot(model)
         result = prune(model, batches, 0.9, repair=Repair(tune=BlockTuning(whole_epochs=2, whole_lr=1e-3)))
-        assert result.tuned_whole.helped and result.num_pruned == sum(zeros(model, result.masks).values())
-        assert result.tuned_whole.loss == ("KL divergence" if make is cnn else "mean square")
+        assert result.level.tuned_whole.helped and result.num_pruned == sum(zeros(model, result.masks).values())
+        assert result.level.tuned_whole.loss == ("KL divergence" if make is cnn else "mean square")
         result.undo_()
         assert_same(before, snapshot(model))
 
@@ -92,8 +94,8 @@ def test_segmentation_learns_over_its_classes_and_a_single_logit_as_a_bernoulli(
     result = prune(
         model, [(x, labels)], 0.7, repair=replace(repair, tune=BlockTuning(0, whole_epochs=4, whole_lr=1e-2))
     )
-    assert result.tuned_whole.before == pytest.approx(kl_divergence(*both).mean().item())
-    assert result.tuned_whole.helped and result.tuned_whole.loss == loss
+    assert result.level.tuned_whole.before == pytest.approx(kl_divergence(*both).mean().item())
+    assert result.level.tuned_whole.helped and result.level.tuned_whole.loss == loss
 
 
 @pytest.mark.parametrize("limit", [1, 2])
@@ -128,15 +130,15 @@ def test_a_model_too_large_to_be_tuned_as_a_whole_is_left_as_repaired():
     with pytest.warns(UserWarning, match="too little memory to tune the model as a whole"):
         result = prune(case.model, [TOKENS], 0.6, repair=Repair(tune=BlockTuning(epochs=0)))
     prune(other.model, [TOKENS], 0.6)
-    assert result.tuned_whole is None
+    assert result.level.tuned_whole is None
     assert all(torch.equal(a, b) for a, b in zip(case.model.parameters(), other.model.parameters(), strict=True))
 
 
 def test_options_of_tuning_are_checked():
     for options, message in {
         "epochs": (-1, "whole number"),
-        "rate": (0.0, "finite number above 0"),
-        "whole_rate": (math.inf, "finite number above 0"),
+        "lr": (0.0, "finite number above 0"),
+        "whole_lr": (math.inf, "finite number above 0"),
         "batch": (0, "at least 1"),
     }.items():
         with pytest.raises(ValueError, match=message[1]):
