@@ -24,7 +24,7 @@ from prunus.lab.tracking import environment
 from prunus.oneshot import Probe
 from prunus.oneshot.originals import Originals
 from prunus.oneshot.probe.decide import is_allowed
-from prunus.oneshot.probe.prober import Schedule
+from prunus.oneshot.probe.prober import ProbeSchedule
 from prunus.oneshot.prune import Job, Plan
 from prunus.oneshot.result import Result
 from prunus.ops import bits
@@ -52,7 +52,7 @@ class Case:
 
     case: str
     about: str
-    schedule: Schedule
+    schedule: ProbeSchedule
     samples: int  # calibration windows or images
     held_out: int  # windows or images
     length: int = 256  # tokens of a window

@@ -4,13 +4,18 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import product
+from types import FunctionType
 from typing import Any, Literal
-from weakref import WeakKeyDictionary, finalize, ref
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
-from torch.nn.modules.module import _global_forward_hooks_with_kwargs, register_module_forward_hook
+from torch.nn.modules.module import (
+    _global_forward_hooks_with_kwargs,
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
 from torch.overrides import TorchFunctionMode
 
 from .eligible import CONVOLUTIONS, TRANSPOSED, Weight, holds_experts, is_conv1d, prunable_kind
@@ -80,16 +85,14 @@ class InputNorms(AbstractContextManager["InputNorms"]):
         # torch leaves this entry there when the hook is removed, and torch.compile warns of it
         self._open.callback(_global_forward_hooks_with_kwargs.pop, handle.id, None)
         self._open.callback(handle.remove)
-        # the output projections of MultiheadAttention
-        if bypassed := {id(m.weight): ref(m) for m in names if isinstance(m, NonDynamicallyQuantizableLinear)}:
+        if any(isinstance(module, NonDynamicallyQuantizableLinear) for module in names):
 
-            def seen(x: Tensor, weight: Tensor) -> None:
-                module = bypassed[id(weight)]() if id(weight) in bypassed else None
-                if module is not None and counts(module):
+            def seen(attention: nn.MultiheadAttention, x: Tensor) -> None:
+                if attention.out_proj in names and counts(attention.out_proj):
                     is_masked = mask is not None and len(x) == mask.numel()  # attention has tokens before samples
-                    count(module, x.unflatten(0, mask.T.shape).transpose(0, 1) if is_masked else x)
+                    count(attention.out_proj, x.unflatten(0, mask.T.shape).transpose(0, 1) if is_masked else x)
 
-            self._open.enter_context(linear_seen_by(seen))
+            self._open.enter_context(output_projections_seen_by(seen))
         if stacked:
             self._open.enter_context(_expert_inputs(stacked, _ExpertProducts(sums, dtype), mask, counts))
         self._open.enter_context(eagerly())
@@ -289,27 +292,52 @@ def one_by_one(module: nn.Module) -> Iterator[None]:
         setattr(config, EAGER, before)
 
 
-_watchers: list[Callable[[Tensor, Tensor], None]] = []  # called with input and weight of every linear product
-_linear = nn.functional.linear
-
-
-def _watched_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    for watcher in _watchers:
-        watcher(input, weight)
-    return _linear(input, weight, bias)
-
-
 @contextmanager
-def linear_seen_by(watcher: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
-    """Show a function every product that ``nn.functional`` computes: attention does not call its output projection."""
-    _watchers.append(watcher)
-    nn.functional.linear = _watched_linear
-    try:
+def output_projections_seen_by(see: Callable[[nn.MultiheadAttention, Tensor], None]) -> Iterator[None]:
+    """Show a function what attention multiplies by its output projection, whose forward it does not call."""
+    running: list[_AttentionProducts] = []
+
+    def before(module: nn.Module, _: object) -> None:
+        if isinstance(module, nn.MultiheadAttention):
+            running.append(_AttentionProducts(module, see))
+            running[-1].__enter__()
+
+    def after(module: nn.Module, *_: object) -> None:
+        if running and isinstance(module, nn.MultiheadAttention):
+            running.pop().__exit__(None, None, None)
+
+    with ExitStack() as stack:
+        stack.callback(register_module_forward_pre_hook(before).remove)
+        stack.callback(register_module_forward_hook(after, always_call=True).remove)
         yield
-    finally:
-        _watchers.remove(watcher)
-        if not _watchers:
-            nn.functional.linear = _linear
+
+
+class _AttentionProducts(TorchFunctionMode):
+    """While an attention runs, its function ``multi_head_attention_forward`` has a ``linear`` of its own."""
+
+    def __init__(self, attention: nn.MultiheadAttention, see: Callable[[nn.MultiheadAttention, Tensor], None]) -> None:
+        super().__init__()
+        self.attention, self.see = attention, see
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        # the function itself, or as another mode that is open has made it
+        is_attention = getattr(func, "__code__", None) is nn.functional.multi_head_attention_forward.__code__
+        return (self._watched(func) if is_attention else func)(*args, **(kwargs or {}))
+
+    def _watched(self, func: FunctionType) -> FunctionType:
+        product = func.__globals__["linear"]
+
+        def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+            if weight is self.attention.out_proj.weight:
+                self.see(self.attention, x.detach())
+            return product(x, weight, bias)
+
+        names = func.__globals__ | {"linear": linear}
+        watched = FunctionType(func.__code__, names, func.__name__, func.__defaults__)
+        names["multi_head_attention_forward"] = watched
+        return watched
 
 
 _stances: list[Any] = []  # one for each ``eagerly`` that is open

@@ -19,17 +19,17 @@ from .samples import Chunk
 
 
 @dataclass(frozen=True)
-class Inputs:
+class Channels:
     """How many values of each channel a norm has read, their mean and their variance."""
 
     num: int
     mean: Tensor
     var: Tensor
 
-    def __add__(self, other: "Inputs") -> "Inputs":
+    def __add__(self, other: "Channels") -> "Channels":
         num, step = self.num + other.num, other.mean - self.mean
         var = (self.num * self.var + other.num * other.var + step.square() * (self.num * other.num / num)) / num
-        return Inputs(num, self.mean + step * (other.num / num), var)
+        return Channels(num, self.mean + step * (other.num / num), var)
 
 
 @torch.no_grad()
@@ -45,12 +45,12 @@ def renew_batch_norms(calibration: Calibration, blocks: Sequence[nn.Module], siz
     norms = [m for m in calibration.model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
     if not norms or len(calibration.samples) < 2:
         return
-    reader = _Reader(calibration, blocks, size)
+    reader = _Passes(calibration, blocks, size)
     with swapped({tensor: values.to(tensor.device) for tensor, values in originals.whole.items()}):
         before = reader.read(norms)
     done: set[_BatchNorm] = set()
 
-    def renew(norm: _BatchNorm, new: Inputs) -> None:
+    def renew(norm: _BatchNorm, new: Channels) -> None:
         if norm in done:
             return
         old, running_mean, running_var = before[norm], norm.get_buffer("running_mean"), norm.get_buffer("running_var")
@@ -69,7 +69,7 @@ def renew_batch_norms(calibration: Calibration, blocks: Sequence[nn.Module], siz
             renew(norm, new)
 
 
-class _Reader:
+class _Passes:
     """Passes over the samples that read the inputs of norms."""
 
     def __init__(self, calibration: Calibration, blocks: Sequence[nn.Module], size: int) -> None:
@@ -81,18 +81,18 @@ class _Reader:
         )
         self._position = 0  # blocks that the stream has left behind
 
-    def read(self, norms: Sequence[_BatchNorm], num_calls: int = 0) -> dict[_BatchNorm, Inputs]:
+    def read(self, norms: Sequence[_BatchNorm], num_calls: int = 0) -> dict[_BatchNorm, Channels]:
         """What norms read over all samples, in the order of their first calls; a pass ends after ``num_calls``."""
-        found: dict[_BatchNorm, Inputs] = {}
+        found: dict[_BatchNorm, Channels] = {}
 
-        def add(call: tuple[_BatchNorm, Inputs]) -> None:
+        def add(call: tuple[_BatchNorm, Channels]) -> None:
             norm, inputs = call
             found[norm] = found[norm] + inputs if norm in found else inputs
 
         self.calibration.visit(self.size, partial(self._calls, norms, num_calls), add)
         return found
 
-    def read_alone(self, norm: _BatchNorm) -> Inputs | None:
+    def read_alone(self, norm: _BatchNorm) -> Channels | None:
         """What one norm reads, if it is called; the stream moves on to the block that calls it."""
         visit = partial(self.calibration.visit, self.size)
         while self._position < self.starts[norm]:
@@ -100,7 +100,7 @@ class _Reader:
             self._position += 1
         return self.read([norm], self.num_calls[norm]).get(norm)
 
-    def read_in_one_pass(self, norms: Sequence[_BatchNorm], act: Callable[[_BatchNorm, Inputs], None]) -> None:
+    def read_in_one_pass(self, norms: Sequence[_BatchNorm], act: Callable[[_BatchNorm, Channels], None]) -> None:
         """Call ``act`` with what a norm reads, before it runs, if each is called once and one pass holds all samples.
 
         Where memory runs out, norms that come later are left out.
@@ -125,10 +125,10 @@ class _Reader:
         norms: Sequence[_BatchNorm],
         num_calls: int,
         chunk: Chunk,
-        act: Callable[[_BatchNorm, Inputs], None] | None = None,
-    ) -> list[tuple[_BatchNorm, Inputs]]:
+        act: Callable[[_BatchNorm, Channels], None] | None = None,
+    ) -> list[tuple[_BatchNorm, Channels]]:
         """What norms read in one pass, call by call; ``act`` is called with it before the norm runs."""
-        calls: list[tuple[_BatchNorm, Inputs]] = []
+        calls: list[tuple[_BatchNorm, Channels]] = []
         num_ended = self._position
 
         def end(*_: object) -> None:
@@ -138,7 +138,7 @@ class _Reader:
         def store(norm: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             x = next(iter(args or kwargs.values())).detach().transpose(0, 1).flatten(1)
             var, mean = torch.var_mean(x.to(torch.promote_types(x.dtype, torch.float32)), 1, correction=0)
-            calls.append((norm, Inputs(x.shape[1], mean, var)))
+            calls.append((norm, Channels(x.shape[1], mean, var)))
             self.starts[norm] = min(self.starts.get(norm, num_ended), num_ended)
             self.num_calls[norm] = max(self.num_calls.get(norm, 1), sum(other is norm for other, _ in calls))
             if act is not None:

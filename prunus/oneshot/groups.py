@@ -34,7 +34,7 @@ class Group:
 
 
 @dataclass
-class _Layer:
+class _Calls:
     calls: list[tuple[Any, ...]]  # what tells the input of each call from others
     start: int
     stop: int = 0
@@ -50,7 +50,7 @@ def input_groups(calibration: Calibration, readers: Readers) -> tuple[list[Group
     There are no such blocks where the model does more with them than pass a state from one to the next. Weights whose
     layers are never called are in no group.
     """
-    layers: dict[str, _Layer] = {}
+    layers: dict[str, _Calls] = {}
     chunks = list(calibration.samples.chunks(1))[:NUM_PASSES]
     blocks = list(calibration.blocks)
     order = _observe(calibration, readers, chunks[0], blocks, layers)
@@ -74,7 +74,7 @@ def input_groups(calibration: Calibration, readers: Readers) -> tuple[list[Group
 
 
 def _observe(
-    calibration: Calibration, readers: Readers, chunk: Chunk, blocks: Sequence[nn.Module], layers: dict[str, _Layer]
+    calibration: Calibration, readers: Readers, chunk: Chunk, blocks: Sequence[nn.Module], layers: dict[str, _Calls]
 ) -> list[int]:
     """Add the layers that one pass calls for the first time; returns the order in which blocks were called."""
     batch = calibration.batch(chunk)
@@ -82,7 +82,7 @@ def _observe(
     num_rows = (sizes[:1].numel(), sizes.numel())
     alive: list[Tensor] = []  # inputs of this block: memory that is in use cannot be that of another input
     order: list[int] = []
-    here: dict[str, _Layer] = {}
+    here: dict[str, _Calls] = {}
     ended = 0
 
     def end(*_: object) -> None:
@@ -92,7 +92,7 @@ def _observe(
 
     def begin(name: str, reader: Reader, inputs: Inputs) -> None:
         alive.extend(inputs)
-        layer = here.setdefault(name, _Layer([], ended))
+        layer = here.setdefault(name, _Calls([], ended))
         same = [(x.data_ptr(), x._version, x.numel(), x.shape[-1], x.dtype) for x in inputs]
         layer.calls.append((*same, ended, reader.geometry))
         layer.stop, layer.num_inputs = ended, max(layer.num_inputs, len(inputs))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..eligible import CONVOLUTIONS, TRANSPOSED, Weight, is_conv1d, is_linear
-from ..input_statistics import linear_seen_by
+from ..input_statistics import output_projections_seen_by
 
 PLAIN = (nn.Linear.forward, nn.Conv1d.forward, nn.Conv2d.forward)
 OTHER = (nn.Conv3d.forward, *(kind.forward for kind in TRANSPOSED))
@@ -108,14 +108,14 @@ class Reader:
             else:
                 see(self, inputs)
 
-        def multiplied(x: Tensor, factor: Tensor) -> None:
-            if factor is self.module.get_parameter(OUTPUT):  # x has tokens before samples
-                see(self, (x.detach().unflatten(0, (-1, num_samples)).transpose(0, 1),))
+        def multiplied(attention: nn.Module, x: Tensor) -> None:
+            if attention is self.module:  # x has tokens before samples
+                see(self, (x.unflatten(0, (-1, num_samples)).transpose(0, 1),))
 
         with ExitStack() as stack:
             stack.callback(self.module.register_forward_pre_hook(before, with_kwargs=True).remove)
             if self.key == OUTPUT:
-                stack.enter_context(linear_seen_by(multiplied))
+                stack.enter_context(output_projections_seen_by(multiplied))
             yield
 
     def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:

@@ -1,9 +1,8 @@
 """Prune a trained model: a score or the solver chooses weights, a probe may keep some, a repair changes the rest."""
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
 from numbers import Real
 from typing import Any, Literal
 
@@ -164,10 +163,9 @@ def prune_to(
                     masks = scores.keep(select, sparsity, level.live)
             if probe is None or method.repair is not None:
                 allocation = allocate(scores, select, sparsity, level.live) if masks is None else None
-                change = partial(_change, scores, level, sparsity, allocation, within, state)
-                change(masks)
+                _change(scores, level, sparsity, masks, allocation, within, state)
                 if probe is not None:
-                    level.repair_again = partial(_repair_again, scores.calibration, level, change)
+                    level.repair_again = lambda: _change(scores, level, sparsity, level.packed, None, within, state)
     except BaseException:
         if calibration.offload is not None:
             calibration.offload.unload()
@@ -228,12 +226,12 @@ def _change(
     scores: Scores,
     level: Level,
     sparsity: float,
+    masks: Packed | None,
     allocation: Allocation | None,
     within: Packed | None,
     state: Folder | None,
-    masks: Packed | None,
 ) -> None:
-    """Run the loop over the dense model: by known masks, or by those that its steps choose."""
+    """Run the loop over the dense model: by known masks, or by those that its steps choose as was allocated."""
     calibration, repair = scores.calibration, scores.method.repair
     level.packed, level.repairs, level.tuned, level.not_tuned = {}, {}, {}, []
     journal = None
@@ -246,14 +244,10 @@ def _change(
 
     choose, num_drop = (allocation.choose, allocation.num_drop) if allocation else (None, {})
     loop = Loop(calibration, level, Mask(choose), masks=masks, live=within and level.live, journal=journal)
-    if repair is None:
-        loop.run(None, finished)
-    else:
-        loop.run(Solve(repair, choose, num_drop, calibration.clock), finished, repair.tuning)
-        loop.finish(repair.batch_norm, repair.tuning)
+    with nullcontext() if calibration.is_open else calibration.open(), eagerly():
+        if repair is None:
+            loop.run(None, finished)
+        else:
+            loop.run(Solve(repair, choose, num_drop, calibration.clock), finished, repair.tuning)
+            loop.finish(repair.batch_norm, repair.tuning)
     scores.changed()
-
-
-def _repair_again(calibration: Calibration, level: Level, change: Callable[[Packed], None]) -> None:
-    with nullcontext() if calibration.is_open else calibration.open(), torch.no_grad(), eagerly():
-        change(level.packed)

@@ -15,7 +15,7 @@ from .decide import Ratios, Tau, ZeroGradient, check_tau, is_allowed, ratios, sm
 from .engine import Engine
 
 Order = Literal["reverse", "forward"]
-Schedule = Literal["joint", "sequential", "block"]
+ProbeSchedule = Literal["joint", "sequential", "block"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Probe:
 
     tau: Tau = 1.0
     order: Order = "reverse"
-    schedule: Schedule = "sequential"
+    schedule: ProbeSchedule = "sequential"
     reduction: float = 0.1
     zero_gradient: ZeroGradient = "prune"
     base: float = 1.0  # tau of a weight of mean size where tau is adaptive
@@ -41,7 +41,7 @@ class Probe:
 
     def __post_init__(self) -> None:
         check_tau(self.tau)
-        for name, kind in (("order", Order), ("schedule", Schedule), ("zero_gradient", ZeroGradient)):
+        for name, kind in (("order", Order), ("schedule", ProbeSchedule), ("zero_gradient", ZeroGradient)):
             if getattr(self, name) not in get_args(kind):
                 raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, got {getattr(self, name)!r}")
         if not 0 <= self.reduction < 1:
