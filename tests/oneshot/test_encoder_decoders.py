@@ -52,8 +52,6 @@ def test_wandas_masks_are_those_of_a_plain_reference(name, form):
         assert torch.equal(model.get_parameter(layer.name) != 0, expected), layer.name
 
 
-
-
 @pytest.mark.parametrize(("name", "form"), each_once(NAMES, ["labels", "pair"], one_of=2))
 def test_gradients_are_read_and_a_loss_of_ones_own_sees_what_the_labels_lead_to(name, form):
     def loss(output, labels):

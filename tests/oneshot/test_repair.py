@@ -10,88 +10,59 @@ import torch
 from covering import each_once
 from families import build, inputs
 from probe_checks import assert_same, assert_same_masks, snapshot, zeros
-from probe_models import CASES, Case, convolutions, llama, mlp
+from probe_models import CASES, convolutions, llama, mlp
+from repair_reference import llama_groups, repaired_plainly
+from test_readers import encoder, unfused  # noqa: F401
 from torch import nn
 
 from prunus import BlockTuning, Global, NofM, PerLayer, PerRow, Repair, prune
 from prunus.oneshot import Probe
-from prunus.oneshot.allocation import keep_all_but
-from prunus.oneshot.gram import Gram
-from prunus.oneshot.layers import Reader
-from prunus.oneshot.solver import solve
 from prunus.score import bitter7
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def inputs_of(model, module, batches):
-    """What a layer is called with in whole passes, batch by batch."""
-    found = []
-    handle = module.register_forward_pre_hook(lambda _, args, kwargs: found.append(next(iter(args or kwargs.values()))),
-                                              with_kwargs=True)  # fmt: skip
-    for batch in batches:
-        batch = batch[0] if isinstance(batch, tuple) else batch
-        model(**batch) if isinstance(batch, dict) else model(batch)
-    handle.remove()
-    return found
+def encoder_case(batch_first):
+    parts = ("self_attn.in_proj_weight", "self_attn.out_proj.weight", "linear1.weight", "linear2.weight")
+    groups = [[f"encoder.layers.{i}.{part}"] for i in range(2) for part in parts]
+    return *encoder(torch.float64, batch_first), encoder(torch.float64)[0], groups
 
 
-@torch.no_grad()
-def repaired_plainly(dense, batches, groups, sparsity, repair):
-    """Group after group over whole models: inputs in the dense and in the pruned one, then the solver."""
-    dense, pruned = deepcopy(dense).eval(), deepcopy(dense).eval()
-    for names in groups:
-        path = names[0].removesuffix(".weight")
-        gram, module = Gram(), pruned.get_submodule(path)
-        both = (inputs_of(model, model.get_submodule(path), batches) for model in (pruned, dense))
-        for batch, x, x_dense in zip(batches, *both, strict=True):
-            valid = batch["attention_mask"].bool() if isinstance(batch, dict) else None
-            gram.add(Reader(module).rows(x)[0], Reader(module).rows(x_dense)[0], valid)
-        weights = {name: pruned.get_parameter(name).flatten(1) for name in names}
-        counts = {name: round(sparsity * weight.numel()) for name, weight in weights.items()}
-        for name, solution in solve(weights, gram.moments(), keep_all_but(counts), repair).items():
-            parameter = pruned.get_parameter(name)
-            parameter.copy_(solution.weight.view(parameter.shape))
-    return pruned
-
-
-def llama_groups(num_layers):
-    parts = [["q_proj", "k_proj", "v_proj"], ["o_proj"]], [["gate_proj", "up_proj"], ["down_proj"]]
-    return [
-        [f"model.layers.{i}.{where}.{part}.weight" for part in group]
-        for i in range(num_layers)
-        for where, groups in zip(("self_attn", "mlp"), parts, strict=True)
-        for group in groups
-    ]
-
-
-PLAINLY = {
-    "llama": lambda: (llama(num_layers=2), llama_groups(2)),
-    "convolutions": lambda: (
-        Case(*convolutions(), None, None, None),
-        [["stem.weight"], ["blocks.0.weight"], ["blocks.1.weight"], ["head.weight"]],
-    ),
-}
+def case_of(make):
+    """A model and its batches, what a plain loop repairs in its place, and its groups."""
+    if make == "llama":
+        case = llama(num_layers=2)
+        return case.model, case.batches, case.model, llama_groups(2)
+    if make == "convolutions":
+        model, batches = convolutions()
+        return model, batches, model, [["stem.weight"], ["blocks.0.weight"], ["blocks.1.weight"], ["head.weight"]]
+    return encoder_case(make == "encoder")
 
 
 @cache
 def expected_of(make, repair):
-    case, groups = PLAINLY[make]()
-    return repaired_plainly(case.model, case.batches, groups, 0.5, repair)
+    _, batches, model, groups = case_of(make)
+    return repaired_plainly(model, batches, groups, 0.5, repair)
+
+
+PLAINLY = ["llama", "convolutions", "encoder", "tokens first"]
 
 
 @pytest.mark.parametrize(
     ("make", "repair", "batch_size", "offload"),
-    each_once(PLAINLY, [Repair(), Repair("own", damping=0.1)], [1, None, 3], [None, "cpu"], one_of=3),
+    each_once(PLAINLY, [Repair(), Repair("own", damping=0.1)], [1, None, 3], [None, "cpu"], one_of=4),
     ids=str,
 )
+@pytest.mark.usefixtures("unfused")
 def test_a_model_is_repaired_as_by_a_plain_loop_over_whole_models(make, repair, batch_size, offload):
-    (case, _), expected = PLAINLY[make](), expected_of(make, repair)
-    result = prune(case.model, case.batches, repair=repair, batch_size=batch_size, offload=offload)
-    for name, parameter in case.model.named_parameters():
+    (model, batches, *_), expected = case_of(make), expected_of(make, repair)
+    options = {"include": ["*in_proj_weight"] if make in PLAINLY[2:] else [], "offload": offload}
+    result = prune(model, batches, repair=repair, batch_size=batch_size, **options)
+    for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter, expected.get_parameter(name), rtol=1e-6, atol=1e-8)
     assert all(layer.error <= layer.mask_error and layer.not_repaired is None for layer in result.layers)
     assert result.errors == {layer.name: layer.error for layer in result.layers}
+    assert all(repaired.iterations > 0 for repaired in result.level.repairs.values())
 
 
 def assert_allocated(result, sparsity, alone):
