@@ -129,7 +129,7 @@ def advise(source: AnySource, device: torch.device | str = "cpu", load: Load = L
 def _weights(source: AnySource) -> Iterator[tuple[str, Tensor]]:
     """Matrices by name that may be weights of linear layers, one at a time."""
     if isinstance(source, nn.Module):
-        for name, layer in chosen(source, (), ()).items():
+        for name, layer in chosen(source).items():
             yield f"{name}.weight", linear_weight(layer)
     elif isinstance(source, Mapping):
         yield from ((name, weight.detach()) for name, weight in source.items() if weight.ndim == 2)

@@ -243,7 +243,7 @@ def sparsify_(
     model: nn.Module,
     *,
     vectors: int = 1,
-    include: str | Sequence[str] = (),
+    only: str | Sequence[str] = (),
     exclude: str | Sequence[str] = (),
     least: float | None = None,
 ) -> list[str]:
@@ -251,9 +251,9 @@ def sparsify_(
 
     A layer is taken that is faster sparse on its device in products with ``vectors`` vectors, which is the batch size
     of decoding; kinds of layers are measured once on a machine. With ``least`` nothing is measured: layers with that
-    share of zeros or more are taken. A weight must be of a type that the form holds, and not tied to another. With
-    ``include``, globs over names, only layers that match; those that match ``exclude`` stay. Layers that read the
-    same input, as q, k and v of attention, compute as one.
+    share of zeros or more are taken. A weight must be of a type that the form holds, and not tied to another.
+    ``only`` restricts to layers whose name matches one of its globs, and ``exclude`` leaves out those that match. Layers
+    that read the same input, as q, k and v of attention, compute as one.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"sparsify_ takes a model, got {type(model).__name__}; load_model reads one from a folder")
@@ -261,7 +261,7 @@ def sparsify_(
         raise ValueError(f"vectors, the batch size of decoding, is a whole number of at least 1, got {vectors!r}")
     if least is not None and not 0 <= least <= 1:
         raise ValueError(f"least is a share of zeros in [0, 1], as 0.5 for a half, got {least}")
-    weights = {name: linear_weight(layer) for name, layer in chosen(model, include, exclude).items()}
+    weights = {name: linear_weight(layer) for name, layer in chosen(model, only, exclude).items()}
     for name, weight in weights.items():
         check_values(f"{name}.weight", weight)
     kinds = {name: kind_of(weight) for name, weight in weights.items() if why_not(weight) is None}

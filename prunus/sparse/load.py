@@ -88,7 +88,7 @@ def _without_memory() -> Iterator[None]:
 
 def _fill_(model: Any, tensors: Tensors, device: torch.device, vectors: int, least: float | None) -> None:
     stored = {inner: name for name, inner in huggingface.model_names(model, tensors)[0].items()}
-    layers = {name: layer for name, layer in chosen(model, (), ()).items() if f"{name}.weight" in stored}
+    layers = {name: layer for name, layer in chosen(model).items() if f"{name}.weight" in stored}
     kinds = _kinds(layers, stored, tensors)
     ways = forms_of(kinds, vectors, device, least)
     forms: dict[str, Form] = {}

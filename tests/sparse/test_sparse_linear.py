@@ -237,12 +237,15 @@ def test_sparse_layers_are_replaced_and_tied_and_dense_ones_stay():
 
 
 def test_patterns_and_the_least_sparsity_choose():
-    assert sparsify_(Model(), include="sparse", least=0.5) == ["sparse"]
+    assert sparsify_(Model(), only="sparse", least=0.5) == ["sparse"]
+    assert sparsify_(Model(), only=["spar*", "trans*"], exclude="sparse.weight", least=0.5) == ["transposed"]
     assert sparsify_(Model(), exclude="sparse", least=0.5) == ["transposed"]
     assert sparsify_(Model(), least=0.95) == []
     assert sparsify_(Model(), least=0.0) == ["sparse", "dense", "transposed"]
-    with pytest.raises(ValueError, match="matches no parameter"):
-        sparsify_(Model(), include="nothing")
+    for call in (sparsify_, semi_structured_):
+        for name in ("only", "exclude"):
+            with pytest.raises(ValueError, match="'nothing' matches no parameter"):
+                call(Model(), **{name: ["sparse", "nothing"]})
     with pytest.raises(ValueError, match="from_linear"):
         sparsify_(linear(), least=0.5)
 
@@ -500,9 +503,13 @@ def test_a_layer_that_is_not_two_of_four_is_named_before_anything_is_done():
     model[1].weight.data[1:3] = 0
     with pytest.raises(ValueError, match=r"^1\.weight is not 2:4"):
         semi_structured_(model)
-    with pytest.raises(ValueError, match=r"^2\.weight is not 2:4"):
-        semi_structured_(model, include="2")
-    with pytest.raises(ValueError, match="no linear layer"):
+    for only in ("1", ["1", "2"]):
+        with pytest.raises(ValueError, match=r"^1\.weight is not 2:4"):
+            semi_structured_(model, only=only)
+    for options in ({"only": "2"}, {"exclude": ["0", "1"]}):
+        with pytest.raises(ValueError, match="no linear layer that only and exclude leave has half"):
+            semi_structured_(model, **options)
+    with pytest.raises(ValueError, match="no linear layer has half"):
         semi_structured_(model[2:])
     assert all(type(layer.weight) is nn.Parameter for layer in model)
 
