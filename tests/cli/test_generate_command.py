@@ -66,10 +66,19 @@ def test_compiled_the_text_is_the_same(folder, capsys, monkeypatch):
     assert calls
 
 
-@pytest.mark.parametrize("name", ["LlamaForCausalLM", "GPT2LMHeadModel", "GPTNeoXForCausalLM"])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("LlamaForCausalLM", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 100.0}}),
+        ("GPT2LMHeadModel", GPT2),
+        ("GPTNeoXForCausalLM", {"tie_word_embeddings": True}),
+        ("Gemma3ForCausalLM", {"head_dim": 8, "sliding_window": 4}),  # rotary embeddings of two kinds, scaled inputs
+    ],
+    ids=["rotary", "transposed", "tied", "buffers"],
+)
 @pytest.mark.parametrize("is_small", [True, False])
-def test_a_packed_model_is_the_one_that_sparsify_makes(name, is_small, tmp_path):
-    model, ids = model_of(name, **(GPT2 if name == "GPT2LMHeadModel" else {})), torch.arange(8)[None]
+def test_a_packed_model_is_the_one_that_sparsify_makes(name, options, is_small, tmp_path):
+    model, ids = model_of(name, **options), torch.arange(8)[None]
     save_model(model, tmp_path / "model") if is_small else model.save_pretrained(tmp_path / "model")
     names = sparsify_(model, least=0.5)
     packed = load_packed(tmp_path / "model", least=0.5)
@@ -77,6 +86,10 @@ def test_a_packed_model_is_the_one_that_sparsify_makes(name, is_small, tmp_path)
     assert names == [name for name, layer in packed.named_modules() if isinstance(layer, SparseLinear)]
     state = packed.state_dict()
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    buffers = dict(model.named_buffers())  # those too that no file holds
+    assert all(torch.equal(tensor, buffers.pop(name)) for name, tensor in packed.named_buffers()) and not buffers
+    is_tied = [each.get_output_embeddings().weight is each.get_input_embeddings().weight for each in (model, packed)]
+    assert is_tied[0] == is_tied[1]
     with torch.no_grad():
         assert torch.equal(packed(ids).logits, model(ids).logits)
 
