@@ -12,9 +12,7 @@ from .gaps import WIDEST
 from .product import DTYPES
 
 
-def chosen(
-    model: nn.Module, only: str | Sequence[str] = (), exclude: str | Sequence[str] = ()
-) -> dict[str, nn.Module]:
+def chosen(model: nn.Module, only: str | Sequence[str] = (), exclude: str | Sequence[str] = ()) -> dict[str, nn.Module]:
     """Linear layers by name that the patterns allow, whose weight is in no other place and not semi-structured yet."""
     only, exclude = ([p] if isinstance(p, str) else list(p) for p in (only, exclude))
     check_patterns([*only, *exclude], [name for name, _ in model.named_parameters()])
