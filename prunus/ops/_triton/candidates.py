@@ -34,8 +34,8 @@ def score_kernel(
     tensor = locate(table, num_tensors, order // TILE, DEPTH)
     row = table + tensor * COLUMNS
     place = order - tl.load(row + FIRST) * TILE
-    addresses, numbers = read_by(row, constants + tensor * 4)
-    s = scores_of(addresses, numbers, place, 0, at < num, False, False, NAME, WT, MT, VT, 1)
+    read = read_by(row, constants + tensor * 4)
+    s = scores_of(read, place, 0, at < num, False, False, NAME, WT, MT, VT, 1)
     tl.store(scores + at, s, mask=at < num)
 
 

@@ -26,16 +26,17 @@ def find_tile(table, constants, num_tensors, tile, DEPTH: tl.constexpr, TILE: tl
     tensor = locate(table, num_tensors, tile, DEPTH)
     row = table + tensor * COLUMNS
     first = (tile - tl.load(row + FIRST)) * TILE
-    addresses, numbers = read_by(row, constants + tensor * 4)
-    return tensor, row, first, tl.load(row + NUMEL) - first, tl.load(row + LIVE), addresses, numbers
+    read = read_by(row, constants + tensor * 4)
+    return tensor, row, first, tl.load(row + NUMEL) - first, tl.load(row + LIVE), read
 
 
 @triton.jit
 def scores_of(
-    addresses, constants, first, lane, valid, FULL: tl.constexpr, FAST: tl.constexpr, NAME: tl.constexpr,
+    read, first, lane, valid, FULL: tl.constexpr, FAST: tl.constexpr, NAME: tl.constexpr,
     WT: tl.constexpr, MT: tl.constexpr, VT: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Scores of the elements ``first + lane`` of one tensor; a type of None is a register that is not read."""
+    addresses, constants = read
     w, m, v = 0.0, 0.0, 0.0
     if NAME == "random":
         w = uniform(first + lane, addresses[3])
