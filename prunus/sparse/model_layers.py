@@ -35,10 +35,6 @@ def linear_weight(module: nn.Module) -> Tensor:
     return weight.t() if is_conv1d(module) else weight
 
 
-def sparsity_of(weight: Tensor) -> float:
-    return 1 - int(weight.count_nonzero()) / max(1, weight.numel())
-
-
 def check_values(name: str, weight: Tensor) -> None:
     """ValueError for a weight on the meta device."""
     if weight.is_meta:

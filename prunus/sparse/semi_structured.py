@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from .model_layers import check_values, chosen, sparsity_of
+from .model_layers import check_values, chosen
 
 DTYPES = (torch.bfloat16, torch.float16)
 OLDEST = (8, 0)  # compute capability of the first GPUs with sparse matrix units
@@ -32,7 +32,7 @@ def semi_structured_(
     layers = {name: layer for name, layer in chosen(model, only, exclude).items() if isinstance(layer, nn.Linear)}
     for name, layer in layers.items():
         check_values(f"{name}.weight", layer.weight)
-    layers = {name: layer for name, layer in layers.items() if sparsity_of(layer.weight) >= 0.5}
+    layers = {name: each for name, each in layers.items() if 2 * each.weight.count_nonzero() <= each.weight.numel()}
     if not layers:
         which = " that only and exclude leave" if only or exclude else ""
         raise ValueError(f"no linear layer{which} has half of its weights zero: prune to 2:4 first, with NofM(2, 4)")
