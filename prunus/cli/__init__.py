@@ -116,8 +116,8 @@ def _mistake(kind: type[Any], page: str) -> str:
     if len(lines) > 3 and lines[1].startswith("Missing from"):
         return f"{lines[2].split()[0]} is missing: {lines[3].removesuffix('(required)').strip()}"
     what = lines[1].removeprefix(f"Error parsing {kind.__name__}: ")  # line 0 is the page's title
-    if found := re.match(r"Error parsing (--[\w-]+): .*\b(?i:int|float)\b.*'(.*)'", what):
-        option, given = found.groups()
+    if wrong := re.match(r"Error parsing (--[\w-]+): .*\b(?i:int|float)\b.*'(.*)'", what):
+        option, given = wrong.groups()
         hint = f"; {given} is {float(given[:-1]) / 100:g}" if re.fullmatch(r"\d+(\.\d+)?%", given) else ""
         return f"{option} takes a {'' if 'float' in what.lower() else 'whole '}number, got {given!r}{hint}"
     near = [line.split()[0] for line in lines if re.match(r"--[a-z]", line)]

@@ -124,8 +124,8 @@ class Decoder:
 
     def _special_tokens(self, eos: int | Sequence[int] | None, pad: int | None) -> tuple[tuple[int, ...], int]:
         config = self.model.generation_config
-        found = config.eos_token_id if eos is None else eos
-        ends = () if found is None else tuple(int(n) for n in ([found] if isinstance(found, int) else found) if n >= 0)
+        eos = config.eos_token_id if eos is None else eos
+        ends = () if eos is None else tuple(int(n) for n in ([eos] if isinstance(eos, int) else eos) if n >= 0)
         if pad is None:
             pad = config.pad_token_id
         return ends, pad if pad is not None else ends[0] if ends else 0

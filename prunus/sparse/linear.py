@@ -163,13 +163,13 @@ def guard_saving_(model: nn.Module) -> None:
 def _resize_buffers(layer: SparseLinear, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
     """Resize the buffers to the saved ones before loading; refuse indices that are out of range."""
     form, device = layer.form, layer.like.device
-    found = {name: state_dict[prefix + name] for name in form.PARTS if prefix + name in state_dict}
-    if len(found) < len(form.PARTS):
+    parts = {name: state_dict[prefix + name] for name in form.PARTS if prefix + name in state_dict}
+    if len(parts) < len(form.PARTS):
         return
-    stage = stage_of(int(found["starts"].diff().max())) if isinstance(form, Tiles) and len(found["starts"]) > 1 else 0
-    new = form_of([*found.values()], form.shape, form.dtype, stage)
+    stage = stage_of(int(parts["starts"].diff().max())) if isinstance(form, Tiles) and len(parts["starts"]) > 1 else 0
+    new = form_of([*parts.values()], form.shape, form.dtype, stage)
     check_tiles(new) if isinstance(new, Tiles) else check_gaps(new)
-    empty = [torch.empty_like(part, dtype=getattr(form, name).dtype, device=device) for name, part in found.items()]
+    empty = [torch.empty_like(part, dtype=getattr(form, name).dtype, device=device) for name, part in parts.items()]
     layer._set(form_of(empty, form.shape, form.dtype, stage))
 
 

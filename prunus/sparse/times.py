@@ -121,8 +121,8 @@ def cache_file(device: torch.device) -> Path:
 def _cpu_name() -> str:
     info = Path("/proc/cpuinfo")
     text = info.read_text() if info.is_file() else ""
-    found = re.search(r"(?:model name|CPU part)\s*:\s*(.+)", text)
-    return f"{platform.machine()} {found[1] if found else platform.processor()}"
+    line = re.search(r"(?:model name|CPU part)\s*:\s*(.+)", text)
+    return f"{platform.machine()} {line[1] if line else platform.processor()}"
 
 
 def _versions(device: torch.device) -> dict[str, str]:
@@ -133,9 +133,10 @@ def _versions(device: torch.device) -> dict[str, str]:
 def _table(path: Path, device: str) -> dict[str, Times]:
     """What is known, from the file if it is one of this device and these versions."""
     with suppress(ValueError):
-        found = read_json(path)
-        times = found.pop("times", None)
-        if found == _versions(torch.device(device)) and isinstance(times, dict) and all(map(_is_times, times.values())):
+        stored = read_json(path)
+        times = stored.pop("times", None)
+        is_known = stored == _versions(torch.device(device)) and isinstance(times, dict)
+        if is_known and all(map(_is_times, times.values())):
             return times
     return {}
 
@@ -164,17 +165,17 @@ def formats_of(weight: Tensor) -> dict[str, WeightFormat]:
             csr_of(form)  # made once for a layer, not for a product
         return lambda x: product(x, form)
 
-    found = {
+    formats = {
         "dense": WeightFormat(weight.nbytes, lambda: dense(weight.clone())),
         "gaps": WeightFormat(gaps.nbytes, lambda: sparse(gaps.clone())),
     }
     if can_tile(weight.device) and weight.dtype in tiles.DTYPES:
         tiled = tiles.tiles_of_dense(weight)
-        found["tiles"] = WeightFormat(tiled.nbytes, lambda: sparse(tiled.clone()))
+        formats["tiles"] = WeightFormat(tiled.nbytes, lambda: sparse(tiled.clone()))
     if semi_structured.can_run(weight.device) and semi_structured.why_not(weight) is None:
         packed_bytes = weight.nbytes * 9 // 16  # half of the values, two bits for each
-        found["2:4"] = WeightFormat(packed_bytes, lambda: dense(torch.sparse.to_sparse_semi_structured(weight)))
-    return found
+        formats["2:4"] = WeightFormat(packed_bytes, lambda: dense(torch.sparse.to_sparse_semi_structured(weight)))
+    return formats
 
 
 def measured(weight: Tensor, vectors: int) -> Times:

@@ -290,42 +290,32 @@ def test_a_real_model_writes_the_same_text_sparse_and_dense():
     assert torch.equal(expected(model, ids, 100), dense)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("sparsity", [0.0, 0.6])
-def test_on_a_gpu_a_step_is_a_graph_and_the_text_is_that_of_generate(name, sparsity):
+def sparsified(sparsity, name="LlamaForCausalLM"):
+    """A model, sparse if it has zeros, and its text while it was dense."""
     model, ids = tiny(name, sparsity), prompts()
     dense = expected(model, ids)
-    if sparsity:
-        sparsify_(model, least=0.5)
-    decoder = Decoder(model)
+    assert not sparsity or sparsify_(model, least=0.5)
+    return model, ids, dense
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "compile"), [*((name, False) for name in FAMILIES), ("LlamaForCausalLM", True)])
+@pytest.mark.parametrize("sparsity", [0.0, 0.6])
+def test_on_a_gpu_a_step_is_a_graph_and_the_text_is_that_of_generate(name, compile, sparsity):
+    model, ids, dense = sparsified(sparsity, name)
+    decoder = Decoder(model, compile=compile)
     is_on_host = name == "FalconForCausalLM"  # makes a tensor on the host at every step, which no graph can hold
     with pytest.warns(UserWarning, match="cannot be captured") if is_on_host else nullcontext():
         for _ in range(2):
             assert torch.equal(decoder.generate(ids, max_new_tokens=20), dense)
     (state,) = decoder.states.values()
-    assert (state.graph is None) == is_on_host
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("sparsity", [0.0, 0.6])
-def test_on_a_gpu_a_compiled_step_is_a_graph_too(sparsity):
-    model, ids = tiny(sparsity=sparsity), prompts()
-    dense = expected(model, ids)
-    if sparsity:
-        assert sparsify_(model, least=0.5)
-    decoder = Decoder(model, compile=True)
-    for _ in range(2):
-        assert torch.equal(decoder.generate(ids, max_new_tokens=20), dense)
-    (state,) = decoder.states.values()
-    assert state.compile and state.graph is not None
+    assert (state.graph is None) == is_on_host and state.compile == compile
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("batch", [1, 2, 3, 8, 16])
 def test_on_a_gpu_batches_and_samples_replay(batch):
-    decoder, ids = Decoder(tiny(sparsity=0.6)), prompts(batch)
-    assert sparsify_(decoder.model, least=0.5)
+    decoder, ids = Decoder(sparsified(0.6)[0]), prompts(batch)
     first, again = (
         decoder.generate(ids, do_sample=True, top_p=0.9, seed=4, max_new_tokens=20, eos_token_id=-1) for _ in range(2)
     )
@@ -353,9 +343,7 @@ def test_on_a_gpu_two_of_four_writes_what_dense_does():
 @pytest.mark.gpu
 @pytest.mark.parametrize("sparsity", [0.0, 0.6])
 def test_on_a_gpu_prompts_of_one_length_are_read_by_a_graph(sparsity):
-    decoder = Decoder(tiny(sparsity=sparsity))
-    if sparsity:
-        assert sparsify_(decoder.model, least=0.5)
+    decoder = Decoder(sparsified(sparsity)[0])
     for seed, length in enumerate([7, 7, 7, 5, 5, 5, 7, 7]):
         ids = torch.randint(3, 64, (2, length), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
         mask = torch.ones_like(ids)

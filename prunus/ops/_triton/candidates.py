@@ -96,12 +96,12 @@ def _listed(w: Workspace, counters: Tensor, capacity: int, tile: int) -> Tensor:
 
 
 def _scores(low: Readable, t: Table, tile: int, order: Tensor) -> Tensor:
-    found = torch.empty(len(order), dtype=torch.float32, device=order.device)
+    scores = torch.empty(len(order), dtype=torch.float32, device=order.device)
     if len(order):
-        arguments = (t.rows, t.constants, len(t.rows), order, found, len(order))
+        arguments = (t.rows, t.constants, len(t.rows), order, scores, len(order))
         how = {**low.read, "DEPTH": t.depth, "BLOCK": BLOCK, "TILE": tile}
         launch(score_kernel, (-(-len(order) // BLOCK),), arguments, how)
-    return found
+    return scores
 
 
 def _ones(packed: Tensor, starts: Sequence[int]) -> list[int]:

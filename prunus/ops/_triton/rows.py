@@ -44,10 +44,10 @@ def kth_smallest(keys, lowest, highest, num, total):
         hi, up_to = tl.where(is_low, hi, pivot), tl.where(is_low, up_to, count)
         turn += 1
     if num - below == 1:
-        found = tl.min(tl.where(keys >= lo.to(tl.int32), keys, NOTHING))
+        threshold = tl.min(tl.where(keys >= lo.to(tl.int32), keys, NOTHING))
     else:
-        found = tl.max(tl.where(keys <= (hi - 1).to(tl.int32), keys, -NOTHING - 1))
-    return found
+        threshold = tl.max(tl.where(keys <= (hi - 1).to(tl.int32), keys, -NOTHING - 1))
+    return threshold
 
 
 @triton.jit(do_not_specialize=["num_tensors"])
@@ -82,10 +82,10 @@ def row_kernel(
     keep = ranked
     if need > 0:
         threshold = kth_smallest(keys, lowest, highest, need, num_live)
-        found = tl.sum((keys < threshold).to(tl.int32) + (keys == threshold).to(tl.int32) * BOTH)
-        num_equal = need - found % BOTH  # of equal ones so many are dropped, the first ones
+        counts = tl.sum((keys < threshold).to(tl.int32) + (keys == threshold).to(tl.int32) * BOTH)
+        num_equal = need - counts % BOTH  # of equal ones so many are dropped, the first ones
         keep = ranked & (keys > threshold)
-        if num_equal < found // BOTH:
+        if num_equal < counts // BOTH:
             equal = keys == threshold
             keep = keep | (equal & (tl.cumsum(equal.to(tl.int32)) > num_equal))
     byte = tl.arange(0, BLOCK // 8)
