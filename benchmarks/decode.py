@@ -151,7 +151,7 @@ def pruned_model(dense: Any, zeros: str) -> Any:
     """A copy with random zeros in all linear layers but the head."""
     model = deepcopy(dense)
     generator = torch.Generator(model.device).manual_seed(1)
-    for layer in chosen(model, (), ("lm_head*",)).values():
+    for layer in chosen(model, exclude="lm_head*").values():
         weight = linear_weight(layer)
         if zeros == "2:4":
             weight.view(-1, 4).scatter_(1, weight.abs().view(-1, 4).topk(2, 1, largest=False).indices, 0)
@@ -164,7 +164,7 @@ def pruned_model(dense: Any, zeros: str) -> Any:
 def sparsify_again(model: Any, batch: int) -> None:
     """The forms that are best for this batch size; a model that has them stays as it is."""
     if not hasattr(model, "kinds"):
-        layers = chosen(model, (), ("lm_head*",))
+        layers = chosen(model, exclude="lm_head*")
         model.kinds, model.forms = {name: kind_of(linear_weight(layer)) for name, layer in layers.items()}, None
     forms = forms_of(model.kinds, batch, model.device, None)
     if forms != model.forms:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from prunus.ops.machine import device_of
-from prunus.sparse.times import LEAST_CALLS, Call, elapsed_us, microseconds, num_copies, ways_of
+from prunus.sparse.times import LEAST_CALLS, Call, elapsed_us, formats_of, microseconds, num_copies
 
 from .benchmark import Benchmark, Measured, Record, Row, Section, copy_gb_s
 
@@ -76,7 +76,7 @@ def rows_of(case: Case, repeat: int, device: torch.device, dtype: torch.dtype) -
     exact = x.to(wide) @ weight.to(wide).t()
     zeros = "2:4" if case.two_of_four else f"{case.sparsity:.0%}"
     dense_us = None
-    for name, way in ways_of(weight).items():
+    for name, way in formats_of(weight).items():
         copies = [way.copy() for _ in range(num_copies(way.num_bytes))]
         error = ((copies[0](x).to(wide) - exact).norm() / exact.norm()).item()
         if not error < CLOSE[dtype]:

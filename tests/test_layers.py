@@ -53,7 +53,7 @@ MAY_IMPORT = CORE | {
 # what else than torch and numpy the core may load, and where
 HEAVY = {
     "triton": ("ops/_triton", "sparse/_triton"),
-    "transformers": ("export/huggingface", "sparse/decoder", "sparse/attention"),
+    "transformers": ("export/huggingface", "sparse/decoder", "sparse/attention", "sparse/advise"),
     "huggingface_hub": ("export/hub",),
     "matplotlib": ("plot",),
 }
