@@ -11,7 +11,7 @@ from ..ops import bits
 from ..ops.lazy import alike, stored
 from ..select import Global, Quota, Selector, Shape
 from ..threshold import cut_each, num_kept_each
-from .scores import Packed, Scores
+from .scoring import Packed, Scores
 from .step import Choose
 
 

@@ -26,7 +26,7 @@ from .probe.prober import Probe, Probed
 from .progress import Progress, progress_line
 from .prune import prune_to
 from .result import SearchResult
-from .scores import Packed, Scores
+from .scoring import Packed, Scores
 
 Evaluate = Callable[[nn.Module], float]
 

@@ -17,7 +17,7 @@ from prunus.oneshot.norms import _Sums
 from prunus.oneshot.probe import inspection
 from prunus.oneshot.resources import Clock
 from prunus.oneshot.samples import num_tokens, shortened
-from prunus.oneshot.scores import Scores
+from prunus.oneshot.scoring import Scores
 
 
 def findings(case, batches):

@@ -11,7 +11,7 @@ from prunus.oneshot.calibration import Calibration
 from prunus.oneshot.method import Method
 from prunus.oneshot.probe import objective
 from prunus.oneshot.probe.objective import IN_PARTS, Objective, entropy_in_parts
-from prunus.oneshot.scores import Scores
+from prunus.oneshot.scoring import Scores
 
 
 @pytest.mark.parametrize("elements", [1, 40, 10_000])

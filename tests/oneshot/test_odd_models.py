@@ -38,7 +38,7 @@ from prunus.oneshot import Probe
 from prunus.oneshot.calibration import Calibration
 from prunus.oneshot.method import Method
 from prunus.oneshot.norms import input_norms
-from prunus.oneshot.scores import Scores
+from prunus.oneshot.scoring import Scores
 
 
 def case_of(kind):

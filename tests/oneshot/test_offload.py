@@ -16,7 +16,7 @@ from torch import nn
 
 from prunus import prune, search
 from prunus.eligible import eligible
-from prunus.input_statistics import linear_seen_by
+from prunus.input_statistics import output_projections_seen_by
 from prunus.oneshot import Levels, Limit, Probe, streams
 from prunus.oneshot.offload import Offload
 
@@ -105,11 +105,11 @@ def test_an_output_projection_outside_the_blocks_is_on_the_device_when_attention
     offload = Offload(model, eligible(model).weights, torch.device("cpu"))
     seen = []
 
-    def multiplied(_, weight):
-        if weight is attention.out_proj.weight:
-            seen.append(weight not in offload._owners or weight in offload._homes)
+    def multiplied(attention, _):
+        weight = attention.out_proj.weight
+        seen.append(weight not in offload._owners or weight in offload._homes)
 
-    with offload.open(), linear_seen_by(multiplied):
+    with offload.open(), output_projections_seen_by(multiplied):
         x = blocks(torch.randn(5, 4))
         attention(x, x, x)
     assert seen == [True]

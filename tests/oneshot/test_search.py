@@ -15,7 +15,7 @@ from prunus.oneshot import Bisection, Levels, Limit, Probe, TauTuning, Trial
 from prunus.oneshot.calibration import Calibration
 from prunus.oneshot.method import Method
 from prunus.oneshot.prune import prune_to
-from prunus.oneshot.scores import Scores
+from prunus.oneshot.scoring import Scores
 
 
 def held_out(case):
