@@ -11,7 +11,7 @@ from torch import nn
 
 from prunus import Global, NofM, PerLayer, PerRow, Repair, prune
 from prunus.eligible import eligible
-from prunus.oneshot.allocation import keep_all_but
+from prunus.oneshot.step import keep_all_but
 from prunus.oneshot.gram import Gram
 from prunus.oneshot.layers import Reader, matrix_layout, readers
 from prunus.oneshot.solver import solve

@@ -15,7 +15,7 @@ from torch import nn
 
 from prunus import BlockTuning, Global, NofM, PerLayer, PerRow, Repair, prune
 from prunus.oneshot import Probe
-from prunus.oneshot.allocation import keep_all_but
+from prunus.oneshot.step import keep_all_but
 from prunus.oneshot.gram import Gram
 from prunus.oneshot.layers import Reader
 from prunus.oneshot.solver import solve
