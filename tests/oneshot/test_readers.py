@@ -11,10 +11,10 @@ from torch import nn
 
 from prunus import Global, NofM, PerLayer, PerRow, Repair, prune
 from prunus.eligible import eligible
-from prunus.oneshot.step import keep_all_but
 from prunus.oneshot.gram import Gram
 from prunus.oneshot.layers import Reader, matrix_layout, readers
 from prunus.oneshot.solver import solve
+from prunus.oneshot.step import keep_all_but
 from prunus.ops.lazy import as_rows
 
 

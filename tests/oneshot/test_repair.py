@@ -15,10 +15,10 @@ from torch import nn
 
 from prunus import BlockTuning, Global, NofM, PerLayer, PerRow, Repair, prune
 from prunus.oneshot import Probe
-from prunus.oneshot.step import keep_all_but
 from prunus.oneshot.gram import Gram
 from prunus.oneshot.layers import Reader
 from prunus.oneshot.solver import solve
+from prunus.oneshot.step import keep_all_but
 from prunus.score import bitter7
 
 
