@@ -14,11 +14,12 @@ from torch.optim import Optimizer
 
 from .eligible import Weight, eligible, warn_if_much_stays_dense
 from .input_statistics import InputNorms
-from .masking import Progress, check_state, is_initialising, masking_of, unwrapped
+from .masking import ByHooks, InsideStep, Progress, check_state, is_initialising, unwrapped
 from .masks import Masks, MaskStore, check_copies, digest, load_masks, unpack_like, unpack_saved_masks
 from .ops.lazy import Lazy
 from .ops.machine import is_capturing
 from .ops.shard import together
+from .optim import AdamWPrune
 from .owners import check_free, claim, release
 from .ranks import gather, is_dtensor, local, local_block, ranks_of, shard_of, shards_of
 from .rate import Rate, lr_factors_of
@@ -143,10 +144,10 @@ class Pruner:
         self._progress = Progress(schedule.end if regrow and schedule else None)
         self._movement = Movement(self._weights) if "movement" in self.score.reads else None
         self._inputs = InputNorms(self._eligible.weights, self._ranks) if "input_norm" in self.score.reads else None
-        way = masking_of(optimizer)
-        self._store = MaskStore(self._weights, optimizer, self._ranks, self._shards, in_empty_state=way.reads_masks)
+        is_ours = isinstance(optimizer, AdamWPrune)  # whose step itself reads masks from its state
+        self._store = MaskStore(self._weights, optimizer, self._ranks, self._shards, in_empty_state=is_ours)
         self._bits, self._holders = self._store.bits, self._store.holders
-        self._masking = way(self._store, self._progress, self._movement)
+        self._masking = (InsideStep if is_ours else ByHooks)(self._store, self._progress, self._movement)
         self._guard = ReloadGuard(model, self._masking, reloaded, masks)
         self.rate = rate if rate and rate.power else None
         self._lr_factors = lr_factors_of(optimizer, self._weights) if self.rate else None
@@ -362,24 +363,22 @@ class Pruner:
                 check_moments(self._eligible.weights, self.optimizer, self.score)
             if self.regrow:
                 self.regrow.check_moments(self.optimizer)
-            if self.schedule and self.no_gradient == "raise" and (odd := self._without_gradient()):
+            odd = without_gradient(self._eligible.weights, self.optimizer, self._reads)
+            if self.schedule and self.no_gradient == "raise" and odd:
                 warnings.warn(f"no gradient has reached {_listed(odd)} in the first step; {LATER}", stacklevel=2)
         self._store.write_state()
         if self.schedule and self.schedule.is_event(self.step, self.every):
             self._progress.is_due = True
-        waits = self._masking.is_holding and not self._reads.isdisjoint(MOMENTS)  # SPAM reset them too recently
+        waits = getattr(self.optimizer, "is_holding", False) and not self._reads.isdisjoint(MOMENTS)  # SPAM reset them
         try:
             if self._progress.is_due and not waits:
                 self.update()
         finally:
             self._collect_inputs()
 
-    def _without_gradient(self) -> list[Weight]:
-        return without_gradient(self._eligible.weights, self.optimizer, self._reads)
-
     def _leave_dense(self) -> None:
         """Prune no weight that no gradient has reached, on any rank."""
-        names = {weight.name for weight in self._without_gradient()}
+        names = {weight.name for weight in without_gradient(self._eligible.weights, self.optimizer, self._reads)}
         if self._ranks:
             missing = self._ranks.total(torch.tensor([name in names for name in self._weights], dtype=torch.int64))
             names = {name for name, num in zip(self._weights, missing.tolist(), strict=True) if num == self._ranks.size}

@@ -20,23 +20,19 @@ from .select import Selector, Shape
 from .statistics import score_of
 
 
-def _has(*methods: str) -> Callable[[object], bool]:
+def _has(value: object, *methods: str) -> bool:
     """Whether a value is an instance, not a class, with these methods."""
-    return lambda value: not isinstance(value, type) and all(hasattr(value, name) for name in methods)
-
-
-def _or_none(fits: Callable[[object], bool]) -> Callable[[object], bool]:
-    return lambda value: value is None or fits(value)
+    return not isinstance(value, type) and all(hasattr(value, name) for name in methods)
 
 
 # options of a Pruner: what is valid, and the words for it
 EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "schedule": (
-        _or_none(_has("__call__", "is_event", "over")),
+        lambda schedule: schedule is None or _has(schedule, "__call__", "is_event", "over"),
         "a schedule: Ramp(0.5, begin=100, end=1000), OneShot(0.5, at=100) or Constant(0.5)",
     ),
     "select": (
-        _has("quota", "packed", "group", "sparsity"),
+        lambda select: _has(select, "quota", "packed", "group", "sparsity"),
         "a selector: Global(), PerLayer(), PerRow() or NofM(2, 4)",
     ),
     "every": (
@@ -53,10 +49,8 @@ EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda dtype: isinstance(dtype, torch.dtype) and dtype.is_floating_point,
         "a floating-point dtype, as torch.float32",
     ),
-    "on_event": (_or_none(callable), "a function that takes an Event"),
+    "on_event": (lambda on_event: on_event is None or callable(on_event), "a function that takes an Event"),
 }
-
-
 SPARSITIES = ("sparsity", "amount", "target_sparsity", "final_sparsity", "initial_sparsity", "pruning_ratio", "ratio")
 P = ParamSpec("P")
 
