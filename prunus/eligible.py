@@ -203,8 +203,8 @@ def _gives_linear(module: nn.Linear) -> bool:
         vars(tiny)["training"] = is_training
         wanted = F.linear(scale * x, weight, bias)
         try:
-            found = type(module).forward(tiny, scale * x)
-            torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12 * scale)
+            outputs = type(module).forward(tiny, scale * x)
+            torch.testing.assert_close(outputs, wanted, rtol=1e-12, atol=1e-12 * scale)
         except Exception:  # what a forward of its own may raise is not known
             return False
     return True
@@ -249,12 +249,12 @@ def _heads(model: nn.Module) -> set[int]:
 
 def _routers(model: nn.Module) -> set[int]:
     """Ids of the weights that send tokens to experts, by the names that they have beside them."""
-    found: set[int] = set()
+    routers: set[int] = set()
     for module in model.modules():
         if isinstance(getattr(module, "experts", None), nn.Module):
             gates = (getattr(module, name, None) for name in ("gate", "router", "shared_expert_gate"))
-            found |= {id(p) for gate in gates if isinstance(gate, nn.Module) for p in gate.parameters()}
-    return found
+            routers |= {id(p) for gate in gates if isinstance(gate, nn.Module) for p in gate.parameters()}
+    return routers
 
 
 def unwrapped_model(model: nn.Module) -> nn.Module:

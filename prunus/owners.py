@@ -90,7 +90,7 @@ def _owned(parameters: Iterable[nn.Parameter], by: Callable[[Optimizer], bool]) 
 
     def find() -> list[tuple[MaskStore, str]]:
         names = ((owner, [n for n, p in owner.weights.items() if id(p) in ids]) for owner in list(_OWNERS))
-        return [(owner, found[0]) for owner, found in names if found and by(owner.optimizer)]
+        return [(owner, owned[0]) for owner, owned in names if owned and by(owner.optimizer)]
 
     if find():
         gc.collect()  # an owner that nobody can reach any more may wait to be freed
@@ -99,17 +99,17 @@ def _owned(parameters: Iterable[nn.Parameter], by: Callable[[Optimizer], bool]) 
 
 def _held(optimizer: Optimizer) -> list[Optimizer]:
     """This optimizer and those that it holds, at any depth and in containers, as a wrapper holds what it steps by."""
-    found: list[Optimizer] = []
+    optimizers: list[Optimizer] = []
     left: list[object] = [optimizer]
     for value in left:
         parts: Iterable[object] = value if isinstance(value, list | tuple) else ()
         if isinstance(value, dict):
             parts = value.values()
         elif isinstance(value, Optimizer):
-            found.append(value)
+            optimizers.append(value)
             parts = (part for name, part in vars(value).items() if name not in ("state", "param_groups"))
         left += [part for part in parts if not any(part is known for known in left)]
-    return found
+    return optimizers
 
 
 def _stepping() -> Iterator[Optimizer]:

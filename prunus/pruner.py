@@ -71,15 +71,14 @@ class Pruner:
     steps, by their density. ``regrow`` lets pruned weights come back until the ramp ends. ``include`` adds to the
     weights that are pruned by default, ``only`` restricts them, and ``exclude`` wins: globs over names.
 
-    Weights that are loaded without the pruner's state may not be zero where the masks prune. The next step after the
-    model's ``load_state_dict``, and every event, notices that: they are zeroed again, with one warning, or, with
-    ``reloaded="raise"``, refused by a ValueError. Sharded weights must be loaded on every rank then, since that step
-    asks all of them: to know that one loaded alone would take a message at every step. Zeros that no mask has are
-    refused at the first step, and where an optimizer's state was loaded without masks, if the optimizer has trained
-    before; ``masks={}`` lets it fill them. A state that was not loaded beside the others is told.
+    Weights loaded without the pruner's state may not be zero where the masks prune. The next step after the model's
+    ``load_state_dict``, and every event, zeroes them again with one warning, or, with ``reloaded="raise"``, raises a
+    ValueError. All ranks must load sharded weights then: noticing that one rank loaded alone would need communication
+    at every step. If the optimizer has trained before, zeros that no mask has are refused at the first step, and after
+    an optimizer's state was loaded without masks; ``masks={}`` fills them. A step warns of a state that was forgotten.
 
-    A weight has one Pruner at a time, and only the optimizer of that Pruner may step it; ``remove`` lets others. A
-    Pruner over another optimizer takes the weights over, with a warning, as when a cell of a notebook runs again.
+    A weight has one Pruner at a time, and only its optimizer may step it; ``remove`` lets others. A Pruner over another
+    optimizer takes the weights over, with a warning, as when a cell of a notebook runs again.
 
     A weight that no gradient has reached, such as an unused pooler, cannot be ranked by gradients or moments. The first
     step warns of it. At the first event it is refused, or stays dense if ``no_gradient`` is ``"dense"``.

@@ -91,12 +91,12 @@ def fisher(weight: Tensor, exp_avg_sq: Tensor, step: float, *, beta2: float = 0.
 def power(values: Tensor, q: float) -> Tensor:
     """``values^q`` by square roots and products, which round every element alike."""
     check_power(q)
-    eighths, root, found = int(8 * q), values, values.new_ones(values.shape)
+    eighths, root, product = int(8 * q), values, values.new_ones(values.shape)
     while eighths:
         root, eighths = root.pow(ROOT), 2 * eighths
         if eighths >= 8:
-            found, eighths = found.mul_(root), eighths - 8
-    return found
+            product, eighths = product.mul_(root), eighths - 8
+    return product
 
 
 def check_power(q: float | None) -> None:

@@ -137,19 +137,19 @@ def copied_weights(copy: object, weights: Mapping[str, nn.Parameter]) -> dict[st
     """The weights of these names in a copy of their model, wrapped or not; refused if one is missing or differs."""
     if not isinstance(copy, nn.Module):
         raise ValueError(f"apply_to takes a model, as AveragedModel(model), got {type(copy).__name__}")
-    found = {plain_name(full): p for full, p in copy.named_parameters(remove_duplicate=False)}
+    copies = {plain_name(full): p for full, p in copy.named_parameters(remove_duplicate=False)}
     for name, weight in weights.items():
-        if name not in found:
+        if name not in copies:
             raise ValueError(
-                f"{name!r} is not in the model given, whose first weight is {next(iter(found), 'none')!r}; "
+                f"{name!r} is not in the model given, whose first weight is {next(iter(copies), 'none')!r}; "
                 "apply_to takes a copy of the model that is pruned"
             )
-        if found[name].shape != weight.shape:
+        if copies[name].shape != weight.shape:
             raise ValueError(
-                f"{name} has shape {tuple(found[name].shape)} in the model given, but {tuple(weight.shape)} in the "
+                f"{name} has shape {tuple(copies[name].shape)} in the model given, but {tuple(weight.shape)} in the "
                 "one that is pruned; apply_to takes a copy of it"
             )
-    return {name: found[name] for name in weights}
+    return {name: copies[name] for name in weights}
 
 
 def check_devices(weights: Mapping[str, nn.Parameter]) -> None:
