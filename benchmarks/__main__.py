@@ -24,7 +24,7 @@ COMMANDS = {  # module and class, what the command does
     "wanda": ("wanda:Wanda", "one-shot WANDA beside llmcompressor's, in an environment that has both"),
     "page": ("page:Page", "docs/benchmarks.md, distributed.md, experts.md and repair.md from all results"),
     "pictures": ("pictures:Pictures", "docs/pictures and the figures of README.md from all results"),
-    "reference": ("reference:Reference", "docs/reference.md and docs/scores.md from the docstrings"),
+    "reference": ("reference:Reference", "docs/reference.md from the docstrings"),
     "evidence": ("probe:Evidence", "does the gradient probe help? the study behind docs/probe.md"),
 }
 

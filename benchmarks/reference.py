@@ -1,8 +1,9 @@
-"""``docs/reference.md`` and ``docs/scores.md``: the public names and their docstrings, and the table of scores."""
+"""``docs/reference.md``: the public names and their docstrings, and the table of scores."""
 
 import ast
 import inspect
 import re
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
@@ -30,7 +31,7 @@ CHAPTERS = {  # heading: module and names; a name of the package itself has no m
 REFERENCE = """# Reference
 
 This page is made by `python -m benchmarks reference` from the docstrings. Names without a module are imported from
-`prunus`: `from prunus import Pruner`. Scores have a [table of their own](scores.md).
+`prunus`: `from prunus import Pruner`. [The scores](#scores) have a table at the end.
 """
 WHEN = {
     "magnitude": "the baseline; needs no data and no optimizer state",
@@ -49,11 +50,10 @@ WHEN = {
     "random": "the control that every comparison needs",
     "wanda": "masks after training, or where the inputs matter; with `PerRow()`",
 }
-SCORES_PAGE = """# Scores
+SCORES_CHAPTER = """## Scores
 
-This page is made by `python -m benchmarks reference` from the table `SCORES`. A score has the shape of its weight, and
-a larger one is kept longer. In the formulas w is the weight, m and v are Adam's moments (`exp_avg`, `exp_avg_sq`), t is
-the step and x are the inputs.
+These are the rows of the table `SCORES`. A score has the shape of its weight, and a larger one is kept longer. In the
+formulas w is the weight, m and v are Adam's moments (`exp_avg`, `exp_avg_sq`), t is the step and x are the inputs.
 
 {scores}
 
@@ -68,7 +68,7 @@ Pruned weights come back, where `Regrow` lets them, by one of these:
 """
 
 
-def scores_page() -> str:
+def scores_chapter() -> str:
     lines = []
     for name, row in SCORES.items():
         other = "" if row.of.__name__ == name else row.of.__name__
@@ -80,7 +80,7 @@ def scores_page() -> str:
         lines.append([f"`{name}`", _formula(row.of), _reads(row.reads), ", ".join(same), WHEN[name]])
     regrowth = [[f"`{name}`", _formula(row.of), _reads(row.reads)] for name, row in REGROWTH.items()]
     heads = ["score", "formula", "reads", "same as", "when to use it"]
-    return SCORES_PAGE.format(
+    return SCORES_CHAPTER.format(
         scores=markdown_table(heads, lines, words=range(5)),
         regrowth=markdown_table(["by", "formula", "reads"], regrowth, words=range(3)),
     )
@@ -105,7 +105,7 @@ def reference_page() -> str:
     for heading, names in CHAPTERS.items():
         parts.append(f"## {heading}\n")
         parts += ["\n".join(_entry(name)) for name in names.split()]
-    return "\n".join(parts)
+    return "\n".join([*parts, scores_chapter()])
 
 
 def _entry(place: str) -> Iterator[str]:
@@ -118,7 +118,13 @@ def _entry(place: str) -> Iterator[str]:
     node = next(node for node in ast.parse(source).body if getattr(node, "name", None) == name)
     assert isinstance(node, ast.FunctionDef | ast.ClassDef)
     yield f"### {f'prunus.{module}.{name}' if module else name}\n"
-    yield f"```python\n{_signature(node, source)}\n```\n"
+    shown = _signature(node, source)
+    if module and shown == f"{name}()":  # the constructor of a class that it derives from
+        init = textwrap.dedent(inspect.getsource(getattr(import_module(f"prunus.{module}"), name).__init__))
+        head = next(each for each in ast.parse(init).body if isinstance(each, ast.FunctionDef))
+        shown = re.sub(r"self,\s*", "", _signature(head, init), count=1).replace("def __init__", name, 1)
+        shown = shown.removesuffix(" -> None")
+    yield f"```python\n{shown}\n```\n"
     yield _words(node)
     if isinstance(node, ast.ClassDef):
         for member in node.body:
@@ -159,11 +165,10 @@ def _words(node: ast.FunctionDef | ast.ClassDef) -> str:
 
 @dataclass(frozen=True)
 class Reference:
-    """Write docs/reference.md and docs/scores.md from the docstrings and the table of scores."""
+    """Write docs/reference.md from the docstrings and the table of scores."""
 
     docs: Path = Path("docs")  # folder to write
 
     def run(self) -> None:
-        for name, text in {"reference.md": reference_page(), "scores.md": scores_page()}.items():
-            (self.docs / name).write_text(text)
-            print(f"{self.docs / name} written")
+        (self.docs / "reference.md").write_text(reference_page())
+        print(f"{self.docs / 'reference.md'} written")

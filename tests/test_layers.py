@@ -26,7 +26,7 @@ CORE = {
     "statistics": {"ops", "eligible", "score", "ranks"},
     "input_statistics": {"eligible", "ranks"},
     "masks": {"ops", "ranks"},
-    "owners": set(),
+    "owners": {"masks"},
     "optim": {"ops", "ranks", "masks"},
     "rate": {"ops", "eligible", "ranks", "optim"},
     "masking": {"ops", "ranks", "masks", "optim", "statistics"},

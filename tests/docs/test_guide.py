@@ -12,7 +12,7 @@ from prunus import AdamWPrune
 from prunus.cli import COMMANDS, _parse
 from prunus.sparse import compiled
 
-GUIDE = ["training", "after-training", "search", "run-and-ship", "doctor", "many-gpus", "command-line", "compare"]
+GUIDE = ["training", "after-training", "search", "run-and-ship", "doctor", "distributed", "command-line", "compare"]
 GUIDE += ["migrating", "how-it-works", "extending"]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*.md")])
 SCREEN = 110  # lines that a page of the guide may have
@@ -43,7 +43,8 @@ def test_a_page_runs_with_its_commands(name):
 
 @pytest.mark.parametrize("name", GUIDE)
 def test_a_page_is_about_one_screen(name):
-    assert len(page(name).read_text().splitlines()) <= SCREEN
+    by_hand = page(name).read_text().partition("<!-- What follows is written by")[0]
+    assert len(by_hand.splitlines()) <= SCREEN
 
 
 def test_the_lines_of_the_readme_run(monkeypatch):

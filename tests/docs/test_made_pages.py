@@ -25,7 +25,6 @@ def test_no_figure_of_the_readme_is_typed():
 
 def test_the_reference_and_the_scores_are_current():
     assert (ROOT / "docs" / "reference.md").read_text() == reference.reference_page()
-    assert (ROOT / "docs" / "scores.md").read_text() == reference.scores_page()
 
 
 def test_the_reference_has_every_public_name():
@@ -75,7 +74,7 @@ def test_the_commands_write_what_is_in_the_repository(tmp_path):
     folders = ["--results", str(RESULTS), "--studies", str(ROOT / "studies")]
     main(["pictures", *folders, "--readme", str(path), "--out", str(out)])
     main(["reference", "--docs", str(tmp_path)])
-    names = [*(ROOT / "docs" / "pictures").iterdir(), ROOT / "docs" / "reference.md", ROOT / "docs" / "scores.md"]
+    names = [*(ROOT / "docs" / "pictures").iterdir(), ROOT / "docs" / "reference.md"]
     for written in names:
         beside = (out if written.suffix == ".svg" else tmp_path) / written.name
         assert beside.read_text() == written.read_text()
