@@ -44,10 +44,6 @@ class RunFiles:
             raise ValueError(f"{self.path / file} should hold an object, but holds a {type(values).__name__}")
         return values
 
-    def load_if_there(self, file: str) -> dict[str, Any]:
-        """The object in a file; an empty one if there is no such file."""
-        return self.load(file) if self.has(file) else {}
-
     def run(self) -> Run:
         """The run that was trained."""
         return read_run(self.path) if self.line is None else run_of(self.load("run.json"), self.path / "run.json")

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 from report_folders import make_run, make_study, stopped
-from report_pages import ARMS, edit, page_of
+from report_pages import ARMS, VERDICTS, edit, page_of
 
 from prunus.cli import main
 from prunus.lab.report.cells import read_source
@@ -70,7 +70,7 @@ def test_a_study_without_a_part_of_it_is_shown(missing, tmp_path):
     if missing == "study.json":
         folder = folder / "runs"  # a folder of runs
     page = page_of(folder)
-    tables = page.tables["Held-out perplexity at the end, from the best to the worst of each sparsity"]
+    tables = page.tables[VERDICTS]
     assert len(tables) == 10
     assert ("verdict" in tables[0]) == (missing == "runs")
 

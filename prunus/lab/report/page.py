@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from ...files.atomic import write_atomically
 from .cells import ArmRow, Source, mean_of, read_source
 from .comparison import memory_of, split_recipe
-from .numbers import count, duration, fixed, memory, percent, plain, short_percent, signed
+from .numbers import count, duration, fixed, memory, number, percent, plain, short_percent, signed
 from .pruned import is_pruned, pruned_page
-from .records import RunRecord, number
+from .records import RunRecord
 from .sections import sections
 
 if TYPE_CHECKING:

@@ -3,12 +3,10 @@
 from html import escape
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 from ...plot import PICTURE, layers_chart
 from ..schema import AMOUNT, ANY, SHARE, TEXT, Maybe, Named, Spec, read_checked
-from .numbers import duration, memory
-from .records import number
+from .numbers import duration, memory, number
 
 PRUNED: Spec = {
     "rows": Named({"sparsity": SHARE}),
@@ -32,7 +30,10 @@ def pruned_page(folder: Path) -> str:
         raise ValueError(f"{folder / 'result.json'}: a layer lacks its name or its sparsity")
     metric = next((name for row in rows.values() for name in row if name != "sparsity"), "metric")
     style = resources.files("prunus.lab.report").joinpath("style.css").read_text(encoding="utf-8")
-    cells = [(name, f"{row.get('sparsity', 0):.2%}", _plain(row.get(metric))) for name, row in rows.items()]
+    figures = {
+        name: "not finite" if number(row.get(metric)) is None else f"{row[metric]:.4f}" for name, row in rows.items()
+    }
+    cells = [(name, f"{row.get('sparsity', 0):.2%}", figures[name]) for name, row in rows.items()]
     lines = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in cells]
     sparsity = max((row.get("sparsity", 0) for row in rows.values()), default=0)
     title = escape(str(found.get("settings", {}).get("model", folder.name)))
@@ -62,7 +63,3 @@ def pruned_page(folder: Path) -> str:
 </body>
 </html>
 """
-
-
-def _plain(value: Any) -> str:
-    return "not finite" if number(value) is None else f"{value:.4f}"

@@ -8,7 +8,8 @@ from typing import Any
 
 from ...files.json_file import is_deep
 from ..run_files import RunFiles
-from ..schema import COUNT, FAILED, LINE, RESULT, RUN, check, is_number, read_checked
+from ..schema import COUNT, FAILED, LINE, RESULT, RUN, check, read_checked
+from .numbers import number
 
 Json = dict[str, Any]
 
@@ -102,11 +103,6 @@ class RunRecord:
         if not isinstance(zeros, list) or len(zeros) != len(self.layers):
             return {}
         return {name: zero / total for (name, total), zero in zip(self.layers.items(), zeros, strict=True) if total}
-
-
-def number(value: Any) -> float | None:
-    """A finite float, or None: charts show a gap where a run diverged or a file holds something else."""
-    return value if is_number(value) else None
 
 
 def read_record(run: RunFiles) -> RunRecord:

@@ -8,9 +8,8 @@ from ..run import Run
 from .cells import CONTROLS, ArmRow, Source
 from .comparison import cost_panels, difference_panels, memory_of, outside, overlap_panels, quality_panel, ranking
 from .curves import compared_panels, run_panels
-from .numbers import fixed, plain, short_percent, signed, with_minus
+from .numbers import fixed, number, plain, short_percent, signed, with_minus
 from .panel import Mark, Number, NumberTable, Section, Word, cell, marks_of
-from .records import number
 from .sparsity import compared_maps, path_mark, run_map, shared_paths, sparsity_panel
 
 FRAME = "The frame is that of the last three quarters of the run."

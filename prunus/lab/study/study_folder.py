@@ -151,7 +151,7 @@ def damage(run: RunFiles) -> str:
 
 def read_cell(run: RunFiles) -> dict[str, Any]:
     """What cell.json says of a run; empty if there is none, ValueError where it is damaged."""
-    values = run.load_if_there("cell.json")
+    values = run.load("cell.json") if run.has("cell.json") else {}
     check(values, CELL, f"{run.path / 'cell.json'}: ", "it")
     return values
 
