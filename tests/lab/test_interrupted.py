@@ -143,6 +143,7 @@ def test_an_interrupted_study_says_the_command_that_continues_it(base, tmp_path,
     ("args", "continues"),
     [
         (["study", "--out", "x"], True),
+        (["demo", "--out", "x"], True),
         (["study", "show", "x"], False),
         (["prune", "model", "--out", "x"], True),
         (["prune", "model", "--no-repair"], False),

@@ -240,19 +240,6 @@ def test_a_study_grows_by_arms_sparsities_and_seeds():
     assert both.hash == first.hash
 
 
-@pytest.mark.parametrize(
-    ("base", "texts", "said"),
-    [
-        (replace(BASE, lr=2e-3), (), "the study in s has lr = 0.001, not 0.002"),
-        (replace(BASE, lr_schedule="cosine"), (), "the study in s has lr_schedule = wsd, not cosine"),
-        (BASE, ("x: lr=3.0",), "arm x of s is lr=2.0, not lr=3.0"),
-    ],
-)
-def test_a_changed_configuration_is_refused_by_name(base, texts, said):
-    with pytest.raises(ValueError, match=said):
-        extended(plan_of("x: lr=2.0"), plan_of(*texts, base=base), Path("s"))
-
-
 def test_only_keeps_the_controls():
     plan = only(plan_of("a: lr=2.0", "b: lr=3.0"), ["b"])
     assert {cell.arm for cell in plan.cells} == {"dense", "random", "magnitude", "b"}
