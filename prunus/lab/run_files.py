@@ -79,7 +79,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 def slim_runs(study: Path) -> list[RunFiles]:
     """The runs in a study's ``runs.jsonl``; none if it has no such file."""
-    path, found = study / SLIM, []
+    path, runs = study / SLIM, []
     for number, text in enumerate(path.read_text().splitlines() if path.is_file() else (), 1):
         try:
             line = json.loads(text)
@@ -89,8 +89,8 @@ def slim_runs(study: Path) -> list[RunFiles]:
         has_lines = isinstance(line, dict) and isinstance(line.get("metrics.jsonl"), list)
         if not isinstance(folder, str) or Path(folder).name != folder or not has_lines:
             raise ValueError(f"{path}: line {number} is not a run of a study")
-        found.append(RunFiles(study / "runs" / folder, line))
-    return found
+        runs.append(RunFiles(study / "runs" / folder, line))
+    return runs
 
 
 def write_slim(study: Path, runs: Iterable[RunFiles]) -> None:

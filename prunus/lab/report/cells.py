@@ -79,8 +79,8 @@ class Source:
     def arms(self) -> list[str]:
         """Arms with computations of their own: the controls, then the others in the study's order."""
         own = [row.arm for row in self.rows if not row.same_as]
-        found = list(dict.fromkeys([*(cell.arm for cell in self.cells), *own]))
-        return [name for name in CONTROLS if name in found] + [name for name in found if name not in CONTROLS]
+        names = list(dict.fromkeys([*(cell.arm for cell in self.cells), *own]))
+        return [name for name in CONTROLS if name in names] + [name for name in names if name not in CONTROLS]
 
     @cached_property
     def sparsities(self) -> list[float]:
@@ -168,8 +168,8 @@ def rows_of(cells: Sequence[RunCell]) -> list[ArmRow]:
 
 def mean_of(values: Sequence[Any]) -> float | None:
     """Mean of the numbers among ``values``."""
-    found = [value for value in map(number, values) if value is not None]
-    return statistics.fmean(found) if found else None
+    numbers = [value for value in map(number, values) if value is not None]
+    return statistics.fmean(numbers) if numbers else None
 
 
 def _read_study(folder: Path) -> Source:

@@ -44,14 +44,14 @@ def quality_at(record: RunRecord, metric: str | None = None) -> Pick:
 
 def points(records: Sequence[RunRecord], pick: Pick) -> list[Point]:
     """One point for each step at which any of the runs has a number."""
-    found: dict[int, list[float]] = {}
+    by_step: dict[int, list[float]] = {}
     for record in records:
         for line in record.lines:
             if (value := pick(line)) is not None:
-                found.setdefault(line["step"], []).append(value)
+                by_step.setdefault(line["step"], []).append(value)
     return [
         Point(step, step * records[0].per_step, mean_of(values) or 0.0, min(values), max(values))
-        for step, values in sorted(found.items())
+        for step, values in sorted(by_step.items())
     ]
 
 

@@ -24,8 +24,8 @@ def is_pruned(folder: Path) -> bool:
 
 def pruned_page(folder: Path) -> str:
     """The figures of a pruned model and its picture, as one page that needs nothing beside it."""
-    found = read_checked(folder / "result.json", PRUNED)
-    rows, layers = found.get("rows", {}), found.get("layers", [])
+    result = read_checked(folder / "result.json", PRUNED)
+    rows, layers = result.get("rows", {}), result.get("layers", [])
     if not all({"name", "sparsity"} <= layer.keys() for layer in layers):
         raise ValueError(f"{folder / 'result.json'}: a layer lacks its name or its sparsity")
     metric = next((name for row in rows.values() for name in row if name != "sparsity"), "metric")
@@ -36,8 +36,8 @@ def pruned_page(folder: Path) -> str:
     cells = [(name, f"{row.get('sparsity', 0):.2%}", figures[name]) for name, row in rows.items()]
     lines = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in cells]
     sparsity = max((row.get("sparsity", 0) for row in rows.values()), default=0)
-    title = escape(str(found.get("settings", {}).get("model", folder.name)))
-    cost = f"{duration(found.get('seconds', 0))}, {memory(found.get('peak_bytes', 0))} at the peak"
+    title = escape(str(result.get("settings", {}).get("model", folder.name)))
+    cost = f"{duration(result.get('seconds', 0))}, {memory(result.get('peak_bytes', 0))} at the peak"
     return f"""<!doctype html>
 <html lang="en">
 <head>

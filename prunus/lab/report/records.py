@@ -46,8 +46,8 @@ class RunRecord:
     @cached_property
     def layers(self) -> dict[str, int]:
         """Number of weights by prunable layer, which a pruned run logs before its first step."""
-        found = [line["layers"] for line in self.lines if isinstance(line.get("layers"), dict)]
-        return found[0] if found else {}
+        lines = [line["layers"] for line in self.lines if isinstance(line.get("layers"), dict)]
+        return lines[0] if lines else {}
 
     @property
     def is_language(self) -> bool:
@@ -124,8 +124,8 @@ def read_record(run: RunFiles) -> RunRecord:
     if run.has("result.json"):
         result = read_checked(run.path / "result.json", RESULT, run.line)
     elif run.has("failed.json"):
-        found = read_checked(run.path / "failed.json", FAILED, run.line)
-        failure = found.get("message") or "failed.json does not say why"
+        failed = read_checked(run.path / "failed.json", FAILED, run.line)
+        failure = failed.get("message") or "failed.json does not say why"
         notes.append(f"failed: {failure}")
     else:
         notes.append("has no result.json: it goes on, or was interrupted")
@@ -149,7 +149,7 @@ def _check_result(record: RunRecord, path: Path) -> None:
     if record.is_language:
         counted["tokens"] = ("context", record.total_steps * record.per_step)
     for name, (fields, expected) in counted.items():
-        if (found := (record.result or {}).get(name, expected)) != expected:
+        if (in_result := (record.result or {}).get(name, expected)) != expected:
             raise ValueError(
-                f"{path}: {fields} make {expected} {name}, but result.json counted {found}: one is damaged"
+                f"{path}: {fields} make {expected} {name}, but result.json counted {in_result}: one is damaged"
             )

@@ -181,8 +181,8 @@ def _configuration(source: Source) -> Section:
     if source.is_comparison:
         tables.insert(1, _differences(source, base))
     text = "As the folder says it." if source.is_comparison else "All that decides what this run computes."
-    if found := source.study.get("hash"):
-        text = f"Everything that all arms share has the hash {found}."
+    if study_hash := source.study.get("hash"):
+        text = f"Everything that all arms share has the hash {study_hash}."
     return Section("configuration", "Configuration and environment", text, tables=tables)
 
 

@@ -18,8 +18,8 @@ Grid = Mapping[str, Mapping[str, float]]  # column -> layer -> sparsity
 
 def run_map(record: RunRecord) -> Panel | None:
     """Sparsity of every layer at every evaluation; None where it was not recorded."""
-    found = {f"{line['step']:,}": by for line in record.evals if (by := record.layer_sparsity(line))}
-    return _map("Sparsity by layer over steps", "step", found, scale=(0.0, 1.0)) if found else None
+    columns = {f"{line['step']:,}": by for line in record.evals if (by := record.layer_sparsity(line))}
+    return _map("Sparsity by layer over steps", "step", columns, scale=(0.0, 1.0)) if columns else None
 
 
 def compared_maps(source: Source) -> list[Panel]:
@@ -29,8 +29,8 @@ def compared_maps(source: Source) -> list[Panel]:
         columns = {}
         for arm in source.arms:
             ended = [record.layer_sparsity(record.evals[-1]) for record in source.runs(arm, sparsity) if record.evals]
-            if found := [by for by in ended if by]:
-                columns[arm] = {layer: mean_of([by.get(layer) for by in found]) or 0.0 for layer in found[0]}
+            if known := [by for by in ended if by]:
+                columns[arm] = {layer: mean_of([by.get(layer) for by in known]) or 0.0 for layer in known[0]}
         if columns:
             made.append(_map(f"Sparsity by layer, {short_percent(sparsity)} in all", "", columns))
     return made

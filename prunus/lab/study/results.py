@@ -108,8 +108,8 @@ def summary(folder: Folder, plan: StudyPlan) -> dict[str, Any]:
 
 def finished_cells(plan: StudyPlan, stored: Mapping[str, RunFiles]) -> list[Finished]:
     """Every cell whose run has a whole result, in the plan's order."""
-    found = [(cell, files) for cell in plan.ordered() if (files := stored.get(key_of(plan.run_of(cell))))]
-    return [Finished(cell, files, files.load("result.json"), read_cell(files)) for cell, files in found]
+    pairs = [(cell, files) for cell in plan.ordered() if (files := stored.get(key_of(plan.run_of(cell))))]
+    return [Finished(cell, files, files.load("result.json"), read_cell(files)) for cell, files in pairs]
 
 
 def _rows(plan: StudyPlan, finished: Sequence[Finished], metric: Metric) -> Iterator[dict[str, Any]]:
