@@ -78,7 +78,7 @@ def test_a_changed_file_is_read_or_refused(kind, studies, tmp_path, monkeypatch)
     small = template, fixed | {"scripts": []}  # without four megabytes that no field is in
     monkeypatch.setattr(report_page, "_template", lambda: small)
     files = [path.relative_to(study) for path in sorted(study.rglob("*.json*"))]
-    for seed in range(200):
+    for seed in range(120):
         draw, copy = random.Random(seed), tmp_path / f"copy{seed}"
         shutil.copytree(study, copy)
         name = draw.choice(files)
