@@ -43,7 +43,7 @@ CORE |= {
     "integrations": {"pruner", "masking", "validation"},
 }
 MAY_IMPORT = CORE | {
-    "doctor": {"ops", "masks", "eligible", "schedule", "files"},
+    "doctor": {"ops", "masks", "eligible", "files"},
     "lab": set(CORE),
     "cli": {*CORE, "lab", "doctor"},
     "__main__": {"cli"},

@@ -37,6 +37,7 @@ class Expected:
     pattern: str | None = None  # global, layer, row or N:M
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()
     allow: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

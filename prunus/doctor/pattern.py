@@ -154,10 +154,3 @@ def overall(layers: Iterable[TensorReport]) -> str:
     if len(sparse) > 1 and low <= high:
         return "row-uniform" if names == {"row-uniform"} else "layer-uniform"
     return "global" if names <= {"unstructured", "row-uniform"} else "mixed"
-
-
-def num_whole_heads(lines: Tensor, head: int) -> int:
-    """How many aligned runs of ``head`` lines are removed whole; ``lines`` counts what stays in each."""
-    if head < 2 or len(lines) % head:
-        return 0
-    return int((lines.view(-1, head) == 0).all(1).sum())

@@ -11,7 +11,6 @@ from torch.nn.utils import prune
 
 from prunus import Global, Pruner, Ramp
 from prunus.doctor import examine
-from prunus.doctor.checkpoints import sparsity_at
 from prunus.doctor.contents import StoredTensor, digest_of
 from prunus.files.reader import open_tensors
 from prunus.masks import digest
@@ -207,19 +206,6 @@ def test_masks_come_from_any_file_that_holds_them(tmp_path, form):
     assert report.is_healthy and report.digest == state["digest"]
 
 
-def test_ranks_that_parted_are_found(tmp_path):
-    tensors = prune_rows_(healthy())
-    for rank in range(3):
-        torch.save({"model": tensors, "pruner": state_of(tensors)}, tmp_path / f"checkpoint-rank{rank}.pt")
-    assert examine(tmp_path).is_healthy
-    other = state_of(tensors) | {"digest": "0" * 64}
-    torch.save({"model": tensors, "pruner": other}, tmp_path / "checkpoint-rank2.pt")
-    assert "rank2" in found(examine(tmp_path), "digest").where
-    tensors[UP][0, 0] = 1.0 - tensors[UP][0, 0].sign().abs()
-    torch.save({"model": tensors, "pruner": state_of(tensors)}, tmp_path / "checkpoint-rank2.pt")
-    assert all("rank2" in f.where for f in examine(tmp_path).findings) and kinds(examine(tmp_path)) == {"digest"}
-
-
 # --- files that are none ---
 
 
@@ -279,17 +265,6 @@ def test_mistakes_are_refused(tmp_path, options, said):
 
 
 # --- training ---
-
-
-def test_an_event_that_was_put_off_asks_for_nothing():
-    run = {"sparsity": 0.5, "schedule": "linear", "begin": 2, "end": 10, "steps": 20, "every": 4}
-    assert sparsity_at(run, {"step": 7, "due": False}) == 0.25
-    assert sparsity_at(run, {"step": 7, "due": True}) is None
-    longer = run | {"end": 42, "every": None}  # an event every second step
-    assert sparsity_at(longer, {"step": 7, "due": False}) == 0.5 * 4 / 40
-    assert sparsity_at(run | {"spam": True}, {"step": 7, "due": False}) is None
-    assert sparsity_at(run | {"spam": True}, {"step": 10, "due": False}) == 0.5
-    assert sparsity_at(run | {"begin": 0.1, "end": 0.5, "budget_scale": 2.0}, {"step": 8}) == 0.125
 
 
 def test_a_pruner_in_a_script_is_healthy_until_someone_trains_on(tmp_path):
