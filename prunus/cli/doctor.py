@@ -108,7 +108,7 @@ def _print_layers(layers: "Sequence[TensorReport]", console: Terminal) -> None:
 
 def _cells(layer: "TensorReport") -> tuple[str, ...]:
     """What stands in the columns, and the notes."""
-    from ..doctor.findings import percent
+    from ..doctor.findings import share
 
     name = layer.name.removesuffix(".weight")  # the module's, so that the line stays short
     num_dead = (layer.num_dead_rows, layer.num_dead_columns)
@@ -116,5 +116,5 @@ def _cells(layer: "TensorReport") -> tuple[str, ...]:
     notes = [] if layer.is_prunable else [layer.role]
     notes += [f"{layer.num_not_finite:,} not finite"] if layer.num_not_finite else []
     notes += [f"{layer.num_came_back:,} came back"] if layer.num_came_back else []
-    cells = escaped(name), "x".join(map(str, layer.shape)) or "scalar", percent(layer.num_zeros, layer.num)
+    cells = escaped(name), "x".join(map(str, layer.shape)) or "scalar", share(layer.num_zeros, layer.num)
     return *cells, layer.pattern, dead, ", ".join([*notes, *layer.notes])

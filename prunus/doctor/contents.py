@@ -75,7 +75,7 @@ def stored_mask(stored: StoredTensor, shape: tuple[int, ...]) -> Tensor | None:
     return bits.unpack(packed, shape)
 
 
-def nonzero(tensor: Tensor) -> Tensor:
+def is_nonzero(tensor: Tensor) -> Tensor:
     """Where a tensor is not zero; -0.0 is zero, NaN is not."""
     return widened(tensor) != 0
 

@@ -12,7 +12,7 @@ from .checkpoints import add_state, load_mapping, masks_in, read_checkpoint, rea
 from .contents import Contents, StoredTensor, digest_of, widened
 from .findings import WARNINGS, Diagnosis, Expected, Finding
 from .folders import read_file, read_folder, repeated_tensors, tensors_of
-from .model_checks import check_digests, check_expected, check_moments, check_pruned, check_ties
+from .model_checks import check_digests, check_expected, check_optimizer_state, check_prune_result, check_ties
 from .pattern import overall
 from .roles import roles
 from .tensor_checks import check_tensor
@@ -80,9 +80,9 @@ def _diagnosis(contents: Contents, expected: Expected, strict: bool) -> Diagnosi
     digest = digest_of(contents.masks, contents.tensors) if contents.masks else None
     findings += [finding for check in checks.values() for finding in check.findings]
     findings += check_expected(expected, checks.values())
-    findings += check_pruned(contents, checks)
+    findings += check_prune_result(contents, checks)
     findings += check_ties(contents, chosen, checks)
-    findings += check_moments(contents)
+    findings += check_optimizer_state(contents)
     findings += check_digests(contents, digest)
     kinds: dict[str, list[Finding]] = {"allowed": [], "warning": [], "finding": []}
     is_quantized = bool(settings.get("gguf_file")) or str(settings.get("model", "")).endswith(".gguf")

@@ -172,7 +172,7 @@ def _counted(noun: str, findings: Sequence[Finding]) -> list[str]:
     return [f"{len(findings)} {noun}{'s' if len(findings) > 1 else ''} ({kinds})"]
 
 
-def percent(part: int, whole: int) -> str:
+def share(part: int, whole: int) -> str:
     """A percentage that never rounds something to nothing or to all."""
     if not whole:
         return "-"

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 
 from ..ops import bits
-from .contents import Contents, nonzero
+from .contents import Contents, is_nonzero
 from .findings import Expected, Finding
 from .roles import Role, embeds_tokens
 from .tensor_checks import TensorCheck
@@ -118,7 +118,7 @@ def check_ties(contents: Contents, chosen: Mapping[str, Role], checks: Mapping[s
             contents.notes.append(f"{name} differs from {first}, and nothing says whether they are tied")
 
 
-def check_pruned(contents: Contents, checks: Mapping[str, TensorCheck]) -> Iterator[Finding]:
+def check_prune_result(contents: Contents, checks: Mapping[str, TensorCheck]) -> Iterator[Finding]:
     """Weights with fewer zeros than ``prunus prune`` wrote down beside them."""
     for row in contents.pruned.get("layers", ()):
         check = checks.get(str(row.get("name"))) if isinstance(row, dict) else None
@@ -128,7 +128,7 @@ def check_pruned(contents: Contents, checks: Mapping[str, TensorCheck]) -> Itera
             yield Finding("too-dense", check.layer.name, what, "prune the model anew, or remove result.json")
 
 
-def check_moments(contents: Contents) -> Iterator[Finding]:
+def check_optimizer_state(contents: Contents) -> Iterator[Finding]:
     """Optimizer state that is alive where its mask says pruned, and masks there that are not the pruner's."""
     packed_masks = {
         name: mask for name, mask in contents.masks.items() if (mask.dtype, len(mask.shape)) == ("uint8", 1)
@@ -143,7 +143,7 @@ def check_moments(contents: Contents) -> Iterator[Finding]:
             yield Finding("masks-disagree", where, what, "go back to a checkpoint whose masks agree")
         for key, value in row.items():
             if value.ndim > 1 and bits.num_bytes(value.numel()) == len(packed):
-                alive = int((nonzero(value) & ~bits.unpack(packed, value.shape)).sum())
+                alive = int((is_nonzero(value) & ~bits.unpack(packed, value.shape)).sum())
                 if alive:
                     what = f"{alive:,} values of {key} are not zero where the weight is pruned"
                     yield Finding("moments", where, what, "zero them, or the weights come back with the next step")

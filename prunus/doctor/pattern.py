@@ -47,7 +47,7 @@ class Counts:
         return int((self.columns == 0).sum()) if self.shape[0] else 0
 
 
-def count(keep: Tensor) -> Counts:
+def count_kept(keep: Tensor) -> Counts:
     """Counts of a boolean (rows, columns)."""
     num_rows, num_columns = keep.shape
     rows = torch.zeros(num_rows, dtype=torch.int64)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ..ops.lazy import as_rows
-from .contents import StoredTensor, nonzero, stored_mask
-from .findings import Finding, TensorReport, percent
-from .pattern import CHUNK, Counts, count, num_crowded, num_not_finite, pattern_of
+from .contents import StoredTensor, is_nonzero, stored_mask
+from .findings import Finding, TensorReport, share
+from .pattern import CHUNK, Counts, count_kept, num_crowded, num_not_finite, pattern_of
 from .roles import Role, embeds_tokens
 
 ODD = 0.01  # share of zeros from which a matrix that should be dense is odd
@@ -41,7 +41,7 @@ def check_tensor(
     if not stored.is_float or num == 0:  # zeros of integers and booleans say nothing
         return TensorCheck(layer, None, findings)
     tensor = stored.load()
-    alive, not_finite = nonzero(tensor), num_not_finite(tensor)
+    alive, not_finite = is_nonzero(tensor), num_not_finite(tensor)
     hashed = _hash(tensor) if role.kind in ABSENT_ROWS else None
     del tensor
     layer = replace(layer, num_zeros=num - int(alive.count_nonzero()), num_not_finite=not_finite)
@@ -81,8 +81,8 @@ def _check_matrix(
     alive: Tensor, kept: Tensor, layer: TensorReport, role: Role, groups: tuple[int, int] | None
 ) -> TensorCheck:
     """The lines, groups and pattern of the zeros of a weight of two or more dimensions, and of what its mask keeps."""
-    counts, rows = count(as_rows(alive, role.outputs)), as_rows(kept, role.outputs)
-    kept_counts = counts if kept is alive else count(rows)
+    counts, rows = count_kept(as_rows(alive, role.outputs)), as_rows(kept, role.outputs)
+    kept_counts = counts if kept is alive else count_kept(rows)
     channels = counts.columns  # an input of a convolution is a channel, not one tap of its kernel
     if alive.ndim > 2 and role.outputs == (0,):
         channels = channels.view(alive.shape[1], -1).sum(1)
@@ -129,7 +129,7 @@ def _odd(layer: TensorReport, zeros: int) -> Iterator[Finding]:
     if zeros >= (ODD_VECTOR if is_vector else ODD) * layer.num and zeros:
         asked = ("excluded", "not named by only", "without a mask")
         reason = layer.role if layer.role in asked else f"{layer.role}, not pruned by default"
-        what = f"{percent(zeros, layer.num)} of it is zero, but it should be dense ({reason})"
+        what = f"{share(zeros, layer.num)} of it is zero, but it should be dense ({reason})"
         todo = f"take it from the dense model; --include {layer.name} if it was meant"
         if layer.role == "not named by only":
             todo = f"take it from the dense model; --only {layer.name} too if it was meant"

@@ -21,6 +21,7 @@ from .checksum import checksum, hexadecimal
 from .json_file import strict_json, write_json
 from .plain_pickle import PlainObject, read_pickle
 from .regular import check_regular
+from .safetensors_header import is_size
 from .torch_file import read_torch_file
 
 Size = tuple[int, ...]
@@ -39,6 +40,11 @@ class StoredBlock:
     offset: Size | None = None
     size: Size | None = None
     crc32: str | None = None  # None where the checkpoint has no checksums
+
+    @property
+    def place(self) -> str:
+        """The name of its checksum."""
+        return f"{self.file}:{self.start}"
 
 
 @dataclass(frozen=True)
@@ -67,7 +73,13 @@ def read_entries(folder: Path, verify: bool = True) -> list[Entry]:
         raise ValueError(f"its metadata is damaged: {type(error).__name__} {str(error)[:80]}") from error
     if not stored:
         return entries
-    entries = [replace(entry, shards=[_with_checksum(block, stored) for block in entry.shards]) for entry in entries]
+    for block in (block for entry in entries for block in entry.shards):
+        if block.place not in stored:
+            raise ValueError(f"{CHECKSUMS} is damaged: it has no checksum for byte {block.start} of {block.file}")
+    entries = [
+        replace(entry, shards=[replace(block, crc32=stored[block.place]) for block in entry.shards])
+        for entry in entries
+    ]
     for block in [block for entry in entries for block in entry.shards] if verify else ():
         path = folder / block.file
         if path.is_file() and block.start + block.length <= path.stat().st_size:
@@ -134,7 +146,7 @@ def check_complete(folder: Path, entry: Entry) -> None:
 
 def block_checksums(folder: Path, blocks: Iterable[StoredBlock]) -> dict[str, str]:
     """The checksum of each block by its file and place."""
-    return {_place(block): checksum(read_block(folder, block)) for block in blocks}
+    return {block.place: checksum(read_block(folder, block)) for block in blocks}
 
 
 def write_checksums(folder: Path, checksums: Mapping[str, str]) -> None:
@@ -155,16 +167,6 @@ def _read_checksums(folder: Path) -> dict[str, Any]:
 
 def _own_checksum(content: dict[str, Any]) -> str:
     return hexadecimal(json.dumps(content).encode())
-
-
-def _with_checksum(block: StoredBlock, stored: dict[str, Any]) -> StoredBlock:
-    if _place(block) not in stored:
-        raise ValueError(f"{CHECKSUMS} is damaged: it has no checksum for byte {block.start} of {block.file}")
-    return replace(block, crc32=stored[_place(block)])
-
-
-def _place(block: StoredBlock) -> str:
-    return f"{block.file}:{block.start}"
 
 
 def _read_whole(path: Path) -> bytes:
@@ -200,7 +202,7 @@ def _entries(metadata: Any) -> list[Entry]:
 def _block(info: dict[str, Any]) -> StoredBlock:
     file, start, length = info["relative_path"], info["offset"], info["length"]
     is_inside = isinstance(file, str) and Path(file).name == file
-    is_place = all(type(n) is int and 0 <= n < 1 << 62 for n in (start, length))
+    is_place = is_size(start) and is_size(length)
     if not is_inside or not is_place or info.get("transform_descriptors"):
         raise ValueError(f"it names {reprlib.repr(file)[:80]}, expected a place in a plain file of its folder")
     return StoredBlock(file, start, length)
@@ -208,7 +210,7 @@ def _block(info: dict[str, Any]) -> StoredBlock:
 
 def _size(value: PlainObject) -> Size:
     size = value.args[0] if value.args else ()
-    if len(size) > MOST_DIMS or not all(type(n) is int and 0 <= n < 1 << 62 for n in size):
+    if len(size) > MOST_DIMS or not all(map(is_size, size)):
         raise ValueError(f"it has the size {reprlib.repr(size)[:80]}; a size is whole numbers from 0 on")
     return tuple(size)
 

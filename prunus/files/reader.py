@@ -12,10 +12,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from .checksum import combined, read_bytes
+from .checksum import combined, read_pieces
 from .encode import Layout, decode, packed_of
 from .metadata import Description, Index, TensorRecord, description_of, entry_names, is_marked, read_index
-from .safetensors_header import DTYPES, Header, file_error, read_header
+from .safetensors_header import DTYPES, Header, read_header
 
 # A small model has a name of its own: a tool that knows only model.safetensors then says that there is none,
 # where it would otherwise warn of unknown names and go on with random weights.
@@ -45,7 +45,7 @@ class TensorFile:
             entries, sums = {}, []
             for suffix, full in zip(record.layout.entries(0), entry_names(name, record), strict=True):
                 entry = self.header.entries[full]
-                data, crcs = read_bytes(self.fd, entry.begin, entry.end - entry.begin, is_temporary=bool(suffix))
+                data, crcs = read_pieces(self.fd, entry.begin, entry.end - entry.begin, is_temporary=bool(suffix))
                 entries[suffix] = data.view(DTYPES[entry.dtype]).view(entry.shape)
                 sums += crcs
             if record.crc32 not in (None, combined(sums)):
@@ -157,7 +157,7 @@ def _open(path: Path) -> Iterator[TensorFile]:
             header = read_header(file)
             description = description_of(header)
         except ValueError as error:
-            raise file_error(path, error) from None
+            raise ValueError(f"{path} cannot be read: {error}") from None
         yield TensorFile(path, file.fileno(), header, description)
 
 

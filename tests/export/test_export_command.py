@@ -14,7 +14,7 @@ from test_export_models import assert_same_model, gpt2, llama
 
 from prunus import load_model, save_model
 from prunus.cli import main
-from prunus.cli.export import num_bytes
+from prunus.cli.export import size_in_bytes
 from prunus.lab.checkpoint import load_checkpoint, save_checkpoint
 from prunus.lab.exported_model import load_exported
 
@@ -146,7 +146,7 @@ def test_a_copy_that_differs_is_found_by_the_check(tmp_path, monkeypatch, capsys
 
 @pytest.mark.parametrize(("text", "size"), [("5GB", 5 * 10**9), ("1.5 mb", 1_500_000), ("700", 700), ("2k", 2000)])
 def test_sizes_are_read_with_their_unit(text, size):
-    assert num_bytes(text) == size
+    assert size_in_bytes(text) == size
 
 
 @pytest.mark.slow
