@@ -23,18 +23,14 @@ sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "fuzz")]
 import kills  # noqa: E402
 import payloads  # noqa: E402
 import torch  # noqa: E402
+from every_encoding import tensors  # noqa: E402
 from fuzzing import fuzz  # noqa: E402
-from readers import READERS, tensors  # noqa: E402
 
 import prunus  # noqa: E402
 
 GOALS = {"train": 170, "study": 30, "prune": 170, "export": 130, "ranks": 20}  # kills in half an hour
 NUM_FLIPS, NUM_MUTATIONS = 4000, 20_000
 SHARES = {"train": 0.16, "study": 0.08, "prune": 0.12, "export": 0.06, "ranks": 0.1, "writers": 0.02, "flips": 0.05}
-SLOW = (  # readers whose files are damaged in every fifth round only
-    *("prune", "prune, GGUF", "train --resume", "eval", "doctor, checkpoint", "export --check", "study merge"),
-    *("study show, runs in folders", "report of a run", "report of a study", "tokens .gz", "tokens .xz"),
-)
 FLIPPED = ("checkpoint", "sharded checkpoint", "sparse file", "sparse shards")
 
 
@@ -104,7 +100,7 @@ def run(minutes: float, seed: int) -> dict[str, Any]:
     found["flips"] = fuzz(int(NUM_FLIPS * factor), seed, SHARES["flips"] * seconds, FLIPPED, only="flip")
     print("flips", found["flips"]["readers"], flush=True)
     left = max(0.3 * seconds, began + seconds - time.monotonic())
-    found["mutations"] = fuzz(int(NUM_MUTATIONS * factor), seed, left, list(READERS), rarely=SLOW)
+    found["mutations"] = fuzz(int(NUM_MUTATIONS * factor), seed, left)
     print("mutations", found["mutations"]["readers"], flush=True)
     return found
 
