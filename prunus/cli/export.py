@@ -126,8 +126,8 @@ def _convert(command: Command) -> None:
 
 def size_in_bytes(text: str) -> int:
     """Bytes from a number with a unit; units are powers of a thousand."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([KMG]?)B?\s*", text.upper())
-    size = int(float(found[1]) * {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}[found[2]]) if found else 0
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([KMG]?)B?\s*", text.upper())
+    size = int(float(match[1]) * {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}[match[2]]) if match else 0
     if size < 1:
         raise ValueError(f"a size is a positive number with B, KB, MB or GB, as in 5GB; got {text!r}")
     return size

@@ -151,10 +151,10 @@ class Diagnosis:
     @property
     def verdict(self) -> str:
         counted = f"{self.sparsity:.4%} of {self.num_prunable:,} prunable weights are zero ({self.pattern})"
-        found = _counted("finding", self.findings) + _counted("warning", self.warnings)
+        faults = _counted("finding", self.findings) + _counted("warning", self.warnings)
         if self.is_healthy:
-            return f"healthy{' with ' if found else ''}{', '.join(found)}: {counted}"
-        return f"not healthy: {', '.join(found)}; {counted}"
+            return f"healthy{' with ' if faults else ''}{', '.join(faults)}: {counted}"
+        return f"not healthy: {', '.join(faults)}; {counted}"
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, all of them finite."""

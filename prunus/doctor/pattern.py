@@ -94,12 +94,12 @@ def num_crowded(keep: Tensor, n: int, m: int) -> int:
 
 def num_not_finite(tensor: Tensor) -> int:
     """How many elements are NaN or infinite."""
-    flat, found = tensor.reshape(-1), 0
+    flat, number = tensor.reshape(-1), 0
     for start in range(0, len(flat), CHUNK):
         chunk = widened(flat[start : start + CHUNK])
         if not chunk.sum(dtype=torch.float64).isfinite():  # a sum is cheap, and shows one value that is not finite
-            found += int((~chunk.isfinite()).sum())
-    return found
+            number += int((~chunk.isfinite()).sum())
+    return number
 
 
 def _tile(keep: Tensor, widths: set[int]) -> tuple[int, int] | None:

@@ -97,8 +97,8 @@ def hub_name(source: str) -> str | None:
     if not path.exists():
         return source if HUB_NAME.fullmatch(source) else None
     for part in path.resolve().parts:
-        if found := re.fullmatch(r"models--([\w.-]+?)--([\w.-]+)", part):  # the cache of huggingface_hub
-            return "/".join(found.groups())
+        if match := re.fullmatch(r"models--([\w.-]+?)--([\w.-]+)", part):  # the cache of huggingface_hub
+            return "/".join(match.groups())
     with suppress(OSError, ValueError):
         name = read_json(path / "config.json").get("_name_or_path")
         return name if isinstance(name, str) and HUB_NAME.fullmatch(name) and not Path(name).exists() else None
@@ -107,8 +107,8 @@ def hub_name(source: str) -> str | None:
 
 def _top_level(text: str) -> dict[str, str]:
     """Entries of a README's front matter as they are written, by key."""
-    found = re.match(r"---\s*\n(.*?\n)---\s*(\n|$)", text[:MOST_FRONT_MATTER], re.DOTALL)
-    blocks = re.findall(r"^([A-Za-z_]+):(.*(?:\n[ \t-].*)*)", found[1], re.MULTILINE) if found else []
+    match = re.match(r"---\s*\n(.*?\n)---\s*(\n|$)", text[:MOST_FRONT_MATTER], re.DOTALL)
+    blocks = re.findall(r"^([A-Za-z_]+):(.*(?:\n[ \t-].*)*)", match[1], re.MULTILINE) if match else []
     return {key: f"{key}:{value}".rstrip() for key, value in blocks}
 
 
@@ -167,11 +167,11 @@ def _how_to_load(folder: Path, facts: CardFacts) -> str:
         if is_small:
             path = f"snapshot_download({where})" if facts.repo else where
             return f"```python\n{DOWNLOAD if facts.repo else ''}{LOAD_SMALL.format(where=path)}\n```"
-        kinds: Any = None
+        kind: Any = None
         with suppress(ValueError):
             kinds = read_json(folder / "config.json").get("architectures")
-        named = isinstance(kinds, list) and kinds and isinstance(kinds[0], str) and kinds[0].isidentifier()
-        kind = kinds[0] if named else "AutoModel"
+            kind = kinds[0] if isinstance(kinds, list) and kinds else None
+        kind = kind if isinstance(kind, str) and kind.isidentifier() else "AutoModel"
         return f"```python\n{LOAD_PLAIN.format(kind=kind, where=where)}\n```"
     if (folder / "checkpoint.pt").is_file() or (folder / "run.json").is_file():
         return f"```sh\nprunus eval {quote(name)}\n```"

@@ -136,11 +136,11 @@ def check_loads(source: Path, folder: Path) -> str:
         wanted = load_any_model(source)
     except ValueError as error:
         return f"not loaded as a model, as its source is not ({str(error)[:200]})"
-    found, expected = load_any_model(folder).state_dict(), wanted.state_dict()
-    if odd := sorted(set(found) ^ set(expected)):
+    copied, expected = load_any_model(folder).state_dict(), wanted.state_dict()
+    if odd := sorted(set(copied) ^ set(expected)):
         raise ValueError(f"the models of {source} and {folder} do not both have {odd[0]!r}")
     for name, tensor in expected.items():
-        if not torch.equal(found[name].to(tensor.dtype), tensor):
+        if not torch.equal(copied[name].to(tensor.dtype), tensor):
             raise ValueError(f"{name!r} is another tensor in the model of {folder} than in that of {source}")
     return f"loaded as {type(wanted).__name__}"
 
@@ -211,11 +211,11 @@ def load_plain_model(folder: Path, dtype: str = "auto", gguf_file: str | None = 
 
 def _refuse_strangers(kind: type, info: Mapping[str, Any], *, may_have_more: bool = False) -> None:
     """ValueError for tensors that transformers would draw at random or drop; GGUF files hold some that it computes."""
-    for found, said in {"missing_keys": "it lacks", "unexpected_keys": "it holds"}.items():
-        names = sorted(info[found])
-        if names and not (may_have_more and found == "unexpected_keys"):
+    for keys, said in {"missing_keys": "it lacks", "unexpected_keys": "it holds"}.items():
+        names = sorted(info[keys])
+        if names and not (may_have_more and keys == "unexpected_keys"):
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            which = "has" if found == "missing_keys" else "does not have"
+            which = "has" if keys == "missing_keys" else "does not have"
             raise ValueError(f"{said} {names[0]!r}{more}, which the model {which}; its class is {kind.__name__}")
 
 
@@ -281,9 +281,9 @@ def is_converted(model: Any, tensors: Tensors) -> bool:
     """Whether tensors lie in the files under other names or in other shapes than in the model."""
     if "names" in tensors.metadata:
         return False
-    found, strange = model_names(model, tensors)
+    names, strange = model_names(model, tensors)
     computed = [*_patterns(model, "_keys_to_ignore_on_save"), *_patterns(model, "_keys_to_ignore_on_load_missing")]
-    left = set(model.state_dict()) - set(found.values())
+    left = set(model.state_dict()) - set(names.values())
     is_computed = any(re.search(pattern, name) for pattern in computed for name in left)  # not stored: positions
     return bool(_names_of(model)) or bool(strange) or is_computed
 
@@ -363,14 +363,14 @@ def model_names(model: nn.Module, tensors: Tensors) -> tuple[dict[str, str], lis
     """
     known, prefix = model.state_dict(), f"{getattr(model, 'base_model_prefix', '')}."
     old = [re.compile(pattern) for pattern in _patterns(model, "_keys_to_ignore_on_load_unexpected")]
-    found, strange = {}, []
+    names, strange = {}, []
     for name in tensors.records:
         inner = next((one for one in (name, prefix + name, name.removeprefix(prefix)) if one in known), None)
         if inner is not None:
-            found[name] = inner
+            names[name] = inner
         elif not any(pattern.search(name) for pattern in old):
             strange.append(name)
-    return found, strange
+    return names, strange
 
 
 @contextmanager

@@ -184,19 +184,19 @@ def _entries(metadata: Any) -> list[Entry]:
         index = key.value.state
         offset = None if index.get("offset") is None else _size(index["offset"])
         stored.setdefault(_string(index["fqn"]), {})[offset] = _block(info.state)
-    found = []
+    entries = []
     for name, kind in metadata.state["state_dict_metadata"].items():
         keys = paths.get(_string(name), (name,))
         if not isinstance(keys, tuple) or not keys or not all(isinstance(key, str | int) for key in keys):
             raise ValueError(f"{name[:80]} has no path of keys")
         path, blocks = tuple(map(str, keys)), stored.get(name, {})
         if not kind.name.endswith(".TensorStorageMetadata"):
-            found.append(Entry(name, path, None, None, list(blocks.values())))
+            entries.append(Entry(name, path, None, None, list(blocks.values())))
             continue
         chunks = [(_size(chunk.state["offsets"]), _size(chunk.state["sizes"])) for chunk in kind.state["chunks"]]
         shards = [replace(blocks[offset], offset=offset, size=size) for offset, size in chunks if offset in blocks]
-        found.append(Entry(name, path, _size(kind.state["size"]), _dtype(kind.state["properties"]), shards))
-    return found
+        entries.append(Entry(name, path, _size(kind.state["size"]), _dtype(kind.state["properties"]), shards))
+    return entries
 
 
 def _block(info: dict[str, Any]) -> StoredBlock:
@@ -224,9 +224,9 @@ def _string(value: Any) -> str:
 def _dtype(properties: PlainObject) -> torch.dtype:
     """The dtype of a strided tensor, from the names of dtype and layout; any other layout is refused."""
     dtype, layout, *_ = properties.state
-    found = getattr(torch, dtype.name.removeprefix("torch."), None) if isinstance(dtype, PlainObject) else None
-    if not isinstance(found, torch.dtype):
+    torch_dtype = getattr(torch, dtype.name.removeprefix("torch."), None) if isinstance(dtype, PlainObject) else None
+    if not isinstance(torch_dtype, torch.dtype):
         raise ValueError(f"it names the type {reprlib.repr(dtype)[:80]}, which torch does not have")
     if not isinstance(layout, PlainObject) or layout.args != ("torch.strided",):
         raise ValueError("it names a layout that is not torch.strided")
-    return found
+    return torch_dtype

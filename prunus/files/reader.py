@@ -140,12 +140,12 @@ def located(path: Path) -> Path:
             raise ValueError(f"there is no file or folder {path}")
         return path if path.is_file() else index
     names = [name + end for name in (SMALL, PLAIN) for end in ("", ".index.json")]
-    found = [path / name for name in names if (path / name).is_file()]
-    if not found:
+    present = [path / name for name in names if (path / name).is_file()]
+    if not present:
         raise ValueError(f"{path} holds no tensors: none of {', '.join(names)}; a file of another name is given itself")
-    if found[0].name.startswith("sparse") and found[-1].name.startswith("model"):
-        raise ValueError(f"{path} holds both {found[0].name} and {found[-1].name}; name the one that is meant")
-    return found[0]
+    if present[0].name.startswith("sparse") and present[-1].name.startswith("model"):
+        raise ValueError(f"{path} holds both {present[0].name} and {present[-1].name}; name the one that is meant")
+    return present[0]
 
 
 @contextmanager
@@ -163,7 +163,7 @@ def _open(path: Path) -> Iterator[TensorFile]:
 
 def _check_set(path: Path, index: Index, files: list[TensorFile]) -> None:
     """The files must be those that the index was written with, and hold what it says."""
-    found: dict[str, str] = {}
+    homes: dict[str, str] = {}
     for number, file in enumerate(files, 1):
         if any(file.is_small != other.is_small for other in files):
             raise ValueError(f"{path} names small and plain files; one save writes only one kind")
@@ -171,9 +171,9 @@ def _check_set(path: Path, index: Index, files: list[TensorFile]) -> None:
             raise ValueError(f"{file.path} is not the file that {path.name} was written with")
         if file.is_small and file.description.shard != (number, len(files)):
             raise ValueError(f"{file.path} is file {file.description.shard}, expected {(number, len(files))}")
-        if twice := found.keys() & file.header.entries.keys():
-            raise ValueError(f"{min(twice)!r} is in {file.path.name} and in {found[min(twice)]}")
-        found |= dict.fromkeys(file.header.entries, file.path.name)
-    if found != index.weight_map:
-        wrong = min(set(found.items()) ^ set(index.weight_map.items()))
+        if twice := homes.keys() & file.header.entries.keys():
+            raise ValueError(f"{min(twice)!r} is in {file.path.name} and in {homes[min(twice)]}")
+        homes |= dict.fromkeys(file.header.entries, file.path.name)
+    if homes != index.weight_map:
+        wrong = min(set(homes.items()) ^ set(index.weight_map.items()))
         raise ValueError(f"{path} and its files do not agree about {wrong[0]!r}")

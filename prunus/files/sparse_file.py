@@ -55,8 +55,8 @@ def load_sparse(path: AnyPath, device: torch.device | str = "cpu") -> dict[str, 
 def loaded(tensors: Tensors, device: torch.device | str) -> dict[str, Tensor]:
     """All tensors; those with several names once."""
     records = tensors.records
-    found = {name: tensors.read(name, device) for name, record in records.items() if record.same_as is None}
-    return {name: found[record.same_as or name] for name, record in records.items()}
+    stored = {name: tensors.read(name, device) for name, record in records.items() if record.same_as is None}
+    return {name: stored[record.same_as or name] for name, record in records.items()}
 
 
 def in_memory(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> TensorSource:
