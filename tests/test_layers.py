@@ -44,7 +44,7 @@ CORE |= {
     "integrations": {"pruner", "masking", "rate", "regrow", "schedule", "select", "validation"},
 }
 MAY_IMPORT = CORE | {
-    "doctor": {"ops", "masks", "eligible", "schedule", "files"},
+    "doctor": {"ops", "masks", "eligible", "files"},
     "trained": {"ops", "files", "oneshot", "export"},
     "lab": {*CORE, "trained"},
     "cli": {*CORE, "trained", "lab", "doctor"},

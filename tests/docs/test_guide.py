@@ -12,7 +12,7 @@ from prunus import AdamWPrune
 from prunus.cli import COMMANDS, _parse
 from prunus.sparse import compiled
 
-GUIDE = ["training", "after-training", "search", "run-and-ship", "doctor", "distributed", "command-line", "compare"]
+GUIDE = ["training", "after-training", "search", "run-and-ship", "distributed", "command-line", "compare"]
 GUIDE += ["migrating", "how-it-works", "extending"]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*.md")])
 SCREEN = 110  # lines that a page of the guide may have
