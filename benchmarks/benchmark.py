@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from prunus.files.json_file import write_json
+from prunus.files.json_file import read_json, write_json
 from prunus.lab.study.tables import markdown_table, measured_on
 from prunus.lab.tracking import commit, environment, machine, peak_memory, reset_peak_memory
 from prunus.ops.machine import said_by_linux, wait_for
@@ -83,6 +83,17 @@ def new_record(what: str, settings: dict[str, Any], folder: Path) -> tuple[Path,
     now = datetime.now().isoformat(timespec="seconds")
     record = {"what": what, "date": today, "began": now, "environment": environment(), "settings": settings}
     return path, record | {"rows": []}
+
+
+def continued(path: Path, record: Record) -> Record:
+    """The record that an interrupted run left at ``path``, or ``record``; ValueError where their settings differ."""
+    if not path.is_file():
+        return record
+    before = read_json(path)
+    for name, value in record["settings"].items():
+        if (old := before["settings"].get(name)) != value:
+            raise ValueError(f"{path} has {name} = {old}, not {value}; give another --results")
+    return before
 
 
 # Clocks and memory
@@ -194,9 +205,21 @@ def peak_extra_mib(function: Callable[[], object], device: torch.device, after: 
 
 # What a page draws of records
 
+END = "<!-- end of figures -->"
+
+
+def filled(text: str, parts: Mapping[str, str]) -> str:
+    """``text`` with each part between its mark, ``<!-- NAME: written by ... -->``, and the next ``END``."""
+    for name, part in parts.items():
+        mark = re.compile(rf"(<!-- {name}: written by [^\n]* -->\n).*?({END})", re.DOTALL)
+        if len(mark.findall(text)) != 1:
+            raise ValueError(f"the page needs the lines <!-- {name}: written by ... --> and {END} once")
+        text = mark.sub(lambda found, part=part: f"{found[1]}{part}\n{found[2]}", text)
+    return text
+
 
 @dataclass(frozen=True)
-class Section:
+class RecordSection:
     """Draws a record: where it was made, ``text`` filled in from its settings, and a table of its rows.
 
     A column is ``heading: "key:format"``; a value that is missing or None is an empty cell. ``more`` gives further

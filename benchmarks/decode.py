@@ -22,7 +22,7 @@ from prunus.sparse.choose import forms_of
 from prunus.sparse.model_layers import chosen, linear_weight
 from prunus.sparse.times import kind_of
 
-from .benchmark import Benchmark, Measured, Record, Row, Section, in_turns, timed, write_record
+from .benchmark import Benchmark, Measured, Record, RecordSection, Row, in_turns, timed, write_record
 
 LLAMA = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336}
 LLAMA |= {"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192}
@@ -274,4 +274,4 @@ def beside_static(record: Record) -> str:
     )
 
 
-SECTIONS = {"decode": Section("Writing text with a pruned model", TEXT, COLUMNS, below=beside_static)}
+SECTIONS = {"decode": RecordSection("Writing text with a pruned model", TEXT, COLUMNS, below=beside_static)}

@@ -17,7 +17,7 @@ from prunus.ops.bits import words_of
 from prunus.ops.compact import compact, expand, nonzero
 from prunus.ops.machine import device_of
 
-from .benchmark import Benchmark, Measured, Record, Row, Section, copy_gb_s, median_ms
+from .benchmark import Benchmark, Measured, Record, RecordSection, Row, copy_gb_s, median_ms
 
 GOALS = {("float32", 0.5): 0.535, ("bfloat16", 0.5): 0.566, ("float32", 0.8): 0.235, ("bfloat16", 0.8): 0.27}
 GZIPPED = 1 << 25  # bytes that gzip is timed on: it is slow
@@ -129,4 +129,4 @@ def _copy_speed(record: Record) -> str:
     return f"\n\nA copy on this device moves {copy:,.0f} GB/s, read and written together." if copy else ""
 
 
-SECTIONS = {"export": Section("Small files", EXPORT, COLUMNS, below=_copy_speed)}
+SECTIONS = {"export": RecordSection("Small files", EXPORT, COLUMNS, below=_copy_speed)}

@@ -12,7 +12,7 @@ from torch import Tensor
 from prunus.ops.machine import device_of
 from prunus.sparse.times import LEAST_CALLS, Call, elapsed_us, microseconds, num_copies, ways_of
 
-from .benchmark import Benchmark, Measured, Record, Row, Section, copy_gb_s
+from .benchmark import Benchmark, Measured, Record, RecordSection, Row, copy_gb_s
 
 LARGE = ((4096, 14336), (8192, 8192))
 OTHERS = ((14336, 4096), (4096, 4096), (1024, 4096))
@@ -126,4 +126,4 @@ def goal_of(row: Row, record: Record) -> Row:
     return {"goal": GOALS.get(row["zeros"])} if is_meant and is_gpu else {}
 
 
-SECTIONS = {"matvec": Section("Products with a pruned weight", MATVEC, COLUMNS, more=goal_of)}
+SECTIONS = {"matvec": RecordSection("Products with a pruned weight", MATVEC, COLUMNS, more=goal_of)}

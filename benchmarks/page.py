@@ -1,14 +1,15 @@
-"""``docs/benchmarks.md``, ``experts.md``, ``repair.md`` and the figures of ``distributed.md`` from all records."""
+"""``docs/evidence/benchmarks.md``, and the tables of the pages whose words are written by hand, from all records."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import decode, distributed, experts, export, lora, matvec, prune, repair_page, select, step, wanda
-from .benchmark import newest_records
+from . import decode, distributed, export, matvec, prune, repair_figures, select, small_models, step, summary, wanda
+from .benchmark import filled, newest_records
 
 SECTIONS = {
     what: draw
-    for module in (decode, export, lora, matvec, prune, select, step, wanda)
+    for module in (decode, export, matvec, prune, select, small_models, step, wanda)
     for what, draw in module.SECTIONS.items()
 }
 INTRODUCTION = """# Benchmarks
@@ -31,20 +32,25 @@ def page(folder: Path) -> str:
 
 @dataclass(frozen=True)
 class Page:
-    """Write docs/benchmarks.md from all results, beside it experts.md, repair.md and the figures of distributed.md."""
+    """Write docs/evidence/benchmarks.md from all results, and the tables of the other pages that are in docs."""
 
     results: Path = Path("benchmarks/results")  # folder of the JSON files
-    page: Path = Path("docs/benchmarks.md")  # file to write
+    probe: Path = Path("benchmarks/evidence")  # folder of the files on the gradient probe
+    studies: Path = Path("studies")  # folder of the finished studies
+    docs: Path = Path("docs")  # folder of the pages
 
     def run(self) -> None:
-        beside = self.page.with_name("distributed.md")
-        pages = {self.page: page(self.results)}
-        if text := distributed.page(self.results, beside.read_text() if beside.is_file() else ""):
-            pages[beside] = text
-        for name, write in {"experts.md": experts.page, "repair.md": repair_page.page}.items():
-            if text := write(self.results):
-                pages[self.page.with_name(name)] = text
-        self.page.parent.mkdir(parents=True, exist_ok=True)
+        pages = {self.docs / "evidence" / "benchmarks.md": page(self.results)}
+        tables: dict[str, Callable[[], dict[str, str]]] = {
+            "distributed.md": lambda: distributed.parts(self.results),
+            "experts.md": lambda: small_models.parts(self.results),
+            "evidence/repair.md": lambda: repair_figures.parts(self.results),
+            "evidence/README.md": lambda: summary.parts(self.results, self.studies, self.probe, self.docs / "evidence"),
+        }
+        for name, parts in tables.items():
+            if (self.docs / name).is_file():
+                pages[self.docs / name] = filled((self.docs / name).read_text(), parts())
         for path, text in pages.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
             print(f"{path} written")

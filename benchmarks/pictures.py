@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Literal
 
 from prunus.plot import check_matplotlib, svg
 
-from . import readme
-from .benchmark import Record, newest_records
-from .repair_page import Figures, figures_of
+from .benchmark import Record, filled, newest_records
+from .repair_figures import ModelFigures, figures_of
 from .repair_study import WAYS
 from .select import OURS
+from .summary import readme_parts
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -131,13 +131,13 @@ def _short(way: str) -> str:
     return names.get(way) or WAYS[way].title.split()[0]
 
 
-def _draws(model: Figures, ways: Sequence[str], levels: Sequence[str]) -> str:
+def _draws(model: ModelFigures, ways: Sequence[str], levels: Sequence[str]) -> str:
     """How many draws stand behind the dots."""
     counts = {way: min(len(model.values(way, level)) for level in levels) for way in ways if way != "magnitude"}
     fewer = "".join(f", {num} of {_short(way)}" for way, num in counts.items() if num < model.num_seeds)
     size = f"{model.settings['samples']} x {model.settings['length']}"
     draws = f"A dot is one draw of {size} calibration tokens; {model.num_seeds} draws"
-    return f"{draws}{fewer}. More: docs/repair.md"
+    return f"{draws}{fewer}. More: docs/evidence/repair.md"
 
 
 def event(folder: Path) -> "Figure":
@@ -156,7 +156,7 @@ def event(folder: Path) -> "Figure":
     title = f"How long it takes to find the masks: {settings['num_weights'] / 1e6:,.0f} million weights"
     machine = record["environment"]["machine"]
     about = f"{machine}, {settings['dtype']}, {settings['score']}, {settings['sparsity']:.0%}"
-    below = "The axis is logarithmic. torch.nn.utils.prune goes by magnitude. More: docs/benchmarks.md"
+    below = "The axis is logarithmic. torch.nn.utils.prune goes by magnitude. More: docs/evidence/benchmarks.md"
     figure = new_figure(3.4, title, about, below)
     axes = new_axes(figure, (1.75, 0.65, 2.0, 1.95), grid="x")
     axes.set(xscale="log", xlim=(shown[0]["ms"] / 2, 1.1 * shown[-1]["ms"]), ylim=(-0.6, len(shown) - 0.4))
@@ -257,7 +257,7 @@ SIZES = {  # title, study: what its models are compared with
 def sizes(studies: Path) -> "Figure":
     """Perplexity over stored bytes: a GPT that was pruned while it trained, and dense ones that are smaller."""
     about = "perplexity on held-out text over megabytes in a file, lower is better; equal tokens"
-    below = "A dot is a seed. Pruned by bitter7, rate 1. More: docs/results.md"
+    below = "A dot is a seed. Pruned by bitter7, rate 1. More: docs/evidence/results.md"
     figure = new_figure(4.2, "Pruned, or smaller from the start?", about, below)
     for panel, ((name, study), series) in enumerate(SIZES.items()):
         axes = new_axes(figure, (0.65 + 3.15 * panel, 0.85, 2.75, 2.3))
@@ -320,7 +320,7 @@ class Pictures:
     readme: Path = Path("README.md")  # page whose figures are written anew
 
     def run(self) -> None:
-        contents = {self.readme: readme.page(self.readme.read_text(), self.results, self.studies)}
+        contents = {self.readme: filled(self.readme.read_text(), readme_parts(self.results, self.studies))}
         for name, (figure, title) in figures(self.results, self.studies).items():
             contents[self.out / name] = themed(figure, title)
         self.out.mkdir(parents=True, exist_ok=True)

@@ -18,7 +18,7 @@ from prunus.oneshot.result import Result
 from prunus.oneshot.walk import head_of
 from prunus.ops.machine import device_of
 
-from .benchmark import Benchmark, Measured, Record, Row, Section, in_turns, table_of, timed
+from .benchmark import Benchmark, Measured, Record, RecordSection, Row, in_turns, table_of, timed
 
 STORIES = {"hidden_size": 288, "intermediate_size": 768, "num_hidden_layers": 6, "num_attention_heads": 6}
 MISTRAL = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
@@ -329,14 +329,14 @@ LEVEL_COLUMNS = {"way": "way", "s a level": "seconds:.1f", "times faster": "time
 LEVEL_COLUMNS |= {"busy": "utilisation:.0%", "of peak": "share_of_peak:.0%", "peak GiB": "peak_gib:.1f"}
 LEVEL_COLUMNS |= {"passes": "passes:,", "sparsity": "sparsity:.2%"}
 SECTIONS = {
-    "prune": Section(
+    "prune": RecordSection(
         "Pruning after training",
         PRUNE,
         PRUNE_COLUMNS,
         lambda row, record: {"differ": f"{row['different']:,} of {row['num_weights']:,}"},
         _parts,
     ),
-    "level": Section(
+    "level": RecordSection(
         "The gradient probe: a level of a 7 B model",
         LEVEL,
         LEVEL_COLUMNS,

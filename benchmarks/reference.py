@@ -59,7 +59,7 @@ the step and x are the inputs.
 
 "Same as" names the score that is the same computation (for fisher and bitter8 where all weights took as many steps): a
 study runs such arms once. eps is not added unless you give it (`score_options={{"eps": 1e-8}}`, `--eps 1e-8`): moments
-may be far smaller than any constant. What the scores are worth: [results](results.md). Your own:
+may be far smaller than any constant. What the scores are worth: [results](evidence/results.md). Your own:
 [add a score](extending.md).
 
 Pruned weights come back, where `Regrow` lets them, by one of these:

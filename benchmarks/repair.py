@@ -24,7 +24,7 @@ PARTS = ("forwards", "grams", "factorisations", "iterations", "refine", "tune")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Repair(Benchmark):
+class RepairTime(Benchmark):
     """Time repair, part by part, on a random model of Mistral-7B's shape, or with --model on a trained one."""
 
     blocks: int = 32  # blocks of the random model

@@ -15,7 +15,7 @@ from prunus.ops.lazy import Lazy
 from prunus.ops.machine import device_of
 from prunus.statistics import score_of
 
-from .benchmark import Benchmark, Measured, Record, Row, Section, copy_gb_s, median_ms, peak_extra_mib
+from .benchmark import Benchmark, Measured, Record, RecordSection, Row, copy_gb_s, median_ms, peak_extra_mib
 
 GPT2 = [(2304, 768), (768, 768), (3072, 768), (768, 3072)]
 MISTRAL = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336)]
@@ -279,8 +279,8 @@ def _bound(record: Record) -> str:
 
 
 SECTIONS = {
-    "select": Section("Finding the masks", SELECT, COLUMNS, _more, _bound),
-    "parts": Section(
+    "select": RecordSection("Finding the masks", SELECT, COLUMNS, _more, _bound),
+    "parts": RecordSection(
         "Finding the masks: what bounds it", PARTS, {"part": "part", "where": "where", "us": "us:,.1f"}
     ),  # no command writes such a record
 }

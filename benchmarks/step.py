@@ -22,7 +22,19 @@ from prunus.lab.trainer import Training
 from prunus.ops import bits
 from prunus.ops.machine import device_of, wait_for
 
-from .benchmark import QUEUED, Benchmark, Measured, Record, Row, Section, copy_gb_s, in_turns, overhead, queued, timed
+from .benchmark import (
+    QUEUED,
+    Benchmark,
+    Measured,
+    Record,
+    RecordSection,
+    Row,
+    copy_gb_s,
+    in_turns,
+    overhead,
+    queued,
+    timed,
+)
 
 CONTEXT, LR = 256, 1e-4
 MASKED, WITH_RATES = "prunus AdamWPrune, masks", "prunus AdamWPrune, masks, rates"
@@ -321,17 +333,17 @@ COLUMNS |= {"overhead": "overhead:+.2%", "beside": "beside"}
 TRAIN_COLUMNS = {"arm": "arm", "ms a step": "ms:.2f", "ratio": "ratio:.4f", "spread": "spread:.2f"}
 TRAIN_COLUMNS |= {"tokens/s": "tokens_a_second:,.0f", "peak MiB": "peak_mib:,.0f", "steady MiB": "steady_mib:,.1f"}
 SECTIONS = {
-    "step": Section(
+    "step": RecordSection(
         "Keeping them: a training step",
         STEP,
         COLUMNS,
         lambda row, record: {"overhead": None, "beside": None} if row["arm"] == row["beside"] else {},
     ),
-    "update": Section(
+    "update": RecordSection(
         "Keeping them: the optimizer's step",
         UPDATE,
         {"way": "way", "ms": "ms:.3f", "ratio": "ratio:.3f"},
         below=_agreement,
     ),
-    "train": Section("Whole training", TRAIN, TRAIN_COLUMNS),
+    "train": RecordSection("Whole training", TRAIN, TRAIN_COLUMNS),
 }

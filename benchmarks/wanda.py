@@ -28,7 +28,7 @@ from prunus.ops import bits
 from prunus.ops.lazy import Lazy
 from prunus.score import formula_of, wanda
 
-from .benchmark import Benchmark, Measured, Record, Row, Section, in_turns
+from .benchmark import Benchmark, Measured, Record, RecordSection, Row, in_turns
 
 SPARSITY = 0.5
 Weights = Mapping[str, Tensor]  # pruned, by name
@@ -180,4 +180,4 @@ def _more(row: Row, record: Record) -> Row:
     }
 
 
-SECTIONS = {"wanda": Section("WANDA beside llmcompressor", WANDA, COLUMNS, _more)}
+SECTIONS = {"wanda": RecordSection("WANDA beside llmcompressor", WANDA, COLUMNS, _more)}

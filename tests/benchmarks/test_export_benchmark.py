@@ -8,21 +8,20 @@ import torch
 from benchmarks import export
 from benchmarks.__main__ import main
 from benchmarks.export import Way, ways
+from benchmarks.page import page
 
 
 @pytest.mark.slow
 def test_the_benchmark_measures_every_way_and_is_drawn(tmp_path, capsys):
-    results, page = tmp_path / "results", tmp_path / "page.md"
-    main(["export", "--megabytes", "1", "--repeat", "2", "--results", str(results)])
-    (file,) = results.iterdir()
+    main(["export", "--megabytes", "1", "--repeat", "2", "--results", str(tmp_path)])
+    (file,) = tmp_path.iterdir()
     rows = json.loads(file.read_text())["rows"]
     assert len(rows) == 4 * 5
     for row in rows:
         assert row["pack_gb_s"] > 0 and row["unpack_gb_s"] > 0
         if row["size_goal"] is not None:
             assert row["size"] <= row["size_goal"]
-    main(["page", "--results", str(results), "--page", str(page)])
-    assert "## Small files" in page.read_text() and "bits and values" in page.read_text()
+    assert "## Small files" in page(tmp_path) and "bits and values" in page(tmp_path)
 
 
 def test_a_way_gives_back_what_it_packed(tmp_path):

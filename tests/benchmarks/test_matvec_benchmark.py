@@ -8,6 +8,7 @@ import torch
 from benchmarks import matvec
 from benchmarks.__main__ import main
 from benchmarks.matvec import Case, rows_of
+from benchmarks.page import page
 
 
 @pytest.fixture(autouse=True)
@@ -27,14 +28,12 @@ def test_weights_are_as_sparse_as_the_case_says():
 
 def test_the_command_writes_what_the_page_draws(tmp_path, capsys):
     main(["matvec", "--repeat", "2", "--results", str(tmp_path)])
-    main(["page", "--results", str(tmp_path), "--page", str(tmp_path / "page.md")])
     (path,) = tmp_path.glob("matvec*.json")
-    rows, page = json.loads(path.read_text())["rows"], (tmp_path / "page.md").read_text()
-
+    rows, drawn = json.loads(path.read_text())["rows"], page(tmp_path)
     assert {row["way"] for row in rows} == {"dense", "prunus, gaps"}
     assert all(row["times_faster"] == 1 for row in rows if row["way"] == "dense")
     assert all(row["error"] < 1e-5 and row["us"] > 0 for row in rows)
-    assert "## Products with a pruned weight" in page and "| 64 x 128 | 90% | 3 |" in page
+    assert "## Products with a pruned weight" in drawn and "| 64 x 128 | 90% | 3 |" in drawn
     assert "matvec" in capsys.readouterr().out
 
 

@@ -9,7 +9,7 @@ from benchmarks import prune
 from benchmarks import repair as bench
 from benchmarks import repair_study as study
 from benchmarks.__main__ import main
-from benchmarks.repair_page import page
+from benchmarks.repair_figures import parts
 from prunus import Repair
 
 pytest.importorskip("transformers")
@@ -40,7 +40,7 @@ def test_the_command_leaves_a_file_that_the_page_draws(small, tmp_path):
     main(["repair", *sizes, "--results", str(tmp_path)])
     (path,) = tmp_path.glob("repair-2-blocks*.json")
     assert json.loads(path.read_text())["settings"]["offload"] is True
-    assert "| 2 blocks of Mistral-7B's shape, offload, 2 windows of 6, float32 |" in page(tmp_path)
+    assert "| 2 blocks of Mistral-7B's shape, offload, 2 windows of 6, float32 |" in parts(tmp_path)["times"]
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_a_killed_study_continues_and_ends_with_every_way_level_and_seed(trained
     assert all(row["zeros"] == row["num_weights"] // 2 for row in rows if row["way"] != "dense")
     with pytest.raises(SystemExit):
         main([*command, "--eval-windows", "2"])
-    assert "give another --name or --results" in capsys.readouterr().err
+    assert "give another --results" in capsys.readouterr().err
 
 
 def test_ways_of_llm_compressor_are_left_out_without_it(trained, tmp_path, monkeypatch, capsys):

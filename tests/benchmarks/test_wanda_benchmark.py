@@ -1,4 +1,4 @@
-"""The benchmarks of one-shot WANDA beside llmcompressor, of which a stand-in is used here, and of merged adapters."""
+"""The benchmarks of one-shot WANDA beside llmcompressor, of which a stand-in is used here."""
 
 import json
 import sys
@@ -76,13 +76,3 @@ def test_no_speed_is_reported_where_other_weights_are_pruned():
     ways = {"ours": lambda: {"w": torch.ones(4)}, "theirs": lambda: {"w": torch.zeros(4)}}
     with pytest.raises(RuntimeError, match="4 of 4 weights differ, so no speed is reported"):
         wanda.compared("a task", ways, 1)
-
-
-@pytest.mark.slow
-def test_a_merge_under_masks_is_measured_beside_other_ways(tmp_path):
-    pytest.importorskip("peft")
-    main(["lora", *"--steps 20 --tuning 2 --seeds 1".split(), "--results", str(tmp_path)])
-    (path,) = tmp_path.iterdir()
-    rows = {row["way"]: row for row in json.loads(path.read_text())["rows"]}
-    assert rows["LoRA, plain merge"]["sparsity"] < 0.01 and rows["LoRA, merge under masks"]["sparsity"] == 0.5
-    assert all(f"| {way} |" in page(tmp_path) for way in rows)
