@@ -6,13 +6,13 @@ from importlib import import_module
 
 COMMANDS = {  # module and class, what the command does
     "select": ("select:Select", "finding masks"),
-    "step": ("step:Step", "keeping masks: a training step on a CPU, the optimizer's step on a GPU"),
+    "step": ("step:StepCost", "keeping masks: a training step on a CPU, the optimizer's step on a GPU"),
     "train": ("step:Train", "whole training steps of GPT-2 124M"),
     "export": ("export:Export", "the small file form"),
     "matvec": ("matvec:Matvec", "products with a pruned weight"),
     "decode": ("decode:Decode", "text from a pruned model, by our decoder and by model.generate"),
     "prune": ("prune:Prune", "WANDA and the gradient probe after training"),
-    "level": ("prune:Level", "a level of the probe on a random model of Mistral-7B's shape"),
+    "level": ("prune:ProbeLevel", "a level of the probe on a random model of Mistral-7B's shape"),
     "repair": (
         "repair:RepairTime",
         "pruning with repair: time on a random model of Mistral-7B's shape, or on a trained one",

@@ -219,15 +219,13 @@ def filled(text: str, parts: Mapping[str, str]) -> str:
 
 
 @dataclass(frozen=True)
-class RecordSection:
-    """Draws a record: where it was made, ``text`` filled in from its settings, and a table of its rows.
+class RecordTable:
+    """Draws a record: where it was made, its settings, and a table of its rows.
 
     A column is ``heading: "key:format"``; a value that is missing or None is an empty cell. ``more`` gives further
-    keys of a row, ``below`` what follows the table.
+    keys of a row, ``below`` a second table.
     """
 
-    title: str
-    text: str
     columns: Mapping[str, str]
     more: Callable[[Row, Record], Row] = lambda row, record: {}
     below: Callable[[Record], str] = lambda record: ""
@@ -235,10 +233,16 @@ class RecordSection:
     def __call__(self, record: Record) -> str:
         settings, made = record["settings"], record["environment"]
         origin = f"{measured_on(made)}; {record['date']}, commit {made['commit']}; `{record['file']}`"
-        note = f"{settings['note']}\n\n" if "note" in settings else ""
+        values = [
+            f"{name.replace('_', ' ')} {value:{form}}"
+            for name, value in settings.items()
+            for kind, form in ((str, ""), (bool, ""), (int, ","), (float, ",.4g"))
+            if type(value) is kind and name != "note"
+        ]
+        note = f"\n\n{settings['note']}" if "note" in settings else ""
         rows = [row | self.more(row, record) for row in record["rows"]]
-        body = (table_of(rows, self.columns) if self.columns else "") + self.below(record)
-        return f"## {self.title}\n\n{origin}\n\n{self.text.format(**settings)}\n{note}{body}\n"
+        table = table_of(rows, self.columns) if self.columns else ""
+        return f"{origin}\n\n{'; '.join(values)}{note}\n\n{table}{self.below(record)}\n"
 
 
 def table_of(rows: Sequence[Row], columns: Mapping[str, str]) -> str:

@@ -27,7 +27,7 @@ from prunus.ranks import Ranks
 from prunus.statistics import score_of, sources
 from prunus.threshold import cut
 
-from .benchmark import Benchmark, Measured, Record, RecordSection, Row, in_turns, median_ms, newest_records, table_of
+from .benchmark import Benchmark, Measured, Record, RecordTable, Row, in_turns, median_ms, newest_records, table_of
 
 RANKS = (1, 2, 4)
 TOKENS = 64  # rows of the batch of each rank
@@ -166,10 +166,6 @@ def _by_counts(pruner: Pruner, options: Distributed, device: torch.device) -> Ro
     return row | {"num_sums": ranks.num_sums, "bytes_exchanged": ranks.num_bytes}
 
 
-SETTING = """{num_weights:,} weights ({weights}), bitter7 to {sparsity:.0%} in seven events, FSDP2 with every layer a \
-group, {tokens} rows a rank; medians of up to {repeat} steps that take turns with those of the same training without \
-pruning.
-"""
 COLUMNS = {"way": "way", "event ms": "event_ms:.2f", "bytes": "bytes_exchanged:,.0f"}
 COLUMNS |= {"step without, ms": "plain_step_ms:.2f", "step with, ms": "pruned_step_ms:.2f", "overhead": "overhead:+.1%"}
 COLUMNS |= {"pruning adds, ms": "added:.2f"}
@@ -184,8 +180,8 @@ PROJECTED |= {"sending, ms": "sent:.4f", "an event, ms": "total:,.1f", "a step, 
 def parts(folder: Path) -> dict[str, str]:
     """What ``docs/distributed.md`` shows between its marks."""
     records = [record for record in newest_records(folder) if record["what"] == "distributed"]
-    drawn = [(ON_CPU if "ranks" in record["rows"][0] else ON_GPU)(record) for record in records]
-    return {"ranks": "\n".join(drawn), "projection": table_of([*map(projected, _on_gpus(records))], PROJECTED)}
+    drawn = "\n".join(map(RecordTable(COLUMNS, _more), records))
+    return {"ranks": drawn, "projection": table_of([*map(projected, _on_gpus(records))], PROJECTED)}
 
 
 def _more(row: Row, record: Record) -> Row:
@@ -193,10 +189,6 @@ def _more(row: Row, record: Record) -> Row:
     more = {"overhead": with_ / without - 1, "added": with_ - without} if without is not None else {}
     more |= {"way": f"{row['ranks']} ranks, gloo"} if "ranks" in row else {}
     return {"bytes_exchanged": 0} | row | more
-
-
-ON_CPU = RecordSection("Measured on a CPU, over gloo", SETTING, COLUMNS, _more)
-ON_GPU = RecordSection("Measured on a GPU, one rank over NCCL", SETTING, COLUMNS, _more)
 
 
 def _on_gpus(records: list[Record]) -> list[Record]:

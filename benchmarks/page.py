@@ -1,38 +1,30 @@
-"""``docs/evidence/benchmarks.md``, and the tables of the pages whose words are written by hand, from all records."""
+"""The tables of the pages in ``docs``, from all records; their words are written by hand."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from . import decode, distributed, export, matvec, prune, repair_figures, select, small_models, step, summary, wanda
 from .benchmark import filled, newest_records
 
-SECTIONS = {
+TABLES = {
     what: draw
     for module in (decode, export, matvec, prune, select, small_models, step, wanda)
-    for what, draw in module.SECTIONS.items()
+    for what, draw in module.TABLES.items()
 }
-INTRODUCTION = """# Benchmarks
-
-This page is made by `python -m benchmarks page` from the JSON files in `benchmarks/results/`; nothing in it is
-typed. Where a record was not written by a command, its section says so. All
-methods of a table ran in one process, one after the other or in turns. Run them in a checkout on your
-own machine with `python -m benchmarks select`, `step`, `train`, `export`, `matvec`, `decode`, `prune` and `level`
-(`--device cuda` on a GPU). What pruning with repair is worth and costs is in [repair.md](repair.md).
-"""
 
 
-def page(folder: Path) -> str:
-    """The page for the newest records in ``folder``."""
-    records = [record for record in newest_records(folder) if record["what"] in SECTIONS]
-    if not records:
-        raise ValueError(f"there are no results in {folder}; run python -m benchmarks select first")
-    return "\n".join([INTRODUCTION, *(SECTIONS[record["what"]](record) for record in records)])
+def tables(folder: Path) -> dict[str, str]:
+    """The newest records of each kind in ``folder``, drawn."""
+    drawn: dict[str, list[str]] = {}
+    for record in newest_records(folder):
+        if record["what"] in TABLES:
+            drawn.setdefault(record["what"], []).append(TABLES[record["what"]](record))
+    return {what: "\n".join(texts) for what, texts in drawn.items()}
 
 
 @dataclass(frozen=True)
 class Page:
-    """Write docs/evidence/benchmarks.md from all results, and the tables of the other pages that are in docs."""
+    """Write the tables of docs/evidence, experts.md and distributed.md from all results."""
 
     results: Path = Path("benchmarks/results")  # folder of the JSON files
     probe: Path = Path("benchmarks/evidence")  # folder of the files on the gradient probe
@@ -40,17 +32,15 @@ class Page:
     docs: Path = Path("docs")  # folder of the pages
 
     def run(self) -> None:
-        pages = {self.docs / "evidence" / "benchmarks.md": page(self.results)}
-        tables: dict[str, Callable[[], dict[str, str]]] = {
-            "distributed.md": lambda: distributed.parts(self.results),
-            "experts.md": lambda: small_models.parts(self.results),
-            "evidence/repair.md": lambda: repair_figures.parts(self.results),
-            "evidence/README.md": lambda: summary.parts(self.results, self.studies, self.probe, self.docs / "evidence"),
+        evidence = self.docs / "evidence"
+        parts = {
+            self.docs / "distributed.md": distributed.parts(self.results),
+            self.docs / "experts.md": small_models.parts(self.results),
+            evidence / "benchmarks.md": tables(self.results),
+            evidence / "repair.md": repair_figures.parts(self.results),
+            evidence / "README.md": summary.parts(self.results, self.studies, self.probe, evidence),
         }
-        for name, parts in tables.items():
-            if (self.docs / name).is_file():
-                pages[self.docs / name] = filled((self.docs / name).read_text(), parts())
+        pages = {path: filled(path.read_text(), parts) for path, parts in parts.items()}
         for path, text in pages.items():
-            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
             print(f"{path} written")

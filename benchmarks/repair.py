@@ -17,7 +17,7 @@ from prunus.lab.trained_model import ModelSource, load_trained
 from prunus.ops.machine import device_of
 
 from .benchmark import Benchmark, Measured, Row, timed
-from .prune import MISTRAL, Level
+from .prune import MISTRAL, ProbeLevel
 
 SCOPES = {"layer": PerLayer(), "row": PerRow(), "2:4": NofM(2, 4)}
 PARTS = ("forwards", "grams", "factorisations", "iterations", "refine", "tune")
@@ -48,7 +48,7 @@ class RepairTime(Benchmark):
             trained = load_trained(source)
             model, (tokens,), about = trained.model, trained.batches, self.model.name
         else:
-            size = Level(blocks=self.blocks, windows=self.windows, length=self.length, device=self.device)
+            size = ProbeLevel(blocks=self.blocks, windows=self.windows, length=self.length, device=self.device)
             model, tokens = size.model_and_tokens()  # on the device, where that is quick
             model, tokens = model.to(place), tokens.to(place)
             about = f"{self.blocks} blocks of Mistral-7B's shape"

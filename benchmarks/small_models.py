@@ -12,7 +12,7 @@ import math
 import pydoc_data.topics
 import statistics
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +29,7 @@ from prunus.lab.model_quality import token_quality
 from prunus.oneshot.drop_experts import without_experts
 from prunus.oneshot.fewer_experts import fewer_experts
 
-from .benchmark import Benchmark, Measured, Record, RecordSection, Row, newest_records, table_of
+from .benchmark import Benchmark, Measured, Record, RecordTable, Row, newest_records, table_of
 
 CONTEXT = 64
 
@@ -156,15 +156,8 @@ def tuned(base: nn.Module, data: Tensor, held_out: Tensor, steps: int, seed: int
     return measured
 
 
-LORA = """A small GPT-2 of bytes learns the source of Python's standard library in {steps} steps while it is pruned to \
-50 %, then {tuning} steps of the English of its manual, by LoRA of rank {rank} and by other ways at one learning rate; \
-held-out loss, mean and deviation of {seeds} seeds of the tuning, by `python -m benchmarks lora`. Sparsity is of the \
-weights the adapters stand on; before the merge a dense update stands beside them.
-"""
-SECTIONS = {
-    "lora": RecordSection(
-        "Merging adapters under masks",
-        LORA,
+TABLES = {
+    "lora": RecordTable(
         {"way": "way", "loss": "mean", "sparsity": "sparsity:.2%"},
         lambda row, record: {"mean": f"{row['loss']:.3f} ± {row['spread']:.3f}"},
     )
@@ -255,10 +248,6 @@ def states(
             result.undo_()
 
 
-EXPERTS = """{models} models of {parameters:,} parameters, each trained for {steps} steps on the bytes of Python's \
-standard library. Perplexity of a byte on {held_out} windows of {context} bytes of files that were held out; \
-calibrated on {windows} windows of the training files. Random experts are drawn {draws} times for each model.
-"""
 COLUMNS = {"experts dropped": "dropped", "way": "way", "parameters not zero": "parameters:,", "perplexity": "mean:.3f"}
 COLUMNS |= {"range": "range", "worse than dense": "worse:+.1%", "REAP is better in": "reap"}
 
@@ -266,8 +255,7 @@ COLUMNS |= {"range": "range", "worse than dense": "worse:+.1%", "REAP is better 
 def parts(folder: Path) -> dict[str, str]:
     """What ``docs/experts.md`` shows between its marks."""
     records = [record for record in newest_records(folder) if record["what"] == "experts"]
-    section: Callable[[Record], str] = RecordSection("What it costs", EXPERTS, {}, below=_table)
-    return {"experts": "\n".join(map(section, records))}
+    return {"experts": "\n".join(map(RecordTable({}, below=_table), records))}
 
 
 def _table(record: Record) -> str:

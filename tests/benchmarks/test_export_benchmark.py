@@ -7,8 +7,8 @@ import torch
 
 from benchmarks import export
 from benchmarks.__main__ import main
-from benchmarks.export import Way, ways
-from benchmarks.page import page
+from benchmarks.export import Packing, ways
+from benchmarks.page import tables
 
 
 @pytest.mark.slow
@@ -21,7 +21,7 @@ def test_the_benchmark_measures_every_way_and_is_drawn(tmp_path, capsys):
         assert row["pack_gb_s"] > 0 and row["unpack_gb_s"] > 0
         if row["size_goal"] is not None:
             assert row["size"] <= row["size_goal"]
-    assert "## Small files" in page(tmp_path) and "bits and values" in page(tmp_path)
+    assert "| prunus: bits and values |" in tables(tmp_path)["export"]
 
 
 def test_a_way_gives_back_what_it_packed(tmp_path):
@@ -33,6 +33,6 @@ def test_a_way_gives_back_what_it_packed(tmp_path):
 
 def test_a_way_that_loses_a_bit_is_not_timed():
     tensor = torch.ones(4, 4)
-    broken = Way(lambda tensor: tensor, lambda packed, like: packed * 2, lambda packed: packed.nbytes)
+    broken = Packing(lambda tensor: tensor, lambda packed, like: packed * 2, lambda packed: packed.nbytes)
     with pytest.raises(RuntimeError, match="no speed is reported"):
         export.measure_way(broken, tensor, 2)

@@ -25,7 +25,7 @@ def small(monkeypatch):
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_the_model_comes_back_and_every_part_is_timed(small, offload):
-    model, tokens = prune.Level(blocks=2, windows=3, length=8).model_and_tokens()
+    model, tokens = prune.ProbeLevel(blocks=2, windows=3, length=8).model_and_tokens()
     before = [parameter.detach().clone() for parameter in model.parameters()]
     place = torch.device("cpu") if offload else None
     row = bench.measure_repair(model, tokens, 0.5, "layer", Repair(), place)

@@ -8,7 +8,7 @@ import torch
 from benchmarks import small_models
 from benchmarks.__main__ import main
 from benchmarks.benchmark import all_records
-from benchmarks.page import page
+from benchmarks.page import tables
 from benchmarks.small_models import Experts
 
 pytest.importorskip("transformers")
@@ -45,4 +45,4 @@ def test_a_merge_under_masks_is_measured_beside_other_ways(tmp_path):
     (path,) = tmp_path.iterdir()
     rows = {row["way"]: row for row in json.loads(path.read_text())["rows"]}
     assert rows["LoRA, plain merge"]["sparsity"] < 0.01 and rows["LoRA, merge under masks"]["sparsity"] == 0.5
-    assert all(f"| {way} |" in page(tmp_path) for way in rows)
+    assert all(f"| {way} |" in "".join(tables(tmp_path).values()) for way in rows)
