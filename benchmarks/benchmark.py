@@ -96,6 +96,18 @@ def continued(path: Path, record: Record) -> Record:
     return before
 
 
+def made_on(device: torch.device, dtype: torch.dtype, make: Callable[[], Result]) -> Result:
+    """What ``make`` returns, a model say, with random weights of a type that are made on the device."""
+    before = torch.get_default_dtype()
+    torch.manual_seed(0)
+    torch.set_default_dtype(dtype)
+    try:
+        with device:
+            return make()
+    finally:
+        torch.set_default_dtype(before)
+
+
 # Clocks and memory
 
 

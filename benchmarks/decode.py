@@ -22,7 +22,7 @@ from prunus.sparse.choose import forms_of
 from prunus.sparse.model_layers import chosen, linear_weight
 from prunus.sparse.times import kind_of
 
-from .benchmark import Benchmark, Measured, Record, RecordTable, Row, in_turns, timed, write_record
+from .benchmark import Benchmark, Measured, Record, RecordTable, Row, in_turns, made_on, timed, write_record
 
 LLAMA = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336}
 LLAMA |= {"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192}
@@ -38,12 +38,8 @@ GOALS = {  # times faster than dense, by way, zeros and batch
 }
 STATIC_GOAL = 1.5  # times faster that our dense decoder is than model.generate with a static cache
 SMALLER = {"50%": 0.68, "80%": 0.36}  # goals of the memory of the whole model over dense
-WAYS = {
-    "decoder": "decoder",
-    "compiled": "decoder, compiled",
-    "generate": "generate",
-    "static": "generate, static cache",
-}
+WAYS = {"decoder": "decoder", "compiled": "decoder, compiled", "generate": "generate"}
+WAYS |= {"static": "generate, static cache"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,13 +75,8 @@ class Decode(Benchmark):
     def _settings(self) -> dict[str, Any]:
         shape = LLAMA if not self.small else LLAMA | {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512}
         about = f"{self.blocks} blocks of Llama-3-8B's shape" if not self.small else "a tiny model"
-        return {
-            "weights": about,
-            "shape": shape,
-            "blocks": self.blocks,
-            "new_tokens": self.new_tokens,
-            "prompt": PROMPT,
-        }
+        settings = {"weights": about, "shape": shape, "blocks": self.blocks}
+        return settings | {"new_tokens": self.new_tokens, "prompt": PROMPT}
 
     def _rows(self, models: dict[str, Any], way: str, batch: int) -> Iterator[Row]:
         """A row for each model, the dense one first."""
@@ -133,15 +124,8 @@ def in_turns_with(models: dict[str, Any], way: str) -> Iterator[dict[str, Any]]:
 def random_model(shape: dict[str, Any], blocks: int, device: torch.device) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(0)
     config = LlamaConfig(**shape, num_hidden_layers=blocks, bos_token_id=1, eos_token_id=None, pad_token_id=0)
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with device:
-            model = LlamaForCausalLM(config)
-    finally:
-        torch.set_default_dtype(default)
+    model = made_on(device, torch.bfloat16, lambda: LlamaForCausalLM(config))
     model.generation_config.eos_token_id = None
     return model.eval().requires_grad_(False)
 

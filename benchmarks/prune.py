@@ -18,7 +18,7 @@ from prunus.oneshot.result import Result
 from prunus.oneshot.walk import head_of
 from prunus.ops.machine import device_of
 
-from .benchmark import Benchmark, Measured, Record, RecordTable, Row, in_turns, table_of, timed
+from .benchmark import Benchmark, Measured, Record, RecordTable, Row, in_turns, made_on, table_of, timed
 
 STORIES = {"hidden_size": 288, "intermediate_size": 768, "num_hidden_layers": 6, "num_attention_heads": 6}
 MISTRAL = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
@@ -245,15 +245,9 @@ class ProbeLevel(Benchmark):
     def model_and_tokens(self) -> tuple[Any, Tensor]:
         from transformers import MistralConfig, MistralForCausalLM
 
-        device, before = device_of(self.device), torch.get_default_dtype()
+        device = device_of(self.device)
         config = MistralConfig(vocab_size=VOCABULARY, num_hidden_layers=self.blocks, sliding_window=None, **MISTRAL)
-        torch.manual_seed(0)
-        try:
-            torch.set_default_dtype(LEVEL_DTYPE)
-            with device:
-                model = MistralForCausalLM(config).eval()
-        finally:
-            torch.set_default_dtype(before)
+        model = made_on(device, LEVEL_DTYPE, lambda: MistralForCausalLM(config).eval())
         return model, torch.randint(0, VOCABULARY, (self.windows, self.length), device=device)
 
 
