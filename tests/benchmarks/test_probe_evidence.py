@@ -107,21 +107,10 @@ def test_masks_are_taken_back_bit_for_bit(job):
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    """A tiny Llama under the name of stories15M, and the figures of two seeds."""
-    transformers = pytest.importorskip("transformers")
-    folder = tmp_path_factory.mktemp("evidence") / "data"
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=32, initializer_range=0.2,
-    )  # fmt: skip
-    transformers.LlamaForCausalLM(config).save_pretrained(folder / "stories15M")
-    draw = np.random.default_rng(0)
-    for name in ("calib", "valid"):
-        draw.integers(0, 40, 400).astype("<u2").tofile(folder / "stories15M" / f"{name}.u16")
-    run(folder, "--seeds", 0, 1)
-    return folder
+def data(small_llama) -> Path:
+    """The folder of a tiny Llama under the name of stories15M; beside it the figures of two seeds."""
+    run(small_llama.parent, "--seeds", 0, 1)
+    return small_llama.parent
 
 
 def run(data, *args, results="results"):

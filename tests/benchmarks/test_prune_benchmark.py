@@ -1,13 +1,9 @@
 """The benchmarks of pruning after training: both sides decide the same, or no speed is reported."""
 
-import json
-
 import pytest
 import torch
 
 from benchmarks import prune as bench
-from benchmarks.__main__ import main
-from benchmarks.page import tables
 
 pytest.importorskip("transformers")
 STORIES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -60,14 +56,11 @@ def test_no_speed_is_reported_where_masks_differ():
 
 
 @pytest.mark.slow
-def test_the_command_leaves_a_file_that_the_page_draws(monkeypatch, tmp_path, capsys):
+def test_the_command_leaves_a_file_that_the_page_draws(monkeypatch, measure):
     layer = bench.measure_layer
     monkeypatch.setattr(bench, "measure_layer", lambda dim, *rest: layer(64, *rest))
-    main(["prune", *"--windows 2 --length 6 --layers 2 --repeat 1".split(), "--results", str(tmp_path)])
-    (path,) = tmp_path.glob("prune_*.json")
-    rows = json.loads(path.read_text())["rows"]
+    rows, drawn = measure("prune --windows 2 --length 6 --layers 2 --repeat 1")
     assert [row["task"] for row in rows] == ["WANDA, 64 x 64", *bench.WAYS]
-    drawn = "".join(tables(tmp_path).values())
     assert "part of our probe" in drawn and f"| WANDA, 64 x 64 | {rows[0]['seconds']:.3f} |" in drawn
 
 
@@ -99,8 +92,7 @@ def test_operations_of_a_level_are_counted_by_hand():
     assert bench.flops(model, tokens, "sequential") == 2 * 24 * (7 * 4 * passes + 2 * 2 * block)
 
 
-def test_the_command_of_a_level_leaves_a_file_that_the_page_draws(tmp_path, monkeypatch):
+def test_the_command_of_a_level_leaves_a_file_that_the_page_draws(measure, monkeypatch):
     rows = [{"way": "plainly, scaled", "seconds": 2.0, "passes": 8}, {"way": "block", "seconds": 1.0, "passes": 4}]
     monkeypatch.setattr(bench, "measure_level", lambda *_: rows)
-    main(["level", "--blocks", "2", "--windows", "2", "--length", "6", "--results", str(tmp_path)])
-    assert "| block | 1.0 | 2.0 |" in tables(tmp_path)["level"]
+    assert "| block | 1.0 | 2.0 |" in measure("level --blocks 2 --windows 2 --length 6")[1]

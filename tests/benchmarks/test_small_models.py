@@ -1,15 +1,9 @@
 """Small models that are trained here: experts are dropped and come back, and adapters are merged under masks."""
 
-import json
-
 import pytest
 import torch
 
 from benchmarks import small_models
-from benchmarks.__main__ import main
-from benchmarks.benchmark import all_records
-from benchmarks.page import tables
-from benchmarks.small_models import Experts
 
 pytest.importorskip("transformers")
 
@@ -31,18 +25,17 @@ def test_every_way_is_as_small_and_the_model_is_dense_again_after_each(tmp_path)
 
 
 @pytest.mark.slow
-def test_every_way_to_drop_experts_is_measured_and_drawn(tmp_path):
-    Experts(steps=2, models=1, draws=2, fractions=(25,), windows=8, eval_windows=8, results=tmp_path).run()
-    (record,) = all_records(tmp_path)
-    assert len(record["rows"]) == 1 + 6 and all(row["perplexity"] < 300 for row in record["rows"])
-    assert "| 25 % | random experts |" in small_models.parts(tmp_path)["experts"]
+def test_every_way_to_drop_experts_is_measured_and_drawn(measure, tmp_path):
+    options = "--steps 2 --models 1 --draws 2 --fractions 25 --windows 8 --eval-windows 8"
+    rows, _ = measure(f"experts {options}")
+    assert len(rows) == 1 + 6 and all(row["perplexity"] < 300 for row in rows)
+    assert "| 25 % | random experts |" in small_models.parts(tmp_path / "results")["experts"]
 
 
 @pytest.mark.slow
-def test_a_merge_under_masks_is_measured_beside_other_ways(tmp_path):
+def test_a_merge_under_masks_is_measured_beside_other_ways(measure):
     pytest.importorskip("peft")
-    main(["lora", *"--steps 20 --tuning 2 --seeds 1".split(), "--results", str(tmp_path)])
-    (path,) = tmp_path.iterdir()
-    rows = {row["way"]: row for row in json.loads(path.read_text())["rows"]}
+    measured, drawn = measure("lora --steps 20 --tuning 2 --seeds 1")
+    rows = {row["way"]: row for row in measured}
     assert rows["LoRA, plain merge"]["sparsity"] < 0.01 and rows["LoRA, merge under masks"]["sparsity"] == 0.5
-    assert all(f"| {way} |" in "".join(tables(tmp_path).values()) for way in rows)
+    assert all(f"| {way} |" in drawn for way in rows)
