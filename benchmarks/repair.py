@@ -17,14 +17,14 @@ from prunus.ops.machine import device_of
 from prunus.trained.model import ModelSource, load_trained
 
 from .benchmark import Benchmark, Measured, Row, timed
-from .prune import MISTRAL, Level
+from .prune import MISTRAL, ProbeLevel
 
 SCOPES = {"layer": PerLayer(), "row": PerRow(), "2:4": NofM(2, 4)}
 PARTS = ("forwards", "grams", "factorisations", "iterations", "refine", "tune")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Repair(Benchmark):
+class RepairTime(Benchmark):
     """Time repair, part by part, on a random model of Mistral-7B's shape, or with --model on a trained one."""
 
     blocks: int = 32  # blocks of the random model
@@ -48,7 +48,7 @@ class Repair(Benchmark):
             trained = load_trained(source)
             model, (tokens,), about = trained.model, trained.batches, self.model.name
         else:
-            size = Level(blocks=self.blocks, windows=self.windows, length=self.length, device=self.device)
+            size = ProbeLevel(blocks=self.blocks, windows=self.windows, length=self.length, device=self.device)
             model, tokens = size.model_and_tokens()  # on the device, where that is quick
             model, tokens = model.to(place), tokens.to(place)
             about = f"{self.blocks} blocks of Mistral-7B's shape"

@@ -35,7 +35,8 @@ class Rate:
     """Factor on the learning rate of a pruned weight of density d: ``max(d, floor)^(-power)``.
 
     Decoupled weight decay keeps the rate without the factor. ``power=0`` changes nothing. Power 1, that of the rule for
-    sparse layers (https://arxiv.org/abs/2405.15743), did best or as well as any on the models of docs/results.md.
+    sparse layers (https://arxiv.org/abs/2405.15743), did best or as well as any on the models
+    of docs/evidence/results.md.
     """
 
     power: float = 1.0

@@ -197,7 +197,7 @@ def test_the_page_begins_with_the_best_arm_of_each_sparsity(copy):
 @pytest.mark.slow
 def test_the_page_in_docs_is_that_of_the_studies_which_are_a_few_files():
     folders = sorted(path for path in (ROOT / "studies").iterdir() if path.is_dir())
-    assert page(folders) == (ROOT / "docs" / "results.md").read_text()
+    assert page(folders) == (ROOT / "docs" / "evidence" / "results.md").read_text()
     assert sum(path.is_file() for path in (ROOT / "studies").rglob("*")) < 60
 
 

@@ -1,8 +1,8 @@
 """Every family of the table through training, one-shot pruning, repair, export, the doctor and the sparse run.
 
-``python tests/sweep/sweep.py`` writes what held and what did not to ``docs/support.json``, and from that the page
-``docs/support.md``; ``--only`` runs a few families anew, ``--resume`` those that a sweep which was ended has left,
-and ``--page`` writes the page alone. A second version of transformers, in a folder of its own before the path
+``python tests/sweep/sweep.py`` writes what held and what did not to ``docs/evidence/support.json``, and from that the
+page ``support.md`` beside it; ``--only`` runs a few families anew, ``--resume`` those that a sweep which was ended has
+left, and ``--page`` writes the page alone. A second version of transformers, in a folder of its own before the path
 (PYTHONPATH), adds a record beside the first.
 """
 
@@ -43,7 +43,7 @@ from prunus.eligible import eligible  # noqa: E402
 from prunus.sparse.linear import sparsify_  # noqa: E402
 from prunus.sparsity_report import report  # noqa: E402
 
-DOCS = HERE.parents[1] / "docs"
+RECORDS = HERE.parents[1] / "docs" / "evidence"
 LONGEST = 200  # characters of a reason
 State = dict[str, Tensor]
 
@@ -221,7 +221,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", metavar="FAMILY", help="families to run anew; all others stay")
     parser.add_argument("--resume", action="store_true", help="run the families that the record lacks")
-    parser.add_argument("--out", type=Path, default=DOCS / "support.json")
+    parser.add_argument("--out", type=Path, default=RECORDS / "support.json")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--page", action="store_true", help="write the page of the record that is there")
     given = parser.parse_args()

@@ -1,7 +1,7 @@
 """Kills, writers at once, flipped bits, damaged files and hostile ones, for as long as one likes; no CI runs it.
 
-``python tests/torture/torture.py --minutes 60 --out docs/reliability.json`` writes what was counted, and
-``python tests/torture/torture.py --page docs/reliability.json docs/reliability.md`` the page that shows it.
+``python tests/torture/torture.py --minutes 60 --out docs/evidence/reliability.json`` writes what was counted, and
+``python tests/torture/torture.py --page docs/evidence/reliability.json docs/evidence/reliability.md`` the page of it.
 """
 
 import argparse
@@ -210,7 +210,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("docs/reliability.json"))
+    parser.add_argument("--out", type=Path, default=Path("docs/evidence/reliability.json"))
     parser.add_argument("--page", type=Path, nargs=2, metavar=("JSON", "PAGE"), help="write the page of a finished run")
     given = parser.parse_args()
     if given.page:

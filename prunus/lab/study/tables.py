@@ -1,4 +1,4 @@
-"""The result of a study as text: the rows of its table, and ``docs/results.md``, in which no figure is typed."""
+"""The result of a study as text: the rows of its table, and ``docs/evidence/results.md``, all of its figures."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
