@@ -21,11 +21,14 @@ from prunus.lab.data.datasets import read_cifar10
 from prunus.lab.models import RESNETS, resnet
 from prunus.lab.tracking import environment
 from prunus.oneshot import Probe
+from prunus.oneshot.calibration import Calibration
+from prunus.oneshot.level import Level
+from prunus.oneshot.method import Method
 from prunus.oneshot.originals import Originals
 from prunus.oneshot.probe.decide import is_allowed
 from prunus.oneshot.probe.prober import ProbeSchedule
-from prunus.oneshot.prune import Job, Plan
-from prunus.oneshot.result import Result
+from prunus.oneshot.prune import prune_to
+from prunus.oneshot.scoring import Scores
 from prunus.ops import bits
 from prunus.ops.lazy import Lazy
 from prunus.select import Selector
@@ -174,9 +177,10 @@ class ProbeStudy:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         for strategy in dict.fromkeys(strategy for strategy, _ in left):
             score, select = (STRATEGIES | UNPROBED).get(strategy, ("magnitude", Global()))
-            job = Job(trained.model, trained.batches, Plan(score, select, trained.loss))
-            with job.open():
-                probed = ProbedStrategy(self, strategy, select, job, trained)
+            calibration = Calibration(trained.model, trained.batches)
+            with calibration.open():
+                scores = Scores(calibration, Method(score, select, loss=trained.loss))
+                probed = ProbedStrategy(self, strategy, select, scores, trained)
                 for step in (step for which, step in left if which == strategy):
                     began = time.perf_counter()
                     self.content["rows"] += [asdict(row) for row in probed.rows(step)]
@@ -192,7 +196,7 @@ class ProbedStrategy:
     study: ProbeStudy
     strategy: str
     select: Selector
-    job: Job
+    scores: Scores
     trained: TrainedModel
 
     def rows(self, step: str) -> Iterator[Evaluated]:
@@ -200,19 +204,19 @@ class ProbedStrategy:
         return getattr(self, f"_{way or 'random'}")(float(level))
 
     def _random(self, level: float) -> Iterator[Evaluated]:
-        generator, device = self._generator(), self.job.walk.device
-        shapes = {name: weight.parameter.shape for name, weight in self.job.weights.items()}
+        generator, device = self._generator(), self.scores.calibration.device
+        shapes = {name: weight.parameter.shape for name, weight in self.scores.weights.items()}
         draw = {name: torch.rand(shape, generator=generator, device=device) for name, shape in shapes.items()}
         yield self._by(Global()(draw, level), level, "alone")
 
     def _alone(self, level: float) -> Iterator[Evaluated]:
-        yield self._by(self._result(level).masks, level, "alone")
+        yield self._by(masks_of(self._result(level)), level, "alone")
 
     def _exact(self, level: float) -> Iterator[Evaluated]:
         """The probe of more candidates than are needed, all at once, for every tau; and tau by the sparsity."""
         result = self._result(level, Probe("target", schedule="joint"))
-        yield self._by(result.masks, level, "target")
-        sources = self.job.strategy.sources(level, {})
+        yield self._by(masks_of(result), level, "target")
+        sources = self.scores.sources(self.select, level, {})
         for tau in self.study.case.taus:
             masks = replaced_veto(result, sources, tau, self.select, level)
             yield replace(self._by(masks, level, "exact", tau), beyond=share_beyond(result, masks, tau))
@@ -224,30 +228,35 @@ class ProbedStrategy:
             if result is None or schedule != "joint":  # joint ratios serve every tau
                 result = self._result(level, Probe(tau, schedule=schedule))
             result.packed = result.packed_at(tau)
-            probed = self._by(result.masks, level, "probed", tau)
+            probed = self._by(masks_of(result), level, "probed", tau)
             yield probed
-            yield self._by(exactly(self.job, probed.sparsity, self._generator()), level, "alone, as sparse", tau)
+            yield self._by(exactly(self.scores, probed.sparsity, self._generator()), level, "alone, as sparse", tau)
             yield self._by(vetoed_by_lot(result, self._generator()), level, "by lot", tau)
 
-    def _result(self, sparsity: float, probe: Probe | None = None) -> Result:
+    def _result(self, sparsity: float, probe: Probe | None = None) -> Level:
         """What pruning would do; the model stays dense."""
-        result = self.job.prune(sparsity, probe)
-        self.job.undo_(result.originals)
-        return result
+        level = prune_to(self.scores, sparsity, probe)
+        level.undo_()
+        self.scores.changed()
+        return level
 
     def _by(self, masks: Masks, level: float, way: str, tau: float | None = None) -> Evaluated:
-        with pruned_by(self.job, masks) as sparsity:
+        with pruned_by(self.scores, masks) as sparsity:
             value = self.trained.evaluate(self.trained.model)
         return Evaluated(self.strategy, level, way, tau, sparsity, value if math.isfinite(value) else None)
 
     def _generator(self) -> torch.Generator:
-        return torch.Generator(self.job.walk.device).manual_seed(self.study.seed)
+        return torch.Generator(self.scores.calibration.device).manual_seed(self.study.seed)
 
 
 # Masks that are compared with those of ``prune``
 
 
-def replaced_veto(result: Result, sources: Sequence[Lazy], tau: float, select: Selector, sparsity: float) -> Masks:
+def masks_of(level: Level) -> Masks:
+    return {name: bits.unpack(packed, level.weights[name].parameter.shape) for name, packed in level.packed.items()}
+
+
+def replaced_veto(result: Level, sources: Sequence[Lazy], tau: float, select: Selector, sparsity: float) -> Masks:
     """Exactly ``sparsity`` of the weights, in the strategy's scope: of its candidates those within ``tau`` first.
 
     The lowest scores go first. Where too few are within tau, the lowest scores beyond it follow, so that the count is
@@ -264,7 +273,7 @@ def replaced_veto(result: Result, sources: Sequence[Lazy], tau: float, select: S
     return select(order, sparsity)
 
 
-def share_beyond(result: Result, masks: Masks, tau: float) -> float:
+def share_beyond(result: Level, masks: Masks, tau: float) -> float:
     """Fraction of what the masks prune that the probe would have kept."""
     num_beyond = num_pruned = 0
     for name, mask in masks.items():
@@ -274,23 +283,24 @@ def share_beyond(result: Result, masks: Masks, tau: float) -> float:
     return num_beyond / max(1, num_pruned)
 
 
-def vetoed_by_lot(result: Result, generator: torch.Generator) -> Masks:
+def vetoed_by_lot(result: Level, generator: torch.Generator) -> Masks:
     """As many candidates of each weight kept as the probe kept, drawn at random: what its choice is worth."""
     found = {}
-    for name, mask in result.masks.items():
+    for name, mask in masks_of(result).items():
         where = bits.unpack(result.candidates[name], mask.shape)
         found[name] = torch.ones_like(mask)
         found[name][where] = ~_lots(int(where.sum()), int((where & ~mask).sum()), generator)
     return found
 
 
-def exactly(job: Job, sparsity: float, generator: torch.Generator) -> Masks:
+def exactly(scores: Scores, sparsity: float, generator: torch.Generator) -> Masks:
     """The strategy's masks with exactly that sparsity over all weights.
 
     Scopes round by row or layer, which can shift the sparsity by more than the effect under study. Here every
     row or layer gives the whole number below its share, and lots decide which of them give one more.
     """
-    select, sources = job.strategy.select, job.strategy.sources(sparsity, {})
+    select = scores.method.select
+    sources = scores.sources(select, sparsity, {})
     fewer = [replace(quota, num_drop=int(sparsity * quota.size)) for quota in select.quota_of(sources, sparsity)]
     more = [replace(quota, num_drop=min(quota.num_drop + 1, quota.size)) for quota in fewer]
     below, above = (select.cut(sources, quotas, {}) for quotas in (fewer, more))
@@ -312,12 +322,13 @@ def _lots(num: int, num_drawn: int, generator: torch.Generator) -> Tensor:
 
 
 @contextmanager
-def pruned_by(job: Job, masks: Masks) -> Iterator[float]:
-    """The job's model, pruned by masks for a while, and its sparsity."""
+def pruned_by(scores: Scores, masks: Masks) -> Iterator[float]:
+    """The model, pruned by masks for a while, and its sparsity."""
     originals = Originals()
     try:
         for name, mask in masks.items():
-            originals.prune_(job.weights[name].parameter, ~mask)
+            originals.prune_(scores.weights[name].parameter, ~mask)
         yield sum(int((~mask).sum()) for mask in masks.values()) / sum(mask.numel() for mask in masks.values())
     finally:
-        job.undo_(originals)
+        originals.restore_()
+        scores.changed()

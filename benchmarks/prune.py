@@ -222,7 +222,7 @@ def probe_parts(task: Task) -> list[Row]:
     """Seconds and share of each part of our probe, from a run of its own."""
     result = by_prunus(task, Probe(TAU))
     result.undo_()
-    parts = result.parts | {"the rest": result.seconds - sum(result.parts.values())}
+    parts = result.cost.parts | {"the rest": result.seconds - sum(result.cost.parts.values())}
     return [{"part": part, "seconds": value, "share": value / result.seconds} for part, value in parts.items()]
 
 
@@ -258,12 +258,12 @@ def measure_level(model: Any, tokens: Tensor, sparsity: float) -> list[Row]:
     """A row for the plain scheme, scaled from some weights, and one for each schedule; the first of ours warms up."""
     rows, device = [level_plainly(model, tokens)], tokens.device
     for way, schedule in SCHEDULES.items():
-        run = partial(prune, model, [tokens], sparsity, "wanda", probe=Probe(1.0, schedule=schedule))
+        run = partial(prune, model, [tokens], sparsity, score="wanda", probe=Probe(1.0, schedule=schedule))
         with Sampler(utilisation_reader(device)).running() as busy:
             seconds, result = timed(run, device)
         row = {"way": way, "seconds": seconds, "utilisation": busy.mean}
         row |= {"share_of_peak": flops(model, tokens, schedule) / seconds / PEAK if device.type == "cuda" else None}
-        row |= {"peak_gib": result.peak_bytes / 2**30, "passes": result.passes, "sparsity": result.sparsity}
+        row |= {"peak_gib": result.cost.peak_bytes / 2**30, "passes": result.cost.passes, "sparsity": result.sparsity}
         result.undo_()
         rows.append(row)
     return rows

@@ -13,8 +13,6 @@ import prunus
 from prunus.lab.study.tables import markdown_table
 from prunus.score import REGROWTH, SCORES
 
-from .benchmark import filled
-
 PACKAGE = Path(prunus.__file__).parent
 CHAPTERS = {  # heading: where each name is imported from; a name of the package itself has no module
     "While training": "Pruner Event AdamWPrune Spam Rate parameter_groups Regrow",

@@ -77,13 +77,13 @@ def measure_repair(
     )
     cpu = time.process_time() - cpu
     row = {"scope": scope, "seconds": seconds, "cpu_seconds": cpu}
-    row |= {"peak_gib": result.peak_bytes / 2**30, "sparsity": result.sparsity}
-    parts = {part: result.parts[part] for part in PARTS if part in result.parts}
+    row |= {"peak_gib": result.cost.peak_bytes / 2**30, "sparsity": result.sparsity}
+    parts = {part: result.cost.parts[part] for part in PARTS if part in result.cost.parts}
     row |= parts | {"other": seconds - sum(parts.values())}
     errors = [(layer.mask_error, layer.error) for layer in result.layers if layer.error is not None]
     for name, values in zip(("mask_error", "error"), zip(*errors, strict=True), strict=True):
         row[name] = sum(values) / len(values)
-    repairs = result.repairs.values()
+    repairs = result.level.repairs.values()
     row["mean_iterations"] = sum(found.iterations for found in repairs) / len(repairs)
     result.undo_()
     return row

@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from prunus.lab.model_quality import token_quality
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from prunus import Pruner, Ramp, prune
 from prunus.eligible import eligible
 from prunus.lab.data.datasets import read_stdlib
-from prunus.lab.model_quality import token_quality
 from prunus.oneshot.drop_experts import without_experts
 from prunus.oneshot.fewer_experts import fewer_experts
 

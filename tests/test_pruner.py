@@ -21,7 +21,6 @@ from toys import (
 )
 
 from prunus import SCORES, Constant, Global, NofM, OneShot, PerLayer, PerRow, Pruner, Ramp
-from prunus.allocate import allocate
 from prunus.plot import svg
 
 BY_STATE = [name for name, score in SCORES.items() if not {"movement", "input_norm"} & set(score.reads)]
