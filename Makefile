@@ -3,9 +3,9 @@
 # make check-slow  the tests that kill, launch, browse or fuzz; CI runs check and check-slow
 # make pages       the pages, pictures and figures that are made from records and docstrings
 # make site        docs/ as a website in site/
-# make sweep       187 families of transformers through everything: 4 minutes on 2 cores, for docs/support.md
+# make sweep       187 families of transformers through everything: 4 minutes on 2 cores, for docs/evidence/support.md
 # make torture     an hour of kills, flipped bits, damaged and hostile files (MINUTES=10 for a shorter one), for
-#                  docs/reliability.md; then all tests in random order with random cases; for no CI
+#                  docs/evidence/reliability.md; then all tests in random order with random cases; for no CI
 PYTHON ?= python3
 BIN := .venv/bin
 # torch comes as the build that constraints.txt names; with your own torch, leave the file off
@@ -51,8 +51,8 @@ sweep: .venv/test
 MINUTES ?= 60
 
 torture: .venv/test
-	OMP_NUM_THREADS=1 $(BIN)/python tests/torture/torture.py --minutes $(MINUTES) --out docs/reliability.json
-	$(BIN)/python tests/torture/torture.py --page docs/reliability.json docs/reliability.md
+	OMP_NUM_THREADS=1 $(BIN)/python tests/torture/torture.py --minutes $(MINUTES) --out docs/evidence/reliability.json
+	$(BIN)/python tests/torture/torture.py --page docs/evidence/reliability.json docs/evidence/reliability.md
 	$(PYTEST) --hypothesis-profile torture --shuffle $$(date +%s) -m "slow or not slow"
 
 .venv/bin/python:

@@ -6,26 +6,29 @@ from importlib import import_module
 
 COMMANDS = {  # module and class, what the command does
     "select": ("select:Select", "finding masks"),
-    "step": ("step:Step", "keeping masks: a training step on a CPU, the optimizer's step on a GPU"),
+    "step": ("step:StepCost", "keeping masks: a training step on a CPU, the optimizer's step on a GPU"),
     "train": ("step:Train", "whole training steps of GPT-2 124M"),
     "export": ("export:Export", "the small file form"),
     "matvec": ("matvec:Matvec", "products with a pruned weight"),
     "decode": ("decode:Decode", "text from a pruned model, by our decoder and by model.generate"),
     "prune": ("prune:Prune", "WANDA and the gradient probe after training"),
-    "level": ("prune:Level", "a level of the probe on a random model of Mistral-7B's shape"),
+    "level": ("prune:ProbeLevel", "a level of the probe on a random model of Mistral-7B's shape"),
     "repair": (
-        "repair:Repair",
+        "repair:RepairTime",
         "pruning with repair: time on a random model of Mistral-7B's shape, or on a trained one",
     ),
-    "repair-quality": ("repair_study:Quality", "quality of pruning with repair, beside other ways"),
-    "experts": ("experts:Experts", "quality without some of the experts, of small models that are trained for it"),
+    "repair-quality": ("repair_study:RepairQuality", "quality of pruning with repair, beside other ways"),
+    "experts": ("small_models:Experts", "quality without some of the experts, of small models that are trained for it"),
     "distributed": ("distributed:Distributed", "1, 2 and 4 ranks on a CPU; on a GPU one rank beside none"),
-    "lora": ("lora:Lora", "what masks cost a merge of LoRA adapters"),
+    "lora": ("small_models:Lora", "what masks cost a merge of LoRA adapters"),
     "wanda": ("wanda:Wanda", "one-shot WANDA beside llmcompressor's, in an environment that has both"),
-    "page": ("page:Page", "docs/benchmarks.md, distributed.md, experts.md and repair.md from all results"),
+    "page": (
+        "page:Page",
+        "pages of docs/evidence, tables of experts.md and distributed.md, from all results",
+    ),
     "pictures": ("pictures:Pictures", "docs/pictures and the figures of README.md from all results"),
-    "reference": ("reference:Reference", "docs/reference.md and docs/scores.md from the docstrings"),
-    "evidence": ("probe:Evidence", "does the gradient probe help? the study behind docs/probe.md"),
+    "reference": ("reference:Reference", "docs/reference.md from the docstrings"),
+    "evidence": ("probe:Evidence", "does the gradient probe help? the study behind docs/evidence/probe.md"),
 }
 
 

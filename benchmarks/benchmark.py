@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from prunus.files.json_file import write_json
+from prunus.files.json_file import read_json, write_json
 from prunus.lab.study.tables import markdown_table, measured_on
 from prunus.lab.tracking import commit, environment, machine, peak_memory, reset_peak_memory
 from prunus.ops.machine import said_by_linux, wait_for
@@ -83,6 +83,29 @@ def new_record(what: str, settings: dict[str, Any], folder: Path) -> tuple[Path,
     now = datetime.now().isoformat(timespec="seconds")
     record = {"what": what, "date": today, "began": now, "environment": environment(), "settings": settings}
     return path, record | {"rows": []}
+
+
+def continued(path: Path, record: Record) -> Record:
+    """The record that an interrupted run left at ``path``, or ``record``; ValueError where their settings differ."""
+    if not path.is_file():
+        return record
+    before = read_json(path)
+    for name, value in record["settings"].items():
+        if (old := before["settings"].get(name)) != value:
+            raise ValueError(f"{path} has {name} = {old}, not {value}; give another --results")
+    return before
+
+
+def made_on(device: torch.device, dtype: torch.dtype, make: Callable[[], Result]) -> Result:
+    """What ``make`` returns, a model say, with random weights of a type that are made on the device."""
+    before = torch.get_default_dtype()
+    torch.manual_seed(0)
+    torch.set_default_dtype(dtype)
+    try:
+        with device:
+            return make()
+    finally:
+        torch.set_default_dtype(before)
 
 
 # Clocks and memory
@@ -194,17 +217,27 @@ def peak_extra_mib(function: Callable[[], object], device: torch.device, after: 
 
 # What a page draws of records
 
+END = "<!-- end of figures -->"
+
+
+def filled(text: str, parts: Mapping[str, str]) -> str:
+    """``text`` with each part between its mark, ``<!-- NAME: written by ... -->``, and the next ``END``."""
+    for name, part in parts.items():
+        mark = re.compile(rf"(<!-- {name}: written by [^\n]* -->\n).*?({END})", re.DOTALL)
+        if len(mark.findall(text)) != 1:
+            raise ValueError(f"the page needs the lines <!-- {name}: written by ... --> and {END} once")
+        text = mark.sub(lambda found, part=part: f"{found[1]}{part}\n{found[2]}", text)
+    return text
+
 
 @dataclass(frozen=True)
-class Section:
-    """Draws a record: where it was made, ``text`` filled in from its settings, and a table of its rows.
+class RecordTable:
+    """Draws a record: where it was made, its settings, and a table of its rows.
 
     A column is ``heading: "key:format"``; a value that is missing or None is an empty cell. ``more`` gives further
-    keys of a row, ``below`` what follows the table.
+    keys of a row, ``below`` a second table.
     """
 
-    title: str
-    text: str
     columns: Mapping[str, str]
     more: Callable[[Row, Record], Row] = lambda row, record: {}
     below: Callable[[Record], str] = lambda record: ""
@@ -212,10 +245,16 @@ class Section:
     def __call__(self, record: Record) -> str:
         settings, made = record["settings"], record["environment"]
         origin = f"{measured_on(made)}; {record['date']}, commit {made['commit']}; `{record['file']}`"
-        note = f"{settings['note']}\n\n" if "note" in settings else ""
+        values = [
+            f"{name.replace('_', ' ')} {value:{form}}"
+            for name, value in settings.items()
+            for kind, form in ((str, ""), (bool, ""), (int, ","), (float, ",.4g"))
+            if type(value) is kind and name != "note"
+        ]
+        note = f"\n\n{settings['note']}" if "note" in settings else ""
         rows = [row | self.more(row, record) for row in record["rows"]]
-        body = (table_of(rows, self.columns) if self.columns else "") + self.below(record)
-        return f"## {self.title}\n\n{origin}\n\n{self.text.format(**settings)}\n{note}{body}\n"
+        table = table_of(rows, self.columns) if self.columns else ""
+        return f"{origin}\n\n{'; '.join(values)}{note}\n\n{table}{self.below(record)}\n"
 
 
 def table_of(rows: Sequence[Row], columns: Mapping[str, str]) -> str:

@@ -22,7 +22,7 @@ from prunus.sparse.choose import forms_of
 from prunus.sparse.model_layers import chosen, linear_weight
 from prunus.sparse.times import kind_of
 
-from .benchmark import Benchmark, Measured, Record, Row, Section, in_turns, timed, write_record
+from .benchmark import Benchmark, Measured, Record, RecordTable, Row, in_turns, made_on, timed, write_record
 
 LLAMA = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336}
 LLAMA |= {"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192}
@@ -38,12 +38,8 @@ GOALS = {  # times faster than dense, by way, zeros and batch
 }
 STATIC_GOAL = 1.5  # times faster that our dense decoder is than model.generate with a static cache
 SMALLER = {"50%": 0.68, "80%": 0.36}  # goals of the memory of the whole model over dense
-WAYS = {
-    "decoder": "decoder",
-    "compiled": "decoder, compiled",
-    "generate": "generate",
-    "static": "generate, static cache",
-}
+WAYS = {"decoder": "decoder", "compiled": "decoder, compiled", "generate": "generate"}
+WAYS |= {"static": "generate, static cache"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,13 +75,8 @@ class Decode(Benchmark):
     def _settings(self) -> dict[str, Any]:
         shape = LLAMA if not self.small else LLAMA | {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512}
         about = f"{self.blocks} blocks of Llama-3-8B's shape" if not self.small else "a tiny model"
-        return {
-            "weights": about,
-            "shape": shape,
-            "blocks": self.blocks,
-            "new_tokens": self.new_tokens,
-            "prompt": PROMPT,
-        }
+        settings = {"weights": about, "shape": shape, "blocks": self.blocks}
+        return settings | {"new_tokens": self.new_tokens, "prompt": PROMPT}
 
     def _rows(self, models: dict[str, Any], way: str, batch: int) -> Iterator[Row]:
         """A row for each model, the dense one first."""
@@ -133,15 +124,8 @@ def in_turns_with(models: dict[str, Any], way: str) -> Iterator[dict[str, Any]]:
 def random_model(shape: dict[str, Any], blocks: int, device: torch.device) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(0)
     config = LlamaConfig(**shape, num_hidden_layers=blocks, bos_token_id=1, eos_token_id=None, pad_token_id=0)
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with device:
-            model = LlamaForCausalLM(config)
-    finally:
-        torch.set_default_dtype(default)
+    model = made_on(device, torch.bfloat16, lambda: LlamaForCausalLM(config))
     model.generation_config.eos_token_id = None
     return model.eval().requires_grad_(False)
 
@@ -151,7 +135,7 @@ def pruned_model(dense: Any, zeros: str) -> Any:
     """A copy with random zeros in all linear layers but the head."""
     model = deepcopy(dense)
     generator = torch.Generator(model.device).manual_seed(1)
-    for layer in chosen(model, (), ("lm_head*",)).values():
+    for layer in chosen(model, exclude="lm_head*").values():
         weight = linear_weight(layer)
         if zeros == "2:4":
             weight.view(-1, 4).scatter_(1, weight.abs().view(-1, 4).topk(2, 1, largest=False).indices, 0)
@@ -164,7 +148,7 @@ def pruned_model(dense: Any, zeros: str) -> Any:
 def sparsify_again(model: Any, batch: int) -> None:
     """The forms that are best for this batch size; a model that has them stays as it is."""
     if not hasattr(model, "kinds"):
-        layers = chosen(model, (), ("lm_head*",))
+        layers = chosen(model, exclude="lm_head*")
         model.kinds, model.forms = {name: kind_of(linear_weight(layer)) for name, layer in layers.items()}, None
     forms = forms_of(model.kinds, batch, model.device, None)
     if forms != model.forms:
@@ -182,11 +166,11 @@ def step_times(
     models: dict[str, Any], way: str, ids: Tensor, new_tokens: int, repeat: int
 ) -> dict[str, tuple[float, float, float]]:
     """Seconds of each model's first text, of its prompt and of a step, medians over rounds in turns."""
-    clocks = {zeros: Clock() for zeros in models}
+    clocks = {zeros: TokenClock() for zeros in models}
     arms = {zeros: writer(model, way, ids, new_tokens, clocks[zeros]) for zeros, model in models.items()}
     first = {zeros: timed(write, ids.device)[0] for zeros, write in arms.items()}
     if way.startswith("decoder"):  # what few tokens take is taken off
-        arms |= {f"{zeros}, few": writer(model, way, ids, FIRST, Clock()) for zeros, model in models.items()}
+        arms |= {f"{zeros}, few": writer(model, way, ids, FIRST, TokenClock()) for zeros, model in models.items()}
     turns = {arm: statistics.median(turn.seconds) for arm, turn in in_turns(arms, repeat, ids.device).items()}
     times = {}
     for zeros, clock in clocks.items():
@@ -197,7 +181,7 @@ def step_times(
     return times
 
 
-class Clock:
+class TokenClock:
     """Reads the time at every token of ``model.generate``, which calls it to ask whether the text ends.
 
     A text with a new static cache has its graphs recorded anew, which takes as long as many tokens. So the time of the
@@ -216,7 +200,7 @@ class Clock:
         return [times[-1] - times[FIRST - 1] for times in self.rounds]
 
 
-def writer(model: Any, way: str, ids: Tensor, new_tokens: int, clock: Clock) -> Callable[[], Tensor]:
+def writer(model: Any, way: str, ids: Tensor, new_tokens: int, clock: TokenClock) -> Callable[[], Tensor]:
     """A call that writes texts, of the same number of tokens in every arm."""
     if way.startswith("decoder"):
         decoder = decoder_of(model, way == "decoder, compiled")
@@ -246,32 +230,22 @@ def parts_of(tensor: Tensor) -> list[Tensor]:
     return [part for part in parts if part is not None]
 
 
-TEXT = """Tokens a second that a random bfloat16 model of Llama-3-8B's shape with {blocks} blocks writes behind a \
-prompt of {prompt}, up to {new_tokens} tokens; the time of the prompt and of the first tokens is taken off. Random \
-zeros are in every linear layer but the head. Dense and sparse models are run in turns, with a static cache each \
-sparse one with the dense one alone; "times faster" is against dense the same way. "decoder" is \
-`prunus.sparse.Decoder`, one CUDA graph a token, "compiled" with `compile=True`, which compiles one block for all; \
-the others are transformers' `model.generate`, as it is and with a static cache, for which it compiles the whole \
-model. "prompt" is what a text takes beyond its steps: to read the prompt and to begin. "first call" is the time of \
-the first text at a batch size: to compile, to capture, and to write it. Layers are kept sparse that are measured to \
-be faster so at this batch size. "memory" is that of the whole model over dense, embedding and head included.
-"""
 COLUMNS = {"way": "way", "zeros": "zeros", "batch": "batch", "tokens/s": "tokens_s:,.0f"}
 COLUMNS |= {"times faster": "times_faster:.2f", "goal": "goal:.2f", "sparse layers": "sparse_layers"}
 COLUMNS |= {"prompt ms": "prompt_ms:.1f", "first call s": "first_s:.1f"}
 COLUMNS |= {"memory": "memory:.2f", "goal ": "memory_goal:.2f"}
+COLUMNS |= {"times generate, static cache": "times_static:.2f", "goal  ": "static_goal"}
 
 
-def beside_static(record: Record) -> str:
-    """Our dense decoder beside ``model.generate`` with a static cache, for each batch that both were run with."""
-    dense = {(row["way"], row["batch"]): row["tokens_s"] for row in record["rows"] if row["zeros"] == "none"}
-    pairs = [(way, batch, dense.get((WAYS["static"], batch))) for way, batch in dense if way.startswith("decoder")]
-    return "".join(
-        f"\n\nAt batch {batch} the dense {way} is {dense[way, batch] / static:.2f} times faster than `model.generate` "
-        f"with a static cache; the goal is {STATIC_GOAL}."
-        for way, batch, static in pairs
-        if static
-    )
+def beside_static(row: Row, record: Record) -> Row:
+    """How many times faster our dense decoder is than ``model.generate`` with a static cache at the same batch."""
+    static = [
+        other["tokens_s"]
+        for other in record["rows"]
+        if (other["way"], other["zeros"], other["batch"]) == (WAYS["static"], "none", row["batch"])
+    ]
+    is_ours = row["zeros"] == "none" and row["way"].startswith("decoder")
+    return {"times_static": row["tokens_s"] / static[0], "static_goal": STATIC_GOAL} if static and is_ours else {}
 
 
-SECTIONS = {"decode": Section("Writing text with a pruned model", TEXT, COLUMNS, below=beside_static)}
+TABLES = {"decode": RecordTable(COLUMNS, beside_static)}

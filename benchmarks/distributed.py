@@ -1,6 +1,6 @@
 """An event and a step by many ranks: FSDP2 over gloo on CPUs, and the one-rank path over NCCL on a GPU.
 
-The figures stand in ``docs/distributed.md`` below a guide that is written by hand.
+The figures stand in ``docs/distributed.md``.
 """
 
 import json
@@ -27,7 +27,7 @@ from prunus.ranks import Ranks
 from prunus.statistics import score_of, sources
 from prunus.threshold import cut
 
-from .benchmark import Benchmark, Measured, Record, Row, Section, in_turns, median_ms, newest_records
+from .benchmark import Benchmark, Measured, Record, RecordTable, Row, in_turns, median_ms, newest_records, table_of
 
 RANKS = (1, 2, 4)
 TOKENS = 64  # rows of the batch of each rank
@@ -54,7 +54,7 @@ class Distributed(Benchmark):
         return "distributed", settings, rows + measure_one_rank(self, device)
 
 
-class Training:
+class ShardedTraining:
     """Linear layers with a residual path, as plain as a training step allows; FSDP2 shards each over all ranks."""
 
     def __init__(self, options: Distributed, device: torch.device, *, sharded: bool, pruned: bool) -> None:
@@ -89,12 +89,12 @@ class Training:
         self.pruner.step = 0
 
 
-def pair(options: Distributed, device: torch.device, sharded: bool) -> list[Training]:
+def pair(options: Distributed, device: torch.device, sharded: bool) -> list[ShardedTraining]:
     """The same training without and with pruning."""
-    return [Training(options, device, sharded=sharded, pruned=pruned) for pruned in (False, True)]
+    return [ShardedTraining(options, device, sharded=sharded, pruned=pruned) for pruned in (False, True)]
 
 
-def rows_of(pairs: Mapping[str, list[Training]], options: Distributed, device: torch.device) -> list[Row]:
+def rows_of(pairs: Mapping[str, list[ShardedTraining]], options: Distributed, device: torch.device) -> list[Row]:
     """Event and step of each pair, all of them in turns."""
     events = in_turns({way: pruned.event for way, (_, pruned) in pairs.items()}, EVENTS - 1, device)
     arms = {f"{way} {i}": training.step for way, both in pairs.items() for i, training in enumerate(both)}
@@ -166,80 +166,41 @@ def _by_counts(pruner: Pruner, options: Distributed, device: torch.device) -> Ro
     return row | {"num_sums": ranks.num_sums, "bytes_exchanged": ranks.num_bytes}
 
 
+COLUMNS = {"way": "way", "event ms": "event_ms:.2f", "bytes": "bytes_exchanged:,.0f"}
+COLUMNS |= {"step without, ms": "plain_step_ms:.2f", "step with, ms": "pruned_step_ms:.2f", "overhead": "overhead:+.1%"}
+COLUMNS |= {"pruning adds, ms": "added:.2f"}
 WEIGHTS, GPUS = 70_000_000_000, 64
 LATENCY_US = 100.0  # of a small all-reduce over 8 nodes of 8 GPUs
 LINK_GB_S = 50.0  # of a 400 Gb/s link a GPU
-STATED = """## An event for 70 B weights on 64 GPUs
-
-Computed, not measured. Stated, too: 100 us for a small all-reduce over 8 nodes of 8 GPUs, and 50 GB/s a GPU between \
-them. The counts do not grow with the model, but for one number a weight tensor. Later events, where some weights are \
-pruned already, read the masks too. The time of a rank's own cut includes its all-reduces with itself.
-"""
-PROJECTION = """On {machine} a cut by counts of {num:,} weights took {event_ms:.2f} ms, {num_sums} all-reduces and \
-{bytes_exchanged:,} bytes. At 70 B weights on 64 of them:
-
-- a rank reads 70 B / 64 = {billions:.3f} B weights: {event_ms:.2f} ms x {a_rank:,.0f} / {num:,} = {read:,.1f} ms
-- it waits for {num_sums} all-reduces of 100 us each: {wait:.2f} ms
-- it sends 2 x 63/64 x {bytes_exchanged:,} bytes at 50 GB/s: {sent:.4f} ms
-
-together {total:,.1f} ms an event; every 50 steps, {a_step:,.2f} ms a step.
-"""
-
-MARK = "<!-- What follows is written by python -m benchmarks page. -->\n"
-SETTING = """{num_weights:,} weights ({weights}), bitter7 to {sparsity:.0%} in seven events, FSDP2 with every layer a \
-group, {tokens} rows a rank; medians of up to {repeat} steps that take turns with those of the same training without \
-pruning. """
-READING = '"Cut by counts" is the way of many ranks, taken by one. Bytes are what a rank hands to all-reduces.\n'
-SHARED = "One thread a rank. All numbers of ranks ended with one digest. "
-ALONE = "With so few rows a step is memory traffic and launches by the host, so that overheads show most. "
+PROJECTED = {"machine": "machine", "cut of": "num:,", "took ms": "event_ms:.2f", "all-reduces": "num_sums"}
+PROJECTED |= {"bytes": "bytes_exchanged:,", "70 B: reading, ms": "read:,.1f", "waiting, ms": "wait:.2f"}
+PROJECTED |= {"sending, ms": "sent:.4f", "an event, ms": "total:,.1f", "a step, one event in 50, ms": "a_step:,.2f"}
 
 
-COLUMNS = {"way": "way", "event ms": "event_ms:.2f", "bytes": "bytes_exchanged:,.0f"}
-COLUMNS |= {"step without, ms": "plain_step_ms:.2f", "step with, ms": "pruned_step_ms:.2f", "overhead": "overhead:+.1%"}
-
-
-def page(folder: Path, before: str = "") -> str | None:
-    """The page ``before`` with its figures, which follow its guide, written anew; None where nothing was measured."""
+def parts(folder: Path) -> dict[str, str]:
+    """What ``docs/distributed.md`` shows between its marks."""
     records = [record for record in newest_records(folder) if record["what"] == "distributed"]
-    if not records:
-        return None
-    drawn = [(ON_CPU if "ranks" in record["rows"][0] else ON_GPU)(record) for record in records]
-    return "\n".join([before.partition(MARK)[0] + MARK, *drawn, _projection(records)])
+    drawn = "\n".join(map(RecordTable(COLUMNS, _more), records))
+    return {"ranks": drawn, "projection": table_of([*map(projected, _on_gpus(records))], PROJECTED)}
 
 
 def _more(row: Row, record: Record) -> Row:
     without, with_ = row["plain_step_ms"], row["pruned_step_ms"]
-    more = {"overhead": with_ / without - 1} if without is not None else {}
+    more = {"overhead": with_ / without - 1, "added": with_ - without} if without is not None else {}
     more |= {"way": f"{row['ranks']} ranks, gloo"} if "ranks" in row else {}
     return {"bytes_exchanged": 0} | row | more
 
 
-def _against_plain(record: Record) -> str:
-    plain, alone = record["rows"][:2]
-    added = [row["pruned_step_ms"] - row["plain_step_ms"] for row in (alone, plain)]
-    return (
-        "\n\nAgainst the plain way an event over the process group differs by "
-        f"{alone['event_ms'] / plain['event_ms'] - 1:+.1%}; pruning adds "
-        f"{added[0]:.2f} ms to its step, {added[1]:.2f} ms to the plain one. "
-        "What FSDP2 itself adds to a step is in both columns.\n"
-    )
+def _on_gpus(records: list[Record]) -> list[Record]:
+    return [record for record in records if any("nccl" in row.get("way", "") for row in record["rows"])]
 
 
-ON_CPU = Section("Measured on a CPU, over gloo", SETTING + SHARED + READING, COLUMNS, _more)
-ON_GPU = Section("Measured on a GPU, one rank over NCCL", SETTING + ALONE + READING, COLUMNS, _more, _against_plain)
-
-
-def _projection(records: list[Record]) -> str:
+def projected(record: Record) -> Row:
     """What an event costs at 70 B weights on 64 GPUs, from the cut by counts as a GPU took it."""
-    lines = []
-    for record in records:
-        if any("nccl" in row.get("way", "") for row in record["rows"]):  # a CPU says nothing about GPUs
-            row = next(row for row in record["rows"] if row.get("num_sums"))
-            num, a_rank = record["settings"]["num_weights"], WEIGHTS / GPUS
-            read, wait = row["event_ms"] * a_rank / num, row["num_sums"] * LATENCY_US / 1e3
-            sent = 2 * (GPUS - 1) / GPUS * row["bytes_exchanged"] / LINK_GB_S / 1e6
-            figures = {"num": num, "a_rank": a_rank, "read": read, "wait": wait, "sent": sent}
-            figures |= {"billions": a_rank / 1e9, "total": read + wait + sent, "a_step": (read + wait + sent) / 50}
-            lines.append(PROJECTION.format(machine=record["environment"]["machine"], **row, **figures))
-    lines = lines or ["No GPU has been measured yet: `python -m benchmarks distributed --device cuda`, then `page`.\n"]
-    return "\n".join([STATED, *lines])
+    row = next(row for row in record["rows"] if row.get("num_sums"))
+    num = record["settings"]["num_weights"]
+    read, wait = row["event_ms"] * WEIGHTS / GPUS / num, row["num_sums"] * LATENCY_US / 1e3
+    sent = 2 * (GPUS - 1) / GPUS * row["bytes_exchanged"] / LINK_GB_S / 1e6
+    total = read + wait + sent
+    computed = {"read": read, "wait": wait, "sent": sent, "total": total, "a_step": total / 50}
+    return row | computed | {"num": num, "machine": record["environment"]["machine"]}

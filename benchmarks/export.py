@@ -17,7 +17,7 @@ from prunus.ops.bits import words_of
 from prunus.ops.compact import compact, expand, nonzero
 from prunus.ops.machine import device_of
 
-from .benchmark import Benchmark, Measured, Record, Row, Section, copy_gb_s, median_ms
+from .benchmark import Benchmark, Measured, RecordTable, Row, copy_gb_s, median_ms
 
 GOALS = {("float32", 0.5): 0.535, ("bfloat16", 0.5): 0.566, ("float32", 0.8): 0.235, ("bfloat16", 0.8): 0.27}
 GZIPPED = 1 << 25  # bytes that gzip is timed on: it is slow
@@ -46,7 +46,7 @@ class Export(Benchmark):
 
 
 @dataclass(frozen=True)
-class Way:
+class Packing:
     """Two functions that undo each other, and how many bytes the result of the first has."""
 
     pack: Callable[[Tensor], Any]
@@ -66,24 +66,24 @@ def boolean_and_values(tensor: Tensor) -> tuple[Tensor, Tensor]:
     return mask, tensor[mask]
 
 
-def ways(path: Path, device: torch.device) -> dict[str, Way]:
+def ways(path: Path, device: torch.device) -> dict[str, Packing]:
     found = {
-        "prunus: bits and values": Way(bits_and_values, lambda p, like: expand(p[1], p[0], like.shape)),
-        "torch: boolean index, masked_scatter": Way(
+        "prunus: bits and values": Packing(bits_and_values, lambda p, like: expand(p[1], p[0], like.shape)),
+        "torch: boolean index, masked_scatter": Packing(
             boolean_and_values, lambda p, like: torch.zeros_like(like).masked_scatter_(*p)
         ),
-        "gzip, level 1": Way(
+        "gzip, level 1": Packing(
             lambda tensor: gzip.compress(words_of(tensor).view(torch.uint8).numpy().data, 1),
             lambda packed, like: torch.frombuffer(bytearray(gzip.decompress(packed)), dtype=like.dtype).view_as(like),
             len,
             GZIPPED,
         ),
-        "file, prunus: save_sparse, load_sparse": Way(
+        "file, prunus: save_sparse, load_sparse": Packing(
             lambda tensor: save_sparse({"a": tensor}, path),
             lambda *_: load_sparse(path, device)["a"],
             lambda _: path.stat().st_size,
         ),
-        "file, dense: safetensors save_file, load_file and read": Way(
+        "file, dense: safetensors save_file, load_file and read": Packing(
             lambda tensor: save_file({"a": tensor}, path),
             lambda *_: load_file(path, str(device))["a"].clone(),  # load_file maps the file and reads nothing
             lambda _: path.stat().st_size,
@@ -100,7 +100,7 @@ def pruned_weight(dtype: str, sparsity: float, numel: int, device: torch.device)
     return weight.view(-1, 1024)
 
 
-def measure_way(way: Way, tensor: Tensor, repeat: int) -> Row:
+def measure_way(way: Packing, tensor: Tensor, repeat: int) -> Row:
     """GB/s of dense bytes each way, and the size; RuntimeError unless every bit comes back."""
     if way.most_bytes:
         tensor, repeat = tensor[: max(1, way.most_bytes // tensor.element_size() // tensor.shape[1])], min(repeat, 3)
@@ -115,18 +115,8 @@ def measure_way(way: Way, tensor: Tensor, repeat: int) -> Row:
     return speeds | {"size": way.size(packed) / tensor.nbytes}
 
 
-EXPORT = """A pruned weight of {megabytes} MB without its zeros and back, medians of up to {repeat} calls; GB/s count \
-dense bytes, whatever is moved. Every way gave each bit back before it was timed. In memory: finding the non-zeros and \
-compacting them, then expanding. Files lie in memory where the machine has such a place; ours are summed, flushed \
-and checked, dense ones are not. Size is relative to dense, beside the goal.
-"""
 COLUMNS = {"way": "way", "type": "dtype", "zeros": "sparsity:.0%", "pack GB/s": "pack_gb_s:.2f"}
 COLUMNS |= {"unpack GB/s": "unpack_gb_s:.2f", "size": "size:.4f", "goal": "size_goal:g"}
 
 
-def _copy_speed(record: Record) -> str:
-    copy = record["settings"]["copy_gb_s"]
-    return f"\n\nA copy on this device moves {copy:,.0f} GB/s, read and written together." if copy else ""
-
-
-SECTIONS = {"export": Section("Small files", EXPORT, COLUMNS, below=_copy_speed)}
+TABLES = {"export": RecordTable(COLUMNS)}

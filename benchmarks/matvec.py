@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from prunus.ops.machine import device_of
-from prunus.sparse.times import LEAST_CALLS, Call, elapsed_us, microseconds, num_copies, ways_of
+from prunus.sparse.times import LEAST_CALLS, Call, elapsed_us, formats_of, microseconds, num_copies
 
-from .benchmark import Benchmark, Measured, Record, Row, Section, copy_gb_s
+from .benchmark import Benchmark, Measured, Record, RecordTable, Row, copy_gb_s
 
 LARGE = ((4096, 14336), (8192, 8192))
 OTHERS = ((14336, 4096), (4096, 4096), (1024, 4096))
@@ -36,7 +36,7 @@ class Matvec(Benchmark):
 
 
 @dataclass(frozen=True)
-class Case:
+class Product:
     """A weight (out, in), how much of it is zero, in which pattern, and how many vectors it is multiplied with."""
 
     shape: tuple[int, int]
@@ -55,20 +55,20 @@ class Case:
         return weight.masked_fill_(torch.rand(self.shape, device=device) < self.sparsity, 0)
 
 
-def cases(device: torch.device) -> list[Case]:
+def cases(device: torch.device) -> list[Product]:
     """On a GPU the shapes of the claims and where they end; on a CPU, what takes a minute."""
     if device.type != "cuda":
-        decode = [Case((2048, 2048), sparsity, vectors) for sparsity in (0.5, 0.9) for vectors in (1, 64)]
-        return [*decode, Case((2048, 2048), 0.5, 64, two_of_four=True)]
-    one = [Case(shape, sparsity) for shape in LARGE for sparsity in (0.5, 0.6, 0.7, 0.8, 0.9)]
-    few = [Case(LARGE[0], sparsity, vectors) for sparsity in (0.5, 0.8) for vectors in (2, 4, 8, 16)]
-    small = [Case(shape, sparsity) for shape in OTHERS for sparsity in (0.5, 0.8)]
-    prompts = [Case(shape, 0.5, 4096, two_of_four=True) for shape in (*LARGE, *OTHERS)]
+        decode = [Product((2048, 2048), sparsity, vectors) for sparsity in (0.5, 0.9) for vectors in (1, 64)]
+        return [*decode, Product((2048, 2048), 0.5, 64, two_of_four=True)]
+    one = [Product(shape, sparsity) for shape in LARGE for sparsity in (0.5, 0.6, 0.7, 0.8, 0.9)]
+    few = [Product(LARGE[0], sparsity, vectors) for sparsity in (0.5, 0.8) for vectors in (2, 4, 8, 16)]
+    small = [Product(shape, sparsity) for shape in OTHERS for sparsity in (0.5, 0.8)]
+    prompts = [Product(shape, 0.5, 4096, two_of_four=True) for shape in (*LARGE, *OTHERS)]
     return [*one, *few, *small, *prompts]
 
 
 @torch.no_grad()
-def rows_of(case: Case, repeat: int, device: torch.device, dtype: torch.dtype) -> Iterator[Row]:
+def rows_of(case: Product, repeat: int, device: torch.device, dtype: torch.dtype) -> Iterator[Row]:
     """A row for each way, the dense one first; RuntimeError where a product is wrong."""
     weight = case.weight(device, dtype)
     x = torch.randn(case.vectors, case.shape[1], device=device).to(dtype)
@@ -76,7 +76,7 @@ def rows_of(case: Case, repeat: int, device: torch.device, dtype: torch.dtype) -
     exact = x.to(wide) @ weight.to(wide).t()
     zeros = "2:4" if case.two_of_four else f"{case.sparsity:.0%}"
     dense_us = None
-    for name, way in ways_of(weight).items():
+    for name, way in formats_of(weight).items():
         copies = [way.copy() for _ in range(num_copies(way.num_bytes))]
         error = ((copies[0](x).to(wide) - exact).norm() / exact.norm()).item()
         if not error < CLOSE[dtype]:
@@ -103,11 +103,6 @@ def launched_us(call: Call, repeat: int) -> float:
     return statistics.median(times[1:])
 
 
-MATVEC = """Products of a pruned {dtype} weight with some vectors; medians of {repeat} rounds. On a GPU calls are made \
-within a CUDA graph and go round copies of more than 200 MB, so that none is read from a cache; "launched" is without \
-the graph, by the host. Times faster and size are relative to dense in the same table. Every way agreed with \
-the product in higher precision before it was timed.
-"""
 COLUMNS = {"way": "way", "weight": "shape", "zeros": "zeros", "vectors": "vectors:,", "us": "us:,.1f"}
 COLUMNS |= {
     "times faster": "times_faster:.2f",
@@ -126,4 +121,4 @@ def goal_of(row: Row, record: Record) -> Row:
     return {"goal": GOALS.get(row["zeros"])} if is_meant and is_gpu else {}
 
 
-SECTIONS = {"matvec": Section("Products with a pruned weight", MATVEC, COLUMNS, more=goal_of)}
+TABLES = {"matvec": RecordTable(COLUMNS, goal_of)}

@@ -7,15 +7,15 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from prunus.plot import check_matplotlib, svg
 
-from . import readme
-from .benchmark import Record, newest_records
-from .repair_page import Figures, figures_of
+from .benchmark import filled, newest_records
+from .repair_figures import ModelFigures, figures_of
 from .repair_study import WAYS
 from .select import OURS
+from .summary import readme_parts
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,6 +34,14 @@ COLOURS = {  # light: dark
 }
 SMALL = 8.5  # points
 MODEL = "stories15M"  # the model that all ways of the picture were measured on
+METHOD_NAMES = {
+    OURS: "prunus",
+    "exact: cat, topk": "torch.topk",
+    "sampled: 1 %, cached scores": "sample of 1 %",
+    "sampled: 2 % of cat": "sample of 2 %",
+    "torch.nn.utils.prune (magnitude)": "torch.nn.utils.prune",
+    "exact: cat, kthvalue": "torch.kthvalue",
+}
 WAY_COLOURS = {"magnitude": SOFT, "wanda": SAND, "llmc-sparsegpt": SLATE, "repair": ROSE, "tuned": PLUM}
 
 
@@ -131,61 +139,47 @@ def _short(way: str) -> str:
     return names.get(way) or WAYS[way].title.split()[0]
 
 
-def _draws(model: Figures, ways: Sequence[str], levels: Sequence[str]) -> str:
+def _draws(model: ModelFigures, ways: Sequence[str], levels: Sequence[str]) -> str:
     """How many draws stand behind the dots."""
     counts = {way: min(len(model.values(way, level)) for level in levels) for way in ways if way != "magnitude"}
     fewer = "".join(f", {num} of {_short(way)}" for way, num in counts.items() if num < model.num_seeds)
     size = f"{model.settings['samples']} x {model.settings['length']}"
     draws = f"A dot is one draw of {size} calibration tokens; {model.num_seeds} draws"
-    return f"{draws}{fewer}. More: docs/repair.md"
+    return f"{draws}{fewer}. More: docs/evidence/repair.md"
 
 
 def event(folder: Path) -> "Figure":
     """Time of finding masks, ours beside the ways of others, on the machine and weights with the most of them."""
-    record = _largest(folder)
-    settings, rows = record["settings"], {row["method"]: row for row in record["rows"]}
-    names = {
-        OURS: "prunus",
-        "exact: cat, topk": "torch.topk",
-        "sampled: 1 %, cached scores": "sample of 1 %",
-        "sampled: 2 % of cat": "sample of 2 %",
-        "torch.nn.utils.prune (magnitude)": "torch.nn.utils.prune",
-        "exact: cat, kthvalue": "torch.kthvalue",
-    }
-    shown = sorted((rows[method] | {"name": name} for method, name in names.items()), key=lambda row: row["ms"])
+    records = [record for record in newest_records(folder) if record["what"] == "select" and len(record["rows"]) > 6]
+    if not records:
+        raise ValueError(f"there is no record of finding masks in {folder}; run python -m benchmarks select")
+    record = max(records, key=lambda record: record["settings"]["num_weights"])
+    rows = sorted((row for row in record["rows"] if row["method"] in METHOD_NAMES), key=lambda row: row["ms"])
+    settings, machine = record["settings"], record["environment"]["machine"]
     title = f"How long it takes to find the masks: {settings['num_weights'] / 1e6:,.0f} million weights"
-    machine = record["environment"]["machine"]
     about = f"{machine}, {settings['dtype']}, {settings['score']}, {settings['sparsity']:.0%}"
-    below = "The axis is logarithmic. torch.nn.utils.prune goes by magnitude. More: docs/benchmarks.md"
+    below = "The axis is logarithmic. torch.nn.utils.prune goes by magnitude. More: docs/evidence/benchmarks.md"
     figure = new_figure(3.4, title, about, below)
     axes = new_axes(figure, (1.75, 0.65, 2.0, 1.95), grid="x")
-    axes.set(xscale="log", xlim=(shown[0]["ms"] / 2, 1.1 * shown[-1]["ms"]), ylim=(-0.6, len(shown) - 0.4))
+    left = rows[0]["ms"] / 2
+    axes.set(xscale="log", xlim=(left, 1.1 * rows[-1]["ms"]), ylim=(-0.6, len(rows) - 0.4))
     axes.set_xticks([10, 100, 1000], ["10 ms", "100 ms", "1 s"])
-    axes.set_yticks(range(len(shown)), [row["name"] for row in shown])
+    axes.set_yticks(range(len(rows)), [METHOD_NAMES[row["method"]] for row in rows])
     axes.minorticks_off()
     places = {"time": 1.47, "memory": 1.96, "count off by": 2.43}
     for heading, place in places.items():
         axes.text(place, 1.04, heading, transform=axes.transAxes, color=SOFT, fontsize=SMALL, ha="right")
-    for y, row in enumerate(shown):
-        is_ours = row["name"] == "prunus"
-        colour, weight = (PLUM, "bold") if is_ours else (SLATE, "normal")
-        axes.hlines(y, shown[0]["ms"] / 2, row["ms"], color=colour, linewidth=1.5)
+    for y, row in enumerate(rows):
+        colour, weight = (PLUM, "bold") if row["method"] == OURS else (SLATE, "normal")
+        axes.hlines(y, left, row["ms"], color=colour, linewidth=1.5)
         axes.plot(row["ms"], y, "o", color=colour, markersize=8, clip_on=False)
+        axes.get_yticklabels()[y].set(color=PLUM if row["method"] == OURS else INK, fontweight=weight)
         time = f"{row['ms']:,.0f} ms" if row["ms"] >= 100 else f"{row['ms']:.1f} ms"
         cells = (time, f"{row['extra_mib']:,.0f} MiB", f"{abs(row['kept_too_many']):,}")
+        style: dict[str, Any] = {"color": INK, "fontweight": weight, "ha": "right", "va": "center"}
         for place, cell in zip(places.values(), cells, strict=True):
-            right = axes.get_yaxis_transform()
-            axes.text(place, y, cell, transform=right, color=INK, fontweight=weight, ha="right", va="center")
-        axes.get_yticklabels()[y].set(color=PLUM if is_ours else INK, fontweight=weight)
+            axes.text(place, y, cell, transform=axes.get_yaxis_transform(), **style)
     return figure
-
-
-def _largest(folder: Path) -> Record:
-    """The record of the most weights that has the ways of others."""
-    records = [record for record in newest_records(folder) if record["what"] == "select" and len(record["rows"]) > 6]
-    if not records:
-        raise ValueError(f"there is no record of finding masks in {folder}; run python -m benchmarks select")
-    return max(records, key=lambda record: record["settings"]["num_weights"])
 
 
 def flow(side: int = 8) -> "Figure":
@@ -257,7 +251,7 @@ SIZES = {  # title, study: what its models are compared with
 def sizes(studies: Path) -> "Figure":
     """Perplexity over stored bytes: a GPT that was pruned while it trained, and dense ones that are smaller."""
     about = "perplexity on held-out text over megabytes in a file, lower is better; equal tokens"
-    below = "A dot is a seed. Pruned by bitter7, rate 1. More: docs/results.md"
+    below = "A dot is a seed. Pruned by bitter7, rate 1. More: docs/evidence/results.md"
     figure = new_figure(4.2, "Pruned, or smaller from the start?", about, below)
     for panel, ((name, study), series) in enumerate(SIZES.items()):
         axes = new_axes(figure, (0.65 + 3.15 * panel, 0.85, 2.75, 2.3))
@@ -320,7 +314,7 @@ class Pictures:
     readme: Path = Path("README.md")  # page whose figures are written anew
 
     def run(self) -> None:
-        contents = {self.readme: readme.page(self.readme.read_text(), self.results, self.studies)}
+        contents = {self.readme: filled(self.readme.read_text(), readme_parts(self.results, self.studies))}
         for name, (figure, title) in figures(self.results, self.studies).items():
             contents[self.out / name] = themed(figure, title)
         self.out.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,5 @@
 """The study of the probe on one model and one calibration seed; each step is on disk before the next begins."""
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,15 +21,20 @@ from prunus.lab.data.datasets import read_cifar10
 from prunus.lab.models import RESNETS, resnet
 from prunus.lab.tracking import environment
 from prunus.oneshot import Probe
+from prunus.oneshot.calibration import Calibration
+from prunus.oneshot.level import Level
+from prunus.oneshot.method import Method
 from prunus.oneshot.originals import Originals
 from prunus.oneshot.probe.decide import is_allowed
 from prunus.oneshot.probe.prober import ProbeSchedule
-from prunus.oneshot.prune import Job, Plan
-from prunus.oneshot.result import Result
+from prunus.oneshot.prune import prune_to
+from prunus.oneshot.scoring import Scores
 from prunus.ops import bits
 from prunus.ops.lazy import Lazy
 from prunus.select import Selector
 from prunus.trained.model import ModelSource, TrainedModel, load_trained
+
+from .benchmark import continued
 
 STRATEGIES: dict[str, tuple[str, Selector]] = {
     "magnitude, global": ("magnitude", Global()),
@@ -47,7 +51,7 @@ Masks = Mapping[str, Tensor]  # True where the weight stays
 
 
 @dataclass(frozen=True)
-class Case:
+class StudyModel:
     """A model of the study: how it is calibrated, probed and evaluated."""
 
     case: str
@@ -59,14 +63,14 @@ class Case:
     levels: tuple[float, ...] = (0.3, 0.5, 0.6, 0.7)
     taus: tuple[float, ...] = (0.5, 1.0, 5.0)
 
-    def small(self) -> "Case":
+    def small(self) -> "StudyModel":
         """The same in seconds, to try whether it runs: its figures mean nothing."""
         return replace(self, samples=4, held_out=4, length=16, levels=(0.5,), taus=(1.0,))
 
 
-CASES = [
-    Case("stories15M", "Llama, 15 M weights, float32; TinyStories", "sequential", 16, 128),
-    Case(
+MODELS = [
+    StudyModel("stories15M", "Llama, 15 M weights, float32; TinyStories", "sequential", 16, 128),
+    StudyModel(
         "SmolLM2-135M",
         "SmolLM2-135M-Instruct, Llama with grouped queries, 135 M weights, read from a file that was quantised to "
         "Q4_1 and computed in float32; the validation text of wikitext-2, in two halves",
@@ -74,14 +78,14 @@ CASES = [
         16,
         64,
     ),
-    Case("ResNet-20", "ResNet-20, 0.27 M weights, float32; CIFAR-10", "sequential", 128, 10_000),
+    StudyModel("ResNet-20", "ResNet-20, 0.27 M weights, float32; CIFAR-10", "sequential", 128, 10_000),
 ]
 
 
 # Models and their data
 
 
-def load_model(case: Case, data: Path, seed: int, device: torch.device) -> TrainedModel:
+def load_model(case: StudyModel, data: Path, seed: int, device: torch.device) -> TrainedModel:
     """The case's model, samples and metric; ``seed`` chooses the calibration samples."""
     folder = data / case.case
     if not folder.is_dir():
@@ -91,21 +95,14 @@ def load_model(case: Case, data: Path, seed: int, device: torch.device) -> Train
         if not paths:
             raise ValueError(f"{folder} holds no weights; put resnet20_cifar10.th there")
         return image_model(paths[0], folder, case.samples, case.held_out, seed, device)
-    packed = sorted(folder.glob("*.gguf"))
-    return load_trained(
-        ModelSource(
-            model=str(folder),
-            tokens=folder / "calib.u16",
-            eval_tokens=folder / "valid.u16",
-            samples=case.samples,
-            length=case.length,
-            eval_windows=case.held_out,
-            seed=seed,
-            gguf_file=packed[0].name if packed else None,
-            dtype="float32",
-            device=str(device),
-        )
-    )
+    packed = next(iter(sorted(folder.glob("*.gguf"))), None)
+    tokens: dict[str, Any] = {
+        "tokens": folder / "calib.u16",
+        "eval_tokens": folder / "valid.u16",
+        "samples": case.samples,
+    }
+    tokens |= {"length": case.length, "eval_windows": case.held_out, "gguf_file": packed.name if packed else None}
+    return load_trained(ModelSource(str(folder), **tokens, seed=seed, dtype="float32", device=str(device)))
 
 
 def image_model(
@@ -138,7 +135,7 @@ def image_model(
 
 
 @dataclass(frozen=True)
-class Row:
+class Evaluated:
     """One model that was evaluated.
 
     ``way`` is how it was made: ``alone``, by the strategy; ``probed``, by the probe as it is defined, with
@@ -154,10 +151,10 @@ class Row:
     beyond: float | None = None  # exact: fraction of the pruned that tau would have kept
 
 
-class Study:
+class ProbeStudy:
     """Rows of one case and seed, in a file that an interrupted run continues."""
 
-    def __init__(self, case: Case, seed: int, folder: Path) -> None:
+    def __init__(self, case: StudyModel, seed: int, folder: Path) -> None:
         self.case, self.seed = case, seed
         self.steps = [(RANDOM, f"{level}") for level in (0.0, *case.levels)]  # strategy, what is done with it
         for strategy in (*STRATEGIES, *UNPROBED):
@@ -167,12 +164,7 @@ class Study:
         settings = asdict(case) | {"seed": seed, "levels": list(case.levels), "taus": list(case.taus)}
         self.content: dict[str, Any] = {"what": "probe evidence", "settings": settings, "num_steps": len(self.steps)}
         self.content |= {"done": {}, "rows": [], "date": str(date.today()), "environment": environment()}
-        if self.path.is_file():
-            self.content = json.loads(self.path.read_text())
-            for name, value in settings.items():
-                before = self.content["settings"].get(name)
-                if before != value:
-                    raise ValueError(f"{self.path} has {name} = {before}, not {value}; give another --results")
+        self.content = continued(self.path, self.content)
 
     def run(self, load: Callable[[], TrainedModel]) -> None:
         """Do the steps that are left; ``load`` gives the model, and is not called where there are none."""
@@ -185,80 +177,86 @@ class Study:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         for strategy in dict.fromkeys(strategy for strategy, _ in left):
             score, select = (STRATEGIES | UNPROBED).get(strategy, ("magnitude", Global()))
-            job = Job(trained.model, trained.batches, Plan(score, select, trained.loss))
-            with job.open():
-                arm = Arm(self, strategy, select, job, trained)
+            calibration = Calibration(trained.model, trained.batches)
+            with calibration.open():
+                scores = Scores(calibration, Method(score, select, loss=trained.loss))
+                probed = ProbedStrategy(self, strategy, select, scores, trained)
                 for step in (step for which, step in left if which == strategy):
                     began = time.perf_counter()
-                    self.content["rows"] += [asdict(row) for row in arm.rows(step)]
+                    self.content["rows"] += [asdict(row) for row in probed.rows(step)]
                     done[f"{strategy}: {step}"] = round(time.perf_counter() - began, 3)
                     write_json(self.path, self.content)
                     print(f"{self.case.case}, seed {self.seed}: {len(done)} of {len(self.steps)}, {strategy} {step}")
 
 
 @dataclass
-class Arm:
+class ProbedStrategy:
     """One strategy on one model, which is dense between the steps."""
 
-    study: Study
+    study: ProbeStudy
     strategy: str
     select: Selector
-    job: Job
+    scores: Scores
     trained: TrainedModel
 
-    def rows(self, step: str) -> Iterator[Row]:
+    def rows(self, step: str) -> Iterator[Evaluated]:
         way, _, level = step.rpartition(" ")
         return getattr(self, f"_{way or 'random'}")(float(level))
 
-    def _random(self, level: float) -> Iterator[Row]:
-        generator, device = self._generator(), self.job.walk.device
-        shapes = {name: weight.parameter.shape for name, weight in self.job.weights.items()}
+    def _random(self, level: float) -> Iterator[Evaluated]:
+        generator, device = self._generator(), self.scores.calibration.device
+        shapes = {name: weight.parameter.shape for name, weight in self.scores.weights.items()}
         draw = {name: torch.rand(shape, generator=generator, device=device) for name, shape in shapes.items()}
         yield self._by(Global()(draw, level), level, "alone")
 
-    def _alone(self, level: float) -> Iterator[Row]:
-        yield self._by(self._result(level).masks, level, "alone")
+    def _alone(self, level: float) -> Iterator[Evaluated]:
+        yield self._by(masks_of(self._result(level)), level, "alone")
 
-    def _exact(self, level: float) -> Iterator[Row]:
+    def _exact(self, level: float) -> Iterator[Evaluated]:
         """The probe of more candidates than are needed, all at once, for every tau; and tau by the sparsity."""
         result = self._result(level, Probe("target", schedule="joint"))
-        yield self._by(result.masks, level, "target")
-        sources = self.job.strategy.sources(level, {})
+        yield self._by(masks_of(result), level, "target")
+        sources = self.scores.sources(self.select, level, {})
         for tau in self.study.case.taus:
             masks = replaced_veto(result, sources, tau, self.select, level)
             yield replace(self._by(masks, level, "exact", tau), beyond=share_beyond(result, masks, tau))
 
-    def _probed(self, level: float) -> Iterator[Row]:
+    def _probed(self, level: float) -> Iterator[Evaluated]:
         """The probe as it is defined, with the strategy alone and a veto by lot as sparse beside it."""
         schedule, result = self.study.case.schedule, None
         for tau in self.study.case.taus:
             if result is None or schedule != "joint":  # joint ratios serve every tau
                 result = self._result(level, Probe(tau, schedule=schedule))
             result.packed = result.packed_at(tau)
-            probed = self._by(result.masks, level, "probed", tau)
+            probed = self._by(masks_of(result), level, "probed", tau)
             yield probed
-            yield self._by(exactly(self.job, probed.sparsity, self._generator()), level, "alone, as sparse", tau)
+            yield self._by(exactly(self.scores, probed.sparsity, self._generator()), level, "alone, as sparse", tau)
             yield self._by(vetoed_by_lot(result, self._generator()), level, "by lot", tau)
 
-    def _result(self, sparsity: float, probe: Probe | None = None) -> Result:
+    def _result(self, sparsity: float, probe: Probe | None = None) -> Level:
         """What pruning would do; the model stays dense."""
-        result = self.job.prune(sparsity, probe)
-        self.job.undo_(result.originals)
-        return result
+        level = prune_to(self.scores, sparsity, probe)
+        level.undo_()
+        self.scores.changed()
+        return level
 
-    def _by(self, masks: Masks, level: float, way: str, tau: float | None = None) -> Row:
-        with pruned_by(self.job, masks) as sparsity:
+    def _by(self, masks: Masks, level: float, way: str, tau: float | None = None) -> Evaluated:
+        with pruned_by(self.scores, masks) as sparsity:
             value = self.trained.evaluate(self.trained.model)
-        return Row(self.strategy, level, way, tau, sparsity, value if math.isfinite(value) else None)
+        return Evaluated(self.strategy, level, way, tau, sparsity, value if math.isfinite(value) else None)
 
     def _generator(self) -> torch.Generator:
-        return torch.Generator(self.job.walk.device).manual_seed(self.study.seed)
+        return torch.Generator(self.scores.calibration.device).manual_seed(self.study.seed)
 
 
 # Masks that are compared with those of ``prune``
 
 
-def replaced_veto(result: Result, sources: Sequence[Lazy], tau: float, select: Selector, sparsity: float) -> Masks:
+def masks_of(level: Level) -> Masks:
+    return {name: bits.unpack(packed, level.weights[name].parameter.shape) for name, packed in level.packed.items()}
+
+
+def replaced_veto(result: Level, sources: Sequence[Lazy], tau: float, select: Selector, sparsity: float) -> Masks:
     """Exactly ``sparsity`` of the weights, in the strategy's scope: of its candidates those within ``tau`` first.
 
     The lowest scores go first. Where too few are within tau, the lowest scores beyond it follow, so that the count is
@@ -275,7 +273,7 @@ def replaced_veto(result: Result, sources: Sequence[Lazy], tau: float, select: S
     return select(order, sparsity)
 
 
-def share_beyond(result: Result, masks: Masks, tau: float) -> float:
+def share_beyond(result: Level, masks: Masks, tau: float) -> float:
     """Fraction of what the masks prune that the probe would have kept."""
     num_beyond = num_pruned = 0
     for name, mask in masks.items():
@@ -285,23 +283,24 @@ def share_beyond(result: Result, masks: Masks, tau: float) -> float:
     return num_beyond / max(1, num_pruned)
 
 
-def vetoed_by_lot(result: Result, generator: torch.Generator) -> Masks:
+def vetoed_by_lot(result: Level, generator: torch.Generator) -> Masks:
     """As many candidates of each weight kept as the probe kept, drawn at random: what its choice is worth."""
     found = {}
-    for name, mask in result.masks.items():
+    for name, mask in masks_of(result).items():
         where = bits.unpack(result.candidates[name], mask.shape)
         found[name] = torch.ones_like(mask)
         found[name][where] = ~_lots(int(where.sum()), int((where & ~mask).sum()), generator)
     return found
 
 
-def exactly(job: Job, sparsity: float, generator: torch.Generator) -> Masks:
+def exactly(scores: Scores, sparsity: float, generator: torch.Generator) -> Masks:
     """The strategy's masks with exactly that sparsity over all weights.
 
     Scopes round by row or layer, which can shift the sparsity by more than the effect under study. Here every
     row or layer gives the whole number below its share, and lots decide which of them give one more.
     """
-    select, sources = job.strategy.select, job.strategy.sources(sparsity, {})
+    select = scores.method.select
+    sources = scores.sources(select, sparsity, {})
     fewer = [replace(quota, num_drop=int(sparsity * quota.size)) for quota in select.quota_of(sources, sparsity)]
     more = [replace(quota, num_drop=min(quota.num_drop + 1, quota.size)) for quota in fewer]
     below, above = (select.cut(sources, quotas, {}) for quotas in (fewer, more))
@@ -323,12 +322,13 @@ def _lots(num: int, num_drawn: int, generator: torch.Generator) -> Tensor:
 
 
 @contextmanager
-def pruned_by(job: Job, masks: Masks) -> Iterator[float]:
-    """The job's model, pruned by masks for a while, and its sparsity."""
+def pruned_by(scores: Scores, masks: Masks) -> Iterator[float]:
+    """The model, pruned by masks for a while, and its sparsity."""
     originals = Originals()
     try:
         for name, mask in masks.items():
-            originals.prune_(job.weights[name].parameter, ~mask)
+            originals.prune_(scores.weights[name].parameter, ~mask)
         yield sum(int((~mask).sum()) for mask in masks.values()) / sum(mask.numel() for mask in masks.values())
     finally:
-        job.undo_(originals)
+        originals.restore_()
+        scores.changed()

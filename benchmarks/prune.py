@@ -19,7 +19,7 @@ from prunus.oneshot.result import Result
 from prunus.ops.machine import device_of
 from prunus.trained.tokens import read_tokens
 
-from .benchmark import Benchmark, Measured, Record, Row, Section, in_turns, table_of, timed
+from .benchmark import Benchmark, Measured, Record, RecordTable, Row, in_turns, made_on, table_of, timed
 
 STORIES = {"hidden_size": 288, "intermediate_size": 768, "num_hidden_layers": 6, "num_attention_heads": 6}
 MISTRAL = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
@@ -222,7 +222,7 @@ def probe_parts(task: Task) -> list[Row]:
     """Seconds and share of each part of our probe, from a run of its own."""
     result = by_prunus(task, Probe(TAU))
     result.undo_()
-    parts = result.parts | {"the rest": result.seconds - sum(result.parts.values())}
+    parts = result.cost.parts | {"the rest": result.seconds - sum(result.cost.parts.values())}
     return [{"part": part, "seconds": value, "share": value / result.seconds} for part, value in parts.items()]
 
 
@@ -230,7 +230,7 @@ def probe_parts(task: Task) -> list[Row]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Level(Benchmark):
+class ProbeLevel(Benchmark):
     """Run a level of the gradient probe on a random model of Mistral-7B's shape: its cost, nothing about quality."""
 
     blocks: int = 32  # blocks of the model
@@ -248,15 +248,9 @@ class Level(Benchmark):
     def model_and_tokens(self) -> tuple[Any, Tensor]:
         from transformers import MistralConfig, MistralForCausalLM
 
-        device, before = device_of(self.device), torch.get_default_dtype()
+        device = device_of(self.device)
         config = MistralConfig(vocab_size=VOCABULARY, num_hidden_layers=self.blocks, sliding_window=None, **MISTRAL)
-        torch.manual_seed(0)
-        try:
-            torch.set_default_dtype(LEVEL_DTYPE)
-            with device:
-                model = MistralForCausalLM(config).eval()
-        finally:
-            torch.set_default_dtype(before)
+        model = made_on(device, LEVEL_DTYPE, lambda: MistralForCausalLM(config).eval())
         return model, torch.randint(0, VOCABULARY, (self.windows, self.length), device=device)
 
 
@@ -264,12 +258,12 @@ def measure_level(model: Any, tokens: Tensor, sparsity: float) -> list[Row]:
     """A row for the plain scheme, scaled from some weights, and one for each schedule; the first of ours warms up."""
     rows, device = [level_plainly(model, tokens)], tokens.device
     for way, schedule in SCHEDULES.items():
-        run = partial(prune, model, [tokens], sparsity, "wanda", probe=Probe(1.0, schedule=schedule))
+        run = partial(prune, model, [tokens], sparsity, score="wanda", probe=Probe(1.0, schedule=schedule))
         with Sampler(utilisation_reader(device)).running() as busy:
             seconds, result = timed(run, device)
         row = {"way": way, "seconds": seconds, "utilisation": busy.mean}
         row |= {"share_of_peak": flops(model, tokens, schedule) / seconds / PEAK if device.type == "cuda" else None}
-        row |= {"peak_gib": result.peak_bytes / 2**30, "passes": result.passes, "sparsity": result.sparsity}
+        row |= {"peak_gib": result.cost.peak_bytes / 2**30, "passes": result.cost.passes, "sparsity": result.sparsity}
         result.undo_()
         rows.append(row)
     return rows
@@ -299,30 +293,9 @@ def level_plainly(model: Any, tokens: Tensor) -> Row:
     return {"way": "plainly, scaled", "seconds": passes * seconds / len(chosen) / len(samples), "passes": passes}
 
 
-PRUNE = """{model}, {probed} of its weights, {windows} windows of {length} tokens, to {sparsity:.0%}, in float32. \
-Plainly is WANDA as its authors' code does it, a sample at a time with a sort and a scatter, and the probe by its \
-definition: two passes for each weight and sample, all others frozen. Operations are those of matrix products, as \
-torch counts them over eight windows, the inspection of the model included: what is faster than by their ratio comes \
-from running them better, not from leaving them out.
-"""
-HEAD = """The head takes {head_share:.0%} of the products of a record that starts at the probed weight, and either \
-side runs it once for each record and sample: a record is taken with other weights than the one before it, so that its \
-logits are new ones, and no decision is kept without them. What can be saved is the blocks before the probed weight, \
-and the time that batches and a head in parts save. The parts below are of a run of its own, with clocks."""
-LEVEL = """One level, WANDA candidates and the probe at {sparsity:.0%}, on a random bfloat16 model of Mistral-7B's \
-shape ({num_weights:,} weights, {blocks} blocks, {windows} samples of {length} tokens): what a level costs, nothing \
-about quality. Plainly is the probe by its definition, one sample a pass, all other weights frozen, two records a \
-weight; it was timed for three weights over four samples and scaled to all. The first level of a process also compiles \
-kernels, which stay on disk. Busy is the driver's figure; the share of peak counts matrix products alone, against 989 \
-TFLOP/s.
-"""
-
-
 def _parts(record: Record) -> str:
-    parts = table_of(
-        record["settings"]["parts"], {"part of our probe": "part", "s": "seconds:.3f", "share": "share:.0%"}
-    )
-    return f"\n\n{HEAD.format(**record['settings'])}\n\n{parts}"
+    columns = {"part of our probe": "part", "s": "seconds:.3f", "share": "share:.0%"}
+    return f"\n\n{table_of(record['settings']['parts'], columns)}"
 
 
 PRUNE_COLUMNS = {"task": "task", "s": "seconds:.3f", "plainly, s": "plain_seconds:.3f"}
@@ -331,18 +304,11 @@ PRUNE_COLUMNS |= {"mask elements that differ": "differ"}
 LEVEL_COLUMNS = {"way": "way", "s a level": "seconds:.1f", "times faster": "times_faster:.1f"}
 LEVEL_COLUMNS |= {"busy": "utilisation:.0%", "of peak": "share_of_peak:.0%", "peak GiB": "peak_gib:.1f"}
 LEVEL_COLUMNS |= {"passes": "passes:,", "sparsity": "sparsity:.2%"}
-SECTIONS = {
-    "prune": Section(
-        "Pruning after training",
-        PRUNE,
-        PRUNE_COLUMNS,
-        lambda row, record: {"differ": f"{row['different']:,} of {row['num_weights']:,}"},
-        _parts,
+TABLES = {
+    "prune": RecordTable(
+        PRUNE_COLUMNS, lambda row, _: {"differ": f"{row['different']:,} of {row['num_weights']:,}"}, _parts
     ),
-    "level": Section(
-        "The gradient probe: a level of a 7 B model",
-        LEVEL,
-        LEVEL_COLUMNS,
-        lambda row, record: {"times_faster": record["rows"][0]["seconds"] / row["seconds"]},
+    "level": RecordTable(
+        LEVEL_COLUMNS, lambda row, record: {"times_faster": record["rows"][0]["seconds"] / row["seconds"]}
     ),
 }

@@ -1,8 +1,9 @@
-"""``docs/reference.md`` and ``docs/scores.md``: the public names and their docstrings, and the table of scores."""
+"""``docs/reference.md``: the public names and their docstrings, and the table of scores."""
 
 import ast
 import inspect
 import re
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
@@ -13,24 +14,21 @@ from prunus.lab.study.tables import markdown_table
 from prunus.score import REGROWTH, SCORES
 
 PACKAGE = Path(prunus.__file__).parent
-CHAPTERS = {  # heading: module and names; a name of the package itself has no module
+CHAPTERS = {  # heading: where each name is imported from; a name of the package itself has no module
     "While training": "Pruner Event AdamWPrune Spam Rate parameter_groups Regrow",
     "Schedules": "Ramp OneShot Constant",
     "Selectors": "Global PerLayer PerRow NofM",
-    "After training": "prune Repair BlockTuning oneshot.result:Result",
-    "Search and probe": "search Limit SearchOptions Levels Bisection Tune Probe",
+    "After training": "prune Repair BlockTuning Result",
+    "Search and probe": "search oneshot:Limit oneshot:Levels oneshot:Bisection oneshot:TauTuning oneshot:Probe",
     "Files": "save_sparse load_sparse save_model load_model",
-    "Running sparse": (
-        "sparse.linear:sparsify_ sparse.linear:unsparsify_ sparse.decoder:Decoder sparse.load:load_packed "
-        "sparse.semi_structured:semi_structured_"
-    ),
+    "Running sparse": "sparsify_ sparse:unsparsify_ Decoder sparse:load_packed sparse:semi_structured_",
     "Checks": "doctor:examine",
-    "Trainers": ("integrations.huggingface:PruneCallback integrations.lightning:PruneCallback integrations.peft:merge"),
+    "Trainers": "integrations.huggingface:PruneCallback integrations.lightning:PruneCallback integrations.peft:merge",
 }
 REFERENCE = """# Reference
 
 This page is made by `python -m benchmarks reference` from the docstrings. Names without a module are imported from
-`prunus`: `from prunus import Pruner`. Scores have a [table of their own](scores.md).
+`prunus`: `from prunus import Pruner`. [The scores](#scores) have a table at the end.
 """
 WHEN = {
     "magnitude": "the baseline; needs no data and no optimizer state",
@@ -49,17 +47,16 @@ WHEN = {
     "random": "the control that every comparison needs",
     "wanda": "masks after training, or where the inputs matter; with `PerRow()`",
 }
-SCORES_PAGE = """# Scores
+SCORES_CHAPTER = """## Scores
 
-This page is made by `python -m benchmarks reference` from the table `SCORES`. A score has the shape of its weight, and
-a larger one is kept longer. In the formulas w is the weight, m and v are Adam's moments (`exp_avg`, `exp_avg_sq`), t is
-the step and x are the inputs.
+These are the rows of the table `SCORES`. A score has the shape of its weight, and a larger one is kept longer. In the
+formulas w is the weight, m and v are Adam's moments (`exp_avg`, `exp_avg_sq`), t is the step and x are the inputs.
 
 {scores}
 
 "Same as" names the score that is the same computation (for fisher and bitter8 where all weights took as many steps): a
 study runs such arms once. eps is not added unless you give it (`score_options={{"eps": 1e-8}}`, `--eps 1e-8`): moments
-may be far smaller than any constant. What the scores are worth: [results](results.md). Your own:
+may be far smaller than any constant. What the scores are worth: [results](evidence/results.md). Your own:
 [add a score](extending.md).
 
 Pruned weights come back, where `Regrow` lets them, by one of these:
@@ -68,7 +65,7 @@ Pruned weights come back, where `Regrow` lets them, by one of these:
 """
 
 
-def scores_page() -> str:
+def scores_chapter() -> str:
     lines = []
     for name, row in SCORES.items():
         other = "" if row.of.__name__ == name else row.of.__name__
@@ -78,9 +75,9 @@ def scores_page() -> str:
         if "q" in (row.of.__kwdefaults__ or {}):
             same += [f"`{of}` with q={q:g}" for q in (0, 0.25) if (of := row.equals({"q": q}))]
         lines.append([f"`{name}`", _formula(row.of), _reads(row.reads), ", ".join(same), WHEN[name]])
-    regrowth = [[f"`{name}`", _formula(row.of), _reads(row.reads)] for name, row in REGROWTH.items()]
     heads = ["score", "formula", "reads", "same as", "when to use it"]
-    return SCORES_PAGE.format(
+    regrowth = [[f"`{name}`", _formula(row.of), _reads(row.reads)] for name, row in REGROWTH.items()]
+    return SCORES_CHAPTER.format(
         scores=markdown_table(heads, lines, words=range(5)),
         regrowth=markdown_table(["by", "formula", "reads"], regrowth, words=range(3)),
     )
@@ -89,10 +86,10 @@ def scores_page() -> str:
 def _formula(of: object) -> str:
     """The formulas that open a docstring, or its first line where there is none."""
     first = (inspect.getdoc(of) or "").split("\n")[0]
-    found = re.match(r"``.*?``(,? ``.*?``)*", first)
-    if not found:
+    formulas = re.match(r"``.*?``(,? ``.*?``)*", first)
+    if not formulas:
         return first.split(":")[0]
-    shown = found.group().replace("|", "&#124;")  # which a table cannot hold, nor every reader as \|
+    shown = formulas.group().replace("|", "&#124;")  # which a table cannot hold, nor every reader as \|
     return re.sub(r"``(.*?)``", r"<code>\1</code>", shown)
 
 
@@ -105,7 +102,7 @@ def reference_page() -> str:
     for heading, names in CHAPTERS.items():
         parts.append(f"## {heading}\n")
         parts += ["\n".join(_entry(name)) for name in names.split()]
-    return "\n".join(parts)
+    return "\n".join([*parts, scores_chapter()])
 
 
 def _entry(place: str) -> Iterator[str]:
@@ -113,27 +110,32 @@ def _entry(place: str) -> Iterator[str]:
     module, _, name = place.rpartition(":")
     path = PACKAGE.joinpath(*module.split(".")).with_suffix(".py")
     if not module or not path.is_file():
-        path = Path(inspect.getsourcefile(getattr(import_module(f"prunus.{module}".rstrip(".")), name)) or "")
+        named = getattr(import_module(f"prunus.{module}".rstrip(".")), name)
+        path = Path(inspect.getsourcefile(inspect.unwrap(named)) or "")
     source = path.read_text()
     node = next(node for node in ast.parse(source).body if getattr(node, "name", None) == name)
     assert isinstance(node, ast.FunctionDef | ast.ClassDef)
     yield f"### {f'prunus.{module}.{name}' if module else name}\n"
-    yield f"```python\n{_signature(node, source)}\n```\n"
-    yield _words(node)
-    if isinstance(node, ast.ClassDef):
-        for member in node.body:
-            if isinstance(member, ast.FunctionDef) and not member.name.startswith("_") and ast.get_docstring(member):
-                decorated = {ast.unparse(each) for each in member.decorator_list}
-                if any(each.endswith(".setter") for each in decorated):
-                    continue
-                shown = member.name if "property" in decorated else f"{member.name}({_arguments(member)})"
-                about = " ".join((ast.get_docstring(member) or "").split("\n\n")[0].split()).replace("``", "`")
-                yield f"- **`{shown}`**: {about}"
-        yield ""
-
-
-def _arguments(node: ast.FunctionDef) -> str:
-    return re.sub(r"^self(, )?", "", ast.unparse(node.args))
+    shown = _signature(node, source)
+    if module and shown == f"{name}()":  # the constructor of a class that it derives from
+        init = textwrap.dedent(inspect.getsource(getattr(import_module(f"prunus.{module}"), name).__init__))
+        head = next(each for each in ast.parse(init).body if isinstance(each, ast.FunctionDef))
+        shown = re.sub(r"self,\s*", "", _signature(head, init), count=1).replace("def __init__", name, 1)
+        shown = shown.removesuffix(" -> None")
+    yield f"```python\n{shown}\n```\n"
+    yield (ast.get_docstring(node) or "").replace("``", "`") + "\n"
+    if isinstance(node, ast.FunctionDef):
+        return
+    for member in node.body:
+        words = ast.get_docstring(member) if isinstance(member, ast.FunctionDef) else None
+        if isinstance(member, ast.FunctionDef) and words and not member.name.startswith("_"):
+            decorated = {ast.unparse(each) for each in member.decorator_list}
+            if any(each.endswith(".setter") for each in decorated):
+                continue
+            arguments = re.sub(r"^self(, )?", "", ast.unparse(member.args))
+            about = " ".join(words.split("\n\n")[0].split()).replace("``", "`")
+            yield f"- **`{member.name if 'property' in decorated else f'{member.name}({arguments})'}`**: {about}"
+    yield ""
 
 
 def _signature(node: ast.FunctionDef | ast.ClassDef, source: str) -> str:
@@ -143,8 +145,8 @@ def _signature(node: ast.FunctionDef | ast.ClassDef, source: str) -> str:
         return "\n".join(lines[node.lineno - 1 : node.body[0].lineno - 1]).removesuffix(":")
     constructor = next((m for m in node.body if getattr(m, "name", "") == "__init__"), None)
     if isinstance(constructor, ast.FunctionDef):
-        found = _signature(constructor, source).replace("    def __init__", node.name, 1)
-        return re.sub(r"self,\s*", "", found, count=1).replace("\n    ", "\n").removesuffix(" -> None")
+        head = _signature(constructor, source).replace("    def __init__", node.name, 1)
+        return re.sub(r"self,\s*", "", head, count=1).replace("\n    ", "\n").removesuffix(" -> None")
     fields = [m for m in node.body if isinstance(m, ast.AnnAssign) and not ast.unparse(m.target).startswith("_")]
     if not fields:
         return f"{node.name}()"
@@ -152,18 +154,12 @@ def _signature(node: ast.FunctionDef | ast.ClassDef, source: str) -> str:
     return f"class {node.name}:\n{shown}"
 
 
-def _words(node: ast.FunctionDef | ast.ClassDef) -> str:
-    """A docstring as Markdown: literals in one pair of backquotes; what is indented is code there too."""
-    return (ast.get_docstring(node) or "").replace("``", "`") + "\n"
-
-
 @dataclass(frozen=True)
 class Reference:
-    """Write docs/reference.md and docs/scores.md from the docstrings and the table of scores."""
+    """Write docs/reference.md from the docstrings and the table of scores."""
 
     docs: Path = Path("docs")  # folder to write
 
     def run(self) -> None:
-        for name, text in {"reference.md": reference_page(), "scores.md": scores_page()}.items():
-            (self.docs / name).write_text(text)
-            print(f"{self.docs / name} written")
+        (self.docs / "reference.md").write_text(reference_page())
+        print(f"{self.docs / 'reference.md'} written")

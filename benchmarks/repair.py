@@ -17,14 +17,14 @@ from prunus.ops.machine import device_of
 from prunus.trained.model import ModelSource, load_trained
 
 from .benchmark import Benchmark, Measured, Row, timed
-from .prune import MISTRAL, Level
+from .prune import MISTRAL, ProbeLevel
 
 SCOPES = {"layer": PerLayer(), "row": PerRow(), "2:4": NofM(2, 4)}
 PARTS = ("forwards", "grams", "factorisations", "iterations", "refine", "tune")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Repair(Benchmark):
+class RepairTime(Benchmark):
     """Time repair, part by part, on a random model of Mistral-7B's shape, or with --model on a trained one."""
 
     blocks: int = 32  # blocks of the random model
@@ -48,7 +48,7 @@ class Repair(Benchmark):
             trained = load_trained(source)
             model, (tokens,), about = trained.model, trained.batches, self.model.name
         else:
-            size = Level(blocks=self.blocks, windows=self.windows, length=self.length, device=self.device)
+            size = ProbeLevel(blocks=self.blocks, windows=self.windows, length=self.length, device=self.device)
             model, tokens = size.model_and_tokens()  # on the device, where that is quick
             model, tokens = model.to(place), tokens.to(place)
             about = f"{self.blocks} blocks of Mistral-7B's shape"
@@ -77,13 +77,13 @@ def measure_repair(
     )
     cpu = time.process_time() - cpu
     row = {"scope": scope, "seconds": seconds, "cpu_seconds": cpu}
-    row |= {"peak_gib": result.peak_bytes / 2**30, "sparsity": result.sparsity}
-    parts = {part: result.parts[part] for part in PARTS if part in result.parts}
+    row |= {"peak_gib": result.cost.peak_bytes / 2**30, "sparsity": result.sparsity}
+    parts = {part: result.cost.parts[part] for part in PARTS if part in result.cost.parts}
     row |= parts | {"other": seconds - sum(parts.values())}
     errors = [(layer.mask_error, layer.error) for layer in result.layers if layer.error is not None]
     for name, values in zip(("mask_error", "error"), zip(*errors, strict=True), strict=True):
         row[name] = sum(values) / len(values)
-    repairs = result.repairs.values()
+    repairs = result.level.repairs.values()
     row["mean_iterations"] = sum(found.iterations for found in repairs) / len(repairs)
     result.undo_()
     return row

@@ -1,7 +1,7 @@
 """What pruning with repair is worth: ways to prune one trained model, compared on held-out data.
 
 Every way prunes the same model with the same calibration samples, over several draws of them. A record is on disk after
-every figure, and records of one model, from other machines or of other ways, become one table of ``docs/repair.md``.
+every figure, and records of one model, from other machines or of other ways, become one table of ``repair.md``.
 """
 
 import time
@@ -11,51 +11,29 @@ from dataclasses import dataclass, replace
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
 from prunus import Global, NofM, PerLayer, PerRow, Repair, prune
 from prunus.eligible import eligible
-from prunus.files.json_file import read_json, write_json
+from prunus.files.json_file import write_json
 from prunus.ops.machine import device_of
 from prunus.select import Selector
 from prunus.trained.model import ModelSource, TrainedModel, load_trained
 
-from .benchmark import Row, new_record, timed
+from .benchmark import Row, continued, new_record, timed
 from .probe_study import image_model
 from .wanda import their_oneshot
 
 WHAT = "repair quality"
 Level = Literal["50", "60", "70", "80", "90", "2:4"]
-WayName = Literal[
-    "magnitude",
-    "wanda",
-    "llmc-wanda",
-    "llmc-sparsegpt",
-    "wanda-repaired",
-    "own-targets",
-    "damping-0.01",
-    "damping-0.1",
-    "by-row",
-    "fisher",
-    "moments",
-    "erk",
-    "global",
-    "old-batch-norm",
-    "repair",
-    "tuned",
-    "fisher-tuned",
-    "moments-tuned",
-]
-
-
-BY_LAYER, REPAIR = PerLayer(), Repair()
+BY_LAYER, REPAIR, TUNED = PerLayer(), Repair(), Repair(tune=True)
 
 
 @dataclass(frozen=True)
-class Way:
+class PruneWay:
     """How a model is pruned; 2:4 takes the place of ``select``, which leaves out ways that differ in it alone."""
 
     title: str
@@ -66,33 +44,35 @@ class Way:
     at_2_4: bool = True
 
 
-WAYS: dict[str, Way] = {
-    "magnitude": Way("magnitude by layer", "magnitude", repair=None),
-    "wanda": Way("WANDA by row", "wanda", PerRow(), None),
-    "llmc-wanda": Way("WANDA of llm-compressor", theirs="WandaPruningModifier"),
-    "llmc-sparsegpt": Way("SparseGPT of llm-compressor", theirs="SparseGPTModifier"),
-    "wanda-repaired": Way("WANDA's mask, repaired", "wanda", PerRow()),
-    "own-targets": Way("repair, own targets", repair=Repair("own")),
-    "damping-0.01": Way("repair, damping 0.01", repair=Repair(damping=0.01)),
-    "damping-0.1": Way("repair, damping 0.1", repair=Repair(damping=0.1)),
-    "by-row": Way("repair, by row", select=PerRow(), at_2_4=False),
-    "fisher": Way("repair, fisher allocation", select=PerLayer("fisher"), at_2_4=False),
-    "moments": Way("repair, allocation by Adam's moments", select=PerLayer("moments"), at_2_4=False),
-    "erk": Way("repair, ERK allocation", select=PerLayer("erk"), at_2_4=False),
-    "global": Way("repair, as many of each layer as global magnitude", select=Global(), at_2_4=False),
-    "old-batch-norm": Way("repair, batch-norm statistics kept", repair=Repair(batch_norm=False)),
-    "repair": Way("repair"),
-    "tuned": Way("repair, tuned", repair=Repair(tune=True)),
-    "fisher-tuned": Way("repair, fisher, tuned", select=PerLayer("fisher"), repair=Repair(tune=True), at_2_4=False),
-    "moments-tuned": Way(
-        "repair, by Adam's moments, tuned", select=PerLayer("moments"), repair=Repair(tune=True), at_2_4=False
-    ),
+WAYS: dict[str, PruneWay] = {
+    "magnitude": PruneWay("magnitude by layer", "magnitude", repair=None),
+    "wanda": PruneWay("WANDA by row", "wanda", PerRow(), None),
+    "llmc-wanda": PruneWay("WANDA of llm-compressor", theirs="WandaPruningModifier"),
+    "llmc-sparsegpt": PruneWay("SparseGPT of llm-compressor", theirs="SparseGPTModifier"),
+    "wanda-repaired": PruneWay("WANDA's mask, repaired", "wanda", PerRow()),
+    "own-targets": PruneWay("repair, own targets", repair=Repair("own")),
+    "damping-0.01": PruneWay("repair, damping 0.01", repair=Repair(damping=0.01)),
+    "damping-0.1": PruneWay("repair, damping 0.1", repair=Repair(damping=0.1)),
+    "by-row": PruneWay("repair, by row", select=PerRow(), at_2_4=False),
+    "fisher": PruneWay("repair, fisher allocation", select=PerLayer("fisher"), at_2_4=False),
+    "moments": PruneWay("repair, allocation by Adam's moments", select=PerLayer("moments"), at_2_4=False),
+    "erk": PruneWay("repair, ERK allocation", select=PerLayer("erk"), at_2_4=False),
+    "global": PruneWay("repair, as many of each layer as global magnitude", select=Global(), at_2_4=False),
+    "old-batch-norm": PruneWay("repair, batch-norm statistics kept", repair=Repair(batch_norm=False)),
+    "repair": PruneWay("repair"),
+    "tuned": PruneWay("repair, tuned", repair=TUNED),
+    "fisher-tuned": PruneWay("repair, fisher, tuned", None, PerLayer("fisher"), TUNED, at_2_4=False),
+    "moments-tuned": PruneWay("repair, by Adam's moments, tuned", None, PerLayer("moments"), TUNED, at_2_4=False),
 }
+if TYPE_CHECKING:
+    WayName = str
+else:
+    WayName = Literal[tuple(WAYS)]
 DEFAULT_WAYS: tuple[WayName, ...] = ("magnitude", "wanda", "llmc-wanda", "llmc-sparsegpt", "wanda-repaired", "repair")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Quality:
+class RepairQuality:
     """Prune a trained model by several ways and evaluate each on held-out data, over several calibration draws.
 
     --model is a Hugging Face folder, with --tokens and --eval-tokens; a checkpoint of prunus, which knows its data; or
@@ -124,15 +104,20 @@ class Quality:
         if self.threads:
             torch.set_num_threads(self.threads)
         torch.backends.cudnn.allow_tf32 = False  # float32 is to mean it in convolutions too
-        rows = Rows(self)
+        path, record = new_record(WHAT, self.settings(), self.results)
+        record = continued(path, record)
         for seed in self.seeds:
-            left = [key for key in self._figures() if (seed, *key) not in rows]
+            done = {(row["way"], row["level"]) for row in record["rows"] if row["seed"] == seed}
+            left = [key for key in self._figures() if key not in done]
             trained = self._load(seed) if left else None
             for way, level in left:
                 assert trained is not None
                 if row := measured(trained, way, level, torch.device(self.device)):
-                    rows.add({"seed": seed} | row)
-        print(f"{rows.path}: complete")
+                    record["rows"].append({"seed": seed} | row)
+                    write_json(path, record)
+                    about = f"{row['value']:.5g}, {row['zeros']:,} zeros, {row['seconds']:.1f} s"
+                    print(f"seed {seed}, {way} {level}: {about}", flush=True)
+        print(f"{path}: complete")
 
     def _figures(self) -> Iterator[tuple[str, str]]:
         yield "dense", ""
@@ -156,27 +141,6 @@ class Quality:
         source = ModelSource(str(self.model), self.tokens, self.eval_tokens, self.windows, self.length)
         source = replace(source, eval_windows=self.eval_windows, seed=seed, gguf_file=self.gguf_file)
         return load_trained(replace(source, dtype="float32", device=self.device))
-
-
-class Rows:
-    """The figures of a record, on disk as soon as they are known."""
-
-    def __init__(self, command: Quality) -> None:
-        self.path, self.record = new_record(WHAT, command.settings(), command.results)
-        if self.path.is_file():
-            before = read_json(self.path)
-            if before["settings"] != self.record["settings"]:
-                raise ValueError(f"{self.path} was made with {before['settings']}; give another --name or --results")
-            self.record["rows"] = before["rows"]
-
-    def __contains__(self, key: tuple[int, str, str]) -> bool:
-        return any((row["seed"], row["way"], row["level"]) == key for row in self.record["rows"])
-
-    def add(self, row: Row) -> None:
-        self.record["rows"].append(row)
-        write_json(self.path, self.record)
-        about = f"{row['value']:.5g}, {row['zeros']:,} zeros, {row['seconds']:.1f} s"
-        print(f"seed {row['seed']}, {row['way']} {row['level']}: {about}", flush=True)
 
 
 def measured(trained: TrainedModel, way: str, level: str, device: torch.device) -> Row | None:

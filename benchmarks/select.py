@@ -15,7 +15,7 @@ from prunus.ops.lazy import Lazy
 from prunus.ops.machine import device_of
 from prunus.statistics import score_of
 
-from .benchmark import Benchmark, Measured, Record, Row, Section, copy_gb_s, median_ms, peak_extra_mib
+from .benchmark import Benchmark, Measured, Record, RecordTable, Row, copy_gb_s, median_ms, peak_extra_mib
 
 GPT2 = [(2304, 768), (768, 768), (3072, 768), (768, 3072)]
 MISTRAL = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336)]
@@ -243,44 +243,19 @@ def count_kept(masks: list[Tensor]) -> int:
     return sum(int(bits.count(mask) if packed else mask.count_nonzero()) for mask in masks)
 
 
-SELECT = """Masks of {num_weights:,} weights ({weights}, {dtype}) at {sparsity:.0%} by {score}, median of up to \
-{repeat} calls. Extra memory is the peak beyond weights and moments, the masks included. "Off by" is how many more \
-weights than asked are kept (negative: fewer), "edge" how far the smallest score kept lies from the exact one. \
-torch.nn.utils.prune ranks by magnitude, which reads less. "From half pruned on" is a later event: half are pruned, \
-and half of the rest goes.
-"""
-COLUMNS = {"method": "method", "ms": "ms:.2f", "times ours": "times_ours:.2f", "extra MiB": "extra"}
-COLUMNS |= {"off by": "kept_too_many:,", "edge": "edge_error:+.2%"}
-PARTS = """Where the time of one event goes ({weights}, bitter7, 50 %). Events queued one behind the other take \
-{queued_ms:.2f} ms each on the device, a CUDA graph of one with the wait {replayed_ms:.2f} ms; called one by one, \
-{total_ms:.2f} ms in the median of the stamped calls and {least_ms:.2f} ms at best: the rest is the host before the \
-pass is launched, which the device waits for. What the host does after that is hidden behind the pass.
-"""
-
-
-def _ours(record: Record) -> Row:
-    return next(row for row in record["rows"] if row["method"] == OURS)
-
-
 def _more(row: Row, record: Record) -> Row:
-    extra = "not measured" if row["extra_mib"] is None else f"{row['extra_mib']:.1f}"
-    return {"times_ours": row["ms"] / _ours(record)["ms"], "extra": extra}
+    ours = next(row for row in record["rows"] if row["method"] == OURS)
+    more = {"extra": "not measured" if row["extra_mib"] is None else f"{row['extra_mib']:.1f}"}
+    copy = record["settings"]["copy_gb_s"]
+    if copy and row is ours:  # what must be read at least, at the speed of a copy
+        more |= {"least_ms": record["settings"]["num_bytes"] / copy / 1e6, "of_copy": row["read_gb_s"] / copy}
+    return more | {"times_ours": row["ms"] / ours["ms"]}
 
 
-def _bound(record: Record) -> str:
-    num_bytes, copy, read = record["settings"]["num_bytes"], record["settings"]["copy_gb_s"], _ours(record)["read_gb_s"]
-    if not copy:
-        return ""
-    return (
-        f"\n\nThe least that must be read is {num_bytes / 1e9:.2f} GB: {num_bytes / copy / 1e6:.2f} ms at the "
-        f"{copy:,.0f} GB/s of a copy measured in the same run. Ours reads {read:,.0f} GB/s over the "
-        f"whole event, {read / copy:.0%} of that."
-    )
-
-
-SECTIONS = {
-    "select": Section("Finding the masks", SELECT, COLUMNS, _more, _bound),
-    "parts": Section(
-        "Finding the masks: what bounds it", PARTS, {"part": "part", "where": "where", "us": "us:,.1f"}
-    ),  # no command writes such a record
+COLUMNS = {"method": "method", "ms": "ms:.2f", "times ours": "times_ours:.2f", "extra MiB": "extra"}
+COLUMNS |= {"off by": "kept_too_many:,", "edge": "edge_error:+.2%", "ms at a copy's speed": "least_ms:.2f"}
+COLUMNS |= {"GB/s read": "read_gb_s:,.0f", "of a copy's": "of_copy:.0%"}
+TABLES = {
+    "select": RecordTable(COLUMNS, _more),
+    "parts": RecordTable({"part": "part", "where": "where", "us": "us:,.1f"}),  # no command writes such a record
 }

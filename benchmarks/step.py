@@ -22,14 +22,26 @@ from prunus.lab.trainer import Training
 from prunus.ops import bits
 from prunus.ops.machine import device_of, wait_for
 
-from .benchmark import QUEUED, Benchmark, Measured, Record, Row, Section, copy_gb_s, in_turns, overhead, queued, timed
+from .benchmark import (
+    QUEUED,
+    Benchmark,
+    Measured,
+    Record,
+    RecordTable,
+    Row,
+    copy_gb_s,
+    in_turns,
+    overhead,
+    queued,
+    timed,
+)
 
 CONTEXT, LR = 256, 1e-4
 MASKED, WITH_RATES = "prunus AdamWPrune, masks", "prunus AdamWPrune, masks, rates"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step(Benchmark):
+class StepCost(Benchmark):
     """Keep masks: in a training step of a small GPT on a CPU, in the optimizer's step alone on a GPU."""
 
     model: ModelName = "gpt2-mini"  # on a CPU: network
@@ -128,7 +140,7 @@ def gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
-def measure_steps(options: Step, tokens: int, fused: bool) -> list[Row]:
+def measure_steps(options: StepCost, tokens: int, fused: bool) -> list[Row]:
     """A row for each arm: median step time, and overhead over the dense step."""
     torch.manual_seed(0)
     batch = torch.randint(0, 256, (max(1, tokens // CONTEXT), min(tokens, CONTEXT) + 1))
@@ -185,7 +197,7 @@ def check_agrees(dim: int, device: torch.device) -> float:
     return worst
 
 
-def measure_updates(options: Step, device: torch.device) -> list[Row]:
+def measure_updates(options: StepCost, device: torch.device) -> list[Row]:
     """A row for each way to step, in turns: median of queued calls, and the ratio to torch's fused step without masks.
 
     With rates, every weight has the factor on its learning rate that its density gives.
@@ -295,43 +307,18 @@ def measure_training(run: Run, rounds: int) -> Row:
     }
 
 
-STEP = """A step of a GPT with {num_weights:,} weights, {num_prunable:,} of them prunable, at {sparsity:.0%}, \
-no event among the steps; medians over {repeat} rounds in which the arms take turns. Overhead is the median \
-over rounds of the time beyond the arm it stands beside, in the same round.
-"""
-UPDATE = """The optimizer's step alone on {num_weights:,} float32 weights ({weights}), {sparsity:.0%} of them masked; \
-medians of queued calls, the ratio is to torch's fused step without masks.
-"""
-TRAIN = """Training {model}, context {context}, batch {batch}, {precision}, compile {compile}, an event every {every} \
-steps counted in; medians of {rounds} rounds of {every} steps, to {sparsity:.0%}.
-"""
-
-
-def _agreement(record: Record) -> str:
-    ulps = record["rows"][0]["ulps_from_torch"]
-    text = f"\n\nOne step from equal state differs from torch's by at most {ulps:.2f} ulp, "
-    text += "counted at the larger of the weight and the learning rate."
-    for row in (row for row in record["rows"] if "overhead" in row):
-        text += f" Factors on learning rates add {row['overhead']:+.2%} to the masked step, in the median over rounds."
-    return text
+def _beside(row: Row, record: Record) -> Row:
+    return {"overhead": None, "beside": None} if row["arm"] == row["beside"] else {}
 
 
 COLUMNS = {"arm": "arm", "optimizer": "optimizer", "tokens": "tokens:,", "ms": "ms:.1f"}
 COLUMNS |= {"overhead": "overhead:+.2%", "beside": "beside"}
+UPDATE_COLUMNS = {"way": "way", "ms": "ms:.3f", "ratio": "ratio:.3f", "over the masked step": "overhead:+.2%"}
+UPDATE_COLUMNS |= {"ulp from torch's": "ulps_from_torch:.2f"}
 TRAIN_COLUMNS = {"arm": "arm", "ms a step": "ms:.2f", "ratio": "ratio:.4f", "spread": "spread:.2f"}
 TRAIN_COLUMNS |= {"tokens/s": "tokens_a_second:,.0f", "peak MiB": "peak_mib:,.0f", "steady MiB": "steady_mib:,.1f"}
-SECTIONS = {
-    "step": Section(
-        "Keeping them: a training step",
-        STEP,
-        COLUMNS,
-        lambda row, record: {"overhead": None, "beside": None} if row["arm"] == row["beside"] else {},
-    ),
-    "update": Section(
-        "Keeping them: the optimizer's step",
-        UPDATE,
-        {"way": "way", "ms": "ms:.3f", "ratio": "ratio:.3f"},
-        below=_agreement,
-    ),
-    "train": Section("Whole training", TRAIN, TRAIN_COLUMNS),
+TABLES = {
+    "step": RecordTable(COLUMNS, _beside),
+    "update": RecordTable(UPDATE_COLUMNS),
+    "train": RecordTable(TRAIN_COLUMNS),
 }

@@ -28,7 +28,7 @@ from prunus.ops.lazy import Lazy
 from prunus.score import formula_of, wanda
 from prunus.trained.tokens import read_tokens
 
-from .benchmark import Benchmark, Measured, Record, Row, Section, in_turns
+from .benchmark import Benchmark, Measured, Record, RecordTable, Row, in_turns
 
 SPARSITY = 0.5
 Weights = Mapping[str, Tensor]  # pruned, by name
@@ -164,11 +164,6 @@ def their_oneshot(model: nn.Module, windows: Tensor, recipe: Any, pipeline: Lite
     )
 
 
-WANDA = """One-shot WANDA by rows to {sparsity:.0%} on a CPU beside llmcompressor {llmcompressor}, {windows} windows \
-of {length} tokens for the model; medians of {repeat} runs in turns in one process, by \
-`python -m benchmarks wanda`. "Times ours" is of CPU seconds over all cores. Its functions are called from \
-plain hooks; `oneshot` is its users' way. A model's time is that of its forward passes first of all.
-"""
 COLUMNS = {"task and way": "name", "s": "seconds:.3f", "CPU s": "cpu_seconds:.3f", "times ours": "times_ours:.2f"}
 COLUMNS |= {"weights pruned elsewhere": "differ"}
 
@@ -180,4 +175,4 @@ def _more(row: Row, record: Record) -> Row:
     }
 
 
-SECTIONS = {"wanda": Section("WANDA beside llmcompressor", WANDA, COLUMNS, _more)}
+TABLES = {"wanda": RecordTable(COLUMNS, _more)}

@@ -65,14 +65,15 @@ def eligible(
     include, exclude, only = ([p] if isinstance(p, str) else list(p) for p in (include, exclude, only))
     names = {full: plain_name(full) for full, _ in model.named_parameters()}
     _check_names(model, names, {"include": include, "exclude": exclude, "only": only})
-    owners, holders = _owners(model), _holders(model)
+    holders = _holders(model)
     heads, routers = _heads(model), _routers(model)
     ids = None if trained is None else {id(parameter) for parameter in trained}
-    found = Eligible([], {})
+    chosen = Eligible([], {})
     for full, parameter in model.named_parameters():
         if parameter.ndim < 2:
             continue
-        name, module = names[full], owners[full]
+        name, sharing = names[full], [module for is_kind, module in holders[id(parameter)] if is_kind]
+        module = sharing[0] if sharing else holders[id(parameter)][-1][1]
         is_included = matches(name, include)
         reasons = {
             "excluded": matches(name, exclude),
@@ -87,24 +88,23 @@ def eligible(
             "its gradients are sparse tensors": ids is not None and getattr(module, "sparse", False) is True,
         }
         if reason := next((reason for reason, holds in reasons.items() if holds), None):
-            found.dense[name] = reason
+            chosen.dense[name] = reason
         else:
-            sharers = tuple(other for other in holders[id(parameter)] if other is not module)
-            found.weights.append(Weight(name, parameter, module, outputs_of(module, parameter), sharers))
-    if not found.weights:
-        why = "; ".join(f"{name}: {reason}" for name, reason in found.dense.items()) or "it has no weight matrix"
-        others = _of_other_kind(model, found)
+            chosen.weights.append(Weight(name, parameter, module, outputs_of(module, parameter), tuple(sharing[1:])))
+    if not chosen.weights:
+        why = "; ".join(f"{name}: {reason}" for name, reason in chosen.dense.items()) or "it has no weight matrix"
+        others = _of_other_kind(model, chosen)
         advice = f"; include={_globs(others)} takes them" if others else ""
         if any(getattr(module, "is_packed", False) for module in model.modules()):
             advice = "; its layers are sparse: call unsparsify_(model) first"
         raise ValueError(f"the model has no weight to prune ({why}){advice}")
-    return found
+    return chosen
 
 
-def warn_if_much_stays_dense(model: nn.Module, found: Eligible) -> None:
+def warn_if_much_stays_dense(model: nn.Module, chosen: Eligible) -> None:
     """Warn where a large part stays dense only because no linear layer or convolution has it, and say what takes it."""
-    others = _of_other_kind(model, found)
-    num_dense, num_pruned = sum(others.values()), sum(weight.parameter.numel() for weight in found.weights)
+    others = _of_other_kind(model, chosen)
+    num_dense, num_pruned = sum(others.values()), sum(weight.parameter.numel() for weight in chosen.weights)
     if num_dense > MUCH * (num_dense + num_pruned):
         globs = _globs(others)
         warnings.warn(
@@ -115,10 +115,10 @@ def warn_if_much_stays_dense(model: nn.Module, found: Eligible) -> None:
         )
 
 
-def _of_other_kind(model: nn.Module, found: Eligible) -> dict[str, int]:
+def _of_other_kind(model: nn.Module, chosen: Eligible) -> dict[str, int]:
     """Sizes of trained weights that stay dense for the kind of their module."""
     named = {plain_name(name): parameter for name, parameter in model.named_parameters()}
-    names = [name for name, reason in found.dense.items() if reason.endswith(OTHER_KIND)]
+    names = [name for name, reason in chosen.dense.items() if reason.endswith(OTHER_KIND)]
     return {name: named[name].numel() for name in names if named[name].requires_grad}
 
 
@@ -203,8 +203,8 @@ def _gives_linear(module: nn.Linear) -> bool:
         vars(tiny)["training"] = is_training
         wanted = F.linear(scale * x, weight, bias)
         try:
-            found = type(module).forward(tiny, scale * x)
-            torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12 * scale)
+            outputs = type(module).forward(tiny, scale * x)
+            torch.testing.assert_close(outputs, wanted, rtol=1e-12, atol=1e-12 * scale)
         except Exception:  # what a forward of its own may raise is not known
             return False
     return True
@@ -223,26 +223,13 @@ def outputs_of(module: nn.Module, parameter: nn.Parameter) -> tuple[int, ...] | 
     return tuple(range(parameter.ndim - 1))
 
 
-def _owners(model: nn.Module) -> Mapping[str, nn.Module]:
-    """Module that holds each parameter; of a shared one the first that prunes it by default."""
-    owners: dict[str, nn.Module] = {}
-    by_id: dict[int, str] = {}
-    for path, module in model.named_modules():
-        for key, parameter in module.named_parameters(recurse=False):
-            name = by_id.setdefault(id(parameter), f"{path}.{key}" if path else key)
-            if name not in owners or not prunable_kind(owners[name], name):
-                owners[name] = module
-    return owners
-
-
-def _holders(model: nn.Module) -> Mapping[int, list[nn.Module]]:
-    """Linear layers and convolutions that hold each parameter, by its id; several where they share it."""
-    found: dict[int, list[nn.Module]] = defaultdict(list)
+def _holders(model: nn.Module) -> Mapping[int, list[tuple[bool, nn.Module]]]:
+    """Modules that hold each parameter, by its id, and whether they are of a kind that is pruned by default."""
+    holders: dict[int, list[tuple[bool, nn.Module]]] = defaultdict(list)
     for module in model.modules():
         for key, parameter in module.named_parameters(recurse=False):
-            if prunable_kind(module, key):
-                found[id(parameter)].append(module)
-    return found
+            holders[id(parameter)].append((prunable_kind(module, key), module))
+    return holders
 
 
 def _heads(model: nn.Module) -> set[int]:
@@ -262,12 +249,12 @@ def _heads(model: nn.Module) -> set[int]:
 
 def _routers(model: nn.Module) -> set[int]:
     """Ids of the weights that send tokens to experts, by the names that they have beside them."""
-    found: set[int] = set()
+    routers: set[int] = set()
     for module in model.modules():
         if isinstance(getattr(module, "experts", None), nn.Module):
             gates = (getattr(module, name, None) for name in ("gate", "router", "shared_expert_gate"))
-            found |= {id(p) for gate in gates if isinstance(gate, nn.Module) for p in gate.parameters()}
-    return found
+            routers |= {id(p) for gate in gates if isinstance(gate, nn.Module) for p in gate.parameters()}
+    return routers
 
 
 def unwrapped_model(model: nn.Module) -> nn.Module:

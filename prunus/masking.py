@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -37,13 +37,11 @@ class Progress:
 
 
 class Masking(ABC):
-    """Keeps what the masks prune at zero while the optimizer trains; ``masking_of`` says in which way.
+    """Keeps what the masks prune at zero while the optimizer trains.
 
     When masks change, pruned weights and their optimizer state are zeroed. While pruned weights may come back,
     their gradients reach the optimizer and their state is kept; only the weights are zeroed, after each step.
     """
-
-    reads_masks: ClassVar[bool]  # whether the step itself reads masks from the optimizer's state
 
     def __init__(self, store: MaskStore, progress: Progress, movement: Movement | None) -> None:
         self.store, self.optimizer = store, store.optimizer
@@ -54,11 +52,6 @@ class Masking(ABC):
     @abstractmethod
     def attach(self) -> None:
         """Hook into the optimizer's step."""
-
-    @property
-    @abstractmethod
-    def is_holding(self) -> bool:
-        """Whether the optimizer reset its moments too recently to rank weights by them."""
 
     def detach(self) -> None:
         """Take the hooks off."""
@@ -94,20 +87,6 @@ class Masking(ABC):
                 for value in _states(parameter, self.optimizer).values():
                     bits.zero_(local(value), mask)
 
-    def first_not_zero(self, packed: Mapping[str, Tensor], most: int) -> str | None:
-        """Name of the first weight that is not zero where these masks prune, among the first ``most`` of each."""
-        for name, mask in packed.items():
-            part = local(self.store.weights[name]).reshape(-1)[:most]
-            if bool(part[~bits.unpack(mask[: most // 8], part.shape)].any()):
-                return name
-        return None
-
-    @torch.no_grad()
-    def zero_weights(self, *_: object) -> None:
-        """Zero the pruned weights again."""
-        for name, mask in self.store.bits.items():
-            bits.zero_(local(self.store.weights[name]), mask)
-
     def mask_gradients(self) -> None:
         for name in self.store.bits:
             self.mask_gradient(name)
@@ -141,9 +120,10 @@ class Masking(ABC):
     def _zero_after_steps(self, always: bool) -> None:
         """Zero pruned weights after each step: always, or while they may come back."""
 
+        @torch.no_grad()
         def after_step(*_: object) -> None:
-            if always or self.progress.is_regrowing:
-                self.zero_weights()
+            for name, mask in self.store.bits.items() if always or self.progress.is_regrowing else ():
+                bits.zero_(local(self.store.weights[name]), mask)
 
         if always or self.progress.regrow_until is not None:
             self._hooks.callback(self.optimizer.register_step_post_hook(after_step).remove)
@@ -152,7 +132,6 @@ class Masking(ABC):
 class InsideStep(Masking):
     """``AdamWPrune`` masks gradients in its own step, by the masks that it finds in its state."""
 
-    reads_masks = True
     optimizer: AdamWPrune  # pyrefly: ignore[bad-override-mutable-attribute]
 
     def attach(self) -> None:
@@ -185,10 +164,6 @@ class InsideStep(Masking):
             self._hooks.callback(optimizer.register_step_post_hook(after_step).remove)
         self._zero_after_steps(always=type(optimizer) is not AdamWPrune)  # a subclass may step otherwise
 
-    @property
-    def is_holding(self) -> bool:
-        return self.optimizer.is_holding
-
 
 class ByHooks(Masking):
     """Gradients are masked as they are accumulated, so that clipping sees them masked, and again before the step.
@@ -197,9 +172,6 @@ class ByHooks(Masking):
     elements of a weight, as Muon and LBFGS do, and with unknown ones, weights are zeroed after each step too.
     Gradients that FSDP2 still copies to the CPU when it accumulates them are masked before the step alone.
     """
-
-    reads_masks = False
-    is_holding = False
 
     def attach(self) -> None:
         # torch's own are known by exact type: a subclass may step otherwise
@@ -223,11 +195,6 @@ class ByHooks(Masking):
             if not is_offloaded(parameter):
                 handle = parameter.register_post_accumulate_grad_hook(lambda _, name=name: accumulated(name))
                 self._hooks.callback(handle.remove)
-
-
-def masking_of(optimizer: Optimizer) -> type[InsideStep | ByHooks]:
-    """How zeros are kept under this optimizer."""
-    return InsideStep if isinstance(optimizer, AdamWPrune) else ByHooks
 
 
 def check_state(weights: Mapping[str, nn.Parameter], optimizer: Optimizer) -> None:

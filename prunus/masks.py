@@ -216,22 +216,23 @@ class MaskStore:
                 num_zeros, num = num_zeros + int((is_zero & kept).sum()), num + part.numel()
         return num_zeros / max(1, num)
 
-    def num_not_zeroed(self, most: int | None = None) -> dict[str, int]:
-        """Weights on this rank that are not zero although their mask prunes them, by name, where there are any.
+    def num_not_zeroed(self, most: int | None = None, masks: Mapping[str, Tensor] | None = None) -> dict[str, int]:
+        """Weights on this rank, by name, that are not zero where their mask, or that of ``masks``, prunes.
 
         Of each tensor the first ``most`` are looked at, a multiple of 8.
         """
-        if not self.bits:
+        masks = self.bits if masks is None else masks
+        if not masks:
             return {}
-        weights = {name: local(self.weights[name]).reshape(-1)[:most] for name in self.bits}
-        odd = {name: nonzero(weight) & ~self.bits[name][: most and most // 8] for name, weight in weights.items()}
+        weights = {name: local(self.weights[name]).reshape(-1)[:most] for name in masks}
+        odd = {name: nonzero(weight) & ~masks[name][: most and most // 8] for name, weight in weights.items()}
         device = next(iter(odd.values())).device
         numbers = torch.stack([bits.count(each).to(device) for each in odd.values()]).tolist()
-        found = {}
+        not_zero = {}
         for (name, weight), number in zip(weights.items(), numbers, strict=True):
             if number and (number := int(weight[bits.unpack(odd[name], weight.shape)].count_nonzero())):  # -0.0 is zero
-                found[name] = number
-        return found
+                not_zero[name] = number
+        return not_zero
 
     def read_state(self) -> bool:
         """Take the masks that came with the optimizer's state, if any; loading cast them to the weights' dtype."""

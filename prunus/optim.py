@@ -205,9 +205,9 @@ class AdamWPrune(torch.optim.Optimizer):
 
     def _update_by_kernels(self, given: list[Given]) -> None:
         """Mask, clip, update moments and weights of all tensors in one launch; gradients are only read."""
-        from .ops._triton.adamw import Extras, Operand, Step
+        from .ops._triton.adamw import AdamWStep, Extras, Operand
 
-        self._kernels = getattr(self, "_kernels", None) or Step()
+        self._kernels = getattr(self, "_kernels", None) or AdamWStep()
         scale, operands, copies = self.lr_scale, [], []
         owned, ranks = self._owned([parameter for _, parameter, _ in given])
         found_inf = getattr(self, "found_inf", None)

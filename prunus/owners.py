@@ -6,28 +6,21 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
-from typing import Protocol
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from .masks import MaskStore
 
-class Owner(Protocol):
-    """What prunes weights in the steps of an optimizer."""
-
-    weights: Mapping[str, nn.Parameter]
-    optimizer: Optimizer
-
-
-_OWNERS: weakref.WeakKeyDictionary[Owner, weakref.WeakMethod[Callable[[], None]]] = weakref.WeakKeyDictionary()
+_OWNERS: weakref.WeakKeyDictionary[MaskStore, weakref.WeakMethod[Callable[[], None]]] = weakref.WeakKeyDictionary()
 # optimizers that step no weight of another's owner, with their numbers of parameters
 _CHECKED: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 _HOOKED_STEP = Optimizer.profile_hook_step(lambda _: None).__code__  # which calls the hooks of every step
 
 
-def claim(owner: Owner, remove: Callable[[], None]) -> None:
+def claim(owner: MaskStore, remove: Callable[[], None]) -> None:
     """From now on no other owner may have these weights, and no other optimizer may step them.
 
     Those that had some of them are removed by the method that they gave.
@@ -51,7 +44,8 @@ def _watch_steps() -> None:
     register_optimizer_step_pre_hook(check_owner)
 
 
-def release(owner: Owner) -> None:
+def release(owner: MaskStore) -> None:
+    """Others may have these weights now."""
     _OWNERS.pop(owner, None)
 
 
@@ -90,13 +84,13 @@ def check_owner(optimizer: Optimizer, *_: object) -> None:
         _CHECKED[optimizer] = num
 
 
-def _owned(parameters: Iterable[nn.Parameter], by: Callable[[Optimizer], bool]) -> list[tuple[Owner, str]]:
+def _owned(parameters: Iterable[nn.Parameter], by: Callable[[Optimizer], bool]) -> list[tuple[MaskStore, str]]:
     """The owners of these weights in the steps of such optimizers, each with the name of its first."""
     ids = {id(p) for p in parameters}
 
-    def find() -> list[tuple[Owner, str]]:
+    def find() -> list[tuple[MaskStore, str]]:
         names = ((owner, [n for n, p in owner.weights.items() if id(p) in ids]) for owner in list(_OWNERS))
-        return [(owner, found[0]) for owner, found in names if found and by(owner.optimizer)]
+        return [(owner, owned[0]) for owner, owned in names if owned and by(owner.optimizer)]
 
     if find():
         gc.collect()  # an owner that nobody can reach any more may wait to be freed
@@ -105,17 +99,17 @@ def _owned(parameters: Iterable[nn.Parameter], by: Callable[[Optimizer], bool]) 
 
 def _held(optimizer: Optimizer) -> list[Optimizer]:
     """This optimizer and those that it holds, at any depth and in containers, as a wrapper holds what it steps by."""
-    found: list[Optimizer] = []
+    optimizers: list[Optimizer] = []
     left: list[object] = [optimizer]
     for value in left:
         parts: Iterable[object] = value if isinstance(value, list | tuple) else ()
         if isinstance(value, dict):
             parts = value.values()
         elif isinstance(value, Optimizer):
-            found.append(value)
+            optimizers.append(value)
             parts = (part for name, part in vars(value).items() if name not in ("state", "param_groups"))
         left += [part for part in parts if not any(part is known for known in left)]
-    return found
+    return optimizers
 
 
 def _stepping() -> Iterator[Optimizer]:

@@ -14,11 +14,12 @@ from torch.optim import Optimizer
 
 from .eligible import Weight, eligible, warn_if_much_stays_dense
 from .input_statistics import InputNorms
-from .masking import Progress, check_state, is_initialising, masking_of, unwrapped
+from .masking import ByHooks, InsideStep, Progress, check_state, is_initialising, unwrapped
 from .masks import Masks, MaskStore, check_copies, digest, load_masks, unpack_like, unpack_saved_masks
 from .ops.lazy import Lazy
 from .ops.machine import is_capturing
 from .ops.shard import together
+from .optim import AdamWPrune
 from .owners import check_free, claim, release
 from .ranks import gather, is_dtensor, local, local_block, ranks_of, shard_of, shards_of
 from .rate import Rate, lr_factors_of
@@ -70,15 +71,14 @@ class Pruner:
     steps, by their density. ``regrow`` lets pruned weights come back until the ramp ends. ``include`` adds to the
     weights that are pruned by default, ``only`` restricts them, and ``exclude`` wins: globs over names.
 
-    Weights that are loaded without the pruner's state may not be zero where the masks prune. The next step after the
-    model's ``load_state_dict``, and every event, notices that: they are zeroed again, with one warning, or, with
-    ``reloaded="raise"``, refused by a ValueError. Sharded weights must be loaded on every rank then, since that step
-    asks all of them: to know that one loaded alone would take a message at every step. Zeros that no mask has are
-    refused at the first step, and where an optimizer's state was loaded without masks, if the optimizer has trained
-    before; ``masks={}`` lets it fill them. A state that was not loaded beside the others is told.
+    Weights loaded without the pruner's state may not be zero where the masks prune. The next step after the model's
+    ``load_state_dict``, and every event, zeroes them again with one warning, or, with ``reloaded="raise"``, raises a
+    ValueError. All ranks must load sharded weights then: noticing that one rank loaded alone would need communication
+    at every step. If the optimizer has trained before, zeros that no mask has are refused at the first step, and after
+    an optimizer's state was loaded without masks; ``masks={}`` fills them. A step warns of a state that was forgotten.
 
-    A weight has one Pruner at a time, and only the optimizer of that Pruner may step it; ``remove`` lets others. A
-    Pruner over another optimizer takes the weights over, with a warning, as when a cell of a notebook runs again.
+    A weight has one Pruner at a time, and only its optimizer may step it; ``remove`` lets others. A Pruner over another
+    optimizer takes the weights over, with a warning, as when a cell of a notebook runs again.
 
     A weight that no gradient has reached, such as an unused pooler, cannot be ranked by gradients or moments. The first
     step warns of it. At the first event it is refused, or stays dense if ``no_gradient`` is ``"dense"``.
@@ -143,10 +143,10 @@ class Pruner:
         self._progress = Progress(schedule.end if regrow and schedule else None)
         self._movement = Movement(self._weights) if "movement" in self.score.reads else None
         self._inputs = InputNorms(self._eligible.weights, self._ranks) if "input_norm" in self.score.reads else None
-        way = masking_of(optimizer)
-        self._store = MaskStore(self._weights, optimizer, self._ranks, self._shards, in_empty_state=way.reads_masks)
+        is_ours = isinstance(optimizer, AdamWPrune)  # whose step itself reads masks from its state
+        self._store = MaskStore(self._weights, optimizer, self._ranks, self._shards, in_empty_state=is_ours)
         self._bits, self._holders = self._store.bits, self._store.holders
-        self._masking = way(self._store, self._progress, self._movement)
+        self._masking = (InsideStep if is_ours else ByHooks)(self._store, self._progress, self._movement)
         self._guard = ReloadGuard(model, self._masking, reloaded, masks)
         self.rate = rate if rate and rate.power else None
         self._lr_factors = lr_factors_of(optimizer, self._weights) if self.rate else None
@@ -362,24 +362,22 @@ class Pruner:
                 check_moments(self._eligible.weights, self.optimizer, self.score)
             if self.regrow:
                 self.regrow.check_moments(self.optimizer)
-            if self.schedule and self.no_gradient == "raise" and (odd := self._without_gradient()):
+            odd = without_gradient(self._eligible.weights, self.optimizer, self._reads)
+            if self.schedule and self.no_gradient == "raise" and odd:
                 warnings.warn(f"no gradient has reached {_listed(odd)} in the first step; {LATER}", stacklevel=2)
         self._store.write_state()
         if self.schedule and self.schedule.is_event(self.step, self.every):
             self._progress.is_due = True
-        waits = self._masking.is_holding and not self._reads.isdisjoint(MOMENTS)  # SPAM reset them too recently
+        waits = getattr(self.optimizer, "is_holding", False) and not self._reads.isdisjoint(MOMENTS)  # SPAM reset them
         try:
             if self._progress.is_due and not waits:
                 self.update()
         finally:
             self._collect_inputs()
 
-    def _without_gradient(self) -> list[Weight]:
-        return without_gradient(self._eligible.weights, self.optimizer, self._reads)
-
     def _leave_dense(self) -> None:
         """Prune no weight that no gradient has reached, on any rank."""
-        names = {weight.name for weight in self._without_gradient()}
+        names = {weight.name for weight in without_gradient(self._eligible.weights, self.optimizer, self._reads)}
         if self._ranks:
             missing = self._ranks.total(torch.tensor([name in names for name in self._weights], dtype=torch.int64))
             names = {name for name, num in zip(self._weights, missing.tolist(), strict=True) if num == self._ranks.size}

@@ -92,12 +92,12 @@ class Ranks:
 
     def differ(self, numbers: Sequence[int]) -> bool:
         """Whether ``numbers``, one for each group of ``copies``, differ within such a group; the same on all ranks."""
-        found = 0
+        num_differing = 0
         for group, number in zip(self.copies, numbers, strict=True):
             half = number & (1 << 62) - 1
             most, least = self._reduced(torch.tensor([half, -half]), dist.ReduceOp.MAX, [group]).tolist()
-            found += most != -least
-        return bool(self.total(torch.tensor([found])))
+            num_differing += most != -least
+        return bool(self.total(torch.tensor([num_differing])))
 
     def each(self, number: int) -> list[int]:
         """The number of every rank."""

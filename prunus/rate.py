@@ -35,7 +35,8 @@ class Rate:
     """Factor on the learning rate of a pruned weight of density d: ``max(d, floor)^(-power)``.
 
     Decoupled weight decay keeps the rate without the factor. ``power=0`` changes nothing. Power 1, that of the rule for
-    sparse layers (https://arxiv.org/abs/2405.15743), did best or as well as any on the models of docs/results.md.
+    sparse layers (https://arxiv.org/abs/2405.15743), did best or as well as any on the models
+    of docs/evidence/results.md.
     """
 
     power: float = 1.0
@@ -98,25 +99,6 @@ class StepLrFactors:
         self.optimizer.lr_factors = {p: factor for p, factor in self.optimizer.lr_factors.items() if p not in ours}
 
 
-class GroupPart:
-    """Some parameters of a group, with a factor on its learning rate that leaves lr * weight_decay as it is."""
-
-    def __init__(
-        self, group: dict[str, Any], params: list[nn.Parameter], factor: float = 1.0, decays: bool = False
-    ) -> None:
-        self.factors = {"lr": factor} | ({"weight_decay": 1 / factor} if decays else {})
-        self.group: dict[str, Any] = {**group, "params": params}
-        if factor != 1.0:
-            self.group.update({key: group[key] * by for key, by in self.factors.items()})
-        self._before = {**self.group}
-
-    @property
-    def written(self) -> dict[str, Any]:
-        """What has been written since, without the factors."""
-        news = {k: v for k, v in self.group.items() if k not in self._before or v is not self._before[k]}
-        return {key: value / self.factors[key] if key in self.factors else value for key, value in news.items()}
-
-
 class GroupLrFactors:
     """Factors on the rates of an optimizer's weights, there only inside its step: others see the groups that they made.
 
@@ -131,13 +113,22 @@ class GroupLrFactors:
         self.optimizer = optimizer
         self.factors = dict.fromkeys(weights, 1.0)
         self._names = {weight: name for name, weight in weights.items()}
+        is_torchs = bool(known_kinds(optimizer) & (DECOUPLED | BY_GROUP | COUPLED))  # others may count by group
         for group in optimizer.param_groups:
-            if names := [self._names[p] for p in group["params"] if p in self._names]:
+            names, others = [self._names[p] for p in group["params"] if p in self._names], len(group["params"]) - 1
+            if names:
                 is_decoupled(optimizer, group)
-                check_alone(names[0], group, optimizer)
+            if names and others and not is_torchs:
+                raise ValueError(
+                    f"rate= needs every prunable weight in a parameter group of its own, but {names[0]} shares one "
+                    f"with {others} more; make the optimizer as "
+                    f"{name}(prunus.parameter_groups(model, weight_decay=...), lr=...), or use AdamWPrune "
+                    "(a Trainer takes either as optimizers=(optimizer, None))"
+                )
         self._source = self._stepping = optimizer  # what the step was called on, and the copy of it that steps
         self._before: dict[str, Any] = {}  # the copy's attributes as they were
-        self._parts: list[tuple[dict[str, Any], GroupPart]] = []  # a group of the source, and a part of it
+        # a group of the source, a part of it, that part before the step, and the factors in it
+        self._parts: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, float]]] = []
         self._handles: list[RemovableHandle] = []
 
     def set(self, factors: Mapping[str, float]) -> None:
@@ -170,37 +161,33 @@ class GroupLrFactors:
         return before_update(self._split)(optimizer, args, kwargs) or (args, kwargs)
 
     def _split(self, stepping: Optimizer) -> None:
-        self._parts = [(group, part) for group in self._source.param_groups for part in self._parts_of(group)]
-        stepping.param_groups = [part.group for _, part in self._parts]
+        """Give the copy groups of one factor each: a weight with a factor alone, the rest of a group together.
 
-    def _parts_of(self, group: dict[str, Any]) -> list[GroupPart]:
-        """The group as groups of one rate each: a weight with a factor alone, the rest together."""
-        factors = {p: self.factors[self._names[p]] for p in group["params"] if p in self._names}
-        rest = [p for p in group["params"] if factors.get(p, 1.0) == 1.0]
-        parts = [GroupPart(group, rest)] if rest else []
-        decays = bool(group.get("weight_decay")) and is_decoupled(self.optimizer, group)
-        return parts + [GroupPart(group, [p], factor, decays) for p, factor in factors.items() if factor != 1.0]
+        A factor on lr leaves lr * weight_decay as it is where decay is decoupled.
+        """
+        self._parts = []
+        for group in self._source.param_groups:
+            factors = {p: self.factors[self._names[p]] for p in group["params"] if p in self._names}
+            rest = [p for p in group["params"] if factors.get(p, 1.0) == 1.0]
+            decays = bool(group.get("weight_decay")) and is_decoupled(self.optimizer, group)
+            alone = [([p], factor) for p, factor in factors.items() if factor != 1.0]
+            for params, factor in [(rest, 1.0), *alone] if rest else alone:
+                scales = {"lr": factor} | ({"weight_decay": 1 / factor} if decays else {})
+                scaled = {key: group[key] * scale for key, scale in scales.items()} if factor != 1.0 else {}
+                part = {**group, "params": params, **scaled}
+                self._parts.append((group, part, {**part}, scales))
+        stepping.param_groups = [part for _, part, _, _ in self._parts]
 
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
         """Write into the optimizer and its groups what the step has written into the copy."""
         if optimizer is not self.optimizer:
             return
-        for group, part in self._parts:
-            group.update(part.written)
+        for group, part, before, scales in self._parts:
+            written = {key: value for key, value in part.items() if key not in before or value is not before[key]}
+            group.update({k: value / scales[k] if k in scales else value for k, value in written.items()})
         after = {key: value for key, value in vars(self._stepping).items() if key != "param_groups"}
         vars(self._source).update({k: v for k, v in after.items() if k not in self._before or v is not self._before[k]})
         self._source, self._stepping, self._before, self._parts = self.optimizer, self.optimizer, {}, []
-
-
-def check_alone(name: str, group: Mapping[str, Any], optimizer: Optimizer) -> None:
-    """Refuse a group of more than one weight if the optimizer is not torch's: it may keep numbers of a whole group."""
-    if len(group["params"]) > 1 and not known_kinds(optimizer) & (DECOUPLED | BY_GROUP | COUPLED):
-        raise ValueError(
-            f"rate= needs every prunable weight in a parameter group of its own, but {name} shares one with "
-            f"{len(group['params']) - 1} more; make the optimizer as "
-            f"{type(optimizer).__name__}(prunus.parameter_groups(model, weight_decay=...), lr=...), or use AdamWPrune "
-            "(a Trainer takes either as optimizers=(optimizer, None))"
-        )
 
 
 def known_kinds(optimizer: Optimizer) -> set[str]:

@@ -70,12 +70,12 @@ class Regrow:
         """Refuse an optimizer that does not keep what pruned weights are ranked by."""
         if all(p.grad is None for group in optimizer.param_groups for p in group["params"]):
             return  # nothing has been stepped yet
-        found = {key for state in optimizer.state.values() for key, value in state.items() if value is not None}
+        keys = {key for state in optimizer.state.values() for key, value in state.items() if value is not None}
         needed = set(self.reads) - {"grad"}
-        if not needed <= found and not (self.by == "momentum" and "momentum_buffer" in found):
+        if not needed <= keys and not (self.by == "momentum" and "momentum_buffer" in keys):
             raise ValueError(
                 f"regrowth by {self.by} reads {' and '.join(sorted(needed))}, but {type(optimizer).__name__} keeps "
-                f"{', '.join(sorted(found - {'mask', 'step'})) or 'nothing'}; "
+                f"{', '.join(sorted(keys - {'mask', 'step'})) or 'nothing'}; "
                 "use AdamW, Adam, NAdam or AdamWPrune, or by='gradient'"
             )
 
@@ -89,12 +89,12 @@ class Regrow:
             return sources(weights, optimizer, row, {}, more={}, shards=shards)
         if missing := [name for name, buffer in buffers.items() if buffer is None]:
             raise ValueError(f"{missing[0]} has no momentum yet, since no gradient has reached it; exclude it, or wait")
-        found = []
+        scores = []
         for w in weights:
             where = {"outputs": w.outputs, "shard": shards[w.name] if shards else None}
             reads = {"exp_avg": local(buffers[w.name])}
-            found.append(Lazy(w.name, local(w.parameter), row.of, reads, formula=row.formula, **where))
-        return found
+            scores.append(Lazy(w.name, local(w.parameter), row.of, reads, formula=row.formula, **where))
+        return scores
 
 
 def regrown_masks(

@@ -56,7 +56,7 @@ class ReloadGuard:
     def note_pruner(self, masks: Mapping[str, Tensor]) -> None:
         """The pruner's state was loaded; what its masks prune is about to be zeroed."""
         self.note("pruner")
-        self._zeroed = self.masking.first_not_zero(masks, bits.CHUNK)
+        self._zeroed = next(iter(self.store.num_not_zeroed(bits.CHUNK, masks)), None)
 
     def check_event(self) -> None:
         """Look at the weights before they are ranked: at some of each, which costs little, or at all to refuse them."""
@@ -136,9 +136,9 @@ class ReloadGuard:
 
     def _has_only_zeros(self) -> bool:
         """Whether the weights on this rank are zero where the masks prune; if not, it warns once, or raises."""
-        if not (found := self.store.num_not_zeroed()):
+        if not (not_zero := self.store.num_not_zeroed()):
             return True
-        what = f"{sum(found.values())} weights that the masks prune are not zero, first in {next(iter(found))}"
+        what = f"{sum(not_zero.values())} weights that the masks prune are not zero, first in {next(iter(not_zero))}"
         if self.action == "raise":
             raise ValueError(f"{what}; load the pruner's state after the weights, by pruner.load_state_dict")
         if not self._has_warned:

@@ -126,9 +126,9 @@ def shared_rows(source: Lazy, live: Packed) -> Iterator[tuple[slice, RowScores]]
     mine, columns = _places_of(source)
     starts = [*range(0, num_rows, step), num_rows]
     borders = torch.searchsorted(mine, torch.tensor(starts, device=source.device)).tolist()
-    found = _checked(source, live, [slice(first, last) for first, last in pairwise(borders)])
+    parts = _checked(source, live, [slice(first, last) for first, last in pairwise(borders)])
     for first, last in pairwise(starts):
-        here, scores, alive = together(shard.ranks, lambda: next(found))
+        here, scores, alive = together(shard.ranks, lambda: next(parts))
         if alive is not None:
             least = -torch.inf if scores.is_floating_point() else torch.iinfo(scores.dtype).min
             scores = scores.masked_fill(~alive, least)
@@ -171,12 +171,12 @@ def smallest(rows: RowScores, num_drop: int) -> Tensor:
         threshold = torch.from_numpy(np.partition(scores.numpy(), num_drop - 1)[:, num_drop - 1 : num_drop].copy())
     else:
         threshold = scores.sort(dim=-1).values[:, num_drop - 1 : num_drop]
-    found = scores <= threshold
-    crowded = (found.sum(1) > num_drop).nonzero().squeeze(1)  # where several equal the threshold
+    drops = scores <= threshold
+    crowded = (drops.sum(1) > num_drop).nonzero().squeeze(1)  # where several equal the threshold
     below, equal = scores[crowded] < threshold[crowded], scores[crowded] == threshold[crowded]
     num_equal = num_drop - below.sum(1, keepdim=True)
-    found[crowded] = below | (equal & (equal.cumsum(1) <= num_equal))
-    return found
+    drops[crowded] = below | (equal & (equal.cumsum(1) <= num_equal))
+    return drops
 
 
 def _smallest_by_counts(rows: RowScores, num_drop: int) -> Tensor:
@@ -257,7 +257,7 @@ def num_pruned(source: Lazy, live: Packed, group: int, is_shared: bool) -> Tenso
     assert shard is not None
     rows, columns = _places_of(source)
     num_rows = math.prod(shard.along(_dims(source)[0]).global_shape)
-    found = torch.zeros(num_rows, source.num_inputs // group, dtype=torch.int32, device=dead.device)
+    counts = torch.zeros(num_rows, source.num_inputs // group, dtype=torch.int32, device=dead.device)
     if shard.is_owner:
-        found.index_put_((rows.unsqueeze(1), columns // group), dead.int(), accumulate=True)
-    return shard.ranks.total(found).flatten()
+        counts.index_put_((rows.unsqueeze(1), columns // group), dead.int(), accumulate=True)
+    return shard.ranks.total(counts).flatten()

@@ -6,7 +6,7 @@ into steps, and nothing else is answered before.
 
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
-from typing import Literal
+from typing import ClassVar, Literal, Self
 
 SHAPES = {
     "linear": lambda p: p,
@@ -17,7 +17,44 @@ NUM_EVENTS = 20  # of a ramp, about, where nothing else is said
 
 
 @dataclass(frozen=True)
-class Ramp:
+class _Steps:
+    """What schedules share: fields that are steps, which may be fractions until the length of the run is known."""
+
+    final: float
+    STEPS: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        check_sparsity(self.final)
+        for name in self.STEPS:
+            check_step(name, getattr(self, name))
+
+    def over(self, num_steps: int | None) -> Self:
+        """The same in steps, for a run of ``num_steps``; None if that is not known."""
+        return replace(self, **{name: self._step(getattr(self, name), num_steps) for name in self.STEPS})
+
+    def _step(self, step: int | float, num_steps: int | None) -> int:
+        """A step given as such, or as a fraction of ``num_steps``; it must lie within the run."""
+        if num_steps is None:
+            self._check_resolved()
+        elif isinstance(step, float):
+            return round(step * num_steps)
+        elif step > num_steps:
+            raise ValueError(
+                f"{self} goes beyond the run, which has {num_steps} steps: it would end before its sparsity"
+            )
+        return int(step)
+
+    def _check_resolved(self) -> None:
+        """Refuse fractions: taken for steps, they would leave the model dense in silence."""
+        if any(isinstance(getattr(self, name), float) for name in self.STEPS):
+            raise ValueError(
+                f"{self} has fractions of a run whose length is not known here; "
+                "schedule.over(num_steps) turns them into steps"
+            )
+
+
+@dataclass(frozen=True)
+class Ramp(_Steps):
     """Sparsity that climbs from 0 to ``final`` between two steps, then stays.
 
         s(t) = final * shape(p),   p = clip((t - begin) / (end - begin), 0, 1)
@@ -30,80 +67,61 @@ class Ramp:
     begin: int | float
     end: int | float
     shape: Literal["linear", "cubic", "zhu_gupta"] = "linear"
+    STEPS = ("begin", "end")
 
     def __post_init__(self) -> None:
-        check_sparsity(self.final)
-        check_step("begin", self.begin)
-        check_step("end", self.end)
+        super().__post_init__()
         if isinstance(self.begin, float) == isinstance(self.end, float) and self.begin >= self.end:
             raise ValueError(f"the ramp must begin before it ends, got begin {self.begin} and end {self.end}")
         if self.shape not in SHAPES:
             raise ValueError(f"shape must be one of {', '.join(SHAPES)}, got {self.shape!r}")
 
     def __call__(self, step: int) -> float:
-        check_resolved(self, self.begin, self.end)
+        self._check_resolved()
         progress = (step - self.begin) / (self.end - self.begin)
         return self.final * SHAPES[self.shape](min(max(progress, 0.0), 1.0))
 
     @property
     def period(self) -> int:
         """Steps from one event to the next where nothing else is said."""
-        check_resolved(self, self.begin, self.end)
+        self._check_resolved()
         return event_period(self.begin, self.end)
 
     def is_event(self, step: int, every: int | None = None) -> bool:
         """Every ``every`` steps from ``begin`` on, by default every ``period``, and once at ``end``."""
-        check_resolved(self, self.begin, self.end)
+        self._check_resolved()
         every = self.period if every is None else every
         return self.begin <= step <= self.end and ((step - self.begin) % every == 0 or step == self.end)
 
-    def over(self, num_steps: int | None) -> "Ramp":
-        """The ramp in steps, for a run of ``num_steps``; None if that is not known."""
-        begin, end = (step_of(self, step, num_steps) for step in (self.begin, self.end))
-        return replace(self, begin=begin, end=end)
-
 
 @dataclass(frozen=True)
-class OneShot:
+class OneShot(_Steps):
     """``final`` from step ``at`` on, reached in one event."""
 
     final: float
     at: int | float
-
-    def __post_init__(self) -> None:
-        check_sparsity(self.final)
-        check_step("at", self.at)
+    STEPS = ("at",)
 
     @property
     def end(self) -> int | float:
-        check_resolved(self, self.at)
+        self._check_resolved()
         return max(self.at, 1)
 
     def __call__(self, step: int) -> float:
-        check_resolved(self, self.at)
+        self._check_resolved()
         return self.final if step >= self.at else 0.0
 
     def is_event(self, step: int, every: int | None = None) -> bool:
         """Once."""
         return step == self.end
 
-    def over(self, num_steps: int | None) -> "OneShot":
-        """The same in steps, for a run of ``num_steps``; None if that is not known."""
-        return replace(self, at=step_of(self, self.at, num_steps))
-
 
 @dataclass(frozen=True)
-class Constant:
-    """``final`` from the first step on."""
+class Constant(_Steps):
+    """``final`` from the first step on, reached in one event."""
 
     final: float
-
-    def __post_init__(self) -> None:
-        check_sparsity(self.final)
-
-    @property
-    def end(self) -> int:
-        return 1
+    end: ClassVar[int] = 1
 
     def __call__(self, step: int) -> float:
         return self.final
@@ -111,10 +129,6 @@ class Constant:
     def is_event(self, step: int, every: int | None = None) -> bool:
         """Once, at the first step."""
         return step == 1
-
-    def over(self, num_steps: int | None) -> "Constant":
-        """Itself, for a run of any length."""
-        return self
 
 
 Schedule = Ramp | OneShot | Constant
@@ -148,26 +162,3 @@ def check_step(name: str, step: int | float) -> None:
         raise ValueError(
             f"{name} is a whole number of steps, or a fraction of the run between 0.0 and 1.0, got {step!r}"
         )
-
-
-def check_resolved(schedule: Schedule, *steps: int | float) -> None:
-    """Refuse fractions: taken for steps, they would leave the model dense in silence."""
-    if any(isinstance(step, float) for step in steps):
-        raise ValueError(
-            f"{schedule} has fractions of a run whose length is not known here; "
-            "schedule.over(num_steps) turns them into steps"
-        )
-
-
-def step_of(schedule: Schedule, step: int | float, num_steps: int | None) -> int:
-    """A step given as such, or as a fraction of ``num_steps``; it must lie within the run."""
-    if isinstance(step, float):
-        if num_steps is None:
-            check_resolved(schedule, step)
-        else:
-            return round(step * num_steps)
-    elif num_steps is not None and step > num_steps:
-        raise ValueError(
-            f"{schedule} goes beyond the run, which has {num_steps} steps: it would end before its sparsity"
-        )
-    return int(step)

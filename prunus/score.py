@@ -36,7 +36,8 @@ def bitter0(
 
 def bitter3(weight: Tensor, exp_avg: Tensor, *, eps: float | None = None) -> Tensor:
     """``|w| sqrt(|m| + eps)``"""
-    return guarded(exp_avg.abs(), eps).pow_(ROOT).mul_(weight.abs())
+    root = (exp_avg.abs() + eps if eps else exp_avg.abs()).pow_(ROOT)
+    return root.mul_(weight.abs())
 
 
 def bitter5(
@@ -59,7 +60,7 @@ def bitter6(
 
 def bitter7(weight: Tensor, exp_avg_sq: Tensor, *, eps: float | None = None) -> Tensor:
     """``|w| (v + eps)^(1/4)``: magnitude, weighed by how strongly the loss reacts. The recommended one."""
-    return guarded(exp_avg_sq, eps).pow(ROOT).pow_(ROOT).mul_(weight.abs())
+    return (exp_avg_sq + eps if eps else exp_avg_sq).pow(ROOT).pow_(ROOT).mul_(weight.abs())
 
 
 def bitter8(weight: Tensor, exp_avg: Tensor, step: float, *, beta1: float = 0.9, eps: float | None = None) -> Tensor:
@@ -90,12 +91,12 @@ def fisher(weight: Tensor, exp_avg_sq: Tensor, step: float, *, beta2: float = 0.
 def power(values: Tensor, q: float) -> Tensor:
     """``values^q`` by square roots and products, which round every element alike."""
     check_power(q)
-    eighths, root, found = int(8 * q), values, values.new_ones(values.shape)
+    eighths, root, product = int(8 * q), values, values.new_ones(values.shape)
     while eighths:
         root, eighths = root.pow(ROOT), 2 * eighths
         if eighths >= 8:
-            found, eighths = found.mul_(root), eighths - 8
-    return found
+            product, eighths = product.mul_(root), eighths - 8
+    return product
 
 
 def check_power(q: float | None) -> None:
@@ -146,10 +147,6 @@ def direction(exp_avg: Tensor, exp_avg_sq: Tensor, eps: float | None, adam_eps: 
     return exp_avg / exp_avg_sq.pow(ROOT).add_(adam_eps if eps is None else eps)
 
 
-def guarded(moment: Tensor, eps: float | None) -> Tensor:
-    return moment + eps if eps else moment
-
-
 @dataclass(frozen=True)
 class Score:
     """All there is to know about a score.
@@ -193,13 +190,9 @@ def _in_denominator(constants: Mapping[str, Any]) -> float:
     return constants.get("adam_eps", 1e-8) if eps is None else eps
 
 
-def _under_root(constants: Mapping[str, Any]) -> float:
-    return constants.get("eps") or 0.0
-
-
 def _with_direction(name: str, has_fast_roots: bool) -> Callable[[Mapping[str, Any]], Formula]:
     """Formula of all three registers that divides by ``sqrt(v) + a``."""
-    return lambda c: Formula(name, _W | _M | _V, _in_denominator(c), _under_root(c), has_fast_roots)
+    return lambda c: Formula(name, _W | _M | _V, _in_denominator(c), c.get("eps") or 0.0, has_fast_roots)
 
 
 def _bitter6(constants: Mapping[str, Any]) -> Formula:
@@ -223,9 +216,7 @@ _W, _M, _V = {"w": "weight"}, {"m": "exp_avg"}, {"v": "exp_avg_sq"}  # registers
 _ALL = ("weight", "exp_avg", "exp_avg_sq")
 _MAGNITUDE = Score(magnitude, ("weight",), formula=lambda _: Formula("magnitude", _W))
 _BITTER3 = Score(
-    bitter3,
-    ("weight", "exp_avg"),
-    formula=lambda c: Formula("bitter3", _W | _M, _under_root(c), 1.0, True),
+    bitter3, ("weight", "exp_avg"), (), lambda c: Formula("bitter3", _W | _M, c.get("eps") or 0.0, 1.0, True)
 )
 
 SCORES = {
@@ -238,15 +229,13 @@ SCORES = {
     "bitter5": Score(bitter5, _ALL, ("adam_eps",), _with_direction("bitter5", False), is_signed=True),
     "bitter6": Score(bitter6, _ALL, ("adam_eps",), _bitter6),
     "bitter7": Score(
-        bitter7,
-        ("weight", "exp_avg_sq"),
-        formula=lambda c: Formula("bitter7", _W | _V, _under_root(c), 0.0, True),
+        bitter7, ("weight", "exp_avg_sq"), (), lambda c: Formula("bitter7", _W | _V, c.get("eps") or 0.0, 0.0, True)
     ),
     "bitter8": Score(
         bitter8,
         ("weight", "exp_avg", "step"),
         ("beta1",),
-        lambda c: Formula("bitter8", _W | _M, _under_root(c), 1 - c.get("beta1", 0.9) ** c["step"], True),
+        lambda c: Formula("bitter8", _W | _M, c.get("eps") or 0.0, 1 - c.get("beta1", 0.9) ** c["step"], True),
         equals=lambda options: None if options.get("eps") else "bitter3",
     ),
     "bitter9": Score(bitter9, _ALL, ("adam_eps",), _with_direction("bitter9", False), is_signed=True),
@@ -265,12 +254,7 @@ SCORES = {
 
 # by which pruned weights are ranked to come back
 REGROWTH = {
-    "snr": Score(
-        snr,
-        ("exp_avg", "exp_avg_sq"),
-        ("adam_eps",),
-        lambda c: Formula("snr", _M | _V, _in_denominator(c), 0.0, True),
-    ),
+    "snr": Score(snr, _ALL[1:], ("adam_eps",), lambda c: Formula("snr", _M | _V, _in_denominator(c), 0.0, True)),
     "momentum": Score(momentum, ("exp_avg",), formula=lambda _: Formula("momentum", _M)),
     "gradient": Score(gradient, ("grad",), formula=lambda _: Formula("magnitude", {"w": "grad"})),
 }

@@ -86,7 +86,7 @@ class SparsityReport:
 
 def report(
     model: nn.Module,
-    found: Eligible,
+    chosen: Eligible,
     ranks: Ranks | None = None,
     lr_factors: Mapping[str, float] = MappingProxyType({}),
     progress: str | None = None,
@@ -96,7 +96,7 @@ def report(
     Collective over ``ranks``, which hold shards of the weights.
     """
     parameters = {plain_name(name): p for name, p in model.named_parameters()}
-    reasons = {weight.name: None for weight in found.weights} | found.dense
+    reasons = {weight.name: None for weight in chosen.weights} | chosen.dense
     named = {name: p for name, p in parameters.items() if name in reasons}
     zeros = torch.tensor([local(p).numel() - int(local(p).count_nonzero()) for p in named.values()])
     if ranks:

@@ -70,7 +70,7 @@ def sources(
     num_factors = len({(step, own.get("beta1"), own.get("beta2")) for step, own in zip(steps, known, strict=True)})
     corrected = reads_moments and "step" not in score.reads and num_factors > 1 and any(steps)
     is_uncorrected = score.formula is not None and num_factors == 1 and not options.get("eps")
-    found = []
+    scores = []
     for weight, step, settings in zip(weights, steps, known, strict=True):
         constants = {n: settings[n] for n in score.settings if n in settings} | dict(options)
         if "step" in score.reads:
@@ -83,20 +83,20 @@ def sources(
             raise ValueError(f"{weight.name} has taken no Adam step since its moments were reset; exclude it, or wait")
         scales = {n: 1 / (1 - settings[beta] ** step) for n, beta in MOMENTS.items() if corrected and n in score.reads}
         given = (local(weight.parameter), score.of, reads, constants, scales, "position" in score.reads)
-        found.append(Lazy(weight.name, *given, dtype, score.formula, weight.outputs, shard))
+        scores.append(Lazy(weight.name, *given, dtype, score.formula, weight.outputs, shard))
     if shards and score.formula is None:
-        check_elementwise(min(found, key=lambda source: (source.numel < 2, source.numel)))
-    return found
+        check_elementwise(min(scores, key=lambda source: (source.numel < 2, source.numel)))
+    return scores
 
 
 def settings_of(name: str, group: Mapping[str, Any]) -> dict[str, Any]:
     """What a score may read beside statistics: the weight's name and its group's Adam constants."""
-    found: dict[str, Any] = {"name": name}
+    settings: dict[str, Any] = {"name": name}
     if len(group.get("betas", ())) == 2:
-        found["beta1"], found["beta2"] = (float(beta) for beta in group["betas"])
+        settings["beta1"], settings["beta2"] = (float(beta) for beta in group["betas"])
     if not isinstance(group.get("eps", ()), tuple | list):
-        found["adam_eps"] = float(group["eps"])
-    return found
+        settings["adam_eps"] = float(group["eps"])
+    return settings
 
 
 def check_moments(weights: Sequence[Weight], optimizer: torch.optim.Optimizer, score: Score) -> None:

@@ -91,11 +91,11 @@ def num_kept_each(sources: Sequence[Lazy], live: Packed) -> dict[str, int]:
     if masks[0].is_cuda:
         from .ops._triton.cut import count_bits
 
-        found = torch.tensor(count_bits(masks, [source.numel for source in masked]))
+        numbers = torch.tensor(count_bits(masks, [source.numel for source in masked]))
     else:
-        found = torch.stack([bits.count(mask) for mask in masks])
-    found = sums_of(masked).total(found.cpu() * torch.tensor(list(map(counts, masked))))
-    return everything | dict(zip([source.name for source in masked], found.tolist(), strict=True))
+        numbers = torch.stack([bits.count(mask) for mask in masks])
+    numbers = sums_of(masked).total(numbers.cpu() * torch.tensor(list(map(counts, masked))))
+    return everything | dict(zip([source.name for source in masked], numbers.tolist(), strict=True))
 
 
 def _by_kernels(
@@ -150,8 +150,8 @@ def bracket(sources: Sequence[Lazy], num_drop: int, num_live: int, live: Packed)
     num = int(sums.total(torch.tensor([len(keys)])))
     first, last, limit = order_statistics(num_drop / num_live, num, num_live)
     wanted = [rank + 1 for rank in (first, last) if 0 <= rank < num]
-    found = descend(partial(digit_counts, keys), 8 * dtype.itemsize, wanted, sums) if wanted else []
-    scores = [from_sortable(key, dtype) for key, _ in found]
+    edges = descend(partial(digit_counts, keys), 8 * dtype.itemsize, wanted, sums) if wanted else []
+    scores = [from_sortable(key, dtype) for key, _ in edges]
     return scores[0] if 0 <= first < num else lowest, scores[-1] if 0 <= last < num else highest, limit
 
 
@@ -186,10 +186,10 @@ def descend(counts_of: DigitCounts, width: int, wanted: Sequence[int], sums: Sum
         digits = torch.stack([known[prefix] if known else nothing for prefix in prefixes]).unflatten(1, (1 << HALF, -1))
         coarse, left = _pick(sums.total(digits.sum(2), failed), left)
         fine, left = _pick(sums.total(digits[torch.arange(len(digits)), coarse]), left)
-        found = ((coarse << HALF) + fine).tolist()
+        next_digits = ((coarse << HALF) + fine).tolist()
         prefixes = [
             digit - (1 << DIGIT - 1) if prefix is None else prefix << DIGIT | digit
-            for prefix, digit in zip(prefixes, found, strict=True)
+            for prefix, digit in zip(prefixes, next_digits, strict=True)
         ]
     return list(zip([prefix or 0 for prefix in prefixes], left.squeeze(1).tolist(), strict=True))
 
@@ -238,10 +238,10 @@ def _behind(source: Lazy, equal: Tensor, num_drop: int) -> Tensor:
     chunks = [(start, equal[start // 8 : (start + size) // 8]) for start in range(0, source.numel, size)]
 
     def count(prefix: int | None, shift: int) -> Tensor:
-        found = torch.zeros(1 << DIGIT, dtype=torch.int64, device=source.device)
+        totals = torch.zeros(1 << DIGIT, dtype=torch.int64, device=source.device)
         for start, packed in chunks if counts(source) else ():
-            found += digit_counts(_places(source.shard, start, packed)[1], prefix, shift)
-        return found
+            totals += digit_counts(_places(source.shard, start, packed)[1], prefix, shift)
+        return totals
 
     [(last, _)] = descend(count, POSITION, [num_drop], sums_of([source]))
     rest = torch.zeros_like(equal)
@@ -277,12 +277,12 @@ def order_statistic(sources: Sequence[Lazy], rank: int, live: Packed) -> tuple[f
     dtype = sources[0].compared
 
     def count(prefix: int | None, shift: int) -> Tensor:
-        found = torch.zeros(1 << DIGIT, dtype=torch.int64, device=sources[0].device)
+        totals = torch.zeros(1 << DIGIT, dtype=torch.int64, device=sources[0].device)
         for source in sources:
             for _, scores, alive in live_chunks(source, live) if counts(source) else ():
                 keys = sortable(scores if alive is None else scores[alive])
-                found += digit_counts(keys, prefix, shift).to(found.device)
-        return found
+                totals += digit_counts(keys, prefix, shift).to(totals.device)
+        return totals
 
     [(key, num_equal)] = descend(count, 8 * dtype.itemsize, [rank], sums_of(sources))
     return from_sortable(key, dtype), num_equal
@@ -294,6 +294,6 @@ def _split(source: Lazy, live: Packed, threshold: float) -> tuple[Tensor, Tensor
     equal = torch.empty_like(above)
     for start, scores, alive in live_chunks(source, live):
         here = slice(start // 8, start // 8 + bits.num_bytes(len(scores)))
-        for mask, found in ((above, scores > threshold), (equal, scores == threshold)):
-            mask[here] = bits.pack(found if alive is None else found & alive)
+        for mask, is_in in ((above, scores > threshold), (equal, scores == threshold)):
+            mask[here] = bits.pack(is_in if alive is None else is_in & alive)
     return above, equal

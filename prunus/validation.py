@@ -20,23 +20,19 @@ from .select import Selector, Shape
 from .statistics import score_of
 
 
-def _has(*methods: str) -> Callable[[object], bool]:
+def _has(value: object, *methods: str) -> bool:
     """Whether a value is an instance, not a class, with these methods."""
-    return lambda value: not isinstance(value, type) and all(hasattr(value, name) for name in methods)
-
-
-def _or_none(fits: Callable[[object], bool]) -> Callable[[object], bool]:
-    return lambda value: value is None or fits(value)
+    return not isinstance(value, type) and all(hasattr(value, name) for name in methods)
 
 
 # options of a Pruner: what is valid, and the words for it
 EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "schedule": (
-        _or_none(_has("__call__", "is_event", "over")),
+        lambda schedule: schedule is None or _has(schedule, "__call__", "is_event", "over"),
         "a schedule: Ramp(0.5, begin=100, end=1000), OneShot(0.5, at=100) or Constant(0.5)",
     ),
     "select": (
-        _has("quota", "packed", "group", "sparsity"),
+        lambda select: _has(select, "quota", "packed", "group", "sparsity"),
         "a selector: Global(), PerLayer(), PerRow() or NofM(2, 4)",
     ),
     "every": (
@@ -53,10 +49,8 @@ EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda dtype: isinstance(dtype, torch.dtype) and dtype.is_floating_point,
         "a floating-point dtype, as torch.float32",
     ),
-    "on_event": (_or_none(callable), "a function that takes an Event"),
+    "on_event": (lambda on_event: on_event is None or callable(on_event), "a function that takes an Event"),
 }
-
-
 SPARSITIES = ("sparsity", "amount", "target_sparsity", "final_sparsity", "initial_sparsity", "pruning_ratio", "ratio")
 P = ParamSpec("P")
 
@@ -143,19 +137,19 @@ def copied_weights(copy: object, weights: Mapping[str, nn.Parameter]) -> dict[st
     """The weights of these names in a copy of their model, wrapped or not; refused if one is missing or differs."""
     if not isinstance(copy, nn.Module):
         raise ValueError(f"apply_to takes a model, as AveragedModel(model), got {type(copy).__name__}")
-    found = {plain_name(full): p for full, p in copy.named_parameters(remove_duplicate=False)}
+    copies = {plain_name(full): p for full, p in copy.named_parameters(remove_duplicate=False)}
     for name, weight in weights.items():
-        if name not in found:
+        if name not in copies:
             raise ValueError(
-                f"{name!r} is not in the model given, whose first weight is {next(iter(found), 'none')!r}; "
+                f"{name!r} is not in the model given, whose first weight is {next(iter(copies), 'none')!r}; "
                 "apply_to takes a copy of the model that is pruned"
             )
-        if found[name].shape != weight.shape:
+        if copies[name].shape != weight.shape:
             raise ValueError(
-                f"{name} has shape {tuple(found[name].shape)} in the model given, but {tuple(weight.shape)} in the "
+                f"{name} has shape {tuple(copies[name].shape)} in the model given, but {tuple(weight.shape)} in the "
                 "one that is pruned; apply_to takes a copy of it"
             )
-    return {name: found[name] for name in weights}
+    return {name: copies[name] for name in weights}
 
 
 def check_devices(weights: Mapping[str, nn.Parameter]) -> None:

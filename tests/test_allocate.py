@@ -57,16 +57,6 @@ def test_uniform_is_the_rounded_share_of_each_layer(shapes, sparsity):
     assert allocate(shapes, sparsity) == {name: round(sparsity * size) for name, size in sizes_of(shapes).items()}
 
 
-@pytest.mark.parametrize("how", HOWS, ids=str)
-def test_growing_from_its_own_counts_is_monotone_and_exact(shapes, how):
-    how, total, counts = matching(how, shapes), sum(sizes_of(shapes).values()), {}
-    for i in range(40):
-        sparsity = 0.95 * i / 39
-        before, counts = counts, allocate(shapes, sparsity, how, at_least=counts)
-        assert sum(counts.values()) == round(sparsity * total)
-        assert all(counts[name] >= count for name, count in before.items())
-
-
 @pytest.mark.parametrize("how", ["depth", "erk", {"*": 0.5}], ids=str)
 @pytest.mark.parametrize("sparsity", [0.0, 0.05, 0.5, 0.9])
 def test_what_is_pruned_already_stays_pruned_and_counts(how, sparsity):
@@ -151,7 +141,7 @@ def test_what_cannot_be_allocated_is_one_line_that_names_it(how, text):
 @given(
     st.lists(st.lists(st.integers(1, 50), min_size=1, max_size=4), min_size=1, max_size=8),
     st.lists(st.floats(0, 0.999), min_size=2, max_size=4),
-    st.sampled_from(["depth", "erk"]),
+    st.sampled_from(["depth", "erk", {"*": 0.5}]),
 )
 def test_any_shapes_at_any_sequence_of_sparsities(dims, sparsities, how):
     shapes = {str(i): shape for i, shape in enumerate(dims)}

@@ -184,12 +184,6 @@ def test_wrappers_leave_no_trace_in_names_and_patterns(wrap):
     assert names_of(found) == ["conv.weight", "out.weight"] and set(found.dense) == {"hidden.weight"}
 
 
-def test_a_compiled_submodule_leaves_no_trace_in_names():
-    model = Net()
-    model.hidden = torch.compile(model.hidden, backend="eager")
-    assert names_of(eligible(model)) == ["conv.weight", "hidden.weight", "out.weight"]
-
-
 def test_a_wrapped_models_head_is_found():
     class Parallel(nn.Module):
         def __init__(self, module) -> None:
@@ -248,15 +242,6 @@ def test_what_cannot_be_pruned_is_one_line_that_names_it(model, options, text):
     with pytest.raises(ValueError, match=text) as error:
         eligible(model, **options)
     assert "\n" not in str(error.value)
-
-
-def test_a_model_that_says_it_has_no_embeddings_is_taken_at_its_word():
-    class Images(nn.Sequential):
-        def get_input_embeddings(self):
-            raise NotImplementedError
-
-    found = eligible(Images(nn.Conv2d(1, 2, 3), nn.Linear(2, 2), nn.Linear(2, 3)))
-    assert [weight.name for weight in found.weights] == ["0.weight", "1.weight", "2.weight"]
 
 
 def test_weights_that_would_have_one_name_are_refused():

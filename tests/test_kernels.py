@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from covering import quickly
 from reference import keep_largest
 
 from prunus.ops import bits
@@ -54,17 +55,10 @@ def sources(name: str, shapes=SHAPES, weight=torch.float32, moment=torch.float32
             "movement": grad.to(DEVICE),
             "input_norm": torch.rand(shape[-1:], generator=generator).to(DEVICE),
         }
-        found.append(
-            Lazy(
-                f"layer{i}",
-                tensors["weight"],
-                score.of,
-                {read: tensors[read] for read in score.reads if read in tensors},
-                constants=options | ({"step": 7.0} if "step" in score.reads else {}),
-                takes_position="position" in score.reads,
-                formula=score.formula,
-            )
-        )
+        reads = {read: tensors[read] for read in score.reads if read in tensors}
+        how = {"takes_position": "position" in score.reads, "formula": score.formula}
+        constants = options | ({"step": 7.0} if "step" in score.reads else {})
+        found.append(Lazy(f"layer{i}", tensors["weight"], score.of, reads, constants, **how))
     return found
 
 
@@ -138,9 +132,7 @@ def test_every_formula_is_its_definition(name, options):
     """Every row of SCORES has a formula, so that none is slow without anybody noticing."""
     given = sources(name, [(37, 41), (5, 5, 7)], **options)
     found, wanted, units = scores_by_kernel(given), scores_by_definition(given), units_of(given)
-    for source in given:
-        name = source.name
-        assert ((found[name] - wanted[name]).abs() <= ULPS * units[name]).all()
+    assert all(((found[layer] - wanted[layer]).abs() <= ULPS * units[layer]).all() for layer in wanted)
 
 
 @pytest.mark.gpu
@@ -180,26 +172,24 @@ def test_half_precision_ties_in_bulk_and_is_cut_exactly(name, types):
         assert_agrees(by_kernel(given, num_drop), by_definition(given, num_drop), given)
 
 
-@pytest.mark.parametrize("sparsity", matrix([0.01, 0.3, 0.97], [0.3]))
-def test_a_second_cut_stays_within_the_first(sparsity):
-    given = sources("bitter7")
-    total = sum(source.numel for source in given)
-    first = by_kernel(given, round(0.005 * total))
-    second = by_kernel(given, round(sparsity * total), first)
-    assert all(bool((second[name] & ~first[name] == 0).all()) for name in first)
-    assert_agrees(second, by_definition(given, round(sparsity * total), first), given, first)
-
-
 def by_definition_packed(given: list[Lazy], num_drop: int) -> dict:
     return {name: bits.pack(mask).to(DEVICE) for name, mask in by_definition(given, num_drop).items()}
 
 
-def test_signed_scores_do_not_revive_the_dead():
-    given = sources("bitter5")
+SECOND = [("bitter7", 0.005, sparsity) for sparsity in (0.3, 0.01, 0.97)]
+
+
+@pytest.mark.parametrize("is_missed", [False, True], ids=["by one pass", "by descent"])
+@pytest.mark.parametrize(("name", "first", "second"), [*matrix(SECOND, SECOND[:1]), ("bitter5", 0.4, 0.7)])
+def test_a_second_cut_stays_within_the_first_and_revives_nothing(name, first, second, is_missed, monkeypatch):
+    if is_missed:
+        monkeypatch.setattr(driver, "SIGMAS", -40.0)
+    given = sources(name, SHAPES, *(HALF[1] if name == "bitter5" else ()))  # signed scores, which tie
     total = sum(source.numel for source in given)
-    first = by_definition_packed(given, round(0.4 * total))
-    second = by_kernel(given, round(0.7 * total), first)
-    assert_agrees(second, by_definition(given, round(0.7 * total), first), given, first)
+    live = by_definition_packed(given, round(first * total))
+    masks = by_kernel(given, round(second * total), live)
+    assert all(bool((masks[name] & ~live[name] == 0).all()) for name in live)
+    assert_agrees(masks, by_definition(given, round(second * total), live), given, live)
 
 
 @pytest.fixture
@@ -215,17 +205,8 @@ def descents(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return asked
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num_drop", matrix([2000, 2999, 4000], [2999]))
-def test_ties_in_a_narrow_bracket_need_no_descent(num_drop, descents, monkeypatch):
-    monkeypatch.setattr(driver, "LEAST_OWN", 1 << 14)
-    given = magnitudes(torch.zeros(6000), 60, 100)
-    assert_agrees(by_kernel(given, num_drop), by_definition(given, num_drop), given)
-    assert not descents
-
-
-def magnitudes(values: torch.Tensor, *shape: int) -> list[Lazy]:
-    scores = values.to(DEVICE).view(shape)
+def magnitudes(values: torch.Tensor) -> list[Lazy]:
+    scores = values.to(DEVICE).view(-1, 100)
     return [Lazy("a", scores, SCORES["magnitude"].of, {"weight": scores}, formula=SCORES["magnitude"].formula)]
 
 
@@ -235,36 +216,30 @@ TIES = [[0.0], [1.0, 2.0, 3.0], [0.0, 1.0], [1e-39, 1e-38, 3e38]]
 @pytest.mark.parametrize("values", matrix(TIES, TIES[1:2]), ids=str)
 @pytest.mark.parametrize("num_drop", matrix([1, 2999, 3000, 5999], [2999]))
 def test_bulk_ties_are_cut_by_position(values, num_drop):
-    given = magnitudes(torch.tensor(values).repeat(6000 // len(values)), 60, 100)
+    given = magnitudes(torch.tensor(values).repeat(6000 // len(values)))
     assert_agrees(by_kernel(given, num_drop), by_definition(given, num_drop), given)
 
 
-@pytest.mark.slow
-def test_ties_that_the_lists_do_not_hold_are_descended_into_without_a_pass(descents, monkeypatch):
-    monkeypatch.setattr(driver, "SIGMAS", 0.5)
-    given = magnitudes(torch.zeros(1 << 16), 256, 256)
-    assert_agrees(by_kernel(given, 20001), by_definition(given, 20001), given)
-    assert len(descents) == 1 and descents[0][1] - descents[0][0] < 1 << 11
+DRAWS = torch.Generator().manual_seed(0)
+MIXED = torch.cat([torch.rand(3000, generator=DRAWS), torch.full((2500,), 0.5)])
+ABOVE = torch.rand(3000, generator=DRAWS) * 1e-3 + 0.5
+SHUFFLED = torch.cat([MIXED, ABOVE])[torch.randperm(8500, generator=DRAWS)]
+CROWDS = {  # half width of the bracket, room for the cut's own bucket, scores, how many go, width of a descent
+    "ties in a narrow bracket": (4.0, 1 << 14, torch.zeros(6000), 2999, None),
+    "more ties than are compared with each other": (60.0, 1 << 14, SHUFFLED, int((SHUFFLED < 0.5).sum()) + 1200, None),
+    "ties that the lists do not hold": (0.5, 1 << 12, torch.zeros(65000), 20001, 1 << 11),
+    "an own bucket without room": (60.0, 512, MIXED, 3000, 1 << 20),
+}
 
 
-@pytest.mark.slow
-def test_more_ties_than_are_compared_with_each_other_are_ranked_by_digits(descents, monkeypatch):
-    monkeypatch.setattr(driver, "SIGMAS", 60.0)  # so that the lists have room for all
-    monkeypatch.setattr(driver, "LEAST_OWN", 1 << 14)
-    values = torch.cat([torch.rand(3000), torch.full((2500,), 0.5), torch.rand(3000) * 1e-3 + 0.5])
-    given = magnitudes(values[torch.randperm(8500, generator=torch.Generator().manual_seed(0))], 85, 100)
-    below = int((values < 0.5).sum())
-    for num_drop in matrix([below + 1, below + 1200, below + 2499], [below + 1200]):
-        assert_agrees(by_kernel(given, num_drop), by_definition(given, num_drop), given)
-    assert not descents
-
-
-def test_an_own_bucket_without_room_is_descended_into(descents, monkeypatch):
-    monkeypatch.setattr(driver, "SIGMAS", 60.0)
-    monkeypatch.setattr(driver, "LEAST_OWN", 512)
-    given = magnitudes(torch.cat([torch.rand(3000), torch.full((2500,), 0.5)]), 55, 100)
-    assert_agrees(by_kernel(given, 3000), by_definition(given, 3000), given)
-    assert len(descents) == 1 and descents[0][1] - descents[0][0] < 1 << 20
+@pytest.mark.parametrize("crowd", quickly(CROWDS, "an own bucket without room"))
+def test_crowds_are_ranked_or_descended_into_without_another_pass(crowd, descents, monkeypatch):
+    sigmas, room, values, num_drop, width = CROWDS[crowd]
+    monkeypatch.setattr(driver, "SIGMAS", sigmas)
+    monkeypatch.setattr(driver, "LEAST_OWN", room)
+    given = magnitudes(values)
+    assert_agrees(by_kernel(given, num_drop), by_definition(given, num_drop), given)
+    assert len(descents) == (width is not None) and all(hi - lo < width for lo, hi in descents)
 
 
 @pytest.mark.parametrize("name", matrix(["magnitude", "bitter5", "random"], ["bitter5"]))
@@ -283,16 +258,6 @@ def test_a_descent_in_a_range_that_lacks_the_cut_widens(descents):
     pending = driver.launch_cut(low, [1000], [sum(source.numel for source in given)], {}, tile=TILE)
     assert_agrees(driver.by_descent(pending.cut, 5, 70).wait(), by_definition(given, 1000), given)
     assert len(descents) == 2
-
-
-def test_a_descent_stays_within_live_masks(monkeypatch):
-    monkeypatch.setattr(driver, "SIGMAS", -40.0)
-    given = sources("bitter5", SHAPES, torch.bfloat16, torch.bfloat16)
-    total = sum(source.numel for source in given)
-    first = by_definition_packed(given, round(0.4 * total))
-    assert_agrees(
-        by_kernel(given, round(0.7 * total), first), by_definition(given, round(0.7 * total), first), given, first
-    )
 
 
 def test_bits_of_many_masks_are_counted_by_one_launch():
@@ -322,36 +287,22 @@ def test_one_launch_cuts_each_of_many_weights(sigmas, least, monkeypatch):
     low = driver.readable(given)
     masks = driver.launch_cut(low, num_drop, num_live, live, tile=TILE).wait()
     for source, drop, number in zip(given, num_drop, num_live, strict=True):
-        wanted = by_definition(
-            [source], drop + source.numel - number, {n: m for n, m in live.items() if n == source.name}
-        )
-        assert_agrees({source.name: masks[source.name]}, wanted, [source], live if source.name in live else None)
-
-
-def test_one_launch_for_each_names_the_weight_with_a_score_that_is_not_finite():
-    given = sources("magnitude")
-    given[2].weight.view(-1)[1] = math.nan
-    low, numels = driver.readable(given), [source.numel for source in given]
-    with pytest.raises(ValueError, match="layer2"):
-        driver.launch_cut(low, [1] * len(given), numels, {}, tile=TILE).wait()
-
-
-@pytest.mark.gpu
-def test_cuts_of_each_weight_on_a_gpu_keep_the_right_number_and_the_largest():
-    given = sources("bitter7", [(3000, 1001), (512, 512), (7, 3), (64, 40)])
-    num_drop = {source.name: source.numel // 3 for source in given}
-    masks = cut_each(given, num_drop, {}, {source.name: source.numel for source in given})
-    for source in given:
-        assert_agrees({source.name: masks[source.name]}, by_definition([source], num_drop[source.name]), [source])
+        within = {name: mask for name, mask in live.items() if name == source.name}
+        wanted = by_definition([source], drop + source.numel - number, within)
+        assert_agrees({source.name: masks[source.name]}, wanted, [source], within)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["bitter7", "magnitude"])
 @pytest.mark.parametrize("types", [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)], ids=str)
 def test_every_route_on_a_gpu_keeps_the_right_number_and_the_largest(name, types):
-    given = sources(name, [(3000, 1001), (512, 512)], *types)
+    given = sources(name, [(3000, 1001), (512, 512), (7, 3), (64, 40)], *types)
     num_drop = round(0.5 * sum(source.numel for source in given))
     assert_agrees(cut(given, num_drop, {}), by_definition(given, num_drop), given)
+    each = {source.name: source.numel // 3 for source in given}
+    masks = cut_each(given, each, {}, {source.name: source.numel for source in given})
+    for source in given:
+        assert_agrees({source.name: masks[source.name]}, by_definition([source], each[source.name]), [source])
 
 
 @pytest.mark.parametrize("value", matrix([math.nan, math.inf], [math.nan]))
@@ -360,6 +311,9 @@ def test_a_score_that_is_not_finite_is_refused_by_name(value):
     given[1].weight.view(-1)[5] = value
     with pytest.raises(ValueError, match="layer1"):
         by_kernel(given, 100)
+    numels = [source.numel for source in given]
+    with pytest.raises(ValueError, match="layer1"):  # of each, too
+        driver.launch_cut(driver.readable(given), [1] * len(given), numels, {}, tile=TILE).wait()
     dead = torch.ones(given[1].numel, dtype=torch.bool, device=DEVICE)
     dead[5] = False
     by_kernel(given, 100, {"layer1": bits.pack(dead)})

@@ -1,6 +1,7 @@
 """Cuts within rows and groups by kernels are those of the definitions."""
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -47,7 +48,7 @@ def rows_by_definition(source: Lazy, num_drop: int, live: dict) -> torch.Tensor:
     return by_rows(source, whole_rows(source, live), lambda rows: smallest(rows, num_drop))
 
 
-ROWS = [(kind, sparsity, pruned) for kind in VALUES for sparsity in (0.1, 0.5, 0.9) for pruned in (False, True)]
+ROWS = [*product(VALUES, (0.1, 0.5, 0.9), (False, True))]
 FEW_ROWS = [("normal", 0.5, False), ("ties", 0.5, True), ("huge range", 0.9, False), ("signed", 0.1, True)]
 
 
@@ -63,13 +64,7 @@ def test_rows_are_cut_as_their_definition_says(kind, sparsity, pruned):
 
 
 N_OF_M = [(2, 4), (1, 4), (4, 8), (1, 2), (8, 8), (3, 8)]
-GROUPS = [
-    (kind, n_of_m, pruned, dtype)
-    for kind in VALUES
-    for n_of_m in N_OF_M
-    for pruned in (False, True)
-    for dtype in (torch.float32, torch.bfloat16)
-]
+GROUPS = [*product(VALUES, N_OF_M, (False, True), (torch.float32, torch.bfloat16))]
 FEW_GROUPS = [("ties", (2, 4), True, torch.float32), ("signed", (3, 8), False, torch.bfloat16)]
 
 
@@ -100,17 +95,12 @@ def test_scores_are_computed_on_the_fly(name):
         assert_near({"a": row}, {"a": other}, {"a": score}, score[~other], {"a": unit})
 
 
-def test_the_longest_rows_may_hold_one_value_alone():
-    source = stored("a", torch.zeros(1, LONGEST, device=DEVICE))
-    assert_equal(drop_in_rows([source], [5], {}), {"a": rows_by_definition(source, 5, {})})
-
-
-def test_rows_of_several_lengths_take_a_launch_for_each_block_size():
+def test_rows_of_several_lengths_take_a_launch_for_each_block_size_and_the_longest_may_hold_one_value_alone():
     generator = torch.Generator().manual_seed(0)
-    shapes = [(3, 64), (2, 72), (5, 40), (4, 128), (2, 64)]
-    sources = [stored(f"t{i}", torch.randn(shape, generator=generator).to(DEVICE)) for i, shape in enumerate(shapes)]
-    masks = drop_in_rows(sources, [shape[1] // 3 for shape in shapes], {})
-    wanted = {s.name: rows_by_definition(s, s.num_inputs // 3, {}) for s in sources}
+    tensors = [torch.randn(shape, generator=generator) for shape in [(3, 64), (2, 72), (5, 40), (4, 128), (2, 64)]]
+    given = [stored(f"t{i}", tensor.to(DEVICE)) for i, tensor in enumerate([*tensors, torch.zeros(1, LONGEST)])]
+    masks = drop_in_rows(given, [source.num_inputs // 3 for source in given], {})
+    wanted = {source.name: rows_by_definition(source, source.num_inputs // 3, {}) for source in given}
     assert len(masks) == len(wanted)
     assert_equal(masks, wanted)
 

@@ -9,7 +9,7 @@ from prunus.optim import Update, adamw_, spike_clipped
 
 triton = pytest.importorskip("triton", reason="kernels need triton")
 
-from prunus.ops._triton.adamw import Extras, Operand, Step  # noqa: E402
+from prunus.ops._triton.adamw import AdamWStep, Extras, Operand  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [(37, 41), (8, 128), (3,), (5, 5, 7)]
@@ -28,7 +28,7 @@ def test_the_step_is_its_definition(masked, extras, types):
     moments = [[torch.zeros(shape, dtype=moment_type, device=DEVICE) for shape in SHAPES] for _ in range(2)]
     counts = [torch.zeros((), device=DEVICE) for _ in SHAPES]
     wide, wide_moments = [w.float() for w in weights], [[m.clone() for m in part] for part in moments]
-    step = Step()
+    step = AdamWStep()
     for number in range(1, 4):
         grads = [torch.randn(shape).to(DEVICE, weight_type) for shape in SHAPES]
         masks = [bits.pack(keep) if masked else None for keep in keeps]
@@ -55,31 +55,20 @@ def test_the_step_is_its_definition(masked, extras, types):
 def test_a_step_with_infinite_gradients_is_skipped_and_scales_are_taken_off():
     weight, grad = torch.ones(40, device=DEVICE), torch.full((40,), 8.0, device=DEVICE)
     moments = [torch.zeros(40, device=DEVICE) for _ in range(2)]
-    count, step = torch.zeros((), device=DEVICE), Step()
+    count, step = torch.zeros((), device=DEVICE), AdamWStep()
     part = Operand(weight, grad, *moments, count, None, (0.1, 0.9, 0.99, 1e-8, 0.0))
-    step([part], Extras(grad_scale=torch.tensor(8.0, device=DEVICE), found_inf=torch.ones((), device=DEVICE)), tile=512)
+    scale = torch.tensor(8.0, device=DEVICE)
+    step([part], Extras(grad_scale=scale, found_inf=torch.ones((), device=DEVICE)), tile=512)
     assert count.item() == 0 and torch.equal(weight, torch.ones_like(weight)) and not moments[0].any()
-    step(
-        [part], Extras(grad_scale=torch.tensor(8.0, device=DEVICE), found_inf=torch.zeros((), device=DEVICE)), tile=512
-    )
+    step([part], Extras(grad_scale=scale, found_inf=torch.zeros((), device=DEVICE)), tile=512)
     assert count.item() == 1 and torch.allclose(moments[0], torch.full_like(weight, 0.1))
 
 
-def operands(grads, keeps, owned):
-    """Those of a first step for weights of 1; ``owned`` says which of them this rank owns."""
-    return [
-        Operand(
-            torch.ones_like(grad),
-            grad,
-            torch.zeros_like(grad),
-            torch.zeros_like(grad),
-            torch.zeros((), device=DEVICE),
-            bits.pack(keep),
-            (1e-2, 0.9, 0.99, 1e-8, 0.1),
-            is_owner=own,
-        )
-        for grad, keep, own in zip(grads, keeps, owned, strict=True)
-    ]
+def operand(grad, keep, is_owner):
+    """That of a first step for a weight of 1."""
+    moments = torch.zeros_like(grad), torch.zeros_like(grad)
+    count, numbers = torch.zeros((), device=DEVICE), (1e-2, 0.9, 0.99, 1e-8, 0.1)
+    return Operand(torch.ones_like(grad), grad, *moments, count, bits.pack(keep), numbers, is_owner=is_owner)
 
 
 @pytest.mark.parametrize("owned", [(True, True), (True, False), (False, True), (False, False)], ids=str)
@@ -96,8 +85,8 @@ def test_a_norm_over_ranks_has_the_squares_of_others_and_of_what_this_rank_owns(
         return squares + others
 
     grad_scale = None if scale is None else torch.tensor(scale, device=DEVICE)
-    given = operands(grads, keeps, owned)
-    norm = Step()(given, Extras(max_norm=0.5, grad_scale=grad_scale, total=total), tile=512)
+    given = [*map(operand, grads, keeps, owned)]
+    norm = AdamWStep()(given, Extras(max_norm=0.5, grad_scale=grad_scale, total=total), tile=512)
     kept = [grad * keep for grad, keep in zip(grads, keeps, strict=True)]
     squares = sum(float(grad.square().sum()) for grad, own in zip(kept, owned, strict=True) if own)
     length = (squares + others) ** 0.5 / (scale or 1.0)

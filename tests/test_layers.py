@@ -26,7 +26,7 @@ CORE = {
     "statistics": {"ops", "eligible", "score", "ranks"},
     "input_statistics": {"eligible", "ranks"},
     "masks": {"ops", "ranks"},
-    "owners": set(),
+    "owners": {"masks"},
     "optim": {"ops", "ranks", "masks"},
     "rate": {"ops", "eligible", "ranks", "optim"},
     "masking": {"ops", "ranks", "masks", "optim", "statistics"},
@@ -44,7 +44,7 @@ CORE |= {
     "integrations": {"pruner", "masking", "rate", "regrow", "schedule", "select", "validation"},
 }
 MAY_IMPORT = CORE | {
-    "doctor": {"ops", "masks", "eligible", "schedule", "files"},
+    "doctor": {"ops", "masks", "eligible", "files"},
     "trained": {"ops", "files", "oneshot", "export"},
     "lab": {*CORE, "trained"},
     "cli": {*CORE, "trained", "lab", "doctor"},
@@ -53,7 +53,7 @@ MAY_IMPORT = CORE | {
 # what else than torch and numpy the core may load, and where
 HEAVY = {
     "triton": ("ops/_triton", "sparse/_triton"),
-    "transformers": ("export/huggingface", "sparse/decoder", "sparse/attention"),
+    "transformers": ("export/huggingface", "sparse/decoder", "sparse/attention", "sparse/advise"),
     "huggingface_hub": ("export/hub",),
     "matplotlib": ("plot",),
 }

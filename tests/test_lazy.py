@@ -77,20 +77,12 @@ def test_what_is_read_is_cast_and_scaled_before_it_is_scored():
     assert torch.equal(by_pieces(source, 64), weight.float() * 0.3)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "compared"),
-    [
-        (torch.float16, torch.float32),
-        (torch.bfloat16, torch.float32),
-        (torch.float32, torch.float32),
-        (torch.float64, torch.float64),
-        (torch.int64, torch.int64),
-        (torch.int32, torch.int64),
-        (torch.bool, torch.int64),
-        (torch.uint8, torch.int64),
-    ],
-    ids=str,
-)
+COMPARED = dict.fromkeys((torch.float16, torch.bfloat16, torch.float32), torch.float32)
+COMPARED |= dict.fromkeys((torch.int64, torch.int32, torch.bool, torch.uint8), torch.int64)
+COMPARED[torch.float64] = torch.float64
+
+
+@pytest.mark.parametrize(("dtype", "compared"), COMPARED.items(), ids=str)
 def test_stored_scores_are_compared_without_loss(dtype, compared):
     scores = torch.randint(0, 2, (6,)).to(dtype)
     source = stored("a", scores)
@@ -121,12 +113,8 @@ def test_scores_of_different_kinds_are_compared_as_float64():
 )
 def test_a_function_that_does_not_score_each_element_is_refused_in_one_line(of, came):
     source = Lazy("block.weight", torch.randn(4, 5), of, {"weight": torch.randn(4, 5)})
-    for ask in (
-        source.all,
-        lambda: source.at(torch.tensor([1])),
-        lambda: [*source.chunks()],
-        lambda: [*source.rows()],
-    ):
+    calls = (source.all, lambda: source.at(torch.tensor([1])), lambda: [*source.chunks()], lambda: [*source.rows()])
+    for ask in calls:
         with pytest.raises(ValueError, match=rf"^[^\n]*block\.weight[^\n]*\(4, 5\)[^\n]*{came}$"):
             ask()
 

@@ -99,8 +99,3 @@ def test_a_run_with_weights_left_dense_resumes_to_the_same_masks():
     resumed_model, _, resumed = trained_spare(7, no_gradient="dense", state=state)
     assert resumed.digest() == whole.digest() and resumed.step == whole.step
     assert bool(resumed_model.pooler.weight.all())
-
-
-def test_a_way_that_is_none_is_one_line():
-    with pytest.raises(ValueError, match='no_gradient must be "raise" or "dense"; got \'warn\''):
-        trained_spare(1, no_gradient="warn")

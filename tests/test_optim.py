@@ -32,6 +32,14 @@ def set_gradients(params, step, scale=1.0):
         p.grad = draw.to(p.dtype) if (i + step) % 5 else None  # now and then a parameter has no gradient
 
 
+def step_both(first, second, steps, scale=1.0):
+    """Steps of two optimizers over equal parameters with equal gradients."""
+    for step in steps:
+        for optimizer in (first, second):
+            set_gradients([p for group in optimizer.param_groups for p in group["params"]], step, scale)
+            optimizer.step()
+
+
 def equal_states(first, second, keys=("step", "exp_avg", "exp_avg_sq")):
     pairs = zip(first.param_groups, second.param_groups, strict=True)
     for p, q in ((p, q) for a, b in pairs for p, q in zip(a["params"], b["params"], strict=True)):
@@ -42,14 +50,9 @@ def equal_states(first, second, keys=("step", "exp_avg", "exp_avg_sq")):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_fifty_steps_equal_adamw_to_the_bit(settings, dtype):
-    ours, theirs = parameters(dtype), parameters(dtype)
-    first = AdamWPrune(ours, **SETTINGS[settings])
-    second = torch.optim.AdamW(theirs, foreach=False, **SETTINGS[settings])
-    for step in range(50):
-        set_gradients(ours, step)
-        set_gradients(theirs, step)
-        first.step()
-        second.step()
+    first = AdamWPrune(parameters(dtype), **SETTINGS[settings])
+    second = torch.optim.AdamW(parameters(dtype), foreach=False, **SETTINGS[settings])
+    step_both(first, second, range(50))
     equal_states(first, second)
 
 
@@ -73,30 +76,17 @@ def test_groups_and_learning_rates_that_change_equal_adamw_to_the_bit():
 
 
 def test_a_learning_rate_may_be_a_tensor():
-    ours, theirs = parameters(), parameters()
-    first, second = AdamWPrune(ours, lr=torch.tensor(0.02)), AdamWPrune(theirs, lr=torch.tensor(0.02).item())
-    for step in range(5):
-        set_gradients(ours, step)
-        set_gradients(theirs, step)
-        first.step()
-        second.step()
+    first, second = (AdamWPrune(parameters(), lr=lr) for lr in (torch.tensor(0.02), torch.tensor(0.02).item()))
+    step_both(first, second, range(5))
     equal_states(first, second)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"max_norm": 0.1},
-        *(pytest.param(o, marks=pytest.mark.slow) for o in ({}, {"spam": Spam(every=5, warmup=2, hold=1)})),
-    ],
-    ids=str,
-)
-def test_a_compiled_step_is_the_step(options):
+def test_a_compiled_step_is_the_step():
     ends = []
     for compiled in (False, True):
         params = parameters()
-        optimizer = AdamWPrune(params, **options)
+        optimizer = AdamWPrune(params, max_norm=0.1, spam=Spam(every=5, warmup=2, hold=1))
         step = torch.compile(lambda step=optimizer.step: step(), backend="eager") if compiled else optimizer.step
         for number in range(12):
             set_gradients(params, number)
@@ -108,11 +98,7 @@ def test_a_compiled_step_is_the_step(options):
 @pytest.mark.rounding
 def test_one_step_is_within_one_unit_of_adamw_as_it_comes():
     ours, theirs = parameters(), parameters()
-    first, second = AdamWPrune(ours), torch.optim.AdamW(theirs)
-    set_gradients(ours, 1)
-    set_gradients(theirs, 1)
-    first.step()
-    second.step()
+    step_both(AdamWPrune(ours), torch.optim.AdamW(theirs), [1])
     for p, q in zip(ours, theirs, strict=True):
         assert (p.detach().view(torch.int32) - q.detach().view(torch.int32)).abs().max() <= 1
 
@@ -213,10 +199,7 @@ def test_state_comes_back_from_a_file_with_masks_as_bytes_and_continues_to_the_b
         q.data.copy_(p.data)
         assert second.state[q]["mask"].dtype == torch.uint8
         assert torch.equal(bits.unpack(second.state[q]["mask"], (q.numel(),)), mask.view(-1))
-    for step in range(8, 20):
-        for params, optimizer in ((ours, first), (theirs, second)):
-            set_gradients(params, step, 1e-2)
-            optimizer.step()
+    step_both(first, second, range(8, 20), 1e-2)
     equal_states(first, second, ("step", "exp_avg", "exp_avg_sq", "mask"))
     assert first.num_steps == second.num_steps == 20
 
@@ -228,11 +211,7 @@ def test_a_copied_optimizer_steps_as_the_original_does():
         set_gradients(params, step)
         optimizer.step()
     twin = copy.deepcopy(optimizer)
-    theirs = twin.param_groups[0]["params"]
-    for step in range(2, 6):
-        for group, one in ((params, optimizer), (theirs, twin)):
-            set_gradients(group, step)
-            one.step()
+    step_both(optimizer, twin, range(2, 6))
     equal_states(optimizer, twin)
 
 

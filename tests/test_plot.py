@@ -5,6 +5,7 @@ from xml.etree import ElementTree
 import pytest
 
 from prunus import plot
+from prunus.export.card import CardFacts, write_card
 from prunus.plot import layers_chart, layers_svg, notebook_html, save, svg, trials_chart
 
 EVIL = '</title><script>$x$ alert("&")</script>'
@@ -76,3 +77,6 @@ def test_without_matplotlib_pages_have_no_chart_and_a_chart_says_what_to_install
         with pytest.raises(ValueError, match=r"pip install 'prunus\[plot\]'"):
             call()
     assert layers_svg(LAYERS) == "" and "<svg" not in notebook_html("", lambda: layers_chart([]), [], [])
+    write_card(tmp_path, CardFacts("name", [{"name": "a", "num_weights": 4, "num_pruned": 2, "sparsity": 0.5}]))
+    assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
+    assert "layers.svg" not in (tmp_path / "README.md").read_text()

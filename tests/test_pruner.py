@@ -21,7 +21,6 @@ from toys import (
 )
 
 from prunus import SCORES, Constant, Global, NofM, OneShot, PerLayer, PerRow, Pruner, Ramp
-from prunus.allocate import allocate
 from prunus.plot import svg
 
 BY_STATE = [name for name, score in SCORES.items() if not {"movement", "input_norm"} & set(score.reads)]
@@ -125,34 +124,6 @@ def test_a_sparsity_of_zero_does_nothing():
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
 
 
-def test_masks_are_all_true_before_the_first_event():
-    model = net()
-    pruner = pruner_of(model)
-    assert list(pruner.masks) == NAMES
-    assert all(mask.all() and mask.dtype == torch.bool for mask in pruner.masks.values())
-
-
-@pytest.mark.parametrize("how", ["uniform", "depth", "erk", {"conv*": 0.2, "*": 0.8}], ids=str)
-def test_layers_lose_what_is_allocated_to_them(how):
-    model = net()
-    pruner = pruner_of(model, select=PerLayer(how))
-    train(model, pruner.optimizer, range(16))
-    if how == "uniform":
-        expected = allocate({name: w.shape for name, w in weights_of(model).items()}, 0.7)
-        assert {name: int((~mask).sum()) for name, mask in pruner.masks.items()} == expected
-    else:
-        assert num_pruned(pruner) == round(0.7 * NUM_WEIGHTS)
-
-
-def test_rows_lose_their_share():
-    model = net()
-    pruner = pruner_of(model, select=PerRow())
-    train(model, pruner.optimizer, range(16))
-    for mask in pruner.masks.values():
-        length = mask[0].numel()
-        assert mask.flatten(1).sum(1).eq(length - round(0.7 * length)).all()
-
-
 @pytest.mark.parametrize("schedule", [Constant(0.5), OneShot(0.5, at=2)], ids=str)
 def test_n_of_m_runs_along_the_inputs_also_where_they_stand_first(schedule):
     model = nn.Sequential(nn.Linear(8, 12), Conv1D(4, 12), nn.Unflatten(1, (4, 1)), nn.Conv1d(4, 3, 1))
@@ -218,18 +189,6 @@ def test_an_event_by_hand_uses_the_schedule_at_this_step():
     assert_pruned_are_zero(pruner)
 
 
-def test_a_layer_that_never_got_a_gradient_is_named():
-    model = net()
-    pruner = pruner_of(model, schedule=OneShot(0.5, at=2))
-    with pytest.raises(ValueError, match=r"hidden\.weight") as error:
-        for step in range(3):
-            pruner.optimizer.zero_grad()
-            backward(model, step)
-            model.hidden.weight.grad = None
-            pruner.optimizer.step()
-    assert "\n" not in str(error.value)
-
-
 def test_a_layer_whose_first_gradient_comes_before_the_event_is_no_error():
     model = net()
     pruner = pruner_of(model, schedule=OneShot(0.5, at=6))
@@ -259,47 +218,11 @@ def test_a_weight_that_became_nan_is_named_at_the_event():
         train(model, optimizer, [0])
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"schedule": None}, "schedule"),
-        ({"every": 0}, "every"),
-        ({"schedule": Ramp(0.5, 0.1, 0.85)}, "0.85"),
-        ({"score": "bitter77"}, "bitter77"),
-        ({"score_options": {"epsilon": 1}}, "epsilon"),
-        ({"include": "typo"}, "typo"),
-        ({"masks": "ones"}, "ones"),
-        ({"masks": {"typo": torch.ones(2)}}, "typo"),
-        ({"masks": {"conv.weight": torch.ones(2)}}, "conv.weight"),
-        ({"select": NofM(2, 4)}, "2.*4"),
-        ({"select": NofM(2, 4), "schedule": Constant(0.6)}, "0.6"),
-    ],
-    ids=str,
-)
-def test_what_cannot_be_done_is_refused_at_once_and_leaves_no_trace(options, text):
-    model, twin = net(), net()
-    optimizer = adamw(model)
-    with pytest.raises(ValueError, match=text) as error:
-        pruner_of(model, optimizer, **options)
-    assert "\n" not in str(error.value)
-    train(model, optimizer, range(16))
-    train(twin, adamw(twin), range(16))
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
-
-
 @pytest.mark.parametrize("select", [PerRow(), NofM(2, 4)], ids=str)
 def test_rows_of_a_grouped_transposed_convolution_are_refused_at_once(select):
     model = nn.Sequential(nn.ConvTranspose2d(4, 8, 2, groups=2))
     with pytest.raises(ValueError, match=r"^0\.weight has no rows: .*select by layer or globally$"):
         Pruner(model, adamw(model), schedule=OneShot(0.5, at=1), select=select)
-
-
-def test_global_is_the_default_and_bitter7_the_recommended():
-    model, twin = net(), net()
-    first, second = pruner_of(model), pruner_of(twin, score="bitter7", select=Global())
-    train(model, first.optimizer, range(16))
-    train(twin, second.optimizer, range(16))
-    assert first.digest() == second.digest()
 
 
 @pytest.mark.parametrize("make", [adamw, adamw_prune])

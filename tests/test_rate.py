@@ -37,6 +37,14 @@ def train(net, optimizer, steps=3):
     return [p.detach().clone() for p in net.parameters()]
 
 
+def scaled(optimizer, weights, *factors):
+    """Factors on the learning rates of some weights, attached to the optimizer."""
+    lr_factors = GroupLrFactors(optimizer, {str(i): weight for i, weight in enumerate(weights)})
+    lr_factors.set({str(i): factor for i, factor in enumerate(factors)})
+    lr_factors.attach()
+    return lr_factors
+
+
 @pytest.mark.parametrize("power", [0, 0.5, 0.75, 1, 2])
 @pytest.mark.parametrize("density", [0.0, 1e-9, 0.02, 0.1, 0.5, 1.0])
 def test_the_factor_is_a_power_of_the_density_down_to_the_floor(power, density):
@@ -68,10 +76,7 @@ def test_groups_hold_every_parameter_once_and_prunable_weights_alone():
 def test_a_step_is_that_of_scaled_rates_with_decay_as_it_was(name, decay):
     net, reference = model(), model()
     optimizer = MAKE[name](parameter_groups(net, weight_decay=decay))
-    rates = GroupLrFactors(optimizer, {"0": net[0].weight, "2": net[2].weight})
-    rates.set({"0": 4.0, "2": 0.5})
-    rates.attach()
-
+    scaled(optimizer, [net[0].weight, net[2].weight], 4.0, 0.5)
     groups = parameter_groups(reference, weight_decay=decay)
     for group, factor in zip(groups, (4.0, 0.5), strict=False):
         group["lr"] = torch.tensor(1e-2) * factor if "tensor" in name else 1e-2 * factor
@@ -79,9 +84,7 @@ def test_a_step_is_that_of_scaled_rates_with_decay_as_it_was(name, decay):
             group["weight_decay"] = decay / factor
     expected = train(reference, MAKE[name](groups))
     assert all(map(torch.equal, train(net, optimizer), expected))
-    assert [float(group["lr"]) for group in optimizer.param_groups] == [
-        pytest.approx(1e-2)
-    ] * 3  # as a scheduler left it
+    assert [float(group["lr"]) for group in optimizer.param_groups] == [pytest.approx(1e-2)] * 3
     assert [group.get("weight_decay", 0) for group in optimizer.param_groups] == [decay, decay, 0.0]
 
 
@@ -89,27 +92,9 @@ def test_a_step_is_that_of_scaled_rates_with_decay_as_it_was(name, decay):
 def test_factors_of_one_change_no_bit(name):
     net, plain = model(), model()
     optimizer = MAKE[name](parameter_groups(net, weight_decay=0.1))
-    GroupLrFactors(optimizer, {"0": net[0].weight}).attach()
-    assert all(
-        map(torch.equal, train(net, optimizer), train(plain, MAKE[name](parameter_groups(plain, weight_decay=0.1))))
-    )
-
-
-def test_a_step_that_failed_leaves_the_rates_as_they_were_for_the_next():
-    net, whole = model(), model()
-    optimizers = []
-    for it in (net, whole):
-        optimizers.append(torch.optim.AdamW(parameter_groups(it, weight_decay=0.1), lr=1e-2))
-        rates = GroupLrFactors(optimizers[-1], {"0": it[0].weight})
-        rates.set({"0": 3.0})
-        rates.attach()
-
-    def fails():
-        raise RuntimeError("no loss today")
-
-    with pytest.raises(RuntimeError):
-        optimizers[0].step(fails)
-    assert all(map(torch.equal, train(net, optimizers[0]), train(whole, optimizers[1])))
+    scaled(optimizer, [net[0].weight], 1.0)
+    expected = train(plain, MAKE[name](parameter_groups(plain, weight_decay=0.1)))
+    assert all(map(torch.equal, train(net, optimizer), expected))
 
 
 class Failing(torch.optim.SGD):
@@ -128,14 +113,12 @@ def test_a_step_that_failed_leaves_the_groups_as_they_were_made_for_all_that_fol
     optimizer = Failing(groups(net), lr=1e-2, weight_decay=0.1)
     made = optimizer.param_groups
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    rates = GroupLrFactors(optimizer, {"0": net[0].weight, "2": net[2].weight})
-    rates.set({"0": 3.0, "2": 2.0})
 
     def fails(*_):
         raise RuntimeError("no loss today")
 
     hook = optimizer.register_step_post_hook(fails) if where == "hook" else None
-    rates.attach()
+    lr_factors = scaled(optimizer, [net[0].weight, net[2].weight], 3.0, 2.0)
     optimizer.fails = where == "step"
     with pytest.raises(RuntimeError):
         optimizer.step(fails) if where == "closure" else train(net, optimizer, 1)
@@ -145,10 +128,10 @@ def test_a_step_that_failed_leaves_the_groups_as_they_were_made_for_all_that_fol
     scheduler.step()
     optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
     optimizer.param_groups[0]["weight_decay"] = 0.3
-    rate = optimizer.param_groups[0]["lr"]
+    lr = optimizer.param_groups[0]["lr"]
     train(net, optimizer, 1)
-    rates.detach()
-    assert optimizer.param_groups is made and rate == 0.005 and made[0]["weight_decay"] == 0.3
+    lr_factors.detach()
+    assert optimizer.param_groups is made and lr == 0.005 and made[0]["weight_decay"] == 0.3
     assert [group["lr"] for group in made] == [0.005] * (len(made) - 1) + [1e-2]
     assert sum(len(group["params"]) for group in made) == 1 + len(list(net.parameters()))
 
@@ -158,13 +141,11 @@ def test_rates_that_are_set_while_it_steps_stay(is_first):
     net = model()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    rates = GroupLrFactors(optimizer, {"0": net[0].weight})
-    rates.set({"0": 3.0})
     if not is_first:
-        rates.attach()
+        scaled(optimizer, [net[0].weight], 3.0)
     optimizer.register_step_post_hook(lambda *_: scheduler.step())
     if is_first:
-        rates.attach()
+        scaled(optimizer, [net[0].weight], 3.0)
     train(net, optimizer, 4)
     assert [group["lr"] for group in optimizer.param_groups] == [pytest.approx(0.000625)] == scheduler.get_last_lr()
 
@@ -174,9 +155,7 @@ def test_adamwprune_scales_its_step_and_not_its_decay():
     optimizer = AdamWPrune(parameter_groups(net, weight_decay=0.3), lr=1e-2)
     optimizer.lr_factors = {net[0].weight: torch.tensor(4.0, dtype=torch.float64)}
     other = torch.optim.AdamW(parameter_groups(reference, weight_decay=0.3), lr=1e-2, foreach=False)
-    rates = GroupLrFactors(other, {"0": reference[0].weight})
-    rates.set({"0": 4.0})
-    rates.attach()
+    scaled(other, [reference[0].weight], 4.0)
     for ours, theirs in zip(train(net, optimizer), train(reference, other), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
 
@@ -264,11 +243,9 @@ class Counting(torch.optim.Optimizer):
 def test_what_an_optimizer_writes_into_itself_and_its_groups_stays_there(apart):
     net = model()
     optimizer = Counting([{"params": group["params"]} for group in parameter_groups(net)])
-    named = [{"0": net[0].weight}, {"2": net[2].weight}]
-    for weights in named if apart else [{**named[0], **named[1]}]:  # of one Pruner, or of two
-        rates = GroupLrFactors(optimizer, weights)
-        rates.set(dict.fromkeys(weights, 3.0))
-        rates.attach()
+    both = [net[0].weight, net[2].weight]
+    for weights in [both[:1], both[1:]] if apart else [both]:  # of one Pruner, or of two
+        scaled(optimizer, weights, *[3.0] * len(weights))
     train(net, optimizer, 4)
     assert optimizer.num_steps == 4
     assert [(group["count"], group["lr"]) for group in optimizer.param_groups] == [(4, pytest.approx(0.1 / 16))] * 3
@@ -279,9 +256,7 @@ def test_a_compiled_step_takes_the_factors():
     nets = [model() for _ in range(2)]
     for net, is_compiled in zip(nets, (True, False), strict=True):
         optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-        rates = GroupLrFactors(optimizer, {"0": net[0].weight})
-        rates.set({"0": 3.0})
-        rates.attach()
+        scaled(optimizer, [net[0].weight], 3.0)
         if is_compiled:
             optimizer.step = torch.compile(optimizer.step, backend="eager")
         train(net, optimizer)
@@ -293,9 +268,7 @@ def test_the_step_of_a_parent_class_scales_no_rate_again():
     nets = [model() for _ in range(2)]
     for net, make in zip(nets, (Failing, torch.optim.SGD), strict=True):
         optimizer = make(net.parameters(), lr=1e-2, momentum=0.9)
-        rates = GroupLrFactors(optimizer, {"0": net[0].weight})
-        rates.set({"0": 3.0})
-        rates.attach()
+        scaled(optimizer, [net[0].weight], 3.0)
         train(net, optimizer)
     torch.testing.assert_close(nets[0].state_dict(), nets[1].state_dict())
 
@@ -421,9 +394,3 @@ def test_a_scaler_that_skips_a_step_leaves_rates_and_weights_alone(name):
     unscaled.load_state_dict(plain[1])
     for ours, theirs in zip(train(other, unscaled, 1), net.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs)
-
-
-@pytest.mark.parametrize("rate", [0.5, "half", Rate])
-def test_what_is_no_rate_is_refused(rate):
-    with pytest.raises(ValueError, match=r"rate must be a Rate, as Rate\(power=1\)"):
-        pruned(OPTIMIZERS["adamwprune"], rate)

@@ -212,11 +212,6 @@ def test_a_model_keeps_no_pruner_alive_and_a_removed_one_says_nothing():
     model.load_state_dict(dense)
 
 
-def test_other_values_are_refused():
-    with pytest.raises(ValueError, match=r"^reloaded must be \"zero\".*\"raise\".*got 'ignore'$"):
-        pruned(reloaded="ignore")
-
-
 def test_gradients_may_be_accumulated_before_it_is_noticed():
     model, pruner, dense = pruned()
     pruner.optimizer.zero_grad()

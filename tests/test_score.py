@@ -196,12 +196,6 @@ def test_a_rank_of_what_may_come_back_is_the_same_bits_wherever_it_stands(name):
         assert torch.equal(row.of(**{n: reads[n][part] for n in row.reads}), whole[part])
 
 
-def test_fisher_with_a_half_ranks_as_without_q():
-    w, _, v = drawn(scale=1.0)
-    plain, root = SCORES["fisher"].of(w, v, STEP), SCORES["fisher"].of(w, v, STEP, q=0.5)
-    assert torch.allclose(root.square(), plain, rtol=1e-5)
-
-
 def test_random_is_a_fixed_hash_of_seed_name_and_position():
     where = torch.arange(1000)
     noise = random(where, name="a", seed=1)

@@ -36,7 +36,9 @@ SELECTORS = {
 
 
 ALLOCATIONS = ["depth", "erk", {"layer0": 0.3, "layer*": 0.6}]
-at_each_sparsity = pytest.mark.parametrize(("shapes", "kind", "sparsity"), covering(SHAPES, DRAWS, SPARSITIES))
+at_each_sparsity = pytest.mark.parametrize(
+    ("shapes", "kind", "sparsity"), covering(SHAPES, DRAWS, SPARSITIES, one_of=3)
+)
 
 
 def drawn(shapes, kind):
@@ -51,25 +53,8 @@ def row_length(score):
     return score[0].numel() if score.ndim > 1 else score.numel()
 
 
-@at_each_sparsity
-def test_global_drops_the_rounded_share_of_all_and_the_smallest(shapes, kind, sparsity):
-    scores = drawn(shapes, kind)
-    masks = Global()(scores, sparsity)
-    assert num_dropped(masks) == round(sparsity * num_weights(scores))
-    assert same(masks, keep_largest(scores, round(sparsity * num_weights(scores))))
-
-
-@at_each_sparsity
-def test_a_layer_drops_its_rounded_share_and_its_smallest(shapes, kind, sparsity):
-    scores = drawn(shapes, kind)
-    masks = PerLayer()(scores, sparsity)
-    for name, score in scores.items():
-        assert int((~masks[name]).sum()) == round(sparsity * score.numel())
-        assert torch.equal(masks[name], keep_largest({"": score}, round(sparsity * score.numel()))[""])
-
-
 @pytest.mark.parametrize(
-    ("shapes", "kind", "sparsity", "how"), covering(SHAPES, DRAWS, SPARSITIES[:-1], ALLOCATIONS), ids=str
+    ("shapes", "kind", "sparsity", "how"), covering(SHAPES, DRAWS, SPARSITIES[:-1], ALLOCATIONS, one_of=4), ids=str
 )
 def test_layers_drop_what_is_allocated_to_them_and_the_total_in_all(shapes, kind, sparsity, how):
     scores = drawn(shapes, kind)
@@ -80,15 +65,6 @@ def test_layers_drop_what_is_allocated_to_them_and_the_total_in_all(shapes, kind
         assert torch.equal(masks[name], keep_largest({"": score}, expected[name])[""])
 
 
-@at_each_sparsity
-def test_a_row_drops_its_rounded_share_and_its_smallest(shapes, kind, sparsity, small_chunks):
-    scores = drawn(shapes, kind)
-    masks = PerRow()(scores, sparsity)
-    for name, score in scores.items():
-        length = row_length(score)
-        assert torch.equal(masks[name], keep_largest_of_runs(score, length, round(sparsity * length)))
-
-
 @pytest.mark.parametrize("kind", DRAWS)
 @pytest.mark.parametrize(("n", "m"), [(2, 4), (1, 4), (3, 4), (4, 4), (1, 12), (1, 1)])
 def test_n_of_m_keeps_the_n_largest_of_every_m(kind, n, m, small_chunks):
@@ -97,6 +73,10 @@ def test_n_of_m_keeps_the_n_largest_of_every_m(kind, n, m, small_chunks):
     for name, score in scores.items():
         assert masks[name].view(-1, m).sum(1).eq(n).all()
         assert torch.equal(masks[name], keep_largest_of_runs(score, m, m - n))
+        live = torch.rand(score.shape) < 0.6
+        assert torch.equal(
+            NofM(n, m)({name: score}, within={name: live})[name], keep_largest_of_runs(score, m, m - n, live)
+        )
 
 
 @pytest.mark.parametrize(("shapes", "kind", "name"), covering(SHAPES, DRAWS, ["global", "uniform", "row"]))
@@ -120,27 +100,20 @@ def test_events_that_build_on_one_another_keep_subsets_and_exact_counts(shapes, 
 
 
 @at_each_sparsity
-def test_the_dead_are_counted_not_ranked(shapes, kind, sparsity):
+def test_all_layers_and_rows_drop_their_rounded_share_the_dead_first_and_then_the_smallest(
+    shapes, kind, sparsity, small_chunks
+):
     scores = drawn(shapes, kind)
-    within = some_dead(scores)
     total = round(sparsity * num_weights(scores))
-    assert same(Global()(scores, sparsity, within), keep_largest(scores, total, within))
-
-    by_layer, by_row = PerLayer()(scores, sparsity, within), PerRow()(scores, sparsity, within)
-    for name, score in scores.items():
-        share, length = round(sparsity * score.numel()), row_length(score)
-        assert torch.equal(by_layer[name], keep_largest({"": score}, share, {"": within[name]})[""])
-        in_rows = keep_largest_of_runs(score, length, round(sparsity * length), within[name])
-        assert torch.equal(by_row[name], in_rows)
-
-
-@pytest.mark.parametrize("kind", DRAWS)
-def test_n_of_m_stays_within(kind):
-    scores = draw(kind, (6, 16))
-    within = {"layer0": torch.rand(6, 16) < 0.6}
-    assert torch.equal(
-        NofM(2, 4)(scores, within=within)["layer0"], keep_largest_of_runs(scores["layer0"], 4, 2, within["layer0"])
-    )
+    assert num_dropped(Global()(scores, sparsity)) == total
+    for within in ({}, some_dead(scores)):
+        assert same(Global()(scores, sparsity, within), keep_largest(scores, total, within))
+        by_layer, by_row = PerLayer()(scores, sparsity, within), PerRow()(scores, sparsity, within)
+        for name, score in scores.items():
+            share, length, live = round(sparsity * score.numel()), row_length(score), within.get(name)
+            own = {} if live is None else {"": live}
+            assert torch.equal(by_layer[name], keep_largest({"": score}, share, own)[""])
+            assert torch.equal(by_row[name], keep_largest_of_runs(score, length, round(sparsity * length), live))
 
 
 @pytest.mark.parametrize("selector", [*SELECTORS.values(), NofM(1, 2)], ids=str)

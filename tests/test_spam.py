@@ -17,21 +17,10 @@ def test_a_spike_is_cut_to_its_limit_and_keeps_its_sign(theta, dtype):
     v = torch.rand(1000, dtype=dtype)
     g = torch.randn(1000, dtype=dtype) * (2 * theta) ** 0.5
     v[:100], g[50:150] = 0, 0
-    found = spike_clipped(g, v, theta)
+    before, limited = (g.clone(), v.clone()), spike_clipped(g, v, theta)
     spike = (v > 0) & (g**2 > theta * v)
-    assert spike.any() and torch.equal(found[~spike], g[~spike])
-    assert torch.allclose(found[spike], g.sign()[spike] * (theta * v[spike]).sqrt())
-
-
-def test_nothing_is_clipped_where_no_moment_is_known():
-    g = torch.tensor([1e30, -1e-30, 0.0])
-    assert torch.equal(spike_clipped(g, torch.zeros(3), 5000.0), g)
-
-
-def test_clipping_reads_what_it_changes_no_more():
-    g, v = torch.randn(50) * 100, torch.rand(50)
-    before = g.clone(), v.clone()
-    spike_clipped(g, v, 2.0)
+    assert spike.any() and torch.equal(limited[~spike], g[~spike])  # also where no moment is known
+    assert torch.allclose(limited[spike], g.sign()[spike] * (theta * v[spike]).sqrt())
     assert torch.equal(g, before[0]) and torch.equal(v, before[1])
 
 
@@ -105,14 +94,13 @@ def test_the_rate_is_whole_before_the_first_reset_and_after_each_warm_up():
     assert spam.lr_scale(574) == pytest.approx(0.5) and spam.lr_scale(1500) == spam.lr_scale(500)
     scales = [spam.lr_scale(n) for n in range(500, 650)]
     assert scales == sorted(scales) and scales[0] > 0
-
-
-def test_no_warm_up_leaves_the_rate_alone():
     assert {Spam(every=5, warmup=0, hold=1).lr_scale(n) for n in range(20)} == {1.0}
 
 
 @pytest.mark.parametrize(
-    "options", [{"theta": 0.0}, {"every": 0}, {"warmup": -1}, {"hold": -1}, {"every": 50, "hold": 50}], ids=str
+    "options",
+    [{"theta": 0.0}, {"every": 0}, {"warmup": -1}, {"hold": 0}, {"every": 50, "hold": 50}],
+    ids=str,
 )
 def test_settings_out_of_range_are_refused(options):
     with pytest.raises(ValueError, match="hold"):
@@ -142,33 +130,10 @@ def test_the_last_event_waits_too_and_reaches_the_final_sparsity(score):
     assert_pruned_are_zero(pruner)
 
 
-def test_an_event_never_ranks_moments_that_were_just_reset():
-    """At step 10 all moments are zero: ranked then, the first weights of the model would go, whatever they are."""
-    try:
-        pruner, _ = events_with("bitter7", OneShot(0.5, at=10), hold=0)
-    except ValueError as error:
-        assert "hold" in str(error)
-    else:
-        assert pruner.masks["conv.weight"].any() and not pruner.masks["out.weight"].all()
-
-
 def test_an_event_in_the_hold_is_taken_together_with_the_one_before():
     assert events_with("bitter7", OneShot(0.5, at=12))[1] == [13]
     assert events_with("bitter7", OneShot(0.5, at=13))[1] == [13]
     assert events_with("bitter7", Ramp(0.5, 9, 14), every=1)[1] == [13, 14]
-
-
-def test_masks_outlive_resets_and_the_pruned_stay_zero():
-    model = net()
-    optimizer = adamw_prune(model, spam=Spam(theta=2.0, every=6, warmup=3, hold=2))
-    pruner = Pruner(model, optimizer, schedule=Ramp(0.6, 0, 20), every=4)
-    for step in range(40):
-        optimizer.zero_grad()
-        backward(model, step)
-        optimizer.step()
-        for name, mask in pruner.masks.items():
-            assert not dict(model.named_parameters())[name][~mask].any()
-    assert num_pruned(pruner) == round(0.6 * sum(mask.numel() for mask in pruner.masks.values()))
 
 
 def test_a_layer_without_a_gradient_since_the_reset_is_named_not_divided_by():

@@ -5,10 +5,9 @@ from inspect import signature
 
 import pytest
 import torch
-from torch import nn
 from toys import adamw, adamw_prune, net, through_a_file, train
 
-from prunus import AdamWPrune, Constant, Global, NofM, OneShot, PerLayer, Pruner, Ramp, Regrow
+from prunus import AdamWPrune, Constant, Global, NofM, OneShot, PerLayer, Pruner, Ramp, Rate, Regrow
 from prunus.integrations.pruner_options import PruneCallbackBase
 from prunus.validation import check_options
 
@@ -38,10 +37,22 @@ WRONG = [
     ({"masks": [torch.ones(2, 2)]}, r"masks.*\[tensor"),
     ({"masks": torch.ones(99, 99)}, r"masks.*tensor"),
     ({"on_event": "print"}, r"on_event.*'print'"),
+    ({"rate": 0.5}, r"rate must be a Rate, as Rate\(power=1\)"),
+    ({"rate": Rate}, r"rate must be a Rate.*<class"),
+    ({"reloaded": "ignore"}, r"^reloaded must be \"zero\".*\"raise\".*got 'ignore'$"),
+    ({"no_gradient": "warn"}, 'no_gradient must be "raise" or "dense"; got \'warn\''),
+]
+MISFITS = [  # which only the model shows
+    ({"include": "typo"}, "typo"),
+    ({"masks": "ones"}, "ones"),
+    ({"masks": {"typo": torch.ones(2)}}, "typo"),
+    ({"masks": {"conv.weight": torch.ones(2)}}, "conv.weight"),
+    ({"select": NofM(2, 4)}, "2.*4"),
+    ({"select": NofM(2, 4), "schedule": Constant(0.6)}, "0.6"),
 ]
 
 
-@pytest.mark.parametrize(("options", "text"), WRONG, ids=str)
+@pytest.mark.parametrize(("options", "text"), WRONG + MISFITS, ids=str)
 def test_a_wrong_option_is_refused_at_once_and_leaves_no_trace(options, text):
     model, twin = net(), net()
     optimizer = adamw(model)
@@ -95,13 +106,15 @@ def test_an_option_that_adamwprune_does_not_have_is_answered_with_what_to_write(
 @pytest.mark.parametrize("masks", [None, "zeros"])
 def test_weights_without_values_are_refused_when_the_pruner_is_made(make, masks):
     with torch.device("meta"):
-        model = Halves()
-    with pytest.raises(ValueError, match=r"^one\.weight is on the meta device[^\n]*to_empty[^\n]*$"):
+        model = net()
+    with pytest.raises(ValueError, match=r"^conv\.weight is on the meta device[^\n]*to_empty[^\n]*$"):
         Pruner(model, make(model), schedule=RAMP, masks=masks)
 
 
-def test_the_options_of_a_pruner_can_still_be_looked_up():
-    assert list(signature(Pruner).parameters)[:3] == ["model", "optimizer", "score"]
+def test_the_options_of_a_pruner_and_their_defaults_can_be_looked_up():
+    parameters = signature(Pruner).parameters
+    assert list(parameters)[:3] == ["model", "optimizer", "score"]
+    assert parameters["score"].default == "bitter7" and parameters["select"].default == Global()
 
 
 def test_fractions_are_refused_with_what_turns_them_into_steps():
@@ -169,32 +182,3 @@ def test_a_pruner_prints_whatever_it_is_made_of(score):
     model = net()
     assert "schedule=None" in repr(Pruner(model, adamw(model), score=score, masks="zeros"))
     assert "Pruner object" in repr(Pruner.__new__(Pruner))
-
-
-class Halves(nn.Module):
-    """Anything with weights is a model."""
-
-    def __init__(self):
-        super().__init__()
-        self.one = nn.Linear(4, 4)
-
-
-def test_a_schedule_of_ones_own_is_taken():
-    class Late:
-        final, end = 0.5, 3
-
-        def __call__(self, step):
-            return 0.5 if step >= 3 else 0.0
-
-        def is_event(self, step, every):
-            return step == 3
-
-        def over(self, num_steps):
-            return self
-
-    model = Halves()
-    pruner = Pruner(model, adamw(model), score="magnitude", schedule=Late())
-    for _ in range(4):
-        model.one(torch.ones(2, 4)).sum().backward()
-        pruner.optimizer.step()
-    assert pruner.sparsity == 0.5

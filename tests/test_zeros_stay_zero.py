@@ -176,20 +176,6 @@ def test_clipping_before_the_step_sees_the_kept_gradients_only(name):
     assert nn.utils.clip_grad_norm_(model.parameters(), 0.01).item() == pytest.approx(expected.item(), rel=1e-5)
 
 
-def test_clipping_inside_the_step_equals_clipping_before_it():
-    models = [net(), net()]
-    inside = pruner_for("adamw prune clipped", models[0])
-    before = pruner_for("adamw", models[1])
-    for step in range(16):
-        train(models[0], inside.optimizer, [step])
-        before.optimizer.zero_grad()
-        backward(models[1], step)
-        nn.utils.clip_grad_norm_(models[1].parameters(), 0.1)
-        before.optimizer.step()
-    assert inside.digest() == before.digest()
-    assert all(torch.equal(p, q) for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True))
-
-
 @pytest.mark.parametrize("name", FEW)
 @pytest.mark.parametrize("unscale", [False, True], ids=["", "unscaled first"])
 def test_a_step_that_a_scaler_skips_is_not_counted_and_its_event_moves(name, unscale):

@@ -96,26 +96,28 @@ def _parse(kind: type[Any], name: str, args: list[str]) -> Any:
 
         print(help_page(kind, name))
         raise SystemExit(0)
+    columns = os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = "2000"  # of what the parser prints no line is broken
     try:
-        with contextlib.redirect_stderr(io.StringIO()):
-            return tyro.cli(kind, prog=f"prunus {name}", args=args)
+        with contextlib.redirect_stderr(io.StringIO()) as page:
+            return tyro.cli(kind, prog="prunus", args=args, config=(tyro.conf.PositionalMetavarFromFieldName,))
     except SystemExit as stop:
         if not stop.code:
             raise
-    return _fail(f"prunus {name}", f"{_mistake(kind, args)} (prunus {name} --help lists the options)")
+    finally:
+        os.environ.pop("COLUMNS") if columns is None else os.environ.update(COLUMNS=columns)
+    return _fail(f"prunus {name}", f"{_mistake(kind, page.getvalue())} (prunus {name} --help lists the options)")
 
 
-def _mistake(kind: type[Any], args: list[str]) -> str:
+def _mistake(kind: type[Any], page: str) -> str:
     """One line from the page that the parser prints about a mistake."""
-    from .help import parser_output
-
-    plain = parser_output(kind, args)
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", page)
     lines = [line.strip("│ ") for line in plain.splitlines() if line.strip("─-│ ")]
     if len(lines) > 3 and lines[1].startswith("Missing from"):
         return f"{lines[2].split()[0]} is missing: {lines[3].removesuffix('(required)').strip()}"
     what = lines[1].removeprefix(f"Error parsing {kind.__name__}: ")  # line 0 is the page's title
-    if found := re.match(r"Error parsing (--[\w-]+): .*\b(?i:int|float)\b.*'(.*)'", what):
-        option, given = found.groups()
+    if wrong := re.match(r"Error parsing (--[\w-]+): .*\b(?i:int|float)\b.*'(.*)'", what):
+        option, given = wrong.groups()
         hint = f"; {given} is {float(given[:-1]) / 100:g}" if re.fullmatch(r"\d+(\.\d+)?%", given) else ""
         return f"{option} takes a {'' if 'float' in what.lower() else 'whole '}number, got {given!r}{hint}"
     near = [line.split()[0] for line in lines if re.match(r"--[a-z]", line)]

@@ -32,8 +32,8 @@ SHOWN = 40  # findings printed; --json has all
 class Command:
     """Check what a pruned model promises; nothing is written, nothing in its files is executed.
 
-    Exit code 0 if the model is healthy, 1 with a list if it is not, 2 if it could not be read. A training checkpoint
-    records its own target; for other models give --sparsity and --pattern, or see the pattern that is found.
+    Exit code 0 if the model is healthy, 1 with a list if it is not, 2 if it could not be read. Counts are compared
+    with --sparsity and --pattern; without them the doctor names the sparsity and the pattern that it finds.
     """
 
     path: tyro.conf.Positional[Path]  # model folder, safetensors file, checkpoint, or distributed checkpoint
@@ -41,7 +41,8 @@ class Command:
     pattern: str | None = None  # where that fraction holds: global, layer, row, or N:M such as 2:4
     masks: Path | None = None  # safetensors or checkpoint with the masks, to tell pruned weights from live zeros
     include: tuple[str, ...] = ()  # globs over names of weights that are pruned besides linear and convolution weights
-    exclude: tuple[str, ...] = ()  # globs over names of weights that should be dense
+    exclude: tuple[str, ...] = ()  # globs over names of weights that should be dense; wins over the others
+    only: tuple[str, ...] = ()  # globs over names: no other weights are pruned
     allow: tuple[str, ...] = ()  # kinds of findings to accept: too-sparse, excluded, ...
     strict: bool = False  # dead rows and columns are findings (exit code 1), not warnings
     json: bool = False  # print one JSON object and nothing else
@@ -107,7 +108,7 @@ def _print_layers(layers: "Sequence[TensorReport]", console: Terminal) -> None:
 
 def _cells(layer: "TensorReport") -> tuple[str, ...]:
     """What stands in the columns, and the notes."""
-    from ..doctor.findings import percent
+    from ..doctor.findings import share
 
     name = layer.name.removesuffix(".weight")  # the module's, so that the line stays short
     num_dead = (layer.num_dead_rows, layer.num_dead_columns)
@@ -115,5 +116,5 @@ def _cells(layer: "TensorReport") -> tuple[str, ...]:
     notes = [] if layer.is_prunable else [layer.role]
     notes += [f"{layer.num_not_finite:,} not finite"] if layer.num_not_finite else []
     notes += [f"{layer.num_came_back:,} came back"] if layer.num_came_back else []
-    cells = escaped(name), "x".join(map(str, layer.shape)) or "scalar", percent(layer.num_zeros, layer.num)
+    cells = escaped(name), "x".join(map(str, layer.shape)) or "scalar", share(layer.num_zeros, layer.num)
     return *cells, layer.pattern, dead, ", ".join([*notes, *layer.notes])

@@ -103,7 +103,7 @@ def _convert(command: Command) -> None:
         raise ValueError("there is no place to write to; pass --out with a new folder or a .safetensors file")
     if command.out.suffix.lower() in FILES:
         raise ValueError(f"--out is a folder to make or a .safetensors file, and {command.out} looks like another file")
-    size = num_bytes(command.max_shard)
+    size = size_in_bytes(command.max_shard)
     job = ExportJob(command.out, command.form == "sparse", command.check, size, repo=command.push)
     checkpoint = _checkpoint(command.source)
     loaded: list[str] = []
@@ -124,10 +124,10 @@ def _convert(command: Command) -> None:
     _show(command, done, *loaded)
 
 
-def num_bytes(text: str) -> int:
+def size_in_bytes(text: str) -> int:
     """Bytes from a number with a unit; units are powers of a thousand."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([KMG]?)B?\s*", text.upper())
-    size = int(float(found[1]) * {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}[found[2]]) if found else 0
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([KMG]?)B?\s*", text.upper())
+    size = int(float(match[1]) * {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}[match[2]]) if match else 0
     if size < 1:
         raise ValueError(f"a size is a positive number with B, KB, MB or GB, as in 5GB; got {text!r}")
     return size

@@ -140,33 +140,33 @@ def summary(profile: "StepProfile") -> list[str]:
 
 def advice(profile: "StepProfile") -> list[str]:
     """What would make the training faster or smaller; one sentence at least."""
-    run, step, found = profile.run, profile.step, []
+    run, step, lines = profile.run, profile.step, []
     on_gpu = profile.device.startswith("cuda")
     if on_gpu and step.share("idle") > 0.2:
         ways = "a larger --batch" if run.compile else "--compile, or a larger --batch,"
-        found.append(f"The GPU waits for the host {step.share('idle'):.0%} of the time: {ways} helps.")
+        lines.append(f"The GPU waits for the host {step.share('idle'):.0%} of the time: {ways} helps.")
     if step.host.get("data", 0.0) > 0.1 * step.seconds:
-        found.append("More than a tenth of the step goes into making batches: give the host less else to do.")
+        lines.append("More than a tenth of the step goes into making batches: give the host less else to do.")
     if step.share("gradient masking") > 0.05 and run.optimizer == "adamw":
-        found.append("Masking gradients shows: --optimizer adamwprune masks inside its step.")
+        lines.append("Masking gradients shows: --optimizer adamwprune masks inside its step.")
     if profile.event_share > 0.02 and not profile.has_one_event:
         share, twice = profile.event_share, 2 * run.event_period
-        found.append(f"Events take {share:.1%} of the time: with --every {twice} {profile.share_of_events(twice):.1%}.")
+        lines.append(f"Events take {share:.1%} of the time: with --every {twice} {profile.share_of_events(twice):.1%}.")
     if on_gpu and run.precision == "float32":
-        found.append("The passes run in float32: --precision bfloat16 makes them several times faster.")
+        lines.append("The passes run in float32: --precision bfloat16 makes them several times faster.")
     if not on_gpu:
         import torch
 
         threads = torch.get_num_threads()
-        found.append(f"The steps ran on {threads} CPU thread{'s' * (threads > 1)}: --device cuda where there is one.")
+        lines.append(f"The steps ran on {threads} CPU thread{'s' * (threads > 1)}: --device cuda where there is one.")
     if profile.compiled and profile.compiled.recompiles:
-        found.append(f"{profile.compiled.recompiles} recompiles: TORCH_LOGS=recompiles says what changed.")
+        lines.append(f"{profile.compiled.recompiles} recompiles: TORCH_LOGS=recompiles says what changed.")
     memory, batch = profile.memory, run.batch
     peak, size = sum(memory.peak.values()), memory.limits.get("device")
     if size and peak < 0.4 * size:
-        found.append(f"{(size - peak) / 2**30:.0f} GiB of the GPU stay free: --batch {2 * batch} fits.")
+        lines.append(f"{(size - peak) / 2**30:.0f} GiB of the GPU stay free: --batch {2 * batch} fits.")
     if size and peak > 0.9 * size and batch > 1:
-        found.append(f"Memory is nearly full: --batch {batch // 2} --accumulate {2 * run.accumulate} needs less.")
+        lines.append(f"Memory is nearly full: --batch {batch // 2} --accumulate {2 * run.accumulate} needs less.")
     if memory.event and sum(memory.event.values()) > peak:
-        found.append("The peak is in the event, not in the step.")
-    return found or ["Nothing stands out: time and memory go where they should."]
+        lines.append("The peak is in the event, not in the step.")
+    return lines or ["Nothing stands out: time and memory go where they should."]

@@ -1,6 +1,6 @@
 """``examine(path)``: every check, one tensor in memory at a time."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -8,22 +8,14 @@ from typing import Any
 
 from ..eligible import matches
 from ..files.reader import located
-from .checkpoints import (
-    RANK,
-    add_state,
-    load_mapping,
-    masks_in,
-    of_run,
-    read_checkpoint,
-    read_distributed,
-    read_ranks,
-)
-from .contents import Contents, StoredTensor, digest_of, roles, widened
+from .checkpoints import add_state, load_mapping, masks_in, read_checkpoint, read_distributed
+from .contents import Contents, StoredTensor, digest_of, widened
 from .findings import WARNINGS, Diagnosis, Expected, Finding
 from .folders import read_file, read_folder, repeated_tensors, tensors_of
-from .model_checks import check_digests, check_expected, check_moments, check_neighbours, check_pruned, check_ties
+from .model_checks import check_digests, check_expected, check_optimizer_state, check_prune_result, check_ties
 from .pattern import overall
-from .tensor_checks import Context, check_tensor
+from .roles import roles
+from .tensor_checks import check_tensor
 
 
 def examine(
@@ -34,17 +26,19 @@ def examine(
     masks: str | Path | None = None,
     include: str | Sequence[str] = (),
     exclude: str | Sequence[str] = (),
+    only: str | Sequence[str] = (),
     allow: str | Sequence[str] = (),
     strict: bool = False,
 ) -> Diagnosis:
     """What the model or checkpoint at ``path`` is, and where it is not what it promises.
 
-    ``sparsity`` and ``pattern`` (``global``, ``layer``, ``row`` or ``N:M``) are what was asked for; a
-    training checkpoint says so itself. ``masks`` is a file of masks; ``allow`` are kinds of findings
-    that are meant, and become notes. Dead rows and columns are warnings, findings if ``strict``.
+    ``sparsity`` and ``pattern`` (``global``, ``layer``, ``row`` or ``N:M``) are what was asked for, ``masks`` is a file
+    of masks. Globs over names: ``include`` adds to the weights that are pruned by default, ``only`` restricts them to
+    what it matches, and ``exclude`` wins. Findings of the kinds in ``allow`` become notes. Dead rows and columns are
+    warnings, findings if ``strict``.
     """
-    names = ((one,) if isinstance(one, str) else tuple(one) for one in (include, exclude, allow))
-    given = Expected(sparsity, pattern, *names)
+    names = ((one,) if isinstance(one, str) else tuple(one) for one in (include, exclude, only, allow))
+    expected = Expected(sparsity, pattern, *names)
     contents = open_contents(Path(path))
     with contents.stack:
         if not contents.tensors and not contents.findings:
@@ -52,10 +46,7 @@ def examine(
         if masks is not None:
             contents.masks = _read_masks(Path(masks))
         _undo_parametrization(contents)
-        run = of_run(contents) | of_prune(contents)
-        if sparsity is not None or pattern is not None:  # the caller's word, not the run's
-            run = {name: value for name, value in run.items() if name not in ("sparsity", "pattern")}
-        return _diagnosis(contents, Expected(**(run | given.given)), strict)
+        return _diagnosis(contents, expected, strict)
 
 
 def open_contents(path: Path) -> Contents:
@@ -67,38 +58,35 @@ def open_contents(path: Path) -> Contents:
             return read_checkpoint(path / "checkpoint.pt")
         if sharded := [p.parent for p in path.glob("checkpoint-*/.metadata") if p.parent.name[11:].isdecimal()]:
             return read_distributed(max(sharded, key=lambda p: int(p.name[11:])))
-        if ranks := sorted(file for file in path.glob("*.pt") if RANK.search(file.name)):
-            return read_ranks(path, ranks)
         return read_folder(path)
     path = located(path)
-    if path.name.endswith((".safetensors", ".safetensors.index.json")):
-        return read_file(path)
-    return read_checkpoint(path)
+    is_safetensors = path.name.endswith((".safetensors", ".safetensors.index.json"))
+    return read_file(path) if is_safetensors else read_checkpoint(path)
 
 
 def _diagnosis(contents: Contents, expected: Expected, strict: bool) -> Diagnosis:
-    findings = contents.findings
+    findings, settings = contents.findings, contents.pruned.get("settings", {})
     for name, mask in contents.masks.items():
         if name not in contents.tensors:
             what = f"{mask.file} holds a mask for it, but there is no such tensor"
             contents.find("bad-mask", name, what, "take the masks that were saved with this model")
-    pruned = () if contents.masks else pruned_names(contents)
-    chosen = roles(contents.tensors, expected.include, expected.exclude, contents.masks, pruned)
-    head = _head_width(contents.config)
+    pruned = _pruned_names(contents)
+    expected = Expected(**(_of_prune(contents, settings, expected) | expected.given))
+    chosen = roles(contents.tensors, expected, contents.masks, () if contents.masks else pruned)
     checks = {
-        name: check_tensor(stored, Context(chosen[name], contents.masks.get(name), expected.groups, head))
+        name: check_tensor(stored, chosen[name], contents.masks.get(name), expected.groups)
         for name, stored in contents.tensors.items()
     }
     digest = digest_of(contents.masks, contents.tensors) if contents.masks else None
     findings += [finding for check in checks.values() for finding in check.findings]
     findings += check_expected(expected, checks.values())
-    findings += check_pruned(contents, checks)
+    findings += check_prune_result(contents, checks)
     findings += check_ties(contents, chosen, checks)
-    findings += check_neighbours(contents.tensors, contents.config)
-    findings += check_moments(contents)
+    findings += check_optimizer_state(contents)
     findings += check_digests(contents, digest)
     kinds: dict[str, list[Finding]] = {"allowed": [], "warning": [], "finding": []}
-    allow = {*expected.allow, *(("excluded",) if _was_quantised(contents) else ())}  # whose zeros were there before
+    is_quantized = bool(settings.get("gguf_file")) or str(settings.get("model", "")).endswith(".gguf")
+    allow = {*expected.allow, *(("excluded",) if is_quantized else ())}  # zeros that were there before
     for one in findings:
         is_warning = one.kind in WARNINGS and not strict
         kinds["allowed" if one.kind in allow else "warning" if is_warning else "finding"].append(one)
@@ -120,29 +108,24 @@ def _diagnosis(contents: Contents, expected: Expected, strict: bool) -> Diagnosi
     )
 
 
-def pruned_names(contents: Contents) -> list[str]:
-    """Weights that ``prunus prune`` says it pruned; none where files name tensors otherwise than the model."""
+def _pruned_names(contents: Contents) -> list[str]:
+    """Weights that ``prunus prune`` says it pruned; none where the files name tensors differently from the model."""
     names = [str(row.get("name")) for row in contents.pruned.get("layers", ()) if isinstance(row, dict)]
     return names if all(name in contents.tensors for name in names) else []
 
 
-def of_prune(contents: Contents) -> dict[str, Any]:
+def _of_prune(contents: Contents, settings: dict[str, Any], expected: Expected) -> dict[str, Any]:
     """Patterns of names, and groups, that ``prunus prune`` was asked for, as far as its result says."""
-    settings = contents.pruned.get("settings", {})
-    found: dict[str, Any] = {}
-    for option in ("include", "exclude"):
-        given = settings.get(option)
-        globs = [glob for glob in given if isinstance(glob, str)] if isinstance(given, list) else []
-        found[option] = tuple(glob for glob in globs if any(matches(name, [glob]) for name in contents.tensors))
-    if settings.get("scope") == "2:4" and pruned_names(contents):
-        found["pattern"] = "2:4"
-    return {name: value for name, value in found.items() if value}
-
-
-def _was_quantised(contents: Contents) -> bool:
-    """Whether ``prunus prune`` read the model from a file of quantised weights, many of which are zero."""
-    settings = contents.pruned.get("settings", {})
-    return bool(settings.get("gguf_file")) or str(settings.get("model", "")).endswith(".gguf")
+    asked: dict[str, Any] = {}
+    for option in ("include", "exclude", "only"):
+        globs = settings.get(option)
+        for glob in globs if isinstance(globs, list) else ():
+            if isinstance(glob, str) and any(matches(name, [glob]) for name in contents.tensors):
+                asked[option] = (*asked.get(option, ()), glob)
+    is_open = expected.sparsity is None and expected.pattern is None  # else the caller's word counts
+    if is_open and settings.get("scope") == "2:4" and _pruned_names(contents):
+        asked["pattern"] = "2:4"
+    return asked
 
 
 def _read_masks(path: Path) -> dict[str, StoredTensor]:
@@ -150,19 +133,19 @@ def _read_masks(path: Path) -> dict[str, StoredTensor]:
     if not path.is_file():
         raise ValueError(f"there is no file of masks {path}")
     if path.name.endswith(".safetensors"):
-        found = {stored.name: stored for stored in tensors_of(path)}
+        masks = {stored.name: stored for stored in tensors_of(path)}
         if twice := repeated_tensors(path):
             raise ValueError(f"{path} holds {twice[0]!r} twice; save the masks anew")
     else:
         state, contents = load_mapping(path), Contents(path, "")
         add_state(contents, state, path.name)
-        found = contents.masks or masks_in(state, path.name)
-    if not found:
+        masks = contents.masks or masks_in(state, path.name)
+    if not masks:
         raise ValueError(f"{path} holds no masks; expected booleans or packed bits by the names of the weights")
-    for stored in found.values():
+    for stored in masks.values():
         if stored.is_float and not ((values := widened(stored.load())).eq(0) | values.eq(1)).all():
             raise ValueError(f"{stored.name} in {path} is no mask: expected booleans, packed bits, or zeros and ones")
-    return found
+    return masks
 
 
 def _undo_parametrization(contents: Contents) -> None:
@@ -177,10 +160,3 @@ def _undo_parametrization(contents: Contents) -> None:
         contents.tensors[plain] = replace(original, name=plain, load=load)
         what = "it is stored as weight and mask, which needs more room and is not loaded by other tools"
         contents.find("not-removed", plain, what, "call torch.nn.utils.prune.remove before saving")
-
-
-def _head_width(config: Mapping[str, Any]) -> int:
-    """Rows of one attention head, 0 where the configuration does not say."""
-    numbers = [config.get(name) for name in ("head_dim", "hidden_size", "num_attention_heads")]
-    own, width, heads = (n if isinstance(n, int) and not isinstance(n, bool) and n > 0 else 0 for n in numbers)
-    return own or (width // heads if heads else 0)

@@ -37,6 +37,7 @@ class Expected:
     pattern: str | None = None  # global, layer, row or N:M
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()
     allow: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -150,10 +151,10 @@ class Diagnosis:
     @property
     def verdict(self) -> str:
         counted = f"{self.sparsity:.4%} of {self.num_prunable:,} prunable weights are zero ({self.pattern})"
-        found = _counted("finding", self.findings) + _counted("warning", self.warnings)
+        faults = _counted("finding", self.findings) + _counted("warning", self.warnings)
         if self.is_healthy:
-            return f"healthy{' with ' if found else ''}{', '.join(found)}: {counted}"
-        return f"not healthy: {', '.join(found)}; {counted}"
+            return f"healthy{' with ' if faults else ''}{', '.join(faults)}: {counted}"
+        return f"not healthy: {', '.join(faults)}; {counted}"
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, all of them finite."""
@@ -171,7 +172,7 @@ def _counted(noun: str, findings: Sequence[Finding]) -> list[str]:
     return [f"{len(findings)} {noun}{'s' if len(findings) > 1 else ''} ({kinds})"]
 
 
-def percent(part: int, whole: int) -> str:
+def share(part: int, whole: int) -> str:
     """A percentage that never rounds something to nothing or to all."""
     if not whole:
         return "-"

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from ..files.metadata import is_marked
 from ..files.reader import open_tensors
 from ..files.regular import check_regular
 from ..files.safetensors_header import DTYPES
-from .contents import Contents, StoredTensor, dtype_name
+from .contents import Contents, StoredTensor, plain_dtype
 
 INDEX = ".safetensors.index.json"
 SERIES = re.compile(r"^(.*)-(\d+)-of-(\d+)\.safetensors$")
@@ -37,11 +37,13 @@ def read_folder(path: Path) -> Contents:
         return _read_sparse_form(contents, "small folder")
     if index and "model.safetensors" not in files:
         return _by_index(contents, index[0], files)
-    chosen = ["model.safetensors"] if "model.safetensors" in files else files
     if index:
         what = f"it stands beside {index[0].name}, and tools load the one or the other"
         contents.find("duplicate", "model.safetensors", what, "delete the one that is out of date")
-    _by_files(contents, chosen)
+    chosen = ["model.safetensors"] if "model.safetensors" in files else files
+    for file in chosen:
+        _add(contents, path / file)
+    _check_series(contents, chosen)
     _note_ignored(contents, set(files) - set(chosen), "there is a model.safetensors")
     return contents
 
@@ -75,8 +77,7 @@ def _read_sparse_form(contents: Contents, kind: str) -> Contents:
     contents.kind = kind
     tensors = contents.stack.enter_context(open_tensors(contents.path))
     for name, record in tensors.records.items():
-        file = tensors.homes[name].path.name
-        dtype = dtype_name(DTYPES[record.dtype])
+        file, dtype = tensors.homes[name].path.name, plain_dtype(DTYPES[record.dtype])
         contents.tensors[name] = StoredTensor(name, record.layout.shape, dtype, file, partial(tensors.read, name))
         if record.same_as is not None:
             contents.notes.append(f"{name} is {record.same_as}: one tensor under two names")
@@ -87,12 +88,11 @@ def _read_sparse_form(contents: Contents, kind: str) -> Contents:
 
 
 def tensors_of(path: Path) -> list[StoredTensor]:
-    """The tensors of a safetensors file, not read yet."""
+    """The tensors of a safetensors file, not read yet; layer 2 before layer 10."""
     check_regular(path)
     try:
         file = safe_open(str(path), framework="pt")
-        names = list(file.keys())
-        slices = {name: file.get_slice(name) for name in names}
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
 
@@ -104,12 +104,12 @@ def tensors_of(path: Path) -> list[StoredTensor]:
         except (SafetensorError, RuntimeError, AttributeError) as error:  # a type or shape that torch does not have
             raise ValueError(f"{path} has {name!r}, which torch cannot read: {error}") from error
 
-    found = []
+    tensors = []
     for name, stored in slices.items():
         dtype = str(stored.get_dtype())
-        dtype = dtype_name(DTYPES[dtype]) if dtype in DTYPES else dtype
-        found.append(StoredTensor(plain_name(name), tuple(stored.get_shape()), dtype, path.name, partial(load, name)))
-    return found
+        dtype = plain_dtype(DTYPES[dtype]) if dtype in DTYPES else dtype
+        tensors.append(StoredTensor(plain_name(name), tuple(stored.get_shape()), dtype, path.name, partial(load, name)))
+    return sorted(tensors, key=lambda t: [(len(part) if part.isdecimal() else 0, part) for part in t.name.split(".")])
 
 
 def repeated_tensors(path: Path) -> list[str]:
@@ -119,7 +119,7 @@ def repeated_tensors(path: Path) -> list[str]:
 
 
 def _add(contents: Contents, path: Path) -> None:
-    for stored in sorted(tensors_of(path), key=lambda stored: _in_order(stored.name)):
+    for stored in tensors_of(path):
         other = contents.tensors.setdefault(stored.name, stored)
         if other is not stored:
             what = f"it is stored in {other.file} and in {stored.file}"
@@ -141,14 +141,8 @@ def _note_ignored(contents: Contents, files: Iterable[str], why: str) -> None:
                 contents.find("duplicate", file, what, "delete it if it is out of date: some tools load every file")
 
 
-def _in_order(name: str) -> list[tuple[int, str]]:
-    """Key that puts layer 2 before layer 10: longer numbers are larger."""
-    return [(len(part) if part.isdecimal() else 0, part) for part in name.split(".")]
-
-
-def _by_files(contents: Contents, files: Sequence[str]) -> Contents:
-    for file in files:
-        _add(contents, contents.path / file)
+def _check_series(contents: Contents, files: Iterable[str]) -> None:
+    """Shards without an index, and shards that are missing by their numbers."""
     series = [match for file in files if (match := SERIES.match(file))]
     if series:
         contents.find("missing", f"model{INDEX}", "the shards have no index", "write one, or save the model anew")
@@ -158,51 +152,51 @@ def _by_files(contents: Contents, files: Sequence[str]) -> Contents:
             first = min(set(range(1, len(there) + 2)) - there)
             what = f"{int(total) - len(there)} of {int(total)} shards are not there, the first is number {first}"
             contents.find("missing", f"{stem}-*-of-{total}.safetensors", what, "copy the shards again")
-    return contents
 
 
-def _by_index(contents: Contents, index: Path, files: Sequence[str]) -> Contents:
-    listed = read_json(index).get("weight_map")
+def _by_index(contents: Contents, index: Path, files: Iterable[str]) -> Contents:
+    listed = _weight_map(index)
     for name in repeated_names(index.read_bytes()):
         what = f"its name stands twice in {index.name}, and tools read the one or the other"
         contents.find("duplicate", name, what, "mend the index")
+    for file, number in sorted(Counter(listed.values()).items()):
+        if (index.parent / file).is_file():
+            _add(contents, index.parent / file)
+        else:
+            contents.find("missing", file, f"the index names it for {number} tensors", "copy the shard again")
+    reported = {finding.where for finding in contents.findings}
+    for name, file in listed.items():
+        stored = contents.tensors.get(plain_name(name))
+        if stored is None and file not in reported:
+            contents.find("missing", name, f"the index places it in {file}, which lacks it", "save the model anew")
+        elif stored is not None and stored.file != file and stored.name not in reported:
+            what = f"the index places it in {file}, but it is in {stored.file}"
+            contents.find("missing", name, what, "mend the index")
+    known = {plain_name(name) for name in listed}
+    for stored in (stored for name, stored in contents.tensors.items() if name not in known):
+        contents.find("missing", stored.name, f"{stored.file} holds it, the index lacks it", "mend the index")
+    _note_ignored(contents, set(files) - set(listed.values()), "the index does not name them")
+    return contents
+
+
+def _weight_map(index: Path) -> Mapping[str, str]:
+    listed = read_json(index).get("weight_map")
     if not isinstance(listed, dict) or not listed:
         raise ValueError(f"{index} has no weight_map from names to files")
     for name, file in listed.items():
         if not isinstance(file, str) or not file or Path(file).name != file:
             raise ValueError(f"{index} places {name} in {file!r}, which is no file of its folder")
-    is_there = {}
-    for file, number in sorted(Counter(listed.values()).items()):
-        is_there[file] = (index.parent / file).is_file()
-        if is_there[file]:
-            _add(contents, index.parent / file)
-        else:
-            contents.find("missing", file, f"the index names it for {number} tensors", "copy the shard again")
-    duplicates = {finding.where for finding in contents.findings if finding.kind == "duplicate"}
-    for name, file in listed.items():
-        stored = contents.tensors.get(plain_name(name))
-        if stored is None and is_there[file]:
-            contents.find("missing", name, f"the index places it in {file}, which lacks it", "save the model anew")
-        elif stored is not None and stored.file != file and stored.name not in duplicates:
-            what = f"the index places it in {file}, but it is in {stored.file}"
-            contents.find("missing", name, what, "mend the index")
-    known = {plain_name(name) for name in listed}
-    for name, stored in contents.tensors.items():
-        if name not in known:
-            contents.find("missing", name, f"{stored.file} holds it, the index lacks it", "mend the index")
-    _note_ignored(contents, set(files) - set(listed.values()), "the index does not name them")
-    return contents
+    return listed
 
 
 def _result(folder: Path) -> dict[str, Any]:
     """What ``prunus prune`` wrote beside the model, empty if there is nothing like it."""
     path = folder / "result.json"
     try:
-        found = read_json(path) if path.is_file() else {}
+        values = read_json(path) if path.is_file() else {}
     except ValueError:
         return {}
-    is_known = isinstance(found.get("settings"), dict) and isinstance(found.get("layers"), list)
-    return found if is_known else {}
+    return values if isinstance(values.get("settings"), dict) and isinstance(values.get("layers"), list) else {}
 
 
 def _config(folder: Path) -> dict[str, Any]:

@@ -1,35 +1,29 @@
-"""Checks over all tensors: the sparsity asked for, ties, missing neighbours, optimizer state, digests."""
+"""Checks over all tensors: the sparsity asked for, ties, optimizer state, digests."""
 
-import re
-from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice, pairwise
-from typing import Any
 
 import torch
 
 from ..ops import bits
-from .contents import Contents, Role, StoredTensor, embeds_tokens, nonzero
+from .contents import Contents, is_nonzero
 from .findings import Expected, Finding
+from .roles import Role, embeds_tokens
 from .tensor_checks import TensorCheck
 
-NUMBER = re.compile(r"\.(\d{1,9})\.")
-LISTS = ("layers", "h", "blocks", "layer", "block", "experts")  # of equal blocks; stages of a network differ
-NAMED = 4  # names or numbers in a message
-LONGEST = 1000  # characters of a name; one that is longer is of no block
+NAMED = 4  # names in a message
 MASKED = "prune it anew with exact counts, or finish its training"
 LIVE = "prune it anew with exact counts; --masks tells pruned weights from live zeros"
 
 
 def check_expected(expected: Expected, checks: Iterable[TensorCheck]) -> list[Finding]:
-    """Findings where prunable weights differ from what was expected."""
+    """Findings where prunable weights differ from what was expected; without a pattern, from every one of them."""
     weights = [check for check in checks if check.layer.is_prunable and check.counts is not None]
-    found = _groups(*expected.groups, weights) if expected.groups else []
+    crowded = _groups(*expected.groups, weights) if expected.groups else []
     if expected.sparsity is None:
-        return found
+        return crowded
     todo = MASKED if any(check.layer.num_pruned is not None for check in weights) else LIVE
     if expected.groups:
-        return found + _total(expected.sparsity, weights, todo)
+        return crowded + _total(expected.sparsity, weights, todo)
     ways = {"global": _total, "layer": _layers, "row": _rows}
     if expected.pattern is not None:
         return ways[expected.pattern](expected.sparsity, weights, todo)
@@ -48,16 +42,16 @@ def _total(sparsity: float, weights: Sequence[TensorCheck], todo: str) -> list[F
 
 def _layers(sparsity: float, weights: Sequence[TensorCheck], todo: str) -> list[Finding]:
     """``round(s n)`` of every weight."""
-    dense, found = set(_dense(weights)), []
+    dense, findings = set(_dense(weights)), []
     for layer in (check.layer for check in weights):
         hint = f"--exclude {layer.name} if it was meant to be dense, else {todo}" if layer.name in dense else todo
-        found += _count(layer.name, layer.num_removed, sparsity, layer.num, hint)
-    return found
+        findings += _count(layer.name, layer.num_removed, sparsity, layer.num, hint)
+    return findings
 
 
 def _rows(sparsity: float, weights: Sequence[TensorCheck], todo: str) -> list[Finding]:
     """``round(s n)`` of every row."""
-    found = []
+    findings = []
     for check in weights:
         assert check.counts is not None
         width = check.counts.shape[1]
@@ -67,21 +61,21 @@ def _rows(sparsity: float, weights: Sequence[TensorCheck], todo: str) -> list[Fi
                 f"{wrong:,} of {len(removed):,} rows have not the {due:,} zeros of {width:,} "
                 f"asked for: they have {int(removed.min()):,} to {int(removed.max()):,}"
             )
-            found.append(Finding("rows", check.layer.name, what, todo))
-    return found
+            findings.append(Finding("rows", check.layer.name, what, todo))
+    return findings
 
 
 def _groups(n: int, m: int, weights: Sequence[TensorCheck]) -> list[Finding]:
-    found = []
+    findings = []
     for check in weights:
         assert check.counts is not None
         if check.num_crowded < 0:
             what = f"its rows of {check.counts.shape[1]:,} cannot be split into groups of {m}"
-            found.append(Finding("groups", check.layer.name, what, "exclude it, or choose another N:M"))
+            findings.append(Finding("groups", check.layer.name, what, "exclude it, or choose another N:M"))
         elif check.num_crowded:
             what = f"{check.num_crowded:,} of {check.counts.num // m:,} groups of {m} inputs keep more than {n}"
-            found.append(Finding("groups", check.layer.name, what, f"prune it to {n}:{m}, or exclude it"))
-    return found
+            findings.append(Finding("groups", check.layer.name, what, f"prune it to {n}:{m}, or exclude it"))
+    return findings
 
 
 def _count(where: str, removed: int, sparsity: float, num: int, todo: str) -> list[Finding]:
@@ -104,7 +98,7 @@ def check_ties(contents: Contents, chosen: Mapping[str, Role], checks: Mapping[s
     inner = contents.config.get("text_config")
     configs = [contents.config, *([inner] if isinstance(inner, dict) else [])]
     is_tied = next((config["tie_word_embeddings"] for config in configs if "tie_word_embeddings" in config), None)
-    if str(contents.run.get("model", "")).startswith("gpt2"):
+    if contents.model.startswith("gpt2"):
         is_tied = True
     embeddings = [name for name, role in chosen.items() if role.kind == "embedding" and embeds_tokens(name)]
     heads = [name for name, role in chosen.items() if role.kind == "head" and name.endswith("weight")]
@@ -124,7 +118,7 @@ def check_ties(contents: Contents, chosen: Mapping[str, Role], checks: Mapping[s
             contents.notes.append(f"{name} differs from {first}, and nothing says whether they are tied")
 
 
-def check_pruned(contents: Contents, checks: Mapping[str, TensorCheck]) -> Iterator[Finding]:
+def check_prune_result(contents: Contents, checks: Mapping[str, TensorCheck]) -> Iterator[Finding]:
     """Weights with fewer zeros than ``prunus prune`` wrote down beside them."""
     for row in contents.pruned.get("layers", ()):
         check = checks.get(str(row.get("name"))) if isinstance(row, dict) else None
@@ -134,65 +128,7 @@ def check_pruned(contents: Contents, checks: Mapping[str, TensorCheck]) -> Itera
             yield Finding("too-dense", check.layer.name, what, "prune the model anew, or remove result.json")
 
 
-def check_neighbours(tensors: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Tensors that a block lacks and most blocks of its list have; blocks that a list lacks.
-
-    A block with tensors of its own is of another kind, and so are stages, whose tensors differ in shape.
-    """
-    lists: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
-    for name in sorted(name for name in tensors if len(name) <= LONGEST):
-        for match in NUMBER.finditer(f".{name}"):
-            stem = f".{name}"[1 : match.start()]
-            if stem.rpartition(".")[2] in LISTS:
-                lists[stem][int(match[1])].add(f".{name}"[match.end() :])
-    missing: dict[str, str] = {}
-    for stem, blocks in lists.items():
-        shapes = {(rest, tensors[f"{stem}.{i}.{rest}"].shape) for i, suffixes in blocks.items() for rest in suffixes}
-        if len(blocks) > 2 and len(shapes) == len({rest for rest, _ in shapes}):
-            missing |= _lacking(stem, blocks)
-    for name, what in missing.items():
-        yield Finding("missing", name, what, "copy it from where the model was saved, or save it anew")
-    yield from _gaps(lists, config)
-
-
-def _lacking(stem: str, blocks: Mapping[int, set[str]]) -> dict[str, str]:
-    num_blocks = Counter(suffix for suffixes in blocks.values() for suffix in suffixes)
-    usual = {suffix for suffix, number in num_blocks.items() if 2 * number > len(blocks)}
-    found = {}
-    for number, suffixes in sorted(blocks.items()):
-        for suffix in sorted(usual - suffixes) if suffixes <= usual else ():
-            if "." in suffix:  # blocks, not the layers of a Sequential
-                found[f"{stem}.{number}.{suffix}"] = f"{num_blocks[suffix]} of {len(blocks)} blocks of {stem} have one"
-    return found
-
-
-def _gaps(lists: Mapping[str, Mapping[int, set[str]]], config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Blocks left out; a Sequential with activations in between leaves out every second number, which is no fault."""
-    todo = "copy them from where the model was saved, or save it anew"
-    for stem, blocks in lists.items():
-        there = sorted(blocks)
-        if len({after - before for before, after in pairwise(there)}) > 1:
-            gone = (number for before, after in pairwise(there) for number in range(before + 1, after))
-            first = list(islice(gone, NAMED))
-            more = _num_gone(blocks) - len(first)
-            shown = f"{first}{f' and {more:,} more' if more else ''}"
-            what = f"blocks {shown} of {there[0]} to {there[-1]} are not there"
-            yield Finding("missing", f"{stem}.{first[0]}", what, todo)
-    given = [config.get(key) for key in ("num_hidden_layers", "n_layer")]
-    num = next((number for number in given if isinstance(number, int) and not isinstance(number, bool)), 0)
-    stacks = [stem for stem in lists if not stem.endswith("experts")]
-    if num and stacks:
-        stem = max(stacks, key=lambda stem: len(lists[stem]))
-        num_there = len(lists[stem])
-        if num_there + _num_gone(lists[stem]) < num or (num_there == 2 < num):
-            yield Finding("missing", stem, f"config.json says {num} blocks, and {num_there} are stored", todo)
-
-
-def _num_gone(blocks: Mapping[int, Any]) -> int:
-    return max(blocks) - min(blocks) + 1 - len(blocks)
-
-
-def check_moments(contents: Contents) -> Iterator[Finding]:
+def check_optimizer_state(contents: Contents) -> Iterator[Finding]:
     """Optimizer state that is alive where its mask says pruned, and masks there that are not the pruner's."""
     packed_masks = {
         name: mask for name, mask in contents.masks.items() if (mask.dtype, len(mask.shape)) == ("uint8", 1)
@@ -207,7 +143,7 @@ def check_moments(contents: Contents) -> Iterator[Finding]:
             yield Finding("masks-disagree", where, what, "go back to a checkpoint whose masks agree")
         for key, value in row.items():
             if value.ndim > 1 and bits.num_bytes(value.numel()) == len(packed):
-                alive = int((nonzero(value) & ~bits.unpack(packed, value.shape)).sum())
+                alive = int((is_nonzero(value) & ~bits.unpack(packed, value.shape)).sum())
                 if alive:
                     what = f"{alive:,} values of {key} are not zero where the weight is pruned"
                     yield Finding("moments", where, what, "zero them, or the weights come back with the next step")

@@ -47,7 +47,7 @@ class Counts:
         return int((self.columns == 0).sum()) if self.shape[0] else 0
 
 
-def count(keep: Tensor) -> Counts:
+def count_kept(keep: Tensor) -> Counts:
     """Counts of a boolean (rows, columns)."""
     num_rows, num_columns = keep.shape
     rows = torch.zeros(num_rows, dtype=torch.int64)
@@ -94,12 +94,12 @@ def num_crowded(keep: Tensor, n: int, m: int) -> int:
 
 def num_not_finite(tensor: Tensor) -> int:
     """How many elements are NaN or infinite."""
-    flat, found = tensor.reshape(-1), 0
+    flat, number = tensor.reshape(-1), 0
     for start in range(0, len(flat), CHUNK):
         chunk = widened(flat[start : start + CHUNK])
         if not chunk.sum(dtype=torch.float64).isfinite():  # a sum is cheap, and shows one value that is not finite
-            found += int((~chunk.isfinite()).sum())
-    return found
+            number += int((~chunk.isfinite()).sum())
+    return number
 
 
 def _tile(keep: Tensor, widths: set[int]) -> tuple[int, int] | None:
@@ -154,10 +154,3 @@ def overall(layers: Iterable[TensorReport]) -> str:
     if len(sparse) > 1 and low <= high:
         return "row-uniform" if names == {"row-uniform"} else "layer-uniform"
     return "global" if names <= {"unstructured", "row-uniform"} else "mixed"
-
-
-def num_whole_heads(lines: Tensor, head: int) -> int:
-    """How many aligned runs of ``head`` lines are removed whole; ``lines`` counts what stays in each."""
-    if head < 2 or len(lines) % head:
-        return 0
-    return int((lines.view(-1, head) == 0).all(1).sum())

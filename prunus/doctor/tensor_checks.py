@@ -9,26 +9,14 @@ import torch
 from torch import Tensor
 
 from ..ops.lazy import as_rows
-from .contents import Role, StoredTensor, embeds_tokens, nonzero, owner_of, stored_mask, widened
-from .findings import Finding, TensorReport, percent
-from .pattern import CHUNK, Counts, count, num_crowded, num_not_finite, num_whole_heads, pattern_of
+from .contents import StoredTensor, is_nonzero, stored_mask
+from .findings import Finding, TensorReport, share
+from .pattern import CHUNK, Counts, count_kept, num_crowded, num_not_finite, pattern_of
+from .roles import Role, embeds_tokens
 
 ODD = 0.01  # share of zeros from which a matrix that should be dense is odd
 ODD_VECTOR = 0.1  # of a vector, whose zeros are more often meant
 ABSENT_ROWS = ("embedding", "head")  # rows of tokens that never occur may be zero
-LINES = ("rows", "columns", "rows and columns")
-QUERIES = ("q_proj", "k_proj", "v_proj", "query", "key", "value")
-OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj")
-
-
-@dataclass(frozen=True)
-class Context:
-    """What a tensor is checked against: its role and mask, the N:M groups asked for, the width of a head."""
-
-    role: Role
-    mask: StoredTensor | None = None
-    groups: tuple[int, int] | None = None
-    head: int = 0
 
 
 @dataclass(frozen=True)
@@ -42,18 +30,19 @@ class TensorCheck:
     hashed: str | None = None
 
 
-def check_tensor(stored: StoredTensor, context: Context) -> TensorCheck:
-    """Everything about one tensor, which is in memory only here."""
-    num, role, findings = prod(stored.shape), context.role.kind, []
-    layer = TensorReport(stored.name, stored.shape, stored.dtype, role, num, 0, "-" if num else "no elements")
-    if context.mask and num and (not stored.is_float or len(stored.shape) < 2):
-        findings.append(_bad_mask(stored, context.mask))
+def check_tensor(
+    stored: StoredTensor, role: Role, mask: StoredTensor | None, groups: tuple[int, int] | None
+) -> TensorCheck:
+    """Everything about one tensor, which is in memory only here; ``groups`` are n and m that were asked for."""
+    num, findings = prod(stored.shape), []
+    layer = TensorReport(stored.name, stored.shape, stored.dtype, role.kind, num, 0, "-" if num else "no elements")
+    if mask and num and (not stored.is_float or len(stored.shape) < 2):
+        findings.append(_bad_mask(stored, mask))
     if not stored.is_float or num == 0:  # zeros of integers and booleans say nothing
         return TensorCheck(layer, None, findings)
     tensor = stored.load()
-    alive, not_finite = nonzero(tensor), num_not_finite(tensor)
-    hashed = _hash(tensor) if role in ABSENT_ROWS else None
-    num_sines = _num_sines(tensor) if role == "embedding" and not embeds_tokens(stored.name) else 0
+    alive, not_finite = is_nonzero(tensor), num_not_finite(tensor)
+    hashed = _hash(tensor) if role.kind in ABSENT_ROWS else None
     del tensor
     layer = replace(layer, num_zeros=num - int(alive.count_nonzero()), num_not_finite=not_finite)
     if not_finite and "mask" not in stored.name.rpartition(".")[2]:
@@ -61,55 +50,52 @@ def check_tensor(stored: StoredTensor, context: Context) -> TensorCheck:
         findings.append(Finding("not-finite", stored.name, what, "go back to a checkpoint before they appeared"))
     if alive.ndim < 2:
         return TensorCheck(layer, None, [*findings, *_odd(layer, layer.num_zeros)], hashed=hashed)
-    check = _check_matrix(alive, layer, stored, context, num_sines)
+    kept = alive
+    if mask:
+        fitting = stored_mask(mask, stored.shape)
+        if fitting is None:
+            findings.append(_bad_mask(stored, mask))
+        else:
+            layer, kept = _with_mask(layer, alive, fitting), fitting
+            findings += _came_back(layer)
+    check = _check_matrix(alive, kept, layer, role, groups)
     return replace(check, findings=findings + check.findings, hashed=hashed)
 
 
-def _num_sines(table: Tensor) -> int:
-    """Zeros of the first row of a table of sines and cosines: sin 0, beside cos 0 = 1."""
-    first = widened(table[0])
-    is_angle_zero = bool(((first == 0) | (first == 1)).all()) and bool((first == 1).any())
-    return int((first == 0).sum()) if is_angle_zero else 0
+def _with_mask(layer: TensorReport, alive: Tensor, mask: Tensor) -> TensorReport:
+    kept, both = int(mask.count_nonzero()), int((alive & mask).count_nonzero())
+    came_back = layer.num - layer.num_zeros - both
+    notes = (f"{kept - both:,} live zeros",) if kept > both else ()
+    counted = {"num_pruned": layer.num - kept, "num_live_zeros": kept - both, "num_came_back": came_back}
+    return replace(layer, **counted, notes=notes)
+
+
+def _came_back(layer: TensorReport) -> Iterator[Finding]:
+    if layer.num_came_back:
+        what = f"{layer.num_came_back:,} of {layer.num_pruned:,} pruned weights are not zero"
+        todo = "apply the masks, and hold them where the weights are trained"
+        yield Finding("came-back", layer.name, what, todo)
 
 
 def _check_matrix(
-    alive: Tensor, layer: TensorReport, stored: StoredTensor, context: Context, num_sines: int
+    alive: Tensor, kept: Tensor, layer: TensorReport, role: Role, groups: tuple[int, int] | None
 ) -> TensorCheck:
-    """A weight of two or more dimensions against its mask, and the lines, groups and pattern of its zeros."""
-    findings, notes, outputs = [], [], context.role.outputs
-    mask = stored_mask(context.mask, stored.shape) if context.mask else None
-    if mask is not None:
-        kept, both = int(mask.count_nonzero()), int((alive & mask).count_nonzero())
-        pruned, came_back = layer.num - kept, layer.num - layer.num_zeros - both
-        layer = replace(layer, num_pruned=pruned, num_live_zeros=kept - both, num_came_back=came_back)
-        notes += [f"{kept - both:,} live zeros"] if kept > both else []
-        if came_back:
-            what = f"{came_back:,} of {pruned:,} pruned weights are not zero"
-            todo = "apply the masks, and hold them where the weights are trained"
-            findings.append(Finding("came-back", stored.name, what, todo))
-    elif context.mask:
-        findings.append(_bad_mask(stored, context.mask))
-    counts, stays = count(as_rows(alive, outputs)), as_rows(alive if mask is None else mask, outputs)
-    kept_counts = counts if mask is None else count(stays)
+    """The lines, groups and pattern of the zeros of a weight of two or more dimensions, and of what its mask keeps."""
+    counts, rows = count_kept(as_rows(alive, role.outputs)), as_rows(kept, role.outputs)
+    kept_counts = counts if kept is alive else count_kept(rows)
     channels = counts.columns  # an input of a convolution is a channel, not one tap of its kernel
-    if alive.ndim > 2 and outputs == (0,):
-        channels = channels.view(stored.shape[1], -1).sum(1)
-    owner = owner_of(stored.name)
-    lines = counts.rows if owner in QUERIES else counts.columns if owner in OUTPUTS else None
-    if lines is not None and (heads := num_whole_heads(lines, context.head)):
-        notes.append(f"{heads} whole heads")
-    dead_columns, crowded = int((channels == 0).sum()), 0
-    layer = replace(layer, num_dead_rows=counts.num_dead_rows, num_dead_columns=dead_columns)
-    layer = replace(layer, pattern=pattern_of(kept_counts), notes=tuple(notes))
-    if not layer.is_prunable:
-        in_rows = counts.num_dead_rows * counts.shape[1] if layer.role in ABSENT_ROWS else 0  # which have a reason
-        findings += _odd(layer, layer.num_zeros - in_rows - num_sines)
-    else:
-        findings += _dead(layer, counts)
-        if context.groups:
-            n, m = context.groups
-            crowded = num_crowded(stays, n, m) if stays.shape[1] % m == 0 else -1
-    return TensorCheck(layer, kept_counts, findings, crowded)
+    if alive.ndim > 2 and role.outputs == (0,):
+        channels = channels.view(alive.shape[1], -1).sum(1)
+    dead = {"num_dead_rows": counts.num_dead_rows, "num_dead_columns": int((channels == 0).sum())}
+    layer = replace(layer, **dead, pattern=pattern_of(kept_counts))
+    if layer.is_prunable:
+        n, m = groups or (0, 1)
+        crowded = 0 if not groups else num_crowded(rows, n, m) if rows.shape[1] % m == 0 else -1
+        return TensorCheck(layer, kept_counts, list(_dead(layer, counts)), crowded)
+    expected = counts.num_dead_rows * counts.shape[1] if layer.role in ABSENT_ROWS else 0
+    if layer.role == "embedding" and not embeds_tokens(layer.name):  # in a table of sines the first row has sin 0
+        expected += 0 if counts.rows[0] == 0 else counts.shape[1] - int(counts.rows[0])
+    return TensorCheck(layer, kept_counts, list(_odd(layer, layer.num_zeros - expected)))
 
 
 def _bad_mask(stored: StoredTensor, mask: StoredTensor) -> Finding:
@@ -119,7 +105,7 @@ def _bad_mask(stored: StoredTensor, mask: StoredTensor) -> Finding:
 
 def _dead(layer: TensorReport, counts: Counts) -> Iterator[Finding]:
     """Lines that died; where all that was removed are whole lines, that is the pattern and no fault."""
-    if layer.pattern in LINES:
+    if layer.pattern in ("rows", "columns", "rows and columns"):
         return
     for kind, number, of, lines in (
         ("dead-rows", layer.num_dead_rows, counts.shape[0], counts.rows),
@@ -141,9 +127,12 @@ def _odd(layer: TensorReport, zeros: int) -> Iterator[Finding]:
     if is_vector and (zeros == layer.num or zeros < 2):
         return  # never trained, or chance
     if zeros >= (ODD_VECTOR if is_vector else ODD) * layer.num and zeros:
-        reason = layer.role if layer.role in ("excluded", "without a mask") else f"{layer.role}, not pruned by default"
-        what = f"{percent(zeros, layer.num)} of it is zero, but it should be dense ({reason})"
+        asked = ("excluded", "not named by only", "without a mask")
+        reason = layer.role if layer.role in asked else f"{layer.role}, not pruned by default"
+        what = f"{share(zeros, layer.num)} of it is zero, but it should be dense ({reason})"
         todo = f"take it from the dense model; --include {layer.name} if it was meant"
+        if layer.role == "not named by only":
+            todo = f"take it from the dense model; --only {layer.name} too if it was meant"
         yield Finding("excluded", layer.name, what, todo)
 
 

@@ -27,14 +27,12 @@ MARK = "<!-- written by prunus -->"
 FROM_SOURCE = ("license", "license_name", "license_link", "language", "datasets", "pipeline_tag")
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 MOST_FRONT_MATTER = 1 << 16  # letters of a README in which its front matter ends
-LOAD_SMALL = """from prunus import load_model
-
-model = load_model({where})"""
-DOWNLOAD = """from huggingface_hub import snapshot_download
-"""
-LOAD_PLAIN = """from transformers import {kind}
-
-model = {kind}.from_pretrained({where})"""
+LOAD_SMALL = "from prunus import load_model\n\nmodel = load_model({where})"
+DOWNLOAD = "from huggingface_hub import snapshot_download\n"
+LOAD_PLAIN = "from transformers import {kind}\n\nmodel = {kind}.from_pretrained({where})"
+DATA = ("eval_tokens", "eval_text", "eval_batches", "tokens", "text", "batches")
+METHOD = {"sparsity": "sparsity asked for", "score": "score", "scope": "weights are compared by", "probe": "probe"}
+METHOD |= {"allocate": "sparsity over layers", "samples": "calibration samples", "seed": "seed"}
 
 
 @dataclass(frozen=True)
@@ -52,13 +50,12 @@ class CardFacts:
 
 def facts_of_files(part: Path, shapes: Mapping[str, tuple[int, ...]], rows: Sequence[SavedTensor]) -> dict[str, Any]:
     """Facts from the tensors that were written, and from the result.json of ``prunus prune`` that lies beside them."""
-    known: Any = {}
-    with suppress(OSError, ValueError, RecursionError):
-        known = json.loads((part / "result.json").read_text(encoding="utf-8"))
-    known = known if isinstance(known, dict) else {}
-    compared, settings = (found if isinstance(found := known.get(key), dict) else {} for key in ("rows", "settings"))
-    figures: Any = known["layers"] if isinstance(known.get("layers"), list) else []
-    pruned = {str(layer.get("name")): layer for layer in figures if isinstance(layer, dict)}
+    known: dict[str, Any] = {}
+    with suppress(ValueError):
+        known = read_json(part / "result.json")
+    compared, settings = (value if isinstance(value := known.get(key), dict) else {} for key in ("rows", "settings"))
+    listed: Any = known["layers"] if isinstance(known.get("layers"), list) else []
+    pruned = {str(layer.get("name")): layer for layer in listed if isinstance(layer, dict)}
     matrices = {row.name: row for row in rows if len(shapes.get(row.name, ())) > 1 and row.numel}
     of_prunable = bool(pruned) and pruned.keys() <= matrices.keys()
     layers = []
@@ -73,13 +70,11 @@ def facts_of_files(part: Path, shapes: Mapping[str, tuple[int, ...]], rows: Sequ
 
 def write_card(folder: Path, facts: CardFacts) -> None:
     """Write README.md and the picture into a folder that is complete otherwise."""
-    card, origin = folder / CARD, ""
-    if card.is_file() and MARK not in (text := card.read_text(encoding="utf-8", errors="replace")):
+    card = folder / CARD
+    origin = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
+    if card.is_file() and MARK not in origin:
         names = (f"SOURCE_README{'' if number == 1 else number}.md" for number in count(1))
         card.rename(folder / next(name for name in names if not (folder / name).exists()))
-        origin = text
-    elif card.is_file():
-        origin = text
     if picture := layers_svg(facts.layers):
         (folder / PICTURE).write_text(picture, encoding="utf-8")
     front = _front_matter(folder, facts, _top_level(origin), is_ours=MARK in origin)
@@ -103,8 +98,8 @@ def hub_name(source: str) -> str | None:
     if not path.exists():
         return source if HUB_NAME.fullmatch(source) else None
     for part in path.resolve().parts:
-        if found := re.fullmatch(r"models--([\w.-]+?)--([\w.-]+)", part):  # the cache of huggingface_hub
-            return "/".join(found.groups())
+        if match := re.fullmatch(r"models--([\w.-]+?)--([\w.-]+)", part):  # the cache of huggingface_hub
+            return "/".join(match.groups())
     with suppress(OSError, ValueError):
         name = read_json(path / "config.json").get("_name_or_path")
         return name if isinstance(name, str) and HUB_NAME.fullmatch(name) and not Path(name).exists() else None
@@ -113,8 +108,8 @@ def hub_name(source: str) -> str | None:
 
 def _top_level(text: str) -> dict[str, str]:
     """Entries of a README's front matter as they are written, by key."""
-    found = re.match(r"---\s*\n(.*?\n)---\s*(\n|$)", text[:MOST_FRONT_MATTER], re.DOTALL)
-    blocks = re.findall(r"^([A-Za-z_]+):(.*(?:\n[ \t-].*)*)", found[1], re.MULTILINE) if found else []
+    match = re.match(r"---\s*\n(.*?\n)---\s*(\n|$)", text[:MOST_FRONT_MATTER], re.DOTALL)
+    blocks = re.findall(r"^([A-Za-z_]+):(.*(?:\n[ \t-].*)*)", match[1], re.MULTILINE) if match else []
     return {key: f"{key}:{value}".rstrip() for key, value in blocks}
 
 
@@ -153,11 +148,6 @@ def _quality(facts: CardFacts) -> Iterator[str]:
     yield f"## Quality\n\nOn held-out data{where}:\n\n" + "\n".join(lines)
 
 
-DATA = ("eval_tokens", "eval_text", "eval_batches", "tokens", "text", "batches")
-METHOD = {"sparsity": "sparsity asked for", "score": "score", "scope": "weights are compared by", "probe": "probe"}
-METHOD |= {"allocate": "sparsity over layers", "samples": "calibration samples", "seed": "seed"}
-
-
 def _method(settings: Mapping[str, Any]) -> Iterator[str]:
     if not settings:
         return
@@ -178,11 +168,11 @@ def _how_to_load(folder: Path, facts: CardFacts) -> str:
         if is_small:
             path = f"snapshot_download({where})" if facts.repo else where
             return f"```python\n{DOWNLOAD if facts.repo else ''}{LOAD_SMALL.format(where=path)}\n```"
-        kinds: Any = None
-        with suppress(ValueError, RecursionError, AttributeError):
-            kinds = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures")
-        named = isinstance(kinds, list) and kinds and isinstance(kinds[0], str) and kinds[0].isidentifier()
-        kind = kinds[0] if named else "AutoModel"
+        kind: Any = None
+        with suppress(ValueError):
+            kinds = read_json(folder / "config.json").get("architectures")
+            kind = kinds[0] if isinstance(kinds, list) and kinds else None
+        kind = kind if isinstance(kind, str) and kind.isidentifier() else "AutoModel"
         return f"```python\n{LOAD_PLAIN.format(kind=kind, where=where)}\n```"
     if (folder / "checkpoint.pt").is_file() or (folder / "run.json").is_file():
         return f"```sh\nprunus eval {quote(name)}\n```"
@@ -197,9 +187,10 @@ def _kinds(layers: Sequence[Mapping[str, Any]]) -> str:
     for layer in layers:
         kinds.setdefault(re.sub(r"\d+", "*", layer["name"]), []).append(layer)
     lines = ["| weights | number | zero | sparsity |", "|---|---:|---:|---:|"]
-    for kind, found in kinds.items():
-        pruned, total = (sum(layer[key] for layer in found) for key in ("num_pruned", "num_weights"))
-        lines.append(f"| {_code(kind)} | {len(found)} | {pruned:,} | {pruned / max(1, total):.2%} |")
+    for kind, alike in kinds.items():
+        pruned, total = (sum(layer[key] for layer in alike) for key in ("num_pruned", "num_weights"))
+        code = re.sub(r"[`|]|[^ -~]", " ", kind)[:200]
+        lines.append(f"| `{code}` | {len(alike)} | {pruned:,} | {pruned / max(1, total):.2%} |")
     return "\n".join(lines)
 
 
@@ -216,10 +207,6 @@ def _versions(folder: Path) -> str:
 
 def _is_small(folder: Path) -> bool:
     return any(path.name.startswith(Path(SMALL).stem) for path in folder.glob("*.safetensors"))
-
-
-def _code(value: Any) -> str:
-    return f"`{re.sub(r'[`|]|[^ -~]', ' ', str(value))[:200]}`"
 
 
 def _line(value: Any) -> str:

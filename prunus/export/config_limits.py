@@ -30,10 +30,10 @@ def check_counts(values: Mapping[str, Any], tensors: Tensors | None) -> None:
     """
     shapes = [record.layout.shape for record in tensors.records.values()] if tensors else []
     longest = max((max(shape, default=0) for shape in shapes), default=0)
-    _check(values, max(MOST_LAYERS, len(shapes)), max(MOST_LABELS, longest))
+    _check_values(values, max(MOST_LAYERS, len(shapes)), max(MOST_LABELS, longest))
 
 
-def _check(values: Mapping[str, Any], most_layers: int, most_labels: int) -> None:
+def _check_values(values: Mapping[str, Any], most_layers: int, most_labels: int) -> None:
     for name, value in values.items():
         limit = most_layers if COUNTS.search(str(name)) else most_labels if name in LABELS else math.inf
         several = isinstance(value, list | tuple)  # which may be places, counted from the end
@@ -43,7 +43,7 @@ def _check(values: Mapping[str, Any], most_layers: int, most_labels: int) -> Non
         if name in ROPE and value is not None:
             _check_rope(str(name), value)
         elif isinstance(value, Mapping):
-            _check(value, most_layers, most_labels)
+            _check_values(value, most_layers, most_labels)
 
 
 def _check_rope(name: str, value: Any) -> None:

@@ -84,9 +84,9 @@ def check_same(source: TensorSource, path: Path, report: Report | None = None) -
             odd = min(set(tensors.records) ^ set(source.order))
             raise ValueError(f"{path} and its source do not both have {odd!r}")
         for number, name in enumerate(source.order, 1):
-            wanted, found = source.fetch(source.aliases.get(name, name)), tensors.read(name)
-            alike = (wanted.dtype, wanted.shape) == (found.dtype, found.shape)
-            if not alike or not torch.equal(words_of(wanted.cpu()), words_of(found)):
+            wanted, copy = source.fetch(source.aliases.get(name, name)), tensors.read(name)
+            alike = (wanted.dtype, wanted.shape) == (copy.dtype, copy.shape)
+            if not alike or not torch.equal(words_of(wanted.cpu()), words_of(copy)):
                 raise ValueError(f"{path} differs from its source in {name!r}; the disk or memory may be damaged")
             if report:
                 report(number, len(source.order), name)

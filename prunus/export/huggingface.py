@@ -31,9 +31,7 @@ from .config_limits import bounded, bounded_by, check_counts, num_stored
 from .convert import copy_beside
 
 AnyPath = str | os.PathLike[str]
-OWN_NAMES = (
-    "of the model"  # in a file of tensors that are named as in the model, for families that are stored otherwise
-)
+OWN_NAMES = "of the model"  # says a file whose tensors have the model's names, of families that are stored differently
 LOAD_STATE = 'model.load_state_dict(load_sparse("{folder}"))'
 
 
@@ -106,10 +104,10 @@ def load_model(folder: AnyPath, device: torch.device | str = "cpu") -> Any:
     with open_tensors(folder) as tensors:
         config = read_config(folder, tensors)
         kind = class_of(config, folder)
-        with _in_one_line(folder):
-            model = _converted(kind, config, tensors)
+        model = _empty(kind, config, folder, tensors, device)
         if model is None:
-            model = _empty(kind, config, folder, tensors, device)
+            model = _converted(kind, config, folder, tensors)
+        else:
             fill_(model, tensors, device)
     read_generation_config_(model, folder)
     return model.eval().to(device)
@@ -138,11 +136,11 @@ def check_loads(source: Path, folder: Path) -> str:
         wanted = load_any_model(source)
     except ValueError as error:
         return f"not loaded as a model, as its source is not ({str(error)[:200]})"
-    found, expected = load_any_model(folder).state_dict(), wanted.state_dict()
-    if odd := sorted(set(found) ^ set(expected)):
+    copied, expected = load_any_model(folder).state_dict(), wanted.state_dict()
+    if odd := sorted(set(copied) ^ set(expected)):
         raise ValueError(f"the models of {source} and {folder} do not both have {odd[0]!r}")
     for name, tensor in expected.items():
-        if not torch.equal(found[name].to(tensor.dtype), tensor):
+        if not torch.equal(copied[name].to(tensor.dtype), tensor):
             raise ValueError(f"{name!r} is another tensor in the model of {folder} than in that of {source}")
     return f"loaded as {type(wanted).__name__}"
 
@@ -213,11 +211,11 @@ def load_plain_model(folder: Path, dtype: str = "auto", gguf_file: str | None = 
 
 def _refuse_strangers(kind: type, info: Mapping[str, Any], *, may_have_more: bool = False) -> None:
     """ValueError for tensors that transformers would draw at random or drop; GGUF files hold some that it computes."""
-    for found, said in {"missing_keys": "it lacks", "unexpected_keys": "it holds"}.items():
-        names = sorted(info[found])
-        if names and not (may_have_more and found == "unexpected_keys"):
+    for keys, said in {"missing_keys": "it lacks", "unexpected_keys": "it holds"}.items():
+        names = sorted(info[keys])
+        if names and not (may_have_more and keys == "unexpected_keys"):
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            which = "has" if found == "missing_keys" else "does not have"
+            which = "has" if keys == "missing_keys" else "does not have"
             raise ValueError(f"{said} {names[0]!r}{more}, which the model {which}; its class is {kind.__name__}")
 
 
@@ -254,29 +252,38 @@ def _all_configs(config: Any) -> Iterator[Any]:
             yield from _all_configs(inner)
 
 
-def _converted(kind: Any, config: Any, tensors: Tensors) -> Any | None:
-    """The model of files whose names or shapes transformers converts, loaded by transformers on the CPU.
+def _empty(kind: Any, config: Any, folder: Path, tensors: Tensors, device: torch.device) -> Any | None:
+    """The model as its configuration says, its weights not initialised; None where transformers converts its files."""
+    with _in_one_line(folder / "config.json"), without_initialisation(), bounded_by(tensors):
+        outline = None
+        with suppress(RuntimeError, NotImplementedError), torch.device("meta"):  # few classes compute while they build
+            outline = kind(deepcopy(config))
+        if outline is not None:
+            if is_converted(outline, tensors):
+                return None
+            check_shapes(outline, tensors)  # before memory is taken
+        with default_dtype(largest_dtype(tensors)), device:
+            model = kind(config)
+        model.tie_weights()
+    return model
 
-    None where every tensor lies in the files as it does in the model.
-    """
-    empty, limits = None, bounded_by(tensors)
-    with suppress(RuntimeError, NotImplementedError), torch.device("meta"), without_initialisation(), limits:
-        empty = kind(deepcopy(config))  # few classes compute while they build
-    if empty is None or not is_converted(empty, tensors):
-        return None
+
+def _converted(kind: Any, config: Any, folder: Path, tensors: Tensors) -> Any:
+    """The model of files whose names or shapes transformers converts, loaded by transformers on the CPU."""
     options = {"config": config, "state_dict": loaded(tensors, "cpu"), "dtype": largest_dtype(tensors)}
-    with quiet_transformers():
+    with _in_one_line(folder), quiet_transformers():
         model, info = kind.from_pretrained(None, output_loading_info=True, **options)
-    _refuse_strangers(kind, info)
+        _refuse_strangers(kind, info)
     return model
 
 
 def is_converted(model: Any, tensors: Tensors) -> bool:
+    """Whether tensors lie in the files under other names or in other shapes than in the model."""
     if "names" in tensors.metadata:
         return False
-    found, strange = model_names(model, tensors)
+    names, strange = model_names(model, tensors)
     computed = [*_patterns(model, "_keys_to_ignore_on_save"), *_patterns(model, "_keys_to_ignore_on_load_missing")]
-    left = set(model.state_dict()) - set(found.values())
+    left = set(model.state_dict()) - set(names.values())
     is_computed = any(re.search(pattern, name) for pattern in computed for name in left)  # not stored: positions
     return bool(_names_of(model)) or bool(strange) or is_computed
 
@@ -290,17 +297,6 @@ def _names_of(model: nn.Module) -> dict[str, str]:
     except ImportError:  # before version 5 names alone were converted
         return {}
     return {"names": OWN_NAMES} if any(hasattr(one, "operations") for one in mapping(model)) else {}
-
-
-def _empty(kind: Any, config: Any, folder: Path, tensors: Tensors, device: torch.device) -> Any:
-    """The model as its configuration says, on the device, its weights not initialised."""
-    with _in_one_line(folder / "config.json"), without_initialisation(), bounded_by(tensors):
-        with suppress(RuntimeError, NotImplementedError), torch.device("meta"):  # few classes compute while they build
-            check_shapes(kind(deepcopy(config)), tensors)  # before memory is taken
-        with default_dtype(largest_dtype(tensors)), device:
-            model = kind(config)
-        model.tie_weights()
-    return model
 
 
 def class_of(config: Any, folder: Path) -> Any:
@@ -367,14 +363,14 @@ def model_names(model: nn.Module, tensors: Tensors) -> tuple[dict[str, str], lis
     """
     known, prefix = model.state_dict(), f"{getattr(model, 'base_model_prefix', '')}."
     old = [re.compile(pattern) for pattern in _patterns(model, "_keys_to_ignore_on_load_unexpected")]
-    found, strange = {}, []
+    names, strange = {}, []
     for name in tensors.records:
         inner = next((one for one in (name, prefix + name, name.removeprefix(prefix)) if one in known), None)
         if inner is not None:
-            found[name] = inner
+            names[name] = inner
         elif not any(pattern.search(name) for pattern in old):
             strange.append(name)
-    return found, strange
+    return names, strange
 
 
 @contextmanager

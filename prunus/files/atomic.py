@@ -137,7 +137,7 @@ def remove_abandoned(folder: Path, now: float) -> None:
     """Remove parts in a folder whose writers are gone; ``now`` is the time by the clock of its file system."""
     for path in folder.glob(".*.part"):
         with suppress(OSError):
-            if (found := PART.fullmatch(path.name)) and _is_abandoned(path, found["host"], now):
+            if (part := PART.fullmatch(path.name)) and _is_abandoned(path, part["host"], now):
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 

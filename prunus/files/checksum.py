@@ -34,7 +34,7 @@ def hexadecimal(data: bytes) -> str:
     return f"{zlib.crc32(data):08x}"
 
 
-def read_bytes(fd: int, begin: int, size: int, is_temporary: bool) -> tuple[Tensor, list[int]]:
+def read_pieces(fd: int, begin: int, size: int, is_temporary: bool) -> tuple[Tensor, list[int]]:
     """Bytes of a file, and the CRC-32s of their pieces.
 
     Large temporary ones go back to the system when they are freed, where the heap would keep a hole between tensors.

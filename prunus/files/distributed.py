@@ -21,6 +21,7 @@ from .checksum import checksum, hexadecimal
 from .json_file import strict_json, write_json
 from .plain_pickle import PlainObject, read_pickle
 from .regular import check_regular
+from .safetensors_header import is_size
 from .torch_file import read_torch_file
 
 Size = tuple[int, ...]
@@ -39,6 +40,11 @@ class StoredBlock:
     offset: Size | None = None
     size: Size | None = None
     crc32: str | None = None  # None where the checkpoint has no checksums
+
+    @property
+    def place(self) -> str:
+        """The name of its checksum."""
+        return f"{self.file}:{self.start}"
 
 
 @dataclass(frozen=True)
@@ -67,7 +73,13 @@ def read_entries(folder: Path, verify: bool = True) -> list[Entry]:
         raise ValueError(f"its metadata is damaged: {type(error).__name__} {str(error)[:80]}") from error
     if not stored:
         return entries
-    entries = [replace(entry, shards=[_with_checksum(block, stored) for block in entry.shards]) for entry in entries]
+    for block in (block for entry in entries for block in entry.shards):
+        if block.place not in stored:
+            raise ValueError(f"{CHECKSUMS} is damaged: it has no checksum for byte {block.start} of {block.file}")
+    entries = [
+        replace(entry, shards=[replace(block, crc32=stored[block.place]) for block in entry.shards])
+        for entry in entries
+    ]
     for block in [block for entry in entries for block in entry.shards] if verify else ():
         path = folder / block.file
         if path.is_file() and block.start + block.length <= path.stat().st_size:
@@ -134,7 +146,7 @@ def check_complete(folder: Path, entry: Entry) -> None:
 
 def block_checksums(folder: Path, blocks: Iterable[StoredBlock]) -> dict[str, str]:
     """The checksum of each block by its file and place."""
-    return {_place(block): checksum(read_block(folder, block)) for block in blocks}
+    return {block.place: checksum(read_block(folder, block)) for block in blocks}
 
 
 def write_checksums(folder: Path, checksums: Mapping[str, str]) -> None:
@@ -157,16 +169,6 @@ def _own_checksum(content: dict[str, Any]) -> str:
     return hexadecimal(json.dumps(content).encode())
 
 
-def _with_checksum(block: StoredBlock, stored: dict[str, Any]) -> StoredBlock:
-    if _place(block) not in stored:
-        raise ValueError(f"{CHECKSUMS} is damaged: it has no checksum for byte {block.start} of {block.file}")
-    return replace(block, crc32=stored[_place(block)])
-
-
-def _place(block: StoredBlock) -> str:
-    return f"{block.file}:{block.start}"
-
-
 def _read_whole(path: Path) -> bytes:
     if path.stat().st_size > LARGEST:
         raise ValueError(f"{path.name} is larger than {LARGEST} bytes")
@@ -182,25 +184,25 @@ def _entries(metadata: Any) -> list[Entry]:
         index = key.value.state
         offset = None if index.get("offset") is None else _size(index["offset"])
         stored.setdefault(_string(index["fqn"]), {})[offset] = _block(info.state)
-    found = []
+    entries = []
     for name, kind in metadata.state["state_dict_metadata"].items():
         keys = paths.get(_string(name), (name,))
         if not isinstance(keys, tuple) or not keys or not all(isinstance(key, str | int) for key in keys):
             raise ValueError(f"{name[:80]} has no path of keys")
         path, blocks = tuple(map(str, keys)), stored.get(name, {})
         if not kind.name.endswith(".TensorStorageMetadata"):
-            found.append(Entry(name, path, None, None, list(blocks.values())))
+            entries.append(Entry(name, path, None, None, list(blocks.values())))
             continue
         chunks = [(_size(chunk.state["offsets"]), _size(chunk.state["sizes"])) for chunk in kind.state["chunks"]]
         shards = [replace(blocks[offset], offset=offset, size=size) for offset, size in chunks if offset in blocks]
-        found.append(Entry(name, path, _size(kind.state["size"]), _dtype(kind.state["properties"]), shards))
-    return found
+        entries.append(Entry(name, path, _size(kind.state["size"]), _dtype(kind.state["properties"]), shards))
+    return entries
 
 
 def _block(info: dict[str, Any]) -> StoredBlock:
     file, start, length = info["relative_path"], info["offset"], info["length"]
     is_inside = isinstance(file, str) and Path(file).name == file
-    is_place = all(type(n) is int and 0 <= n < 1 << 62 for n in (start, length))
+    is_place = is_size(start) and is_size(length)
     if not is_inside or not is_place or info.get("transform_descriptors"):
         raise ValueError(f"it names {reprlib.repr(file)[:80]}, expected a place in a plain file of its folder")
     return StoredBlock(file, start, length)
@@ -208,7 +210,7 @@ def _block(info: dict[str, Any]) -> StoredBlock:
 
 def _size(value: PlainObject) -> Size:
     size = value.args[0] if value.args else ()
-    if len(size) > MOST_DIMS or not all(type(n) is int and 0 <= n < 1 << 62 for n in size):
+    if len(size) > MOST_DIMS or not all(map(is_size, size)):
         raise ValueError(f"it has the size {reprlib.repr(size)[:80]}; a size is whole numbers from 0 on")
     return tuple(size)
 
@@ -222,9 +224,9 @@ def _string(value: Any) -> str:
 def _dtype(properties: PlainObject) -> torch.dtype:
     """The dtype of a strided tensor, from the names of dtype and layout; any other layout is refused."""
     dtype, layout, *_ = properties.state
-    found = getattr(torch, dtype.name.removeprefix("torch."), None) if isinstance(dtype, PlainObject) else None
-    if not isinstance(found, torch.dtype):
+    torch_dtype = getattr(torch, dtype.name.removeprefix("torch."), None) if isinstance(dtype, PlainObject) else None
+    if not isinstance(torch_dtype, torch.dtype):
         raise ValueError(f"it names the type {reprlib.repr(dtype)[:80]}, which torch does not have")
     if not isinstance(layout, PlainObject) or layout.args != ("torch.strided",):
         raise ValueError("it names a layout that is not torch.strided")
-    return found
+    return torch_dtype

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..ops import bits
 from ..ops.bits import words_of
 from ..ops.compact import compact, expand, nonzero
-from .nofm import NOFM, Pattern, indices_of, mask_of, obeys, padded
+from .nofm import NOFM, Pattern, indices_of, mask_of_indices, obeys, padded
 
 DENSE, BITMASK, SAME = "dense", "bitmask", "same"
 Shape = tuple[int, ...]
@@ -51,16 +51,11 @@ class Encoded:
     @cached_property
     def parts(self) -> list[Tensor]:
         """The entries' bytes in order."""
-        return [raw(entry) for entry in self.entries.values()]
+        return [words_of(entry).view(torch.uint8) for entry in self.entries.values()]
 
     @property
     def num_bytes(self) -> int:
         return sum(len(part) for part in self.parts)
-
-
-def raw(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor, in order."""
-    return words_of(tensor).view(torch.uint8)
 
 
 def encode(tensor: Tensor, packs: bool = True) -> Encoded:
@@ -68,7 +63,7 @@ def encode(tensor: Tensor, packs: bool = True) -> Encoded:
     mask = nonzero(tensor)
     host = mask.cpu()
     num_nonzero = int(bits.count(host))
-    encoding = smallest(host, num_nonzero, tensor) if packs else DENSE
+    encoding = smallest_encoding(host, num_nonzero, tensor) if packs else DENSE
     if encoding == DENSE:
         return Encoded(DENSE, {"": tensor.contiguous().cpu()}, num_nonzero)
     if encoding == BITMASK:
@@ -80,7 +75,7 @@ def encode(tensor: Tensor, packs: bool = True) -> Encoded:
     return Encoded(encoding, entries, num_nonzero)
 
 
-def smallest(mask: Tensor, num_nonzero: int, tensor: Tensor) -> str:
+def smallest_encoding(mask: Tensor, num_nonzero: int, tensor: Tensor) -> str:
     """The encoding with the fewest bytes; on a tie N:M, where a value's position needs no prefix sum."""
     shape, width = tuple(tensor.shape), tensor.element_size()
     by_mask = 8 * -(-tensor.numel() // 64) + num_nonzero * width
@@ -103,17 +98,11 @@ def decode(layout: Layout, entries: dict[str, Tensor], device: torch.device) -> 
 
 def packed_of(layout: Layout, entries: dict[str, Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
     """The values of a tensor that is not stored dense, and the bits that say where they are."""
+    numel = layout.numel
     if layout.encoding == BITMASK:
-        mask = _checked(entries[".bits"], layout.numel)
+        mask, rest = entries[".bits"].tensor_split([bits.num_bytes(numel)])
+        if rest.any() or (numel % 8 and int(mask[-1]) >> numel % 8):
+            raise ValueError("its mask has bits behind the last element")
     else:
-        mask = mask_of(entries[".indices"], NOFM[layout.encoding], layout.numel)
+        mask = mask_of_indices(entries[".indices"], NOFM[layout.encoding], numel)
     return entries[".values"].to(device), mask.to(device)
-
-
-def _checked(words: Tensor, numel: int) -> Tensor:
-    """The mask without what fills the last word up, which must be zero."""
-    size = bits.num_bytes(numel)
-    mask, rest = words[:size], words[size:]
-    if rest.any() or (numel % 8 and int(mask[-1]) >> numel % 8):
-        raise ValueError("its mask has bits behind the last element")
-    return mask

@@ -61,17 +61,17 @@ def is_deep(value: Any) -> bool:
 
 def repeated_names(data: bytes) -> list[str]:
     """Names that JSON gives twice to one object, of which readers take the first or the last; none in damaged JSON."""
-    found: list[str] = []
+    repeated: list[str] = []
 
     def collect(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found.extend(_twice(pairs))
+        repeated.extend(_twice(pairs))
         return dict(pairs)
 
     try:
         json.loads(data, object_pairs_hook=collect)
     except (ValueError, RecursionError):
         return []
-    return found
+    return repeated
 
 
 def _twice(pairs: list[tuple[str, Any]]) -> list[str]:
@@ -83,11 +83,11 @@ def strict_json(data: bytes | str) -> Any:
     """JSON without repeated keys, NaN and what UTF-8 cannot hold; any mistake is a ValueError."""
 
     def refuse_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
+        values = dict(pairs)
         if twice := _twice(pairs):
             raise ValueError(f"the name {twice[0][:80]!r} occurs twice")
-        "".join(found).encode()
-        return found
+        "".join(values).encode()
+        return values
 
     def refuse_constant(name: str) -> Any:
         raise ValueError(f"JSON has no number {name}")

@@ -16,7 +16,7 @@ from .checksum import hexadecimal
 from .encode import BITMASK, DENSE, SAME, Layout
 from .json_file import strict_json
 from .nofm import NOFM
-from .safetensors_header import DTYPES, LARGEST, Header, StoredArray, file_error, shape_of
+from .safetensors_header import DTYPES, LARGEST, Header, shape_of
 
 VERSION = 1
 ENCODINGS = (DENSE, BITMASK, *NOFM)
@@ -82,7 +82,7 @@ def description_of(header: Header) -> Description:
     if not isinstance(shard, list) or [type(n) for n in shard] != [int, int] or not 1 <= shard[0] <= shard[1]:
         raise ValueError("the description does not say which of how many files this is")
     records = _records(value["tensors"])
-    check_entries(header.entries, records)
+    _check_entries(header, records)
     return Description(records, metadata, (shard[0], shard[1]), crc32)
 
 
@@ -91,36 +91,37 @@ def entry_names(name: str, record: TensorRecord) -> list[str]:
     return [name + suffix for suffix in record.layout.entries(0)]
 
 
-def check_entries(entries: Mapping[str, StoredArray], records: Mapping[str, TensorRecord]) -> None:
+def _check_entries(header: Header, records: Mapping[str, TensorRecord]) -> None:
     """Every tensor must have just the entries that its encoding asks for, and none may be left over."""
-    used: set[str] = set()
+    left = dict(header.entries)
     for name, record in records.items():
         for suffix, (dtype, shape) in record.layout.entries(-1).items():
-            entry = entries.get(name + suffix)
-            free = shape == (-1,) and entry is not None and len(entry.shape) == 1
-            if entry is None or name + suffix in used:
+            entry = left.pop(name + suffix, None)
+            if entry is None:
                 raise ValueError(f"the entry {name + suffix!r} is missing, or used twice")
-            if entry.dtype != (dtype or record.dtype) or not (free or entry.shape == shape):
+            is_free = shape == (-1,) and len(entry.shape) == 1
+            if entry.dtype != (dtype or record.dtype) or not (is_free or entry.shape == shape):
                 raise ValueError(f"the entry {name + suffix!r} is not what {record.layout.encoding} asks for")
-            used.add(name + suffix)
-    if left := set(entries) - used:
+    if left:
         raise ValueError(f"the entry {min(left)!r} belongs to no tensor")
 
 
 def _records(tensors: Mapping[str, Any]) -> dict[str, TensorRecord]:
     """Records by name; another name of a tensor has that tensor's type and shape."""
-    found = {name: _record(name, value) for name, value in tensors.items() if not _is_alias(value)}
-    for name, value in tensors.items():
-        if _is_alias(value):
-            if value["as"] not in found or _is_alias(tensors[value["as"]]):
-                raise ValueError(f"{name!r} is another name of a tensor that is not there")
-            other = found[value["as"]]
-            found[name] = TensorRecord(other.dtype, Layout(SAME, other.layout.shape), None, value["as"])
-    return {name: found[name] for name in tensors}
-
-
-def _is_alias(value: Any) -> bool:
-    return isinstance(value, dict) and value.get("encoding") == SAME and isinstance(value.get("as"), str)
+    aliases = {
+        name: value["as"]
+        for name, value in tensors.items()
+        if isinstance(value, dict) and value.get("encoding") == SAME and isinstance(value.get("as"), str)
+    }
+    stored = {name: _record(name, value) for name, value in tensors.items() if name not in aliases}
+    if wrong := [name for name, other in aliases.items() if other not in stored]:
+        raise ValueError(f"{wrong[0]!r} is another name of a tensor that is not there")
+    records = {}
+    for name in tensors:
+        other = stored[aliases.get(name, name)]
+        same = TensorRecord(other.dtype, Layout(SAME, other.layout.shape), None, aliases.get(name))
+        records[name] = same if name in aliases else other
+    return records
 
 
 def _record(name: str, value: Any) -> TensorRecord:
@@ -178,7 +179,7 @@ def read_index(path: Path) -> Index:
             raise ValueError("its list of tensors does not match its checksum")
         return index
     except ValueError as error:
-        raise file_error(path, error) from None
+        raise ValueError(f"{path} cannot be read: {error}") from None
 
 
 def _strings(value: Any) -> dict[str, str]:

@@ -102,7 +102,7 @@ def indices_of(bits: Tensor, pattern: Pattern) -> Tensor:
     return torch.from_numpy(packed)
 
 
-def mask_of(indices: Tensor, pattern: Pattern, numel: int) -> Tensor:
+def mask_of_indices(indices: Tensor, pattern: Pattern, numel: int) -> Tensor:
     """The mask from its packed indices, on the CPU; ValueError where they do not ascend within a group."""
     size, count = pattern.code_bits, numel // 8
     if size == 8:

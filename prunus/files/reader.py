@@ -12,10 +12,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from .checksum import combined, read_bytes
+from .checksum import combined, read_pieces
 from .encode import Layout, decode, packed_of
 from .metadata import Description, Index, TensorRecord, description_of, entry_names, is_marked, read_index
-from .safetensors_header import DTYPES, Header, file_error, read_header
+from .safetensors_header import DTYPES, Header, read_header
 
 # A small model has a name of its own: a tool that knows only model.safetensors then says that there is none,
 # where it would otherwise warn of unknown names and go on with random weights.
@@ -45,7 +45,7 @@ class TensorFile:
             entries, sums = {}, []
             for suffix, full in zip(record.layout.entries(0), entry_names(name, record), strict=True):
                 entry = self.header.entries[full]
-                data, crcs = read_bytes(self.fd, entry.begin, entry.end - entry.begin, is_temporary=bool(suffix))
+                data, crcs = read_pieces(self.fd, entry.begin, entry.end - entry.begin, is_temporary=bool(suffix))
                 entries[suffix] = data.view(DTYPES[entry.dtype]).view(entry.shape)
                 sums += crcs
             if record.crc32 not in (None, combined(sums)):
@@ -140,12 +140,12 @@ def located(path: Path) -> Path:
             raise ValueError(f"there is no file or folder {path}")
         return path if path.is_file() else index
     names = [name + end for name in (SMALL, PLAIN) for end in ("", ".index.json")]
-    found = [path / name for name in names if (path / name).is_file()]
-    if not found:
+    present = [path / name for name in names if (path / name).is_file()]
+    if not present:
         raise ValueError(f"{path} holds no tensors: none of {', '.join(names)}; a file of another name is given itself")
-    if found[0].name.startswith("sparse") and found[-1].name.startswith("model"):
-        raise ValueError(f"{path} holds both {found[0].name} and {found[-1].name}; name the one that is meant")
-    return found[0]
+    if present[0].name.startswith("sparse") and present[-1].name.startswith("model"):
+        raise ValueError(f"{path} holds both {present[0].name} and {present[-1].name}; name the one that is meant")
+    return present[0]
 
 
 @contextmanager
@@ -157,13 +157,13 @@ def _open(path: Path) -> Iterator[TensorFile]:
             header = read_header(file)
             description = description_of(header)
         except ValueError as error:
-            raise file_error(path, error) from None
+            raise ValueError(f"{path} cannot be read: {error}") from None
         yield TensorFile(path, file.fileno(), header, description)
 
 
 def _check_set(path: Path, index: Index, files: list[TensorFile]) -> None:
     """The files must be those that the index was written with, and hold what it says."""
-    found: dict[str, str] = {}
+    homes: dict[str, str] = {}
     for number, file in enumerate(files, 1):
         if any(file.is_small != other.is_small for other in files):
             raise ValueError(f"{path} names small and plain files; one save writes only one kind")
@@ -171,9 +171,9 @@ def _check_set(path: Path, index: Index, files: list[TensorFile]) -> None:
             raise ValueError(f"{file.path} is not the file that {path.name} was written with")
         if file.is_small and file.description.shard != (number, len(files)):
             raise ValueError(f"{file.path} is file {file.description.shard}, expected {(number, len(files))}")
-        if twice := found.keys() & file.header.entries.keys():
-            raise ValueError(f"{min(twice)!r} is in {file.path.name} and in {found[min(twice)]}")
-        found |= dict.fromkeys(file.header.entries, file.path.name)
-    if found != index.weight_map:
-        wrong = min(set(found.items()) ^ set(index.weight_map.items()))
+        if twice := homes.keys() & file.header.entries.keys():
+            raise ValueError(f"{min(twice)!r} is in {file.path.name} and in {homes[min(twice)]}")
+        homes |= dict.fromkeys(file.header.entries, file.path.name)
+    if homes != index.weight_map:
+        wrong = min(set(homes.items()) ^ set(index.weight_map.items()))
         raise ValueError(f"{path} and its files do not agree about {wrong[0]!r}")

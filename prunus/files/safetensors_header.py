@@ -8,9 +8,7 @@ it shrinks) and takes the last of two entries of one name, so that it does not s
 import json
 import math
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
@@ -73,13 +71,19 @@ def read_header(file: BinaryIO) -> Header:
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError("its metadata is no mapping of strings")
     entries = {name: _entry(name, value, 8 + length) for name, value in top.items()}
-    _check_places(entries, 8 + length, size)
+    end = 8 + length
+    for entry in sorted(entries.values(), key=lambda entry: (entry.begin, entry.end)):
+        if entry.begin != end:
+            raise ValueError("its entries overlap or leave a gap")
+        end = entry.end
+    if end != size:
+        raise ValueError(f"its entries end at byte {end}, but the file has {size}")
     return Header(entries, metadata)
 
 
 def shape_of(value: Any) -> tuple[int, ...]:
     """A shape from JSON: a short list of whole numbers that are not negative."""
-    if not isinstance(value, list) or len(value) > MOST_DIMS or not all(_is_size(n) for n in value):
+    if not isinstance(value, list) or len(value) > MOST_DIMS or not all(is_size(n) for n in value):
         raise ValueError(f"a shape is a list of up to {MOST_DIMS} whole numbers from 0 on, got {str(value)[:80]}")
     if math.prod(n for n in value if n) >= 1 << 60:  # also of an empty one, so that strides stay in 64 bits
         raise ValueError(f"the shape {value} is too large")
@@ -94,26 +98,9 @@ def header_text(header: Header) -> bytes:
     return json.dumps(top, separators=(",", ":"), ensure_ascii=False).encode()
 
 
-def dtype_name(name: str, dtype: torch.dtype) -> str:
-    """The name of ``dtype``; ``name`` is the tensor's, for the complaint."""
-    if dtype not in NAMES:
-        raise ValueError(f"{name} has the type {dtype}, which safetensors cannot hold; cast it first")
-    return NAMES[dtype]
-
-
-def check_names(names: Mapping[str, Any]) -> None:
-    """Names that a header can hold."""
-    for name in names:
-        if not isinstance(name, str) or name == "__metadata__":
-            raise ValueError(f"a tensor's name is a string other than __metadata__, got {name!r}")
-        try:
-            name.encode()
-        except UnicodeEncodeError:
-            raise ValueError(f"the name {name!r} cannot be written as UTF-8") from None
-
-
-def file_error(path: Path, error: Exception) -> ValueError:
-    return ValueError(f"{path} cannot be read: {error}")
+def is_size(value: Any) -> bool:
+    """Whether JSON or a pickle gives a whole number that a size or a place in a file can be."""
+    return type(value) is int and 0 <= value < 1 << 62
 
 
 def _entry(name: str, value: Any, data: int) -> StoredArray:
@@ -122,23 +109,9 @@ def _entry(name: str, value: Any, data: int) -> StoredArray:
     dtype, places = value["dtype"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ValueError(f"the entry {name!r} has the unknown type {str(dtype)[:40]!r}")
-    if not isinstance(places, list) or len(places) != 2 or not all(_is_size(n) for n in places):
+    if not isinstance(places, list) or len(places) != 2 or not all(is_size(n) for n in places):
         raise ValueError(f"the entry {name!r} has no begin and end in data_offsets")
     shape, (begin, end) = shape_of(value["shape"]), places
     if end - begin != math.prod(shape) * DTYPES[dtype].itemsize:
         raise ValueError(f"the entry {name!r} of type {dtype} and shape {list(shape)} does not fit its place")
     return StoredArray(dtype, shape, data + begin, data + end)
-
-
-def _check_places(entries: Mapping[str, StoredArray], begin: int, size: int) -> None:
-    """The entries must fill the file, one behind the other."""
-    for entry in sorted(entries.values(), key=lambda entry: (entry.begin, entry.end)):
-        if entry.begin != begin:
-            raise ValueError("its entries overlap or leave a gap")
-        begin = entry.end
-    if begin != size:
-        raise ValueError(f"its entries end at byte {begin}, but the file has {size}")
-
-
-def _is_size(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 1 << 62

@@ -11,7 +11,7 @@ from ..masks import packed_masks
 from ..ops import bits
 from ..ops.machine import device_of
 from .reader import Tensors, open_tensors
-from .safetensors_header import check_names, dtype_name
+from .safetensors_header import NAMES
 from .writer import MAX_SHARD_BYTES, Saved, TensorSource, TensorSpec, WritePlan, check_layers, write
 
 AnyPath = str | os.PathLike[str]
@@ -55,24 +55,23 @@ def load_sparse(path: AnyPath, device: torch.device | str = "cpu") -> dict[str, 
 def loaded(tensors: Tensors, device: torch.device | str) -> dict[str, Tensor]:
     """All tensors; those with several names once."""
     records = tensors.records
-    found = {name: tensors.read(name, device) for name, record in records.items() if record.same_as is None}
-    return {name: found[record.same_as or name] for name, record in records.items()}
+    stored = {name: tensors.read(name, device) for name, record in records.items() if record.same_as is None}
+    return {name: stored[record.same_as or name] for name, record in records.items()}
 
 
 def in_memory(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> TensorSource:
     """The tensors of a mapping; those that share all their memory are stored once."""
-    check_names(tensors)
     first: dict[tuple, str] = {}
     specs: dict[str, TensorSpec] = {}
     aliases: dict[str, str] = {}
     for name, tensor in tensors.items():
-        _check(name, tensor)
+        _check_tensor(name, tensor)
         key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if tensor.numel() and key in first:
             aliases[name] = first[key]
             continue
         first[key] = name
-        specs[name] = TensorSpec(dtype_name(name, tensor.dtype), tuple(tensor.shape))
+        specs[name] = TensorSpec(NAMES[tensor.dtype], tuple(tensor.shape))
 
     def fetch(name: str) -> Tensor:
         return tensors[name].detach().resolve_conj().resolve_neg()
@@ -103,10 +102,19 @@ def check_pruned(name: str, tensor: Tensor, packed: Tensor) -> None:
         )
 
 
-def _check(name: str, tensor: Tensor) -> None:
+def _check_tensor(name: str, tensor: Tensor) -> None:
+    """ValueError unless a header can hold the name and the type, and the values are in memory."""
+    if not isinstance(name, str) or name == "__metadata__":
+        raise ValueError(f"a tensor's name is a string other than __metadata__, got {name!r}")
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"the name {name!r} cannot be written as UTF-8") from None
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}")
     if tensor.is_meta:
         raise ValueError(f"{name} is on the meta device, where it has no values: load them first")
     if tensor.layout != torch.strided or hasattr(tensor, "full_tensor"):
         raise ValueError(f"{name} is no ordinary tensor in memory; gather it or make it dense first")
+    if tensor.dtype not in NAMES:
+        raise ValueError(f"{name} has the type {tensor.dtype}, which safetensors cannot hold; cast it first")

@@ -55,21 +55,21 @@ def read_torch_file(file: Path | BinaryIO, mmap: bool = False) -> Any:
 
 def checksums_of(state: Mapping[str, Any]) -> dict[str, str]:
     """The checksum of every tensor by its place in the state; under "" that of all of it, other values included."""
-    found: dict[str, str] = {}
+    checksums: dict[str, str] = {}
 
     def described(value: Any, place: str) -> Any:
         if isinstance(value, Tensor):
             if value.nbytes > value.untyped_storage().nbytes():
                 raise ValueError(f"{place} has more elements than are stored")
-            found[place] = checksum(value.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
-            return str(value.dtype), tuple(value.shape), found[place]
+            checksums[place] = checksum(value.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
+            return str(value.dtype), tuple(value.shape), checksums[place]
         if isinstance(value, Mapping):
             return [(key, described(inner, f"{place}/{key}" if place else str(key))) for key, inner in value.items()]
         if isinstance(value, list | tuple):
             return type(value).__name__, [described(inner, f"{place}/{i}") for i, inner in enumerate(value)]
         return value
 
-    return {"": hexadecimal(repr(described(state, "")).encode()), **found}
+    return {"": hexadecimal(repr(described(state, "")).encode()), **checksums}
 
 
 def _verify(state: dict[str, Any], stored: Any) -> None:
@@ -77,13 +77,13 @@ def _verify(state: dict[str, Any], stored: Any) -> None:
     if not isinstance(stored, Mapping):
         raise ValueError("it is damaged: its checksums are missing")
     try:
-        found = checksums_of(state)
+        computed = checksums_of(state)
     except (RecursionError, RuntimeError, TypeError) as error:
         raise ValueError(f"it is damaged: its values have no checksum ({type(error).__name__})") from error
-    for place, crc32 in found.items():
+    for place, crc32 in computed.items():
         if place and stored.get(place) != crc32:
             raise ValueError(f"it is damaged: {place[:160]} does not match its checksum")
-    if found != stored:
+    if computed != stored:
         raise ValueError("it is damaged: its values do not match their checksum")
 
 

@@ -90,8 +90,8 @@ def _read_for(training: Resumable, path: Path) -> dict[str, Any]:
 def sharded_in(folder: Path) -> list[Path]:
     """Checkpoints that ranks completed in a run folder, the newest first."""
     steps = {path: path.name.removeprefix("checkpoint-") for path in folder.glob("checkpoint-*")}
-    found = {path: int(step) for path, step in steps.items() if step.isdecimal() and (path / ".metadata").is_file()}
-    return sorted(found, key=lambda path: -found[path])
+    step_of = {path: int(step) for path, step in steps.items() if step.isdecimal() and (path / ".metadata").is_file()}
+    return sorted(step_of, key=lambda path: -step_of[path])
 
 
 def checkpoints_in(folder: Path) -> list[Path]:

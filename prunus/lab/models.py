@@ -21,27 +21,14 @@ SMALL = 64  # images up to this size keep their resolution in the stem
 FIELD = 32  # the paper centres its digits of 28 x 28 in this field
 
 
-@dataclass(frozen=True)
-class GPTConfig:
-    num_layers: int
-    num_heads: int
-    width: int
-    context: int
-    vocab_size: int
-
-    def __post_init__(self) -> None:
-        if self.width % self.num_heads:
-            raise ValueError(f"width must be a multiple of num_heads, got {self.width} and {self.num_heads}")
-
-
 class Attention(nn.Module):
     """Causal self-attention; ``qkv`` holds query, key and value in this order, each split into heads."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, num_heads: int, width: int) -> None:
         super().__init__()
-        self.num_heads = config.num_heads
-        self.qkv = nn.Linear(config.width, 3 * config.width)
-        self.out = nn.Linear(config.width, config.width)
+        self.num_heads = num_heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         split = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))  # (batch, time, 3, heads, head width)
@@ -53,11 +40,10 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """``x + attention(norm(x))``, then ``x + mlp(norm(x))``."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, num_heads: int, width: int) -> None:
         super().__init__()
-        width = config.width
         self.attention_norm = nn.LayerNorm(width)
-        self.attention = Attention(config)
+        self.attention = Attention(num_heads, width)
         self.mlp_norm = nn.LayerNorm(width)
         up, down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
         layers: OrderedDict[str, nn.Module] = OrderedDict(up=up, gelu=nn.GELU(approximate="tanh"), down=down)
@@ -71,26 +57,28 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Logits (batch, time, vocab) of the next token from tokens (batch, time)."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, num_layers: int, num_heads: int, width: int, shape: TokenShape) -> None:
         super().__init__()
-        self.config = config
-        self.embedding = nn.Embedding(config.vocab_size, config.width)
-        self.positions = nn.Embedding(config.context, config.width)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
-        self.norm = nn.LayerNorm(config.width)
-        self.head = nn.Linear(config.width, config.vocab_size, bias=False)
+        if width % num_heads:
+            raise ValueError(f"width must be a multiple of num_heads, got {width} and {num_heads}")
+        self.context = shape.context
+        self.embedding = nn.Embedding(shape.vocab_size, width)
+        self.positions = nn.Embedding(shape.context, width)
+        self.blocks = nn.ModuleList(Block(num_heads, width) for _ in range(num_layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, shape.vocab_size, bias=False)
         self.head.weight = self.embedding.weight
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
             elif parameter.ndim == 2:  # those that write to the residual stream are divided by sqrt(2 L)
                 writes = name.endswith(("attention.out.weight", "mlp.down.weight"))
-                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * config.num_layers) if writes else 0.02)
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * num_layers) if writes else 0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
         length = tokens.shape[1]
-        if length > self.config.context:
-            raise ValueError(f"the model reads at most {self.config.context} tokens, got {length}; cut the input")
+        if length > self.context:
+            raise ValueError(f"the model reads at most {self.context} tokens, got {length}; cut the input")
         x = self.embedding(tokens) + self.positions.weight[:length]
         for block in self.blocks:
             x = block(x)
@@ -252,7 +240,7 @@ def gpt(num_layers: int, num_heads: int, width: int) -> Model:
         if own_width % head:
             raise ValueError(f"width must be a multiple of {head}, the width of a head, got {own_width}")
         heads = own_width // head or num_heads
-        return GPT(GPTConfig(layers or num_layers, heads, own_width or width, shape.context, shape.vocab_size))
+        return GPT(layers or num_layers, heads, own_width or width, shape)
 
     return Model("tokens", builder)
 

@@ -120,10 +120,10 @@ def recorded_rates(run: Run) -> list[tuple[int, dict[str, float]]]:
     rows = [(step, rates) for step, rates in events if isinstance(rates, list) and len(rates) == len(names) > 0]
     if any(not isinstance(rate, float | int) for _, rates in rows for rate in rates):
         raise ValueError(f"{folder / 'metrics.jsonl'} has rates that are no numbers")
-    found = [(step, dict(zip(names, rates, strict=True))) for step, rates in rows]
-    if not found:
+    changes = [(step, dict(zip(names, rates, strict=True))) for step, rates in rows]
+    if not changes:
         raise ValueError(f"the run in {folder} has no rates to replay; it must be pruned with --rate-power above 0")
-    return found
+    return changes
 
 
 class Replay:

@@ -44,10 +44,6 @@ class RunFiles:
             raise ValueError(f"{self.path / file} should hold an object, but holds a {type(values).__name__}")
         return values
 
-    def load_if_there(self, file: str) -> dict[str, Any]:
-        """The object in a file; an empty one if there is no such file."""
-        return self.load(file) if self.has(file) else {}
-
     def run(self) -> Run:
         """The run that was trained."""
         return read_run(self.path) if self.line is None else run_of(self.load("run.json"), self.path / "run.json")
@@ -83,7 +79,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 def slim_runs(study: Path) -> list[RunFiles]:
     """The runs in a study's ``runs.jsonl``; none if it has no such file."""
-    path, found = study / SLIM, []
+    path, runs = study / SLIM, []
     for number, text in enumerate(path.read_text().splitlines() if path.is_file() else (), 1):
         try:
             line = json.loads(text)
@@ -93,8 +89,8 @@ def slim_runs(study: Path) -> list[RunFiles]:
         has_lines = isinstance(line, dict) and isinstance(line.get("metrics.jsonl"), list)
         if not isinstance(folder, str) or Path(folder).name != folder or not has_lines:
             raise ValueError(f"{path}: line {number} is not a run of a study")
-        found.append(RunFiles(study / "runs" / folder, line))
-    return found
+        runs.append(RunFiles(study / "runs" / folder, line))
+    return runs
 
 
 def write_slim(study: Path, runs: Iterable[RunFiles]) -> None:

@@ -135,22 +135,22 @@ def _blank(entry: Entry, like: Mapping[str, Tensor]) -> Tensor | None:
 
 def _places(state: Mapping[str, Any], outer: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
     """Keys from the outer mapping to the inner of every value: DCP keeps no order, and leaves out empty mappings."""
-    found: list[tuple[str, ...]] = []
+    places: list[tuple[str, ...]] = []
     for key, value in state.items():
-        found += _places(value, (*outer, key)) if isinstance(value, Mapping) and value else [(*outer, key)]
-    return found
+        places += _places(value, (*outer, key)) if isinstance(value, Mapping) and value else [(*outer, key)]
+    return places
 
 
 def _ordered(state: Mapping[str, Any], places: list[list[str]]) -> State:
     """The state as it was saved, with ``places`` for its order; a place without a value is an empty mapping."""
-    found: State = {}
+    ordered: State = {}
     for place in places:
         value: Any = state
         for key in place:
             value = value.get(key, {})
         if place[0] not in PER_RANK:
-            _set(found, tuple(place), value)
-    return found | {key: state[key] for key in PER_RANK}
+            _set(ordered, tuple(place), value)
+    return ordered | {key: state[key] for key in PER_RANK}
 
 
 def _set(state: State, place: tuple[Any, ...], value: Any) -> None:

@@ -95,8 +95,8 @@ def peak_memory(device: torch.device) -> int:
     """Bytes at the peak since ``reset_peak_memory``; 0 where the system does not say."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    if (found := said_by_linux("self/status", "VmHWM")) is not None:
-        return found
+    if (peak := said_by_linux("self/status", "VmHWM")) is not None:
+        return peak
     try:
         import resource
     except ImportError:
@@ -168,15 +168,15 @@ def check_installed(names: tuple[str, ...]) -> None:
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
     """Numbers by name, those of inner mappings with a prefix; lists and the sizes of layers are left out."""
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for name, value in values.items():
         if name == "layers":
             continue
         if isinstance(value, Mapping):
-            found |= flat(value, f"{prefix}{name}/")
+            numbers |= flat(value, f"{prefix}{name}/")
         elif isinstance(value, int | float) and not isinstance(value, bool) and name != "step":
-            found[prefix + name] = value
-    return found
+            numbers[prefix + name] = value
+    return numbers
 
 
 class Wandb:

@@ -146,8 +146,8 @@ class Training:
         """Sparsity now and the zeros of each prunable layer, counted; of a dense run only on request."""
         if not self.pruner and not of_dense:
             return {"sparsity": 0.0}
-        found = eligible(self.model, self.run.include, self.run.exclude)
-        counted = self.pruner.report() if self.pruner else report(self.model, found)
+        prunable = eligible(self.model, self.run.include, self.run.exclude)
+        counted = self.pruner.report() if self.pruner else report(self.model, prunable)
         return {"sparsity": counted.sparsity, "zeros": [layer.num_zeros for layer in counted.layers if not layer.dense]}
 
     def layers(self) -> dict[str, int]:
@@ -286,8 +286,8 @@ def _loop(training: Training, tracker: Tracker, progress: Progress, *, saves_las
 def _result(training: Training, quality: Quality) -> RunResult:
     run = training.run
     ranks = ranks_of(dict(training.model.named_parameters())) if training.team.kind == "fsdp" else None
-    found = eligible(training.model, run.include, run.exclude)
-    counted = report(training.model, found, ranks)
+    prunable = eligible(training.model, run.include, run.exclude)
+    counted = report(training.model, prunable, ranks)
     examples = training.step * run.batch * run.accumulate
     return RunResult(
         steps=training.step,
@@ -303,5 +303,5 @@ def _result(training: Training, quality: Quality) -> RunResult:
         budget_scale=run.budget_scale,
         digest=training.pruner.digest() if training.pruner else None,
         peak_memory=peak_memory(training.device),
-        num_asked=num_asked(run, found.weights),
+        num_asked=num_asked(run, prunable.weights),
     )

@@ -3,16 +3,10 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor
-
 from ..allocate import clipped
-from ..ops import bits
-from ..ops.lazy import alike, stored
 from ..select import Global, Quota, Selector, Shape
-from ..threshold import cut_each, num_kept_each
-from .scores import Packed, Scores
-from .step import Choose
+from .scoring import Packed, Scores
+from .step import Choose, keep_all_but
 
 
 @dataclass(frozen=True)
@@ -59,33 +53,3 @@ def allocate(scores: Scores, select: Selector, sparsity: float, live: Packed) ->
         return Allocation(lambda scores, live: select(scores, sparsity, live))
     num_drop = {quota.names[0]: quota.num_drop for quota in quotas}
     return Allocation(keep_all_but(num_drop), num_drop)
-
-
-def keep_all_but(num_drop: Mapping[str, int]) -> Choose:
-    """All but the ``num_drop`` smallest of each layer; weights that are zero already count as dropped."""
-
-    def choose(scores: Mapping[str, Tensor], live: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        if next(iter(scores.values())).is_cuda:
-            sources = alike([stored(name, score) for name, score in scores.items()])
-            packed = {name: bits.pack(mask) for name, mask in live.items()}
-            masks = cut_each(sources, num_drop, packed, num_kept_each(sources, packed))
-            return {name: bits.unpack(masks[name], score.shape) for name, score in scores.items()}
-        return {name: _largest(score, score.numel() - num_drop[name], live.get(name)) for name, score in scores.items()}
-
-    return choose
-
-
-def _largest(scores: Tensor, num_keep: int, live: Tensor | None) -> Tensor:
-    """Where the ``num_keep`` largest of the live scores stand; of equal ones the last in order."""
-    flat = scores.reshape(-1) if live is None else scores[live]
-    keep = torch.ones_like(flat, dtype=torch.bool)
-    if num_keep <= 0:
-        keep.fill_(False)
-    elif num_keep < len(flat):
-        threshold = flat.kthvalue(len(flat) - num_keep).values
-        keep = flat > threshold
-        if num_equal := num_keep - int(keep.sum()):
-            keep[(flat == threshold).nonzero().squeeze(1)[-num_equal:]] = True
-    if live is None:
-        return keep.view_as(scores)
-    return torch.zeros_like(live).masked_scatter_(live, keep)

@@ -83,14 +83,14 @@ class _Passes:
 
     def read(self, norms: Sequence[_BatchNorm], num_calls: int = 0) -> dict[_BatchNorm, Channels]:
         """What norms read over all samples, in the order of their first calls; a pass ends after ``num_calls``."""
-        found: dict[_BatchNorm, Channels] = {}
+        channels: dict[_BatchNorm, Channels] = {}
 
         def add(call: tuple[_BatchNorm, Channels]) -> None:
             norm, inputs = call
-            found[norm] = found[norm] + inputs if norm in found else inputs
+            channels[norm] = channels[norm] + inputs if norm in channels else inputs
 
         self.calibration.visit(self.size, partial(self._calls, norms, num_calls), add)
-        return found
+        return channels
 
     def read_alone(self, norm: _BatchNorm) -> Channels | None:
         """What one norm reads, if it is called; the stream moves on to the block that calls it."""

@@ -97,13 +97,13 @@ class Stream:
         if k == 0 or k in self._outputs:
             return 0
         first = max((i for i in self._outputs if i < k), default=0)
-        found: dict[int, list[list[Tree]]] = {i: [[] for _ in self.samples.stacks] for i in range(first + 1, k + 1)}
+        outputs: dict[int, list[list[Tree]]] = {i: [[] for _ in self.samples.stacks] for i in range(first + 1, k + 1)}
         sizes: list[list[int]] = [[] for _ in self.samples.stacks]
         for chunk in self.samples.chunks(size):
             for i, output in self.run(first, k, forward, chunk).items():
-                found[i][chunk.stack].append(output)
+                outputs[i][chunk.stack].append(output)
             sizes[chunk.stack].append(chunk.size)
-        for i, stacks in found.items():
+        for i, stacks in outputs.items():
             if stacks[0]:
                 self._outputs[i] = [joined(trees, lengths) for trees, lengths in zip(stacks, sizes, strict=True)]
         return len(self.samples)
@@ -138,12 +138,12 @@ class Stream:
 
     def run(self, first: int, last: int, forward: Callable[[Chunk], object], chunk: Chunk) -> dict[int, Tree]:
         """Outputs, by position, of a pass from ``first`` that ends at ``last``: at ``last`` and where wanted."""
-        found: dict[int, Tree] = {}
+        outputs: dict[int, Tree] = {}
 
         def hook(position: int) -> Callable[..., None]:
             def store(module: nn.Module, args: Any, output: Tree) -> None:
                 if position == last or position in self.wanted:
-                    found[position] = copied(output) if self.offload is None else moved(output, torch.device("cpu"))
+                    outputs[position] = copied(output) if self.offload is None else moved(output, torch.device("cpu"))
                 if position == last:
                     raise Reached
 
@@ -158,7 +158,7 @@ class Stream:
         finally:
             for handle in handles:
                 handle.remove()
-        return found
+        return outputs
 
     def stored(self, k: int, chunk: Chunk | Pick) -> Tree:
         """What the samples of a chunk are at position ``k``, on the device of the passes."""

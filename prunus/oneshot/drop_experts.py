@@ -119,14 +119,14 @@ def drop_experts_(calibration: Calibration, fraction: float) -> DroppedExperts:
     with calibration.open(), eagerly(), torch.no_grad():
         importance = _Importance(calibration, plan)
         importance.collect()
-    found = without_experts(calibration.model, plan, [importance.layer(name) for name in plan.layers])
-    found.apply_()
-    return found
+    dropped = without_experts(calibration.model, plan, [importance.layer(name) for name in plan.layers])
+    dropped.apply_()
+    return dropped
 
 
 def without_experts(model: nn.Module, plan: FewerExperts, layers: Sequence[ExpertLayer]) -> DroppedExperts:
     """What takes the place of the model's tensors and numbers where the dropped experts are gone; not applied yet."""
-    found, by_name = DroppedExperts(list(layers)), {layer.name: layer for layer in layers}
+    dropped, by_name = DroppedExperts(list(layers)), {layer.name: layer for layer in layers}
     for name, (layer, dim) in plan.slices.items():
         path, _, key = name.rpartition(".")
         module = model.get_submodule(path)
@@ -136,9 +136,9 @@ def without_experts(model: nn.Module, plan: FewerExperts, layers: Sequence[Exper
         if isinstance(whole, nn.Parameter):
             small = nn.Parameter(small, whole.requires_grad)
         keep, drop = torch.tensor(by_name[layer].kept), torch.tensor(by_name[layer].dropped)
-        found._cuts.append(_Cut(home, key, dim, keep, drop, whole, small))
-    found._numbers = [(owner, key, getattr(owner, key), after) for owner, key, after in plan.numbers]
-    return found
+        dropped._cuts.append(_Cut(home, key, dim, keep, drop, whole, small))
+    dropped._numbers = [(owner, key, getattr(owner, key), after) for owner, key, after in plan.numbers]
+    return dropped
 
 
 class _Importance:
@@ -188,14 +188,14 @@ class _Importance:
         """Each expert runs by itself on the tokens that ``index`` (token, choice) sends to it."""
         self.plan.check_routing(index.shape[-1])
         index, weights = index.flatten(0, -2), weights.flatten(0, -2)
-        counted, found = self._counted(len(x)), []
+        counted, added = self._counted(len(x)), []
         for expert in range(self.plan.num_experts):
             token, place = ((index == expert) & counted[:, None]).nonzero(as_tuple=True)
             if len(token):
                 alone, one = index.new_full((len(token), 1), expert), weights.new_ones((len(token), 1))
                 norms = module.forward(x[token], alone, one).flatten(0, -2).float().norm(dim=-1)
-                found.append((expert, norms * weights[token, place].float().abs()))
-        return found
+                added.append((expert, norms * weights[token, place].float().abs()))
+        return added
 
     def _all_tokens(self, module: nn.Module, x: Tensor) -> Added:
         """Llama 4: each expert reads every token times its router weight, which is 0 where it is not routed there."""

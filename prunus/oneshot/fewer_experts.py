@@ -85,13 +85,13 @@ def fewer_experts(model: nn.Module, fraction: float) -> FewerExperts:
         other = vars(less.get_submodule(name))
         changed = [key for key, value in vars(module).items() if isinstance(value, PLAIN) and other[key] != value]
         numbers += [(model.get_submodule(name), key, other[key]) for key in changed]
-    found = FewerExperts(num, num_left, _slices(model, dims, layers), numbers, *_groups(model))
-    if found.num_dropped % found.num_groups:
+    fewer = FewerExperts(num, num_left, _slices(model, dims, layers), numbers, *_groups(model))
+    if fewer.num_dropped % fewer.num_groups:
         raise ValueError(
-            f"routing chooses among {found.num_groups} groups of as many experts, so that a multiple of "
-            f"{found.num_groups} can be dropped, not {found.num_dropped} of {num}: {found.num_groups / num:.4g}, say"
+            f"routing chooses among {fewer.num_groups} groups of as many experts, so that a multiple of "
+            f"{fewer.num_groups} can be dropped, not {fewer.num_dropped} of {num}: {fewer.num_groups / num:.4g}, say"
         )
-    return found
+    return fewer
 
 
 def _configs(config: Any) -> Iterator[Any]:
@@ -147,26 +147,26 @@ def _cut_dims(
             f"the experts of {type(model).__name__} are modules of their own; only experts that are stacked in one "
             "tensor can be dropped, as most of them are in transformers 5"
         )
-    found = {}
+    cuts = {}
     for name, tensor in own.items():
         sizes = list(zip(tensor.shape, less[name].shape, strict=True))
         if dims := [dim for dim, (before, after) in enumerate(sizes) if before != after]:
             if len(dims) > 1 or sizes[dims[0]] != counts or is_dtensor(tensor):
                 raise ValueError(f"an expert is not one slice of {name}, {list(tensor.shape)}; it cannot be dropped")
-            found[name] = dims[0]
-    return found
+            cuts[name] = dims[0]
+    return cuts
 
 
 def _slices(model: nn.Module, dims: Mapping[str, int], layers: set[str]) -> dict[str, tuple[str, int]]:
     """For each tensor that is cut the layer of experts it belongs to: that of the innermost module they share."""
     blocks = {name.rpartition(".")[0]: name for name in layers}
-    found = {}
+    slices = {}
     for name, tensor in _tensors(model).items():
         block = max((path for path in blocks if name.startswith(f"{path}.")), key=len, default=None)
         if name in dims:
             if block is None or len(blocks) < len(layers):
                 raise ValueError(f"{name} has a slice for each expert, but of which layer is not clear")
-            found[name] = blocks[block], dims[name]
+            slices[name] = blocks[block], dims[name]
         elif block is not None and not tensor.is_floating_point():
             raise ValueError(f"{name} may hold numbers of experts, so that none can be dropped")
-    return found
+    return slices

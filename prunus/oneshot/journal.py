@@ -39,15 +39,15 @@ class Journal:
     def load(self, file: str, names: Sequence[str]) -> dict[str, Any] | None:
         """What was saved; None where there is nothing, where it is damaged, or where it is of other parameters."""
         path = self.folder / f"{file}.pt"
-        found = _read(path, [self.run, *names]) if path.is_file() else None
-        return found and found["content"]
+        entry = _read(path, [self.run, *names]) if path.is_file() else None
+        return entry and entry["content"]
 
 
 def claim(folder: Path, kind: str, given: Mapping[str, Any], weights: Mapping[str, Weight]) -> str:
     """Mark the folder as that of a search or a repair with these settings, or check that it is; returns their hash."""
-    settings, found = {name: identity(value) for name, value in given.items()}, fingerprint(weights)
-    _check_or_write(folder, kind, {"format": f"prunus-{kind}-1", "settings": settings, "weights": found})
-    return digest([*settings.items(), *found.items()])
+    settings, sums = {name: identity(value) for name, value in given.items()}, fingerprint(weights)
+    _check_or_write(folder, kind, {"format": f"prunus-{kind}-1", "settings": settings, "weights": sums})
+    return digest([*settings.items(), *sums.items()])
 
 
 def _check_or_write(folder: Path, kind: str, about: dict[str, Any]) -> None:
@@ -79,11 +79,11 @@ class SearchJournal:
 
     def trials(self) -> list[Trial]:
         """Finished trials, in order; a damaged one and what was done after it are removed."""
-        found = []
+        trials = []
         for content in self._undamaged(list(takewhile(Path.is_file, map(self._path, count())))):
             figures = dict(content["trial"])
-            found.append(Trial(target=figures.pop("asked"), **figures))
-        return found
+            trials.append(Trial(target=figures.pop("asked"), **figures))
+        return trials
 
     def levels(self, number: int) -> list[dict[str, Tensor]]:
         """Packed masks of the last two levels (or the only one) that were kept after trial ``number``."""
@@ -117,14 +117,14 @@ class SearchJournal:
 
     def groups(self, number: int) -> Probed:
         """What was decided in trial ``number`` before the search was interrupted."""
-        found = Probed()
+        probed = Probed()
         for content in self._undamaged(sorted(self.folder.glob(f"group_{number:04}_*.pt"))):
             for name, saved in content["content"].items():
                 device = self.weights[name].parameter.device
-                found.pruned[name] = saved["pruned"].to(device)
-                found.ratios[name] = Ratios(saved["q"].to(device), saved["num_zero"], saved["num_not_finite"])
-                found.taus[name] = saved["tau"]
-        return found
+                probed.pruned[name] = saved["pruned"].to(device)
+                probed.ratios[name] = Ratios(saved["q"].to(device), saved["num_zero"], saved["num_not_finite"])
+                probed.taus[name] = saved["tau"]
+        return probed
 
     def _path(self, number: int) -> Path:
         return self.folder / f"trial_{number:04}.pt"
@@ -144,10 +144,10 @@ class SearchJournal:
 
 def fingerprint(weights: Mapping[str, Weight]) -> dict[str, list[int]]:
     """Shape and an exact sum of the bits of every weight."""
-    found = {}
+    sums = {}
     for name, weight in weights.items():
-        found[name] = [*weight.parameter.shape, int(words_of(weight.parameter).sum(dtype=torch.int64))]
-    return found
+        sums[name] = [*weight.parameter.shape, int(words_of(weight.parameter).sum(dtype=torch.int64))]
+    return sums
 
 
 def _read(path: Path, of: list[str]) -> dict[str, Any] | None:

@@ -50,12 +50,12 @@ def holders(model: nn.Module, weights: Sequence[Weight]) -> dict[str, list[nn.Mo
 def _held(model: nn.Module, weights: Sequence[Weight]) -> dict[str, list[tuple[nn.Module, str]]]:
     """Modules that hold each weight, and its name in them."""
     names = {weight.parameter: weight.name for weight in weights}
-    found: dict[str, list[tuple[nn.Module, str]]] = {name: [] for name in names.values()}
+    held: dict[str, list[tuple[nn.Module, str]]] = {name: [] for name in names.values()}
     for module in model.modules():
         for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if parameter in names:
-                found[names[parameter]].append((module, key))
-    return found
+                held[names[parameter]].append((module, key))
+    return held
 
 
 @dataclass(frozen=True)
@@ -125,8 +125,8 @@ class Reader:
         if not self.is_attention:
             return (next(iter(args or kwargs.values())).detach(),)
         given = dict(zip(ARGUMENTS, args, strict=False)) | kwargs
-        found = [given[name] for name in PROJECTIONS[self.key]]
-        different = found if any(x is not found[0] for x in found) else found[:1]
+        inputs = [given[name] for name in PROJECTIONS[self.key]]
+        different = inputs if any(x is not inputs[0] for x in inputs) else inputs[:1]
         return tuple(x.detach() if module.batch_first or x.ndim < 3 else x.detach().transpose(0, 1) for x in different)
 
     def rows(self, x: Tensor) -> list[Tensor]:
@@ -142,11 +142,11 @@ def readers(model: nn.Module, weights: Sequence[Weight]) -> dict[str, list[Reade
     """What reads each weight, by name; none where one of its readers is of a kind that is not known."""
     # attention multiplies by the weight of its output projection, whose forward it does not call
     attentions = {m.out_proj: m for m in model.modules() if type(m).forward is nn.MultiheadAttention.forward}
-    found: dict[str, list[Reader]] = {}
+    by_name: dict[str, list[Reader]] = {}
     for name, held in _held(model, weights).items():
         reading = [Reader(attentions[m], OUTPUT) if m in attentions else Reader(m, key) for m, key in held]
-        found[name] = reading if all(reader.is_known for reader in reading) else []
-    return found
+        by_name[name] = reading if all(reader.is_known for reader in reading) else []
+    return by_name
 
 
 def matrix_layout(weight: Weight) -> tuple[Sequence[int], tuple[int, ...]]:

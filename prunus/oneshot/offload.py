@@ -108,8 +108,8 @@ class Offload:
                 self._edges.setdefault(tensor, []).append(get_gradient_edge(tensor))
 
     def _kept(self, tensor: Tensor) -> Tensor | None:
-        found = self._copies.get((tensor, tensor.data_ptr()))
-        return None if found is None or found.version != tensor._version else found.values
+        copy = self._copies.get((tensor, tensor.data_ptr()))
+        return None if copy is None or copy.version != tensor._version else copy.values
 
     @contextmanager
     def keeping(self) -> Iterator[None]:
@@ -196,8 +196,8 @@ class Offload:
         """Gradients of ``total`` for tensors and weights, None where the graph does not reach them."""
         edges = [[*{edge.node: edge for edge in self._edges[t]}.values()] if t in self._edges else [t] for t in inputs]
         flat: list[Any] = [edge for each in edges for edge in each]
-        found = iter(torch.autograd.grad(total, flat, allow_unused=True))
-        return [_sum([next(found) for _ in each]) for each in edges]
+        flat_gradients = iter(torch.autograd.grad(total, flat, allow_unused=True))
+        return [_sum([next(flat_gradients) for _ in each]) for each in edges]
 
 
 def saving(offload: Offload | None, saves: Saves | None = None) -> AbstractContextManager[None]:
@@ -270,5 +270,5 @@ def _copy(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _sum(parts: Sequence[Tensor | None]) -> Tensor | None:
-    found = [part for part in parts if part is not None]
-    return torch.stack(found).sum(0) if len(found) > 1 else found[0] if found else None
+    gradients = [part for part in parts if part is not None]
+    return torch.stack(gradients).sum(0) if len(gradients) > 1 else gradients[0] if gradients else None

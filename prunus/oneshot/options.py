@@ -79,7 +79,7 @@ class Repair:
         """``0.8 / sqrt(tokens an input)``: the fewer there are, the nearer weights should stay to their dense values.
 
         A compromise: of models with about as many tokens an input, one did better with less and one with more
-        (docs/repair.md).
+        (docs/evidence/repair.md).
         """
         if self.damping is not None:
             return self.damping

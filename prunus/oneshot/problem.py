@@ -115,16 +115,16 @@ class Problem:
         """
         weight = self.split((values - self.scaled()).div_(self.scale).add_(self.weight))
         rounded = [_rounded(rows, self.weights[name].dtype) for name, rows in weight.items()]
-        found, mask = self._with_costs(torch.cat(rounded).mul_(support), support), self.masked(support)
+        solved, mask = self._with_costs(torch.cat(rounded).mul_(support), support), self.masked(support)
         is_pruned = self._sum_by_layer((support ^ self.live).sum(1)) > 0
-        return _choose_rows(is_pruned & (found.damped <= mask.damped), found, mask)
+        return _choose_rows(is_pruned & (solved.damped <= mask.damped), solved, mask)
 
     def better(self, first: Candidate, second: Candidate, mask: Candidate) -> Candidate:
         """The candidate of smaller damped error, layer by layer, or for all together where layers trade counts.
 
         The second one must also not leave a larger error than ``mask``.
         """
-        same_counts = torch.equal(*(self._sum_by_layer(found.support.sum(1)) for found in (first, second)))
+        same_counts = torch.equal(*(self._sum_by_layer(one.support.sum(1)) for one in (first, second)))
         total = self._sum_by_layer if same_counts else lambda rows: rows.sum().expand_as(rows)
         wins = (total(second.damped) < total(first.damped)) & (total(second.errors) <= total(mask.errors))
         return _choose_rows(wins, second, first)

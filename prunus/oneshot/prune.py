@@ -26,7 +26,7 @@ from .probe.prober import Finished, Probe, Probed, Prober
 from .progress import Progress, progress_line
 from .resources import Cost
 from .result import Result
-from .scores import Packed, Scores
+from .scoring import Packed, Scores
 from .steps import Mask, Solve
 
 

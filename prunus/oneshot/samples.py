@@ -117,21 +117,21 @@ def samples_of(batches: Iterable[Any]) -> Samples:
                 "give DataLoader(dataset, batch_size=8)"
             )
         stacks.append(_stack(batch))
-    found = Samples(_merged(stacks))
-    if not found.stacks:
+    samples = Samples(_merged(stacks))
+    if not samples.stacks:
         raise ValueError("no calibration samples were given; batches must hold at least one sample")
-    return found
+    return samples
 
 
 def digest(tree: Tree) -> str:
     """Hash of what a tree holds, bit for bit where that are tensors, as a hex string."""
-    found = hashlib.sha256()
+    sha = hashlib.sha256()
     for leaf in pytree.tree_leaves(tree):
         if isinstance(leaf, Tensor):
-            found.update(repr((leaf.dtype, tuple(leaf.shape))).encode())
+            sha.update(repr((leaf.dtype, tuple(leaf.shape))).encode())
             leaf = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        found.update(leaf if isinstance(leaf, bytes) else repr(leaf).encode())
-    return found.hexdigest()
+        sha.update(leaf if isinstance(leaf, bytes) else repr(leaf).encode())
+    return sha.hexdigest()
 
 
 def rows(tree: Tree, where: slice | Sequence[int], size: int) -> Tree:

@@ -26,7 +26,7 @@ from .probe.prober import Probe, Probed
 from .progress import Progress, progress_line
 from .prune import prune_to
 from .result import SearchResult
-from .scores import Packed, Scores
+from .scoring import Packed, Scores
 
 Evaluate = Callable[[nn.Module], float]
 
@@ -120,13 +120,13 @@ class _Search:
             state = self._state()
             while (target := self.steps.next(self.trials)) is not None:
                 self._try(target, state)
-            found = self._found()
+            result = self._result()
         except BaseException:
             while self.kept:
                 self._take_back()
             raise
-        found.passes, found.seconds = self.passes, time.perf_counter() - began
-        return found
+        result.passes, result.seconds = self.passes, time.perf_counter() - began
+        return result
 
     @property
     def live(self) -> Packed:
@@ -304,13 +304,13 @@ class _Search:
     @torch.no_grad()
     def _metric(self) -> float:
         self.evaluations += 1
-        found = self.evaluate(self.scores.calibration.model)
+        metric = self.evaluate(self.scores.calibration.model)
         try:
-            if isinstance(found, str):
+            if isinstance(metric, str):
                 raise TypeError
-            return float(found)
+            return float(metric)
         except (TypeError, ValueError, RuntimeError):
-            what = f"{found!r}, a {type(found).__name__}"[:100]
+            what = f"{metric!r}, a {type(metric).__name__}"[:100]
             raise ValueError(f"evaluate must return a number, got {what}; end it with return float(...)") from None
 
     def _sparsity(self) -> float:
@@ -318,15 +318,15 @@ class _Search:
         num_weights = sum(weight.parameter.numel() for weight in self.scores.weights.values())
         return 1 - sum(int(bits.count(mask)) for mask in packed.values()) / num_weights
 
-    def _found(self) -> SearchResult:
+    def _result(self) -> SearchResult:
         trial = self.kept[-1].trial if self.kept else None
         parameters = {name: weight.parameter for name, weight in self.scores.weights.items()}
         masks = Masks(parameters, self.scores.live(self.live))
         metric = trial.metric if trial else self.dense
-        found = SearchResult(masks, self._sparsity(), metric, self.dense, self.trials, self.limit)
+        result = SearchResult(masks, self._sparsity(), metric, self.dense, self.trials, self.limit)
         if trial and self.probe and self.compare:
-            found.alone, found.alone_sparsity = self._alone(found.sparsity)
-        return found
+            result.alone, result.alone_sparsity = self._alone(result.sparsity)
+        return result
 
     def _alone(self, sparsity: float) -> tuple[float, float]:
         """Metric and sparsity of the strategy without the probe, one shot from the dense model."""

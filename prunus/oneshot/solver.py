@@ -43,8 +43,8 @@ def solve(
     for _ in range(ATTEMPTS):
         with float32_products(moments.gram.device):
             problem = Problem.of(weights, moments, repair.targets == "dense", damping, live)
-            if (found := _attempt(problem, choose, repair, clock)) is not None:
-                return found
+            if (changes := _attempt(problem, choose, repair, clock)) is not None:
+                return changes
         damping = max(10 * damping, 0.01)
     raise ValueError(
         f"the Gram matrix of the inputs of {', '.join(weights)} has no Cholesky factor, even damped by {damping / 10:g}"
@@ -78,9 +78,9 @@ def _attempt(problem: Problem, choose: Choose, repair: Repair, clock: Clock) -> 
         best, iterations = _refined(problem, first, problem.scaled(), repair.refine), 0
     if repair.iterations:
         with clock.part("iterations"):
-            if (found := _admm(problem, first, choose, repair, clock)) is None:
+            if (solution := _admm(problem, first, choose, repair, clock)) is None:
                 return None
-        support, values, iterations = found
+        support, values, iterations = solution
         with clock.part("refine"):
             best = problem.better(best, _refined(problem, support, values, repair.refine), mask)
     return _changes(problem, mask, best, iterations)

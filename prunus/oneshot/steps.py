@@ -7,12 +7,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .allocation import keep_all_but
 from .gram import Moments
 from .options import Repair
 from .resources import Clock
 from .solver import refine, solve
-from .step import Change, Choose, LayerRepair, Layers
+from .step import Change, Choose, LayerRepair, Layers, keep_all_but
 
 FEW = 0.25  # tokens an input below which an expert is not repaired
 

@@ -127,16 +127,16 @@ class Streams:
             with self.clock.part("grams"):
                 for _, x, valid in pruned:
                     _check_finite(group, x, valid, self.calibration.samples.number(chunk), chunk.size)
-                found = [
+                parts = [
                     (part, Tokens([x, dense[call][1]] if dense else [x], valid))
                     for call, (part, x, valid) in enumerate(pruned)
                 ]
-                for _, tokens in found[:1]:  # others are copied one by one; where even one does not fit, chunks shrink
+                for _, tokens in parts[:1]:  # others are copied one by one; where even one does not fit, chunks shrink
                     tokens.flatten_()
-                return found
+                return parts
 
-        def add(found: tuple[int, Tokens]) -> None:
-            part, tokens = found
+        def add(part_tokens: tuple[int, Tokens]) -> None:
+            part, tokens = part_tokens
             with self.clock.part("grams"):
                 grams[part].take(tokens)
 
@@ -167,14 +167,14 @@ class Streams:
 
     def _output(self, module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         """What a solved layer returns, which is the same in every pass over a chunk until the block is left."""
-        found = self._outputs.get((module, self._here))
-        if found is None:
-            found = type(module).forward(module, *args, **kwargs)
-            if found.nbytes > self._room:
-                return found
-            self._room -= found.nbytes
-            self._outputs[module, self._here] = found
-        return found.clone()  # the model may change it in place
+        output = self._outputs.get((module, self._here))
+        if output is None:
+            output = type(module).forward(module, *args, **kwargs)
+            if output.nbytes > self._room:
+                return output
+            self._room -= output.nbytes
+            self._outputs[module, self._here] = output
+        return output.clone()  # the model may change it in place
 
     def _is_simple(self, group: Group) -> bool:
         """Whether its layers read one tensor, once, all in one block and with all tokens."""
@@ -218,12 +218,12 @@ class Streams:
                 for reader in readers:
                     stack.enter_context(reader.seen_by(store))
                 self._run(kind, chunk, self._last_block(group))
-        mask, found = mask_of(self.calibration.batch(chunk)), []
+        mask, reads = mask_of(self.calibration.batch(chunk)), []
         for reader, inputs in calls:
             parts = inputs * (group.num_inputs // len(inputs))  # a call may give query, key and value as one tensor
             rows = [x for given in parts for x in reader.rows(given)]
-            found += [(part, x, _valid(x, mask)) for part, x in enumerate(rows)]
-        return found
+            reads += [(part, x, _valid(x, mask)) for part, x in enumerate(rows)]
+        return reads
 
     def _expert_reads(self, kind: Kind, group: Group, chunk: Chunk, routes: list[tuple[Any, ...]]) -> list[Read]:
         """What each of some stacked experts reads; the dense stream's tokens go where the pruned stream's went."""

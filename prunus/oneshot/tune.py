@@ -132,8 +132,8 @@ class _Tuner:
         for pick in _picks(samples, self.size):
             with torch.enable_grad(), saving(self.offload):
                 total = self.loss(pick) * (scale * pick.size / len(samples))
-                found = gradients(self.offload, total, self.parameters)
-            for master, mask, grad in zip(masters, kept, found, strict=True):
+                grads = gradients(self.offload, total, self.parameters)
+            for master, mask, grad in zip(masters, kept, grads, strict=True):
                 if grad is None:
                     continue
                 grad = grad.to(master.device, master.dtype)
@@ -157,10 +157,10 @@ def block_loss(calibration: Calibration, k: int, pruned: Stream, dense: Stream) 
     """Mean square between what block ``k`` gives and what it gives in the dense model."""
 
     def loss(pick: Pick) -> Tensor:
-        found: list[Tensor] = []
+        seen: list[Tensor] = []
 
         def stop(module: nn.Module, args: object, output: Tree) -> None:
-            found.append(first_tensor(output))
+            seen.append(first_tensor(output))
             raise Reached
 
         batch, handle = calibration.batch(pick), pruned.blocks[k].register_forward_hook(stop)
@@ -171,7 +171,7 @@ def block_loss(calibration: Calibration, k: int, pruned: Stream, dense: Stream) 
             pass
         finally:
             handle.remove()
-        return Distance()(found[0], first_tensor(dense.stored(k + 1, pick)), mask_of(batch))
+        return Distance()(seen[0], first_tensor(dense.stored(k + 1, pick)), mask_of(batch))
 
     return loss
 

@@ -110,8 +110,8 @@ def candidates(sources: Sequence[Lazy], lo: float, hi: float, limit: int, live: 
         if low := readable(sources):
             share = sum(s.numel for s in sources) / sum(s.global_numel for s in sources)
             room = min(limit, max(SAMPLE, round(2 * limit * share)))  # twice this rank's share
-            found = kernel(low, lo, hi, room, live)
-            return Candidates(*found) if found else None
+            fields = kernel(low, lo, hi, room, live)
+            return Candidates(*fields) if fields else None
     return candidates_reference(sources, lo, hi, limit, live)
 
 
@@ -121,7 +121,7 @@ def candidates_reference(sources: Sequence[Lazy], lo: float, hi: float, limit: i
     sizes = [bits.num_bytes(source.numel) for source in sources]
     starts = [0, *accumulate(sizes)]
     above = torch.empty(starts[-1], dtype=torch.uint8, device=sources[0].device)
-    found = [(torch.empty(0, dtype=sources[0].compared, device=above.device), above[:0].long())]
+    listed = [(torch.empty(0, dtype=sources[0].compared, device=above.device), above[:0].long())]
     num_above = []
     for source, mask, first in zip(sources, above.split(sizes), starts, strict=False):
         split = _split_on_cpu() if source.device.type == "cpu" else split_reference
@@ -134,9 +134,9 @@ def candidates_reference(sources: Sequence[Lazy], lo: float, hi: float, limit: i
             limit -= len(places)
             if limit < 0:
                 return None
-            found.append((scores[places], places + (start + 8 * first)))
+            listed.append((scores[places], places + (start + 8 * first)))
         num_above.append(int(bits.count(mask)))
-    scores, positions = (torch.cat(parts) for parts in zip(*found, strict=True))
+    scores, positions = (torch.cat(parts) for parts in zip(*listed, strict=True))
     return Candidates(above, starts[:-1], num_above, scores, positions)
 
 

@@ -47,11 +47,11 @@ class Shard:
         """Positions in the flattened tensor of elements at the positions ``local`` of the flattened shard."""
         if self.global_shape[1:] == self.shape[1:]:
             return local + self.offset[0] * math.prod(self.global_shape[1:]) if self.global_shape else local
-        found, stride = local.new_zeros(local.shape), 1
+        positions, stride = local.new_zeros(local.shape), 1
         for length, first, size in zip(self.global_shape[::-1], self.offset[::-1], self.shape[::-1], strict=True):
-            found += (local % max(1, size) + first) * stride
+            positions += (local % max(1, size) + first) * stride
             local, stride = local // max(1, size), stride * length
-        return found
+        return positions
 
     def of(self, tensor: Tensor) -> Tensor:
         """This shard of ``tensor``, which broadcasts to the global shape."""

@@ -70,7 +70,7 @@ class WideProducts(TorchFunctionMode):
     def _narrow(self, value: object) -> torch.dtype | None:
         """The type of the first tensor that is to be widened."""
         if isinstance(value, (list, tuple)):  # all arguments, or the operands of einsum
-            return next((found for each in value if (found := self._narrow(each))), None)
+            return next((dtype for each in value if (dtype := self._narrow(each))), None)
         return value.dtype if isinstance(value, Tensor) and value.is_cpu and value.dtype in self.types else None
 
     def _wide(self, value: Any) -> Any:

@@ -113,11 +113,11 @@ def block_at(values, codes, heads, unit, end, block, last):
 @triton.jit
 def values_of(words, KIND: tl.constexpr):
     """The eight values of each lane's unit from the words that hold them."""
-    found = ()
+    values = ()
     for i in tl.static_range(0, KIND.primitive_bitwidth // 16):
         a, b = tl.split(tl.reshape(words[i], (words[i].shape[0] // 2, 2)))
-        found += floats_of(a, KIND) + floats_of(b, KIND)
-    return found
+        values += floats_of(a, KIND) + floats_of(b, KIND)
+    return values
 
 
 @triton.jit
@@ -131,10 +131,10 @@ def taken(x, offset, BATCH: tl.constexpr):
     elif BYTES == 4:
         return floats_of(tl.load(at.to(tl.pointer_type(tl.int32))), KIND)
     else:
-        found = floats_of(tl.load(at.to(tl.pointer_type(tl.int64))), KIND)
+        numbers = floats_of(tl.load(at.to(tl.pointer_type(tl.int64))), KIND)
         for i in tl.static_range(1, BYTES // 8):
-            found += floats_of(tl.load((at + 8 * i).to(tl.pointer_type(tl.int64))), KIND)
-        return found
+            numbers += floats_of(tl.load((at + 8 * i).to(tl.pointer_type(tl.int64))), KIND)
+        return numbers
 
 
 @triton.jit

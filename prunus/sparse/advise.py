@@ -7,9 +7,13 @@ Each kind of layer, its shape, type, sparsity and pattern, is measured once on a
 
 import os
 import re
+import statistics
+import time
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +21,10 @@ from torch import Tensor, nn
 from ..files.reader import open_tensors
 from ..ops.machine import device_of
 from .choose import SPARSE_FROM, choose
-from .decoder_time import dense_step_seconds
+from .decoder import Decoder
 from .model_layers import check_values, chosen, linear_weight, why_not
 from .product import check_device
-from .times import WeightKind, kind_of, machine_name, winner
+from .times import Times, WeightKind, kind_of, machine_name, winner
 
 EMBEDDING = re.compile(r"embed|wte|wpe|position")  # tables that are looked up in, not multiplied by
 AnySource = str | os.PathLike[str] | nn.Module | Mapping[str, Tensor]
@@ -40,15 +44,12 @@ class Load:
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """One kind of layer, its layers, and microseconds of each way; a way that is not possible is missing."""
+    """One kind of layer, its layers, and microseconds in each format; one that is not possible is missing."""
 
-    shape: tuple[int, int]
-    dtype: str
-    sparsity: float
-    two_of_four: bool
+    kind: WeightKind
     layers: list[str]
-    decode: dict[str, float]
-    prefill: dict[str, float]
+    decode: Times
+    prefill: Times
     num_joined: int = 1  # layers that are one product, whose times these are
 
     @property
@@ -83,8 +84,7 @@ class Advice:
     @property
     def _whole(self) -> list[str]:
         """The gain of a whole step; where none can be run, that of all products, whose dense ones read as fast."""
-        size = {"float32": 4}
-        read = sum(row.num_products * row.shape[0] * row.shape[1] * size.get(row.dtype, 2) for row in self.rows)
+        read = sum(row.num_products * row.kind.num_bytes for row in self.rows)
         before, after = _totals([(row, row.decode) for row in self.rows])
         if after >= before:
             return []
@@ -112,14 +112,11 @@ def advise(source: AnySource, device: torch.device | str = "cpu", load: Load = L
     rows: dict[tuple[WeightKind, int], LayerTimes] = {}
     decode, prefill = (choose(kinds, vectors, device) for vectors in (load.batch, load.tokens))
     for one, many in zip(decode, prefill, strict=True):
-        kind = one.kind
-        dtype = str(kind.dtype).removeprefix("torch.")
-        times, num = (one.times, many.times), len(one.names)
-        new = LayerTimes(kind.shape, dtype, kind.sparsity, kind.two_of_four, [], *times, num_joined=num)
-        rows.setdefault((kind.rounded, num), new).layers.extend(one.names)
+        num = len(one.names)
+        new = LayerTimes(one.kind, [], one.times, many.times, num_joined=num)
+        rows.setdefault((one.kind.rounded, num), new).layers.extend(one.names)
     rest = [kind for name, kind in kinds.items() if kind.sparsity < SPARSE_FROM and not EMBEDDING.search(name)]
-    dense_bytes = sum(kind.shape[0] * kind.shape[1] * kind.dtype.itemsize for kind in rest)
-    step = None
+    dense_bytes, step = sum(kind.num_bytes for kind in rest), None
     if any(winner(row.decode) != "dense" for row in rows.values()) and not isinstance(source, Mapping):
         dtype = next(iter(kinds.values())).dtype
         step = dense_step_seconds(source, dtype, device, load.batch)
@@ -129,7 +126,7 @@ def advise(source: AnySource, device: torch.device | str = "cpu", load: Load = L
 def _weights(source: AnySource) -> Iterator[tuple[str, Tensor]]:
     """Matrices by name that may be weights of linear layers, one at a time."""
     if isinstance(source, nn.Module):
-        for name, layer in chosen(source, (), ()).items():
+        for name, layer in chosen(source).items():
             yield f"{name}.weight", linear_weight(layer)
     elif isinstance(source, Mapping):
         yield from ((name, weight.detach()) for name, weight in source.items() if weight.ndim == 2)
@@ -144,8 +141,9 @@ def _table(rows: list[LayerTimes], load: Load) -> list[str]:
     ways = [way for way in ("dense", "sparse", "2:4") if any(way in row.decode for row in rows)]
     lines = [["layer", "type", "layers", "zeros", *(f"{w}, {n}" for n in (load.batch, load.tokens) for w in ways)]]
     for row in rows:
-        zeros = f"{row.sparsity:.1%}" + (" 2:4" if row.two_of_four else "")
-        cells = [f"{row.shape[0]} x {row.shape[1]}", row.dtype, str(len(row.layers)), zeros]
+        kind, dtype = row.kind, str(row.kind.dtype).removeprefix("torch.")
+        zeros = f"{kind.sparsity:.1%}" + (" 2:4" if kind.two_of_four else "")
+        cells = [f"{kind.shape[0]} x {kind.shape[1]}", dtype, str(len(row.layers)), zeros]
         for times in (row.decode, row.prefill):
             gains = {way: f" ({times['dense'] / times[way]:.2f}x)" for way in times if way != "dense"}
             cells += [f"{times[way]:,.1f} us{gains.get(way, '')}" if way in times else "-" for way in ways]
@@ -154,7 +152,7 @@ def _table(rows: list[LayerTimes], load: Load) -> list[str]:
     return ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
 
 
-def _gain(what: str, timed: list[tuple[LayerTimes, dict[str, float]]]) -> str:
+def _gain(what: str, timed: list[tuple[LayerTimes, Times]]) -> str:
     """One line: how many layers gain by what, and the linear layers as a whole."""
     before, after = _totals(timed)
     gains = {way: sum(len(row.layers) for row, times in timed if winner(times) == way) for way in ("sparse", "2:4")}
@@ -165,7 +163,49 @@ def _gain(what: str, timed: list[tuple[LayerTimes, dict[str, float]]]) -> str:
     return f"{what}: of {total} sparse layers {kinds} are faster; together {before / after:.2f} times"
 
 
-def _totals(timed: list[tuple[LayerTimes, dict[str, float]]]) -> tuple[float, float]:
-    """Microseconds of all products, dense and by the fastest way."""
+def _totals(timed: list[tuple[LayerTimes, Times]]) -> tuple[float, float]:
+    """Microseconds of all products, dense and in the fastest format."""
     before = sum(row.num_products * times["dense"] for row, times in timed)
     return before, sum(row.num_products * times[winner(times)] for row, times in timed)
+
+
+def dense_step_seconds(source: Any, dtype: torch.dtype, device: torch.device, batch: int) -> float | None:
+    """Seconds of a step with a dense model like that of ``source``, a model or its folder; None if it cannot be run.
+
+    Models of its configuration with one and with two blocks, and random weights, are run: each further block is taken
+    to take as long as the second.
+    """
+    if not isinstance(source, nn.Module) and not (Path(source) / "config.json").is_file():
+        return None
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        if isinstance(source, nn.Module):
+            config: Any = source.config
+        else:
+            config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        num_blocks, seconds = config.num_hidden_layers, []
+        for num in (1, 2):
+            part = deepcopy(config)
+            part.num_hidden_layers = num
+            if getattr(part, "layer_types", None):
+                part.layer_types = part.layer_types[:num]
+            with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
+                decoder = Decoder(AutoModelForCausalLM.from_config(part, dtype=dtype).eval())
+            seconds.append(_seconds_a_token(decoder, batch))
+    except Exception:  # advice goes without
+        return None
+    return seconds[0] + (num_blocks - 1) * max(0.0, seconds[1] - seconds[0])
+
+
+def _seconds_a_token(decoder: Decoder, batch: int, num: int = 16) -> float:
+    """Median of the time of ``num`` more tokens, divided by their number."""
+    ids, times = torch.zeros(batch, 1, dtype=torch.int64), []
+    for round in range(4):
+        ends = [time.perf_counter()]
+        for length in (2, 2 + num):
+            decoder.generate(ids, max_new_tokens=length, eos_token_id=-1).cpu()
+            ends.append(time.perf_counter())
+        if round:  # the first one warms up
+            times.append((ends[2] - ends[1] - (ends[1] - ends[0])) / num)
+    return statistics.median(times)

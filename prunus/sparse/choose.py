@@ -1,7 +1,7 @@
 """Which layers of a model are faster sparse: what ``sparsify_``, the decoder and ``prunus export --advise`` go by."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -53,17 +53,12 @@ def groups_of(kinds: Mapping[str, WeightKind]) -> list[list[str]]:
     return list(groups.values())
 
 
-def joined(kinds: list[WeightKind]) -> WeightKind:
-    """The kind of several weights one below the other."""
-    num_rows = sum(kind.shape[0] for kind in kinds)
-    sparsity = sum(kind.sparsity * kind.shape[0] for kind in kinds) / max(1, num_rows)
-    two_of_four = all(kind.two_of_four for kind in kinds)
-    return replace(kinds[0], shape=(num_rows, kinds[0].shape[1]), sparsity=sparsity, two_of_four=two_of_four)
-
-
 def _choice(names: list[str], kinds: Mapping[str, WeightKind], vectors: int, device: torch.device) -> Choice:
     parts = [kinds[name] for name in names]
-    alone, kind = [times_of(part, vectors, device) for part in parts], joined(parts)
+    num_rows, width = sum(part.shape[0] for part in parts), parts[0].shape[1]
+    sparsity = sum(part.sparsity * part.shape[0] for part in parts) / max(1, num_rows)
+    kind = WeightKind((num_rows, width), parts[0].dtype, sparsity, all(part.two_of_four for part in parts))
+    alone = [times_of(part, vectors, device) for part in parts]
     times = {way: sum(each[way] for each in alone) for way in ("dense", "2:4") if all(way in each for each in alone)}
     whole = times_of(kind, vectors, device) if len(parts) > 1 else alone[0]
     form = min((way for way in FORMS if way in whole), key=lambda way: whole[way])

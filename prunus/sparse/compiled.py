@@ -18,7 +18,7 @@ from .tiles import Tiles
 
 MOST_KINDS = 1024  # of blocks, batch sizes and lengths that are compiled in a process
 PARTS = "|".join((*Gaps.PARTS, *Tiles.PARTS, "stage"))
-OPEN = rf".*\blayer_idx\W*$,.*\b(fast|group)\b.*\b({PARTS})\W*$"  # what dynamo calls the numbers and sizes left open
+OPEN = rf".*\blayer_idx\W*$,.*\b(fast|fused)\b.*\b({PARTS})\W*$"  # what dynamo calls the numbers and sizes left open
 
 
 class CompiledBlocks:

@@ -63,11 +63,10 @@ class Gaps:
 
     @property
     def nbytes(self) -> int:
-        return self.values.nbytes + self.codes.nbytes + self.heads.nbytes + self.rows.nbytes
+        return sum(getattr(self, name).nbytes for name in self.PARTS)
 
     def clone(self) -> "Gaps":
-        parts = (part.clone() for part in (self.values, self.codes, self.heads, self.rows))
-        return Gaps(*parts, shape=self.shape)
+        return Gaps(*(getattr(self, name).clone() for name in self.PARTS), shape=self.shape)
 
 
 def gaps_of(packed: Tensor, values: Tensor, shape: Sequence[int]) -> Gaps:
@@ -78,20 +77,15 @@ def gaps_of(packed: Tensor, values: Tensor, shape: Sequence[int]) -> Gaps:
     if bits.num_bytes(num_rows * width) > len(packed):
         raise ValueError(f"{num_rows} x {width} elements need {bits.num_bytes(num_rows * width)} bytes of bits")
     bits.check_count(int(bits.count(packed[: bits.num_bytes(num_rows * width)])), len(values))
-    parts, used = [], 0
+    kinds, used = (values.dtype, torch.uint8, torch.int16, torch.int64), 0
+    parts = [tuple(torch.empty(0, dtype=kind, device=values.device) for kind in kinds)]
     for first, last in row_blocks(num_rows, width):
         keep = bits.unpack(packed[first * width // 8 : bits.num_bytes(last * width)], (last - first, width))
         num_kept = int(keep.sum())
         parts.append(_packed(keep, values[used : used + num_kept]))
         used += num_kept
-    counts = _joined([part[3] for part in parts], torch.int64, packed.device)
-    return Gaps(
-        _joined([part[0] for part in parts], values.dtype, values.device),
-        _joined([part[1] for part in parts], torch.uint8, values.device),
-        _joined([part[2] for part in parts], torch.int16, values.device),
-        _table(counts),
-        (num_rows, width),
-    )
+    values, codes, heads, counts = (torch.cat(each) for each in zip(*parts, strict=True))
+    return Gaps(values, codes, heads, _table(counts), (num_rows, width))
 
 
 def gaps_of_dense(weight: Tensor) -> Gaps:
@@ -133,11 +127,10 @@ def slots_of(gaps: Gaps, first: int, last: int) -> Slots:
     table = gaps.rows[first : last + 1].long()
     num_blocks = table[1:, 1] - table[:-1, 1]
     row = torch.repeat_interleave(num_blocks)
-    block = (
-        torch.arange(len(row), device=row.device) - (num_blocks.cumsum(0) - num_blocks)[row]
-    )  # its number in the row
+    first_block = (num_blocks.cumsum(0) - num_blocks)[row]
+    block = torch.arange(len(row), device=row.device) - first_block  # its number in the row
     left = table[row, 2] - block * BLOCK  # entries from here to the end of the row
-    lanes = _units(left).clamp(max=LANES)
+    lanes = (-(-left // UNIT)).clamp(max=LANES)
     run, lane, place = (torch.arange(num, device=row.device) for num in (RUNS, LANES, RUN))
     is_unit = lane < lanes[:, None]
     unit = torch.where(is_unit, (table[row, 0] + block * LANES)[:, None] + lane, 0)
@@ -171,10 +164,10 @@ def _packed(keep: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor, Tenso
     """Values, codes, heads and number of entries of each row, for a few rows."""
     row, column, value = _entries(keep, values)
     counts = torch.bincount(row, minlength=len(keep))
-    units, blocks = _units(counts), _blocks(counts)
+    units, blocks = -(-counts // UNIT), -(-counts // BLOCK)
     index = torch.arange(len(row), device=row.device) - (counts.cumsum(0) - counts)[row]
     block, index = index // BLOCK, index % BLOCK
-    length = RUN * _units(counts[row] - block * BLOCK).clamp(max=LANES)  # entries of a run
+    length = RUN * (-((block * BLOCK - counts[row]) // UNIT)).clamp(max=LANES)  # entries of a run
     run, index = index // length, index % length
     unit = (units.cumsum(0) - units)[row] + block * LANES + index // RUN
     place = unit * UNIT + run * RUN + index % RUN
@@ -205,19 +198,10 @@ def _entries(keep: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _table(counts: Tensor) -> Tensor:
-    units, blocks = _units(counts), _blocks(counts)
-    columns = [torch.cat([part.new_zeros(1), part.cumsum(0)]) for part in (units, blocks)]
+    columns = [torch.cat([counts.new_zeros(1), (-(-counts // size)).cumsum(0)]) for size in (UNIT, BLOCK)]
     if columns[0][-1] * UNIT >= 1 << 31:
         raise ValueError(f"{int(columns[0][-1]) * UNIT:,} kept values are more than a matrix in gap form can have")
     return torch.stack([*columns, torch.cat([counts, counts.new_zeros(1)])], 1).to(torch.int32)
-
-
-def _units(counts: Tensor) -> Tensor:
-    return (counts + UNIT - 1) // UNIT
-
-
-def _blocks(counts: Tensor) -> Tensor:
-    return (counts + BLOCK - 1) // BLOCK
 
 
 def row_blocks(num_rows: int, width: int) -> Iterator[tuple[int, int]]:
@@ -225,7 +209,3 @@ def row_blocks(num_rows: int, width: int) -> Iterator[tuple[int, int]]:
     step = max(8, CHUNK // max(1, width) // 8 * 8)
     for first in range(0, num_rows, step):
         yield first, min(first + step, num_rows)
-
-
-def _joined(parts: list[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.cat([torch.empty(0, dtype=dtype, device=device), *parts])

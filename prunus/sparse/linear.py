@@ -22,19 +22,19 @@ from .tiles import ROWS as TILE_ROWS
 from .tiles import Tiles, check_tiles, joined_tiles, stage_of, tiles_of_dense
 from .times import WeightKind, kind_of
 
-MOST_MISSES = 2  # products of a group that some layer had no use for, before it is given up
+MOST_MISSES = 2  # fused products that some layer had no use for, before they are given up
 NOTHING: tuple[Tensor | None, int | None, Any, dict[int, Tensor]] = (None, None, None, {})
 
 
 class SparseLinear(nn.Module):
     """``x W^T + bias`` with W in a sparse form, for inference; gradients reach x alone.
 
-    A layer may be one of a ``Group``, which computes the products of all its layers at once.
+    A layer may be one of ``FusedLinears``, which compute the products of all their layers at once.
     """
 
     like: Tensor
     bias: Tensor | None
-    group: "Group | None"
+    fused: "FusedLinears | None"
     origin: "tuple[nn.Module, _Parameters] | None" = None  # the layer that it replaced, and its parameters
     is_packed = True  # its state has no weight that another layer could load
 
@@ -63,12 +63,12 @@ class SparseLinear(nn.Module):
         return cls(gaps_of_dense(linear.weight), linear.bias)
 
     def _set(self, form: Form) -> None:
-        """Take a form whose tensors are the buffers, or will be; a group is left."""
+        """Take a form whose tensors are the buffers, or will be; the layer is fused no more."""
         for name in form.PARTS:
             self._buffers[name] = getattr(form, name)
         self.form = form
         self.fast = (form, self.bias)  # plain attributes: a buffer is found by nn.Module, slowly
-        self.group, self.place = None, 0
+        self.fused, self.place = None, 0
 
     def _apply(self, fn: Any, recurse: bool = True) -> "SparseLinear":
         super()._apply(fn, recurse)
@@ -81,13 +81,13 @@ class SparseLinear(nn.Module):
         same = all(part is getattr(form, name) for part, name in zip(parts, form.PARTS, strict=True))
         if same and self.like.dtype == form.dtype and self.bias is self.fast[1]:
             return
-        group = self.group
+        fused = self.fused
         self._set(form_of(parts, form.shape, form.dtype, getattr(form, "stage", 0)))
         if isinstance(form, Tiles) and self.like.dtype != form.dtype:
             weight = dense(self.form).to(self.like.dtype)
             self._replace(tiles_of_dense(weight) if weight.dtype in TILE_DTYPES else gaps_of_dense(weight))
-        if group is not None:
-            group.moved()
+        if fused is not None:
+            fused.moved()
 
     def _replace(self, form: Form) -> None:
         """Take a form that may be of another kind."""
@@ -111,7 +111,7 @@ class SparseLinear(nn.Module):
             x = x.to(torch.get_autocast_dtype(x.device.type)) if x.dtype in DTYPES else x  # as torch does
         if x.requires_grad and torch.is_grad_enabled():
             run = operator
-        elif self.group is not None and (y := self.group.product(self.place, x, run)) is not None:
+        elif self.fused is not None and (y := self.fused.product(self.place, x, run)) is not None:
             return y
         form, bias = self.fast
         if bias is not None and bias.dtype != x.dtype:
@@ -163,13 +163,13 @@ def guard_saving_(model: nn.Module) -> None:
 def _resize_buffers(layer: SparseLinear, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
     """Resize the buffers to the saved ones before loading; refuse indices that are out of range."""
     form, device = layer.form, layer.like.device
-    found = {name: state_dict[prefix + name] for name in form.PARTS if prefix + name in state_dict}
-    if len(found) < len(form.PARTS):
+    parts = {name: state_dict[prefix + name] for name in form.PARTS if prefix + name in state_dict}
+    if len(parts) < len(form.PARTS):
         return
-    stage = stage_of(int(found["starts"].diff().max())) if isinstance(form, Tiles) and len(found["starts"]) > 1 else 0
-    new = form_of([*found.values()], form.shape, form.dtype, stage)
+    stage = stage_of(int(parts["starts"].diff().max())) if isinstance(form, Tiles) and len(parts["starts"]) > 1 else 0
+    new = form_of([*parts.values()], form.shape, form.dtype, stage)
     check_tiles(new) if isinstance(new, Tiles) else check_gaps(new)
-    empty = [torch.empty_like(part, dtype=getattr(form, name).dtype, device=device) for name, part in found.items()]
+    empty = [torch.empty_like(part, dtype=getattr(form, name).dtype, device=device) for name, part in parts.items()]
     layer._set(form_of(empty, form.shape, form.dtype, stage))
 
 
@@ -181,13 +181,13 @@ def _take_buffers(layer: SparseLinear, *_: Any) -> None:
     layer._follow()
 
 
-class Group:
+class FusedLinears:
     """Layers that read the same input: the first one that is called computes the product of all.
 
     The others take their part of it if they are called with the very same tensor, unchanged: a change in place is seen,
     except of tensors made in inference mode, whose changes torch does not count. ``join`` puts the layers' forms
-    into one, of which the layers' own buffers become views. A group whose layers turn out to be called with different
-    inputs computes no more, and its layers run alone.
+    into one, of which the layers' own buffers become views. Layers that turn out to be called with different inputs run
+    alone from then on.
     """
 
     def __init__(self, layers: Sequence[SparseLinear]) -> None:
@@ -208,7 +208,7 @@ class Group:
         self.waiting = NOTHING  # the latest input, its version, what ran, and outputs that layers have not taken
         for place, (layer, view) in enumerate(zip(self.layers, views, strict=True)):
             layer._set(view)
-            layer.group, layer.place = self, place
+            layer.fused, layer.place = self, place
 
     def product(self, place: int, x: Tensor, run: Callable[..., Tensor]) -> Tensor | None:
         """The outputs of the layer at ``place``; None if it should compute them itself. torch.compile traces it."""
@@ -233,7 +233,7 @@ class Group:
 
     def moved(self) -> None:
         """Join again when all layers are where they went; until then those that went run alone."""
-        if all(layer.group is None for layer in self.layers) and can_join(self.layers):
+        if all(layer.fused is None for layer in self.layers) and can_join(self.layers):
             self.join()
 
 
@@ -243,7 +243,7 @@ def sparsify_(
     model: nn.Module,
     *,
     vectors: int = 1,
-    include: str | Sequence[str] = (),
+    only: str | Sequence[str] = (),
     exclude: str | Sequence[str] = (),
     least: float | None = None,
 ) -> list[str]:
@@ -251,9 +251,9 @@ def sparsify_(
 
     A layer is taken that is faster sparse on its device in products with ``vectors`` vectors, which is the batch size
     of decoding; kinds of layers are measured once on a machine. With ``least`` nothing is measured: layers with that
-    share of zeros or more are taken. A weight must be of a type that the form holds, and not tied to another. With
-    ``include``, globs over names, only layers that match; those that match ``exclude`` stay. Layers that read the
-    same input, as q, k and v of attention, compute as one.
+    share of zeros or more are taken. A weight must be of a type that the form holds, and not tied to another.
+    ``only``, globs over names, restricts to the layers that match, and ``exclude`` leaves out those that match. Layers
+    that read the same input, as q, k and v of attention, compute as one.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"sparsify_ takes a model, got {type(model).__name__}; load_model reads one from a folder")
@@ -261,7 +261,7 @@ def sparsify_(
         raise ValueError(f"vectors, the batch size of decoding, is a whole number of at least 1, got {vectors!r}")
     if least is not None and not 0 <= least <= 1:
         raise ValueError(f"least is a share of zeros in [0, 1], as 0.5 for a half, got {least}")
-    weights = {name: linear_weight(layer) for name, layer in chosen(model, include, exclude).items()}
+    weights = {name: linear_weight(layer) for name, layer in chosen(model, only, exclude).items()}
     for name, weight in weights.items():
         check_values(f"{name}.weight", weight)
     kinds = {name: kind_of(weight) for name, weight in weights.items() if why_not(weight) is None}
@@ -320,7 +320,7 @@ def group_(model: nn.Module, kinds: Mapping[str, WeightKind]) -> None:
     for names in groups_of(kinds):
         layers = [layer for name in names if isinstance(layer := model.get_submodule(name), SparseLinear)]
         if len(layers) > 1 and can_join(layers):
-            Group(layers)
+            FusedLinears(layers)
     guard_saving_(model)
 
 

@@ -1,7 +1,6 @@
 """A Hugging Face folder as a model whose sparse layers are never dense in memory."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from ..eligible import is_conv1d
 from ..export import huggingface
@@ -61,7 +61,7 @@ def _empty(kind: Any, config: Any, tensors: Tensors, device: torch.device) -> An
                 model = kind(deepcopy(config))  # before memory is taken for buffers
             if huggingface.is_converted(model, tensors):
                 return None
-            with _without_memory(), device:
+            with register_module_parameter_registration_hook(_without_memory), device:
                 model = kind(config)
             model.tie_weights()
     except Exception:  # few classes compute while they build; load_model says what is wrong with a configuration
@@ -69,26 +69,14 @@ def _empty(kind: Any, config: Any, tensors: Tensors, device: torch.device) -> An
     return model
 
 
-@contextmanager
-def _without_memory() -> Iterator[None]:
-    """Parameters are on the meta device as soon as a module has them."""
-    register = nn.Module.register_parameter
-
-    def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        register(self, name, param)
-        if param is not None:
-            self._parameters[name] = nn.Parameter(param.detach().to("meta"), param.requires_grad)
-
-    nn.Module.register_parameter = on_meta
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register
+def _without_memory(module: nn.Module, name: str, parameter: nn.Parameter) -> Any:
+    """The parameter on the meta device, which the module takes in its place."""
+    return parameter if parameter.is_meta else nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
 
 
 def _fill_(model: Any, tensors: Tensors, device: torch.device, vectors: int, least: float | None) -> None:
     stored = {inner: name for name, inner in huggingface.model_names(model, tensors)[0].items()}
-    layers = {name: layer for name, layer in chosen(model, (), ()).items() if f"{name}.weight" in stored}
+    layers = {name: layer for name, layer in chosen(model).items() if f"{name}.weight" in stored}
     kinds = _kinds(layers, stored, tensors)
     ways = forms_of(kinds, vectors, device, least)
     forms: dict[str, Form] = {}

@@ -12,10 +12,10 @@ from .gaps import WIDEST
 from .product import DTYPES
 
 
-def chosen(model: nn.Module, include: str | Sequence[str], exclude: str | Sequence[str]) -> dict[str, nn.Module]:
+def chosen(model: nn.Module, only: str | Sequence[str] = (), exclude: str | Sequence[str] = ()) -> dict[str, nn.Module]:
     """Linear layers by name that the patterns allow, whose weight is in no other place and not semi-structured yet."""
-    include, exclude = ([p] if isinstance(p, str) else list(p) for p in (include, exclude))
-    check_patterns([*include, *exclude], [name for name, _ in model.named_parameters()])
+    only, exclude = ([p] if isinstance(p, str) else list(p) for p in (only, exclude))
+    check_patterns([*only, *exclude], [name for name, _ in model.named_parameters()])
     num_places = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     return {
         name: module
@@ -24,7 +24,7 @@ def chosen(model: nn.Module, include: str | Sequence[str], exclude: str | Sequen
         and not isinstance(module, NonDynamicallyQuantizableLinear)  # attention reads its weight without calling it
         and num_places[id(module.weight)] == 1
         and not isinstance(module.weight, SparseSemiStructuredTensor)
-        and (not include or matches(f"{name}.weight", include))
+        and (not only or matches(f"{name}.weight", only))
         and not matches(f"{name}.weight", exclude)
     }
 
@@ -33,10 +33,6 @@ def linear_weight(module: nn.Module) -> Tensor:
     """The weight as (out, in)."""
     weight = module.get_parameter("weight").detach()
     return weight.t() if is_conv1d(module) else weight
-
-
-def sparsity_of(weight: Tensor) -> float:
-    return 1 - int(weight.count_nonzero()) / max(1, weight.numel())
 
 
 def check_values(name: str, weight: Tensor) -> None:

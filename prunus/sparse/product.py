@@ -43,9 +43,9 @@ def dense(form: Form) -> Tensor:
     """The matrix with its zeros: ``dense_reference`` of its form, bit for bit."""
     is_cuda = form.device.type == "cuda"
     if is_cuda and _nvrtc.is_there():
-        found = _cuda.tile_dense(form) if isinstance(form, Tiles) else _cuda.gap_dense(form)
-        if found is not None:
-            return found
+        matrix = _cuda.tile_dense(form) if isinstance(form, Tiles) else _cuda.gap_dense(form)
+        if matrix is not None:
+            return matrix
     if isinstance(form, Tiles):
         return tiles.dense_reference(form)
     return _kernels().dense(form) if is_cuda else dense_reference(form)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from .model_layers import check_values, chosen, sparsity_of
+from .model_layers import check_values, chosen
 
 DTYPES = (torch.bfloat16, torch.float16)
 OLDEST = (8, 0)  # compute capability of the first GPUs with sparse matrix units
@@ -20,21 +20,22 @@ def is_two_of_four(weight: Tensor) -> bool:
 
 
 def semi_structured_(
-    model: nn.Module, *, include: str | Sequence[str] = (), exclude: str | Sequence[str] = ()
+    model: nn.Module, *, only: str | Sequence[str] = (), exclude: str | Sequence[str] = ()
 ) -> list[str]:
     """Turn the weights of 2:4 linear layers into semi-structured tensors, in place; the names of those layers.
 
-    Without ``include``, globs over names, layers with half of their weights zero are taken. If one of those taken
-    is not 2:4, it is named in a ValueError, and the model is as it was. Run it under CUDA graphs: where the host
-    launches each product, cuSPARSELt plans it anew, for about half a millisecond, which only large ones outlast.
+    Layers with half of their weights zero are taken: with ``only``, globs over names, those that match, and none that
+    ``exclude`` matches. If one of them is not 2:4, a ValueError names it, and the model is as it was. Run it under CUDA
+    graphs: where the host launches each product, cuSPARSELt plans it anew, for about half a millisecond, which only
+    large ones outlast.
     """
-    layers = {name: layer for name, layer in chosen(model, include, exclude).items() if isinstance(layer, nn.Linear)}
+    layers = {name: layer for name, layer in chosen(model, only, exclude).items() if isinstance(layer, nn.Linear)}
     for name, layer in layers.items():
         check_values(f"{name}.weight", layer.weight)
-    if not include:
-        layers = {name: layer for name, layer in layers.items() if sparsity_of(layer.weight) >= 0.5}
+    layers = {name: each for name, each in layers.items() if 2 * each.weight.count_nonzero() <= each.weight.numel()}
     if not layers:
-        raise ValueError("no linear layer has half of its weights zero: prune to 2:4 first, with NofM(2, 4)")
+        which = " that only and exclude leave" if only or exclude else ""
+        raise ValueError(f"no linear layer{which} has half of its weights zero: prune to 2:4 first, with NofM(2, 4)")
     for name, layer in layers.items():
         if reason := why_not(layer.weight):
             raise ValueError(f"{name}.weight {reason}; exclude the layer, or prune it with NofM(2, 4)")

@@ -24,11 +24,10 @@ from ..ops.wide_products import wide_products
 from . import semi_structured, tiles
 from ._cuda import can_tile
 from .gaps import Gaps, gaps_of_dense
-from .model_layers import sparsity_of
 from .product import MOST, MOST_CPU, Form, csr_of, product
 
 Call = Callable[[], object]
-Times = dict[str, float]  # microseconds of each way
+Times = dict[str, float]  # microseconds in each format
 WORTH = 1.03  # times faster: less is noise
 LEVEL = 0.05  # sparsities are rounded to multiples of it
 LEAST_CALLS = 16  # in one CUDA graph
@@ -51,6 +50,11 @@ class WeightKind:
         level = min(0.99, LEVEL * round(self.sparsity / LEVEL))
         return WeightKind(self.shape, self.dtype, round(level, 2), self.two_of_four)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of a dense weight."""
+        return self.shape[0] * self.shape[1] * self.dtype.itemsize
+
     def __str__(self) -> str:
         dtype, zeros = str(self.dtype).removeprefix("torch."), f"{self.sparsity:.0%}" + " 2:4" * self.two_of_four
         return f"{self.shape[0]} x {self.shape[1]} {dtype} {zeros}"
@@ -67,20 +71,21 @@ class WeightKind:
 
 
 def kind_of(weight: Tensor) -> WeightKind:
+    sparsity = 1 - int(weight.count_nonzero()) / max(1, weight.numel())
     shape = (weight.shape[0], weight.shape[1])
-    return WeightKind(shape, weight.dtype, sparsity_of(weight), semi_structured.is_two_of_four(weight))
+    return WeightKind(shape, weight.dtype, sparsity, semi_structured.is_two_of_four(weight))
 
 
 @dataclass(frozen=True)
-class Way:
-    """A way to keep a weight: the bytes it takes, and a function that makes a copy of it to multiply by."""
+class WeightFormat:
+    """A form that a weight can be kept in: its bytes, and a function that makes a copy of it to multiply by."""
 
     num_bytes: int
     copy: Callable[[], Callable[[Tensor], Tensor]]
 
 
 def times_of(kind: WeightKind, vectors: int, device: torch.device) -> Times:
-    """Microseconds of a product with ``vectors`` vectors by each way that the device has; measured at most once."""
+    """Microseconds of a product with ``vectors`` vectors in each format that the device has; measured at most once."""
     kind, table, path = kind.rounded, _table(cache_file(device), str(device)), cache_file(device)
     key = f"{kind}, {vectors}"
     if key not in table:
@@ -93,7 +98,7 @@ def times_of(kind: WeightKind, vectors: int, device: torch.device) -> Times:
 
 
 def winner(times: Mapping[str, float]) -> str:
-    """The fastest way, or dense if none is worth it."""
+    """The fastest format, or dense if none is worth it."""
     best = min(times, key=lambda way: times[way])
     return best if times["dense"] >= WORTH * times[best] else "dense"
 
@@ -116,8 +121,8 @@ def cache_file(device: torch.device) -> Path:
 def _cpu_name() -> str:
     info = Path("/proc/cpuinfo")
     text = info.read_text() if info.is_file() else ""
-    found = re.search(r"(?:model name|CPU part)\s*:\s*(.+)", text)
-    return f"{platform.machine()} {found[1] if found else platform.processor()}"
+    line = re.search(r"(?:model name|CPU part)\s*:\s*(.+)", text)
+    return f"{platform.machine()} {line[1] if line else platform.processor()}"
 
 
 def _versions(device: torch.device) -> dict[str, str]:
@@ -128,9 +133,10 @@ def _versions(device: torch.device) -> dict[str, str]:
 def _table(path: Path, device: str) -> dict[str, Times]:
     """What is known, from the file if it is one of this device and these versions."""
     with suppress(ValueError):
-        found = read_json(path)
-        times = found.pop("times", None)
-        if found == _versions(torch.device(device)) and isinstance(times, dict) and all(map(_is_times, times.values())):
+        stored = read_json(path)
+        times = stored.pop("times", None)
+        is_known = stored == _versions(torch.device(device)) and isinstance(times, dict)
+        if is_known and all(map(_is_times, times.values())):
             return times
     return {}
 
@@ -143,8 +149,8 @@ def _is_times(value: object) -> bool:
     )
 
 
-def ways_of(weight: Tensor) -> dict[str, Way]:
-    """The ways that this weight can be kept on its device."""
+def formats_of(weight: Tensor) -> dict[str, WeightFormat]:
+    """The formats that this weight can have on its device."""
     gaps = gaps_of_dense(weight)
 
     def dense(weight: Tensor) -> Callable[[Tensor], Tensor]:
@@ -159,26 +165,26 @@ def ways_of(weight: Tensor) -> dict[str, Way]:
             csr_of(form)  # made once for a layer, not for a product
         return lambda x: product(x, form)
 
-    found = {
-        "dense": Way(weight.nbytes, lambda: dense(weight.clone())),
-        "gaps": Way(gaps.nbytes, lambda: sparse(gaps.clone())),
+    formats = {
+        "dense": WeightFormat(weight.nbytes, lambda: dense(weight.clone())),
+        "gaps": WeightFormat(gaps.nbytes, lambda: sparse(gaps.clone())),
     }
     if can_tile(weight.device) and weight.dtype in tiles.DTYPES:
         tiled = tiles.tiles_of_dense(weight)
-        found["tiles"] = Way(tiled.nbytes, lambda: sparse(tiled.clone()))
+        formats["tiles"] = WeightFormat(tiled.nbytes, lambda: sparse(tiled.clone()))
     if semi_structured.can_run(weight.device) and semi_structured.why_not(weight) is None:
         packed_bytes = weight.nbytes * 9 // 16  # half of the values, two bits for each
-        found["2:4"] = Way(packed_bytes, lambda: dense(torch.sparse.to_sparse_semi_structured(weight)))
-    return found
+        formats["2:4"] = WeightFormat(packed_bytes, lambda: dense(torch.sparse.to_sparse_semi_structured(weight)))
+    return formats
 
 
 def measured(weight: Tensor, vectors: int) -> Times:
-    """Microseconds of a product by each way."""
+    """Microseconds of a product in each format."""
     own = torch.Generator(weight.device).manual_seed(0)  # torch's draws belong to the user
     x = torch.randn(vectors, weight.shape[1], device=weight.device, generator=own).to(weight.dtype)
     times = Times()
-    for label, way in ways_of(weight).items():
-        copies = [way.copy() for _ in range(num_copies(way.num_bytes))]
+    for label, form in formats_of(weight).items():
+        copies = [form.copy() for _ in range(num_copies(form.num_bytes))]
         times[label] = microseconds([partial(copy, x) for copy in copies], weight.device)
     if vectors > (MOST if weight.is_cuda else MOST_CPU):  # of a dense copy, so that what looks faster is noise
         times |= {form: max(us, times["dense"]) for form, us in times.items() if form in ("gaps", "tiles")}

@@ -214,10 +214,10 @@ def side_by_side(ids: np.ndarray, length: int, limit: int, start: Sequence[int] 
 
 def _windows(ids: np.ndarray, which: np.ndarray, length: int, start: Sequence[int]) -> Tensor:
     step = _step(length, start)
-    found = np.empty((len(which), length), np.int64)
-    found[:, : len(start)] = start
-    found[:, len(start) :] = ids[: len(ids) // step * step].reshape(-1, step)[which]
-    return torch.from_numpy(found)
+    windows = np.empty((len(which), length), np.int64)
+    windows[:, : len(start)] = start
+    windows[:, len(start) :] = ids[: len(ids) // step * step].reshape(-1, step)[which]
+    return torch.from_numpy(windows)
 
 
 def num_windows(ids: np.ndarray, length: int, start: Sequence[int]) -> int:

@@ -161,15 +161,15 @@ def written_by(model: Any, num: int, length: int, seed: int, size: int = 16) -> 
         raise ValueError("--calibrate self begins with the start token, but the model's config has no bos_token_id")
     # no end token: a window goes on with the next text, as training data does
     how = GenerationConfig(do_sample=True, top_k=0, max_new_tokens=length - 1, pad_token_id=start)
-    device, found = next(model.parameters()).device, []
+    device, windows = next(model.parameters()).device, []
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         for first in range(0, num, size):
             begin = torch.full((min(size, num - first), 1), start, device=device)
             with wide_products(begin.device, model):
                 written = model.generate(begin, attention_mask=torch.ones_like(begin), generation_config=how)
-            found.append(written.cpu())
-    return torch.cat(found)
+            windows.append(written.cpu())
+    return torch.cat(windows)
 
 
 def _forget_quantization(model: Any) -> None:
@@ -204,14 +204,14 @@ def _function(name: str) -> TrainedModel:
     module, _, function = name.partition(":")
     sys.path.insert(0, "")
     try:
-        found = getattr(import_module(module), function)()
+        returned = getattr(import_module(module), function)()
     except (ImportError, AttributeError) as error:
         raise ValueError(f"{name} names no function that can be imported: {error}") from error
     finally:
         sys.path.remove("")
-    if not isinstance(found, Mapping) or not {"model", "batches", "evaluate"} <= set(found):
+    if not isinstance(returned, Mapping) or not {"model", "batches", "evaluate"} <= set(returned):
         raise ValueError(f"{name} must return a dict with model, batches and evaluate, and loss where it needs one")
-    model, note = found["model"], None
+    model, note = returned["model"], None
     if hasattr(model, "save_pretrained"):
         save: Callable[[Path], None] = partial(_save_pretrained, model)
     else:
@@ -223,5 +223,7 @@ def _function(name: str) -> TrainedModel:
         def save(out: Path) -> None:
             write(in_memory(model.state_dict(), {"format": "pt"}), WritePlan(out / PLAIN, small=False))
 
-    metric = found.get("metric", "metric")
-    return TrainedModel(model, list(found["batches"]), found["evaluate"], save, found.get("loss"), metric, note=note)
+    metric = returned.get("metric", "metric")
+    return TrainedModel(
+        model, list(returned["batches"]), returned["evaluate"], save, returned.get("loss"), metric, note=note
+    )

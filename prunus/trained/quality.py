@@ -125,13 +125,13 @@ def accuracy(model: nn.Module, rows: Rows) -> float:
 
 def dense_outputs(model: nn.Module, rows: Rows) -> list[Tensor]:
     """What the model returns for held-out samples, in main memory."""
-    found: list[Tensor] = []
+    outputs: list[Tensor] = []
     for part, output in _passes(model, rows):
-        found.append(_first(output).cpu())
-        if (needed := found[0].nbytes // num_rows(part) * num_rows(rows)) > MOST_OUTPUTS:
+        outputs.append(_first(output).cpu())
+        if (needed := outputs[0].nbytes // num_rows(part) * num_rows(rows)) > MOST_OUTPUTS:
             fewer = num_rows(rows) * MOST_OUTPUTS // needed
             raise ValueError(f"the dense outputs take {needed / 2**30:.1f} GiB; take --eval-windows {max(1, fewer)}")
-    return found
+    return outputs
 
 
 def divergence(model: nn.Module, rows: Rows, dense: list[Tensor]) -> float:
@@ -185,5 +185,5 @@ def _passes(model: Any, rows: Rows) -> Iterator[tuple[Rows, Any]]:
 
 def _first(output: Any) -> Tensor:
     """The logits, or what stands first in the output."""
-    found = getattr(output, "logits", None)
-    return (output[0] if found is None else found).float()
+    logits = getattr(output, "logits", None)
+    return (output[0] if logits is None else logits).float()

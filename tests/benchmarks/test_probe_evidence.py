@@ -11,11 +11,11 @@ import torch
 
 from benchmarks import probe_study
 from benchmarks.__main__ import main
-from benchmarks.probe import Figures, read_figures, verdict
+from benchmarks.probe import ProbeFigures, parts, read_figures
 from benchmarks.probe_study import (
-    CASES,
-    Arm,
-    Row,
+    MODELS,
+    Evaluated,
+    ProbedStrategy,
     exactly,
     load_model,
     pruned_by,
@@ -108,21 +108,10 @@ def test_masks_are_taken_back_bit_for_bit(job):
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    """A tiny Llama under the name of stories15M, and the figures of two seeds."""
-    transformers = pytest.importorskip("transformers")
-    folder = tmp_path_factory.mktemp("evidence") / "data"
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=32, initializer_range=0.2,
-    )  # fmt: skip
-    transformers.LlamaForCausalLM(config).save_pretrained(folder / "stories15M")
-    draw = np.random.default_rng(0)
-    for name in ("calib", "valid"):
-        draw.integers(0, 40, 400).astype("<u2").tofile(folder / "stories15M" / f"{name}.u16")
-    run(folder, "--seeds", 0, 1)
-    return folder
+def data(small_llama) -> Path:
+    """The folder of a tiny Llama under the name of stories15M; beside it the figures of two seeds."""
+    run(small_llama.parent, "--seeds", 0, 1)
+    return small_llama.parent
 
 
 def run(data, *args, results="results"):
@@ -136,7 +125,7 @@ def rows_of(path):
 
 @pytest.mark.slow
 def test_an_interrupted_run_continues_and_ends_as_an_uninterrupted_one(data, monkeypatch):
-    calls, real = [], Arm.rows
+    calls, real = [], ProbedStrategy.rows
 
     def broken(self, step):
         calls.append(step)
@@ -144,7 +133,7 @@ def test_an_interrupted_run_continues_and_ends_as_an_uninterrupted_one(data, mon
             raise KeyboardInterrupt
         return real(self, step)
 
-    monkeypatch.setattr(Arm, "rows", broken)
+    monkeypatch.setattr(ProbedStrategy, "rows", broken)
     with pytest.raises(SystemExit):
         run(data, "--seeds", 1, results="broken")
     (path,) = (data.parent / "broken").glob("*.json")
@@ -153,16 +142,14 @@ def test_an_interrupted_run_continues_and_ends_as_an_uninterrupted_one(data, mon
     run(data, "--seeds", 1, results="broken")
     assert len(calls) == 1 + len(json.loads(path.read_text())["done"])
     assert rows_of(path) == whole
-    monkeypatch.setattr(probe_study, "Arm", None)
+    monkeypatch.setattr(probe_study, "ProbedStrategy", None)
     run(data, "--seeds", 1, results="broken")  # all is done: no model is touched
 
 
 @pytest.mark.slow
-def test_every_comparison_is_between_equally_sparse_models_and_the_page_shows_each(data, tmp_path):
-    page = tmp_path / "probe.md"
-    main(["evidence", "page", "--results", str(data.parent / "results"), "--page", str(page)])
-    text = page.read_text()
+def test_every_comparison_is_between_equally_sparse_models_and_the_page_shows_each(data):
     (case,) = read_figures(data.parent / "results")
+    text = parts([case])["models"]
     ways = {(way, tau) for _, _, way, tau in case.rows}
     assert ways == {("alone", None), ("target", None), *((w, 1.0) for w in ("exact", *BESIDE))}
     assert len(case.rows) == 2 + 4 * 6 + 2  # dense and random; four strategies; fisher and path
@@ -184,20 +171,18 @@ BESIDE = ("probed", "alone, as sparse", "by lot")
 
 
 @pytest.mark.slow
-def test_models_that_are_not_equally_sparse_and_unfinished_files_make_no_page(data, tmp_path, capsys):
+def test_models_that_are_not_equally_sparse_and_unfinished_files_make_no_page(data, tmp_path):
     source = sorted((data.parent / "results").glob("*.json"))[0]
     content = json.loads(source.read_text())
     path = tmp_path / source.name
     next(row for row in content["rows"] if row["way"] == "alone, as sparse")["sparsity"] += 1e-3
     path.write_text(json.dumps(content))
     with pytest.raises(RuntimeError, match="not equally sparse"):
-        main(["evidence", "page", "--results", str(tmp_path), "--page", str(tmp_path / "p.md")])
+        read_figures(tmp_path)
     content["done"].popitem()
     path.write_text(json.dumps(content))
-    with pytest.raises(SystemExit):
-        main(["evidence", "page", "--results", str(tmp_path), "--page", str(tmp_path / "p.md")])
-    assert "complete" in capsys.readouterr().err
-    assert not (tmp_path / "p.md").exists()
+    with pytest.raises(ValueError, match="complete"):
+        read_figures(tmp_path)
 
 
 @pytest.mark.slow
@@ -218,7 +203,7 @@ def test_images_are_normalised_drawn_by_the_seed_and_counted(tmp_path):
     records = np.concatenate([labels[:, None].astype("u1"), pixels.reshape(8, -1)], 1)
     for name in (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"):
         records.tofile(folder / f"{name}.bin")
-    first, second = (load_model(CASES[2].small(), tmp_path, seed, torch.device("cpu")) for seed in (0, 1))
+    first, second = (load_model(MODELS[2].small(), tmp_path, seed, torch.device("cpu")) for seed in (0, 1))
     inputs, _ = first.batches[0]
     assert inputs.shape == (4, 3, 32, 32)
     assert not torch.equal(inputs, second.batches[0][0])
@@ -239,33 +224,42 @@ def figures(metric, dense, probed, alone):
         for way, tau in (("exact", 1.0), ("target", None), ("probed", 1.0)):
             rows[name, 0.5, way, tau] = probed
         rows[name, 0.5, "alone, as sparse", 1.0] = rows[name, 0.5, "by lot", 1.0] = alone
-    rows = {key: {seed: Row(*key, 0.5, value) for seed, value in enumerate(values)} for key, values in rows.items()}
-    return Figures([{"settings": settings, "metric": metric}] * 3, rows)
+    rows = {
+        key: {seed: Evaluated(*key, 0.5, value) for seed, value in enumerate(values)} for key, values in rows.items()
+    }
+    return ProbeFigures([{"settings": settings, "metric": metric}] * 3, rows)
+
+
+def parts_of(model):
+    """The tables that need no environment."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("benchmarks.probe._section", lambda model: "")
+        return parts([model])
 
 
 @pytest.mark.parametrize(
-    "metric, probed, alone, outcome, said",
+    "metric, probed, alone, outcome",
     [
-        ("perplexity", [9.0, 9.1, 9.2], [10.0, 10.1, 10.0], "better", "helps in most cases"),
-        ("perplexity", [11.0, 11.1, 11.2], [10.0, 10.1, 10.0], "worse", "makes most models worse"),
-        ("perplexity", [11.0, 9.9, 10.2], [10.0, 10.1, 10.0], "unclear", "No clear effect"),
-        ("perplexity", [9.999, 9.0, 9.999], [10.0, 10.0, 10.0], "unclear", "No clear effect"),  # one seed carries it
-        ("accuracy", [0.9, 0.91, 0.92], [0.88, 0.88, 0.89], "better", "helps in most cases"),
-        ("accuracy", [0.8, 0.81, 0.82], [0.88, 0.88, 0.89], "worse", "makes most models worse"),
+        ("perplexity", [9.0, 9.1, 9.2], [10.0, 10.1, 10.0], "better"),
+        ("perplexity", [11.0, 11.1, 11.2], [10.0, 10.1, 10.0], "worse"),
+        ("perplexity", [11.0, 9.9, 10.2], [10.0, 10.1, 10.0], "unclear"),
+        ("perplexity", [9.999, 9.0, 9.999], [10.0, 10.0, 10.0], "unclear"),  # one seed carries it
+        ("accuracy", [0.9, 0.91, 0.92], [0.88, 0.88, 0.89], "better"),
+        ("accuracy", [0.8, 0.81, 0.82], [0.88, 0.88, 0.89], "worse"),
     ],
 )
-def test_the_verdict_follows_from_the_figures(metric, probed, alone, outcome, said):
+def test_outcomes_follow_from_the_figures_and_are_counted(metric, probed, alone, outcome):
     case = figures(metric, 8.0 if metric == "perplexity" else 0.92, probed, alone)
     assert {each.outcome for each in case.against("probed")} == {outcome}
     assert {each.outcome for each in case.against("target")} == {outcome}
-    assert said in verdict([case])
-    assert ("toy, WANDA, row, block (1 of 1 better" in verdict([case])) == (outcome == "better")
+    counts = f"| {int(outcome == 'better')} | {int(outcome == 'worse')} | 1 |"
+    assert f"| toy | WANDA, row {counts}" in parts_of(case)["strategies"]
 
 
 def test_ruined_models_are_set_apart_and_what_is_no_number_is_not_compared():
     case = figures("perplexity", 8.0, [100.0] * 3, [200.0] * 3)
     assert not any(each.usable for each in case.against("probed"))
-    assert "No strategy leaves a usable model" in verdict([case])
+    assert "| toy | as it is defined | 0 | 0 | 0 | 4 | 0 | 4 |" in parts_of(case)["outcomes"]
     broken = figures("perplexity", 8.0, [9.0, None, 9.0], [10.0] * 3)
     assert broken.against("probed") == []
     assert math.isinf(broken.mean(("WANDA, row", 0.5, "probed", 1.0)))
@@ -280,12 +274,11 @@ def test_seeds_that_were_interrupted_are_named_and_one_seed_alone_decides_nothin
             content["done"].popitem()
             content["rows"] = [row for row in content["rows"] if row["strategy"] != "path, global"]
         (tmp_path / source.name).write_text(json.dumps(content))
-    main(["evidence", "page", "--results", str(tmp_path), "--page", str(tmp_path / "p.md")])
-    text = (tmp_path / "p.md").read_text()
-    assert "**The runs of seeds 1 were interrupted**" in text and text.count("The wind was strong.") == 1
+    (case,) = read_figures(tmp_path)
+    text = parts([case])["models"]
+    assert "**The runs of seeds 1 were interrupted.**" in text and text.count("The wind was strong.") == 1
     (line,) = [line for line in text.splitlines() if line.startswith("| path, global |")]
     assert "(n = 1)" in line and "±" not in line
-    (case,) = read_figures(tmp_path)
     alone = {key: {0: rows[0]} for key, rows in case.rows.items()}
     assert {each.outcome for each in replace(case, rows=alone).against("exact")} == {"unclear"}
 

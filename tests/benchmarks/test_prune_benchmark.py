@@ -1,13 +1,9 @@
 """The benchmarks of pruning after training: both sides decide the same, or no speed is reported."""
 
-import json
-
 import pytest
 import torch
 
 from benchmarks import prune as bench
-from benchmarks.__main__ import main
-from benchmarks.page import page
 
 pytest.importorskip("transformers")
 STORIES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -60,14 +56,11 @@ def test_no_speed_is_reported_where_masks_differ():
 
 
 @pytest.mark.slow
-def test_the_command_leaves_a_file_that_the_page_draws(monkeypatch, tmp_path, capsys):
+def test_the_command_leaves_a_file_that_the_page_draws(monkeypatch, measure):
     layer = bench.measure_layer
     monkeypatch.setattr(bench, "measure_layer", lambda dim, *rest: layer(64, *rest))
-    main(["prune", *"--windows 2 --length 6 --layers 2 --repeat 1".split(), "--results", str(tmp_path)])
-    (path,) = tmp_path.glob("prune_*.json")
-    rows = json.loads(path.read_text())["rows"]
+    rows, drawn = measure("prune --windows 2 --length 6 --layers 2 --repeat 1")
     assert [row["task"] for row in rows] == ["WANDA, 64 x 64", *bench.WAYS]
-    drawn = page(tmp_path)
     assert "part of our probe" in drawn and f"| WANDA, 64 x 64 | {rows[0]['seconds']:.3f} |" in drawn
 
 
@@ -83,7 +76,7 @@ def test_parts_of_the_probe_add_up_and_leave_the_model_as_it_was(task):
 
 @pytest.mark.slow
 def test_a_level_is_timed_by_each_schedule_and_leaves_the_model_as_it_was():
-    model, tokens = bench.Level(blocks=2, windows=2, length=6).model_and_tokens()
+    model, tokens = bench.ProbeLevel(blocks=2, windows=2, length=6).model_and_tokens()
     before = state_of(model)
     rows = bench.measure_level(model, tokens, 0.5)
     assert [row["way"] for row in rows] == ["plainly, scaled", "block, first in its process", "block", "sequential"]
@@ -93,14 +86,13 @@ def test_a_level_is_timed_by_each_schedule_and_leaves_the_model_as_it_was():
 
 
 def test_operations_of_a_level_are_counted_by_hand():
-    model, tokens = bench.Level(blocks=2, windows=3, length=8).model_and_tokens()
+    model, tokens = bench.ProbeLevel(blocks=2, windows=3, length=8).model_and_tokens()
     block = 32 * 32 * 2 + 2 * 16 * 32 + 3 * 32 * 48
     passes = (2 * block + 40 * 32) + (block + 40 * 32)
     assert bench.flops(model, tokens, "sequential") == 2 * 24 * (7 * 4 * passes + 2 * 2 * block)
 
 
-def test_the_command_of_a_level_leaves_a_file_that_the_page_draws(tmp_path, monkeypatch):
+def test_the_command_of_a_level_leaves_a_file_that_the_page_draws(measure, monkeypatch):
     rows = [{"way": "plainly, scaled", "seconds": 2.0, "passes": 8}, {"way": "block", "seconds": 1.0, "passes": 4}]
     monkeypatch.setattr(bench, "measure_level", lambda *_: rows)
-    main(["level", "--blocks", "2", "--windows", "2", "--length", "6", "--results", str(tmp_path)])
-    assert "a level of a 7 B model" in page(tmp_path) and "| block | 1.0 | 2.0 |" in page(tmp_path)
+    assert "| block | 1.0 | 2.0 |" in measure("level --blocks 2 --windows 2 --length 6")[1]

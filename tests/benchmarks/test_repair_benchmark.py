@@ -9,7 +9,7 @@ from benchmarks import prune
 from benchmarks import repair as bench
 from benchmarks import repair_study as study
 from benchmarks.__main__ import main
-from benchmarks.repair_page import page
+from benchmarks.repair_figures import parts
 from prunus import Repair
 
 pytest.importorskip("transformers")
@@ -25,7 +25,7 @@ def small(monkeypatch):
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_the_model_comes_back_and_every_part_is_timed(small, offload):
-    model, tokens = prune.Level(blocks=2, windows=3, length=8).model_and_tokens()
+    model, tokens = prune.ProbeLevel(blocks=2, windows=3, length=8).model_and_tokens()
     before = [parameter.detach().clone() for parameter in model.parameters()]
     place = torch.device("cpu") if offload else None
     row = bench.measure_repair(model, tokens, 0.5, "layer", Repair(), place)
@@ -40,21 +40,13 @@ def test_the_command_leaves_a_file_that_the_page_draws(small, tmp_path):
     main(["repair", *sizes, "--results", str(tmp_path)])
     (path,) = tmp_path.glob("repair-2-blocks*.json")
     assert json.loads(path.read_text())["settings"]["offload"] is True
-    assert "| 2 blocks of Mistral-7B's shape, offload, 2 windows of 6, float32 |" in page(tmp_path)
+    assert "| 2 blocks of Mistral-7B's shape, offload, 2 windows of 6, float32 |" in parts(tmp_path)["times"]
 
 
 @pytest.fixture
-def trained(tmp_path):
+def trained(small_llama, tmp_path):
     """Options that name a small Llama and its tokens."""
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=40, num_hidden_layers=1, max_position_embeddings=32, **SMALL, tie_word_embeddings=True
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "small")
-    for name in ("tokens", "eval-tokens"):
-        torch.randint(0, 40, (200,)).to(torch.uint16).numpy().tofile(tmp_path / f"{name}.u16")
-    model = ["--model", str(tmp_path / "small"), "--tokens", str(tmp_path / "tokens.u16")]
+    model = ["--model", str(small_llama), "--tokens", str(small_llama / "calib.u16")]
     return [*model, "--windows", "4", "--length", "8", "--device", "cpu", "--results", str(tmp_path / "results")]
 
 
@@ -63,17 +55,19 @@ def test_a_trained_model_is_timed_too(trained, tmp_path):
     main(["repair", *trained, "--tune"])
     (path,) = (tmp_path / "results").iterdir()
     record = json.loads(path.read_text())
-    assert path.name.startswith("repair-small-tune_") and record["settings"]["num_weights"] > 0
+    assert path.name.startswith("repair-stories15m-tune_") and record["settings"]["num_weights"] > 0
     assert record["rows"][0]["tune"] > 0
     main(["repair", *trained, "--tune", "--no-whole"])
-    (path,) = (tmp_path / "results").glob("repair-small-tune-blocks_*")
+    (path,) = (tmp_path / "results").glob("repair-stories15m-tune-blocks_*")
     assert "tune" not in json.loads(path.read_text())["rows"][0]  # it has no list of blocks
 
 
 @pytest.mark.slow
-def test_a_killed_study_continues_and_ends_with_every_way_level_and_seed(trained, tmp_path, monkeypatch, capsys):
+def test_a_killed_study_continues_and_ends_with_every_way_level_and_seed(
+    trained, small_llama, tmp_path, monkeypatch, capsys
+):
     ways = ["magnitude", "wanda-repaired", "by-row", "repair"]
-    held_out = ["--eval-tokens", str(tmp_path / "eval-tokens.u16"), "--eval-windows", "3"]
+    held_out = ["--eval-tokens", str(small_llama / "valid.u16"), "--eval-windows", "3"]
     command = ["repair-quality", *trained, *held_out, "--seeds", "0", "1", "--levels", "50", "2:4", "--ways", *ways]
     measured, num = study.measured, 0
 
@@ -97,11 +91,11 @@ def test_a_killed_study_continues_and_ends_with_every_way_level_and_seed(trained
     assert all(row["zeros"] == row["num_weights"] // 2 for row in rows if row["way"] != "dense")
     with pytest.raises(SystemExit):
         main([*command, "--eval-windows", "2"])
-    assert "give another --name or --results" in capsys.readouterr().err
+    assert "give another --results" in capsys.readouterr().err
 
 
-def test_ways_of_llm_compressor_are_left_out_without_it(trained, tmp_path, monkeypatch, capsys):
+def test_ways_of_llm_compressor_are_left_out_without_it(trained, small_llama, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(study, "find_spec", lambda name: None)
-    held_out = ["--eval-tokens", str(tmp_path / "eval-tokens.u16")]
+    held_out = ["--eval-tokens", str(small_llama / "valid.u16")]
     main(["repair-quality", *trained, *held_out, "--seeds", "0", "--levels", "50", "--ways", "llmc-sparsegpt"])
     assert "left out" in capsys.readouterr().out

@@ -1,16 +1,12 @@
-"""The benchmarks of one-shot WANDA beside llmcompressor, of which a stand-in is used here, and of merged adapters."""
+"""The benchmarks of one-shot WANDA beside llmcompressor, of which a stand-in is used here."""
 
-import json
 import sys
 from types import ModuleType, SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
 from benchmarks import wanda
-from benchmarks.__main__ import main
-from benchmarks.page import page
 from benchmarks.prune import wanda_plainly
 
 
@@ -52,37 +48,17 @@ def llmcompressor(monkeypatch):
             monkeypatch.setattr(sys.modules[parent], child, module, raising=False)
 
 
-def test_every_way_prunes_the_same_weights_and_is_drawn(llmcompressor, tmp_path, monkeypatch):
-    transformers = pytest.importorskip("transformers")
+def test_every_way_prunes_the_same_weights_and_is_drawn(llmcompressor, small_llama, measure, monkeypatch):
     layer_rows = wanda.layer_rows
     monkeypatch.setattr(wanda, "layer_rows", lambda dim, repeat: layer_rows(32, repeat))
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
-    np.random.default_rng(0).integers(0, 40, 100).astype("<u2").tofile(tmp_path / "calib.u16")
-    options = "--windows 3 --length 8 --repeat 1".split()
-    files = [str(tmp_path / name) for name in ("model", "calib.u16")]
-    main(["wanda", *files, *options, "--results", str(tmp_path / "results")])
-    (path,) = (tmp_path / "results").iterdir()
-    rows = json.loads(path.read_text())["rows"]
-    assert [row["task"] for row in rows] == ["a layer of 32 x 32"] * 2 + ["model"] * 3
+    options = "--windows 3 --length 8 --repeat 1"
+    rows, drawn = measure(f"wanda {small_llama} {small_llama / 'calib.u16'} {options}")
+    assert [row["task"] for row in rows] == ["a layer of 32 x 32"] * 2 + ["stories15M"] * 3
     assert all(row["different"] == 0 and row["seconds"] > 0 for row in rows)
-    assert "| model: llmcompressor, oneshot |" in page(tmp_path / "results")
+    assert "| stories15M: llmcompressor, oneshot |" in drawn
 
 
 def test_no_speed_is_reported_where_other_weights_are_pruned():
     ways = {"ours": lambda: {"w": torch.ones(4)}, "theirs": lambda: {"w": torch.zeros(4)}}
     with pytest.raises(RuntimeError, match="4 of 4 weights differ, so no speed is reported"):
         wanda.compared("a task", ways, 1)
-
-
-@pytest.mark.slow
-def test_a_merge_under_masks_is_measured_beside_other_ways(tmp_path):
-    pytest.importorskip("peft")
-    main(["lora", *"--steps 20 --tuning 2 --seeds 1".split(), "--results", str(tmp_path)])
-    (path,) = tmp_path.iterdir()
-    rows = {row["way"]: row for row in json.loads(path.read_text())["rows"]}
-    assert rows["LoRA, plain merge"]["sparsity"] < 0.01 and rows["LoRA, merge under masks"]["sparsity"] == 0.5
-    assert all(f"| {way} |" in page(tmp_path) for way in rows)

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from prunus.cli import COMMANDS, main
-from prunus.cli.help import GROUPS, USUAL
+from prunus.cli.help import GROUPS
 from prunus.cli.study_work import Lines
 from prunus.files.lock import lock_folder
 from prunus.lab.models import MODELS, build
@@ -45,7 +45,6 @@ def refused(capsys: pytest.CaptureFixture[str], *args: object) -> str:
 HELP = """
 import contextlib, io, json, sys
 from prunus.cli import COMMANDS, main
-from prunus.cli.help import GROUPS, USUAL
 shown = {}
 for args in ([], ["--help"], *([name, "--help"] for name in COMMANDS)):
     with contextlib.redirect_stdout(io.StringIO()) as out:
@@ -53,7 +52,7 @@ for args in ([], ["--help"], *([name, "--help"] for name in COMMANDS)):
             main(args)
         except SystemExit as stop:
             assert not stop.code, args
-    assert "torch" not in sys.modules, args
+    assert not {"torch", "transformers"} & set(sys.modules), args
     shown[" ".join(args)] = out.getvalue()
 print(json.dumps(shown))
 """
@@ -77,7 +76,6 @@ def test_the_overview_has_the_sentences_in_one_column(capsys):
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_option_says_what_it_is(name, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "400")
-    monkeypatch.setattr("prunus.cli.help.WIDEST", 400)
     with pytest.raises(SystemExit):
         main([name, "--help"])
     lines = [line.strip("│ ") for line in capsys.readouterr().out.splitlines()]
@@ -248,13 +246,15 @@ def test_help_has_the_usual_options_first_and_every_option_once(monkeypatch, cap
             main([name, "--help"])
         shown = capsys.readouterr().out
         assert max(map(len, shown.splitlines())) <= 80
-        usual = shown.partition("the usual options:\n")[2].partition("\n\n")[0]
-        found = [re.sub(r"\[no-\]", "", line.split()[0])[2:] for line in usual.splitlines() if line.startswith("  --")]
-        assert found == groups[USUAL].split() and len(found) == 10
-        every = re.findall(r"^  --(?:\[no-\])?([\w-]+)", shown, flags=re.MULTILINE)
-        named = {one for names in groups.values() for one in names.split()}
+        boxes = {
+            title: [option.replace("-", "_") for option in re.findall(r"^  --([\w-]+)", box, flags=re.MULTILINE)]
+            for title, box in re.findall(r"^ (\w+) options\n -+\n((?:  .*\n)*)", shown, flags=re.MULTILINE)
+        }
+        assert [*boxes].index("usual") == 0 and boxes["usual"] == groups["usual"].split() and len(boxes["usual"]) == 10
+        every = [option for options in boxes.values() for option in options]
+        named = {one for names in groups.values() for one in names.replace("field", "set").split()}
         assert len(every) == len(set(every)) and named <= {*every}
-        assert "more options:" not in shown or name not in ("train", "study")
+        assert "more" not in boxes or name not in ("train", "study")
 
 
 @pytest.mark.parametrize("form", ["sparse", "dense"])

@@ -2,34 +2,16 @@
 
 import pytest
 import torch
+from causal_models import causal_model
 
 from prunus.cli import main
 from prunus.export import load_model, save_model
 from prunus.sparse import SparseLinear, compiled, load_packed, sparsify_
 
-transformers = pytest.importorskip("transformers", reason="needs pip install prunus[hf]")
-
-SIZES = {
-    "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-GPT2 = {"n_embd": 16, "n_head": 2, "n_layer": 2, "n_positions": 64}
-
-
-def model_of(name, **options):
-    kind = getattr(transformers, name)
-    model = kind(kind.config_class(**(SIZES | options))).eval()
-    for name, parameter in model.named_parameters():
-        if parameter.ndim == 2:
-            parameter.data.mul_(4)
-            if "layers" in name or ".h." in name:
-                parameter.data[torch.rand_like(parameter) < 0.6] = 0
-    return model
-
 
 @pytest.fixture
 def folder(tmp_path):
-    model = model_of("LlamaForCausalLM", tie_word_embeddings=True)
+    model = causal_model(sparsity=0.6, tie_word_embeddings=True)
     save_model(model, tmp_path / "small")
     model.save_pretrained(tmp_path / "plain")
     return tmp_path
@@ -66,10 +48,19 @@ def test_compiled_the_text_is_the_same(folder, capsys, monkeypatch):
     assert calls
 
 
-@pytest.mark.parametrize("name", ["LlamaForCausalLM", "GPT2LMHeadModel", "GPTNeoXForCausalLM"])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("LlamaForCausalLM", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 100.0}}),
+        ("GPT2LMHeadModel", {}),
+        ("GPTNeoXForCausalLM", {"tie_word_embeddings": True}),
+        ("Gemma3ForCausalLM", {}),  # rotary embeddings of two kinds, scaled inputs
+    ],
+    ids=["rotary", "transposed", "tied", "buffers"],
+)
 @pytest.mark.parametrize("is_small", [True, False])
-def test_a_packed_model_is_the_one_that_sparsify_makes(name, is_small, tmp_path):
-    model, ids = model_of(name, **(GPT2 if name == "GPT2LMHeadModel" else {})), torch.arange(8)[None]
+def test_a_packed_model_is_the_one_that_sparsify_makes(name, options, is_small, tmp_path):
+    model, ids = causal_model(name, 0.6, **options), torch.arange(8)[None]
     save_model(model, tmp_path / "model") if is_small else model.save_pretrained(tmp_path / "model")
     names = sparsify_(model, least=0.5)
     packed = load_packed(tmp_path / "model", least=0.5)
@@ -77,6 +68,10 @@ def test_a_packed_model_is_the_one_that_sparsify_makes(name, is_small, tmp_path)
     assert names == [name for name, layer in packed.named_modules() if isinstance(layer, SparseLinear)]
     state = packed.state_dict()
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    buffers = dict(model.named_buffers())  # those too that no file holds
+    assert all(torch.equal(tensor, buffers.pop(name)) for name, tensor in packed.named_buffers()) and not buffers
+    is_tied = [each.get_output_embeddings().weight is each.get_input_embeddings().weight for each in (model, packed)]
+    assert is_tied[0] == is_tied[1]
     with torch.no_grad():
         assert torch.equal(packed(ids).logits, model(ids).logits)
 

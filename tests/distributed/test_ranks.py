@@ -13,7 +13,7 @@ LAUNCH = Path(__file__).parent / "launch.py"
 
 @pytest.mark.parametrize(
     ("world", "every"),
-    [(2, 14), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(2, 1), (3, 2), (4, 2)])],
+    [(2, 14), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(2, 2), (3, 3), (4, 3)])],
 )
 def test_every_check_holds_on_every_rank(world, every, tmp_path):
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}

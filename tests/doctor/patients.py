@@ -1,7 +1,6 @@
 """Small models on disk, healthy ones and ones made sick on purpose."""
 
 import json
-from collections import Counter
 from pathlib import Path
 
 import torch
@@ -100,7 +99,12 @@ def folder(path: Path, tensors, config=None, shards=1):
 
 def kinds(report):
     """Kinds of the findings, each once."""
-    return set(Counter(finding.kind for finding in report.findings))
+    return {finding.kind for finding in report.findings}
+
+
+def places(report):
+    """Kind and place of every finding."""
+    return {(finding.kind, finding.where) for finding in report.findings}
 
 
 def found(report, kind):

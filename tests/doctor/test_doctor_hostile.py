@@ -5,15 +5,13 @@ import struct
 
 import pytest
 import torch
-from patients import kinds
 from safetensors.torch import save_file
 from torch import nn
 
 from prunus.doctor import examine
 
 WEIGHTS = {"a.weight": torch.ones(4, 4)}
-RUN = {"score": "magnitude", "sparsity": 0.5, "schedule": "linear", "begin": 0.1, "end": 0.9, "steps": 10, "every": 1}
-PRUNER = {"masks": {"a.weight": torch.ones(4, 4, dtype=torch.bool)}, "step": 5}
+PRUNER = {"masks": {"a.weight": torch.ones(4, 4, dtype=torch.bool)}}
 FLOAT4 = torch.zeros(4, 4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
 DEEP: list = []
 WIDE: dict = {}
@@ -40,17 +38,11 @@ def saved(tmp_path, state):
     return tmp_path / "a.pt"
 
 
-@pytest.mark.parametrize("key", ["sparsity", "schedule", "begin", "every", "budget_scale", "include", "score", "model"])
-def test_options_of_a_run_that_make_no_sense(tmp_path, key):
-    for value in NONSENSE:
-        told(saved(tmp_path, {"model": WEIGHTS, "run": RUN | {key: value}, "pruner": PRUNER}))
-
-
-@pytest.mark.parametrize("key", ["step", "due", "masks", "digest", "pruner", "optimizer", "run", "digests"])
+@pytest.mark.parametrize("key", ["model", "masks", "digest", "pruner", "optimizer", "run", "digests"])
 def test_states_that_make_no_sense(tmp_path, key):
     for value in [*NONSENSE, {"state": 3}, {"state": {0: 3}}, {3: torch.ones(2)}, {"a.weight": FLOAT4}]:
         own = {key: value} if key in ("pruner", "optimizer", "run", "digests") else {}
-        told(saved(tmp_path, {"model": WEIGHTS, "run": RUN, "pruner": PRUNER | {key: value}} | own))
+        told(saved(tmp_path, {"model": WEIGHTS, "run": {key: value}, "pruner": PRUNER | {key: value}} | own))
 
 
 TENSORS = {
@@ -86,19 +78,17 @@ def test_a_model_without_a_weight_is_examined(tmp_path):
     assert "holds no tensors" in told(tmp_path / "a.safetensors", include="a*")
 
 
-def test_names_of_absurd_blocks(tmp_path):
-    numbers = ("0", "1", "3", "999999999", "9" * 5000, "٣")
-    found = told(saved(tmp_path, {f"layers.{number}.a.weight": torch.ones(2, 2) for number in numbers}))
-    assert kinds(found) == {"missing"} and "[2, 4, 5, 6] and 999,999,992 more" in found.findings[0].what
-    assert told(saved(tmp_path, {"layers.1." * 20000 + "weight": torch.ones(2, 2)})).is_healthy
-    assert told(saved(tmp_path, {"": torch.ones(2, 2), ".": torch.ones(2, 2), "module.": torch.ones(2, 2)})).is_healthy
+@pytest.mark.parametrize("names", [["layers.1." * 20000 + "weight"], ["", ".", "module."], ["layers." + "9" * 5000]])
+def test_absurd_names(tmp_path, names):
+    assert told(saved(tmp_path, {name: torch.ones(2, 2) for name in names})).is_healthy
 
 
 @pytest.mark.parametrize(
     "config",
-    ["[]", "{", "null", "[" * 100_000, '{"a":' * 100_000, '{"n_layer": ' + "9" * 5000 + "}", "\x00"]
-    + [{key: value} for key in ("num_hidden_layers", "head_dim") for value in (10**30, True, -5, "x", 1e300, [1])]
-    + [{"hidden_size": 10**30, "num_attention_heads": 0}, {"text_config": [1]}, {"tie_word_embeddings": "yes"}],
+    [
+        *("[]", "{", "null", "[" * 100_000, '{"a":' * 100_000, '{"n_layer": ' + "9" * 5000 + "}", "\x00"),
+        *({"text_config": [1]}, {"tie_word_embeddings": "yes"}, {"text_config": {"tie_word_embeddings": 10**30}}),
+    ],
     ids=lambda value: str(value)[:30],
 )
 def test_configurations_that_make_no_sense(tmp_path, config):
@@ -106,10 +96,7 @@ def test_configurations_that_make_no_sense(tmp_path, config):
     save_file(tensors | {"model.embed_tokens.weight": torch.ones(4, 8)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
     found = told(tmp_path)
-    if isinstance(config, str):
-        assert "config.json" in found
-    else:
-        assert found.is_healthy == (config != {"num_hidden_layers": 10**30})
+    assert "config.json" in found if isinstance(config, str) else found.is_healthy
 
 
 @pytest.mark.parametrize(

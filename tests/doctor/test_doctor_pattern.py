@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 
 from prunus.doctor import examine
 from prunus.doctor import pattern as patterns
-from prunus.doctor.contents import nonzero
-from prunus.doctor.pattern import count, num_crowded, num_not_finite, pattern_of
+from prunus.doctor.contents import is_nonzero
+from prunus.doctor.pattern import count_kept, num_crowded, num_not_finite, pattern_of
 
 
 @st.composite
@@ -38,9 +38,9 @@ def chunks_of(size):
 
 @both_sizes
 @given(keep=masks())
-def test_counts_are_those_of_their_definition(chunk, keep):
+def test_counts_and_tiles_are_those_of_their_definition(chunk, keep):
     with chunks_of(chunk):
-        found = count(keep)
+        found = count_kept(keep)
         crowded = {m: num_crowded(keep, 2, m) for m in found.most}
     num_columns = keep.shape[1]
     assert found.rows.tolist() == [int(row.sum()) for row in keep]
@@ -52,18 +52,10 @@ def test_counts_are_those_of_their_definition(chunk, keep):
         assert found.most.get(m) == (max(groups) if num_columns % m == 0 else None)
         if num_columns % m == 0:
             assert crowded[m] == sum(group > 2 for group in groups)
-
-
-@both_sizes
-@given(keep=masks())
-def test_a_tile_is_whole_everywhere(chunk, keep):
-    with chunks_of(chunk):
-        tile = count(keep).tile
-    runs = keep.shape[1] % 4 == 0 and all(len(group.unique()) == 1 for row in keep for group in row.split(4))
-    assert (tile is not None) == runs
-    if tile:
-        height, width = tile
-        tiles = [part for band in keep.split(height) for part in band.split(width, 1)]
+    runs = num_columns % 4 == 0 and all(len(group.unique()) == 1 for row in keep for group in row.split(4))
+    assert (found.tile is not None) == runs
+    if found.tile:
+        tiles = [part for band in keep.split(found.tile[0]) for part in band.split(found.tile[1], 1)]
         assert all(len(part.unique()) == 1 for part in tiles)
 
 
@@ -72,17 +64,17 @@ def test_planted_groups_are_named_with_the_smallest_m(seed, n, m):
     generator = torch.Generator().manual_seed(seed)
     order = torch.rand(64, 256 // m, m, generator=generator).argsort(2)
     keep = (order < n).flatten(1)
-    assert pattern_of(count(keep)) == f"{n}:{m}"
+    assert pattern_of(count_kept(keep)) == f"{n}:{m}"
     keep[3, keep[3].nonzero()[0]] = False  # a live zero
-    assert pattern_of(count(keep)) == f"{n}:{m}"
+    assert pattern_of(count_kept(keep)) == f"{n}:{m}"
 
 
 @given(seed=st.integers(0, 10_000), sparsity=st.sampled_from([0.3, 0.5, 0.7]))
 def test_planted_rows_and_chance_are_told_apart(seed, sparsity):
     scores = torch.rand(40, 50, generator=torch.Generator().manual_seed(seed))
     order = scores.argsort(1).argsort(1)
-    assert pattern_of(count(order >= round(sparsity * 50))) == "row-uniform"
-    assert pattern_of(count(scores >= sparsity)) == "unstructured"
+    assert pattern_of(count_kept(order >= round(sparsity * 50))) == "row-uniform"
+    assert pattern_of(count_kept(scores >= sparsity)) == "unstructured"
 
 
 @pytest.mark.parametrize(
@@ -109,7 +101,7 @@ def test_a_planted_pattern_is_named(name, zero):
         keep = keep.view(64, -1, m)
         shuffle = torch.rand(keep.shape).argsort(2)
         keep = keep.gather(2, shuffle).flatten(1)
-    assert pattern_of(count(keep)) == name
+    assert pattern_of(count_kept(keep)) == name
 
 
 @pytest.mark.parametrize(
@@ -133,24 +125,19 @@ def test_the_pattern_of_another_tools_model_is_named(name, prune, dtype, tmp_pat
 
 def test_a_few_zeros_are_no_groups():
     keep = torch.rand(64, 64) > 0.005
-    assert 0.001 < 1 - keep.float().mean() < 0.01
-    assert pattern_of(count(keep)) == "unstructured"
+    assert 0.001 < 1 - keep.float().mean() < 0.01 and pattern_of(count_kept(keep)) == "unstructured"
 
 
-def test_one_weight_alone_is_uniform_with_nothing(tmp_path):
+def test_one_weight_alone_is_uniform_with_nothing_and_different_patterns_are_mixed(tmp_path):
     weight = torch.randn(20, 20)
     weight[weight.abs() < 0.5] = 0
     save_file({"a.weight": weight, "b.weight": torch.randn(20, 20)}, tmp_path / "a.safetensors")
     report = examine(tmp_path / "a.safetensors")
     assert report.pattern == "global" and [layer.pattern for layer in report.layers] == ["unstructured", "dense"]
-
-
-def test_different_patterns_are_mixed(tmp_path):
-    tensors, groups = prune_layers_(healthy()), prune_groups_(healthy())
-    name = "model.layers.0.mlp.up_proj.weight"
-    tensors[name] = groups[name]
+    tensors, name = prune_layers_(healthy()), "model.layers.0.mlp.up_proj.weight"
+    tensors[name] = prune_groups_(healthy())[name]
     tensors["model.layers.0.mlp.down_proj.weight"][:8] = 0
-    report = examine(folder(tmp_path, tensors))
+    report = examine(folder(tmp_path / "mixed", tensors))
     assert report.pattern == "mixed" and layer(report, name).pattern == "2:4"
 
 
@@ -184,35 +171,24 @@ def test_inputs_of_a_convolution_are_channels(tmp_path):
 )
 def test_zeros_and_values_that_are_not_finite_are_counted_in_every_dtype(dtype):
     tensor = torch.tensor([0.0, -0.0, 1.0, float("nan"), -2.0, 0.0]).to(dtype)
-    assert nonzero(tensor).tolist() == [False, False, True, True, True, False]
-    assert num_not_finite(tensor) == 1
+    assert is_nonzero(tensor).tolist() == [False, False, True, True, True, False] and num_not_finite(tensor) == 1
+    tiny = torch.tensor([5e-324, -0.0], dtype=torch.float64)
+    assert is_nonzero(tiny).tolist() == is_nonzero(torch.tensor([1e-45, -0.0])).tolist() == [True, False]
 
 
 @both_sizes
-def test_values_that_are_not_finite_are_counted_in_every_chunk(chunk):
-    tensor = torch.ones(100)
-    tensor[[50, 99]] = float("nan")
-    tensor[17] = float("inf")
+def test_values_that_are_not_finite_are_counted_in_every_chunk_and_large_sums_are_none(chunk):
+    tensor, huge = torch.ones(100), torch.full((1000,), 1.7e308, dtype=torch.float64)
+    tensor[[50, 99]], tensor[17] = float("nan"), float("inf")
     with chunks_of(chunk):
-        assert num_not_finite(tensor) == 3
-
-
-def test_the_largest_numbers_are_finite_though_their_sum_is_not():
-    huge = torch.full((1000,), 1.7e308, dtype=torch.float64)
-    assert num_not_finite(huge) == 0
-    huge[3], huge[4] = float("inf"), -float("inf")
-    assert num_not_finite(huge) == 2
+        assert num_not_finite(tensor) == 3 and num_not_finite(huge) == 0
+        huge[3], huge[4] = float("inf"), -float("inf")
+        assert num_not_finite(huge) == 2
 
 
 def test_columns_of_ones_are_counted_for_every_number_of_rows():
     for num_rows in (*range(1, 40), 127, 128, 255, 256, 257, 383, 511, 1000):
-        assert count(torch.ones(num_rows, 2, dtype=torch.bool)).columns.tolist() == [num_rows] * 2
-
-
-def test_the_smallest_numbers_are_not_zero():
-    tiny = torch.tensor([5e-324, 0.0], dtype=torch.float64)
-    assert nonzero(tiny).tolist() == [True, False]
-    assert nonzero(torch.tensor([1e-45, -0.0])).tolist() == [True, False]
+        assert count_kept(torch.ones(num_rows, 2, dtype=torch.bool)).columns.tolist() == [num_rows] * 2
 
 
 def test_empty_tensors_scalars_and_integers_are_taken_as_they_are(tmp_path):

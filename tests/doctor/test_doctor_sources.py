@@ -5,13 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from patients import folder, found, healthy, kinds, layer, prune_rows_, state_of, weights_of
+from patients import folder, found, healthy, kinds, layer, places, prune_rows_, state_of, weights_of
 from safetensors.torch import save_file
 from torch.nn.utils import prune
 
 from prunus import Global, Pruner, Ramp
 from prunus.doctor import examine
-from prunus.doctor.checkpoints import sparsity_at
 from prunus.doctor.contents import StoredTensor, digest_of
 from prunus.files.reader import open_tensors
 from prunus.masks import digest
@@ -31,21 +30,14 @@ def index_of(path):
     return file, json.loads(file.read_text())
 
 
-def test_a_shard_that_is_not_there_is_found(sharded):
-    (sharded / SHARD).unlink()
-    report = examine(sharded)
-    assert any(f.kind == "missing" and f.where == SHARD for f in report.findings)
-
-
-def test_a_tensor_in_two_shards_is_found(sharded):
-    (sharded / SHARD).unlink()
-    tensors = prune_rows_(healthy())
-    _, index = index_of(sharded)
+def test_a_tensor_in_two_shards_and_a_shard_that_is_not_there_are_found(sharded):
+    tensors, (_, index) = prune_rows_(healthy()), index_of(sharded)
     twice = next(name for name, file in index["weight_map"].items() if file != SHARD)
     here = {name: tensors[name] for name, file in index["weight_map"].items() if file == SHARD}
     save_file(here | {twice: tensors[twice]}, sharded / SHARD)
-    report = examine(sharded)
-    assert {(f.kind, f.where) for f in report.findings} == {("duplicate", twice)}
+    assert places(examine(sharded)) == {("duplicate", twice)}
+    (sharded / SHARD).unlink()
+    assert places(examine(sharded)) == {("missing", SHARD)}
 
 
 def with_two(text: str, name: str, value: object) -> str:
@@ -61,21 +53,18 @@ def repeat_in_header(file: Path, name: str) -> None:
     file.write_bytes(len(header).to_bytes(8, "little") + header + data[8 + size :])
 
 
-@pytest.mark.parametrize("is_file", [True, False])
-def test_a_tensor_that_stands_twice_in_a_header_is_found_and_refused_by_readers(is_file, tmp_path):
-    file = folder(tmp_path / "model", prune_rows_(healthy())) / "model.safetensors"
-    repeat_in_header(file, UP)
-    report = examine(file if is_file else file.parent)
-    assert {(f.kind, f.where) for f in report.findings} == {("duplicate", UP)}
-    with pytest.raises(ValueError, match=f"the name '{UP}' occurs twice"), open_tensors(file):
-        pass
-
-
-def test_a_tensor_that_stands_twice_in_an_index_is_found_and_refused_by_readers(sharded):
-    file, index = index_of(sharded)
-    file.write_text(with_two(file.read_text(), UP, next(iter(index["weight_map"].values()))))
-    assert {(f.kind, f.where) for f in examine(sharded).findings} == {("duplicate", UP)}
-    with pytest.raises(ValueError, match=f"the name '{UP}' occurs twice"), open_tensors(sharded):
+@pytest.mark.parametrize("where", ["file", "folder", "index"])
+def test_a_tensor_that_stands_twice_in_a_header_or_an_index_is_found_and_refused_by_readers(where, sharded, tmp_path):
+    path = sharded
+    if where == "index":
+        file, index = index_of(sharded)
+        file.write_text(with_two(file.read_text(), UP, next(iter(index["weight_map"].values()))))
+    else:
+        file = folder(tmp_path / "one", prune_rows_(healthy())) / "model.safetensors"
+        repeat_in_header(file, UP)
+        path = file if where == "file" else file.parent
+    assert places(examine(path)) == {("duplicate", UP)}
+    with pytest.raises(ValueError, match=f"the name '{UP}' occurs twice"), open_tensors(path):
         pass
 
 
@@ -83,7 +72,7 @@ def test_a_tensor_that_stands_twice_in_an_index_is_found_and_refused_by_readers(
 def test_a_shard_that_is_left_over_and_repeats_tensors_is_found(beside, sharded, tmp_path):
     path = sharded if beside == "index" else folder(tmp_path / "one", prune_rows_(healthy()))
     save_file({UP: torch.ones(2, 2), "other": torch.ones(1)}, path / "model-00007-of-00009.safetensors")
-    assert {(f.kind, f.where) for f in examine(path).findings} == {("duplicate", "model-00007-of-00009.safetensors")}
+    assert places(examine(path)) == {("duplicate", "model-00007-of-00009.safetensors")}
 
 
 def test_masks_that_stand_twice_are_refused(tmp_path):
@@ -117,29 +106,21 @@ def test_shards_without_an_index_or_a_neighbour_are_found(sharded):
     assert whats == ["1 of 3 shards are not there, the first is number 2"]
 
 
-def test_two_models_in_one_folder_are_found(sharded):
+def test_two_models_in_one_folder_are_found_and_files_that_are_not_read_are_noted(sharded):
+    save_file({"x": torch.ones(1)}, sharded / "consolidated.safetensors")
+    report = examine(sharded / "model.safetensors.index.json")
+    assert report.is_healthy and "consolidated.safetensors" in report.notes[0]
     save_file(prune_rows_(healthy()), sharded / "model.safetensors")
     report = examine(sharded)
     assert kinds(report) == {"duplicate"} and any("not read" in note for note in report.notes)
 
 
-def test_an_index_is_a_path_too_and_files_beside_it_are_noted(sharded):
-    save_file({"x": torch.ones(1)}, sharded / "consolidated.safetensors")
-    report = examine(sharded / "model.safetensors.index.json")
-    assert report.is_healthy and "consolidated.safetensors" in report.notes[0]
-
-
-def test_one_file_and_its_folder_agree(tmp_path):
-    path = folder(tmp_path, prune_rows_(healthy()))
-    assert examine(path).layers == examine(path / "model.safetensors").layers
-
-
-def test_a_plain_state_dict_agrees_with_a_folder(tmp_path):
+def test_one_file_and_a_plain_state_dict_agree_with_a_folder(tmp_path):
     tensors = prune_rows_(healthy())
     torch.save(tensors, tmp_path / "a.pt")
     torch.save({"state_dict": {f"_orig_mod.{name}": t for name, t in tensors.items()}}, tmp_path / "b.pt")
     expected = {layer.name: layer for layer in examine(folder(tmp_path / "model", tensors)).layers}
-    for name in ("a.pt", "b.pt"):
+    for name in ("a.pt", "b.pt", "model/model.safetensors"):
         assert {layer.name: layer for layer in examine(tmp_path / name).layers} == expected
 
 
@@ -151,7 +132,7 @@ def test_pruning_left_in_two_tensors_is_found(tmp_path):
     prune.l1_unstructured(linear, "weight", 0.5)
     save_file({k: v.contiguous() for k, v in linear.state_dict().items()}, tmp_path / "a.safetensors")
     report = examine(tmp_path / "a.safetensors", sparsity=0.5)
-    assert {(f.kind, f.where) for f in report.findings} == {("not-removed", "weight")}
+    assert places(report) == {("not-removed", "weight")}
     assert layer(report, "weight").num_zeros == 32
 
 
@@ -192,32 +173,15 @@ def test_packed_bits_of_another_tensor_are_found(tmp_path, bad):
     assert finding.where == ("b.weight" if bad == "short" else "a.weight")
 
 
-@pytest.mark.parametrize("form", ["pruner state", "checkpoint", "plain", "safetensors"])
-def test_masks_come_from_any_file_that_holds_them(tmp_path, form):
+def test_masks_come_from_any_file_that_holds_them(tmp_path):
     tensors = prune_rows_(healthy())
-    path = folder(tmp_path / "model", tensors)
-    state = state_of(tensors)
-    file = tmp_path / ("masks.safetensors" if form == "safetensors" else "masks.pt")
-    if form == "safetensors":
-        save_file(state["masks"], file)
-    else:
-        held = {"pruner state": state, "checkpoint": {"pruner": state, "model": tensors}, "plain": state["masks"]}
-        torch.save(held[form], file)
-    report = examine(path, masks=file, sparsity=0.5, pattern="row")
-    assert report.is_healthy and report.digest == state["digest"]
-
-
-def test_ranks_that_parted_are_found(tmp_path):
-    tensors = prune_rows_(healthy())
-    for rank in range(3):
-        torch.save({"model": tensors, "pruner": state_of(tensors)}, tmp_path / f"checkpoint-rank{rank}.pt")
-    assert examine(tmp_path).is_healthy
-    other = state_of(tensors) | {"digest": "0" * 64}
-    torch.save({"model": tensors, "pruner": other}, tmp_path / "checkpoint-rank2.pt")
-    assert "rank2" in found(examine(tmp_path), "digest").where
-    tensors[UP][0, 0] = 1.0 - tensors[UP][0, 0].sign().abs()
-    torch.save({"model": tensors, "pruner": state_of(tensors)}, tmp_path / "checkpoint-rank2.pt")
-    assert all("rank2" in f.where for f in examine(tmp_path).findings) and kinds(examine(tmp_path)) == {"digest"}
+    path, state = folder(tmp_path / "model", tensors), state_of(tensors)
+    save_file(state["masks"], tmp_path / "0.safetensors")
+    for i, value in enumerate((state, {"pruner": state, "model": tensors}, state["masks"])):
+        torch.save(value, tmp_path / f"{i}.pt")
+    for file in ("0.safetensors", "0.pt", "1.pt", "2.pt"):
+        report = examine(path, masks=tmp_path / file, sparsity=0.5, pattern="row")
+        assert report.is_healthy and report.digest == state["digest"]
 
 
 # --- files that are none ---
@@ -244,18 +208,15 @@ def test_what_is_no_model_is_refused(tmp_path, name, content, said):
         examine(tmp_path / name)
 
 
-def test_folders_without_a_model_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="no safetensors file"):
-        examine(tmp_path)
+def test_folders_and_states_without_a_model_are_refused(tmp_path):
+    torch.save({"step": 3}, tmp_path / "a.pt")
+    torch.save([1], tmp_path / "b.pt")
+    for name, said in (("a.pt", "no tensors"), ("b.pt", "expected a mapping"), ("", "no safetensors file")):
+        with pytest.raises(ValueError, match=said):
+            examine(tmp_path / name)
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(ValueError, match="safe_serialization"):
         examine(tmp_path)
-    torch.save({"step": 3}, tmp_path / "a.pt")
-    with pytest.raises(ValueError, match="no tensors"):
-        examine(tmp_path / "a.pt")
-    torch.save([1], tmp_path / "a.pt")
-    with pytest.raises(ValueError, match="expected a mapping"):
-        examine(tmp_path / "a.pt")
 
 
 @pytest.mark.parametrize(
@@ -281,17 +242,6 @@ def test_mistakes_are_refused(tmp_path, options, said):
 # --- training ---
 
 
-def test_an_event_that_was_put_off_asks_for_nothing():
-    run = {"sparsity": 0.5, "schedule": "linear", "begin": 2, "end": 10, "steps": 20, "every": 4}
-    assert sparsity_at(run, {"step": 7, "due": False}) == 0.25
-    assert sparsity_at(run, {"step": 7, "due": True}) is None
-    longer = run | {"end": 42, "every": None}  # an event every second step
-    assert sparsity_at(longer, {"step": 7, "due": False}) == 0.5 * 4 / 40
-    assert sparsity_at(run | {"spam": True}, {"step": 7, "due": False}) is None
-    assert sparsity_at(run | {"spam": True}, {"step": 10, "due": False}) == 0.5
-    assert sparsity_at(run | {"begin": 0.1, "end": 0.5, "budget_scale": 2.0}, {"step": 8}) == 0.125
-
-
 def test_a_pruner_in_a_script_is_healthy_until_someone_trains_on(tmp_path):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(32, 48), torch.nn.ReLU(), torch.nn.Linear(48, 32))
@@ -313,7 +263,7 @@ def test_a_pruner_in_a_script_is_healthy_until_someone_trains_on(tmp_path):
     report = save()
     assert report.is_healthy and report.digest == pruner.digest()
     optimizer.state[model[0].weight]["exp_avg"].fill_(1.0)
-    assert {(f.kind, f.where) for f in save().findings} == {("moments", "0.weight")}
+    assert places(save()) == {("moments", "0.weight")}
     optimizer.state[model[0].weight]["mask"] = bits.full(32 * 48)
     assert kinds(save()) == {"masks-disagree"}
     pruner.remove()

@@ -14,7 +14,7 @@ from test_export_models import assert_same_model, gpt2, llama
 
 from prunus import load_model, save_model
 from prunus.cli import main
-from prunus.cli.export import num_bytes
+from prunus.cli.export import size_in_bytes
 from prunus.lab.checkpoint import load_checkpoint, save_checkpoint
 from prunus.lab.trained_run import load_exported
 
@@ -53,13 +53,22 @@ def test_a_tied_model_from_memory_becomes_a_plain_folder_that_transformers_loads
     assert_same_model(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back"), model)
 
 
-def test_the_command_converts_single_files(tmp_path):
-    tensors = {"w": torch.randn(40, 40) * (torch.rand(40, 40) < 0.3), "b": torch.randn(3)}
-    save_file(tensors, tmp_path / "plain.safetensors")
-    main(["export", str(tmp_path / "plain.safetensors"), "--out", str(tmp_path / "small.safetensors"), "--check"])
-    main(["export", str(tmp_path / "small.safetensors"), "--out", str(tmp_path / "back"), "--form", "dense"])
-    found = load_file(tmp_path / "back" / "model.safetensors")
+def test_the_command_converts_single_files_and_counts_zeros_with_a_sign(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.chdir(tmp_path)
+    weight = torch.randn(64, 64)
+    tensors = {"w": weight * (weight.abs() > 0.7), "b": torch.tensor([-0.0])}
+    save_file(tensors, "plain.safetensors")
+    main("export plain.safetensors --out small.safetensors --check".split())
+    said, number = capsys.readouterr().out, int(((weight < 0) & (weight.abs() <= 0.7)).sum()) + 1
+    assert f"{number:,} elements are -0.0" in said and "stored as" in said.splitlines()[0]
+    assert all(len(line) <= 60 and "…" not in line for line in said.splitlines()[:3])  # the table is whole
+    main("export small.safetensors --out back --form dense".split())
+    found = load_file("back/model.safetensors")
     assert found.keys() == tensors.keys() and all(same(found[name], tensors[name]) for name in tensors)
+    save_file({"w": weight}, "plain.safetensors")
+    main("export plain.safetensors --out small.safetensors --check".split())
+    assert "-0.0" not in capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +118,7 @@ def test_a_checkpoint_whose_mask_is_broken_is_refused(run_folder, tmp_path, caps
         (["mine.pt", "--out", "new.safetensors"], "becomes a folder"),
         (["mine.pt", "--out", "new.pt"], "--out is a folder to make or a .safetensors file"),
         (["mine.safetensors", "--out", "new.bin"], "new.bin looks like another file"),
+        (["model", "--out", "new", "--form", "dense"], "config.json cannot be read"),
     ],
     ids=str,
 )
@@ -116,11 +126,14 @@ def test_a_mistake_is_one_line_and_writes_nothing(args, said, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     for name in ("mine.safetensors", "mine.pt"):
         Path(name).write_text("mine")
+    Path("model").mkdir()
+    save_file({"w": torch.ones(2)}, "model/model.safetensors")
+    Path("model/config.json").write_text("{")
     with pytest.raises(SystemExit) as stop:
         main(["export", *args])
     shown = capsys.readouterr()
     assert stop.value.code == 2 and said in shown.err and len(shown.err.strip().splitlines()) == 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.pt", "mine.safetensors"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.pt", "mine.safetensors", "model"]
 
 
 def test_a_copy_that_differs_is_found_by_the_check(tmp_path, monkeypatch, capsys):
@@ -146,7 +159,7 @@ def test_a_copy_that_differs_is_found_by_the_check(tmp_path, monkeypatch, capsys
 
 @pytest.mark.parametrize(("text", "size"), [("5GB", 5 * 10**9), ("1.5 mb", 1_500_000), ("700", 700), ("2k", 2000)])
 def test_sizes_are_read_with_their_unit(text, size):
-    assert num_bytes(text) == size
+    assert size_in_bytes(text) == size
 
 
 @pytest.mark.slow
@@ -166,30 +179,3 @@ def test_a_real_model_at_half_comes_back_and_is_as_small_as_promised(name, tmp_p
     assert small <= all_bytes - sparse + 0.535 * sparse + 20_000
     wanted = transformers.AutoModelForCausalLM.from_pretrained(plain)
     assert_same_model(load_model(tmp_path / "small"), wanted.eval())
-
-
-def test_zeros_with_a_sign_are_counted_and_named(tmp_path, capsys):
-    weight = torch.randn(64, 64)
-    save_file({"w": weight * (weight.abs() > 0.7), "b": torch.tensor([-0.0])}, tmp_path / "plain.safetensors")
-    main(["export", str(tmp_path / "plain.safetensors"), "--out", str(tmp_path / "small.safetensors"), "--check"])
-    number = int(((weight < 0) & (weight.abs() <= 0.7)).sum()) + 1
-    assert f"{number:,} elements are -0.0" in capsys.readouterr().out
-    save_file({"w": weight}, tmp_path / "plain.safetensors")
-    main(["export", str(tmp_path / "plain.safetensors"), "--out", str(tmp_path / "small.safetensors"), "--check"])
-    assert "-0.0" not in capsys.readouterr().out
-
-
-def test_the_table_is_whole_on_a_narrow_terminal(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "60")
-    save_file({"w": torch.eye(512)}, tmp_path / "plain.safetensors")
-    main(["export", str(tmp_path / "plain.safetensors"), "--out", str(tmp_path / "small.safetensors")])
-    table = capsys.readouterr().out.splitlines()[:3]
-    assert all(len(line) <= 60 and "…" not in line for line in table) and "stored as" in table[0]
-
-
-def test_a_configuration_that_is_damaged_is_named(tmp_path, capsys):
-    save_model(llama(), tmp_path / "small")
-    (tmp_path / "small" / "config.json").write_text("{")
-    with pytest.raises(SystemExit):
-        main(["export", str(tmp_path / "small"), "--out", str(tmp_path / "plain"), "--form", "dense"])
-    assert "config.json cannot be read" in capsys.readouterr().err and not (tmp_path / "plain").exists()

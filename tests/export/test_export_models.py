@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -40,9 +39,13 @@ def bert() -> torch.nn.Module:
     return pruned(transformers.BertForSequenceClassification(transformers.BertConfig(**TINY)))
 
 
-def assert_same_model(found: torch.nn.Module, wanted: torch.nn.Module) -> None:
+def assert_same_state(found: torch.nn.Module, wanted: torch.nn.Module) -> None:
     a, b = found.state_dict(), wanted.state_dict()
-    assert list(a) == list(b) and all(same(a[name], b[name]) for name in b)
+    assert list(a) == list(b) and all(same(a[name].cpu(), b[name].cpu()) for name in b)
+
+
+def assert_same_model(found: torch.nn.Module, wanted: torch.nn.Module) -> None:
+    assert_same_state(found, wanted)
     tokens = torch.arange(10)[None]
     assert torch.equal(found(tokens).logits, wanted(tokens).logits)
     assert not found.training and type(found) is type(wanted)
@@ -60,13 +63,16 @@ def test_a_model_comes_back_with_its_ties(make, limit, tmp_path):
     assert saved.dense_bytes >= size and saved.stored_bytes < 0.75 * size
 
 
-def test_parts_in_half_precision_stay_so(tmp_path):
-    model = llama().bfloat16()
+def test_parts_in_half_precision_and_ties_of_the_users_own_stay(tmp_path):
+    model = llama(False).bfloat16()
     model.model.norm.float()
+    model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
     save_model(model, tmp_path / "small")
     found = load_model(tmp_path / "small")
     assert {name: p.dtype for name, p in found.named_parameters()} == {n: p.dtype for n, p in model.named_parameters()}
     assert torch.get_default_dtype() == torch.float32
+    assert found.model.layers[1].mlp.up_proj.weight is found.model.layers[0].mlp.up_proj.weight
+    assert_same_state(found, model)
 
 
 @pytest.mark.slow
@@ -77,15 +83,6 @@ def test_a_plain_folder_that_stores_a_tied_weight_once_is_loaded_by_a_process_th
     code += "assert model.lm_head.weight is model.model.embed_tokens.weight"
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "small")], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-def test_ties_of_the_users_own_stay(tmp_path):
-    model = llama(False)
-    model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
-    save_model(model, tmp_path / "small")
-    found = load_model(tmp_path / "small")
-    assert found.model.layers[1].mlp.up_proj.weight is found.model.layers[0].mlp.up_proj.weight
-    assert_same_model(found, model)
 
 
 @pytest.mark.slow
@@ -109,8 +106,7 @@ def test_names_that_transformers_knows_to_translate_are_found(name, tmp_path):
         tensors = {f"transformer.{name}": tensor for name, tensor in model.state_dict().items()}
     save_model(model, tmp_path / "small")
     save_sparse(tensors, tmp_path / "small" / "sparse.safetensors")
-    found, wanted = load_model(tmp_path / "small").state_dict(), model.state_dict()
-    assert list(found) == list(wanted) and all(same(found[name], wanted[name]) for name in wanted)
+    assert_same_state(load_model(tmp_path / "small"), model)
 
 
 def test_tokenizer_and_generation_settings_travel_with_the_model(tmp_path):
@@ -138,17 +134,13 @@ def test_a_model_with_a_weight_that_its_mask_says_is_pruned_is_refused(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["small"]
 
 
-def test_a_folder_in_use_is_not_touched(tmp_path):
-    (tmp_path / "mine.txt").write_text("mine")
+def test_a_folder_in_use_is_not_touched_and_transformers_refuses_a_small_one(tmp_path):
+    save_model(llama(), tmp_path / "small")
+    with pytest.raises(OSError, match=r"model\.safetensors"):  # where it could invent weights
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "small")
     with pytest.raises(ValueError, match="not empty"):
         save_model(llama(), tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
-
-
-def test_transformers_refuses_a_small_folder_and_does_not_invent_weights(tmp_path):
-    save_model(llama(), tmp_path / "small")
-    with pytest.raises(OSError, match=r"model\.safetensors"):
-        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "small")
+    assert [path.name for path in tmp_path.iterdir()] == ["small"]
 
 
 class OwnLlama(transformers.LlamaForCausalLM):
@@ -195,11 +187,6 @@ def test_a_model_without_values_is_refused_and_nothing_is_written(save, tmp_path
     assert not list(tmp_path.iterdir())
 
 
-def config_of(folder: Path, **values: object) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
-
-
 @pytest.mark.parametrize(
     ("values", "said"),
     [
@@ -209,20 +196,15 @@ def config_of(folder: Path, **values: object) -> None:
         ({"num_hidden_layers": 1}, "which the model does not have"),
         ({"num_hidden_layers": 3}, "which the model has"),
         ({"intermediate_size": 32}, "shape of"),
+        ({"tie_word_embeddings": True}, "holds two that differ"),
     ],
     ids=str,
 )
 def test_a_configuration_that_does_not_fit_is_refused(values, said, tmp_path):
-    save_model(llama(), tmp_path / "small")
-    config_of(tmp_path / "small", **values)
+    save_model(llama(tied=False), tmp_path / "small")
+    path = tmp_path / "small" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
     with pytest.raises(ValueError, match=said):
-        load_model(tmp_path / "small")
-
-
-def test_a_tie_that_the_file_contradicts_is_refused(tmp_path):
-    save_model(llama(False), tmp_path / "small")
-    config_of(tmp_path / "small", tie_word_embeddings=True)
-    with pytest.raises(ValueError, match="holds two that differ"):
         load_model(tmp_path / "small")
 
 
@@ -232,6 +214,5 @@ def test_a_model_goes_straight_to_the_gpu(tmp_path):
     save_model(model.cuda(), tmp_path / "small")
     found = load_model(tmp_path / "small", device="cuda")
     assert all(parameter.is_cuda for parameter in found.parameters())
-    a, b = found.state_dict(), model.state_dict()
-    assert all(same(a[name].cpu(), b[name].cpu()) for name in b)
+    assert_same_state(found, model)
     assert all(tensor.is_cuda for tensor in load_sparse(tmp_path / "small", device="cuda").values())

@@ -105,36 +105,6 @@ def test_a_configuration_that_is_no_object_is_one_line(text, folder):
         read_config(folder / "plain")
 
 
-@pytest.mark.parametrize("size", [0, 3, 24, 200])
-def test_a_gguf_file_cut_short_is_one_line(size, tmp_path):
-    data = b"GGUF" + (3).to_bytes(4, "little") + (2**60).to_bytes(8, "little") * 2 + bytes(1000)
-    (tmp_path / "model.gguf").write_bytes(data[:size])
-    with pytest.raises(ValueError, match=r"model\.gguf (cannot be read|is no GGUF file, or damaged)"):
-        load_plain_model(tmp_path, gguf_file="model.gguf")
-
-
-def llama(folder: Path) -> None:
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=40, max_position_embeddings=32))
-    model.save_pretrained(folder / "plain")
-    save_model(model, folder / "small")
-
-
-ROPE = [3, [1], "linear", {"rope_type": "dynamic", "factor": "x"}, {"type": "linear", "factor": [{}]}]
-ROPE += [{"rope_type": "yarn", "factor": float("inf")}, {"rope_type": "longrope", "factor": -1}, {"type": {"a": "b"}}]
-
-
-@pytest.mark.parametrize("field", ["rope_scaling", "rope_parameters"])
-@pytest.mark.parametrize("value", ROPE, ids=str)
-@pytest.mark.parametrize("load", [load_model, load_plain_model, load_packed])
-def test_odd_positions_are_one_line(field, value, load, tmp_path):
-    llama(tmp_path)
-    change(tmp_path, {field: value})
-    with pytest.raises(ValueError, match=r"config\.json") as error:
-        load(tmp_path / "plain")
-    assert "\n" not in str(error.value)
-
-
 FAMILIES = {
     "llama": transformers.LlamaForCausalLM,
     "bert": transformers.BertForSequenceClassification,
@@ -148,6 +118,29 @@ SIZES = {
     "gptj": {"vocab_size": 40, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32, "rotary_dim": 8},
     "swin": {"image_size": 32, "patch_size": 4, "embed_dim": 8, "depths": [1, 1], "num_heads": [1, 2]},
 }
+
+
+def write_model(family: str, folder: Path) -> None:
+    model = FAMILIES[family](FAMILIES[family].config_class(**SIZES[family]))
+    model.save_pretrained(folder / "plain")
+    save_model(model, folder / "small")
+
+
+ROPE = [3, [1], "linear", {"rope_type": "dynamic", "factor": "x"}, {"type": "linear", "factor": [{}]}]
+ROPE += [{"rope_type": "yarn", "factor": float("inf")}, {"rope_type": "longrope", "factor": -1}, {"type": {"a": "b"}}]
+
+
+@pytest.mark.parametrize("field", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize("value", ROPE, ids=str)
+@pytest.mark.parametrize("load", [load_model, load_plain_model, load_packed])
+def test_odd_positions_are_one_line(field, value, load, tmp_path):
+    write_model("llama", tmp_path)
+    change(tmp_path, {field: value})
+    with pytest.raises(ValueError, match=r"config\.json") as error:
+        load(tmp_path / "plain")
+    assert "\n" not in str(error.value)
+
+
 HUGE = 10**8
 ASKED = {  # what each field would have transformers make
     "llama": "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_labels".split(),
@@ -185,10 +178,7 @@ def in_little_memory(load: Callable[[Path], object], folder: Path) -> str:
 @pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
 @pytest.mark.parametrize(("family", "field"), [(family, field) for family in ASKED for field in ASKED[family]])
 def test_huge_sizes_are_compared_with_the_tensors_before_memory_is_taken(family, field, tmp_path):
-    kind = FAMILIES[family]
-    model = kind(kind.config_class(**SIZES[family]))
-    model.save_pretrained(tmp_path / "plain")
-    save_model(model, tmp_path / "small")
+    write_model(family, tmp_path)
     is_list = isinstance(SIZES[family].get(field), list)
     change(tmp_path, {field: [HUGE, HUGE] if is_list else HUGE})
     for form, load in [

@@ -133,7 +133,7 @@ def test_a_part_is_locked_while_it_is_written(tmp_path):
 @pytest.mark.slow
 def test_processes_that_save_to_one_path_leave_whole_files(tmp_path):
     program = Path(__file__).with_name("sparse_writers.py")
-    run = [sys.executable, str(program), str(tmp_path), "8", "4"]
+    run = [sys.executable, str(program), str(tmp_path), "8", "2"]
     done = subprocess.run(run, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     for name, found in json.loads(done.stdout).items():

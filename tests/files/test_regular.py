@@ -54,7 +54,6 @@ READERS = {
     "doctor, file": ("a.safetensors", examine),
     "doctor, folder": ("model.safetensors", lambda path: examine(path.parent)),
     "doctor, shard": ("b-00001-of-00002.safetensors", lambda path: examine(path.parent)),
-    "doctor, ranks": ("rank-0.pt", lambda path: examine(path.parent)),
     "distributed": ("__0_0.distcp", lambda path: read_block(path.parent, StoredBlock(path.name, 0, 4))),
 }
 

@@ -19,7 +19,7 @@ from test_compact import drawn, same
 from prunus import load_sparse, save_sparse
 from prunus.export.convert import ExportJob, convert
 from prunus.files import checksum
-from prunus.files.nofm import NOFM, indices_of, mask_of, obeys, padded
+from prunus.files.nofm import NOFM, indices_of, mask_of_indices, obeys, padded
 from prunus.files.safetensors_header import DTYPES
 from prunus.ops import bits
 
@@ -121,7 +121,7 @@ def test_masks_of_n_of_m_come_back_from_their_indices(pattern):
     assert obeys(packed, pattern) and (kept.sum(-1) == pattern.n).all() and not (packed & ~full).any()
     indices = indices_of(full, pattern)
     assert len(indices) == pattern.num_bytes(weight.numel())
-    assert torch.equal(mask_of(indices, pattern, weight.numel()), full)
+    assert torch.equal(mask_of_indices(indices, pattern, weight.numel()), full)
 
 
 @pytest.mark.parametrize("pattern", NOFM.values(), ids=str)

@@ -1,14 +1,13 @@
 """A model in several files is whole or refused: a damaged index, files of two saves, one file missing."""
 
 import json
-import random
 import shutil
 import zlib
 from pathlib import Path
 
 import pytest
-import sparse_fuzzing as fuzzing
 import torch
+from every_encoding import tensors
 from test_compact import same
 
 from prunus import load_sparse, save_sparse
@@ -17,25 +16,14 @@ from prunus.files import writer
 
 @pytest.fixture
 def shards(tmp_path: Path) -> Path:
-    save_sparse(fuzzing.tensors(), tmp_path / "model.safetensors", max_shard_bytes=600)
+    save_sparse(tensors(), tmp_path / "model.safetensors", max_shard_bytes=600)
     assert len(list(tmp_path.iterdir())) > 3
     return tmp_path
 
 
 def test_what_was_saved_under_a_name_is_found_under_it(shards):
-    found, wanted = load_sparse(shards / "model.safetensors"), fuzzing.tensors()
+    found, wanted = load_sparse(shards / "model.safetensors"), tensors()
     assert set(found) == set(wanted) and all(same(found[name], wanted[name]) for name in wanted)
-
-
-def test_any_change_of_an_index_is_refused_or_harmless(shards):
-    wanted, path = fuzzing.tensors(), shards / "model.safetensors.index.json"
-    whole, refused = path.read_bytes(), 0
-    for seed in range(600):
-        data, rng = bytearray(whole), random.Random(seed)
-        rng.choice([fuzzing.flip, fuzzing.scramble, fuzzing.truncate, fuzzing.remove, fuzzing.exchange])(data, rng)
-        path.write_bytes(data)
-        refused += fuzzing.outcome(shards, wanted, None) == "refused"
-    assert refused > 400
 
 
 def index_of(folder: Path) -> dict:
@@ -70,8 +58,8 @@ def test_an_index_that_lacks_a_tensor_is_refused_even_with_its_checksum_mended(s
 
 def test_files_of_two_saves_are_not_mixed(shards, tmp_path_factory):
     other = tmp_path_factory.mktemp("other")
-    tensors = {name: tensor * 2 for name, tensor in fuzzing.tensors().items() if name != "tied"}
-    save_sparse(tensors | {"tied": tensors["a"]}, other / "model.safetensors", max_shard_bytes=600)
+    doubled = {name: tensor * 2 for name, tensor in tensors().items() if name != "tied"}
+    save_sparse(doubled | {"tied": doubled["a"]}, other / "model.safetensors", max_shard_bytes=600)
     file = sorted(shards.glob("*.safetensors"))[1]
     shutil.copyfile(other / file.name, file)
     with pytest.raises(ValueError, match=r"not the file that .*index\.json was written with"):
@@ -93,7 +81,7 @@ def test_one_file_is_not_replaced_by_several(tmp_path):
     path = tmp_path / "model.safetensors"
     save_sparse({"a": torch.ones(3)}, path)
     with pytest.raises(ValueError, match="remove that model first"):
-        save_sparse(fuzzing.tensors(), path, max_shard_bytes=600)
+        save_sparse(tensors(), path, max_shard_bytes=600)
     assert load_sparse(path)["a"].tolist() == [1, 1, 1] and len(list(tmp_path.iterdir())) == 1
 
 

@@ -21,6 +21,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,9 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 import torch  # noqa: E402
 from mutations import NO_FILES, mutate  # noqa: E402
-from readers import ANY, READERS, Reader  # noqa: E402
+from readers import ANY, READERS, SLOW, Reader  # noqa: E402
+
+from prunus.ops.bits import words_of  # noqa: E402
 
 MEMORY = 512 << 20  # bytes that a read may take beyond what the process has
 CPU_SECONDS = 10.0
@@ -47,11 +50,10 @@ def fuzz(
     seconds: float = 1e9,
     names: Sequence[str] | None = None,
     only: str | None = None,
-    rarely: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Outcomes of ``count`` mutations by reader, and the failures; of ``only`` one kind of mutation, if it is named.
 
-    Readers take turns; those named ``rarely``, which are slow, in every fifth round only.
+    Readers take turns, slow ones in every fifth round.
     """
     chosen = [name for name in names or READERS if not READERS[name].needs or find_spec(READERS[name].needs)]
     counts: dict[str, Counter] = {name: Counter() for name in chosen}
@@ -62,27 +64,18 @@ def fuzz(
             folder = Path(home, name.replace(" ", "_"), "sample")
             folder.mkdir(parents=True)
             READERS[name].make(folder)
-        turns = ((name, seed + i) for i in itertools.count() for name in chosen if i % 5 == 0 or name not in rarely)
+        turns = ((name, seed + i) for i in itertools.count() for name in chosen if i % 5 == 0 or name not in SLOW)
         cases = list(itertools.islice(turns, count))
         while cases and time.monotonic() - began < seconds:
-            num_done = 0
-            for case, outcome, mutation, said in _by_child(Path(home), cases[:2000], began + seconds, only):
-                name, number = case
+            done = list(_by_child(Path(home), cases[:2000], began + seconds, only))
+            for (name, number), outcome, mutation, said in done:
                 counts[name][outcome] += 1
                 if outcome in FAILURES:
-                    failures.append(
-                        {"reader": name, "seed": number, "mutation": mutation, "kind": outcome, "error": said}
-                    )
-                num_done += 1
-            cases = cases[num_done:]
-            if not num_done:
-                break
-    return {
-        "seed": seed,
-        "mutations": sum(map(Counter.total, counts.values())),
-        "readers": counts,
-        "failures": failures,
-    }
+                    failure = {"reader": name, "seed": number, "mutation": mutation, "kind": outcome, "error": said}
+                    failures.append(failure)
+            cases = cases[len(done) :] if done else []
+    num_mutations = sum(map(Counter.total, counts.values()))
+    return {"seed": seed, "mutations": num_mutations, "readers": counts, "failures": failures}
 
 
 def _by_child(
@@ -133,7 +126,7 @@ def _run_all(home: Path, cases: Sequence[tuple[str, int]], out: int, end: float,
     originals: dict[str, Any] = {}
     for name in dict.fromkeys(name for name, _ in cases):  # read whole before memory is short, imports and all
         sample = home / name.replace(" ", "_") / "sample"
-        with _copied(sample) as folder:
+        with copied(sample) as folder:
             try:
                 value = READERS[name].read(folder)
             except BaseException as error:
@@ -152,7 +145,7 @@ def _run_all(home: Path, cases: Sequence[tuple[str, int]], out: int, end: float,
         if time.monotonic() > end:
             return
         rng = random.Random(f"{name} {seed}")
-        with _copied(home / name.replace(" ", "_") / "sample") as folder:
+        with copied(home / name.replace(" ", "_") / "sample") as folder:
             reader = READERS[name]
             paths = {path for pattern in reader.damaged.split() for path in folder.glob(pattern)}
             files = sorted(path for path in paths if path.is_file() and path.stat().st_size)
@@ -164,18 +157,15 @@ def _run_all(home: Path, cases: Sequence[tuple[str, int]], out: int, end: float,
         tell("end", outcome, mutation, said)
 
 
-class _copied:
+@contextmanager
+def copied(sample: Path) -> Iterator[Path]:
     """The sample, in a folder of the same name each time, so that paths inside it stay right."""
-
-    def __init__(self, sample: Path) -> None:
-        self.sample, self.folder = sample, sample.with_name("damaged")
-
-    def __enter__(self) -> Path:
-        shutil.copytree(self.sample, self.folder)
-        return self.folder
-
-    def __exit__(self, *_: object) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
+    folder = sample.with_name("damaged")
+    shutil.copytree(sample, folder)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _outcome(reader: Reader, folder: Path, mutation: str, original: Any) -> tuple[str, str]:
@@ -214,12 +204,7 @@ def _same(found: Any, original: Any) -> bool:
     if found.keys() != original.keys():
         return False
     pairs = [(found[name], tensor) for name, tensor in original.items()]
-    return all(
-        a.dtype == b.dtype
-        and a.shape == b.shape
-        and a.reshape(-1).view(torch.uint8).equal(b.reshape(-1).view(torch.uint8))
-        for a, b in pairs
-    )
+    return all((a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(words_of(a), words_of(b)) for a, b in pairs)
 
 
 def main() -> None:

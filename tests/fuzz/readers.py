@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from every_encoding import tensors
 from mutations import BYTES, in_zip
 from safetensors.torch import save_file
 from small_gguf import write_gguf
@@ -63,17 +64,6 @@ def command(*args: object) -> None:
     if code == 2:
         lines = said.getvalue().strip().splitlines()
         raise ValueError("\n".join(line for line in lines if "it/s]" not in line))  # a bar of a library
-
-
-def tensors() -> dict[str, Tensor]:
-    """Of every encoding: sparse, 2:4, dense, empty, a scalar, and one that is another's."""
-    torch.manual_seed(0)
-    sparse, groups, half = torch.randn(24, 16), torch.randn(8, 16), torch.zeros(4, 16, dtype=torch.bfloat16)
-    sparse[torch.rand(sparse.shape) < 0.6] = 0
-    groups.view(-1, 4)[:, :2] = 0
-    half[:, ::8] = 3
-    rest = {"bias": torch.randn(9), "count": torch.tensor(7), "none": torch.empty(0, 2), "tied": sparse}
-    return {"a": sparse, "b": groups, "c": half, **rest}
 
 
 def tokens(folder: Path, suffix: str, pack: Callable[[bytes], bytes] = bytes) -> None:
@@ -444,4 +434,8 @@ READERS = {
     "MNIST": Reader(mnist, read_images),
     "CIFAR-10": Reader(cifar, read_images),
     "CIFAR-10 in PNGs": Reader(cifar_package, read_images, needs="PIL"),
+}
+SLOW = {  # readers whose files are damaged in every fifth round only
+    *("prune", "prune, GGUF", "train --resume", "eval", "doctor, checkpoint", "export --check", "study merge"),
+    *("study show, runs in folders", "report of a run", "report of a study", "tokens .gz", "tokens .xz"),
 }

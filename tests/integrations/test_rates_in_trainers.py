@@ -3,7 +3,7 @@
 import pytest
 import torch
 from accelerate import Accelerator
-from covering import each_once, quickly
+from covering import quickly
 from tiny import BATCH, Some, batch, gpt2, same_weights, weights
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -93,7 +93,7 @@ def test_a_trainer_of_lightning_ends_as_the_bare_loop(tmp_path, way):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("way", "prepared_first"), each_once(MAKE, [True, False]))
+@pytest.mark.parametrize(("way", "prepared_first"), zip(MAKE, (True, False, False), strict=True))
 def test_a_loop_of_accelerate_resumes_rates_to_the_same_bits(tmp_path, way, prepared_first):
     def run(numbers, folder=None):
         accelerator = Accelerator(cpu=True)

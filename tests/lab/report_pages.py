@@ -10,6 +10,7 @@ from report_folders import make_study
 from prunus.lab.report.cells import read_source
 from prunus.lab.report.page import render
 
+VERDICTS = "Held-out perplexity at the end, from the best to the worst of each sparsity"
 ARMS = ["dense", "random", "magnitude", "bitter7", "bitter3"]
 HOSTILE = "<img src=x onerror=alert(1)>&{{7*7}}%{x}</script><script>alert(2)</script>"
 
@@ -63,6 +64,21 @@ def lines_of(folder: Path) -> list[dict]:
 
 def edit(path: Path, **changes: object) -> None:
     path.write_text(json.dumps({k: v for k, v in (json.loads(path.read_text()) | changes).items() if v is not None}))
+
+
+def changed(folder: Path, **changes: dict) -> Path:
+    """A study with other values in the rows of some arms; ``every`` are those of all of them."""
+    make_study(folder, ARMS)
+    result = json.loads((folder / "study_result.json").read_text())
+    for row in result["rows"]:
+        row |= changes.get("every", {}) | changes.get(row["arm"], {})
+    (folder / "study_result.json").write_text(json.dumps(result))
+    return folder
+
+
+def rows_of(folder: Path) -> list[dict]:
+    """What a study's result says of its arms."""
+    return json.loads((folder / "study_result.json").read_text())["rows"]
 
 
 def figures_of(folder: Path) -> list[dict]:

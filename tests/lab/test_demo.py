@@ -4,7 +4,6 @@ import contextlib
 import io
 import re
 import shlex
-import signal
 
 import numpy as np
 import pytest
@@ -83,28 +82,6 @@ def test_again_it_trains_nothing(finished, monkeypatch):
     before = stamps(out)
     monkeypatch.setattr(Training, "train_step", lambda training: pytest.fail("nothing is left to train"))
     assert len(demo(out)[0]) == len(said) and stamps(out) == before
-
-
-@pytest.mark.slow
-def test_interrupted_the_same_command_continues(tmp_path, capsys, monkeypatch):
-    out, step = tmp_path / "demo", Training.train_step
-
-    def interrupted(training):
-        if training.run.score == "magnitude" and training.step == 12:
-            signal.raise_signal(signal.SIGINT)
-        return step(training)
-
-    with monkeypatch.context() as patched, pytest.raises(SystemExit) as stop:
-        patched.setattr(Training, "train_step", interrupted)
-        main(["demo", *SMALL, "--out", str(out)])
-    assert stop.value.code == 130
-    again = shlex.join(["prunus", "demo", *SMALL, "--out", str(out)])
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert last == f"prunus demo: interrupted; the same command continues: {again}"
-    before = stamps(out)
-    assert sorted(before) == ["dense-0-s0", "random-0.5-s0"]
-    demo(out)
-    assert len(stamps(out)) == 4 and before.items() <= stamps(out).items()
 
 
 @pytest.mark.parametrize("options", [("--steps", "0"), ("--seeds", "0"), ("--sparsity", "1.5")], ids=str)

@@ -143,6 +143,7 @@ def test_an_interrupted_study_says_the_command_that_continues_it(base, tmp_path,
     ("args", "continues"),
     [
         (["study", "--out", "x"], True),
+        (["demo", "--out", "x"], True),
         (["study", "show", "x"], False),
         (["prune", "model", "--out", "x"], True),
         (["prune", "model", "--no-repair"], False),
@@ -175,8 +176,7 @@ def test_a_second_interrupt_does_not_wait(letters, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_process_stopped_by_a_signal_goes_on_to_the_same_end(signum, code, letters, tmp_path):
+def test_a_process_stopped_by_a_signal_goes_on_to_the_same_end(letters, tmp_path):
     out, unbroken = tmp_path / "run", tmp_path / "unbroken"
     command = ["train", *OPTIONS, "--data", str(letters), "--out"]
     main([*command, str(unbroken)])
@@ -185,9 +185,9 @@ def test_a_process_stopped_by_a_signal_goes_on_to_the_same_end(signum, code, let
         time.sleep(0.05)
     while process.poll() is None and '"loss"' not in (out / "metrics.jsonl").read_text():
         time.sleep(0.01)
-    process.send_signal(signum)
+    process.send_signal(signal.SIGTERM)
     said = process.communicate(timeout=60)[1]
-    assert process.returncode == code and f"prunus train --resume --out {out}" in said
+    assert process.returncode == 143 and f"prunus train --resume --out {out}" in said
     assert 0 < load_checkpoint(out / "checkpoint.pt")["step"] < 20
     main(["train", "--resume", "--out", str(out)])
     assert_same_runs(unbroken, out)

@@ -8,7 +8,7 @@ import torch
 from covering import each_once
 
 from prunus.lab.data import ImageShape, TokenShape
-from prunus.lab.models import GPT, MODELS, GPTConfig, build, in_field
+from prunus.lab.models import GPT, MODELS, build, in_field
 
 GPT2 = TokenShape(vocab_size=50257, context=1024)
 TOY = TokenShape(vocab_size=11, context=9)
@@ -52,7 +52,7 @@ def test_block_weights_have_their_scale(name, millions):
 
 def toy(**changes):
     torch.manual_seed(0)
-    return GPT(GPTConfig(**{"num_layers": 2, "num_heads": 3, "width": 24, "context": 9, "vocab_size": 11} | changes))
+    return GPT(**{"num_layers": 2, "num_heads": 3, "width": 24, "shape": TOY} | changes)
 
 
 @pytest.mark.parametrize("length", [1, 2, 9])

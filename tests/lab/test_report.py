@@ -10,7 +10,19 @@ from base64 import b64encode
 
 import pytest
 from report_folders import make_run, make_study
-from report_pages import ARMS, HOSTILE, Page, edit, figures_of, hostile_study, lines_of, page_of
+from report_pages import (
+    ARMS,
+    HOSTILE,
+    VERDICTS,
+    Page,
+    changed,
+    edit,
+    figures_of,
+    hostile_study,
+    lines_of,
+    page_of,
+    rows_of,
+)
 
 from prunus.cli import main
 from prunus.lab.report import page as report_page
@@ -50,11 +62,9 @@ def test_the_figures_hold_the_same_numbers(tmp_path):
 def test_a_study_shows_its_verdicts_and_says_the_finding(tmp_path):
     page = page_of(make_study(tmp_path / "study", ARMS))
     assert "At 80 % sparsity, bitter7 beats magnitude by 1.61 ± 0.50 perplexity over 3 seeds" in page.texts["h1"]
-    rows = page.tables["Held-out perplexity at the end, from the best to the worst of each sparsity"][1:]
-    result = json.loads((tmp_path / "study" / "study_result.json").read_text())
-    assert {(row[0], float(row[1]), float(row[2])) for row in rows} == {
-        (row["arm"], row["sparsity"], row["mean"]) for row in result["rows"]
-    }
+    rows = page.tables[VERDICTS][1:]
+    expected = {(row["arm"], row["sparsity"], row["mean"]) for row in rows_of(tmp_path / "study")}
+    assert {(row[0], float(row[1]), float(row[2])) for row in rows} == expected
     means = [float(row[2]) for row in rows if row[1] == "0.8"]
     assert means == sorted(means) and len(means) == 4
     assert [row[4] for row in rows if row[0] == "bitter3"][-1].startswith("no difference seen with 3 seeds: −0.30")
@@ -65,16 +75,11 @@ def test_a_study_shows_its_verdicts_and_says_the_finding(tmp_path):
 
 
 def test_a_line_begins_at_dense_of_its_own_recipe_or_nowhere(tmp_path):
-    folder = make_study(tmp_path / "study", ARMS)
-    path = folder / "study_result.json"
-    result = json.loads(path.read_text())
-    result["rows"].append({"arm": "dense fast", "sparsity": 0.0, "values": [40.0], "mean": 40.0})
-    for row in result["rows"]:
-        row["dense"] = {"bitter7": "dense fast", "bitter3": None}.get(row["arm"], "dense")
-        if row["arm"] == "bitter7":
-            row["against"] = "magnitude & more"
-    path.write_text(json.dumps(result))
-    means = {(row["arm"], row["sparsity"]): row["mean"] for row in result["rows"]}
+    fast = {"dense": "dense fast", "against": "magnitude & more"}
+    folder = changed(tmp_path / "study", bitter7=fast, bitter3={"dense": None})
+    means = {(row["arm"], row["sparsity"]): row["mean"] for row in rows_of(folder)}
+    dense = {"arm": "dense fast", "sparsity": 0.0, "values": [40.0], "mean": 40.0}
+    edit(folder / "study_result.json", rows=[*rows_of(folder), dense])
     traces = next(f["data"] for f in figures_of(folder) if any(t.get("name") == "dense fast" for t in f["data"]))
     lines = {trace["name"]: trace["y"] for trace in traces}
     assert lines["bitter7"] == [40.0, means["bitter7", 0.5], means["bitter7", 0.8]]
@@ -82,7 +87,7 @@ def test_a_line_begins_at_dense_of_its_own_recipe_or_nowhere(tmp_path):
     assert lines["magnitude"][0] == means["dense", 0.0] and lines["dense"] == [means["dense", 0.0]]
     page = page_of(folder)
     assert "against dense fast)" in page.texts["p"][0] + " ".join(page.texts["p"])
-    rows = page.tables["Held-out perplexity at the end, from the best to the worst of each sparsity"][1:]
+    rows = page.tables[VERDICTS][1:]
     assert all(row[4].endswith("against magnitude & more") == (row[0] == "bitter7") for row in rows)
 
 
@@ -120,17 +125,10 @@ def test_a_sparsity_that_is_worse_as_a_whole_stays_in_the_frame(tmp_path):
 
 
 def test_a_mixed_comparison_is_told_and_is_no_headline(tmp_path):
-    folder = make_study(tmp_path / "study", ARMS)
-    path = folder / "study_result.json"
-    result = json.loads(path.read_text())
-    for row in result["rows"]:
-        row |= {"dense": "dense", "against_budget": 1.0, "beside": ["lr"] if row["arm"] == "bitter7" else []}
-        if row["arm"] == "bitter3" and row["sparsity"]:
-            row["budget_scale"] = 2.0
-    path.write_text(json.dumps(result))
-    page = page_of(folder)
+    beside, longer = {"beside": ["lr"]}, {"budget_scale": 2.0}
+    page = page_of(changed(tmp_path / "study", every={"against_budget": 1.0}, bitter7=beside, bitter3=longer))
     assert "bitter" not in page.texts["h1"][0].replace("bitter7 ended lowest", "")
-    rows = page.tables["Held-out perplexity at the end, from the best to the worst of each sparsity"][1:]
+    rows = page.tables[VERDICTS][1:]
     assert all(row[4].endswith("; lr differs too") for row in rows if row[0] == "bitter7")
     assert all(row[4].endswith("; 2 times the tokens") for row in rows if row[0].startswith("bitter3"))
     arms = [row[0] for row in page.tables["Paired differences"][1:]]
@@ -139,35 +137,20 @@ def test_a_mixed_comparison_is_told_and_is_no_headline(tmp_path):
 
 @pytest.mark.parametrize("budget", [1.0, 1.3])
 def test_the_best_is_the_best_of_equal_budgets(budget, tmp_path):
-    folder = make_study(tmp_path / "study", ARMS)
+    same, longer = {"against_budget": budget, "budget_scale": budget}, {"budget_scale": 2 * budget}
+    better = {"verdict": "better by 0.30 ± 0.10 (3 seeds)"}
+    folder = changed(tmp_path / "study", every=same, bitter7=longer, bitter3=better)  # bitter7 leads by its steps alone
     edit(folder / "study.json", base=json.loads((folder / "study.json").read_text())["base"] | {"budget_scale": budget})
-    path = folder / "study_result.json"
-    result = json.loads(path.read_text())
-    for row in result["rows"]:
-        row |= {"dense": "dense", "against_budget": budget, "budget_scale": budget}
-        if row["arm"] == "bitter7":  # which leads by its steps alone
-            row["budget_scale"] = 2 * budget
-        if row["arm"] == "bitter3":
-            row["verdict"] = "better by 0.30 ± 0.10 (3 seeds)"
-    path.write_text(json.dumps(result))
     [table] = sections(read_source(folder))[0].tables
     best = [row[0].partition(" (")[0] for i, row in enumerate(table.rows) if "best" in table.looks[i]]
     assert best == ["bitter3", "bitter3"]
     assert [row[0] for row in table.rows].count(f"bitter7 (budget × {2 * budget:.2f})") == 2
-    assert "Lowest at 50 % bitter3 (" in lede(read_source(folder)) and "; at 80 % bitter3 (" in lede(
-        read_source(folder)
-    )
+    said = lede(read_source(folder))
+    assert "Lowest at 50 % bitter3 (" in said and "; at 80 % bitter3 (" in said
 
 
 def test_an_arm_with_fewer_seeds_is_not_called_the_lowest(tmp_path):
-    folder = make_study(tmp_path / "study", ARMS)
-    path = folder / "study_result.json"
-    result = json.loads(path.read_text())
-    for row in result["rows"]:
-        row["dense"] = "dense"
-        if row["arm"] == "bitter7":  # which has the best mean
-            row["values"] = row["values"][:1]
-    path.write_text(json.dumps(result))
+    folder = changed(tmp_path / "study", bitter7={"values": [50.0]})  # which has the best mean
     assert "Lowest at 50 % bitter3 (" in lede(read_source(folder))
 
 
@@ -237,7 +220,7 @@ def test_an_arm_that_is_another_says_so_and_is_drawn_once(tmp_path):
     twins = [row | {"arm": "bitter1", "same_as": "magnitude"} for row in result["rows"] if row["arm"] == "magnitude"]
     twins = [row | {"difference": {"mean": 0.0, "half_width": 0.5, "num": 2}} for row in twins]
     (folder / "study_result.json").write_text(json.dumps(result | {"rows": result["rows"] + twins}))
-    rows = page_of(folder).tables["Held-out perplexity at the end, from the best to the worst of each sparsity"]
+    rows = page_of(folder).tables[VERDICTS]
     assert [row[3:5] for row in rows if row[0] == "bitter1"] == [["–", "the same computation as magnitude"]] * 2
     assert "bitter1" not in json.dumps(figures_of(folder))
 

@@ -2,11 +2,10 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 from report_folders import make_run, make_study, stopped
-from report_pages import ARMS, edit, lines_of, page_of
+from report_pages import ARMS, VERDICTS, edit, page_of
 
 from prunus.cli import main
 from prunus.lab.report.cells import read_source
@@ -19,7 +18,6 @@ DAMAGES = {
     "no step": (lambda f: (f / "metrics.jsonl").open("a").write('{"loss": 1}\n'), "has no step"),
     "diverged": (lambda f: (f / "metrics.jsonl").open("a").write('{"step": 201, "loss": NaN}\n'), "it diverged"),
     "words": (lambda f: (f / "metrics.jsonl").open("a").write('{"step": 201, "loss": "x"}\n'), "not finite"),
-    "older": (lambda f: _older(f), "older version"),
     "no environment": (lambda f: edit(f / "run.json", environment=None), ""),
     "little result": (lambda f: (f / "result.json").write_text("{}"), ""),
 }
@@ -54,15 +52,6 @@ def test_a_study_of_which_only_dense_runs_have_ended_has_a_page(tmp_path):
     assert page_of(folder).texts["h1"] == ["6 runs, of which only dense ones have ended yet"]
 
 
-def _older(folder: Path) -> None:
-    """As folders were before zeros by layer and peak memory were recorded."""
-    lines = [line for line in lines_of(folder) if "layers" not in line]
-    for line in lines:
-        line.pop("zeros", None)
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    edit(folder / "result.json", peak_memory=None)
-
-
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("kind", ["run", "study"])
 def test_what_is_missing_is_said_and_the_rest_is_shown(kind, damage, tmp_path):
@@ -81,7 +70,7 @@ def test_a_study_without_a_part_of_it_is_shown(missing, tmp_path):
     if missing == "study.json":
         folder = folder / "runs"  # a folder of runs
     page = page_of(folder)
-    tables = page.tables["Held-out perplexity at the end, from the best to the worst of each sparsity"]
+    tables = page.tables[VERDICTS]
     assert len(tables) == 10
     assert ("verdict" in tables[0]) == (missing == "runs")
 

@@ -12,9 +12,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from prunus.files.json_file import read_json
+from prunus.lab.report import page as report_page
 from prunus.lab.report.cells import read_source
-from prunus.lab.report.page import headline, lede
-from prunus.lab.report.sections import sections
+from prunus.lab.report.page import render
 from prunus.lab.run import Run
 from prunus.lab.study.arms import read_base
 from prunus.lab.study.merge import merge
@@ -24,40 +24,21 @@ from prunus.lab.study.study_folder import Folder, jaccard
 from prunus.lab.study.tables import page
 
 DEEP = {"DEEP": "[" * 100_000 + "]" * 100_000, "LESS DEEP": "[" * 700 + "]" * 700}
-VALUES = [
-    None,
-    True,
-    -1,
-    0,
-    0.5,
-    10**400,
-    1e300,
-    "",
-    "x",
-    "../x",
-    "\x1b[2J",
-    [],
-    [[]],
-    [None],
-    {},
-    {"a": {"b": []}},
-    *DEEP,
-]
+VALUES = [None, True, -1, 0, 0.5, 10**400, 1e300, "", "x", "../x", "\x1b[2J", [], [[]], [None], {}, {"a": {"b": []}}]
+VALUES += [*DEEP, "\ud800", "9" * 5000, 1e-320, -(10**30), float("nan"), float("inf")]
 
 
 def readers(study, out):
     """What is done with the folder of a study, short of running it."""
     folder = Folder(study)
 
-    def report():
-        source = read_source(study)
-        return sections(source), headline(source), lede(source)
-
     return {
         "show": lambda: summary(folder, folder.plan()),
         "page": lambda: page([study]),
         "merge": lambda: merge([study], out, slim=len(study.name) % 2 == 0),
-        "report": report,
+        "report": lambda: render(read_source(study)),
+        "report of runs": lambda: render(read_source(study / "runs")),
+        "report of a run": lambda: render(read_source(study / "runs" / "bitter7-0.5-s0")),
         "estimate": lambda: estimate(folder, Run(), cold=False),
     }
 
@@ -89,10 +70,15 @@ def mutate(path, draw):
     path.write_text("\n".join(lines))
 
 
-def hold(study, tmp_path, seeds):
-    """Every reader, on a copy with one file changed for each seed."""
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["whole", "slim"])
+def test_a_changed_file_is_read_or_refused(kind, studies, tmp_path, monkeypatch):
+    """By every reader, on a copy with one file changed for each seed."""
+    study, (template, fixed) = studies / kind, report_page._template()
+    small = template, fixed | {"scripts": []}  # without four megabytes that no field is in
+    monkeypatch.setattr(report_page, "_template", lambda: small)
     files = [path.relative_to(study) for path in sorted(study.rglob("*.json*"))]
-    for seed in seeds:
+    for seed in range(120):
         draw, copy = random.Random(seed), tmp_path / f"copy{seed}"
         shutil.copytree(study, copy)
         name = draw.choice(files)
@@ -118,18 +104,6 @@ def studies(done, tmp_path_factory):
     (failed / "failed.json").write_text('{"message": "no memory", "session": "1", "when": "today"}')
     merge([folder / "whole"], folder / "slim", slim=True)
     return folder
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["whole", "slim"])
-def test_a_changed_file_is_read_or_refused(kind, studies, tmp_path):
-    hold(studies / kind, tmp_path, range(8))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["whole", "slim"])
-def test_many_changed_files_are_read_or_refused(kind, studies, tmp_path):
-    hold(studies / kind, tmp_path, range(8, 512))
 
 
 def test_a_comparison_of_compile_is_read_or_refused(tmp_path):

@@ -122,10 +122,10 @@ def test_what_is_not_comparable_is_refused(case):
     assert "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize("sparsity", [0.0, 1.0, -0.1])
-def test_a_sparsity_lies_between_none_and_all(sparsity):
-    with pytest.raises(ValueError, match="dense is always in"):
-        plan_of(sparsities=(sparsity,))
+def test_a_sparsity_lies_between_none_and_all():
+    for sparsity in (0.0, 1.0, -0.1):
+        with pytest.raises(ValueError, match="dense is always in"):
+            plan_of(sparsities=(sparsity,))
 
 
 def test_equal_tokens_in_other_batches_are_comparable():
@@ -240,19 +240,6 @@ def test_a_study_grows_by_arms_sparsities_and_seeds():
     assert both.hash == first.hash
 
 
-@pytest.mark.parametrize(
-    ("base", "texts", "said"),
-    [
-        (replace(BASE, lr=2e-3), (), "the study in s has lr = 0.001, not 0.002"),
-        (replace(BASE, lr_schedule="cosine"), (), "the study in s has lr_schedule = wsd, not cosine"),
-        (BASE, ("x: lr=3.0",), "arm x of s is lr=2.0, not lr=3.0"),
-    ],
-)
-def test_a_changed_configuration_is_refused_by_name(base, texts, said):
-    with pytest.raises(ValueError, match=said):
-        extended(plan_of("x: lr=2.0"), plan_of(*texts, base=base), Path("s"))
-
-
 def test_only_keeps_the_controls():
     plan = only(plan_of("a: lr=2.0", "b: lr=3.0"), ["b"])
     assert {cell.arm for cell in plan.cells} == {"dense", "random", "magnitude", "b"}
@@ -292,16 +279,6 @@ def test_variations_of_a_score_are_held_against_it(name, of):
     assert Cell(of.split()[0], preset.sparsities[0], 0) in plan.cells
 
 
-def test_the_variants_share_what_is_magnitude():
-    preset = PRESETS["gpt2-variants"]
-    plan = make_plan(preset.base, preset.arms, (0.8,), (0,))
-    owners = {cell.arm: owner.arm for cell, owner in plan.owners.items()}
-    assert {arm for arm, owner in owners.items() if owner == "magnitude"} == {"magnitude", "bitter1", "bitter2"}
-    assert owners["bitter8"] == owners["bitter4"] == "bitter3" and owners["fisher q=0.25"] == "bitter7"
-    assert {f"bitter{number}" for number in range(10)} | {"movement", "magnitude regrow"} <= set(owners)
-    assert plan.base.steps * plan.base.batch * plan.base.context == 1200 * 49152
-
-
 def test_the_study_of_rates_needs_no_data_and_replays_runs_of_its_own():
     plan = planned(Command(preset="rates"))
     order = list(plan.owners)
@@ -324,7 +301,7 @@ def test_score_and_sparsity_of_the_file_are_taken(tmp_path):
     assert {cell.sparsity for cell in planned(Command(base=file, sparsity="0.5")).cells} == {0.0, 0.5}
 
 
-def test_a_study_of_before_keeps_its_steps_between_events_and_another_number_is_refused():
+def test_a_study_that_is_extended_keeps_its_steps_between_events_and_another_number_is_refused():
     old = plan_of(base=replace(BASE, every=50))
     both = extended(old, plan_of("late: end=90"), Path("s"))
     assert both.base.every == 50 and {both.run_of(cell).every for cell in both.cells} == {50}
@@ -332,9 +309,7 @@ def test_a_study_of_before_keeps_its_steps_between_events_and_another_number_is_
         extended(old, plan_of(base=replace(BASE, every=7)), Path("s"))
 
 
-def test_runs_have_about_20_events_and_those_of_before_what_they_say():
+def test_runs_have_about_20_events():
     assert [replace(BASE, begin=0, end=end, steps=4000).event_period for end in (3, 40, 4000)] == [1, 2, 200]
-    assert Run.from_json(BASE.to_json()) == BASE and BASE.to_json()["every"] is None
-    assert Run.from_json(BASE.to_json() | {"every": 50}).event_period == 50
     with pytest.raises(ValueError, match="every must be at least 1, got 0"):
         replace(BASE, every=0)

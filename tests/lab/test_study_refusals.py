@@ -5,7 +5,6 @@ import json
 import pytest
 from study_command import ASKED, study
 
-from prunus.cli import main
 from prunus.cli.study import Command, planned
 from prunus.files.atomic import part_name
 from prunus.files.json_file import read_json
@@ -48,12 +47,6 @@ def test_scores_alone_are_compared_in_the_default_recipe(tmp_path):
     assert plan.base == Run() and [arm.name for arm in plan.arms] == ["dense", "random", "magnitude", "bitter7"]
     with pytest.raises(ValueError, match="say what to run: --scores, --base"):
         planned(Command(out=tmp_path / "study"))
-
-
-def test_a_preset_without_data_is_refused(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        main(["study", "--preset", "lenet-mnist", "--out", str(tmp_path / "study")])
-    assert "the preset lenet-mnist needs --data: the folder of MNIST" in capsys.readouterr().err
 
 
 def test_a_seed_in_the_file_is_refused(base, tmp_path, capsys):

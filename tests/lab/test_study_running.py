@@ -150,28 +150,16 @@ def test_a_failure_is_not_tried_twice_in_one_session(copy, base):
     assert len(said) == 1
 
 
-@pytest.fixture(scope="module")
-def shared(base, tmp_path_factory):
-    """A study that two workers did."""
-    out = tmp_path_factory.mktemp("shared") / "study"
-    assert study(base, out, *ASKED, "--seeds", "1", "--devices", "cpu,cpu") == 0
-    return out
-
-
 @pytest.mark.slow
-def test_workers_share_the_runs(unbroken, shared):
-    out = shared
+def test_workers_share_the_runs_and_their_times_say_so(unbroken, base, tmp_path):
+    out = tmp_path / "study"
+    assert study(base, out, *ASKED, "--seeds", "1", "--devices", "cpu,cpu") == 0
     assert losses(out) == {name: loss for name, loss in unbroken.items() if name.endswith("s0")}
     assert read_json(out / "study_result.json")["num_finished"] == 4
     runs = [read_json(path)["environment"]["command"] for path in out.glob("runs/*/run.json")]
     assert len(runs) == 4 and all(
         command == read_json(out / "study.json")["environment"]["command"] for command in runs
     )
-
-
-@pytest.mark.slow
-def test_times_of_workers_that_share_a_device_say_so(shared):
-    out = shared
     assert {row["at_once"] for row in rows(out).values()} == {2}
     assert ", 2 at once |" in page([out])
     assert any("Up to 2 runs shared a device" in text for text in page_of(out).texts["p"])

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from small_gpt import fewer_weights
+from study_command import Quiet
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from prunus.files.json_file import read_json
@@ -48,15 +49,6 @@ def test_what_is_shared_ends_before_the_first_event(changes, steps):
     assert num_shared(replace(RUN, **changes)) == steps
 
 
-class Quiet:
-    @contextmanager
-    def running(self, title, run):
-        yield lambda step, values: None
-
-    def done(self, line, values):
-        assert "failed" not in line, line
-
-
 @pytest.fixture(scope="module")
 def study(tmp_path_factory):
     """A finished study of several recipes, and the optimizer steps that it took."""
@@ -85,10 +77,12 @@ def study(tmp_path_factory):
     out.write(plan, {})
     steps = []
     handle = register_optimizer_step_pre_hook(lambda *_: steps.append(1))
-    worker = Worker(out, Options(device="cpu"), Quiet())
+    said: list[str] = []
+    worker = Worker(out, Options(device="cpu"), Quiet(said))
     with fewer_weights():
         worker.work(plan.cells)
     handle.remove()
+    assert not any("failed" in line for line in said)
     assert worker.starts.states == {}, "nobody needs them any more"
     return out, plan, len(steps)
 
@@ -101,7 +95,7 @@ def test_few_starts_are_kept_and_none_of_a_resumed_run(tmp_path, study, monkeypa
     many = make_plan(plan.base, map(parse_arm, arms), [0.5], [0])
     folder, most = Folder(tmp_path / "study"), []
     folder.write(many, {})
-    worker = Worker(folder, Options(device="cpu"), Quiet())
+    worker = Worker(folder, Options(device="cpu"), Quiet([]))
     kept = worker.starts.recorder
 
     def watched(run, others):
@@ -199,7 +193,7 @@ def test_a_run_is_replayed_when_it_is_there_whichever_worker_trains_it(study, tm
         """As if another worker trained the run that is replayed, until somebody waits for it."""
         if name == source.folder and not others:
             if wait:
-                others.append(Worker(folder, Options(device="cpu"), Quiet()))
+                others.append(Worker(folder, Options(device="cpu"), Quiet([])))
                 others[0].work([source])
             yield wait
         else:
@@ -207,7 +201,7 @@ def test_a_run_is_replayed_when_it_is_there_whichever_worker_trains_it(study, tm
                 yield free
 
     monkeypatch.setattr(Folder, "locked", beside_another)
-    Worker(folder, Options(device="cpu"), Quiet()).work(plan.cells)
+    Worker(folder, Options(device="cpu"), Quiet([])).work(plan.cells)
     assert len(others) == 1 and (folder.run(replay) / "result.json").is_file()
     rates = [line["event"]["rates"] for line in lines_of(folder.run(source)) if "event" in line]
     assert rates and all(rate > 1 for rate in rates[-1])

@@ -4,7 +4,7 @@ import torch
 
 from prunus.oneshot.calibration import Calibration
 from prunus.oneshot.method import Method
-from prunus.oneshot.scores import Scores
+from prunus.oneshot.scoring import Scores
 
 
 def bits_of(tensor):

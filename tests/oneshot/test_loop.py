@@ -14,7 +14,7 @@ from prunus.oneshot.journal import Journal
 from prunus.oneshot.level import Level
 from prunus.oneshot.loop import Loop
 from prunus.oneshot.method import Method
-from prunus.oneshot.scores import Scores
+from prunus.oneshot.scoring import Scores
 from prunus.oneshot.step import Change, LayerRepair, Layers
 from prunus.oneshot.steps import Mask
 

@@ -17,7 +17,7 @@ from prunus.oneshot.method import Method
 from prunus.oneshot.originals import Originals
 from prunus.oneshot.probe.engine import Engine
 from prunus.oneshot.prune import prune_to
-from prunus.oneshot.scores import Scores
+from prunus.oneshot.scoring import Scores
 
 SCHEDULES = ["joint", "sequential", "block"]
 

@@ -15,7 +15,7 @@ from prunus.eligible import eligible
 from prunus.oneshot import Probe
 from prunus.oneshot.calibration import Calibration
 from prunus.oneshot.method import Method
-from prunus.oneshot.scores import Scores, path
+from prunus.oneshot.scoring import Scores, path
 
 
 @pytest.mark.parametrize("score", ["magnitude", "wanda", "random"])

@@ -11,12 +11,12 @@ from covering import each_once
 from prunus import Global, NofM, PerLayer, PerRow
 from prunus.oneshot import gram as gram_module
 from prunus.oneshot import solver
-from prunus.oneshot.allocation import keep_all_but
 from prunus.oneshot.gram import Gram, Moments
 from prunus.oneshot.options import Repair
 from prunus.oneshot.problem import Problem
 from prunus.oneshot.resources import Clock
 from prunus.oneshot.solver import refine, solve
+from prunus.oneshot.step import keep_all_but
 from prunus.score import wanda
 
 IN, TOKENS = 24, 200

@@ -5,13 +5,14 @@ import random
 import numpy as np
 import pytest
 import torch
+from causal_models import causal_model
 from torch import nn
 
 from prunus import save_model, save_sparse
 from prunus.cli import main
-from prunus.sparse import Decoder, decoder_time, load_packed, sparsify_, times
-from prunus.sparse.advise import Advice, LayerTimes, Load, advise
-from prunus.sparse.times import cache_file, microseconds, num_copies, winner
+from prunus.sparse import Decoder, load_packed, sparsify_, times
+from prunus.sparse.advise import Advice, LayerTimes, Load, advise, dense_step_seconds
+from prunus.sparse.times import WeightKind, cache_file, microseconds, num_copies, winner
 
 SMALL = Load(batch=1, tokens=4)
 
@@ -33,8 +34,10 @@ def weights():
     return found
 
 
-def row(decode, prefill, num=2):
-    return LayerTimes((64, 128), "bfloat16", 0.5, False, [f"{i}" for i in range(num)], decode, prefill)
+def row(decode, prefill, num=2, **options):
+    return LayerTimes(
+        WeightKind((64, 128), torch.bfloat16, 0.5), [f"{i}" for i in range(num)], decode, prefill, **options
+    )
 
 
 @pytest.fixture
@@ -53,7 +56,7 @@ def test_each_kind_is_measured_once_on_a_machine_and_counted(measured):
     assert sorted(measured) == sorted((*shape, num) for shape in kinds for num in (1, 4))
     assert [row.layers[0] for row in advice.rows] == [f"layers.{kind}.weight" for kind in ("0.up", "0.down", "1.down")]
     assert [len(row.layers) for row in advice.rows] == [3, 1, 1]
-    assert [row.shape for row in advice.rows] == kinds
+    assert [row.kind.shape for row in advice.rows] == kinds
     assert all(set(row.decode) == set(row.prefill) == {"dense", "sparse"} for row in advice.rows)
     assert all(time > 0 for row in advice.rows for time in (*row.decode.values(), *row.prefill.values()))
     times._table.cache_clear()  # as in another process
@@ -117,7 +120,7 @@ def test_the_advice_is_what_sparsify_does(monkeypatch, launch, taken):
 
     assert "".join(name[0] for name in names) == taken
     assert {f"{name}.weight" for name in names} == wanted
-    assert [(row.shape, len(row.layers)) for row in rows] == [((128, 64), 3), ((64, 64), 1)]
+    assert [(row.kind.shape, len(row.layers)) for row in rows] == [((128, 64), 3), ((64, 64), 1)]
 
 
 def test_models_files_and_mappings_give_the_same_kinds(tmp_path):
@@ -128,18 +131,15 @@ def test_models_files_and_mappings_give_the_same_kinds(tmp_path):
 
     for source in sources:
         (found,) = advise(source, load=SMALL).rows
-        assert (found.shape, found.layers, found.dtype) == ((64, 128), ["0.weight"], "float32")
-        assert found.sparsity == pytest.approx(0.7, abs=0.05)
+        assert (found.kind.shape, found.layers, found.kind.dtype) == ((64, 128), ["0.weight"], torch.float32)
+        assert found.kind.sparsity == pytest.approx(0.7, abs=0.05)
 
 
 def test_a_pattern_of_two_in_four_is_a_kind_of_its_own():
-    half = torch.zeros(64, 64)
-    half[:, ::2] = 1
-    other = torch.zeros(64, 64)
-    other[:, :32] = 1
+    half, other = torch.zeros(2, 64, 64)
+    half[:, ::2], other[:, :32] = 1, 1
     rows = advise({"a.weight": half, "b.weight": other}, load=SMALL).rows
-
-    assert [row.two_of_four for row in rows] == [True, False]
+    assert [row.kind.two_of_four for row in rows] == [True, False]
 
 
 def test_the_verdict_says_when_nothing_is_gained():
@@ -157,48 +157,34 @@ def test_the_verdict_counts_layers_and_weighs_them():
         row({"dense": 10.0, "sparse": 10.0}, {"dense": 50.0, "sparse": 60.0}, num=1),
     ]
     decode, prefill, *_ = Advice("a GPU", Load(1, 4096), rows).verdict
-
     assert decode == "decoding, 1 at a time: of 4 sparse layers 3 as sparse are faster; together 1.43 times"
     assert prefill == "a prompt of 4096 tokens: of 4 sparse layers 3 as 2:4 are faster; together 1.21 times"
 
 
-def test_layers_that_stay_dense_and_joined_ones_are_weighed():
+def test_dense_layers_joined_ones_and_all_else_that_a_step_does_are_weighed():
     times = {"dense": 32.0, "sparse": 16.0}
-    joined = LayerTimes((64, 128), "bfloat16", 0.5, False, ["q", "k"], times, times, num_joined=2)
-    decode, whole, *_ = Advice("a GPU", Load(), [joined], dense_bytes=64 * 128 * 2).verdict
-
+    decode, whole, *_ = Advice("a GPU", Load(), [row(times, times, num_joined=2)], dense_bytes=64 * 128 * 2).verdict
     assert decode.endswith("of 2 sparse layers 2 as sparse are faster; together 2.00 times")
     assert whole.endswith("about 1.33 times faster")  # (32 + 32) / (16 + 32)
-
-
-def test_the_gain_of_the_decoder_counts_all_else_that_a_step_does():
-    times = {"dense": 32.0, "sparse": 16.0}
-    decode, whole, *_, last = Advice("a GPU", Load(), [row(times, times, num=2)], 999, step_us=128.0).verdict
-
+    decode, whole, *_, last = Advice("a GPU", Load(), [row(times, times)], 999, step_us=128.0).verdict
     assert decode.endswith("together 2.00 times")
     assert whole == "the decoder: about 1.33 times faster, 0.10 ms a token in place of 0.13"  # 128 / (128 - 32)
     assert "attention" not in last
 
 
 def test_a_step_of_a_model_is_timed_with_two_blocks_and_none_where_it_cannot_run(monkeypatch, tmp_path):
-    transformers = pytest.importorskip("transformers", reason="needs pip install prunus[hf]")
-    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "pad_token_id": 0}
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_hidden_layers=9))
-    for parameter in model.model.layers.parameters():
-        if parameter.ndim == 2:
-            parameter.data[torch.rand_like(parameter) < 0.8] = 0
+    model = causal_model(sparsity=0.8, num_hidden_layers=9)
     model.save_pretrained(tmp_path)
     seen = []
-    monkeypatch.setattr(
-        decoder_time, "_seconds_a_token", lambda each, batch: seen.append(each.model) or 1.0 + len(seen)
-    )
+    timed = "prunus.sparse.advise._seconds_a_token"
+    monkeypatch.setattr(timed, lambda each, batch: seen.append(each.model) or 1.0 + len(seen))
     cpu, kind = torch.device("cpu"), torch.float32
 
-    assert decoder_time.dense_step_seconds(tmp_path, kind, cpu, 1) == 2.0 + 8 * 1.0
+    assert dense_step_seconds(tmp_path, kind, cpu, 1) == 2.0 + 8 * 1.0
     assert [len(each.model.layers) for each in seen] == [1, 2]
     assert len(model.model.layers) == model.config.num_hidden_layers == 9
-    assert decoder_time.dense_step_seconds(nn.Linear(2, 2), kind, cpu, 1) is None
-    assert decoder_time.dense_step_seconds(tmp_path / "model.safetensors", kind, cpu, 1) is None
+    assert dense_step_seconds(nn.Linear(2, 2), kind, cpu, 1) is None
+    assert dense_step_seconds(tmp_path / "model.safetensors", kind, cpu, 1) is None
     monkeypatch.setattr(times, "measured", lambda weight, _: {"dense": 10.0, "gaps": 5.0})
     assert advise(model, load=SMALL).step_us == (4.0 + 8 * 1.0) * 1e6
     assert "the decoder: about 1.00 times faster" in str(advise(model, load=SMALL))
@@ -215,16 +201,11 @@ def draws():
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_nothing_that_measures_draws_from_the_generators_of_the_user(device, measured, tmp_path):
-    transformers = pytest.importorskip("transformers", reason="needs pip install prunus[hf]")
-    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "pad_token_id": 0}
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_hidden_layers=1)).to(device)
-    for parameter in model.model.layers.parameters():
-        if parameter.ndim == 2:
-            parameter.data[torch.rand_like(parameter) < 0.9] = 0
+    model = causal_model(sparsity=0.9, num_hidden_layers=1).to(device)
     save_model(model, tmp_path / "small")
     calls = {
         "advise": lambda: advise(model, device, Load(1, 4)),
-        "a step": lambda: decoder_time.dense_step_seconds(model, torch.float32, torch.device(device), 1),
+        "a step": lambda: dense_step_seconds(model, torch.float32, torch.device(device), 1),
         "load_packed": lambda: load_packed(tmp_path / "small", device, vectors=2),
         "sparsify_": lambda: sparsify_(model, vectors=3),
         "greedy": lambda: Decoder(model).generate(torch.ones(1, 2, dtype=torch.int64), max_new_tokens=3),

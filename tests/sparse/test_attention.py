@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from causal_models import causal_model, transformers
 from torch.nn.functional import scaled_dot_product_attention
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from prunus.sparse import attention
 from prunus.sparse.attention import attention_of_one, can_attend, shared_heads
 
-transformers = pytest.importorskip("transformers", reason="needs pip install prunus[hf]")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -54,26 +56,15 @@ def test_heads_of_their_own_several_tokens_and_masks_by_head_are_left_to_torch()
 
 
 def test_models_attend_by_it_while_it_is_open_and_as_before_afterwards(monkeypatch):
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    from prunus.sparse import attention
-
     calls, usual = [], ALL_ATTENTION_FUNCTIONS["sdpa"]
     real = attention.attention_of_one
     monkeypatch.setattr(attention, "attention_of_one", lambda *parts: calls.append(1) or real(*parts))
-    config = transformers.LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=32,
-    )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config).eval().to(DEVICE)
+    model = causal_model(num_attention_heads=4, num_key_value_heads=2).to(DEVICE)
     ids = torch.randint(32, (2, 5), device=DEVICE)
-    expected = model.generate(
-        ids, max_new_tokens=6, do_sample=False, cache_implementation="static", disable_compile=True
-    )
+    options = {"max_new_tokens": 6, "do_sample": False, "cache_implementation": "static", "disable_compile": True}
+    expected = model.generate(ids, **options)
     with shared_heads():
-        found = model.generate(
-            ids, max_new_tokens=6, do_sample=False, cache_implementation="static", disable_compile=True
-        )
+        found = model.generate(ids, **options)
     assert len(calls) >= 10 and torch.equal(found, expected)
     with pytest.raises(RuntimeError), shared_heads():
         raise RuntimeError
@@ -82,31 +73,25 @@ def test_models_attend_by_it_while_it_is_open_and_as_before_afterwards(monkeypat
 
 @pytest.mark.parametrize("is_global", [False, True])
 def test_a_function_that_the_user_has_put_there_stays(is_global):
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
     usual = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
     def own(*args, **options):
         return usual(*args, **options)
 
-    if is_global:
-        transformers.AttentionInterface.register("sdpa", own)
-    else:
-        ALL_ATTENTION_FUNCTIONS["sdpa"] = own
+    register = transformers.AttentionInterface.register if is_global else ALL_ATTENTION_FUNCTIONS.__setitem__
+    register("sdpa", own)
     try:
         with shared_heads():
             assert ALL_ATTENTION_FUNCTIONS["sdpa"] is own
         assert ALL_ATTENTION_FUNCTIONS["sdpa"] is own
     finally:
         if is_global:
-            transformers.AttentionInterface.register("sdpa", usual)
+            register("sdpa", usual)
         else:
             del ALL_ATTENTION_FUNCTIONS["sdpa"]
 
 
 def test_opened_inside_itself_or_by_two_threads_it_is_closed_once_and_for_all():
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
     usual = ALL_ATTENTION_FUNCTIONS["sdpa"]
     with shared_heads():
         with shared_heads():

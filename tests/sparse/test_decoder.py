@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from causal_models import FAMILIES, SIZES, causal_model, transformers
 from covering import quickly
 from torch import nn
 
@@ -15,44 +16,14 @@ from prunus.sparse.decoder import Sampling
 from prunus.sparse.linear import SparseLinear, replace_
 from prunus.sparse.tiles import tiles_of_dense
 
-transformers = pytest.importorskip("transformers", reason="needs pip install prunus[hf]")
-
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SIZES = {
-    "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-GPT2 = {"n_embd": 16, "n_head": 2, "n_layer": 2, "n_positions": 64}
-WINDOW = {"head_dim": 8, "sliding_window": 8}
-FAMILIES = {
-    "LlamaForCausalLM": {},
-    "Qwen2ForCausalLM": {},
-    "Qwen3ForCausalLM": {"head_dim": 8},
-    "GPT2LMHeadModel": GPT2,
-    "Gemma2ForCausalLM": WINDOW,
-    "Gemma3ForCausalLM": WINDOW,
-    "MistralForCausalLM": {"sliding_window": 8},
-    "PhiForCausalLM": {},
-    "OPTForCausalLM": {"ffn_dim": 24, "word_embed_proj_dim": 16},
-    "GPTNeoXForCausalLM": {},
-    "FalconForCausalLM": {},
-    "MixtralForCausalLM": {"num_local_experts": 4, "num_experts_per_tok": 2},
-}
 FIRST = ("LlamaForCausalLM", "GPT2LMHeadModel", "Gemma3ForCausalLM", "MixtralForCausalLM")
-COMPILED = quickly(FAMILIES, "LlamaForCausalLM")
+COMPILED = quickly([*FIRST, "OPTForCausalLM", "FalconForCausalLM"], "LlamaForCausalLM")
 STORIES = Path(os.environ.get("PRUNUS_DATA", "")) / "models" / "stories15M"
 
 
-def tiny(name="LlamaForCausalLM", sparsity=0.0, **options):
-    kind = getattr(transformers, name)
-    model = kind(kind.config_class(**(SIZES | FAMILIES.get(name, {}) | options))).eval().to(DEVICE)
-    for parameter in model.parameters():
-        if parameter.ndim > 1:
-            parameter.data.mul_(4)  # so that texts differ
-    for layer in model.modules():
-        if sparsity and (type(layer) is nn.Linear or type(layer).__name__ == "Conv1D"):
-            layer.weight.data[torch.rand_like(layer.weight) < sparsity] = 0
-    return model
+def tiny(*args, **options):
+    return causal_model(*args, **options).to(DEVICE)
 
 
 def prompts(num=3, length=7):
@@ -101,11 +72,15 @@ def test_padding_is_found_as_generate_finds_it():
     assert torch.equal(Decoder(model).generate(ids, max_new_tokens=9), expected(model, ids, 9))
 
 
-def test_calls_do_not_depend_on_those_before():
+def test_calls_do_not_depend_on_those_before_and_leave_the_model_as_it_was():
     model = tiny()
-    decoder, calls = Decoder(model), [(prompts(2, 9), 20), (prompts(1, 3), 5), (prompts(2, 4), 20), (prompts(2, 9), 20)]
-    for ids, num in calls:
-        assert torch.equal(decoder.generate(ids, max_new_tokens=num), expected(model, ids, num))
+    before, decoder = {name: tensor.clone() for name, tensor in model.state_dict().items()}, Decoder(model)
+    for ids, num in [(prompts(2, 9), 20), (prompts(1, 3), 5), (prompts(2, 4), 20), (prompts(2, 9), 20)]:
+        wanted = expected(model.eval(), ids, num)
+        assert torch.equal(decoder.generate(ids, max_new_tokens=num), wanted)
+        assert torch.equal(Decoder(model.train()).generate(ids, max_new_tokens=num), wanted)
+        assert all(module.training for module in model.modules())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
 def test_a_seed_repeats_a_sampled_text_and_texts_of_a_batch_differ():
@@ -128,12 +103,8 @@ def test_tokens_are_drawn_with_the_probabilities_of_generate(options):
     from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
     logits = torch.randn(1, 12) * 2
-    wanted = logits
-    for name, warper in {
-        "temperature": TemperatureLogitsWarper,
-        "top_k": TopKLogitsWarper,
-        "top_p": TopPLogitsWarper,
-    }.items():
+    wanted, warpers = logits, (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)
+    for name, warper in zip(("temperature", "top_k", "top_p"), warpers, strict=True):
         if name in options:
             wanted = warper(options[name])(None, wanted)
     drawn = Sampling(True, **options)(logits.expand(20_000, -1), torch.Generator().manual_seed(0))
@@ -141,15 +112,6 @@ def test_tokens_are_drawn_with_the_probabilities_of_generate(options):
 
     assert torch.allclose(share, wanted.softmax(-1)[0], atol=0.015)
     assert not share[wanted[0] == -torch.inf].any()
-
-
-def test_the_model_is_left_as_it_was():
-    model = tiny().train()
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    Decoder(model).generate(prompts(1), max_new_tokens=3)
-
-    assert all(module.training for module in model.modules())
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -256,42 +218,42 @@ def test_compiled_by_inductor_a_sparse_model_writes_the_same_text():
     assert torch.equal(Decoder(model, compile=True).generate(ids, max_new_tokens=20), dense)
 
 
-def bad_calls():
-    ids = torch.ones(1, 4, dtype=torch.int64)
-    return [
-        ({"input_ids": ids.float()}, r"got torch\.float32; write input_ids\.long\(\)"),
-        ({"input_ids": ids > 0}, r"got torch\.bool; write"),
-        ({"input_ids": ids[0]}, r"\(batch, length\), got \(4,\); of one prompt write input_ids\[None\]"),
-        ({"input_ids": ids[0, 0]}, r"got \(\); give one row for each prompt"),
-        ({"input_ids": ids[None]}, r"got \(1, 1, 4\); give one row"),
-        ({"input_ids": ids[:, :0]}, r"got \(1, 0\); begin with the start token"),
-        ({"input_ids": ids[:0]}, r"got \(0, 4\); begin with"),
-        ({"input_ids": ids.tolist()}, r"is a tensor \(batch, length\), as torch\.tensor"),
-        ({"input_ids": {"input_ids": ids}}, r"is a tensor \(batch, length\)"),
-        ({"input_ids": ids * 64}, "the token 64, but the model's are 0 to 63"),
-        ({"input_ids": ids.expand(17, -1)}, "1 to 16 sequences"),
-        ({"input_ids": ids, "max_new_tokens": 61}, "more than the 64"),
-        ({"input_ids": ids, "max_new_tokens": 0}, "at least 1"),
-        ({"input_ids": ids, "max_new_tokens": 2.5}, "a whole number of at least 1, got 2.5"),
-        ({"input_ids": ids, "attention_mask": [[1, 1, 1, 1]], "max_new_tokens": 4}, "on the left"),
-        ({"input_ids": ids, "attention_mask": torch.tensor([[1, 1, 1, 0]]), "max_new_tokens": 4}, "on the left"),
-        ({"input_ids": ids, "do_sample": True, "temperature": 0.0}, "above 0"),
-        ({"input_ids": ids, "top_p": 1.5}, "top_p must"),
-        ({"input_ids": ids, "top_k": 0}, "top_k must"),
-        (
-            {"input_ids": ids, "temperature": 0.7},
-            r"temperature=0\.7 says how.*add do_sample=True, or leave temperature",
-        ),
-        ({"input_ids": ids, "top_k": 5}, r"top_k=5 says how.*add do_sample=True"),
-        ({"input_ids": ids, "top_p": 1.0}, r"top_p=1\.0 says how.*add do_sample=True"),
-    ]
+IDS = torch.ones(1, 4, dtype=torch.int64)
+BAD_PROMPTS = [
+    (IDS.float(), r"got torch\.float32; write input_ids\.long\(\)"),
+    (IDS > 0, r"got torch\.bool; write"),
+    (IDS[0], r"\(batch, length\), got \(4,\); of one prompt write input_ids\[None\]"),
+    (IDS[0, 0], r"got \(\); give one row for each prompt"),
+    (IDS[None], r"got \(1, 1, 4\); give one row"),
+    (IDS[:, :0], r"got \(1, 0\); begin with the start token"),
+    (IDS[:0], r"got \(0, 4\); begin with"),
+    (IDS.tolist(), r"is a tensor \(batch, length\), as torch\.tensor"),
+    ({"input_ids": IDS}, r"is a tensor \(batch, length\)"),
+    (IDS * 64, "the token 64, but the model's are 0 to 63"),
+    (IDS.expand(17, -1), "1 to 16 sequences"),
+]
+BAD_OPTIONS = [
+    ({"max_new_tokens": 61}, "more than the 64"),
+    ({"max_new_tokens": 0}, "at least 1"),
+    ({"max_new_tokens": 2.5}, "a whole number of at least 1, got 2.5"),
+    ({"attention_mask": [[1, 1, 1, 1]], "max_new_tokens": 4}, "on the left"),
+    ({"attention_mask": torch.tensor([[1, 1, 1, 0]]), "max_new_tokens": 4}, "on the left"),
+    ({"do_sample": True, "temperature": 0.0}, "above 0"),
+    ({"top_p": 1.5}, "top_p must"),
+    ({"top_k": 0}, "top_k must"),
+    ({"temperature": 0.7}, r"temperature=0\.7 says how.*add do_sample=True, or leave temperature"),
+    ({"top_k": 5}, r"top_k=5 says how.*add do_sample=True"),
+    ({"top_p": 1.0}, r"top_p=1\.0 says how.*add do_sample=True"),
+]
 
 
-@pytest.mark.parametrize(("call", "match"), bad_calls())
-def test_a_call_that_cannot_be_is_refused_in_one_line(call, match):
-    with pytest.raises(ValueError, match=match) as error:
-        Decoder(tiny()).generate(**call)
-    assert "\n" not in str(error.value)
+def test_a_call_that_cannot_be_is_refused_in_one_line():
+    decoder = Decoder(tiny())
+    calls = [({"input_ids": ids}, match) for ids, match in BAD_PROMPTS]
+    for call, match in [*calls, *(({"input_ids": IDS, **options}, match) for options, match in BAD_OPTIONS)]:
+        with pytest.raises(ValueError, match=match) as error:
+            decoder.generate(**call)
+        assert "\n" not in str(error.value)
 
 
 def test_models_that_it_cannot_run_are_refused_in_one_line():
@@ -321,49 +283,39 @@ def test_a_real_model_writes_the_same_text_sparse_and_dense():
             least = parameter.abs().flatten().kthvalue(int(0.6 * parameter.numel())).values
             parameter.data[parameter.abs() <= least] = 0
     ids = torch.tensor([[1, 9038, 2501, 263, 931]], device=DEVICE)
-    dense = expected(model, ids, 200)
-    assert torch.equal(Decoder(model).generate(ids, max_new_tokens=200), dense)
+    dense = expected(model, ids, 100)
+    assert torch.equal(Decoder(model).generate(ids, max_new_tokens=100), dense)
     assert len(sparsify_(model, least=0.5)) == 42
-    assert torch.equal(Decoder(model).generate(ids, max_new_tokens=200), dense)
-    assert torch.equal(expected(model, ids, 200), dense)
+    assert torch.equal(Decoder(model).generate(ids, max_new_tokens=100), dense)
+    assert torch.equal(expected(model, ids, 100), dense)
+
+
+def sparsified(sparsity, name="LlamaForCausalLM"):
+    """A model, sparse if it has zeros, and its text while it was dense."""
+    model, ids = tiny(name, sparsity), prompts()
+    dense = expected(model, ids)
+    assert not sparsity or sparsify_(model, least=0.5)
+    return model, ids, dense
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("name", "compile"), [*((name, False) for name in FAMILIES), ("LlamaForCausalLM", True)])
 @pytest.mark.parametrize("sparsity", [0.0, 0.6])
-def test_on_a_gpu_a_step_is_a_graph_and_the_text_is_that_of_generate(name, sparsity):
-    model, ids = tiny(name, sparsity), prompts()
-    dense = expected(model, ids)
-    if sparsity:
-        sparsify_(model, least=0.5)
-    decoder = Decoder(model)
+def test_on_a_gpu_a_step_is_a_graph_and_the_text_is_that_of_generate(name, compile, sparsity):
+    model, ids, dense = sparsified(sparsity, name)
+    decoder = Decoder(model, compile=compile)
     is_on_host = name == "FalconForCausalLM"  # makes a tensor on the host at every step, which no graph can hold
     with pytest.warns(UserWarning, match="cannot be captured") if is_on_host else nullcontext():
         for _ in range(2):
             assert torch.equal(decoder.generate(ids, max_new_tokens=20), dense)
     (state,) = decoder.states.values()
-    assert (state.graph is None) == is_on_host
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("sparsity", [0.0, 0.6])
-def test_on_a_gpu_a_compiled_step_is_a_graph_too(sparsity):
-    model, ids = tiny(sparsity=sparsity), prompts()
-    dense = expected(model, ids)
-    if sparsity:
-        assert sparsify_(model, least=0.5)
-    decoder = Decoder(model, compile=True)
-    for _ in range(2):
-        assert torch.equal(decoder.generate(ids, max_new_tokens=20), dense)
-    (state,) = decoder.states.values()
-    assert state.compile and state.graph is not None
+    assert (state.graph is None) == is_on_host and state.compile == compile
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("batch", [1, 2, 3, 8, 16])
 def test_on_a_gpu_batches_and_samples_replay(batch):
-    decoder, ids = Decoder(tiny(sparsity=0.6)), prompts(batch)
-    assert sparsify_(decoder.model, least=0.5)
+    decoder, ids = Decoder(sparsified(0.6)[0]), prompts(batch)
     first, again = (
         decoder.generate(ids, do_sample=True, top_p=0.9, seed=4, max_new_tokens=20, eos_token_id=-1) for _ in range(2)
     )
@@ -383,7 +335,7 @@ def test_on_a_gpu_two_of_four_writes_what_dense_does():
             weight.scatter_(1, weight.abs().topk(2, 1, largest=False).indices, 0)
     ids = prompts(1)
     dense = expected(model, ids, 12)
-    assert semi_structured_(model, include=["*proj*"])
+    assert semi_structured_(model, only=["*proj*"])
     found = Decoder(model).generate(ids, max_new_tokens=12)
     assert torch.equal(found[:, :9], dense[:, :9])  # bfloat16 rounds otherwise there, so that later tokens may differ
 
@@ -391,9 +343,7 @@ def test_on_a_gpu_two_of_four_writes_what_dense_does():
 @pytest.mark.gpu
 @pytest.mark.parametrize("sparsity", [0.0, 0.6])
 def test_on_a_gpu_prompts_of_one_length_are_read_by_a_graph(sparsity):
-    decoder = Decoder(tiny(sparsity=sparsity))
-    if sparsity:
-        assert sparsify_(decoder.model, least=0.5)
+    decoder = Decoder(sparsified(sparsity)[0])
     for seed, length in enumerate([7, 7, 7, 5, 5, 5, 7, 7]):
         ids = torch.randint(3, 64, (2, length), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
         mask = torch.ones_like(ids)

@@ -7,7 +7,7 @@ import torch
 
 from prunus.ops import bits
 from prunus.sparse import gaps
-from prunus.sparse.gaps import BLOCK, LONGEST, UNIT, check_gaps, gaps_of, gaps_of_dense, slots_of
+from prunus.sparse.gaps import BLOCK, LONGEST, UNIT, Gaps, check_gaps, gaps_of, gaps_of_dense, slots_of
 from prunus.sparse.product import dense_reference
 
 WORDS = {2: torch.int16, 4: torch.int32}
@@ -94,44 +94,34 @@ def test_a_transposed_weight_is_taken_as_it_looks():
 def test_what_does_not_fit_is_refused():
     keep = torch.rand(4, 10) < 0.5
     packed, values = bits.pack(keep), torch.ones(int(keep.sum()))
-    with pytest.raises(ValueError, match="but there are"):
-        gaps_of(packed, values[1:], (4, 10))
-    with pytest.raises(ValueError, match="but there are"):
-        gaps_of(packed, torch.ones(len(values) + 1), (4, 10))
-    with pytest.raises(ValueError, match="bytes of bits"):
-        gaps_of(packed, values, (40, 10))
-    with pytest.raises(ValueError, match="at most 65536 columns"):
-        gaps_of(packed, values, (1, 65537))
+    cases = [(values[1:], (4, 10), "but there are"), (torch.ones(len(values) + 1), (4, 10), "but there are")]
+    cases += [(values, (40, 10), "bytes of bits"), (values, (1, 65537), "at most 65536 columns")]
+    for some, shape, match in cases:
+        with pytest.raises(ValueError, match=match):
+            gaps_of(packed, some, shape)
 
 
-def broken(form, what):
-    if what == "a column too far":
-        heads = form.heads.clone()
-        heads[-2] = 299  # of the last row's first run
-        return replace(form, heads=heads)
-    if what == "wrong table":
-        rows = form.rows.clone()
-        rows[1, 0] += 1
-        return replace(form, rows=rows)
-    if what == "negative count":
-        rows = form.rows.clone()
-        rows[0, 2] = -1
-        return replace(form, rows=rows)
-    if what == "more rows":
-        return replace(form, shape=(5, 300))
-    if what == "narrower":
-        return replace(form, shape=(4, 30))
-    if what == "table of floats":
-        return replace(form, rows=form.rows.float())
-    name = what.removeprefix("short ")
-    return replace(form, **{name: getattr(form, name)[:-UNIT]})
+def changed(tensor, place, value):
+    tensor = tensor.clone()
+    tensor[place] = value
+    return tensor
 
 
-BROKEN = ["a column too far", "wrong table", "negative count", "more rows", "narrower", "table of floats"]
+BROKEN = {
+    "a column too far": lambda form: replace(form, heads=changed(form.heads, -2, 299)),  # of the last row's first run
+    "wrong table": lambda form: replace(form, rows=changed(form.rows, (1, 0), 1 + int(form.rows[1, 0]))),
+    "negative count": lambda form: replace(form, rows=changed(form.rows, (0, 2), -1)),
+    "more rows": lambda form: replace(form, shape=(5, 300)),
+    "narrower": lambda form: replace(form, shape=(4, 30)),
+    "table of floats": lambda form: replace(form, rows=form.rows.float()),
+}
+BROKEN |= {
+    f"short {name}": lambda form, name=name: replace(form, **{name: getattr(form, name)[:-UNIT]}) for name in Gaps.PARTS
+}
 
 
-@pytest.mark.parametrize("what", [*BROKEN, "short values", "short codes", "short heads", "short rows"])
+@pytest.mark.parametrize("what", BROKEN)
 def test_forms_that_would_read_astray_are_refused(what):
     _, weight = matrix((4, 300), "half", torch.float32)
     with pytest.raises(ValueError, match="save it anew"):
-        check_gaps(broken(gaps_of_dense(weight), what))
+        check_gaps(BROKEN[what](gaps_of_dense(weight)))

@@ -11,6 +11,8 @@ from prunus.sparse.product import dense_reference
 
 pytest.importorskip("triton")
 
+from prunus.sparse._triton import dense, product
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [(1, 1), (5, 31), (3, 300), (1, 5 * BLOCK + 3)]
 SPARSITIES = [0.0, 0.5, 0.8, 0.97, 1.0]
@@ -45,8 +47,6 @@ ONE = [(SHAPES[0], 0.0), (SHAPES[1], 0.8), (SHAPES[2], 0.97), (SHAPES[2], 1.0), 
 @pytest.mark.rounding
 @pytest.mark.parametrize(("shape", "sparsity"), cases(ONE, SHAPES, SPARSITIES), ids=str)
 def test_a_product_with_one_vector(shape, sparsity):
-    from prunus.sparse._triton import product
-
     weight, x = sparse(shape, sparsity), torch.randn(1, shape[1], device=DEVICE)
     y = product(x, gaps_of_dense(weight), None)
 
@@ -60,8 +60,6 @@ SEVERAL = [(1, torch.float16), (4, torch.float32), (8, torch.bfloat16)]
 @pytest.mark.rounding
 @pytest.mark.parametrize(("batch", "dtype"), cases(SEVERAL, [1, 2, 4, 8], DTYPES), ids=str)
 def test_products_with_several_vectors_of_any_type(batch, dtype):
-    from prunus.sparse._triton import product
-
     weight, bias = sparse((3, 1500), 0.6, dtype), torch.randn(3, device=DEVICE).to(dtype)
     x = torch.randn(batch, 1500, device=DEVICE).to(dtype)
 
@@ -70,8 +68,6 @@ def test_products_with_several_vectors_of_any_type(batch, dtype):
 
 
 def test_the_widest_row():
-    from prunus.sparse._triton import product
-
     weight = torch.zeros(1, 65536, device=DEVICE)
     weight[0, 40000:40600] = 1.0  # columns that 16 bits hold only without a sign
     weight[0, -1] = 7.0
@@ -83,8 +79,6 @@ def test_the_widest_row():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_each_entry_finds_its_own_column(dtype):
     """With another power of two at each entry's column, and a larger one elsewhere, any misplaced column would show."""
-    from prunus.sparse._triton import product
-
     columns = [0, 1, 16, 17, 300, 1023, 1498, 1499]
     weight = torch.zeros(1, 1500, dtype=dtype, device=DEVICE)
     weight[0, columns] = 1
@@ -99,8 +93,6 @@ BACK = [(0.0, torch.bfloat16), (0.5, torch.float32), (0.97, torch.float16), (1.0
 
 @pytest.mark.parametrize(("sparsity", "dtype"), cases(BACK, SPARSITIES, DTYPES), ids=str)
 def test_the_dense_matrix_comes_back_bit_for_bit(sparsity, dtype):
-    from prunus.sparse._triton import dense
-
     weight = sparse((3, 1300), sparsity, dtype)
     assert torch.equal(dense(gaps_of_dense(weight)), weight)
 

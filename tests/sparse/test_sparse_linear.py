@@ -1,17 +1,18 @@
 """A sparse layer is the layer it was made from, wherever it goes; only those are replaced that it is for."""
 
 import copy
+from itertools import product as product_of
 
 import pytest
 import torch
 from covering import quickly
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from toys import Conv1D
 
-from prunus.ops import bits
 from prunus.sparse import linear as layers
 from prunus.sparse.advise import advise
-from prunus.sparse.gaps import gaps_of, gaps_of_dense
+from prunus.sparse.gaps import gaps_of_dense
 from prunus.sparse.linear import SparseLinear, sparsify_, unsparsify_
 from prunus.sparse.product import MOST_CPU, check_device, csr_of, operator, product
 from prunus.sparse.semi_structured import is_two_of_four, semi_structured_
@@ -43,24 +44,6 @@ def test_it_computes_what_the_dense_layer_does(shape, bias, dtype):
     assert torch.equal(sparse.weight, layer.weight)
 
 
-def test_from_bits_and_values_as_a_file_has_them():
-    layer = linear()
-    keep = layer.weight != 0
-    sparse = SparseLinear(gaps_of(bits.pack(keep), layer.weight[keep].detach(), layer.weight.shape), layer.bias)
-    x = torch.randn(3, 100, device=DEVICE)
-
-    assert near(sparse(x), layer(x))
-
-
-def test_a_state_dict_goes_into_a_layer_with_other_zeros():
-    first, second = SparseLinear.from_linear(linear(sparsity=0.5)), SparseLinear.from_linear(linear(sparsity=0.9))
-    second.load_state_dict(first.state_dict())
-
-    assert torch.equal(first.weight, second.weight)
-    assert torch.equal(first.bias, second.bias)
-    assert set(first.state_dict()) == {"values", "codes", "heads", "rows", "bias"}
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("device", [DEVICE, "meta"])
 def test_a_state_dict_that_is_assigned_is_what_it_computes_with(dtype, device):
@@ -84,30 +67,26 @@ def test_a_damaged_state_dict_is_refused_and_nothing_is_lost(name):
     assert torch.equal(layer.weight, before)
 
 
-def test_it_can_be_copied_cast_and_saved(tmp_path):
-    layer = SparseLinear.from_linear(linear())
+def test_it_can_be_copied_cast_and_saved_and_loads_into_a_layer_with_other_zeros(tmp_path):
+    layer, other = SparseLinear.from_linear(linear()), SparseLinear.from_linear(linear(sparsity=0.9))
+    assert set(layer.state_dict()) == {"values", "codes", "heads", "rows", "bias"}
     torch.save(layer.state_dict(), tmp_path / "layer.pt")
-    loaded = copy.deepcopy(layer)
-    loaded.load_state_dict(torch.load(tmp_path / "layer.pt", weights_only=True))
+    for loaded in (other, copy.deepcopy(layer)):
+        loaded.load_state_dict(torch.load(tmp_path / "layer.pt", weights_only=True))
+        assert torch.equal(loaded.weight, layer.weight) and torch.equal(loaded.bias, layer.bias)
     half = copy.deepcopy(layer).to(torch.bfloat16)
-
-    assert torch.equal(loaded.weight, layer.weight)
     assert torch.equal(half.weight, layer.weight.bfloat16())
     assert half.codes.dtype == torch.uint8 and half.rows.dtype == torch.int32
 
 
-def test_gradients_reach_the_input():
+def test_gradients_reach_the_input_and_autocast_is_followed():
     layer, x = linear(), torch.randn(2, 100, device=DEVICE, requires_grad=True)
-    SparseLinear.from_linear(layer)(x).sum().backward()
+    sparse = SparseLinear.from_linear(layer)
+    sparse(x).sum().backward()
     (expected,) = torch.autograd.grad(layer(x).sum(), x)
-
     assert torch.allclose(x.grad, expected, atol=1e-5)
-
-
-def test_autocast_is_followed():
-    layer, x = linear(), torch.randn(2, 100, device=DEVICE)
     with torch.autocast(DEVICE, torch.bfloat16), torch.no_grad():
-        assert SparseLinear.from_linear(layer)(x).dtype == layer(x).dtype == torch.bfloat16
+        assert sparse(x).dtype == layer(x).dtype == torch.bfloat16
 
 
 def tiled():
@@ -121,37 +100,24 @@ PATHS = {
     "operator": lambda: lambda x: operator(x, gaps_of_dense(linear(32, 48).weight), None),
 }
 WRONG_SHAPES = [(), (0,), (1,), (47,), (49,), (96,), (2, 24), (4, 49), (3, 48, 1), (20, 47), (0, 7)]
+WRONG_TYPES = [torch.int64, torch.bool, torch.uint8, torch.complex64, torch.float8_e4m3fn]
+TYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_an_input_of_another_width_is_refused_in_one_line(path):
+def test_an_input_of_another_width_or_type_is_refused_in_one_line_and_floating_ones_keep_their_type(path):
     layer = PATHS[path]()
-    for shape in WRONG_SHAPES:
-        for grad in (False, True):
-            x = torch.randn(shape, device=DEVICE, requires_grad=grad)
-            with pytest.raises(ValueError, match=r"of 48 inputs takes a tensor \(\.\.\., 48\), got .*dimension is 48$"):
-                layer(x)
-    x = torch.randn(2, 48, device=DEVICE)
-    assert layer(x).shape[:-1] == (2,)  # what was refused leaves nothing behind
-
-
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.uint8, torch.complex64, torch.float8_e4m3fn], ids=str)
-def test_an_input_of_another_type_is_refused_in_one_line_under_autocast_too(path, dtype):
-    layer = PATHS[path]()
-    for num in (1, 20):
+    for shape, grad in product_of(WRONG_SHAPES, (False, True)):
+        x = torch.randn(shape, device=DEVICE, requires_grad=grad)
+        with pytest.raises(ValueError, match=r"of 48 inputs takes a tensor \(\.\.\., 48\), got .*dimension is 48$"):
+            layer(x)
+    for dtype, num, enabled in product_of(WRONG_TYPES, (1, 20), (False, True)):
         x = torch.ones(num, 48, device=DEVICE).to(dtype)
-        for enabled in (False, True):
-            with torch.autocast(DEVICE, torch.bfloat16, enabled=enabled), pytest.raises(ValueError, match=r"x\.float"):
-                layer(x)
-
-
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_any_floating_input_has_outputs_of_its_own_type(path, dtype):
-    layer = PATHS[path]()
-    for num in (1, 3, 20):
-        assert layer(torch.randn(num, 48, device=DEVICE).to(dtype)).dtype == dtype
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=enabled), pytest.raises(ValueError, match=r"x\.float"):
+            layer(x)
+    for dtype, num in product_of(TYPES, (1, 3, 20)):  # what was refused leaves nothing behind
+        y = layer(torch.randn(num, 48, device=DEVICE).to(dtype))
+        assert y.dtype == dtype and y.shape[:-1] == (num,)
 
 
 def test_an_input_on_another_device_is_refused_in_one_line():
@@ -187,26 +153,11 @@ def test_compiled_a_wrong_input_is_named_and_a_right_one_is_one_graph(make):
     torch._dynamo.reset()
 
 
-def test_a_bias_of_another_size_is_refused():
+def test_a_bias_of_another_size_and_a_layer_of_a_type_that_it_cannot_hold_are_refused():
     with pytest.raises(ValueError, match=r"shape \(24,\), got \(23,\)"):
         SparseLinear(gaps_of_dense(linear().weight), torch.zeros(23, device=DEVICE))
-
-
-def test_a_layer_of_a_type_it_cannot_hold_is_refused():
     with pytest.raises(ValueError, match=r"float64.*keep it dense"):
         SparseLinear.from_linear(linear(dtype=torch.float64))
-
-
-class Conv1D(nn.Module):
-    """As in transformers: a linear layer whose weight is (in, out)."""
-
-    def __init__(self, nf, nx):
-        super().__init__()
-        self.nf = nf
-        self.weight, self.bias = nn.Parameter(torch.randn(nx, nf)), nn.Parameter(torch.randn(nf))
-
-    def forward(self, x):
-        return x @ self.weight + self.bias
 
 
 class Model(nn.Module):
@@ -223,26 +174,33 @@ class Model(nn.Module):
         return self.head(self.norm(self.transposed(self.dense(self.sparse(self.embed(x))))))
 
 
-def test_sparse_layers_are_replaced_and_tied_and_dense_ones_stay():
+def test_sparse_layers_are_replaced_and_come_back_and_tied_and_dense_ones_stay():
     model, x = Model().eval(), torch.arange(50).view(5, 10)
+    before, kinds = copy.deepcopy(model.state_dict()), {name: type(module) for name, module in model.named_modules()}
     with torch.no_grad():
         expected = model(x)
-        names = sparsify_(model, least=0.5)
-        got = model(x)
-
-    assert names == ["sparse", "transposed"]
-    assert type(model.dense) is nn.Linear and model.head.weight is model.embed.weight
-    assert not model.sparse.training
-    assert torch.allclose(got, expected, atol=1e-5)
+        assert sparsify_(model, least=0.5) == ["sparse", "transposed"]
+        assert torch.allclose(model(x), expected, atol=1e-5)
+    assert type(model.dense) is nn.Linear and model.head.weight is model.embed.weight and not model.sparse.training
+    assert unsparsify_(model) == ["sparse", "transposed"]
+    assert {name: type(module) for name, module in model.named_modules()} == kinds
+    assert list(model.state_dict()) == list(before)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    model(x).sum().backward()
+    assert unsparsify_(model) == []
 
 
 def test_patterns_and_the_least_sparsity_choose():
-    assert sparsify_(Model(), include="sparse", least=0.5) == ["sparse"]
+    assert sparsify_(Model(), only="sparse", least=0.5) == ["sparse"]
+    assert sparsify_(Model(), only=["spar*", "trans*"], exclude="sparse.weight", least=0.5) == ["transposed"]
     assert sparsify_(Model(), exclude="sparse", least=0.5) == ["transposed"]
     assert sparsify_(Model(), least=0.95) == []
     assert sparsify_(Model(), least=0.0) == ["sparse", "dense", "transposed"]
-    with pytest.raises(ValueError, match="matches no parameter"):
-        sparsify_(Model(), include="nothing")
+    for call in (sparsify_, semi_structured_):
+        for name in ("only", "exclude"):
+            with pytest.raises(ValueError, match="'nothing' matches no parameter"):
+                call(Model(), **{name: ["sparse", "nothing"]})
     with pytest.raises(ValueError, match="from_linear"):
         sparsify_(linear(), least=0.5)
 
@@ -283,7 +241,7 @@ def test_layers_that_read_one_input_are_one_product(shape, mode, products):
             x = torch.randn(shape, device=DEVICE)
             assert near(model(x), dense(x))
     assert products == [64, 48] * 4
-    assert model.q_proj.group.waiting[0] is None  # nothing is kept once all have their outputs
+    assert model.q_proj.fused.waiting[0] is None  # nothing is kept once all have their outputs
 
 
 def test_a_group_takes_no_input_for_another(products):
@@ -298,7 +256,7 @@ def test_a_group_takes_no_input_for_another(products):
         for _ in range(4):
             assert near(model.v_proj(first.clone()), dense.v_proj(first))
     assert products[-1] == 16  # it gave up: layers run alone
-    assert model.q_proj.group.waiting[0] is None
+    assert model.q_proj.fused.waiting[0] is None
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -312,7 +270,7 @@ def test_a_group_follows_autocast_that_begins_and_ends_between_its_layers(mode):
                     assert layer(x).dtype == (torch.bfloat16 if is_cast else torch.float32)
 
 
-def test_a_group_passes_gradients_that_begin_between_its_layers():
+def test_outputs_of_a_group_pass_gradients_that_begin_between_its_layers_and_change_in_place_each_by_itself():
     model, dense = attention()
     x = torch.randn(2, 48, device=DEVICE, requires_grad=True)
     with torch.no_grad():
@@ -320,11 +278,7 @@ def test_a_group_passes_gradients_that_begin_between_its_layers():
     (found,) = torch.autograd.grad(model.k_proj(x).sum(), x)
     (expected,) = torch.autograd.grad(dense.k_proj(x).sum(), x)
     assert torch.allclose(found, expected, atol=1e-5)
-
-
-def test_outputs_of_a_group_change_in_place_each_by_itself():
-    model, dense = attention()
-    x, factor = torch.randn(2, 48, device=DEVICE), torch.randn(2, 32, device=DEVICE, requires_grad=True)
+    x, factor = x.detach(), torch.randn(2, 32, device=DEVICE, requires_grad=True)
     outputs = [layer(x) for layer in (model.q_proj, model.k_proj, model.v_proj)]
     outputs[0].mul_(factor)
     outputs[1].zero_()
@@ -366,19 +320,6 @@ def test_a_layer_of_a_group_loads_another_weight(products):
     with torch.no_grad():
         assert near(model(x), dense(x))
         assert torch.equal(model.q_proj.weight, dense.q_proj.weight)
-
-
-def test_dense_layers_come_back():
-    model, x = Model().eval(), torch.arange(50).view(5, 10)
-    before, kinds = copy.deepcopy(model.state_dict()), {name: type(module) for name, module in model.named_modules()}
-    names = sparsify_(model, least=0.5)
-    assert unsparsify_(model) == names
-    assert {name: type(module) for name, module in model.named_modules()} == kinds
-    assert list(model.state_dict()) == list(before)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    assert all(parameter.requires_grad for parameter in model.parameters())
-    model(x).sum().backward()
-    assert unsparsify_(model) == []
 
 
 class OwnWords(nn.Linear):
@@ -487,11 +428,9 @@ def structured():
 
 def test_two_of_four_is_told_from_the_rest():
     weight = two_of_four(8, 64)
-    assert is_two_of_four(weight)
-    assert is_two_of_four(torch.zeros(4, 8))
-    assert not is_two_of_four(torch.zeros(4, 6))
-    assert not is_two_of_four(torch.tensor([[0.0, 1, 1, 1]]))
-    assert not is_two_of_four(weight.t().contiguous())
+    assert is_two_of_four(weight) and is_two_of_four(torch.zeros(4, 8))
+    for other in (torch.zeros(4, 6), torch.tensor([[0.0, 1, 1, 1]]), weight.t().contiguous()):
+        assert not is_two_of_four(other)
 
 
 def test_a_layer_that_is_not_two_of_four_is_named_before_anything_is_done():
@@ -500,25 +439,27 @@ def test_a_layer_that_is_not_two_of_four_is_named_before_anything_is_done():
     model[1].weight.data[1:3] = 0
     with pytest.raises(ValueError, match=r"^1\.weight is not 2:4"):
         semi_structured_(model)
-    with pytest.raises(ValueError, match=r"^2\.weight is not 2:4"):
-        semi_structured_(model, include="2")
-    with pytest.raises(ValueError, match="no linear layer"):
+    for only in ("1", ["1", "2"]):
+        with pytest.raises(ValueError, match=r"^1\.weight is not 2:4"):
+            semi_structured_(model, only=only)
+    for options in ({"only": "2"}, {"exclude": ["0", "1"]}):
+        with pytest.raises(ValueError, match="no linear layer that only and exclude leave has half"):
+            semi_structured_(model, **options)
+    with pytest.raises(ValueError, match="no linear layer has half"):
         semi_structured_(model[2:])
     assert all(type(layer.weight) is nn.Parameter for layer in model)
 
 
-@pytest.mark.parametrize(("make", "match"), [(lambda m: m.float(), "float32, not"), (lambda m: m, "multiple of")])
-def test_types_and_sizes_that_the_hardware_does_not_take(make, match):
-    model = make(nn.Sequential(nn.Linear(36, 64)).to(torch.bfloat16))
+def test_types_sizes_and_devices_that_do_not_take_them_are_named():
+    model = nn.Sequential(nn.Linear(36, 64)).to(torch.bfloat16)
     model[0].weight.data.zero_()
-    with pytest.raises(ValueError, match=match):
-        semi_structured_(model)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so():
-    with pytest.raises(ValueError, match=r"NVIDIA GPUs.*is on cpu"):
-        semi_structured_(structured())
+    for each, match in (
+        (model, "multiple of"),
+        (copy.deepcopy(model).float(), "float32, not"),
+        (structured().cpu(), r"GPUs.*on cpu"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            semi_structured_(each)
 
 
 @pytest.mark.gpu

@@ -6,6 +6,7 @@ from copy import deepcopy
 
 import pytest
 import torch
+from causal_models import causal_model
 from torch import nn
 
 from prunus import load_model, prune, save_model, save_sparse
@@ -13,30 +14,31 @@ from prunus.sparse import linear as layers
 from prunus.sparse import load_packed, sparsify_, unsparsify_
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+COPIES = {
+    "itself": lambda model: model,
+    "deepcopy": deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+}
 
 
-def linear():
-    layer = nn.Linear(100, 24, device=DEVICE).requires_grad_(False)
-    layer.weight[torch.rand(24, 100, device=DEVICE) < 0.6] = 0
+def linear(inputs=100, outputs=24):
+    layer = nn.Linear(inputs, outputs, device=DEVICE).requires_grad_(False)
+    layer.weight[torch.rand_like(layer.weight) < 0.6] = 0
     return layer
 
 
-def test_who_holds_a_parameter_finds_it_in_the_model_again():
+def two_layers():
+    return nn.Sequential(linear(), linear(24, 8))
+
+
+def test_who_holds_a_parameter_finds_it_in_the_model_again_unless_it_went_to_another_type():
     model = nn.Sequential(linear(), nn.Linear(24, 8, device=DEVICE))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before = [*model.parameters()]
+    held = [*model.parameters()]
     assert sparsify_(model, least=0.3) == ["0"] and unsparsify_(model) == ["0"]
-    assert all(new is old for new, old in zip(model.parameters(), before, strict=True))
-    assert optimizer.param_groups[0]["params"][0] is model[0].weight
-
-
-def test_a_parameter_that_went_to_another_type_meanwhile_is_a_new_one():
-    model = nn.Sequential(linear())
-    held = model[0].weight
+    assert all(new is old for new, old in zip(model.parameters(), held, strict=True))
     sparsify_(model, least=0.3)
-    model.to(torch.bfloat16)
-    unsparsify_(model)
-    assert model[0].weight is not held and model[0].weight.dtype == torch.bfloat16
+    unsparsify_(model.to(torch.bfloat16))
+    assert model[0].weight is not held[0] and model[0].weight.dtype == torch.bfloat16
 
 
 def test_pruning_is_undone_behind_sparse_layers_and_refused_while_there_are_some():
@@ -54,25 +56,20 @@ def test_pruning_is_undone_behind_sparse_layers_and_refused_while_there_are_some
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_what_is_no_model_is_refused():
+def test_what_is_no_model_and_a_share_that_is_none_are_refused():
     with pytest.raises(ValueError, match="takes a model, got str"):
         sparsify_("folder")
+    for least in (40, -1, float("nan")):
+        with pytest.raises(ValueError, match=r"least is a share of zeros in \[0, 1\], as 0.5"):
+            sparsify_(nn.Sequential(linear()), least=least)
 
 
-@pytest.mark.parametrize("least", [40, -1, float("nan")])
-def test_a_share_that_is_none_is_refused(least):
-    with pytest.raises(ValueError, match=r"least is a share of zeros in \[0, 1\], as 0.5"):
-        sparsify_(nn.Sequential(linear()), least=least)
-
-
-@pytest.mark.parametrize(
-    "copy", [deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"]
-)
+@pytest.mark.parametrize("copy", ["deepcopy", "pickle"])
 def test_a_copy_has_parameters_of_its_own(copy):
     model = nn.Sequential(linear())
     held, before = model[0].weight, model[0].weight.clone()
     sparsify_(model, least=0.3)
-    other = copy(model)
+    other = COPIES[copy](model)
     unsparsify_(other)
     assert other[0].weight is not held and torch.equal(other[0].weight, before)
     other[0].weight.zero_()
@@ -102,27 +99,12 @@ def test_a_parameter_that_was_replaced_is_not_undone_in_silence():
 
 
 REFUSED = r"the model has sparse layers.*call prunus\.sparse\.unsparsify_\(model\)"
-COPIES = {
-    "itself": lambda model: model,
-    "deepcopy": deepcopy,
-    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
-}
-
-
-def llama():
-    transformers = pytest.importorskip("transformers", reason="needs pip install prunus[hf]")
-    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_hidden_layers=1, pad_token_id=0))
-    for parameter in model.model.layers.parameters():
-        if parameter.ndim == 2:
-            parameter.data[torch.rand_like(parameter) < 0.6] = 0
-    return model.to(DEVICE)
 
 
 @pytest.mark.parametrize("copy", COPIES)
 @pytest.mark.parametrize("part", ["model", "model.layers", ""])
 def test_save_pretrained_writes_no_weights_of_sparse_layers_and_all_of_dense_ones(part, copy, tmp_path):
-    model = llama()
+    model = causal_model(sparsity=0.6, num_hidden_layers=1).to(DEVICE)
     before = deepcopy(model.state_dict())
     assert sparsify_(model.get_submodule(part), least=0.5)  # a part knows nothing of the model around it
     model = COPIES[copy](model)
@@ -141,7 +123,7 @@ def test_save_pretrained_writes_no_weights_of_sparse_layers_and_all_of_dense_one
 
 
 def test_a_packed_model_is_refused_by_save_pretrained_and_learns_once_it_is_dense(tmp_path):
-    save_model(llama(), tmp_path / "small")
+    save_model(causal_model(sparsity=0.6, num_hidden_layers=1), tmp_path / "small")
     model = load_packed(tmp_path / "small", least=0.5)
     with pytest.raises(ValueError, match=REFUSED):
         model.save_pretrained(tmp_path / "plain", state_dict=model.state_dict())
@@ -163,14 +145,14 @@ def steps(model):
 
 
 def test_training_a_model_of_sparse_layers_is_said_to_be_in_vain_once_and_inputs_have_gradients():
-    model = nn.Sequential(linear(), linear_of(24)).requires_grad_(True)
+    model = two_layers().requires_grad_(True)
     assert sparsify_(model, least=0.3) == ["0", "1"]
     (said,) = steps(model)
     assert "do not learn" in said and "unsparsify_(model)" in said and "model.eval()" in said and "\n" not in said
 
 
 def test_nothing_is_said_of_frozen_layers_of_inference_and_of_dense_layers():
-    frozen, evaluated, dense = (nn.Sequential(linear(), linear_of(24)) for _ in range(3))
+    frozen, evaluated, dense = (two_layers() for _ in range(3))
     evaluated.requires_grad_(True).eval()
     assert sparsify_(frozen, least=0.3) and sparsify_(evaluated, least=0.3)
     assert steps(frozen) == steps(evaluated) == steps(dense.requires_grad_(True)) == []
@@ -180,28 +162,14 @@ def test_nothing_is_said_of_frozen_layers_of_inference_and_of_dense_layers():
         dense(torch.randn(4, 100, device=DEVICE))
 
 
-def linear_of(inputs):
-    layer = nn.Linear(inputs, 8, device=DEVICE).requires_grad_(False)
-    layer.weight[torch.rand_like(layer.weight) < 0.6] = 0
-    return layer
-
-
-def change(model):
-    sparsify_(model, least=0.3)
-
-
-def load(model):
-    with torch.inference_mode(False):
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_what_is_changed_in_inference_mode_passes_gradients_and_learns_after_it(is_loaded):
+    model = two_layers().requires_grad_(True)
+    with torch.inference_mode(not is_loaded):
         sparsify_(model, least=0.3)
     with torch.inference_mode():
-        model.load_state_dict(deepcopy(model.state_dict()))
-
-
-@pytest.mark.parametrize("make", [change, load])
-def test_what_is_changed_in_inference_mode_passes_gradients_and_learns_after_it(make):
-    model = nn.Sequential(linear(), linear_of(24)).requires_grad_(True)
-    with torch.inference_mode():
-        make(model)
+        if is_loaded:
+            model.load_state_dict(deepcopy(model.state_dict()))
         model(torch.randn(2, 100, device=DEVICE))
     x = torch.randn(2, 100, device=DEVICE, requires_grad=True)
     model(x).sum().backward()

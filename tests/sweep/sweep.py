@@ -1,8 +1,8 @@
 """Every family of the table through training, one-shot pruning, repair, export, the doctor and the sparse run.
 
-``python tests/sweep/sweep.py`` writes what held and what did not to ``docs/support.json``, and from that the page
-``docs/support.md``; ``--only`` runs a few families anew, ``--resume`` those that a sweep which was ended has left,
-and ``--page`` writes the page alone. A second version of transformers, in a folder of its own before the path
+``python tests/sweep/sweep.py`` writes what held and what did not to ``docs/evidence/support.json``, and from that the
+page ``support.md`` beside it; ``--only`` runs a few families anew, ``--resume`` those that a sweep which was ended has
+left, and ``--page`` writes the page alone. A second version of transformers, in a folder of its own before the path
 (PYTHONPATH), adds a record beside the first.
 """
 
@@ -16,9 +16,10 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager, redirect_stdout
+from contextlib import redirect_stdout
+from copy import deepcopy
 from io import StringIO
 from multiprocessing import get_context
 from pathlib import Path
@@ -30,7 +31,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 import torch  # noqa: E402
 import transformers  # noqa: E402
 from families import assert_equal_models, build  # noqa: E402
-from page import CHECKS, page, version_key  # noqa: E402
+from page import CHECKS, ONE_SHOT, YES, page, version_key  # noqa: E402
 from table import TABLE  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.utils import _pytree as pytree  # noqa: E402
@@ -42,8 +43,7 @@ from prunus.eligible import eligible  # noqa: E402
 from prunus.sparse.linear import sparsify_  # noqa: E402
 from prunus.sparsity_report import report  # noqa: E402
 
-DOCS = HERE.parents[1] / "docs"
-YES = "yes"
+RECORDS = HERE.parents[1] / "docs" / "evidence"
 LONGEST = 200  # characters of a reason
 State = dict[str, Tensor]
 
@@ -66,8 +66,7 @@ def sweep(name: str) -> dict[str, Any]:
         found |= {"parameters": zeros.num_parameters, "prunable": zeros.num_prunable, "dense": dict(reasons)}
         checks: dict[str, Callable[[], str]] = {
             "training": lambda: _trained(build(name, TABLE), batch),
-            **{score: lambda score=score: _pruned(model, batch, score, loss) for score in ("magnitude", "wanda")},
-            "fisher": lambda: _pruned(model, batch, "fisher", loss),
+            **{score: lambda score=score: _pruned(model, batch, score, loss) for score in ONE_SHOT},
             "repair": lambda: _repaired(model, batch),
             "export": lambda: _exported(model, batch, Path(folder)),
             "doctor": lambda: _examined(Path(folder)),
@@ -128,21 +127,15 @@ def _trained(model: nn.Module, batch: State) -> str:
     return f"{YES}; {len(dense)} of {len(masks) + len(dense)} stay dense: no gradient reaches them" if dense else YES
 
 
-@contextmanager
-def _undone(model: nn.Module, result: Any, before: State) -> Iterator[None]:
-    """Check that the model comes back bit for bit at the end."""
-    yield
+def _check_undo(model: nn.Module, result: Any, before: State) -> None:
+    """The model comes back bit for bit."""
     result.undo_()
     changed = [name for name, value in model.state_dict().items() if not torch.equal(value, before[name])]
     assert not changed, f"undo_ did not restore {changed[0]}"
 
 
-def _state(model: nn.Module) -> State:
-    return {name: value.clone() for name, value in model.state_dict().items()}
-
-
 def _pruned(model: nn.Module, batch: State, score: str, loss: Any) -> str:
-    before, exclude = _state(model), ()
+    before, exclude = deepcopy(model.state_dict()), ()
     loss = loss if score == "fisher" else None
     try:
         result = prune(model, [batch], 0.5, score=score, loss=loss, repair=None)
@@ -151,25 +144,25 @@ def _pruned(model: nn.Module, batch: State, score: str, loss: Any) -> str:
             raise
         exclude = str(error).partition("no sample reached ")[2].partition(": modules")[0].split(", ")
         result = prune(model, [batch], 0.5, score=score, loss=loss, repair=None, exclude=exclude)
-    with _undone(model, result, before):
-        zeros = report(model, eligible(model, exclude=exclude))
-        assert zeros.num_zeros == result.num_pruned, f"{zeros.num_zeros} zeros, {result.num_pruned} pruned"
-        if score == "wanda":  # by rows, each of which is rounded
-            assert abs(result.sparsity - 0.5) < 0.1, f"the sparsity is {result.sparsity}"
-        else:
-            assert result.num_pruned == round(0.5 * zeros.num_prunable), f"{result.num_pruned} of {zeros.num_prunable}"
+    zeros = report(model, eligible(model, exclude=exclude))
+    assert zeros.num_zeros == result.num_pruned, f"{zeros.num_zeros} zeros, {result.num_pruned} pruned"
+    if score == "wanda":  # by rows, each of which is rounded
+        assert abs(result.sparsity - 0.5) < 0.1, f"the sparsity is {result.sparsity}"
+    else:
+        assert result.num_pruned == round(0.5 * zeros.num_prunable), f"{result.num_pruned} of {zeros.num_prunable}"
+    _check_undo(model, result, before)
     of = len(result.weights) + len(exclude)
     return f"{YES}; {len(exclude)} of {of} are to be excluded: no sample reaches them" if exclude else YES
 
 
 def _repaired(model: nn.Module, batch: State) -> str:
     """The model stays repaired, for what comes after."""
-    before = _state(model)
+    before = deepcopy(model.state_dict())
     result = prune(model, [batch], 0.5)
-    with _undone(model, result, before):
-        layers = result.layers
-        wrong = [layer.name for layer in layers if layer.num_pruned != round(0.5 * layer.num_weights)]
-        assert not wrong, f"{wrong[0]} has another sparsity"
+    layers = result.layers
+    wrong = [layer.name for layer in layers if layer.num_pruned != round(0.5 * layer.num_weights)]
+    assert not wrong, f"{wrong[0]} has another sparsity"
+    _check_undo(model, result, before)
     result.apply_()
     known = [layer for layer in layers if layer.error is not None and layer.mask_error is not None]
     left = Counter(layer.not_repaired for layer in layers if layer.not_repaired)
@@ -228,7 +221,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", metavar="FAMILY", help="families to run anew; all others stay")
     parser.add_argument("--resume", action="store_true", help="run the families that the record lacks")
-    parser.add_argument("--out", type=Path, default=DOCS / "support.json")
+    parser.add_argument("--out", type=Path, default=RECORDS / "support.json")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--page", action="store_true", help="write the page of the record that is there")
     given = parser.parse_args()

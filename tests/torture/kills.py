@@ -37,14 +37,7 @@ STUDY = (
     "eval_every = 4\neval_size = 2\nwarmup = 2\nlog_every = 3\n"
 )
 CHANGES = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate")  # of what audit hooks are told
-MEASURED = (
-    "seconds",
-    "wall_seconds",
-    "cold",
-    "at_once",
-    "peak_mib",
-    "cost",
-)  # of time and memory, which a kill may change
+MEASURED = {"seconds", "wall_seconds", "cold", "at_once", "peak_mib", "cost"}  # time and memory, which a kill changes
 SAID = Path(tempfile.gettempdir(), f"prunus-torture-{os.getpid()}.txt")  # what the last command printed about errors
 MOST_KILLS = 10  # of one trial, before the command is let live
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fuzzing import _copied
+from fuzzing import copied
 from readers import READERS
 
 
@@ -99,7 +99,7 @@ def torture(home: Path) -> dict[str, Any]:
         READERS[name].make(sample)
         for call in calls(mark):
             for form in forms(None):
-                with _copied(sample) as folder:
+                with copied(sample) as folder:
                     data = forms(calls(mark)[call])[form]  # made anew: a value may be pickled once only
                     for path in [path for path in folder.glob(pattern) if path.is_file()]:
                         path.write_bytes(data)
@@ -107,7 +107,7 @@ def torture(home: Path) -> dict[str, Any]:
                     ran += _opened(name, folder, f"{name}: {call} in {form}", mark)
     for kind, change in CONFIGS.items():
         sample = home / "Hugging_Face_model" / "sample"
-        with _copied(sample) as folder:
+        with copied(sample) as folder:
             path = folder / "model/config.json"
             path.write_text(json.dumps(json.loads(path.read_text()) | change))
             (folder / "model/evil.py").write_text(MODULE.format(mark=str(mark)))

@@ -15,5 +15,5 @@ def test_the_page_is_made_of_its_figures(monkeypatch):
         monkeypatch.syspath_prepend(ROOT / folder)
     from torture import page
 
-    figures = json.loads((ROOT / "docs/reliability.json").read_text())
-    assert (ROOT / "docs/reliability.md").read_text() == page(figures)
+    figures = json.loads((ROOT / "docs/evidence/reliability.json").read_text())
+    assert (ROOT / "docs/evidence/reliability.md").read_text() == page(figures)

@@ -1,7 +1,7 @@
 """Kills, writers at once, flipped bits, damaged files and hostile ones, for as long as one likes; no CI runs it.
 
-``python tests/torture/torture.py --minutes 60 --out docs/reliability.json`` writes what was counted, and
-``python tests/torture/torture.py --page docs/reliability.json docs/reliability.md`` the page that shows it.
+``python tests/torture/torture.py --minutes 60 --out docs/evidence/reliability.json`` writes what was counted, and
+``python tests/torture/torture.py --page docs/evidence/reliability.json docs/evidence/reliability.md`` the page of it.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +24,14 @@ sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "fuzz")]
 import kills  # noqa: E402
 import payloads  # noqa: E402
 import torch  # noqa: E402
+from every_encoding import tensors  # noqa: E402
 from fuzzing import fuzz  # noqa: E402
-from readers import READERS, tensors  # noqa: E402
 
 import prunus  # noqa: E402
 
 GOALS = {"train": 170, "study": 30, "prune": 170, "export": 130, "ranks": 20}  # kills in half an hour
 NUM_FLIPS, NUM_MUTATIONS = 4000, 20_000
 SHARES = {"train": 0.16, "study": 0.08, "prune": 0.12, "export": 0.06, "ranks": 0.1, "writers": 0.02, "flips": 0.05}
-SLOW = (  # readers whose files are damaged in every fifth round only
-    *("prune", "prune, GGUF", "train --resume", "eval", "doctor, checkpoint", "export --check", "study merge"),
-    *("study show, runs in folders", "report of a run", "report of a study", "tokens .gz", "tokens .xz"),
-)
 FLIPPED = ("checkpoint", "sharded checkpoint", "sparse file", "sparse shards")
 
 
@@ -104,7 +101,7 @@ def run(minutes: float, seed: int) -> dict[str, Any]:
     found["flips"] = fuzz(int(NUM_FLIPS * factor), seed, SHARES["flips"] * seconds, FLIPPED, only="flip")
     print("flips", found["flips"]["readers"], flush=True)
     left = max(0.3 * seconds, began + seconds - time.monotonic())
-    found["mutations"] = fuzz(int(NUM_MUTATIONS * factor), seed, left, list(READERS), rarely=SLOW)
+    found["mutations"] = fuzz(int(NUM_MUTATIONS * factor), seed, left)
     print("mutations", found["mutations"]["readers"], flush=True)
     return found
 
@@ -144,82 +141,76 @@ PROMISES = """\
 
 def page(found: dict[str, Any]) -> str:
     """The counts as a page."""
-    lines = ["# Reliability", "", "What Prunus promises:", "", PROMISES, "", "## How it was counted", ""]
-    lines.append(
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    kinds = ("trials", "kills", "inside file operations", "differences", "errors")
+    killed = {
+        name: [len(counts[key]) if key == "errors" else counts[key] for key in kinds]
+        for name, counts in found["kills"].items()
+    }
+    total = dict(zip(kinds, map(sum, zip(*killed.values(), strict=True)), strict=True))
+    flips = {
+        name: [sum(counts.values()), *(counts.get(key, 0) for key in ("refused", "harmless", "wrong tensors"))]
+        for name, counts in found["flips"]["readers"].items()
+    }
+    damaged = {}
+    for name, counts in found["mutations"]["readers"].items():
+        good = [counts.get(outcome, 0) for outcome in ("refused", "refused in several lines", "harmless")]
+        damaged[name] = [sum(counts.values()), *good, sum(counts.values()) - sum(good)]
+    saves, hostile, failures = found["writers"], found["payloads"], found["mutations"]["failures"]
+    parts = [
+        "# Reliability",
+        "What Prunus promises:",
+        PROMISES,
+        "## How it was counted",
         f"By `make torture MINUTES={found['minutes']:g}`, that is "
         f"`python tests/torture/torture.py --minutes {found['minutes']:g} --seed {found['seed']}` ({found['machine']}; "
-        + ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-        + ")."
-    )
-    lines += [
-        "",
+        f"{versions}).",
         "## Kills",
-        "",
         "Each trial is killed up to ten times, begun again, and compared with one never killed.",
-    ]
-    lines += [
-        "",
-        "| command | trials | kills | inside file operations | differences | errors |",
-        "|---|--:|--:|--:|--:|--:|",
-    ]
-    total = dict.fromkeys(("trials", "kills", "inside file operations", "differences", "errors"), 0)
-    for name, counts in found["kills"].items():
-        numbers = {key: len(counts[key]) if key == "errors" else counts[key] for key in total}
-        total = {key: total[key] + number for key, number in numbers.items()}
-        lines.append(f"| {name} | " + " | ".join(f"{number:,}" for number in numbers.values()) + " |")
-    lines.append("| **all** | " + " | ".join(f"{number:,}" for number in total.values()) + " |")
-    goal = f"The goal is 500 kills without a difference; this run made {total['kills']:,}."
-    lines += ["", goal, *(["", "Errors:", ""] if total["errors"] else [])]
-    for name, counts in found["kills"].items():
-        lines += [f"- `{name}`, {' '.join(error.split())}" for error in counts["errors"]]
-    saves = found["writers"]
-    lines += ["", "## Writers at once", ""]
-    lines.append(
+        _table(("command", *kinds), killed | {"**all**": list(total.values())}),
+        f"The goal is 500 kills without a difference; this run made {total['kills']:,}.",
+        *_errors(
+            "Errors", [f"`{name}`, {' '.join(e.split())}" for name in killed for e in found["kills"][name]["errors"]]
+        ),
+        "## Writers at once",
         f"Two processes at a time were to save to one path, {saves['saves']:,} times in all; "
         f"{saves['kills']} were killed on the way. {saves['errors']} ended with an error, "
         f"{saves['unreadable']} files were unreadable, {saves['mixed']} mixed, "
-        f"{saves['left behind']} parts of killed writers were left, too young to be removed."
-    )
-    lines += ["", "## Flipped bits", "", "| file | flips | found | harmless | wrong tensors |", "|---|--:|--:|--:|--:|"]
-    for name, counts in found["flips"]["readers"].items():
-        wrong = counts.get("wrong tensors", 0)
-        cells = (sum(counts.values()), counts.get("refused", 0), counts.get("harmless", 0), wrong)
-        lines.append(f"| {name} | " + " | ".join(f"{cell:,}" for cell in cells) + " |")
-    lines += ["", "After a harmless flip every tensor was read with the same bits.", "", "## Damaged files", ""]
-    lines.append(
+        f"{saves['left behind']} parts of killed writers were left, too young to be removed.",
+        "## Flipped bits",
+        _table(("file", "flips", "found", "harmless", "wrong tensors"), flips),
+        "After a harmless flip every tensor was read with the same bits.",
+        "## Damaged files",
         f"{found['mutations']['mutations']:,} mutations of valid files; the goal is 20,000 without a failure. "
-        "Readers take turns, slow ones in every fifth round."
-    )
-    lines += [
-        "",
-        "| reader | mutations | refused | in several lines | harmless | failures |",
-        "|---|--:|--:|--:|--:|--:|",
-    ]
-    for name, counts in found["mutations"]["readers"].items():
-        good = [counts.get(outcome, 0) for outcome in ("refused", "refused in several lines", "harmless")]
-        cells = (sum(counts.values()), *good, sum(counts.values()) - sum(good))
-        lines.append(f"| {name} | " + " | ".join(f"{cell:,}" for cell in cells) + " |")
-    if failures := found["mutations"]["failures"]:
-        lines += ["", "Failures:", ""]
-        lines += [f"- {f['reader']}, seed {f['seed']}, {f['mutation']}: {f['kind']}, {f['error']}" for f in failures]
-    hostile = found["payloads"]
-    lines += [
-        "",
+        "Readers take turns, slow ones in every fifth round.",
+        _table(("reader", "mutations", "refused", "in several lines", "harmless", "failures"), damaged),
+        *_errors("Failures", ["{reader}, seed {seed}, {mutation}: {kind}, {error}".format(**f) for f in failures]),
         "## Hostile files",
-        "",
-        f"{hostile['opened']:,} files that run code when unpickled or loaded with trust",
+        f"{hostile['opened']:,} files that run code when unpickled or loaded with trust"
+        f" were opened by every reader that could: {len(hostile['ran'])} ran.",
+        "## What others promise",
+        "\n".join(
+            ["| system | promises | leaves open |", "|---|---|---|"]
+            + [f"| {name} | {promise} | {rest} |" for name, (promise, rest) in SYSTEMS.items()]
+        ),
     ]
-    lines[-1] += f" were opened by every reader that could: {len(hostile['ran'])} ran."
-    lines += ["", "## What others promise", "", "| system | promises | leaves open |", "|---|---|---|"]
-    lines += [f"| {name} | {promise} | {rest} |" for name, (promise, rest) in SYSTEMS.items()]
-    return "\n".join([*lines, ""])
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(heads: Sequence[str], rows: Mapping[str, Sequence[int]]) -> str:
+    lines = [f"| {' | '.join(heads)} |", f"|---|{'--:|' * (len(heads) - 1)}"]
+    return "\n".join(lines + [f"| {name} | " + " | ".join(f"{n:,}" for n in row) + " |" for name, row in rows.items()])
+
+
+def _errors(name: str, lines: Sequence[str]) -> list[str]:
+    return [f"{name}:", "\n".join(f"- {line}" for line in lines)] if lines else []
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("docs/reliability.json"))
+    parser.add_argument("--out", type=Path, default=Path("docs/evidence/reliability.json"))
     parser.add_argument("--page", type=Path, nargs=2, metavar=("JSON", "PAGE"), help="write the page of a finished run")
     given = parser.parse_args()
     if given.page:

@@ -98,11 +98,11 @@ def sources(root: Path) -> list[Path]:
     def hashed(place: Path) -> bytes:
         return blake2b(place.as_posix().encode(), digest_size=8).digest()
 
-    found = []
+    files = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in SKIPPED]
-        found += [Path(folder, name) for name in names if name.endswith(".py")]
-    readable = [path for path in found if path.is_file() and os.access(path, os.R_OK)]
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    readable = [path for path in files if path.is_file() and os.access(path, os.R_OK)]
     places = {path.relative_to(root): path for path in readable}
     modules = [place for place in places if place.with_suffix("").parts[0] in sys.stdlib_module_names]
     return [places[place] for place in sorted(modules, key=hashed)]

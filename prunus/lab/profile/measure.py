@@ -263,9 +263,9 @@ def sentences(figures: dict[str, Any]) -> list[str]:
 def main() -> None:
     """One arm: run and window come in as JSON, the profile goes to the file named."""
     given = json.loads(sys.stdin.read())
-    found = measure(Run.from_json(given["run"]), Window(**given["window"])).to_json()
-    found["environment"]["command"] = given["command"]  # what a person typed
-    Path(sys.argv[1]).write_text(json.dumps(found))
+    profile = measure(Run.from_json(given["run"]), Window(**given["window"])).to_json()
+    profile["environment"]["command"] = given["command"]  # what a person typed
+    Path(sys.argv[1]).write_text(json.dumps(profile))
 
 
 if __name__ == "__main__":

@@ -60,13 +60,13 @@ def steady_bytes(training: Training) -> dict[str, int]:
     pruner, state = training.pruner, training.optimizer.state.values()
     moments = [value for own in state for key, value in own.items() if key != "mask" and isinstance(value, Tensor)]
     sums = pruner.state_dict()["movement"].values() if pruner else ()
-    found = {
+    sizes = {
         "weights": _bytes([*training.model.parameters(), *training.model.buffers()], training.device),
         "moments": _bytes(moments, training.device),
         "masks": _bytes(pruner.masks.packed.values() if pruner else (), training.device),
         "movement": _bytes(sums, training.device),
     }
-    return {name: size for name, size in found.items() if size}
+    return {name: size for name, size in sizes.items() if size}
 
 
 def _bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
@@ -90,9 +90,9 @@ def measured_memory(training: Training, before_event: Callable[[], None] | None)
     if before_event:
         before_event()
         num_events = len(training.events)
-        found = [moment for moment in moments_of(training, total) if moment.part == "event"]
+        in_event = [moment for moment in moments_of(training, total) if moment.part == "event"]
         if len(training.events) > num_events:  # SPAM makes events wait
-            event = _split(steady, max(found, key=lambda moment: moment.peak), "event scratch")
+            event = _split(steady, max(in_event, key=lambda moment: moment.peak), "event scratch")
     limits = {"resident": peak_memory(training.device)}
     if on_gpu:
         free, size = torch.cuda.mem_get_info(training.device)
@@ -118,11 +118,11 @@ def _by_trace(training: Training, total: int) -> list[Moment]:
     names = [(entry["ts"], str(entry["name"])) for entry in entries if entry.get("cat") == "user_annotation"]
     ready = sorted((at, int(name.removeprefix(READY))) for at, name in names if name.startswith(READY))
     times = [at for at, _ in ready]
-    found = [
+    moments = [
         Moment(name, ready[index - 1][1] if (index := bisect_right(times, at)) else 0, total + size)
         for name, at, size in allocated(entries)
     ]
-    return found or [Moment("other", 0, total)]
+    return moments or [Moment("other", 0, total)]
 
 
 def _by_allocator(training: Training, total: int) -> list[Moment]:

@@ -91,23 +91,23 @@ def stretches(entries: Entries) -> list[Stretch]:
     ]
     spans = sorted(spans, key=lambda span: (span.start, -span.end))[::-1]  # the first and outermost last
     edges = sorted({edge for span in spans for edge in (span.start, span.end)})
-    found: list[Stretch] = []
+    cut: list[Stretch] = []
     open_spans: list[Stretch] = []
     for start, end in pairwise(edges):
         open_spans = [span for span in open_spans if span.end > start]
         while spans and spans[-1].start <= start:
             open_spans.append(spans.pop())
         if open_spans:
-            found.append(Stretch(open_spans[-1].name, start, end))
-    return found
+            cut.append(Stretch(open_spans[-1].name, start, end))
+    return cut
 
 
 def on_host(entries: Entries) -> dict[str, float]:
     """Seconds of the window by part: they add up to it."""
-    found: dict[str, float] = {}
+    seconds: dict[str, float] = {}
     for stretch in stretches(entries):
-        found[stretch.name] = found.get(stretch.name, 0.0) + (stretch.end - stretch.start) / 1e6
-    return found
+        seconds[stretch.name] = seconds.get(stretch.name, 0.0) + (stretch.end - stretch.start) / 1e6
+    return seconds
 
 
 def on_device(entries: Entries) -> dict[str, float] | None:
@@ -126,7 +126,7 @@ def on_device(entries: Entries) -> dict[str, float] | None:
     work = sorted((e for e in entries if e.get("cat") in ON_DEVICE), key=lambda entry: entry["ts"])
     if not work or not parts:
         return None
-    found: dict[str, float] = {}
+    seconds: dict[str, float] = {}
     busy_until, last = parts[0].start, parts[-1].end
     for entry in work:
         start, end = max(entry["ts"], busy_until), min(entry["ts"] + entry["dur"], last)
@@ -134,21 +134,21 @@ def on_device(entries: Entries) -> dict[str, float] | None:
             continue
         at = bisect_right(starts, launched.get(entry.get("args", {}).get("correlation"), entry["ts"])) - 1
         name = parts[max(at, 0)].name
-        found[name] = found.get(name, 0.0) + (end - start) / 1e6
+        seconds[name] = seconds.get(name, 0.0) + (end - start) / 1e6
         busy_until = end
-    return found | {"idle": (last - parts[0].start) / 1e6 - sum(found.values())}
+    return seconds | {"idle": (last - parts[0].start) / 1e6 - sum(seconds.values())}
 
 
 def allocated(entries: Entries) -> list[tuple[str, float, int]]:
     """Part, time and bytes that torch held on the CPU, beside those from before the window, after each allocation."""
     parts = stretches(entries)
     starts = [stretch.start for stretch in parts]
-    found = []
+    moments = []
     for entry in sorted((e for e in entries if e.get("name") == "[memory]"), key=lambda entry: entry["ts"]):
         if entry["args"].get("Device Type") == 0 and parts:
             name = parts[max(bisect_right(starts, entry["ts"]) - 1, 0)].name
-            found.append((name, entry["ts"], int(entry["args"]["Total Allocated"])))
-    return found
+            moments.append((name, entry["ts"], int(entry["args"]["Total Allocated"])))
+    return moments
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from ..schema import CELL, STUDY, STUDY_RESULT, read_checked
 from ..study.arms import slug
 from ..study.intervals import deviation
 from ..study.tables import mixed_with
-from .numbers import short_percent
-from .records import Json, RunRecord, number, read_record
+from .numbers import number, short_percent
+from .records import Json, RunRecord, read_record
 
 CONTROLS = ("dense", "magnitude", "random")
 
@@ -79,8 +79,8 @@ class Source:
     def arms(self) -> list[str]:
         """Arms with computations of their own: the controls, then the others in the study's order."""
         own = [row.arm for row in self.rows if not row.same_as]
-        found = list(dict.fromkeys([*(cell.arm for cell in self.cells), *own]))
-        return [name for name in CONTROLS if name in found] + [name for name in found if name not in CONTROLS]
+        names = list(dict.fromkeys([*(cell.arm for cell in self.cells), *own]))
+        return [name for name in CONTROLS if name in names] + [name for name in names if name not in CONTROLS]
 
     @cached_property
     def sparsities(self) -> list[float]:
@@ -111,7 +111,7 @@ def read_source(folder: Path) -> Source:
         return Source(record.name, "run", [_cell(record, {})], notes=notes, num_open=int(record.is_open))
     if (folder / "study.json").is_file():
         return _read_study(folder)
-    cells, notes = _read_cells(_run_folders(folder))
+    cells, notes = _read_cells(folder)
     if notes and not cells:
         raise ValueError(f"no run in {folder} can be read: {notes[0]}")
     if not cells:
@@ -120,16 +120,14 @@ def read_source(folder: Path) -> Source:
     return Source(folder.resolve().name, "runs", cells, rows_of(cells), notes=notes, num_open=num_open)
 
 
-def _run_folders(folder: Path) -> list[RunFiles]:
-    return [RunFiles(path) for path in folder.iterdir() if (path / "run.json").is_file()]
-
-
-def _read_cells(runs: Iterable[RunFiles]) -> tuple[list[RunCell], list[str]]:
-    """Cells of the runs, by name; one that cannot be read is noted and left out."""
+def _read_cells(folder: Path, slim: Iterable[RunFiles] = ()) -> tuple[list[RunCell], list[str]]:
+    """Cells of the runs in a folder and of ``slim`` ones, by name; one that cannot be read is noted and left out."""
+    paths = folder.iterdir() if folder.is_dir() else ()
+    runs = {run.name: run for run in [*slim, *(RunFiles(path) for path in paths if (path / "run.json").is_file())]}
     cells: list[RunCell] = []
     notes: list[str] = []
     noted: dict[str, list[str]] = {}
-    for run in sorted(runs, key=lambda run: run.name):
+    for _, run in sorted(runs.items()):
         try:
             record = read_record(run)
             more = read_checked(run.path / "cell.json", CELL, run.line) if run.has("cell.json") else {}
@@ -170,8 +168,8 @@ def rows_of(cells: Sequence[RunCell]) -> list[ArmRow]:
 
 def mean_of(values: Sequence[Any]) -> float | None:
     """Mean of the numbers among ``values``."""
-    found = [value for value in map(number, values) if value is not None]
-    return statistics.fmean(found) if found else None
+    numbers = [value for value in map(number, values) if value is not None]
+    return statistics.fmean(numbers) if numbers else None
 
 
 def _read_study(folder: Path) -> Source:
@@ -179,10 +177,7 @@ def _read_study(folder: Path) -> Source:
     study = read_checked(folder / "study.json", STUDY)
     if "base" not in study:
         raise ValueError(f"{folder / 'study.json'} does not describe a study: expected an object with the field 'base'")
-    runs = {run.name: run for run in slim_runs(folder)}
-    if (folder / "runs").is_dir():
-        runs |= {run.name: run for run in _run_folders(folder / "runs")}
-    cells, notes = _read_cells(runs.values())
+    cells, notes = _read_cells(folder / "runs", slim_runs(folder))
     if not (folder / "runs").is_dir() and not (folder / SLIM).is_file():
         notes = ["The folder holds no runs, so there are no curves."]
     path = folder / "study_result.json"

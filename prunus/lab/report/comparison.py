@@ -50,7 +50,7 @@ def quality_panel(source: Source, marks: Mapping[str, Mark]) -> Panel:
             aside = 0.005 * (place - len(source.arms) / 2) if len(source.arms) < 10 else 0.0
             traces[-1]["x"] = [row.sparsity + aside * (row.sparsity > 0) for row in own]  # bars beside each other
     ended = [row for row in source.rows if row.mean is not None]
-    frame = {"range": list(found)} if (found := frame_of(source)) else {}
+    frame = {"range": list(ends)} if (ends := frame_of(source)) else {}
     rows = [
         [
             row.arm,
@@ -117,8 +117,8 @@ def _quality_trace(arm: str, rows: Rows, mark: Mark) -> Trace:
 
 def _grouped(source: Source, value: Callable[[ArmRow], float | None], sign: int = 1) -> list[list[ArmRow]]:
     """Rows that have the value, ordered by it: a list for each sparsity that has any."""
-    found = [[row for row in source.rows if row.sparsity == s and value(row) is not None] for s in source.sparsities]
-    return [sorted(rows, key=lambda row: sign * (value(row) or 0)) for rows in found if rows]
+    groups = [[row for row in source.rows if row.sparsity == s and value(row) is not None] for s in source.sparsities]
+    return [sorted(rows, key=lambda row: sign * (value(row) or 0)) for rows in groups if rows]
 
 
 def difference_panels(source: Source, marks: Mapping[str, Mark]) -> list[Panel]:
@@ -245,8 +245,8 @@ def cost_panels(source: Source) -> list[Panel]:
 
 def _by_arm(source: Source, values: Sequence[tuple[str, float | None]]) -> dict[str, list[float]]:
     """The values of each arm that has any, from the last arm to the first."""
-    found = {arm: [value for name, value in values if name == arm and value] for arm in reversed(source.arms)}
-    return {arm: own for arm, own in found.items() if own}
+    by_arm = {arm: [value for name, value in values if name == arm and value] for arm in reversed(source.arms)}
+    return {arm: own for arm, own in by_arm.items() if own}
 
 
 def _cost(title: str, unit: tuple[str, float], show: Callable[..., str], found: Mapping[str, list[float]]) -> Panel:

@@ -7,9 +7,9 @@ from html import escape
 from typing import Any
 
 from .cells import ArmRow, Source, mean_of
-from .numbers import count, percent, plain, short_percent
+from .numbers import count, number, percent, plain, short_percent
 from .panel import MUTED, Mark, Number, NumberTable, Panel, Trace, axis, cell, layout
-from .records import Json, RunRecord, number
+from .records import Json, RunRecord
 
 MAX_POINTS, MAX_ROWS = 1500, 250
 ACCENT = "var(--arm-1)"
@@ -44,14 +44,14 @@ def quality_at(record: RunRecord, metric: str | None = None) -> Pick:
 
 def points(records: Sequence[RunRecord], pick: Pick) -> list[Point]:
     """One point for each step at which any of the runs has a number."""
-    found: dict[int, list[float]] = {}
+    by_step: dict[int, list[float]] = {}
     for record in records:
         for line in record.lines:
             if (value := pick(line)) is not None:
-                found.setdefault(line["step"], []).append(value)
+                by_step.setdefault(line["step"], []).append(value)
     return [
         Point(step, step * records[0].per_step, mean_of(values) or 0.0, min(values), max(values))
-        for step, values in sorted(found.items())
+        for step, values in sorted(by_step.items())
     ]
 
 
@@ -84,7 +84,7 @@ def run_panels(record: RunRecord) -> list[Panel]:
     hover = "%{y:.4g}<extra>%{fullData.name}</extra>"
     shown = at_most(record.logs, MAX_ROWS)
     rows = [
-        [*_place(line["step"], record), _cell(line["loss"]), _cell(line.get("lr"), partial(plain, digits=3))]
+        [*_place(line["step"], record), cell(line["loss"]), cell(line.get("lr"), partial(plain, digits=3))]
         for line in shown
     ]
     said = "Every line" if len(shown) == len(record.logs) else f"{len(shown)} of {len(record.logs)} lines"
@@ -101,8 +101,8 @@ def run_panels(record: RunRecord) -> list[Panel]:
     rows = [
         [
             *_place(line["step"], record),
-            *(_cell(line["eval"].get(key)) for key in ("loss", "perplexity", "accuracy")),
-            _cell(line.get("sparsity"), percent),
+            *(cell(line["eval"].get(key)) for key in ("loss", "perplexity", "accuracy")),
+            cell(line.get("sparsity"), percent),
         ]
         for line in at_most(record.evals, MAX_ROWS)
     ]
@@ -120,10 +120,6 @@ def run_panels(record: RunRecord) -> list[Panel]:
 def _place(step: int, record: RunRecord) -> list[Number]:
     """A step, and what was read until then, as cells of a table."""
     return [cell(step, "{:,}".format), cell(step * record.per_step, "{:,}".format)]
-
-
-def _cell(value: object, show: Callable[[float | None], str] = plain) -> Number:
-    return cell(number(value), show)
 
 
 def compared_panels(source: Source, marks: Mapping[str, Mark], what: str, far: Sequence[ArmRow]) -> list[Panel]:
@@ -156,7 +152,7 @@ def _compared(series: Mapping[str, list[Point]], marks: Mapping[str, Mark], name
     by_step = {arm: {p.step: p.mean for p in line} for arm, line in series.items()}
     steps = sorted({step for line in by_step.values() for step in line})
     rows = [
-        [*_place(step, record), *(_cell(line.get(step)) for line in by_step.values())]
+        [*_place(step, record), *(cell(line.get(step)) for line in by_step.values())]
         for step in at_most(steps, MAX_ROWS)
     ]
     return Panel(

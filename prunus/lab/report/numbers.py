@@ -2,6 +2,14 @@
 
 import math
 import re
+from typing import Any
+
+from ..schema import is_number
+
+
+def number(value: Any) -> float | None:
+    """A finite float, or None: charts show a gap where a run diverged or a file holds something else."""
+    return value if is_number(value) else None
 
 
 def plain(value: float | None, digits: int = 4) -> str:

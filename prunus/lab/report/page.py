@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from ...files.atomic import write_atomically
 from .cells import ArmRow, Source, mean_of, read_source
 from .comparison import memory_of, split_recipe
-from .numbers import count, duration, fixed, memory, percent, plain, short_percent, signed
+from .numbers import count, duration, fixed, memory, number, percent, plain, short_percent, signed
 from .pruned import is_pruned, pruned_page
-from .records import RunRecord, number
+from .records import RunRecord
 from .sections import sections
 
 if TYPE_CHECKING:
@@ -199,7 +199,7 @@ def figures(source: Source) -> list[tuple[str, str]]:
     last = number(evals[-1]["eval"].get(record.metric)) if evals else None
     quality = "" if last is None else plain(last * record.scale) + " %" * (not record.is_language)
     pruning = mean_of([event.get("seconds") for event in record.events])
-    found = {
+    texts = {
         f"held-out {record.metric}": quality,
         "weights removed": percent(evals[-1].get("sparsity"), 2) if evals else "",
         f"{record.unit} read": count(done),
@@ -208,4 +208,4 @@ def figures(source: Source) -> list[tuple[str, str]]:
         "time of an event": f"{plain(pruning * 1e3, 3)} ms" if pruning else "",
         "peak memory": memory(memory_of(source.cells[0])) if memory_of(source.cells[0]) else "",
     }
-    return [(name, text) for name, text in found.items() if text]
+    return [(name, text) for name, text in texts.items() if text]

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .numbers import plain
+from .numbers import number, plain
 
 Trace = dict[str, Any]
 
@@ -144,6 +144,6 @@ def arms_panel(
     return Panel(title, description, traces, look, table, height, is_wide=any(len(arm) > LONG for arm in arms))
 
 
-def cell(value: float | None, show: Callable[[float | None], str] | None = None) -> Number:
-    """A number for a table, as text in four digits or as ``show`` writes it."""
-    return Number((show or plain)(value), value)
+def cell(value: Any, show: Callable[[float | None], str] = plain) -> Number:
+    """A number for a table, as text in four digits or as ``show`` writes it; a dash for anything else."""
+    return Number(show(number(value)), number(value))

@@ -3,12 +3,10 @@
 from html import escape
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 from ...plot import layers_svg
 from ..schema import AMOUNT, ANY, SHARE, TEXT, Maybe, Named, Spec, read_checked
-from .numbers import duration, memory
-from .records import number
+from .numbers import duration, memory, number
 
 PRUNED: Spec = {
     "rows": Named({"sparsity": SHARE}),
@@ -26,17 +24,20 @@ def is_pruned(folder: Path) -> bool:
 
 def pruned_page(folder: Path) -> str:
     """The figures of a pruned model and its picture, as one page that needs nothing beside it."""
-    found = read_checked(folder / "result.json", PRUNED)
-    rows, layers = found.get("rows", {}), found.get("layers", [])
+    result = read_checked(folder / "result.json", PRUNED)
+    rows, layers = result.get("rows", {}), result.get("layers", [])
     if not all({"name", "sparsity"} <= layer.keys() for layer in layers):
         raise ValueError(f"{folder / 'result.json'}: a layer lacks its name or its sparsity")
     metric = next((name for row in rows.values() for name in row if name != "sparsity"), "metric")
     style = resources.files("prunus.lab.report").joinpath("style.css").read_text(encoding="utf-8")
-    cells = [(name, f"{row.get('sparsity', 0):.2%}", _plain(row.get(metric))) for name, row in rows.items()]
+    figures = {
+        name: "not finite" if number(row.get(metric)) is None else f"{row[metric]:.4f}" for name, row in rows.items()
+    }
+    cells = [(name, f"{row.get('sparsity', 0):.2%}", figures[name]) for name, row in rows.items()]
     lines = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in cells]
     sparsity = max((row.get("sparsity", 0) for row in rows.values()), default=0)
-    title = escape(str(found.get("settings", {}).get("model", folder.name)))
-    cost = f"{duration(found.get('seconds', 0))}, {memory(found.get('peak_bytes', 0))} at the peak"
+    title = escape(str(result.get("settings", {}).get("model", folder.name)))
+    cost = f"{duration(result.get('seconds', 0))}, {memory(result.get('peak_bytes', 0))} at the peak"
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -62,7 +63,3 @@ def pruned_page(folder: Path) -> str:
 </body>
 </html>
 """
-
-
-def _plain(value: Any) -> str:
-    return "not finite" if number(value) is None else f"{value:.4f}"

@@ -8,7 +8,8 @@ from typing import Any
 
 from ...files.json_file import is_deep
 from ..run_files import RunFiles
-from ..schema import COUNT, FAILED, LINE, RESULT, RUN, check, is_number, read_checked
+from ..schema import COUNT, FAILED, LINE, RESULT, RUN, check, read_checked
+from .numbers import number
 
 Json = dict[str, Any]
 
@@ -45,8 +46,8 @@ class RunRecord:
     @cached_property
     def layers(self) -> dict[str, int]:
         """Number of weights by prunable layer, which a pruned run logs before its first step."""
-        found = [line["layers"] for line in self.lines if isinstance(line.get("layers"), dict)]
-        return found[0] if found else {}
+        lines = [line["layers"] for line in self.lines if isinstance(line.get("layers"), dict)]
+        return lines[0] if lines else {}
 
     @property
     def is_language(self) -> bool:
@@ -104,11 +105,6 @@ class RunRecord:
         return {name: zero / total for (name, total), zero in zip(self.layers.items(), zeros, strict=True) if total}
 
 
-def number(value: Any) -> float | None:
-    """A finite float, or None: charts show a gap where a run diverged or a file holds something else."""
-    return value if is_number(value) else None
-
-
 def read_record(run: RunFiles) -> RunRecord:
     """The record of a run; ValueError where a file of it cannot be understood."""
     path, metrics = run.path / "run.json", run.path / "metrics.jsonl"
@@ -128,8 +124,8 @@ def read_record(run: RunFiles) -> RunRecord:
     if run.has("result.json"):
         result = read_checked(run.path / "result.json", RESULT, run.line)
     elif run.has("failed.json"):
-        found = read_checked(run.path / "failed.json", FAILED, run.line)
-        failure = found.get("message") or "failed.json does not say why"
+        failed = read_checked(run.path / "failed.json", FAILED, run.line)
+        failure = failed.get("message") or "failed.json does not say why"
         notes.append(f"failed: {failure}")
     else:
         notes.append("has no result.json: it goes on, or was interrupted")
@@ -153,7 +149,7 @@ def _check_result(record: RunRecord, path: Path) -> None:
     if record.is_language:
         counted["tokens"] = ("context", record.total_steps * record.per_step)
     for name, (fields, expected) in counted.items():
-        if (found := (record.result or {}).get(name, expected)) != expected:
+        if (in_result := (record.result or {}).get(name, expected)) != expected:
             raise ValueError(
-                f"{path}: {fields} make {expected} {name}, but result.json counted {found}: one is damaged"
+                f"{path}: {fields} make {expected} {name}, but result.json counted {in_result}: one is damaged"
             )

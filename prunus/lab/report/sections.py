@@ -8,9 +8,8 @@ from ..run import Run
 from .cells import CONTROLS, ArmRow, Source
 from .comparison import cost_panels, difference_panels, memory_of, outside, overlap_panels, quality_panel, ranking
 from .curves import compared_panels, run_panels
-from .numbers import fixed, plain, short_percent, signed, with_minus
+from .numbers import fixed, number, plain, short_percent, signed, with_minus
 from .panel import Mark, Number, NumberTable, Section, Word, cell, marks_of
-from .records import number
 from .sparsity import compared_maps, path_mark, run_map, shared_paths, sparsity_panel
 
 FRAME = "The frame is that of the last three quarters of the run."
@@ -182,8 +181,8 @@ def _configuration(source: Source) -> Section:
     if source.is_comparison:
         tables.insert(1, _differences(source, base))
     text = "As the folder says it." if source.is_comparison else "All that decides what this run computes."
-    if found := source.study.get("hash"):
-        text = f"Everything that all arms share has the hash {found}."
+    if study_hash := source.study.get("hash"):
+        text = f"Everything that all arms share has the hash {study_hash}."
     return Section("configuration", "Configuration and environment", text, tables=tables)
 
 

@@ -2,22 +2,24 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from html import escape
 
 from .cells import Source, mean_of
 from .curves import MAX_ROWS, at_most
-from .numbers import percent, short_percent
+from .numbers import number, percent, short_percent
 from .panel import INK, Mark, Number, NumberTable, Panel, Trace, axis, cell, layout
-from .records import RunRecord, number
+from .records import RunRecord
 
 LETTER, ROOM = 7, 160  # pixels: of a letter, and of the columns together on a narrow page
+two_decimals = partial(percent, decimals=2)
 Grid = Mapping[str, Mapping[str, float]]  # column -> layer -> sparsity
 
 
 def run_map(record: RunRecord) -> Panel | None:
     """Sparsity of every layer at every evaluation; None where it was not recorded."""
-    found = {f"{line['step']:,}": by for line in record.evals if (by := record.layer_sparsity(line))}
-    return _map("Sparsity by layer over steps", "step", found, scale=(0.0, 1.0)) if found else None
+    columns = {f"{line['step']:,}": by for line in record.evals if (by := record.layer_sparsity(line))}
+    return _map("Sparsity by layer over steps", "step", columns, scale=(0.0, 1.0)) if columns else None
 
 
 def compared_maps(source: Source) -> list[Panel]:
@@ -27,8 +29,8 @@ def compared_maps(source: Source) -> list[Panel]:
         columns = {}
         for arm in source.arms:
             ended = [record.layer_sparsity(record.evals[-1]) for record in source.runs(arm, sparsity) if record.evals]
-            if found := [by for by in ended if by]:
-                columns[arm] = {layer: mean_of([by.get(layer) for by in found]) or 0.0 for layer in found[0]}
+            if known := [by for by in ended if by]:
+                columns[arm] = {layer: mean_of([by.get(layer) for by in known]) or 0.0 for layer in known[0]}
         if columns:
             made.append(_map(f"Sparsity by layer, {short_percent(sparsity)} in all", "", columns))
     return made
@@ -52,7 +54,7 @@ def _map(title: str, what: str, columns: Grid, scale: tuple[float, float] | None
         "colorbar": {"tickformat": ".0%", "thickness": 10, "len": 1, "outlinewidth": 0, "ticklen": 0},
         "hovertemplate": f"%{{y}}<br>{what} %{{x}}: %{{z:.2%}}<extra></extra>",
     }
-    rows = [[shortened(layer), *(cell(by.get(layer), _two_decimals) for by in columns.values())] for layer in layers]
+    rows = [[shortened(layer), *(cell(by.get(layer), two_decimals) for by in columns.values())] for layer in layers]
     longest = LETTER * max(map(len, columns))  # too long to lie beside each other, names of columns stand upright
     last = list(columns.values())[-1]
     ends = sorted(last, key=lambda layer: last[layer])
@@ -69,10 +71,6 @@ def _map(title: str, what: str, columns: Grid, scale: tuple[float, float] | None
         NumberTable(title, ["layer", *columns], rows),
         height=15 * len(layers) + 80 + (0 if what or longest * len(columns) <= ROOM else longest),
     )
-
-
-def _two_decimals(share: float | None) -> str:
-    return percent(share, 2)
 
 
 def shortened(layer: str) -> str:
@@ -99,7 +97,7 @@ def sparsity_panel(records: Mapping[str, RunRecord], marks: Mapping[str, Mark], 
     for path, arms in paths.items():
         mark, name = path_mark(arms, marks), ", ".join(arms)
         traces += _path_traces(path, records[arms[0]], mark, name)
-        rows += [[name, cell(step, "{:,}".format), cell(share, _two_decimals)] for step, share in path[1:-1]]
+        rows += [[name, cell(step, "{:,}".format), cell(share, two_decimals)] for step, share in path[1:-1]]
     has_events = any(record.events for record in records.values())
     what = "asked for at every event" if has_events else "counted at every evaluation"
     said = "; ".join(f"{', '.join(arms)}: {percent(path[-1][1])} at step {path[-1][0]}" for path, arms in paths.items())

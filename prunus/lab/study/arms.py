@@ -67,19 +67,19 @@ CONTROLS = (
 
 def with_controls(arms: Iterable[Arm]) -> tuple[Arm, ...]:
     """Dense, random and magnitude, which every comparison contains, then the others, each once."""
-    found = {arm.name: arm for arm in CONTROLS}
+    by_name = {arm.name: arm for arm in CONTROLS}
     for arm in arms:
-        if arm.name in found and dict(found[arm.name].changes) != dict(arm.changes):
-            raise ValueError(f"two arms are called {arm.name}: {found[arm.name]} and {arm}; rename one")
-        found[arm.name] = arm
+        if arm.name in by_name and dict(by_name[arm.name].changes) != dict(arm.changes):
+            raise ValueError(f"two arms are called {arm.name}: {by_name[arm.name]} and {arm}; rename one")
+        by_name[arm.name] = arm
     folders: dict[str, str] = {}
-    for arm in found.values():
+    for arm in by_name.values():
         other = folders.setdefault(slug(arm.name), arm.name)
         if other != arm.name:
             raise ValueError(f"arms {other!r} and {arm.name!r} would share a folder; rename one")
-        if arm.against and arm.against not in found:
-            raise ValueError(f"arm {arm.name} is against {arm.against!r}, which is no arm: {', '.join(found)}")
-    return tuple(found.values())
+        if arm.against and arm.against not in by_name:
+            raise ValueError(f"arm {arm.name} is against {arm.against!r}, which is no arm: {', '.join(by_name)}")
+    return tuple(by_name.values())
 
 
 def score_arm(score: str) -> Arm:
@@ -110,16 +110,16 @@ def parse_arm(text: str) -> Arm:
 
 def parse_fields(words: Iterable[str], where: str) -> dict[str, Any]:
     """Values by field of Run from ``field=value``; ``where`` begins an error message."""
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for word in words:
         name, equals, value = word.partition("=")
-        if not equals or name in found:
+        if not equals or name in fields:
             raise ValueError(f"{where}: expected field=value, each field once, got {word!r}")
         literal: Any = value
         with suppress(tomllib.TOMLDecodeError):  # a number, true, false or list as TOML writes it, or .95; else text
             literal = tomllib.loads(f"x = {'0' * value.startswith('.')}{value}")["x"]
-        found[name] = typed(name, literal, where)
-    return found
+        fields[name] = typed(name, literal, where)
+    return fields
 
 
 def read_base(path: Path) -> tuple[Run, list[Arm], tuple[float, ...]]:

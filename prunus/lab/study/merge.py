@@ -65,25 +65,25 @@ def merge(paths: Sequence[Path], out: Path, *, slim: bool = False) -> dict[str, 
 def _refuse_links(study: Path) -> None:
     """ValueError where a link leads out of the folder: what it points to would be copied as part of the study."""
     root = Path(os.path.realpath(study))
-    found = [study / name for name in ("study.json", SLIM, "notes.md", "runs")]
-    found += [path for pattern in ("runs/*", "runs/*/*") for path in study.glob(pattern)]
-    for path in found:
+    paths = [study / name for name in ("study.json", SLIM, "notes.md", "runs")]
+    paths += [path for pattern in ("runs/*", "runs/*/*") for path in study.glob(pattern)]
+    for path in paths:
         if not (real := Path(os.path.realpath(path))).is_relative_to(root):
             raise ValueError(f"{path} is a link out of the study, to {real}; put there what it points to")
 
 
 def _runs(folders: Sequence[Folder]) -> list[RunFiles]:
     """Each computation once: a finished run before one that failed or is damaged; two finished ones must agree."""
-    found: dict[str, RunFiles] = {}
+    by_key: dict[str, RunFiles] = {}
     for run in [run for folder in folders for run in folder.runs().values()]:
         if not run.has("run.json") or not (run.has("result.json") or run.has("failed.json")):
             continue
         key = key_of(run.run())
-        other = found.setdefault(key, run)
+        other = by_key.setdefault(key, run)
         if other is run or damage(run):
             continue
         if damage(other):
-            found[key] = run
+            by_key[key] = run
             continue
         ours, theirs = other.load("result.json"), run.load("result.json")
         for name in AGREE:
@@ -92,4 +92,4 @@ def _runs(folders: Sequence[Folder]) -> list[RunFiles]:
                     f"{other.path} and {run.path} are the same run but ended with {name} {ours.get(name)} and "
                     f"{theirs.get(name)}; move one of them away"
                 )
-    return list(found.values())
+    return list(by_key.values())

@@ -24,7 +24,7 @@ from typing import Any
 from ...files.json_file import write_json
 from ..run import Run
 from ..run_files import RunFiles
-from .intervals import ACCURACY, PERPLEXITY, Metric, Paired, deviation, paired, verdict
+from .intervals import ACCURACY, PERPLEXITY, Metric, deviation, paired, verdict
 from .study_folder import Folder, jaccard, read_cell
 from .study_plan import Cell, StudyPlan, canonical, key_of
 
@@ -108,8 +108,8 @@ def summary(folder: Folder, plan: StudyPlan) -> dict[str, Any]:
 
 def finished_cells(plan: StudyPlan, stored: Mapping[str, RunFiles]) -> list[Finished]:
     """Every cell whose run has a whole result, in the plan's order."""
-    found = [(cell, files) for cell in plan.ordered() if (files := stored.get(key_of(plan.run_of(cell))))]
-    return [Finished(cell, files, files.load("result.json"), read_cell(files)) for cell, files in found]
+    pairs = [(cell, files) for cell in plan.ordered() if (files := stored.get(key_of(plan.run_of(cell))))]
+    return [Finished(cell, files, files.load("result.json"), read_cell(files)) for cell, files in pairs]
 
 
 def _rows(plan: StudyPlan, finished: Sequence[Finished], metric: Metric) -> Iterator[dict[str, Any]]:
@@ -127,6 +127,7 @@ def _rows(plan: StudyPlan, finished: Sequence[Finished], metric: Metric) -> Iter
         dense = mode(twins) if twins else None
         other = values.get((against, sparsity)) if against != arm else None
         difference = paired(ours, other) if other is not None else None
+        cost = paired(ours, values[dense, 0.0]) if dense else None
         yield {
             "arm": arm,
             "sparsity": sparsity,
@@ -142,12 +143,12 @@ def _rows(plan: StudyPlan, finished: Sequence[Finished], metric: Metric) -> Iter
             "same_as": owner.arm if (owner := plan.owners[cell]).arm != arm else None,
             "runs": [one.files.name for one in group],
             "against": against if other is not None else None,
-            "difference": _json(difference),
+            "difference": difference and asdict(difference),
             "verdict": verdict(difference, metric) if other is not None else "",
             "against_budget": plan.arm[against].changes.get("budget_scale", plan.base.budget_scale),
             "beside": _beside(plan.run_of(cell), plan.run_of(replace(cell, arm=against))),
             "dense": dense,
-            "cost": _json(paired(ours, values[dense, 0.0]) if dense else None),
+            "cost": cost and asdict(cost),
         }
 
 
@@ -180,10 +181,6 @@ def _measured(group: Sequence[Finished], plan: StudyPlan) -> dict[str, Any]:
         "at_once": max(one.notes.get("at_once", 1) for one in group),
         **{name: fmean(values) if values else None for name, values in known.items()},
     }
-
-
-def _json(difference: Paired | None) -> dict[str, Any] | None:
-    return asdict(difference) if difference else None
 
 
 def _overlap(one: Finished, plan: StudyPlan) -> float | None:

@@ -101,11 +101,11 @@ class Folder:
     def runs(self) -> dict[str, RunFiles]:
         """What is stored of every run, in runs.jsonl or in a folder of its own, by the name of its folder."""
         folders = (path for path in (self.path / "runs").glob("*") if path.is_dir())
-        found = [*slim_runs(self.path), *map(RunFiles, folders)]  # a folder of a run stands above its line
-        for run in found:
+        stored = [*slim_runs(self.path), *map(RunFiles, folders)]  # a folder of a run stands above its line
+        for run in stored:
             if run.line is not None and is_deep(run.line):
                 raise ValueError(f"{self.path / SLIM}: the line of {run.name} is nested too deep")
-        return {run.name: run for run in sorted(found, key=lambda run: run.name)}
+        return {run.name: run for run in sorted(stored, key=lambda run: run.name)}
 
     def ended(self) -> dict[str, RunFiles]:
         """Runs that are not to be run again, by what they compute: finished ones, and damaged ones, which are kept."""
@@ -151,7 +151,7 @@ def damage(run: RunFiles) -> str:
 
 def read_cell(run: RunFiles) -> dict[str, Any]:
     """What cell.json says of a run; empty if there is none, ValueError where it is damaged."""
-    values = run.load_if_there("cell.json")
+    values = run.load("cell.json") if run.has("cell.json") else {}
     check(values, CELL, f"{run.path / 'cell.json'}: ", "it")
     return values
 

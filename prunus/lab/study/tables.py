@@ -1,4 +1,4 @@
-"""The result of a study as text: the rows of its table, and ``docs/results.md``, in which no figure is typed."""
+"""The result of a study as text: the rows of its table, and ``docs/evidence/results.md``, all of its figures."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -232,8 +232,8 @@ def compile_section(folder: Path) -> str:
     """What torch.compile does to one training, by the compile.json of ``prunus profile --compare compile``."""
     path = folder / "compile.json"
     with _as_value_error(f"{path} is not what prunus profile --compare compile writes"):
-        found = read_json(path)
-        eager, compiled, says = found["arms"]["eager"], found["arms"]["compile"], " ".join(found["says"])
+        values = read_json(path)
+        eager, compiled, says = values["arms"]["eager"], values["arms"]["compile"], " ".join(values["says"])
         rows = [(name, write(eager), write(compiled)) for name, write in COMPILE_ROWS.items()]
         run, made = eager["run"], eager["environment"]
         window = f" of {run['context']} tokens" if eager["tokens_a_second"] else ""

@@ -94,30 +94,32 @@ class Engine:
     def _recorded(self, names: Sequence[str], variants: Sequence[Variant], statistic: Statistic) -> list[Records]:
         quick = [name for name in names if name in self.findings.quick]
         slow = [name for name in names if name not in quick]
-        found = self._batched(quick, variants, statistic) if quick else [{} for _ in variants]
+        records = self._batched(quick, variants, statistic) if quick else [{} for _ in variants]
         if slow:
-            for record, more in zip(found, self._one_by_one(slow, variants, statistic), strict=True):
+            for record, more in zip(records, self._one_by_one(slow, variants, statistic), strict=True):
                 record.update(more)
         cost = self.calibration.cost
         cost.rows, cost.checkpointing = self.size, self.checkpointing
-        return found
+        return records
 
     def _batched(self, names: Sequence[str], variants: Sequence[Variant], statistic: Statistic) -> list[Records]:
-        found = [{name: self._zeros(name) for name in names} for _ in variants]
+        records = [{name: self._zeros(name) for name in names} for _ in variants]
         start = min(map(self.start, names))
         self._have(start)
 
         def add(chunk: Chunk) -> None:
             # a maximum may see a sample twice, a sum may not
-            before = None if statistic == "largest" else [{n: r.clone() for n, r in record.items()} for record in found]
+            before = (
+                None if statistic == "largest" else [{n: r.clone() for n, r in record.items()} for record in records]
+            )
             try:
-                self._add_chunk(found, start, chunk, variants, statistic)
+                self._add_chunk(records, start, chunk, variants, statistic)
                 return
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
                 if before is not None:
-                    found[:] = before
+                    records[:] = before
                 if chunk.size == 1 < len(variants):
                     raise _TooLarge from error
                 if chunk.size > 1 or not self._may_checkpoint():
@@ -126,7 +128,7 @@ class Engine:
             add(chunk)
 
         self.calibration.visit(self._rows(len(variants)), add, make_room=self._shrink)
-        return [self._finished(record, statistic) for record in found]
+        return [self._finished(record, statistic) for record in records]
 
     def _may_checkpoint(self) -> bool:
         """Whether checkpointing, which saves memory, is not on yet."""
@@ -162,18 +164,18 @@ class Engine:
         return plain and add_largest_(record, *calls[0])
 
     def _one_by_one(self, names: Sequence[str], variants: Sequence[Variant], statistic: Statistic) -> list[Records]:
-        found = [{name: self._zeros(name) for name in names} for _ in variants]
+        records = [{name: self._zeros(name) for name in names} for _ in variants]
         parameters = [self.weights[name].parameter for name in names]
         start = min(map(self.start, names))
         self._have(start)
         for chunk in self.calibration.samples.chunks(1):
             batch = self.calibration.batch(chunk)
-            for record, variant in zip(found, variants, strict=True):
+            for record, variant in zip(records, variants, strict=True):
                 for name, each in zip(names, self._one(batch, chunk, start, parameters, variant), strict=True):
                     if each is not None:
                         _add(record[name], each.unsqueeze(0), statistic, self.scale)
             self.calibration.meter.sampled(1)
-        return [self._finished(record, statistic) for record in found]
+        return [self._finished(record, statistic) for record in records]
 
     def _one(
         self, batch: Tree, chunk: Chunk, start: int, parameters: list[nn.Parameter], variant: Variant

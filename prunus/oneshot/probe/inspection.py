@@ -66,9 +66,9 @@ def inspect(calibration: Calibration, objective: Objective, modules: Modules) ->
     length = min(whole, TOKENS) or 1
     while True:
         try:
-            found = _inspected(calibration, objective, modules, shortened(two, length) if whole else two)
-            found.saved_bytes *= -(-whole // length) if whole else 1
-            return found
+            findings = _inspected(calibration, objective, modules, shortened(two, length) if whole else two)
+            findings.saved_bytes *= -(-whole // length) if whole else 1
+            return findings
         except Exception as error:
             if not is_out_of_memory(error) or length < 4:
                 raise
@@ -83,22 +83,22 @@ def _inspected(calibration: Calibration, objective: Objective, modules: Modules,
     tolerance = max([ROUNDING.get(dtype, 0.25) for dtype in dtypes] + [TF32] * _rounds_products(alone[0].loss))
     elsewhere = alone[0].elsewhere | alone[1].elsewhere
     starts = {name: min(seen.starts.get(name, start) for seen in alone) for name, start in alone[0].starts.items()}
-    found = Findings(saved_bytes=max(seen.saved_bytes for seen in alone))
-    found.starts = {name: start for name, start in starts.items() if name not in elsewhere}
-    found.form = _form(objective, two, alone, min(tolerance, 1e-2))
-    found.chained = _is_chained(calibration.blocks, objective, two, alone)
-    if objective.loss is None and found.form is None:
-        return found
+    findings = Findings(saved_bytes=max(seen.saved_bytes for seen in alone))
+    findings.starts = {name: start for name, start in starts.items() if name not in elsewhere}
+    findings.form = _form(objective, two, alone, min(tolerance, 1e-2))
+    findings.chained = _is_chained(calibration.blocks, objective, two, alone)
+    if objective.loss is None and findings.form is None:
+        return findings
     try:
-        together = _observe(calibration, lambda tree: objective.summed(tree, 2, found.form), two, tapped)
+        together = _observe(calibration, lambda tree: objective.summed(tree, 2, findings.form), two, tapped)
     except Exception as error:
         if not is_out_of_memory(error) or num_tokens(two) > 3:
             raise
-        return found  # memory holds one sample only, and it cannot be shortened
-    found.batched = is_near(together.loss, alone[0].loss + alone[1].loss, tolerance)
-    if found.batched:
-        found.quick = {name for name in found.starts if _agree(name, together, alone, tolerance)}
-    return found
+        return findings  # memory holds one sample only, and it cannot be shortened
+    findings.batched = is_near(together.loss, alone[0].loss + alone[1].loss, tolerance)
+    if findings.batched:
+        findings.quick = {name for name in findings.starts if _agree(name, together, alone, tolerance)}
+    return findings
 
 
 def _rounds_products(loss: Tensor) -> bool:
@@ -154,8 +154,8 @@ def _gradients(
         raise ValueError(f"the loss of a sample must be one number, got a tensor of shape {tuple(total.shape)}")
     if not total.requires_grad:
         return [None] * len(outputs), [None] * len(weights)
-    found = gradients(offload, total.sum(), outputs + weights)
-    return found[: len(outputs)], found[len(outputs) :]
+    both = gradients(offload, total.sum(), outputs + weights)
+    return both[: len(outputs)], both[len(outputs) :]
 
 
 @contextmanager
@@ -199,10 +199,10 @@ def _form(objective: Objective, two: Tree, alone: Sequence[Seen], tolerance: flo
     for form in FORMS:
         try:
             with torch.no_grad():
-                found = [objective.summed(rows(two, slice(i, i + 1), 2), 1, form) for i in (0, 1)]
+                losses = [objective.summed(rows(two, slice(i, i + 1), 2), 1, form) for i in (0, 1)]
         except FAILURES:
             continue
-        if all(is_near(value, seen.loss, tolerance) for value, seen in zip(found, alone, strict=True)):
+        if all(is_near(value, seen.loss, tolerance) for value, seen in zip(losses, alone, strict=True)):
             return form
     return None
 

@@ -53,12 +53,12 @@ class Objective:
         """Loss of a batch of one sample, by definition."""
         if self.loss is not None:
             return self.loss(outputs(self.model, tree), _target(tree))
-        found = self.model(**without_cache(self.model, self._arguments(tree))).loss
-        if found is None:
+        loss = self.model(**without_cache(self.model, self._arguments(tree))).loss
+        if loss is None:
             raise ValueError(
                 f"{type(self.model).__name__} returned no loss; give labels in the batches, or pass loss=..."
             )
-        return found
+        return loss
 
     def summed(self, tree: Tree, size: int, form: str | None = None) -> Tensor:
         """Sum of the losses of ``size`` samples, from one forward pass over all of them.
@@ -95,11 +95,11 @@ def with_labels(tree: Tree, name: str = "input_ids") -> dict[str, Any]:
         inputs, labels = tree
         inputs = dict(inputs) if isinstance(inputs, Mapping) else {name: inputs}
         return inputs | {"labels": labels}
-    found = dict(tree) if isinstance(tree, Mapping) else {name: tree}
-    if "labels" not in found and "input_ids" in found:
-        tokens, mask = found["input_ids"], found.get("attention_mask")
-        found["labels"] = tokens if mask is None or mask.ndim != 2 else tokens.masked_fill(mask == 0, IGNORED)
-    return found
+    arguments = dict(tree) if isinstance(tree, Mapping) else {name: tree}
+    if "labels" not in arguments and "input_ids" in arguments:
+        tokens, mask = arguments["input_ids"], arguments.get("attention_mask")
+        arguments["labels"] = tokens if mask is None or mask.ndim != 2 else tokens.masked_fill(mask == 0, IGNORED)
+    return arguments
 
 
 def next_token(logits: Tensor, labels: Tensor) -> Tensor:

@@ -53,10 +53,10 @@ class Probe:
         """Sparsity of the candidates."""
         if self.tau != "target":
             return sparsity
-        found = min(1.2 * sparsity, (1 + sparsity) / 2) if self.pool is None else self.pool
-        if found < sparsity:
-            raise ValueError(f"pool must be at least the sparsity {sparsity}, got {found}")
-        return found
+        pool = min(1.2 * sparsity, (1 + sparsity) / 2) if self.pool is None else self.pool
+        if pool < sparsity:
+            raise ValueError(f"pool must be at least the sparsity {sparsity}, got {pool}")
+        return pool
 
 
 @dataclass
@@ -174,5 +174,5 @@ def grouped(weights: Mapping[str, Weight], blocks: Sequence[nn.Module], probe: P
     for name, weight in weights.items():
         block = block_of(weight.module, blocks) if probe.schedule == "block" else None
         groups.setdefault(name if block is None else block, []).append(name)
-    found = list(groups.values())
-    return found[::-1] if probe.order == "reverse" else found
+    ordered = list(groups.values())
+    return ordered[::-1] if probe.order == "reverse" else ordered

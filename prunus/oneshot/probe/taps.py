@@ -104,13 +104,13 @@ class Taps:
     def layers(self, gradients: Sequence[Tensor | None]) -> Iterator[tuple[str, int, list[LayerGradient]]]:
         """Name, number of the variant, and the calls of its layers, for every tapped weight that a gradient reached."""
         for name in self.modules:
-            found = [
+            calls = [
                 (call.module, call.x.chunk(len(self.variants)), d.chunk(len(self.variants)))
                 for call, d in zip(self.calls, gradients, strict=True)
                 if call.name == name and d is not None
             ]
-            for number in range(len(self.variants) if found else 0):
-                yield name, number, [(module, x[number], d[number]) for module, x, d in found]
+            for number in range(len(self.variants) if calls else 0):
+                yield name, number, [(module, x[number], d[number]) for module, x, d in calls]
 
 
 def sample_gradients(calls: Sequence[LayerGradient]) -> Iterator[Tensor]:

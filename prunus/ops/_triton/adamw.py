@@ -60,20 +60,9 @@ def norm_kernel(
 
 @triton.jit
 def prepare_kernel(
-    table,
-    given,
-    derived,
-    partial,
-    norm,
-    grad_scale,
-    found_inf,
-    max_norm,
-    num_partial,
-    CLIPS: tl.constexpr,
-    SCALES: tl.constexpr,
-    SKIPS: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    table, given, derived, partial, norm, grad_scale, found_inf, max_norm, num_partial,
+    CLIPS: tl.constexpr, SCALES: tl.constexpr, SKIPS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     """Advance a tensor's step; derive 1 - lr decay, rate lr / (1 - beta1^t), 1 / sqrt(1 - beta2^t), factor on g."""
     tensor = tl.program_id(0)
     numbers = given + tensor * 8
@@ -213,7 +202,7 @@ class Extras:
     total: Callable[[Tensor], Tensor] | None = None  # sums squares over ranks
 
 
-class Step:
+class AdamWStep:
     """Launches of the step; tables stay on the device until an address or a number changes."""
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ from .bracket import CLUSTER, sample_kernel
 from .cut import ALIGN, BLOCK, SAMPLED, Workspace, check_finite, launch_pass, offsets_of, workspace
 from .cut_state import HI, LO, NOT_FINITE, num_copies
 from .launch import launch
-from .scores import read_by, scores_of
+from .scoring import read_by, scores_of
 from .tensor_table import COLUMNS, FIRST, TILE, Readable, Table, locate
 
 INFINITY = 0x7F800000  # its key; that of minus infinity is one less than the negative of it
@@ -34,8 +34,8 @@ def score_kernel(
     tensor = locate(table, num_tensors, order // TILE, DEPTH)
     row = table + tensor * COLUMNS
     place = order - tl.load(row + FIRST) * TILE
-    addresses, numbers = read_by(row, constants + tensor * 4)
-    s = scores_of(addresses, numbers, place, 0, at < num, False, False, NAME, WT, MT, VT, 1)
+    read = read_by(row, constants + tensor * 4)
+    s = scores_of(read, place, 0, at < num, False, False, NAME, WT, MT, VT, 1)
     tl.store(scores + at, s, mask=at < num)
 
 
@@ -96,12 +96,12 @@ def _listed(w: Workspace, counters: Tensor, capacity: int, tile: int) -> Tensor:
 
 
 def _scores(low: Readable, t: Table, tile: int, order: Tensor) -> Tensor:
-    found = torch.empty(len(order), dtype=torch.float32, device=order.device)
+    scores = torch.empty(len(order), dtype=torch.float32, device=order.device)
     if len(order):
-        arguments = (t.rows, t.constants, len(t.rows), order, found, len(order))
+        arguments = (t.rows, t.constants, len(t.rows), order, scores, len(order))
         how = {**low.read, "DEPTH": t.depth, "BLOCK": BLOCK, "TILE": tile}
         launch(score_kernel, (-(-len(order) // BLOCK),), arguments, how)
-    return found
+    return scores
 
 
 def _ones(packed: Tensor, starts: Sequence[int]) -> list[int]:

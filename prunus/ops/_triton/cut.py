@@ -10,24 +10,8 @@ from torch import Tensor
 
 from .. import bits
 from ..lazy import Lazy
+from . import cut_state as cs
 from .bracket import CLUSTER, bracket_kernel, coarse_kernel, fine_kernel, sample_kernel
-from .cut_state import (
-    BASE,
-    BUCKET,
-    CROWDED,
-    DIGIT,
-    DIGITS,
-    FOUND,
-    HI,
-    LO,
-    NOT_FINITE,
-    NUM_LISTED,
-    SHIFT,
-    SPAN,
-    STATE,
-    num_copies,
-    num_counts,
-)
 from .descent import count_kernel, pick_kernel, tally_kernel, write_kernel
 from .finish import decide_kernel, finish_kernel, split_kernel, spread_kernel
 from .launch import At, launch, launch_as
@@ -150,7 +134,7 @@ def by_one_pass(cut: Cut, live: Mapping[str, Tensor]) -> "Pending":
         goals, num_live, num_drop, room = numbers.to(t.rows.device), 0, 0, 0
 
     kind = (low.kind, t.kind, tile, each, max(cut.num_live) >= 1 << 31)
-    grouped = {"EACH": each, "COPIES": num_copies(groups)}
+    grouped = {"EACH": each, "COPIES": cs.num_copies(groups)}
     read = {**low.read, "DEPTH": t.depth}
     tensors, at_once = (t.rows, t.constants, len(t.rows)), max(1, SAMPLED // lanes)
     drawn = {**read, **grouped, "LANES": lanes, "TILES": at_once, "TILE": tile}
@@ -174,8 +158,8 @@ def by_one_pass(cut: Cut, live: Mapping[str, Tensor]) -> "Pending":
     launch_as(kind, split_kernel, grid, arguments, how)
     shape = {"DEPTH": t.depth, "TILE": tile, "num_warps": 16}
     arguments = (t.rows, len(t.rows), cut.out, *last, w.state, w.counts)
-    launch_as(kind, finish_kernel, (groups,), arguments, {**shape, "COPIES": num_copies(groups)})
-    return Pending(cut, live, w.state.view()[: groups * STATE.value].view(groups, STATE.value), w.room)
+    launch_as(kind, finish_kernel, (groups,), arguments, {**shape, "COPIES": cs.num_copies(groups)})
+    return Pending(cut, live, w.state.view()[: groups * cs.STATE.value].view(groups, cs.STATE.value), w.room)
 
 
 def launch_pass(
@@ -204,7 +188,7 @@ class Workspace:
 def workspace(t: Table, groups: int, size: int, num_scratch: int) -> Workspace:
     """Room for lists of ``size`` entries in all, and for the sample."""
     device, room = t.rows.device, min(MOST_OWN, max(LEAST_OWN, size // (16 * groups))) // 2 * 2
-    num_state, num = STATE.value * groups, num_counts(groups) * groups
+    num_state, num = cs.STATE.value * groups, cs.num_counts(groups) * groups
     zeros = torch.zeros(2 * num_state + num + t.num_programs, dtype=torch.int32, device=device)
     work = torch.empty(2 * room * groups + num_scratch, dtype=torch.int32, device=device)
     first, own = zeros.data_ptr(), work.data_ptr()
@@ -226,11 +210,11 @@ def by_descent(cut: Cut, lo: int, hi: int) -> "Pending":
     [num_live], [num_drop] = cut.num_live, cut.num_drop
     lo, hi = max(lo, LOWEST), min(hi, HIGHEST)
     width = (hi - lo).bit_length()
-    passes = max(1, -(-width // DIGIT.value))
-    start = [0] * STATE.value
-    start[BASE.value], start[SPAN.value], start[SHIFT.value] = lo, hi - lo, max(0, width - DIGIT.value)
+    passes = max(1, -(-width // cs.DIGIT.value))
+    start = [0] * cs.STATE.value
+    start[cs.BASE.value], start[cs.SPAN.value], start[cs.SHIFT.value] = lo, hi - lo, max(0, width - cs.DIGIT.value)
     state = torch.tensor(start, dtype=torch.int64).to(device)
-    counts = torch.zeros(passes, DIGITS.value, dtype=torch.int64, device=device)
+    counts = torch.zeros(passes, cs.DIGITS.value, dtype=torch.int64, device=device)
     tallies = torch.empty(t.num_tiles, dtype=torch.int32, device=device)
     grid, tensors = (t.num_programs,), (t.rows, t.constants, len(t.rows), t.num_tiles)
     shape = {"ALIGN": t.align, "FULL": t.is_full, "DEPTH": t.depth, "BLOCK": min(BLOCK, cut.tile), "TILE": cut.tile}
@@ -249,26 +233,26 @@ class Pending:
 
     cut: Cut  # its table is kept until the kernels have read it
     live: Mapping[str, Tensor]
-    state: Tensor  # (groups, STATE)
+    state: Tensor  # (groups, cs.STATE)
     room: int  # for the elements of a cut's own bucket
 
     def wait(self) -> dict[str, Tensor]:
         """The masks, after the one word from the device; where they were not found, they are by a descent."""
         masks = self.cut.masks()  # while the device is at work
         states = self.state.tolist()
-        check_finite(self.cut.low.sources, [state[NOT_FINITE.value] for state in states])
+        check_finite(self.cut.low.sources, [state[cs.NOT_FINITE.value] for state in states])
         for i, state in enumerate(states):
-            if not state[FOUND.value] or state[NUM_LISTED.value] > self.room:
+            if not state[cs.FOUND.value] or state[cs.NUM_LISTED.value] > self.room:
                 by_descent(self.cut.only(i, self.live), *keys_around(state)).wait()
         return masks
 
 
 def keys_around(state: Sequence[int]) -> tuple[int, int]:
     """Keys between which the threshold lies, as far as a pass that did not settle it can say."""
-    if state[FOUND.value]:  # too many in the cut's own bucket
-        first = state[BASE.value] + (state[BUCKET.value] << state[SHIFT.value])
-        return first, first + (1 << state[SHIFT.value]) - 1
-    return (state[LO.value], state[HI.value]) if state[CROWDED.value] else (LOWEST, HIGHEST)
+    if state[cs.FOUND.value]:  # too many in the cut's own bucket
+        first = state[cs.BASE.value] + (state[cs.BUCKET.value] << state[cs.SHIFT.value])
+        return first, first + (1 << state[cs.SHIFT.value]) - 1
+    return (state[cs.LO.value], state[cs.HI.value]) if state[cs.CROWDED.value] else (LOWEST, HIGHEST)
 
 
 def check_finite(sources: Sequence[Lazy], bad: Sequence[int]) -> None:

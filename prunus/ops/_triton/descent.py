@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from .cut_state import BASE, DIGIT, DIGITS, FOUND, NEED, NOT_FINITE, NUM_ABOVE, SHIFT, SPAN
-from .scores import find_tile, is_strange, packed, scores_of, sortable
+from .scoring import find_tile, is_strange, packed, scores_of, sortable
 from .tensor_table import OUT, is_live
 
 
@@ -23,13 +23,11 @@ def count_kernel(
     shift = tl.load(state + SHIFT).to(tl.uint32)
     digits, above = tl.zeros((DIGITS,), tl.int32), tl.zeros((BLOCK,), tl.int32)
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        tensor, _row, first, left, live, addresses, numbers = find_tile(
-            table, constants, num_tensors, tile, DEPTH, TILE
-        )  # fmt: skip
+        tensor, _row, first, left, live, read = find_tile(table, constants, num_tensors, tile, DEPTH, TILE)
         for start in range(0, TILE, BLOCK):
             lane = start + tl.arange(0, BLOCK)
             valid = is_live(live, first + lane, lane < left)
-            s = scores_of(addresses, numbers, first, lane, lane < left, FULL, False, NAME, WT, MT, VT, ALIGN)
+            s = scores_of(read, first, lane, lane < left, FULL, False, NAME, WT, MT, VT, ALIGN)
             key = sortable(s)
             offset = (key.to(tl.uint32, bitcast=True) - lo.to(tl.uint32, bitcast=True)) >> shift
             inside = valid & (key >= lo) & (key <= hi)
@@ -65,14 +63,12 @@ def tally_kernel(
     """How many live elements of each tile equal the threshold."""
     threshold = tl.load(state + BASE).to(tl.int32)
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        _tensor, _row, first, left, live, addresses, numbers = find_tile(
-            table, constants, num_tensors, tile, DEPTH, TILE
-        )  # fmt: skip
+        _tensor, _row, first, left, live, read = find_tile(table, constants, num_tensors, tile, DEPTH, TILE)
         equal = tl.zeros((BLOCK,), tl.int32)
         for start in range(0, TILE, BLOCK):
             lane = start + tl.arange(0, BLOCK)
             valid = is_live(live, first + lane, lane < left)
-            s = scores_of(addresses, numbers, first, lane, lane < left, FULL, False, NAME, WT, MT, VT, ALIGN)
+            s = scores_of(read, first, lane, lane < left, FULL, False, NAME, WT, MT, VT, ALIGN)
             equal += (valid & (sortable(s) == threshold)).to(tl.int32)
         tl.store(tallies + tile, tl.sum(equal))
 
@@ -86,16 +82,14 @@ def write_kernel(
     """Bits of what lies above the threshold, and of what equals it but the first ``NEED`` in order."""
     threshold, need = tl.load(state + BASE).to(tl.int32), tl.load(state + NEED)
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        _tensor, row, first, left, live, addresses, numbers = find_tile(
-            table, constants, num_tensors, tile, DEPTH, TILE
-        )  # fmt: skip
+        _tensor, row, first, left, live, read = find_tile(table, constants, num_tensors, tile, DEPTH, TILE)
         num_equal = tl.load(tallies + tile)
         drop = need - (tl.load(up_to + tile) - num_equal)  # of this tile's equal ones
         seen = tl.zeros((), tl.int32)
         for start in range(0, TILE, BLOCK):
             lane = start + tl.arange(0, BLOCK)
             valid = is_live(live, first + lane, lane < left)
-            s = scores_of(addresses, numbers, first, lane, lane < left, FULL, False, NAME, WT, MT, VT, ALIGN)
+            s = scores_of(read, first, lane, lane < left, FULL, False, NAME, WT, MT, VT, ALIGN)
             key = sortable(s)
             equal = valid & (key == threshold)
             keep = valid & (key > threshold)

@@ -3,32 +3,8 @@
 import triton
 import triton.language as tl
 
-from .cut_state import (
-    BASE,
-    BINS_AT,
-    BUCKET,
-    BUCKETS,
-    BUCKETS_AT,
-    CROWDED,
-    DIGIT_OWN,
-    DIGITS_OWN,
-    FOUND,
-    LIST,
-    NEED,
-    NUM_ABOVE,
-    NUM_LISTED,
-    SHIFT,
-    STATE,
-    SURE_FROM,
-    SURE_TO,
-    counts_of,
-    goal_of,
-    group_of,
-    rank_in,
-    slot_of,
-    total_of,
-)
-from .scores import ones_in, read_by, scores_of, set_bits, sortable
+from . import cut_state as cs
+from .scoring import ones_in, read_by, scores_of, set_bits, sortable
 from .tensor_table import COLUMNS, FIRST, OUT, locate
 
 
@@ -68,21 +44,19 @@ def spread_kernel(
         left, row, tensor, _, first, byte = expand(
             table, num_tensors, listed, start, num, program, num_programs, DEPTH, BYTES, TILE
         )
-        group = group_of(tensor, EACH)
-        base, shift = tl.load(state + group * STATE + BASE), tl.load(state + group * STATE + SHIFT)
-        buckets = counts_of(counts, group, COPIES) + BUCKETS_AT
-        addresses, numbers = read_by(row, constants + tensor * 4)
+        group = cs.group_of(tensor, EACH)
+        base, shift = tl.load(state + group * cs.STATE + cs.BASE), tl.load(state + group * cs.STATE + cs.SHIFT)
+        buckets = cs.counts_of(counts, group, COPIES) + cs.BUCKETS_AT
+        read = read_by(row, constants + tensor * 4)
         at = start + tl.arange(0, BYTES)
         is_first = left >= 0
         while tl.max(left) > 0:
-            s = scores_of(
-                addresses, numbers, first, byte + lowest(left), left != 0, False, False, NAME, WT, MT, VT, 1
-            )  # fmt: skip
+            s = scores_of(read, first, byte + lowest(left), left != 0, False, False, NAME, WT, MT, VT, 1)
             offset = sortable(s).to(tl.int64) - base
             tl.store(
                 keys + at, (offset & 0xFFFFFFFF).to(tl.uint32).to(tl.int32, bitcast=True), mask=(left != 0) & is_first
             )
-            bucket = slot_of((offset >> shift).to(tl.int32), BUCKETS)
+            bucket = cs.slot_of((offset >> shift).to(tl.int32), cs.BUCKETS)
             tl.atomic_add(buckets + bucket, 1, mask=left != 0, sem="relaxed")
             left = left & (left - 1)
             is_first = left < 0
@@ -95,23 +69,23 @@ def decide_kernel(
 ):  # fmt: skip
     """Which bucket holds the cut and how many of it are dropped; or that the bracket missed, or its lists are full."""
     group = tl.program_id(0)
-    num_live, num_drop, _ = goal_of(goals, group, num_live, num_drop, 0, EACH)
-    state += group * STATE
-    buckets = counts_of(counts, group, COPIES) + BUCKETS_AT
+    num_live, num_drop, _ = cs.goal_of(goals, group, num_live, num_drop, 0, EACH)
+    state += group * cs.STATE
+    buckets = cs.counts_of(counts, group, COPIES) + cs.BUCKETS_AT
     largest = tl.zeros((), tl.int32)
     for start in range(0, num_programs, CHUNK):
         at = start + tl.arange(0, CHUNK)
         largest = tl.maximum(largest, tl.max(tl.load(counters + at, mask=at < num_programs, other=0)))
-    crowded = (tl.load(state + CROWDED) != 0) | (largest > capacity)
-    num_inside = total_of(buckets, BUCKETS, 1).to(tl.int64)
-    need = num_drop - (num_live - num_inside - tl.load(state + NUM_ABOVE))
+    crowded = (tl.load(state + cs.CROWDED) != 0) | (largest > capacity)
+    num_inside = cs.total_of(buckets, cs.BUCKETS, 1).to(tl.int64)
+    need = num_drop - (num_live - num_inside - tl.load(state + cs.NUM_ABOVE))
     holds = (need > 0) & (need <= num_inside) & (crowded == 0)
-    bucket, before = rank_in(buckets, BUCKETS, 1, tl.where(holds, need - 1, 0).to(tl.int32))
-    sure = (bucket >= tl.load(state + SURE_FROM)) & (bucket < tl.load(state + SURE_TO))
-    tl.store(state + BUCKET, bucket.to(tl.int64))
-    tl.store(state + NEED, need - before)
-    tl.store(state + CROWDED, crowded.to(tl.int64))
-    tl.store(state + FOUND, (holds & sure).to(tl.int64))
+    bucket, before = cs.rank_in(buckets, cs.BUCKETS, 1, tl.where(holds, need - 1, 0).to(tl.int32))
+    sure = (bucket >= tl.load(state + cs.SURE_FROM)) & (bucket < tl.load(state + cs.SURE_TO))
+    tl.store(state + cs.BUCKET, bucket.to(tl.int64))
+    tl.store(state + cs.NEED, need - before)
+    tl.store(state + cs.CROWDED, crowded.to(tl.int64))
+    tl.store(state + cs.FOUND, (holds & sure).to(tl.int64))
 
 
 @triton.jit(do_not_specialize=["num_tensors", "room", "order_bits", "capacity", "num_programs"])
@@ -125,19 +99,19 @@ def split_kernel(
     program = tl.program_id(0)
     num = tl.minimum(tl.load(counters + program), capacity)
     if not EACH:
-        num = tl.where(tl.load(state + FOUND) != 0, num, 0)
+        num = tl.where(tl.load(state + cs.FOUND) != 0, num, 0)
     listed += program.to(tl.int64) * capacity
     keys += program.to(tl.int64) * capacity
     for start in range(tl.program_id(1) * BYTES, num, tl.num_programs(1) * BYTES):
         left, row, tensor, tile, first, byte = expand(
             table, num_tensors, listed, start, num, program, num_programs, DEPTH, BYTES, TILE
         )
-        group = group_of(tensor, EACH)
-        of_group = state + group * STATE
+        group = cs.group_of(tensor, EACH)
+        of_group = state + group * cs.STATE
         if EACH:
-            left = tl.where(tl.load(of_group + FOUND) != 0, left, 0)
-        bucket, shift, base = tl.load(of_group + BUCKET), tl.load(of_group + SHIFT), tl.load(of_group + BASE)
-        addresses, numbers = read_by(row, constants + tensor * 4)
+            left = tl.where(tl.load(of_group + cs.FOUND) != 0, left, 0)
+        bucket, shift, base = tl.load(of_group + cs.BUCKET), tl.load(of_group + cs.SHIFT), tl.load(of_group + cs.BASE)
+        read = read_by(row, constants + tensor * 4)
         at = start + tl.arange(0, BYTES)
         offset = tl.load(keys + at, mask=left != 0, other=0).to(tl.int64) & 0xFFFFFFFF
         above = left * 0
@@ -145,15 +119,13 @@ def split_kernel(
             place = byte + lowest(left)
             above |= tl.where((offset >> shift) > bucket, left & -left, 0)
             mine = (left != 0) & ((offset >> shift) == bucket)
-            slot = tl.atomic_add(of_group + NUM_LISTED + place * 0, 1, mask=mine)
+            slot = tl.atomic_add(of_group + cs.NUM_LISTED + place * 0, 1, mask=mine)
             order = tile.to(tl.int64) * TILE + place
             entry = ((offset - (bucket << shift)) << order_bits.to(tl.int64)) | order
             tl.store(own + group * room + slot, entry, mask=mine & (slot < room))
             left = left & (left - 1)
             if tl.max(left) > 0:  # a second element of a byte is rare: its key was not kept
-                s = scores_of(
-                    addresses, numbers, first, byte + lowest(left), left != 0, False, False, NAME, WT, MT, VT, 1
-                )  # fmt: skip
+                s = scores_of(read, first, byte + lowest(left), left != 0, False, False, NAME, WT, MT, VT, 1)
                 offset = sortable(s).to(tl.int64) - base
         mask = masks + tl.load(row + OUT) + (first + byte) // 8  # a byte is listed once: nobody else writes it now
         tl.store(mask, (tl.load(mask, mask=above != 0, other=0) | above).to(tl.uint8), mask=above != 0)
@@ -175,27 +147,27 @@ def finish_kernel(
 
     Few are compared all with all; many are ranked by a radix descent over key and order.
     """
-    state += tl.program_id(0) * STATE
+    state += tl.program_id(0) * cs.STATE
     own += tl.program_id(0) * room
-    num, need = tl.load(state + NUM_LISTED), tl.load(state + NEED)
-    num = tl.where((tl.load(state + FOUND) == 0) | (num > room), 0, num)
-    at = tl.arange(0, LIST)
-    if num <= LIST:
+    num, need = tl.load(state + cs.NUM_LISTED), tl.load(state + cs.NEED)
+    num = tl.where((tl.load(state + cs.FOUND) == 0) | (num > room), 0, num)
+    at = tl.arange(0, cs.LIST)
+    if num <= cs.LIST:
         valid = at < num
         entry = tl.load(own + at, mask=valid, other=0)
-        rank = tl.zeros((LIST,), tl.int32)
+        rank = tl.zeros((cs.LIST,), tl.int32)
         for j in range(num):
             rank += (tl.load(own + j) < entry).to(tl.int32)
         keep_above(table, num_tensors, masks, entry, valid & (rank >= need), order_bits, DEPTH, TILE)
     else:
-        bins = counts_of(counts, tl.program_id(0), COPIES) + BINS_AT  # free: the bracket is found
-        each, many = tl.arange(0, DIGITS_OWN), tl.arange(0, 4 * LIST)
-        prefix, left = tl.zeros((), tl.int64), tl.load(state + SHIFT) + order_bits
+        bins = cs.counts_of(counts, tl.program_id(0), COPIES) + cs.BINS_AT  # free: the bracket is found
+        each, many = tl.arange(0, cs.DIGITS_OWN), tl.arange(0, 4 * cs.LIST)
+        prefix, left = tl.zeros((), tl.int64), tl.load(state + cs.SHIFT) + order_bits
         while left > 0:
-            low = tl.maximum(left - DIGIT_OWN, 0)
+            low = tl.maximum(left - cs.DIGIT_OWN, 0)
             tl.store(bins + each, 0)
             tl.debug_barrier()
-            for start in range(0, num, 4 * LIST):
+            for start in range(0, num, 4 * cs.LIST):
                 entry = tl.load(own + start + many, mask=start + many < num, other=0)
                 here = (start + many < num) & ((entry >> left) == prefix)
                 tl.atomic_add(bins + ((entry >> low) - (prefix << (left - low))), 1, mask=here, sem="relaxed")
@@ -205,7 +177,7 @@ def finish_kernel(
             prefix = (prefix << (left - low)) + tl.sum((up_to < need).to(tl.int64))
             need -= tl.max(tl.where(up_to < need, up_to, 0))
             left = low
-        for start in range(0, num, 4 * LIST):
+        for start in range(0, num, 4 * cs.LIST):
             valid = start + many < num
             entry = tl.load(own + start + many, mask=valid, other=0)
             keep_above(table, num_tensors, masks, entry, valid & (entry > prefix), order_bits, DEPTH, TILE)

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .cut_state import CROWDED, HI, LO, MARGIN, NOT_FINITE, NUM_ABOVE, STATE, group_of
-from .scores import is_strange, ones_in, read_by, scores_of
+from .scoring import is_strange, ones_in, read_by, scores_of
 from .tensor_table import COLUMNS, FIRST, LIVE, NUMEL, OUT, locate
 
 
@@ -24,7 +24,7 @@ def pass_block(
     """One block of a tile: writes its bits, lists the bytes with anything inside, returns the set bits of each byte."""
     lane = start + tl.arange(0, BLOCK)
     valid = lane < left
-    s = scores_of(read[0], read[1], first, lane, valid, FULL, FAST, NAME, WT, MT, VT, ALIGN)
+    s = scores_of(read, first, lane, valid, FULL, FAST, NAME, WT, MT, VT, ALIGN)
     over, least, strange = s > hi, s >= lo, is_strange(s)
     if not FULL:
         over, least, strange = over & valid, least & valid, strange & valid

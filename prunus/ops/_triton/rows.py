@@ -10,8 +10,9 @@ from torch import Tensor
 
 from .. import bits
 from ..lazy import Lazy
+from .cut import check_finite
 from .launch import launch
-from .scores import find_tile, is_strange, packed, read_by, scores_of, sortable
+from .scoring import find_tile, is_strange, packed, read_by, scores_of, sortable
 from .tensor_table import COLUMNS, FIRST, LIVE, OUT, TILE, is_live, locate, readable
 
 LONGEST = 1 << 15  # inputs of a row that a program holds in registers
@@ -43,10 +44,10 @@ def kth_smallest(keys, lowest, highest, num, total):
         hi, up_to = tl.where(is_low, hi, pivot), tl.where(is_low, up_to, count)
         turn += 1
     if num - below == 1:
-        found = tl.min(tl.where(keys >= lo.to(tl.int32), keys, NOTHING))
+        threshold = tl.min(tl.where(keys >= lo.to(tl.int32), keys, NOTHING))
     else:
-        found = tl.max(tl.where(keys <= (hi - 1).to(tl.int32), keys, -NOTHING - 1))
-    return found
+        threshold = tl.max(tl.where(keys <= (hi - 1).to(tl.int32), keys, -NOTHING - 1))
+    return threshold
 
 
 @triton.jit(do_not_specialize=["num_tensors"])
@@ -64,8 +65,8 @@ def row_kernel(
     first = tl.multiple_of((number - tl.load(row + FIRST)) * num_inputs, 8)
     lane = tl.arange(0, BLOCK)
     valid = lane < num_inputs
-    addresses, numbers = read_by(row, constants + tensor * 4)
-    s = scores_of(addresses, numbers, first, lane, valid, FULL, False, NAME, WT, MT, VT, ALIGN)
+    read = read_by(row, constants + tensor * 4)
+    s = scores_of(read, first, lane, valid, FULL, False, NAME, WT, MT, VT, ALIGN)
     keys = tl.minimum(sortable(s), NOTHING - 1)  # a GPU's own NaN would have the key of nothing
     if not FULL:
         keys = tl.where(valid, keys, NOTHING)
@@ -81,10 +82,10 @@ def row_kernel(
     keep = ranked
     if need > 0:
         threshold = kth_smallest(keys, lowest, highest, need, num_live)
-        found = tl.sum((keys < threshold).to(tl.int32) + (keys == threshold).to(tl.int32) * BOTH)
-        num_equal = need - found % BOTH  # of equal ones so many are dropped, the first ones
+        counts = tl.sum((keys < threshold).to(tl.int32) + (keys == threshold).to(tl.int32) * BOTH)
+        num_equal = need - counts % BOTH  # of equal ones so many are dropped, the first ones
         keep = ranked & (keys > threshold)
-        if num_equal < found // BOTH:
+        if num_equal < counts // BOTH:
             equal = keys == threshold
             keep = keep | (equal & (tl.cumsum(equal.to(tl.int32)) > num_equal))
     byte = tl.arange(0, BLOCK // 8)
@@ -102,12 +103,12 @@ def group_kernel(
 ):  # fmt: skip
     """Bits of a tile without the ``num_drop`` smallest of every ``GROUP`` elements."""
     tile = tl.program_id(0)
-    tensor, row, first, left, live, addresses, numbers = find_tile(table, constants, num_tensors, tile, DEPTH, TILE)
+    tensor, row, first, left, live, read = find_tile(table, constants, num_tensors, tile, DEPTH, TILE)
     mask = masks + tl.load(row + OUT) + first // 8
     for start in range(0, TILE, BLOCK):
         lane = start + tl.arange(0, BLOCK)
         alive = is_live(live, first + lane, lane < left)
-        s = scores_of(addresses, numbers, first, lane, lane < left, FULL, False, NAME, WT, MT, VT, ALIGN)
+        s = scores_of(read, first, lane, lane < left, FULL, False, NAME, WT, MT, VT, ALIGN)
         keys = tl.reshape(tl.where(alive, sortable(s), -0x7FFFFFFF), (BLOCK // GROUP, GROUP))
         place = tl.arange(0, GROUP)
         rank = tl.zeros((BLOCK // GROUP, GROUP), tl.int32)
@@ -146,8 +147,7 @@ def drop_in_rows(sources: Sequence[Lazy], num_drop: Sequence[int], live: Mapping
         how = {**low.read, "ALIGN": t.align, "FULL": all(n == block for n in lengths[here]), "DEPTH": t.depth}
         how |= {"BLOCK": block, "num_warps": max(1, min(16, block // 1024))}
         launch(row_kernel, (t.num_tiles,), (t.rows, t.constants, len(t.rows), goals[here], out, strange[here]), how)
-    refuse(low.sources, strange)
-    return _split(low.sources, out, offsets)
+    return _split(low.sources, out, offsets, strange)
 
 
 def block_of(length: int) -> int:
@@ -169,11 +169,12 @@ def drop_in_groups(
     shape = {"ALIGN": t.align, "FULL": t.is_full, "DEPTH": t.depth, "GROUP": group}
     constants = {**low.read, **shape, "BLOCK": min(BLOCK, tile), "TILE": tile}
     launch(group_kernel, (t.num_tiles,), (t.rows, t.constants, len(t.rows), out, strange, num_drop), constants)
-    refuse(sources, strange)
-    return _split(sources, out, offsets)
+    return _split(sources, out, offsets, strange)
 
 
-def _split(sources: Sequence[Lazy], out: Tensor, offsets: Sequence[int]) -> dict[str, Tensor]:
+def _split(sources: Sequence[Lazy], out: Tensor, offsets: Sequence[int], strange: Tensor) -> dict[str, Tensor]:
+    """The mask of each source; ValueError for one with scores that are not finite, the one word from the device."""
+    check_finite(sources, [number * flag for number, flag in enumerate(strange.tolist(), 1)])
     parts = out.split_with_sizes([stop - start for start, stop in pairwise(offsets)])
     return dict(zip([source.name for source in sources], parts, strict=True))
 
@@ -181,12 +182,3 @@ def _split(sources: Sequence[Lazy], out: Tensor, offsets: Sequence[int]) -> dict
 def num_inputs(source: Lazy) -> int:
     """Inputs of a row if the elements of each row lie side by side, else 0."""
     return source.num_inputs if source.outputs in ((), (0,)) and source.weight.is_contiguous() else 0
-
-
-def refuse(sources: Sequence[Lazy], strange: Tensor) -> None:
-    """ValueError that names a source with scores that are not finite: the one word from the device."""
-    if any(flags := strange.tolist()):
-        raise ValueError(
-            f"scores must be finite, but {sources[flags.index(1)].name} has some that are not; "
-            "look for NaN in weight and moments"
-        )

@@ -26,16 +26,17 @@ def find_tile(table, constants, num_tensors, tile, DEPTH: tl.constexpr, TILE: tl
     tensor = locate(table, num_tensors, tile, DEPTH)
     row = table + tensor * COLUMNS
     first = (tile - tl.load(row + FIRST)) * TILE
-    addresses, numbers = read_by(row, constants + tensor * 4)
-    return tensor, row, first, tl.load(row + NUMEL) - first, tl.load(row + LIVE), addresses, numbers
+    read = read_by(row, constants + tensor * 4)
+    return tensor, row, first, tl.load(row + NUMEL) - first, tl.load(row + LIVE), read
 
 
 @triton.jit
 def scores_of(
-    addresses, constants, first, lane, valid, FULL: tl.constexpr, FAST: tl.constexpr, NAME: tl.constexpr,
+    read, first, lane, valid, FULL: tl.constexpr, FAST: tl.constexpr, NAME: tl.constexpr,
     WT: tl.constexpr, MT: tl.constexpr, VT: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Scores of the elements ``first + lane`` of one tensor; a type of None is a register that is not read."""
+    addresses, constants = read
     w, m, v = 0.0, 0.0, 0.0
     if NAME == "random":
         w = uniform(first + lane, addresses[3])
@@ -56,12 +57,12 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # whose f
 @triton.jit
 def root(FAST: tl.constexpr, x):
     if FAST:  # the hardware's root takes subnormal numbers for zero: x is brought out of their range
-        found = tl.sqrt(x * 4294967296.0) * (1.0 / 65536)
+        y = tl.sqrt(x * 4294967296.0) * (1.0 / 65536)
     elif INTERPRETED:
-        found = tl.sqrt_rn(x)
+        y = tl.sqrt_rn(x)
     else:
-        found = rounded_root(x)
-    return found
+        y = rounded_root(x)
+    return y
 
 
 @triton.jit
@@ -70,17 +71,17 @@ def rounded_root(x):
     is_small = x < 1.0
     y = tl.where(is_small, x * 18446744073709551616.0, x)  # 2^64
     inverse = tl.rsqrt(tl.where(y == 0.0, 1.0, y))
-    found = y * inverse
-    found = tl.fma(tl.fma(-found, found, y), 0.5 * inverse, found)
-    return tl.where(is_small, found * (1.0 / 4294967296), found)
+    root_of_y = y * inverse
+    root_of_y = tl.fma(tl.fma(-root_of_y, root_of_y, y), 0.5 * inverse, root_of_y)
+    return tl.where(is_small, root_of_y * (1.0 / 4294967296), root_of_y)
 
 
 @triton.jit
 def fourth_root(FAST: tl.constexpr, x):
-    found = root(FAST, root(FAST, x))
+    y = root(FAST, root(FAST, x))
     if FAST:
-        found = tl.sqrt(tl.sqrt(x * 4294967296.0)) * (1.0 / 256)
-    return found
+        y = tl.sqrt(tl.sqrt(x * 4294967296.0)) * (1.0 / 256)
+    return y
 
 
 @triton.jit

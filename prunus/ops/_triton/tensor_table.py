@@ -95,8 +95,8 @@ def readable(sources: Sequence[Lazy]) -> Readable | None:
         return None
     formulas: list[Formula] = [first] * len(sources)
     if any(s.constants != constants for s in sources):
-        found = [formula(s.constants) for s in sources]
-        formulas = [f for f in found if f is not None and f.name == first.name]
+        own = [formula(s.constants) for s in sources]
+        formulas = [f for f in own if f is not None and f.name == first.name]
         if len(formulas) < len(sources):
             return None
     types: dict[str, tl.dtype | None] = {"w": None, "m": None, "v": None}

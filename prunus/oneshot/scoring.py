@@ -100,7 +100,7 @@ class Scores:
         """Packed masks at ``sparsity`` within ``live``."""
         if select.group in ("row", "neighbours"):  # refuses weights without such rows before any pass
             select.quota(self.shapes(), sparsity)
-        return select.packed(self._sources(select, sparsity, live), sparsity, live)
+        return select.packed(self.sources(select, sparsity, live), sparsity, live)
 
     def allocating(self) -> list[Lazy]:
         """Scores by whose global order the layers share a sparsity: Fisher's, or by the moments of training."""
@@ -117,7 +117,7 @@ class Scores:
         both = zip(self.weights.values(), reads, strict=True)
         return [_lazy(weight, row.of, {"exp_avg_sq": squares}, {}, row) for weight, squares in both]
 
-    def _sources(self, select: Selector, sparsity: float, live: Packed) -> list[Lazy]:
+    def sources(self, select: Selector, sparsity: float, live: Packed) -> list[Lazy]:
         """Scores of every weight, of which ``path`` alone depends on the sparsity."""
         if self.score == "fisher":
             return self._fisher()

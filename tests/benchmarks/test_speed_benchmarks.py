@@ -1,0 +1,161 @@
+"""The benchmarks of speed run at a small size, check what they time, and are drawn by the page."""
+
+import pytest
+import torch
+
+from benchmarks import export, matvec, select, step
+from benchmarks.__main__ import main
+from benchmarks.benchmark import write_record
+from benchmarks.distributed import parts
+from benchmarks.export import Packing
+from benchmarks.matvec import Product
+from benchmarks.page import tables
+from benchmarks.select import METHODS, SHAPES, check_exact, problem
+from benchmarks.step import ARMS, MASKED, TRAINED, WITH_RATES, StepCost, check_agrees, measure_updates
+
+CPU = torch.device("cpu")
+SELECT = "select --layers 3 --dim 40 --repeat 1"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("select --sparsity 2", "[0, 1)"),
+        ("select --layers 0", "--layers must be at least 1"),
+        ("select --repeat 0", "--repeat must be at least 1"),
+        ("step --tokens 8 0", "--tokens must be at least 1"),
+        ("select --threads -1", "--threads must be at least 0"),
+        ("select --score wanda", "wanda reads input_norm"),
+        ("selct", "there is no such command"),
+    ],
+)
+def test_bad_options_are_one_line_and_write_nothing(options, message, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([*options.split(), *(["--results", str(tmp_path / "results")] if "--" in options else [])])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and message in error and error.count("\n") == 1
+    assert not (tmp_path / "results").exists()
+
+
+# Finding masks
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_masks_are_checked_before_they_are_timed(dtype, monkeypatch):
+    p = problem([(40, 24), (8, 24)], "bitter7", 0.5, CPU, dtype)
+    kept = torch.cat([score.flatten() for score in p.scores()]).sort().values[p.num_drop :]
+    assert check_exact(p) == kept[0]
+    monkeypatch.setattr(type(p), "num_drop", 5)
+    with pytest.raises(RuntimeError, match="no speed is reported"):
+        check_exact(p)
+
+
+@pytest.mark.parametrize("rivals", [True, False])
+def test_every_method_is_measured_and_rivals_can_be_left_out(rivals, measure, monkeypatch):
+    monkeypatch.setattr(select, "peak_extra_mib", lambda *_: 1.0 if rivals else None)
+    rows, drawn = measure(SELECT, *(() if rivals else ("--no-rivals",)))
+    assert [row["method"] for row in rows] == [name for name in METHODS if rivals or name.startswith("prunus")]
+    assert all(row["kept_too_many"] == 0 for row in rows if row["method"].startswith("prunus"))
+    assert all(row["ms"] > 0 and f"| {row['method']} |" in drawn for row in rows)
+    assert ("| not measured |" in drawn) == (not rivals)
+
+
+def test_shapes_are_those_of_the_models():
+    shapes = SHAPES["mistral-7b"]
+    assert len(shapes) == 224 and sum(a * b for a, b in shapes) == 6_979_321_856
+
+
+# Keeping masks
+
+
+@pytest.mark.slow
+def test_a_training_step_is_measured_in_every_arm(measure, monkeypatch):
+    monkeypatch.setattr(step, "CONTEXT", 8)
+    rows, drawn = measure("step --model gpt2-tiny --tokens 8 --repeat 1")
+    assert [row["arm"] for row in rows] == [*ARMS, *ARMS]
+    assert all(row["ms"] > 0 and f"| {row['arm']} |" in drawn for row in rows)
+
+
+@pytest.mark.slow
+def test_a_whole_training_is_measured_in_every_arm(measure):
+    options = "--model gpt2-tiny --context 8 --batch 1 --no-compile --precision float32 --repeat 1 --every 1"
+    rows, drawn = measure(f"train {options}")
+    assert [row["arm"] for row in rows] == list(TRAINED) and all(f"| {name} |" in drawn for name in TRAINED)
+    assert rows[0]["sparsity"] == 0 and all(row["sparsity"] > 0.4 for row in rows[1:])
+
+
+def test_the_step_with_factors_on_learning_rates_is_held_against_the_masked_one(tmp_path):
+    rows = measure_updates(StepCost(layers=2, dim=16, repeat=2), CPU)
+    names = [row["way"] for row in rows]
+    assert names.index(WITH_RATES) == names.index(MASKED) + 1
+    assert [row["way"] for row in rows if "overhead" in row] == [WITH_RATES]
+    write_record("update", {}, rows, tmp_path)
+    assert f"| {rows[names.index(WITH_RATES)]['overhead']:+.2%} |" in tables(tmp_path)["update"]
+
+
+def test_no_speed_is_reported_where_the_step_is_not_that_of_torch(monkeypatch):
+    assert check_agrees(16, CPU) < 8
+    monkeypatch.setattr(step, "AdamWPrune", torch.optim.SGD)
+    with pytest.raises(RuntimeError, match="no speed is reported"):
+        check_agrees(16, CPU)
+
+
+@pytest.mark.slow
+def test_every_number_of_ranks_is_measured_and_one_rank_beside_none(measure, tmp_path):
+    rows, _ = measure("distributed --layers 2 --dim 16 --repeat 1")
+    assert [row.get("ranks", row.get("way")) for row in rows[:4]] == [1, 2, 4, "plain"]
+    drawn = parts(tmp_path / "results")
+    assert rows[-1]["num_sums"] > 0 and "| 4 ranks, gloo |" in drawn["ranks"]
+    assert drawn["projection"].count("\n") == 1  # a CPU says nothing about GPUs
+
+
+# Files
+
+
+@pytest.mark.slow
+def test_every_way_to_pack_is_measured_and_as_small_as_it_should_be(measure):
+    rows, drawn = measure("export --megabytes 1 --repeat 2")
+    assert len(rows) == 4 * 5 and all(f"| {row['way']} |" in drawn for row in rows)
+    assert all(row["pack_gb_s"] > 0 and row["unpack_gb_s"] > 0 for row in rows)
+    assert all(row["size"] <= (row["size_goal"] or 9) for row in rows)
+
+
+def test_a_way_gives_back_what_it_packed_or_is_not_timed(tmp_path):
+    tensor = export.pruned_weight("bfloat16", 0.5, 4096, CPU)
+    assert (tensor == 0).sum() == 2048
+    for way in export.ways(tmp_path / "a.safetensors", CPU).values():
+        assert torch.equal(way.unpack(way.pack(tensor), tensor), tensor)
+    broken = Packing(lambda tensor: tensor, lambda packed, like: packed * 2, lambda packed: packed.nbytes)
+    with pytest.raises(RuntimeError, match="no speed is reported"):
+        export.measure_way(broken, tensor, 2)
+
+
+# Products
+
+
+@pytest.fixture
+def small_products(monkeypatch):
+    monkeypatch.setattr("prunus.sparse.times.PATIENCE", 0.0)
+    monkeypatch.setattr("prunus.sparse.times.MOST_COPIES", 2)
+    cases = [Product((64, 128), 0.5), Product((64, 128), 0.9, vectors=3), Product((64, 64), 0.5, 64, two_of_four=True)]
+    monkeypatch.setattr(matvec, "cases", lambda device: cases)
+
+
+def test_weights_are_as_sparse_as_the_case_says():
+    weight = Product((64, 4096), 0.8).weight(CPU, torch.bfloat16)
+    assert weight.eq(0).float().mean().item() == pytest.approx(0.8, abs=0.01)
+    structured = Product((64, 64), 0.5, two_of_four=True).weight(CPU, torch.float32)
+    assert (structured.view(-1, 4).count_nonzero(1) == 2).all()
+
+
+def test_products_are_measured_beside_dense_ones(small_products, measure):
+    rows, drawn = measure("matvec --repeat 2")
+    assert {row["way"] for row in rows} == {"dense", "prunus, gaps"}
+    assert all(row["times_faster"] == 1 for row in rows if row["way"] == "dense")
+    assert all(row["error"] < 1e-5 and row["us"] > 0 for row in rows) and "| 64 x 128 | 90% | 3 |" in drawn
+
+
+def test_a_product_that_is_wrong_is_not_timed(small_products, monkeypatch):
+    monkeypatch.setattr("prunus.sparse.times.product", lambda x, form: x.new_zeros(len(x), form.shape[0]))
+    with pytest.raises(RuntimeError, match="no speed is reported"):
+        list(matvec.rows_of(Product((64, 128), 0.5), 2, CPU, torch.float32))
