@@ -5,10 +5,10 @@ from copy import deepcopy
 import torch
 
 from prunus.eligible import eligible
-from prunus.oneshot.allocation import keep_all_but
 from prunus.oneshot.gram import Gram
 from prunus.oneshot.layers import readers
 from prunus.oneshot.solver import solve
+from prunus.oneshot.step import keep_all_but
 
 
 def rows_of(model, name, batches):
