@@ -11,13 +11,13 @@ import pytest
 import torch
 from covering import quickly
 from safetensors.torch import load_file
+from small_gguf import write_gguf
 
 from prunus import load_sparse
 from prunus.cli import main
 from prunus.cli.console import Terminal
 from prunus.cli.prune_tables import _kinds
 from prunus.files.lock import try_lock
-from prunus.oneshot.loop import Loop
 from prunus.oneshot.result import Layer
 from prunus.plot import layers_svg
 from prunus.trained.quality import token_quality
@@ -44,28 +44,44 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def run(*args):
+    main([str(arg) for arg in args])
+
+
+def rows_of(out):
+    return json.loads((out / "result.json").read_text())["rows"]
+
+
+def data_of(folder):
+    return ["--tokens", folder / "calib.u16", "--eval-tokens", folder / "valid.u16"]
+
+
 def prune(folder, *args, out="out"):
-    data = ["--tokens", folder / "calib.u16", "--eval-tokens", folder / "valid.u16"]
-    options = [*FAST, *data, "--out", folder / out, *args]
-    main([str(arg) for arg in ["prune", folder / "model", *options]])
+    run("prune", folder / "model", *FAST, *data_of(folder), "--out", folder / out, *args)
     return folder / out, json.loads((folder / out / "result.json").read_text())
+
+
+def assert_equal_folders(*folders):
+    """The same tensors and figures."""
+    first, second = (load_file(folder / "model.safetensors") for folder in folders)
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    first, second = (json.loads((folder / "result.json").read_text()) for folder in folders)
+    assert first["layers"] == second["layers"] and first["rows"] == second["rows"]
 
 
 def refused(capsys, *args):
     with pytest.raises(SystemExit) as stop:
-        main([str(arg) for arg in args])
-    said = capsys.readouterr().err.strip().splitlines()
+        run(*args)
     assert stop.value.code == 2
-    return said[-1]
+    return capsys.readouterr().err.strip().splitlines()[-1]
 
 
 def test_a_small_folder_is_pruned_as_the_plain_one(folder):
     plain, _ = prune(folder, "--no-repair", out="plain")
-    main(["export", str(folder / "model"), "--out", str(folder / "small")])
+    run("export", folder / "model", "--out", folder / "small")
     shutil.move(folder / "model", folder / "dense")
     shutil.move(folder / "small", folder / "model")
-    small, _ = prune(folder, "--no-repair", out="again")
-    assert (plain / "model.safetensors").read_bytes() == (small / "model.safetensors").read_bytes()
+    assert_equal_folders(plain, prune(folder, "--no-repair", out="again")[0])
 
 
 @pytest.mark.parametrize(
@@ -131,13 +147,13 @@ def test_by_default_the_weights_that_stay_are_repaired(folder, options, capsys):
 def test_every_layer_is_shown_on_request_and_the_report_has_table_and_picture(folder, capsys):
     out, result = prune(folder, "--layers")
     assert "model.layers.1.mlp.up_proj.weight" in capsys.readouterr().out
-    main(["report", str(out)])
+    run("report", out)
     page = (out / "report.html").read_text()
     assert (out / "layers.svg").read_text() in page and "50% of the weights are zero" in page
     assert all(f"{row['perplexity']:.4f}" in page for row in result["rows"].values())
     result["layers"][0]["name"] = "<script>"
     (out / "result.json").write_text(json.dumps(result))
-    main(["report", str(out)])
+    run("report", out)
     assert "<script>" not in (out / "report.html").read_text()
     (out / "result.json").write_text('{"layers": [{"name": "w"}]}')
     assert "lacks its name or its sparsity" in refused(capsys, "report", out)
@@ -145,50 +161,22 @@ def test_every_layer_is_shown_on_request_and_the_report_has_table_and_picture(fo
 
 @pytest.mark.slow
 def test_calibration_text_may_be_the_models_own(folder, capsys):
-    options = [*FAST, "--eval-tokens", folder / "valid.u16", "--calibrate", "self"]
-    command = ["prune", folder / "model", *options]
+    command = ["prune", folder / "model", *FAST, "--eval-tokens", folder / "valid.u16", "--calibrate", "self", "--out"]
     for out in ("first", "second"):
-        main([str(arg) for arg in [*command, "--out", folder / out]])
-    rows = [json.loads((folder / out / "result.json").read_text())["rows"] for out in ("first", "second")]
-    assert rows[0] == rows[1] and "repaired" in rows[0]
-    both = ["--tokens", folder / "calib.u16", "--out", folder / "third"]
-    assert "leave off --tokens" in refused(capsys, *command, *both)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("at", [4, *(pytest.param(at, marks=pytest.mark.slow) for at in (1, 7))])
-def test_killed_in_a_repair_the_same_command_goes_on_and_ends_with_the_same_bits(folder, at, monkeypatch):
-    transformers = pytest.importorskip("transformers")
-    whole, expected = prune(folder, out="whole")
-    with monkeypatch.context() as patch:
-        repaired, calls = Loop._change, []
-
-        def interrupted(*args):
-            calls.append(args)
-            if len(calls) == at:
-                raise KeyboardInterrupt
-            repaired(*args)
-
-        patch.setattr(Loop, "_change", interrupted)
-        with pytest.raises(SystemExit):
-            prune(folder)
-    assert not (folder / "out").exists()
-    out, result = prune(folder)
-    assert result["layers"] == expected["layers"] and result["rows"] == expected["rows"]
-    models = [transformers.AutoModelForCausalLM.from_pretrained(path) for path in (whole, out)]
-    assert all(torch.equal(a, b) for a, b in zip(*(model.parameters() for model in models), strict=True))
-    assert not [path for path in folder.iterdir() if "unfinished" in path.name]
+        run(*command, folder / out)
+    assert_equal_folders(folder / "first", folder / "second")
+    assert "repaired" in rows_of(folder / "first")
+    assert "leave off --tokens" in refused(capsys, *command, folder / "third", "--tokens", folder / "calib.u16")
 
 
 def test_killed_when_only_its_own_folder_was_left_to_remove_the_same_command_removes_it(folder, capsys):
-    data = ["--tokens", folder / "calib.u16", "--eval-tokens", folder / "valid.u16"]
-    command = [str(arg) for arg in ["prune", folder / "model", *FAST, *data, "--no-repair", "--out", folder / "out"]]
-    main(command)
+    command = ["prune", folder / "model", *FAST, *data_of(folder), "--no-repair", "--out", folder / "out"]
+    run(*command)
     written = {path.name: path.read_bytes() for path in (folder / "out").iterdir()}
     (folder / ".out.unfinished" / ".out.host.1.01234567.part").mkdir(parents=True)
     assert "is there already" in refused(capsys, *command, "--sparsity", "0.3")  # another command's
     assert (folder / ".out.unfinished").is_dir()
-    main(command)
+    run(*command)
     assert "out: was written already" in capsys.readouterr().out
     assert sorted(path.name for path in folder.iterdir()) == ["calib.u16", "model", "out", "valid.u16"]
     assert {path.name: path.read_bytes() for path in (folder / "out").iterdir()} == written
@@ -210,20 +198,12 @@ def test_a_profile_says_where_the_time_went_and_what_to_change(folder, capsys):
     assert profile["utilisation"] is None and "GPU busy" not in said
     assert all(line in said for line in profile["advice"]) and any("CPU thread" in line for line in profile["advice"])
     assert all(part in said for part in ("where time and memory went", "memory left", *profile["seconds"]))
-    _, plain = prune(folder, "--probe", "sequential", out="plain")
-    assert "profile" not in plain
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options", quickly([["--probe", "block", "--tau", "0.05"], ["--no-repair"], []], []), ids=" ".join
-)
+@pytest.mark.parametrize("options", [["--probe", "block", "--tau", "0.05"], []], ids=" ".join)
 def test_offloaded_it_comes_to_the_same(folder, options):
-    transformers = pytest.importorskip("transformers")
-    (whole, first), (moved, second) = prune(folder, *options), prune(folder, *options, "--offload", out="moved")
-    assert first["rows"] == second["rows"] and first["layers"] == second["layers"]
-    models = [transformers.AutoModelForCausalLM.from_pretrained(out) for out in (whole, moved)]
-    assert all(torch.equal(a, b) for a, b in zip(*(model.parameters() for model in models), strict=True))
+    assert_equal_folders(prune(folder, *options)[0], prune(folder, *options, "--offload", out="moved")[0])
 
 
 @pytest.mark.slow
@@ -236,52 +216,22 @@ def test_bfloat16_stays_bfloat16(folder):
     assert all(parameter.dtype == torch.bfloat16 for parameter in again.parameters())
 
 
-def write_gguf(path, model):
-    """The weights of a small Llama as a GGUF file; the rows of queries and keys stand in llama.cpp's order."""
-    gguf = pytest.importorskip("gguf")
-    config, writer = model.config, gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_vocab_size(config.vocab_size)
-    parts = {"self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate"}
-    parts |= {"mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}
-    parts |= {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
-    parts |= {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k"}
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-    names = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-    for i in range(config.num_hidden_layers):
-        names |= {f"model.layers.{i}.{there}": f"blk.{i}.{here}" for there, here in parts.items()}
-    for there, here in names.items():
-        value = model.get_parameter(f"{there}.weight").detach()
-        if num := heads.get(here.split(".")[-1]):
-            value = value.view(num, 2, -1, value.shape[1]).swapaxes(1, 2).reshape(value.shape)
-        writer.add_tensor(f"{here}.weight", value.numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
 @pytest.mark.slow
 def test_a_gguf_file_comes_back_as_a_folder_of_plain_weights(folder):
     transformers = pytest.importorskip("transformers")
-    dense = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
+    pytest.importorskip("gguf")
+    options = ["--probe", "block", "--tau", "0.05"]
+    for name in ("calib.u16", "valid.u16"):
+        (np.fromfile(folder / name, "<u2") % 16).tofile(folder / name)
+    shutil.rmtree(folder / "model")
     (folder / "packed").mkdir()
-    write_gguf(folder / "packed" / "small.gguf", dense)
-    _, expected = prune(folder, "--probe", "block", "--tau", "0.05")
-    (folder / "model").rename(folder / "first")
-    (folder / "packed").rename(folder / "model")
-    out, result = prune(folder, "--probe", "block", "--tau", "0.05", "--gguf-file", "small.gguf", out="from_gguf")
-    assert result["layers"] == expected["layers"] and result["rows"] == expected["rows"]
-    again = transformers.AutoModelForCausalLM.from_pretrained(out)
-    first = transformers.AutoModelForCausalLM.from_pretrained(folder / "out")
-    for (name, a), b in zip(again.named_parameters(), first.parameters(), strict=True):
-        assert torch.equal(a, b), name
+    write_gguf(folder / "packed" / "small.gguf")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder / "packed", gguf_file="small.gguf")
+    loaded.save_pretrained(folder / "model")
+    plain, _ = prune(folder, *options, out="plain")
+    shutil.move(folder / "model", folder / "loaded")
+    shutil.move(folder / "packed", folder / "model")
+    assert_equal_folders(plain, prune(folder, *options, "--gguf-file", "small.gguf")[0])
 
 
 @pytest.mark.parametrize(
@@ -316,22 +266,20 @@ def test_a_gguf_file_comes_back_as_a_folder_of_plain_weights(folder):
     ids=str,
 )
 def test_a_mistake_is_one_line_and_writes_nothing(folder, options, said, capsys):
-    data = ["--tokens", folder / "calib.u16", "--eval-tokens", folder / "valid.u16"]
-    line = refused(capsys, "prune", folder / "model", *FAST, *data, "--out", folder / "out", *options)
-    assert said in line
+    command = ["prune", folder / "model", *FAST, *data_of(folder), "--out", folder / "out", *options]
+    assert said in refused(capsys, *command)
     assert sorted(path.name for path in folder.iterdir()) == ["calib.u16", "model", "valid.u16"]
 
 
 def test_what_is_there_is_not_overwritten_and_what_is_not_there_is_named(folder, capsys):
     (folder / "out").mkdir()
+    new = ["--out", folder / "new"]
     assert "is there already" in refused(capsys, "prune", folder / "model", "--out", folder / "out")
-    assert "neither a folder" in refused(capsys, "prune", folder / "nowhere", "--out", folder / "new")
-    assert "--tokens" in refused(capsys, "prune", folder / "model", "--out", folder / "new")
-    assert "nomodule" in refused(capsys, "prune", "nomodule:f", "--out", folder / "new")
-    large = np.full(400, 50).astype("<u2")
-    large.tofile(folder / "calib.u16")
-    data = ["--tokens", folder / "calib.u16", "--eval-tokens", folder / "valid.u16"]
-    assert "token 50" in refused(capsys, "prune", folder / "model", *data, "--out", folder / "new")
+    assert "neither a folder" in refused(capsys, "prune", folder / "nowhere", *new)
+    assert "--tokens" in refused(capsys, "prune", folder / "model", *new)
+    assert "nomodule" in refused(capsys, "prune", "nomodule:f", *new)
+    np.full(400, 50).astype("<u2").tofile(folder / "calib.u16")
+    assert "token 50" in refused(capsys, "prune", folder / "model", *data_of(folder), *new)
 
 
 @pytest.mark.parametrize(
@@ -342,39 +290,39 @@ def test_prune_and_eval_report_the_same_figure_of_the_same_windows(asked, num, f
     monkeypatch.setattr("prunus.trained.quality.EVAL_WINDOWS", 20)
     easy, hard = np.zeros(1200), np.random.default_rng(1).integers(0, 40, 1200)  # the beginning is no sample of it all
     np.concatenate([easy, hard]).astype("<u2").tofile(folder / "valid.u16")
-    calib, held_out = ["--tokens", folder / "calib.u16"], folder / "valid.u16"
-    options = [*calib, "--eval-tokens", held_out, "--samples", 4, "--length", 12, "--no-repair", *asked]
-    main([str(arg) for arg in ["prune", folder / "model", *options, "--out", folder / "out"]])
-    said = capsys.readouterr().out
-    row = json.loads((folder / "out" / "result.json").read_text())["rows"]["wanda"]
-    main([str(arg) for arg in ["eval", folder / "out", "--tokens", held_out, "--length", 12, *asked]])
+    options = [*data_of(folder), "--samples", 4, "--length", 12, "--no-repair", *asked]
+    run("prune", folder / "model", *options, "--out", folder / "out")
+    said, row = capsys.readouterr().out, rows_of(folder / "out")["wanda"]
+    run("eval", folder / "out", "--tokens", folder / "valid.u16", "--length", 12, *asked)
     evaluated = capsys.readouterr().out
     assert f"perplexity {row['perplexity']:.3f}, " in evaluated
     assert f"Evaluated on {num} held-out windows" in said and f"on {num} held-out windows" in evaluated
 
 
-@pytest.mark.parametrize("form", ["as written", "sparse", "dense"])
-def test_what_was_written_is_evaluated_to_the_same_figures(form, folder, capsys):
+def test_what_was_written_is_evaluated_to_the_same_figures_in_every_form(folder, capsys):
     out, result = prune(folder, "--score", "magnitude", "--sparsity", "0.6", "--no-repair")
-    if form != "as written":
-        main(["export", str(out), "--out", str(folder / form), "--form", form])
-        out = folder / form
-    capsys.readouterr()
-    main(["eval", *map(str, [out, "--tokens", folder / "valid.u16", "--length", 12, "--eval-windows", 6])])
-    said, row = capsys.readouterr().out, result["rows"]["magnitude"]
-    assert f"perplexity {row['perplexity']:.3f}, " in said and f"; {row['sparsity']:.4%} of" in said
+    row, forms = result["rows"]["magnitude"], {form: folder / form for form in ("sparse", "dense")}
+    for form, path in forms.items():
+        run("export", out, "--out", path, "--form", form)
+    for path in (out, *forms.values()):
+        capsys.readouterr()
+        run("eval", path, "--tokens", folder / "valid.u16", "--length", 12, "--eval-windows", 6)
+        said = capsys.readouterr().out
+        assert f"perplexity {row['perplexity']:.3f}, " in said and f"; {row['sparsity']:.4%} of" in said
 
 
 def test_a_model_without_data_of_its_own_is_told_what_it_needs(folder, capsys):
+    np.full(40, 41, "<u2").tofile(folder / "other.u16")
     tokens = ["--tokens", folder / "valid.u16"]
-    assert "needs --tokens" in refused(capsys, "eval", folder / "model")
-    assert "--data is for runs" in refused(capsys, "eval", folder / "model", *tokens, "--data", "stdlib")
-    assert "give --tokens" in refused(capsys, "eval", folder / "model", "--validation", folder / "valid.u16")
-    assert "--length must be at least 0" in refused(capsys, "eval", folder / "model", *tokens, "--length", -1)
-    assert "fewer than a window" in refused(capsys, "eval", folder / "model", *tokens, "--length", 500)
-    draw = np.full(40, 41, "<u2")
-    draw.tofile(folder / "other.u16")
-    assert "holds token 41" in refused(capsys, "eval", folder / "model", "--tokens", folder / "other.u16")
+    for said, options in {
+        "needs --tokens": [],
+        "--data is for runs": [*tokens, "--data", "stdlib"],
+        "give --tokens": ["--validation", folder / "valid.u16"],
+        "--length must be at least 0": [*tokens, "--length", -1],
+        "fewer than a window": [*tokens, "--length", 500],
+        "holds token 41": ["--tokens", folder / "other.u16"],
+    }.items():
+        assert said in refused(capsys, "eval", folder / "model", *options)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits files as Linux does")
@@ -384,12 +332,10 @@ def test_a_full_disk_is_one_line_and_nothing_is_left(folder, capsys):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (8_000, before[1]))  # of a model of 20 kB
     try:
-        with pytest.raises(SystemExit) as stop:
-            prune(folder, "--no-repair")
+        command = ["prune", folder / "model", *FAST, *data_of(folder), "--no-repair", "--out", folder / "out"]
+        assert "the model cannot be written: " in refused(capsys, *command)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    said = capsys.readouterr().err.strip().splitlines()[-1]
-    assert stop.value.code == 2 and "the model cannot be written: " in said
     assert not [path.name for path in folder.iterdir() if "out" in path.name]
 
 
@@ -408,43 +354,23 @@ def test_a_run_is_pruned_and_evaluated_wherever_it_lies_whatever_it_was_trained_
     (tmp_path / "data.txt").write_bytes(bytes(range(32, 127)) * 40)
     train = "--model gpt2-tiny --context 8 --batch 2 --steps 8 --every 2 --eval-size 3 --warmup 1 --data".split()
     for name, options in {"pruned": [], "run": RECIPES[recipe]}.items():
-        main(["train", *train, str(tmp_path / "data.txt"), "--out", str(tmp_path / "runs" / name), *options])
+        if name == "run" or recipe == "replay":
+            run("train", *train, tmp_path / "data.txt", "--out", tmp_path / "runs" / name, *options)
     shutil.move(tmp_path / "runs" / "run", tmp_path / "moved")
     capsys.readouterr()
     trained = json.loads((tmp_path / "moved" / "result.json").read_text())
-    main(["eval", str(tmp_path / "moved")])
+    run("eval", tmp_path / "moved")
     assert f"loss {trained['loss']:.4f}, " in capsys.readouterr().out
-    asked = "--sparsity 0.75 --samples 4 --allocate moments --scope layer".split()
-    main(["prune", str(tmp_path / "moved"), *asked, "--out", str(tmp_path / "out")])
-    said = capsys.readouterr().out
-    rows = json.loads((tmp_path / "out" / "result.json").read_text())["rows"]
+    command = ["prune", tmp_path / "moved", "--samples", 4, "--out", tmp_path / "out"]
+    assert "leave out --offload" in refused(capsys, *command, "--offload")
+    run(*command, *"--sparsity 0.75 --allocate moments --scope layer".split())
+    said, rows = capsys.readouterr().out, rows_of(tmp_path / "out")
     assert rows["dense"]["perplexity"] == pytest.approx(trained["perplexity"], rel=1e-5)
     assert rows["repaired"]["sparsity"] == pytest.approx(0.75, abs=1e-3) and "Evaluated on 3 of " in said
-    main(["eval", str(tmp_path / "out")])
+    layers = json.loads((tmp_path / "out" / "result.json").read_text())["layers"]
+    assert len({round(layer["sparsity"], 3) for layer in layers}) > 2
+    run("eval", tmp_path / "out")
     assert f"perplexity {rows['repaired']['perplexity']:.3f}" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_a_checkpoint_of_our_own_is_pruned_and_evaluated(tmp_path, capsys):
-    text = tmp_path / "data.txt"
-    text.write_bytes(bytes(range(32, 127)) * 40)
-    train = "--model gpt2-tiny --context 8 --batch 2 --steps 2 --eval-size 2 --warmup 1 --score none".split()
-    main(["train", *train, "--data", str(text), "--out", str(tmp_path / "run")])
-    options = ["--samples", "4", "--eval-windows", "2", "--probe", "block", "--tau", "0.05", "--score", "magnitude"]
-    main(["prune", str(tmp_path / "run"), *options, "--out", str(tmp_path / "out")])
-    result = json.loads((tmp_path / "out" / "result.json").read_text())
-    capsys.readouterr()
-    assert "leave out --offload" in refused(capsys, "prune", tmp_path / "run", "--offload", "--out", tmp_path / "new")
-    options = ["--samples", "4", "--eval-windows", "2", "--allocate", "moments", "--out", tmp_path / "allocated"]
-    main([str(part) for part in ["prune", tmp_path / "run", *options]])
-    allocated = json.loads((tmp_path / "allocated" / "result.json").read_text())
-    assert allocated["rows"]["repaired"]["sparsity"] == pytest.approx(0.5, abs=1e-5)
-    assert len({round(layer["sparsity"], 3) for layer in allocated["layers"]}) > 2
-    capsys.readouterr()
-    main(["eval", str(tmp_path / "out"), "--eval-windows", "2"])
-    said = capsys.readouterr().out
-    probed = result["rows"]["probed"]
-    assert f"perplexity {probed['perplexity']:.3f}" in said and f"{probed['sparsity']:.4%} of" in said
 
 
 MINE = """
@@ -465,27 +391,19 @@ def nothing():
 """
 
 
-def test_a_function_of_a_users_own_gives_model_and_data(tmp_path, monkeypatch, capsys):
+def test_a_function_of_a_users_own_gives_model_and_data_for_other_commands_or_it_is_said(tmp_path, monkeypatch, capsys):
     (tmp_path / "mine.py").write_text(MINE)
     monkeypatch.chdir(tmp_path)
-    main(["prune", "mine:subject", "--probe", "sequential", "--tau", "0.2", "--out", "out"])
-    saved = load_file(tmp_path / "out" / "model.safetensors")
-    rows = json.loads((tmp_path / "out" / "result.json").read_text())["rows"]
+    run(*"prune mine:subject --probe sequential --tau 0.2 --out out".split())
+    said, saved, rows = capsys.readouterr().out, load_file("out/model.safetensors"), rows_of(tmp_path / "out")
     zeros = sum(int((saved[name] == 0).sum()) for name in ("0.weight", "2.weight"))
     assert zeros == round(rows["probed"]["sparsity"] * 56) and set(rows["dense"]) == {"sparsity", "loss"}
-    assert "must return a dict" in refused(capsys, "prune", "mine:nothing", "--out", "new")
-
-
-def test_what_a_function_gave_is_read_by_other_commands_or_it_is_said_at_the_start(tmp_path, monkeypatch, capsys):
-    (tmp_path / "mine_again.py").write_text(MINE)
-    monkeypatch.chdir(tmp_path)
-    main("prune mine_again:subject --no-repair --score magnitude --out out".split())
-    said = capsys.readouterr().out
     assert "prunus eval cannot" in said and said.index("prunus eval cannot") < said.index("what was pruned")
-    main("export out --out small --check".split())
-    found, wanted = load_sparse(tmp_path / "small"), load_file(tmp_path / "out" / "model.safetensors")
-    assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
-    main("doctor out".split())
+    assert "must return a dict" in refused(capsys, "prune", "mine:nothing", "--out", "new")
+    run(*"export out --out small --check".split())
+    found = load_sparse(tmp_path / "small")
+    assert found.keys() == saved.keys() and all(torch.equal(found[name], saved[name]) for name in saved)
+    run("doctor", "out")
     assert "no checkpoint of prunus" in refused(capsys, "eval", "out")
 
 
@@ -505,9 +423,9 @@ def test_a_model_of_transformers_that_a_function_gave_becomes_a_folder_of_its_ow
     pytest.importorskip("transformers")
     (folder / "theirs.py").write_text(THEIRS)
     monkeypatch.chdir(folder)
-    main("prune theirs:subject --no-repair --score magnitude --out out".split())
+    run(*"prune theirs:subject --no-repair --score magnitude --out out".split())
     assert "cannot" not in capsys.readouterr().out
-    main("eval out --tokens valid.u16 --length 12".split())
+    run(*"eval out --tokens valid.u16 --length 12".split())
     assert "50.0000% of" in capsys.readouterr().out
 
 
@@ -516,9 +434,8 @@ def test_zeros_of_a_model_that_is_sparse_already_are_counted_and_said(sparsity, 
     zeroed = "8, 3))\n    for p in (model[0].weight, model[2].weight): p.data.flatten()[::2] = 0"
     (tmp_path / "mine_sparse.py").write_text(MINE.replace("8, 3))", zeroed))
     monkeypatch.chdir(tmp_path)
-    main(f"prune mine_sparse:subject --no-repair --score magnitude --sparsity {sparsity} --out out".split())
-    said, saved = capsys.readouterr().out, load_file(tmp_path / "out" / "model.safetensors")
-    rows = json.loads((tmp_path / "out" / "result.json").read_text())["rows"]
+    run(*f"prune mine_sparse:subject --no-repair --score magnitude --sparsity {sparsity} --out out".split())
+    said, saved, rows = capsys.readouterr().out, load_file("out/model.safetensors"), rows_of(tmp_path / "out")
     assert sum(int((saved[name] == 0).sum()) for name in ("0.weight", "2.weight")) == 56 * reached
     assert rows["dense"]["sparsity"] == 0.5 and rows["magnitude"]["sparsity"] == reached
     assert "50.0000% were zero already" in said and "as it came" in said
@@ -528,12 +445,10 @@ def test_zeros_of_a_model_that_is_sparse_already_are_counted_and_said(sparsity, 
 @pytest.mark.slow
 @pytest.mark.skipif(not DATA, reason="needs PRUNUS_DATA, the folder of real models and tokens")
 def test_a_trained_model_keeps_its_perplexity_at_a_low_sparsity(tmp_path):
-    data = Path(DATA)
-    tokens = data / "tokens/tinystories_calib.tok512.u16", data / "tokens/tinystories_valid.tok512.u16"
+    calib, valid = (Path(DATA) / f"tokens/tinystories_{part}.tok512.u16" for part in ("calib", "valid"))
     options = ["--samples", 8, "--length", 64, "--eval-windows", 40, "--sparsity", 0.2, "--out", tmp_path / "out"]
-    command = ["prune", data / "models/stories260K", "--tokens", tokens[0], "--eval-tokens", tokens[1], *options]
-    main([str(part) for part in command])
-    rows = json.loads((tmp_path / "out" / "result.json").read_text())["rows"]
+    run("prune", Path(DATA) / "models/stories260K", "--tokens", calib, "--eval-tokens", valid, *options)
+    rows = rows_of(tmp_path / "out")
     assert rows["dense"]["perplexity"] < rows["repaired"]["perplexity"] < 1.1 * rows["dense"]["perplexity"]
 
 

@@ -9,28 +9,17 @@ import numpy as np
 import pytest
 import torch
 from covering import quickly
-from families import FAMILIES, assert_equal_models, build, inputs, transformers
+from families import FAMILIES, assert_equal_models, build, inputs
+from test_prune_command import refused, rows_of, run
 
 from prunus import load_model
-from prunus.cli import main
 from prunus.export.huggingface import load_plain_model
 
 METRICS = {
     "llama": "perplexity", "llama classifier": "accuracy", "bert classifier": "accuracy", "bert": "divergence",
-    "t5": "loss", "bart": "loss", "marian": "loss", "vit": "accuracy", "whisper": "loss", "mixtral": "perplexity",
+    "t5": "loss", "vit": "accuracy", "whisper": "loss", "mixtral": "perplexity",
 }  # fmt: skip
-
-
-def command(*args):
-    main([str(arg) for arg in args])
-
-
-def refused(capsys, *args):
-    with pytest.raises(SystemExit) as stop:
-        command(*args)
-    assert stop.value.code == 2
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    return line
+MAGNITUDE = ["--score", "magnitude", "--no-repair"]
 
 
 def save_batches(path, batch, times=3):
@@ -40,34 +29,30 @@ def save_batches(path, batch, times=3):
 
 @pytest.mark.parametrize("name", quickly(METRICS, "t5", "vit", "bert classifier"))
 def test_a_folder_is_pruned_and_written_as_what_it_was(name, tmp_path, capsys):
-    model, batch = build(name), inputs(name)
+    model, batch, out, metric = build(name), inputs(name), tmp_path / "out", METRICS[name]
     model.save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "preprocessor_config.json").write_text("{}")
     data = save_batches(tmp_path / "data.npz", batch)
-    options = "--score magnitude --no-repair --samples 4".split()
-    command("prune", tmp_path / "model", "--batches", data, *options, "--out", tmp_path / "out")
-    result = json.loads((tmp_path / "out" / "result.json").read_text())
-    assert list(result["rows"]["dense"]) == ["sparsity", METRICS[name]]
-    assert all(math.isfinite(row[METRICS[name]]) for row in result["rows"].values())
-    assert result["rows"]["magnitude"]["sparsity"] == pytest.approx(0.5, abs=1e-3)
-    found = type(model).from_pretrained(tmp_path / "out")
-    pruned = {row["name"] for row in result["layers"]}
+    run("prune", tmp_path / "model", "--batches", data, *MAGNITUDE, "--samples", 4, "--out", out)
+    result = json.loads((out / "result.json").read_text())
+    rows, pruned = result["rows"], {row["name"] for row in result["layers"]}
+    assert list(rows["dense"]) == ["sparsity", metric] and all(math.isfinite(row[metric]) for row in rows.values())
+    assert rows["magnitude"]["sparsity"] == pytest.approx(0.5, abs=1e-3)
+    found = type(model).from_pretrained(out)
     for key, parameter in model.named_parameters():
         kept = found.get_parameter(key) != 0
         assert torch.equal(found.get_parameter(key)[kept], parameter[kept])
         assert key in pruned or torch.equal(found.get_parameter(key), parameter)
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == [type(model).__name__]
-    assert (tmp_path / "out" / "preprocessor_config.json").is_file()
-    assert_equal_models(load_plain_model(tmp_path / "out"), found, batch)
+    assert json.loads((out / "config.json").read_text())["architectures"] == [type(model).__name__]
+    assert (out / "preprocessor_config.json").is_file()
+    assert_equal_models(load_plain_model(out), found, batch)
     capsys.readouterr()
-    held_out = save_batches(
-        tmp_path / "held_out.npz", {key: a.repeat_interleave(3, 0)[-1:] for key, a in batch.items()}, 1
-    )
-    more = ["--dense", tmp_path / "model"] if METRICS[name] == "divergence" else []
-    command("eval", tmp_path / "out", "--batches", held_out, *more)
-    said, row = capsys.readouterr().out, result["rows"]["magnitude"]
+    last = {key: array.repeat_interleave(3, 0)[-1:] for key, array in batch.items()}
+    more = ["--dense", tmp_path / "model"] if metric == "divergence" else []
+    run("eval", out, "--batches", save_batches(tmp_path / "held_out.npz", last, 1), *more)
+    said, row = capsys.readouterr().out, rows["magnitude"]
     if FAMILIES[name][2].__name__ in ("classes", "pixels", "text"):  # as it was measured after pruning
-        assert f"{METRICS[name]} {row[METRICS[name]]:.4f}"[:-1] in said
+        assert f"{metric} {row[metric]:.4f}"[:-1] in said
     assert f"{row['sparsity']:.4%} of" in said
 
 
@@ -75,9 +60,9 @@ def test_a_folder_is_pruned_and_written_as_what_it_was(name, tmp_path, capsys):
 def test_models_that_read_tokens_take_token_files(name, tmp_path):
     build(name).save_pretrained(tmp_path / "model")
     np.random.default_rng(0).integers(0, 64, 600).astype("<u2").tofile(tmp_path / "data.u16")
-    options = "--score magnitude --no-repair --samples 4 --length 12".split()
-    command("prune", tmp_path / "model", "--tokens", tmp_path / "data.u16", *options, "--out", tmp_path / "out")
-    rows = json.loads((tmp_path / "out" / "result.json").read_text())["rows"]
+    options = [*MAGNITUDE, "--samples", 4, "--length", 12, "--out", tmp_path / "out"]
+    run("prune", tmp_path / "model", "--tokens", tmp_path / "data.u16", *options)
+    rows = rows_of(tmp_path / "out")
     assert METRICS[name] in rows["dense"] and rows["magnitude"]["sparsity"] == pytest.approx(0.5, abs=1e-3)
 
 
@@ -109,8 +94,7 @@ def archive(**members: bytes) -> bytes:
 
 
 def array() -> bytes:
-    out = io.BytesIO()
-    np.save(out, np.ones((4, 6), int))
+    np.save(out := io.BytesIO(), np.ones((4, 6), int))
     return out.getvalue()
 
 
@@ -137,59 +121,47 @@ def test_batches_that_do_not_fit_are_one_line_and_nothing_is_written(case, tmp_p
         (tmp_path / "data.npz").write_bytes(arrays)
     elif arrays is not None:
         np.savez(tmp_path / "data.npz", **arrays)
-    capsys.readouterr()
-    options = ["--score", "magnitude", "--no-repair", "--samples", "1", "--out", tmp_path / "out"]
+    options = [*MAGNITUDE, "--samples", "1", "--out", tmp_path / "out"]
     assert said in refused(capsys, "prune", tmp_path / "model", "--batches", tmp_path / "data.npz", *options)
     assert not (tmp_path / "out").exists()
 
 
 def test_options_that_do_not_go_together_are_one_line(tmp_path, capsys):
-    build("vit").save_pretrained(tmp_path / "model")
+    model, out = tmp_path / "model", tmp_path / "out"
+    build("vit").save_pretrained(model)
     np.zeros(600, "<u2").tofile(tmp_path / "data.u16")
-    save_batches(tmp_path / "data.npz", inputs("vit"))
-    tokens, arrays = ["--tokens", tmp_path / "data.u16"], ["--batches", tmp_path / "data.npz"]
-    prune, out = ["prune", tmp_path / "model", "--out", tmp_path / "out"], tmp_path / "out"
-    capsys.readouterr()
-    assert "reads pixel_values, not tokens" in refused(capsys, *prune, *tokens, "--length", 8, "--samples", 2)
-    assert "--tokens and --batches" in refused(capsys, *prune, *tokens, *arrays)
-    assert "other samples than --eval-tokens" in refused(capsys, *prune, *arrays, "--eval-tokens", out)
-    assert "give --dense" in refused(capsys, "eval", tmp_path / "model", "--batches", without_labels(tmp_path))
-    assert "--tokens and --batches" in refused(capsys, "eval", tmp_path / "model", *arrays, "--tokens", out)
+    unlabelled = {name: array for name, array in inputs("vit").items() if name != "labels"}
+    tokens, arrays = ["--tokens", tmp_path / "data.u16"], ["--batches", save_batches(tmp_path / "a.npz", inputs("vit"))]
+    prune = ["prune", model, "--out", out]
+    for said, args in {
+        "reads pixel_values, not tokens": [*prune, *tokens, "--length", 8, "--samples", 2],
+        "--tokens and --batches": [*prune, *tokens, *arrays],
+        "other samples than --eval-tokens": [*prune, *arrays, "--eval-tokens", out],
+        "give --dense": ["eval", model, "--batches", save_batches(tmp_path / "b.npz", unlabelled)],
+        "--tokens and": ["eval", model, *arrays, "--tokens", out],
+    }.items():
+        assert said in refused(capsys, *args)
 
 
-def without_labels(folder):
-    arrays = {name: array for name, array in inputs("vit").items() if name != "labels"}
-    return save_batches(folder / "unlabelled.npz", arrays)
-
-
-def test_transformers_is_what_the_table_is_built_from():
-    assert all(hasattr(transformers, kind) for kind, _, _ in FAMILIES.values()) and set(METRICS) <= set(FAMILIES)
-
-
-ALL_COMMANDS = ["bert classifier", "t5", "vit", "whisper", "mixtral", "gemma3"]
-
-
-@pytest.mark.parametrize(
-    "name", [ALL_COMMANDS[0], *(pytest.param(x, marks=pytest.mark.slow) for x in ALL_COMMANDS[1:])]
-)
+@pytest.mark.parametrize("name", quickly(["bert classifier", "t5", "vit", "mixtral", "gemma3"], "bert classifier"))
 def test_a_folder_goes_through_every_command_and_is_read_back_equal_by_plain_transformers(name, tmp_path, capsys):
-    model, batch = build(name), inputs(name)
+    model, batch, out, small = build(name), inputs(name), tmp_path / "out", tmp_path / "small"
     model.save_pretrained(tmp_path / "model")
     data = save_batches(tmp_path / "data.npz", batch, 6)
     more = ["--exclude", "*vision*", "*multi_modal*"] if name == "gemma3" else []
-    command("prune", tmp_path / "model", "--batches", data, "--samples", 16, *more, "--out", tmp_path / "out")
+    run("prune", tmp_path / "model", "--batches", data, "--samples", 16, *more, "--out", out)
     assert "% of all " in capsys.readouterr().out
-    wanted = type(model).from_pretrained(tmp_path / "out")
-    assert_equal_models(load_plain_model(tmp_path / "out"), wanted, batch)
-    command("export", tmp_path / "out", "--out", tmp_path / "small", "--check")
+    wanted = type(model).from_pretrained(out)
+    assert_equal_models(load_plain_model(out), wanted, batch)
+    run("export", out, "--out", small, "--check")
     assert f"loaded as {type(model).__name__}" in capsys.readouterr().out
-    assert_equal_models(load_model(tmp_path / "small"), wanted, batch)
-    command("export", tmp_path / "small", "--out", tmp_path / "back", "--form", "dense")
+    assert_equal_models(load_model(small), wanted, batch)
+    run("export", small, "--out", tmp_path / "back", "--form", "dense")
     assert_equal_models(type(model).from_pretrained(tmp_path / "back"), wanted, batch)
     said = []
-    for folder in ("out", "small"):
-        command("doctor", tmp_path / folder)
+    for folder in (out, small):
+        run("doctor", folder)
         assert "healthy" in capsys.readouterr().out
-        command("eval", tmp_path / folder, "--batches", data)
+        run("eval", folder, "--batches", data)
         said.append(capsys.readouterr().out.partition(": ")[2])
     assert said[0] == said[1]

@@ -16,8 +16,16 @@ class Body(nn.Module):
         self.head = nn.Linear(WIDTH, 3)
         self.build()
 
+    def build(self):
+        self.mid = nn.Linear(WIDTH, WIDTH)
+
     def forward(self, x):
         return self.head(self.between(self.first(x).tanh()).mean(1))
+
+
+class Blocks(Body):
+    def build(self):
+        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
 
 
 class Attention(Body):
@@ -40,17 +48,11 @@ class Encoder(Body):
 
 
 class TimeFirst(Body):
-    def build(self):
-        self.mid = nn.Linear(WIDTH, WIDTH)
-
     def between(self, x):
         return self.mid(x.transpose(0, 1)).relu().transpose(0, 1)
 
 
 class Flat(Body):
-    def build(self):
-        self.mid = nn.Linear(WIDTH, WIDTH)
-
     def between(self, x):
         return self.mid(x.reshape(-1, WIDTH)).relu().view(x.shape)
 
@@ -72,17 +74,11 @@ class Routed(Body):
 class Reversed(Body):
     """The rows of a batch stand in another order inside."""
 
-    def build(self):
-        self.mid = nn.Linear(WIDTH, WIDTH)
-
     def between(self, x):
         return self.mid(x.flip(0)).relu().flip(0)
 
 
 class Twice(Body):
-    def build(self):
-        self.mid = nn.Linear(WIDTH, WIDTH)
-
     def between(self, x):
         return self.mid(self.mid(x).relu()).tanh()
 
@@ -98,9 +94,9 @@ class SharedBlock(Body):
         return x
 
 
-class Tied(Body):
+class Tied(Blocks):
     def build(self):
-        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+        super().build()
         self.blocks[2].weight = self.blocks[0].weight
 
     def between(self, x):
@@ -112,18 +108,12 @@ class Tied(Body):
 class Functional(Body):
     """The weight of a layer that is called is used a second time behind its back."""
 
-    def build(self):
-        self.mid = nn.Linear(WIDTH, WIDTH)
-
     def between(self, x):
         return F.linear(self.mid(x).tanh(), self.mid.weight.t())
 
 
-class FunctionalEarly(Body):
+class FunctionalEarly(Blocks):
     """The weight of the last block is used before the first."""
-
-    def build(self):
-        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
 
     def between(self, x):
         x = F.linear(x, self.blocks[2].weight).tanh()
@@ -133,20 +123,14 @@ class FunctionalEarly(Body):
 
 
 class InPlace(Body):
-    def build(self):
-        self.mid = nn.Linear(WIDTH, WIDTH)
-
     def between(self, x):
         y = self.mid(x)
         y += 1
         return y.tanh_()
 
 
-class Skips(Body):
+class Skips(Blocks):
     """Every block's output is read at the end, so that none may be skipped."""
-
-    def build(self):
-        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
 
     def between(self, x):
         found = []
@@ -187,9 +171,6 @@ class Subclass(Body):
 
 
 class Keyword(Body):
-    def build(self):
-        self.mid = nn.Linear(WIDTH, WIDTH)
-
     def between(self, x):
         return self.mid(input=x).tanh()
 

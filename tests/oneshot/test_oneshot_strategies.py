@@ -1,6 +1,6 @@
 """Strategies: the scores that their formulas say, at the sparsity that was asked for."""
 
-from copy import deepcopy
+from copy import copy, deepcopy
 from pathlib import Path
 
 import pytest
@@ -13,9 +13,7 @@ from torch import nn
 from prunus import Global, NofM, PerLayer, PerRow, Repair, prune
 from prunus.eligible import eligible
 from prunus.oneshot import Probe
-from prunus.oneshot.calibration import Calibration
-from prunus.oneshot.method import Method
-from prunus.oneshot.scoring import Scores, path
+from prunus.oneshot.scoring import path
 
 
 @pytest.mark.parametrize("score", ["magnitude", "wanda", "random"])
@@ -69,30 +67,24 @@ def gradients(case, statistic):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_fisher_is_the_square_of_the_weight_times_the_mean_square_of_sample_gradients(case):
+def test_fisher_and_path_are_those_of_their_formulas(case):
+    """Path adds the gradients before and after the shrink of what magnitude would prune."""
     case = CASES[case]()
-    squares = gradients(case, lambda g: g.square().mean(0))
-    scores = {name: case.model.get_parameter(name).detach() ** 2 * value for name, value in squares.items()}
-    expected = Global()(scores, 0.5)
-    result = prune(case.model, case.batches, 0.5, score="fisher", loss=case.loss, repair=None)
-    assert all(torch.equal(result.masks[name], mask) for name, mask in expected.items())
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_path_adds_the_gradients_before_and_after_the_shrink_of_what_magnitude_would_prune(case):
-    case = CASES[case]()
-    before = gradients(case, lambda g: g.abs().amax(0))
-    shrunk = deepcopy(case)
+    squares, before = gradients(case, lambda g: g.square().mean(0)), gradients(case, lambda g: g.abs().amax(0))
+    shrunk = copy(case)
     shrunk.model = deepcopy(case.model)
-    chosen = prune(deepcopy(case.model), sparsity=0.5).masks
-    with torch.no_grad():
-        for name, mask in chosen.items():
-            shrunk.model.get_parameter(name)[~mask] *= 0.1
+    for name, mask in prune(deepcopy(case.model), sparsity=0.5).masks.items():
+        shrunk.model.get_parameter(name).data[~mask] *= 0.1
     after = gradients(shrunk, lambda g: g.abs().amax(0))
-    scores = {n: path(case.model.get_parameter(n).detach(), before[n], after[n]) for n in before}
-    expected = Global()(scores, 0.5)
-    result = prune(case.model, case.batches, 0.5, score="path", loss=case.loss, repair=None)
-    assert all(torch.equal(result.masks[name], mask) for name, mask in expected.items())
+    weights = {name: case.model.get_parameter(name).detach() for name in before}
+    scores = {
+        "fisher": {name: weight**2 * squares[name] for name, weight in weights.items()},
+        "path": {name: path(weight, before[name], after[name]) for name, weight in weights.items()},
+    }
+    for score, each in scores.items():
+        expected = Global()(each, 0.5)
+        result = prune(deepcopy(case.model), case.batches, 0.5, score=score, loss=case.loss, repair=None)
+        assert all(torch.equal(result.masks[name], mask) for name, mask in expected.items())
 
 
 def test_a_layer_no_sample_reached_is_an_error_for_wanda():
@@ -130,32 +122,12 @@ def test_norms_of_a_model_that_mixes_its_samples_are_those_of_samples_alone(repa
 def test_gradients_too_small_for_half_precision_are_recorded(dtype):
     """A tiny loss leaves gradients that float16 alone would round to nothing."""
     case = mlp(dtype)
-    result = prune(
-        case.model,
-        case.batches,
-        0.5,
-        probe=Probe(0.5),
-        loss=lambda output, target: entropy(output.float(), target) * 3e-8,
-    )
-    dead = sum(layer.num_zero_gradient for layer in result.layers)
-    assert dead < 0.3 * sum(layer.num_candidates for layer in result.layers)
 
+    def loss(output, target):
+        return entropy(output.float(), target) * 3e-8
 
-def test_records_of_a_half_precision_model_are_its_gradients_and_no_multiple_of_them():
-    """The loss is scaled while float16 gradients are computed; what is recorded is not."""
-    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).half()
-    x, y = torch.randn(4, 6).half(), torch.randint(0, 3, (4,))
-    loss = nn.functional.cross_entropy
-    plain = deepcopy(model).float()
-    losses = [loss(plain(x[i : i + 1].float()), y[i : i + 1]) for i in range(4)]
-    each = torch.stack([torch.autograd.grad(one, plain[0].weight)[0] for one in losses])
-    calibration = Calibration(model, [(x, y)])
-    with calibration.open():
-        engine = Scores(calibration, Method(loss=loss)).engine()
-        (largest,) = engine.records(["0.weight"], [{}])
-        (square,) = engine.records(["0.weight"], [{}], "mean square")
-    torch.testing.assert_close(largest["0.weight"], each.abs().amax(0), rtol=0.02, atol=1e-4)
-    torch.testing.assert_close(square["0.weight"], each.square().mean(0), rtol=0.04, atol=1e-5)
+    layers = prune(case.model, case.batches, 0.5, probe=Probe(0.5), loss=loss).layers
+    assert sum(layer.num_zero_gradient for layer in layers) < 0.3 * sum(layer.num_candidates for layer in layers)
 
 
 def test_every_score_that_prune_takes_is_documented():

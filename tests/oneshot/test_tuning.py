@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from covering import quickly
 from probe_checks import assert_same, snapshot, zeros
 from probe_models import cnn, convolutions, llama
 from torch import nn
@@ -40,13 +39,14 @@ def test_tuning_lowers_the_error_of_blocks_on_held_out_samples_or_is_undone(tmp_
     assert counts == [sum(zeros(learned, results[1].masks).values())] * 3
 
 
-@pytest.mark.parametrize("again", quickly([0, 2], 0))  # other ways to the same bits
-@pytest.mark.parametrize("dtype", quickly([torch.float32, torch.bfloat16], torch.float32), ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "again"), [(torch.float32, 0), pytest.param(torch.bfloat16, 2, marks=pytest.mark.slow)]
+)  # and other ways to the same bits
 def test_the_whole_model_learns_the_dense_distribution_or_is_left_alone(dtype, again, tmp_path):
     many = torch.randint(0, 31, (96, 12), generator=torch.Generator().manual_seed(1))  # of fewer not all learn to help
     weights = []
     for offload, state in ((None, None), ("cpu", "state"), (None, "state"))[: 1 + again]:
-        case = llama(dtype)
+        case = llama(dtype, num_layers=2)
         before, embedding = snapshot(case.model), case.model.get_input_embeddings().weight.clone()
         repair = Repair(tune=BlockTuning(epochs=0, whole_epochs=2, whole_lr=2e-3, batch=4))
         state = state and tmp_path / state
@@ -60,7 +60,7 @@ def test_the_whole_model_learns_the_dense_distribution_or_is_left_alone(dtype, a
         assert_same(before, snapshot(case.model))
     for others in weights[1:]:
         assert all(torch.equal(a, b) for a, b in zip(weights[0], others, strict=True))
-    case, plain = llama(dtype), llama(dtype)
+    case, plain = llama(dtype, num_layers=2), llama(dtype, num_layers=2)
     far_too_fast = Repair(tune=BlockTuning(epochs=1, lr=1e3, whole_epochs=1, whole_lr=1e3))
     result = prune(case.model, [TOKENS], 0.6, repair=far_too_fast)
     prune(plain.model, [TOKENS], 0.6)
@@ -98,52 +98,46 @@ def test_segmentation_learns_over_its_classes_and_a_single_logit_as_a_bernoulli(
     assert result.level.tuned_whole.helped and result.level.tuned_whole.loss == loss
 
 
-@pytest.mark.parametrize("limit", [1, 2])
-@pytest.mark.slow
-def test_tuning_takes_smaller_passes_where_memory_runs_out(limit):
-    case, other = llama(torch.float64), llama(torch.float64)
-    forward = case.model.model.forward
+def crowded(model, limit):
+    """Memory that holds the gradients of at most so many samples."""
 
-    def crowded(input_ids, **options):
-        if torch.is_grad_enabled() and len(input_ids) > limit:
+    def check(_, __, options):
+        if torch.is_grad_enabled() and len(options["input_ids"]) > limit:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return forward(input_ids=input_ids, **options)
 
-    case.model.model.forward = crowded
-    repair = Repair(tune=BlockTuning(epochs=1, whole_epochs=1))
-    for model in (case.model, other.model):
-        prune(model, [TOKENS], 0.6, repair=repair)
-    for a, b in zip(case.model.parameters(), other.model.parameters(), strict=True):
+    model.model.register_forward_pre_hook(check, with_kwargs=True)
+    return model
+
+
+@pytest.mark.slow
+def test_tuning_takes_smaller_passes_where_memory_runs_out():
+    models = crowded(llama(num_layers=2).model, 1), llama(num_layers=2).model
+    for model in models:
+        prune(model, [TOKENS], 0.6, repair=Repair(tune=BlockTuning(epochs=1, whole_epochs=1)))
+    for a, b in zip(*(model.parameters() for model in models), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
 
 
 def test_a_model_too_large_to_be_tuned_as_a_whole_is_left_as_repaired():
-    case, other = llama(torch.float64), llama(torch.float64)
-    forward = case.model.model.forward
-
-    def crowded(input_ids, **options):
-        if torch.is_grad_enabled():
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return forward(input_ids=input_ids, **options)
-
-    case.model.model.forward = crowded
+    model, other = crowded(llama(num_layers=2).model, 0), llama(num_layers=2).model
     with pytest.warns(UserWarning, match="too little memory to tune the model as a whole"):
-        result = prune(case.model, [TOKENS], 0.6, repair=Repair(tune=BlockTuning(epochs=0)))
-    prune(other.model, [TOKENS], 0.6)
+        result = prune(model, [TOKENS], 0.6, repair=Repair(tune=BlockTuning(epochs=0)))
+    prune(other, [TOKENS], 0.6)
     assert result.level.tuned_whole is None
-    assert all(torch.equal(a, b) for a, b in zip(case.model.parameters(), other.model.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 
-def test_options_of_tuning_are_checked():
-    for options, message in {
-        "epochs": (-1, "whole number"),
-        "lr": (0.0, "finite number above 0"),
-        "whole_lr": (math.inf, "finite number above 0"),
-        "batch": (0, "at least 1"),
-    }.items():
-        with pytest.raises(ValueError, match=message[1]):
-            BlockTuning(**{options: message[0]})
-    with pytest.raises(ValueError, match="needs targets='dense'"):
-        Repair("own", tune=BlockTuning())
-    with pytest.raises(ValueError, match=r"True, False or BlockTuning"):
-        Repair(tune=8)
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: BlockTuning(epochs=-1), "whole number"),
+        (lambda: BlockTuning(lr=0.0), "finite number above 0"),
+        (lambda: BlockTuning(whole_lr=math.inf), "finite number above 0"),
+        (lambda: BlockTuning(batch=0), "at least 1"),
+        (lambda: Repair("own", tune=BlockTuning()), "needs targets='dense'"),
+        (lambda: Repair(tune=8), r"True, False or BlockTuning"),
+    ],
+)
+def test_options_of_tuning_are_checked(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()
