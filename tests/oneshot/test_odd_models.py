@@ -2,34 +2,13 @@
 
 from copy import deepcopy
 
+import probe_odd as odd
 import pytest
 import torch
 from covering import each_once
 from probe_checks import findings
 from probe_models import Case, entropy, own_loss, pair_loss
-from probe_odd import (
-    MODELS,
-    TIME,
-    WIDTH,
-    Attention,
-    BatchStatistics,
-    Encoder,
-    FaintSkips,
-    Flat,
-    Functional,
-    FunctionalEarly,
-    Keyword,
-    Reversed,
-    Routed,
-    SharedBlock,
-    Skips,
-    Solid,
-    Subclass,
-    Tied,
-    TimeFirst,
-    Twice,
-    Unused,
-)
+from probe_odd import MODELS, TIME, WIDTH
 from probe_reference import probe_reference
 from torch import nn
 
@@ -66,7 +45,7 @@ def test_an_odd_model_is_probed_as_one_sample_at_a_time_would_be(kind, order):
 
 
 def test_what_is_run_alone_is_reduced_with_its_block_in_the_passes_of_the_others():
-    case = case_of(Encoder)
+    case = case_of(odd.Encoder)
     names = [weight.name for weight in eligible(case.model).weights]
     blocks = {}
     for name in names:
@@ -77,24 +56,24 @@ def test_what_is_run_alone_is_reduced_with_its_block_in_the_passes_of_the_others
 
 
 SLOW = {
-    Attention: {"mix.out_proj.weight"},
-    TimeFirst: {"mid.weight"},
-    Flat: {"mid.weight"},
-    Routed: {f"experts.{i}.weight" for i in range(3)},
-    Reversed: {"mid.weight"},
-    Twice: set(),
-    Tied: set(),
-    Functional: {"mid.weight"},
-    FunctionalEarly: {"blocks.2.weight"},
-    Skips: set(),
-    BatchStatistics: {"first.weight", "mid.weight", "head.weight"},
-    Subclass: {"mid.weight"},
-    Keyword: set(),
-    Unused: {"spare.weight"},
-    Solid: {"up.weight", "cube.weight"},
+    odd.Attention: {"mix.out_proj.weight"},
+    odd.TimeFirst: {"mid.weight"},
+    odd.Flat: {"mid.weight"},
+    odd.Routed: {f"experts.{i}.weight" for i in range(3)},
+    odd.Reversed: {"mid.weight"},
+    odd.Twice: set(),
+    odd.Tied: set(),
+    odd.Functional: {"mid.weight"},
+    odd.FunctionalEarly: {"blocks.2.weight"},
+    odd.Skips: set(),
+    odd.BatchStatistics: {"first.weight", "mid.weight", "head.weight"},
+    odd.Subclass: {"mid.weight"},
+    odd.Keyword: set(),
+    odd.Unused: {"spare.weight"},
+    odd.Solid: {"up.weight", "cube.weight"},
 }
-CHAINED = dict.fromkeys([FunctionalEarly, Encoder, Tied], True)
-CHAINED |= dict.fromkeys([Skips, FaintSkips, SharedBlock, Routed], False)
+CHAINED = dict.fromkeys([odd.FunctionalEarly, odd.Encoder, odd.Tied], True)
+CHAINED |= dict.fromkeys([odd.Skips, odd.FaintSkips, odd.SharedBlock, odd.Routed], False)
 
 
 @pytest.mark.parametrize("kind", {**SLOW, **CHAINED})
@@ -136,12 +115,14 @@ def test_a_classifier_of_hugging_face_is_probed_by_its_own_loss(num_labels):
     assert_as_reference(case, "sequential", tau=0.0005)
 
 
-class Centred(nn.Module):
-    """What its second layer reads depends on the company of a sample: alone there is nothing left to read."""
-
+class Two(nn.Module):
     def __init__(self):
         super().__init__()
         self.a, self.b = nn.Linear(4, 5), nn.Linear(5, 3)
+
+
+class Centred(Two):
+    """What its second layer reads depends on the company of a sample: alone there is nothing left to read."""
 
     def forward(self, x):
         hidden = self.a(x)
@@ -157,12 +138,8 @@ def test_norms_are_read_one_by_one_where_samples_change_each_other():
     torch.testing.assert_close(norms["a.weight"], batch[0].norm(dim=0))
 
 
-class Overwritten(nn.Module):
+class Overwritten(Two):
     """A layer's input is changed after the layer has read it: the gradient of its weight can no longer be had."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 5), nn.Linear(5, 3)
 
     def forward(self, x):
         hidden = self.a(x)

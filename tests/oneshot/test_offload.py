@@ -8,7 +8,7 @@ from copy import deepcopy
 import pytest
 import torch
 from covering import each_once
-from probe_checks import assert_same, snapshot
+from probe_checks import assert_same, assert_same_masks, snapshot
 from probe_models import CASES, cnn, entropy, llama, mlp
 from probe_odd import Attention, Encoder, Functional, SharedBlock, Tied
 from test_odd_models import case_of
@@ -24,28 +24,14 @@ SCHEDULES = ["joint", "sequential", "block"]
 
 
 @pytest.fixture
-def watched(monkeypatch):
-    """Units on the device at each load, and how often homes were poisoned while their copies were in use."""
-    seen, load = [], Offload._load
-
-    def watching(self, unit, *args):
-        load(self, unit, *args)
-        owners = {self._owners[tensor] for tensor in self._homes}
-        assert len(owners) <= 1
-        seen.append(len(owners))
-
-    monkeypatch.setattr(Offload, "_load", watching)
-    return seen
-
-
-@pytest.fixture
-def poisoned(monkeypatch):
-    """While a unit is on the device, its home holds NaN: whoever reads the home shows it."""
-    load, unload = Offload._load, Offload.unload
+def watch(monkeypatch):
+    """From its call on the home of a unit that is on the device holds NaN; returns how many are there at each load."""
+    load, unload, seen = Offload._load, Offload.unload, []
 
     def loading(self, unit, *args):
         load(self, unit, *args)
-        self.saved = {t: home.clone() for t, home in self._homes.items()}
+        seen.append(len({self._owners[tensor] for tensor in self._homes}))
+        self.saved = {tensor: home.clone() for tensor, home in self._homes.items()}
         for home in self._homes.values():
             if home.is_floating_point():
                 home.fill_(torch.nan)
@@ -55,11 +41,12 @@ def poisoned(monkeypatch):
             home.copy_(self.saved[tensor])
         unload(self)
 
-    def poison():
+    def start():
         monkeypatch.setattr(Offload, "_load", loading)
         monkeypatch.setattr(Offload, "unload", unloading)
+        return seen
 
-    return poison
+    return start
 
 
 @pytest.fixture
@@ -76,16 +63,15 @@ def opened(monkeypatch):
 
 
 @pytest.mark.parametrize(("case", "schedule"), each_once(CASES, SCHEDULES, one_of=2))
-def test_masks_are_those_of_a_model_that_is_there_whole(case, schedule, watched, poisoned):
+def test_masks_are_those_of_a_model_that_is_there_whole(case, schedule, watch):
     case = CASES[case](torch.float32)
     dense, before = deepcopy(case.model), snapshot(case.model)
     options = {"score": "wanda", "probe": Probe(0.02, schedule=schedule), "loss": case.loss}
-    expected = prune(dense, case.batches, 0.5, **options)
-    poisoned()
+    expected, seen = prune(dense, case.batches, 0.5, **options), watch()
     result = prune(case.model, case.batches, 0.5, **options, offload="cpu")
-    assert all(torch.equal(result.masks[name], mask) for name, mask in expected.masks.items())
+    assert_same_masks(expected, result)
     assert all(torch.equal(a, b) for a, b in zip(case.model.parameters(), dense.parameters(), strict=True))
-    assert max(watched) == 1
+    assert max(seen) == 1
     result.undo_()
     assert_same(before, snapshot(case.model))
 
@@ -104,7 +90,7 @@ def test_models_that_use_their_weights_in_odd_ways_too(kind, score):
             prune(case.model, case.batches, 0.5, **options, offload="cpu")
         return
     result = prune(case.model, case.batches, 0.5, **options, offload="cpu")
-    assert all(torch.equal(result.masks[name], mask) for name, mask in expected.masks.items())
+    assert_same_masks(expected, result)
 
 
 def test_an_output_projection_outside_the_blocks_is_on_the_device_when_attention_multiplies_by_it():

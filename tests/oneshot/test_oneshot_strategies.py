@@ -1,30 +1,35 @@
-"""Strategies: the scores that their formulas say, at the sparsity that was asked for."""
+"""Strategies: the scores that their formulas say, at the sparsity that was asked for; zeros that are there go first."""
 
 from copy import copy, deepcopy
 from pathlib import Path
 
 import pytest
 import torch
+from covering import each_once
 from probe_checks import assert_same, snapshot
 from probe_models import CASES, entropy, llama, mlp
 from probe_reference import split
+from repair_reference import rows_of
 from torch import nn
 
-from prunus import Global, NofM, PerLayer, PerRow, Repair, prune
+from prunus import Global, NofM, PerLayer, PerRow, Repair, prune, search
 from prunus.eligible import eligible
-from prunus.oneshot import Probe
+from prunus.oneshot import Levels, Limit, Probe
 from prunus.oneshot.scoring import path
 
 
-@pytest.mark.parametrize("score", ["magnitude", "wanda", "random"])
-@pytest.mark.parametrize("select", [Global(), PerLayer(), PerRow(), PerLayer("erk"), NofM(2, 4)], ids=str)
+@pytest.mark.parametrize(
+    ("score", "select"),
+    each_once(
+        ["magnitude", "wanda", "random"], [Global(), PerLayer(), PerRow(), PerLayer("erk"), NofM(2, 4)], one_of=2
+    ),
+    ids=str,
+)
 def test_a_strategy_alone_reaches_the_sparsity_exactly(score, select):
-    case = llama(torch.float32)
+    case = llama(torch.float32, num_layers=2)
     result = prune(case.model, case.batches, 0.5, score=score, select=select, repair=None)
-    total = sum(layer.num_weights for layer in result.layers)
-    assert result.num_pruned == round(0.5 * total) and result.sparsity == 0.5
-    zeros = sum(int((case.model.get_parameter(name) == 0).sum()) for name in result.masks)
-    assert zeros == result.num_pruned
+    assert result.num_pruned == round(0.5 * result.num_weights) and result.sparsity == 0.5
+    assert result.num_pruned == zeros_of(result.level.weights)
 
 
 def test_magnitude_without_a_probe_reads_no_sample_and_needs_no_loss():
@@ -38,20 +43,13 @@ def test_magnitude_without_a_probe_reads_no_sample_and_needs_no_loss():
 
 
 def test_wanda_is_by_rows_unless_said_and_leaves_out_what_is_masked():
-    case = llama(torch.float32)
-    inputs = []
-    layer = case.model.model.layers[1].mlp.down_proj
-    handle = layer.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
-    case.model.eval()
+    case, name = llama(torch.float32), "model.layers.1.mlp.down_proj.weight"
     with torch.no_grad():
-        for batch in case.batches:
-            case.model(**batch)
-    handle.remove()
+        inputs = rows_of(case.model.eval(), name, case.batches)
     admitted = torch.cat([x[batch["attention_mask"].bool()] for x, batch in zip(inputs, case.batches, strict=True)])
-    scores = layer.weight.detach().abs() * admitted.norm(dim=0)
-    expected = PerRow()({"w": scores}, 0.5)["w"]
+    scores = case.model.get_parameter(name).detach().abs() * admitted.norm(dim=0)
     result = prune(case.model, case.batches, 0.5, score="wanda", repair=None)
-    assert torch.equal(result.masks["model.layers.1.mlp.down_proj.weight"], expected)
+    assert torch.equal(result.masks[name], PerRow()({"w": scores}, 0.5)["w"])
 
 
 def gradients(case, statistic):
@@ -136,3 +134,69 @@ def test_every_score_that_prune_takes_is_documented():
         prune(nn.Linear(4, 4), score="bitter7")
     for name in ("magnitude", "wanda", "fisher", "path", "random"):
         assert f"``{name}``" in prune.__doc__ and f'`"{name}"`' in page
+
+
+def sparse_mlp(sparsity, dtype):
+    """Weights of which some are zero, spread unevenly over the rows, and inputs of which two are never on."""
+    case = mlp(dtype)
+    with torch.no_grad():
+        for weight in (p for p in case.model.parameters() if p.ndim > 1):
+            score = weight.abs() * torch.linspace(0.2, 2, len(weight)).to(dtype).unsqueeze(1)
+            weight[score <= score.flatten().kthvalue(round(sparsity * weight.numel())).values] = 0.0
+    for batch in case.batches:
+        batch[0][:, :2] = 0.0
+    return case
+
+
+def zeros_of(weights):
+    return sum(int((weight.parameter == 0).sum()) for weight in weights.values())
+
+
+@pytest.mark.parametrize(
+    ("score", "select", "probe"),
+    each_once(
+        ["magnitude", "wanda", "random"],
+        [Global(), PerLayer(), PerRow()],
+        [None, Probe(0.05), Probe("target", schedule="joint")],
+        one_of=2,
+    ),
+    ids=str,
+)
+def test_the_sparsity_is_that_of_zeros_in_a_model_that_had_some(score, select, probe):
+    case = sparse_mlp(0.5, torch.float32)
+    before = snapshot(case.model)
+    result = prune(case.model, case.batches, 0.3, score=score, select=select, probe=probe, loss=case.loss, repair=None)
+    assert result.num_pruned == zeros_of(result.level.weights)
+    assert result.num_pruned == sum(int((~mask).sum()) for mask in result.masks.values())
+    assert 0.49 < result.sparsity_before < 0.51
+    result.undo_()
+    assert_same(before, snapshot(case.model))
+
+
+@pytest.mark.parametrize("score", ["magnitude", "wanda", "fisher", "random"])
+def test_what_is_zero_already_is_removed_first(score):
+    """Unused inputs give wanda's zeros their equals, which must not go in their place."""
+    case = sparse_mlp(0.5, torch.float32)
+    result = prune(case.model, case.batches, 0.7, score=score, select=Global(), loss=case.loss, repair=None)
+    assert zeros_of(result.level.weights) == round(0.7 * result.num_weights)
+
+
+def test_rows_lose_what_they_are_asked_unless_they_had_lost_more():
+    case = sparse_mlp(0.5, torch.float32)
+    weights = [p for p in case.model.parameters() if p.ndim > 1]
+    had = [(weight == 0).sum(1) for weight in weights]
+    prune(case.model, case.batches, 0.7, score="wanda", select=PerRow(), repair=None)
+    for weight, num in zip(weights, had, strict=True):
+        assert torch.equal((weight == 0).sum(1), num.clamp(min=round(0.7 * weight.shape[1])))
+
+
+@pytest.mark.parametrize("relative, reached", [(0.0, 0.5), (1e9, 0.7)], ids=["no level", "one level"])
+def test_a_search_counts_zeros_too(relative, reached):
+    case, values = sparse_mlp(0.5, torch.float32), iter([1.0, 2.0])
+    limit = Limit(relative=relative, better="lower")
+    found = search(case.model, case.batches, lambda _: next(values), limit, steps=Levels(0.7, 0.3), repair=None)
+    weights = [p for p in case.model.parameters() if p.ndim > 1]
+    num_zeros = sum(int((p == 0).sum()) for p in weights)
+    assert found.sparsity == pytest.approx(num_zeros / sum(p.numel() for p in weights))
+    assert found.sparsity == pytest.approx(reached, abs=0.01)
+    assert num_zeros == sum(int((~mask).sum()) for mask in found.masks.values())
