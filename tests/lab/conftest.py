@@ -56,7 +56,7 @@ def unbroken(letters, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory) -> str:
-    """A file of text that a run of ``profile_runs`` reads."""
+    """A file of text that a small run reads."""
     path = tmp_path_factory.mktemp("data") / "text.txt"
     path.write_text("the quick brown fox jumps over the lazy dog\n" * 400)
     return str(path)
