@@ -14,6 +14,7 @@ from ..files.atomic import write_atomically
 from ..files.json_file import read_json, to_json
 from ..files.regular import check_regular
 from .run import Run, read_run, run_of
+from .schema import Spec, check
 
 SLIM = "runs.jsonl"
 SLIM_FILES = ("run.json", "cell.json", "result.json", "failed.json")
@@ -42,6 +43,12 @@ class RunFiles:
         values = self.line.get(file)
         if not isinstance(values, dict):
             raise ValueError(f"{self.path / file} should hold an object, but holds a {type(values).__name__}")
+        return values
+
+    def load_checked(self, file: str, spec: Spec) -> dict[str, Any]:
+        """The object in a file, with the fields that ``spec`` says."""
+        values = self.load(file)
+        check(values, spec, f"{self.path / file}: ", "it")
         return values
 
     def run(self) -> Run:

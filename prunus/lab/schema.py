@@ -1,12 +1,9 @@
 """What the fields of a folder's files may hold. They are checked once, where they are read."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-from ..files.json_file import is_deep
 
 LARGEST = 1e100  # beyond it sums and products of a report would overflow
 EXACT = 2**53
@@ -22,7 +19,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Maybe:
-    """null, or what ``of`` says."""
+    """Missing, null, or what ``of`` says."""
 
     of: Any
 
@@ -53,30 +50,24 @@ SHARE = Kind("a number from 0 to 1", lambda value: is_number(value) and 0 <= val
 
 # losses and qualities are missing on purpose: a run that diverged has any number there, and charts show a gap
 Spec = Kind | Maybe | Named | list[Any] | dict[str, Any]
-CONFIG: Spec = dict.fromkeys(("batch", "accumulate", "context", "steps", "eval_size"), COUNT) | {
-    "sparsity": SHARE,
-    "budget_scale": AMOUNT,
-    "seed": WHOLE,
-}
-RUN: Spec = {"run": CONFIG}
 LINE: Spec = {"sparsity": Maybe(SHARE), "zeros": Maybe([COUNT]), "layers": Maybe(Named(COUNT))}
-RESULT: Spec = {
-    "seconds": Maybe(AMOUNT),
-    "peak_memory": Maybe(AMOUNT),
-    "sparsity": Maybe(SHARE),
-    "num_parameters": Maybe(COUNT),
-}
+RESULT: Spec = {"seconds": AMOUNT, "peak_memory": AMOUNT, "sparsity": SHARE, "num_parameters": COUNT}
 FAILED: Spec = {"message": TEXT}
-CELL: Spec = {"arm": TEXT, "machine": TEXT, "overlap_with": TEXT, "data": Named(TEXT)} | {
+CELL: Spec = {
+    "arm": TEXT,
+    "cold": FLAG,
+    "machine": Maybe(TEXT),
+    "data": Maybe(Named(TEXT)),
     "peak_mib": Maybe(AMOUNT),
     "wall_seconds": Maybe(AMOUNT),
-    "examples": COUNT,
-    "cold": FLAG,
-    "at_once": COUNT,
+    "examples": Maybe(COUNT),
+    "at_once": Maybe(COUNT),
     "overlap": Maybe(SHARE),
+    "overlap_with": Maybe(TEXT),
 }
 STUDY: Spec = {
-    "base": CONFIG,
+    "hash": TEXT,
+    "base": {},
     "data": Named(TEXT),
     "arms": [{"name": TEXT, "changes": {}, "against": TEXT, "cells": [[ANY]]}],
 }
@@ -87,7 +78,7 @@ _ROW: Spec = {name: Maybe(TEXT) for name in ("against", "verdict", "dense", "sam
     "difference": Maybe({}),
     "cost": Maybe({}),
     "budget_scale": AMOUNT,
-    "against_budget": AMOUNT,
+    "against_budget": Maybe(AMOUNT),
     "beside": Maybe([TEXT]),
 }
 _PROBLEM: Spec = {"arm": TEXT, "sparsity": SHARE, "seed": WHOLE, "message": TEXT}
@@ -100,23 +91,8 @@ STUDY_RESULT: Spec = {
 }
 
 
-def read_checked(path: Path, spec: Spec, line: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The object in a file, or in a slim run's ``line`` under the file's name, with the fields that ``spec`` says.
-
-    ValueError where it is no object, or where a field holds something else.
-    """
-    try:
-        value: Any = json.loads(path.read_text()) if line is None else line.get(path.name)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
-    if is_deep(value):
-        raise ValueError(f"{path} is nested too deep")
-    check(value, spec, f"{path}: ", "it")
-    return value
-
-
 def check(value: Any, spec: Spec, where: str, name: str) -> None:
-    """ValueError if ``value`` is not what ``spec`` says; missing and unknown fields are allowed."""
+    """ValueError if ``value`` is not what ``spec`` says; unknown fields are allowed."""
     if isinstance(spec, Maybe):
         return None if value is None else check(value, spec.of, where, name)
     is_list = isinstance(spec, list)
@@ -133,7 +109,7 @@ def check(value: Any, spec: Spec, where: str, name: str) -> None:
     elif isinstance(spec, Named):
         inner = dict.fromkeys(value, spec.of)
     elif isinstance(spec, dict):
-        inner = {key: spec[key] for key in spec if key in value}
+        inner, value = spec, dict.fromkeys(spec) | value
     for key, one in inner.items():
         check(value[key], one, where, f"{name}[{key}]" if is_list else str(key) if name == "it" else f"{name}.{key}")
     return None

@@ -92,17 +92,17 @@ def hostile_study(folder: Path) -> Path:
     """A study in which every text that can be chosen is markup."""
     make_study(folder, ARMS, (0.8,), seeds=2)
     cell = folder / "runs" / "bitter3-0.8-s0" / "cell.json"
-    cell.write_text(json.dumps({"arm": HOSTILE, "sparsity": 0.8, "seed": 0}))
+    cell.write_text(json.dumps({"arm": HOSTILE, "sparsity": 0.8, "seed": 0, "cold": False}))
     path = folder / "runs" / "dense-0-s0" / "run.json"
     run = json.loads(path.read_text())
     run["environment"] |= {"machine": HOSTILE, HOSTILE: HOSTILE}
-    run["run"] |= {"model": f"gpt{HOSTILE}", "data": HOSTILE}
+    run["run"] |= {"data": HOSTILE}
     path.write_text(json.dumps(run))
     metrics = folder / "runs" / "magnitude-0.8-s0" / "metrics.jsonl"
     metrics.write_text(metrics.read_text().replace("blocks.0.mlp.up", HOSTILE))
     result = json.loads((folder / "study_result.json").read_text())
     result["rows"][-1] |= {"arm": HOSTILE, "verdict": HOSTILE, "same_as": HOSTILE}
-    result["failed"] = [{"arm": HOSTILE, "message": HOSTILE}]
+    result["failed"] = [{"arm": HOSTILE, "sparsity": 0.8, "seed": 0, "message": HOSTILE}]
     (folder / "study_result.json").write_text(json.dumps(result))
     study = json.loads((folder / "study.json").read_text()) | {"hash": HOSTILE}
     (folder / "study.json").write_text(json.dumps(study))

@@ -128,7 +128,8 @@ def test_names_and_failures_of_runs(says, tmp_path):
     says("report", run)
     study = make_study(tmp_path / "study", ["dense", "magnitude", f"b{EVIL}".replace("/", "")], (0.5,), 2)
     result = json.loads((study / "study_result.json").read_text())
-    (study / "study_result.json").write_text(json.dumps(result | {"failed": [{"name": EVIL, "message": EVIL}]}))
+    failed = {"arm": EVIL, "sparsity": 0.5, "seed": 0, "message": EVIL}
+    (study / "study_result.json").write_text(json.dumps(result | {"failed": [failed]}))
     says("report", study)
     described = json.loads((run / "run.json").read_text())
     (run / "run.json").write_text(json.dumps(described | {"run": {"steps": EVIL}}))

@@ -78,7 +78,7 @@ def test_a_line_begins_at_dense_of_its_own_recipe_or_nowhere(tmp_path):
     fast = {"dense": "dense fast", "against": "magnitude & more"}
     folder = changed(tmp_path / "study", bitter7=fast, bitter3={"dense": None})
     means = {(row["arm"], row["sparsity"]): row["mean"] for row in rows_of(folder)}
-    dense = {"arm": "dense fast", "sparsity": 0.0, "values": [40.0], "mean": 40.0}
+    dense = {"arm": "dense fast", "sparsity": 0.0, "values": [40.0], "mean": 40.0, "budget_scale": 1.0}
     edit(folder / "study_result.json", rows=[*rows_of(folder), dense])
     traces = next(f["data"] for f in figures_of(folder) if any(t.get("name") == "dense fast" for t in f["data"]))
     lines = {trace["name"]: trace["y"] for trace in traces}

@@ -19,7 +19,6 @@ DAMAGES = {
     "diverged": (lambda f: (f / "metrics.jsonl").open("a").write('{"step": 201, "loss": NaN}\n'), "it diverged"),
     "words": (lambda f: (f / "metrics.jsonl").open("a").write('{"step": 201, "loss": "x"}\n'), "not finite"),
     "no environment": (lambda f: edit(f / "run.json", environment=None), ""),
-    "little result": (lambda f: (f / "result.json").write_text("{}"), ""),
 }
 
 
@@ -89,10 +88,10 @@ def test_a_run_json_that_contradicts_what_was_counted_is_refused_by_its_field(fi
     ("content", "said"),
     [
         (None, "neither a run"),
-        ("[1]", "run.json: it should be an object, but is [1]"),
-        ("{}", "does not describe a run"),
+        ("[1]", "run.json should hold a JSON object, but holds a list"),
+        ("{}", "describes no run"),
         ("{", "not JSON"),
-        ('{"run": {"batch": "x"}}', 'run.json: run.batch should be a whole number from 0 on, but is "x"'),
+        ('{"run": {"batch": "x"}}', "run.json cannot be read: the run lacks the field"),
     ],
 )
 def test_a_folder_without_a_run_is_one_line_and_nothing_is_written(content, said, tmp_path, capsys):

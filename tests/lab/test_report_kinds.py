@@ -8,16 +8,20 @@ from report_folders import make_run, make_study
 from prunus.cli import main
 from prunus.lab.schema import AMOUNT, ANY, COUNT, SHARE, TEXT, Maybe, Named, check
 
+ROW = {"arm": "a", "sparsity": 0.5, "values": [], "budget_scale": 1.0}
+
 
 @pytest.mark.parametrize(
     ("file", "old", "new", "said"),
     [
         ("result.json", '"seconds": 21.0', '"seconds": "x"', 'seconds should be a number from 0 on, but is "x"'),
-        ("result.json", '"seconds": 21.0', '"seconds": NaN', "seconds should be a number from 0 on, but is NaN"),
+        ("result.json", '"seconds": 21.0', '"seconds": NaN', "seconds should be a number from 0 on, but is null"),
         ("metrics.jsonl", '"zeros": [', '"zeros": [null, ', "zeros[0] should be a whole number from 0 on, but is null"),
         ("metrics.jsonl", '"zeros": [', '"zeros": 5, "x": [', "zeros should be a list, but is 5"),
         ("metrics.jsonl", "4096", "3", "at step 20 a layer has more zeros than weights"),
-        ("run.json", '"steps": 200', '"steps": null', "run.steps should be a whole number from 0 on, but is null"),
+        ("result.json", '"seconds": 21.0, ', "", "seconds should be a number from 0 on, but is null"),
+        ("run.json", '"steps": 200', '"steps": null', "the run: steps cannot be None; it takes int"),
+        ("run.json", '"steps": 200, ', "", "the run lacks the field 'steps'"),
         ("run.json", "{", "[" * 100_000 + "{", "is not JSON"),
     ],
 )
@@ -35,8 +39,9 @@ def test_what_is_wrong_in_a_run_is_said_with_its_file(file, old, new, said, tmp_
     [
         ("study.json", {"arms": None}, "arms should be a list, but is null"),
         ("study.json", {"base": 5}, "base should be an object, but is 5"),
-        ("study_result.json", {"rows": [{"arm": "a", "beside": 5}]}, "rows[0].beside should be a list, but is 5"),
-        ("study_result.json", {"rows": [{"arm": 1}]}, "rows[0].arm should be text, but is 1"),
+        ("study.json", {"base": {}}, "base: the run lacks the field"),
+        ("study_result.json", {"rows": [ROW | {"beside": 5}]}, "rows[0].beside should be a list, but is 5"),
+        ("study_result.json", {"rows": [ROW | {"arm": 1}]}, "rows[0].arm should be text, but is 1"),
     ],
 )
 def test_what_is_wrong_in_a_study_is_said_with_its_file(file, changes, said, tmp_path, capsys):
@@ -52,7 +57,7 @@ def test_a_folder_with_no_run_that_can_be_read_says_why(tmp_path, capsys):
     (make_run(tmp_path / "runs" / "a") / "result.json").write_text("[1]")
     with pytest.raises(SystemExit):
         main(["report", str(tmp_path / "runs")])
-    assert "result.json: it should be an object, but is [1]" in capsys.readouterr().err
+    assert "result.json should hold a JSON object, but holds a list" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -64,7 +69,11 @@ def test_a_folder_with_no_run_that_can_be_read_says_why(tmp_path, capsys):
         (Maybe(TEXT), [None, ""], [5]),
         ([COUNT], [[], [1]], [{}, None, [1, None]]),
         (Named(COUNT), [{}, {"a": 1}], [[], {"a": "x"}]),
-        ({"a": [{"b": TEXT}]}, [{}, {"c": 1}, {"a": [{}]}], [{"a": None}, {"a": [1]}, {"a": [{"b": 1}]}]),
+        (
+            {"a": [{"b": TEXT}]},
+            [{"a": []}, {"a": [{"b": ""}], "c": 1}],
+            [{}, {"a": None}, {"a": [1]}, {"a": [{"b": 1}]}],
+        ),
         (ANY, [None, 1], []),
     ],
 )

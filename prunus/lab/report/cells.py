@@ -7,8 +7,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from ...files.json_file import read_json
+from ..run import Run
 from ..run_files import SLIM, RunFiles, slim_runs
-from ..schema import CELL, STUDY, STUDY_RESULT, read_checked
+from ..schema import CELL, STUDY, STUDY_RESULT, Spec, check
 from ..study.arms import slug
 from ..study.intervals import deviation
 from ..study.tables import mixed_with
@@ -68,8 +70,12 @@ class Source:
         """The first run, or what a study says of all of them where its runs are not at hand."""
         if self.cells:
             return self.cells[0].record
-        environment = self.study.get("environment")
-        return RunRecord(self.title, self.study["base"], environment if isinstance(environment, dict) else {}, [])
+        return RunRecord(self.title, self.base, {}, [])
+
+    @cached_property
+    def base(self) -> Run:
+        """What all runs share: as the study says, or that of the first run."""
+        return Run.from_json(self.study["base"]) if self.study else self.record.run
 
     @property
     def is_comparison(self) -> bool:
@@ -91,7 +97,7 @@ class Source:
     def budget(self) -> float:
         """The study's own, or that of most rows; only arms with this budget can be the best."""
         if self.study:
-            return number(self.study["base"].get("budget_scale")) or 1.0
+            return self.base.budget_scale
         return statistics.mode([row.budget for row in self.rows] or [1.0])
 
     def runs(self, arm: str, sparsity: float) -> list[RunRecord]:
@@ -130,7 +136,7 @@ def _read_cells(folder: Path, slim: Iterable[RunFiles] = ()) -> tuple[list[RunCe
     for _, run in sorted(runs.items()):
         try:
             record = read_record(run)
-            more = read_checked(run.path / "cell.json", CELL, run.line) if run.has("cell.json") else {}
+            more = run.load_checked("cell.json", CELL) if run.has("cell.json") else {}
         except ValueError as error:
             notes.append(f"{run.name} is left out: {error}.")
             continue
@@ -145,19 +151,17 @@ def _read_cells(folder: Path, slim: Iterable[RunFiles] = ()) -> tuple[list[RunCe
 
 def _cell(record: RunRecord, more: Json) -> RunCell:
     """The cell that a run says it is; without ``cell.json`` its arm is its folder's name without the seed."""
-    config = record.config
-    seed = config.get("seed", 0)
-    sparsity = 0.0 if config.get("score") == "none" else number(config.get("sparsity")) or 0.0
-    name = record.name.removesuffix(f"-s{seed}").removesuffix(f"-{sparsity:.12g}")
-    return RunCell(str(more.get("arm", name)), sparsity, seed if isinstance(seed, int) else 0, record, more)
+    run = record.run
+    sparsity = 0.0 if run.score == "none" else run.sparsity
+    name = record.name.removesuffix(f"-s{run.seed}").removesuffix(f"-{sparsity:.12g}")
+    return RunCell(more.get("arm", name), sparsity, run.seed, record, more)
 
 
 def rows_of(cells: Sequence[RunCell]) -> list[ArmRow]:
     """Mean and spread by arm and sparsity from the results of runs that ended; only a study gives verdicts."""
     grouped: dict[tuple[str, float, float], list[float]] = {}
     for cell in cells:
-        budget = number(cell.record.config.get("budget_scale")) or 1.0
-        values = grouped.setdefault((cell.arm, cell.sparsity, budget), [])
+        values = grouped.setdefault((cell.arm, cell.sparsity, cell.record.run.budget_scale), [])
         if cell.record.quality is not None:
             values.append(cell.record.quality)
     return [
@@ -172,18 +176,27 @@ def mean_of(values: Sequence[Any]) -> float | None:
     return statistics.fmean(numbers) if numbers else None
 
 
+def read_checked(path: Path, spec: Spec) -> Json:
+    """The object in a file of a study; ValueError where it is not what ``spec`` says."""
+    values = read_json(path)
+    check(values, spec, f"{path}: ", "it")
+    return values
+
+
 def _read_study(folder: Path) -> Source:
     """The study in ``folder``, however far it is; a part that is missing is noted."""
     study = read_checked(folder / "study.json", STUDY)
-    if "base" not in study:
-        raise ValueError(f"{folder / 'study.json'} does not describe a study: expected an object with the field 'base'")
+    try:
+        Run.from_json(study["base"])
+    except ValueError as error:
+        raise ValueError(f"{folder / 'study.json'}: base: {error}") from error
     cells, notes = _read_cells(folder / "runs", slim_runs(folder))
     if not (folder / "runs").is_dir() and not (folder / SLIM).is_file():
         notes = ["The folder holds no runs, so there are no curves."]
     path = folder / "study_result.json"
     result = read_checked(path, STUDY_RESULT) if path.is_file() else {}
     if path.is_file():
-        rows = [_row(row) for row in result.get("rows", ()) if "arm" in row]
+        rows = [_row(row) for row in result["rows"]]
         notes = _problems(result, cells) + notes
     else:
         rows = rows_of(cells)
@@ -200,30 +213,30 @@ def _in_order(cells: Sequence[RunCell], study: Json) -> list[RunCell]:
 
     A run without an end has no cell.json: its arm is known by the name of its folder alone, in plain letters.
     """
-    arms = [str(arm.get("name")) for arm in study.get("arms", ())]
+    arms = [arm["name"] for arm in study["arms"]]
     names, place = {slug(arm): arm for arm in arms}, {arm: i for i, arm in enumerate(arms)}
     named = [cell if cell.more else replace(cell, arm=names.get(cell.arm, cell.arm)) for cell in cells]
     return sorted(named, key=lambda cell: (place.get(cell.arm, len(place)), cell.arm, cell.sparsity, cell.seed))
 
 
 def _row(row: Mapping[str, Any]) -> ArmRow:
-    same = str(row.get("same_as") or "")
+    same = row.get("same_as") or ""
     difference, cost = ({} if same else row.get("difference") or {}), row.get("cost") or {}
     return ArmRow(
         arm=row["arm"],
-        sparsity=number(row.get("sparsity")) or 0.0,
-        values=[value for value in row.get("values", ()) if number(value) is not None],
+        sparsity=row["sparsity"],
+        values=[value for value in row["values"] if number(value) is not None],
         mean=number(row.get("mean")),
         spread=number(row.get("sd")),
         difference=number(difference.get("mean")),
         half_width=number(difference.get("half_width")),
-        against=str(row.get("against") or ""),
-        verdict=f"the same computation as {same}" if same else str(row.get("verdict") or ""),
+        against=row.get("against") or "",
+        verdict=f"the same computation as {same}" if same else row.get("verdict") or "",
         overlap=None if same else number(row.get("overlap")),
-        dense=str(row.get("dense", "dense") or ""),
+        dense=row.get("dense", "dense") or "",
         cost=number(cost.get("mean")),
         same_as=same,
-        budget=number(row.get("budget_scale")) or 1.0,
+        budget=row["budget_scale"],
         mixed=mixed_with(row),
         decimals=3 if row.get("decimals") == 3 else 2,
     )
@@ -232,11 +245,11 @@ def _row(row: Mapping[str, Any]) -> ArmRow:
 def _problems(result: Json, cells: Sequence[RunCell]) -> list[str]:
     """What a study lacks, and what does not count; failures that notes of the runs name already are left out."""
     known = {(cell.seed, cell.record.failure) for cell in cells}
-    done, planned = result.get("num_finished"), result.get("num_runs")
-    notes = [f"{done} of {planned} runs have ended."] if done is not None and done != planned else []
+    done, planned = result["num_finished"], result["num_runs"]
+    notes = [f"{done} of {planned} runs have ended."] if done != planned else []
     for kind, words in (("failed", "failed"), ("off_target", "does not count")):
-        for one in result.get(kind, ()):
-            if kind == "off_target" or (one.get("seed"), one.get("message")) not in known:
-                where = f"{one.get('arm')} at {short_percent(one.get('sparsity', 0.0))}, seed {one.get('seed')}"
-                notes.append(f"{where} {words}: {one.get('message')}")
+        for one in result[kind]:
+            if kind == "off_target" or (one["seed"], one["message"]) not in known:
+                where = f"{one['arm']} at {short_percent(one['sparsity'])}, seed {one['seed']}"
+                notes.append(f"{where} {words}: {one['message']}")
     return notes

@@ -7,20 +7,30 @@ import json
 from base64 import b64encode
 from functools import cache
 from hashlib import sha256
+from html import escape
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...files.atomic import write_atomically
-from .cells import ArmRow, Source, mean_of, read_source
+from ...plot import layers_svg
+from ..schema import AMOUNT, ANY, SHARE, TEXT, Maybe, Named, Spec
+from .cells import ArmRow, Source, mean_of, read_checked, read_source
 from .comparison import memory_of, split_recipe
 from .numbers import count, duration, fixed, memory, number, percent, plain, short_percent, signed
-from .pruned import is_pruned, pruned_page
 from .records import RunRecord
 from .sections import sections
 
 if TYPE_CHECKING:
     from jinja2 import Template
+
+PRUNED: Spec = {
+    "rows": Named({"sparsity": SHARE}),
+    "layers": [{"name": TEXT, "sparsity": SHARE, "mask_error": ANY, "error": ANY, "not_repaired": Maybe(TEXT)}],
+    "settings": {"model": TEXT},
+    "seconds": AMOUNT,
+    "peak_bytes": AMOUNT,
+}
 
 
 def write_report(folder: Path, out: Path | None = None) -> Path:
@@ -28,7 +38,8 @@ def write_report(folder: Path, out: Path | None = None) -> Path:
     target = out or folder / "report.html"
     if target.is_dir():
         raise ValueError(f"{target} is a folder, but the page is a file; give its name too: {target / 'report.html'}")
-    page = pruned_page(folder) if is_pruned(folder) else render(read_source(folder))
+    is_pruned = (folder / "config.json").is_file() and (folder / "result.json").is_file()  # prunus prune wrote it
+    page = pruned_page(folder) if is_pruned else render(read_source(folder))
     target.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(target, lambda file: file.write(page.encode(errors="replace")))  # JSON may hold a lone surrogate
     return target
@@ -106,22 +117,20 @@ def headline(source: Source) -> str:
 
 
 def _of_run(record: RunRecord) -> str:
-    score = record.config.get("score", "?")
-    name = "The dense run" if score == "none" else str(score)
+    score, total_steps = record.run.score, record.run.total_steps
+    name = "The dense run" if score == "none" else score
     if record.failure:
-        return f"{name} failed at step {record.last_step:,} of {record.total_steps:,}"
+        return f"{name} failed at step {record.last_step:,} of {total_steps:,}"
     if record.result is None:
         last = record.evals[-1] if record.evals else {}
         so_far = f", {percent(last['sparsity'])} of the weights removed so far" if "sparsity" in last else ""
-        return f"{name} at step {record.last_step:,} of {record.total_steps:,}{so_far}"
+        return f"{name} at step {record.last_step:,} of {total_steps:,}{so_far}"
     if record.has_diverged:
         return f"{name} diverged: it ended with no finite quality"
     end = _quality(record.quality, record)
     if score == "none":
         return f"A dense run that ended at {end}"
-    removed = record.result.get("sparsity")
-    share = short_percent(removed) if isinstance(removed, int | float) else "some"
-    return f"{name} removed {share} of the prunable weights and ended at {end}"
+    return f"{name} removed {short_percent(record.result['sparsity'])} of the prunable weights and ended at {end}"
 
 
 def _quality(value: float | None, record: RunRecord) -> str:
@@ -156,12 +165,11 @@ def _of_verdicts(source: Source, sparsity: float) -> str:
 
 def lede(source: Source) -> str:
     """What was measured, on what, how often."""
-    record, config = source.record, source.record.config
-    size = (record.result or {}).get("num_parameters")
-    model = f"{config.get('model', 'a model')}" + (f" ({count(size)} parameters)" if size else "")
-    steps = record.total_steps
+    record, run = source.record, source.record.run
+    model = run.model + (f" ({count(record.result['num_parameters'])} parameters)" if record.result else "")
+    steps = run.total_steps
     budget = f"{count(steps * record.per_step)} {record.unit} in {steps:,} steps"
-    data = str(config.get("data", "unknown data")).rstrip("/").split("/")[-1]
+    data = run.data.rstrip("/").split("/")[-1]
     said = [f"{model} on {data}, {budget}."]
     if source.is_comparison:
         seeds = len({cell.seed for cell in source.cells})
@@ -209,3 +217,44 @@ def figures(source: Source) -> list[tuple[str, str]]:
         "peak memory": memory(memory_of(source.cells[0])) if memory_of(source.cells[0]) else "",
     }
     return [(name, text) for name, text in texts.items() if text]
+
+
+def pruned_page(folder: Path) -> str:
+    """The figures of a pruned model and its picture, as one page that needs nothing beside it."""
+    result = read_checked(folder / "result.json", PRUNED)
+    rows, layers = result["rows"], result["layers"]
+    metric = next((name for row in rows.values() for name in row if name != "sparsity"), "metric")
+    style = resources.files("prunus.lab.report").joinpath("style.css").read_text(encoding="utf-8")
+    figures = {
+        name: "not finite" if number(row.get(metric)) is None else f"{row[metric]:.4f}" for name, row in rows.items()
+    }
+    cells = [(name, f"{row['sparsity']:.2%}", figures[name]) for name, row in rows.items()]
+    lines = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in cells]
+    sparsity = max((row["sparsity"] for row in rows.values()), default=0)
+    title = escape(result["settings"]["model"])
+    cost = f"{duration(result['seconds'])}, {memory(result['peak_bytes'])} at the peak"
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title} · Prunus report</title>
+<style>{style}</style>
+</head>
+<body>
+<header>
+<p class="eyebrow">Prunus report · pruned model <b>{title}</b></p>
+<h1>{sparsity:.0%} of the weights are zero</h1>
+<p class="lede">Pruned in {escape(cost)}.</p>
+</header>
+<main>
+<section><h2>On held-out data</h2>
+<div class="scroll"><table><thead><tr><th>model</th><th>sparsity</th><th>{escape(metric)}</th></tr></thead>
+<tbody>{"".join(f"<tr>{line}</tr>" for line in lines)}</tbody></table></div></section>
+<section><h2>Layer by layer</h2><div class="scroll">
+{layers_svg(layers)}</div></section>
+</main>
+</body>
+</html>
+"""

@@ -1,14 +1,13 @@
 """What is recorded of runs, read without torch; whatever is missing is said in ``notes``."""
 
-import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from ...files.json_file import is_deep
+from ..run import Run, run_of
 from ..run_files import RunFiles
-from ..schema import COUNT, FAILED, LINE, RESULT, RUN, check, read_checked
+from ..schema import COUNT, FAILED, LINE, RESULT, check
 from .numbers import number
 
 Json = dict[str, Any]
@@ -19,7 +18,7 @@ class RunRecord:
     """What is stored of one run. A run that goes on, that was killed, or that failed has no result."""
 
     name: str
-    config: Json
+    run: Run
     environment: Json
     lines: list[Json]  # of metrics.jsonl, in order
     result: Json | None = None
@@ -51,7 +50,7 @@ class RunRecord:
 
     @property
     def is_language(self) -> bool:
-        return bool((self.result or {}).get("tokens")) or str(self.config.get("model", "")).startswith("gpt")
+        return self.run.model.startswith("gpt")
 
     @property
     def unit(self) -> str:
@@ -74,12 +73,7 @@ class RunRecord:
     @property
     def per_step(self) -> int:
         """Tokens or images that one step reads."""
-        factors = ("batch", "accumulate", "context") if self.is_language else ("batch", "accumulate")
-        return math.prod(int(self.config.get(name, 1)) for name in factors)
-
-    @property
-    def total_steps(self) -> int:
-        return round(int(self.config.get("steps", 0)) * float(self.config.get("budget_scale", 1.0)))
+        return self.run.batch * self.run.accumulate * (self.run.context if self.is_language else 1)
 
     @property
     def last_step(self) -> int:
@@ -107,10 +101,8 @@ class RunRecord:
 
 def read_record(run: RunFiles) -> RunRecord:
     """The record of a run; ValueError where a file of it cannot be understood."""
-    path, metrics = run.path / "run.json", run.path / "metrics.jsonl"
-    described = read_checked(path, RUN, run.line)
-    if "run" not in described:
-        raise ValueError(f"{path} does not describe a run: expected an object with the field 'run'")
+    metrics = run.path / "metrics.jsonl"
+    described = run.load("run.json")
     lines: list[Json] = []
     notes = [] if run.has("metrics.jsonl") else ["has no metrics.jsonl"]
     for place, line in enumerate(() if notes else run.metrics(), 1):
@@ -122,17 +114,17 @@ def read_record(run: RunFiles) -> RunRecord:
         lines.append(line)
     result, failure = None, ""
     if run.has("result.json"):
-        result = read_checked(run.path / "result.json", RESULT, run.line)
+        result = run.load_checked("result.json", RESULT)
     elif run.has("failed.json"):
-        failed = read_checked(run.path / "failed.json", FAILED, run.line)
-        failure = failed.get("message") or "failed.json does not say why"
+        failure = run.load_checked("failed.json", FAILED)["message"]
         notes.append(f"failed: {failure}")
     else:
         notes.append("has no result.json: it goes on, or was interrupted")
     environment = described.get("environment")
     environment = environment if isinstance(environment, dict) else {}
-    record = RunRecord(run.name, described["run"], environment, lines, result, failure)
-    _check_result(record, path)
+    own = run_of(described, run.path / "run.json")
+    record = RunRecord(run.name, own, environment, lines, result, failure)
+    _check_result(record, f"{run.path / 'run.json'}")
     for line in record.evals:
         if max(record.layer_sparsity(line).values(), default=0) > 1:
             raise ValueError(f"{metrics}: at step {line['step']} a layer has more zeros than weights")
@@ -141,13 +133,12 @@ def read_record(run: RunFiles) -> RunRecord:
     return replace(record, notes=tuple(notes))
 
 
-def _check_result(record: RunRecord, path: Path) -> None:
+def _check_result(record: RunRecord, path: str) -> None:
     """ValueError where run.json contradicts what the run counted; of other fields, such as lr, nothing is counted."""
-    batches = record.total_steps * int(record.config.get("accumulate", 1))
-    examples = batches * int(record.config.get("batch", 1))
-    counted = {"steps": ("steps", record.total_steps), "examples": ("batch or accumulate", examples)}
+    run, steps = record.run, record.run.total_steps
+    counted = {"steps": ("steps", steps), "examples": ("batch or accumulate", steps * run.batch * run.accumulate)}
     if record.is_language:
-        counted["tokens"] = ("context", record.total_steps * record.per_step)
+        counted["tokens"] = ("context", steps * record.per_step)
     for name, (fields, expected) in counted.items():
         if (in_result := (record.result or {}).get(name, expected)) != expected:
             raise ValueError(

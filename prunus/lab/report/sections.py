@@ -32,7 +32,7 @@ def sections(source: Source) -> list[Section]:
 
 def _of_run(source: Source) -> list[Section]:
     record, heat = source.record, run_map(source.record)
-    size, what = record.config.get("eval_size"), "windows" if record.unit == "tokens" else record.unit
+    size, what = record.run.eval_size, "windows" if record.unit == "tokens" else record.unit
     held_out = f"Held-out data are its first {size:,} {what}, or all if it has fewer. " if size else ""
     lines = [("training", Mark("var(--muted)", width=1.2)), ("held-out", Mark("var(--arm-1)"))]
     parts = [
@@ -44,7 +44,7 @@ def _of_run(source: Source) -> list[Section]:
             legend=lines,
         )
     ]
-    if record.config.get("score") != "none":
+    if record.run.score != "none":
         panel = sparsity_panel({source.cells[0].arm: record}, {source.cells[0].arm: Mark("var(--arm-1)")})
         text = "The line is what the schedule asked for at each event; points are zeros counted in the weights."
         parts.append(Section("sparsity", "Sparsity", text, [panel]))
@@ -133,7 +133,7 @@ def _verdicts(source: Source, marks: Mapping[str, Mark]) -> Section:
 def _equality(source: Source) -> str:
     """What is known of runs that no study made equal."""
     records = [cell.record for cell in source.cells]
-    read = {(record.total_steps * record.per_step, str(record.config.get("data"))) for record in records}
+    read = {(record.run.total_steps * record.per_step, record.run.data) for record in records}
     if len(read) > 1:
         return "they differ in budget or data"
     unit = source.record.unit
@@ -161,16 +161,15 @@ OWN = ("out", "seed", "sparsity", "resume")  # what every run has for itself
 
 
 def _configuration(source: Source) -> Section:
-    base = source.study.get("base") if isinstance(source.study.get("base"), dict) else source.record.config
-    defaults = Run().to_json()
+    base, defaults = source.base.to_json(), Run().to_json()
+    configs = [cell.record.run.to_json() for cell in source.cells]
     shared = [
         name
         for name in base
-        if not source.is_comparison
-        or (name not in OWN and len({str(cell.record.config.get(name)) for cell in source.cells}) == 1)
+        if not source.is_comparison or (name not in OWN and len({str(config[name]) for config in configs}) == 1)
     ]
     rows = [[name, _written(base[name])] for name in shared]
-    own = [[name, _written(base[name])] for name in shared if base[name] != defaults.get(name)]
+    own = [[name, _written(base[name])] for name in shared if base[name] != defaults[name]]
     environment = [[name, _written(value)] for name, value in source.record.environment.items()]
     title = "Shared by all runs" if source.is_comparison else "This run"
     tables = [
@@ -181,20 +180,20 @@ def _configuration(source: Source) -> Section:
     if source.is_comparison:
         tables.insert(1, _differences(source, base))
     text = "As the folder says it." if source.is_comparison else "All that decides what this run computes."
-    if study_hash := source.study.get("hash"):
-        text = f"Everything that all arms share has the hash {study_hash}."
+    if source.study:
+        text = f"Everything that all arms share has the hash {source.study['hash']}."
     return Section("configuration", "Configuration and environment", text, tables=tables)
 
 
 def _differences(source: Source, base: Mapping[str, Any]) -> NumberTable:
     """What each arm changes: as the study says, or as its first run differs."""
-    planned = {str(arm.get("name")): arm.get("changes") for arm in source.study.get("arms", [])}
+    planned = {arm["name"]: arm["changes"] for arm in source.study.get("arms", ())}
     rows = []
     for arm in source.arms:
         changes = planned.get(arm)
-        if not isinstance(changes, dict):
-            config = next((cell.record.config for cell in source.cells if cell.arm == arm), {})
-            changes = {n: v for n, v in config.items() if n not in OWN and v != base.get(n)}
+        if changes is None:
+            run = next((cell.record.run for cell in source.cells if cell.arm == arm), source.base)
+            changes = {n: v for n, v in run.to_json().items() if n not in OWN and v != base[n]}
         rows.append([arm, ", ".join(f"{name} = {_written(value)}" for name, value in changes.items()) or "nothing"])
     return NumberTable("What each arm changes, apart from sparsity and seed", ["arm", "changes"], rows, kind="config")
 

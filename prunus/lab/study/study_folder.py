@@ -13,7 +13,7 @@ import numpy as np
 from ...files.atomic import is_part, write_atomically
 from ...files.json_file import is_deep, read_json, write_json
 from ..run_files import SLIM, RunFiles, slim_runs
-from ..schema import CELL, check, is_number
+from ..schema import CELL, is_number
 from .study_plan import FORMAT, Cell, StudyPlan, canonical, extended, key_of
 
 if TYPE_CHECKING:
@@ -151,9 +151,7 @@ def damage(run: RunFiles) -> str:
 
 def read_cell(run: RunFiles) -> dict[str, Any]:
     """What cell.json says of a run; empty if there is none, ValueError where it is damaged."""
-    values = run.load("cell.json") if run.has("cell.json") else {}
-    check(values, CELL, f"{run.path / 'cell.json'}: ", "it")
-    return values
+    return run.load_checked("cell.json", CELL) if run.has("cell.json") else {}
 
 
 def save_masks(folder: Path, masks: Mapping[str, "Tensor"]) -> None:
