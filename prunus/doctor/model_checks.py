@@ -96,15 +96,9 @@ def _dense(weights: Sequence[TensorCheck]) -> list[str]:
     return names if len(names) < len(weights) else []
 
 
-def _configs(contents: Contents) -> list[dict]:
-    """config.json, and the part of it on text in a model of several kinds of input."""
-    inner = contents.config.get("text_config")
-    return [contents.config, inner] if isinstance(inner, dict) else [contents.config]
-
-
 def check_blocks(contents: Contents) -> Iterator[Finding]:
     """Fewer blocks than config.json says, in the longest list of blocks that the names show."""
-    counts = (config.get(key) for config in _configs(contents) for key in ("num_hidden_layers", "n_layer"))
+    counts = (contents.config.get(key) for key in ("num_hidden_layers", "n_layer"))
     num = next((count for count in counts if type(count) is int), 0)
     lists: dict[str, set[int]] = defaultdict(set)
     for match in filter(None, map(BLOCK.match, contents.tensors)):
@@ -116,7 +110,9 @@ def check_blocks(contents: Contents) -> Iterator[Finding]:
 
 def check_ties(contents: Contents, chosen: Mapping[str, Role], checks: Mapping[str, TensorCheck]) -> Iterator[Finding]:
     """Heads that should be their embedding and are not."""
-    said = (config["tie_word_embeddings"] for config in _configs(contents) if "tie_word_embeddings" in config)
+    inner = contents.config.get("text_config")
+    configs = [contents.config, *([inner] if isinstance(inner, dict) else [])]
+    said = (config["tie_word_embeddings"] for config in configs if "tie_word_embeddings" in config)
     is_tied = True if contents.model.startswith("gpt2") else next(said, None)
     embeddings = [name for name, role in chosen.items() if role.kind == "embedding" and embeds_tokens(name)]
     heads = [name for name, role in chosen.items() if role.kind == "head" and name.endswith("weight")]

@@ -202,14 +202,14 @@ def test_masks_that_fit_no_tensor_and_pruned_weights_without_a_mask_are_found(si
     assert places(report) == {*bad, ("excluded", DOWN)} and "without a mask" in found(report, "excluded").what
 
 
-@pytest.mark.parametrize("key", ["num_hidden_layers", "n_layer", "text_config"])
+@pytest.mark.parametrize("key", ["num_hidden_layers", "n_layer"])
 @pytest.mark.parametrize("number", range(3))
 def test_blocks_that_config_json_counts_and_the_file_lacks_are_found(sick, key, number):
     def drop(tensors):
         for name in [name for name in tensors if name.startswith(f"model.layers.{number}.")]:
             del tensors[name]
 
-    config = {"num_hidden_layers": None, key: {"num_hidden_layers": 3} if key == "text_config" else 3}
+    config = {"num_hidden_layers": None, key: 3}
     assert sick(config=config).is_healthy
     report = sick(drop, config=config)
     assert places(report) == {("missing", "model.layers")}
