@@ -5,25 +5,24 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-# every kind of finding, and what it breaks; --allow takes these names
+# every kind of finding, and what to do about it where the finding does not say; --allow takes these names
 KINDS = {
-    "too-dense": "fewer zeros than asked for",
-    "too-sparse": "more zeros than asked for",
-    "rows": "rows that do not have the number of zeros asked for",
-    "groups": "groups of M that hold more than N non-zeros",
-    "dead-rows": "outputs whose weights are all zero",
-    "dead-columns": "inputs that nothing reads",
-    "came-back": "weights that are not zero where the mask says pruned",
-    "moments": "optimizer state that is not zero where the mask says pruned",
-    "bad-mask": "masks that do not fit their tensor, or have none",
-    "masks-disagree": "masks of one checkpoint that differ from each other",
-    "untied": "tied weights that differ",
-    "excluded": "tensors that should be dense but hold many zeros",
-    "not-finite": "NaN or infinity",
-    "duplicate": "a tensor stored twice",
-    "missing": "a tensor, shard or layer that is not there",
-    "digest": "digests that differ from each other or from the masks",
-    "not-removed": "pruning that was left as weight_orig and weight_mask",
+    "too-dense": "prune the model anew, or remove result.json",
+    "too-sparse": "prune it anew with exact counts",
+    "rows": "prune it anew with exact counts",
+    "groups": "exclude it, or choose another N:M",
+    "dead-rows": "prune less or per row, or cut them out for good; --allow dead-rows if they are meant",
+    "dead-columns": "prune less or per row, or cut them out for good; --allow dead-columns if they are meant",
+    "came-back": "apply the masks, and hold them where the weights are trained",
+    "moments": "zero them, or the weights come back with the next step",
+    "bad-mask": "take the masks that were saved with this model",
+    "masks-disagree": "go back to a checkpoint whose masks agree",
+    "untied": "store one of them, or set tie_word_embeddings to false",
+    "excluded": "take it from the dense model",
+    "not-finite": "go back to a checkpoint before they appeared",
+    "missing": "copy them from where the model was saved, or save it anew",
+    "digest": "the ranks' masks have parted or the file was changed: go back to a checkpoint before it",
+    "not-removed": "call torch.nn.utils.prune.remove before saving",
 }
 WARNINGS = ("dead-rows", "dead-columns")  # what hard pruning does to healthy models too; findings only if strict
 PATTERNS = ("global", "layer", "row")
@@ -71,10 +70,10 @@ class Finding:
     kind: str
     where: str
     what: str
-    todo: str
+    todo: str = ""
 
     def __post_init__(self) -> None:
-        assert self.kind in KINDS, self.kind
+        object.__setattr__(self, "todo", self.todo or KINDS[self.kind])
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.where}: {self.what}; {self.todo}"
@@ -151,10 +150,10 @@ class Diagnosis:
     @property
     def verdict(self) -> str:
         counted = f"{self.sparsity:.4%} of {self.num_prunable:,} prunable weights are zero ({self.pattern})"
-        faults = _counted("finding", self.findings) + _counted("warning", self.warnings)
+        faults = ", ".join(_counted("finding", self.findings) + _counted("warning", self.warnings))
         if self.is_healthy:
-            return f"healthy{' with ' if faults else ''}{', '.join(faults)}: {counted}"
-        return f"not healthy: {', '.join(faults)}; {counted}"
+            return f"healthy{' with ' if faults else ''}{faults}: {counted}"
+        return f"not healthy: {faults}; {counted}"
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, all of them finite."""

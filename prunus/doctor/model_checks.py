@@ -1,18 +1,21 @@
-"""Checks over all tensors: the sparsity asked for, ties, optimizer state, digests."""
+"""Checks over all tensors: the sparsity asked for, the number of blocks, ties, optimizer state, digests."""
 
+import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
 from ..ops import bits
-from .contents import Contents, is_nonzero
 from .findings import Expected, Finding
-from .roles import Role, embeds_tokens
-from .tensor_checks import TensorCheck
+from .pattern import is_nonzero
+from .sources import Contents
+from .tensor_checks import Role, TensorCheck, embeds_tokens
 
 NAMED = 4  # names in a message
 MASKED = "prune it anew with exact counts, or finish its training"
 LIVE = "prune it anew with exact counts; --masks tells pruned weights from live zeros"
+BLOCK = re.compile(r"(?:(.*?)\.)??(layers|h|blocks|layer|block)\.(\d{1,6})\.")  # the first list in a name
 
 
 def check_expected(expected: Expected, checks: Iterable[TensorCheck]) -> list[Finding]:
@@ -71,7 +74,7 @@ def _groups(n: int, m: int, weights: Sequence[TensorCheck]) -> list[Finding]:
         assert check.counts is not None
         if check.num_crowded < 0:
             what = f"its rows of {check.counts.shape[1]:,} cannot be split into groups of {m}"
-            findings.append(Finding("groups", check.layer.name, what, "exclude it, or choose another N:M"))
+            findings.append(Finding("groups", check.layer.name, what))
         elif check.num_crowded:
             what = f"{check.num_crowded:,} of {check.counts.num // m:,} groups of {m} inputs keep more than {n}"
             findings.append(Finding("groups", check.layer.name, what, f"prune it to {n}:{m}, or exclude it"))
@@ -93,39 +96,34 @@ def _dense(weights: Sequence[TensorCheck]) -> list[str]:
     return names if len(names) < len(weights) else []
 
 
+def check_blocks(contents: Contents) -> Iterator[Finding]:
+    """Fewer blocks than config.json says, in the longest list of blocks that the names show."""
+    counts = (contents.config.get(key) for key in ("num_hidden_layers", "n_layer"))
+    num = next((count for count in counts if type(count) is int), 0)
+    lists: dict[str, set[int]] = defaultdict(set)
+    for match in filter(None, map(BLOCK.match, contents.tensors)):
+        lists[f"{match[1]}.{match[2]}" if match[1] else match[2]].add(int(match[3]))
+    if lists and num > len(max(lists.values(), key=len)):
+        stem = max(lists, key=lambda stem: len(lists[stem]))
+        yield Finding("missing", stem, f"config.json says {num} blocks, and {len(lists[stem])} are stored")
+
+
 def check_ties(contents: Contents, chosen: Mapping[str, Role], checks: Mapping[str, TensorCheck]) -> Iterator[Finding]:
     """Heads that should be their embedding and are not."""
     inner = contents.config.get("text_config")
     configs = [contents.config, *([inner] if isinstance(inner, dict) else [])]
-    is_tied = next((config["tie_word_embeddings"] for config in configs if "tie_word_embeddings" in config), None)
-    if contents.model.startswith("gpt2"):
-        is_tied = True
+    said = (config["tie_word_embeddings"] for config in configs if "tie_word_embeddings" in config)
+    is_tied = True if contents.model.startswith("gpt2") else next(said, None)
     embeddings = [name for name, role in chosen.items() if role.kind == "embedding" and embeds_tokens(name)]
     heads = [name for name, role in chosen.items() if role.kind == "head" and name.endswith("weight")]
-    if is_tied is False or not embeddings:
-        return
-    first, *others = embeddings
-    for name in (*heads, *others):
-        is_head = chosen[name].kind == "head"
-        if not is_head and checks[name].layer.shape != checks[first].layer.shape:
-            continue
+    for name in heads if embeddings and is_tied is not False else ():
+        first = embeddings[0]
         if checks[name].hashed == checks[first].hashed:
             contents.notes.append(f"{name} and {first} hold the same values")
-        elif is_tied is True and is_head:
-            what = f"it differs from {first}, but the configuration ties them"
-            yield Finding("untied", name, what, "store one of them, or set tie_word_embeddings to false")
-        elif is_head:
+        elif is_tied is True:
+            yield Finding("untied", name, f"it differs from {first}, but the configuration ties them")
+        else:
             contents.notes.append(f"{name} differs from {first}, and nothing says whether they are tied")
-
-
-def check_prune_result(contents: Contents, checks: Mapping[str, TensorCheck]) -> Iterator[Finding]:
-    """Weights with fewer zeros than ``prunus prune`` wrote down beside them."""
-    for row in contents.pruned.get("layers", ()):
-        check = checks.get(str(row.get("name"))) if isinstance(row, dict) else None
-        num = row.get("num_pruned") if check is not None else None
-        if check is not None and isinstance(num, int) and check.layer.num_zeros < num:
-            what = f"{check.layer.num_zeros:,} of its weights are zero, but result.json says that {num:,} were pruned"
-            yield Finding("too-dense", check.layer.name, what, "prune the model anew, or remove result.json")
 
 
 def check_optimizer_state(contents: Contents) -> Iterator[Finding]:
@@ -139,14 +137,14 @@ def check_optimizer_state(contents: Contents) -> Iterator[Finding]:
         name = own.get(bytes(packed.numpy())) if own else None
         where = name or f"optimizer state {number}"
         if own and name is None:
-            what = "its mask is none of the pruner's masks"
-            yield Finding("masks-disagree", where, what, "go back to a checkpoint whose masks agree")
+            yield Finding("masks-disagree", where, "its mask is none of the pruner's masks")
         for key, value in row.items():
             if value.ndim > 1 and bits.num_bytes(value.numel()) == len(packed):
                 alive = int((is_nonzero(value) & ~bits.unpack(packed, value.shape)).sum())
                 if alive:
-                    what = f"{alive:,} values of {key} are not zero where the weight is pruned"
-                    yield Finding("moments", where, what, "zero them, or the weights come back with the next step")
+                    yield Finding(
+                        "moments", where, f"{alive:,} values of {key} are not zero where the weight is pruned"
+                    )
 
 
 def check_digests(contents: Contents, own: str | None) -> Iterator[Finding]:
@@ -156,5 +154,4 @@ def check_digests(contents: Contents, own: str | None) -> Iterator[Finding]:
     for place, value in contents.digests.items():
         if value != expected:
             what = f"{value[:16]} is stored, but the masks give {own[:16]}" if own else f"it differs from {first}"
-            todo = "the ranks' masks have parted or the file was changed: go back to a checkpoint before it"
-            yield Finding("digest", place, what, todo)
+            yield Finding("digest", place, what)

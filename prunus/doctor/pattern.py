@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .contents import widened
 from .findings import TensorReport
 
 GROUPS = (4, 8, 16, 32)
@@ -42,10 +41,6 @@ class Counts:
     def num_dead_rows(self) -> int:
         return int((self.rows == 0).sum()) if self.shape[1] else 0
 
-    @property
-    def num_dead_columns(self) -> int:
-        return int((self.columns == 0).sum()) if self.shape[0] else 0
-
 
 def count_kept(keep: Tensor) -> Counts:
     """Counts of a boolean (rows, columns)."""
@@ -65,6 +60,22 @@ def count_kept(keep: Tensor) -> Counts:
                 widths.discard(m)
         rows[start : start + len(chunk)] = groups.sum(1)
     return Counts((num_rows, num_columns), rows, columns, most, _tile(keep, widths))
+
+
+def plain_dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """A float8 as float32, since few operations know it, pairs of float4 as bytes; any other tensor as it is."""
+    if plain_dtype(tensor.dtype).startswith("float4"):
+        return tensor.view(torch.uint8)
+    return tensor.float() if tensor.element_size() == 1 and tensor.is_floating_point() else tensor
+
+
+def is_nonzero(tensor: Tensor) -> Tensor:
+    """Where a tensor is not zero; -0.0 is zero, NaN is not."""
+    return widened(tensor) != 0
 
 
 def _sum_of_rows(bytes_: Tensor) -> Tensor:
@@ -118,7 +129,7 @@ def _tile(keep: Tensor, widths: set[int]) -> tuple[int, int] | None:
 def pattern_of(counts: Counts) -> str:
     """dense, all zero, rows, columns, a tile, N:M, row-uniform or unstructured: the most specific that holds."""
     removed, (num_rows, num_columns) = counts.num - counts.num_kept, counts.shape
-    rows, columns = counts.num_dead_rows, counts.num_dead_columns
+    rows, columns = counts.num_dead_rows, int((counts.columns == 0).sum())
     if removed <= FEW * counts.num:
         return "dense"
     if not counts.num_kept:

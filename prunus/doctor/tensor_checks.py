@@ -1,22 +1,129 @@
-"""Checks of one tensor: its counts, its pattern, and what is wrong with it by itself."""
+"""Checks of one tensor: its role, its counts, its pattern, and what is wrong with it by itself.
+
+Files have no modules to ask, so roles come from names and shapes, with the defaults of ``eligible``: linear and
+convolution weights are pruned; embeddings, the head, norms and biases are not.
+"""
 
 import hashlib
-from collections.abc import Iterator
+import math
+import re
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from math import prod
 
 import torch
 from torch import Tensor
 
+from ..eligible import check_patterns, matches
+from ..ops import bits
 from ..ops.lazy import as_rows
-from .contents import StoredTensor, is_nonzero, stored_mask
-from .findings import Finding, TensorReport, share
-from .pattern import CHUNK, Counts, count_kept, num_crowded, num_not_finite, pattern_of
-from .roles import Role, embeds_tokens
+from .findings import Expected, Finding, TensorReport, share
+from .pattern import CHUNK, Counts, count_kept, is_nonzero, num_crowded, num_not_finite, pattern_of, widened
+from .sources import StoredTensor
 
 ODD = 0.01  # share of zeros from which a matrix that should be dense is odd
 ODD_VECTOR = 0.1  # of a vector, whose zeros are more often meant
 ABSENT_ROWS = ("embedding", "head")  # rows of tokens that never occur may be zero
+HEADS = re.compile(r"^(lm_head|embed_out|output_projection)$")
+EMBEDDINGS = re.compile(
+    r"^(wte|wpe|shared|emb|positions?|embed|embed_(in|tokens?|positions?)|relative_attention_bias"
+    r"|(\w+_)?embeddings?|tok_embed|pos_embed|(\w+_)?embedder)$"
+)
+NORMS = re.compile(r"norm|^ln(_?\w+)?$|^bn\d*$|_ln$")
+NOT_TOKENS = re.compile(r"pos|type|wpe|segment|relative")  # embeddings of something else than tokens
+CONV1D = ("c_attn", "c_fc")  # wider than tall where a weight is stored (in, out)
+CONV1D_ALL = (*CONV1D, "c_proj", "q_attn")
+BUFFERS = re.compile(r"(running_(mean|var)|num_batches_tracked|inv_freq|masked_bias|mask|position_ids)$")
+ROUTERS = re.compile(r"(.*)\.(?:gate|shared_expert_gate)\.")  # if experts are beside it
+TOP_HEADS = ("head.weight", "output.weight", "decoder.weight", "model.head.weight", "cls.predictions.decoder.weight")
+
+
+@dataclass(frozen=True)
+class Role:
+    """``kind`` is weight for what may be pruned; ``outputs`` are the dimensions that count outputs."""
+
+    kind: str
+    outputs: tuple[int, ...] = (0,)
+
+
+def roles(
+    tensors: Mapping[str, StoredTensor],
+    expected: Expected,
+    masked: Collection[str] = (),
+    pruned: Collection[str] = (),
+) -> dict[str, Role]:
+    """The role of every tensor; where names of the ``masked`` or ``pruned`` are known, the weights are those.
+
+    ``expected.include`` adds to the weights, ``only`` restricts them to what it matches, and ``exclude`` wins.
+    """
+    if not tensors:
+        return {}
+    check_patterns([*expected.include, *expected.exclude, *expected.only], tensors)
+    by_name = _kinds_by_name(tensors)
+    is_gpt2 = any(  # of Hugging Face, whose linear weights are (in, out)
+        owner_of(name) in CONV1D and stored.shape[1] > stored.shape[0] and name.endswith("weight")
+        for name, stored in tensors.items()
+        if len(stored.shape) == 2
+    )
+    chosen = {}
+    for name, stored in tensors.items():
+        kind, outputs, ndim = by_name[name], (0,), len(stored.shape)
+        if ndim > 1 and matches(name, expected.exclude):
+            kind = "excluded"
+        elif ndim > 1 and (matches(name, expected.include) or name in masked or name in pruned):
+            kind = "weight"
+        elif (masked or pruned) and kind == "weight":
+            kind = "without a mask" if masked else "left dense"
+        if kind == "weight" and expected.only and not matches(name, expected.only):
+            kind = "not named by only"
+        if ndim == 2 and is_gpt2 and owner_of(name) in CONV1D_ALL:
+            outputs = (1,)
+        elif ndim == 3 and not name.endswith(".weight"):
+            outputs = (0, 1)  # experts side by side: (expert, out, in)
+        chosen[name] = Role(kind, outputs)
+    return chosen
+
+
+def _kinds_by_name(tensors: Mapping[str, StoredTensor]) -> dict[str, str]:
+    """What each tensor is by its own name and shape and those of its neighbours."""
+    kinds = {name: _kind(name, stored) for name, stored in tensors.items()}
+    tokens = {tensors[name].shape for name, kind in kinds.items() if kind == "embedding" and embeds_tokens(name)}
+    mixtures = {name.partition(".experts.")[0] for name in tensors if ".experts." in name}
+    for name, kind in kinds.items():
+        if kind == "embedding" and f"{name.rpartition('.')[0]}.bias" in tensors:
+            kinds[name] = "weight"  # a linear layer, whatever its name
+        gate = ROUTERS.match(name)
+        if kinds[name] == "weight" and (".router." in name or (gate and gate[1] in mixtures)):
+            kinds[name] = "router"  # it sends tokens to experts
+        if name in TOP_HEADS and tensors[name].shape in tokens:
+            kinds[name] = "head"
+    return kinds
+
+
+def _kind(name: str, stored: StoredTensor) -> str:
+    owner, last = owner_of(name), name.rpartition(".")[2]
+    if not stored.is_float or BUFFERS.search(last):
+        return "buffer"
+    if len(stored.shape) < 2:
+        if last.endswith("bias"):
+            return "bias"
+        return "norm" if NORMS.search(owner.lower()) else "vector"
+    if HEADS.match(owner):
+        return "head"
+    if EMBEDDINGS.match(owner) and len(stored.shape) == 2:
+        return "embedding"
+    if NORMS.search(owner.lower()):
+        return "norm"
+    return "weight" if last.endswith("weight") else "other"
+
+
+def embeds_tokens(name: str) -> bool:
+    """Whether an embedding is one of tokens, not of positions or the like."""
+    return not NOT_TOKENS.search(owner_of(name))
+
+
+def owner_of(name: str) -> str:
+    """The last part of the module's name: ``q_proj`` of ``layers.0.q_proj.weight``."""
+    return name.split(".")[-2:][0]
 
 
 @dataclass(frozen=True)
@@ -34,7 +141,7 @@ def check_tensor(
     stored: StoredTensor, role: Role, mask: StoredTensor | None, groups: tuple[int, int] | None
 ) -> TensorCheck:
     """Everything about one tensor, which is in memory only here; ``groups`` are n and m that were asked for."""
-    num, findings = prod(stored.shape), []
+    num, findings = math.prod(stored.shape), []
     layer = TensorReport(stored.name, stored.shape, stored.dtype, role.kind, num, 0, "-" if num else "no elements")
     if mask and num and (not stored.is_float or len(stored.shape) < 2):
         findings.append(_bad_mask(stored, mask))
@@ -46,8 +153,7 @@ def check_tensor(
     del tensor
     layer = replace(layer, num_zeros=num - int(alive.count_nonzero()), num_not_finite=not_finite)
     if not_finite and "mask" not in stored.name.rpartition(".")[2]:
-        what = f"{not_finite:,} of {num:,} values are NaN or infinite"
-        findings.append(Finding("not-finite", stored.name, what, "go back to a checkpoint before they appeared"))
+        findings.append(Finding("not-finite", stored.name, f"{not_finite:,} of {num:,} values are NaN or infinite"))
     if alive.ndim < 2:
         return TensorCheck(layer, None, [*findings, *_odd(layer, layer.num_zeros)], hashed=hashed)
     kept = alive
@@ -57,9 +163,25 @@ def check_tensor(
             findings.append(_bad_mask(stored, mask))
         else:
             layer, kept = _with_mask(layer, alive, fitting), fitting
-            findings += _came_back(layer)
+            if layer.num_came_back:
+                what = f"{layer.num_came_back:,} of {layer.num_pruned:,} pruned weights are not zero"
+                findings.append(Finding("came-back", layer.name, what))
     check = _check_matrix(alive, kept, layer, role, groups)
     return replace(check, findings=findings + check.findings, hashed=hashed)
+
+
+def stored_mask(stored: StoredTensor, shape: tuple[int, ...]) -> Tensor | None:
+    """The boolean mask of a tensor of ``shape``, from booleans, numbers or packed bits; None if it does not fit."""
+    mask = widened(stored.load())
+    if tuple(mask.shape) == shape and (mask.dtype != torch.uint8 or not mask.numel() or int(mask.max()) <= 1):
+        return mask != 0
+    numel = math.prod(shape)
+    if mask.shape != (bits.num_bytes(numel),):
+        return None
+    packed = mask.to(torch.uint8).contiguous()
+    if numel % 8 and int(packed[-1]) >> (numel % 8):
+        return None  # bits beyond the end: of another tensor
+    return bits.unpack(packed, shape)
 
 
 def _with_mask(layer: TensorReport, alive: Tensor, mask: Tensor) -> TensorReport:
@@ -68,13 +190,6 @@ def _with_mask(layer: TensorReport, alive: Tensor, mask: Tensor) -> TensorReport
     notes = (f"{kept - both:,} live zeros",) if kept > both else ()
     counted = {"num_pruned": layer.num - kept, "num_live_zeros": kept - both, "num_came_back": came_back}
     return replace(layer, **counted, notes=notes)
-
-
-def _came_back(layer: TensorReport) -> Iterator[Finding]:
-    if layer.num_came_back:
-        what = f"{layer.num_came_back:,} of {layer.num_pruned:,} pruned weights are not zero"
-        todo = "apply the masks, and hold them where the weights are trained"
-        yield Finding("came-back", layer.name, what, todo)
 
 
 def _check_matrix(
@@ -100,23 +215,22 @@ def _check_matrix(
 
 def _bad_mask(stored: StoredTensor, mask: StoredTensor) -> Finding:
     what = f"its mask in {mask.file} is {mask.dtype} {mask.shape}, which is no mask of {stored.dtype} {stored.shape}"
-    return Finding("bad-mask", stored.name, what, "take the masks that were saved with this model")
+    return Finding("bad-mask", stored.name, what)
 
 
 def _dead(layer: TensorReport, counts: Counts) -> Iterator[Finding]:
     """Lines that died; where all that was removed are whole lines, that is the pattern and no fault."""
     if layer.pattern in ("rows", "columns", "rows and columns"):
         return
-    for kind, number, of, lines in (
-        ("dead-rows", layer.num_dead_rows, counts.shape[0], counts.rows),
-        ("dead-columns", layer.num_dead_columns, counts.shape[1], counts.columns),
+    for kind, line, number, lines in (
+        ("dead-rows", "output", layer.num_dead_rows, counts.rows),
+        ("dead-columns", "input", layer.num_dead_columns, counts.columns),
     ):
         if number and not (kind == "dead-columns" and layer.pattern == "row-uniform"):  # inputs that no row wants
-            first = ", ".join(str(int(i)) for i in (lines == 0).nonzero()[:3, 0])
-            name, verb = ("output" if kind == "dead-rows" else "input"), ("s have" if number > 1 else " has")
-            what = f"{number:,} {name}{verb} only zeros ({kind[5:]} {first}{', ...' if number > 3 else ''} of {of:,})"
-            todo = f"prune less or per row, or cut them out for good; --allow {kind} if they are meant"
-            yield Finding(kind, layer.name, what, todo)
+            first = ", ".join(str(int(i)) for i in (lines == 0).nonzero()[:3, 0]) + (", ..." if number > 3 else "")
+            verb = "s have" if number > 1 else " has"
+            what = f"{number:,} {line}{verb} only zeros ({kind[5:]} {first} of {len(lines):,})"
+            yield Finding(kind, layer.name, what)
 
 
 def _odd(layer: TensorReport, zeros: int) -> Iterator[Finding]:
@@ -130,10 +244,8 @@ def _odd(layer: TensorReport, zeros: int) -> Iterator[Finding]:
         asked = ("excluded", "not named by only", "without a mask")
         reason = layer.role if layer.role in asked else f"{layer.role}, not pruned by default"
         what = f"{share(zeros, layer.num)} of it is zero, but it should be dense ({reason})"
-        todo = f"take it from the dense model; --include {layer.name} if it was meant"
-        if layer.role == "not named by only":
-            todo = f"take it from the dense model; --only {layer.name} too if it was meant"
-        yield Finding("excluded", layer.name, what, todo)
+        option = f"--only {layer.name} too" if layer.role == "not named by only" else f"--include {layer.name}"
+        yield Finding("excluded", layer.name, what, f"take it from the dense model; {option} if it was meant")
 
 
 def _hash(tensor: Tensor) -> str:

@@ -1,11 +1,13 @@
 """Names and shapes tell of real architectures what their modules tell: what is pruned, and which way round."""
 
+from contextlib import ExitStack
+
 import pytest
 
 from prunus.doctor import examine
-from prunus.doctor.examine import open_contents
 from prunus.doctor.findings import Expected
-from prunus.doctor.roles import roles
+from prunus.doctor.sources import read_contents
+from prunus.doctor.tensor_checks import roles
 from prunus.eligible import eligible
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 64}
@@ -37,7 +39,8 @@ def test_names_agree_with_modules(name, tmp_path):
     kind, options = MODELS[name]
     model = getattr(transformers, name)(getattr(transformers, kind)(**options))
     model.save_pretrained(tmp_path)
-    source = open_contents(tmp_path)
-    told = {name: role.outputs for name, role in roles(source.tensors, Expected()).items() if role.kind == "weight"}
-    assert told == {weight.name: weight.outputs for weight in eligible(model).weights}
+    with ExitStack() as stack:
+        tensors = read_contents(tmp_path, stack).tensors
+    named = {name: role.outputs for name, role in roles(tensors, Expected()).items() if role.kind == "weight"}
+    assert named == {weight.name: weight.outputs for weight in eligible(model).weights}
     assert examine(tmp_path).findings == []

@@ -87,7 +87,14 @@ def test_absurd_names(tmp_path, names):
     "config",
     [
         *("[]", "{", "null", "[" * 100_000, '{"a":' * 100_000, '{"n_layer": ' + "9" * 5000 + "}", "\x00"),
-        *({"text_config": [1]}, {"tie_word_embeddings": "yes"}, {"text_config": {"tie_word_embeddings": 10**30}}),
+        *(
+            {"text_config": [1]},
+            {"num_hidden_layers": [3]},
+            {"n_layer": True},
+            {"num_hidden_layers": -1},
+            {"tie_word_embeddings": "yes"},
+            {"text_config": {"tie_word_embeddings": 10**30}},
+        ),
     ],
     ids=lambda value: str(value)[:30],
 )

@@ -202,6 +202,20 @@ def test_masks_that_fit_no_tensor_and_pruned_weights_without_a_mask_are_found(si
     assert places(report) == {*bad, ("excluded", DOWN)} and "without a mask" in found(report, "excluded").what
 
 
+@pytest.mark.parametrize("key", ["num_hidden_layers", "n_layer"])
+@pytest.mark.parametrize("number", range(3))
+def test_blocks_that_config_json_counts_and_the_file_lacks_are_found(sick, key, number):
+    def drop(tensors):
+        for name in [name for name in tensors if name.startswith(f"model.layers.{number}.")]:
+            del tensors[name]
+
+    config = {"num_hidden_layers": None, key: 3}
+    assert sick(config=config).is_healthy
+    report = sick(drop, config=config)
+    assert places(report) == {("missing", "model.layers")}
+    assert "says 3 blocks, and 2 are stored" in found(report, "missing").what
+
+
 @pytest.mark.parametrize("said", [True, False, None])
 @pytest.mark.parametrize("change", ["none", "value", "shape"])
 def test_ties_that_came_apart_are_found(sick, said, change):

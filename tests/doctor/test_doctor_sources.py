@@ -1,6 +1,7 @@
 """Every kind of file is read alike; what files disagree about is found; hostile files are one clear line."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,13 @@ from torch.nn.utils import prune
 
 from prunus import Global, Pruner, Ramp
 from prunus.doctor import examine
-from prunus.doctor.contents import StoredTensor, digest_of
-from prunus.files.reader import open_tensors
+from prunus.doctor.examine import digest_of
+from prunus.doctor.sources import StoredTensor
 from prunus.masks import digest
 from prunus.ops import bits
 
 UP = "model.layers.1.mlp.up_proj.weight"
-SHARD = "model-00002-of-00003.safetensors"
+SHARD, OLD = "model-00002-of-00003.safetensors", "model-00007-of-00009.safetensors"
 
 
 @pytest.fixture
@@ -28,16 +29,6 @@ def sharded(tmp_path):
 def index_of(path):
     file = path / "model.safetensors.index.json"
     return file, json.loads(file.read_text())
-
-
-def test_a_tensor_in_two_shards_and_a_shard_that_is_not_there_are_found(sharded):
-    tensors, (_, index) = prune_rows_(healthy()), index_of(sharded)
-    twice = next(name for name, file in index["weight_map"].items() if file != SHARD)
-    here = {name: tensors[name] for name, file in index["weight_map"].items() if file == SHARD}
-    save_file(here | {twice: tensors[twice]}, sharded / SHARD)
-    assert places(examine(sharded)) == {("duplicate", twice)}
-    (sharded / SHARD).unlink()
-    assert places(examine(sharded)) == {("missing", SHARD)}
 
 
 def with_two(text: str, name: str, value: object) -> str:
@@ -53,66 +44,74 @@ def repeat_in_header(file: Path, name: str) -> None:
     file.write_bytes(len(header).to_bytes(8, "little") + header + data[8 + size :])
 
 
-@pytest.mark.parametrize("where", ["file", "folder", "index"])
-def test_a_tensor_that_stands_twice_in_a_header_or_an_index_is_found_and_refused_by_readers(where, sharded, tmp_path):
-    path = sharded
+@pytest.mark.parametrize("where", ["file", "folder", "index", "masks", "prefix"])
+def test_a_name_that_stands_twice_is_refused(where, sharded, tmp_path):
+    path, options = sharded, {}
     if where == "index":
         file, index = index_of(sharded)
         file.write_text(with_two(file.read_text(), UP, next(iter(index["weight_map"].values()))))
     else:
-        file = folder(tmp_path / "one", prune_rows_(healthy())) / "model.safetensors"
-        repeat_in_header(file, UP)
-        path = file if where == "file" else file.parent
-    assert places(examine(path)) == {("duplicate", UP)}
-    with pytest.raises(ValueError, match=f"the name '{UP}' occurs twice"), open_tensors(path):
-        pass
+        tensors = prune_rows_(healthy())
+        if where == "prefix":
+            tensors[f"module.{UP}"] = tensors[UP].clone()
+        file = folder(tmp_path / "one", tensors) / "model.safetensors"
+        if where != "prefix":
+            repeat_in_header(file, UP)
+        path, options = {"file": (file, {}), "masks": (sharded, {"masks": file})}.get(where, (file.parent, {}))
+    with pytest.raises(ValueError, match=f"'{UP}' (occurs )?twice"):
+        examine(path, **options)
 
 
-@pytest.mark.parametrize("beside", ["index", "one file"])
-def test_a_shard_that_is_left_over_and_repeats_tensors_is_found(beside, sharded, tmp_path):
-    path = sharded if beside == "index" else folder(tmp_path / "one", prune_rows_(healthy()))
-    save_file({UP: torch.ones(2, 2), "other": torch.ones(1)}, path / "model-00007-of-00009.safetensors")
-    assert places(examine(path)) == {("duplicate", "model-00007-of-00009.safetensors")}
+def drop_from_index(path: Path, index: dict) -> None:
+    index["weight_map"].pop(UP)
 
 
-def test_masks_that_stand_twice_are_refused(tmp_path):
-    save_file({"a.weight": torch.zeros(4, 4)}, tmp_path / "a.safetensors")
-    save_file({"a.weight": torch.zeros(4, 4, dtype=torch.bool)}, tmp_path / "m.safetensors")
-    repeat_in_header(tmp_path / "m.safetensors", "a.weight")
-    with pytest.raises(ValueError, match=r"holds 'a\.weight' twice"):
-        examine(tmp_path / "a.safetensors", masks=tmp_path / "m.safetensors")
+def move_in_index(path: Path, index: dict) -> None:
+    index["weight_map"][UP] = next(file for file in index["weight_map"].values() if file != index["weight_map"][UP])
 
 
-@pytest.mark.parametrize("change", ["drop", "move", "add"])
-def test_an_index_that_differs_from_its_shards_is_found(sharded, change):
+def add_to_index(path: Path, index: dict) -> None:
+    index["weight_map"]["model.other.weight"] = SHARD
+
+
+def store_twice(path: Path, index: dict) -> None:
+    tensors, home = prune_rows_(healthy()), index["weight_map"][UP]
+    other = next(file for file in index["weight_map"].values() if file != home)
+    save_file(
+        {name: tensors[name] for name, file in index["weight_map"].items() if file == other or name == UP}, path / other
+    )
+
+
+SPOILED = {
+    "an index lacks a tensor": (drop_from_index, UP),
+    "an index places a tensor wrongly": (move_in_index, UP),
+    "an index names what no shard has": (add_to_index, "model.other.weight"),
+    "a tensor is in two shards": (store_twice, UP),
+    "a shard is lost": (lambda path, index: (path / SHARD).unlink(), SHARD),
+    "the index is lost": (lambda path, index: index.clear(), "shards need their index"),
+    "there are two models": (lambda path, index: save_file(healthy(), path / "model.safetensors"), "out of date"),
+    "a shard is left over": (lambda path, index: save_file({UP: torch.ones(1)}, path / OLD), OLD),
+}
+
+
+@pytest.mark.parametrize("case", SPOILED)
+def test_a_folder_whose_files_disagree_is_refused(sharded, case):
+    change, said = SPOILED[case]
     file, index = index_of(sharded)
-    names = index["weight_map"]
-    if change == "drop":
-        names.pop(UP)
-    else:
-        name = UP if change == "move" else "model.other.weight"
-        names[name] = next(other for other in names.values() if other != names.get(UP))
-    file.write_text(json.dumps(index))
-    finding = found(examine(sharded), "missing")
-    assert finding.where == ("model.other.weight" if change == "add" else UP)
-    assert {"drop": "lacks it", "move": "but it is in", "add": "which lacks it"}[change] in finding.what
+    change(sharded, index)
+    file.write_text(json.dumps(index)) if index else file.unlink()
+    with pytest.raises(ValueError, match=re.escape(said)):
+        examine(sharded)
 
 
-def test_shards_without_an_index_or_a_neighbour_are_found(sharded):
-    index_of(sharded)[0].unlink()
-    assert kinds(examine(sharded)) == {"missing"}
-    (sharded / SHARD).unlink()
-    whats = [f.what for f in examine(sharded).findings if f.where == "model-*-of-00003.safetensors"]
-    assert whats == ["1 of 3 shards are not there, the first is number 2"]
-
-
-def test_two_models_in_one_folder_are_found_and_files_that_are_not_read_are_noted(sharded):
+def test_files_that_are_not_read_are_noted_and_one_file_of_another_name_is_the_model(sharded, tmp_path):
     save_file({"x": torch.ones(1)}, sharded / "consolidated.safetensors")
-    report = examine(sharded / "model.safetensors.index.json")
-    assert report.is_healthy and "consolidated.safetensors" in report.notes[0]
-    save_file(prune_rows_(healthy()), sharded / "model.safetensors")
-    report = examine(sharded)
-    assert kinds(report) == {"duplicate"} and any("not read" in note for note in report.notes)
+    for path in (sharded, sharded / "model.safetensors.index.json"):
+        report = examine(path)
+        assert report.is_healthy and "consolidated.safetensors" in report.notes[0]
+    (tmp_path / "other").mkdir()
+    save_file(prune_rows_(healthy()), tmp_path / "other" / "diffusion.safetensors")
+    assert examine(tmp_path / "other", sparsity=0.5).is_healthy
 
 
 def test_one_file_and_a_plain_state_dict_agree_with_a_folder(tmp_path):
@@ -190,16 +189,16 @@ def test_masks_come_from_any_file_that_holds_them(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("a.safetensors", b"", "not a whole safetensors"),
-        ("a.safetensors", b"\xff" * 64, "not a whole safetensors"),
-        ("a.safetensors", (2**62).to_bytes(8, "little") + b"{}", "not a whole safetensors"),
+        ("a.safetensors", b"", "cannot be read"),
+        ("a.safetensors", b"\xff" * 64, "cannot be read"),
+        ("a.safetensors", (2**62).to_bytes(8, "little") + b"{}", "cannot be read"),
         ("a.pt", b"PK\x03\x04 no", "not a whole file"),
-        ("a.safetensors.index.json", b"[1]", "JSON object"),
-        ("a.safetensors.index.json", b"{", "not JSON"),
+        ("a.safetensors.index.json", b"[1]", "weight_map"),
+        ("a.safetensors.index.json", b"{", "JSON is damaged"),
         ("a.safetensors.index.json", b"{}", "weight_map"),
-        ("a.safetensors.index.json", b"[" * 100_000, "not JSON"),
-        ("a.safetensors.index.json", b'{"weight_map": {"a": "../b.safetensors"}}', "no file of its folder"),
-        ("a.safetensors.index.json", b'{"weight_map": {"a": 3}}', "no file of its folder"),
+        ("a.safetensors.index.json", b"[" * 100_000, "nested too deep"),
+        ("a.safetensors.index.json", b'{"weight_map": {"a": "../b.safetensors"}}', "files lie beside it"),
+        ("a.safetensors.index.json", b'{"weight_map": {"a": 3}}', "mappings of strings"),
     ],
 )
 def test_what_is_no_model_is_refused(tmp_path, name, content, said):

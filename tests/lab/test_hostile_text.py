@@ -95,7 +95,7 @@ def test_names_of_files_and_what_json_says(says, tmp_path):
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": EVIL}}))
     assert "[red]" in says("doctor", folder, code=2)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {EVIL: FILE}}))
-    says("doctor", folder, code=1)
+    says("doctor", folder, code=2)
     says("eval", folder, code=2)
 
 
