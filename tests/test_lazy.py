@@ -6,7 +6,7 @@ from itertools import pairwise, product
 import pytest
 import torch
 
-from prunus.ops.lazy import Lazy, alike, as_rows, from_rows, stored
+from prunus.ops.lazy import Lazy, alike, as_rows, from_rows, from_sortable, sortable, stored
 from prunus.score import random
 
 SHAPES = [(1,), (130,), (7, 19), (3, 5, 11), (4, 3, 3, 5)]
@@ -133,3 +133,19 @@ def test_rows_hold_all_inputs_of_an_output_and_go_back(shape, outputs):
         here = tensor[tuple(index[outputs.index(dim)] if dim in outputs else slice(None) for dim in range(tensor.ndim))]
         assert torch.equal(row, here.flatten())
     assert torch.equal(from_rows(rows, outputs, shape), tensor)
+
+
+LIMITS = {
+    torch.float32: [-math.inf, -3e38, -1.0, -1e-45, 0.0, 1e-45, 1e-30, 1.0, 3e38, math.inf],
+    torch.float64: [-math.inf, -1e308, -1.0, -5e-324, 0.0, 5e-324, 1.0, 1 + 2**-52, 1e308, math.inf],
+    torch.int64: [-(2**63), -(2**53) - 1, -1, 0, 1, 2**53, 2**53 + 1, 2**63 - 1],
+}
+
+
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+def test_sortable_keys_rise_strictly_with_the_scores_and_lead_back(dtype):
+    scores = torch.tensor(LIMITS[dtype], dtype=dtype)
+    keys = sortable(scores).tolist()
+    assert keys == sorted(set(keys)) and [from_sortable(key, dtype) for key in keys] == scores.tolist()
+    zeros = torch.tensor([-0.0, 0.0], dtype=dtype)
+    assert sortable(zeros).tolist() == [0, 0] and zeros[0].signbit() == dtype.is_floating_point  # it is left alone

@@ -331,21 +331,6 @@ def test_power_zero_changes_no_bit(name):
     assert all(map(torch.equal, pruned(OPTIMIZERS[name], Rate(power=0))[0], pruned(OPTIMIZERS[name], None)[0]))
 
 
-@pytest.mark.parametrize("name", ["adamwprune", "adamw", "adamw tensor rate", "sgd"])
-@pytest.mark.parametrize("at", [1, 4, 8])
-def test_a_resumed_run_equals_the_unbroken_one(name, at):
-    unbroken, _, _ = pruned(OPTIMIZERS[name], Rate(), steps=10)
-    _, pruner, optimizer = pruned(OPTIMIZERS[name], Rate(), steps=at)
-    states = copy.deepcopy([pruner.model.state_dict(), optimizer.state_dict(), pruner.state_dict()])
-    net = model()
-    resumed = OPTIMIZERS[name](net)
-    other = Pruner(net, resumed, score="magnitude", schedule=Ramp(0.75, 2, 7), every=1, rate=Rate())
-    for it, state in zip((net, resumed, other), states, strict=True):
-        it.load_state_dict(state)
-    assert other.report() == pruner.report()
-    assert all(map(torch.equal, train(net, resumed, 10 - at), unbroken))
-
-
 def test_a_scheduler_sets_and_sees_its_own_rates():
     net = model()
     optimizer = torch.optim.AdamW(parameter_groups(net), lr=1e-2)

@@ -5,25 +5,25 @@ import gc
 import pickle
 import warnings
 import weakref
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
+from covering import each_once
 from toys import adamw, adamw_prune, assert_pruned_are_zero, backward, net, num_pruned, sgd, train
 
 from prunus import Constant, Pruner, Ramp, Regrow, prune
 
 
-def muon_like(model):
+class Own(torch.optim.SGD):
     """An optimizer that is not torch's: weights are zeroed after each of its steps."""
 
-    class Own(torch.optim.SGD):
-        pass
 
+def own(model):
     return Own(model.parameters(), lr=0.05, momentum=0.9)
 
 
-MAKERS = [adamw, adamw_prune, sgd, muon_like]
+MAKERS = [adamw, adamw_prune, sgd, own]
 
 
 def pruned(make=adamw, num_steps=4, **options):
@@ -36,78 +36,92 @@ def pruned(make=adamw, num_steps=4, **options):
     return model, pruner, dense
 
 
-def loaded_wrongly(model, masks):
+def num_alive(model, masks):
+    """How many pruned weights are not zero."""
     return sum(int(p[~masks[name]].count_nonzero()) for name, p in model.named_parameters() if name in masks)
 
 
-@pytest.mark.parametrize("make", MAKERS)
-def test_the_next_step_zeroes_them_again_and_warns_once(make):
-    model, pruner, dense = pruned(make)
+@contextmanager
+def silent():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+def load_a_part(model, make, dense):
+    model.out.load_state_dict({name[4:]: value for name, value in dense.items() if name.startswith("out.")})
+
+
+def load_between_backwards(model, make, dense):
+    backward(model, 4)
     model.load_state_dict(dense)
-    assert loaded_wrongly(model, pruner.masks) == num_pruned(pruner)  # a state for the masks may still follow
-    with pytest.warns(UserWarning, match=rf"^{num_pruned(pruner)} weights .*conv\.weight.*zero") as caught:
-        train(model, pruner.optimizer, range(4, 6))
+
+
+LOADS = {
+    "all": lambda model, make, dense: model.load_state_dict(dense),
+    "a part": load_a_part,
+    "between backwards": load_between_backwards,
+}
+
+
+@pytest.mark.parametrize(("make", "load"), each_once(MAKERS, LOADS))
+def test_the_next_step_zeroes_them_again_and_warns_once(make, load):
+    model, pruner, dense = pruned(make)
+    LOADS[load](model, make, dense)
+    num = num_alive(model, pruner.masks)  # a state for the masks may still follow
+    assert num == num_pruned(pruner) or load == "a part"
+    backward(model, 5)
+    with pytest.warns(UserWarning, match=rf"^{num} weights .*(conv|out)\.weight.*zero") as caught:
+        pruner.optimizer.step()
+        train(model, pruner.optimizer, [5])
     assert len(caught) == 1
     assert_pruned_are_zero(pruner)
     model.load_state_dict(dense)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # it was said
-        train(model, pruner.optimizer, range(6, 7))
+    with silent():  # it was said
+        train(model, pruner.optimizer, [6])
     assert_pruned_are_zero(pruner)
 
 
+@pytest.mark.parametrize("wrap", [lambda model: model, torch.nn.DataParallel], ids=["plain", "wrapped"])
 @pytest.mark.parametrize("make", MAKERS)
-def test_or_it_raises_in_one_line_until_they_fit_the_masks(make):
-    model, pruner, dense = pruned(make, reloaded="raise")
-    sparse = copy.deepcopy(model.state_dict())
-    state = pruner.state_dict()
+def test_or_it_raises_in_one_line_until_they_fit_the_masks(make, wrap):
+    model = net()
+    dense, whole = copy.deepcopy(model.state_dict()), wrap(model)
+    pruner = Pruner(whole, make(whole), score="magnitude", schedule=Constant(0.5), reloaded="raise")
+    train(whole, pruner.optimizer, range(4))
+    sparse, state = copy.deepcopy(model.state_dict()), pruner.state_dict()
     model.load_state_dict(dense)
-    before = copy.deepcopy(model.state_dict())
     for _ in range(2):
         with pytest.raises(ValueError, match=r"^527 weights[^\n]*load_state_dict[^\n]*$"):
-            train(model, pruner.optimizer, [4])
-        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+            train(whole, pruner.optimizer, [4])
+        assert all(torch.equal(value, dense[name]) for name, value in model.state_dict().items())
     model.load_state_dict(sparse)
-    train(model, pruner.optimizer, [4])
+    train(whole, pruner.optimizer, [4])
     model.load_state_dict(dense)
     pruner.load_state_dict(state)
-    train(model, pruner.optimizer, [5])
-    assert_pruned_are_zero(pruner)
+    train(whole, pruner.optimizer, [5])
+    assert num_alive(model, pruner.masks) == 0
 
 
-@pytest.mark.parametrize("make", MAKERS)
-def test_a_part_of_the_model_and_a_wrapped_one_are_noticed_too(make):
-    model, pruner, dense = pruned(make)
-    part = {name.removeprefix("out."): value for name, value in dense.items() if name.startswith("out.")}
-    model.out.load_state_dict(part)
-    with pytest.warns(UserWarning, match=r"out\.weight"):
-        train(model, pruner.optimizer, [4])
-    assert_pruned_are_zero(pruner)
-    wrapped = torch.nn.DataParallel(net())
-    pruner = Pruner(wrapped, make(wrapped), score="magnitude", schedule=Constant(0.5), reloaded="raise")
-    train(wrapped, pruner.optimizer, range(2))
-    wrapped.module.load_state_dict(dense)
-    with pytest.raises(ValueError, match=r"^527 weights"):
-        train(wrapped, pruner.optimizer, [2])
-
-
+@pytest.mark.parametrize("reloaded", ["zero", "raise"])
 @pytest.mark.parametrize("make", [adamw, adamw_prune])
-def test_an_event_notices_weights_that_were_written_in_another_way(make):
-    ramp = Ramp(0.5, 1, 9)
-    for reloaded in ("zero", "raise"):
-        model, pruner, dense = pruned(make, 5, schedule=ramp, every=4, reloaded=reloaded)
-        for name, p in model.named_parameters():
-            p.data.copy_(dense[name])  # no hook sees this
-        num_kept = sum(int(mask.sum()) for mask in pruner.masks.values())
-        train(model, pruner.optimizer, range(5, 8))
-        if reloaded == "zero":
-            with pytest.warns(UserWarning, match=rf"^{1054 - num_kept} weights"):
-                train(model, pruner.optimizer, [8])
-            assert_pruned_are_zero(pruner)
-        else:
-            with pytest.raises(ValueError, match=rf"^{1054 - num_kept} weights"):
-                train(model, pruner.optimizer, [8])
-            assert sum(int(mask.sum()) for mask in pruner.masks.values()) == num_kept
+def test_an_event_notices_weights_that_were_written_in_another_way(make, reloaded):
+    model, pruner, dense = pruned(make, 5, schedule=Ramp(0.5, 1, 9), every=4, reloaded=reloaded)
+    for name, p in model.named_parameters():
+        p.data.copy_(dense[name])  # no hook sees this
+    num = num_pruned(pruner)
+    train(model, pruner.optimizer, range(5, 8))
+    told = (
+        pytest.warns(UserWarning, match=f"^{num} w")
+        if reloaded == "zero"
+        else pytest.raises(ValueError, match=f"^{num} w")
+    )
+    with told:
+        train(model, pruner.optimizer, [8])
+    if reloaded == "zero":
+        assert_pruned_are_zero(pruner)
+    else:
+        assert num_pruned(pruner) == num
 
 
 @pytest.mark.parametrize("reloaded", ["zero", "raise"])
@@ -181,22 +195,16 @@ def test_weights_that_were_assigned_are_refused_since_the_optimizer_has_the_old_
     assert_pruned_are_zero(pruner)
 
 
-def test_a_negative_zero_is_zero():
-    model, pruner, _ = pruned(reloaded="raise")
+def test_a_negative_zero_is_zero_and_copies_and_pickles_of_a_model_know_no_pruner():
+    model, pruner, dense = pruned(reloaded="raise")
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        twin.load_state_dict(dense)
+    assert b"prunus" not in pickle.dumps(model.out), "it must load where this package is not installed"
     with torch.no_grad():
         for name, mask in pruner.masks.items():
             model.get_parameter(name)[~mask] = -0.0
     model.load_state_dict(copy.deepcopy(model.state_dict()))
     train(model, pruner.optimizer, [4])
-
-
-def test_copies_and_pickles_of_a_model_know_no_pruner():
-    model, pruner, dense = pruned(reloaded="raise")
-    twins = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
-    for twin in twins:
-        twin.load_state_dict(dense)
-    train(model, pruner.optimizer, [4])
-    assert b"prunus" not in pickle.dumps(model.out), "it must load where this package is not installed"
 
 
 def test_a_model_keeps_no_pruner_alive_and_a_removed_one_says_nothing():
@@ -210,17 +218,6 @@ def test_a_model_keeps_no_pruner_alive_and_a_removed_one_says_nothing():
     gc.collect()
     assert freed() is None
     model.load_state_dict(dense)
-
-
-def test_gradients_may_be_accumulated_before_it_is_noticed():
-    model, pruner, dense = pruned()
-    pruner.optimizer.zero_grad()
-    backward(model, 4)
-    model.load_state_dict(dense)
-    backward(model, 5)
-    with pytest.warns(UserWarning):
-        pruner.optimizer.step()
-    assert_pruned_are_zero(pruner)
 
 
 @pytest.mark.gpu
@@ -256,22 +253,21 @@ def test_zeros_that_no_mask_keeps_are_told_once_and_kept_by_one():
         assert (pruner.sparsity > 0.49) == (masks == "zeros")
 
 
+CLEAR = {
+    "all": lambda model, state: state.clear(),
+    "one": lambda model, state: state.pop(model.hidden.weight),
+    "moments": lambda model, state: [own.clear() for own in state.values()],
+}
+
+
 @pytest.mark.parametrize("make", MAKERS)
-@pytest.mark.parametrize("lose", ["all", "one", "moments"])
-def test_a_state_that_was_cleared_brings_no_pruned_weight_back(make, lose):
+@pytest.mark.parametrize("clear", CLEAR.values(), ids=CLEAR)
+def test_a_state_that_was_cleared_brings_no_pruned_weight_back(make, clear):
     model, pruner, _ = pruned(make)
-    state = pruner.optimizer.state
-    if lose == "all":
-        state.clear()
-    elif lose == "one":
-        del state[model.hidden.weight]
-    else:
-        for own in state.values():
-            own.clear()
+    clear(model, pruner.optimizer.state)
     train(model, pruner.optimizer, range(4, 7))
     assert_pruned_are_zero(pruner)
-    again = pruner.optimizer.state_dict()["state"]
-    assert sum("mask" in own for own in again.values()) == 3
+    assert sum("mask" in own for own in pruner.optimizer.state_dict()["state"].values()) == 3
 
 
 def saved_parts(make, num_steps=8):
@@ -285,22 +281,16 @@ def resumed(make, loading, is_made_first, **options):
     """A Pruner before the first step of a new process that loads some states, in the order given."""
     model = net(9)
     parts = {"model": model, "optimizer": make(model)}
-
-    def add_pruner():
-        ramp = {"score": "magnitude", "schedule": Ramp(0.5, 1, 20), "every": 3}
-        parts["pruner"] = Pruner(model, parts["optimizer"], **ramp | options)
-
+    options = {"score": "magnitude", "schedule": Ramp(0.5, 1, 20), "every": 3} | options
     if is_made_first:
-        add_pruner()
+        parts["pruner"] = Pruner(model, parts["optimizer"], **options)
+    else:
+        loading = {name: loading[name] for name in sorted(loading, key="pruner".__eq__)}  # the pruner last
     for name, state in loading.items():
-        if name == "pruner" and not is_made_first:
-            continue
+        if name == "pruner" and name not in parts:
+            parts[name] = Pruner(model, parts["optimizer"], **options)
         parts[name].load_state_dict(copy.deepcopy(state))
-    if not is_made_first:
-        add_pruner()
-        if "pruner" in loading:
-            parts["pruner"].load_state_dict(loading["pruner"])
-    return parts["pruner"]
+    return parts.get("pruner") or Pruner(model, parts["optimizer"], **options)
 
 
 def without_masks(optimizer):
@@ -311,40 +301,38 @@ def without_masks(optimizer):
     return state
 
 
-@pytest.mark.parametrize("is_made_first", [True, False])
+@pytest.mark.parametrize("when", ["made first", "loaded first", "under way"])
 @pytest.mark.parametrize("make", MAKERS)
-def test_a_resume_without_masks_and_pruner_is_refused_in_one_line_until_the_pruners_state_comes(make, is_made_first):
-    model, optimizer, state, masks = saved_parts(make)
+def test_a_resume_without_masks_and_pruner_is_refused_in_one_line_until_the_pruners_state_comes(make, when):
+    model, optimizer, state, masks = saved_parts(make, 17)
     loading = {"model": model, "optimizer": without_masks(optimizer)}
-    pruner = resumed(make, loading, is_made_first)
+    pruner = resumed(make, {} if when == "under way" else loading, when != "loaded first")
+    if when == "under way":
+        train(pruner.model, pruner.optimizer, range(6))
+        pruner.model.load_state_dict(model)
+        pruner.optimizer.load_state_dict(loading["optimizer"])
     for _ in range(2):
         with pytest.raises(ValueError, match=r"^\d+% of the weights are zero but in no mask[^\n]*pruner\.load_[^\n]*$"):
-            train(pruner.model, pruner.optimizer, [8])
-        assert loaded_wrongly(pruner.model, masks) == 0
-    pruner.load_state_dict(state)
-    train(pruner.model, pruner.optimizer, [8])
-    assert loaded_wrongly(pruner.model, masks) == 0 and pruner.step == 9
-    pruner.remove()
-    for given, num_back in (("zeros", 0), ({}, sum(int((~mask).sum()) for mask in masks.values()))):
-        kept = resumed(make, loading, False, masks=given)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            train(kept.model, kept.optimizer, [0])  # before its first event
-        assert loaded_wrongly(kept.model, masks) == num_back
-
-
-@pytest.mark.parametrize("make", MAKERS)
-def test_a_sparser_model_loaded_into_a_run_under_way_is_refused_without_its_masks(make):
-    model, optimizer, state, masks = saved_parts(make, 17)
-    pruner = resumed(make, {}, True)
-    train(pruner.model, pruner.optimizer, range(6))
-    pruner.model.load_state_dict(model)
-    pruner.optimizer.load_state_dict(without_masks(optimizer))
-    with pytest.raises(ValueError, match="are zero but in no mask"):
-        train(pruner.model, pruner.optimizer, [17])
+            train(pruner.model, pruner.optimizer, [17])
+        assert num_alive(pruner.model, masks) == 0
     pruner.load_state_dict(state)
     train(pruner.model, pruner.optimizer, [17])
-    assert loaded_wrongly(pruner.model, masks) == 0
+    assert num_alive(pruner.model, masks) == 0 and pruner.step == 18
+
+
+@pytest.mark.parametrize(("given", "are_filled"), [("zeros", False), ({}, True)], ids=str)
+@pytest.mark.parametrize("make", MAKERS)
+def test_masks_that_are_given_say_what_becomes_of_zeros_for_good(make, given, are_filled):
+    model, optimizer, _, masks = saved_parts(make, 17)
+    pruner = resumed(make, {"model": model, "optimizer": without_masks(optimizer)}, False, masks=given)
+    for _ in range(2):
+        with silent():
+            train(pruner.model, pruner.optimizer, [0])  # before its first event
+        assert num_alive(pruner.model, masks) == (
+            sum(int((~mask).sum()) for mask in masks.values()) if are_filled else 0
+        )
+        pruner.model.load_state_dict(model)
+        pruner.optimizer.load_state_dict(without_masks(optimizer))
 
 
 @pytest.mark.parametrize("with_optimizer", [False, True])
@@ -360,8 +348,7 @@ def test_weights_of_the_run_itself_are_loaded_without_a_word_while_some_come_bac
     model.load_state_dict(own)
     if with_optimizer:
         pruner.optimizer.load_state_dict(copy.deepcopy(pruner.optimizer.state_dict()))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with silent():
         train(model, pruner.optimizer, range(9, 12))
     assert pruner.step == 12
 
@@ -376,24 +363,10 @@ def test_a_model_with_a_few_dead_weights_gets_another_pruner_after_dense_steps(m
         for p in model.parameters():
             p[p == 0] = 0.01
         model.hidden.weight.view(-1)[:31] = 0  # 3 %
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with silent():
         second = Pruner(model, pruner.optimizer, score="magnitude", schedule=Ramp(0.5, 1, 9), every=4, masks=given)
         train(model, pruner.optimizer, range(7, 9))
     assert second.step == 2 and bool(model.hidden.weight.view(-1)[:31].any()) == (given != "zeros")
-
-
-@pytest.mark.parametrize("make", MAKERS)
-def test_empty_masks_let_zeros_be_filled_for_good(make):
-    model, optimizer, _, masks = saved_parts(make, 17)
-    pruner = resumed(make, {"model": model, "optimizer": without_masks(optimizer)}, False, masks={})
-    for _ in range(2):
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            train(pruner.model, pruner.optimizer, [0])
-        assert loaded_wrongly(pruner.model, masks) > 0
-        pruner.model.load_state_dict(model)
-        pruner.optimizer.load_state_dict(without_masks(optimizer))
 
 
 def warned(pruner):
@@ -419,7 +392,7 @@ def test_a_resume_that_forgets_one_state_is_told_once_and_keeps_its_zeros(make, 
         pruner = resumed(make, loading, is_made_first)
         said = warned(pruner)
         assert [text in line and "\n" not in line for line in said] == ([True] if text else [])
-        assert loaded_wrongly(pruner.model, masks) == 0
+        assert num_alive(pruner.model, masks) == 0
 
 
 def test_optimizers_that_keep_no_state_need_none():

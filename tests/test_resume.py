@@ -6,23 +6,56 @@ import itertools
 
 import pytest
 import torch
-from covering import covering, each_once
-from toys import NAMES, adamw, adamw_prune, assert_pruned_are_zero, net, through_a_file, train
+from covering import covering, each_once, quickly
+from torch.utils import _pytree as pytree
+from toys import NAMES, adamw, adamw_prune, assert_pruned_are_zero, net, sgd, through_a_file, train
 
-from prunus import Constant, Global, NofM, OneShot, PerLayer, PerRow, Pruner, Ramp, Regrow, Spam
+from prunus import (
+    Constant,
+    Global,
+    NofM,
+    OneShot,
+    PerLayer,
+    PerRow,
+    Pruner,
+    Ramp,
+    Rate,
+    Regrow,
+    Spam,
+    parameter_groups,
+)  # fmt: skip
 
 LAST = 18
-RUNS = {
-    "adamw": (adamw, "bitter7"),
-    "fused": (lambda m: adamw(m, fused=True), "bitter8"),
-    "amsgrad": (lambda m: adamw(m, amsgrad=True), "magnitude"),
-    "sgd": (lambda m: torch.optim.SGD(m.parameters(), 0.05), "magnitude"),
-    "sgd momentum": (lambda m: torch.optim.SGD(m.parameters(), 0.05, momentum=0.9), "random"),
-    "movement": (adamw, "movement"),
-    "wanda": (adamw, "wanda"),
-    "adamw prune": (lambda m: adamw_prune(m, max_norm=0.5), "bitter7"),
-    "adamw prune movement": (adamw_prune, "movement"),
-    "spam": (lambda m: adamw_prune(m, spam=Spam(theta=20.0, every=5, warmup=3, hold=2)), "bitter7"),
+STOPS = [7, 0, 12, 1, 16, 3, 10, 6, 14, 2]
+
+
+def spam(model):
+    return adamw_prune(model, spam=Spam(theta=20.0, every=5, warmup=3, hold=2))
+
+
+def split(model):
+    return torch.optim.AdamW(parameter_groups(model, weight_decay=0.1), lr=0.01)
+
+
+RUNS = {  # optimizer, options
+    "adamw": (adamw, {"score": "bitter7"}),
+    "fused": (lambda m: adamw(m, fused=True), {"score": "bitter8"}),
+    "amsgrad": (lambda m: adamw(m, amsgrad=True), {"score": "magnitude"}),
+    "sgd": (lambda m: torch.optim.SGD(m.parameters(), 0.05), {"score": "magnitude"}),
+    "sgd momentum": (sgd, {"score": "random"}),
+    "movement": (adamw, {"score": "movement"}),
+    "wanda": (adamw, {"score": "wanda"}),
+    "adamw prune": (lambda m: adamw_prune(m, max_norm=0.5), {"score": "bitter7"}),
+    "adamw prune movement": (adamw_prune, {"score": "movement"}),
+    "spam": (spam, {"score": "bitter7"}),
+    "regrow": (adamw, {"score": "magnitude", "regrow": Regrow(0.3)}),
+    "regrow prune": (adamw_prune, {"score": "magnitude", "regrow": Regrow(0.3)}),
+    "regrow sgd": (sgd, {"score": "magnitude", "regrow": Regrow(0.3, "momentum")}),
+    "regrow spam": (spam, {"score": "magnitude", "regrow": Regrow(0.3)}),
+    "rates": (lambda m: adamw(m, lr=torch.tensor(0.01)), {"score": "magnitude", "rate": Rate()}),
+    "rates prune": (adamw_prune, {"score": "magnitude", "rate": Rate()}),
+    "rates split": (split, {"score": "magnitude", "rate": Rate()}),
+    "rates sgd": (sgd, {"score": "magnitude", "rate": Rate()}),
 }
 
 
@@ -30,11 +63,11 @@ class Run:
     """A model, its optimizer and its pruner, and everything a checkpoint holds of them."""
 
     def __init__(self, name, seed=0, dtype=torch.float32, pruner=True):
-        make, score = RUNS[name]
+        make, options = RUNS[name]
         self.model = net(seed, dtype)
         self.optimizer = make(self.model)
-        schedule = Ramp(0.7, 2, 14)
-        self.pruner = Pruner(self.model, self.optimizer, score=score, schedule=schedule, every=4) if pruner else None
+        options = {"schedule": Ramp(0.7, 2, 14), "every": 4} | options
+        self.pruner = Pruner(self.model, self.optimizer, **options) if pruner else None
 
     def train(self, steps):
         train(self.model, self.optimizer, steps)
@@ -76,50 +109,36 @@ def assert_unbroken(run, name, dtype=torch.float32):
 
 
 def assert_equal(first, second):
-    if isinstance(first, dict):
-        assert set(first) == set(second)
-        for key in first:
-            assert_equal(first[key], second[key])
-    elif isinstance(first, list | tuple):
-        assert len(first) == len(second)
-        for a, b in zip(first, second, strict=True):
-            assert_equal(a, b)
-    elif isinstance(first, torch.Tensor):
-        assert first.dtype == second.dtype and torch.equal(first, second)
-    else:
-        assert first == second
+    """To the bit; states are trees of dicts and lists."""
+    leaves, others = (dict(pytree.tree_flatten_with_path(state)[0]) for state in (first, second))
+    assert leaves.keys() == others.keys()
+    for path, leaf in leaves.items():
+        if isinstance(leaf, torch.Tensor):
+            assert leaf.dtype == others[path].dtype and torch.equal(leaf, others[path]), path
+        else:
+            assert leaf == others[path], path
 
 
-def slow(*values):
-    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
-
-
-@pytest.mark.parametrize(("name", "stop"), each_once(RUNS, [7, 0, 12, 1, 16, 3, 10, 6, 14, 2]))
-def test_a_run_resumed_at_any_step_ends_as_the_unbroken_one(name, stop):
-    assert_unbroken(Run(name, seed=9).load(saved_run(name)[stop]).train(range(stop, LAST)), name)
-
-
-@pytest.mark.parametrize(("name", "stop"), each_once(RUNS, [7, 1, 0, 12]))
-def test_a_run_rewound_in_place_ends_as_the_unbroken_one(name, stop):
-    run = Run(name).train(range(stop))
-    saved = run.save()
-    run.train(range(100, 115 - stop))  # past its ramp
-    assert_unbroken(run.load(saved).train(range(stop, LAST)), name)
+@pytest.mark.parametrize(("name", "stop"), each_once(RUNS, STOPS, one_of=2))
+def test_a_run_resumed_at_any_step_or_rewound_in_place_ends_as_the_unbroken_one(name, stop):
+    saved = saved_run(name)[stop]
+    assert_unbroken(Run(name, seed=9).load(saved).train(range(stop, LAST)), name)
+    rewound = Run(name).train(range(100, 117))  # past its ramp
+    assert_unbroken(rewound.load(saved).train(range(stop, LAST)), name)
 
 
 @pytest.mark.parametrize("order", [*itertools.permutations(["model", "optimizer", "pruner"])], ids="-".join)
-@pytest.mark.parametrize("name", ["adamw", "spam", *slow("sgd", "movement", "adamw prune")])
+@pytest.mark.parametrize("name", quickly(["adamw", "spam", "sgd", "movement", "adamw prune"], "adamw", "spam"))
 def test_the_order_of_loading_does_not_matter(name, order):
     assert_unbroken(Run(name, seed=9).load(saved_run(name)[9], order).train(range(9, LAST)), name)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["adamw", "spam", "movement"])
-def test_a_run_saved_and_resumed_at_every_step_ends_as_the_unbroken_one(name):
-    run = Run(name)
+@pytest.mark.parametrize(("name", "dtype"), [("adamw", torch.bfloat16), ("spam", torch.float32)], ids=str)
+def test_a_run_saved_and_resumed_at_every_step_ends_as_the_unbroken_one(name, dtype):
+    run = Run(name, dtype=dtype)
     for step in range(LAST):
-        run = Run(name, seed=step).load(run.save()).train([step])
-    assert_unbroken(run, name)
+        run = Run(name, seed=step, dtype=dtype).load(run.save()).train([step])
+    assert_unbroken(run, name, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -139,12 +158,6 @@ def test_masks_come_along_with_the_optimizers_state_alone(name, dtype):
     assert_pruned_are_zero(pruner)
 
 
-def test_bfloat16_runs_resume_to_the_bit():
-    saved = Run("adamw", dtype=torch.bfloat16).train(range(9)).save()
-    resumed = Run("adamw", seed=9, dtype=torch.bfloat16).load(saved).train(range(9, LAST))
-    assert_unbroken(resumed, "adamw", torch.bfloat16)
-
-
 @pytest.mark.parametrize("name", ["adamw", "movement", "adamw prune"])
 def test_a_state_is_a_copy_of_plain_tensors_and_numbers(name):
     run = Run(name).train(range(8))
@@ -154,34 +167,29 @@ def test_a_state_is_a_copy_of_plain_tensors_and_numbers(name):
     assert all(packed.dtype == torch.uint8 for packed in state["masks"].values())
 
 
-def changed(state, **parts):
-    return copy.deepcopy(state) | parts
-
-
-def with_mask(state, name, value):
-    return changed(state, masks=state["masks"] | {name: value})
-
-
-WRONG = {
-    "nothing": lambda s: {},
-    "a model's state": lambda s: net().state_dict(),
-    "no step": lambda s: {key: value for key, value in s.items() if key != "step"},
-    "a mask of no weight": lambda s: with_mask(s, "typo.weight", torch.zeros(4, dtype=torch.uint8)),
-    "a mask of another size": lambda s: with_mask(s, "out.weight", torch.zeros(3, dtype=torch.uint8)),
-    "a mask that is none": lambda s: with_mask(s, "out.weight", None),
-    "a movement of another shape": lambda s: changed(s, movement=s["movement"] | {"out.weight": torch.zeros(3, 3)}),
-    "a movement that is missing": lambda s: changed(s, movement={"out.weight": torch.zeros(4, 13)}),
-    "a step that is none": lambda s: changed(s, step="seven"),
-    "masks that are none": lambda s: changed(s, masks=None),
+WRONG = {  # what stands in a state in the place of its own
+    "a mask of no weight": ("masks", {"typo.weight": torch.zeros(4, dtype=torch.uint8)}),
+    "a mask of another size": ("masks", {"out.weight": torch.zeros(3, dtype=torch.uint8)}),
+    "a mask that is none": ("masks", {"out.weight": None}),
+    "a movement of another shape": ("movement", {"out.weight": torch.zeros(3, 3)}),
+    "a movement that is missing": ("movement", None),
+    "a step that is none": ("step", "seven"),
+    "masks that are none": ("masks", None),
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("wrong", ["nothing", "a model's state", "no step", *WRONG])
 def test_a_wrong_state_is_refused_in_one_line_and_changes_nothing(wrong):
     run = Run("movement").load(saved_run("movement")[8])
-    before = run.save()
+    before, state = run.save(), copy.deepcopy(saved_run("movement")[11]["pruner"])
+    if wrong in WRONG:
+        key, value = WRONG[wrong]
+        state[key] = state[key] | value if isinstance(value, dict) else value
+    else:
+        del state["step"]
+        state = {"nothing": {}, "a model's state": net().state_dict()}.get(wrong, state)
     with pytest.raises(ValueError, match=r"^[^\n]+$"):
-        run.pruner.load_state_dict(WRONG[wrong](saved_run("movement")[11]["pruner"]))
+        run.pruner.load_state_dict(state)
     assert_equal(run.save(), before)
 
 
@@ -193,20 +201,15 @@ def test_a_state_of_another_score_is_refused_where_sums_are_missing(saved, loade
     assert run.pruner.step == 0 and all(mask.all() for mask in run.pruner.masks.values())
 
 
-def test_an_optimizer_state_with_masks_of_another_model_is_refused():
-    run = Run("adamw")
-    saved = Run("adamw").train(range(8)).save()["optimizer"]
-    saved["state"][0]["mask"] = torch.zeros(99)
-    with pytest.raises(ValueError, match=r"conv\.weight"):
-        run.optimizer.load_state_dict(saved)
-
-
-def test_loading_zeroes_what_its_masks_prune():
-    state = Run("adamw").train(range(12)).pruner.state_dict()
+def test_a_loaded_state_zeroes_what_it_prunes_and_is_refused_with_masks_of_another_model():
+    saved = Run("adamw").train(range(12)).save()
     run = Run("adamw", seed=9).train(range(3))
-    run.pruner.load_state_dict(state)
+    run.pruner.load_state_dict(saved["pruner"])
     assert_pruned_are_zero(run.pruner)
     assert list(run.pruner.masks) == NAMES
+    saved["optimizer"]["state"][0]["mask"] = torch.zeros(99)
+    with pytest.raises(ValueError, match=r"conv\.weight"):
+        Run("adamw").optimizer.load_state_dict(saved["optimizer"])
 
 
 SELECTORS = [Global(), PerLayer(), PerLayer("erk"), PerLayer("depth"), PerRow()]
@@ -261,39 +264,32 @@ def test_no_more_asked_for_makes_no_event(options, final, sparse):
     assert not events and pruner.digest() == digest
 
 
-def test_more_asked_for_waits_for_an_event_that_is_to_come():
-    pruner, events = resumed(finished(), schedule=Ramp(0.8, 2, 30))
+@pytest.mark.parametrize(
+    ("final", "end", "options", "steps"),
+    [(0.8, 30, {}, [22, 26, 30]), (0.8, 14, {"score": "wanda"}, [19]), (0.8, 14, {"regrow": Regrow(0.2)}, [19])],
+    ids=str,
+)
+def test_more_asked_for_waits_for_an_event_to_come_or_goes_with_inputs_and_regrowth(final, end, options, steps):
+    pruner, events = resumed(finished(), schedule=Ramp(final, 2, end), **options)
     train(pruner.model, pruner.optimizer, range(18, 32))
-    assert [event.step for event in events] == [22, 26, 30] and pruner.sparsity == round(0.8 * 1054) / 1054
-
-
-@pytest.mark.parametrize("options", [{"score": "wanda"}, {"regrow": Regrow(0.2)}], ids=str)
-def test_more_asked_for_goes_with_inputs_and_regrowth(options):
-    pruner, events = resumed(finished(), schedule=Ramp(0.8, 2, 14), **options)
-    train(pruner.model, pruner.optimizer, range(18, 24))
-    assert [event.step for event in events] == [19] and pruner.sparsity == round(0.8 * 1054) / 1054
+    assert [event.step for event in events] == steps and pruner.sparsity == round(0.8 * 1054) / 1054
     assert_pruned_are_zero(pruner)
 
 
-def test_two_of_four_are_what_is_asked_for_where_they_are_held():
-    model = torch.nn.Sequential(torch.nn.Linear(8, 4))
-    saved = {}
-    for schedule in (OneShot(0.5, at=1), Constant(0.5)):
-        pruner = Pruner(model, adamw(model), select=NofM(2, 4), schedule=schedule, score="magnitude")
-        if saved:
-            pruner.load_state_dict(saved)
-            assert not pruner.state_dict()["due"]
-        model(torch.ones(1, 8)).sum().backward()
-        pruner.optimizer.step()
-        saved = pruner.state_dict()
-        pruner.remove()
-
-
-@pytest.mark.parametrize("select", [PerLayer(), PerRow(), NofM(2, 4)], ids=str)
-def test_another_selector_at_the_same_sparsity_gets_what_it_asks_for(select):
+@pytest.mark.parametrize(
+    ("first", "select", "length", "steps"),
+    [
+        (Global(), PerLayer(), None, [1, 2]),
+        (Global(), PerRow(), 8, [1, 2]),
+        (Global(), NofM(2, 4), 4, [1, 2]),
+        (NofM(2, 4), NofM(2, 4), 4, [1]),
+    ],
+    ids=str,
+)
+def test_another_selector_at_the_same_sparsity_gets_what_it_asks_for(first, select, length, steps):
     model = torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.Linear(6, 8, bias=False), torch.nn.Linear(8, 3))
     saved, events = {}, []
-    for chosen in (Global(), select, select):
+    for chosen in (first, select, select):
         options = {"score": "magnitude", "exclude": "1", "on_event": events.append}
         pruner = Pruner(model, adamw(model), select=chosen, schedule=Constant(0.5), **options)
         if saved:
@@ -302,8 +298,7 @@ def test_another_selector_at_the_same_sparsity_gets_what_it_asks_for(select):
         pruner.optimizer.step()
         saved = pruner.state_dict()
         pruner.remove()
-    assert [event.step for event in events] == [1, 2]
-    groups = {PerLayer(): 1, PerRow(): 8, NofM(2, 4): 4}
+    assert [event.step for event in events] == steps
     for mask in pruner.masks.values():
-        pruned = ~mask.reshape(-1, groups[select] if groups[select] > 1 else mask.numel())
+        pruned = ~mask.reshape(-1, length or mask.numel())
         assert (pruned.sum(1) >= pruned.shape[1] // 2).all()

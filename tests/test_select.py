@@ -1,7 +1,6 @@
 """Every selector drops exactly what it promises, and keeps nothing smaller than what it drops."""
 
 import math
-from itertools import pairwise
 from typing import get_args, get_type_hints
 
 import pytest
@@ -16,7 +15,7 @@ from prunus.allocate import allocate
 from prunus.lab.run import Run
 from prunus.ops import bits
 from prunus.ops.lazy import Lazy, stored
-from prunus.score import bitter7, random
+from prunus.score import bitter7
 from prunus.select import Quota, Selector, Shape
 
 SHAPES = {
@@ -79,13 +78,6 @@ def test_n_of_m_keeps_the_n_largest_of_every_m(kind, n, m, small_chunks):
         )
 
 
-@pytest.mark.parametrize(("shapes", "kind", "name"), covering(SHAPES, DRAWS, ["global", "uniform", "row"]))
-def test_a_higher_sparsity_keeps_a_subset(shapes, kind, name):
-    scores = drawn(shapes, kind)
-    masks = [SELECTORS[name](scores, sparsity) for sparsity in SPARSITIES]
-    assert all(is_subset(tight, loose) for loose, tight in pairwise(masks))
-
-
 @pytest.mark.parametrize(("shapes", "kind", "name"), covering(SHAPES, DRAWS, SELECTORS))
 def test_events_that_build_on_one_another_keep_subsets_and_exact_counts(shapes, kind, name):
     scores, within = drawn(shapes, kind), None
@@ -116,15 +108,6 @@ def test_all_layers_and_rows_drop_their_rounded_share_the_dead_first_and_then_th
             assert torch.equal(by_row[name], keep_largest_of_runs(score, length, round(sparsity * length), live))
 
 
-@pytest.mark.parametrize("selector", [*SELECTORS.values(), NofM(1, 2)], ids=str)
-def test_negative_scores_do_not_revive_the_dead(selector):
-    scores = {"a": -torch.rand(8, 8) - 1, "b": -torch.rand(4, 8) - 1}
-    within = some_dead(scores, 0.4)
-    for name, mask in within.items():
-        scores[name][~mask] = 0.0  # a pruned weight scores zero, above every live one
-    assert is_subset(selector(scores, 0.5, within), within)
-
-
 @pytest.mark.parametrize("how", ["depth", "erk", {"*": 0.4}], ids=str)
 def test_layers_lose_the_total_in_all_whatever_each_has_lost_before(how):
     scores = draw("normal", (20, 30), (40, 25), (7, 5))
@@ -144,18 +127,6 @@ def test_a_row_of_the_smallest_integers_does_not_take_a_dead_ones_place():
     scores = {"a": torch.tensor([[-(2**63), 5, 6, 7]])}
     within = {"a": torch.tensor([[True, False, True, True]])}
     assert torch.equal(PerRow()(scores, 0.25, within)["a"], within["a"])
-
-
-def test_equal_scores_are_dropped_in_the_order_of_tensors_then_positions():
-    scores = {"b": torch.ones(2, 3), "a": torch.ones(4)}
-    masks = Global()(scores, 0.7)
-    assert masks["b"].sum() == 0 and masks["a"].tolist() == [False, True, True, True]
-
-
-def test_negative_zero_equals_zero():
-    scores = {"a": torch.tensor([0.0, -0.0, 0.0, -0.0])}
-    for selector in (Global(), PerLayer(), PerRow(), NofM(2, 4)):
-        assert selector(scores, 0.5)["a"].tolist() == [False, False, True, True]
 
 
 @pytest.mark.parametrize("counted", [False, True], ids=["sorted", "counted"])
@@ -215,25 +186,6 @@ def test_lazy_scores_give_the_masks_of_stored_ones(selector, small_chunks):
     within = some_dead(stored)
     assert same(selector(lazy, 0.5), selector(stored, 0.5))
     assert same(selector(lazy, 0.5, within), selector(stored, 0.5, within))
-
-
-@pytest.mark.parametrize("norm_shape", [(12,), (1, 12), (8, 1), (1, 1)], ids=str)
-def test_lazy_scores_broadcast_what_they_read(norm_shape, small_chunks):
-    weight, norm = torch.randn(8, 12), torch.rand(norm_shape) + 0.1
-    source = Lazy("a", weight, lambda weight, norm: weight.abs() * norm, {"weight": weight, "norm": norm})
-    for selector in (Global(), PerRow(), NofM(1, 4)):
-        assert same(selector({"a": source}, 0.75), selector({"a": weight.abs() * norm}, 0.75))
-
-
-@pytest.mark.parametrize("selector", [Global(), PerRow(), NofM(2, 4)], ids=str)
-def test_lazy_scores_of_positions_and_transposed_rows(selector, small_chunks):
-    weight = torch.empty(12, 10)
-    noise = random(torch.arange(120), name="a", seed=3).view(12, 10)
-    source = Lazy("a", weight, random, {}, {"name": "a", "seed": 3}, takes_position=True, outputs=(1,))
-    expected = selector({"a": noise.T.contiguous()}, 0.5)["a"].T
-    if selector == Global():
-        expected = selector({"a": noise}, 0.5)["a"]
-    assert torch.equal(selector({"a": source}, 0.5)["a"], expected)
 
 
 def test_scores_and_masks_given_are_not_changed():

@@ -1,5 +1,7 @@
 """What scores read is the real thing: moments made comparable, and errors that help."""
 
+from functools import partial
+
 import pytest
 import torch
 from toys import adamw, backward, net
@@ -44,65 +46,49 @@ def test_moments_are_corrected_where_step_counts_differ_and_not_elsewhere(uneven
     assert torch.equal(events_of(SCORES["bitter7"], optimizer, even)["hidden.weight"], plain)
 
 
-def test_both_moments_are_corrected_each_by_its_own_beta(uneven):
+@pytest.mark.parametrize("name", ["bitter0", "bitter8", "fisher"])
+def test_moments_are_corrected_once_each_by_its_own_beta(uneven, name):
     model, optimizer = uneven
     state, weight = optimizer.state[model.conv.weight], model.conv.weight
     m, v = state["exp_avg"] / (1 - 0.8**2), state["exp_avg_sq"] / (1 - 0.99**2)
-    expected = weight.square() * m.abs() / (v.sqrt() + 1e-8)
-    assert torch.allclose(events_of(SCORES["bitter0"], optimizer, model)["conv.weight"], expected, rtol=1e-5)
-
-
-@pytest.mark.parametrize("name", ["bitter8", "fisher"])
-def test_a_score_that_takes_the_step_corrects_once(uneven, name):
-    model, optimizer = uneven
-    state, weight = optimizer.state[model.conv.weight], model.conv.weight
     expected = {
-        "bitter8": weight.abs() * (state["exp_avg"] / (1 - 0.8**2)).abs().sqrt(),
-        "fisher": weight.square() * state["exp_avg_sq"] / (1 - 0.99**2),
+        "bitter0": weight.square() * m.abs() / (v.sqrt() + 1e-8),
+        "bitter8": weight.abs() * m.abs().sqrt(),
+        "fisher": weight.square() * v,
     }[name]
     assert torch.allclose(events_of(SCORES[name], optimizer, model)["conv.weight"], expected, rtol=1e-5)
+
+
+def stepped(steps=1, **group):
+    """A model after some steps of AdamW, in which the convolution has settings of its own."""
+    model = net()
+    rest = [p for p in model.parameters() if p is not model.conv.weight]
+    optimizer = torch.optim.AdamW([{"params": [model.conv.weight], **group}, {"params": rest}], betas=(0.8, 0.99))
+    for step in range(steps):
+        backward(model, step)
+        optimizer.step()
+    return model, optimizer
 
 
 TWINS = [("bitter8", {}, "bitter3"), ("fisher", {"q": 0.25}, "bitter7"), ("fisher", {"q": 0.0}, "magnitude")]
 
 
 @pytest.mark.parametrize(("name", "options", "twin"), TWINS, ids=[f"{name}-{twin}" for name, _, twin in TWINS])
-def test_a_correction_that_all_weights_share_is_left_out(name, options, twin):
-    """Equal to the bit, so that the masks are equal at every tie of rounding too."""
-    model = net()
-    optimizer = adamw(model, betas=(0.8, 0.99))
-    for step in range(3):
-        backward(model, step)
-        optimizer.step()
-    corrected, plain = events_of(SCORES[name], optimizer, model, options), events_of(SCORES[twin], optimizer, model)
-    assert all(torch.equal(corrected[weight], plain[weight]) for weight in plain)
+def test_a_correction_that_all_weights_share_is_left_out_and_of_different_betas_made_comparable(name, options, twin):
+    """Shared, scores are equal to the bit: so are the masks at every tie of rounding. Else m_hat is the gradient."""
+    for groups, same in (({}, torch.equal), ({"betas": (0.5, 0.9)}, partial(torch.allclose, rtol=1e-5))):
+        model, optimizer = stepped(steps=1 if groups else 3, **groups)
+        corrected, plain = events_of(SCORES[name], optimizer, model, options), events_of(SCORES[twin], optimizer, model)
+        assert all(same(corrected[weight], plain[weight]) for weight in plain)
 
 
 @pytest.mark.parametrize(("betas", "eps"), [((0.5, 0.99), None), ((0.8, 0.5), None), ((0.8, 0.99), 1e-3)], ids=str)
 def test_a_correction_is_kept_where_betas_differ_or_eps_is_added(betas, eps):
-    model = net()
-    rest = [p for p in model.parameters() if p is not model.conv.weight]
-    groups = [{"params": [model.conv.weight], "betas": betas}, {"params": rest}]
-    optimizer = torch.optim.AdamW(groups, betas=(0.8, 0.99))
-    backward(model, 0)
-    optimizer.step()
+    model, optimizer = stepped(betas=betas)
     weight, first = model.conv.weight, optimizer.state[model.conv.weight]["exp_avg"]
     expected = weight.abs() * (first.abs() / (1 - betas[0]) + (eps or 0)).sqrt()
     found = events_of(SCORES["bitter8"], optimizer, model, {"eps": eps})["conv.weight"]
     assert torch.allclose(found, expected, rtol=1e-5)
-
-
-@pytest.mark.parametrize(("name", "options", "twin"), TWINS, ids=[f"{name}-{twin}" for name, _, twin in TWINS])
-def test_moments_of_groups_with_different_betas_are_made_comparable(name, options, twin):
-    """After one step m_hat is the gradient and v_hat its square, whatever the betas are."""
-    model = net()
-    rest = [p for p in model.parameters() if p is not model.conv.weight]
-    groups = [{"params": [model.conv.weight], "betas": (0.5, 0.9)}, {"params": rest}]
-    optimizer = torch.optim.AdamW(groups, betas=(0.8, 0.99))
-    backward(model, 0)
-    optimizer.step()
-    corrected, plain = events_of(SCORES[name], optimizer, model, options), events_of(SCORES[twin], optimizer, model)
-    assert all(torch.allclose(corrected[weight], plain[weight], rtol=1e-5) for weight in plain)
 
 
 def test_a_groups_own_eps_and_betas_are_used():

@@ -200,3 +200,11 @@ def test_any_scores_any_mask_any_count_any_route(data):
         patch.setattr(candidates, "SAMPLE", data.draw(st.sampled_from([1, 2, 8, 1 << 18])))
         patch.setattr(Lazy.chunks, "__defaults__", (data.draw(st.sampled_from([8, 16, 64])),))
         assert same(masks_of(scores, num_drop, within), keep_largest(scores, num_drop, within))
+
+
+def test_a_live_score_that_is_not_finite_is_refused_though_the_sum_of_all_overflows():
+    scores = torch.full((100,), 3e38)
+    module.cut([stored("a", scores)], 50, {})
+    scores[7] = float("nan")
+    with pytest.raises(ValueError, match="b has 1 that are not, the first nan"):
+        module.cut([stored("b", scores)], 50, {})
