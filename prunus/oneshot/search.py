@@ -329,7 +329,7 @@ class _Search:
         return result
 
     def _alone(self, sparsity: float) -> tuple[float, float]:
-        """Metric and sparsity of the strategy without the probe, one shot from the dense model."""
+        """Metric and sparsity of the method without the probe, pruned at once from the dense model."""
         levels = list(self.kept)
         while self.kept:
             self._take_back()
