@@ -28,10 +28,10 @@ ROUNDING = {torch.float64: 1e-6, torch.float32: 3e-2, torch.bfloat16: 0.25, torc
 
 
 class Calibration:
-    """What every method after training needs of a model: its prunable weights, its blocks, its samples, its device.
+    """What every method after training needs: the prunable weights of a model, its blocks, the samples, the device.
 
-    The samples are read when they are first asked for. With ``offload``, a device, the blocks are moved there one at a
-    time. ``batch_size`` is the number of samples of a pass, by default what memory and speed suggest.
+    The samples are read when they are first used. With ``offload``, a device, the blocks are moved there one at a time.
+    ``batch_size`` is the number of samples of a pass; the default depends on memory and speed.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Calibration:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """The model as it is worked on; afterwards all but its weights is as before."""
+        """While this is open, methods may change the model; afterwards only its weights differ."""
         offloaded = self.offload.open() if self.offload else nullcontext()
         with frozen(self.model, self.renewed), offloaded, wide_products(self.device, self.model):
             self.is_open = True
@@ -91,7 +91,7 @@ class Calibration:
 
     @contextmanager
     def measured(self, progress: Progress | None, num_steps: int) -> Iterator[Cost]:
-        """A call of ``num_steps`` steps; what it has cost is known at the end."""
+        """Measure a call of ``num_steps`` steps; its cost is filled in at the end."""
         began, peak = time.perf_counter(), Peak(self.device)
         self.cost, self.clock.seconds = Cost(), {}
         self.meter.begin(progress, num_steps)
@@ -106,7 +106,7 @@ class Calibration:
 
     @torch.no_grad()
     def check_model(self) -> None:
-        """Run the model on the first sample, once; where it fails, one line says what went in."""
+        """Run the model on the first sample, once; if it fails, one line says what went in."""
         if self._is_checked:
             return
         batch = self.batch(next(self.samples.chunks(1)))
@@ -124,7 +124,7 @@ class Calibration:
 
     @torch.no_grad()
     def can_batch(self) -> bool:
-        """Whether two samples in one pass give what they give one by one."""
+        """Whether two samples in one pass give the outputs that they give one by one."""
         number = next((i for i, stack in enumerate(self.samples.stacks) if stack.size > 1), None)
         if number is None:
             return True
@@ -139,7 +139,7 @@ class Calibration:
         )
 
     def reading(self, phase: str) -> AbstractContextManager[None]:
-        """A part of the progress in which every sample is a step."""
+        """A part of the progress bar in which every sample is a step."""
         return self.meter.part(phase, len(self.samples), of_samples=True)
 
     def visit(
@@ -151,12 +151,12 @@ class Calibration:
         after: Chunk | None = None,
         make_room: Callable[[], None] | None = None,
     ) -> None:
-        """Call ``act`` for all samples, ``size`` at a time; where memory runs out, for the two halves of a chunk.
+        """Call ``act`` for all samples, ``size`` at a time; if memory runs out, for the two halves of a chunk.
 
-        ``act`` may be called again for samples that it has seen: what is to be summed up it must return, in parts.
-        ``add`` takes up each part once. Where memory runs out in it, it is called again with the same part, and must
-        have changed nothing or go on where it stopped. ``make_room`` is called whenever memory has run out. ``after``
-        are the first samples of a stack, and are left out.
+        ``act`` may be called again for samples that it has seen, so it must return what is to be summed up, in parts.
+        ``add`` gets each part once. If memory runs out in it, it is called again with the same part, and must have
+        changed nothing or continue where it stopped. ``make_room`` is called whenever memory has run out. ``after``
+        are the first samples of a stack, which are left out.
         """
         chunks = [chunk if after is None else chunk.after(after) for chunk in self.samples.chunks(size)]
         pending = [chunk for chunk in chunks if chunk.size]
@@ -178,7 +178,7 @@ class Calibration:
     def each_once(
         self, parts: list[Any], add: Callable[[Any], None], make_room: Callable[[], None] | None = None
     ) -> None:
-        """Call ``add`` for each part, which is removed; a second time where memory runs out."""
+        """Call ``add`` for each part and remove it; call it a second time if memory runs out."""
         has_failed = False
         while parts:
             try:
@@ -218,7 +218,7 @@ def _advice(model: nn.Module, batch: Tree, batches: Any) -> str:
 
 
 def _check_tokens(model: nn.Module, samples: Samples) -> None:
-    """Refuse what are no tokens (sample, token) that the embedding of a Hugging Face model has."""
+    """Refuse tokens that are not (sample, token) or that a Hugging Face model's embedding does not have."""
     num_known = getattr(getattr(model, "config", None), "vocab_size", None)
     if not isinstance(num_known, int):
         return

@@ -1,4 +1,4 @@
-"""A model pruned to one sparsity: its masks, how they were found, and how to take them back."""
+"""A model pruned to one sparsity: its masks, how they were found, and how to undo them."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -36,7 +36,7 @@ class Level:
     _undone: dict[Tensor, Tensor] = field(default_factory=dict)  # repaired values that ``undo_`` took back
 
     def proposed(self, name: str) -> Tensor:
-        """Packed bits of what the score, or the solver, would prune."""
+        """Packed bits of what the score or the solver would prune."""
         return self.candidates[name] if name in self.candidates else self.live[name] & ~self.packed[name]
 
     def undo_(self) -> None:
@@ -59,7 +59,7 @@ class Level:
 
     @contextmanager
     def masks_alone(self) -> Iterator[None]:
-        """The dense weights under the masks, without their repair, while this is open."""
+        """While this is open, the model has the dense weights under the masks, without their repair."""
         self.undo_()
         masks = Originals()
         try:
@@ -71,7 +71,7 @@ class Level:
             self.apply_()
 
     def packed_at(self, tau: Tau, base: float = 1.0) -> dict[str, Tensor]:
-        """Packed masks that another tau gives from the stored ratios, without a new pass."""
+        """Packed masks of another tau, from the stored ratios, without a new pass."""
         if tau == "target":
             raise ValueError("target is a rule for a whole probe; give a number, a mapping, a list or 'adaptive'")
         check_tau(tau)
@@ -85,7 +85,7 @@ class Level:
         return packed
 
     def retake_(self, tau: Tau, base: float = 1.0) -> None:
-        """Make masks, model and ``taus`` those of another tau; a repair is done anew."""
+        """Make masks, model and ``taus`` those of another tau, and repair again if it was."""
         self.packed = self.packed_at(tau, base)
         if self.repair_again is None:
             self.apply_()

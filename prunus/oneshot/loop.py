@@ -1,7 +1,7 @@
 """The one loop after training: block after block, a step changes the layers of one group after another.
 
-The dense and the compressed stream of activations travel along. The loop knows where inputs come from and where
-changes go: into the model, into the journal to resume from, and into the originals to undo. Steps know the rest.
+Two streams of activations travel along: those of the dense model and those of the compressed one. The loop brings the
+inputs and takes the changes: into the model, into the journal to resume from, and into the originals to undo them.
 """
 
 import warnings
@@ -33,9 +33,9 @@ Finished = Callable[[Sequence[str]], None]  # called with the weights of a group
 
 
 class Loop:
-    """Changes the weights of a level in place, group after group; what no step changes ``mask`` prunes at the end.
+    """Changes the weights of a level in place, group after group; at the end ``mask`` prunes what no step changed.
 
-    ``masks`` are packed masks that are known before; without them the steps choose within ``live``, packed too.
+    ``masks`` are packed masks that are known before; without them the steps choose within ``live``, also packed.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Loop:
         streams.forget()
 
     def _change(self, streams: Streams, group: Group, step: Step, file: str) -> None:
-        """Have the step change the layers of a group, or do again what it did before the call was interrupted."""
+        """Have the step change the layers of a group, or load what it did before the call was interrupted."""
         self.calibration.meter.show(f"repair of {group.names[0]}")
         if self.journal and (before := self.journal.load(file, group.names)):
             for name, saved in before.items():
@@ -132,7 +132,7 @@ class Loop:
         return Layers(weights, masks=None if self.masks is None else unpacked(self.masks), live=unpacked(self.live))
 
     def _write(self, name: str, change: Change) -> None:
-        """Bring a change into the shape of its weight, and make it."""
+        """Bring a change into the shape of its weight, and apply it."""
         weight = self.weights[name]
         shape, outputs = matrix_layout(weight)
 
@@ -178,7 +178,7 @@ class Loop:
 
     @torch.no_grad()
     def finish(self, batch_norm: bool, tuning: BlockTuning | None) -> None:
-        """Renew the statistics of batch norms, and tune the model as a whole where memory suffices."""
+        """Renew the statistics of batch norms, and tune the whole model if there is enough memory."""
         calibration, level, streams = self.calibration, self.level, self.streams
         assert streams is not None
         if batch_norm:
@@ -208,7 +208,7 @@ class Loop:
         warnings.warn("there is too little memory to tune the model as a whole: that was left out", stacklevel=2)
 
     def _tuned(self, file: str, parameters: Sequence[nn.Parameter], run: Callable[[], Tuned]) -> Tuned:
-        """What ``run`` does to the parameters, or did before the call was interrupted."""
+        """Tune the parameters by ``run``, or load what it did before the call was interrupted."""
         by_parameter = {parameter: name for name, parameter in self.calibration.model.named_parameters()}
         names = [by_parameter[parameter] for parameter in parameters]
         for parameter in parameters:

@@ -1,4 +1,4 @@
-"""Options: how a repair makes up for the weights that go, and how far a search goes, in which steps."""
+"""Options: how a repair makes up for the pruned weights, and how far a search goes, in which steps."""
 
 import math
 from collections.abc import Sequence
@@ -10,11 +10,12 @@ from typing import Any, Literal
 class BlockTuning:
     """How kept weights, biases and norms learn the outputs of the dense model, by Adam over the calibration samples.
 
-    First every block for itself, ``epochs`` times over the samples: it reads what the pruned model gives it, and its
-    outputs should be those of the dense block in the dense model. Then, with ``whole_epochs``, the model as a whole:
-    the loss is the KL divergence of its distribution from the dense model's, over tokens or classes, or of each single
-    logit; if the outputs are not logits, it is their mean squared difference (``result.notes`` says which).
-    Learning rates fall to zero. A tenth of the samples is held out: the best epoch there stays, none if none is better.
+    First each block learns by itself, for ``epochs`` passes over the samples: it reads what the pruned model gives it,
+    and its targets are the outputs of the dense block in the dense model. Then the whole model learns for
+    ``whole_epochs``: the loss is the KL divergence of its distribution from the dense model's, over tokens or classes,
+    or of each single logit; if the model does not return logits, it is the mean squared difference of its outputs
+    (``result.notes`` says which). Learning rates fall to zero. A tenth of the samples is held out: the epoch that is
+    best on it is kept, or none if none improves.
     """
 
     epochs: int = 8
@@ -41,11 +42,11 @@ def _check_counts(options: Any, *names: str) -> None:
 
 @dataclass(frozen=True)
 class Repair:
-    """How the weights that stay make up for those that go.
+    """How the weights that stay make up for the pruned ones.
 
     ``targets``: reproduce the outputs of the dense model (``"dense"``), or those of the dense weights on the inputs
-    that the pruned model gives them (``"own"``). ``damping`` holds weights near their dense values, the more the
-    larger it is; None takes what suits the number of tokens. At most ``iterations`` of ADMM find which weights stay, at
+    that the pruned model gives them (``"own"``). A larger ``damping`` holds weights nearer to their dense values; None
+    chooses it by the number of tokens. At most ``iterations`` of ADMM find which weights stay, at
     most ``refine`` steps of conjugate gradients their values. With ``tune``, True or ``BlockTuning(...)``, each block
     then learns the outputs of the dense one, and the whole model those of the dense model. ``batch_norm`` changes the
     running statistics of batch norms at the end as those of the samples changed. ``tf32`` lets the products of ADMM use
@@ -76,10 +77,10 @@ class Repair:
         return BlockTuning() if self.tune is True else self.tune or None
 
     def damping_for(self, num_tokens: int, num_inputs: int) -> float:
-        """``0.8 / sqrt(tokens an input)``: the fewer there are, the nearer weights should stay to their dense values.
+        """``0.8 / sqrt(tokens per input)``: with fewer tokens, weights should stay nearer to their dense values.
 
-        A compromise: of models with about as many tokens an input, one did better with less and one with more
-        (docs/evidence/repair.md).
+        This is a compromise: of two models with about as many tokens per input, one did better with less damping and
+        one with more (docs/evidence/repair.md).
         """
         if self.damping is not None:
             return self.damping
@@ -123,7 +124,7 @@ class Limit:
 
 @dataclass(frozen=True)
 class Trial:
-    """One level: sparsity asked for and reached, its metric, and whether it was accepted.
+    """One level: its target sparsity and the one it reached, its metric, and whether it was accepted.
 
     ``scale`` is what tuning multiplied tau by; ``passes`` counts forward and backward passes of one sample.
     """
@@ -178,7 +179,7 @@ class Bisection:
 
 @dataclass(frozen=True)
 class TauTuning:
-    """For a level that fails, search a smaller tau in ``steps`` halvings of a common factor.
+    """How a level that fails searches for a smaller tau, in ``steps`` halvings of a common factor.
 
     By default this uses the stored ratios of the level: it costs evaluations and no new pass. With ``both_steps`` the
     level before is taken back and probed again too, so every halving costs two probes.

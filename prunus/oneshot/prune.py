@@ -1,4 +1,4 @@
-"""Prune a trained model: a score or the solver chooses weights, a probe may keep some, a repair changes the rest."""
+"""Prune a trained model: a score or the solver chooses weights, a probe may keep some, a repair changes the others."""
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -53,40 +53,41 @@ def prune(
 ) -> Result:
     """Prune ``model`` in place to ``sparsity`` of its prunable weights, and return what was done.
 
-    Where batches are given, the weights that stay are repaired: solved for, block after block, so that the outputs of
-    the dense model stay. Without a ``score`` the solver also finds which weights stay; a named score gives its mask,
-    and ``repair=None`` leaves it at that. Without batches the score is magnitude, and nothing is repaired.
+    With batches, the weights that stay are repaired: solved for, block after block, so that each layer keeps the
+    outputs of the dense model. Without a ``score`` the solver also chooses which weights stay; a score gives its own
+    mask, and ``repair=None`` prunes by that mask alone. Without batches the score is magnitude, and nothing is
+    repaired.
 
-    The sparsity, by default a half, counts all zeros, and weights that are zero already go first. Where the model, or
-    a row that is compared by itself, has more zeros than asked for, none comes back.
+    The sparsity, by default a half, counts all zeros, and weights that are zero already go first. If the model, or a
+    row that is compared by itself, has more zeros than requested, none comes back.
 
     ``batches`` are tensors, pairs (input, target) or dicts, read once; a sample is one index of dimension 0, and
     its loss is that of a batch of one. ``loss(output, target)`` defaults to the model's own for Hugging Face models.
     Scores: ``magnitude``, ``|w|``; ``wanda``, ``|w|`` times the norm of the input; ``fisher``, ``w^2`` times the mean
-    squared gradient; ``path``, ``|w| (G0 + G1)`` with the largest gradients of any sample in the model and with what
-    magnitude would prune reduced to a tenth; ``random``; a function of ``weight``, ``input_norm`` or ``position``.
-    Fisher and path read losses, so that models without a loss of their own need ``loss`` and targets.
-    ``include`` adds weights to the default ones, ``only`` restricts them, and ``exclude`` wins.
-    ``select`` defaults to ``PerLayer`` without a score, to ``PerRow`` for wanda and to ``Global`` for the rest.
-    ``PerLayer("moments")`` reads ``moments``, the ``exp_avg_sq`` that Adam kept of each weight in training, by name.
+    squared gradient; ``path``, ``|w| (G0 + G1)``, the largest gradient of any sample, first in the dense model, then
+    with the weights that magnitude would prune scaled to a tenth; ``random``; or a function of ``weight``,
+    ``input_norm`` or ``position``. Fisher and path read losses: a model without a loss of its own needs ``loss`` and
+    targets. ``include`` adds weights to the default ones, ``only`` restricts them, and ``exclude`` wins.
+    ``select`` defaults to ``PerLayer`` without a score, to ``PerRow`` for wanda and to ``Global`` for other scores.
+    ``PerLayer("moments")`` reads ``moments``: by name, the ``exp_avg_sq`` that Adam kept of each weight in training.
 
-    ``experts`` drops ``round(experts * E)`` of the E experts of each layer first, those that matter least on the
-    batches (REAP), with the router's rows: the model gets smaller, and its configuration says so. Without a
+    ``experts`` first drops ``round(experts * E)`` of the E experts of each layer, those that matter least on the
+    batches (REAP), with their rows of the router: the model gets smaller, and its configuration says so. Without a
     ``sparsity`` nothing else is pruned. ``result.experts`` says which ones went, and why.
 
-    A probe keeps some of what the strategy proposes, so the sparsity ends below the one asked for, unless its tau is
-    ``target``; nothing is repaired then unless ``repair`` says so. With ``offload``, a device, the model's blocks are
-    moved there one at a time, and everything else stays there until the end: the masks are the same. With
-    ``checkpointing`` blocks after the probed one run again for the backward instead of keeping their activations; this
-    is also done where a single sample does not fit. With ``state``, a folder, a repair that was killed goes on where
-    it was when it is called again with the same dense model, and ends with the same bits.
+    A probe keeps some of the weights that the score would prune, so the sparsity ends lower than requested, unless its
+    tau is ``target``; nothing is repaired then unless you pass ``repair``. With ``offload``, a device, the model's
+    blocks are moved there one at a time, and everything else stays there until the end: the masks are the same. With
+    ``checkpointing``, blocks after the probed one run again for the backward pass instead of keeping their
+    activations; this also happens if a single sample does not fit. With ``state``, a folder, a repair that was killed
+    continues where it stopped when it is called again with the same dense model, and ends with the same bits.
 
-    ``progress`` is a bar in a terminal and in a notebook, and elsewhere a line on standard error for every tenth of a
-    call that takes more than a few seconds; False shows nothing. A function in its place gets steps done, steps in all,
-    and what is being done.
+    ``progress`` is a bar in a terminal or notebook, and elsewhere a line on standard error for every tenth of a call
+    that takes more than a few seconds; False shows nothing. A function in its place gets the steps done, the steps in
+    all, and what is being done.
 
-    The model comes back in its mode and with its buffers, but for batch norms, whose statistics a repair renews; after
-    an exception with its weights too.
+    The model keeps its mode and its buffers, except for the statistics of batch norms, which a repair renews; after an
+    exception it has its old weights too.
     """
     if sparsity is None:
         sparsity = getattr(select, "sparsity", None) or (0.5 if experts is None else 0.0)
@@ -142,8 +143,8 @@ def prune_to(
 ) -> Level:
     """Prune an open model to one sparsity; on an exception the weights are as before.
 
-    ``within`` are packed masks of an earlier level, ``masks`` those that this level has chosen before, and ``done``
-    what its probe has decided before. ``finished`` is called with what a probe has found after each of its groups.
+    ``within`` are packed masks of an earlier level, ``masks`` those that this level chose before, and ``done`` what its
+    probe decided before. ``finished`` is called with the probe's decisions after each of its groups.
     """
     if not isinstance(sparsity, Real) or not 0 <= sparsity < 1:
         raise ValueError(f"sparsity must be a number in [0, 1), as 0.5 for a half, got {sparsity!r}")
@@ -176,7 +177,7 @@ def prune_to(
 
 
 def _num_steps(scores: Scores, probe: Probe | None) -> int:
-    """Of a level, for its progress: weights, samples that a choice reads, and epochs of tuning."""
+    """Steps of a level's progress: weights, samples that its score reads, and epochs of tuning."""
     num, repair = len(scores.weights), scores.method.repair
     if num_passes := scores.num_passes + 2 * (probe is not None and probe.schedule == "joint"):
         num += num_passes * len(scores.calibration.samples)
@@ -196,7 +197,7 @@ def _probe(
     done: Probed | None,
     finished: Finished | None,
 ) -> dict[str, Tensor]:
-    """Packed masks of a probe. The model is pruned by them, unless it is to be repaired: then it is dense again."""
+    """Packed masks of a probe. They prune the model, unless it will be repaired: then it is dense again."""
     calibration, live, pool = scores.calibration, level.live, probe.pool_sparsity(sparsity)
     with calibration.clock.part("strategy"):
         keep = scores.keep(select, pool, live)
@@ -231,7 +232,7 @@ def _change(
     within: Packed | None,
     state: Folder | None,
 ) -> None:
-    """Run the loop over the dense model: by known masks, or by those that its steps choose as was allocated."""
+    """Run the loop over the dense model, by known masks, or by those that its steps choose within the allocation."""
     calibration, repair = scores.calibration, scores.method.repair
     level.packed, level.repairs, level.tuned, level.not_tuned = {}, {}, {}, []
     journal = None

@@ -21,7 +21,7 @@ SHOWN = 3  # names of weights that were not repaired for one reason
 
 @dataclass(frozen=True)
 class Layer:
-    """One weight: how many of its elements are zero, and how many the strategy proposed at this level."""
+    """One weight: how many of its elements are zero, and how many the score proposed to prune at this level."""
 
     name: str
     shape: tuple[int, ...]
@@ -44,8 +44,8 @@ class Layer:
 class Result:
     """What pruning did to a model and what it cost; ``undo_`` restores the model as it was before.
 
-    ``sparsity``, ``num_pruned`` and ``layers`` count the zeros of the model as it is now: each time that costs one read
-    of all its prunable weights. ``masks`` are those of the pruning; ``experts`` are gone as a whole.
+    ``sparsity``, ``num_pruned`` and ``layers`` count the zeros that the model has now: each call reads all its prunable
+    weights once. ``masks`` are those of the pruning; ``experts`` are those that were dropped as a whole.
     """
 
     level: Level
@@ -69,7 +69,7 @@ class Result:
 
     @property
     def notes(self) -> list[str]:
-        """Sentences on what was tuned, what was not, and which layers could not be repaired."""
+        """Sentences that say what was tuned, what was not, and which layers could not be repaired."""
         level, notes = self.level, []
         if level.tuned:
             helped = sum(one.helped for one in level.tuned.values())
@@ -88,7 +88,7 @@ class Result:
         return notes + level.not_tuned
 
     def plot(self) -> Figure:
-        """Sparsity of each layer, and its errors where it was repaired."""
+        """A chart of the sparsity of each layer, and of its errors if it was repaired."""
         return layers_chart([asdict(layer) | {"sparsity": layer.sparsity} for layer in self.layers])
 
     def _repr_html_(self) -> str:
@@ -118,7 +118,7 @@ class Result:
 
     @property
     def errors(self) -> dict[str, float]:
-        """By layer that was repaired: ``|W' X - W X_d|^2 / |W X_d|^2``, with X and X_d its pruned and dense inputs."""
+        """``|W' X - W X_d|^2 / |W X_d|^2`` by repaired layer: inputs X in the pruned model, X_d in the dense one."""
         return {name: repair.error for name, repair in self.level.repairs.items() if repair.error is not None}
 
     @property
@@ -153,13 +153,13 @@ class Result:
 
     @contextmanager
     def masks_alone(self) -> Iterator[None]:
-        """The dense weights under the masks, without their repair, while this is open."""
+        """While this is open, the model has the dense weights under the masks, without their repair."""
         self._undo_weights_()
         with self.level.masks_alone():
             yield
 
     def retake_(self, tau: Tau, base: float = 1.0) -> None:
-        """Make masks and model those of a probe with another tau, from the stored ratios; a repair is done anew.
+        """Make masks and model those of a probe with another tau, from the stored ratios, and repair again if it was.
 
         For ``joint`` these are the masks of a probe with that tau. For ``sequential`` and ``block`` later ratios were
         recorded with the earlier weights pruned by the tau of the run, not by this one.
@@ -168,7 +168,7 @@ class Result:
         self.level.retake_(tau, base)
 
     def _parameters(self) -> dict[str, nn.Parameter]:
-        """What the modules hold now: loading and dropped experts may have put other parameters in place."""
+        """What the modules hold now: loading weights or dropping experts may have replaced parameters."""
         weights = self.level.weights
         held = {name: weight.module._parameters.get(name.rpartition(".")[2]) for name, weight in weights.items()}
         return {name: weights[name].parameter if now is None else now for name, now in held.items()}
@@ -203,10 +203,10 @@ def num_zeros(tensor: Tensor) -> int:
 
 @dataclass(repr=False)
 class SearchResult:
-    """The result of a search; the model is pruned by ``masks``.
+    """The result of a search; ``masks`` are those of the pruned model.
 
-    ``alone`` is the metric of the same strategy without the probe, in one shot from the dense model, at sparsity
-    ``alone_sparsity``: that of the result, up to the rounding of its scope.
+    ``alone`` is the metric of the same method without the probe, pruned at once from the dense model to
+    ``alone_sparsity``: the sparsity of the result, up to rounding by its selector.
     """
 
     masks: Masks
@@ -225,7 +225,7 @@ class SearchResult:
         return f"SearchResult({self.sparsity:.4%} zero, {metrics}, {len(self.trials)} trials, {self.seconds:.1f} s)"
 
     def plot(self) -> Figure:
-        """The metric of each trial over its sparsity."""
+        """A chart of the metric of each trial over its sparsity."""
         return trials_chart([(trial.sparsity, trial.metric, trial.accepted) for trial in self.trials], self.dense)
 
     def _repr_html_(self) -> str:

@@ -1,4 +1,4 @@
-"""The search for how sparse a model can get within a limit on its quality: levels, each kept or taken back exactly."""
+"""How sparse a model can get within a limit on its quality: levels, each kept or taken back exactly."""
 
 import math
 import time
@@ -60,11 +60,11 @@ def search(
 
     Masks are cumulative: a level prunes within what the one before it kept. A level that fails is taken back bit for
     bit; if the first fails, the model comes back dense. ``steps`` are the sparsities to try. With ``tune_tau`` a level
-    that fails is tried again with a smaller tau of its probe, and with ``compare`` the result is compared with the
-    same method without the probe, at the sparsity that was found. ``on_trial`` is called after every trial.
+    that fails is tried again with a smaller tau of its probe. With ``compare`` the result of a probe is compared with
+    the same method without the probe, at the sparsity that was reached. ``on_trial`` is called after every trial.
 
-    All other arguments are those of ``prune``. With repair, the default where there is no probe, every level is
-    repaired from the dense weights on. With ``state``, a folder, a search that was killed resumes after its last
+    All other arguments are those of ``prune``, with the same defaults. With repair, the default without a probe, every
+    level is repaired from the dense weights. With ``state``, a folder, a search that was killed resumes after its last
     finished group of weights when it is called again with the same dense model.
     """
     if not isinstance(limit, Limit):
@@ -329,7 +329,7 @@ class _Search:
         return result
 
     def _alone(self, sparsity: float) -> tuple[float, float]:
-        """Metric and sparsity of the strategy without the probe, one shot from the dense model."""
+        """Metric and sparsity of the method without the probe, pruned at once from the dense model."""
         levels = list(self.kept)
         while self.kept:
             self._take_back()

@@ -22,8 +22,8 @@ Choose = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], dict[str, Tensor
 class Layers:
     """Layers that read the same inputs, as matrices (out, in).
 
-    ``moments`` are those of the inputs, None where no token arrives. Where there are several, the rows of every layer
-    fall into as many parts of equal size: groups of a convolution, query, key and value, or experts (``are_experts``).
+    ``moments`` are those of the inputs, None if no token arrives. If there are several, the rows of every layer divide
+    into as many parts of equal size: groups of a convolution, query, key and value, or experts (``are_experts``).
     """
 
     weights: Mapping[str, Tensor]
@@ -36,9 +36,9 @@ class Layers:
 
 @dataclass(frozen=True)
 class LayerRepair:
-    """What a step found for one layer; errors are ``|W' X - W X_d|^2 / |W X_d|^2``, None where they are not known.
+    """How well a step repaired one layer; errors are ``|W' X - W X_d|^2 / |W X_d|^2``, None if they are not known.
 
-    X_d are the inputs in the dense model; for a repair with its own targets X stands in place of X_d.
+    X_d are the inputs in the dense model; with ``targets="own"`` X replaces X_d.
     """
 
     mask_error: float | None = None  # of the first mask with dense weights
@@ -50,7 +50,7 @@ class LayerRepair:
 
 @dataclass(frozen=True)
 class Change:
-    """What becomes of one layer (out, in)."""
+    """The new mask and values of one layer (out, in)."""
 
     mask: Tensor  # True where the weight stays
     weight: Tensor | None = None  # in the dtype of the dense weight; None: the dense values under the mask
@@ -81,7 +81,7 @@ def keep_all_but(num_drop: Mapping[str, int]) -> Choose:
 
 
 def _largest(scores: Tensor, num_keep: int, live: Tensor | None) -> Tensor:
-    """Where the ``num_keep`` largest of the live scores stand; of equal ones the last in order."""
+    """True at the ``num_keep`` largest of the live scores; of equal ones the last in order are kept."""
     flat = scores.reshape(-1) if live is None else scores[live]
     keep = torch.ones_like(flat, dtype=torch.bool)
     if num_keep <= 0:

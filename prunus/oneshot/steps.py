@@ -1,4 +1,4 @@
-"""The steps of the loop: which weights of a group go, and what those that stay become."""
+"""The steps of the loop: which weights of a group are pruned, and what the others become."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +18,7 @@ FEW = 0.25  # tokens an input below which an expert is not repaired
 
 @dataclass(frozen=True)
 class Mask:
-    """Known masks, or what is chosen by magnitude; the values that stay are the dense ones."""
+    """Prunes by known masks, or chooses by magnitude; weights that stay keep their dense values."""
 
     choose: Choose | None = None
 
@@ -33,9 +33,9 @@ class Mask:
 
 @dataclass(frozen=True)
 class Solve:
-    """The weights that stay are solved for; where no masks are known, so is which ones stay.
+    """Solves for the weights that stay; if no masks are known, also for which ones stay.
 
-    ``num_drop`` says how many weights of a layer go, where only that number matters: experts share it equally.
+    ``num_drop`` is how many weights of a layer go, if only that number matters: experts share it equally.
     """
 
     repair: Repair
@@ -69,7 +69,7 @@ class Solve:
         return {name: _joined([part[name] for part in parts], reason) for name in layers.weights}
 
     def _by_wanda(self, layers: Layers) -> dict[str, Tensor]:
-        """Which weights of a grouped convolution or an attention stay: WANDA's choice over all of it."""
+        """Masks of a grouped convolution or an attention: WANDA's choice over all its parts."""
         assert self.choose is not None
         norms = torch.stack([part.gram.diagonal().sqrt() for part in layers.moments if part])
         scores = {
@@ -81,7 +81,7 @@ class Solve:
     def _part(
         self, layers: Layers, masks: Mapping[str, Tensor] | None, i: int, moments: Moments, repair: Repair
     ) -> dict[str, Change]:
-        """Part ``i`` of the rows of every layer, solved."""
+        """Solve part ``i`` of the rows of every layer."""
         num_parts = len(layers.moments)
 
         def rows(matrices: Mapping[str, Tensor]) -> dict[str, Tensor]:
