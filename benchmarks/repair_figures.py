@@ -258,8 +258,10 @@ def _solving(row: Row) -> float:
     return sum(row.get(part, 0.0) for part in SOLVING) / row["seconds"]
 
 
-BLOCK_COLUMNS = {"model": "model", "repair, s a block": "repair:.2f", "tuning, s a block": "tune:.2f"}
-BLOCK_COLUMNS |= {"peak GiB": "peak_gib:.1f", "s of 32 blocks at that rate": "whole:.0f"}
+BLOCK_COLUMNS = (
+    "model | repair, s a block = repair:.2f | tuning, s a block = tune:.2f | peak GiB = peak_gib:.1f | "
+    "s of 32 blocks at that rate = whole:.0f"
+)
 
 
 def block_rows(records: Sequence[Record]) -> Iterator[Row]:

@@ -10,22 +10,19 @@ from benchmarks.distributed import parts
 from benchmarks.export import Packing
 from benchmarks.matvec import Product
 from benchmarks.page import tables
-from benchmarks.select import METHODS, SHAPES, check_exact, problem
+from benchmarks.select import CUTS, SHAPES, ScoredWeights, check_exact
 from benchmarks.step import ARMS, MASKED, TRAINED, WITH_RATES, StepCost, check_agrees, measure_updates
 
 CPU = torch.device("cpu")
-SELECT = "select --layers 3 --dim 40 --repeat 1"
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("select --sparsity 2", "[0, 1)"),
         ("select --layers 0", "--layers must be at least 1"),
         ("select --repeat 0", "--repeat must be at least 1"),
         ("step --tokens 8 0", "--tokens must be at least 1"),
         ("select --threads -1", "--threads must be at least 0"),
-        ("select --score wanda", "wanda reads input_norm"),
         ("selct", "there is no such command"),
     ],
 )
@@ -42,19 +39,19 @@ def test_bad_options_are_one_line_and_write_nothing(options, message, tmp_path, 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_masks_are_checked_before_they_are_timed(dtype, monkeypatch):
-    p = problem([(40, 24), (8, 24)], "bitter7", 0.5, CPU, dtype)
-    kept = torch.cat([score.flatten() for score in p.scores()]).sort().values[p.num_drop :]
-    assert check_exact(p) == kept[0]
-    monkeypatch.setattr(type(p), "num_drop", 5)
+    weights = ScoredWeights([(40, 24), (8, 24)], CPU, dtype)
+    assert check_exact(weights) == weights.all_scores().sort().values[weights.num_drop]
+    monkeypatch.setattr(weights, "num_drop", 5)
     with pytest.raises(RuntimeError, match="no speed is reported"):
-        check_exact(p)
+        check_exact(weights)
 
 
 @pytest.mark.parametrize("rivals", [True, False])
-def test_every_method_is_measured_and_rivals_can_be_left_out(rivals, measure, monkeypatch):
+def test_every_way_is_measured_and_rivals_are_left_out_where_weights_are_too_many(rivals, measure, monkeypatch):
     monkeypatch.setattr(select, "peak_extra_mib", lambda *_: 1.0 if rivals else None)
-    rows, drawn = measure(SELECT, *(() if rivals else ("--no-rivals",)))
-    assert [row["method"] for row in rows] == [name for name in METHODS if rivals or name.startswith("prunus")]
+    monkeypatch.setattr(select, "LARGEST", 3 * 40 * 40 - (not rivals))
+    rows, drawn = measure("select --layers 3 --dim 40 --repeat 1")
+    assert [row["method"] for row in rows] == [name for name in CUTS if rivals or name.startswith("prunus")]
     assert all(row["kept_too_many"] == 0 for row in rows if row["method"].startswith("prunus"))
     assert all(row["ms"] > 0 and f"| {row['method']} |" in drawn for row in rows)
     assert ("| not measured |" in drawn) == (not rivals)
