@@ -10,19 +10,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import date, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from prunus.files.json_file import read_json, write_json
+from prunus.files.json_file import write_json
 from prunus.lab.study.tables import markdown_table, measured_on
 from prunus.lab.tracking import commit, environment, machine
 
 Row = dict[str, Any]
 Measured = tuple[str, dict[str, Any], list[Row]]  # what was measured, settings, rows
 Record = dict[str, Any]  # a JSON file
-Result = TypeVar("Result")
 SPARSITY = 0.5  # that speeds are measured at
 
 
@@ -76,17 +75,6 @@ def new_record(what: str, settings: dict[str, Any], folder: Path) -> tuple[Path,
     now = datetime.now().isoformat(timespec="seconds")
     record = {"what": what, "date": today, "began": now, "environment": environment(), "settings": settings}
     return path, record | {"rows": []}
-
-
-def continued(path: Path, record: Record) -> Record:
-    """The record that an interrupted run left at ``path``, or ``record``; ValueError where their settings differ."""
-    if not path.is_file():
-        return record
-    before = read_json(path)
-    for name, value in record["settings"].items():
-        if (old := before["settings"].get(name)) != value:
-            raise ValueError(f"{path} has {name} = {old}, not {value}; give another --results")
-    return before
 
 
 def random_llama(

@@ -18,14 +18,14 @@ from torch import nn
 
 from prunus import NofM, PerLayer, PerRow, Repair, prune
 from prunus.eligible import eligible
-from prunus.files.json_file import write_json
 from prunus.ops.machine import device_of
 from prunus.select import Selector
 from prunus.trained.model import ModelSource, TrainedModel, load_trained
 
-from .benchmark import Row, continued, new_record
+from .benchmark import Row, new_record
 from .clocks import timed
 from .probe_study import image_model
+from .study import StudyFile
 from .wanda import their_oneshot
 
 WHAT = "repair quality"
@@ -100,20 +100,18 @@ class RepairQuality:
         if self.threads:
             torch.set_num_threads(self.threads)
         torch.backends.cudnn.allow_tf32 = False  # float32 is to mean it in convolutions too
-        path, record = new_record(WHAT, self.settings(), self.results)
-        record = continued(path, record)
+        file = StudyFile(*new_record(WHAT, self.settings(), self.results))
         for seed in self.seeds:
-            done = {(row["way"], row["level"]) for row in record["rows"] if row["seed"] == seed}
+            done = {(row["way"], row["level"]) for row in file.record["rows"] if row["seed"] == seed}
             left = [key for key in self._figures() if key not in done]
             trained = self._load(seed) if left else None
             for way, level in left:
                 assert trained is not None
                 if row := measured(trained, way, level, torch.device(self.device)):
-                    record["rows"].append({"seed": seed} | row)
-                    write_json(path, record)
+                    file.add([{"seed": seed} | row])
                     about = f"{row['value']:.5g}, {row['zeros']:,} zeros, {row['seconds']:.1f} s"
                     print(f"seed {seed}, {way} {level}: {about}", flush=True)
-        print(f"{path}: complete")
+        print(f"{file.path}: complete")
 
     def _figures(self) -> Iterator[tuple[str, str]]:
         yield "dense", ""
