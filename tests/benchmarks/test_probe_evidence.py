@@ -195,10 +195,14 @@ def test_models_that_are_not_equally_sparse_and_unfinished_files_make_no_page(da
 
 
 @pytest.mark.slow
-def test_a_file_of_other_settings_is_not_taken_up(data, capsys):
-    with pytest.raises(SystemExit):
-        main(["evidence", "run", "--data", str(data), "--results", str(data.parent / "results"), "--seeds", "0"])
-    assert "samples = 4, not 16" in capsys.readouterr().err
+def test_a_file_of_other_settings_and_missing_data_are_refused_in_one_line(data, tmp_path, capsys):
+    for folders, message in [
+        ((data, data.parent / "results"), "samples = 4, not 16"),
+        ((tmp_path, tmp_path / "results"), "no folder stories15M"),
+    ]:
+        with pytest.raises(SystemExit) as stop:
+            main(["evidence", "run", "--data", str(folders[0]), "--results", str(folders[1]), "--seeds", "0"])
+        assert stop.value.code == 2 and message in capsys.readouterr().err
 
 
 def test_images_are_normalised_drawn_by_the_seed_and_counted(tmp_path):
@@ -290,10 +294,3 @@ def test_seeds_that_were_interrupted_are_named_and_one_seed_alone_decides_nothin
     assert "(n = 1)" in line and "±" not in line
     alone = {key: {0: rows[0]} for key, rows in case.rows.items()}
     assert {each.outcome for each in replace(case, rows=alone).against("exact")} == {"unclear"}
-
-
-def test_missing_data_is_one_line(tmp_path, capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(["evidence", "run", "--data", str(tmp_path), "--results", str(tmp_path / "r")])
-    assert stop.value.code == 2
-    assert "no folder stories15M" in capsys.readouterr().err

@@ -1,5 +1,7 @@
 """The benchmarks of pruning after training: both sides decide the same, or no speed is reported."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 
@@ -22,11 +24,10 @@ def level(small_shape):
     return random_llama(small_shape, 2, (3, 8), torch.device("cpu"))
 
 
-def state_of(model):
-    return [(p.detach().clone(), p.requires_grad) for p in model.parameters()]
-
-
-def assert_as_before(model, before):
+@contextmanager
+def left_as_it_was(model):
+    before = [(parameter.detach().clone(), parameter.requires_grad) for parameter in model.parameters()]
+    yield
     for (value, flag), parameter in zip(before, model.parameters(), strict=True):
         assert torch.equal(value, parameter) and parameter.requires_grad == flag
 
@@ -34,11 +35,10 @@ def assert_as_before(model, before):
 @pytest.mark.parametrize("way", bench.WAYS)
 @pytest.mark.slow
 def test_both_sides_decide_the_same_and_leave_the_model_as_it_was(task, way):
-    before = state_of(task.model)
-    row = bench.measure_way(task, way, 1)
+    with left_as_it_was(task.model):
+        row = bench.measure_way(task, way, 1)
     assert row["different"] == 0 and row["times_fewer_operations"] > 0
     assert row["num_weights"] == sum(weight.parameter.numel() for weight in task.weights) and len(task.weights) == 5
-    assert_as_before(task.model, before)
 
 
 def test_the_probe_keeps_more_than_the_strategy_alone(task, monkeypatch):
@@ -64,9 +64,8 @@ def test_the_command_leaves_a_file_that_the_page_draws(monkeypatch, measure, sma
 
 
 def test_parts_of_the_probe_add_up_and_leave_the_model_as_it_was(task):
-    before = state_of(task.model)
-    parts = bench.probe_parts(task)
-    assert_as_before(task.model, before)
+    with left_as_it_was(task.model):
+        parts = bench.probe_parts(task)
     assert sum(part["share"] for part in parts) == pytest.approx(1)
     assert all(part["seconds"] > 0 for part in parts)
     head, inner = 40 * 16, 2 * 16 * 16 + 2 * 8 * 16 + 3 * 16 * 24
@@ -74,18 +73,13 @@ def test_parts_of_the_probe_add_up_and_leave_the_model_as_it_was(task):
 
 
 @pytest.mark.slow
-def test_a_level_is_timed_by_each_schedule_and_leaves_the_model_as_it_was(level):
+def test_a_level_is_timed_by_each_schedule_has_its_operations_counted_and_leaves_the_model_as_it_was(level):
     model, tokens = level
-    before = state_of(model)
-    rows = bench.measure_level(model, tokens)
+    with left_as_it_was(model):
+        rows = bench.measure_level(model, tokens)
     assert [row["way"] for row in rows] == ["plainly, scaled", "block, first in its process", "block", "sequential"]
     assert rows[0]["passes"] == 2 * 7 * 2 * 3 and all(row["seconds"] > 0 for row in rows)
     assert all(0.3 < row["sparsity"] <= 0.5 for row in rows[1:])
-    assert_as_before(model, before)
-
-
-def test_operations_of_a_level_are_counted_by_hand(level):
-    model, tokens = level
     block = 32 * 32 * 2 + 2 * 16 * 32 + 3 * 32 * 48
     passes = (2 * block + 40 * 32) + (block + 40 * 32)
     assert bench.flops(model, tokens, "sequential") == 2 * 24 * (7 * 4 * passes + 2 * 2 * block)
