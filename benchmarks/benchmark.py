@@ -1,34 +1,28 @@
-"""What all benchmarks share: options, clocks, a JSON record of what was measured, and a section of a page.
+"""What all benchmarks share: options, a JSON record of what was measured, and a section of a page.
 
 A benchmark is a module with a command, which measures, and ``SECTIONS``, which draw the records it wrote.
 """
 
-import ctypes
-import gc
 import json
 import re
-import statistics
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from datetime import date, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from prunus.files.json_file import read_json, write_json
+from prunus.files.json_file import write_json
 from prunus.lab.study.tables import markdown_table, measured_on
-from prunus.lab.tracking import commit, environment, machine, peak_memory, reset_peak_memory
-from prunus.ops.machine import said_by_linux, wait_for
-from prunus.schedule import check_sparsity
+from prunus.lab.tracking import commit, environment, machine
 
 Row = dict[str, Any]
 Measured = tuple[str, dict[str, Any], list[Row]]  # what was measured, settings, rows
 Record = dict[str, Any]  # a JSON file
-Result = TypeVar("Result")
-QUEUED = 10  # calls that are queued on a GPU and timed together
+SPARSITY = 0.5  # that speeds are measured at
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +38,7 @@ class Benchmark(ABC):
     def run(self) -> None:
         """Check the options, measure, print the rows, and write them."""
         for name, value in ((option.name, getattr(self, option.name)) for option in fields(self)):
-            if name == "sparsity":
-                check_sparsity(value)
-            elif isinstance(value, int | tuple) and not isinstance(value, bool):
+            if isinstance(value, int | tuple) and not isinstance(value, bool):
                 least = 0 if name == "threads" else 1
                 numbers = value if isinstance(value, tuple) else (value,)
                 if not numbers or min((n for n in numbers if isinstance(n, int)), default=least) < least:
@@ -85,134 +77,25 @@ def new_record(what: str, settings: dict[str, Any], folder: Path) -> tuple[Path,
     return path, record | {"rows": []}
 
 
-def continued(path: Path, record: Record) -> Record:
-    """The record that an interrupted run left at ``path``, or ``record``; ValueError where their settings differ."""
-    if not path.is_file():
-        return record
-    before = read_json(path)
-    for name, value in record["settings"].items():
-        if (old := before["settings"].get(name)) != value:
-            raise ValueError(f"{path} has {name} = {old}, not {value}; give another --results")
-    return before
+def random_llama(
+    shape: Mapping[str, Any], blocks: int, size: tuple[int, int], device: torch.device
+) -> tuple[Any, Tensor]:
+    """A random bfloat16 Llama, made on the device, that never ends a text, and random tokens (num, length).
 
+    Speed and memory depend on the values of weights as little as on the tokens.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-def made_on(device: torch.device, dtype: torch.dtype, make: Callable[[], Result]) -> Result:
-    """What ``make`` returns, a model say, with random weights of a type that are made on the device."""
+    config = LlamaConfig(**shape, num_hidden_layers=blocks, bos_token_id=1, eos_token_id=None, pad_token_id=0)
     before = torch.get_default_dtype()
     torch.manual_seed(0)
-    torch.set_default_dtype(dtype)
+    torch.set_default_dtype(torch.bfloat16)
     try:
         with device:
-            return make()
+            model = LlamaForCausalLM(config).eval()
     finally:
         torch.set_default_dtype(before)
-
-
-# Clocks and memory
-
-
-def timed(work: Callable[[], Result], device: torch.device) -> tuple[float, Result]:
-    """Seconds of a call that begins and ends with nothing under way on the device, and what it returned."""
-    wait_for(device)
-    started = time.perf_counter()
-    result = work()
-    wait_for(device)
-    return time.perf_counter() - started, result
-
-
-def median_ms(
-    function: Callable[[], object], repeat: int, device: torch.device, before: Callable[[], object] = lambda: None
-) -> float:
-    """Median milliseconds of ``repeat`` calls after one to warm up; ``before`` runs untimed ahead of each."""
-    times: list[float] = []
-    while len(times) <= repeat and (len(times) < 4 or sum(times) < 20):  # a slow rival is measured fewer times
-        before()
-        times.append(timed(queued(function, 1), device)[0])  # its result is freed within its time
-    return 1e3 * statistics.median(times[1:])
-
-
-@dataclass
-class Turns:
-    """Seconds of every call of one arm, those of all CPU cores, and what the last call returned."""
-
-    seconds: list[float] = field(default_factory=list)
-    cpu_seconds: list[float] = field(default_factory=list)
-    result: Any = None
-
-    @property
-    def ms(self) -> float:
-        return 1e3 * statistics.median(self.seconds)
-
-
-def in_turns(
-    arms: Mapping[str, Callable[[], object]],
-    repeat: int,
-    device: torch.device,
-    warm_up: int = 1,
-    after: Callable[[], object] = lambda: None,
-) -> dict[str, Turns]:
-    """Each arm ``repeat`` times after some calls to warm up, in turns: what else the machine does falls on all.
-
-    ``after`` runs untimed behind each call.
-    """
-    turns = {name: Turns() for name in arms}
-    for number in range(-warm_up, repeat):
-        for name, arm in arms.items():
-            cpu = time.process_time()
-            seconds, turns[name].result = timed(arm, device)
-            if number >= 0:
-                turns[name].seconds.append(seconds)
-                turns[name].cpu_seconds.append(time.process_time() - cpu)
-            after()
-    return turns
-
-
-def overhead(arm: Turns, beside: Turns) -> float:
-    """Median over rounds of the time that an arm took beyond another in the same round, as a fraction."""
-    return statistics.median(ours / other - 1 for ours, other in zip(arm.seconds, beside.seconds, strict=True))
-
-
-def queued(call: Callable[[], object], num: int = QUEUED) -> Callable[[], None]:
-    """``num`` calls, one behind the other: what one costs where the host runs ahead of the GPU."""
-
-    def calls() -> None:
-        for _ in range(num):
-            call()
-
-    return calls
-
-
-def copy_gb_s(device: torch.device) -> float | None:
-    """Measured bandwidth of a large copy on a GPU, bytes read and written together."""
-    if device.type != "cuda":
-        return None
-    source = torch.empty(1 << 30, dtype=torch.float32, device=device)
-    target = torch.empty_like(source)
-    return 2 * QUEUED * source.nbytes / median_ms(queued(lambda: target.copy_(source)), 4, device) / 1e6
-
-
-def peak_extra_mib(function: Callable[[], object], device: torch.device, after: Callable[[], object]) -> float | None:
-    """MiB that a call needs at its peak beyond what was allocated before it, its result included.
-
-    On CUDA the allocator's own count; on Linux the process's largest resident size, which counts
-    every temporary, numpy's too; None elsewhere. The least of three calls, each followed by ``after``:
-    what else the process touches can only add. Builds of torch for ARM keep freed memory, which hides it from this
-    count; the environment variable MIMALLOC_PURGE_DELAY=0 makes them return it.
-    """
-    on_gpu = device.type == "cuda"
-    if not on_gpu and said_by_linux("self/status", "VmHWM") is None:
-        return None
-    peaks = []
-    for _ in range(3):
-        gc.collect()
-        if not on_gpu:
-            ctypes.CDLL(None).malloc_trim(0)
-        reset_peak_memory(device)
-        base = torch.cuda.memory_allocated() if on_gpu else said_by_linux("self/status", "VmRSS") or 0
-        timed(queued(function, 1), device)
-        peaks.append((peak_memory(device) - base) / 2**20)
-        after()
-    return min(peaks)
+    return model, torch.randint(0, config.vocab_size, size, device=device)
 
 
 # What a page draws of records
@@ -234,11 +117,10 @@ def filled(text: str, parts: Mapping[str, str]) -> str:
 class RecordTable:
     """Draws a record: where it was made, its settings, and a table of its rows.
 
-    A column is ``heading: "key:format"``; a value that is missing or None is an empty cell. ``more`` gives further
-    keys of a row, ``below`` a second table.
+    ``more`` gives further keys of a row, ``below`` a second table.
     """
 
-    columns: Mapping[str, str]
+    columns: str  # of table_of
     more: Callable[[Row, Record], Row] = lambda row, record: {}
     below: Callable[[Record], str] = lambda record: ""
 
@@ -257,12 +139,21 @@ class RecordTable:
         return f"{origin}\n\n{'; '.join(values)}{note}\n\n{table}{self.below(record)}\n"
 
 
-def table_of(rows: Sequence[Row], columns: Mapping[str, str]) -> str:
-    def cell(row: Row, column: str) -> str:
-        key, _, form = column.partition(":")
-        return "" if row.get(key) is None else format(row[key], form)
+def table_of(rows: Sequence[Row], columns: str) -> str:
+    """A Markdown table of columns ``heading = key:format``, apart by `` | ``.
 
-    return markdown_table(list(columns), [[cell(row, column) for column in columns.values()] for row in rows])
+    The heading may be left out where it is the key. Several keys stand in braces, as in ``{mean:.3f} to {most:.3f}``.
+    A cell without one of its values is empty.
+    """
+    headings, cells = [], []
+    for heading, _, cell in (column.rpartition(" = ") for column in columns.split(" | ")):
+        headings.append(heading or cell.partition(":")[0])
+        cells.append(cell if "{" in cell else f"{{{cell}}}")
+
+    def drawn(row: Row, cell: str) -> str:
+        return "" if any(row.get(key) is None for key in re.findall(r"{(\w+)", cell)) else cell.format(**row)
+
+    return markdown_table(headings, [[drawn(row, cell) for cell in cells] for row in rows])
 
 
 def all_records(folder: Path) -> list[Record]:

@@ -7,7 +7,6 @@ weights. Every arm of a batch size is run in turns, dense and sparse, so that wh
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
@@ -17,12 +16,13 @@ import torch
 from torch import Tensor
 
 from prunus.ops.machine import device_of
-from prunus.sparse import Decoder, SparseLinear, semi_structured_, sparsify_, unsparsify_
+from prunus.sparse import Decoder, SparseLinear, sparsify_, unsparsify_
 from prunus.sparse.choose import forms_of
 from prunus.sparse.model_layers import chosen, linear_weight
 from prunus.sparse.times import kind_of
 
-from .benchmark import Benchmark, Measured, Record, RecordTable, Row, in_turns, made_on, timed, write_record
+from .benchmark import Benchmark, Measured, Record, RecordTable, Row, random_llama, write_record
+from .clocks import in_turns, timed
 
 LLAMA = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336}
 LLAMA |= {"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192}
@@ -47,47 +47,40 @@ class Decode(Benchmark):
     """Write text with a random pruned model of Llama-3-8B's shape: tokens a second, sparse beside dense."""
 
     blocks: int = 32  # of the model
-    zeros: tuple[str, ...] = ("50%", "80%")  # shares of zeros; 2:4 for that pattern
+    zeros: tuple[str, ...] = ("50%", "80%")  # shares of zeros
     batches: tuple[int, ...] = (1, 4, 8, 16)  # texts at a time
     ways: tuple[Literal["decoder", "compiled", "generate", "static"], ...] = ("decoder", "compiled")  # to run the model
     generate_batches: tuple[int, ...] = (1,)  # those of batches that generate and static are run with
     new_tokens: int = 136  # of each text
     repeat: int = 3  # rounds that the median is taken over
-    small: bool = False  # a model of a tiny shape, to try the benchmark
     device: str = "cuda"  # cpu or cuda
 
     def measure(self) -> Measured:
-        device, settings = device_of(self.device), self._settings()
-        dense = random_model(settings["shape"], self.blocks, device)
+        settings = {"weights": f"{self.blocks} blocks of Llama-3-8B's shape", "shape": LLAMA, "blocks": self.blocks}
+        settings |= {"new_tokens": self.new_tokens, "prompt": PROMPT}
+        dense, ids = random_llama(LLAMA, self.blocks, (max(self.batches), PROMPT), device_of(self.device))
+        dense.requires_grad_(False)
+        dense.generation_config.eos_token_id = None
         models = {"none": dense} | {zeros: pruned_model(dense, zeros) for zeros in self.zeros}
         rows: list[Row] = []
         for batch in self.batches:  # layers are packed anew for each
             for way in self.ways:
                 if not WAYS[way].startswith("decoder") and batch not in self.generate_batches:
                     continue
-                for row in (row for some in in_turns_with(models, way) for row in self._rows(some, WAYS[way], batch)):
+                for row in (
+                    row for some in in_turns_with(models, way) for row in self._rows(some, WAYS[way], ids[:batch])
+                ):
                     speed = f"{row['tokens_s']:,.0f} tokens/s, {row['times_faster']:.2f} times faster than dense"
                     print(f"{row['way']}, zeros {row['zeros']}, batch {batch}: {speed}", flush=True)
                     rows.append(row)
                 write_record("decode", settings, rows, self.results)  # a run that is killed keeps what it has
         return "decode", settings, rows
 
-    def _settings(self) -> dict[str, Any]:
-        shape = LLAMA if not self.small else LLAMA | {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512}
-        about = f"{self.blocks} blocks of Llama-3-8B's shape" if not self.small else "a tiny model"
-        settings = {"weights": about, "shape": shape, "blocks": self.blocks}
-        return settings | {"new_tokens": self.new_tokens, "prompt": PROMPT}
-
-    def _rows(self, models: dict[str, Any], way: str, batch: int) -> Iterator[Row]:
+    def _rows(self, models: dict[str, Any], way: str, ids: Tensor) -> Iterator[Row]:
         """A row for each model, the dense one first."""
-        for zeros, model in models.items():
-            if zeros == "2:4":
-                with suppress(ValueError):  # its layers are 2:4 already
-                    semi_structured_(model)
-            elif zeros != "none":
-                sparsify_again(model, batch)
-        vocabulary = next(iter(models.values())).config.vocab_size
-        ids = torch.randint(vocabulary, (batch, PROMPT), device=next(iter(models.values())).device)
+        batch = len(ids)
+        for model in (model for zeros, model in models.items() if zeros != "none"):
+            sparsify_again(model, batch)
         times = step_times(models, way, ids, self.new_tokens, self.repeat)
         bytes_of = {zeros: model_bytes(model) for zeros, model in models.items()}
         for zeros, (first, prompt, step) in times.items():
@@ -121,27 +114,14 @@ def in_turns_with(models: dict[str, Any], way: str) -> Iterator[dict[str, Any]]:
         yield {"none": models["none"]} | {name: models[name] for name in chosen_names}
 
 
-def random_model(shape: dict[str, Any], blocks: int, device: torch.device) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(**shape, num_hidden_layers=blocks, bos_token_id=1, eos_token_id=None, pad_token_id=0)
-    model = made_on(device, torch.bfloat16, lambda: LlamaForCausalLM(config))
-    model.generation_config.eos_token_id = None
-    return model.eval().requires_grad_(False)
-
-
 @torch.no_grad()
 def pruned_model(dense: Any, zeros: str) -> Any:
     """A copy with random zeros in all linear layers but the head."""
     model = deepcopy(dense)
     generator = torch.Generator(model.device).manual_seed(1)
-    for layer in chosen(model, exclude="lm_head*").values():
-        weight = linear_weight(layer)
-        if zeros == "2:4":
-            weight.view(-1, 4).scatter_(1, weight.abs().view(-1, 4).topk(2, 1, largest=False).indices, 0)
-        else:
-            share = torch.rand(weight.shape, generator=generator, device=weight.device)
-            weight.masked_fill_(share < float(zeros.rstrip("%")) / 100, 0)
+    for weight in map(linear_weight, chosen(model, exclude="lm_head*").values()):
+        draw = torch.rand(weight.shape, generator=generator, device=weight.device)
+        weight.masked_fill_(draw < float(zeros.rstrip("%")) / 100, 0)
     return model
 
 
@@ -218,23 +198,15 @@ def writer(model: Any, way: str, ids: Tensor, new_tokens: int, clock: TokenClock
 
 def model_bytes(model: Any) -> int:
     """Bytes of parameters and buffers, views of one tensor counted once."""
-    tensors = [part for tensor in (*model.parameters(), *model.buffers()) for part in parts_of(tensor)]
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    storages = [tensor.untyped_storage() for tensor in (*model.parameters(), *model.buffers())]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def parts_of(tensor: Tensor) -> list[Tensor]:
-    """The tensors that are stored: those inside a semi-structured weight, or the tensor itself."""
-    if not hasattr(tensor, "__tensor_flatten__"):
-        return [tensor]
-    parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
-    return [part for part in parts if part is not None]
-
-
-COLUMNS = {"way": "way", "zeros": "zeros", "batch": "batch", "tokens/s": "tokens_s:,.0f"}
-COLUMNS |= {"times faster": "times_faster:.2f", "goal": "goal:.2f", "sparse layers": "sparse_layers"}
-COLUMNS |= {"prompt ms": "prompt_ms:.1f", "first call s": "first_s:.1f"}
-COLUMNS |= {"memory": "memory:.2f", "goal ": "memory_goal:.2f"}
-COLUMNS |= {"times generate, static cache": "times_static:.2f", "goal  ": "static_goal"}
+COLUMNS = (
+    "way | zeros | batch | tokens/s = tokens_s:,.0f | times faster = times_faster:.2f | goal:.2f | "
+    "sparse layers = sparse_layers | prompt ms = prompt_ms:.1f | first call s = first_s:.1f | memory:.2f | "
+    "goal = memory_goal:.2f | times generate, static cache = times_static:.2f | goal = static_goal"
+)
 
 
 def beside_static(row: Row, record: Record) -> Row:

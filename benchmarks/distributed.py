@@ -27,7 +27,8 @@ from prunus.ranks import Ranks
 from prunus.statistics import score_of, sources
 from prunus.threshold import cut
 
-from .benchmark import Benchmark, Measured, Record, RecordTable, Row, in_turns, median_ms, newest_records, table_of
+from .benchmark import SPARSITY, Benchmark, Measured, Record, RecordTable, Row, newest_records, table_of
+from .clocks import in_turns, median_ms
 
 RANKS = (1, 2, 4)
 TOKENS = 64  # rows of the batch of each rank
@@ -41,13 +42,12 @@ class Distributed(Benchmark):
 
     layers: int = 12  # number of weights
     dim: int = 2048  # rows and columns of each
-    sparsity: float = 0.5  # fraction removed
     repeat: int = 15  # steps that the median is taken over
     device: str = "cpu"  # cpu or cuda
 
     def measure(self) -> Measured:
         device = device_of(self.device)
-        settings = {"sparsity": self.sparsity, "repeat": self.repeat, "tokens": TOKENS}
+        settings = {"sparsity": SPARSITY, "repeat": self.repeat, "tokens": TOKENS}
         weights = f"{self.layers} weights of {self.dim} x {self.dim}"
         settings |= {"num_weights": self.layers * self.dim**2, "weights": weights}
         rows = measure_ranks(self) if device.type == "cpu" else []
@@ -69,7 +69,7 @@ class ShardedTraining:
         self.x = torch.randn(TOKENS, options.dim, device=device)
         self.events: list[Event] = []
         if pruned:
-            schedule = Ramp(options.sparsity, RAMP_BEGIN, RAMP_BEGIN + EVENTS, shape="linear")
+            schedule = Ramp(SPARSITY, RAMP_BEGIN, RAMP_BEGIN + EVENTS, shape="linear")
             arguments = {"schedule": schedule, "every": 10**9, "on_event": self.events.append}
             self.pruner = Pruner(self.model, self.optimizer, **arguments)
         self.step()
@@ -155,7 +155,7 @@ def _by_counts(pruner: Pruner, options: Distributed, device: torch.device) -> Ro
     made = sources(weights, pruner.optimizer, score_of("bitter7", {}), {}, more={}, shards=shards)
     live = {name: bits.pack(mask) for name, mask in pruner.masks.items()}
     num_live = sum(int(bits.count(packed)) for packed in live.values())
-    num_drop = round((1 + options.sparsity) / 2 * sum(source.numel for source in made))
+    num_drop = round((1 + SPARSITY) / 2 * sum(source.numel for source in made))
 
     def event() -> None:
         ranks.num_sums = ranks.num_bytes = 0
@@ -166,15 +166,18 @@ def _by_counts(pruner: Pruner, options: Distributed, device: torch.device) -> Ro
     return row | {"num_sums": ranks.num_sums, "bytes_exchanged": ranks.num_bytes}
 
 
-COLUMNS = {"way": "way", "event ms": "event_ms:.2f", "bytes": "bytes_exchanged:,.0f"}
-COLUMNS |= {"step without, ms": "plain_step_ms:.2f", "step with, ms": "pruned_step_ms:.2f", "overhead": "overhead:+.1%"}
-COLUMNS |= {"pruning adds, ms": "added:.2f"}
+COLUMNS = (
+    "way | event ms = event_ms:.2f | bytes = bytes_exchanged:,.0f | step without, ms = plain_step_ms:.2f | "
+    "step with, ms = pruned_step_ms:.2f | overhead:+.1% | pruning adds, ms = added:.2f"
+)
 WEIGHTS, GPUS = 70_000_000_000, 64
 LATENCY_US = 100.0  # of a small all-reduce over 8 nodes of 8 GPUs
 LINK_GB_S = 50.0  # of a 400 Gb/s link a GPU
-PROJECTED = {"machine": "machine", "cut of": "num:,", "took ms": "event_ms:.2f", "all-reduces": "num_sums"}
-PROJECTED |= {"bytes": "bytes_exchanged:,", "70 B: reading, ms": "read:,.1f", "waiting, ms": "wait:.2f"}
-PROJECTED |= {"sending, ms": "sent:.4f", "an event, ms": "total:,.1f", "a step, one event in 50, ms": "a_step:,.2f"}
+PROJECTED = (
+    "machine | cut of = num:, | took ms = event_ms:.2f | all-reduces = num_sums | bytes = bytes_exchanged:, | "
+    "70 B: reading, ms = read:,.1f | waiting, ms = wait:.2f | sending, ms = sent:.4f | an event, ms = total:,.1f | "
+    "a step, one event in 50, ms = a_step:,.2f"
+)
 
 
 def parts(folder: Path) -> dict[str, str]:

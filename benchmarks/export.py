@@ -17,7 +17,8 @@ from prunus.ops.bits import words_of
 from prunus.ops.compact import compact, expand, nonzero
 from prunus.ops.machine import device_of
 
-from .benchmark import Benchmark, Measured, RecordTable, Row, copy_gb_s, median_ms
+from .benchmark import Benchmark, Measured, RecordTable, Row
+from .clocks import copy_gb_s, median_ms
 
 GOALS = {("float32", 0.5): 0.535, ("bfloat16", 0.5): 0.566, ("float32", 0.8): 0.235, ("bfloat16", 0.8): 0.27}
 GZIPPED = 1 << 25  # bytes that gzip is timed on: it is slow
@@ -115,8 +116,9 @@ def measure_way(way: Packing, tensor: Tensor, repeat: int) -> Row:
     return speeds | {"size": way.size(packed) / tensor.nbytes}
 
 
-COLUMNS = {"way": "way", "type": "dtype", "zeros": "sparsity:.0%", "pack GB/s": "pack_gb_s:.2f"}
-COLUMNS |= {"unpack GB/s": "unpack_gb_s:.2f", "size": "size:.4f", "goal": "size_goal:g"}
-
-
-TABLES = {"export": RecordTable(COLUMNS)}
+TABLES = {
+    "export": RecordTable(
+        "way | type = dtype | zeros = sparsity:.0% | pack GB/s = pack_gb_s:.2f | unpack GB/s = unpack_gb_s:.2f | "
+        "size:.4f | goal = size_goal:g"
+    )
+}

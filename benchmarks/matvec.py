@@ -12,7 +12,8 @@ from torch import Tensor
 from prunus.ops.machine import device_of
 from prunus.sparse.times import LEAST_CALLS, Call, elapsed_us, formats_of, microseconds, num_copies
 
-from .benchmark import Benchmark, Measured, Record, RecordTable, Row, copy_gb_s
+from .benchmark import Benchmark, Measured, Record, RecordTable, Row
+from .clocks import copy_gb_s
 
 LARGE = ((4096, 14336), (8192, 8192))
 OTHERS = ((14336, 4096), (4096, 4096), (1024, 4096))
@@ -103,14 +104,10 @@ def launched_us(call: Call, repeat: int) -> float:
     return statistics.median(times[1:])
 
 
-COLUMNS = {"way": "way", "weight": "shape", "zeros": "zeros", "vectors": "vectors:,", "us": "us:,.1f"}
-COLUMNS |= {
-    "times faster": "times_faster:.2f",
-    "goal": "goal:.1f",
-    "size": "size:.2f",
-    "launched us": "launched_us:,.1f",
-}
-COLUMNS |= {"GB/s of it": "read_gb_s:,.0f"}
+COLUMNS = (
+    "way | weight = shape | zeros | vectors:, | us:,.1f | times faster = times_faster:.2f | goal:.1f | size:.2f | "
+    "launched us = launched_us:,.1f | GB/s of it = read_gb_s:,.0f"
+)
 
 
 def goal_of(row: Row, record: Record) -> Row:

@@ -16,11 +16,11 @@ from prunus.ops.machine import device_of
 
 from .benchmark import filled
 from .probe_study import MODELS, RANDOM, STRATEGIES, UNPROBED, Evaluated, ProbeStudy, load_model
+from .study import SLIGHT, finite, gains
 
 ModelName = Literal["stories15M", "SmolLM2-135M", "ResNet-20"]
 Key = tuple[str, float, str, float | None]  # strategy, level, way, tau
 DENSE: Key = (RANDOM, 0.0, "alone", None)
-SLIGHT = 0.1  # percent of perplexity, or points of accuracy, that nobody would miss
 USABLE = {"perplexity": 2.0, "accuracy": 0.9}  # times the dense model's: what a pruned one may have at most, at least
 BESIDE = {"exact": "alone", "target": "alone", "probed": "alone, as sparse"}  # what a way is compared with
 TITLES = {  # way, what it is compared with: what the table calls it
@@ -108,10 +108,11 @@ class ProbeFigures:
     def metric(self) -> str:
         return self.files[0]["metric"]
 
+    def values(self, key: Key) -> dict[int, float | None]:
+        return {seed: row.value for seed, row in self.rows[key].items()}
+
     def mean(self, key: Key) -> float:
-        """Mean over seeds; the worst there is where one is not finite."""
-        worst = float("inf") if self.metric == "perplexity" else 0.0
-        return statistics.fmean(worst if row.value is None else row.value for row in self.rows[key].values())
+        return statistics.fmean(finite(self.values(key), self.metric).values())
 
     def number(self, value: float) -> str:
         if self.metric == "accuracy":
@@ -119,24 +120,22 @@ class ProbeFigures:
         return "not finite" if value == float("inf") else f"{value:.4g}" if value < 1e4 else f"{value:.1e}"
 
     def mean_and_spread(self, key: Key) -> str:
-        values = [row.value for row in self.rows[key].values()]
-        finite = [value for value in values if value is not None]
+        values = [*self.values(key).values()]
+        numbers = [value for value in values if value is not None]
         mean = self.number(self.mean(key)) + (f" (n = {len(values)})" if len(values) < len(self.files) else "")
-        if len(finite) < len(values) or len(set(finite)) < 2:
+        if len(numbers) < len(values) or len(set(numbers)) < 2:
             return mean
-        return f"{mean} ± {100 * spread(finite):.2f}" if self.metric == "accuracy" else f"{mean} ± {spread(finite):.2g}"
+        return mean + (f" ± {100 * spread(numbers):.2f}" if self.metric == "accuracy" else f" ± {spread(numbers):.2g}")
 
     def compared(self, key: Key, beside: str | None = None) -> Comparison | None:
         """With its own of the way ``beside``, over the seeds that have both; None where a value is not finite."""
         other = other_key(key, beside or BESIDE[key[2]])
-        gains = []
-        for seed in sorted(self.rows[key].keys() & self.rows[other].keys()):
-            a, b = self.rows[key][seed].value, self.rows[other][seed].value
-            if a is None or b is None:
-                return None
-            gains.append(100 * (1 - a / b) if self.metric == "perplexity" else 100 * (a - b))
+        both = [self.values(each) for each in (key, other)]
+        if any(values[seed] is None for values in both for seed in both[0].keys() & both[1].keys()):
+            return None
+        here, beside_it = (finite(values, self.metric) for values in both)
         usable = self.is_usable(self.mean(key)) or self.is_usable(self.mean(other))
-        return Comparison(key[0], tuple(gains), usable)
+        return Comparison(key[0], tuple(gains(here, beside_it, self.metric)), usable)
 
     def is_usable(self, value: float) -> bool:
         limit = USABLE[self.metric] * self.mean(DENSE)

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from prunus import Global, PerLayer, PerRow
-from prunus.files.json_file import write_json
 from prunus.lab.data.batches import ImageShape, Normalise
 from prunus.lab.data.datasets import read_cifar10
 from prunus.lab.models import RESNETS, resnet
@@ -34,7 +33,7 @@ from prunus.ops.lazy import Lazy
 from prunus.select import Selector
 from prunus.trained.model import ModelSource, TrainedModel, load_trained
 
-from .benchmark import continued
+from .study import StudyFile
 
 STRATEGIES: dict[str, tuple[str, Selector]] = {
     "magnitude, global": ("magnitude", Global()),
@@ -162,19 +161,17 @@ class ProbeStudy:
             self.steps += [(strategy, f"{way} {level}") for level in case.levels for way in ways]
         self.path = folder / f"probe_{case.case.lower()}_seed{seed}.json"
         settings = asdict(case) | {"seed": seed, "levels": list(case.levels), "taus": list(case.taus)}
-        self.content: dict[str, Any] = {"what": "probe evidence", "settings": settings, "num_steps": len(self.steps)}
-        self.content |= {"done": {}, "rows": [], "date": str(date.today()), "environment": environment()}
-        self.content = continued(self.path, self.content)
+        record = {"what": "probe evidence", "settings": settings, "num_steps": len(self.steps), "done": {}, "rows": []}
+        self.file = StudyFile(self.path, record | {"date": str(date.today()), "environment": environment()})
 
     def run(self, load: Callable[[], TrainedModel]) -> None:
         """Do the steps that are left; ``load`` gives the model, and is not called where there are none."""
-        done: dict[str, float] = self.content["done"]
+        done: dict[str, float] = self.file.record["done"]
         left = [(strategy, step) for strategy, step in self.steps if f"{strategy}: {step}" not in done]
         if not left:
             return
         trained = load()
-        self.content["metric"] = trained.metric
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.file.record["metric"] = trained.metric
         for strategy in dict.fromkeys(strategy for strategy, _ in left):
             score, select = (STRATEGIES | UNPROBED).get(strategy, ("magnitude", Global()))
             calibration = Calibration(trained.model, trained.batches)
@@ -183,9 +180,9 @@ class ProbeStudy:
                 probed = ProbedStrategy(self, strategy, select, scores, trained)
                 for step in (step for which, step in left if which == strategy):
                     began = time.perf_counter()
-                    self.content["rows"] += [asdict(row) for row in probed.rows(step)]
+                    rows = [asdict(row) for row in probed.rows(step)]
                     done[f"{strategy}: {step}"] = round(time.perf_counter() - began, 3)
-                    write_json(self.path, self.content)
+                    self.file.add(rows)
                     print(f"{self.case.case}, seed {self.seed}: {len(done)} of {len(self.steps)}, {strategy} {step}")
 
 

@@ -17,14 +17,14 @@ from prunus.oneshot import Probe
 from prunus.oneshot.forward import head_of
 from prunus.oneshot.result import Result
 from prunus.ops.machine import device_of
-from prunus.trained.tokens import read_tokens
+from prunus.trained.model import ModelSource, load_trained
 
-from .benchmark import Benchmark, Measured, Record, RecordTable, Row, in_turns, made_on, table_of, timed
+from .benchmark import SPARSITY, Benchmark, Measured, Record, RecordTable, Row, random_llama, table_of
+from .clocks import in_turns, timed
 
-STORIES = {"hidden_size": 288, "intermediate_size": 768, "num_hidden_layers": 6, "num_attention_heads": 6}
-MISTRAL = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
-VOCABULARY, TAU = 32000, 1.0
-LEVEL_DTYPE = torch.bfloat16
+MISTRAL = {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336}
+MISTRAL |= {"num_attention_heads": 32, "num_key_value_heads": 8}
+TAU = 1.0
 PEAK = 989e12  # bfloat16 FLOP/s of a H100 or H200 without sparsity, as its data sheet says
 KINDS = 7  # weights of a block
 SCHEDULES: dict[str, Literal["block", "sequential"]] = {
@@ -39,44 +39,31 @@ Masks = Mapping[str, Tensor]  # True where the weight stays
 class Prune(Benchmark):
     """Prune a trained model by WANDA and by the gradient probe."""
 
-    checkpoint: Path | None = None  # Hugging Face folder; without it, random weights of stories15M's shape
-    calibration: Path | None = None  # its tokens; without it, random ones
+    checkpoint: Path  # Hugging Face folder
+    calibration: Path  # its tokens
     layers: int = 12  # how many of the model's weights are probed
     windows: int = 32  # calibration windows
     length: int = 256  # tokens of each
-    sparsity: float = 0.5  # fraction removed
     repeat: int = 15  # calls that the median is taken over
     device: str = "cpu"  # cpu or cuda
 
     def measure(self) -> Measured:
         task, device = self.task(), device_of(self.device)
-        about = self.checkpoint.name if self.checkpoint else "random weights of the shape of stories15M"
-        settings = {"model": about, "probed": len(task.weights), "sparsity": self.sparsity}
+        settings = {"model": self.checkpoint.name, "probed": len(task.weights), "sparsity": SPARSITY}
         settings |= {"windows": self.windows, "length": self.length, "head_share": head_share(task.model)}
         rows = [measure_layer(4096, self.repeat, device), *(measure_way(task, name, self.repeat) for name in WAYS)]
         return "prune", settings | {"parts": probe_parts(task)}, rows
 
     def task(self) -> "Task":
         """Some of the model's weights, spread over its depth, and windows of tokens."""
-        from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
-
-        torch.manual_seed(0)
-        if self.checkpoint is None:
-            model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, tie_word_embeddings=True, **STORIES))
-        else:
-            model = AutoModelForCausalLM.from_pretrained(self.checkpoint, local_files_only=True, use_safetensors=True)
-        shape, device = (self.windows, self.length), device_of(self.device)
-        if self.calibration is None:
-            windows = torch.randint(0, VOCABULARY, shape, generator=torch.Generator().manual_seed(0))
-        else:
-            tokens = read_tokens(self.calibration)[: self.windows * self.length]
-            windows = torch.from_numpy(tokens.reshape(shape).astype("int64"))
-        weights = eligible(model.to(device).eval()).weights
+        source = ModelSource(str(self.checkpoint), self.calibration, self.calibration, self.windows, self.length)
+        trained = load_trained(replace(source, dtype="float32", device=self.device))
+        weights = eligible(trained.model).weights
         num = min(self.layers, len(weights))
         # a step that shares no factor with the seven weights of a block visits all kinds
         chosen = {i * len(weights) // num for i in range(num)}
         excluded = [weight.name for i, weight in enumerate(weights) if i not in chosen]
-        return Task(model, windows.to(device), [weights[i] for i in sorted(chosen)], excluded, self.sparsity)
+        return Task(trained.model, trained.batches[0], [weights[i] for i in sorted(chosen)], excluded)
 
 
 @dataclass(frozen=True)
@@ -87,15 +74,14 @@ class Task:
     windows: Tensor
     weights: Sequence[Weight]
     excluded: Sequence[str]
-    sparsity: float
 
 
-def wanda_plainly(weight: Tensor, norm: Tensor, sparsity: float) -> Tensor:
+def wanda_plainly(weight: Tensor, norm: Tensor) -> Tensor:
     """A mask by a stable sort of each row and a scatter, as WANDA's authors do; True where the weight stays."""
     metric = weight.abs() * norm.reshape(1, -1)
     order = torch.sort(metric, dim=-1, stable=True)[1]
     drop = torch.zeros_like(metric, dtype=torch.bool)
-    return ~drop.scatter_(1, order[:, : round(sparsity * metric.shape[1])], True)
+    return ~drop.scatter_(1, order[:, : round(SPARSITY * metric.shape[1])], True)
 
 
 @torch.no_grad()
@@ -114,7 +100,7 @@ def one_shot_plainly(task: Task) -> Masks:
         num_seen += 1
     for handle in handles:
         handle.remove()
-    return {w.name: wanda_plainly(w.parameter, means[w.name].sqrt(), task.sparsity) for w in task.weights}
+    return {w.name: wanda_plainly(w.parameter, means[w.name].sqrt()) for w in task.weights}
 
 
 def probe_plainly(task: Task) -> Masks:
@@ -142,9 +128,7 @@ def largest_gradient(model: nn.Module, parameter: nn.Parameter, windows: Tensor)
 
 
 def by_prunus(task: Task, probe: Probe | None = None) -> Result:
-    return prune(
-        task.model, [task.windows], task.sparsity, score="wanda", probe=probe, repair=None, exclude=task.excluded
-    )
+    return prune(task.model, [task.windows], SPARSITY, score="wanda", probe=probe, repair=None, exclude=task.excluded)
 
 
 WAYS: dict[str, tuple[Callable[[Task], Masks], Callable[[Task], Masks]]] = {  # ours, plainly
@@ -153,58 +137,55 @@ WAYS: dict[str, tuple[Callable[[Task], Masks], Callable[[Task], Masks]]] = {  # 
 }
 
 
-def restorer(model: nn.Module) -> Callable[[], None]:
-    """A function that gives the model the weights and flags that it has now."""
-    before = [(p, p.detach().clone(), p.requires_grad) for p in model.parameters()]
-
-    def restore() -> None:
-        for parameter, value, flag in before:
-            parameter.detach().copy_(value)
-            parameter.requires_grad_(flag)
-
-    return restore
-
-
 def measure_way(task: Task, name: str, repeat: int) -> Row:
     """Seconds and operations of both sides, and how many mask elements differ."""
-    ways, restore = dict(zip(("ours", "plainly"), WAYS[name], strict=True)), restorer(task.model)
+    before = [(parameter, parameter.detach().clone()) for parameter in task.model.parameters()]
+
+    def restore() -> None:
+        for parameter, value in before:
+            parameter.requires_grad_(True).detach().copy_(value)
+
     flops = []
-    for way in ways.values():
+    for way in WAYS[name]:
         with FlopCounterMode(display=False) as counter:
             way(replace(task, windows=task.windows[:8]))
         flops.append(counter.get_total_flops())
         restore()
-    arms = {side: partial(way, task) for side, way in ways.items()}
+    sides = [partial(way, task) for way in WAYS[name]]
     num = 1 if "probe" in name else min(repeat, 3)
-    return compared(name, arms, num, task.windows.device, restore) | {"times_fewer_operations": flops[1] / flops[0]}
+    return compared(name, sides, num, task.windows.device, restore) | {"times_fewer_operations": flops[1] / flops[0]}
 
 
 def measure_layer(dim: int, repeat: int, device: torch.device) -> Row:
     """The choice alone, on one square layer whose norms are known."""
     torch.manual_seed(0)
     weight, norm = torch.randn(dim, dim, device=device), torch.rand(dim, device=device) + 0.1
-    arms = {
-        "ours": lambda: PerRow()({"w": weight.abs() * norm}, 0.5),
-        "plainly": lambda: {"w": wanda_plainly(weight, norm, 0.5)},
-    }
-    return compared(f"WANDA, {dim} x {dim}", arms, repeat, device)
+    sides = (lambda: PerRow()({"w": weight.abs() * norm}, SPARSITY), lambda: {"w": wanda_plainly(weight, norm)})
+    return compared(f"WANDA, {dim} x {dim}", sides, repeat, device)
 
 
 def compared(
     name: str,
-    arms: Mapping[str, Callable[[], Masks]],
+    sides: Sequence[Callable[[], Masks]],
     repeat: int,
     device: torch.device,
     restore: Callable[[], object] = lambda: None,
 ) -> Row:
-    """Both sides in turns; RuntimeError where their masks differ in more than one element of ten thousand."""
+    """Both sides in turns, ours first."""
+    arms = dict(zip(("ours", "plainly"), sides, strict=True))
     ours, plainly = in_turns(arms, repeat, device, warm_up=0, after=restore).values()
-    different = sum(int((ours.result[key] != mask).sum()) for key, mask in plainly.result.items())
-    total = sum(mask.numel() for mask in plainly.result.values())
-    if different > 1e-4 * total:
-        raise RuntimeError(f"{name}: {different} of {total} mask elements differ, so no speed is reported")
+    different, total = num_different(name, ours.result, plainly.result)
     row = {"task": name, "seconds": ours.ms / 1e3, "plain_seconds": plainly.ms / 1e3}
     return row | {"times_faster": plainly.ms / ours.ms, "different": different, "num_weights": total}
+
+
+def num_different(about: str, masks: Masks, others: Masks) -> tuple[int, int]:
+    """How many elements of two results differ, and all; RuntimeError where they are more than one in ten thousand."""
+    different = sum(int((masks[name] != mask).sum()) for name, mask in others.items())
+    total = sum(mask.numel() for mask in others.values())
+    if different > 1e-4 * total:
+        raise RuntimeError(f"{about}: {different} of {total} mask elements differ, so no speed is reported")
+    return different, total
 
 
 def head_share(model: nn.Module) -> float:
@@ -236,29 +217,20 @@ class ProbeLevel(Benchmark):
     blocks: int = 32  # blocks of the model
     windows: int = 32  # calibration windows
     length: int = 256  # tokens of each
-    sparsity: float = 0.5  # fraction removed
     device: str = "cpu"  # cpu or cuda
 
     def measure(self) -> Measured:
-        model, tokens = self.model_and_tokens()
+        model, tokens = random_llama(MISTRAL, self.blocks, (self.windows, self.length), device_of(self.device))
         settings = {"blocks": self.blocks, "windows": self.windows, "length": self.length, **MISTRAL}
-        settings |= {"sparsity": self.sparsity, "num_weights": sum(p.numel() for p in model.parameters())}
-        return "level", settings, measure_level(model, tokens, self.sparsity)
-
-    def model_and_tokens(self) -> tuple[Any, Tensor]:
-        from transformers import MistralConfig, MistralForCausalLM
-
-        device = device_of(self.device)
-        config = MistralConfig(vocab_size=VOCABULARY, num_hidden_layers=self.blocks, sliding_window=None, **MISTRAL)
-        model = made_on(device, LEVEL_DTYPE, lambda: MistralForCausalLM(config).eval())
-        return model, torch.randint(0, VOCABULARY, (self.windows, self.length), device=device)
+        settings |= {"sparsity": SPARSITY, "num_weights": sum(p.numel() for p in model.parameters())}
+        return "level", settings, measure_level(model, tokens)
 
 
-def measure_level(model: Any, tokens: Tensor, sparsity: float) -> list[Row]:
+def measure_level(model: Any, tokens: Tensor) -> list[Row]:
     """A row for the plain scheme, scaled from some weights, and one for each schedule; the first of ours warms up."""
     rows, device = [level_plainly(model, tokens)], tokens.device
     for way, schedule in SCHEDULES.items():
-        run = partial(prune, model, [tokens], sparsity, score="wanda", probe=Probe(1.0, schedule=schedule))
+        run = partial(prune, model, [tokens], SPARSITY, score="wanda", probe=Probe(1.0, schedule=schedule))
         with Sampler(utilisation_reader(device)).running() as busy:
             seconds, result = timed(run, device)
         row = {"way": way, "seconds": seconds, "utilisation": busy.mean}
@@ -280,35 +252,32 @@ def flops(model: Any, tokens: Tensor, schedule: str) -> float:
 
 def level_plainly(model: Any, tokens: Tensor) -> Row:
     """A level of one sample a pass, two records a weight, from passes for three weights over four samples."""
-    blocks, samples, restore = model.model.layers, tokens[:4], [(p, p.requires_grad) for p in model.parameters()]
+    blocks, samples = model.model.layers, tokens[:4]
     chosen = sorted({0, len(blocks) // 2, len(blocks) - 1})
     seconds = 0.0
     for i in chosen:
         record = partial(largest_gradient, model, blocks[i].mlp.up_proj.weight)
         record(samples[:1])  # warms up
         seconds += timed(partial(record, samples), samples.device)[0]
-    for parameter, flag in restore:
-        parameter.requires_grad_(flag)
+    model.requires_grad_(True)
     passes = 2 * KINDS * len(blocks) * len(tokens)
     return {"way": "plainly, scaled", "seconds": passes * seconds / len(chosen) / len(samples), "passes": passes}
 
 
 def _parts(record: Record) -> str:
-    columns = {"part of our probe": "part", "s": "seconds:.3f", "share": "share:.0%"}
-    return f"\n\n{table_of(record['settings']['parts'], columns)}"
+    return "\n\n" + table_of(record["settings"]["parts"], "part of our probe = part | s = seconds:.3f | share:.0%")
 
 
-PRUNE_COLUMNS = {"task": "task", "s": "seconds:.3f", "plainly, s": "plain_seconds:.3f"}
-PRUNE_COLUMNS |= {"times faster": "times_faster:.2f", "times fewer operations": "times_fewer_operations:.2f"}
-PRUNE_COLUMNS |= {"mask elements that differ": "differ"}
-LEVEL_COLUMNS = {"way": "way", "s a level": "seconds:.1f", "times faster": "times_faster:.1f"}
-LEVEL_COLUMNS |= {"busy": "utilisation:.0%", "of peak": "share_of_peak:.0%", "peak GiB": "peak_gib:.1f"}
-LEVEL_COLUMNS |= {"passes": "passes:,", "sparsity": "sparsity:.2%"}
 TABLES = {
     "prune": RecordTable(
-        PRUNE_COLUMNS, lambda row, _: {"differ": f"{row['different']:,} of {row['num_weights']:,}"}, _parts
+        "task | s = seconds:.3f | plainly, s = plain_seconds:.3f | times faster = times_faster:.2f | "
+        "times fewer operations = times_fewer_operations:.2f | "
+        "mask elements that differ = {different:,} of {num_weights:,}",
+        below=_parts,
     ),
     "level": RecordTable(
-        LEVEL_COLUMNS, lambda row, record: {"times_faster": record["rows"][0]["seconds"] / row["seconds"]}
+        "way | s a level = seconds:.1f | times faster = times_faster:.1f | busy = utilisation:.0% | "
+        "of peak = share_of_peak:.0% | peak GiB = peak_gib:.1f | passes:, | sparsity:.2%",
+        lambda row, record: {"times_faster": record["rows"][0]["seconds"] / row["seconds"]},
     ),
 }

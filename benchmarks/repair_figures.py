@@ -12,11 +12,11 @@ from prunus.lab.study.tables import markdown_table, measured_on
 from .benchmark import Record, Row, all_records, newest_records, table_of
 from .repair import PARTS
 from .repair_study import WAYS, WHAT
+from .study import SLIGHT, finite, gains
 
 BASE = "repair"  # the way that choices are compared with
 CHOICES = [way for way in WAYS if way not in ("magnitude", "wanda", "llmc-wanda", "llmc-sparsegpt", BASE)]
 SOLVING = ("factorisations", "iterations", "refine")
-SLIGHT = 0.1  # percent of perplexity, or points of accuracy, that nobody would miss
 GOALS = {  # model, level: what it should reach; of GPT-51M times the dense model's
     ("stories15M", "50"): 3.3,
     ("stories15M", "70"): 6.0,
@@ -72,9 +72,8 @@ class ModelFigures:
 
     def values(self, way: str, level: str) -> dict[int, float]:
         """By seed; a figure that is not finite counts as the worst there is."""
-        worst = float("inf") if self.metric == "perplexity" else 0.0
         rows = self.rows.get((way, level), {})
-        return {seed: worst if row["value"] is None else row["value"] for seed, row in rows.items()}
+        return finite({seed: row["value"] for seed, row in rows.items()}, self.metric)
 
     def mean(self, way: str, level: str) -> float | None:
         values = self.values(way, level)
@@ -96,12 +95,8 @@ class ModelFigures:
         return self.number(statistics.fmean(values)) + (f" ({', '.join(notes)})" if notes else "")
 
     def gains(self, way: str, level: str) -> list[float]:
-        """Percent of perplexity, or points of accuracy, that a way is better than repair, seed by seed."""
-        here, base = self.values(way, level), self.values(BASE, level)
-        pairs = [(here[seed], base[seed]) for seed in here if seed in base]
-        if self.metric == "accuracy":
-            return [100 * (value - beside) for value, beside in pairs]
-        return [100 * (1 - value / beside) for value, beside in pairs]
+        """What a way is better than repair, seed by seed."""
+        return gains(self.values(way, level), self.values(BASE, level), self.metric)
 
 
 def figures_of(folder: Path) -> list[ModelFigures]:
@@ -258,8 +253,10 @@ def _solving(row: Row) -> float:
     return sum(row.get(part, 0.0) for part in SOLVING) / row["seconds"]
 
 
-BLOCK_COLUMNS = {"model": "model", "repair, s a block": "repair:.2f", "tuning, s a block": "tune:.2f"}
-BLOCK_COLUMNS |= {"peak GiB": "peak_gib:.1f", "s of 32 blocks at that rate": "whole:.0f"}
+BLOCK_COLUMNS = (
+    "model | repair, s a block = repair:.2f | tuning, s a block = tune:.2f | peak GiB = peak_gib:.1f | "
+    "s of 32 blocks at that rate = whole:.0f"
+)
 
 
 def block_rows(records: Sequence[Record]) -> Iterator[Row]:

@@ -16,15 +16,16 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from prunus import Global, NofM, PerLayer, PerRow, Repair, prune
+from prunus import NofM, PerLayer, PerRow, Repair, prune
 from prunus.eligible import eligible
-from prunus.files.json_file import write_json
 from prunus.ops.machine import device_of
 from prunus.select import Selector
 from prunus.trained.model import ModelSource, TrainedModel, load_trained
 
-from .benchmark import Row, continued, new_record, timed
+from .benchmark import Row, new_record
+from .clocks import timed
 from .probe_study import image_model
+from .study import StudyFile
 from .wanda import their_oneshot
 
 WHAT = "repair quality"
@@ -55,14 +56,10 @@ WAYS: dict[str, PruneWay] = {
     "damping-0.1": PruneWay("repair, damping 0.1", repair=Repair(damping=0.1)),
     "by-row": PruneWay("repair, by row", select=PerRow(), at_2_4=False),
     "fisher": PruneWay("repair, fisher allocation", select=PerLayer("fisher"), at_2_4=False),
-    "moments": PruneWay("repair, allocation by Adam's moments", select=PerLayer("moments"), at_2_4=False),
-    "erk": PruneWay("repair, ERK allocation", select=PerLayer("erk"), at_2_4=False),
-    "global": PruneWay("repair, as many of each layer as global magnitude", select=Global(), at_2_4=False),
     "old-batch-norm": PruneWay("repair, batch-norm statistics kept", repair=Repair(batch_norm=False)),
     "repair": PruneWay("repair"),
     "tuned": PruneWay("repair, tuned", repair=TUNED),
     "fisher-tuned": PruneWay("repair, fisher, tuned", None, PerLayer("fisher"), TUNED, at_2_4=False),
-    "moments-tuned": PruneWay("repair, by Adam's moments, tuned", None, PerLayer("moments"), TUNED, at_2_4=False),
 }
 if TYPE_CHECKING:
     WayName = str
@@ -77,8 +74,7 @@ class RepairQuality:
 
     --model is a Hugging Face folder, with --tokens and --eval-tokens; a checkpoint of prunus, which knows its data; or
     the weights of ResNet-20 (.th), with --images, a folder of CIFAR-10. The record is written after every figure, and
-    the same command continues it. Ways of llm-compressor are left out where it is not installed, those by Adam's second
-    moments where the model is no checkpoint that has them.
+    the same command continues it. Ways of llm-compressor are left out where it is not installed.
     """
 
     model: Path  # the trained model
@@ -104,20 +100,18 @@ class RepairQuality:
         if self.threads:
             torch.set_num_threads(self.threads)
         torch.backends.cudnn.allow_tf32 = False  # float32 is to mean it in convolutions too
-        path, record = new_record(WHAT, self.settings(), self.results)
-        record = continued(path, record)
+        file = StudyFile(*new_record(WHAT, self.settings(), self.results))
         for seed in self.seeds:
-            done = {(row["way"], row["level"]) for row in record["rows"] if row["seed"] == seed}
+            done = {(row["way"], row["level"]) for row in file.record["rows"] if row["seed"] == seed}
             left = [key for key in self._figures() if key not in done]
             trained = self._load(seed) if left else None
             for way, level in left:
                 assert trained is not None
                 if row := measured(trained, way, level, torch.device(self.device)):
-                    record["rows"].append({"seed": seed} | row)
-                    write_json(path, record)
+                    file.add([{"seed": seed} | row])
                     about = f"{row['value']:.5g}, {row['zeros']:,} zeros, {row['seconds']:.1f} s"
                     print(f"seed {seed}, {way} {level}: {about}", flush=True)
-        print(f"{path}: complete")
+        print(f"{file.path}: complete")
 
     def _figures(self) -> Iterator[tuple[str, str]]:
         yield "dense", ""
@@ -149,9 +143,6 @@ def measured(trained: TrainedModel, way: str, level: str, device: torch.device) 
     if theirs and not (find_spec("llmcompressor") and hasattr(trained.model, "config")):
         print(f"{way}: left out, since it needs llm-compressor and a Hugging Face model", flush=True)
         return None
-    if way in ("moments", "moments-tuned") and not trained.moments:
-        print(f"{way}: left out, since it needs the second moments of Adam in a checkpoint", flush=True)
-        return None
     cpu = time.process_time()
     seconds, (model, undo) = timed(lambda: pruned(trained, way, level), device)
     cpu = time.process_time() - cpu
@@ -173,7 +164,6 @@ def pruned(trained: TrainedModel, name: str, level: str) -> tuple[nn.Module, Cal
     if way.theirs is None:
         select = NofM(2, 4) if level == "2:4" else way.select
         settings: dict[str, Any] = {"score": way.score, "select": select, "loss": trained.loss, "repair": way.repair}
-        settings |= {"moments": trained.moments}
         result = prune(trained.model, trained.batches, sparsity, **settings)
         return trained.model, result.undo_
     from llmcompressor.modifiers import pruning

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from prunus.trained.quality import token_quality
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
@@ -28,6 +27,7 @@ from prunus.eligible import eligible
 from prunus.lab.data.datasets import read_stdlib
 from prunus.oneshot.drop_experts import without_experts
 from prunus.oneshot.fewer_experts import fewer_experts
+from prunus.trained.quality import token_quality
 
 from .benchmark import Benchmark, Measured, Record, RecordTable, Row, newest_records, table_of
 
@@ -156,12 +156,7 @@ def tuned(base: nn.Module, data: Tensor, held_out: Tensor, steps: int, seed: int
     return measured
 
 
-TABLES = {
-    "lora": RecordTable(
-        {"way": "way", "loss": "mean", "sparsity": "sparsity:.2%"},
-        lambda row, record: {"mean": f"{row['loss']:.3f} ± {row['spread']:.3f}"},
-    )
-}
+TABLES = {"lora": RecordTable("way | loss = {loss:.3f} ± {spread:.3f} | sparsity:.2%")}
 
 
 # Experts
@@ -248,14 +243,16 @@ def states(
             result.undo_()
 
 
-COLUMNS = {"experts dropped": "dropped", "way": "way", "parameters not zero": "parameters:,", "perplexity": "mean:.3f"}
-COLUMNS |= {"range": "range", "worse than dense": "worse:+.1%", "REAP is better in": "reap"}
+COLUMNS = (
+    "experts dropped = {dropped} % | way | parameters not zero = parameters:, | perplexity = mean:.3f | "
+    "range = {least:.3f} to {most:.3f} | worse than dense = worse:+.1% | REAP is better in = {num_better} of {num}"
+)
 
 
 def parts(folder: Path) -> dict[str, str]:
     """What ``docs/experts.md`` shows between its marks."""
     records = [record for record in newest_records(folder) if record["what"] == "experts"]
-    return {"experts": "\n".join(map(RecordTable({}, below=_table), records))}
+    return {"experts": "\n".join(map(RecordTable("", below=_table), records))}
 
 
 def _table(record: Record) -> str:
@@ -267,11 +264,10 @@ def _table(record: Record) -> str:
     for (dropped, way), rows in ways.items():
         values = [row["perplexity"] for row in rows]
         num = round(statistics.fmean(row["parameters"] for row in rows))
-        line = {"dropped": f"{dropped} %", "way": way, "parameters": num}
-        line |= {"mean": statistics.fmean(values), "range": f"{min(values):.3f} to {max(values):.3f}"}
+        line = {"dropped": dropped, "way": way, "parameters": num, "num": len(rows)}
+        line |= {"mean": statistics.fmean(values), "least": min(values), "most": max(values)}
         line |= {"worse": statistics.fmean(r["perplexity"] / by_model["dense", 0, r["model"]] for r in rows) - 1}
         if dropped and way != REAP:
-            num_better = sum(by_model[REAP, dropped, row["model"]] < row["perplexity"] for row in rows)
-            line |= {"reap": f"{num_better} of {len(rows)}"}
+            line["num_better"] = sum(by_model[REAP, dropped, row["model"]] < row["perplexity"] for row in rows)
         lines.append(line)
     return table_of(lines, COLUMNS)

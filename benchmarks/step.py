@@ -22,19 +22,8 @@ from prunus.lab.trainer import Training
 from prunus.ops import bits
 from prunus.ops.machine import device_of, wait_for
 
-from .benchmark import (
-    QUEUED,
-    Benchmark,
-    Measured,
-    Record,
-    RecordTable,
-    Row,
-    copy_gb_s,
-    in_turns,
-    overhead,
-    queued,
-    timed,
-)
+from .benchmark import SPARSITY, Benchmark, Measured, Record, RecordTable, Row
+from .clocks import QUEUED, copy_gb_s, in_turns, overhead, queued, timed
 
 CONTEXT, LR = 256, 1e-4
 MASKED, WITH_RATES = "prunus AdamWPrune, masks", "prunus AdamWPrune, masks, rates"
@@ -48,12 +37,11 @@ class StepCost(Benchmark):
     tokens: tuple[int, ...] = (256, 2048)  # on a CPU: tokens a step
     layers: int = 12  # on a GPU: number of weights
     dim: int = 2048  # on a GPU: rows and columns of each
-    sparsity: float = 0.5  # fraction removed
     repeat: int = 15  # rounds that the median is taken over
     device: str = "cpu"  # cpu or cuda
 
     def measure(self) -> Measured:
-        device, settings = device_of(self.device), {"sparsity": self.sparsity, "repeat": self.repeat}
+        device, settings = device_of(self.device), {"sparsity": SPARSITY, "repeat": self.repeat}
         if device.type == "cuda":
             weights = f"{self.layers} weights of {self.dim} x {self.dim}"
             settings |= {"weights": weights, "num_weights": self.layers * self.dim**2, "copy_gb_s": copy_gb_s(device)}
@@ -77,45 +65,45 @@ def nothing() -> None:
     pass
 
 
-def dense(model: nn.Module, optimizer: Optimizer, sparsity: float) -> Around:
+def dense(model: nn.Module, optimizer: Optimizer) -> Around:
     return nothing, nothing
 
 
-def hooks(model: nn.Module, optimizer: Optimizer, sparsity: float) -> Around:
+def hooks(model: nn.Module, optimizer: Optimizer) -> Around:
     """Ours: ``Pruner`` on torch's AdamW."""
-    Pruner(model, optimizer, schedule=Constant(sparsity))
+    Pruner(model, optimizer, schedule=Constant(SPARSITY))
     return nothing, nothing
 
 
-def clipped(arm: Callable[..., Around], model: nn.Module, optimizer: Optimizer, sparsity: float) -> Around:
+def clipped(arm: Callable[..., Around], model: nn.Module, optimizer: Optimizer) -> Around:
     """The same with ``clip_grad_norm_`` before the step, after which ours masks gradients once more."""
-    _, after = arm(model, optimizer, sparsity)
+    _, after = arm(model, optimizer)
     return partial(nn.utils.clip_grad_norm_, list(model.parameters()), 1.0), after
 
 
 @torch.no_grad()
-def multiply(model: nn.Module, optimizer: Optimizer, sparsity: float) -> Around:
+def multiply(model: nn.Module, optimizer: Optimizer) -> Around:
     """The usual way: a float mask multiplied on gradient and weight, four bytes a weight."""
     weights = prunable(model)
-    masks = [(w.abs() > w.abs().flatten().quantile(sparsity)).float() for w in weights]
+    masks = [(w.abs() > w.abs().flatten().quantile(SPARSITY)).float() for w in weights]
     on_weights = partial(torch._foreach_mul_, [w.detach() for w in weights], masks)
     on_weights()
     return lambda: torch._foreach_mul_(gradients(weights), masks), on_weights
 
 
-def torch_prune(model: nn.Module, optimizer: Optimizer, sparsity: float) -> Around:
+def torch_prune(model: nn.Module, optimizer: Optimizer) -> Around:
     """torch.nn.utils.prune: a parametrization that multiplies in each forward pass."""
     for weight in eligible(model).weights:
-        prune.l1_unstructured(weight.module, "weight", sparsity)
+        prune.l1_unstructured(weight.module, "weight", SPARSITY)
     return nothing, nothing
 
 
-def topk_every_step(model: nn.Module, optimizer: Optimizer, sparsity: float) -> Around:
+def topk_every_step(model: nn.Module, optimizer: Optimizer) -> Around:
     """A proximal step: the smallest weights of every layer are set to zero after each update."""
 
     def project() -> None:
         for flat in (weight.detach().view(-1) for weight in prunable(model)):
-            flat[flat.abs().topk(round(sparsity * flat.numel()), largest=False, sorted=False).indices] = 0
+            flat[flat.abs().topk(round(SPARSITY * flat.numel()), largest=False, sorted=False).indices] = 0
 
     return nothing, project
 
@@ -148,7 +136,7 @@ def measure_steps(options: StepCost, tokens: int, fused: bool) -> list[Row]:
     def step_of(arm: Callable[..., Around]) -> Callable[[], None]:
         model = options.network()
         optimizer = AdamW(model.parameters(), lr=LR, fused=fused)
-        before, after = arm(model, optimizer, options.sparsity)
+        before, after = arm(model, optimizer)
 
         def step() -> None:
             loss_of(model(batch[:, :-1]), batch[:, 1:]).backward()
@@ -204,7 +192,7 @@ def measure_updates(options: StepCost, device: torch.device) -> list[Row]:
     """
     ulps = check_agrees(options.dim, device)
     made = parameters(options.layers, options.dim, device)
-    keep = [torch.rand_like(p) >= options.sparsity for p in made]
+    keep = [torch.rand_like(p) >= SPARSITY for p in made]
     packed, floats = [bits.pack(mask) for mask in keep], [mask.float() for mask in keep]
     fused, weights = AdamW(made, lr=LR, fused=True), [p.detach() for p in made]
 
@@ -214,7 +202,7 @@ def measure_updates(options: StepCost, device: torch.device) -> list[Row]:
             optimizer.state[parameter]["mask"] = mask
         return optimizer
 
-    with_rates, factor = masked(), Rate(power=0.5)(1 - options.sparsity)
+    with_rates, factor = masked(), Rate(power=0.5)(1 - SPARSITY)
     with_rates.lr_factors = {p: torch.full((), factor, dtype=torch.float64, device=device) for p in made}
 
     def around_fused() -> None:
@@ -266,7 +254,6 @@ class Train(Benchmark):
     compile: bool = True  # torch.compile the model
     precision: Literal["float32", "bfloat16"] = "bfloat16"  # bfloat16 by autocast
     every: int = 50  # steps from an event to the next, and of a round
-    sparsity: float = 0.5  # fraction removed
     repeat: int = 15  # a third of it, at least three, is the number of rounds
     device: str = "cpu"  # cpu or cuda
 
@@ -274,7 +261,7 @@ class Train(Benchmark):
         rounds = max(3, self.repeat // 3)
         steps = self.every * (rounds + 2)
         said = {name: getattr(self, name) for name in ("model", "context", "batch", "compile", "precision", "every")}
-        said |= {"sparsity": self.sparsity}
+        said |= {"sparsity": SPARSITY}
         base = Run(**said, data=self.data, device=self.device, steps=steps, begin=1, end=steps)
         rows: list[Row] = []
         for name, arm in TRAINED.items():
@@ -311,14 +298,13 @@ def _beside(row: Row, record: Record) -> Row:
     return {"overhead": None, "beside": None} if row["arm"] == row["beside"] else {}
 
 
-COLUMNS = {"arm": "arm", "optimizer": "optimizer", "tokens": "tokens:,", "ms": "ms:.1f"}
-COLUMNS |= {"overhead": "overhead:+.2%", "beside": "beside"}
-UPDATE_COLUMNS = {"way": "way", "ms": "ms:.3f", "ratio": "ratio:.3f", "over the masked step": "overhead:+.2%"}
-UPDATE_COLUMNS |= {"ulp from torch's": "ulps_from_torch:.2f"}
-TRAIN_COLUMNS = {"arm": "arm", "ms a step": "ms:.2f", "ratio": "ratio:.4f", "spread": "spread:.2f"}
-TRAIN_COLUMNS |= {"tokens/s": "tokens_a_second:,.0f", "peak MiB": "peak_mib:,.0f", "steady MiB": "steady_mib:,.1f"}
 TABLES = {
-    "step": RecordTable(COLUMNS, _beside),
-    "update": RecordTable(UPDATE_COLUMNS),
-    "train": RecordTable(TRAIN_COLUMNS),
+    "step": RecordTable("arm | optimizer | tokens:, | ms:.1f | overhead:+.2% | beside", _beside),
+    "update": RecordTable(
+        "way | ms:.3f | ratio:.3f | over the masked step = overhead:+.2% | ulp from torch's = ulps_from_torch:.2f"
+    ),
+    "train": RecordTable(
+        "arm | ms a step = ms:.2f | ratio:.4f | spread:.2f | tokens/s = tokens_a_second:,.0f | "
+        "peak MiB = peak_mib:,.0f | steady MiB = steady_mib:,.1f"
+    ),
 }

@@ -316,7 +316,7 @@ class _Search:
     def _sparsity(self) -> float:
         packed = self.scores.live(self.live)
         num_weights = sum(weight.parameter.numel() for weight in self.scores.weights.values())
-        return 1 - sum(int(bits.count(mask)) for mask in packed.values()) / num_weights
+        return (num_weights - sum(int(bits.count(mask)) for mask in packed.values())) / num_weights
 
     def _result(self) -> SearchResult:
         trial = self.kept[-1].trial if self.kept else None

@@ -39,3 +39,10 @@ def small_llama(tmp_path_factory):
     for name in ("calib", "valid"):
         draw.integers(0, 40, 400).astype("<u2").tofile(folder / f"{name}.u16")
     return folder
+
+
+@pytest.fixture
+def small_shape():
+    """That of a random Llama."""
+    shape = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48}
+    return shape | {"num_attention_heads": 4, "num_key_value_heads": 2}

@@ -1,6 +1,7 @@
 """The benchmark of decoding runs each way at its batch sizes, keeps what it measured, and compares the ways."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,9 +15,10 @@ def row(way, batch, tokens_s, zeros="none"):
 
 @pytest.fixture
 def command(monkeypatch, tmp_path):
-    monkeypatch.setattr(decode, "random_model", lambda *_: torch.nn.Linear(1, 1))
+    model = SimpleNamespace(requires_grad_=lambda flag: None, generation_config=SimpleNamespace())
+    monkeypatch.setattr(decode, "random_llama", lambda *_: (model, torch.zeros(4, 1)))
     monkeypatch.setattr(decode, "pruned_model", lambda *_: torch.nn.Linear(1, 1))
-    monkeypatch.setattr(decode.Decode, "_rows", lambda self, models, way, batch: [row(way, batch, 2.0)])
+    monkeypatch.setattr(decode.Decode, "_rows", lambda self, models, way, ids: [row(way, len(ids), 2.0)])
     ways = ("decoder", "compiled", "generate", "static")
     return decode.Decode(device="cpu", ways=ways, batches=(1, 4), results=tmp_path)
 
@@ -39,10 +41,10 @@ def test_only_models_that_are_compiled_whole_are_run_two_by_two():
 
 
 def test_a_run_that_ends_early_keeps_its_rows(command, monkeypatch, capsys):
-    def rows(self, models, way, batch):
+    def rows(self, models, way, ids):
         if way == "generate":
             raise KeyboardInterrupt
-        return [row(way, batch, 2.0)]
+        return [row(way, len(ids), 2.0)]
 
     monkeypatch.setattr(decode.Decode, "_rows", rows)
     with pytest.raises(KeyboardInterrupt):

@@ -10,22 +10,19 @@ from benchmarks.distributed import parts
 from benchmarks.export import Packing
 from benchmarks.matvec import Product
 from benchmarks.page import tables
-from benchmarks.select import METHODS, SHAPES, check_exact, problem
+from benchmarks.select import CUTS, ScoredWeights, check_exact
 from benchmarks.step import ARMS, MASKED, TRAINED, WITH_RATES, StepCost, check_agrees, measure_updates
 
 CPU = torch.device("cpu")
-SELECT = "select --layers 3 --dim 40 --repeat 1"
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("select --sparsity 2", "[0, 1)"),
         ("select --layers 0", "--layers must be at least 1"),
         ("select --repeat 0", "--repeat must be at least 1"),
         ("step --tokens 8 0", "--tokens must be at least 1"),
         ("select --threads -1", "--threads must be at least 0"),
-        ("select --score wanda", "wanda reads input_norm"),
         ("selct", "there is no such command"),
     ],
 )
@@ -42,46 +39,44 @@ def test_bad_options_are_one_line_and_write_nothing(options, message, tmp_path, 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_masks_are_checked_before_they_are_timed(dtype, monkeypatch):
-    p = problem([(40, 24), (8, 24)], "bitter7", 0.5, CPU, dtype)
-    kept = torch.cat([score.flatten() for score in p.scores()]).sort().values[p.num_drop :]
-    assert check_exact(p) == kept[0]
-    monkeypatch.setattr(type(p), "num_drop", 5)
+    weights = ScoredWeights([(40, 24), (8, 24)], CPU, dtype)
+    assert check_exact(weights) == weights.all_scores().sort().values[weights.num_drop]
+    monkeypatch.setattr(weights, "num_drop", 5)
     with pytest.raises(RuntimeError, match="no speed is reported"):
-        check_exact(p)
+        check_exact(weights)
 
 
 @pytest.mark.parametrize("rivals", [True, False])
-def test_every_method_is_measured_and_rivals_can_be_left_out(rivals, measure, monkeypatch):
+def test_every_way_is_measured_and_rivals_are_left_out_where_weights_are_too_many(rivals, measure, monkeypatch):
     monkeypatch.setattr(select, "peak_extra_mib", lambda *_: 1.0 if rivals else None)
-    rows, drawn = measure(SELECT, *(() if rivals else ("--no-rivals",)))
-    assert [row["method"] for row in rows] == [name for name in METHODS if rivals or name.startswith("prunus")]
+    monkeypatch.setattr(select, "LARGEST", 3 * 40 * 40 - (not rivals))
+    rows, drawn = measure("select --layers 3 --dim 40 --repeat 1")
+    assert [row["method"] for row in rows] == [name for name in CUTS if rivals or name.startswith("prunus")]
     assert all(row["kept_too_many"] == 0 for row in rows if row["method"].startswith("prunus"))
     assert all(row["ms"] > 0 and f"| {row['method']} |" in drawn for row in rows)
     assert ("| not measured |" in drawn) == (not rivals)
 
 
-def test_shapes_are_those_of_the_models():
-    shapes = SHAPES["mistral-7b"]
-    assert len(shapes) == 224 and sum(a * b for a, b in shapes) == 6_979_321_856
-
-
 # Keeping masks
 
 
+@pytest.mark.parametrize(
+    ("options", "arms"),
+    [
+        ("step --model gpt2-tiny --tokens 8 --repeat 1", [*ARMS, *ARMS]),
+        (
+            "train --model gpt2-tiny --context 8 --batch 1 --no-compile --precision float32 --repeat 1 --every 1",
+            [*TRAINED],
+        ),
+    ],
+)
 @pytest.mark.slow
-def test_a_training_step_is_measured_in_every_arm(measure, monkeypatch):
+def test_a_step_and_a_whole_training_are_measured_in_every_arm(options, arms, measure, monkeypatch):
     monkeypatch.setattr(step, "CONTEXT", 8)
-    rows, drawn = measure("step --model gpt2-tiny --tokens 8 --repeat 1")
-    assert [row["arm"] for row in rows] == [*ARMS, *ARMS]
+    rows, drawn = measure(options)
+    assert [row["arm"] for row in rows] == arms
     assert all(row["ms"] > 0 and f"| {row['arm']} |" in drawn for row in rows)
-
-
-@pytest.mark.slow
-def test_a_whole_training_is_measured_in_every_arm(measure):
-    options = "--model gpt2-tiny --context 8 --batch 1 --no-compile --precision float32 --repeat 1 --every 1"
-    rows, drawn = measure(f"train {options}")
-    assert [row["arm"] for row in rows] == list(TRAINED) and all(f"| {name} |" in drawn for name in TRAINED)
-    assert rows[0]["sparsity"] == 0 and all(row["sparsity"] > 0.4 for row in rows[1:])
+    assert all((row["sparsity"] > 0.4) == (row["arm"] != arms[0]) for row in rows if "sparsity" in row)
 
 
 def test_the_step_with_factors_on_learning_rates_is_held_against_the_masked_one(tmp_path):
@@ -141,18 +136,16 @@ def small_products(monkeypatch):
     monkeypatch.setattr(matvec, "cases", lambda device: cases)
 
 
-def test_weights_are_as_sparse_as_the_case_says():
-    weight = Product((64, 4096), 0.8).weight(CPU, torch.bfloat16)
-    assert weight.eq(0).float().mean().item() == pytest.approx(0.8, abs=0.01)
-    structured = Product((64, 64), 0.5, two_of_four=True).weight(CPU, torch.float32)
-    assert (structured.view(-1, 4).count_nonzero(1) == 2).all()
-
-
 def test_products_are_measured_beside_dense_ones(small_products, measure):
     rows, drawn = measure("matvec --repeat 2")
     assert {row["way"] for row in rows} == {"dense", "prunus, gaps"}
     assert all(row["times_faster"] == 1 for row in rows if row["way"] == "dense")
     assert all(row["error"] < 1e-5 and row["us"] > 0 for row in rows) and "| 64 x 128 | 90% | 3 |" in drawn
+    assert Product((64, 4096), 0.8).weight(CPU, torch.bfloat16).eq(0).float().mean().item() == pytest.approx(
+        0.8, abs=0.01
+    )
+    structured = Product((64, 64), 0.5, two_of_four=True).weight(CPU, torch.float32)
+    assert (structured.view(-1, 4).count_nonzero(1) == 2).all()
 
 
 def test_a_product_that_is_wrong_is_not_timed(small_products, monkeypatch):

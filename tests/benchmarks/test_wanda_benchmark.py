@@ -21,7 +21,7 @@ def accumulate_row_scalars(x, layer, scalars, num_seen):
 
 def sparsify_weight(layer, scalars, sparsity, n, m):
     weight = layer.weight.detach()
-    return weight * wanda_plainly(weight, scalars[layer].sqrt(), sparsity)
+    return weight * wanda_plainly(weight, scalars[layer].sqrt())
 
 
 @pytest.fixture
@@ -56,9 +56,3 @@ def test_every_way_prunes_the_same_weights_and_is_drawn(llmcompressor, small_lla
     assert [row["task"] for row in rows] == ["a layer of 32 x 32"] * 2 + ["stories15M"] * 3
     assert all(row["different"] == 0 and row["seconds"] > 0 for row in rows)
     assert "| stories15M: llmcompressor, oneshot |" in drawn
-
-
-def test_no_speed_is_reported_where_other_weights_are_pruned():
-    ways = {"ours": lambda: {"w": torch.ones(4)}, "theirs": lambda: {"w": torch.zeros(4)}}
-    with pytest.raises(RuntimeError, match="4 of 4 weights differ, so no speed is reported"):
-        wanda.compared("a task", ways, 1)
