@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from prunus.trained.quality import token_quality
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
@@ -28,6 +27,7 @@ from prunus.eligible import eligible
 from prunus.lab.data.datasets import read_stdlib
 from prunus.oneshot.drop_experts import without_experts
 from prunus.oneshot.fewer_experts import fewer_experts
+from prunus.trained.quality import token_quality
 
 from .benchmark import Benchmark, Measured, Record, RecordTable, Row, newest_records, table_of
 
