@@ -292,22 +292,6 @@ def test_padded_tokens_change_nothing(batch_first, num_samples):
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize(("make", "at"), each_once(MODELS, [1, 3, 4], one_of=3))
-def test_a_repair_that_was_interrupted_ends_with_the_same_bits(make, at, tmp_path):
-    (whole, expected, _, _), calls = repaired(make, batch_size=3), []
-
-    def progress(*_):
-        calls.append(1)
-        if len(calls) == at:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        repaired(make, batch_size=3, state=tmp_path / "state", progress=progress)
-    model, result, _, _ = repaired(make, batch_size=3, state=tmp_path / "state")
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), whole.parameters(), strict=True))
-    assert result.layers == expected.layers
-
-
 @pytest.mark.parametrize(
     ("select", "options"),
     each_once([PerRow(), NofM(2, 4)], [{}, {"score": "wanda"}, {"score": "magnitude", "repair": None}]),

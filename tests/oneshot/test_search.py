@@ -46,7 +46,7 @@ def test_levels_climb_until_one_fails_and_the_last_good_one_stays(probe):
     if probe is not None:  # beside it stands the strategy alone, at the same sparsity
         dense = mlp()
         alone = prune(dense.model, dense.batches, found.sparsity, score="magnitude", repair=None)
-        assert found.alone_sparsity == alone.sparsity == pytest.approx(found.sparsity)
+        assert [found.alone_sparsity, alone.sparsity] == pytest.approx([found.sparsity] * 2)
         assert found.alone == held_out(mlp())(dense.model)
 
 
@@ -193,27 +193,6 @@ def test_tuning_both_steps_probes_the_level_before_again_or_puts_it_back(allowed
     else:
         assert all(torch.equal(a, b) for a, b in zip(seen[1], case.model.parameters(), strict=True))
     assert found.sparsity == pytest.approx(zeros(case.model))
-
-
-@pytest.mark.parametrize(
-    ("build", "said"),
-    [
-        (lambda: Limit(better="lower"), "either relative or absolute"),
-        (lambda: Limit(0.1, 0.1, "lower"), "either relative or absolute"),
-        (lambda: Limit(math.nan, better="lower"), "either relative or absolute"),
-        (lambda: Limit(-0.1, better="lower"), "0 or more"),
-        (lambda: Limit(0.1, better="more"), "'lower' .* or 'higher'"),
-        (lambda: Limit(relative=0.1), r"^better must be 'lower' .* or 'higher' \(accuracy\), got None; give it[^\n]*$"),
-        (lambda: Levels(0.5, 0.1, 0.4), "initial <= final"),
-        (lambda: Levels(0.1, 0.0), "step"),
-        (lambda: Bisection(1.0), "final"),
-        (lambda: TauTuning(0), "one step"),
-        (lambda: searched(mlp(), Limit(0.1, better="lower"), Probe("target"), tune_tau=TauTuning()), "cannot be tuned"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(build, said):
-    with pytest.raises(ValueError, match=said):
-        build()
 
 
 def test_every_level_reads_the_inputs_of_the_model_as_it_is_then():

@@ -1,6 +1,5 @@
 """After a repair blocks and the whole model learn what the dense one computes, or are left alone."""
 
-import math
 from copy import deepcopy
 from dataclasses import replace
 
@@ -125,19 +124,3 @@ def test_a_model_too_large_to_be_tuned_as_a_whole_is_left_as_repaired():
     prune(other, [TOKENS], 0.6)
     assert result.level.tuned_whole is None
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
-
-
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [
-        (lambda: BlockTuning(epochs=-1), "whole number"),
-        (lambda: BlockTuning(lr=0.0), "finite number above 0"),
-        (lambda: BlockTuning(whole_lr=math.inf), "finite number above 0"),
-        (lambda: BlockTuning(batch=0), "at least 1"),
-        (lambda: Repair("own", tune=BlockTuning()), "needs targets='dense'"),
-        (lambda: Repair(tune=8), r"True, False or BlockTuning"),
-    ],
-)
-def test_options_of_tuning_are_checked(build, message):
-    with pytest.raises(ValueError, match=message):
-        build()
