@@ -245,7 +245,7 @@ class Run:
         return self.every or getattr(self.sparsity_schedule(), "period", 1)
 
     @property
-    def choice(self) -> dict[str, tuple[str, ...]]:
+    def choice(self) -> dict[str, Any]:
         """Which weights may be pruned, as arguments of ``eligible``."""
         return {"include": self.include, "exclude": self.exclude, "only": self.only}
 
