@@ -118,7 +118,7 @@ def evaluated(
         training.load_weights(state["model"])
     with fixed_arithmetic(training.run), progress_line(None, "evaluate") as show:
         quality = training.evaluate(show)
-    found, is_text = eligible(training.model, run.include, run.exclude), training.data.shape.kind == "tokens"
+    found, is_text = eligible(training.model, **run.choice), training.data.shape.kind == "tokens"
     return Evaluation(quality, report(training.model, found), step, is_text, training.held_out)
 
 

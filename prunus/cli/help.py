@@ -14,7 +14,8 @@ GROUPS = {
     "train": {
         "usual": "data model steps batch lr score sparsity seed out resume",
         "model": "width layers validation vocab_size context augment",
-        "pruning": "schedule begin end every allocate include exclude regrow regrow_by rate_power replay eps exponent",
+        "pruning": "schedule begin end every allocate include exclude only regrow regrow_by rate_power replay eps "
+        "exponent",
         "learning": "optimizer spam lr_schedule min_lr decay warmup weight_decay beta1 beta2 clip accumulate "
         "budget_scale",
         "running": "precision parallel compile device eval_every eval_size save_every log_every track",

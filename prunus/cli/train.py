@@ -53,15 +53,16 @@ def _notes_in_one_line() -> Iterator[None]:
 
 
 def _train(run: Run) -> None:
-    from ..lab.evaluate import held_out_size
     from ..lab.trainer import train
     from ..trained.quality import Quality
 
     with progress_bar(run.score if run.score != "none" else "dense", run.total_steps) as report:
         result = train(run, report)
     quality = Quality(result.loss, result.accuracy).in_words(of_text=bool(result.tokens))
+    size = run.eval_size
+    held_out = f"held-out data (its first {size:,}; --eval-size 0 takes all)" if size else "all held-out data"
     print(
         f"{run.out}: {result.sparsity:.4%} of {result.num_prunable:,} prunable weights are zero; "
-        f"{quality} on {held_out_size(run.eval_size)}; "
+        f"{quality} on {held_out}; "
         f"{result.steps} steps (budget x {result.budget_scale:g}) in {result.seconds:.1f} s"
     )

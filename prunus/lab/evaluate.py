@@ -11,11 +11,6 @@ from ..trained.quality import Quality
 from .data.batches import Batch
 
 
-def held_out_size(size: int) -> str:
-    """How much of the held-out data a figure is of."""
-    return f"held-out data (its first {size:,}; --eval-size 0 takes all)" if size else "all held-out data"
-
-
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean cross-entropy of logits (..., classes) at targets (...)."""
     return cross_entropy(logits.flatten(0, -2).float(), targets.flatten())

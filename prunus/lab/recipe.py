@@ -55,7 +55,7 @@ def make_optimizer(run: Run, model: nn.Module) -> Optimizer:
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     if (run.rate_power or run.replay) and run.optimizer != "adamwprune":
-        groups = parameter_groups(model, weight_decay=run.weight_decay, include=run.include, exclude=run.exclude)
+        groups = parameter_groups(model, weight_decay=run.weight_decay, **run.choice)
     betas = (run.beta1, run.beta2)
     if run.optimizer == "adamwprune":
         spam = Spam() if run.spam else None
@@ -83,8 +83,7 @@ def make_pruner(run: Run, model: nn.Module, optimizer: Optimizer, on_event: Call
         every=run.every,
         rate=Rate(run.rate_power) if run.rate_power else None,
         regrow=Regrow(run.regrow, run.regrow_by) if run.regrow else None,
-        include=run.include,
-        exclude=run.exclude,
+        **run.choice,
         score_options={name: value for name, value in options.items() if value is not None}
         | ({"seed": run.seed} if run.score == "random" else {}),
         on_event=on_event,
@@ -134,7 +133,7 @@ class Replay:
 
     def __init__(self, run: Run, model: nn.Module, optimizer: Optimizer) -> None:
         self.changes = recorded_rates(run)
-        weights = {weight.name: weight.parameter for weight in eligible(model, run.include, run.exclude).weights}
+        weights = {weight.name: weight.parameter for weight in eligible(model, **run.choice).weights}
         if unknown := sorted(set(self.changes[0][1]) ^ set(weights)):
             raise ValueError(f"the run to replay pruned other weights than this one has: {unknown[0]}")
         self.rates = lr_factors_of(optimizer, weights)

@@ -80,7 +80,8 @@ class Run:
     every: int | None = None  # steps from one event to the next; by default a ramp has about 20 events
     allocate: SelectorName = "global"  # how the sparsity is divided: over all weights, by layer, by row or in groups
     include: tuple[str, ...] = ()  # globs over names of weights to prune besides linear and convolution weights
-    exclude: tuple[str, ...] = ()  # globs over names of weights to leave dense
+    exclude: tuple[str, ...] = ()  # globs over names of weights to leave dense; wins over the others
+    only: tuple[str, ...] = ()  # globs over names: prune no other weights
     regrow: float = 0.0  # fraction of the live weights that an event swaps for pruned ones; falls to 0 over the ramp
     regrow_by: Literal["snr", "momentum", "gradient"] = "snr"  # how to rank the pruned weights that may come back
     rate_power: float = 1.0  # learning rate of a pruned layer times density^-power; 0, or no score: times 1
@@ -243,6 +244,11 @@ class Run:
         """Steps from one event of the ramp to the next."""
         return self.every or getattr(self.sparsity_schedule(), "period", 1)
 
+    @property
+    def choice(self) -> dict[str, Any]:
+        """Which weights may be pruned, as arguments of ``eligible``."""
+        return {"include": self.include, "exclude": self.exclude, "only": self.only}
+
     def to_json(self) -> dict[str, Any]:
         """Every field as JSON holds it, without ``resume``, which does not change the result."""
         values = {name: str(value) if isinstance(value, Path) else value for name, value in vars(self).items()}
@@ -258,7 +264,7 @@ class Run:
             raise ValueError(f"the run {'lacks the field' if name in names else 'has an unknown field'} {name!r}")
         for name, value in values.items():
             check_field(name, value, "the run")
-        typed: dict[str, Any] = {name: tuple(values[name]) for name in ("include", "exclude", "track")}
+        typed: dict[str, Any] = {name: tuple(values[name]) for name in ("include", "exclude", "only", "track")}
         typed |= {name: Path(values[name]) for name in ("out", "validation") if values[name] is not None}
         return cls(**values | typed)
 

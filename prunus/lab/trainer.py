@@ -146,7 +146,7 @@ class Training:
         """Sparsity now and the zeros of each prunable layer, counted; of a dense run only on request."""
         if not self.pruner and not of_dense:
             return {"sparsity": 0.0}
-        prunable = eligible(self.model, self.run.include, self.run.exclude)
+        prunable = eligible(self.model, **self.run.choice)
         counted = self.pruner.report() if self.pruner else report(self.model, prunable)
         return {"sparsity": counted.sparsity, "zeros": [layer.num_zeros for layer in counted.layers if not layer.dense]}
 
@@ -286,7 +286,7 @@ def _loop(training: Training, tracker: Tracker, progress: Progress, *, saves_las
 def _result(training: Training, quality: Quality) -> RunResult:
     run = training.run
     ranks = ranks_of(dict(training.model.named_parameters())) if training.team.kind == "fsdp" else None
-    prunable = eligible(training.model, run.include, run.exclude)
+    prunable = eligible(training.model, **run.choice)
     counted = report(training.model, prunable, ranks)
     examples = training.step * run.batch * run.accumulate
     return RunResult(

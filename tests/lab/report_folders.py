@@ -76,6 +76,7 @@ def make_study(folder: Path, arms: list[str], sparsities: tuple[float, ...] = (0
     base = Run(steps=200).to_json()
     described = [{"name": arm, "changes": {"score": arm}, "against": "magnitude", "cells": []} for arm in arms]
     plan = {"format": "prunus-study-1", "hash": "abc123", "base": base, "data": {}, "arms": described}
+    plan["environment"] = {"machine": "a machine"}
     _write(folder / "study.json", plan)
     rows = [_row(folder, arm, s, seeds) for s in (0.0, *sparsities) for arm in arms if (arm == "dense") == (s == 0)]
     result = {"rows": rows, "failed": [], "off_target": [], "num_runs": len(cells), "num_finished": len(cells)}

@@ -58,7 +58,7 @@ def test_a_damaged_last_checkpoint_falls_back_to_the_one_before(unbroken, tmp_pa
     assert "checkpoint.pt is damaged" in capsys.readouterr().err
 
 
-FLIPPED = {"steps": 30, "lr": 0.003, "seed": 1, "sparsity": 0.25, "rate_power": 0.0, "exclude": ["*.qkv.*"]}
+FLIPPED = {"steps": 30, "lr": 0.003, "seed": 1, "sparsity": 0.25, "rate_power": 0.0, "only": ["*.qkv.*"]}
 
 
 @small

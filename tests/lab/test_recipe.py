@@ -1,12 +1,14 @@
-"""The learning rate over a run."""
+"""The learning rate over a run, its fields, and the weights that it prunes."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from prunus.lab.recipe import lr_at
 from prunus.lab.run import Run
+from prunus.lab.trainer import Training
 
 
 def lrs(**options) -> list[float]:
@@ -56,7 +58,9 @@ def test_a_line_or_a_cosine_falls_from_the_warm_up_on(how, left):
     assert lrs(steps=12, warmup=2, lr=1.0, lr_schedule=how)[2:] == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("change", [{}, {"lr_schedule": "cosine", "include": ("a",)}, {"validation": Path("x")}])
+@pytest.mark.parametrize(
+    "change", [{}, {"lr_schedule": "cosine", "include": ("a",), "only": ("b",)}, {"validation": Path("x")}]
+)
 def test_a_run_of_json_has_every_field_and_no_other(change):
     values = Run(**change).to_json()
     assert Run.from_json(values) == Run(**change)
@@ -83,3 +87,11 @@ def test_a_decay_that_cannot_be_meant_is_one_line(options, said):
     with pytest.raises(ValueError, match=said) as error:
         Run(**options)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamwprune"])
+def test_only_restricts_what_a_run_prunes_and_exclude_wins(optimizer, text):
+    choice = {"only": ("*.mlp.*",), "exclude": ("*.0.*",)}
+    run = Run(model="gpt2-tiny", context=16, batch=2, data=text, device="cpu", optimizer=optimizer, schedule="constant")
+    whole, part = (set(Training(replace(run, **options)).layers()) for options in ({}, choice))
+    assert part == {name for name in whole if ".mlp." in name and ".0." not in name} and part < whole

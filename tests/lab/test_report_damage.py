@@ -72,6 +72,7 @@ def test_a_study_without_a_part_of_it_is_shown(missing, tmp_path):
     tables = page.tables[VERDICTS]
     assert len(tables) == 10
     assert ("verdict" in tables[0]) == (missing == "runs")
+    assert any("Measured on a machine." in text for text in page.texts["p"])
 
 
 @pytest.mark.parametrize(("field", "unit"), [("steps", "steps"), ("budget_scale", "steps"), ("context", "tokens")])

@@ -94,7 +94,7 @@ def instrument(training: Training) -> None:
     state, schedule, every = pruner.state_dict(), pruner.schedule, pruner.every
     optimizer, run = training.optimizer, training.run
     owner = weakref.proxy(training)  # torch's hooks of gradients would keep it alive
-    prunable = eligible(training.model, run.include, run.exclude).weights
+    prunable = eligible(training.model, **run.choice).weights
     masked_by_hooks = [] if isinstance(optimizer, AdamWPrune) else [weight.parameter for weight in prunable]
 
     def mark_event(part: str, later: int) -> Callable[..., None]:

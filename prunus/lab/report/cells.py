@@ -70,7 +70,8 @@ class Source:
         """The first run, or what a study says of all of them where its runs are not at hand."""
         if self.cells:
             return self.cells[0].record
-        return RunRecord(self.title, self.base, {}, [])
+        environment = self.study.get("environment")
+        return RunRecord(self.title, self.base, environment if isinstance(environment, dict) else {}, [])
 
     @cached_property
     def base(self) -> Run:

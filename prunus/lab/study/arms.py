@@ -15,7 +15,7 @@ from ...files.regular import check_regular
 from ..run import FIELDS, Run, ScoreName, check_field
 
 # what makes two numbers comparable: data, order, evaluation set and the weights that are counted
-SHARED = "model data validation vocab_size context augment include exclude eval_every eval_size".split()
+SHARED = "model data validation vocab_size context augment include exclude only eval_every eval_size".split()
 OF_THE_STUDY = {
     "out": "--out",
     "save_every": "--save-every",
