@@ -51,6 +51,7 @@ class Loop:
         self.calibration, self.level, self.mask, self.journal = calibration, level, mask, journal
         self.weights, self.masks, self.live = calibration.weights, masks, live or {}
         self.streams: Streams | None = None
+        self._skipped: set[str] = set()  # reached, and not changed by the step
 
     @torch.no_grad()
     def run(self, step: Step | None, finished: Finished, tuning: BlockTuning | None = None) -> None:
@@ -65,8 +66,11 @@ class Loop:
             if name not in self.level.packed:
                 change = self.mask(self._layers([name]))[name]
                 if self.streams is not None:
-                    is_known = name in self.streams.readers
-                    reason = "no sample reached it" if is_known else "it is no plain linear layer or convolution"
+                    reason = "no sample reached it"
+                    if name in self._skipped:
+                        reason = "the step left it out"
+                    elif name not in self.streams.readers:
+                        reason = "it is no plain linear layer or convolution"
                     change = replace(change, repair=LayerRepair(not_repaired=reason))
                 self._write(name, change)
                 finished([name])
@@ -107,6 +111,7 @@ class Loop:
         experts = group.names[0] in streams.stacked
         layers = replace(layers, moments=streams.moments(group), are_experts=experts, is_routed=group.is_routed)
         changes = step(layers)
+        self._skipped |= {name for name in group.names if any(layers.moments) and name not in changes}
         for name, change in changes.items():
             self._write(name, change)
         if self.journal:

@@ -12,7 +12,7 @@ HEAD = """\
 
 {num} families of transformers, each built tiny and random from its configuration, went through these checks with
 transformers {newest} and torch {torch}. A cell says *yes* where the check ran and held, *part* where some weights are
-treated otherwise, and *no* where it failed; the reasons stand below the table. `make sweep` runs all of it again.
+treated differently, and *no* where it failed; the reasons stand below the table. `make sweep` runs all of it again.
 
 - **training**: `Pruner` with AdamW, 20 steps to 60 %: exactly `round(0.6 N)` weights are pruned and zero.
 - **one-shot**: `prune` by magnitude, WANDA and fisher to 50 %; the counts are right, and `undo_` restores every bit.
