@@ -59,33 +59,14 @@ def is_deep(value: Any) -> bool:
     return bool(level)
 
 
-def repeated_names(data: bytes) -> list[str]:
-    """Names that JSON gives twice to one object, of which readers take the first or the last; none in damaged JSON."""
-    repeated: list[str] = []
-
-    def collect(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        repeated.extend(_twice(pairs))
-        return dict(pairs)
-
-    try:
-        json.loads(data, object_pairs_hook=collect)
-    except (ValueError, RecursionError):
-        return []
-    return repeated
-
-
-def _twice(pairs: list[tuple[str, Any]]) -> list[str]:
-    counts = Counter(name for name, _ in pairs)
-    return [name for name, number in counts.items() if number > 1]
-
-
 def strict_json(data: bytes | str) -> Any:
     """JSON without repeated keys, NaN and what UTF-8 cannot hold; any mistake is a ValueError."""
 
     def refuse_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         values = dict(pairs)
-        if twice := _twice(pairs):
-            raise ValueError(f"the name {twice[0][:80]!r} occurs twice")
+        if len(values) < len(pairs):
+            name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+            raise ValueError(f"the name {name[:80]!r} occurs twice")
         "".join(values).encode()
         return values
 

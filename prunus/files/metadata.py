@@ -138,7 +138,7 @@ def _record(name: str, value: Any) -> TensorRecord:
 
 @dataclass(frozen=True)
 class Index:
-    """StoredArray to file; of small files also each file's checksum of what it says of its tensors."""
+    """The file of each entry; of small files also each file's checksum of what it says of its tensors."""
 
     weight_map: dict[str, str]
     checksums: dict[str, str]

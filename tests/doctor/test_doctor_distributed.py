@@ -178,12 +178,11 @@ def test_opcodes_that_are_not_known_are_refused_and_not_guessed(opcodes):
         read_pickle(alone(opcodes))
 
 
-@pytest.mark.parametrize("step", [7, pytest.param(3, marks=pytest.mark.slow)])
-def test_damaged_descriptions_are_refused_or_found(distributed, step):
+def test_damaged_descriptions_are_refused_or_found(distributed):
     path = distributed()
     whole = (path / ".metadata").read_bytes()
-    for at in range(0, len(whole), step * 41):
-        for damaged in (whole[:at], whole[:at] + bytes([whole[at] ^ step]) + whole[at + 1 :]):
+    for at in range(0, len(whole), 287):
+        for damaged in (whole[:at], whole[:at] + bytes([whole[at] ^ 7]) + whole[at + 1 :]):
             (path / ".metadata").write_bytes(damaged)
             try:
                 examine(path)

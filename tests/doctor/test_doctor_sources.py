@@ -18,7 +18,8 @@ from prunus.masks import digest
 from prunus.ops import bits
 
 UP = "model.layers.1.mlp.up_proj.weight"
-SHARD, OLD = "model-00002-of-00003.safetensors", "model-00007-of-00009.safetensors"
+SHARD, ELSEWHERE = "model-00002-of-00003.safetensors", "model-00001-of-00003.safetensors"  # UP is in the first
+OLD = "model-00007-of-00009.safetensors"
 
 
 @pytest.fixture
@@ -62,30 +63,17 @@ def test_a_name_that_stands_twice_is_refused(where, sharded, tmp_path):
         examine(path, **options)
 
 
-def drop_from_index(path: Path, index: dict) -> None:
-    index["weight_map"].pop(UP)
-
-
-def move_in_index(path: Path, index: dict) -> None:
-    index["weight_map"][UP] = next(file for file in index["weight_map"].values() if file != index["weight_map"][UP])
-
-
-def add_to_index(path: Path, index: dict) -> None:
-    index["weight_map"]["model.other.weight"] = SHARD
-
-
 def store_twice(path: Path, index: dict) -> None:
     tensors, home = prune_rows_(healthy()), index["weight_map"][UP]
     other = next(file for file in index["weight_map"].values() if file != home)
-    save_file(
-        {name: tensors[name] for name, file in index["weight_map"].items() if file == other or name == UP}, path / other
-    )
+    here = [name for name, file in index["weight_map"].items() if file == other]
+    save_file({name: tensors[name] for name in (*here, UP)}, path / other)
 
 
 SPOILED = {
-    "an index lacks a tensor": (drop_from_index, UP),
-    "an index places a tensor wrongly": (move_in_index, UP),
-    "an index names what no shard has": (add_to_index, "model.other.weight"),
+    "an index lacks a tensor": (lambda path, index: index["weight_map"].pop(UP), UP),
+    "an index places a tensor wrongly": (lambda path, index: index["weight_map"].update({UP: ELSEWHERE}), UP),
+    "an index names what no shard has": (lambda path, index: index["weight_map"].update({"a.other": SHARD}), "a.other"),
     "a tensor is in two shards": (store_twice, UP),
     "a shard is lost": (lambda path, index: (path / SHARD).unlink(), SHARD),
     "the index is lost": (lambda path, index: index.clear(), "shards need their index"),
