@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from prunus.lab.model_quality import token_quality
+from prunus.trained.quality import token_quality
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 

@@ -86,7 +86,7 @@ def _table(console: "Console", title: str, headings: list[str], rows: Rows) -> N
 
 def time_rows(split: "Split") -> Rows:
     """Part, milliseconds and share on the host, then on the device where there is one, and what it is."""
-    from ..lab.profile.steps import PARTS
+    from ..lab.profile.step_parts import PARTS
 
     names = [name for name in PARTS if name in split.host or name in (split.device or {})]
     columns = [split.host] + ([split.device] if split.device else [])

@@ -18,6 +18,7 @@ from benchmarks.probe_study import (
     ProbedStrategy,
     exactly,
     load_model,
+    masks_of,
     pruned_by,
     replaced_veto,
     share_beyond,
@@ -27,19 +28,30 @@ from prunus import Global, PerLayer, PerRow
 from prunus.lab.data.batches import ImageShape
 from prunus.lab.models import RESNETS, resnet
 from prunus.oneshot import Probe
+from prunus.oneshot.calibration import Calibration
+from prunus.oneshot.method import Method
 from prunus.oneshot.probe.decide import is_allowed
-from prunus.oneshot.prune import Job, Plan
+from prunus.oneshot.prune import prune_to
+from prunus.oneshot.scoring import Scores
 from prunus.ops import bits
 
 
 @pytest.fixture
-def job():
+def scores_by():
+    """WANDA's scores of a small model, by selector."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(9, 14), torch.nn.Tanh(), torch.nn.Linear(14, 7, bias=False))
-    batch = torch.randn(6, 9), torch.randint(0, 7, (6,))
-    found = Job(model, [batch], Plan("wanda", PerRow(), torch.nn.functional.cross_entropy))
-    with found.open():
-        yield found
+    calibration = Calibration(model, [(torch.randn(6, 9), torch.randint(0, 7, (6,)))])
+    with calibration.open():
+        yield lambda select: Scores(calibration, Method("wanda", select, loss=torch.nn.functional.cross_entropy))
+
+
+def probed(scores, sparsity, probe=None):
+    """A level that was taken back."""
+    level = prune_to(scores, sparsity, probe)
+    level.undo_()
+    scores.changed()
+    return level
 
 
 def num_pruned(masks):
@@ -48,11 +60,11 @@ def num_pruned(masks):
 
 @pytest.mark.parametrize("select", [Global(), PerLayer(), PerRow()], ids=str)
 @pytest.mark.parametrize("sparsity", [0.0, 0.013, 0.31, 0.5, 0.777, 0.99])
-def test_the_strategy_alone_is_exactly_as_sparse_as_asked_and_keeps_its_order(job, select, sparsity):
-    job.strategy.select = select
-    masks = exactly(job, sparsity, torch.Generator().manual_seed(0))
+def test_the_strategy_alone_is_exactly_as_sparse_as_asked_and_keeps_its_order(scores_by, select, sparsity):
+    strategy = scores_by(select)
+    masks = exactly(strategy, sparsity, torch.Generator().manual_seed(0))
     assert num_pruned(masks) == round(sparsity * sum(mask.numel() for mask in masks.values()))
-    for source in job.strategy.sources(sparsity, {}):
+    for source in strategy.sources(select, sparsity, {}):
         units = (source.all(), masks[source.name])
         rows = isinstance(select, PerRow)
         for scores, mask in zip(*(units if rows else [[unit.flatten()] for unit in units]), strict=True):
@@ -64,15 +76,12 @@ def test_the_strategy_alone_is_exactly_as_sparse_as_asked_and_keeps_its_order(jo
 
 @pytest.mark.parametrize("select", [Global(), PerLayer(), PerRow()], ids=str)
 @pytest.mark.parametrize("tau", [0.0, 0.05, 100.0])
-def test_a_veto_with_replacements_takes_what_is_within_tau_first_and_the_lowest_scores_of_it(job, select, tau):
-    job.strategy.select = select
-    result = job.prune(0.5, Probe("target", schedule="joint", pool=0.7))
-    job.undo_(result.originals)
-    sources = job.strategy.sources(0.5, {})
+def test_a_veto_with_replacements_takes_what_is_within_tau_first_and_the_lowest_scores_of_it(scores_by, select, tau):
+    strategy = scores_by(select)
+    result = probed(strategy, 0.5, Probe("target", schedule="joint", pool=0.7))
+    sources = strategy.sources(select, 0.5, {})
     masks = replaced_veto(result, sources, tau, select, 0.5)
-    alone = job.prune(0.5)
-    job.undo_(alone.originals)
-    assert num_pruned(masks) == num_pruned(alone.masks)
+    assert num_pruned(masks) == num_pruned(masks_of(probed(strategy, 0.5)))
     if isinstance(select, Global):
         where = {s.name: bits.unpack(result.candidates[s.name], s.shape) for s in sources}
         passes = torch.cat([is_allowed(result.ratios[s.name].q, tau) for s in sources])
@@ -86,25 +95,22 @@ def test_a_veto_with_replacements_takes_what_is_within_tau_first_and_the_lowest_
                 assert scores[pruned & part].max() <= scores[~pruned & part].min()
 
 
-def test_a_veto_by_lot_keeps_as_many_candidates_of_each_weight_as_the_probe_and_others_than_it(job):
-    result = job.prune(0.6, Probe(0.05, schedule="sequential"))
-    job.undo_(result.originals)
-    masks = vetoed_by_lot(result, torch.Generator().manual_seed(0))
-    for layer in result.layers:
-        assert int((~masks[layer.name]).sum()) == int((~result.masks[layer.name]).sum())
-        where = bits.unpack(result.candidates[layer.name], layer.shape)
-        assert masks[layer.name][~where].all()
-    assert any((masks[name] != mask).any() for name, mask in result.masks.items())
+def test_a_veto_by_lot_keeps_as_many_candidates_of_each_weight_as_the_probe_and_others_than_it(scores_by):
+    level = probed(scores_by(PerRow()), 0.6, Probe(0.05, schedule="sequential"))
+    masks, own = vetoed_by_lot(level, torch.Generator().manual_seed(0)), masks_of(level)
+    for name, mask in own.items():
+        assert int((~masks[name]).sum()) == int((~mask).sum())
+        assert masks[name][~bits.unpack(level.candidates[name], mask.shape)].all()
+    assert any((masks[name] != mask).any() for name, mask in own.items())
 
 
-def test_masks_are_taken_back_bit_for_bit(job):
-    before = {name: weight.parameter.clone() for name, weight in job.weights.items()}
-    with pruned_by(
-        job, {name: torch.zeros_like(value, dtype=torch.bool) for name, value in before.items()}
-    ) as sparsity:
+def test_masks_are_taken_back_bit_for_bit(scores_by):
+    scores = scores_by(PerRow())
+    before = {name: weight.parameter.clone() for name, weight in scores.weights.items()}
+    with pruned_by(scores, {name: torch.zeros_like(value).bool() for name, value in before.items()}) as sparsity:
         assert sparsity == 1.0
-        assert not any(weight.parameter.any() for weight in job.weights.values())
-    assert all(torch.equal(weight.parameter, before[name]) for name, weight in job.weights.items())
+        assert not any(weight.parameter.any() for weight in scores.weights.values())
+    assert all(torch.equal(weight.parameter, before[name]) for name, weight in scores.weights.items())
 
 
 @pytest.fixture(scope="module")

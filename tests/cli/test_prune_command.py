@@ -163,11 +163,11 @@ def test_killed_in_a_repair_the_same_command_goes_on_and_ends_with_the_same_bits
     with monkeypatch.context() as patch:
         repaired, calls = Loop._change, []
 
-        def interrupted(self, group):
-            calls.append(group)
+        def interrupted(*args):
+            calls.append(args)
             if len(calls) == at:
                 raise KeyboardInterrupt
-            repaired(self, group)
+            repaired(*args)
 
         patch.setattr(Loop, "_change", interrupted)
         with pytest.raises(SystemExit):

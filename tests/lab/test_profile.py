@@ -24,7 +24,7 @@ from prunus.lab.profile.measure import (
     sentences,
 )
 from prunus.lab.profile.memory_use import Memory, measured_memory, steady_bytes
-from prunus.lab.profile.steps import PARTS, instrument
+from prunus.lab.profile.step_parts import PARTS, instrument
 from prunus.lab.profile.trace import Split
 from prunus.lab.run import Run
 from prunus.lab.study.tables import page

@@ -10,7 +10,7 @@ from profile_runs import small
 from prunus import Pruner
 from prunus.lab.profile.measure import Window, _to_the_middle, measure
 from prunus.lab.profile.memory_use import measured_memory
-from prunus.lab.profile.steps import NUM_EVENTS, due_events, events_twice, instrument, plain_step
+from prunus.lab.profile.step_parts import NUM_EVENTS, due_events, events_twice, instrument, plain_step
 from prunus.lab.trainer import Training
 
 every_step = partial(small, every=1)

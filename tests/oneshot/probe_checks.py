@@ -1,6 +1,10 @@
-"""Everything of a model that must come back, and the comparison of two such."""
+"""What must come back of a model, what is found out about it, and comparisons of two such."""
 
 import torch
+
+from prunus.oneshot.calibration import Calibration
+from prunus.oneshot.method import Method
+from prunus.oneshot.scoring import Scores
 
 
 def bits_of(tensor):
@@ -25,5 +29,16 @@ def assert_same(before, after, weights_too=True):
     assert before[1:] == after[1:]
 
 
+def assert_same_masks(expected, result):
+    assert all(torch.equal(result.masks[name], mask) for name, mask in expected.masks.items())
+
+
 def zeros(model, names):
     return {name: int((model.get_parameter(name) == 0).sum()) for name in names}
+
+
+def findings(model, batches, loss=None):
+    """What the inspection of a model finds, and the names of its weights."""
+    calibration = Calibration(model, batches)
+    with calibration.open():
+        return Scores(calibration, Method(loss=loss)).engine().findings, set(calibration.weights)

@@ -20,10 +20,6 @@ from prunus.oneshot.forward import outputs
 from prunus.oneshot.samples import Chunk, samples_of
 
 
-def calibration_of(case, **options):
-    return Calibration(case.model, case.batches, **options)
-
-
 def logits(calibration, chunk):
     found = outputs(calibration.model, calibration.batch(chunk))
     return found if torch.is_tensor(found) else found.logits
@@ -33,46 +29,33 @@ def logits(calibration, chunk):
 @pytest.mark.parametrize("make", [cnn, llama])
 @torch.no_grad()
 def test_one_block_at_a_time_sees_and_gives_what_a_whole_pass_does(make, offload):
-    calibration = calibration_of(make(), offload=offload)
+    case = make()
+    calibration = Calibration(case.model, case.batches, offload=offload)
+    blocks, weights = calibration.blocks, list(calibration.weights.values())
+
+    def forward(chunk):
+        return logits(calibration, chunk)
+
     with calibration.open():
-        collected = InputNorms(list(calibration.weights.values()), mode="eval")
-        with collected:
-            expected = [logits(calibration, chunk) for chunk in calibration.samples.chunks(2)]
-        stream, seen = Stream(calibration.blocks, calibration.samples), {}
-        for k in range(len(calibration.blocks)):
-            with InputNorms(list(calibration.weights.values()), mode="eval") as here:
+        with InputNorms(weights, mode="eval") as collected:
+            expected = [forward(chunk) for chunk in calibration.samples.chunks(2)]
+        stream, seen = Stream(blocks, calibration.samples), {}
+        for k in range(len(blocks)):
+            with InputNorms(weights, mode="eval") as here:
                 stream.want({k, k + 1})
-                stream.ensure(k + 1, lambda chunk: logits(calibration, chunk), 2)
-            inside = [w.name for w in calibration.weights.values() if block_of(w.module, calibration.blocks) == k]
-            seen |= {name: here.squares[name] for name in inside}
-            assert not here.squares.keys() & {
-                w.name for w in calibration.weights.values() if block_of(w.module, calibration.blocks) == k + 1
-            }
+                stream.ensure(k + 1, forward, 2)
+            seen |= {w.name: here.squares[w.name] for w in weights if block_of(w.module, blocks) == k}
+            assert not here.squares.keys() & {w.name for w in weights if block_of(w.module, blocks) == k + 1}
         for chunk, whole in zip(calibration.samples.chunks(2), expected, strict=True):
-            with stream.starting_at(len(calibration.blocks), chunk):
-                assert torch.equal(logits(calibration, chunk), whole)
+            with stream.starting_at(len(blocks), chunk):
+                assert torch.equal(forward(chunk), whole)
     assert len(seen) > 8 and all(torch.equal(squares, collected.squares[name]) for name, squares in seen.items())
-
-
-@torch.no_grad()
-def test_a_block_whose_weights_have_changed_runs_again_from_its_stored_inputs():
-    calibration, chunk = calibration_of(llama()), Chunk(0, 0, 3)
-    with calibration.open():
-        stream = Stream(calibration.blocks, calibration.samples)
-        stream.ensure(1, lambda chunk: logits(calibration, chunk), 2)
-        before = stream.run(1, 2, lambda chunk: logits(calibration, chunk), chunk)[2]
-        next(w for w in calibration.weights.values() if block_of(w.module, calibration.blocks) == 1).parameter.mul_(0.5)
-        after = stream.run(1, 2, lambda chunk: logits(calibration, chunk), chunk)[2]
-        assert not torch.equal(before, after)
-        whole = Stream(calibration.blocks, calibration.samples).run(
-            0, 2, lambda chunk: logits(calibration, chunk), chunk
-        )[2]
-        assert torch.equal(after, whole)
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3])
 def test_a_chunk_that_memory_does_not_hold_is_halved_and_every_sample_is_visited_once_in_order(limit):
-    calibration, visited, halved = calibration_of(mlp()), [], []
+    case, visited, halved = mlp(), [], []
+    calibration = Calibration(case.model, case.batches)
 
     def act(chunk):
         if chunk.size > limit:
@@ -83,11 +66,15 @@ def test_a_chunk_that_memory_does_not_hold_is_halved_and_every_sample_is_visited
     assert visited == [(0, i) for i in range(2, len(calibration.samples))] and halved
 
 
-def test_a_single_sample_that_does_not_fit_and_other_errors_are_raised():
-    calibration = calibration_of(mlp())
+def test_memory_for_a_single_sample_or_twice_for_one_part_and_other_errors_are_raised():
+    case, calls = mlp(), []
+    calibration = Calibration(case.model, case.batches)
     for error in (torch.OutOfMemoryError("CUDA out of memory"), ValueError("mine")):
         with pytest.raises(type(error)):
             calibration.visit(2, lambda chunk, error=error: (_ for _ in ()).throw(error))
+    with pytest.raises(torch.OutOfMemoryError):
+        calibration.each_once([1, 2], failing({2, 3}, calls.append))
+    assert calls == [1]
 
 
 @pytest.mark.parametrize("name", ["pixel_values", "pixel_values_videos", "image_grid_thw"])
@@ -158,13 +145,6 @@ def test_the_windows_of_a_grouped_convolution_are_not_copied_all_at_once():
         prune(model, [x], 0.5, batch_size=4)
     windows = 4 * 16 * 9 * 32 * 32 * 4  # bytes: samples, channels, places of a kernel, places of an image, float32
     assert windows <= peak.most < 1.7 * windows
-
-
-def test_memory_that_runs_out_twice_for_one_part_is_raised():
-    calibration, calls = calibration_of(mlp()), []
-    with pytest.raises(torch.OutOfMemoryError):
-        calibration.each_once([1, 2], failing({2, 3}, calls.append))
-    assert calls == [1]
 
 
 @pytest.mark.gpu

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from covering import each_once
-from probe_checks import assert_same, snapshot
+from probe_checks import assert_same, assert_same_masks, snapshot
 from probe_models import CASES, entropy, llama
 from probe_odd import Attention, Encoder
 from test_odd_models import case_of
@@ -20,48 +20,42 @@ from prunus.oneshot.offload import checkpointed, counted_saves
 from prunus.oneshot.probe.engine import Engine
 
 
+def probed(case, **options):
+    """Results without checkpointing, and with these options on the same model."""
+    how = {"score": "wanda", "probe": Probe(0.02), "loss": case.loss}
+    expected = prune(deepcopy(case.model), case.batches, 0.5, **how | {k: options[k] for k in how if k in options})
+    return expected, prune(case.model, case.batches, 0.5, **how | options)
+
+
 @pytest.mark.parametrize(
-    "case, schedule, offload",
-    each_once(CASES, ["joint", "sequential", "block"], [None, "cpu"]),
+    "case, schedule, offload", each_once(CASES, ["joint", "sequential", "block"], [None, "cpu"], one_of=3)
 )
 def test_masks_are_those_without_it_and_the_model_comes_back(case, schedule, offload):
     case = CASES[case](torch.float64)
-    before, probe = snapshot(case.model), Probe(0.02, schedule=schedule)
-    expected = prune(deepcopy(case.model), case.batches, 0.5, score="wanda", probe=probe, loss=case.loss)
-    options = {"offload": offload, "checkpointing": True}
-    result = prune(case.model, case.batches, 0.5, score="wanda", probe=probe, loss=case.loss, **options)
+    before = snapshot(case.model)
+    options = {"probe": Probe(0.02, schedule=schedule), "offload": offload, "checkpointing": True}
+    expected, result = probed(case, **options)
     assert result.cost.checkpointing and not expected.cost.checkpointing
     assert 0 < result.num_pruned < sum(layer.num_candidates for layer in result.layers)
-    assert all(torch.equal(result.masks[name], mask) for name, mask in expected.masks.items())
+    assert_same_masks(expected, result)
     result.undo_()
     assert_same(before, snapshot(case.model))
 
 
 @pytest.mark.parametrize("kind", [Attention, Encoder])
 def test_weights_whose_gradients_come_one_by_one_get_the_same_ones(kind):
-    case = case_of(kind)
-    expected = prune(deepcopy(case.model), case.batches, 0.5, score="magnitude", probe=Probe(0.02), loss=case.loss)
-    result = prune(
-        case.model,
-        case.batches,
-        0.5,
-        score="magnitude",
-        probe=Probe(0.02),
-        loss=case.loss,
-        checkpointing=True,
-    )
-    assert all(torch.equal(result.masks[name], mask) for name, mask in expected.masks.items())
+    assert_same_masks(*probed(case_of(kind), score="magnitude", checkpointing=True))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("score", ["wanda", pytest.param("fisher", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("score", ["wanda", "fisher"])
 def test_a_model_that_checkpoints_its_blocks_itself_gets_the_same_masks(score):
     case = CASES["llama"](torch.float64)
-    expected = prune(deepcopy(case.model), case.batches, 0.5, score=score, probe=Probe(0.02), loss=case.loss)
+    options = {"score": score, "probe": Probe(0.02), "loss": case.loss}
+    expected = prune(deepcopy(case.model), case.batches, 0.5, **options)
     for block in case.model.model.layers:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    result = prune(case.model, case.batches, 0.5, score=score, probe=Probe(0.02), loss=case.loss)
-    assert all(torch.equal(result.masks[name], mask) for name, mask in expected.masks.items())
+    assert_same_masks(expected, prune(case.model, case.batches, 0.5, **options))
 
 
 def test_the_graph_holds_the_blocks_inputs_alone():

@@ -6,11 +6,10 @@ import pytest
 import torch
 from probe_checks import assert_same, snapshot
 from probe_models import llama
-from test_repair import inputs_of, llama_groups
+from repair_reference import llama_groups, moments_of, rows_of
 from torch import nn
 
 from prunus.oneshot.calibration import Calibration
-from prunus.oneshot.gram import Gram
 from prunus.oneshot.journal import Journal
 from prunus.oneshot.level import Level
 from prunus.oneshot.loop import Loop
@@ -59,16 +58,6 @@ def run(model, batches, step, *, finished=lambda names: None, state=None, **opti
     return level
 
 
-@torch.no_grad()
-def moments_of(models, name, batches):
-    """Of what a layer reads in the compressed and in the dense model, by whole passes."""
-    gram = Gram()
-    both = (inputs_of(model, model.get_submodule(name.removesuffix(".weight")), batches) for model in models)
-    for batch, x, x_dense in zip(batches, *both, strict=True):
-        gram.add(x, x_dense, batch["attention_mask"].bool() if isinstance(batch, dict) else None)
-    return gram.moments()
-
-
 @pytest.mark.parametrize("options", [{}, {"batch_size": 1}, {"offload": "cpu"}], ids=str)
 @pytest.mark.parametrize("kind", [Rounded, WithoutFaintest])
 def test_a_step_sees_each_group_once_and_changes_exactly_what_it_returns(kind, options):
@@ -79,7 +68,7 @@ def test_a_step_sees_each_group_once_and_changes_exactly_what_it_returns(kind, o
     assert [list(layers.weights) for layers in step.seen] == [*map(list, names)] == llama_groups(2)
     models = plain.model.eval(), dense.model.eval()
     for layers in step.seen:
-        (found,), expected = layers.moments, moments_of(models, next(iter(layers.weights)), case.batches)
+        (found,), expected = layers.moments, moments_of(*models, next(iter(layers.weights)), case.batches)
         for name in ("gram", "cross", "dense"):  # the first group reads what the dense model does
             if (matrix := getattr(found, name)) is not None:
                 torch.testing.assert_close(matrix, getattr(expected, name))
@@ -148,6 +137,5 @@ def test_layers_that_only_a_later_sample_reaches_are_visited_in_the_order_of_the
     assert [name[0] for name in visited] == sorted(name[0] for name in visited)
     assert set(visited) == {f"{i}.{part}.weight" for i in range(3) for part in ("high", "low")}
     for name, layers in zip(visited, step.seen, strict=True):  # what a layer reads depends on the blocks before alone
-        read = inputs_of(model, model.get_submodule(name.removesuffix(".weight")), x.split(1))
-        tokens = torch.cat(read).flatten(0, 1).detach()
+        tokens = torch.cat(rows_of(model, name, x.split(1))).flatten(0, 1).detach()
         torch.testing.assert_close(layers.moments[0].gram, tokens.T @ tokens)

@@ -2,16 +2,14 @@
 
 import pytest
 import torch
+from probe_checks import findings
 from probe_models import llama
 from torch.nn import functional as F
 
 from prunus import prune
 from prunus.oneshot import Probe
-from prunus.oneshot.calibration import Calibration
-from prunus.oneshot.method import Method
 from prunus.oneshot.probe import objective
 from prunus.oneshot.probe.objective import IN_PARTS, Objective, entropy_in_parts
-from prunus.oneshot.scoring import Scores
 
 
 @pytest.mark.parametrize("elements", [1, 40, 10_000])
@@ -34,10 +32,8 @@ def test_value_and_gradient_are_those_of_torch(elements, spread, monkeypatch):
 @pytest.mark.parametrize(("dtype", "form"), [(torch.float32, IN_PARTS), (torch.float64, "next token")], ids=str)
 def test_it_is_taken_for_a_plain_head_in_float32(dtype, form):
     case = llama(dtype)
-    calibration = Calibration(case.model, case.batches)
-    with calibration.open():
-        found = Scores(calibration, Method()).engine().findings
-    assert found.form == form and found.quick == set(calibration.weights) and found.chained
+    found, names = findings(case.model, case.batches)
+    assert found.form == form and found.quick == names and found.chained
 
 
 def test_a_head_with_more_behind_it_shows_itself_and_is_not_replaced():
@@ -52,9 +48,7 @@ def test_a_head_with_more_behind_it_shows_itself_and_is_not_replaced():
         return found
 
     case.model.forward = capped
-    calibration = Calibration(case.model, case.batches)
-    with calibration.open():
-        assert Scores(calibration, Method()).engine().findings.form == "next token"
+    assert findings(case.model, case.batches)[0].form == "next token"
 
 
 def test_the_head_itself_can_be_pruned_too():

@@ -5,6 +5,7 @@ from copy import deepcopy
 import pytest
 import torch
 from covering import each_once
+from probe_checks import findings
 from probe_models import Case, entropy, own_loss, pair_loss
 from probe_odd import (
     MODELS,
@@ -36,9 +37,7 @@ from prunus import Global, prune
 from prunus.eligible import eligible
 from prunus.oneshot import Probe
 from prunus.oneshot.calibration import Calibration
-from prunus.oneshot.method import Method
 from prunus.oneshot.norms import input_norms
-from prunus.oneshot.scoring import Scores
 
 
 def case_of(kind):
@@ -52,19 +51,15 @@ def assert_as_reference(case, schedule, order="reverse", tau=0.02, blocks=None):
     fast, slow = deepcopy(case.model), deepcopy(case.model)
     settings = {"score": "magnitude", "select": Global(), "sparsity": 0.5, "schedule": schedule, "order": order}
     expected = probe_reference(slow, case.loss_of, case.batches, settings | {"tau": tau}, blocks)
-    result = prune(
-        fast, case.batches, 0.5, score="magnitude", select=Global(), probe=Probe(tau, order, schedule), loss=case.loss
-    )
-    for name, mask in expected.items():
-        assert torch.equal(result.masks[name], mask), name
-    for a, b in zip(fast.parameters(), slow.parameters(), strict=True):
-        assert torch.equal(a, b)
+    result = prune(fast, case.batches, 0.5, probe=Probe(tau, order, schedule), loss=case.loss)
+    assert all(torch.equal(result.masks[name], mask) for name, mask in expected.items())
+    assert all(torch.equal(a, b) for a, b in zip(fast.parameters(), slow.parameters(), strict=True))
     assert any(layer.num_pruned < layer.num_candidates for layer in result.layers)
 
 
 @pytest.mark.parametrize(
     ("kind", "order"),
-    each_once(MODELS, [("joint", "reverse"), ("sequential", "reverse"), ("sequential", "forward")]),
+    each_once(MODELS, [("joint", "reverse"), ("sequential", "reverse"), ("sequential", "forward")], one_of=3),
 )
 def test_an_odd_model_is_probed_as_one_sample_at_a_time_would_be(kind, order):
     assert_as_reference(case_of(kind), *order)
@@ -98,32 +93,16 @@ SLOW = {
     Unused: {"spare.weight"},
     Solid: {"up.weight", "cube.weight"},
 }
-CHAINED = {
-    FunctionalEarly: True,
-    Skips: False,
-    FaintSkips: False,
-    SharedBlock: False,
-    Encoder: True,
-    Tied: True,
-    Routed: False,
-}
+CHAINED = dict.fromkeys([FunctionalEarly, Encoder, Tied], True)
+CHAINED |= dict.fromkeys([Skips, FaintSkips, SharedBlock, Routed], False)
 
 
-def findings(case):
-    calibration = Calibration(case.model, case.batches)
-    with calibration.open():
-        return Scores(calibration, Method(loss=case.loss)).engine().findings, set(calibration.weights)
-
-
-@pytest.mark.parametrize("kind", SLOW)
-def test_only_what_cannot_be_rebuilt_from_a_batch_is_run_alone(kind):
-    found, names = findings(case_of(kind))
-    assert names - found.quick == SLOW[kind]
-
-
-@pytest.mark.parametrize("kind", CHAINED)
-def test_blocks_are_skipped_only_where_the_model_reads_the_last_one_alone(kind):
-    assert findings(case_of(kind))[0].chained == CHAINED[kind]
+@pytest.mark.parametrize("kind", {**SLOW, **CHAINED})
+def test_only_what_must_be_is_run_alone_and_blocks_are_skipped_only_where_the_last_alone_is_read(kind):
+    case = case_of(kind)
+    found, names = findings(case.model, case.batches, case.loss)
+    assert names - found.quick == SLOW.get(kind, names - found.quick)
+    assert found.chained == CHAINED.get(kind, found.chained)
 
 
 def test_conv1d_of_a_gpt2_with_tied_head_is_rebuilt():
@@ -132,7 +111,7 @@ def test_conv1d_of_a_gpt2_with_tied_head_is_rebuilt():
     config = transformers.GPT2Config(vocab_size=29, n_positions=16, n_embd=12, n_layer=2, n_head=2)
     model = transformers.GPT2LMHeadModel(config).double()
     case = Case(model, [torch.randint(0, 29, (3, 8))], None, own_loss, None)
-    found, names = findings(case)
+    found, names = findings(model, case.batches)
     assert found.quick == names and found.chained and found.form == "next token" and len(names) == 8
     assert_as_reference(case, "sequential", tau=0.001)
 
@@ -152,7 +131,7 @@ def test_a_classifier_of_hugging_face_is_probed_by_its_own_loss(num_labels):
     mask[1, 4:] = 0
     batch = {"input_ids": torch.randint(0, 29, (4, 7)), "attention_mask": mask, "labels": labels}
     case = Case(model, [batch], None, own_loss, None)
-    found, names = findings(case)
+    found, names = findings(model, case.batches)
     assert found.batched and found.quick == names and found.chained
     assert_as_reference(case, "sequential", tau=0.0005)
 

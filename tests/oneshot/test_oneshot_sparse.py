@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from covering import each_once
 from probe_checks import assert_same, snapshot
 from probe_models import mlp
 
@@ -25,12 +26,16 @@ def zeros_of(weights):
     return sum(int((weight.parameter == 0).sum()) for weight in weights.values())
 
 
-SELECTORS = [Global(), PerLayer(), PerRow()]
-
-
-@pytest.mark.parametrize("probe", [None, Probe(0.05), Probe("target", schedule="joint")], ids=str)
-@pytest.mark.parametrize("select", SELECTORS, ids=str)
-@pytest.mark.parametrize("score", ["magnitude", "wanda", "random"])
+@pytest.mark.parametrize(
+    ("score", "select", "probe"),
+    each_once(
+        ["magnitude", "wanda", "random"],
+        [Global(), PerLayer(), PerRow()],
+        [None, Probe(0.05), Probe("target", schedule="joint")],
+        one_of=2,
+    ),
+    ids=str,
+)
 def test_the_sparsity_is_that_of_zeros_in_a_model_that_had_some(score, select, probe):
     case = sparse_mlp(0.5, torch.float32)
     before = snapshot(case.model)
@@ -46,7 +51,7 @@ def test_the_sparsity_is_that_of_zeros_in_a_model_that_had_some(score, select, p
 def test_what_is_zero_already_is_removed_first(score):
     """Unused inputs give wanda's zeros their equals, which must not go in their place."""
     case = sparse_mlp(0.5, torch.float32)
-    result = prune(case.model, case.batches, 0.7, score=score, select=Global(), probe=None, loss=case.loss, repair=None)
+    result = prune(case.model, case.batches, 0.7, score=score, select=Global(), loss=case.loss, repair=None)
     assert zeros_of(result.level.weights) == round(0.7 * result.num_weights)
 
 

@@ -15,21 +15,15 @@ SCHEDULES = ["joint", "sequential", "block"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("schedule", "select"), each_once(SCHEDULES, [Global(), PerLayer(), PerRow()]), ids=str)
+@pytest.mark.parametrize(("schedule", "select"), zip(SCHEDULES, [Global(), PerLayer(), PerRow()], strict=True), ids=str)
 def test_tau_by_target_ends_at_the_sparsity_exactly(schedule, select):
-    case = llama()
-    alone = prune(deepcopy(case.model), case.batches, 0.5, score="wanda", select=select, repair=None)
-    result = prune(
-        case.model, case.batches, 0.5, score="wanda", select=select, probe=Probe("target", schedule=schedule)
-    )
+    case, options = llama(num_layers=2), {"score": "wanda", "select": select}
+    alone = prune(deepcopy(case.model), case.batches, 0.5, **options, repair=None)
+    result = prune(case.model, case.batches, 0.5, **options, probe=Probe("target", schedule=schedule))
     assert result.num_pruned == alone.num_pruned
     assert any(not torch.equal(result.masks[name], alone.masks[name]) for name in alone.masks)
     if schedule == "sequential":
         assert [a.num_pruned for a in result.layers] == [b.num_pruned for b in alone.layers]
-    smallest = max(
-        float(r.q[r.q <= 1 + result.level.taus[name]].max()) for name, r in result.level.ratios.items() if len(r.q)
-    )
-    assert smallest <= 1 + max(result.level.taus.values())
 
 
 @pytest.mark.parametrize("tau", [0.0, 0.1, 3.0, "adaptive", {"0.*": 0.2, "*": 0.01}, [0.0, 0.5, 0.1]], ids=str)
@@ -72,29 +66,25 @@ class Dead(nn.Module):
         return self.down(self.up(x).relu())
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("policy", ["prune", "keep"])
+@pytest.mark.parametrize(("policy", "schedule"), each_once(["prune", "keep"], SCHEDULES))
 def test_a_weight_without_any_gradient_follows_the_policy_and_is_counted(policy, schedule):
     model, batches = Dead(), [(torch.randn(5, 4), torch.randint(0, 3, (5,)))]
     probe = Probe(1e6, schedule=schedule, zero_gradient=policy)
-    result = prune(model, batches, 0.6, select=PerLayer(), probe=probe, loss=entropy)
-    up, down = result.layers
+    up, down = prune(model, batches, 0.6, select=PerLayer(), probe=probe, loss=entropy).layers
     assert up.num_zero_gradient > 0 and down.num_zero_gradient > 0
-    missing = up.num_zero_gradient if policy == "keep" else 0
-    assert up.num_pruned == up.num_candidates - missing
+    assert up.num_pruned == up.num_candidates - (up.num_zero_gradient if policy == "keep" else 0)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("schedule", "bad"), each_once(SCHEDULES, [float("nan"), float("inf")]))
 def test_a_gradient_that_is_not_finite_keeps_its_weight(schedule, bad):
     case = mlp(torch.float32)
     case.model[1] = nn.Tanh()  # a unit that is off would pass zero on, whatever comes back
+    assert any((target == 2).any() for _, target in case.batches)
+    dense = deepcopy(case.model)
 
     def loss(output, target):
         return entropy(output, target) * (bad if target[0] == 2 else 1.0)
 
-    assert any((target == 2).any() for _, target in case.batches)
-    dense = deepcopy(case.model)
     result = prune(case.model, case.batches, 0.5, probe=Probe(1e9, schedule=schedule), loss=loss)
     assert result.num_pruned == 0 and all(x.num_not_finite == x.num_candidates for x in result.layers)
     assert all(torch.equal(a, b) for a, b in zip(case.model.parameters(), dense.parameters(), strict=True))
@@ -124,9 +114,10 @@ def test_a_probe_says_what_is_wrong_with_it(options, said):
 
 def test_tau_by_name_or_list_must_cover_the_weights():
     case = mlp()
-    with pytest.raises(ValueError, match=r"2\.weight"):
-        prune(case.model, case.batches, 0.5, probe=Probe({"0.*": 1.0, "4.*": 1.0}), loss=entropy)
-    with pytest.raises(ValueError, match="3 weights, got 2"):
-        prune(case.model, case.batches, 0.5, probe=Probe([1.0, 2.0]), loss=entropy)
-    with pytest.raises(ValueError, match=r"names 'first\.\*', which matches none of: 0\.weight"):
-        prune(case.model, case.batches, 0.5, probe=Probe({"first.*": 1.0, "*": 0.1}), loss=entropy)
+    for tau, said in (
+        ({"0.*": 1.0, "4.*": 1.0}, r"2\.weight"),
+        ([1.0, 2.0], "3 weights, got 2"),
+        ({"first.*": 1.0, "*": 0.1}, r"names 'first\.\*', which matches none of: 0\.weight"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            prune(case.model, case.batches, 0.5, probe=Probe(tau), loss=entropy)

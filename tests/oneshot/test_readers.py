@@ -1,6 +1,7 @@
 """Transposed convolutions and the projections of attention are repaired by what they multiply."""
 
 from copy import deepcopy
+from functools import partial
 from itertools import product
 
 import pytest
@@ -13,9 +14,9 @@ from prunus import Global, NofM, PerLayer, PerRow, Repair, prune
 from prunus.eligible import eligible
 from prunus.oneshot.gram import Gram
 from prunus.oneshot.layers import Reader, matrix_layout, readers
-from prunus.oneshot.solver import solve
-from prunus.oneshot.step import keep_all_but
 from prunus.ops.lazy import as_rows
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 class UNet(nn.Module):
@@ -92,15 +93,13 @@ def decoder(dtype=torch.float32):
     return model, [{"target": torch.randn(6, 5, 16, dtype=dtype), "memory": torch.randn(6, 9, 8, dtype=dtype)}]
 
 
-def tokens_first(dtype=torch.float32):
-    return encoder(dtype, batch_first=False)
-
-
-def grouped(dtype=torch.float32):
-    return unet(dtype, groups=2)
-
-
-MODELS = {"unet": unet, "grouped unet": grouped, "encoder": encoder, "tokens first": tokens_first, "decoder": decoder}
+MODELS = {
+    "unet": unet,
+    "grouped unet": partial(unet, groups=2),
+    "encoder": encoder,
+    "tokens first": partial(encoder, batch_first=False),
+    "decoder": decoder,
+}
 
 
 def repaired(make, dtype=torch.float32, **options):
@@ -208,62 +207,21 @@ def test_projections_of_an_attention_are_seen_with_samples_first(batch_first, le
         torch.testing.assert_close(x, expected.detach())
 
 
-def rows_of(model, name, samples):
-    """What the reader of a weight multiplies in whole passes, sample by sample."""
-    weights, seen = [weight for weight in eligible(model, name).weights if weight.name == name], []
-    (reader,) = readers(model, weights)[name]
-    with reader.seen_by(lambda reader, inputs: seen.append(reader.rows(*inputs)[0])):
-        for sample in samples:
-            model(**sample)
-    return seen
-
-
-@torch.no_grad()
-def repaired_plainly(dense, batches, groups, sparsity, repair):
-    """Group after group over whole models, sample by sample: inputs in the dense and in the pruned one, the solver."""
-    dense, pruned = deepcopy(dense).eval(), deepcopy(dense).eval()
-    samples = [{key: value[i : i + 1] for key, value in batch.items()} for batch in batches for i in range(8)]
-    for names in groups:
-        gram, both = Gram(), (rows_of(model, names[0], samples) for model in (pruned, dense))
-        for sample, x, x_dense in zip(samples, *both, strict=True):
-            gram.add(x, x_dense, sample["attention_mask"].bool())
-        matrices = {name: pruned.get_parameter(name).detach() for name in names}
-        counts = {name: round(sparsity * weight.numel()) for name, weight in matrices.items()}
-        for name, solution in solve(matrices, gram.moments(), keep_all_but(counts), repair).items():
-            pruned.get_parameter(name).copy_(solution.weight)
-    return pruned
-
-
 @pytest.mark.parametrize(
-    ("batch_first", "repair", "batch_size", "offload"),
-    each_once([True, False], [Repair(), Repair("own")], [3, 1, None], [None, "cpu"]),
+    ("make", "select", "dtype", "score"),
+    each_once(
+        MODELS, [PerLayer(), Global(), PerLayer("erk"), NofM(2, 4), PerRow()], DTYPES, [None, "magnitude"], one_of=9
+    ),
     ids=str,
 )
-def test_an_encoder_is_repaired_as_by_a_plain_loop_over_whole_models(batch_first, repair, batch_size, offload, unfused):
-    (model, batches), (dense, _) = encoder(torch.float64, batch_first), encoder(torch.float64)
-    parts = ("self_attn.in_proj_weight", "self_attn.out_proj.weight", "linear1.weight", "linear2.weight")
-    groups = [[f"encoder.layers.{i}.{part}"] for i in range(2) for part in parts]
-    expected = repaired_plainly(dense, batches, groups, 0.5, repair)
-    options = {"repair": repair, "batch_size": batch_size, "offload": offload}
-    result = prune(model, batches, 0.5, include="*proj_weight", **options)
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter, expected.get_parameter(name), rtol=1e-6, atol=1e-8)
-    assert all(layer.not_repaired is None for layer in result.layers)
-    assert result.level.repairs["encoder.layers.0.self_attn.in_proj_weight"].iterations > 0  # one matrix, one Gram
-
-
-@pytest.mark.parametrize(
-    ("make", "select", "score"),
-    each_once(MODELS, [PerLayer(), PerLayer("erk"), Global(), PerRow(), NofM(2, 4)], [None, "magnitude"]),
-    ids=str,
-)
-def test_every_layer_is_repaired_with_exact_counts_and_no_larger_error(make, select, score):
+def test_every_layer_is_repaired_with_exact_counts_and_no_larger_error(make, select, dtype, score):
     if make == "grouped unet" and isinstance(select, PerRow | NofM):
         pytest.skip("a grouped transposed convolution has no rows")
     options = {"exclude": "enter"} if isinstance(select, NofM) and "unet" in make else {}
-    model, result, _, dense = repaired(make, select=select, score=score, **options)
+    model, result, _, dense = repaired(make, dtype, select=select, score=score, **options)
     alone = prune(dense, sparsity=0.5, select=select, include=() if "unet" in make else "*proj_weight", **options)
     assert result.num_pruned == alone.num_pruned == sum(zeros(model, result.masks).values())
+    assert all(parameter.dtype == dtype for parameter in model.parameters())
     for layer, other in zip(result.layers, alone.layers, strict=True):
         assert layer.not_repaired is None and layer.error <= layer.mask_error
         outputs = result.level.weights[layer.name].outputs
@@ -322,14 +280,6 @@ def test_a_layer_with_nothing_to_prune_and_an_undone_model_are_the_same_bit_for_
     assert_same(before, snapshot(model))
 
 
-@pytest.mark.parametrize(("make", "dtype"), each_once(MODELS, [torch.bfloat16, torch.float16]), ids=str)
-def test_half_precision_models_are_repaired(make, dtype):
-    model, result, _, _ = repaired(make, dtype)
-    assert all(parameter.dtype == dtype for parameter in model.parameters())
-    assert all(layer.not_repaired is None and layer.error <= layer.mask_error for layer in result.layers)
-    assert all(layer.num_pruned == round(0.5 * layer.num_weights) for layer in result.layers)
-
-
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("num_samples", [8, 6])  # 6: as many as tokens
 def test_padded_tokens_change_nothing(batch_first, num_samples):
@@ -342,10 +292,9 @@ def test_padded_tokens_change_nothing(batch_first, num_samples):
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize(("make", "at"), each_once(MODELS, [1, 3, 4]))
+@pytest.mark.parametrize(("make", "at"), each_once(MODELS, [1, 3, 4], one_of=3))
 def test_a_repair_that_was_interrupted_ends_with_the_same_bits(make, at, tmp_path):
-    whole, expected, _, _ = repaired(make, batch_size=3)
-    calls = []
+    (whole, expected, _, _), calls = repaired(make, batch_size=3), []
 
     def progress(*_):
         calls.append(1)
@@ -359,17 +308,13 @@ def test_a_repair_that_was_interrupted_ends_with_the_same_bits(make, at, tmp_pat
     assert result.layers == expected.layers
 
 
-@pytest.mark.parametrize("make", ["encoder", "decoder"])
-def test_blocks_that_are_moved_one_at_a_time_are_repaired_as_the_whole_model(make):
-    results = [repaired(make, torch.float64, offload=offload)[0] for offload in (None, "cpu")]
-    for a, b in zip(*(model.parameters() for model in results), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
-
-
-@pytest.mark.parametrize("select", [PerRow(), NofM(2, 4)], ids=str)
-@pytest.mark.parametrize("options", [{}, {"score": "wanda"}, {"score": "magnitude", "repair": None}], ids=str)
+@pytest.mark.parametrize(
+    ("select", "options"),
+    each_once([PerRow(), NofM(2, 4)], [{}, {"score": "wanda"}, {"score": "magnitude", "repair": None}]),
+    ids=str,
+)
 def test_rows_of_a_grouped_transposed_convolution_are_refused_before_calibration(select, options):
-    model, batches = grouped()
+    model, batches = unet(groups=2)
     before, passes = snapshot(model), []
     handle = model.register_forward_pre_hook(lambda *_: passes.append(1))
     with pytest.raises(ValueError, match=r"^up\.weight has no rows: .*select by layer or globally$"):
@@ -389,8 +334,10 @@ def test_errors_of_layers_on_a_gpu_are_those_on_the_cpu(make):
         assert a.error == pytest.approx(b.error, rel=0.1)  # supports differ a little, more so layer by layer
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("make", ["encoder", "tokens first", "decoder"])
-def test_an_attention_is_repaired_where_blocks_are_moved_to_a_gpu(make):
-    _, result, _, _ = repaired(make, offload="cuda")
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_an_attention_is_repaired_where_blocks_are_moved_one_at_a_time(make, device):
+    (model, result, _, _), (whole, _, _, _) = repaired(make, offload=device), repaired(make)
     assert all(layer.not_repaired is None and layer.error <= layer.mask_error for layer in result.layers)
+    for a, b in zip(model.parameters(), whole.parameters() if device == "cpu" else (), strict=device == "cpu"):
+        torch.testing.assert_close(a, b)

@@ -7,15 +7,11 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from probe_checks import assert_same, snapshot
-from probe_models import entropy, mlp
+from probe_checks import assert_same, assert_same_masks, snapshot
+from probe_models import mlp
 
 from prunus import Global, PerRow, Repair, prune, search
 from prunus.oneshot import Bisection, Levels, Limit, Probe, TauTuning, Trial
-from prunus.oneshot.calibration import Calibration
-from prunus.oneshot.method import Method
-from prunus.oneshot.prune import prune_to
-from prunus.oneshot.scoring import Scores
 
 
 def held_out(case):
@@ -47,11 +43,15 @@ def test_levels_climb_until_one_fails_and_the_last_good_one_stays(probe):
     assert not limit.allows(found.dense, found.trials[-1].metric)
     assert found.sparsity == pytest.approx(zeros(case.model)) and found.sparsity > 0
     assert all(torch.equal(case.model.get_parameter(name) != 0, mask) for name, mask in found.masks.items())
+    if probe is not None:  # beside it stands the strategy alone, at the same sparsity
+        dense = mlp()
+        alone = prune(dense.model, dense.batches, found.sparsity, score="magnitude", repair=None)
+        assert found.alone_sparsity == alone.sparsity == pytest.approx(found.sparsity)
+        assert found.alone == held_out(mlp())(dense.model)
 
 
 def test_masks_are_cumulative_and_kept_weights_untouched():
-    case, seen = mlp(), []
-    dense = deepcopy(case.model)
+    case, dense, seen = mlp(), mlp().model, []
 
     def evaluate(model):
         seen.append([p.detach().clone() for p in model.parameters()])
@@ -85,29 +85,24 @@ def test_where_every_level_fails_the_model_comes_back_dense(bad, steps):
     assert len(found.trials) == (1 if isinstance(steps, Levels) else 3)
 
 
-def test_a_dense_metric_that_is_no_number_is_refused():
-    case = mlp()
-    before = snapshot(case.model)
-    with pytest.raises(ValueError, match="dense model is nan"):
-        searched(case, Limit(relative=0.1, better="lower"), None, lambda model: math.nan)
-    assert_same(before, snapshot(case.model))
+BAD = [None, "0.9", (1.0, 2.0), torch.ones(2), {"accuracy": 0.9}]
 
 
-@pytest.mark.parametrize("bad", [None, "0.9", (1.0, 2.0), torch.ones(2), {"accuracy": 0.9}], ids=str)
+@pytest.mark.parametrize("bad", [*BAD, math.nan], ids=str)
 def test_an_evaluation_that_returns_no_number_is_one_line(bad):
     case = mlp()
     before = snapshot(case.model)
-    with pytest.raises(ValueError, match=r"^evaluate must return a number, got [^\n]*; end it with return float"):
-        searched(case, Limit(relative=0.1, better="lower"), None, lambda model: bad)
+    said = r"^evaluate must return a number, got [^\n]*; end it with return float|^the metric of the dense model is nan"
+    with pytest.raises(ValueError, match=said):
+        searched(case, Limit(relative=0.1, better="lower"), None, lambda _: bad)
     assert_same(before, snapshot(case.model))
     for good in (1, torch.tensor([1.0]), np.float32(1)):
-        searched(case, Limit(absolute=0.0, better="higher"), None, lambda model, good=good: good, steps=Levels(0.5, 1))
+        searched(case, Limit(absolute=0.0, better="higher"), None, lambda _, good=good: good, steps=Levels(0.5, 1))
 
 
 def test_the_dense_metric_and_the_worst_allowed_are_said():
-    case, values = mlp(), iter([0.91, 0.88, 0.5])
-    limit = Limit(absolute=0.05, better="higher")
-    found = searched(case, limit, None, lambda model: next(values), steps=Levels(0.2, 0.2), progress=False)
+    values, limit = iter([0.91, 0.88, 0.5]), Limit(absolute=0.05, better="higher")
+    found = searched(mlp(), limit, None, lambda _: next(values), steps=Levels(0.2, 0.2), progress=False)
     assert "metric 0.88, dense 0.91, at least 0.86 allowed" in repr(found) and len(found.trials) == 2
     assert Limit(relative=0.1, better="lower").in_words(-2.0) == "dense -2, at most -1.8 allowed"
 
@@ -130,34 +125,13 @@ def test_an_exception_of_the_evaluation_gives_the_dense_model_back(when):
 
 @pytest.mark.parametrize("edge", [0.0, 0.137, 0.5, 0.83, 0.95])
 def test_bisection_closes_in_on_the_sparsity_that_the_limit_allows(edge):
-    case = mlp()
-    found = searched(
-        case,
-        Limit(absolute=0.0, better="lower"),
-        None,
-        lambda m: float(zeros(m) > edge),
-        steps=Bisection(0.9, 0.02),
-        select=PerRow(),
-    )
-    assert found.sparsity <= edge
+    options = {"steps": Bisection(0.9, 0.02), "select": PerRow()}
+    found = searched(mlp(), NO_WORSE, None, count_limited(edge), **options)
+    assert found.sparsity <= edge and found.metric == 0.0
     if 0 < edge < 0.9:
         assert edge - found.sparsity < 0.02 + 0.1  # rows of about ten weights
-    assert found.metric == 0.0
     if edge > 0.9:
         assert len(found.trials) == 1
-
-
-def test_accuracy_is_better_when_higher():
-    limit = Limit(absolute=0.1, better="higher")
-    assert limit.allows(0.9, 0.8001) and limit.allows(0.9, 0.95) and not limit.allows(0.9, 0.79)
-    assert Limit(relative=0.1, better="higher").allows(0.9, 0.8101)
-    assert not Limit(relative=0.1, better="higher").allows(0.9, 0.8)
-    for limit in (
-        Limit(relative=1e9, better="lower"),
-        Limit(absolute=1e9, better="lower"),
-        Limit(absolute=1e9, better="higher"),
-    ):
-        assert not any(limit.allows(1.0, bad) for bad in (math.nan, math.inf, -math.inf))
 
 
 def test_levels_and_bisection_follow_from_their_trials():
@@ -176,42 +150,27 @@ def test_levels_and_bisection_follow_from_their_trials():
     assert halves.next(trials((0.8, False), (0.4, True), (0.6, False), (0.5, True))) is None
 
 
+NO_WORSE = Limit(absolute=0.0, better="lower")
+
+
 def count_limited(num):
     """A metric that allows at most a fraction of zeros, so that a smaller tau is what helps."""
     return lambda model: float(zeros(model) > num)
 
 
 @pytest.mark.parametrize("schedule", ["joint", "sequential"])
-def test_tuning_finds_a_smaller_tau_without_a_new_pass(schedule):
-    plain, tuned = mlp(), mlp()
-    limit, probe, steps = Limit(absolute=0.0, better="lower"), Probe(5.0, schedule=schedule), Levels(0.3, 0.3, 0.6)
-    without = searched(plain, limit, probe, count_limited(0.5), steps=steps)
-    found = searched(tuned, limit, probe, count_limited(0.5), steps=steps, tune_tau=TauTuning(6))
+def test_tuning_finds_a_smaller_tau_without_a_new_pass_or_takes_the_level_back(schedule):
+    plain, tuned, dense = mlp(), mlp(), mlp()
+    probe, steps = Probe(5.0, schedule=schedule), Levels(0.3, 0.3, 0.6)
+    without = searched(plain, NO_WORSE, probe, count_limited(0.5), steps=steps)
+    found = searched(tuned, NO_WORSE, probe, count_limited(0.5), steps=steps, tune_tau=TauTuning(6))
     assert not without.trials[-1].accepted and found.trials[-1].accepted
     assert 0 <= found.trials[-1].scale < 1 and found.trials[-1].evaluations <= 8
     assert found.trials[-1].passes == without.trials[-1].passes
-    assert without.sparsity < found.sparsity <= 0.5
-    assert found.sparsity == pytest.approx(zeros(tuned.model))
-    if schedule == "joint":
-        fresh = mlp()
-        first = prune(fresh.model, fresh.batches, 0.3, probe=probe, loss=entropy)
-        assert first.sparsity == pytest.approx(found.trials[0].sparsity)
-
-
-def test_tuning_that_finds_nothing_takes_the_level_back_exactly():
-    case = mlp()
-    without = searched(
-        case, Limit(absolute=0.0, better="lower"), Probe(5.0), count_limited(0.29), steps=Levels(0.3, 0.3, 0.6)
-    )
-    other = mlp()
-    before = snapshot(other.model)
-
-    def evaluate(model):
-        return float(zeros(model) > 0)
-
-    found = searched(other, Limit(absolute=0.0, better="lower"), Probe(5.0), evaluate, tune_tau=TauTuning(3))
-    assert_same(before, snapshot(other.model))
-    assert found.sparsity == 0 and without.sparsity >= 0
+    assert without.sparsity < found.sparsity <= 0.5 and found.sparsity == pytest.approx(zeros(tuned.model))
+    none = searched(dense, NO_WORSE, probe, count_limited(0.0), tune_tau=TauTuning(3))
+    assert none.sparsity == 0
+    assert_same(snapshot(mlp().model), snapshot(dense.model))
 
 
 @pytest.mark.slow
@@ -224,16 +183,8 @@ def test_tuning_both_steps_probes_the_level_before_again_or_puts_it_back(allowed
         seen.append([p.detach().clone() for p in model.parameters()])
         return float(len(seen) > 2 and (allowed is None or zeros(model[0]) > allowed))
 
-    probe, steps = Probe(5.0), Levels(0.35, 0.3, 0.65)
-    found = searched(
-        case,
-        Limit(absolute=0.0, better="lower"),
-        probe,
-        evaluate,
-        steps=steps,
-        tune_tau=TauTuning(4, True),
-        compare=False,
-    )
+    options = {"steps": Levels(0.35, 0.3, 0.65), "tune_tau": TauTuning(4, True), "compare": False}
+    found = searched(case, NO_WORSE, Probe(5.0), evaluate, **options)
     assert found.trials[-1].passes >= 2 * 2 * 3 * 8
     assert found.trials[-1].accepted == (allowed is not None)
     if found.trials[-1].accepted:
@@ -242,15 +193,6 @@ def test_tuning_both_steps_probes_the_level_before_again_or_puts_it_back(allowed
     else:
         assert all(torch.equal(a, b) for a, b in zip(seen[1], case.model.parameters(), strict=True))
     assert found.sparsity == pytest.approx(zeros(case.model))
-
-
-def test_beside_it_stands_the_strategy_alone_at_the_same_sparsity_and_scope():
-    case, dense = mlp(), mlp()
-    found = searched(case, Limit(relative=0.03, better="lower"), Probe(0.3))
-    alone = prune(dense.model, dense.batches, found.sparsity, loss=dense.loss, repair=None)
-    assert found.alone_sparsity == alone.sparsity == pytest.approx(found.sparsity)
-    assert found.alone == held_out(mlp())(dense.model)
-    assert all(torch.equal(case.model.get_parameter(name) != 0, mask) for name, mask in found.masks.items())
 
 
 @pytest.mark.parametrize(
@@ -275,50 +217,44 @@ def test_what_makes_no_sense_is_refused(build, said):
 
 
 def test_every_level_reads_the_inputs_of_the_model_as_it_is_then():
-    case, again = mlp(), mlp()
-    found = searched(
-        case,
-        Limit(absolute=0.0, better="lower"),
-        None,
-        lambda _: 1.0,
-        steps=Levels(0.5, 0.2, 0.7),
-        score="wanda",
-        select=Global(),
-    )
-    first = prune(again.model, again.batches, 0.5, score="wanda", select=Global(), repair=None)
-    calibration = Calibration(again.model, again.batches)
-    with calibration.open():
-        scores = Scores(calibration, Method("wanda", Global()))
-        second = prune_to(scores, 0.7, within=first.level.packed)
-    assert all(torch.equal(found.masks.packed[name], mask) for name, mask in second.packed.items())
-    stale = prune(mlp().model, again.batches, 0.7, score="wanda", select=Global(), repair=None)
-    assert any(not torch.equal(stale.level.packed[name], mask) for name, mask in second.packed.items())
+    case, again, stale = mlp(), mlp(), mlp()
+    options = {"score": "wanda", "select": Global(), "repair": None}
+    found = searched(case, NO_WORSE, None, lambda _: 1.0, steps=Levels(0.5, 0.2, 0.7), **options)
+    prune(again.model, again.batches, 0.5, **options)
+    second = prune(again.model, again.batches, 0.7, **options)
+    assert_same_masks(second, found)
+    at_once = prune(stale.model, stale.batches, 0.7, **options).masks
+    assert any(not torch.equal(at_once[name], mask) for name, mask in second.masks.items())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [{"score": "wanda"}, *(pytest.param(how, marks=pytest.mark.slow) for how in ({}, {"probe": Probe(0.5)}))],
-    ids=str,
-)
+@pytest.mark.parametrize("options", [{"score": "wanda"}, {}, {"probe": Probe(0.5)}], ids=str)
 def test_levels_are_repaired_from_the_dense_weights_and_a_failed_one_leaves_the_last_good_one(options, tmp_path):
     x, y = torch.randn(80, 9, dtype=torch.float64), torch.randint(0, 4, (80,))
+    evaluate, limit = held_out(mlp()), Limit(relative=0.004, better="lower")
 
-    def case_of():
+    def repaired(**more):
         case = mlp()
         case.batches = [(x, y)]
-        return case
+        return case.model, searched(case, limit, evaluate=evaluate, **{"repair": Repair()} | options | more)
 
-    case, again = case_of(), case_of()
-    evaluate, limit = held_out(case), Limit(relative=0.004, better="lower")
-    found = searched(case, limit, evaluate=evaluate, repair=Repair(), **options)
+    (model, found), (_, plain) = repaired(), repaired(repair=None)
     assert [trial.accepted for trial in found.trials] == [True] * (len(found.trials) - 1) + [False]
-    assert len(found.trials) > 1 and evaluate(case.model) == found.metric == found.trials[-2].metric
-    assert all(torch.equal(case.model.get_parameter(name) != 0, mask) for name, mask in found.masks.items())
-    plain = searched(again, limit, evaluate=evaluate, **options)
+    assert len(found.trials) > 1 and evaluate(model) == found.metric == found.trials[-2].metric
+    assert all(torch.equal(model.get_parameter(name) != 0, mask) for name, mask in found.masks.items())
     assert found.trials[1].metric < plain.trials[1].metric
     for _ in range(2):
-        other = case_of()
-        resumed = searched(other, limit, evaluate=evaluate, repair=Repair(), state=tmp_path / "state", **options)
+        other, resumed = repaired(state=tmp_path / "state")
         assert resumed.metric == found.metric and [t.metric for t in resumed.trials] == [t.metric for t in found.trials]
-        assert all(torch.equal(a, b) for a, b in zip(case.model.parameters(), other.model.parameters(), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_by_default_levels_are_repaired_where_there_is_no_probe():
+    options = {"steps": Levels(0.5, 0.1, 0.5), "compare": False}
+    models = []
+    for repair in ({"repair": "auto"}, {"repair": Repair()}, {"repair": None}):
+        case = mlp()
+        searched(case, NO_WORSE, None, lambda _: 1.0, **options | repair)
+        models.append([*case.model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*models[:2], strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(*models[1:], strict=True))

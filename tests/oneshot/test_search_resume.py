@@ -68,15 +68,8 @@ print(json.dumps([whole, killed, forked(root / "broken", 0)]))
 """
 
 
-@pytest.mark.parametrize(
-    ("schedule", "both"),
-    [
-        ("sequential", True),
-        pytest.param("sequential", False, marks=pytest.mark.slow),
-        pytest.param("joint", False, marks=pytest.mark.slow),
-    ],
-)
 @pytest.mark.slow
+@pytest.mark.parametrize(("schedule", "both"), [("sequential", True), ("joint", False)])
 def test_a_search_killed_anywhere_goes_on_and_ends_as_the_unbroken_one(schedule, both, tmp_path):
     script = SEARCHES.format(here=str(Path(__file__).parent), both=both, schedule=schedule)
     command, environment = [sys.executable, "-c", script, str(tmp_path)], {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -92,24 +85,25 @@ def test_a_search_killed_anywhere_goes_on_and_ends_as_the_unbroken_one(schedule,
         assert all(torch.equal(first[part][key], second[part][key]) for key in first[part])
 
 
+HALF_WORSE = Limit(relative=0.5, better="lower")
+
+
 def test_a_folder_of_another_search_is_refused(tmp_path):
     options = {"steps": Levels(0.2, 0.2, 0.2), "state": tmp_path / "state"}
-    searched(mlp(), Limit(relative=0.5, better="lower"), Probe(1.0), **options)
-    with pytest.raises(ValueError, match=r"probe = .*tau=1.0.*not .*tau=2.0"):
-        searched(mlp(), Limit(relative=0.5, better="lower"), Probe(2.0), **options)
-    other = mlp()
-    with torch.no_grad():
-        other.model[0].weight[0, 0] += 1
-    with pytest.raises(ValueError, match="other weights"):
-        searched(other, Limit(relative=0.5, better="lower"), Probe(1.0), **options)
-    drawn = mlp()
+    searched(mlp(), HALF_WORSE, Probe(1.0), **options)
+    changed, drawn = mlp(), mlp()
+    changed.model[0].weight.data[0, 0] += 1
     drawn.batches[0][0][0, 0] += 1
-    with pytest.raises(ValueError, match="samples = "):
-        searched(drawn, Limit(relative=0.5, better="lower"), Probe(1.0), **options)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match="holds other things"):
-        searched(mlp(), Limit(relative=0.5, better="lower"), Probe(1.0), **options | {"state": tmp_path / "mine"})
+    for case, probe, more, said in (
+        (mlp(), Probe(2.0), {}, r"probe = .*tau=1.0.*not .*tau=2.0"),
+        (changed, Probe(1.0), {}, "other weights"),
+        (drawn, Probe(1.0), {}, "samples = "),
+        (mlp(), Probe(1.0), {"state": tmp_path / "mine"}, "holds other things"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            searched(case, HALF_WORSE, probe, **options | more)
 
 
 @pytest.mark.parametrize("kind", ["trial", "group"])
@@ -123,7 +117,7 @@ def test_what_is_damaged_is_done_again_and_said(kind, tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt) if kind == "group" else nullcontext():
-        searched(mlp(), Limit(relative=0.5, better="lower"), Probe(1.0), **options, progress=progress)
+        searched(mlp(), HALF_WORSE, Probe(1.0), **options, progress=progress)
     paths = sorted((tmp_path / "state").glob(f"{kind}_*.pt"))
     assert len(paths) > 1
     data = bytearray(paths[1].read_bytes())
@@ -131,7 +125,7 @@ def test_what_is_damaged_is_done_again_and_said(kind, tmp_path):
     paths[1].write_bytes(data)
     case, expected = mlp(), mlp()
     with pytest.warns(UserWarning, match=rf"{paths[1].name} is damaged .*done again"):
-        found = searched(case, Limit(relative=0.5, better="lower"), Probe(1.0), **options)
-    whole = searched(expected, Limit(relative=0.5, better="lower"), Probe(1.0), steps=options["steps"])
+        found = searched(case, HALF_WORSE, Probe(1.0), **options)
+    whole = searched(expected, HALF_WORSE, Probe(1.0), steps=options["steps"])
     assert [trial.metric for trial in found.trials] == [trial.metric for trial in whole.trials]
     assert all(torch.equal(a, b) for a, b in zip(case.model.parameters(), expected.model.parameters(), strict=True))

@@ -1,5 +1,6 @@
 """Results and searches show themselves in a line, in a notebook and in a chart; long calls say how far they are."""
 
+import io
 import sys
 import types
 
@@ -58,27 +59,21 @@ def test_a_result_says_which_weights_were_not_repaired_and_why(repaired):
 
 def test_a_search_shows_its_trials():
     case, metrics = mlp(), iter([1.0, 1.01, 1.02, 9.0])
-    limit, options = (
-        Limit(relative=0.1, better="lower"),
-        {"steps": Levels(0.2, 0.2, 0.8), "compare": False, "repair": None},
-    )
-    found = search(case.model, case.batches, lambda model: next(metrics), limit, **options)
-    assert repr(found).startswith("SearchResult(4") and "metric 1.02, dense 1, at most 1.1 allowed, 3 trials" in repr(
-        found
-    )
-    assert len(repr(found)) < 120
+    limit, steps = Limit(relative=0.1, better="lower"), Levels(0.2, 0.2, 0.8)
+    found = search(case.model, case.batches, lambda _: next(metrics), limit, steps=steps, repair=None)
+    assert repr(found).startswith("SearchResult(4") and len(repr(found)) < 120
+    assert "metric 1.02, dense 1, at most 1.1 allowed, 3 trials" in repr(found)
     assert svg(found.plot()) in found._repr_html_() and found._repr_html_().count("<tr>") == 4
 
 
-class Screen:
+class Screen(io.StringIO):
     def __init__(self, is_terminal):
-        self.text, self.isatty = "", lambda: is_terminal
+        super().__init__()
+        self.isatty = lambda: is_terminal
 
-    def write(self, text):
-        self.text += text
-
-    def flush(self):
-        pass
+    @property
+    def text(self):
+        return self.getvalue()
 
 
 def shown(monkeypatch, progress, *, is_terminal=False, is_notebook=False):
@@ -97,13 +92,16 @@ def shown(monkeypatch, progress, *, is_terminal=False, is_notebook=False):
     return [screen.text for screen in screens]
 
 
-def test_a_bar_is_shown_in_a_terminal_and_in_a_notebook(monkeypatch):
+def test_a_bar_is_shown_in_a_terminal_and_in_a_notebook_and_a_function_gets_what_it_would_show(monkeypatch):
     for options, place in [({"is_terminal": True}, 0), ({"is_notebook": True}, 1)]:
         texts = shown(monkeypatch, None, **options)
         assert texts[1 - place] == ""
         assert texts[place].count("\n") == 2 and "\rprune: [" in texts[place]
         assert "\rsearch, 60.0% (dense 1, at most 1.1 allowed): [" in texts[place]
     assert shown(monkeypatch, False, is_terminal=True) == ["", ""]
+    seen = []
+    assert shown(monkeypatch, lambda *args: seen.append(args), is_terminal=True) == ["", ""]
+    assert seen and all(done <= total and isinstance(name, str) for done, total, name in seen)
 
 
 @pytest.mark.parametrize("progress", [None, True])
@@ -122,29 +120,19 @@ def test_a_file_gets_a_line_for_every_tenth_on_standard_error(progress, monkeypa
     assert all(line.endswith(" left, repair of x") for line in lines[1:-1])
 
 
-def test_a_function_gets_what_a_line_would_show(monkeypatch):
-    seen = []
-    assert shown(monkeypatch, lambda *args: seen.append(args), is_terminal=True) == ["", ""]
-    assert seen and all(done <= total and isinstance(name, str) for done, total, name in seen)
-
-
-def test_a_line_is_as_wide_as_the_terminal_and_shows_control_characters(monkeypatch):
-    screen = Screen(True)
-    monkeypatch.setattr(sys, "stderr", screen)
+def test_a_line_is_as_wide_as_the_terminal_and_shows_control_characters_and_short_calls_show_nothing(monkeypatch):
+    for is_terminal in (True, False):
+        screen = Screen(is_terminal)
+        monkeypatch.setattr(sys, "stderr", screen)
+        prune(mlp().model, sparsity=0.5)
+        assert screen.text == ""
+    monkeypatch.setattr(sys, "stderr", screen := Screen(True))
     monkeypatch.setattr(progress_module, "QUIET", {"bar": 0.0, "lines": 0.0})
     monkeypatch.setenv("COLUMNS", "60")
     with progress_line(True, "prune") as report:
         report(1, 2, "x\x1b[2J")
         report(2, 2, "y" * 500)
     assert "\x1b" not in screen.text and all(len(line) < 60 for line in screen.text.replace("\r", "\n").split("\n"))
-
-
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_short_calls_show_nothing(is_terminal, monkeypatch):
-    screen = Screen(is_terminal)
-    monkeypatch.setattr(sys, "stderr", screen)
-    prune(mlp().model, sparsity=0.5)
-    assert screen.text == ""
 
 
 def phases(case, **options):
@@ -168,21 +156,13 @@ def test_progress_names_every_phase_and_moves_with_every_group_and_block():
     assert "statistics of batch norms" in texts
 
 
-@pytest.mark.parametrize("score", ["wanda", "fisher", "path"])
-def test_progress_moves_with_the_samples_that_a_score_reads(score):
+JOINT = {"probe": Probe(schedule="joint"), "repair": Repair()}
+
+
+@pytest.mark.parametrize(
+    ("options", "num"), [*[({"score": x, "repair": None}, 8) for x in ("wanda", "fisher", "path")], (JOINT, 16)]
+)
+def test_progress_moves_with_the_samples_that_a_score_or_a_joint_probe_reads(options, num):
     case = mlp(torch.float32)
     case.batches = [(torch.randn(40, 9), torch.randint(0, 4, (40,)))]
-    seen = phases(case, score=score, repair=None, loss=case.loss, batch_size=4)
-    assert len({num for num, _, _ in seen}) > 8
-
-
-def test_progress_moves_with_the_samples_of_a_joint_probe():
-    case = mlp(torch.float32)
-    case.batches = [(torch.randn(40, 9), torch.randint(0, 4, (40,)))]
-    seen = phases(case, probe=Probe(schedule="joint"), loss=case.loss, batch_size=4, repair=Repair())
-    assert len({num for num, _, _ in seen}) > 16
-
-
-def test_a_number_that_is_no_fraction_is_answered_with_one():
-    with pytest.raises(ValueError, match=r"as 0\.5 for a half, got 50"):
-        prune(mlp().model, sparsity=50)
+    assert len({done for done, _, _ in phases(case, loss=case.loss, batch_size=4, **options)}) > num

@@ -151,7 +151,7 @@ def _pruned(model: nn.Module, batch: State, score: str, loss: Any) -> str:
     else:
         assert result.num_pruned == round(0.5 * zeros.num_prunable), f"{result.num_pruned} of {zeros.num_prunable}"
     _check_undo(model, result, before)
-    of = len(result.weights) + len(exclude)
+    of = len(result.level.weights) + len(exclude)
     return f"{YES}; {len(exclude)} of {of} are to be excluded: no sample reaches them" if exclude else YES
 
 

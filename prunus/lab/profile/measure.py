@@ -20,7 +20,7 @@ from ..run import Run
 from ..tracking import environment
 from ..trainer import Training
 from .memory_use import Memory, measured_memory
-from .steps import BEFORE_ANY, due_events, events_twice, fused, instrument, plain_step, reload, seek_event
+from .step_parts import BEFORE_ANY, due_events, events_twice, fused, instrument, plain_step, reload, seek_event
 from .trace import Split, split_of, traced
 
 TRACED = 5  # steps that are traced at most: a trace of hundreds fills the memory

@@ -83,7 +83,9 @@ class Engine:
             return [self.records(names, [variant], statistic)[0] for variant in variants]
         while True:
             try:
-                return self._recorded(names, variants, statistic)
+                records, cost = self._recorded(names, variants, statistic), self.calibration.cost
+                cost.rows, cost.checkpointing = self.size, self.checkpointing
+                return records
             except NotRows as what:
                 self.findings.quick.discard(str(what))
             except _TooLarge:
@@ -98,8 +100,6 @@ class Engine:
         if slow:
             for record, more in zip(records, self._one_by_one(slow, variants, statistic), strict=True):
                 record.update(more)
-        cost = self.calibration.cost
-        cost.rows, cost.checkpointing = self.size, self.checkpointing
         return records
 
     def _batched(self, names: Sequence[str], variants: Sequence[Variant], statistic: Statistic) -> list[Records]:

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from .cut_state import BASE, DIGIT, DIGITS, FOUND, NEED, NOT_FINITE, NUM_ABOVE, SHIFT, SPAN
-from .scoring import find_tile, is_strange, packed, scores_of, sortable
+from .scores import find_tile, is_strange, packed, scores_of, sortable
 from .tensor_table import OUT, is_live
 
 

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from . import cut_state as cs
-from .scoring import ones_in, read_by, scores_of, set_bits, sortable
+from .scores import ones_in, read_by, scores_of, set_bits, sortable
 from .tensor_table import COLUMNS, FIRST, OUT, locate
 
 

@@ -12,7 +12,7 @@ from .. import bits
 from ..lazy import Lazy
 from .cut import check_finite
 from .launch import launch
-from .scoring import find_tile, is_strange, packed, read_by, scores_of, sortable
+from .scores import find_tile, is_strange, packed, read_by, scores_of, sortable
 from .tensor_table import COLUMNS, FIRST, LIVE, OUT, TILE, is_live, locate, readable
 
 LONGEST = 1 << 15  # inputs of a row that a program holds in registers
