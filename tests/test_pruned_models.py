@@ -1,13 +1,17 @@
 """A pruned model is a plain model: copied, saved, compiled, tied, fine-tuned and let go like any other."""
 
 import copy
+import gc
 import io
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
+from covering import each_once
 from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
 from toys import (
     NAMES,
     NUM_WEIGHTS,
@@ -21,7 +25,7 @@ from toys import (
     train,
 )
 
-from prunus import Constant, Pruner, Ramp
+from prunus import Constant, Pruner, Ramp, Rate, Regrow
 
 MAKERS = {"adamw": adamw, "sgd": lambda m: torch.optim.SGD(m.parameters(), 0.05, momentum=0.9), "prune": adamw_prune}
 
@@ -37,28 +41,18 @@ def zeros_of(model):
     return {name: p.detach() == 0 for name, p in model.named_parameters() if p.ndim > 1}
 
 
+@pytest.mark.parametrize("given", ["masks", "zeros"])
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_masks_given_are_held_through_fine_tuning(make):
+def test_masks_or_zeros_given_are_held_through_fine_tuning(make, given):
     source, _ = pruned()
+    source.out.weight.data[0, 0] = -0.0
     masks = {name: ~zero for name, zero in zeros_of(source).items()}
-    model = net(seed=4)
-    pruner = Pruner(model, make(model), masks=masks)
-    assert_pruned_are_zero(pruner)
-    train(model, pruner.optimizer, range(6))
-    assert all(torch.equal(pruner.masks[name], mask) for name, mask in masks.items())
-    assert_pruned_are_zero(pruner)
-
-
-@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_the_zeros_there_are_are_held_through_fine_tuning(make):
-    model = copy.deepcopy(pruned()[0])
-    model.out.weight.data[0, 0] = -0.0
-    before = zeros_of(model)
-    pruner = Pruner(model, make(model), masks="zeros")
-    train(model, pruner.optimizer, range(6))
-    after = zeros_of(model)
-    assert all(torch.equal(after[name], before[name]) for name in NAMES)
-    assert_pruned_are_zero(pruner)
+    model = source if given == "zeros" else net(seed=4)
+    pruner = Pruner(model, make(model), masks="zeros" if given == "zeros" else masks)
+    for steps in (range(0), range(6)):
+        train(model, pruner.optimizer, steps)
+        assert all(torch.equal(pruner.masks[name], mask) for name, mask in masks.items())
+        assert_pruned_are_zero(pruner)
 
 
 def test_masks_of_some_weights_leave_the_others_dense():
@@ -78,17 +72,41 @@ def test_a_schedule_builds_on_the_masks_given():
     assert num_pruned(pruner) == round(0.6 * NUM_WEIGHTS)
 
 
-@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_removing_leaves_the_zeros_and_lets_go_of_everything(make):
-    model, pruner = pruned(make)
+LET_GO = {
+    "plain": {},
+    "inputs": {"score": "wanda"},
+    "regrowth": {"regrow": Regrow(0.3, "gradient")},
+    "rates": {"rate": Rate(1)},
+}
+
+
+@pytest.mark.parametrize(("make", "options"), each_once(MAKERS.values(), LET_GO), ids=str)
+def test_removing_leaves_the_zeros_and_lets_go_of_everything(make, options):
+    model, pruner = pruned(make, 6, schedule=Ramp(0.5, 1, 4), every=3, **LET_GO[options])
     zeros = zeros_of(model)
     pruner.remove()
     assert all(torch.equal(zero, zeros_of(model)[name]) for name, zero in zeros.items())
     assert all("mask" not in state for state in pruner.optimizer.state.values())
     assert all(not p._post_accumulate_grad_hooks for p in model.parameters())
-    train(model, pruner.optimizer, range(3, 6))
-    assert pruner.step == 3
-    assert not any(zero.any() for zero in zeros_of(model).values())
+    twin = copy.deepcopy(model)
+    plain = make(twin)
+    plain.load_state_dict(copy.deepcopy(pruner.optimizer.state_dict()))
+    for each, optimizer in ((model, pruner.optimizer), (twin, plain)):
+        train(each, optimizer, range(6, 9))
+    assert pruner.step == 6 and not any(zero.any() for zero in zeros_of(model).values())
+    assert all(map(torch.equal, model.parameters(), twin.parameters())), "rates and masks are an optimizer's own again"
+
+
+@pytest.mark.parametrize("options", LET_GO)
+def test_a_model_is_freed_though_its_pruner_waits_for_an_event(options):
+    model, pruner = pruned(steps=4, schedule=Ramp(0.5, 1, 9), every=2, **LET_GO[options])
+    freed = weakref.ref(pruner), weakref.ref(model.hidden)
+    del pruner
+    gc.collect()
+    assert freed[0]() is None
+    del model
+    gc.collect()
+    assert freed[1]() is None and not _has_any_global_hook()
 
 
 def test_a_report_counts_the_zeros_of_every_weight_and_says_why_others_are_dense():

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -72,13 +73,13 @@ def test_groups_hold_every_parameter_once_and_prunable_weights_alone():
 
 
 @pytest.mark.parametrize("name", MAKE)
-@pytest.mark.parametrize("decay", [0.0, 0.3])
-def test_a_step_is_that_of_scaled_rates_with_decay_as_it_was(name, decay):
+@pytest.mark.parametrize(("decay", "factors"), [(0.0, (4.0, 0.5)), (0.3, (4.0, 0.5)), (0.1, (1.0, 1.0))], ids=str)
+def test_a_step_is_that_of_scaled_rates_with_decay_as_it_was(name, decay, factors):
     net, reference = model(), model()
     optimizer = MAKE[name](parameter_groups(net, weight_decay=decay))
-    scaled(optimizer, [net[0].weight, net[2].weight], 4.0, 0.5)
+    scaled(optimizer, [net[0].weight, net[2].weight], *factors)
     groups = parameter_groups(reference, weight_decay=decay)
-    for group, factor in zip(groups, (4.0, 0.5), strict=False):
+    for group, factor in zip(groups, factors, strict=False):
         group["lr"] = torch.tensor(1e-2) * factor if "tensor" in name else 1e-2 * factor
         if name not in COUPLED and decay:
             group["weight_decay"] = decay / factor
@@ -86,15 +87,6 @@ def test_a_step_is_that_of_scaled_rates_with_decay_as_it_was(name, decay):
     assert all(map(torch.equal, train(net, optimizer), expected))
     assert [float(group["lr"]) for group in optimizer.param_groups] == [pytest.approx(1e-2)] * 3
     assert [group.get("weight_decay", 0) for group in optimizer.param_groups] == [decay, decay, 0.0]
-
-
-@pytest.mark.parametrize("name", MAKE)
-def test_factors_of_one_change_no_bit(name):
-    net, plain = model(), model()
-    optimizer = MAKE[name](parameter_groups(net, weight_decay=0.1))
-    scaled(optimizer, [net[0].weight], 1.0)
-    expected = train(plain, MAKE[name](parameter_groups(plain, weight_decay=0.1)))
-    assert all(map(torch.equal, train(net, optimizer), expected))
 
 
 class Failing(torch.optim.SGD):
@@ -150,21 +142,15 @@ def test_rates_that_are_set_while_it_steps_stay(is_first):
     assert [group["lr"] for group in optimizer.param_groups] == [pytest.approx(0.000625)] == scheduler.get_last_lr()
 
 
-def test_adamwprune_scales_its_step_and_not_its_decay():
-    net, reference = model(), model()
-    optimizer = AdamWPrune(parameter_groups(net, weight_decay=0.3), lr=1e-2)
-    optimizer.lr_factors = {net[0].weight: torch.tensor(4.0, dtype=torch.float64)}
-    other = torch.optim.AdamW(parameter_groups(reference, weight_decay=0.3), lr=1e-2, foreach=False)
-    scaled(other, [reference[0].weight], 4.0)
-    for ours, theirs in zip(train(net, optimizer), train(reference, other), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
-
-
-def test_adamwprune_without_factors_keeps_every_bit():
-    net, plain = model(), model()
-    optimizer = AdamWPrune(net.parameters(), lr=1e-2)
-    optimizer.lr_factors = {net[0].weight: torch.ones((), dtype=torch.float64)}
-    assert all(map(torch.equal, train(net, optimizer), train(plain, AdamWPrune(plain.parameters(), lr=1e-2))))
+def test_adamwprune_scales_its_step_and_not_its_decay_and_without_factors_keeps_every_bit():
+    for factor, is_same in ((4.0, partial(torch.allclose, rtol=1e-6, atol=1e-7)), (1.0, torch.equal)):
+        net, reference = model(), model()
+        optimizer = AdamWPrune(parameter_groups(net, weight_decay=0.3), lr=1e-2)
+        optimizer.lr_factors = {net[0].weight: torch.tensor(factor, dtype=torch.float64)}
+        other = torch.optim.AdamW(parameter_groups(reference, weight_decay=0.3), lr=1e-2, foreach=False)
+        if factor != 1:
+            scaled(other, [reference[0].weight], factor)
+        assert all(map(is_same, train(net, optimizer), train(reference, other)))
 
 
 @pytest.mark.parametrize("name", ["LBFGS", "Rprop", "Adafactor", "ASGD"])
@@ -172,6 +158,10 @@ def test_optimizers_that_cannot_follow_are_refused(name):
     net = model()
     with pytest.raises(ValueError, match=f"{name} .* AdamWPrune"):
         GroupLrFactors(getattr(torch.optim, name)(net.parameters()), {"0": net[0].weight})
+    with pytest.raises(ValueError, match=r"0.weight shares one with 5 more; [^\n]*parameter_groups\(model[^\n]*$"):
+        GroupLrFactors(Counting(net.parameters()), {"0.weight": net[0].weight})
+    with pytest.raises(ValueError, match="weight_decay=0"):
+        GroupLrFactors(Counting([{"params": [p], "weight_decay": 0.1} for p in net.parameters()]), {"0": net[0].weight})
 
 
 @pytest.mark.parametrize("name", MAKE)
@@ -273,28 +263,6 @@ def test_the_step_of_a_parent_class_scales_no_rate_again():
     torch.testing.assert_close(nets[0].state_dict(), nets[1].state_dict())
 
 
-def test_a_group_with_others_in_it_is_refused_where_the_optimizer_is_not_torchs():
-    net = model()
-    with pytest.raises(ValueError, match=r"0.weight shares one with 5 more; [^\n]*parameter_groups\(model[^\n]*$"):
-        GroupLrFactors(Counting(net.parameters()), {"0.weight": net[0].weight})
-
-
-def test_decay_that_is_not_understood_is_refused():
-    class Own(torch.optim.Optimizer):
-        def __init__(self, params):
-            super().__init__(params, {"lr": 0.1, "weight_decay": 0.1})
-
-        def step(self, closure=None):
-            pass
-
-    net = model()
-    groups = parameter_groups(net)
-    with pytest.raises(ValueError, match="weight_decay=0"):
-        GroupLrFactors(
-            Own(copy.copy([{k: v for k, v in g.items() if k == "params"} for g in groups])), {"0": net[0].weight}
-        )
-
-
 def pruned(optimizer_of, rate, steps=9, seed=0):
     """Weights, masks and factors of a training to 75 % by a Pruner with ``rate``."""
     net = model()
@@ -329,29 +297,6 @@ def test_zeros_stay_zero_and_factors_follow_the_masks(name):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_power_zero_changes_no_bit(name):
     assert all(map(torch.equal, pruned(OPTIMIZERS[name], Rate(power=0))[0], pruned(OPTIMIZERS[name], None)[0]))
-
-
-def test_a_scheduler_sets_and_sees_its_own_rates():
-    net = model()
-    optimizer = torch.optim.AdamW(parameter_groups(net), lr=1e-2)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-    Pruner(net, optimizer, score="magnitude", schedule=Constant(0.5), rate=Rate(1))
-    seen = []
-    for _ in range(5):
-        train(net, optimizer, 1)
-        scheduler.step()
-        seen.append(scheduler.get_last_lr())
-    assert seen == [[lr] * 3 for lr in (1e-2, 5e-3, 5e-3, 2.5e-3, 2.5e-3)]
-
-
-def test_a_removed_pruner_leaves_the_rates_alone():
-    for name in ("adamwprune", "adamw"):
-        _, pruner, optimizer = pruned(OPTIMIZERS[name], Rate(1))
-        pruner.remove()
-        plain = OPTIMIZERS[name](net := model())
-        net.load_state_dict(pruner.model.state_dict())
-        plain.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        assert all(map(torch.equal, train(pruner.model, optimizer), train(net, plain)))
 
 
 @pytest.mark.parametrize("name", ["adamwprune", "adamw", "adam", "sgd"])

@@ -1,10 +1,8 @@
 """Weights that are loaded without the pruner's state are noticed: zeroed again with one warning, or refused."""
 
 import copy
-import gc
 import pickle
 import warnings
-import weakref
 from contextlib import contextmanager, nullcontext
 
 import pytest
@@ -207,17 +205,11 @@ def test_a_negative_zero_is_zero_and_copies_and_pickles_of_a_model_know_no_prune
     train(model, pruner.optimizer, [4])
 
 
-def test_a_model_keeps_no_pruner_alive_and_a_removed_one_says_nothing():
+def test_a_removed_pruner_says_nothing():
     model, pruner, dense = pruned(reloaded="raise")
     pruner.remove()
     model.load_state_dict(dense)
     train(model, pruner.optimizer, [4])
-    model, pruner, dense = pruned(reloaded="raise")
-    freed = weakref.ref(pruner)
-    del pruner
-    gc.collect()
-    assert freed() is None
-    model.load_state_dict(dense)
 
 
 @pytest.mark.gpu

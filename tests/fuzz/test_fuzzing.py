@@ -22,8 +22,8 @@ KNOWN: dict[str, str] = {}  # readers that still fail, and why
     ("count", "names", "least"),
     [
         (200, SPARSE, 0.9),
-        pytest.param(4000, SPARSE, 0.9, marks=pytest.mark.slow),
-        pytest.param(2000, None, 0.4, marks=pytest.mark.slow),
+        pytest.param(2000, SPARSE, 0.9, marks=pytest.mark.slow),
+        pytest.param(1400, None, 0.4, marks=pytest.mark.slow),
     ],
     ids=["sparse", "sparse, many", "all"],
 )
