@@ -79,7 +79,8 @@ def in_training(studies: Path) -> str:
         lines.append([name, level_name(f"{100 * sparsity:g}"), power, *cells, str(num)])
     headings = ["", "sparsity", "power", "dense", "magnitude", "**bitter7**", "seeds"]
     return (
-        "While training, with the recipe of `prunus train`. `power` raises the learning rate as weights go (1 by default). "
+        "While training, with the recipe of `prunus train`. `power` raises the learning rate as weights go "
+        "(1 by default). "
         "Mean and standard deviation over seeds; n where there are fewer:\n\n" + markdown_table(headings, lines)
     )
 

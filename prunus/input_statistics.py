@@ -74,7 +74,7 @@ class InputNorms(AbstractContextManager["InputNorms"]):
                 sums[name] = sums[name] + squares if name in sums else squares
 
         def add(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _: object) -> None:
-            if module in names and counts(module) and not isinstance(module, NonDynamicallyQuantizableLinear):
+            if module in names and counts(module):
                 count(module, next(iter(args or kwargs.values())))
 
         def counts(module: nn.Module) -> bool:
@@ -297,16 +297,22 @@ def output_projections_seen_by(see: Callable[[nn.MultiheadAttention, Tensor], No
     """Show a function what attention multiplies by its output projection, whose forward it does not call."""
     running: list[_AttentionProducts] = []
 
+    def stop() -> None:
+        while running:
+            running.pop().__exit__(None, None, None)
+
     def before(module: nn.Module, _: object) -> None:
         if isinstance(module, nn.MultiheadAttention):
+            stop()  # of one that Ctrl-C has ended: torch calls no hook then
             running.append(_AttentionProducts(module, see))
             running[-1].__enter__()
 
     def after(module: nn.Module, *_: object) -> None:
-        if running and isinstance(module, nn.MultiheadAttention):
-            running.pop().__exit__(None, None, None)
+        if isinstance(module, nn.MultiheadAttention):
+            stop()
 
     with ExitStack() as stack:
+        stack.callback(stop)
         stack.callback(register_module_forward_pre_hook(before).remove)
         stack.callback(register_module_forward_hook(after, always_call=True).remove)
         yield

@@ -198,6 +198,37 @@ def test_norms_of_an_output_projection_that_is_not_called_are_those_of_its_input
     assert torch.allclose(found, inputs.flatten(0, 1).norm(dim=0), rtol=1e-5)
 
 
+class CallsProjection(nn.MultiheadAttention):
+    def forward(self, x, *_, **__):
+        return self.out_proj(x), None
+
+
+def test_norms_of_an_output_projection_are_seen_in_a_forward_that_calls_it():
+    model, x = Attention(), torch.randn(3, 5, 8)
+    model.attention = CallsProjection(8, 2, batch_first=True)
+    with InputNorms(eligible(model, only="*out_proj*").weights) as collected:
+        model(x)
+    torch.testing.assert_close(collected.norms()["attention.out_proj.weight"], x.flatten(0, 1).norm(dim=0))
+
+
+def test_an_interrupted_attention_leaves_no_mode_open(monkeypatch):
+    model, x = Attention(), torch.randn(3, 5, 8)
+
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    with InputNorms(eligible(model).weights):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(nn.functional, "_in_projection_packed", interrupt)
+            model(x)
+        model(x)
+        assert torch._C._len_torch_function_stack() == 0
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(nn.functional, "_in_projection_packed", interrupt)
+            model(x)
+    assert torch._C._len_torch_function_stack() == 0
+
+
 @pytest.mark.parametrize(("batch_first", "length"), [(True, 5), (False, 5), (True, 3)])  # 3: as many as samples
 def test_masked_tokens_have_no_part_in_the_norms_of_an_attention_and_the_layer_behind_it(batch_first, length):
     torch.manual_seed(0)

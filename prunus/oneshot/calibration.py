@@ -99,6 +99,7 @@ class Calibration:
         self.meter.finish()
         self.cost.seconds, self.cost.peak_bytes = time.perf_counter() - began, peak.bytes()
         self.cost.parts = dict(self.clock.seconds)
+        self.cost = Cost()  # what follows is another call's
 
     def batch(self, chunk: Chunk | Pick, times: int = 1) -> Tree:
         """Samples on the device, repeated ``times`` times."""

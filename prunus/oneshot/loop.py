@@ -74,6 +74,8 @@ class Loop:
                     change = replace(change, repair=LayerRepair(not_repaired=reason))
                 self._write(name, change)
                 finished([name])
+        if self.streams is not None:
+            self.streams.forget()
 
     def _through_blocks(self, streams: Streams, step: Step, finished: Finished, tuning: BlockTuning | None) -> None:
         num_blocks, skipped = len(streams.blocks), Counter[str]()
@@ -98,7 +100,6 @@ class Loop:
                 self.level.not_tuned.append(
                     "No block was tuned by itself: the model does not run as a chain of blocks."
                 )
-        streams.forget()
 
     def _change(self, streams: Streams, group: Group, step: Step, file: str) -> None:
         """Have the step change the layers of a group, or load what it did before the call was interrupted."""

@@ -1,6 +1,6 @@
 """The method of a call: what its options stand for, the same for every level of a search."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -58,11 +58,11 @@ class Method:
         """How layers share the sparsity, where the selector says so."""
         return self.select.allocate if isinstance(self.select, PerLayer) else None
 
-    def settings(self) -> dict[str, Any]:
-        """What a resumed call must share, beside the model, the samples and the sparsity."""
+    def settings(self, names: Iterable[str]) -> dict[str, Any]:
+        """What a resumed call must share, beside the model with these weights, the samples and the sparsity."""
         settings: dict[str, Any] = {"score": self.score, "select": self.select, "repair": self.repair}
         if self.allocate == "moments":
-            settings["moments"] = digest(sorted(self.moments.items()))
+            settings["moments"] = digest([(name, self.moments.get(name)) for name in names])
         if self.loss is not None and (self.allocate == "fisher" or self.score in ("fisher", "path")):
             settings["loss"] = self.loss
         return settings

@@ -26,6 +26,7 @@ from .probe.prober import Finished, Probe, Probed, Prober
 from .progress import Progress, progress_line
 from .resources import Cost
 from .result import Result
+from .samples import check_batches, digest
 from .scoring import Packed, Scores
 from .steps import Mask, Solve
 
@@ -100,6 +101,7 @@ def prune(
             if unread := [name for name, value in given.items() if value is not None]:
                 raise ValueError(f"experts are dropped and nothing else, so nothing reads {unread[0]}; give a sparsity")
             repair = None
+        check_batches(batches)
         batches = list(batches)
         calibration = Calibration(model, batches, **which)
         dropped, dropping = _drop_experts_(calibration, experts, progress)
@@ -166,7 +168,7 @@ def prune_to(
                 allocation = allocate(scores, select, sparsity, level.live) if masks is None else None
                 _change(scores, level, sparsity, masks, allocation, within, state)
                 if probe is not None:
-                    level.repair_again = lambda: _change(scores, level, sparsity, level.packed, None, within, state)
+                    level.repair_again = lambda: _change(scores, level, sparsity, level.packed, None, within, None)
     except BaseException:
         if calibration.offload is not None:
             calibration.offload.unload()
@@ -237,7 +239,9 @@ def _change(
     level.packed, level.repairs, level.tuned, level.not_tuned = {}, {}, {}, []
     journal = None
     if repair is not None and state is not None:
-        settings = {"sparsity": sparsity, "samples": calibration.samples.digest(), **scores.method.settings()}
+        settings = {"sparsity": sparsity, "samples": calibration.samples.digest()}
+        settings |= scores.method.settings(scores.weights)
+        settings |= {"masks of the probe": digest(dict(masks))} if masks and level.candidates else {}
         journal = Journal(state, settings, scores.weights)
 
     def finished(names: Sequence[str]) -> None:

@@ -164,7 +164,8 @@ class Result:
         For ``joint`` these are the masks of a probe with that tau. For ``sequential`` and ``block`` later ratios were
         recorded with the earlier weights pruned by the tau of the run, not by this one.
         """
-        self._check_parameters()
+        self.level.packed_at(tau, base)  # refuses what is no tau
+        self._undo_weights_()
         self.level.retake_(tau, base)
 
     def _parameters(self) -> dict[str, nn.Parameter]:

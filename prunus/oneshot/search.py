@@ -65,7 +65,7 @@ def search(
 
     All other arguments are those of ``prune``, with the same defaults. With repair, the default without a probe, every
     level is repaired from the dense weights. With ``state``, a folder, a search that was killed resumes after its last
-    finished group of weights when it is called again with the same dense model.
+    finished trial, and a probe after its last group of weights, when it is called again with the same dense model.
     """
     if not isinstance(limit, Limit):
         raise ValueError(f"limit must be Limit(relative=0.05, better='lower') or the like, got {limit!r}")
@@ -139,7 +139,7 @@ class _Search:
         method = self.scores.method
         settings: dict[str, Any] = {"limit": self.limit, "probe": self.probe, "steps": self.steps}
         settings |= {"tune_tau": self.tune_tau, "samples": self.scores.calibration.samples.digest()}
-        settings |= method.settings()
+        settings |= method.settings(self.scores.weights)
         if self.probe is not None and method.loss is not None:
             settings["loss"] = method.loss
         state = SearchJournal(self.state, settings, self.scores.weights)

@@ -71,7 +71,8 @@ class Solve:
     def _by_wanda(self, layers: Layers) -> dict[str, Tensor]:
         """Masks of a grouped convolution or an attention: WANDA's choice over all its parts."""
         assert self.choose is not None
-        norms = torch.stack([part.gram.diagonal().sqrt() for part in layers.moments if part])
+        some = next(iter(layers.weights.values()))
+        norms = torch.stack([(part or _no_moments(some)).gram.diagonal().sqrt() for part in layers.moments])
         scores = {
             name: weight.abs() * norms.repeat_interleave(len(weight) // len(norms), 0)
             for name, weight in layers.weights.items()

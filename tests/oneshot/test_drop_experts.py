@@ -9,6 +9,7 @@ from families import DEEPSEEK, EXPERTS, FAMILIES, SIZES, assert_equal_models, bu
 
 from prunus import Repair, prune
 from prunus.eligible import eligible
+from prunus.oneshot import Probe
 
 NUM = 8
 GROUPS = {"n_routed_experts": NUM, "n_group": 2, "topk_group": 1}
@@ -261,3 +262,26 @@ def test_a_folder_is_written_whose_config_says_the_number_and_the_result_says_wh
         with pytest.raises(SystemExit):
             command("wrong", wrong, "magnitude" if wrong == "--score" else "1.5")
         assert line in capsys.readouterr().err and not (tmp_path / "wrong").exists()
+
+
+@pytest.mark.parametrize("repair", [None, Repair(iterations=3)])
+def test_another_tau_after_undo_drops_the_experts_again(repair):
+    model = model_of("mixtral")
+    dense = model.config.num_local_experts
+    result = prune(model, [text()], 0.4, probe=Probe(schedule="joint"), experts=0.25, repair=repair)
+    forwards = result.cost.forwards
+    result.undo_()
+    with pytest.raises(ValueError, match="increase allowed"):
+        result.retake_(-1.0)
+    assert model.config.num_local_experts == dense
+    result.retake_(0.5)
+    assert model.config.num_local_experts == len(result.experts.layers[0].kept) < dense
+    assert result.num_pruned == sum(int((~mask).sum()) for mask in result.masks.values())
+    assert result.cost.forwards == forwards
+
+
+@pytest.mark.parametrize("batches", [torch.zeros(2, 2, 8).long(), {"input_ids": torch.zeros(2, 8).long()}, 0.5])
+def test_what_are_no_batches_is_refused_before_experts_are_dropped(batches):
+    model = model_of("mixtral")
+    with pytest.raises(ValueError, match="put it into a list|iterable of batches"):
+        prune(model, batches, experts=0.25)

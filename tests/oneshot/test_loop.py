@@ -9,13 +9,14 @@ from probe_models import llama
 from repair_reference import llama_groups, moments_of, rows_of
 from torch import nn
 
+from prunus import prune
 from prunus.oneshot.calibration import Calibration
 from prunus.oneshot.journal import Journal
 from prunus.oneshot.level import Level
 from prunus.oneshot.loop import Loop
 from prunus.oneshot.method import Method
 from prunus.oneshot.scoring import Scores
-from prunus.oneshot.step import Change, LayerRepair, Layers
+from prunus.oneshot.step import Change, LayerRepair, Layers, keep_all_but
 from prunus.oneshot.steps import Mask
 
 
@@ -139,3 +140,34 @@ def test_layers_that_only_a_later_sample_reaches_are_visited_in_the_order_of_the
     for name, layers in zip(visited, step.seen, strict=True):  # what a layer reads depends on the blocks before alone
         tokens = torch.cat(rows_of(model, name, x.split(1))).flatten(0, 1).detach()
         torch.testing.assert_close(layers.moments[0].gram, tokens.T @ tokens)
+
+
+@pytest.mark.parametrize("batch_size", [1, None])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_model_that_sends_a_sample_elsewhere_once_it_is_pruned_is_repaired(seed, batch_size):
+    torch.manual_seed(seed)
+    model = nn.Sequential(*(Either() for _ in range(3)))
+    before = snapshot(model)
+    result = prune(model, [torch.randn(8, 5, 6)], 0.7, batch_size=batch_size)
+    assert result.num_pruned == sum(round(0.7 * weight.numel()) for weight in model.parameters() if weight.ndim > 1)
+    result.undo_()
+    assert_same(before, snapshot(model))
+
+
+def test_a_layer_that_a_step_leaves_out_is_pruned_by_its_mask_and_says_so():
+    case = llama()
+
+    @dataclass(frozen=True)
+    class Nothing:
+        targets: str = "own"
+
+        def __call__(self, layers):
+            return {}
+
+    calibration = Calibration(case.model, case.batches)
+    level = Level(calibration.weights, Scores(calibration, Method()).live({}))
+    mask = Mask(keep_all_but(dict.fromkeys(calibration.weights, 7)))
+    with calibration.open():
+        Loop(calibration, level, mask).run(Nothing(), lambda names: None)
+    assert all(int((weight.parameter == 0).sum()) == 7 for weight in calibration.weights.values())
+    assert {repair.not_repaired for repair in level.repairs.values()} == {"the step left it out"}

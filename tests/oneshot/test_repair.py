@@ -311,12 +311,26 @@ def test_other_moments_are_not_resumed_from(tmp_path):
     moments = {name: torch.rand(p.shape) for name, p in case.model.named_parameters() if p.ndim > 1}
     prune(case.model, case.batches, 0.5, moments=moments, **options)
     again = mlp(torch.float32)
-    prune(again.model, again.batches, 0.5, moments={name: v.clone() for name, v in moments.items()}, **options)
+    same = {name: v.clone() for name, v in moments.items()} | {"0.bias": torch.rand(3)}  # which nothing reads
+    prune(again.model, again.batches, 0.5, moments=same, **options)
     moments["0.weight"][0, 0] += 1
     before = snapshot((other := mlp(torch.float32)).model)
     with pytest.raises(ValueError, match=r"has moments = \w+, not \w+; give another folder"):
         prune(other.model, other.batches, 0.5, moments=moments, **options)
     assert_same(before, snapshot(other.model))
+
+
+def test_masks_of_another_probe_are_not_resumed_from_and_another_tau_is_repaired_anew(tmp_path):
+    def probed(tau, **options):
+        case = mlp(torch.float32)
+        how = {"probe": Probe(tau, schedule="joint"), "repair": Repair(), "loss": case.loss} | options
+        return case.model, prune(case.model, case.batches, 0.5, **how)
+
+    model, result = probed(1.0, state=tmp_path / "state")
+    with pytest.raises(ValueError, match="has masks of the probe = "):
+        probed(0.1, state=tmp_path / "state")
+    result.retake_(0.1)
+    assert_same(snapshot(probed(0.1)[0]), snapshot(model))
 
 
 SCORE = """
