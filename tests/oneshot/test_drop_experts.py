@@ -283,5 +283,5 @@ def test_another_tau_after_undo_drops_the_experts_again(repair):
 @pytest.mark.parametrize("batches", [torch.zeros(2, 2, 8).long(), {"input_ids": torch.zeros(2, 8).long()}, 0.5])
 def test_what_are_no_batches_is_refused_before_experts_are_dropped(batches):
     model = model_of("mixtral")
-    with pytest.raises(ValueError, match="put it into a list|iterable of batches"):
+    with pytest.raises(ValueError, match=r"put it into a list|iterable of batches"):
         prune(model, batches, experts=0.25)
