@@ -155,8 +155,8 @@ def test_every_layer_is_shown_on_request_and_the_report_has_table_and_picture(fo
     (out / "result.json").write_text(json.dumps(result))
     run("report", out)
     assert "<script>" not in (out / "report.html").read_text()
-    (out / "result.json").write_text('{"layers": [{"name": "w"}]}')
-    assert "lacks its name or its sparsity" in refused(capsys, "report", out)
+    (out / "result.json").write_text(json.dumps(result | {"layers": [{"name": "w"}]}))
+    assert "layers[0].sparsity should be a number from 0 to 1" in refused(capsys, "report", out)
 
 
 @pytest.mark.slow
