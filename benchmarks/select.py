@@ -144,7 +144,7 @@ def with_zeroing(p: ScoredWeights) -> list[Tensor]:
 
 
 @dataclass(frozen=True)
-class Cut:
+class MaskMethod:
     """A way to find the masks, whether it claims to be exact, and the share of the weights that it drops."""
 
     masks: Callable[[ScoredWeights], list[Tensor]]
@@ -153,17 +153,17 @@ class Cut:
 
 
 CUTS = {
-    "exact: cat, kthvalue": Cut(kthvalue),
-    "exact: cat, topk": Cut(topk),
-    "sampled: 2 % of cat": Cut(sampled_2_percent, exact=False),
-    "sampled: 1 %, cached scores": Cut(sampled_1_percent, exact=False),
-    "torch.nn.utils.prune (magnitude)": Cut(torch_prune),
-    OURS: Cut(by(Global())),
-    "prunus, exact, from half pruned on": Cut(from_half_on, drops=0.75),
-    "prunus, exact, and zeroing w, m, v": Cut(with_zeroing),
-    "prunus, by layer": Cut(by(PerLayer())),
-    "prunus, by row": Cut(by(PerRow())),
-    "prunus, 2:4": Cut(by(NofM(2, 4))),
+    "exact: cat, kthvalue": MaskMethod(kthvalue),
+    "exact: cat, topk": MaskMethod(topk),
+    "sampled: 2 % of cat": MaskMethod(sampled_2_percent, exact=False),
+    "sampled: 1 %, cached scores": MaskMethod(sampled_1_percent, exact=False),
+    "torch.nn.utils.prune (magnitude)": MaskMethod(torch_prune),
+    OURS: MaskMethod(by(Global())),
+    "prunus, exact, from half pruned on": MaskMethod(from_half_on, drops=0.75),
+    "prunus, exact, and zeroing w, m, v": MaskMethod(with_zeroing),
+    "prunus, by layer": MaskMethod(by(PerLayer())),
+    "prunus, by row": MaskMethod(by(PerRow())),
+    "prunus, 2:4": MaskMethod(by(NofM(2, 4))),
 }
 
 

@@ -15,7 +15,7 @@ from ..data import TokenData
 from ..run import Run
 from ..tracking import environment
 from ..trainer import Training
-from .parts import Clock, Peaks, due_events, event_step, instrument, not_apart, plain_step, seek_event, watched
+from .parts import PartClock, Peaks, due_events, event_step, instrument, not_apart, plain_step, seek_event, watched
 
 STRETCHES = 5
 
@@ -96,7 +96,7 @@ def measure(run: Run, window: Window, progress: Callable[[str], None] = lambda w
     compiled = _compile_counts() if run.compile else None  # before hooks of ours can make it compile again
     busy = _busy(training, window.measured)
     instrument(training)
-    clock = Clock(training.device)
+    clock = PartClock(training.device)
     with watched(training, clock):
         for _ in range(window.measured):
             plain_step(training)
@@ -181,7 +181,7 @@ def time_events(training: Training, due: list[int]) -> float | None:
     """Median seconds of the events that are due; None without events, and where SPAM makes them wait."""
     seconds = []
     for step in due[1:] or due:
-        clock = Clock(training.device)
+        clock = PartClock(training.device)
         if not event_step(training, due, step, clock):
             return None
         seconds.append(clock.seconds()["event"])

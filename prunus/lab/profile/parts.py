@@ -30,7 +30,7 @@ PARTS = {
 }
 
 
-class Clock:
+class PartClock:
     """Seconds by part, which add up. On a GPU they are those of its stream, which CUDA events time without a stop."""
 
     def __init__(self, device: torch.device) -> None:
