@@ -74,7 +74,7 @@ def _report(command: Command, model: "nn.Module") -> "SparsityReport":
 
 
 def _pruned(command: Command) -> "Outcome":
-    """The model, pruned, compared with the dense one and the strategy alone."""
+    """The model, pruned, compared with the dense one and the score alone."""
     import time
 
     import torch

@@ -28,8 +28,8 @@ class Command:
 
     With --experts whole experts go first, those that add least to their tokens; without --sparsity nothing else goes.
 
-    The probe keeps some of what a strategy would prune, so the sparsity ends lower, unless tau is target. Its result
-    is compared with the dense model and with the strategy alone at the same sparsity and scope.
+    The probe keeps some of what a score would prune, so the sparsity ends lower, unless tau is target. Its result
+    is compared with the dense model and with the score alone at the same sparsity and scope.
     """
 
     model: tyro.conf.Positional[str]  # a Hugging Face folder, a .gguf file, a checkpoint of prunus, or module:function
@@ -146,7 +146,7 @@ def check(command: Command) -> None:
     if command.scope == "2:4" and command.sparsity != 0.5:
         raise ValueError(f"--scope 2:4 removes half, not {command.sparsity}; leave off --sparsity, or take --scope row")
     if command.scope == "2:4" and command.probe != "none":
-        # 2:4 has one sparsity, so the strategy alone could not be compared with a probe, which prunes less
+        # 2:4 has one sparsity, so the score alone could not be compared with a probe, which prunes less
         raise ValueError("--scope 2:4 removes half and --probe less than that; leave one off, or take --scope row")
     for option in fields(command):
         value, flag = getattr(command, option.name), f"--{option.name.replace('_', '-')}"

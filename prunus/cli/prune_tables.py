@@ -14,7 +14,7 @@ from .console import print, wide_console
 
 PARTS = {
     "experts": "how much each expert adds to its tokens",
-    "strategy": "input norms or gradients, and the choice of candidates",
+    "scores": "input norms or gradients, and the choice of candidates",
     "forwards": "passes over the samples, dense and pruned",
     "grams": "products of the layers' inputs",
     "factorisations": "inverses of Gram matrices",
@@ -81,7 +81,7 @@ def advice(profile: Profile) -> list[str]:
     if profile.share("records") > 0.5 and profile.schedule == "sequential":
         found.append("Gradients are recorded for one weight at a time: --probe block takes far fewer passes, "
                      "and decides a little differently.")  # fmt: skip
-    if profile.share("strategy") > 0.5 and profile.schedule == "none":
+    if profile.share("scores") > 0.5 and profile.schedule == "none":
         found.append("Most of it is passes over the samples: fewer or shorter ones (--samples, --length) cost less.")
     if profile.device == "cpu":
         threads = torch.get_num_threads()

@@ -157,12 +157,12 @@ def prune_to(
             level.cost = cost
             if method.repair or probe or scores.num_passes:
                 calibration.check_model()
-            with calibration.clock.part("strategy"):
+            with calibration.clock.part("scores"):
                 select = selector(scores, sparsity, level.live)
             if probe is not None:
                 masks = _probe(scores, level, select, sparsity, probe, done, finished)
             elif masks is None and method.score is not None:
-                with calibration.clock.part("strategy"):
+                with calibration.clock.part("scores"):
                     masks = scores.keep(select, sparsity, level.live)
             if probe is None or method.repair is not None:
                 allocation = allocate(scores, select, sparsity, level.live) if masks is None else None
@@ -201,7 +201,7 @@ def _probe(
 ) -> dict[str, Tensor]:
     """Packed masks of a probe. They prune the model, unless it will be repaired: then it is dense again."""
     calibration, live, pool = scores.calibration, level.live, probe.pool_sparsity(sparsity)
-    with calibration.clock.part("strategy"):
+    with calibration.clock.part("scores"):
         keep = scores.keep(select, pool, live)
         exact = scores.keep(select, sparsity, live) if pool != sparsity else keep
     level.candidates = {name: live[name] & ~keep[name] for name in scores.weights}

@@ -193,7 +193,7 @@ def test_two_at_once_do_not_share_a_folder_to_work_in(folder, capsys):
 def test_a_profile_says_where_the_time_went_and_what_to_change(folder, capsys):
     _, result = prune(folder, "--probe", "sequential", "--tau", "0.05", "--profile")
     said, profile = capsys.readouterr().out, result["profile"]
-    assert set(profile["seconds"]) == {"strategy", "inspection", "records", "evaluation", "other"}
+    assert set(profile["seconds"]) == {"scores", "inspection", "records", "evaluation", "other"}
     assert profile["rows"] > 0 and profile["used_bytes"] > 0 and profile["left_bytes"] > 0
     assert profile["utilisation"] is None and "GPU busy" not in said
     assert all(line in said for line in profile["advice"]) and any("CPU thread" in line for line in profile["advice"])

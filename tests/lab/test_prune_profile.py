@@ -25,7 +25,7 @@ BASE = {"seconds": {"records": 1.0, "other": 9.0}, "rows": 8, "halved": 0, "used
         ({"seconds": {"evaluation": 6.0, "other": 4.0}}, "--eval-windows"),
         ({"seconds": {"inspection": 6.0, "other": 4.0}}, "done once"),
         ({"seconds": {"records": 6.0, "other": 4.0}, "schedule": "sequential"}, "--probe block"),
-        ({"seconds": {"strategy": 6.0, "other": 4.0}}, "--samples"),
+        ({"seconds": {"scores": 6.0, "other": 4.0}}, "--samples"),
         ({"device": "cpu"}, "--device cuda"),
     ],
     ids=str,
@@ -40,7 +40,7 @@ def test_advice_follows_from_the_figures(changes, said):
 
 
 def test_parts_add_up_to_the_whole():
-    assert split({"records": 2.0, "strategy": 1.0}, 5.0) == {"strategy": 1.0, "records": 2.0, "other": 2.0}
+    assert split({"records": 2.0, "scores": 1.0}, 5.0) == {"scores": 1.0, "records": 2.0, "other": 2.0}
     assert split({"records": 2.0}, 1.0)["other"] == 0.0
     nothing = Profile({}, 0, 0, 1, 1, "cpu")
     assert nothing.total == 0 and nothing.share("records") == 0 and len(table_rows(nothing)) == 2

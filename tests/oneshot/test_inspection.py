@@ -110,7 +110,7 @@ def test_time_is_booked_on_the_innermost_part():
     case = llama()
     result = prune(case.model, case.batches, 0.5, score="fisher", probe=Probe(0.05))
     parts = result.cost.parts
-    assert set(parts) == {"strategy", "inspection", "records"}
+    assert set(parts) == {"scores", "inspection", "records"}
     assert all(seconds > 0 for seconds in parts.values()) and sum(parts.values()) <= result.seconds
     clock = Clock()
     with pytest.raises(KeyError), clock.part("outer"), clock.part("inner"):

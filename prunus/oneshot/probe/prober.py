@@ -75,7 +75,7 @@ Finished = Callable[[Sequence[str], Probed], None]
 class Prober:
     """One probe of one model: the schedule over the engine's records.
 
-    ``candidates`` are packed bits of what a strategy would prune; ``num_prune`` is how many of each weight it would
+    ``candidates`` are packed bits of what a score would prune; ``num_prune`` is how many of each weight it would
     prune at the sparsity itself, which only tau ``target`` reads.
     """
 
