@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from .optim import AdamWPrune, Spam
     from .pruner import Event, Pruner
     from .rate import Rate, parameter_groups
+    from .recovery import Recovery, recover
     from .regrow import Regrow
     from .schedule import Constant, OneShot, Ramp
     from .score import SCORES
@@ -23,6 +24,7 @@ _NAMES = {  # by module
     "optim": "AdamWPrune Spam",
     "pruner": "Event Pruner",
     "rate": "Rate parameter_groups",
+    "recovery": "Recovery recover",
     "regrow": "Regrow",
     "schedule": "Constant OneShot Ramp",
     "score": "SCORES",
@@ -45,6 +47,7 @@ __all__ = [
     "Pruner",
     "Ramp",
     "Rate",
+    "Recovery",
     "Regrow",
     "Repair",
     "Result",
@@ -53,6 +56,7 @@ __all__ = [
     "load_sparse",
     "parameter_groups",
     "prune",
+    "recover",
     "save_model",
     "save_sparse",
     "search",

@@ -12,17 +12,23 @@ from torch.utils import _pytree as pytree
 from .samples import Tree
 
 
-def outputs(model: nn.Module, tree: Tree) -> Any:
-    """What the model returns for a batch without its labels, unless a decoder makes its inputs from them."""
+def outputs(model: nn.Module, tree: Tree, call: Callable[..., Any] | None = None) -> Any:
+    """What the model returns for a batch; ``call`` is the model inside a wrapper."""
+    args, named = arguments(model, tree)
+    return (call or model)(*args, **named)
+
+
+def arguments(model: nn.Module, tree: Tree) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of the model for a batch without its labels, unless a decoder makes its inputs from them."""
     inputs, labels = tree if isinstance(tree, tuple) else (tree, None)
     if not is_encoder_decoder(model) or (isinstance(inputs, Mapping) and "decoder_input_ids" in inputs):
-        return call(
-            model, {k: v for k, v in inputs.items() if k != "labels"} if isinstance(inputs, Mapping) else inputs
-        )
-    if labels is not None:
+        inputs = {k: v for k, v in inputs.items() if k != "labels"} if isinstance(inputs, Mapping) else inputs
+    elif labels is not None:
         named = inputs if isinstance(inputs, Mapping) else {getattr(model, "main_input_name", "input_ids"): inputs}
         inputs = {**named, "labels": labels}
-    return call(model, inputs)
+    if isinstance(inputs, Mapping):
+        return (), without_cache(model, inputs)
+    return (inputs,), without_cache(model, {})
 
 
 def first_tensor(tree: Tree) -> Tensor:
@@ -35,12 +41,6 @@ def first_tensor(tree: Tree) -> Tensor:
 def is_encoder_decoder(model: nn.Module) -> bool:
     """Whether it is a Hugging Face model with an encoder and a decoder, each with tokens of its own."""
     return getattr(getattr(model, "config", None), "is_encoder_decoder", False) is True
-
-
-def call(model: nn.Module, inputs: Tree) -> Any:
-    if isinstance(inputs, Mapping):
-        return model(**without_cache(model, inputs))
-    return model(inputs, **without_cache(model, {}))
 
 
 def without_cache(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -111,7 +111,7 @@ def samples_of(batches: Iterable[Any]) -> Samples:
     """All samples of ``batches``, which are read once: a loader that shuffles has no effect later."""
     stacks = []
     for batch in batches:
-        if isinstance(batches, Dataset) and any(map(_is_number, pytree.tree_leaves(_plain(batch)))):
+        if isinstance(batches, Dataset) and any(map(_is_number, pytree.tree_leaves(plain_batch(batch)))):
             raise ValueError(
                 f"batches must be an iterable of batches, got {type(batches).__name__}, a dataset of single samples; "
                 "give DataLoader(dataset, batch_size=8)"
@@ -233,7 +233,7 @@ def _is_number(leaf: Any) -> bool:
 
 
 def _stack(batch: Any) -> Stack:
-    tree = _plain(batch)
+    tree = plain_batch(batch)
     sizes = [len(leaf) for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.ndim]
     if not sizes or sizes[0] == 0:
         raise ValueError(
@@ -263,14 +263,14 @@ def _are_tokens_and_mask(ids: Any, mask: Any) -> bool:
     return is_binary and ids.dtype in (torch.int32, torch.int64) and bool((ids > 1).any())
 
 
-def _plain(batch: Any) -> Tree:
+def plain_batch(batch: Any) -> Tree:
     """A tensor, a dict or a pair of these, whatever classes the loader uses."""
     if isinstance(batch, Mapping):
         return {key: value for key, value in batch.items() if value is not None}
     if isinstance(batch, tuple | list):
         if len(batch) not in (1, 2):
             raise ValueError(f"a batch of several parts is a pair (input, target), got {len(batch)} parts")
-        return _plain(batch[0]) if len(batch) == 1 else tuple(_plain(part) for part in batch)
+        return plain_batch(batch[0]) if len(batch) == 1 else tuple(plain_batch(part) for part in batch)
     return batch
 
 

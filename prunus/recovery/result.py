@@ -1,0 +1,86 @@
+"""What a recovery did: figures before and after, the rate, the curve, and the way back."""
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from .loss import Figures
+
+
+@dataclass(frozen=True)
+class Point:
+    """Figures on the held-out batches after ``step`` steps and ``tokens`` tokens, or samples where there are none."""
+
+    step: int
+    tokens: int
+    kl: float | None
+    loss: float | None
+    accuracy: float | None
+
+    @property
+    def perplexity(self) -> float | None:
+        return Figures(None, self.loss).perplexity
+
+
+@dataclass(repr=False)
+class Recovery:
+    """Figures of the student before and after and of its teacher, all on the same held-out batches.
+
+    ``curve`` begins with the student as it was, and leaves out trials of learning rates, whose steps and tokens count.
+    The student is in the state of ``best_step``, its best on the curve.
+    """
+
+    before: Figures
+    after: Figures
+    teacher: Figures
+    lr: float
+    lr_reason: str
+    curve: list[Point]
+    best_step: int
+    steps: int
+    tokens: int
+    seconds: float
+    num_zeros: int  # which stayed where they were
+    notes: list[str] = field(default_factory=list)
+    undo: Callable[[], None] = field(default=lambda: None)
+
+    def undo_(self) -> None:
+        """Give every weight the value that it had before the recovery, bit for bit."""
+        self.undo()
+
+    def __repr__(self) -> str:
+        return f"Recovery({self.in_words()})"
+
+    def __str__(self) -> str:
+        return "\n".join([self.in_words(), f"Learning rate {self.lr:g}: {self.lr_reason}.", *self.notes])
+
+    def in_words(self) -> str:
+        parts = []
+        for name, form in (("perplexity", "{:.4g}"), ("accuracy", "{:.2%}"), ("kl", "{:.4g}")):
+            values = [getattr(each, name) for each in (self.before, self.after, self.teacher)]
+            if any(value is None for value in values) or (name == "accuracy" and not self.is_classifier):
+                continue
+            if name == "perplexity" and self.is_classifier:
+                continue
+            before, after, teacher = map(form.format, values)
+            of = f", teacher {teacher}" if name != "kl" else ""
+            parts.append(f"{'KL divergence' if name == 'kl' else name} {before} -> {after}{of}")
+        took = f"{self.steps:,} steps, {self.tokens:,} tokens, {self.seconds:.1f} s"
+        return "; ".join([*parts, f"{self.num_zeros:,} zeros kept", took])
+
+    @property
+    def is_classifier(self) -> bool:
+        """Whether its accuracy says more than its perplexity: of few classes."""
+        return self.before.accuracy is not None
+
+    def figures(self) -> dict[str, Any]:
+        """All of it as plain values, for JSON."""
+        names = ("lr", "lr_reason", "best_step", "steps", "tokens", "seconds", "num_zeros", "notes")
+        models = {name: asdict(getattr(self, name)) for name in ("before", "after", "teacher")}
+        return models | {name: getattr(self, name) for name in names} | {"curve": [asdict(one) for one in self.curve]}
+
+
+def ratio(value: float | None, of: float | None) -> float:
+    """How far a value is above another, as a share."""
+    return math.nan if value is None or not of else value / of - 1

@@ -1,0 +1,307 @@
+"""The training of a recovery, on the Trainer of transformers."""
+
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+try:
+    from accelerate.utils import DistributedType
+    from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
+except ImportError as error:
+    raise ImportError("prunus.recover needs transformers and accelerate: pip install prunus[hf]") from error
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from ..eligible import plain_name
+from ..masking import unwrapped
+from ..optim import AdamWPrune
+from ..oneshot.samples import Tree, moved
+from ..pruner import Pruner
+from ..ranks import is_dtensor, local
+from .batches import Steps
+from .loss import Distillation, Figures, figures_of, places
+from .plan import LR, Plan
+
+BETAS = (0.9, 0.99)
+MAX_NORM = 1.0
+BEST = "best-{rank}.safetensors"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Figures after this many tokens, or samples where there are no tokens."""
+
+    num_tokens: int
+    figures: Figures
+
+
+class State:
+    """Values of the parameters that learn, in main memory; of sharded ones those of this rank."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], step: int = 0) -> None:
+        self.step = step
+        self.values = [local(p).detach().to("cpu", copy=True) for p in parameters]
+
+    @torch.no_grad()
+    def restore_(self, parameters: Sequence[nn.Parameter]) -> None:
+        for parameter, values in zip(parameters, self.values, strict=True):
+            local(parameter).copy_(values)
+
+
+class RecoveryTrainer(Trainer):
+    """Trains by a ``Distillation``, with the zeros of every matrix held at zero.
+
+    Masks are the zeros that the weights have when the training begins, or goes on from a checkpoint.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: TrainingArguments,
+        distillation: Distillation,
+        plan: Plan,
+        steps: Steps,
+        held_out: Sequence[Tree],
+        *,
+        evaluate_at: Sequence[int],
+        save_at: Sequence[int],
+        report: Callable[[int], None],
+    ) -> None:
+        super().__init__(model, args, callbacks=[_Driver(self)])
+        for callback in (PrinterCallback, ProgressCallback):
+            self.remove_callback(callback)
+        self.model_accepts_loss_kwargs = True  # the loss is divided by the places of all batches of a step
+        self.distillation, self.plan, self.steps, self.held_out = distillation, plan, steps, held_out
+        self.evaluate_at, self.save_at, self.report = frozenset(evaluate_at), frozenset(save_at), report
+        self.saves = args.save_strategy != "no"
+        self.figures: dict[int, Measured] = {}  # of the student, by step
+        self.teacher_figures = Figures(None)
+        self.pruner: Pruner | None = None
+        self.initial: State | None = None  # what trials go back to
+        self.best: State | None = None
+        self.resumed_from: str | None = None
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        state = self.accelerator.state
+        if self.args.fsdp_plugin_args and state.distributed_type == DistributedType.MULTI_CPU:
+            # Accelerate shards models on accelerators alone; torch's fully_shard works on the CPU too
+            from accelerate.utils import FullyShardedDataParallelPlugin
+
+            state.fsdp_plugin = FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args)
+            state._shared_state["distributed_type"] = state.distributed_type = DistributedType.FSDP
+            self.is_fsdp_enabled = True
+
+    def get_train_dataloader(self) -> DataLoader:
+        return DataLoader(self.steps, batch_size=None)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            learning = [p for p in (model or self.model).parameters() if p.requires_grad]
+            self.optimizer = AdamWPrune(learning, LR, BETAS, weight_decay=0.0, max_norm=MAX_NORM)
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
+        """A schedule that changes nothing: each step takes its rate from the plan, which trials complete."""
+        if self.lr_scheduler is None:
+            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer or self.optimizer, lambda _: 1.0)
+            self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    def _get_learning_rate(self) -> float:
+        return self.optimizer.param_groups[0]["lr"]
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        return unwrapped(self.optimizer).grad_norm  # the step clips by it
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        return 0
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list[Tree], Any]:
+        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if not batches:
+            self.control.should_training_stop = True
+        num = torch.tensor(float(sum(places(self.distillation.student, batch) for batch in batches)), device=device)
+        if self.args.world_size > 1:
+            torch.distributed.all_reduce(num)
+        self.state.num_input_tokens_seen += int(num)
+        return batches, num / self.args.world_size  # since gradients are averaged over ranks
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> None:
+        return None
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Tree, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        model.eval()  # no dropout, and batch norms use their running statistics
+        with self.autocast():
+            return self.distillation(model, inputs, num_items_in_batch)
+
+    def autocast(self) -> torch.autocast:
+        return torch.autocast(self.args.device.type, torch.bfloat16, enabled=self.args.bf16)
+
+    @torch.no_grad()
+    def measure(self, model: nn.Module) -> tuple[Figures, Figures]:
+        """Figures of the student and of the teacher on the held-out batches, which ranks share."""
+        rank, num_ranks = self.args.process_index, self.args.world_size
+        mode = model.training
+        model.eval()
+        total = torch.zeros(7, dtype=torch.float64, device=self.args.device)
+        for first in range(0, len(self.held_out), num_ranks):
+            at = min(first + rank, len(self.held_out) - 1)
+            with self.autocast():  # every rank runs, since sharded weights are gathered together
+                sums = self.distillation.sums(model, moved(self.held_out[at], self.args.device))
+            total += sums * (first + rank < len(self.held_out))
+        if num_ranks > 1:
+            torch.distributed.all_reduce(total)
+        model.train(mode)
+        return figures_of(total, self.distillation.teacher is not None)
+
+    def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
+        """Measure on the held-out batches; a trial that ends here gives way to the next, or to the run."""
+        step = self.state.global_step
+        student, self.teacher_figures = self.measure(self.model_wrapped)
+        self.figures[step] = Measured(self.state.num_input_tokens_seen, student)
+        values = {"eval_tokens": self.figures[step].num_tokens, "eval_kl": student.kl, "eval_loss": student.loss, "eval_accuracy": student.accuracy}
+        metrics = {name: value for name, value in values.items() if value is not None}
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        return False  # the best state is kept here, in main memory
+
+    @property
+    def learning(self) -> list[nn.Parameter]:
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """The best state is written first: a checkpoint is complete when its trainer_state.json is there."""
+        self.fill_kept_zeros_()
+        folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        if self.best is not None and 0 < self.best.step < self.state.global_step and self.writes_best:
+            folder.mkdir(parents=True, exist_ok=True)
+            tensors = {str(i): values for i, values in enumerate(self.best.values)}
+            save_file(tensors, folder / BEST.format(rank=self.args.process_index), {"step": str(self.best.step)})
+        super()._save_checkpoint(model, trial)
+
+    @property
+    def writes_best(self) -> bool:
+        """Whether this rank's values are its own, or it is the first of equal ones."""
+        return self.args.process_index == 0 or self.is_sharded
+
+    @property
+    def is_sharded(self) -> bool:
+        return any(map(is_dtensor, self.learning))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        self.initial = State(self.learning)
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    @torch.no_grad()
+    def fill_kept_zeros_(self) -> None:
+        """A weight that stays is not to count as pruned because it came out as zero."""
+        if self.pruner is None:
+            return
+        parameters = {plain_name(name): p for name, p in self.model.named_parameters()}
+        for name, mask in self.pruner.masks.items():
+            weight = local(parameters[name])
+            weight.masked_fill_(mask & (weight == 0), torch.finfo(weight.dtype).tiny)
+
+
+class _Driver(TrainerCallback):
+    """Masks at the beginning, the rate of every step, trials, and the best state."""
+
+    def __init__(self, trainer: RecoveryTrainer) -> None:
+        self.trainer = trainer
+
+    def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **parts: Any) -> None:
+        trainer, optimizer = self.trainer, unwrapped(parts["optimizer"])
+        optimizer._on_gpu = all(p.is_cuda for group in optimizer.param_groups for p in group["params"])
+        trainer.initial = trainer.initial or State(trainer.learning)
+        if names := names_with_zeros(trainer.model):
+            trainer.pruner = Pruner(trainer.model, optimizer, masks="zeros", include=names, only=names)
+        if trainer.distillation.teacher is not None and trainer.is_fsdp_enabled:
+            trainer.distillation.teacher.shard_like(trainer.model)
+        if state.global_step:
+            self._resume(args, state)
+        else:
+            trainer.evaluate()
+        trainer.steps.first_step = state.global_step
+
+    def _resume(self, args: TrainingArguments, state: Any) -> None:
+        """Figures and trials so far are in the log; the best state is the first, this one, or in the checkpoint."""
+        trainer, plan = self.trainer, self.trainer.plan
+        for entry in state.log_history:
+            if "eval_tokens" in entry:
+                values = [entry.get(f"eval_{name}") for name in ("kl", "loss", "accuracy")]
+                trainer.figures[entry["step"]] = Measured(int(entry["eval_tokens"]), Figures(*values))
+        plan.results = [trainer.figures[end].figures.compared for end in plan.trial_ends if end in trainer.figures]
+        step = best_step(trainer.figures, plan)
+        path = Path(trainer.resumed_from or "") / BEST.format(rank=args.process_index if trainer.is_sharded else 0)
+        if step == 0:
+            trainer.best = trainer.initial
+            return
+        trainer.best = State(trainer.learning, state.global_step)
+        if step != state.global_step:
+            try:
+                values = load_file(path)
+                trainer.best.values = [values[str(i)].view_as(v) for i, v in enumerate(trainer.best.values)]
+                trainer.best.step = step
+            except (OSError, KeyError, RuntimeError) as error:
+                warnings.warn(
+                    f"the best state so far, of step {step}, is not in {path} ({error}); it begins anew with this one, "
+                    "as where a run goes on with another number of processes",
+                    stacklevel=2,
+                )
+                trainer.figures = {s: m for s, m in trainer.figures.items() if s <= plan.num_trial_steps or s > step}
+
+    def on_step_begin(self, args: TrainingArguments, state: Any, control: Any, **parts: Any) -> None:
+        lr = self.trainer.plan.lr_at(state.global_step)
+        for group in unwrapped(parts["optimizer"]).param_groups:
+            group["lr"] = lr
+
+    def on_step_end(self, args: TrainingArguments, state: Any, control: Any, **_: Any) -> None:
+        step, trainer = state.global_step, self.trainer
+        control.should_evaluate = step in trainer.evaluate_at or step in trainer.plan.trial_ends
+        control.should_save = trainer.saves and (control.should_evaluate or step in trainer.save_at)
+        trainer.report(step)
+
+    def on_evaluate(self, args: TrainingArguments, state: Any, control: Any, **parts: Any) -> None:
+        step, trainer = state.global_step, self.trainer
+        if step in trainer.plan.trial_ends:
+            trainer.plan.results.append(trainer.figures[step].figures.compared)
+            assert trainer.initial is not None
+            trainer.initial.restore_(trainer.learning)
+            for own in unwrapped(parts["optimizer"]).state.values():
+                for name in ("step", "exp_avg", "exp_avg_sq"):
+                    own[name].zero_()
+        elif step == 0:
+            trainer.best = trainer.initial
+        elif step == best_step(trainer.figures, trainer.plan):
+            trainer.fill_kept_zeros_()
+            trainer.best = State(trainer.learning, step)
+
+
+def best_step(figures: Mapping[int, Measured], plan: Plan) -> int:
+    """The step, of the run and not of its trials, at which the student was nearest to its teacher."""
+    counted = {step: m.figures.compared for step, m in figures.items() if step == 0 or step not in plan.trial_ends}
+    return min(counted, key=lambda step: (math.isnan(counted[step]), counted[step], -step))
+
+
+def names_with_zeros(model: nn.Module) -> list[str]:
+    """Matrices in which something is zero; one that is all zero, as a new adapter may be, is to learn."""
+    named = {plain_name(name): p for name, p in model.named_parameters() if p.requires_grad and p.ndim > 1}
+    num_kept = torch.tensor([int(local(p).count_nonzero()) for p in named.values()])
+    sizes = torch.tensor([local(p).numel() for p in named.values()])
+    if any(map(is_dtensor, named.values())):
+        counts = torch.stack([num_kept, sizes]).to(next(iter(named.values())).device)
+        torch.distributed.all_reduce(counts)
+        num_kept, sizes = counts.cpu()
+    return [name for name, kept, size in zip(named, num_kept.tolist(), sizes.tolist(), strict=True) if 0 < kept < size]
