@@ -26,7 +26,7 @@ class Command:
     data: str | None = None  # other data than the run's own
     validation: Path | None = None  # other held-out file than the run's own
     tokens: Path | None = None  # held-out tokens for a Hugging Face folder (.u16, .bin, .u32 or .npy)
-    text: Path | None = None  # in place of tokens: text, read by the folder's own tokenizer
+    text: Path | None = None  # in place of tokens: text file, or folder of them, read by the model's own tokenizer
     batches: Path | None = None  # or named arrays (.npz), a row a sample, with labels if there are any
     dense: Path | None = None  # the folder before it was pruned, to compare outputs with where there are no labels
     token_type: Literal["auto", "uint16", "uint32"] = "auto"  # of a raw token file; auto goes by its name
@@ -171,6 +171,7 @@ def _windows(command: Command, model: Any) -> "HeldOut":
     path = command.text or command.tokens
     assert path is not None
     file = read_token_file(path, command.path, command.token_type, is_text=command.text is not None)
+    print(*file.notes)
     check_vocabulary(file, model)
     start = start_tokens(command.start_token, [file], model)
     return held_out_windows(file, model, command.length or longest_window(model), command.eval_windows, start)

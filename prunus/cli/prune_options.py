@@ -36,8 +36,8 @@ class Command:
     out: Path  # folder to write; it must not exist
     tokens: Path | None = None  # calibration tokens for a Hugging Face folder (.u16, .bin, .u32 or .npy)
     eval_tokens: Path | None = None  # held-out tokens for it; without any the last tenth of what calibrates
-    text: Path | None = None  # in place of tokens: text, read by the folder's own tokenizer
-    eval_text: Path | None = None  # held-out text
+    text: Path | None = None  # in place of tokens: text file, or folder of them, read by the model's own tokenizer
+    eval_text: Path | None = None  # held-out text file, or folder of them
     batches: Path | None = None  # in place of tokens: named arrays (.npz), a row a sample, with labels if there are any
     eval_batches: Path | None = None  # held-out arrays
     token_type: TokenType = "auto"  # of raw token files; auto goes by their names

@@ -3,7 +3,7 @@
 import inspect
 import zipfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..files.regular import check_regular, check_regular_files
+from ..files.regular import check_regular_files
 from . import tokens as token_files
-from .tokens import OPENERS, TOKEN_TYPES, read_tokens
+from .text import read_text
+from .tokens import TOKEN_TYPES, read_tokens, suffix_of
 
 Rows = dict[str, Tensor]  # arguments of a model's forward, one row a sample
 TEXT = (".txt", ".md")
@@ -67,11 +68,12 @@ class TokenFile:
     path: Path
     ids: np.ndarray
     start: Sequence[int] = ()
+    notes: Sequence[str] = ()  # what of a text was not read
 
     def split(self) -> "tuple[TokenFile, TokenFile]":
         """All but the last tenth, and that."""
         edge = len(self.ids) - len(self.ids) // HELD_OUT
-        return TokenFile(self.path, self.ids[:edge], self.start), TokenFile(self.path, self.ids[edge:], self.start)
+        return replace(self, ids=self.ids[:edge]), replace(self, ids=self.ids[edge:])
 
 
 def read_token_files(files: SampleFiles, folder: Path, gguf_file: str | None) -> tuple[TokenFile | None, TokenFile]:
@@ -94,8 +96,7 @@ def read_token_file(
     path: Path, folder: Path, token_type: str = "auto", gguf_file: str | None = None, *, is_text: bool = False
 ) -> TokenFile:
     """Tokens of a token file, or of a text by the tokenizer in the model's folder."""
-    suffix = (path.with_suffix("") if path.suffix in OPENERS else path).suffix
-    if not is_text and suffix in {".npy", *(name for names in TOKEN_TYPES.values() for name in names)}:
+    if not is_text and suffix_of(path) in {".npy", *(name for names in TOKEN_TYPES.values() for name in names)}:
         return TokenFile(path, read_tokens(path, token_type))
     tokenizer = tokenizer_of(folder, gguf_file) if is_text or (path.suffix in TEXT and path.is_file()) else None
     if tokenizer is None and not is_text:  # its bytes would pass for tokens
@@ -105,12 +106,8 @@ def read_token_file(
         )
     if tokenizer is None:
         raise ValueError(f"{folder} has no tokenizer that transformers reads, so {path} must be given as tokens")
-    check_regular(path)
-    try:
-        ids = tokenizer.encode(path.read_text(encoding="utf-8"), add_special_tokens=False, verbose=False)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text in UTF-8 ({error}); give tokens with --tokens") from error
-    return TokenFile(path, np.array(ids, dtype=np.int64), start_of(tokenizer))
+    ids, notes = read_text(path, tokenizer)
+    return TokenFile(path, ids, start_of(tokenizer), notes)
 
 
 def start_of(tokenizer: Any) -> list[int]:

@@ -115,7 +115,9 @@ def _hugging_face(source: ModelSource, folder: Path) -> TrainedModel:
     calibration, held_out = chosen
     metric, evaluate = metric_of(model, held_out.samples)
     save = partial(_save, model, folder, gguf_file=source.gguf_file)
-    return TrainedModel(model, [calibration], evaluate, save, metric=metric, held_out=str(held_out))
+    notes = [note for file in read if file is not None for note in file.notes] if isinstance(read, tuple) else []
+    note = "; ".join(dict.fromkeys(notes)) or None  # both parts of a split text have the same
+    return TrainedModel(model, [calibration], evaluate, save, metric=metric, held_out=str(held_out), note=note)
 
 
 def _windows(

@@ -3,6 +3,9 @@
 import gzip
 import lzma
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BufferedIOBase
 from pathlib import Path
 
 import numpy as np
@@ -12,13 +15,25 @@ MAX_READ = 2**30  # bytes of a file that is read into memory: half a megabyte ma
 TOKEN_TYPES = {"uint16": (".bin", ".u16"), "uint32": (".u32",)}  # of raw files, little-endian, by their names
 
 
-def read_bytes(path: Path) -> bytes:
-    """The content of a file, unpacked if it ends in .gz or .xz; ValueError where it is longer than MAX_READ."""
+@contextmanager
+def opened(path: Path) -> Iterator[BufferedIOBase]:
+    """A file to read, unpacked if it ends in .gz or .xz; ValueError where a packed one is damaged."""
     try:
         with OPENERS.get(path.suffix, open)(path, "rb") as file:
-            content = file.read(MAX_READ + 1)
+            yield file
     except (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile) as damage:
         raise ValueError(f"{path} is no whole {path.suffix} file ({damage}); copy it anew") from damage
+
+
+def suffix_of(path: Path) -> str:
+    """The end of a file's name, without that of packing."""
+    return (path.with_suffix("") if path.suffix in OPENERS else path).suffix
+
+
+def read_bytes(path: Path) -> bytes:
+    """The content of a file, unpacked if it ends in .gz or .xz; ValueError where it is longer than MAX_READ."""
+    with opened(path) as file:
+        content = file.read(MAX_READ + 1)
     if len(content) > MAX_READ:
         ways = "; unpack it: a plain file of tokens is not read into memory" * (path.suffix in OPENERS)
         raise ValueError(f"{path} holds more than {MAX_READ / 2**20:g} MiB, the most that is read into memory{ways}")
@@ -35,8 +50,7 @@ def read_tokens(path: Path, token_type: str = "auto") -> np.ndarray:
         raise ValueError(
             f"{path} is no file; give a text, tokens (.bin, .u16, .u32, .npy), 'stdlib', or images: a folder, 'digits'"
         )
-    packed = path.suffix in OPENERS
-    suffix = (path.with_suffix("") if packed else path).suffix
+    packed, suffix = path.suffix in OPENERS, suffix_of(path)
     if suffix == ".npy" and not packed:
         return _read_npy(path)
     named = next((name for name, suffixes in TOKEN_TYPES.items() if suffix in suffixes), "uint8")
