@@ -16,6 +16,7 @@ COMMANDS = {
     "demo": "train a small GPT dense and pruned to a half, and compare: 3 minutes on two cores",
     "train": "train a network, pruning it on the way",
     "prune": "prune a trained model, and repair the weights that stay",
+    "recover": "let a pruned model learn from the dense one, its zeros kept",
     "study": "compare scores fairly, over several sparsities and seeds",
     "eval": "measure quality and sparsity of a model on held-out data",
     "report": "write one HTML page with the charts of a run or a study",
@@ -84,7 +85,7 @@ def _continues(name: str, args: list[str]) -> bool:
     """Whether a command that was stopped goes on where it was when it is called again."""
     if name == "study":
         return args[:1] not in (["merge"], ["show"], ["page"])
-    return name == "demo" or (name == "prune" and not {"--probe", "--no-repair"} & set(args))
+    return name in ("demo", "recover") or (name == "prune" and not {"--probe", "--no-repair"} & set(args))
 
 
 def _parse(kind: type[Any], name: str, args: list[str]) -> Any:
@@ -128,7 +129,7 @@ def _fail(who: str, what: str) -> NoReturn:
     """End with one line on standard error."""
     from .console import escaped
 
-    rank = os.environ.get("RANK", "0") if who == "prunus train" else "0"
+    rank = os.environ.get("RANK", "0") if who in ("prunus train", "prunus recover") else "0"
     if rank != "0":  # usually rank 0 has the same error, reports it and torchrun ends the others; else this one is late
         time.sleep(10)
         who = f"{who}: rank {rank}"

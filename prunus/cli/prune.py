@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ..oneshot.resources import Cost
+    from ..recovery import Recovery
     from ..sparsity_report import SparsityReport
     from ..trained.model import TrainedModel
     from .prune_tables import Outcome, Profile
@@ -43,6 +44,8 @@ def run(command: Command) -> None:
         f"{zeros.sparsity:.4%} of {zeros.num_prunable:,} prunable weights and {zeros.sparsity_of_all:.4%} of all "
         f"{zeros.num_parameters:,} are zero"
     )
+    if outcome.recovery is not None:
+        print(*str(outcome.recovery).splitlines())
     if outcome.score == "wanda" and command.scope == "global":
         print("One threshold for all layers suits wanda badly: on small GPTs it was far worse than by rows.")
     cost = outcome.result.cost
@@ -130,16 +133,37 @@ def _pruned(command: Command) -> "Outcome":
                 with result.masks_alone():
                     rows["masks alone"] = measure()
             rows["repaired" if repair else "probed" if probe else score or ""] = reached
+    recovery = None
+    if command.recover is not None:
+        recovery = _recovered(command, trained, result.dense())
+        rows["recovered"] = measure()
     result.level.originals = Originals()  # the dense weights, which nothing reads any more
     if dropping is not None and result is not dropping:
         result.experts = dropping.experts
         result.cost.add_(dropping.cost)
-    outcome = Outcome(trained, result, rows, score)
+    outcome = Outcome(trained, result, rows, score, recovery=recovery)
     if not command.profile:
         return outcome
     seconds = result.cost.parts | measure.clock.seconds
     total = time.perf_counter() - began
     return replace(outcome, profile=_profile(command, result.cost, seconds, total, sampler.mean))
+
+
+def _recovered(command: Command, trained: "TrainedModel", dense: "nn.Module") -> "Recovery":
+    """The pruned model, after it has learned from the dense one."""
+    from transformers import TrainingArguments
+
+    from .recover import batch_options, recovered
+
+    if trained.training is None:
+        raise ValueError(f"--recover reads --text, --tokens or --batches, which {command.model} does not; recover it "
+                         "in Python: prunus.recover(model, teacher=result.dense(), ...)")  # fmt: skip
+    is_gpu = command.device != "cpu"
+    where = str(command.unfinished / "recovery")
+    args = TrainingArguments(where, use_cpu=not is_gpu, bf16=is_gpu, report_to="none", seed=command.seed)
+    args._n_gpu = min(1, args.n_gpu)
+    options = batch_options(command.recover or "", trained, args, length=command.length)
+    return recovered(command, trained, dense, args, options)
 
 
 @contextmanager
@@ -230,7 +254,8 @@ def _figures(command: Command, outcome: "Outcome") -> dict[str, Any]:
     result, profile = outcome.result, outcome.profile
     layers = [asdict(layer) | {"sparsity": layer.sparsity} for layer in result.layers]
     cost = {name: getattr(result.cost, name) for name in ("passes", "forwards", "seconds", "peak_bytes")}
-    found = {
+    recovery = {} if outcome.recovery is None else {"recovery": outcome.recovery.figures()}
+    found = recovery | {
         "settings": _settings(command),
         "held_out": outcome.model.held_out,
         "rows": outcome.rows,

@@ -52,6 +52,7 @@ class Command:
     repair_probe: Flag = False  # repair the masks of a probe too
     targets: Literal["dense", "own"] = "dense"  # reproduce the dense model's outputs, or those of each layer by itself
     tune: Flag = False  # let every block, then the whole model, learn the outputs of the dense one; slow on a CPU
+    recover: str | None = None  # then learn from the dense model over so many tokens (20M) of the text or tokens
     damping: float | None = None  # how near weights stay to their dense values; by default from the number of tokens
     probe: Literal["none", "sequential", "block", "joint"] = "none"  # schedule of the probe
     tau: str = "1.0"  # allowed increase of the gradient: a number, adaptive, or target
@@ -134,11 +135,7 @@ def check_places(command: Command) -> None:
 
 def check(command: Command) -> None:
     """Refuse options that make no sense before anything is loaded."""
-    if command.out.exists():
-        raise ValueError(f"{command.out} is there already; choose another --out")
-    above = next(folder for folder in command.out.absolute().parents if folder.exists())
-    if not (above.is_dir() and os.access(above, os.W_OK)):
-        raise ValueError(f"{command.out} cannot be written: {above} is no folder that you may write to")
+    check_new_folder(command.out)
     if command.experts is not None and not 0 < command.experts < 1:
         raise ValueError(f"--experts is a fraction above 0 and below 1, got {command.experts}")
     if command.sparsity is None or not 0 <= command.sparsity < 1:
@@ -158,6 +155,8 @@ def check(command: Command) -> None:
             raise ValueError(f"without a repair nothing reads {flag}; leave it off")
         if option.name in ("length", "eval_windows", "batch") and (value or 0) < 0:
             raise ValueError(f"{flag} must be at least 0, got {value}")
+    if command.recover is not None:
+        check_recovery(command)
     if command.allocate != "uniform" and command.chosen_scope != "layer":
         raise ValueError(f"--allocate {command.allocate} spreads the sparsity over layers; take --scope layer")
     if command.allocate in ("fisher", "moments") and command.probe != "none":
@@ -167,6 +166,29 @@ def check(command: Command) -> None:
     device_of(command.device)
 
 
+def check_recovery(command: Command) -> None:
+    from .recover import number_of
+
+    number_of(command.recover or "")
+    if not command.prunes:
+        raise ValueError("--recover learns back what pruning took; give --sparsity too")
+    if command.offload:
+        raise ValueError("--recover trains the whole model on the device; leave off --offload, and recover by itself")
+    if command.calibrate == "self":
+        raise ValueError("--recover learns from text; give --text, --tokens or --batches, not --calibrate self")
+    if command.experts is not None:
+        raise ValueError("--recover and --experts do not go together; drop experts first, then prune and recover")
+
+
+def check_new_folder(out: Path) -> None:
+    """Refuse a folder that is there, or cannot be made."""
+    if out.exists():
+        raise ValueError(f"{out} is there already; choose another --out")
+    above = next(folder for folder in out.absolute().parents if folder.exists())
+    if not (above.is_dir() and os.access(above, os.W_OK)):
+        raise ValueError(f"{out} cannot be written: {above} is no folder that you may write to")
+
+
 def source_of(command: Command) -> "ModelSource":
     from ..trained.model import ModelSource
 
@@ -174,6 +196,11 @@ def source_of(command: Command) -> "ModelSource":
     if command.samples is None:
         many = command.repairs or command.experts is not None
         known |= {"samples": 128, "at_most": True} if many else {"samples": 32}
+    if command.recover is not None:
+        from ..trained.data import TokenCache
+        from .recover import number_of
+
+        known["cache"] = TokenCache(command.unfinished / "tokens.u32", number_of(command.recover) * 10 // 9)
     return ModelSource(**known)
 
 

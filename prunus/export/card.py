@@ -158,7 +158,9 @@ def _method(settings: Mapping[str, Any]) -> Iterator[str]:
     chosen = "which weights stay, and what they must be, was" if settings.get("score") == "auto" else "weights were"
     repair = f"{chosen} solved for, block after block" if is_repaired else "none, masks alone"
     tuned = ", then tuned to the outputs of the dense model" if settings.get("tune") else ""
-    yield "## Method\n\n" + "\n".join([*lines, f"- repair: {repair}{tuned}"])
+    lines += [f"- repair: {repair}{tuned}"] if "score" in settings else []
+    lines += [f"- recovery: {_line(settings['recovery'])}"] if settings.get("recovery") else []
+    yield "## Method\n\n" + "\n".join(lines)
 
 
 def _how_to_load(folder: Path, facts: CardFacts) -> str:

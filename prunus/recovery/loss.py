@@ -123,7 +123,8 @@ class Distillation:
             return torch.tensor([*values, 0, 0, 0, 0, 0], dtype=torch.float64, device=found.device)
         values += [float(label_loss(each, labels, self.distance)) for each in (found, expected)]
         values += [int((labels != IGNORED).sum())]
-        values += [num_right(each, labels, self.distance) for each in (found, expected)]
+        is_text = found.ndim == 3 and self.distance.kind == "classes"  # whose perplexity says more
+        values += [math.nan if is_text else num_right(each, labels, self.distance) for each in (found, expected)]
         return torch.tensor(values, dtype=torch.float64, device=found.device)
 
     def _in_head(self, call: Call, batch: Tree, measure: Callable[..., Tensor], **options: Any) -> Tensor:
@@ -201,14 +202,13 @@ def labels_of(model: nn.Module, batch: Tree, distance: Distance, shape: torch.Si
     inputs, labels = batch if isinstance(batch, tuple) else (batch, None)
     if isinstance(inputs, Mapping):
         labels = inputs.get("labels", labels)
-    if not hasattr(model, "config"):
-        is_text, tokens = labels is None, inputs
-    else:
-        is_text = not is_encoder_decoder(model) and bool(getattr(model, "can_generate", bool)())
-        tokens = inputs.get("input_ids") if isinstance(inputs, Mapping) else inputs
     if distance.kind != "classes":
         return labels if isinstance(labels, Tensor) and labels.shape[0] == shape[0] else None
-    if is_text and isinstance(tokens, Tensor) and tokens.shape == shape[:-1] and not tokens.is_floating_point():
+    tokens = inputs.get("input_ids") if isinstance(inputs, Mapping) else inputs
+    predicts_next = labels is None
+    if hasattr(model, "config"):
+        predicts_next = not is_encoder_decoder(model) and bool(getattr(model, "can_generate", bool)())
+    if predicts_next and isinstance(tokens, Tensor) and tokens.shape == shape[:-1] and not tokens.is_floating_point():
         labels = tokens if labels is None else labels
         mask = token_mask(model, batch)
         labels = labels if mask is None else labels.masked_fill(~mask, IGNORED)

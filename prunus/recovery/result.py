@@ -1,6 +1,5 @@
 """What a recovery did: figures before and after, the rate, the curve, and the way back."""
 
-import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -59,9 +58,7 @@ class Recovery:
         parts = []
         for name, form in (("perplexity", "{:.4g}"), ("accuracy", "{:.2%}"), ("kl", "{:.4g}")):
             values = [getattr(each, name) for each in (self.before, self.after, self.teacher)]
-            if any(value is None for value in values) or (name == "accuracy" and not self.is_classifier):
-                continue
-            if name == "perplexity" and self.is_classifier:
+            if any(value is None for value in values) or (name == "perplexity" and self.is_classifier):
                 continue
             before, after, teacher = map(form.format, values)
             of = f", teacher {teacher}" if name != "kl" else ""
@@ -71,7 +68,7 @@ class Recovery:
 
     @property
     def is_classifier(self) -> bool:
-        """Whether its accuracy says more than its perplexity: of few classes."""
+        """Whether its accuracy was measured: of text the perplexity says more."""
         return self.before.accuracy is not None
 
     def figures(self) -> dict[str, Any]:
@@ -79,8 +76,3 @@ class Recovery:
         names = ("lr", "lr_reason", "best_step", "steps", "tokens", "seconds", "num_zeros", "notes")
         models = {name: asdict(getattr(self, name)) for name in ("before", "after", "teacher")}
         return models | {name: getattr(self, name) for name in names} | {"curve": [asdict(one) for one in self.curve]}
-
-
-def ratio(value: float | None, of: float | None) -> float:
-    """How far a value is above another, as a share."""
-    return math.nan if value is None or not of else value / of - 1

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..files.regular import check_regular_files
 from . import tokens as token_files
-from .text import read_text
+from .text import read_text, write_tokens
 from .tokens import TOKEN_TYPES, read_tokens, suffix_of
 
 Rows = dict[str, Tensor]  # arguments of a model's forward, one row a sample
@@ -76,7 +76,26 @@ class TokenFile:
         return replace(self, ids=self.ids[:edge]), replace(self, ids=self.ids[edge:])
 
 
-def read_token_files(files: SampleFiles, folder: Path, gguf_file: str | None) -> tuple[TokenFile | None, TokenFile]:
+@dataclass(frozen=True)
+class TokenCache:
+    """A file for the tokens of a text that is too long for memory, at most about ``most`` of them."""
+
+    path: Path
+    most: int
+
+    def read(self, text: Path, folder: Path, gguf_file: str | None) -> TokenFile:
+        """The tokens, which are written unless they are there."""
+        tokenizer, notes = tokenizer_of(folder, gguf_file), list[str]()
+        if tokenizer is None:
+            raise ValueError(f"{folder} has no tokenizer that transformers reads, so {text} must be given as tokens")
+        if not self.path.is_file():
+            write_tokens(text, tokenizer, self.path, self.most, note=notes.append)
+        return TokenFile(text, read_tokens(self.path), start_of(tokenizer), notes)
+
+
+def read_token_files(
+    files: SampleFiles, folder: Path, gguf_file: str | None, cache: "TokenCache | None" = None
+) -> tuple[TokenFile | None, TokenFile]:
     """Calibration and held-out tokens of a folder's model; the first is None where the model writes them."""
 
     def read(tokens: Path | None, text: Path | None) -> TokenFile | None:
@@ -85,7 +104,11 @@ def read_token_files(files: SampleFiles, folder: Path, gguf_file: str | None) ->
             return None
         return read_token_file(path, folder, files.token_type, gguf_file, is_text=text is not None)
 
-    calibration, held_out = read(files.tokens, files.text), read(files.eval_tokens, files.eval_text)
+    if files.text is not None and cache is not None:
+        calibration = cache.read(files.text, folder, gguf_file)
+    else:
+        calibration = read(files.tokens, files.text)
+    held_out = read(files.eval_tokens, files.eval_text)
     if held_out is None:
         assert calibration is not None
         return calibration.split()
@@ -189,7 +212,7 @@ def drawn(ids: np.ndarray, num: int, length: int, seed: int, start: Sequence[int
         raise ValueError(f"a window of {length} tokens was asked for, but the file has {len(ids)}; take shorter ones")
     if available < num:
         raise ValueError(f"{num} windows of {length} tokens were asked for, but there are {available}; take fewer")
-    return _windows(ids, np.random.default_rng(seed).permutation(available)[:num], length, start)
+    return windows_at(ids, np.random.default_rng(seed).permutation(available)[:num], length, start)
 
 
 def spread(total: int, limit: int) -> np.ndarray:
@@ -206,10 +229,11 @@ def side_by_side(ids: np.ndarray, length: int, limit: int, start: Sequence[int] 
     which = spread(num_windows(ids, length, start), limit)
     if not len(which):
         raise ValueError(f"the held-out file has {len(ids)} tokens, fewer than a window of {length}")
-    return _windows(ids, which, length, start)
+    return windows_at(ids, which, length, start)
 
 
-def _windows(ids: np.ndarray, which: np.ndarray, length: int, start: Sequence[int]) -> Tensor:
+def windows_at(ids: np.ndarray, which: np.ndarray, length: int, start: Sequence[int]) -> Tensor:
+    """Windows (num, length) by their numbers, side by side in ``ids``."""
     step = _step(length, start)
     windows = np.empty((len(which), length), np.int64)
     windows[:, : len(start)] = start

@@ -21,6 +21,7 @@ from ..ops.wide_products import wide_products
 from .data import (
     Rows,
     SampleFiles,
+    TokenCache,
     TokenFile,
     check_batches,
     check_vocabulary,
@@ -36,6 +37,7 @@ from .data import (
     tokenizer_of,
 )
 from .quality import HeldOut, held_out_rows, held_out_windows, metric_of
+from .windows import TrainingBatches
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,8 @@ class TrainedModel:
     moments: Mapping[str, Tensor] = field(default_factory=dict)  # Adam's second ones by weight, where a run has them
     held_out: str = ""  # how many samples the metric is of, where that is known
     note: str | None = None  # what to say before anything is done
+    training: Callable[..., TrainingBatches] | None = None  # all samples to learn from, of a size and a length
+    evaluated: Tensor | Rows | None = None  # the samples that the metric is of
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,7 @@ class ModelSource:
     eval_batches: Path | None = None
     token_type: str = "auto"
     start_token: str = "auto"
+    cache: TokenCache | None = None  # of the tokens of ``text``
 
 
 def load_trained(
@@ -107,23 +112,27 @@ def _hugging_face(source: ModelSource, folder: Path) -> TrainedModel:
     names = [field.name for field in fields(SampleFiles) if field.name != "is_written"]
     is_own = source.calibrate == "self"
     files = SampleFiles(**{name: getattr(source, name) for name in names}, is_written=is_own)
-    read = read_batches(files.batches) if files.batches else read_token_files(files, folder, source.gguf_file)
+    how = (folder, source.gguf_file, source.cache)
+    read = read_batches(files.batches) if files.batches else read_token_files(files, *how)
     model = load_any_model(folder, source.dtype, source.gguf_file)
     _forget_quantization(model)
     model.to("cpu" if source.offload else source.device)
     chosen = _windows(source, model, *read) if isinstance(read, tuple) else _rows(source, model, read)
-    calibration, held_out = chosen
+    calibration, held_out, training = chosen
     metric, evaluate = metric_of(model, held_out.samples)
     save = partial(_save, model, folder, gguf_file=source.gguf_file)
     notes = [note for file in read if file is not None for note in file.notes] if isinstance(read, tuple) else []
     note = "; ".join(dict.fromkeys(notes)) or None  # both parts of a split text have the same
-    return TrainedModel(model, [calibration], evaluate, save, metric=metric, held_out=str(held_out), note=note)
+    known = {"metric": metric, "held_out": str(held_out), "note": note}
+    return TrainedModel(
+        model, [calibration], evaluate, save, training=training, evaluated=held_out.samples, **known
+    )
 
 
 def _windows(
     source: ModelSource, model: Any, calibration: TokenFile | None, held_out: TokenFile
-) -> tuple[Tensor | Rows, HeldOut]:
-    """Calibration and held-out windows of tokens."""
+) -> tuple[Tensor | Rows, HeldOut, Callable[..., TrainingBatches] | None]:
+    """Calibration and held-out windows of tokens, and batches to learn from."""
     known = [file for file in (calibration, held_out) if file is not None]
     for file in reversed(known):
         check_vocabulary(file, model)
@@ -131,18 +140,21 @@ def _windows(
     longest = getattr(text_config(model), "max_position_embeddings", None) or length
     if length > longest:
         raise ValueError(f"--length {length} is more than the {longest} tokens that the model reads; take less")
+    training = None
     if calibration is None:
         windows = written_by(model, source.samples, length, source.seed)
     else:
+        training = partial(TrainingBatches, calibration, model, start=start, seed=source.seed)
         num = source.samples
         if source.at_most:
             num = min(num, max(1, len(calibration.ids) // max(1, length - len(start))))
         windows = drawn(calibration.ids, num, length, source.seed, start)
-    return rows_of_tokens(model, windows), held_out_windows(held_out, model, length, source.eval_windows, start)
+    evaluated = held_out_windows(held_out, model, length, source.eval_windows, start)
+    return rows_of_tokens(model, windows), evaluated, training
 
 
-def _rows(source: ModelSource, model: Any, rows: Rows) -> tuple[Rows, HeldOut]:
-    """Calibration and held-out samples of named arrays."""
+def _rows(source: ModelSource, model: Any, rows: Rows) -> tuple[Rows, HeldOut, Callable[..., TrainingBatches]]:
+    """Calibration and held-out samples of named arrays, and batches to learn from."""
     assert source.batches is not None
     rows = check_batches(source.batches, rows, model)
     if source.eval_batches is None:
@@ -150,7 +162,8 @@ def _rows(source: ModelSource, model: Any, rows: Rows) -> tuple[Rows, HeldOut]:
     else:
         held_out = check_batches(source.eval_batches, read_batches(source.eval_batches), model)
     chosen = drawn_rows(rows, source.samples, source.seed, at_most=source.at_most)
-    return chosen, held_out_rows(held_out, source.eval_windows)
+    training = partial(TrainingBatches, rows, model, seed=source.seed)
+    return chosen, held_out_rows(held_out, source.eval_windows), training
 
 
 @torch.no_grad()

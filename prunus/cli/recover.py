@@ -1,0 +1,226 @@
+"""``prunus recover``"""
+
+import os
+import shutil
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import tyro
+
+from .console import print
+from .prune_options import Flag, TokenType, check_new_folder
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ..recovery import Recovery
+    from ..trained.model import TrainedModel
+
+OF_DATA = ("text", "tokens", "batches", "eval_text", "eval_tokens", "eval_batches", "token_type", "start_token")
+OF_DATA += ("length", "eval_windows", "seed")
+UNITS = {"k": 10**3, "m": 10**6, "b": 10**9}
+LENGTH = 512  # tokens of a window, or the model's longest
+PER_STEP = 49_152  # tokens of a step, where the budget has that many steps
+FEWEST_STEPS = 100  # below, steps are smaller
+PER_PASS = {"cuda": 8192, "cpu": 2048}  # tokens of one pass
+
+
+@dataclass(frozen=True)
+class Command:
+    """Let a pruned model learn from the dense one; its zeros stay exactly where they are.
+
+    It reads text, tokens or named arrays, and learns the teacher's predictions on them. The last tenth of the data, or
+    the data of --eval-text, is held out to measure both. Killed, the same command goes on from its last checkpoint.
+    On several GPUs: torchrun --nproc-per-node 8 -m prunus recover ...
+    """
+
+    model: tyro.conf.Positional[Path]  # Hugging Face folder of the pruned model
+    teacher: Path  # folder or .gguf file of the dense model
+    out: Path  # folder to write; it must not exist
+    text: Path | None = None  # text to learn from: a file, or a folder of files
+    tokens: Path | None = None  # in place of text: tokens (.u16, .bin, .u32 or .npy)
+    batches: Path | None = None  # in place of text: named arrays (.npz), a row a sample, with labels if there are any
+    eval_text: Path | None = None  # held-out text
+    eval_tokens: Path | None = None  # held-out tokens
+    eval_batches: Path | None = None  # held-out arrays
+    budget: str = "20M"  # tokens to learn from in all, or samples of arrays: 500k, 20M, 1B
+    lr: float | None = None  # learning rate; without it the best of three short trials
+    hard: float = 0.0  # weight of the text's cross-entropy beside the teacher's predictions
+    train: tuple[str, ...] = ()  # patterns of the parameters that learn, and no others
+    length: int = 0  # tokens per window; 0 takes 512, or the model's longest
+    batch: int = 0  # windows or samples per pass; 0 takes about 8,192 tokens on a GPU, 2,048 on a CPU, or 32 samples
+    step_tokens: int = 0  # tokens (or samples) of a step; 0 takes 49,152 (128), fewer where the budget is small
+    eval_windows: int | None = None  # held-out windows; 0 takes all, by default 128 of tokens
+    token_type: TokenType = "auto"  # of raw token files; auto goes by their names
+    start_token: Literal["auto", "yes", "no"] = "auto"  # open every window with it; auto: as the tokenizer does to text
+    parallel: Literal["auto", "ddp", "fsdp"] = "auto"  # under torchrun; auto is ddp
+    offload_teacher: Flag = False  # keep the teacher in main memory, one block at a time on the device
+    compile: Flag = False  # compile the blocks of both models
+    bf16: bool | None = None  # products in bfloat16; by default on GPUs that have them
+    seed: int = 0  # order of the windows
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+    @property
+    def unfinished(self) -> Path:
+        """The folder for checkpoints, until the result is in its place."""
+        return self.out.with_name(f".{self.out.name}.unfinished")
+
+
+def run(command: Command) -> None:
+    check(command)
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # those of transformers, between ours
+    from ..files.lock import lock_folder
+    from ..recovery.folder import write_recovered
+
+    args = training_arguments(command)
+    is_first = args.process_index == 0
+    made = not command.unfinished.exists()
+    with lock_folder(command.unfinished) if is_first else nullcontext():
+        try:
+            trained, teacher = _loaded(command, args)
+            if is_first and trained.note:
+                print(trained.note)
+            options = batch_options(command.budget, trained, args, **sizes_of(command))
+            recovery = recovered(command, trained, teacher, args, options)
+        except ValueError:
+            if made and is_first and not any(command.unfinished.glob("checkpoint-*")):
+                shutil.rmtree(command.unfinished, ignore_errors=True)
+            raise
+        settings = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(command).items()}
+        where = {"source": command.model, "unfinished": command.unfinished}
+        write_recovered(command.out, trained.model, recovery, settings=settings, **where)
+    if is_first:
+        print(*str(recovery).splitlines(), f"{command.out}: written")
+
+
+def check(command: Command) -> None:
+    """Refuse options that make no sense before anything is loaded."""
+    number_of(command.budget)
+    check_new_folder(command.out)
+    if not (command.model / "config.json").is_file():
+        raise ValueError(f"{command.model} is no Hugging Face folder: it has no config.json; give a pruned model's")
+    is_gguf = command.teacher.suffix == ".gguf" and command.teacher.is_file()
+    if not is_gguf and not (command.teacher / "config.json").is_file():
+        raise ValueError(f"--teacher {command.teacher} is neither a Hugging Face folder nor a .gguf file")
+    if command.teacher.resolve() == command.model.resolve():
+        raise ValueError(f"--teacher {command.teacher} is the pruned model itself; give the dense one")
+    for name in ("length", "batch", "step_tokens", "eval_windows"):
+        if (getattr(command, name) or 0) < 0:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 0, got {getattr(command, name)}")
+    if command.parallel != "auto" and "RANK" not in os.environ:
+        raise ValueError(f"--parallel {command.parallel} is for several processes: torchrun ... -m prunus recover")
+
+
+def number_of(budget: str) -> int:
+    """A number such as 500k, 20M or 1B."""
+    text, unit = budget.strip().lower().replace("_", ""), 1
+    if text[-1:] in UNITS:
+        text, unit = text[:-1], UNITS[text[-1]]
+    try:
+        number = round(float(text) * unit)
+    except (ValueError, OverflowError):
+        number = 0
+    if number < 1:
+        raise ValueError(f"a budget is a number of tokens, as 500k, 20M or 1B, got {budget!r}")
+    return number
+
+
+def training_arguments(command: Command) -> Any:
+    """Settings of the Trainer, which joins the processes that torchrun started."""
+    from transformers import TrainingArguments
+
+    from ..lab.recipe import device_named
+
+    device = device_named(command.device)
+    fsdp = {"fsdp": True, "fsdp_config": {"cpu_ram_efficient_loading": False}} if command.parallel == "fsdp" else {}
+    bf16 = device == "cuda" if command.bf16 is None else command.bf16
+    args = TrainingArguments(
+        str(command.unfinished), use_cpu=device == "cpu", bf16=bf16, report_to="none", seed=command.seed,
+        ddp_timeout=24 * 3600, **fsdp,
+    )  # fmt: skip
+    args._n_gpu = min(1, args.n_gpu)  # one process is for one device
+    return args
+
+
+def _loaded(command: Command, args: Any) -> "tuple[TrainedModel, nn.Module]":
+    """Student with its data, and teacher; both read text by the same tokenizer."""
+    from ..export.huggingface import load_any_model
+    from ..trained.data import TokenCache, tokenizer_of
+    from ..trained.model import ModelSource, load_trained
+
+    folder, file = command.teacher, None
+    if folder.suffix == ".gguf":
+        folder, file = folder.parent, folder.name
+    if command.text is not None:
+        tokenizers = tokenizer_of(command.model), tokenizer_of(folder, file)
+        if all(tokenizers) and tokenizers[0].get_vocab() != tokenizers[1].get_vocab():
+            sizes = " and ".join(f"{len(each):,}" for each in tokenizers)
+            raise ValueError(
+                f"{command.model} and {command.teacher} have different tokenizers, of {sizes} tokens: a student learns "
+                "from the model that it was pruned from"
+            )
+    cache = TokenCache(command.unfinished / "tokens.u32", number_of(command.budget) * 10 // 9)
+    known = {name: getattr(command, name) for name in OF_DATA}
+    device = "cpu" if args.fsdp else str(args.device)
+    source = ModelSource(str(command.model), **known, samples=1, at_most=True, cache=cache, device=device)
+    with args.main_process_first(local=False):
+        if command.text is not None:
+            cache.read(command.text, command.model, None)
+    teacher = load_any_model(folder, "auto", file)
+    return load_trained(source), teacher
+
+
+@dataclass(frozen=True)
+class BatchOptions:
+    """Samples of a pass, tokens of each, passes and steps."""
+
+    size: int
+    length: int
+    accumulate: int
+    steps: int
+
+
+def batch_options(
+    budget: str, trained: "TrainedModel", args: Any, *, length: int = 0, batch: int = 0, step_tokens: int = 0
+) -> BatchOptions:
+    """How the budget is spent: 49,152 tokens a step, or less, so that there are 100 steps."""
+    from torch import Tensor
+
+    from ..trained.data import text_config
+
+    number, samples = number_of(budget), trained.evaluated
+    is_text = isinstance(samples, Tensor) or "input_ids" in (samples or {})
+    longest = getattr(text_config(trained.model), "max_position_embeddings", None) if is_text else None
+    length = (length or min(LENGTH, longest or LENGTH)) if is_text else 1
+    if isinstance(samples, dict) and is_text:
+        length = samples["input_ids"].shape[1]
+    size = batch or (max(1, PER_PASS[args.device.type] // length) if is_text else 32)
+    per_step = step_tokens or min(PER_STEP if is_text else 128, max(size * length, number // FEWEST_STEPS))
+    accumulate = max(1, round(per_step / (size * length * args.world_size)))
+    steps = max(1, round(number / (size * length * args.world_size * accumulate)))
+    return BatchOptions(size, length, accumulate, steps)
+
+
+def sizes_of(command: Command) -> dict[str, int]:
+    return {name: getattr(command, name) for name in ("length", "batch", "step_tokens")}
+
+
+def recovered(
+    command: Any, trained: "TrainedModel", teacher: "nn.Module", args: Any, options: BatchOptions
+) -> "Recovery":
+    """The student of ``trained`` learns from the teacher; both are measured on the held-out samples."""
+    from ..recovery import recover
+    from ..trained.windows import in_batches
+
+    assert trained.training is not None and trained.evaluated is not None
+    batches = trained.training(size=options.size, length=options.length)
+    held_out = in_batches(trained.evaluated, options.size)
+    names = ("lr", "hard", "train", "offload_teacher", "compile", "seed")
+    how = {name: getattr(command, name) for name in names if hasattr(command, name)}
+    how |= {"held_out": held_out, "accumulate": options.accumulate, "state": args.output_dir, "args": args}
+    rounds = options.steps * options.accumulate * args.world_size / len(batches)
+    if args.process_index == 0 and rounds > 1.5:
+        print(f"The data is read {rounds:.1f} times: more text, or a smaller budget, may recover more.")
+    return recover(trained.model, teacher, batches, steps=options.steps, **how)

@@ -1,0 +1,86 @@
+"""The folder of a recovered model: weights, tokenizer, card and the figures of the recovery."""
+
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..export.card import DATA, CardFacts, write_card
+from ..export.convert import copy_beside
+from ..export.huggingface import quiet_transformers
+from ..files.atomic import new_folder
+from ..files.json_file import read_json, write_json
+from ..files.reader import PLAIN
+from ..files.sparse_file import in_memory
+from ..files.writer import WritePlan, write
+from ..ranks import is_dtensor
+from .result import Recovery
+
+FIGURES = "recovery.json"
+
+
+def write_recovered(
+    out: Path,
+    model: Any,
+    recovery: Recovery,
+    *,
+    source: Path | None = None,
+    settings: Mapping[str, Any] | None = None,
+    unfinished: Path | None = None,
+) -> None:
+    """Write a folder that appears when it is complete; what lies beside the weights of ``source`` is copied.
+
+    Every rank calls it where weights are sharded, and the first one writes.
+    """
+    tensors = whole_tensors(model)
+    if torch.distributed.is_initialized() and torch.distributed.get_rank():
+        torch.distributed.barrier()
+        return
+    figures = recovery.figures() | {"settings": dict(settings or {})}
+    with new_folder(out, inside=unfinished) if unfinished else new_folder(out) as part:
+        if hasattr(model, "save_pretrained"):
+            with quiet_transformers():
+                model.save_pretrained(part, state_dict=tensors)
+        else:
+            write(in_memory(tensors, {"format": "pt"}), WritePlan(part / PLAIN, small=False))
+        if source is not None:
+            copy_beside(source, part)
+        write_json(part / FIGURES, figures)
+        write_card(part, _facts(part, out, tensors, recovery, source, settings or {}))
+    if unfinished is not None:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+
+
+def whole_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The state of a model, gathered in main memory on the first rank where it is sharded."""
+    if not any(map(is_dtensor, model.parameters())):
+        return model.state_dict()
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+
+
+def _facts(
+    part: Path, out: Path, tensors: Mapping[str, Tensor], recovery: Recovery, source: Path | None, settings: Any
+) -> CardFacts:
+    layers = []
+    for name, tensor in tensors.items():
+        if tensor.ndim > 1 and (zeros := tensor.numel() - int(tensor.count_nonzero())):
+            share = zeros / tensor.numel()
+            layers.append({"name": name, "num_weights": tensor.numel(), "num_pruned": zeros, "sparsity": share})
+    metric = "kl" if recovery.before.loss is None else "accuracy" if recovery.is_classifier else "perplexity"
+    models = {"before recovery": recovery.before, "recovered": recovery.after, "teacher": recovery.teacher}
+    rows = {name: {metric: getattr(figures, metric)} for name, figures in models.items()}
+    pruned = {}  # settings of ``prunus prune``, where that wrote the source
+    with suppress(ValueError, OSError):
+        pruned = dict(read_json(part / "result.json")["settings"])
+    teacher = f" from {Path(settings['teacher']).name}" if settings.get("teacher") else ""
+    learned = f"{recovery.tokens:,} tokens{teacher}, learning rate {recovery.lr:g}"
+    data = {name: settings[name] for name in DATA if settings.get(name)}
+    return CardFacts(out.name, layers, str(source or ""), rows, pruned | data | {"recovery": learned})
