@@ -4,6 +4,7 @@ import copy
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import partial
+from itertools import pairwise
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -57,7 +58,7 @@ def is_overlapping(model: nn.Module) -> bool:
             last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
             ranges.append((tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize))
     ranges.sort()
-    return any(start < end for (_, end), (start, _) in zip(ranges, ranges[1:], strict=False))
+    return any(start < end for (_, end), (start, _) in pairwise(ranges))
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -84,7 +84,7 @@ class Originals:
 
     def follow_(self, moved: Mapping[Tensor, Tensor]) -> None:
         """Keep what is remembered of some tensors for those that took their places."""
-        self._before = [(moved.get(tensor, tensor), *what) for tensor, *what in self._before]
+        self._before = [(moved.get(tensor, tensor), packed, values) for tensor, packed, values in self._before]
         self.whole = {moved.get(tensor, tensor): values for tensor, values in self.whole.items()}
 
 
