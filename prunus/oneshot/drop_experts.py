@@ -76,7 +76,7 @@ class DroppedExperts:
     layers: list[ExpertLayer]
     _cuts: list[_Cut] = field(default_factory=list)
     _numbers: list[tuple[Any, str, Any, Any]] = field(default_factory=list)  # owner, attribute, before and after
-    _is_applied: bool = False
+    is_applied: bool = False
 
     def __repr__(self) -> str:
         return f"DroppedExperts({self.num_dropped:,} of {self.num_experts:,} in {len(self.layers)} layers)"
@@ -91,21 +91,21 @@ class DroppedExperts:
 
     def apply_(self) -> None:
         """Drop the experts, unless they are dropped already."""
-        if not self._is_applied:
+        if not self.is_applied:
             for cut in self._cuts:
                 cut.apply_()
             for owner, key, _, after in self._numbers:
                 setattr(owner, key, after)
-        self._is_applied = True
+        self.is_applied = True
 
     def undo_(self) -> None:
         """Put the experts back, bit for bit."""
-        if self._is_applied:
+        if self.is_applied:
             for cut in self._cuts:
                 cut.undo_()
             for owner, key, before, _ in self._numbers:
                 setattr(owner, key, before)
-        self._is_applied = False
+        self.is_applied = False
 
 
 def drop_experts_(calibration: Calibration, fraction: float) -> DroppedExperts:

@@ -43,6 +43,11 @@ class Level:
         """Give every changed weight its old value, bit for bit."""
         self._undone = self.originals.restore_() or self._undone
 
+    def follow_(self, moved: Mapping[Tensor, Tensor]) -> None:
+        """Undo and apply what was done to some tensors to those that took their places."""
+        self.originals.follow_(moved)
+        self._undone = {moved.get(tensor, tensor): values for tensor, values in self._undone.items()}
+
     @torch.no_grad()
     def apply_(self) -> None:
         """Prune again what ``undo_`` restored."""

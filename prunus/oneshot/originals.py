@@ -1,9 +1,16 @@
 """Values of tensors before they were changed, so that every change can be taken back bit for bit."""
 
-import torch
-from torch import Tensor
+from collections.abc import Mapping
 
+import torch
+from torch import Tensor, nn
+
+from ..eligible import plain_name
 from ..ops import bits
+from ..ranks import is_dtensor
+
+SAMPLE = 65_536  # elements of a parameter that its sum of bits reads, at most
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
 
 class Originals:
@@ -12,6 +19,11 @@ class Originals:
     def __init__(self) -> None:
         self._before: list[tuple[Tensor, Tensor | None, Tensor]] = []  # tensor, packed places (None for all), values
         self.whole: dict[Tensor, Tensor] = {}  # values of tensors that are remembered as a whole
+        self._is_lent = False  # whether a model uses the memory of ``whole``
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._before
 
     @torch.no_grad()
     def save(self, parameter: Tensor, where: Tensor) -> Tensor:
@@ -31,6 +43,7 @@ class Originals:
     @torch.no_grad()
     def prune_(self, parameter: Tensor, where: Tensor) -> None:
         """Set the elements at the boolean ``where`` to zero, and remember them."""
+        where = where.to(parameter.device)
         self.save(parameter, where)
         parameter.detach()[where] = 0.0
 
@@ -38,16 +51,63 @@ class Originals:
     def restore_(self) -> dict[Tensor, Tensor]:
         """Write everything back, the last change first.
 
-        Returns what stood in the tensors that were changed as a whole, in the memory that their old values had.
+        Returns what stood in the tensors that were changed as a whole, in the memory that their old values had, unless
+        that was lent.
         """
-        self.whole = {}
+        is_lent, self._is_lent, self.whole = self._is_lent, False, {}
         replaced: dict[Tensor, Tensor] = {}
         while self._before:
             tensor, packed, values = self._before.pop()
             if packed is None:
                 changed = tensor.detach().clone()
                 tensor.detach().copy_(values)
-                replaced[tensor] = values.copy_(changed)
+                replaced[tensor] = changed.cpu() if is_lent else values.copy_(changed)
             else:
-                tensor.detach()[bits.unpack(packed, tensor.shape)] = values
+                _write_(tensor.detach(), packed, values)
         return replaced
+
+    @torch.no_grad()
+    def lend(self) -> dict[Tensor, Tensor]:
+        """What each changed tensor was before.
+
+        What is remembered as a whole is lent, in main memory and without a copy: nothing is written there any more.
+        """
+        self._is_lent = True
+        old: dict[Tensor, Tensor] = {}
+        for tensor, packed, values in reversed(self._before):
+            if packed is None:
+                old[tensor] = values
+            else:
+                old[tensor] = old.get(tensor, tensor).detach().clone()
+                _write_(old[tensor], packed, values)
+        return old
+
+    def follow_(self, moved: Mapping[Tensor, Tensor]) -> None:
+        """Keep what is remembered of some tensors for those that took their places."""
+        self._before = [(moved.get(tensor, tensor), packed, values) for tensor, packed, values in self._before]
+        self.whole = {moved.get(tensor, tensor): values for tensor, values in self.whole.items()}
+
+
+def _write_(tensor: Tensor, packed: Tensor, values: Tensor) -> None:
+    tensor[bits.unpack(packed.to(tensor.device), tensor.shape)] = values.to(tensor.device)
+
+
+@torch.no_grad()
+def sums_of_bits(model: nn.Module) -> dict[str, int]:
+    """By name of each floating-point parameter, the sum of its bits times fixed random numbers.
+
+    The sum is exact and the same on every device and in every memory format; any training changes it, however the
+    weights are written. Large tensors are sampled, so that a change to a few elements alone may stay unseen.
+    """
+    generator = torch.Generator("cpu").manual_seed(0)
+    factors = torch.randint(2**62, (SAMPLE,), generator=generator, device="cpu") | 1  # odd: no bit is multiplied away
+    by_device: dict[torch.device, dict[str, Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and not parameter.is_meta and not is_dtensor(parameter):
+            flat = parameter.detach().reshape(-1)
+            flat = flat[:: -(-len(flat) // SAMPLE) | 1]  # an odd step reads other columns in the next row
+            values = flat.view(INTEGERS[flat.itemsize]).to(torch.int64)
+            factors = factors.to(flat.device)
+            by_device.setdefault(flat.device, {})[plain_name(name)] = (values * factors[: len(flat)]).sum()
+    read = {device: torch.stack([*sums.values()]).tolist() for device, sums in by_device.items()}
+    return {name: value for device, sums in by_device.items() for name, value in zip(sums, read[device], strict=True)}

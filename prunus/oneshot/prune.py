@@ -117,7 +117,7 @@ def prune(
             dropped.undo_()
         raise
     level.cost.add_(dropping)
-    return Result(level, dropped)
+    return Result(level, calibration.model, dropped)
 
 
 def _drop_experts_(

@@ -4,14 +4,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
+import torch
 from torch import Tensor, nn
 
 from ..masks import Masks
 from ..ops import bits
 from ..plot import Figure, layers_chart, notebook_html, trials_chart
+from .dense import copied, is_overlapping
 from .drop_experts import DroppedExperts
 from .level import Level
 from .options import Limit, Trial
+from .originals import sums_of_bits
 from .probe.decide import Tau
 from .resources import Cost
 from .step import LayerRepair
@@ -46,10 +49,17 @@ class Result:
 
     ``sparsity``, ``num_pruned`` and ``layers`` count the zeros that the model has now: each call reads all its prunable
     weights once. ``masks`` are those of the pruning; ``experts`` are those that were dropped as a whole.
+
+    ``undo_``, ``apply_``, ``masks_alone``, ``retake_`` and ``dense`` refuse a model whose parameters were trained or
+    cast after pruning. The model may move to another device.
     """
 
     level: Level
+    model: nn.Module
     experts: DroppedExperts | None = None
+
+    def __post_init__(self) -> None:
+        self._note_bits()
 
     def __repr__(self) -> str:
         zeros, num = self.num_pruned, self.num_weights
@@ -140,23 +150,45 @@ class Result:
         sizes = [weight.parameter.numel() for weight in self.level.weights.values()]
         return 1 - sum(int(bits.count(packed)) for packed in self.level.live.values()) / sum(sizes)
 
+    def dense(self) -> nn.Module:
+        """The dense model that was pruned, as a module of its own: in eval mode, without gradients or your hooks.
+
+        Weights that were repaired take the memory that ``undo_`` reads, without another copy, so do not write to them
+        while you may still undo: the whole module then lies in main memory. Everything else is cloned, and nothing is
+        shared with the pruned model. Where experts were dropped, or two tensors overlap in memory, all of it is a copy.
+        """
+        self._check("dense")
+        originals, is_undone = self.level.originals, self._is_undone
+        device = torch.device("cpu") if originals.whole or self.experts is not None else None
+        if self.experts is None and not is_overlapping(self.model):
+            return copied(self.model, originals.lend(), device)
+        self.undo_()
+        try:
+            return copied(self.model, {}, device)
+        finally:
+            if not is_undone:
+                self.apply_()
+
     def undo_(self) -> None:
         """Give every changed weight its old value, bit for bit, and put dropped experts back."""
-        self._undo_weights_()
-        if self.experts is not None:
-            self.experts.undo_()
+        with self._changing("undo_"):
+            self._undo_weights_()
+            if self.experts is not None:
+                self.experts.undo_()
 
     def apply_(self) -> None:
         """Prune again what ``undo_`` restored."""
-        self._undo_weights_()
-        self.level.apply_()
+        with self._changing("apply_"):
+            self._undo_weights_()
+            self.level.apply_()
 
     @contextmanager
     def masks_alone(self) -> Iterator[None]:
         """While this is open, the model has the dense weights under the masks, without their repair."""
-        self._undo_weights_()
-        with self.level.masks_alone():
-            yield
+        with self._changing("masks_alone"):
+            self._undo_weights_()
+            with self.level.masks_alone():
+                yield
 
     def retake_(self, tau: Tau, base: float = 1.0) -> None:
         """Make masks and model those of a probe with another tau, from the stored ratios, and repair again if it was.
@@ -165,8 +197,9 @@ class Result:
         recorded with the earlier weights pruned by the tau of the run, not by this one.
         """
         self.level.packed_at(tau, base)  # refuses what is no tau
-        self._undo_weights_()
-        self.level.retake_(tau, base)
+        with self._changing("retake_"):
+            self._undo_weights_()
+            self.level.retake_(tau, base)
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         """What the modules hold now: loading weights or dropping experts may have replaced parameters."""
@@ -184,9 +217,39 @@ class Result:
                     "load_state_dict(..., assign=True) does; load the weights without assign, or the dense ones"
                 )
 
+    @property
+    def _is_undone(self) -> bool:
+        return self.level.originals.is_empty and (self.experts is None or not self.experts.is_applied)
+
+    def _note_bits(self) -> None:
+        self._bits, self._buffers = sums_of_bits(self.model), dict(self.model.named_buffers())
+
+    def _check(self, call: str) -> None:
+        """Refuse a model that others have changed; where it was moved, its new buffers are known afterwards."""
+        self._check_parameters()
+        buffers = dict(self.model.named_buffers())
+        self.level.follow_({old: buffers[name] for name, old in self._buffers.items() if name in buffers})
+        now = sums_of_bits(self.model)
+        changed = [name for name in {**self._bits, **now} if now.get(name) != self._bits.get(name)]
+        if not changed or (call == "undo_" and self._is_undone):
+            return
+        when, so = "undo_ restored it", "is for the model that was pruned; call prune again"
+        if not self._is_undone:
+            when, so = "it was pruned", "would bring back only what pruning changed"
+            so += "; load the dense model again, or take result.dense() before you train"
+        raise ValueError(f"the model was trained or changed after {when} (first in {changed[0]}), and {call} {so}")
+
+    @contextmanager
+    def _changing(self, call: str) -> Iterator[None]:
+        """Check the model before it is changed here, and know it again afterwards."""
+        self._check(call)
+        try:
+            yield
+        finally:
+            self._note_bits()
+
     def _undo_weights_(self) -> None:
         """Undo what was done to the weights that are there, with the experts dropped."""
-        self._check_parameters()
         self.level.undo_()
         if self.experts is not None:
             self.experts.apply_()
