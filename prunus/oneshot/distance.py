@@ -19,13 +19,15 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
+from ..ops.divergence import divergence, divergence_
 from .forward import first_tensor
+from .head import Head as Head
+from .head import head_divergence as head_divergence
+from .head import head_qualities as head_qualities
 from .samples import Tree
-
-TOKENS = 1024  # whose distributions are compared at once
 
 
 @dataclass(frozen=True)
@@ -110,21 +112,30 @@ def _is_within(numbers: Tensor, num: int) -> bool:
 
 
 def _divergence(found: Tensor, expected: Tensor) -> Tensor:
-    """KL divergence over the last dimension, a part of the places at a time."""
-    dtype = torch.promote_types(found.dtype, torch.float32)
+    """KL divergence over the last dimension."""
+    rows: Tensor = _Divergence.apply(*(each.reshape(-1, each.shape[-1]) for each in (found, expected)))
+    return rows.view(found.shape[:-1])
 
-    def divergence(logits: Tensor, others: Tensor) -> Tensor:
-        found, expected = (F.log_softmax(each.to(dtype), -1) for each in (logits, others))
-        return F.kl_div(found, expected, reduction="none", log_target=True).sum(-1)
 
-    again = {"use_reentrant": False, "preserve_rng_state": False}
-    parts = (each.reshape(-1, each.shape[-1]).split(TOKENS) for each in (found, expected))
-    places = torch.cat([checkpoint(divergence, *part, **again) for part in zip(*parts, strict=True)])
-    return places.view(found.shape[:-1])
+class _Divergence(torch.autograd.Function):
+    """Of each row of logits from expected ones, which get no gradient; backward reads both again and stores nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, expected: Tensor) -> Tensor:
+        ctx.save_for_backward(logits, expected)
+        return divergence(logits, expected).divergence
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:  # pyrefly: ignore[bad-override]
+        logits, expected = ctx.saved_tensors
+        gradient = logits.clone()
+        divergence_(gradient, expected, soft=gradients[0])
+        return gradient, None
 
 
 def _mean(values: Tensor, mask: Tensor | None) -> Tensor:
     """Mean over the tokens that count."""
     if mask is None or values.shape[:2] != mask.shape:
         return values.mean()
-    return (values.reshape(*mask.shape, -1).mean(2) * mask).sum() / mask.sum()
+    return values.reshape(*mask.shape, -1).mean(2).where(mask != 0, 0).sum() / mask.sum().clamp(min=1)

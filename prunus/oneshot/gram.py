@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..ops.wide_products import add_product_ as _add_product_
+
 BLOCK = 2048  # tokens of one product: sums run over blocks that begin at fixed tokens, wherever batches end
 PANEL = {"cpu": 384, "cuda": 2048}  # columns of one product of a symmetric matrix
 
@@ -115,16 +117,6 @@ def _mirror_(total: Tensor) -> None:
     """Write what is right of the diagonal below it."""
     for columns in _panels(total):
         total[columns.stop :, columns] = total[columns, columns.stop :].T
-
-
-def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """``total += left^T right``. Products of half-precision numbers are exact in float32, where CUDA sums them."""
-    if left.dtype == total.dtype:
-        total.addmm_(left.T, right)
-    elif left.is_cuda:
-        total += torch.mm(left.T, right, out_dtype=total.dtype)
-    else:
-        total.addmm_(left.T.to(total.dtype), right.to(total.dtype))
 
 
 def _panels(total: Tensor) -> Iterator[slice]:

@@ -41,6 +41,18 @@ def wide_bmm(a: Tensor, b: Tensor) -> Tensor:
     return torch.bmm(a, b, out_dtype=torch.float32) if a.is_cuda else torch.bmm(a.float(), b.float())
 
 
+def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """``total += left^T right``. Products of half-precision numbers are exact in float32, where CUDA sums them."""
+    if left.dtype == total.dtype:
+        total.addmm_(left.T, right)
+    elif left.is_cuda and torch.__version__ >= "2.13":  # earlier ones want a total of the factors' type
+        torch.addmm(total, left.T, right, out_dtype=total.dtype, out=total)
+    elif left.is_cuda:
+        total += torch.mm(left.T, right, out_dtype=total.dtype)
+    else:
+        total.addmm_(left.T.to(total.dtype), right.to(total.dtype))
+
+
 @cache
 def slow_types() -> list[torch.dtype]:
     """The 16-bit types that this CPU multiplies one by one."""
