@@ -151,17 +151,17 @@ def _pruned(command: Command) -> "Outcome":
 
 def _recovered(command: Command, trained: "TrainedModel", dense: "nn.Module") -> "Recovery":
     """The pruned model, after it has learned from the dense one."""
-    from transformers import TrainingArguments
+    import torch
 
+    from ..recovery.recover import training_arguments
     from .recover import batch_options, recovered
 
     if trained.training is None:
-        raise ValueError(f"--recover reads --text, --tokens or --batches, which {command.model} does not; recover it "
-                         "in Python: prunus.recover(model, teacher=result.dense(), ...)")  # fmt: skip
-    is_gpu = command.device != "cpu"
-    where = str(command.unfinished / "recovery")
-    args = TrainingArguments(where, use_cpu=not is_gpu, bf16=is_gpu, report_to="none", seed=command.seed)
-    args._n_gpu = min(1, args.n_gpu)
+        raise ValueError(
+            f"--recover reads --text, --tokens or --batches, which {command.model} does not; recover it in Python: "
+            "prunus.recover(model, teacher=result.dense(), ...)"
+        )
+    args = training_arguments(command.unfinished / "recovery", torch.device(command.device).type, seed=command.seed)
     options = batch_options(command.recover or "", trained, args, length=command.length)
     return recovered(command, trained, dense, args, options)
 
@@ -255,12 +255,16 @@ def _figures(command: Command, outcome: "Outcome") -> dict[str, Any]:
     layers = [asdict(layer) | {"sparsity": layer.sparsity} for layer in result.layers]
     cost = {name: getattr(result.cost, name) for name in ("passes", "forwards", "seconds", "peak_bytes")}
     recovery = {} if outcome.recovery is None else {"recovery": outcome.recovery.figures()}
-    found = recovery | {
-        "settings": _settings(command),
-        "held_out": outcome.model.held_out,
-        "rows": outcome.rows,
-        "layers": layers,
-    } | cost
+    found = (
+        recovery
+        | {
+            "settings": _settings(command),
+            "held_out": outcome.model.held_out,
+            "rows": outcome.rows,
+            "layers": layers,
+        }
+        | cost
+    )
     if result.experts is not None:
         found["experts"] = [asdict(layer) for layer in result.experts.layers]
     return found | ({} if profile is None else {"profile": asdict(profile) | {"advice": advice(profile)}})

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from ..lab.gpu import GIB
 from ..oneshot import DroppedExperts, ExpertLayer, Layer, Result
+from ..recovery import Recovery
 from ..trained.model import TrainedModel
 from .console import print, wide_console
 
@@ -105,6 +106,7 @@ class Outcome:
     rows: dict[str, dict[str, float]]  # sparsity and metric of the dense model, the pruned one and the comparison
     score: str | None = None  # None where the solver chose
     profile: Profile | None = None
+    recovery: Recovery | None = None
 
 
 def print_result(outcome: Outcome, asked: float, *, is_probed: bool, every_layer: bool) -> None:

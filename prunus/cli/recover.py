@@ -24,6 +24,7 @@ UNITS = {"k": 10**3, "m": 10**6, "b": 10**9}
 LENGTH = 512  # tokens of a window, or the model's longest
 PER_STEP = 49_152  # tokens of a step, where the budget has that many steps
 FEWEST_STEPS = 100  # below, steps are smaller
+DAY = 24 * 3600  # seconds that ranks wait for the first one, which tokenises
 PER_PASS = {"cuda": 8192, "cpu": 2048}  # tokens of one pass
 
 
@@ -74,7 +75,7 @@ def run(command: Command) -> None:
     from ..files.lock import lock_folder
     from ..recovery.folder import write_recovered
 
-    args = training_arguments(command)
+    args = _arguments(command)
     is_first = args.process_index == 0
     made = not command.unfinished.exists()
     with lock_folder(command.unfinished) if is_first else nullcontext():
@@ -127,21 +128,14 @@ def number_of(budget: str) -> int:
     return number
 
 
-def training_arguments(command: Command) -> Any:
+def _arguments(command: Command) -> Any:
     """Settings of the Trainer, which joins the processes that torchrun started."""
-    from transformers import TrainingArguments
-
     from ..lab.recipe import device_named
+    from ..recovery.recover import training_arguments
 
-    device = device_named(command.device)
-    fsdp = {"fsdp": True, "fsdp_config": {"cpu_ram_efficient_loading": False}} if command.parallel == "fsdp" else {}
-    bf16 = device == "cuda" if command.bf16 is None else command.bf16
-    args = TrainingArguments(
-        str(command.unfinished), use_cpu=device == "cpu", bf16=bf16, report_to="none", seed=command.seed,
-        ddp_timeout=24 * 3600, **fsdp,
-    )  # fmt: skip
-    args._n_gpu = min(1, args.n_gpu)  # one process is for one device
-    return args
+    more: dict[str, Any] = {"fsdp": True, "fsdp_config": {}} if command.parallel == "fsdp" else {}
+    how = (command.unfinished, device_named(command.device), command.bf16, command.seed)
+    return training_arguments(*how, ddp_timeout=DAY, **more)
 
 
 def _loaded(command: Command, args: Any) -> "tuple[TrainedModel, nn.Module]":
@@ -154,9 +148,9 @@ def _loaded(command: Command, args: Any) -> "tuple[TrainedModel, nn.Module]":
     if folder.suffix == ".gguf":
         folder, file = folder.parent, folder.name
     if command.text is not None:
-        tokenizers = tokenizer_of(command.model), tokenizer_of(folder, file)
-        if all(tokenizers) and tokenizers[0].get_vocab() != tokenizers[1].get_vocab():
-            sizes = " and ".join(f"{len(each):,}" for each in tokenizers)
+        own, other = tokenizer_of(command.model), tokenizer_of(folder, file)
+        if own is not None and other is not None and own.get_vocab() != other.get_vocab():
+            sizes = f"{len(own):,} and {len(other):,}"
             raise ValueError(
                 f"{command.model} and {command.teacher} have different tokenizers, of {sizes} tokens: a student learns "
                 "from the model that it was pruned from"

@@ -23,8 +23,9 @@ class Batches:
 
     def __init__(self, batches: Iterable[Any], held_out: int | Sequence[Any], seed: int) -> None:
         check_batches(batches)
-        self.source, self.seed, self.num_skipped = batches, seed, 0
-        self._random = getattr(batches, "generator", None)
+        self.source: Any = batches
+        self.seed, self.num_skipped = seed, 0
+        self._random: Any = getattr(batches, "generator", None)
         self._random_state = self._random.get_state() if isinstance(self._random, torch.Generator) else None
         self._is_read_once = iter(batches) is batches if not isinstance(batches, Sequence) else False
         self.is_split = isinstance(getattr(batches, "sampler", None), DistributedSampler)  # over ranks already
@@ -98,7 +99,8 @@ class Batches:
                     )
                 num_passed = sum(1 for _ in islice(reading, number))
             num_read = num_passed
-            for num_read, batch in enumerate(reading, num_passed + 1):
+            for batch in reading:
+                num_read += 1
                 yield batch
             if not num_read:
                 return
@@ -134,7 +136,7 @@ class Steps(IterableDataset):
             per_step = self.accumulate * self.num_ranks
             self.batches.keeps_read = begin < self.plan.num_trial_steps
             reading = self.batches.starting_at((step - begin) * per_step)
-            for step in range(step, begin + length):
+            while step < begin + length:
                 mine = [batch for i, batch in enumerate(islice(reading, per_step)) if i % self.num_ranks == self.rank]
                 if len(mine) < self.accumulate:
                     self.ended_at = step
@@ -145,4 +147,4 @@ class Steps(IterableDataset):
                     )
                     return
                 yield from mine
-            step = begin + length
+                step += 1

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..oneshot.distance import Distance, distance_of, output_of
-from ._stub import Head, head_divergence, head_sums
 from ..oneshot.forward import is_encoder_decoder, outputs, replaced
+from ..oneshot.head import Head, head_divergence, head_qualities
 from ..oneshot.samples import IGNORED, Tree, mask_of, rows
 from .teacher import Teacher
 
@@ -97,7 +97,8 @@ class Distillation:
         total = torch.zeros((), device=found.device)
         if self.teacher is not None:
             expected = output_of(self.teacher.outputs(batch))
-            total = total + self.distance(found, expected, self._mask(batch)) * places(self.student, batch)
+            mean = self.distance(found, expected, token_mask(self.student, batch))
+            total = total + mean * places(self.student, batch)
         if self.hard:
             labels = labels_of(self.student, batch, self.distance, found.shape)
             assert labels is not None
@@ -111,13 +112,15 @@ class Distillation:
         The last two count both models' labels and the student's and teacher's right predictions.
         """
         if self.heads is not None:
-            return self._in_head(call, batch, head_sums)
+            kl, loss, teacher_loss, num, num_labels = self._in_head(call, batch, head_qualities)
+            unknown = torch.full_like(kl, math.nan)
+            return torch.stack([kl, num, loss, teacher_loss, num_labels, unknown, unknown])
         found = output_of(outputs(self.student, batch, call))
         expected = found
         if self.teacher is not None:
             expected = output_of(self.teacher.outputs(batch))
         num = places(self.student, batch)
-        values = [float(self.distance(found, expected, self._mask(batch))) * num, num]
+        values = [float(self.distance(found, expected, token_mask(self.student, batch))) * num, num]
         labels = labels_of(self.student, batch, self.distance, found.shape)
         if labels is None:
             return torch.tensor([*values, 0, 0, 0, 0, 0], dtype=torch.float64, device=found.device)
@@ -127,28 +130,24 @@ class Distillation:
         values += [math.nan if is_text else num_right(each, labels, self.distance) for each in (found, expected)]
         return torch.tensor(values, dtype=torch.float64, device=found.device)
 
-    def _in_head(self, call: Call, batch: Tree, measure: Callable[..., Tensor], **options: Any) -> Tensor:
+    def _in_head(self, call: Call, batch: Tree, measure: Callable[..., Any], **options: Any) -> Any:
         """``measure`` of the hidden states of both models, inside the call of the student's head."""
         assert self.heads is not None
         head, teacher_head = self.heads
-        seen: list[Tensor] = []
-        expected: tuple[Tensor | None, Head | None] = (None, None)
-        if self.teacher is not None:
-            expected = self.teacher.hidden(batch, teacher_head)
+        seen: list[Any] = []
+        expected = None if self.teacher is None else self.teacher.hidden(batch, teacher_head)
 
         def compute(hidden: Tensor) -> Tensor:
-            shape = (*hidden.shape[:-1], head.out_features)
-            labels = labels_of(self.student, batch, self.distance, shape)
-            own, mask = Head(head.weight, head.bias), self._mask(batch)
-            seen.append(measure(hidden, own, *expected, mask=mask, labels=labels, **options))
-            return hidden.new_zeros(*hidden.shape[:-1], 1) + (0 if seen[0].ndim else seen[0].to(hidden.dtype))
+            own, mask = Head(head.weight, head.bias), token_mask(self.student, batch)
+            labels = labels_of(self.student, batch, self.distance, (*hidden.shape[:-1], head.out_features))
+            measured = measure(hidden, own, *(expected or (hidden, own)), mask=mask, labels=labels, **options)
+            seen.append(measured)
+            # outputs that hold the loss, for wrappers that look for what was used
+            return hidden.new_zeros(*hidden.shape[:-1], 1) + (measured if isinstance(measured, Tensor) else 0)
 
         with replaced({head: compute}):
             outputs(self.student, batch, call)
         return seen[0]
-
-    def _mask(self, batch: Tree) -> Tensor | None:
-        return token_mask(self.student, batch)
 
 
 def with_head(model: nn.Module, batch: Tree) -> tuple[Any, nn.Linear | None, str]:
@@ -188,8 +187,9 @@ def places(model: nn.Module, batch: Tree) -> int:
         return int(mask.sum())
     inputs = batch[0] if isinstance(batch, tuple) else batch
     tokens = inputs.get("input_ids") if isinstance(inputs, Mapping) else inputs
-    are_tokens = isinstance(tokens, Tensor) and tokens.ndim == 2 and not tokens.is_floating_point()
-    return tokens.numel() if are_tokens else num_samples(batch)
+    if isinstance(tokens, Tensor) and tokens.ndim == 2 and not tokens.is_floating_point():
+        return tokens.numel()
+    return num_samples(batch)
 
 
 def num_samples(batch: Tree) -> int:

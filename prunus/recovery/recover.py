@@ -49,6 +49,7 @@ def recover(
     bf16: bool | None = None,
     compile: bool = False,
     offload_teacher: bool = False,
+    out: str | Path | None = None,
     state: str | Path | None = None,
     args: "TrainingArguments | None" = None,
     seed: int = 0,
@@ -66,10 +67,18 @@ def recover(
     restricts what learns: globs over names of parameters. ``lr=None`` finds the learning rate by three short trials,
     where there are at least 300 steps; it is 1e-3 for fewer. 16-bit models learn in float32 and end in their own dtype.
 
-    With ``state``, a folder, a run that was killed goes on from its last checkpoint when it is called again.
+    With ``state``, a folder, a run that was killed goes on from its last checkpoint when it is called again. ``out`` is
+    a folder to write the model to, which must not exist; unless ``state`` says otherwise, checkpoints are beside it.
     ``args`` are ``TrainingArguments`` for all else: FSDP, trackers, the device. Needs transformers and accelerate.
     """
     _check_numbers(steps, lr, hard, accumulate, evaluations)
+    unfinished = None
+    if out is not None:
+        out = Path(out)
+        if out.exists():
+            raise ValueError(f"{out} is there already; give another folder as out")
+        if state is None:
+            state = unfinished = out.with_name(f".{out.name}.unfinished")
     student = unwrapped_model(model)
     _check_student(student)
     hard = 1.0 if teacher is None and not hard else hard
@@ -82,14 +91,14 @@ def recover(
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng())
         stack.enter_context(_learning(student, train))
-        args = _arguments(args, student, steps, accumulate, bf16, state, seed)
+        how = _arguments(args, student, steps, accumulate, bf16, state, seed)
         distillation = Distillation(student, None, hard)
         if dense is not None:
-            distillation.teacher = Teacher(dense, args.device, offload=offload_teacher)
-            stack.enter_context(distillation.teacher.open(place=not args.fsdp))
+            distillation.teacher = Teacher(dense, how.device, offload=offload_teacher)
+            stack.enter_context(distillation.teacher.open(place=not how.fsdp))
             _warn_if_whole(student, dense)
-        trainer = _trainer(student, args, distillation, plan, data, evaluations)
-        report = stack.enter_context(progress_line(progress if args.process_index == 0 else False, "recover"))
+        trainer = _trainer(student, how, distillation, plan, data, evaluations)
+        report = stack.enter_context(progress_line(progress if how.process_index == 0 else False, "recover"))
         if report is not None:
             trainer.report = lambda step: report(step, steps, _in_words(trainer))
         with trainer.autocast():
@@ -99,7 +108,14 @@ def recover(
             stack.enter_context(_compiled(student, dense))
         if state is not None:
             trainer.resumed_from = _resumed(Path(state), _settings(trainer, data, lr, train, seed))
-        return _run(trainer, began)
+        recovery = _run(trainer, began)
+    if out is not None:
+        from .folder import write_recovered
+
+        source = Path(getattr(student, "name_or_path", None) or "")
+        beside = source if (source / "config.json").is_file() else None
+        write_recovered(out, student, recovery, source=beside, unfinished=unfinished)
+    return recovery
 
 
 def _check_numbers(steps: int, lr: float | None, hard: float, accumulate: int, evaluations: int) -> None:
@@ -191,16 +207,9 @@ def _arguments(
     seed: int,
 ) -> Any:
     """The Trainer's settings: those given, with what this function decides."""
-    try:
-        from transformers import TrainingArguments
-    except ImportError as error:
-        raise ImportError("prunus.recover needs transformers and accelerate: pip install prunus[hf]") from error
-    device = next(student.parameters()).device
     if args is None:
-        where = tempfile.gettempdir() if state is None else str(state)
-        is_mixed = device.type == "cuda" and torch.cuda.is_bf16_supported() if bf16 is None else bf16
-        args = TrainingArguments(where, use_cpu=device.type == "cpu", bf16=is_mixed, report_to="none", seed=seed)
-        args._n_gpu = min(1, args.n_gpu)  # one process is for one device
+        device = next(student.parameters()).device
+        args = training_arguments(state or tempfile.gettempdir(), device.type, bf16, seed)
     else:
         args = copy.copy(args)
         args.bf16 = args.bf16 if bf16 is None else bf16
@@ -211,8 +220,22 @@ def _arguments(
     args.save_steps, args.save_total_limit, args.load_best_model_at_end = steps, 1, False
     args.logging_nan_inf_filter, args.disable_tqdm, args.remove_unused_columns = False, True, False
     if args.fsdp_plugin_args:  # whole states are gathered for the folder at the end alone
-        args.fsdp_plugin_args["state_dict_type"] = "SHARDED_STATE_DICT"
+        args.fsdp_plugin_args = dict(args.fsdp_plugin_args) | {"state_dict_type": "SHARDED_STATE_DICT"}
     args.ignore_data_skip = True  # the batches of a step are known without reading those before it
+    return args
+
+
+def training_arguments(
+    folder: str | Path, device: str, bf16: bool | None = None, seed: int = 0, **more: Any
+) -> "TrainingArguments":
+    """Settings of the Trainer for one process a device; products are in bfloat16 on GPUs that have it."""
+    try:
+        from transformers import TrainingArguments
+    except ImportError as error:
+        raise ImportError("prunus.recover needs transformers and accelerate: pip install prunus[hf]") from error
+    is_mixed = device == "cuda" and torch.cuda.is_bf16_supported() if bf16 is None else bf16
+    args = TrainingArguments(str(folder), use_cpu=device == "cpu", bf16=is_mixed, report_to="none", seed=seed, **more)
+    args._n_gpu = min(1, args.n_gpu)
     return args
 
 
@@ -252,7 +275,7 @@ def _compiled(*models: nn.Module | None) -> Iterator[None]:
 
 def _settings(trainer: "RecoveryTrainer", data: Batches, lr: float | None, train: Any, seed: int) -> dict[str, Any]:
     """What a run that goes on must have in common with the one that began."""
-    teacher = trainer.distillation.teacher
+    student, teacher = trainer.distillation.student, trainer.distillation.teacher
     return {
         "steps": trainer.plan.steps,
         "lr": lr,
@@ -261,7 +284,7 @@ def _settings(trainer: "RecoveryTrainer", data: Batches, lr: float | None, train
         "seed": seed,
         "accumulate": trainer.args.gradient_accumulation_steps,
         "held_out": digest(data.held_out),
-        "student": fingerprint(trainer.model),
+        "student": fingerprint(student),
         "teacher": None if teacher is None else fingerprint(teacher.model),
     }
 
@@ -329,10 +352,20 @@ def _run(trainer: "RecoveryTrainer", began: float) -> Recovery:
     notes = [trainer.distillation.note] if trainer.distillation.note else []
     assert isinstance(initial, State)
     return Recovery(
-        figures[0], figures[trainer.best.step], trainer.teacher_figures, plan.chosen, plan.reason, curve,
-        trainer.best.step, trainer.state.global_step, trainer.state.num_input_tokens_seen, time.perf_counter() - began, int(num_zeros), notes,
-        lambda: initial.restore_(learning),
-    )  # fmt: skip
+        before=figures[0],
+        after=figures[trainer.best.step],
+        teacher=trainer.teacher_figures,
+        lr=plan.chosen,
+        lr_reason=plan.reason,
+        curve=curve,
+        best_step=trainer.best.step,
+        steps=trainer.state.global_step,
+        tokens=trainer.state.num_input_tokens_seen,
+        seconds=time.perf_counter() - began,
+        num_zeros=int(num_zeros),
+        notes=notes,
+        undo=lambda: initial.restore_(learning),
+    )
 
 
 def _in_words(trainer: "RecoveryTrainer") -> str:
@@ -342,7 +375,8 @@ def _in_words(trainer: "RecoveryTrainer") -> str:
     teacher = trainer.teacher_figures
     parts = [] if last.kl is None else [f"held-out KL {last.kl:.4g}"]
     if last.accuracy is not None:
-        parts.append(f"accuracy {last.accuracy:.2%}" + (f" (teacher {teacher.accuracy:.2%})" if teacher.accuracy else ""))
+        of = f" (teacher {teacher.accuracy:.2%})" if teacher.accuracy else ""
+        parts.append(f"accuracy {last.accuracy:.2%}{of}")
     elif last.perplexity is not None:
         of = f" (teacher {teacher.perplexity:.4g})" if teacher.perplexity else ""
         parts.append(f"perplexity {last.perplexity:.4g}{of}")

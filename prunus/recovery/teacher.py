@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from ..eligible import eligible
-from ._stub import Head
 from ..oneshot.forward import outputs, replaced
+from ..oneshot.head import Head
 from ..oneshot.offload import Offload
 from ..oneshot.resources import is_out_of_memory, release
 from ..oneshot.samples import Tree
@@ -76,8 +76,8 @@ class Teacher:
     def shard_like(self, student: nn.Module) -> None:
         """Shard the teacher by FSDP2 as the student is: modules of the same classes, over the same ranks."""
         units = {type(module).__mro__[1] for module in student.modules() if isinstance(module, FSDPModule)}
-        sharded = next(p for p in student.parameters() if is_dtensor(p))
-        mesh: Any = sharded.device_mesh
+        sharded: Any = next(p for p in student.parameters() if is_dtensor(p))
+        mesh = sharded.device_mesh
         inner = [module for module in self.model.modules() if type(module) in units and module is not self.model]
         for module in reversed(inner):
             if not isinstance(module, nn.Embedding | nn.Linear | nn.LayerNorm):

@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,13 @@ except ImportError as error:
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
 from ..eligible import plain_name
 from ..masking import unwrapped
-from ..optim import AdamWPrune
 from ..oneshot.samples import Tree, moved
+from ..optim import AdamWPrune
 from ..pruner import Pruner
 from ..ranks import is_dtensor, local
 from .batches import Steps
@@ -94,7 +94,8 @@ class RecoveryTrainer(Trainer):
             # Accelerate shards models on accelerators alone; torch's fully_shard works on the CPU too
             from accelerate.utils import FullyShardedDataParallelPlugin
 
-            state.fsdp_plugin = FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args)
+            plugin: dict[str, Any] = dict(self.args.fsdp_plugin_args)
+            state.fsdp_plugin = FullyShardedDataParallelPlugin(**plugin)
             state._shared_state["distributed_type"] = state.distributed_type = DistributedType.FSDP
             self.is_fsdp_enabled = True
 
@@ -168,8 +169,8 @@ class RecoveryTrainer(Trainer):
         step = self.state.global_step
         student, self.teacher_figures = self.measure(self.model_wrapped)
         self.figures[step] = Measured(self.state.num_input_tokens_seen, student)
-        values = {"eval_tokens": self.figures[step].num_tokens, "eval_kl": student.kl, "eval_loss": student.loss, "eval_accuracy": student.accuracy}
-        metrics = {name: value for name, value in values.items() if value is not None}
+        values = {"tokens": self.figures[step].num_tokens} | asdict(student)
+        metrics = {f"eval_{name}": value for name, value in values.items() if value is not None}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics

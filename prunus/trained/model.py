@@ -124,9 +124,7 @@ def _hugging_face(source: ModelSource, folder: Path) -> TrainedModel:
     notes = [note for file in read if file is not None for note in file.notes] if isinstance(read, tuple) else []
     note = "; ".join(dict.fromkeys(notes)) or None  # both parts of a split text have the same
     known = {"metric": metric, "held_out": str(held_out), "note": note}
-    return TrainedModel(
-        model, [calibration], evaluate, save, training=training, evaluated=held_out.samples, **known
-    )
+    return TrainedModel(model, [calibration], evaluate, save, training=training, evaluated=held_out.samples, **known)
 
 
 def _windows(
