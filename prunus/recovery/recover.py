@@ -105,7 +105,7 @@ def recover(
             where = next(student.parameters()).device
             distillation.prepare(moved(data.held_out[0], where))
         if compile:
-            stack.enter_context(_compiled(student, dense))
+            stack.enter_context(compiled_blocks(student, dense))
         if state is not None:
             trainer.resumed_from = _resumed(Path(state), _settings(trainer, data, lr, train, seed))
         recovery = _run(trainer, began)
@@ -254,7 +254,7 @@ def _trainer(
 
 
 @contextmanager
-def _compiled(*models: nn.Module | None) -> Iterator[None]:
+def compiled_blocks(*models: nn.Module | None) -> Iterator[None]:
     """Blocks of the models compiled: equal ones share a graph."""
     blocks: list[nn.Module] = []
     for model in models:

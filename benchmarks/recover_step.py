@@ -1,0 +1,186 @@
+"""What a step of recovery costs beside a dense training step of the same student, in time and memory."""
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from prunus import AdamWPrune, Pruner, recover
+from prunus.lab.data import TokenShape
+from prunus.lab.evaluate import loss_of
+from prunus.lab.models import GPT
+from prunus.oneshot.distance import output_of
+from prunus.ops.machine import device_of, wait_for
+from prunus.recovery.loss import Distillation
+from prunus.recovery.recover import compiled_blocks
+from prunus.recovery.teacher import Teacher
+
+from .benchmark import Benchmark, Measured, RecordTable, Row
+from .clocks import timed
+
+LLAMA_1B = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8}
+LLAMA_1B |= {"vocab_size": 128_256, "max_position_embeddings": 4096, "tie_word_embeddings": True}
+DENSE, DISTIL, MASKED, TEACHER = "dense step", "distillation", "distillation, half of the weights zero", "teacher alone"
+SHRUNK, OWN, CALL = "distillation, half of the layers", "dense step, half of the layers", "recover(), by step"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A network, by its number of layers, and the tokens of a step."""
+
+    layers: int
+    windows: int
+    length: int
+    make: Callable[[int], nn.Module]
+
+
+def gpt(layers: int, width: int = 512, vocab_size: int = 50_257, context: int = 512) -> nn.Module:
+    return GPT(layers, width // 64, width, TokenShape(vocab_size, context))
+
+
+def llama(layers: int) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**LLAMA_1B, num_hidden_layers=layers))
+
+
+SHAPES = {
+    "gpt-51m": Shape(8, 96, 512, gpt),
+    "llama-1b": Shape(16, 8, 2048, llama),
+    "tiny": Shape(2, 2, 32, lambda layers: gpt(layers, 64, 2048, 64)),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecoverStep(Benchmark):
+    """A step of distillation beside a dense step, compiled, in bfloat16 on a GPU; and recover() itself."""
+
+    shape: Literal["gpt-51m", "llama-1b", "tiny"] = "gpt-51m"  # of teacher and student
+    repeat: int = 10  # rounds that the median is taken over
+    device: str = "cpu"  # cpu or cuda
+
+    def measure(self) -> Measured:
+        device, shape = device_of(self.device), SHAPES[self.shape]
+        torch.manual_seed(0)
+        with device:
+            teacher = shape.make(shape.layers)
+            batch = torch.randint(0, 2048, (shape.windows, shape.length))
+        teacher = teacher.to(torch.bfloat16) if device.type == "cuda" else teacher
+        settings = {"weights": self.shape, "num_weights": sum(p.numel() for p in teacher.parameters())}
+        settings |= {"tokens": batch.numel(), "length": shape.length, "repeat": self.repeat}
+        rows = [self._measured(name, teacher, batch, device) for name in (DENSE, DISTIL, MASKED, TEACHER, OWN, SHRUNK)]
+        rows.append(self._called(teacher, batch, device))
+        ms = {row["way"]: row["ms"] for row in rows}
+        peaks = {row["way"]: row["peak_mib"] for row in rows}
+        for row in rows:
+            beside = {SHRUNK: ms[OWN] + ms[TEACHER]}.get(row["way"], ms[DENSE])
+            row["ratio"] = row["ms"] / beside
+            row["memory"] = row["peak_mib"] / peaks[OWN if row["way"] == SHRUNK else DENSE] if row["peak_mib"] else None
+        return "recover step", settings, rows
+
+    def _measured(self, name: str, teacher: nn.Module, batch: Tensor, device: torch.device) -> Row:
+        shape = SHAPES[self.shape]
+        layers = shape.layers // 2 if name in (SHRUNK, OWN) else shape.layers
+        torch.compiler.reset()
+        with device:
+            student = shape.make(layers).eval()
+        with _step(name, student, teacher, batch, device) as step:
+            for _ in range(3):
+                step()
+            return {"way": name} | _timed(step, self.repeat, device)
+
+    def _called(self, teacher: nn.Module, batch: Tensor, device: torch.device) -> Row:
+        """Milliseconds a step of the whole function, between a step early in the run and its last."""
+        shape, marks = SHAPES[self.shape], dict[int, float]()
+        torch.compiler.reset()
+        with device:
+            student = shape.make(shape.layers)
+        _prune_half_(student)
+        first, last = 5, 5 + self.repeat
+
+        def note(step: int, total: int, what: str) -> None:
+            if step in (first, last):
+                wait_for(device)
+                marks[step] = time.perf_counter()
+
+        options: dict[str, Any] = {"steps": last, "lr": 1e-4, "held_out": [batch[:1]], "evaluations": 1}
+        _forget(device)
+        recover(student, teacher, [batch, batch], **options, compile=True, progress=note)
+        return {"way": CALL, "ms": 1e3 * (marks[last] - marks[first]) / self.repeat, "peak_mib": _peak(device)}
+
+
+@contextmanager
+def _step(
+    name: str, student: nn.Module, teacher: nn.Module, batch: Tensor, device: torch.device
+) -> Iterator[Callable[[], object]]:
+    optimizer = AdamWPrune(student.parameters(), lr=1e-5, weight_decay=0.0, max_norm=1.0)
+    if name == MASKED:
+        _prune_half_(student)
+        Pruner(student, optimizer, masks="zeros")
+    is_mixed = device.type == "cuda"
+
+    def update(loss: Tensor) -> None:
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def plain_loss() -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16, enabled=is_mixed):
+            logits = output_of(student(batch))
+        return loss_of(logits[:, :-1], batch[:, 1:])
+
+    if name in (DENSE, OWN):
+        loss = torch.compile(plain_loss)
+        yield lambda: update(loss())
+        return
+    distillation = Distillation(student, Teacher(teacher, device))
+    with distillation.teacher.open(), torch.autocast(device.type, torch.bfloat16, enabled=is_mixed):
+        distillation.prepare(batch)
+        with compiled_blocks(student, teacher):
+            if name == TEACHER:
+                heads = distillation.heads
+                assert heads is not None
+                yield lambda: distillation.teacher.hidden(batch, heads[1])
+                return
+
+            def step() -> None:
+                with torch.autocast(device.type, torch.bfloat16, enabled=is_mixed):
+                    loss = distillation(student, batch, batch.numel())
+                update(loss)
+
+            yield step
+
+
+def _timed(step: Callable[[], object], repeat: int, device: torch.device) -> Row:
+    _forget(device)
+    seconds = sorted(timed(step, device)[0] for _ in range(repeat))
+    return {"ms": 1e3 * seconds[len(seconds) // 2], "peak_mib": _peak(device)}
+
+
+@torch.no_grad()
+def _prune_half_(model: nn.Module) -> None:
+    from prunus.eligible import eligible
+
+    for weight in eligible(model).weights:
+        weight.parameter.masked_fill_(torch.rand_like(weight.parameter) < 0.5, 0)
+
+
+def _forget(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def _peak(device: torch.device) -> float | None:
+    return torch.cuda.max_memory_allocated() / 2**20 if device.type == "cuda" else None
+
+
+TABLES = {
+    "recover step": RecordTable("way | ms a step = ms:.1f | ratio:.2f | peak MiB = peak_mib:,.0f | memory:.2f"),
+}
