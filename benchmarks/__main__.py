@@ -18,6 +18,7 @@ COMMANDS = {  # module and class, what the command does
         "pruning with repair: time on a random model of Mistral-7B's shape, or on a trained one",
     ),
     "repair-quality": ("repair_study:RepairQuality", "quality of pruning with repair, beside other ways"),
+    "recover-step": ("recover_step:RecoverStep", "a step of recovery beside a dense training step"),
     "experts": ("small_models:Experts", "quality without some of the experts, of small models that are trained for it"),
     "distributed": ("distributed:Distributed", "1, 2 and 4 ranks on a CPU; on a GPU one rank beside none"),
     "lora": ("small_models:Lora", "what masks cost a merge of LoRA adapters"),
