@@ -87,6 +87,27 @@ def test_text_goes_through_prune_and_eval_from_the_command_line(folder, capsys):
     assert f"perplexity {row['perplexity']:.3f}, " in capsys.readouterr().out
 
 
+def test_a_folder_of_texts_goes_through_prune_and_eval_and_its_note_is_printed_once(folder, capsys):
+    write_tokenizer(folder / "model")
+    words = TEXT.split()
+    (folder / "texts").mkdir()
+    for part in range(3):
+        (folder / "texts" / f"{part}.txt").write_text(" ".join(words[part * 300 : part * 300 + 300]))
+    (folder / "joined.txt").write_text(" </s> ".join(" ".join(words[i : i + 300]) for i in (0, 300, 600)))
+    (folder / "texts" / "binary").write_bytes(bytes(9))
+    lines = []
+    for name in ("texts", "joined.txt"):
+        options = "--samples 4 --length 12 --score magnitude --no-repair".split()
+        out = folder / f"from {name}"
+        main([str(arg) for arg in ["prune", folder / "model", "--text", folder / name, "--out", out, *options]])
+        pruned = capsys.readouterr().out
+        main([str(arg) for arg in ["eval", out, "--text", folder / name, "--length", 12]])
+        evaluated = capsys.readouterr().out
+        assert [out.count("1 of 4 files are left out") for out in (pruned, evaluated)] == [name == "texts"] * 2
+        lines.append(evaluated.splitlines()[-1].partition(": ")[2])
+    assert lines[0] == lines[1] and "perplexity" in lines[0]
+
+
 def test_a_text_without_a_tokenizer_or_without_letters_is_one_line(folder, capsys):
     def refused(*args):
         with pytest.raises(SystemExit):
@@ -100,6 +121,9 @@ def test_a_text_without_a_tokenizer_or_without_letters_is_one_line(folder, capsy
     (folder / "bytes.txt").write_bytes(b"\xff\xfe\x00")
     assert "no text in UTF-8" in refused(*prune, "--text", folder / "bytes.txt")
     assert "nowhere.txt" in refused(*prune, "--text", folder / "nowhere.txt")
+    (folder / "none").mkdir()
+    assert "none holds no text" in refused(*prune, "--text", folder / "text.txt", "--eval-text", folder / "none")
+    assert "none holds no text" in refused("eval", folder / "model", "--text", folder / "none")
     np.arange(600, dtype="<u4").tofile(folder / "wide.u16")
     assert "looks like uint32" in refused(*prune, "--tokens", folder / "wide.u16")
     assert "looks like uint32" in refused("eval", folder / "model", "--tokens", folder / "wide.u16")
