@@ -60,11 +60,13 @@ def head_divergence(
     the loss of no tokens is 0. Logits have the dtype of autocast, else that of the hidden states. The student's hidden
     states and head can be differentiated, once; the teacher cannot.
     """
+    if hard and labels is None:
+        raise ValueError(f"hard is {hard}, but no labels were given; pass labels, or hard=0")
     pair = _pair(hidden, head, expected, expected_head, mask, labels if hard else None)
     weights: tuple[float, float | Tensor] = soft, hard
     if total is None:
         total, dtype = max(1, pair.num_tokens), torch.promote_types(hidden.dtype, torch.float32)
-        weights = soft, hard * total / pair.num_labels.clamp(min=1).to(dtype)
+        weights = soft, hard and hard * total / pair.num_labels.clamp(min=1).to(dtype)
     trained = hidden, head.weight, head.bias
     if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in trained):
         return _Loss.apply(*trained, pair, *weights) / total
