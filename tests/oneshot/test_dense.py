@@ -371,7 +371,6 @@ def test_a_model_that_moved_or_was_wrapped_or_laid_out_anew_is_undone_with_its_b
         lambda model: model.double().float(),  # other buffers, as on another device, with the same bits
         lambda model: model.to(memory_format=torch.channels_last),
         lambda model: torch.compile(model, backend="eager"),
-        nn.DataParallel,
         lambda model: model.requires_grad_(False).train(),
     ):
         change(case.model)
