@@ -58,7 +58,7 @@ HEAVY = {
     "matplotlib": ("plot",),
 }
 # the same idea in two packages: a definition and its kernels, a command and what it does, both ends of Hugging Face
-SHARED_NAMES = {"candidates.py", "compact.py", "rows.py", "prune.py", "huggingface.py"}
+SHARED_NAMES = {"candidates.py", "compact.py", "divergence.py", "rows.py", "prune.py", "huggingface.py"}
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 MODULES = [path for path in FILES if path != Path("__init__.py")]
 NAMES = {".".join(("prunus", *path.with_suffix("").parts)).removesuffix(".__init__"): path for path in FILES}

@@ -151,11 +151,11 @@ class Result:
         return 1 - sum(int(bits.count(packed)) for packed in self.level.live.values()) / sum(sizes)
 
     def dense(self) -> nn.Module:
-        """The dense model that was pruned, as a module of its own: in eval mode, without gradients or your hooks.
+        """The dense model that was pruned, as a separate module in eval mode, without gradients and without your hooks.
 
-        Weights that were repaired take the memory that ``undo_`` reads, without another copy, so do not write to them
-        while you may still undo: the whole module then lies in main memory. Everything else is cloned, and nothing is
-        shared with the pruned model. Where experts were dropped, or two tensors overlap in memory, all of it is a copy.
+        Repaired weights take the memory that ``undo_`` reads, without another copy: the module then lies in main
+        memory, and you must not write to it while you may still undo. Everything else is cloned, and nothing is shared
+        with the pruned model. Where experts were dropped, or two tensors overlap in memory, all of it is a copy.
         """
         self._check("dense")
         originals, is_undone = self.level.originals, self._is_undone

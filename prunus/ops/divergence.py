@@ -89,12 +89,17 @@ def _row_losses(logits: Tensor, expected: Tensor, labels: Tensor | None, weights
     """By the kernel on a GPU; elsewhere by the definition, a part of the rows at a time."""
     num_rows, num_classes = logits.shape
     labels = logits.new_full((1,), IGNORED, dtype=torch.long).expand(num_rows) if labels is None else labels
-    losses = logits.new_empty(3, num_rows, dtype=torch.promote_types(logits.dtype, torch.float32))
+    losses = logits.new_empty(num_rows, 3, dtype=torch.promote_types(logits.dtype, torch.float32))
+    if logits.is_cuda and losses.dtype == torch.float32 and logits.stride(1) == 1:
+        from ._triton.divergence import divergence_ as kernel
+
+        kernel(losses, logits, expected if expected.stride(1) == 1 else expected.contiguous(), labels, weights)
+        return RowLosses(*losses.unbind(1))
     define = divergence_reference_ if weights else divergence_reference
     size = max(1, ELEMENTS // num_classes)
     for rows in (slice(first, first + size) for first in range(0, num_rows, size)):
-        losses[:, rows] = torch.stack(define(*(each[rows] for each in (logits, expected, labels, *weights))))
-    return RowLosses(*losses)
+        losses[rows] = torch.stack(define(*(each[rows] for each in (logits, expected, labels, *weights))), 1)
+    return RowLosses(*losses.unbind(1))
 
 
 def _each_row(weight: float | Tensor, logits: Tensor) -> Tensor:

@@ -220,7 +220,8 @@ def _arguments(
     args.save_steps, args.save_total_limit, args.load_best_model_at_end = steps, 1, False
     args.logging_nan_inf_filter, args.disable_tqdm, args.remove_unused_columns = False, True, False
     if args.fsdp_plugin_args:  # whole states are gathered for the folder at the end alone
-        args.fsdp_plugin_args = dict(args.fsdp_plugin_args) | {"state_dict_type": "SHARDED_STATE_DICT"}
+        plugin: Any = dict(args.fsdp_plugin_args)
+        args.fsdp_plugin_args = plugin | {"state_dict_type": "SHARDED_STATE_DICT"}
     args.ignore_data_skip = True  # the batches of a step are known without reading those before it
     return args
 

@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 try:
     from accelerate.utils import DistributedType
@@ -60,6 +60,9 @@ class RecoveryTrainer(Trainer):
     Masks are the zeros that the weights have when the training begins, or goes on from a checkpoint.
     """
 
+    model: nn.Module  # pyrefly: ignore[bad-override-mutable-attribute]
+    optimizer: Any
+
     def __init__(
         self,
         model: nn.Module,
@@ -100,7 +103,7 @@ class RecoveryTrainer(Trainer):
             self.is_fsdp_enabled = True
 
     def get_train_dataloader(self) -> DataLoader:
-        return DataLoader(self.steps, batch_size=None)
+        return DataLoader(self.steps, batch_size=None, collate_fn=lambda batch: batch)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
@@ -185,7 +188,7 @@ class RecoveryTrainer(Trainer):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """The best state is written first: a checkpoint is complete when its trainer_state.json is there."""
         self.fill_kept_zeros_()
-        folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        folder = Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}"
         if self.best is not None and 0 < self.best.step < self.state.global_step and self.writes_best:
             folder.mkdir(parents=True, exist_ok=True)
             tensors = {str(i): values for i, values in enumerate(self.best.values)}
@@ -223,7 +226,7 @@ class _Driver(TrainerCallback):
         self.trainer = trainer
 
     def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **parts: Any) -> None:
-        trainer, optimizer = self.trainer, unwrapped(parts["optimizer"])
+        trainer, optimizer = self.trainer, cast(AdamWPrune, unwrapped(parts["optimizer"]))
         optimizer._on_gpu = all(p.is_cuda for group in optimizer.param_groups for p in group["params"])
         trainer.initial = trainer.initial or State(trainer.learning)
         if names := names_with_zeros(trainer.model):

@@ -251,7 +251,7 @@ def test_the_teacher_gets_no_gradient():
 @pytest.mark.parametrize("is_on", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_under_autocast_logits_have_its_dtype_and_weights_sum_up_in_their_own(dtype, is_on):
-    parts = case(tokens=(30, 20), dtype=torch.float32)
+    parts = case(tokens=(6, 10), dtype=torch.float32)
     with torch.autocast(DEVICE, dtype) if is_on else nullcontext():
         loss = loss_of(parts)
     loss.backward()
@@ -266,17 +266,15 @@ def test_under_autocast_logits_have_its_dtype_and_weights_sum_up_in_their_own(dt
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_sums_over_many_parts_in_half_precision_lose_nothing(dtype, monkeypatch):
-    """The same 1.5 is added 150 times: bfloat16 would add 2 where the sum is above 128."""
+    """Parts add 1.5 each to a sum of 256, to which bfloat16 would add 2."""
     monkeypatch.setattr(module, "ROWS", 1)
-    ones = torch.ones(450, 1, device=DEVICE, dtype=dtype)
-    weight = torch.zeros(2, 1, device=DEVICE, dtype=dtype).requires_grad_()
-    teacher = torch.tensor([[20.0], [0.0]], device=DEVICE, dtype=dtype)
-    scale = 65536.0
-    hidden = ones.clone().requires_grad_()
-    (scale * head_divergence(hidden, Head(weight), ones, Head(teacher))).backward()
-    torch.testing.assert_close(
-        weight.grad.double() / scale, torch.tensor([[-0.5], [0.5]], device=DEVICE).double(), rtol=1e-2, atol=0
-    )
+    expected, scale = torch.ones(121, 1, device=DEVICE, dtype=dtype), 1024.0
+    expected[0] = 512
+    hidden, weight = expected.clone().requires_grad_(), torch.zeros(2, 1, device=DEVICE, dtype=dtype).requires_grad_()
+    teacher = Head(torch.tensor([[20.0], [0.0]], device=DEVICE, dtype=dtype))
+    (scale * head_divergence(hidden, Head(weight), expected, teacher)).backward()
+    sums = weight.grad.double() * 121 / scale
+    torch.testing.assert_close(sums, sums.new_tensor([[-316.0], [316.0]]), rtol=1e-2, atol=0)
 
 
 def test_qualities_are_the_sums_of_the_losses():

@@ -108,11 +108,11 @@ def test_the_pieces_of_a_file_decode_to_its_text_wherever_they_are_cut(name, tok
 def test_the_pieces_of_a_real_text_are_cut_where_the_tokenizer_cuts(tmp_path, small_pieces):
     vocabulary, merges = (str(DATA / "tokenizers" / name) for name in ("gpt2_vocab.json", "gpt2_merges.txt"))
     gpt2 = byte_tokenizer(tokenizers.ByteLevelBPETokenizer(vocabulary, merges)._tokenizer)
-    text = (DATA / "text" / "tinystories_valid.txt").read_text(encoding="utf-8")[: 2**18]
+    text = (DATA / "text" / "tinystories_valid.txt").read_text(encoding="utf-8")[: 2**16]
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")
     expected = gpt2.encode(text, add_special_tokens=False)
     assert written(tmp_path / "a.txt", gpt2, tmp_path / "a.u32") == expected
-    small_pieces(2**16, 2**12)
+    small_pieces(2**14, 2**10)
     ids = written(tmp_path / "a.txt", gpt2, tmp_path / "a.u32")
     assert decoded(gpt2, ids) == text and abs(len(ids) - len(expected)) <= 128
 
