@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -141,30 +140,30 @@ class RecoverQuality:
         file = StudyFile(path.with_stem(f"{path.stem}_seed{seeds}"), record)
         for seed in self.seeds:
             done = {(row["way"], row["level"], row["steps"]) for row in file.record["rows"] if row["seed"] == seed}
-            left = [one for one in self._runs() if (one.way, one.level, one.steps) not in done]
             study = SeedStudy(self, seed)
-            for (start, level), runs in groupby(left, key=lambda one: (WAYS[one.way].start, one.level)):
-                for row in study.rows(start, level, list(runs)):
-                    if (row["way"], row["level"], row["steps"]) in done:
-                        continue
-                    file.add([{"seed": seed} | row])
-                    done.add((row["way"], row["level"], row["steps"]))
-                    about = f"{row['value']:.5g}, {row['zeros']:,} zeros, {row['seconds']:.1f} s"
-                    print(f"seed {seed}, {row['way']} {level}, {row['steps']} steps: {about}", flush=True)
+            for (start, level), runs in self._runs().items():
+                left = [run for run in runs if (run.way, run.level, run.steps) not in done]
+                for row in study.rows(start, level, left) if left or (start, level, 0) not in done else ():
+                    if (row["way"], level, row["steps"]) not in done:
+                        file.add([{"seed": seed} | row])
+                        about = f"{row['value']:.5g}, {row['zeros']:,} zeros, {row['seconds']:.1f} s"
+                        print(f"seed {seed}, {row['way']} {level}, {row['steps']} steps: {about}", flush=True)
         print(f"{file.path}: complete")
 
-    def _runs(self) -> Iterator[Learning]:
-        """Runs that start from the same model follow each other, so that it is pruned once."""
-        for start in STARTS:
+    def _runs(self) -> dict[tuple[str, str], list[Learning]]:
+        """What to learn from each start and level, which are pruned once; the dense model is always evaluated."""
+        runs: dict[tuple[str, str], list[Learning]] = {("dense", ""): []}
+        for way in self.ways:
+            start = WAYS[way].start
             for level in self.levels if start != "dense" else ("",):
-                for way in self.ways:
-                    if WAYS[way].start == start:
-                        yield from (Learning(way, level, steps) for steps in self.steps)
+                runs.setdefault((start, level), []).extend(Learning(way, level, steps) for steps in self.steps)
+        return runs
 
     def settings(self) -> dict[str, Any]:
         settings = {"weights": self.name or self.model.stem, "about": self.about, "device": self.device}
         settings |= {"samples": self.windows, "batch": self.batch, "held_out": self.eval_windows}
-        settings |= {"length": self.length} if self.tokens is not None else {}
+        unit = "windows" if self.tokens is None else f"windows of {self.length} tokens"
+        settings["unit"] = "images" if self.images is not None else unit
         return settings | ({"note": self.note} if self.note else {})
 
 
@@ -232,6 +231,8 @@ class SeedStudy:
         if precision == "auto" and options.images is not None:
             precision = "float32"  # small convolutions are bound by launches, not by products
         before = self._masks(model)
+        if options.compile:
+            torch.compiler.reset()  # graphs of earlier runs count towards the limit beyond which nothing is compiled
         recovery = recover(
             model,
             dense if way.has_teacher else None,
