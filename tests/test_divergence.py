@@ -8,6 +8,8 @@ from torch.nn import functional as F
 from prunus.ops import divergence as module
 from prunus.ops.divergence import RowLosses, divergence, divergence_
 
+pytestmark = pytest.mark.rounding
+
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 DRAW = torch.Generator().manual_seed(0)
 INF = torch.inf

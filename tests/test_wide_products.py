@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from prunus.ops import wide_products as module
-from prunus.ops.wide_products import WideProducts, wide_products
+from prunus.ops.wide_products import WideProducts, add_product_, wide_products
 from prunus.sparse import SparseLinear
 from prunus.sparse.gaps import gaps_of_dense
 from prunus.sparse.product import product
@@ -96,3 +96,14 @@ def test_sparse_products_go_by_it_too(monkeypatch, num):
     x, w, b = (value.to(torch.bfloat16) for value in (X[:num], W.masked_fill(W.abs() < 0.6, 0), B))
     exact = F.linear(x.double(), w.double(), b.double())
     assert torch.allclose(product(x, gaps_of_dense(w), b).double(), exact, rtol=2**-8, atol=0)  # rounded once
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [*NARROW, torch.float32, torch.float64], ids=str)
+def test_a_product_is_added_in_the_type_of_the_total_also_to_a_part_of_it(dtype, device):
+    total = torch.full((10, 12), 300.0, device=device, dtype=torch.promote_types(dtype, torch.float32))
+    left, right = X.to(device, dtype)[:, :6], X.to(device, dtype)
+    part, before = total[2:8, 3:11], total.clone()
+    add_product_(part, left, right)
+    before[2:8, 3:11] += (left.double().T @ right.double()).to(total.dtype)
+    torch.testing.assert_close(total, before, rtol=3e-7, atol=0)

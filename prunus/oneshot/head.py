@@ -19,7 +19,7 @@ from ..ops.wide_products import add_product_, wide_products
 
 LOGITS = 512 << 20  # bytes of logits at a time: three fourths are the student's, since fewer parts are faster for it
 ROWS = 128  # tokens of a part are a multiple of it
-ALIGNED = 16  # classes: GPUs multiply faster if each row of logits begins at a multiple
+ALIGNED = 64  # classes: GPUs multiply several times faster where their number is a multiple
 
 
 @dataclass(frozen=True)
@@ -60,11 +60,13 @@ def head_divergence(
     the loss of no tokens is 0. Logits have the dtype of autocast, else that of the hidden states. The student's hidden
     states and head can be differentiated, once; the teacher cannot.
     """
+    if hard and labels is None:
+        raise ValueError(f"hard is {hard}, but no labels were given; pass labels, or hard=0")
     pair = _pair(hidden, head, expected, expected_head, mask, labels if hard else None)
     weights: tuple[float, float | Tensor] = soft, hard
     if total is None:
         total, dtype = max(1, pair.num_tokens), torch.promote_types(hidden.dtype, torch.float32)
-        weights = soft, hard * total / pair.num_labels.clamp(min=1).to(dtype)
+        weights = soft, hard and hard * total / pair.num_labels.clamp(min=1).to(dtype)
     trained = hidden, head.weight, head.bias
     if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in trained):
         return _Loss.apply(*trained, pair, *weights) / total
@@ -93,8 +95,9 @@ class _Tokens:
         if torch.is_autocast_enabled(device) and dtype != torch.float64:
             dtype = torch.get_autocast_dtype(device)
         self.hidden, self.places = hidden.detach().reshape(-1, hidden.shape[-1]), places
-        self.weight = head.weight.detach().to(dtype)
-        self.bias = None if head.bias is None else head.bias.detach().to(dtype)
+        self.num_classes = len(head.weight)
+        self.weight = self._padded(head.weight.detach().to(dtype))
+        self.bias = None if head.bias is None else self._padded(head.bias.detach().to(dtype))
 
     def at(self, part: slice) -> slice | Tensor:
         return part if self.places is None else self.places[part]
@@ -102,14 +105,14 @@ class _Tokens:
     def states(self, part: slice) -> Tensor:
         return self.hidden[self.at(part)].to(self.weight.dtype)
 
+    def _padded(self, values: Tensor) -> Tensor:
+        """Zeros for classes that there are not, on a GPU; their logits stay zero, and so do their gradients."""
+        missing = -self.num_classes % ALIGNED if values.is_cuda else 0
+        return F.pad(values, (0,) * (2 * values.ndim - 1) + (missing,)) if missing else values
+
     def logits(self, states: Tensor) -> Tensor:
-        if not states.is_cuda:
-            return F.linear(states, self.weight, self.bias)
-        num_classes = len(self.weight)
-        logits = states.new_empty(len(states), -(-num_classes // ALIGNED) * ALIGNED)[:, :num_classes]
-        if self.bias is None:
-            return torch.mm(states, self.weight.T, out=logits)
-        return torch.addmm(self.bias, states, self.weight.T, out=logits)
+        """Of all classes, and of those that ``_padded`` added."""
+        return F.linear(states, self.weight, self.bias)
 
 
 @dataclass(frozen=True)
@@ -152,16 +155,16 @@ class _Pair:
         return RowLosses(*map(torch.cat, zip(*parts, strict=True)))
 
     def _losses_of(self, part: slice) -> RowLosses:
-        student, teacher = (each.logits(each.states(part)) for each in (self.student, self.teacher))
-        return divergence(student, teacher, self.labels_of(part))
+        both = (each.logits(each.states(part))[:, : each.num_classes] for each in (self.student, self.teacher))
+        return divergence(*both, self.labels_of(part))
 
     def learn_(self, grads: Sequence[Tensor | None], part: slice, soft: float, hard: float | Tensor) -> Tensor:
         """The summed loss of some tokens; its gradients are added to those of hidden states, weight and bias."""
         (to_hidden, to_weight, to_bias), states = grads, self.student.states(part)
         logits, losses = self.student.logits(states), []
         for piece in self.parts(1, part):  # by which the logits become their gradient
-            own = logits[piece.start - part.start : piece.stop - part.start]
-            expected = self.teacher.logits(self.teacher.states(piece))
+            own = logits[piece.start - part.start : piece.stop - part.start, : self.student.num_classes]
+            expected = self.teacher.logits(self.teacher.states(piece))[:, : self.teacher.num_classes]
             losses.append(_summed(divergence_(own, expected, self.labels_of(piece), soft=soft, hard=hard), soft, hard))
             del expected  # before the next are made
         if to_hidden is not None:
@@ -213,7 +216,10 @@ class _Loss(torch.autograd.Function):
         grads = [
             torch.zeros_like(each, dtype=dtype) if each is not None and is_needed else None
             for each, dtype, is_needed in zip(
-                (pair.student.hidden, weight, bias), (hidden.dtype, wide, wide), ctx.needs_input_grad[:3], strict=True
+                (pair.student.hidden, pair.student.weight, pair.student.bias),
+                (hidden.dtype, wide, wide),
+                ctx.needs_input_grad[:3],
+                strict=True,
             )
         ]
         loss = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
@@ -231,6 +237,8 @@ class _Loss(torch.autograd.Function):
         for summed, kind in zip(ctx.saved_tensors, ctx.kinds, strict=True):
             if summed is not None:
                 shape, dtype = kind
+                if len(shape) == summed.ndim:  # the head's, without the classes that were added
+                    summed = summed[: shape[0]]
                 summed = torch.mul(summed, factor, out=torch.empty_like(summed, dtype=dtype)).view(shape)
             grads.append(summed)
         return *grads, None, None, None

