@@ -20,6 +20,7 @@ COMMANDS = {  # module and class, what the command does
     ),
     "repair-quality": ("repair_study:RepairQuality", "quality of pruning with repair, beside other ways"),
     "recover-step": ("recover_step:RecoverStep", "a step of recovery beside a dense training step"),
+    "recover-study": ("recover_study:RecoverQuality", "quality of recovery after pruning, beside controls"),
     "experts": ("small_models:Experts", "quality without some of the experts, of small models that are trained for it"),
     "distributed": ("distributed:Distributed", "1, 2 and 4 ranks on a CPU; on a GPU one rank beside none"),
     "lora": ("small_models:Lora", "what masks cost a merge of LoRA adapters"),

@@ -3,7 +3,20 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import decode, distributed, export, matvec, prune, repair_figures, select, small_models, step, summary, wanda
+from . import (
+    decode,
+    distributed,
+    export,
+    matvec,
+    prune,
+    recover_figures,
+    repair_figures,
+    select,
+    small_models,
+    step,
+    summary,
+    wanda,
+)
 from .benchmark import filled, newest_records
 
 TABLES = {
@@ -38,6 +51,7 @@ class Page:
             self.docs / "experts.md": small_models.parts(self.results),
             evidence / "benchmarks.md": tables(self.results),
             evidence / "repair.md": repair_figures.parts(self.results),
+            evidence / "recover.md": recover_figures.parts(self.results),
             evidence / "README.md": summary.parts(self.results, self.studies, self.probe, evidence),
         }
         pages = {path: filled(path.read_text(), parts) for path, parts in parts.items()}

@@ -46,6 +46,7 @@ RANDOM = "random"
 BEYOND, OUTSIDE = 2.0, 4.0  # added to scores of at most 1: of candidates beyond tau, of weights that are no candidates
 NUM_CALIBRATION = 2048  # images to draw calibration samples from
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # what ResNet-20 was trained with
+NORMALISE = Normalise(torch.tensor(MEAN)[:, None, None] * 255, torch.tensor(STD)[:, None, None] * 255)
 Masks = Mapping[str, Tensor]  # True where the weight stays
 
 
@@ -112,11 +113,10 @@ def image_model(
     model = resnet(RESNETS["resnet20"], ImageShape(3, 32, 10))
     model.load_state_dict({name.removeprefix("module."): value for name, value in state.items()})
     train, test = read_cifar10(images)
-    normalise = Normalise(torch.tensor(MEAN)[:, None, None] * 255, torch.tensor(STD)[:, None, None] * 255)
     num = min(NUM_CALIBRATION, len(train.labels))
     chosen = np.random.default_rng(seed).permutation(num)[:samples]
-    batch = normalise(train.pixels[chosen]).to(device), torch.from_numpy(train.labels[chosen]).to(device)
-    pixels = normalise(test.pixels[:held_out]).to(device)
+    batch = NORMALISE(train.pixels[chosen]).to(device), torch.from_numpy(train.labels[chosen]).to(device)
+    pixels = NORMALISE(test.pixels[:held_out]).to(device)
     labels = torch.from_numpy(test.labels[:held_out]).to(device)
 
     @torch.no_grad()

@@ -70,6 +70,16 @@ class ModelFigures:
     def num_seeds(self) -> int:
         return max(len(rows) for rows in self.rows.values())
 
+    @property
+    def origins(self) -> str:
+        """The machine, day and file of each record, numbered."""
+        return "\n".join(
+            f"{number}. {measured_on(record['environment'])}; {record['date']}, commit "
+            f"{record['environment']['commit']}; `{record['file']}`"
+            + (f"; {record['settings']['note']}" if "note" in record["settings"] else "")
+            for number, record in enumerate(self.records, 1)
+        )
+
     def values(self, way: str, level: str) -> dict[int, float]:
         """By seed; a figure that is not finite counts as the worst there is."""
         rows = self.rows.get((way, level), {})
@@ -99,11 +109,11 @@ class ModelFigures:
         return gains(self.values(way, level), self.values(BASE, level), self.metric)
 
 
-def figures_of(folder: Path) -> list[ModelFigures]:
-    """The study, a model at a time; records of one model must have been made with the same data."""
+def figures_of(folder: Path, what: str = WHAT) -> list[ModelFigures]:
+    """A study, a model at a time; records of one model must have been made with the same data."""
     by_model: dict[str, list[Record]] = {}
     for record in all_records(folder):
-        if record["what"] == WHAT and record["rows"]:
+        if record["what"] == what and record["rows"]:
             by_model.setdefault(record["settings"]["weights"], []).append(record)
     for name, (first, *others) in by_model.items():
         for record in others:
@@ -177,17 +187,12 @@ def _model(model: ModelFigures) -> str:
     about += f"{settings['held_out']:,} held-out {unit}."
     versions = {row["llmcompressor"] for rows in model.rows.values() for row in rows.values() if "llmcompressor" in row}
     about += f" llm-compressor {', '.join(sorted(versions))}." if versions else ""
-    origins = "\n".join(
-        f"{number}. {measured_on(record['environment'])}; {record['date']}, commit {record['environment']['commit']}; "
-        f"`{record['file']}`" + (f"; {record['settings']['note']}" if "note" in record["settings"] else "")
-        for number, record in enumerate(model.records, 1)
-    )
     headings = ["way", *map(level_name, levels), "zeros too many", "s", "record"]
     measured = {way for way, _ in model.rows}
     lines = [["dense", *[model.number(model.dense)] * len(levels), "", "", ""]]
     for way in (way for way in WAYS if way in measured):
         lines.append([WAYS[way].title, *(model.cell(way, level) for level in levels), *_cost(model, way)])
-    return f"### {model.name}\n\n{about}\n\n{origins}\n\n{markdown_table(headings, lines)}\n"
+    return f"### {model.name}\n\n{about}\n\n{model.origins}\n\n{markdown_table(headings, lines)}\n"
 
 
 def _cost(model: ModelFigures, way: str) -> list[str]:

@@ -18,6 +18,7 @@ from torch import nn
 
 from prunus import NofM, PerLayer, PerRow, Repair, prune
 from prunus.eligible import eligible
+from prunus.lab.trained_run import from_checkpoint
 from prunus.ops.machine import device_of
 from prunus.select import Selector
 from prunus.trained.model import ModelSource, TrainedModel, load_trained
@@ -27,6 +28,9 @@ from .clocks import timed
 from .probe_study import image_model
 from .study import StudyFile
 from .wanda import their_oneshot
+
+if TYPE_CHECKING:
+    from .recover_study import RecoverQuality
 
 WHAT = "repair quality"
 Level = Literal["50", "60", "70", "80", "90", "2:4"]
@@ -104,7 +108,7 @@ class RepairQuality:
         for seed in self.seeds:
             done = {(row["way"], row["level"]) for row in file.record["rows"] if row["seed"] == seed}
             left = [key for key in self._figures() if key not in done]
-            trained = self._load(seed) if left else None
+            trained = load_case(self, seed) if left else None
             for way, level in left:
                 assert trained is not None
                 if row := measured(trained, way, level, torch.device(self.device)):
@@ -128,13 +132,15 @@ class RepairQuality:
         settings |= {"note": self.note} if self.note else {}
         return settings | {"held_out": self.eval_windows}
 
-    def _load(self, seed: int) -> TrainedModel:
-        num = (self.windows, self.eval_windows)
-        if self.images is not None:
-            return image_model(self.model, self.images, *num, seed, torch.device(self.device))
-        source = ModelSource(str(self.model), self.tokens, self.eval_tokens, self.windows, self.length)
-        source = replace(source, eval_windows=self.eval_windows, seed=seed, gguf_file=self.gguf_file)
-        return load_trained(replace(source, dtype="float32", device=self.device))
+
+def load_case(options: "RepairQuality | RecoverQuality", seed: int) -> TrainedModel:
+    """The model that the options name, with the calibration samples of this seed, in float32."""
+    num = (options.windows, options.eval_windows)
+    if options.images is not None:
+        return image_model(options.model, options.images, *num, seed, torch.device(options.device))
+    source = ModelSource(str(options.model), options.tokens, options.eval_tokens, options.windows, options.length)
+    source = replace(source, eval_windows=options.eval_windows, seed=seed, gguf_file=options.gguf_file)
+    return load_trained(replace(source, dtype="float32", device=options.device), from_checkpoint)
 
 
 def measured(trained: TrainedModel, way: str, level: str, device: torch.device) -> Row | None:
