@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ...files.atomic import write_atomically
 from .cells import ArmRow, Source, mean_of, read_source
 from .comparison import memory_of, split_recipe
-from .models import RECOVERY_FILE, pruned_page, recovered_page
+from .model_pages import RECOVERY_FILE, pruned_page, recovered_page
 from .numbers import count, duration, fixed, memory, number, percent, plain, short_percent, signed
 from .panel import Page
 from .records import RunRecord
@@ -62,17 +62,21 @@ def html_of(page: Page) -> str:
 @cache
 def _template(has_charts: bool) -> "tuple[Template, dict[str, Any]]":
     """The template of all pages, and what is the same in each."""
+    files = [resources.files("prunus.lab.report").joinpath(name) for name in ("page.html", "style.css", "page.js")]
+    html, style, own = (file.read_text(encoding="utf-8") for file in files)
+    scripts: list[str] = []
     try:
         from jinja2 import Environment
 
         if has_charts:
             from plotly.offline import get_plotlyjs
+
+            scripts = [_inline(get_plotlyjs()), _inline(own)]
     except ImportError as error:
         raise ValueError(f"a report needs {error.name}: pip install plotly jinja2") from None
-    files = [resources.files("prunus.lab.report").joinpath(name) for name in ("page.html", "style.css", "page.js")]
-    html, style, own = (file.read_text(encoding="utf-8") for file in files)
-    scripts = [_inline(get_plotlyjs()), _inline(own)] if has_charts else []
-    digests = " ".join(f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'" for script in scripts) or "'none'"
+    digests = (
+        " ".join(f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'" for script in scripts) or "'none'"
+    )
     policy = f"default-src 'none'; script-src {digests}; style-src 'unsafe-inline'; img-src data:; "
     policy += "base-uri 'none'; form-action 'none'"
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)

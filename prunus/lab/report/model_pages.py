@@ -1,6 +1,7 @@
 """Pages of models: what pruning left of one, and what it learned back from the dense one."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -10,12 +11,15 @@ from ..schema import AMOUNT, ANY, COUNT, SHARE, TEXT, Maybe, Named, Spec
 from .cells import read_checked
 from .curves import ACCENT, MAX_POINTS, MAX_ROWS, Point, at_most, in_words, line_trace
 from .numbers import duration, memory, number, plain
-from .panel import INK, MUTED, Mark, NumberTable, Page, Panel, Section, axis, cell, layout
+from .panel import INK, MUTED, Mark, NumberTable, Page, Panel, Section, Trace, axis, cell, layout
 from .records import Json
 from .sections import FIELD, written
 
 RECOVERY_FILE = "recovery.json"
-RECOVERY: Spec = dict.fromkeys(("before", "after", "teacher"), {}) | {
+RECOVERY: Spec = {
+    "before": {},
+    "after": {},
+    "teacher": {},
     "curve": [{"step": COUNT, "tokens": COUNT}],
     "lr": AMOUNT,
     "lr_reason": TEXT,
@@ -41,6 +45,7 @@ MARKS = {
     "teacher": Mark(INK, width=1.6),
 }
 NAMES = {"accuracy": "accuracy, %", "perplexity": "perplexity", "kl": "KL divergence"}
+HOVER = "%{y:.5g}<extra>%{fullData.name}</extra>"
 SAME_DATA = "All models on the same held-out data"
 KEPT = "The large point is the state that was kept."
 TRIALS = " Trials of learning rates are not on the curve, but their {} count."
@@ -60,8 +65,8 @@ def pruned_page(folder: Path) -> Page:
     parts = [Section("held-out", "On held-out data", "", tables=[table])]
     if recovery is not None:
         record = RecoveryRecord(recovery)
-        said = f"{record.headline}. {record.lede} {record.section.text}"
-        parts.append(replace(record.section, text=said))
+        section = record.section
+        parts.append(replace(section, text=f"{record.headline}. {record.lede} {section.text}"))
     parts.append(Section("layers", "Layer by layer", "", picture=layers_svg(result["layers"])))
     headline = f"{max((row['sparsity'] for row in rows.values()), default=0):.0%} of the weights are zero"
     cost = f"Pruned in {duration(result['seconds'])}, {memory(result['peak_bytes'])} at the peak."
@@ -150,26 +155,35 @@ class RecoveryRecord:
         return Section("recovery", "Recovery", text, panels, legend=legend)
 
     def panel(self, metric: str) -> Panel:
-        """A metric on held-out data over tokens, with levels of the student before and of its teacher."""
-        name, hover = title_of(metric), "%{y:.5g}<extra>%{fullData.name}</extra>"
+        """A metric on held-out data over tokens, with lines for the student before and for its teacher."""
         measured = [(one, value_of(one, metric)) for one in self.values["curve"]]
         curve = [Point(one["step"], one["tokens"], y, y, y) for one, y in measured if y is not None]
-        shown = at_most(curve, MAX_POINTS)
-        line = line_trace("recovered", shown, MARKS["recovered"], hover) | {"mode": "lines+markers"}
-        line["marker"] |= {"size": [11 if p.step == self.values["best_step"] else 5 for p in shown], "opacity": 1}
-        ends = sorted({0, max(self.values["tokens"], 1), *line["x"]})
-        traces, values = [], [p.mean for p in curve]
-        for model, one in self.models.items():
-            level = value_of(one, metric)
-            if level is not None and model != "recovered" and (model, metric) != ("teacher", "kl"):
-                traces.append(line_trace(model, [Point(0, x, level, level, level) for x in ends], MARKS[model], hover))
-                values.append(level)
+        traces = [*self._levels(metric, curve), self._curve(curve)]
+        values = [y for trace in traces for y in trace["y"]]
         is_steep = bool(values) and metric != "accuracy" and max(values) > 10 * min(values) > 0
-        columns = ["step", self.unit, NAMES[metric]]
-        whole = "{:,}".format
-        rows = [[cell(p.step, whole), cell(p.x, whole), cell(p.mean)] for p in at_most(curve, MAX_ROWS)]
+        scale = {"type": "log", "dtick": "D2"} if is_steep else {"rangemode": "tozero" if metric == "kl" else "normal"}
         x = axis(self.unit, rangemode="tozero", unifiedhovertitle={"text": f"%{{x:,}} {self.unit}"})
-        y = axis(NAMES[metric], **({"type": "log", "dtick": "D2"} if is_steep else {}))
-        table = NumberTable(f"{name}, {len(rows)} of {len(measured)} evaluations", columns, rows)
-        words = in_words(name, curve, self.unit)
-        return Panel(name, words, [*traces, line], layout(x, y, hovermode="x unified"), table, height=340)
+        look = layout(x, axis(NAMES[metric], **scale), hovermode="x unified")
+        name, whole = title_of(metric), "{:,}".format
+        rows = [[cell(p.step, whole), cell(p.x, whole), cell(p.mean)] for p in at_most(curve, MAX_ROWS)]
+        caption = f"{name}, {len(rows)} of {len(measured)} evaluations"
+        table = NumberTable(caption, ["step", self.unit, NAMES[metric]], rows)
+        return Panel(name, in_words(name, curve, self.unit), traces, look, table, height=340)
+
+    def _curve(self, curve: Sequence[Point]) -> Trace:
+        """Points of the student, the largest where its state was kept."""
+        shown = at_most(curve, MAX_POINTS)
+        trace = line_trace("recovered", shown, MARKS["recovered"], HOVER)
+        trace["marker"] |= {"size": [11 if p.step == self.values["best_step"] else 5 for p in shown], "opacity": 1}
+        return trace | {"mode": "lines+markers", "cliponaxis": False}
+
+    def _levels(self, metric: str, curve: Sequence[Point]) -> list[Trace]:
+        """Straight lines, with a point where the curve has one; the teacher's distance from itself is none."""
+        places = sorted({0, max(self.values["tokens"], 1), *(p.x for p in curve)})
+        left_out = ("recovered", "teacher") if metric == "kl" else ("recovered",)
+        levels = {name: value_of(one, metric) for name, one in self.models.items() if name not in left_out}
+        return [
+            line_trace(name, [Point(0, x, level, level, level) for x in places], MARKS[name], HOVER)
+            for name, level in levels.items()
+            if level is not None
+        ]
