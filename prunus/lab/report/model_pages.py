@@ -85,9 +85,9 @@ def recovered_page(folder: Path) -> Page:
     rows = [[name, *(cell(value_of(one, m)) for m in record.metrics)] for name, one in record.models.items()]
     tables = [NumberTable(SAME_DATA, columns, rows)]
     parts = [record.section, Section("held-out", "On held-out data", "", tables=tables)]
-    if settings := record.values.get("settings"):
-        rows = [[name, written(value)] for name, value in settings.items()]
-        tables = [NumberTable("What the command was given", FIELD, rows, kind="config")]
+    given = [[k, written(v)] for k, v in (record.values.get("settings") or {}).items() if v not in (None, [])]
+    if given:
+        tables = [NumberTable("What the command was given", FIELD, given, kind="config")]
         parts.append(Section("settings", "Settings", "", tables=tables))
     notes = record.values.get("notes") or ()
     return Page("recovered model", folder.resolve().name, record.headline, record.lede, parts, notes=notes)
