@@ -73,6 +73,21 @@ def trials_chart(trials: Sequence[tuple[float, float, bool]], dense: float) -> F
     return figure
 
 
+def recovery_chart(points: Sequence[tuple[int, float | None]], levels: Mapping[str, Any], metric: str) -> Figure:
+    """The metric of each point (tokens, metric) over its tokens, with a line for each level; only finite ones."""
+    figure, (axes,) = _axes(5.0, 2.6, [f"held-out {metric} over tokens"])
+    from matplotlib.ticker import EngFormatter
+
+    for (name, level), colour in zip(levels.items(), ("black", PLUM), strict=False):
+        if finite(level) is not None:
+            axes.axhline(level, color=colour, linewidth=1, label=name)
+    shown = [(x, y) for x, y in points if y is not None and math.isfinite(y)]
+    axes.plot([x for x, _ in shown], [y for _, y in shown], "o-", color=GREEN, markersize=4, label="recovered")
+    axes.xaxis.set_major_formatter(EngFormatter())
+    axes.legend(fontsize="small")
+    return figure
+
+
 def _axes(width: float, height: float, titles: Sequence[str]) -> tuple[Figure, list[Axes]]:
     """A new figure and its axes, one above the other."""
     check_matplotlib()

@@ -6,7 +6,8 @@ import pytest
 
 from prunus import plot
 from prunus.export.card import CardFacts, write_card
-from prunus.plot import layers_chart, layers_svg, notebook_html, save, svg, trials_chart
+from prunus.plot import layers_chart, layers_svg, notebook_html, recovery_chart, save, svg, trials_chart
+from prunus.recovery import Figures, Point, Recovery
 
 EVIL = '</title><script>$x$ alert("&")</script>'
 LAYERS = [
@@ -50,6 +51,41 @@ def test_a_search_is_points_over_sparsity_and_a_line_for_the_dense_model():
     assert set(dense.get_ydata()) == {3.5}
     assert [[*zip(*line.get_data(), strict=True)] for line in points] == [[(0.1, 4.0)], [(0.3, 5.0)]]
     assert svg(trials_chart([], 0.0))
+
+
+NAN = float("nan")
+
+
+def recovery(metric: str, teacher: Figures | None = None, curve: list[Point] | None = None) -> Recovery:
+    """Of a model that is judged by this metric; the second of three points is not finite."""
+
+    def figures(kl: float) -> Figures:
+        return Figures(kl, None if metric == "kl" else kl, 1 - kl if metric == "accuracy" else None)
+
+    measured = [(0, figures(0.5)), (512, figures(NAN)), (1024, figures(0.25))]
+    known = [Point(tokens // 256, tokens, one.kl, one.loss, one.accuracy) for tokens, one in measured]
+    models = figures(0.5), figures(0.25), teacher or figures(0.0)
+    return Recovery(*models, 1e-3, EVIL, known if curve is None else curve, 4, 4, 1024, 1.5, 7)
+
+
+@pytest.mark.parametrize("metric", ["perplexity", "accuracy", "kl"])
+def test_a_recovery_is_a_curve_over_tokens_with_lines_for_its_teacher_and_the_student_before(metric):
+    one = recovery(metric)
+    (axes,) = one.plot().axes
+    teacher, before, curve = axes.lines
+    assert set(teacher.get_ydata()) == {getattr(one.teacher, metric)}
+    assert set(before.get_ydata()) == {getattr(one.before, metric)}
+    assert [*curve.get_xdata()] == [0, 1024] and curve.get_ydata()[-1] == getattr(one.after, metric)
+    html = one._repr_html_()
+    assert "<script>" not in html and "&lt;script&gt;" in html and html.count("<tr>") == 4
+    assert all(f"{getattr(point, metric):.4g}" in html for point in one.curve)
+
+
+def test_a_recovery_without_a_teacher_or_any_finite_point_has_a_chart():
+    without = recovery("perplexity", teacher=Figures(None, 2.0), curve=[])
+    assert [line.get_label() for line in without.plot().axes[0].lines] == ["before recovery", "recovered"]
+    assert "0 rows" in without._repr_html_()
+    assert svg(recovery_chart([(0, None), (1, float("inf"))], {"teacher": None, "before recovery": NAN}, EVIL))
 
 
 def test_a_chart_is_saved_as_svg_or_png_with_the_same_bytes_every_time(tmp_path):

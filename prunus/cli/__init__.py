@@ -19,7 +19,7 @@ COMMANDS = {
     "recover": "let a pruned model learn from the dense one, its zeros kept",
     "study": "compare scores fairly, over several sparsities and seeds",
     "eval": "measure quality and sparsity of a model on held-out data",
-    "report": "write one HTML page with the charts of a run or a study",
+    "report": "write one HTML page with the charts of a run, a study or a model",
     "doctor": "check that a pruned model is sound: zeros, masks, finite weights",
     "export": "convert a pruned model to a smaller file and back, bit for bit",
     "generate": "write text with a pruned model, its layers sparse where that is faster",

@@ -243,6 +243,7 @@ def _write(command: Command, outcome: "Outcome") -> None:
     facts = CardFacts(command.out.name, source=command.model, of_prunable=True, repo=command.push, **said)
     with new_folder(command.out, inside=command.unfinished) as part:
         outcome.model.save(part)
+        (part / "recovery.json").unlink(missing_ok=True)  # of a recovery before this pruning
         write_json(part / "result.json", figures)
         write_card(part, facts)
     shutil.rmtree(command.unfinished, ignore_errors=True)

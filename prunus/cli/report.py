@@ -1,4 +1,4 @@
-"""``prunus report``: the charts of runs as one page. Loads no torch."""
+"""``prunus report``: the charts of runs and models as one page. Loads no torch."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +10,9 @@ from .console import print
 
 @dataclass(frozen=True)
 class Command:
-    """One HTML page of a run, a study or a folder of runs; it opens from disk and loads nothing from elsewhere."""
+    """One HTML page of a run, a study or a model; it opens from disk and loads nothing from elsewhere."""
 
-    folder: tyro.conf.Positional[Path]  # run folder, study folder, or a folder of run folders
+    folder: tyro.conf.Positional[Path]  # of a run, of runs, of a study, or of a pruned or recovered model
     out: Path | None = None  # where to write the page; without it report.html in the folder
 
 

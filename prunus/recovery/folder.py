@@ -75,9 +75,8 @@ def _facts(
         if tensor.ndim > 1 and (zeros := tensor.numel() - int(tensor.count_nonzero())):
             share = zeros / tensor.numel()
             layers.append({"name": name, "num_weights": tensor.numel(), "num_pruned": zeros, "sparsity": share})
-    metric = "kl" if recovery.before.loss is None else "accuracy" if recovery.is_classifier else "perplexity"
     models = {"before recovery": recovery.before, "recovered": recovery.after, "teacher": recovery.teacher}
-    rows = {name: {metric: getattr(figures, metric)} for name, figures in models.items()}
+    rows = {name: {recovery.metric: getattr(figures, recovery.metric)} for name, figures in models.items()}
     pruned = {}  # settings of ``prunus prune``, where that wrote the source
     with suppress(ValueError, OSError):
         pruned = dict(read_json(part / "result.json")["settings"])

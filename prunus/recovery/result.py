@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ..plot import Figure, notebook_html, recovery_chart
 from .loss import Figures
 
 
@@ -70,6 +71,23 @@ class Recovery:
     def is_classifier(self) -> bool:
         """Whether its accuracy was measured: of text the perplexity says more."""
         return self.before.accuracy is not None
+
+    @property
+    def metric(self) -> str:
+        """What it is judged by: accuracy or perplexity, or without labels the distance from the teacher."""
+        return "kl" if self.before.loss is None else "accuracy" if self.is_classifier else "perplexity"
+
+    def plot(self) -> Figure:
+        """A chart of the curve, with lines for the teacher and for the student before."""
+        models = ({} if self.teacher.kl is None else {"teacher": self.teacher}) | {"before recovery": self.before}
+        levels = {name: getattr(figures, self.metric) for name, figures in models.items()}
+        return recovery_chart([(p.tokens, getattr(p, self.metric)) for p in self.curve], levels, self.metric)
+
+    def _repr_html_(self) -> str:
+        names = list(dict.fromkeys((self.metric, "kl")))
+        values = [["" if (y := getattr(p, name)) is None else f"{y:.4g}" for name in names] for p in self.curve]
+        rows = [(f"{p.step:,}", f"{p.tokens:,}", *each) for p, each in zip(self.curve, values, strict=True)]
+        return notebook_html(str(self), self.plot, ("step", "tokens", *names), rows)
 
     def figures(self) -> dict[str, Any]:
         """All of it as plain values, for JSON."""

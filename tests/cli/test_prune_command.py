@@ -144,6 +144,12 @@ def test_by_default_the_weights_that_stay_are_repaired(folder, options, capsys):
     assert sorted(path.name for path in folder.iterdir()) == ["calib.u16", "model", "out", "valid.u16"]
 
 
+def test_figures_of_a_recovery_before_the_pruning_are_not_copied(folder):
+    (folder / "model" / "recovery.json").write_text("{}")
+    out, _ = prune(folder)
+    assert not (out / "recovery.json").exists() and (out / "tokenizer.json").exists()
+
+
 def test_every_layer_is_shown_on_request_and_the_report_has_table_and_picture(folder, capsys):
     out, result = prune(folder, "--layers")
     assert "model.layers.1.mlp.up_proj.weight" in capsys.readouterr().out

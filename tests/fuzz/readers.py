@@ -250,6 +250,14 @@ def slim_study(folder: Path) -> None:
         shutil.copy(path, folder)
 
 
+def recovered(folder: Path) -> None:
+    figures = {"kl": 0.5, "loss": 4.0, "accuracy": None}
+    values = {"before": figures, "after": figures, "teacher": figures, "lr": 1e-3, "lr_reason": "given", "notes": ["a"]}
+    values |= {"best_step": 4, "steps": 4, "tokens": 1024, "seconds": 1.5, "num_zeros": 7, "settings": {"train": ["b"]}}
+    curve = [{"step": step, "tokens": 256 * step} | figures for step in range(5)]
+    (folder / "recovery.json").write_text(json.dumps(values | {"curve": curve}))
+
+
 def full_study(folder: Path) -> None:
     for path in STUDY.glob("study*.json"):
         shutil.copy(path, folder)
@@ -425,6 +433,7 @@ READERS = {
     "study settings": Reader(settings, read_base),
     "report of a run": Reader(trained, lambda to: command("report", to), "*.json*", needs="plotly"),
     "report of a study": Reader(full_study, lambda to: command("report", to), "**/*.json*", needs="plotly"),
+    "report of a recovery": Reader(recovered, lambda to: command("report", to), needs="plotly"),
     "tokens .u16": Reader(lambda to: tokens(to, ".u16"), read_tokens),
     "tokens .npy": Reader(lambda to: np.save(to / "tokens.npy", np.arange(500)), read_tokens),
     "batches .npz": Reader(lambda to: np.savez(to / "a.npz", pixels=np.ones((3, 4)), labels=np.arange(3)), read_arrays),
@@ -437,5 +446,12 @@ READERS = {
 }
 SLOW = {  # readers whose files are damaged in every fifth round only
     *("prune", "prune, GGUF", "train --resume", "eval", "doctor, checkpoint", "export --check", "study merge"),
-    *("study show, runs in folders", "report of a run", "report of a study", "tokens .gz", "tokens .xz"),
+    *(
+        "study show, runs in folders",
+        "report of a run",
+        "report of a study",
+        "report of a recovery",
+        "tokens .gz",
+        "tokens .xz",
+    ),
 }

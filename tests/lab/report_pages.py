@@ -82,7 +82,10 @@ def rows_of(folder: Path) -> list[dict]:
 
 
 def figures_of(folder: Path) -> list[dict]:
-    text = render(read_source(folder))
+    return figures_in(render(read_source(folder)))
+
+
+def figures_in(text: str) -> list[dict]:
     data = re.search(r'id="figures">(.*?)</script>', text, re.S)[1]
     assert "<" not in data  # nothing in it could end its element
     return json.loads(data)

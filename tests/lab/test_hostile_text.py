@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from report_folders import make_run, make_study, stopped
+from report_folders import make_recovery, make_run, make_study, stopped
 from safetensors.torch import save_file
 from torch import nn
 
@@ -134,6 +134,12 @@ def test_names_and_failures_of_runs(says, tmp_path):
     described = json.loads((run / "run.json").read_text())
     (run / "run.json").write_text(json.dumps(described | {"run": {"steps": EVIL}}))
     says("report", run, code=2)
+
+
+def test_what_a_recovery_says(says, tmp_path):
+    words = {"lr_reason": EVIL, "notes": [EVIL], "settings": {EVIL: EVIL}}
+    says("report", make_recovery(tmp_path / FILE, **words))
+    says("report", make_recovery(tmp_path / "damaged", seconds=EVIL), code=2)
 
 
 def test_arms_of_a_study(says, tmp_path):

@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from report_folders import make_run, make_study
+from report_folders import make_recovery, make_run, make_study
 from report_pages import ARMS, HOSTILE, hostile_study, lines_of
 
 from prunus.lab.report.page import write_report
@@ -98,6 +98,21 @@ def test_the_charts_of_a_run_show_its_metrics_and_say_them_on_hover(run, visit):
     page.wait_for_selector(".hoverlayer text")
     assert f"{lines[-1]['eval']['perplexity']:.5g}" in chart.locator(".hoverlayer").text_content()
     assert_fits(page, 360)
+
+
+@pytest.mark.slow
+def test_the_curve_of_a_recovery_is_drawn_with_the_lines_of_its_teacher_and_of_the_model_before(tmp_path, visit):
+    page = visit(write_report(make_recovery(tmp_path / "recovered", notes=[HOSTILE], settings={HOSTILE: HOSTILE})))
+    assert page.locator("#recovery .chart").count() == 2 and page.locator("img").count() == 0
+    chart = page.locator(".chart").first
+    chart.scroll_into_view_if_needed()
+    assert chart.locator(".js-line").count() == 3
+    point = chart.evaluate("(one) => one.querySelectorAll('.point')[5].getBoundingClientRect().toJSON()")
+    page.mouse.move(point["x"] + 2, point["y"] + 2)
+    page.wait_for_selector(".hoverlayer text")
+    hovered = chart.locator(".hoverlayer").text_content()
+    assert all(words in hovered for words in ("184,320 tokens", "before recovery : 61.25", "teacher : 55"))
+    assert_fits(page, 400)
 
 
 @pytest.mark.slow

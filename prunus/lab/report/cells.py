@@ -122,7 +122,10 @@ def read_source(folder: Path) -> Source:
     if notes and not cells:
         raise ValueError(f"no run in {folder} can be read: {notes[0]}")
     if not cells:
-        raise ValueError(f"{folder} holds neither a run (run.json) nor a study (study.json) nor folders of runs")
+        raise ValueError(
+            f"{folder} holds neither a run (run.json) nor a study (study.json) nor folders of runs, nor a model that "
+            "prunus prune (result.json) or prunus recover (recovery.json) wrote"
+        )
     num_open = sum(cell.record.is_open for cell in cells)
     return Source(folder.resolve().name, "runs", cells, rows_of(cells), notes=notes, num_open=num_open)
 

@@ -90,10 +90,10 @@ def run_panels(record: RunRecord) -> list[Panel]:
     said = "Every line" if len(shown) == len(record.logs) else f"{len(shown)} of {len(record.logs)} lines"
     loss = Panel(
         "Loss",
-        _in_words("Training loss", logged, record) + " " + _in_words("Held-out loss", held_out, record),
+        in_words("Training loss", logged, record.unit) + " " + in_words("Held-out loss", held_out, record.unit),
         [
-            _line("training", logged, Mark(MUTED, width=1.2), hover),
-            _line("held-out", held_out, Mark(ACCENT, width=2.2), hover) | {"mode": "lines+markers"},
+            line_trace("training", logged, Mark(MUTED, width=1.2), hover),
+            line_trace("held-out", held_out, Mark(ACCENT, width=2.2), hover) | {"mode": "lines+markers"},
         ],
         layout(x, axis("loss, nats", range=frame([logged, held_out])), hovermode="x unified"),
         NumberTable(f"{said} of metrics.jsonl", ["step", record.unit, "training loss", "learning rate"], rows),
@@ -109,8 +109,8 @@ def run_panels(record: RunRecord) -> list[Panel]:
     columns = ["step", record.unit, "held-out loss", "perplexity", "accuracy", "sparsity"]
     held_out_quality = Panel(
         name,
-        _in_words(name, quality, record),
-        [_line(name, quality, Mark(ACCENT, width=2.2), "%{y:.5g}<extra></extra>") | {"mode": "lines+markers"}],
+        in_words(name, quality, record.unit),
+        [line_trace(name, quality, Mark(ACCENT, width=2.2), "%{y:.5g}<extra></extra>") | {"mode": "lines+markers"}],
         layout(x, axis(name.lower(), range=frame([quality])), hovermode="x unified"),
         NumberTable("Every evaluation on held-out data", columns, rows),
     )
@@ -146,7 +146,7 @@ def _compared(series: Mapping[str, list[Point]], marks: Mapping[str, Mark], name
         if marks[arm].width > 1:
             traces += _band(series[arm], marks[arm])
         spread = " (%{customdata[0]:.4g} to %{customdata[1]:.4g})" * any(p.low < p.high for p in series[arm])
-        traces.append(_line(arm, series[arm], marks[arm], f"%{{y:.4g}}{spread}<extra>%{{fullData.name}}</extra>"))
+        traces.append(line_trace(arm, series[arm], marks[arm], f"%{{y:.4g}}{spread}<extra>%{{fullData.name}}</extra>"))
     ends = "; ".join(f"{arm} {plain(line[-1].mean)}" for arm, line in series.items() if line)
     few = sum(mark.width > 1 for arm, mark in marks.items() if arm in series) == len(series) <= 6
     by_step = {arm: {p.step: p.mean for p in line} for arm, line in series.items()}
@@ -168,7 +168,7 @@ def _compared(series: Mapping[str, list[Point]], marks: Mapping[str, Mark], name
     )
 
 
-def _line(name: str, line: Sequence[Point], mark: Mark, hover: str) -> Trace:
+def line_trace(name: str, line: Sequence[Point], mark: Mark, hover: str) -> Trace:
     shown = at_most(line, MAX_POINTS)
     return {
         "type": "scatter",
@@ -195,7 +195,7 @@ def _band(line: Sequence[Point], mark: Mark) -> list[Trace]:
     ]
 
 
-def _in_words(name: str, line: Sequence[Point], record: RunRecord) -> str:
+def in_words(name: str, line: Sequence[Point], unit: str) -> str:
     if not line:
         return f"{name}: nothing recorded."
-    return f"{name} from {plain(line[0].mean)} to {plain(line[-1].mean)} over {count(line[-1].x)} {record.unit}."
+    return f"{name} from {plain(line[0].mean)} to {plain(line[-1].mean)} over {count(line[-1].x)} {unit}."

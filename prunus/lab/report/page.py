@@ -7,81 +7,81 @@ import json
 from base64 import b64encode
 from functools import cache
 from hashlib import sha256
-from html import escape
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...files.atomic import write_atomically
-from ...plot import layers_svg
-from ..schema import AMOUNT, ANY, SHARE, TEXT, Maybe, Named, Spec
-from .cells import ArmRow, Source, mean_of, read_checked, read_source
+from .cells import ArmRow, Source, mean_of, read_source
 from .comparison import memory_of, split_recipe
+from .model_pages import RECOVERY_FILE, pruned_page, recovered_page
 from .numbers import count, duration, fixed, memory, number, percent, plain, short_percent, signed
+from .panel import Page
 from .records import RunRecord
 from .sections import sections
 
 if TYPE_CHECKING:
     from jinja2 import Template
 
-PRUNED: Spec = {
-    "rows": Named({"sparsity": SHARE}),
-    "layers": [{"name": TEXT, "sparsity": SHARE, "mask_error": ANY, "error": ANY, "not_repaired": Maybe(TEXT)}],
-    "settings": {"model": TEXT},
-    "seconds": AMOUNT,
-    "peak_bytes": AMOUNT,
-}
-
 
 def write_report(folder: Path, out: Path | None = None) -> Path:
-    """Write the page of a run, a study or a pruned model in one step, and return where it is."""
+    """Write the page of a run, a study, a pruned or a recovered model in one step, and return where it is."""
     target = out or folder / "report.html"
     if target.is_dir():
         raise ValueError(f"{target} is a folder, but the page is a file; give its name too: {target / 'report.html'}")
-    is_pruned = (folder / "config.json").is_file() and (folder / "result.json").is_file()  # prunus prune wrote it
-    page = pruned_page(folder) if is_pruned else render(read_source(folder))
+    if (folder / RECOVERY_FILE).is_file():
+        page = html_of(recovered_page(folder))
+    elif (folder / "config.json").is_file() and (folder / "result.json").is_file():  # prunus prune wrote it
+        page = html_of(pruned_page(folder))
+    else:
+        page = render(read_source(folder))
     target.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(target, lambda file: file.write(page.encode(errors="replace")))  # JSON may hold a lone surrogate
     return target
 
 
 def render(source: Source) -> str:
-    """The page as text; the same folder gives the same page.
+    """The page of runs as text; the same folder gives the same page."""
+    parts = headline(source), lede(source), sections(source), figures(source), source.notes
+    return html_of(Page(source.kind, source.title, *parts))
+
+
+def html_of(page: Page) -> str:
+    """The page as text.
 
     Its policy allows no network and no script but its own two, by their digests; the chart library writes styles.
     """
-    parts = sections(source)
-    panels = [panel for part in parts for panel in part.panels]
+    panels = [panel for section in page.sections for panel in section.panels]
     data = [{"data": panel.traces, "layout": panel.layout, "height": panel.height} for panel in panels]
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
-    template, fixed = _template()
-    return template.render(
-        source=source,
-        headline=_together(headline(source)),
-        lede=_together(lede(source)),
-        figures=figures(source),
-        sections=parts,
-        data=text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"),  # in a script element
-        **fixed,
-    )
+    text = text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")  # in a script element
+    template, fixed = _template(has_charts=bool(panels))
+    return template.render(page=page, data=text, **fixed)
 
 
 @cache
-def _template() -> "tuple[Template, dict[str, Any]]":
+def _template(has_charts: bool) -> "tuple[Template, dict[str, Any]]":
     """The template of all pages, and what is the same in each."""
-    try:
-        from jinja2 import Environment
-        from plotly.offline import get_plotlyjs
-    except ImportError as error:
-        raise ValueError(f"a report needs {error.name}: pip install plotly jinja2") from None
     files = [resources.files("prunus.lab.report").joinpath(name) for name in ("page.html", "style.css", "page.js")]
     html, style, own = (file.read_text(encoding="utf-8") for file in files)
-    scripts = [_inline(get_plotlyjs()), _inline(own)]
-    digests = " ".join(f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'" for script in scripts)
+    scripts: list[str] = []
+    try:
+        from jinja2 import Environment
+
+        if has_charts:
+            from plotly.offline import get_plotlyjs
+
+            scripts = [_inline(get_plotlyjs()), _inline(own)]
+    except ImportError as error:
+        raise ValueError(f"a report needs {error.name}: pip install plotly jinja2") from None
+    digests = (
+        " ".join(f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'" for script in scripts) or "'none'"
+    )
     policy = f"default-src 'none'; script-src {digests}; style-src 'unsafe-inline'; img-src data:; "
     policy += "base-uri 'none'; form-action 'none'"
-    template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(html)
-    return template, {"style": style, "scripts": scripts, "policy": policy}
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["together"] = _together
+    return environment.from_string(html), {"style": style, "scripts": scripts, "policy": policy}
 
 
 def _together(text: str) -> str:
@@ -217,44 +217,3 @@ def figures(source: Source) -> list[tuple[str, str]]:
         "peak memory": memory(memory_of(source.cells[0])) if memory_of(source.cells[0]) else "",
     }
     return [(name, text) for name, text in texts.items() if text]
-
-
-def pruned_page(folder: Path) -> str:
-    """The figures of a pruned model and its picture, as one page that needs nothing beside it."""
-    result = read_checked(folder / "result.json", PRUNED)
-    rows, layers = result["rows"], result["layers"]
-    metric = next((name for row in rows.values() for name in row if name != "sparsity"), "metric")
-    style = resources.files("prunus.lab.report").joinpath("style.css").read_text(encoding="utf-8")
-    figures = {
-        name: "not finite" if number(row.get(metric)) is None else f"{row[metric]:.4f}" for name, row in rows.items()
-    }
-    cells = [(name, f"{row['sparsity']:.2%}", figures[name]) for name, row in rows.items()]
-    lines = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in cells]
-    sparsity = max((row["sparsity"] for row in rows.values()), default=0)
-    title = escape(result["settings"]["model"])
-    cost = f"{duration(result['seconds'])}, {memory(result['peak_bytes'])} at the peak"
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title} · Prunus report</title>
-<style>{style}</style>
-</head>
-<body>
-<header>
-<p class="eyebrow">Prunus report · pruned model <b>{title}</b></p>
-<h1>{sparsity:.0%} of the weights are zero</h1>
-<p class="lede">Pruned in {escape(cost)}.</p>
-</header>
-<main>
-<section><h2>On held-out data</h2>
-<div class="scroll"><table><thead><tr><th>model</th><th>sparsity</th><th>{escape(metric)}</th></tr></thead>
-<tbody>{"".join(f"<tr>{line}</tr>" for line in lines)}</tbody></table></div></section>
-<section><h2>Layer by layer</h2><div class="scroll">
-{layers_svg(layers)}</div></section>
-</main>
-</body>
-</html>
-"""

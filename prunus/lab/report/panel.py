@@ -80,6 +80,20 @@ class Section:
     tables: Sequence[NumberTable] = ()
     legend: Sequence[tuple[str, Mark]] = ()
     others: str = ""  # arms that are grey
+    picture: str = ""  # SVG of our own
+
+
+@dataclass(frozen=True)
+class Page:
+    """All that a page says."""
+
+    kind: str  # what it is about
+    title: str
+    headline: str
+    lede: str
+    sections: Sequence[Section]
+    figures: Sequence[tuple[str, str]] = ()  # names and numbers that stand out
+    notes: Sequence[str] = ()
 
 
 def marks_of(arms: Sequence[str], ranked: Sequence[str]) -> dict[str, Mark]:

@@ -168,9 +168,9 @@ def _configuration(source: Source) -> Section:
         for name in base
         if not source.is_comparison or (name not in OWN and len({str(config[name]) for config in configs}) == 1)
     ]
-    rows = [[name, _written(base[name])] for name in shared]
-    own = [[name, _written(base[name])] for name in shared if base[name] != defaults[name]]
-    environment = [[name, _written(value)] for name, value in source.record.environment.items()]
+    rows = [[name, written(base[name])] for name in shared]
+    own = [[name, written(base[name])] for name in shared if base[name] != defaults[name]]
+    environment = [[name, written(value)] for name, value in source.record.environment.items()]
     title = "Shared by all runs" if source.is_comparison else "This run"
     tables = [
         NumberTable(f"{title}: what differs from the defaults", FIELD, own, kind="config"),
@@ -194,11 +194,11 @@ def _differences(source: Source, base: Mapping[str, Any]) -> NumberTable:
         if changes is None:
             run = next((cell.record.run for cell in source.cells if cell.arm == arm), source.base)
             changes = {n: v for n, v in run.to_json().items() if n not in OWN and v != base[n]}
-        rows.append([arm, ", ".join(f"{name} = {_written(value)}" for name, value in changes.items()) or "nothing"])
+        rows.append([arm, ", ".join(f"{name} = {written(value)}" for name, value in changes.items()) or "nothing"])
     return NumberTable("What each arm changes, apart from sparsity and seed", ["arm", "changes"], rows, kind="config")
 
 
-def _written(value: Any) -> str:
+def written(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name} {one}" for name, one in value.items())
     if isinstance(value, list):
