@@ -23,7 +23,12 @@ from prunus.recovery.teacher import Teacher
 from .benchmark import Benchmark, Measured, RecordTable, Row
 from .clocks import timed
 
-LLAMA_1B: dict[str, Any] = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8}
+LLAMA_1B: dict[str, Any] = {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
 LLAMA_1B |= {"vocab_size": 128_256, "max_position_embeddings": 4096, "tie_word_embeddings": True}
 DENSE, DISTIL, MASKED, TEACHER = "dense step", "distillation", "distillation, half of the weights zero", "teacher alone"
 SHRUNK, OWN, CALL = "distillation, half of the layers", "dense step, half of the layers", "recover(), by step"
@@ -138,14 +143,15 @@ def _step(
         loss = torch.compile(plain_loss)
         yield lambda: update(loss())
         return
-    distillation = Distillation(student, Teacher(teacher, device))
-    with distillation.teacher.open(), torch.autocast(device.type, torch.bfloat16, enabled=is_mixed):
+    dense = Teacher(teacher, device)
+    distillation = Distillation(student, dense)
+    with dense.open(), torch.autocast(device.type, torch.bfloat16, enabled=is_mixed):
         distillation.prepare(batch)
         with compiled_blocks(student, teacher):
             if name == TEACHER:
                 heads = distillation.heads
                 assert heads is not None
-                yield lambda: distillation.teacher.hidden(batch, heads[1])
+                yield lambda: dense.hidden(batch, heads[1])
                 return
 
             def step() -> None:

@@ -43,6 +43,7 @@ CORE |= {
     "export": {"ops", "eligible", "files", "plot"},
     "integrations": {"pruner", "masking", "rate", "regrow", "schedule", "select", "validation"},
 }
+CORE["recovery"] = {*BELOW, "oneshot", "pruner", "export"}
 MAY_IMPORT = CORE | {
     "doctor": {"ops", "masks", "eligible", "files"},
     "trained": {"ops", "files", "oneshot", "export"},
@@ -53,12 +54,22 @@ MAY_IMPORT = CORE | {
 # what else than torch and numpy the core may load, and where
 HEAVY = {
     "triton": ("ops/_triton", "sparse/_triton"),
-    "transformers": ("export/huggingface", "sparse/decoder", "sparse/attention", "sparse/advise"),
+    "accelerate": ("recovery/recovery_trainer",),
+    "transformers": ("export/huggingface", "recovery/", "sparse/decoder", "sparse/attention", "sparse/advise"),
     "huggingface_hub": ("export/hub",),
     "matplotlib": ("plot",),
 }
 # the same idea in two packages: a definition and its kernels, a command and what it does, both ends of Hugging Face
-SHARED_NAMES = {"candidates.py", "compact.py", "divergence.py", "rows.py", "prune.py", "huggingface.py"}
+SHARED_NAMES = {
+    "recover.py",
+    "result.py",
+    "candidates.py",
+    "compact.py",
+    "divergence.py",
+    "rows.py",
+    "prune.py",
+    "huggingface.py",
+}
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 MODULES = [path for path in FILES if path != Path("__init__.py")]
 NAMES = {".".join(("prunus", *path.with_suffix("").parts)).removesuffix(".__init__"): path for path in FILES}

@@ -154,7 +154,7 @@ def _recovered(command: Command, trained: "TrainedModel", dense: "nn.Module") ->
     import torch
 
     from ..recovery.recover import training_arguments
-    from .recover import batch_options, recovered
+    from .recovering import batch_options, recovered
 
     if trained.training is None:
         raise ValueError(

@@ -1,11 +1,12 @@
 """The options of ``prunus prune``: which go together, and what they stand for."""
 
-import os
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
+
+from .shared_options import Flag, StartToken, TokenType, check_new_folder, number_of
 
 if TYPE_CHECKING:
     from ..oneshot import Probe
@@ -14,8 +15,6 @@ if TYPE_CHECKING:
 
 Scope = Literal["auto", "row", "layer", "global", "2:4"]
 Score = Literal["auto", "magnitude", "wanda", "fisher", "path", "random"]
-Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
-TokenType = Literal["auto", "uint16", "uint32"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 
 
@@ -41,7 +40,7 @@ class Command:
     batches: Path | None = None  # in place of tokens: named arrays (.npz), a row a sample, with labels if there are any
     eval_batches: Path | None = None  # held-out arrays
     token_type: TokenType = "auto"  # of raw token files; auto goes by their names
-    start_token: Literal["auto", "yes", "no"] = "auto"  # open every window with it; auto: as the tokenizer does to text
+    start_token: StartToken = "auto"  # open every window with it; auto: as the tokenizer does to text
     score: Score = "auto"  # what makes a weight matter; auto leaves it to the repair, and is wanda without one
     scope: Scope = "auto"  # where weights are compared with each other; auto is layer, row for wanda, else global
     sparsity: float | None = None  # fraction of the prunable weights to remove; a half, or none beside --experts
@@ -167,8 +166,6 @@ def check(command: Command) -> None:
 
 
 def check_recovery(command: Command) -> None:
-    from .recover import number_of
-
     number_of(command.recover or "")
     if not command.prunes:
         raise ValueError("--recover learns back what pruning took; give --sparsity too")
@@ -180,15 +177,6 @@ def check_recovery(command: Command) -> None:
         raise ValueError("--recover and --experts do not go together; drop experts first, then prune and recover")
 
 
-def check_new_folder(out: Path) -> None:
-    """Refuse a folder that is there, or cannot be made."""
-    if out.exists():
-        raise ValueError(f"{out} is there already; choose another --out")
-    above = next(folder for folder in out.absolute().parents if folder.exists())
-    if not (above.is_dir() and os.access(above, os.W_OK)):
-        raise ValueError(f"{out} cannot be written: {above} is no folder that you may write to")
-
-
 def source_of(command: Command) -> "ModelSource":
     from ..trained.model import ModelSource
 
@@ -198,7 +186,6 @@ def source_of(command: Command) -> "ModelSource":
         known |= {"samples": 128, "at_most": True} if many else {"samples": 32}
     if command.recover is not None:
         from ..trained.data import TokenCache
-        from .recover import number_of
 
         known["cache"] = TokenCache(command.unfinished / "tokens.u32", number_of(command.recover) * 10 // 9)
     return ModelSource(**known)

@@ -10,22 +10,17 @@ from typing import TYPE_CHECKING, Any, Literal
 import tyro
 
 from .console import print
-from .prune_options import Flag, TokenType, check_new_folder
+from .recovering import batch_options, recovered
+from .shared_options import Flag, StartToken, TokenType, check_new_folder, number_of
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from ..recovery import Recovery
     from ..trained.model import TrainedModel
 
 OF_DATA = ("text", "tokens", "batches", "eval_text", "eval_tokens", "eval_batches", "token_type", "start_token")
 OF_DATA += ("length", "eval_windows", "seed")
-UNITS = {"k": 10**3, "m": 10**6, "b": 10**9}
-LENGTH = 512  # tokens of a window, or the model's longest
-PER_STEP = 49_152  # tokens of a step, where the budget has that many steps
-FEWEST_STEPS = 100  # below, steps are smaller
 DAY = 24 * 3600  # seconds that ranks wait for the first one, which tokenises
-PER_PASS = {"cuda": 8192, "cpu": 2048}  # tokens of one pass
 
 
 @dataclass(frozen=True)
@@ -55,7 +50,7 @@ class Command:
     step_tokens: int = 0  # tokens (or samples) of a step; 0 takes 49,152 (128), fewer where the budget is small
     eval_windows: int | None = None  # held-out windows; 0 takes all, by default 128 of tokens
     token_type: TokenType = "auto"  # of raw token files; auto goes by their names
-    start_token: Literal["auto", "yes", "no"] = "auto"  # open every window with it; auto: as the tokenizer does to text
+    start_token: StartToken = "auto"  # open every window with it; auto: as the tokenizer does to text
     parallel: Literal["auto", "ddp", "fsdp"] = "auto"  # under torchrun; auto is ddp
     offload_teacher: Flag = False  # keep the teacher in main memory, one block at a time on the device
     compile: Flag = False  # compile the blocks of both models
@@ -83,7 +78,14 @@ def run(command: Command) -> None:
             trained, teacher = _loaded(command, args)
             if is_first and trained.note:
                 print(trained.note)
-            options = batch_options(command.budget, trained, args, **sizes_of(command))
+            options = batch_options(
+                command.budget,
+                trained,
+                args,
+                length=command.length,
+                batch=command.batch,
+                step_tokens=command.step_tokens,
+            )
             recovery = recovered(command, trained, teacher, args, options)
         except ValueError:
             if made and is_first and not any(command.unfinished.glob("checkpoint-*")):
@@ -112,20 +114,6 @@ def check(command: Command) -> None:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 0, got {getattr(command, name)}")
     if command.parallel != "auto" and "RANK" not in os.environ:
         raise ValueError(f"--parallel {command.parallel} is for several processes: torchrun ... -m prunus recover")
-
-
-def number_of(budget: str) -> int:
-    """A number such as 500k, 20M or 1B."""
-    text, unit = budget.strip().lower().replace("_", ""), 1
-    if text[-1:] in UNITS:
-        text, unit = text[:-1], UNITS[text[-1]]
-    try:
-        number = round(float(text) * unit)
-    except (ValueError, OverflowError):
-        number = 0
-    if number < 1:
-        raise ValueError(f"a budget is a number of tokens, as 500k, 20M or 1B, got {budget!r}")
-    return number
 
 
 def _arguments(command: Command) -> Any:
@@ -164,57 +152,3 @@ def _loaded(command: Command, args: Any) -> "tuple[TrainedModel, nn.Module]":
             cache.read(command.text, command.model, None)
     teacher = load_any_model(folder, "auto", file)
     return load_trained(source), teacher
-
-
-@dataclass(frozen=True)
-class BatchOptions:
-    """Samples of a pass, tokens of each, passes and steps."""
-
-    size: int
-    length: int
-    accumulate: int
-    steps: int
-
-
-def batch_options(
-    budget: str, trained: "TrainedModel", args: Any, *, length: int = 0, batch: int = 0, step_tokens: int = 0
-) -> BatchOptions:
-    """How the budget is spent: 49,152 tokens a step, or less, so that there are 100 steps."""
-    from torch import Tensor
-
-    from ..trained.data import text_config
-
-    number, samples = number_of(budget), trained.evaluated
-    is_text = isinstance(samples, Tensor) or "input_ids" in (samples or {})
-    longest = getattr(text_config(trained.model), "max_position_embeddings", None) if is_text else None
-    length = (length or min(LENGTH, longest or LENGTH)) if is_text else 1
-    if isinstance(samples, dict) and is_text:
-        length = samples["input_ids"].shape[1]
-    size = batch or (max(1, PER_PASS[args.device.type] // length) if is_text else 32)
-    per_step = step_tokens or min(PER_STEP if is_text else 128, max(size * length, number // FEWEST_STEPS))
-    accumulate = max(1, round(per_step / (size * length * args.world_size)))
-    steps = max(1, round(number / (size * length * args.world_size * accumulate)))
-    return BatchOptions(size, length, accumulate, steps)
-
-
-def sizes_of(command: Command) -> dict[str, int]:
-    return {name: getattr(command, name) for name in ("length", "batch", "step_tokens")}
-
-
-def recovered(
-    command: Any, trained: "TrainedModel", teacher: "nn.Module", args: Any, options: BatchOptions
-) -> "Recovery":
-    """The student of ``trained`` learns from the teacher; both are measured on the held-out samples."""
-    from ..recovery import recover
-    from ..trained.windows import in_batches
-
-    assert trained.training is not None and trained.evaluated is not None
-    batches = trained.training(size=options.size, length=options.length)
-    held_out = in_batches(trained.evaluated, options.size)
-    names = ("lr", "hard", "train", "offload_teacher", "compile", "seed")
-    how = {name: getattr(command, name) for name in names if hasattr(command, name)}
-    how |= {"held_out": held_out, "accumulate": options.accumulate, "state": args.output_dir, "args": args}
-    rounds = options.steps * options.accumulate * args.world_size / len(batches)
-    if args.process_index == 0 and rounds > 1.5:
-        print(f"The data is read {rounds:.1f} times: more text, or a smaller budget, may recover more.")
-    return recover(trained.model, teacher, batches, steps=options.steps, **how)

@@ -26,8 +26,9 @@ def arguments(model: nn.Module, tree: Tree) -> tuple[tuple[Any, ...], dict[str, 
     elif labels is not None:
         named = inputs if isinstance(inputs, Mapping) else {getattr(model, "main_input_name", "input_ids"): inputs}
         inputs = {**named, "labels": labels}
-    if isinstance(inputs, Mapping) and "labels" in inputs and hasattr(model, "prepare_decoder_input_ids_from_labels"):
-        shifted = model.prepare_decoder_input_ids_from_labels(labels=inputs["labels"])  # without its own loss
+    shift: Any = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    if isinstance(inputs, Mapping) and "labels" in inputs and shift is not None:
+        shifted = shift(labels=inputs["labels"])  # so that the model computes no loss of its own
         inputs = {k: v for k, v in inputs.items() if k != "labels"} | {"decoder_input_ids": shifted}
     if isinstance(inputs, Mapping):
         return (), without_cache(model, inputs)

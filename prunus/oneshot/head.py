@@ -155,8 +155,8 @@ class _Pair:
         return RowLosses(*map(torch.cat, zip(*parts, strict=True)))
 
     def _losses_of(self, part: slice) -> RowLosses:
-        both = (each.logits(each.states(part))[:, : each.num_classes] for each in (self.student, self.teacher))
-        return divergence(*both, self.labels_of(part))
+        student, teacher = (e.logits(e.states(part))[:, : e.num_classes] for e in (self.student, self.teacher))
+        return divergence(student, teacher, self.labels_of(part))
 
     def learn_(self, grads: Sequence[Tensor | None], part: slice, soft: float, hard: float | Tensor) -> Tensor:
         """The summed loss of some tokens; its gradients are added to those of hidden states, weight and bias."""

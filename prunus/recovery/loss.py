@@ -39,12 +39,6 @@ class Figures:
     def perplexity(self) -> float | None:
         return None if self.loss is None else float(torch.tensor(self.loss, dtype=torch.float64).exp())
 
-    @property
-    def compared(self) -> float:
-        """What states are ranked by: the distance from the teacher, or without one the loss."""
-        value = self.loss if self.kl is None else self.kl
-        return float("nan") if value is None else value
-
 
 class Distillation:
     """The loss of ``student`` on batches: ``KL(teacher || student) + hard * cross-entropy``, mean over places.
@@ -58,6 +52,11 @@ class Distillation:
         self.heads: tuple[nn.Linear, nn.Linear] | None = None
         self.distance = Distance()
         self.note: str | None = None
+
+    def rank(self, figures: Figures) -> float:
+        """What states are ranked by, the least being the best: what is learned, on held-out batches."""
+        terms = [each for each in (figures.kl, figures.loss and self.hard * figures.loss) if each is not None]
+        return sum(terms) if terms else math.nan
 
     @torch.no_grad()
     def prepare(self, batch: Tree) -> None:
@@ -230,10 +229,10 @@ def label_loss(found: Tensor, labels: Tensor, distance: Distance) -> Tensor:
     return loss(found.to(dtype), labels.to(dtype).view_as(found), reduction="sum") / max(1, found[0].numel())
 
 
-def num_right(found: Tensor, labels: Tensor, distance: Distance) -> int:
-    """Labels that the model predicts."""
+def num_right(found: Tensor, labels: Tensor, distance: Distance) -> float:
+    """Labels that the model predicts; NaN where they are no classes."""
     if distance.kind == "mean square":
-        return 0
+        return math.nan
     guess = (found > 0).view_as(labels) if distance.kind == "bernoulli" else found.argmax(distance.dim)
     return int((guess == labels).sum())
 
@@ -247,4 +246,4 @@ def figures_of(sums: Tensor, has_teacher: bool) -> tuple[Figures, Figures]:
     losses, rights = (loss / num_labels, teacher_loss / num_labels), (right / num_labels, teacher_right / num_labels)
     accuracies = (None if math.isnan(each) else each for each in rights)
     student, teacher = (Figures(m.kl, loss, share) for m, loss, share in zip(models, losses, accuracies, strict=True))
-    return student, teacher
+    return student, teacher if has_teacher else Figures(None)

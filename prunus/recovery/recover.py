@@ -19,19 +19,19 @@ from ..oneshot.blocks import blocks_of
 from ..oneshot.progress import Progress, progress_line
 from ..oneshot.samples import digest, moved
 from ..ranks import is_dtensor, local
-from .batches import HELD_OUT, Batches, Steps
 from .loss import Distillation, Figures
 from .plan import Plan
 from .result import Point, Recovery
+from .step_batches import HELD_OUT, Batches, Steps
 from .teacher import Teacher
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
-    from .trainer import RecoveryTrainer
+    from .recovery_trainer import RecoveryTrainer
 
 EVALUATIONS, SAVES = 5, 10  # of a run
-SETTINGS = "recovery.json"  # in the folder of checkpoints: what they belong to
+SETTINGS = "settings.json"  # in the folder of checkpoints: what they belong to
 
 
 def recover(
@@ -243,7 +243,7 @@ def training_arguments(
 def _trainer(
     student: nn.Module, args: Any, distillation: Distillation, plan: Plan, data: Batches, evaluations: int
 ) -> "RecoveryTrainer":
-    from .trainer import RecoveryTrainer
+    from .recovery_trainer import RecoveryTrainer
 
     def spread(num: int) -> list[int]:
         first, length = plan.num_trial_steps, plan.steps - plan.num_trial_steps
@@ -322,10 +322,12 @@ def _resumed(folder: Path, settings: dict[str, Any]) -> str | None:
 
 
 def _run(trainer: "RecoveryTrainer", began: float) -> Recovery:
-    from .trainer import State
+    from ..export.huggingface import quiet_transformers
+    from .recovery_trainer import State
 
     try:
-        trainer.train(resume_from_checkpoint=trainer.resumed_from)
+        with quiet_transformers():
+            trainer.train(resume_from_checkpoint=trainer.resumed_from)
         if trainer.state.global_step not in trainer.figures:
             trainer.evaluate()  # the batches ended early
         assert trainer.best is not None and trainer.initial is not None
@@ -365,6 +367,7 @@ def _run(trainer: "RecoveryTrainer", began: float) -> Recovery:
         seconds=time.perf_counter() - began,
         num_zeros=int(num_zeros),
         notes=notes,
+        distance=str(trainer.distillation.distance),
         undo=lambda: initial.restore_(learning),
     )
 

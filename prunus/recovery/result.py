@@ -43,6 +43,7 @@ class Recovery:
     seconds: float
     num_zeros: int  # which stayed where they were
     notes: list[str] = field(default_factory=list)
+    distance: str = "KL divergence"  # what ``kl`` is
     undo: Callable[[], None] = field(default=lambda: None)
 
     def undo_(self) -> None:
@@ -58,12 +59,12 @@ class Recovery:
     def in_words(self) -> str:
         parts = []
         for name, form in (("perplexity", "{:.4g}"), ("accuracy", "{:.2%}"), ("kl", "{:.4g}")):
-            values = [getattr(each, name) for each in (self.before, self.after, self.teacher)]
-            if any(value is None for value in values) or (name == "perplexity" and self.is_classifier):
+            before, after, teacher = (getattr(each, name) for each in (self.before, self.after, self.teacher))
+            if before is None or after is None or (name == "perplexity" and self.is_classifier):
                 continue
-            before, after, teacher = map(form.format, values)
-            of = f", teacher {teacher}" if name != "kl" else ""
-            parts.append(f"{'KL divergence' if name == 'kl' else name} {before} -> {after}{of}")
+            of = "" if name == "kl" or teacher is None else f", teacher {form.format(teacher)}"
+            what = self.distance if name == "kl" else name
+            parts.append(f"{what} {form.format(before)} -> {form.format(after)}{of}")
         took = f"{self.steps:,} steps, {self.tokens:,} tokens, {self.seconds:.1f} s"
         return "; ".join([*parts, f"{self.num_zeros:,} zeros kept", took])
 
@@ -91,6 +92,6 @@ class Recovery:
 
     def figures(self) -> dict[str, Any]:
         """All of it as plain values, for JSON."""
-        names = ("lr", "lr_reason", "best_step", "steps", "tokens", "seconds", "num_zeros", "notes")
+        names = ("lr", "lr_reason", "best_step", "steps", "tokens", "seconds", "num_zeros", "notes", "distance")
         models = {name: asdict(getattr(self, name)) for name in ("before", "after", "teacher")}
         return models | {name: getattr(self, name) for name in names} | {"curve": [asdict(one) for one in self.curve]}

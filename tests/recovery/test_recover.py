@@ -8,8 +8,14 @@ import torch
 from students import VOCAB, Segmenter, are_equal, bits_of, llama, pruned, sequences, zeros_of
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import BertConfig, BertForMaskedLM, T5Config, T5ForConditionalGeneration, ViTConfig
-from transformers import ViTForImageClassification
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    T5Config,
+    T5ForConditionalGeneration,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
 from prunus import prune, recover
 

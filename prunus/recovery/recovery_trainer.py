@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -24,9 +24,9 @@ from ..oneshot.samples import Tree, moved
 from ..optim import AdamWPrune
 from ..pruner import Pruner
 from ..ranks import is_dtensor, local
-from .batches import Steps
 from .loss import Distillation, Figures, figures_of, places
 from .plan import LR, Plan
+from .step_batches import Steps
 
 BETAS = (0.9, 0.99)
 MAX_NORM = 1.0
@@ -122,7 +122,7 @@ class RecoveryTrainer(Trainer):
         return self.optimizer.param_groups[0]["lr"]
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        return unwrapped(self.optimizer).grad_norm  # the step clips by it
+        return getattr(unwrapped(self.optimizer), "grad_norm", None)  # the step clips by it
 
     def floating_point_ops(self, inputs: Any) -> int:
         return 0
@@ -180,6 +180,13 @@ class RecoveryTrainer(Trainer):
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
         return False  # the best state is kept here, in main memory
+
+    @property
+    def best_step(self) -> int:
+        """The step, of the run and not of its trials, at which the student was best."""
+        counted = {s: m.figures for s, m in self.figures.items() if s not in self.plan.trial_ends}
+        ranks = {step: self.distillation.rank(figures) for step, figures in counted.items()}
+        return min(ranks, key=lambda step: (math.isnan(ranks[step]), ranks[step], -step))
 
     @property
     def learning(self) -> list[nn.Parameter]:
@@ -246,8 +253,9 @@ class _Driver(TrainerCallback):
             if "eval_tokens" in entry:
                 values = [entry.get(f"eval_{name}") for name in ("kl", "loss", "accuracy")]
                 trainer.figures[entry["step"]] = Measured(int(entry["eval_tokens"]), Figures(*values))
-        plan.results = [trainer.figures[end].figures.compared for end in plan.trial_ends if end in trainer.figures]
-        step = best_step(trainer.figures, plan)
+        ends = [end for end in plan.trial_ends if end in trainer.figures]
+        plan.results = [trainer.distillation.rank(trainer.figures[end].figures) for end in ends]
+        step = trainer.best_step
         path = Path(trainer.resumed_from or "") / BEST.format(rank=args.process_index if trainer.is_sharded else 0)
         if step == 0:
             trainer.best = trainer.initial
@@ -280,7 +288,7 @@ class _Driver(TrainerCallback):
     def on_evaluate(self, args: TrainingArguments, state: Any, control: Any, **parts: Any) -> None:
         step, trainer = state.global_step, self.trainer
         if step in trainer.plan.trial_ends:
-            trainer.plan.results.append(trainer.figures[step].figures.compared)
+            trainer.plan.results.append(trainer.distillation.rank(trainer.figures[step].figures))
             assert trainer.initial is not None
             trainer.initial.restore_(trainer.learning)
             for own in unwrapped(parts["optimizer"]).state.values():
@@ -288,15 +296,9 @@ class _Driver(TrainerCallback):
                     own[name].zero_()
         elif step == 0:
             trainer.best = trainer.initial
-        elif step == best_step(trainer.figures, trainer.plan):
+        elif step == trainer.best_step:
             trainer.fill_kept_zeros_()
             trainer.best = State(trainer.learning, step)
-
-
-def best_step(figures: Mapping[int, Measured], plan: Plan) -> int:
-    """The step, of the run and not of its trials, at which the student was nearest to its teacher."""
-    counted = {step: m.figures.compared for step, m in figures.items() if step == 0 or step not in plan.trial_ends}
-    return min(counted, key=lambda step: (math.isnan(counted[step]), counted[step], -step))
 
 
 def names_with_zeros(model: nn.Module) -> list[str]:
