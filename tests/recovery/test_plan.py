@@ -1,4 +1,4 @@
-"""The rate climbs, falls to zero and is the best of three trials; batches are read by number, the held-out ones never."""
+"""The rate climbs, falls to zero and is the best of three trials; held-out batches are never learned from."""
 
 from itertools import pairwise
 
