@@ -24,7 +24,7 @@ from ..oneshot.samples import Tree, moved
 from ..optim import AdamWPrune
 from ..pruner import Pruner
 from ..ranks import is_dtensor, local
-from .loss import Distillation, Figures, figures_of, places
+from .loss import Counts, Distillation, Figures, figures_of
 from .plan import LR, Plan
 from .step_batches import Steps
 
@@ -131,11 +131,14 @@ class RecoveryTrainer(Trainer):
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         if not batches:
             self.control.should_training_stop = True
-        num = torch.tensor(float(sum(places(self.distillation.student, batch) for batch in batches)), device=device)
+        num = torch.zeros(3, dtype=torch.float64, device=device)
+        for batch in batches:
+            num += torch.tensor(self.distillation.counts(batch), device=device)
         if self.args.world_size > 1:
             torch.distributed.all_reduce(num)
-        self.state.num_input_tokens_seen += int(num)
-        return batches, num / self.args.world_size  # since gradients are averaged over ranks
+        counts = Counts(*(num / self.args.world_size).tolist())  # since gradients are averaged over ranks
+        self.state.num_input_tokens_seen += round(counts.num_tokens * self.args.world_size)
+        return batches, counts
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> None:
         return None
@@ -302,12 +305,14 @@ class _Driver(TrainerCallback):
 
 
 def names_with_zeros(model: nn.Module) -> list[str]:
-    """Matrices in which something is zero; one that is all zero, as a new adapter may be, is to learn."""
+    """Matrices in which something is zero, but not those of new adapters, which begin as zeros and are to learn."""
+    adapters = {part for module in model.modules() for part in getattr(module, "adapter_layer_names", ())}
     named = {plain_name(name): p for name, p in model.named_parameters() if p.requires_grad and p.ndim > 1}
+    named = {name: p for name, p in named.items() if not adapters & set(name.split("."))}
     num_kept = torch.tensor([int(local(p).count_nonzero()) for p in named.values()])
     sizes = torch.tensor([local(p).numel() for p in named.values()])
     if any(map(is_dtensor, named.values())):
         counts = torch.stack([num_kept, sizes]).to(next(iter(named.values())).device)
         torch.distributed.all_reduce(counts)
         num_kept, sizes = counts.cpu()
-    return [name for name, kept, size in zip(named, num_kept.tolist(), sizes.tolist(), strict=True) if 0 < kept < size]
+    return [name for name, kept, size in zip(named, num_kept.tolist(), sizes.tolist(), strict=True) if kept < size]
