@@ -84,9 +84,8 @@ class Distillation:
             )
         problem = getattr(getattr(self.student, "config", None), "problem_type", None)
         distances = [distance_of(expected, each, problem) for each in batches]
-        self.distance = next(
-            (each for each in distances if each == Distance()), distances[0]
-        )  # no labels 0 and 1 alone
+        # labels of some batches may be 0 and 1 alone, though they are numbers
+        self.distance = next((each for each in distances if each == Distance()), distances[0])
         tokens = tokens_of(self.student, batch)
         self.is_by_token = mine.ndim == 3 and tokens is not None and tokens.shape == mine.shape[:2]
         if mine.ndim == 3 and self.distance == Distance("classes") and mine.shape[-1] >= MANY:

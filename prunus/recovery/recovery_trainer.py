@@ -9,7 +9,14 @@ from typing import Any, cast
 
 try:
     from accelerate.utils import DistributedType
-    from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
+    from transformers import (
+        PreTrainedModel,
+        PrinterCallback,
+        ProgressCallback,
+        Trainer,
+        TrainerCallback,
+        TrainingArguments,
+    )
 except ImportError as error:
     raise ImportError("prunus.recover needs transformers and accelerate: pip install prunus[hf]") from error
 
@@ -31,6 +38,7 @@ from .step_batches import Steps
 BETAS = (0.9, 0.99)
 MAX_NORM = 1.0
 BEST = "best-{rank}.safetensors"
+WEIGHTS = "weights.safetensors"  # of a model that is none of transformers
 
 
 @dataclass(frozen=True)
@@ -52,6 +60,15 @@ class State:
     def restore_(self, parameters: Sequence[nn.Parameter]) -> None:
         for parameter, values in zip(parameters, self.values, strict=True):
             local(parameter).copy_(values)
+
+    def save(self, path: Path) -> None:
+        """By number: names may share a tensor."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file({str(i): values.contiguous() for i, values in enumerate(self.values)}, path)
+
+    def load_(self, path: Path) -> None:
+        values = load_file(path)
+        self.values = [values[str(i)].view_as(own) for i, own in enumerate(self.values)]
 
 
 class RecoveryTrainer(Trainer):
@@ -103,7 +120,8 @@ class RecoveryTrainer(Trainer):
             self.is_fsdp_enabled = True
 
     def get_train_dataloader(self) -> DataLoader:
-        return DataLoader(self.steps, batch_size=None, collate_fn=lambda batch: batch)
+        # its own generator: a run that goes on makes one more loader, and must not draw more random numbers
+        return DataLoader(self.steps, batch_size=None, collate_fn=lambda batch: batch, generator=torch.Generator())
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
@@ -200,9 +218,7 @@ class RecoveryTrainer(Trainer):
         self.fill_kept_zeros_()
         folder = Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}"
         if self.best is not None and 0 < self.best.step < self.state.global_step and self.writes_best:
-            folder.mkdir(parents=True, exist_ok=True)
-            tensors = {str(i): values for i, values in enumerate(self.best.values)}
-            save_file(tensors, folder / BEST.format(rank=self.args.process_index), {"step": str(self.best.step)})
+            self.best.save(folder / BEST.format(rank=self.args.process_index))
         super()._save_checkpoint(model, trial)
 
     @property
@@ -216,7 +232,18 @@ class RecoveryTrainer(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         self.initial = State(self.learning)
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if not (path := Path(resume_from_checkpoint) / WEIGHTS).is_file():
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            return
+        last = State(self.learning)
+        last.load_(path)
+        last.restore_(self.learning)
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        if isinstance(self.model, PreTrainedModel):
+            super()._save(output_dir, state_dict)
+        elif self.args.should_save:  # not adapters alone, and tied weights once
+            State(self.learning).save(Path(str(output_dir)) / WEIGHTS)
 
     @torch.no_grad()
     def fill_kept_zeros_(self) -> None:
@@ -266,8 +293,7 @@ class _Driver(TrainerCallback):
         trainer.best = State(trainer.learning, state.global_step)
         if step != state.global_step:
             try:
-                values = load_file(path)
-                trainer.best.values = [values[str(i)].view_as(v) for i, v in enumerate(trainer.best.values)]
+                trainer.best.load_(path)
                 trainer.best.step = step
             except (OSError, KeyError, RuntimeError) as error:
                 warnings.warn(
