@@ -146,7 +146,7 @@ def _step(
     dense = Teacher(teacher, device)
     distillation = Distillation(student, dense)
     with dense.open(), torch.autocast(device.type, torch.bfloat16, enabled=is_mixed):
-        distillation.prepare(batch)
+        distillation.prepare([batch], device)
         with compiled_blocks(student, teacher):
             if name == TEACHER:
                 heads = distillation.heads
@@ -156,7 +156,7 @@ def _step(
 
             def step() -> None:
                 with torch.autocast(device.type, torch.bfloat16, enabled=is_mixed):
-                    loss = distillation(student, batch, batch.numel())
+                    loss = distillation(student, batch, distillation.counts(batch))
                 update(loss)
 
             yield step

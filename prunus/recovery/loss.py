@@ -5,9 +5,9 @@ logits of a whole batch exist, and weights that are sharded over ranks are whole
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from ..oneshot.distance import Distance, distance_of, output_of
 from ..oneshot.forward import is_encoder_decoder, outputs, replaced
 from ..oneshot.head import Head, head_divergence, head_qualities
-from ..oneshot.samples import IGNORED, Tree, mask_of, rows
+from ..oneshot.samples import IGNORED, Tree, mask_of, moved, rows
 from .teacher import Teacher
 
 MANY = 1024  # classes: with fewer, whole logits are no larger than the hidden states
@@ -40,10 +40,18 @@ class Figures:
         return None if self.loss is None else float(torch.tensor(self.loss, dtype=torch.float64).exp())
 
 
-class Distillation:
-    """The loss of ``student`` on batches: ``KL(teacher || student) + hard * cross-entropy``, mean over places.
+class Counts(NamedTuple):
+    """What means are over: places of outputs, which are tokens or samples, and labels; and the tokens of the budget."""
 
-    Without a teacher it is the cross-entropy alone.
+    num_places: float
+    num_labels: float
+    num_tokens: float  # samples, where there are no tokens
+
+
+class Distillation:
+    """The loss of ``student`` on batches: ``KL(teacher || student) + hard * cross-entropy``.
+
+    The first is a mean over places, the second over labels. Without a teacher it is the cross-entropy alone.
     """
 
     def __init__(self, student: nn.Module, teacher: Teacher | None, hard: float = 0.0) -> None:
@@ -51,6 +59,7 @@ class Distillation:
         self.hard = hard
         self.heads: tuple[nn.Linear, nn.Linear] | None = None
         self.distance = Distance()
+        self.is_by_token = self.has_labels = False  # outputs stand for tokens; and there are labels for them
         self.note: str | None = None
 
     def rank(self, figures: Figures) -> float:
@@ -59,9 +68,9 @@ class Distillation:
         return sum(terms) if terms else math.nan
 
     @torch.no_grad()
-    def prepare(self, batch: Tree) -> None:
+    def prepare(self, batches: Sequence[Tree], device: torch.device) -> None:
         """Look at the outputs of the first sample: how they are compared, and whether the heads can be called alone."""
-        batch = rows(batch, slice(0, 1), num_samples(batch))
+        batch = moved(rows(batches[0], slice(0, 1), num_samples(batches[0])), device)
         found, head, reason = with_head(self.student, batch)
         expected, teacher_head = found, head
         if self.teacher is not None:
@@ -73,36 +82,53 @@ class Distillation:
                 f"student and teacher return outputs of different shapes, {tuple(mine.shape)} and "
                 f"{tuple(theirs.shape)}: they need the same vocabulary or classes; give the model that was pruned"
             )
-        config = getattr(self.student, "config", None)
-        self.distance = distance_of(expected, batch, getattr(config, "problem_type", None))
-        if self.distance.kind == "classes" and mine.shape[-1] >= MANY and self.distance.dim in (-1, mine.ndim - 1):
+        problem = getattr(getattr(self.student, "config", None), "problem_type", None)
+        distances = [distance_of(expected, each, problem) for each in batches]
+        # labels of some batches may be 0 and 1 alone, though they are numbers
+        self.distance = next((each for each in distances if each == Distance()), distances[0])
+        tokens = tokens_of(self.student, batch)
+        self.is_by_token = mine.ndim == 3 and tokens is not None and tokens.shape == mine.shape[:2]
+        if mine.ndim == 3 and self.distance == Distance("classes") and mine.shape[-1] >= MANY:
             if head is None or teacher_head is None:
                 self.note = f"Logits of whole batches are computed: {reason}."
             else:
                 self.heads = head, teacher_head
-        labels = labels_of(self.student, batch, self.distance, mine.shape)
-        if self.hard and labels is None:
+        labels = labels_of(self.student, batch, self.distance, self.is_by_token)
+        num_classes = mine.shape[self.distance.dim] if self.distance.kind == "classes" else 1
+        self.has_labels = labels is not None and labels.numel() * num_classes == mine.numel()
+        if self.hard and not self.has_labels:
             raise ValueError(
                 "hard > 0 and recovery without a teacher learn from labels, and the batches have none; give pairs "
                 "(input, labels) or dicts with labels"
             )
 
-    def __call__(self, call: Call, batch: Tree, num_places: Tensor | float) -> Tensor:
-        """The loss on a batch, summed over its places and divided by ``num_places``."""
+    def labels(self, batch: Tree) -> Tensor | None:
+        return labels_of(self.student, batch, self.distance, self.is_by_token) if self.has_labels else None
+
+    def mask(self, batch: Tree) -> Tensor | None:
+        return token_mask(self.student, batch) if self.is_by_token else None
+
+    def counts(self, batch: Tree) -> Counts:
+        labels, num_tokens = self.labels(batch) if self.hard else None, num_samples(batch)
+        if (tokens := tokens_of(self.student, batch)) is not None:
+            num_tokens = int(tokens.sum()) if tokens.dtype == torch.bool else tokens.numel()
+        num_labels = 0 if labels is None else int((labels != IGNORED).sum())
+        return Counts(num_tokens if self.is_by_token else num_samples(batch), num_labels, num_tokens)
+
+    def __call__(self, call: Call, batch: Tree, counts: Counts) -> Tensor:
+        """The loss on a batch, as its part in that of all batches of a step, whose ``counts`` are given."""
+        num_places, num_labels = max(counts.num_places, 1.0), max(counts.num_labels, 1.0)
         if self.heads is not None:
-            soft = 0.0 if self.teacher is None else 1.0
-            return self._in_head(call, batch, head_divergence, hard=self.hard, soft=soft, total=num_places)
+            weights = {"soft": 0.0 if self.teacher is None else 1.0, "hard": self.hard * num_places / num_labels}
+            return self._in_head(call, batch, head_divergence, total=num_places, **weights)
         found = output_of(outputs(self.student, batch, call))
         total = torch.zeros((), device=found.device)
         if self.teacher is not None:
-            expected = output_of(self.teacher.outputs(batch))
-            mean = self.distance(found, expected, token_mask(self.student, batch))
-            total = total + mean * places(self.student, batch)
-        if self.hard:
-            labels = labels_of(self.student, batch, self.distance, found.shape)
-            assert labels is not None
-            total = total + self.hard * label_loss(found, labels, self.distance)
-        return total / num_places
+            mean = self.distance(found, output_of(self.teacher.outputs(batch)), self.mask(batch))
+            total = total + mean * (self.counts(batch).num_places / num_places)
+        if self.hard and (labels := self.labels(batch)) is not None:
+            total = total + self.hard / num_labels * label_loss(found, labels, self.distance)
+        return total
 
     @torch.no_grad()
     def sums(self, call: Call, batch: Tree) -> Tensor:
@@ -118,10 +144,9 @@ class Distillation:
         expected = found
         if self.teacher is not None:
             expected = output_of(self.teacher.outputs(batch))
-        num = places(self.student, batch)
-        values = [float(self.distance(found, expected, token_mask(self.student, batch))) * num, num]
-        labels = labels_of(self.student, batch, self.distance, found.shape)
-        if labels is None:
+        num = self.counts(batch).num_places
+        values = [float(self.distance(found, expected, self.mask(batch))) * num, num]
+        if (labels := self.labels(batch)) is None:
             return torch.tensor([*values, 0, 0, 0, 0, 0], dtype=torch.float64, device=found.device)
         values += [float(label_loss(each, labels, self.distance)) for each in (found, expected)]
         values += [int((labels != IGNORED).sum())]
@@ -137,9 +162,9 @@ class Distillation:
         expected = None if self.teacher is None else self.teacher.hidden(batch, teacher_head)
 
         def compute(hidden: Tensor) -> Tensor:
-            own, mask = Head(head.weight, head.bias), token_mask(self.student, batch)
-            labels = labels_of(self.student, batch, self.distance, (*hidden.shape[:-1], head.out_features))
-            measured = measure(hidden, own, *(expected or (hidden, own)), mask=mask, labels=labels, **options)
+            own, labels = Head(head.weight, head.bias), self.labels(batch)
+            known = {"mask": self.mask(batch), "labels": labels if labels is None else labels.view(hidden.shape[:-1])}
+            measured = measure(hidden, own, *(expected or (hidden, own)), **known, **options)
             seen.append(measured)
             # outputs that hold the loss, for wrappers that look for what was used
             return hidden.new_zeros(*hidden.shape[:-1], 1) + (measured if isinstance(measured, Tensor) else 0)
@@ -151,7 +176,8 @@ class Distillation:
 
 def with_head(model: nn.Module, batch: Tree) -> tuple[Any, nn.Linear | None, str]:
     """Outputs, and the linear layer whose output they are to the bit; None and why where there is no such layer."""
-    linear = [module for module in model.modules() if type(module) is nn.Linear and "forward" not in vars(module)]
+    linear = [each for each in model.modules() if type(each) is nn.Linear and "forward" not in vars(each)]
+    linear = [each for each in linear if not each._forward_hooks]  # which may change what it returns
     calls: list[tuple[nn.Linear, Tensor]] = []
     handles = [each.register_forward_hook(lambda module, _, output: calls.append((module, output))) for each in linear]
     try:
@@ -180,43 +206,48 @@ def token_mask(model: nn.Module, batch: Tree) -> Tensor | None:
     return labels != IGNORED if isinstance(labels, Tensor) and labels.ndim == 2 else None
 
 
-def places(model: nn.Module, batch: Tree) -> int:
-    """Tokens that count, or samples where there are no tokens: what a batch weighs in a mean."""
+def tokens_of(model: nn.Module, batch: Tree) -> Tensor | None:
+    """The tokens that outputs may stand for, (sample, token), or their mask if there is one; None without tokens."""
     if (mask := token_mask(model, batch)) is not None:
-        return int(mask.sum())
+        return mask
     inputs = batch[0] if isinstance(batch, tuple) else batch
-    tokens = inputs.get("input_ids") if isinstance(inputs, Mapping) else inputs
-    if isinstance(tokens, Tensor) and tokens.ndim == 2 and not tokens.is_floating_point():
-        return tokens.numel()
-    return num_samples(batch)
+    named = inputs if isinstance(inputs, Mapping) else {"input_ids": inputs}
+    tokens = named.get("decoder_input_ids", named.get("input_ids"))
+    is_right = isinstance(tokens, Tensor) and tokens.ndim == 2 and not tokens.is_floating_point()
+    return tokens if is_right else None
 
 
 def num_samples(batch: Tree) -> int:
     leaves = torch.utils._pytree.tree_leaves(batch)
-    return next(len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim)
+    num = next((len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim), 0)
+    if not num:
+        raise ValueError(
+            "a batch must be a tensor, a pair (input, target) or a dict of tensors with one sample per row, got "
+            f"{type(batch).__name__} without rows"
+        )
+    return num
 
 
-def labels_of(model: nn.Module, batch: Tree, distance: Distance, shape: torch.Size | tuple[int, ...]) -> Tensor | None:
+def labels_of(model: nn.Module, batch: Tree, distance: Distance, is_by_token: bool) -> Tensor | None:
     """Labels of the outputs' places; IGNORED where there is none. Of text, each token's label is the next token."""
     inputs, labels = batch if isinstance(batch, tuple) else (batch, None)
     if isinstance(inputs, Mapping):
         labels = inputs.get("labels", labels)
     if distance.kind != "classes":
-        return labels if isinstance(labels, Tensor) and labels.shape[0] == shape[0] else None
-    tokens = inputs.get("input_ids") if isinstance(inputs, Mapping) else inputs
-    predicts_next = labels is None
+        return labels if isinstance(labels, Tensor) else None
+    predicts_next, mask = labels is None, token_mask(model, batch) if is_by_token else None
     if hasattr(model, "config"):
         predicts_next = not is_encoder_decoder(model) and bool(getattr(model, "can_generate", bool)())
-    if predicts_next and isinstance(tokens, Tensor) and tokens.shape == shape[:-1] and not tokens.is_floating_point():
-        labels = tokens if labels is None else labels
-        mask = token_mask(model, batch)
-        labels = labels if mask is None else labels.masked_fill(~mask, IGNORED)
-        return F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
+    predicts_next = predicts_next and is_by_token
+    if predicts_next and labels is None:
+        labels = inputs.get("input_ids") if isinstance(inputs, Mapping) else inputs
     if not isinstance(labels, Tensor) or labels.is_floating_point():
         return None
-    where = list(shape)
-    del where[distance.dim]
-    return labels.reshape(where) if labels.numel() == torch.Size(where).numel() else None
+    for shifts in (False, predicts_next):  # neither padding nor what follows on padding is learned
+        labels = F.pad(labels, (0, 1), value=IGNORED)[:, 1:] if shifts else labels
+        if mask is not None and labels.shape == mask.shape:
+            labels = labels.masked_fill(~mask, IGNORED)
+    return labels
 
 
 def label_loss(found: Tensor, labels: Tensor, distance: Distance) -> Tensor:
@@ -226,15 +257,15 @@ def label_loss(found: Tensor, labels: Tensor, distance: Distance) -> Tensor:
         logits = found.to(dtype).movedim(distance.dim, -1).flatten(0, -2)
         return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum")
     loss = F.binary_cross_entropy_with_logits if distance.kind == "bernoulli" else F.mse_loss
-    return loss(found.to(dtype), labels.to(dtype).view_as(found), reduction="sum") / max(1, found[0].numel())
+    return loss(found.to(dtype), labels.to(dtype).view_as(found), reduction="sum")
 
 
 def num_right(found: Tensor, labels: Tensor, distance: Distance) -> float:
     """Labels that the model predicts; NaN where they are no classes."""
     if distance.kind == "mean square":
         return math.nan
-    guess = (found > 0).view_as(labels) if distance.kind == "bernoulli" else found.argmax(distance.dim)
-    return int((guess == labels).sum())
+    guess = found > 0 if distance.kind == "bernoulli" else found.argmax(distance.dim)
+    return int((guess == labels.view_as(guess)).sum())
 
 
 def figures_of(sums: Tensor, has_teacher: bool) -> tuple[Figures, Figures]:

@@ -37,9 +37,11 @@ class Plan:
 
     @property
     def chosen(self) -> float:
-        """The rate of the run; of the trials, once they are over, the one that ended best."""
+        """The rate of the run: of the trial that ended best, or where the batches ended before, of the last one."""
         if self.lr is not None or not self.trial_steps:
             return LR if self.lr is None else self.lr
+        if len(self.results) < len(FACTORS):
+            return LR * FACTORS[len(self.results)]
         best = min(range(len(self.results)), key=lambda i: (self.results[i] != self.results[i], self.results[i]))
         return LR * FACTORS[best]
 
@@ -49,6 +51,8 @@ class Plan:
             return "given"
         if not self.trial_steps:
             return f"the default: {self.steps} steps are too few for trials, which take {LEAST_STEPS}"
+        if len(self.results) < len(FACTORS):
+            return f"that of trial {len(self.results) + 1} of {len(FACTORS)}, in which the batches ended"
         pairs = ", ".join(f"{LR * f:g}: {r:.4g}" for f, r in zip(FACTORS, self.results, strict=False))
         return f"the best of {len(FACTORS)} trials of {self.trial_steps} steps on held-out batches ({pairs})"
 

@@ -6,24 +6,24 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from ..eligible import check_patterns, eligible, matches, plain_name, unwrapped_model
+from ..eligible import check_patterns, matches, plain_name, unwrapped_model
 from ..files.json_file import read_json, write_json
 from ..oneshot.blocks import blocks_of
 from ..oneshot.progress import Progress, progress_line
-from ..oneshot.samples import digest, moved
+from ..oneshot.samples import digest
 from ..ranks import is_dtensor, local
 from .loss import Distillation, Figures
 from .plan import Plan
 from .result import Point, Recovery
-from .step_batches import HELD_OUT, Batches, Steps
-from .teacher import Teacher
+from .step_batches import HELD_OUT, Batches, Steps, random_kept
+from .teacher import Teacher, weights_of
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .recovery_trainer import RecoveryTrainer
 
 EVALUATIONS, SAVES = 5, 10  # of a run
+OF_ACCELERATE = ("forward", "_original_forward", "_is_accelerate_prepared")  # which it sets on a model
 SETTINGS = "settings.json"  # in the folder of checkpoints: what they belong to
 
 
@@ -80,16 +81,19 @@ def recover(
         if state is None:
             state = unfinished = out.with_name(f".{out.name}.unfinished")
     student = unwrapped_model(model)
-    _check_student(student)
+    _check_values(student)
     hard = 1.0 if teacher is None and not hard else hard
     dense = _loaded(teacher)
     if dense is not None:
+        _check_values(dense)
         _check_apart(student, dense)
-    data = Batches(batches, held_out, seed)
     plan = Plan(steps, lr)
     began = time.perf_counter()
     with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng())
+        stack.enter_context(random_kept(seed, {p.device for p in student.parameters() if p.is_cuda}))
+        data = Batches(batches, held_out, seed)
+        if state is not None:
+            stack.enter_context(_without_empty_folders(Path(state)))
         stack.enter_context(_learning(student, train))
         how = _arguments(args, student, steps, accumulate, bf16, state, seed)
         distillation = Distillation(student, None, hard)
@@ -102,8 +106,7 @@ def recover(
         if report is not None:
             trainer.report = lambda step: report(step, steps, _in_words(trainer))
         with trainer.autocast():
-            where = next(student.parameters()).device
-            distillation.prepare(moved(data.held_out[0], where))
+            distillation.prepare(data.held_out, next(student.parameters()).device)
         if compile:
             stack.enter_context(compiled_blocks(student, dense))
         if state is not None:
@@ -128,10 +131,10 @@ def _check_numbers(steps: int, lr: float | None, hard: float, accumulate: int, e
         raise ValueError(f"hard, the weight of the labels' cross-entropy, must be 0 or more, got {hard!r}")
 
 
-def _check_student(student: nn.Module) -> None:
-    if any(getattr(module, "is_packed", False) for module in student.modules()):
+def _check_values(model: nn.Module) -> None:
+    if any(getattr(module, "is_packed", False) for module in model.modules()):
         raise ValueError("the model's layers are sparse and cannot learn: call unsparsify_(model) first")
-    for name, parameter in student.named_parameters():
+    for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise ValueError(f"{name} is on the meta device and has no values; load the weights first")
 
@@ -161,13 +164,25 @@ def _check_apart(student: nn.Module, teacher: nn.Module) -> None:
 def _warn_if_whole(student: nn.Module, teacher: nn.Module) -> None:
     """A student that is neither sparse nor smaller."""
     sizes = [sum(p.numel() for p in each.parameters()) for each in (student, teacher)]
-    has_zeros = any(not bool(local(p).detach().all()) for p in student.parameters() if p.ndim > 1 and p.requires_grad)
+    has_zeros = any(not bool(local(p).detach().all()) for p in student.parameters() if p.ndim > 1)
     if sizes[0] >= sizes[1] and not has_zeros:
         warnings.warn(
             "the student has no zeros and as many weights as its teacher: nothing was pruned, or its zeros were "
             "filled; give the pruned model",
             stacklevel=3,
         )
+
+
+@contextmanager
+def _without_empty_folders(folder: Path) -> Iterator[None]:
+    """Folders that are made for this one go if nothing was written."""
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        yield
+    finally:
+        for path in made:
+            with suppress(OSError):
+                path.rmdir()
 
 
 @contextmanager
@@ -178,14 +193,19 @@ def _learning(student: nn.Module, train: str | Sequence[str]) -> Iterator[None]:
     check_patterns(globs, named)
     flags, dtypes = ({p: getattr(p, name) for p in named.values()} for name in ("requires_grad", "dtype"))
     modes = {module: module.training for module in student.modules()}
-    for name, parameter in named.items():
-        learns = parameter.is_floating_point() and (not globs or matches(name, globs))
-        parameter.requires_grad_(learns)
-        if learns and parameter.dtype in (torch.float16, torch.bfloat16):
-            parameter.data = parameter.data.float()
+    wrapping = {name: vars(student).get(name) for name in OF_ACCELERATE}
     try:
+        for name, parameter in named.items():
+            learns = parameter.is_floating_point() and (not globs or matches(name, globs))
+            parameter.requires_grad_(learns)
+            if learns and parameter.dtype in (torch.float16, torch.bfloat16):
+                parameter.data = parameter.data.float()
         yield
     finally:
+        for name, value in wrapping.items():
+            vars(student).pop(name, None)
+            if value is not None:
+                vars(student)[name] = value
         for parameter, flag in flags.items():
             parameter.grad = None
             if parameter.dtype != dtypes[parameter] and not is_dtensor(parameter):
@@ -260,11 +280,7 @@ def compiled_blocks(*models: nn.Module | None) -> Iterator[None]:
     blocks: list[nn.Module] = []
     for model in models:
         if model is not None:
-            flags = {p: p.requires_grad for p in model.parameters()}
-            model.requires_grad_(True)
-            blocks += blocks_of(model, eligible(model).weights)
-            for parameter, flag in flags.items():
-                parameter.requires_grad_(flag)
+            blocks += blocks_of(model, weights_of(model))
     try:
         for block in blocks:
             block.compile()
@@ -347,7 +363,7 @@ def _run(trainer: "RecoveryTrainer", began: float) -> Recovery:
         for step, measured in sorted(trainer.figures.items())
         if step not in plan.trial_ends
     ]
-    num_zeros = torch.tensor(sum(int((local(p) == 0).sum()) for p in learning if p.ndim > 1))
+    num_zeros = torch.tensor(sum(int((local(p) == 0).sum()) for p in trainer.model.parameters() if p.ndim > 1))
     if trainer.is_sharded:
         num_zeros = num_zeros.to(trainer.args.device)
         torch.distributed.all_reduce(num_zeros)

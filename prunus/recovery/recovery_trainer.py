@@ -9,7 +9,14 @@ from typing import Any, cast
 
 try:
     from accelerate.utils import DistributedType
-    from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
+    from transformers import (
+        PreTrainedModel,
+        PrinterCallback,
+        ProgressCallback,
+        Trainer,
+        TrainerCallback,
+        TrainingArguments,
+    )
 except ImportError as error:
     raise ImportError("prunus.recover needs transformers and accelerate: pip install prunus[hf]") from error
 
@@ -24,13 +31,14 @@ from ..oneshot.samples import Tree, moved
 from ..optim import AdamWPrune
 from ..pruner import Pruner
 from ..ranks import is_dtensor, local
-from .loss import Distillation, Figures, figures_of, places
+from .loss import Counts, Distillation, Figures, figures_of
 from .plan import LR, Plan
 from .step_batches import Steps
 
 BETAS = (0.9, 0.99)
 MAX_NORM = 1.0
 BEST = "best-{rank}.safetensors"
+WEIGHTS = "weights.safetensors"  # of a model that is none of transformers
 
 
 @dataclass(frozen=True)
@@ -52,6 +60,15 @@ class State:
     def restore_(self, parameters: Sequence[nn.Parameter]) -> None:
         for parameter, values in zip(parameters, self.values, strict=True):
             local(parameter).copy_(values)
+
+    def save(self, path: Path) -> None:
+        """By number: names may share a tensor."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file({str(i): values.contiguous() for i, values in enumerate(self.values)}, path)
+
+    def load_(self, path: Path) -> None:
+        values = load_file(path)
+        self.values = [values[str(i)].view_as(own) for i, own in enumerate(self.values)]
 
 
 class RecoveryTrainer(Trainer):
@@ -103,7 +120,8 @@ class RecoveryTrainer(Trainer):
             self.is_fsdp_enabled = True
 
     def get_train_dataloader(self) -> DataLoader:
-        return DataLoader(self.steps, batch_size=None, collate_fn=lambda batch: batch)
+        # its own generator: a run that goes on makes one more loader, and must not draw more random numbers
+        return DataLoader(self.steps, batch_size=None, collate_fn=lambda batch: batch, generator=torch.Generator())
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
@@ -131,11 +149,14 @@ class RecoveryTrainer(Trainer):
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         if not batches:
             self.control.should_training_stop = True
-        num = torch.tensor(float(sum(places(self.distillation.student, batch) for batch in batches)), device=device)
+        num = torch.zeros(3, dtype=torch.float64, device=device)
+        for batch in batches:
+            num += torch.tensor(self.distillation.counts(batch), device=device)
         if self.args.world_size > 1:
             torch.distributed.all_reduce(num)
-        self.state.num_input_tokens_seen += int(num)
-        return batches, num / self.args.world_size  # since gradients are averaged over ranks
+        counts = Counts(*(num / self.args.world_size).tolist())  # since gradients are averaged over ranks
+        self.state.num_input_tokens_seen += round(counts.num_tokens * self.args.world_size)
+        return batches, counts
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> None:
         return None
@@ -197,9 +218,7 @@ class RecoveryTrainer(Trainer):
         self.fill_kept_zeros_()
         folder = Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}"
         if self.best is not None and 0 < self.best.step < self.state.global_step and self.writes_best:
-            folder.mkdir(parents=True, exist_ok=True)
-            tensors = {str(i): values for i, values in enumerate(self.best.values)}
-            save_file(tensors, folder / BEST.format(rank=self.args.process_index), {"step": str(self.best.step)})
+            self.best.save(folder / BEST.format(rank=self.args.process_index))
         super()._save_checkpoint(model, trial)
 
     @property
@@ -213,7 +232,18 @@ class RecoveryTrainer(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         self.initial = State(self.learning)
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if not (path := Path(resume_from_checkpoint) / WEIGHTS).is_file():
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            return
+        last = State(self.learning)
+        last.load_(path)
+        last.restore_(self.learning)
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        if isinstance(self.model, PreTrainedModel):
+            super()._save(output_dir, state_dict)
+        elif self.args.should_save:  # not adapters alone, and tied weights once
+            State(self.learning).save(Path(str(output_dir)) / WEIGHTS)
 
     @torch.no_grad()
     def fill_kept_zeros_(self) -> None:
@@ -263,8 +293,7 @@ class _Driver(TrainerCallback):
         trainer.best = State(trainer.learning, state.global_step)
         if step != state.global_step:
             try:
-                values = load_file(path)
-                trainer.best.values = [values[str(i)].view_as(v) for i, v in enumerate(trainer.best.values)]
+                trainer.best.load_(path)
                 trainer.best.step = step
             except (OSError, KeyError, RuntimeError) as error:
                 warnings.warn(
@@ -302,12 +331,14 @@ class _Driver(TrainerCallback):
 
 
 def names_with_zeros(model: nn.Module) -> list[str]:
-    """Matrices in which something is zero; one that is all zero, as a new adapter may be, is to learn."""
+    """Matrices in which something is zero, but not those of new adapters, which begin as zeros and are to learn."""
+    adapters = {part for module in model.modules() for part in getattr(module, "adapter_layer_names", ())}
     named = {plain_name(name): p for name, p in model.named_parameters() if p.requires_grad and p.ndim > 1}
+    named = {name: p for name, p in named.items() if not adapters & set(name.split("."))}
     num_kept = torch.tensor([int(local(p).count_nonzero()) for p in named.values()])
     sizes = torch.tensor([local(p).numel() for p in named.values()])
     if any(map(is_dtensor, named.values())):
         counts = torch.stack([num_kept, sizes]).to(next(iter(named.values())).device)
         torch.distributed.all_reduce(counts)
         num_kept, sizes = counts.cpu()
-    return [name for name, kept, size in zip(named, num_kept.tolist(), sizes.tolist(), strict=True) if 0 < kept < size]
+    return [name for name, kept, size in zip(named, num_kept.tolist(), sizes.tolist(), strict=True) if kept < size]

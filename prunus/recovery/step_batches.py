@@ -1,10 +1,13 @@
 """Batches to learn from: the first are held out, each step reads its own, and a run that goes on reads the same."""
 
+import random
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DistributedSampler, IterableDataset
 
@@ -27,10 +30,13 @@ class Batches:
         self.seed, self.num_skipped = seed, 0
         self._random: Any = getattr(batches, "generator", None)
         self._random_state = self._random.get_state() if isinstance(self._random, torch.Generator) else None
-        self._is_read_once = iter(batches) is batches if not isinstance(batches, Sequence) else False
+        self._is_read_once = isinstance(batches, Iterator)
+        self._seen: list[Tree] = []  # of what is read once: what was read and is still needed
         self.is_split = isinstance(getattr(batches, "sampler", None), DistributedSampler)  # over ranks already
         if not isinstance(held_out, int):
+            check_batches(held_out)
             self.held_out = [plain_batch(batch) for batch in held_out]
+            self._rest = self._read() if self._is_read_once else None
         else:
             self.held_out = self._hold_out(held_out)
         if not self.held_out:
@@ -89,7 +95,7 @@ class Batches:
 
     def _again_and_again(self, number: int) -> Iterator[Tree]:
         while True:
-            with torch.random.fork_rng(devices=[]):  # what is passed over must not move the random numbers of the run
+            with random_kept():  # what is passed over must not move the random numbers of the run
                 reading = self._read()
                 held = list(islice(reading, self.num_skipped))
                 if held and digest(held[0]) != digest(self.held_out[0]):
@@ -110,14 +116,29 @@ class Batches:
         """All batches; a loader that shuffles draws its order from ``seed``, in every round the same."""
         if self._random_state is not None:
             self._random.set_state(self._random_state)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed)
+        with random_kept(self.seed):
             reading = iter(self.source)
             first = list(islice(reading, 1))
         for batch in first:
             yield plain_batch(batch)
         for batch in reading:
             yield plain_batch(batch)
+
+
+@contextmanager
+def random_kept(seed: int | None = None, devices: Iterable[torch.device] = ()) -> Iterator[None]:
+    """Random numbers, of ``seed`` where it is given; then those of Python, NumPy and torch go on as before."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(list(devices)):
+            if seed is not None:
+                random.seed(seed)
+                np.random.seed(seed)
+                torch.manual_seed(seed)
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 class Steps(IterableDataset):

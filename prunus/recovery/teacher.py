@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from ..eligible import eligible
+from ..eligible import Weight, eligible
 from ..oneshot.forward import outputs, replaced
 from ..oneshot.head import Head
 from ..oneshot.offload import Offload
@@ -26,7 +26,7 @@ class Teacher:
         check_dense(model)
         self.model, self.device, self.offload = model, device, offload
         self._flags = {p: p.requires_grad for p in model.parameters()}
-        self._weights = eligible(model.requires_grad_(True)).weights if offload else []
+        self._weights = weights_of(model) if offload else []
         self._tensors = [*model.parameters(), *model.buffers()]
 
     @contextmanager
@@ -101,6 +101,18 @@ class Teacher:
         with replaced({head: stop}):
             outputs(self.model, batch)
         return seen[0], Head(head.weight.detach(), None if head.bias is None else head.bias.detach())
+
+
+def weights_of(model: nn.Module) -> list[Weight]:
+    """Weights that can be pruned, of a frozen model too."""
+    flags = {p: p.requires_grad for p in model.parameters()}
+    try:
+        for parameter in flags:
+            parameter.requires_grad_(parameter.is_floating_point())
+        return list(eligible(model).weights)
+    finally:
+        for parameter, flag in flags.items():
+            parameter.requires_grad_(flag)
 
 
 def check_dense(model: nn.Module) -> None:
