@@ -12,7 +12,7 @@ from prunus.oneshot.head import Head, head_divergence
 from prunus.ops.divergence import divergence_
 from prunus.ops.machine import device_of
 
-from .benchmark import Benchmark, Measured, Row
+from .benchmark import Benchmark, Measured, RecordTable, Row
 from .clocks import copy_gb_s, in_turns, median_ms, peak_extra_mib
 
 SHAPES = {"cuda": [(49_152, 50_257, 512), (16_384, 128_256, 2_048)], "cpu": [(512, 5_000, 64)]}
@@ -73,3 +73,6 @@ def rows_of(num_tokens: int, num_classes: int, width: int, repeat: int, device: 
     logits = torch.randn(2, CHUNK, -(-num_classes // 16) * 16, device=device, dtype=torch.bfloat16)[..., :num_classes]
     ms = median_ms(lambda: divergence_(logits[0], logits[1]), repeat, device)
     yield {"way": f"kernel, {CHUNK:,} tokens", "shape": shape, "ms": ms, "gb_s": 3 * logits[0].numel() * 2 / ms / 1e6}
+
+
+TABLES = {"divergence": RecordTable("way | shape | ms:.1f | peak MiB = peak_mib:,.0f | GB/s = gb_s:,.0f")}

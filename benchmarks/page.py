@@ -6,10 +6,12 @@ from pathlib import Path
 from . import (
     decode,
     distributed,
+    divergence,
     export,
     matvec,
     prune,
     recover_figures,
+    recover_step,
     repair_figures,
     select,
     small_models,
@@ -21,7 +23,7 @@ from .benchmark import filled, newest_records
 
 TABLES = {
     what: draw
-    for module in (decode, export, matvec, prune, select, small_models, step, wanda)
+    for module in (decode, divergence, export, matvec, prune, recover_step, select, small_models, step, wanda)
     for what, draw in module.TABLES.items()
 }
 

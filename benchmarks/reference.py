@@ -19,6 +19,7 @@ CHAPTERS = {  # heading: where each name is imported from; a name of the package
     "Schedules": "Ramp OneShot Constant",
     "Selectors": "Global PerLayer PerRow NofM",
     "After training": "prune Repair BlockTuning Result",
+    "Recovery": "recover Recovery",
     "Search and probe": "search oneshot:Limit oneshot:Levels oneshot:Bisection oneshot:TauTuning oneshot:Probe",
     "Files": "save_sparse load_sparse save_model load_model",
     "Running sparse": "sparsify_ sparse:unsparsify_ Decoder sparse:load_packed sparse:semi_structured_",

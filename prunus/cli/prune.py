@@ -118,7 +118,8 @@ def _pruned(command: Command) -> "Outcome":
             dropping = result = prune(trained.model, trained.batches, experts=command.experts, **common)
             rows["experts dropped"] = measure()
         if result is None or command.prunes:
-            more: dict[str, Any] = {"state": command.unfinished if repair and not probe else None}
+            folder = command.unfinished / "repair" if command.recover is not None else command.unfinished
+            more: dict[str, Any] = {"state": folder if repair and not probe else None}
             more |= {"probe": probe, "repair": repair}
             result = prune(trained.model, trained.batches, command.sparsity, **settings, **more)
             reached = measure()

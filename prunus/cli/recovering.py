@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 LENGTH = 512  # tokens of a window, or the model's longest
 PER_STEP = 49_152  # tokens of a step, where the budget has that many steps
+FEWEST_BATCHES = 8  # of little data, in a round
 FEWEST_STEPS = 100  # below, steps are smaller
 PER_PASS = {"cuda": 8192, "cpu": 2048}  # tokens of one pass
 
@@ -42,7 +43,9 @@ def batch_options(
     length = (length or min(LENGTH, longest or LENGTH)) if is_text else 1
     if isinstance(samples, dict) and is_text:
         length = samples["input_ids"].shape[1]
-    size = batch or (max(1, PER_PASS[args.device.type] // length) if is_text else 32)
+    assert trained.training is not None
+    num_samples = trained.training(size=1, length=length).num_samples
+    size = batch or max(1, min(PER_PASS[args.device.type] // length if is_text else 32, num_samples // FEWEST_BATCHES))
     per_step = step_tokens or min(PER_STEP if is_text else 128, max(size * length, number // FEWEST_STEPS))
     accumulate = max(1, round(per_step / (size * length * args.world_size)))
     steps = max(1, round(number / (size * length * args.world_size * accumulate)))

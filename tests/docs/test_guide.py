@@ -13,7 +13,7 @@ from prunus.cli import COMMANDS, _parse
 from prunus.sparse import compiled
 
 GUIDE = ["training", "after-training", "search", "run-and-ship", "distributed", "command-line", "compare"]
-GUIDE += ["migrating", "how-it-works", "extending"]
+GUIDE += ["recover", "migrating", "how-it-works", "extending"]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.md")])
 SCREEN = 110  # lines that a page of the guide may have
 
@@ -54,13 +54,14 @@ def test_the_lines_of_the_readme_run(monkeypatch):
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = transformers.LlamaConfig(vocab_size=32, bos_token_id=1, eos_token_id=None, pad_token_id=0, **sizes)
     names = {"model": model, "batches": [torch.randn(32, 16)], "optimizer": AdamWPrune(model.parameters())}
+    names["loader"] = [torch.randn(4, 16) for _ in range(20)]
     blocks = [block for block in blocks_of(ROOT / "README.md") if block.language == "python"]
     for block in blocks:
         assert len(block.text.split("\n\n")[1].splitlines()) + 1 == 3, "three lines are promised"
         if "Decoder" in block.text:
             names |= {"model": transformers.LlamaForCausalLM(config), "input_ids": torch.tensor([[3, 4]])}
         run_python(block, ROOT / "README.md", names)
-    assert len(blocks) == 3 and names["result"].sparsity == 0.5 and names["tokens"].shape == (1, 66)
+    assert len(blocks) == 4 and names["result"].sparsity == 0.5 and names["tokens"].shape == (1, 66)
 
 
 def commands_of(path):
