@@ -148,7 +148,6 @@ class Steps(IterableDataset):
         self.batches, self.plan, self.accumulate = batches, plan, accumulate
         self.rank, self.num_ranks = (0, 1) if batches.is_split else (rank, num_ranks)
         self.first_step = 0
-        self.ended_at: int | None = None  # the step for which there were no batches left
 
     def __iter__(self) -> Iterator[Tree]:
         step = self.first_step
@@ -160,7 +159,6 @@ class Steps(IterableDataset):
             while step < begin + length:
                 mine = [batch for i, batch in enumerate(islice(reading, per_step)) if i % self.num_ranks == self.rank]
                 if len(mine) < self.accumulate:
-                    self.ended_at = step
                     warnings.warn(
                         f"the batches ended after {step} of {self.plan.steps} steps: the best state so far is kept; "
                         "give batches that can be read again, or fewer steps",
