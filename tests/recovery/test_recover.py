@@ -189,7 +189,10 @@ def regression():
     return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)), [torch.randn(5, 6) for _ in range(8)]
 
 
-@pytest.mark.parametrize("kind", [bert, t5, vit, segmenter, single_output, regression])
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in (bert, vit)]
+
+
+@pytest.mark.parametrize("kind", [t5, segmenter, single_output, regression, *SLOW])
 def test_every_kind_of_model_learns(kind):
     torch.manual_seed(1)
     model, batches = kind()

@@ -68,6 +68,7 @@ DRAWS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", DRAWS)
 def test_augmentation_goes_on_where_it_was(teacher, tmp_path, monkeypatch, kind):
     def batches():
@@ -109,6 +110,7 @@ def test_plain_modules_with_tied_or_strided_weights_go_on(tmp_path, monkeypatch,
     assert are_equal(broken[0], unbroken[0]) and broken[1] == unbroken[1]
 
 
+@pytest.mark.slow
 def test_weights_below_adapters_go_on_too(teacher, tmp_path, monkeypatch):
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
@@ -117,6 +119,7 @@ def test_weights_below_adapters_go_on_too(teacher, tmp_path, monkeypatch):
     assert are_equal(broken[0], unbroken[0]) and broken[1] == unbroken[1]
 
 
+@pytest.mark.slow
 def test_a_best_state_before_the_kill_is_kept(teacher, tmp_path, monkeypatch):
     options = {"lr": 0.02, "evaluations": 20}
     student = pruned(teacher, 0.9)
