@@ -19,6 +19,7 @@ from ..oneshot.blocks import blocks_of
 from ..oneshot.progress import Progress, progress_line
 from ..oneshot.samples import digest
 from ..ranks import is_dtensor, local
+from .folder import narrowed, write_recovered
 from .loss import Distillation, Figures
 from .plan import Plan
 from .result import Point, Recovery
@@ -113,8 +114,6 @@ def recover(
             trainer.resumed_from = _resumed(Path(state), _settings(trainer, data, lr, train, seed))
         recovery = _run(trainer, began)
     if out is not None:
-        from .folder import write_recovered
-
         source = Path(getattr(student, "name_or_path", None) or "")
         beside = source if (source / "config.json").is_file() else None
         write_recovered(out, student, recovery, source=beside, unfinished=unfinished)
@@ -209,9 +208,7 @@ def _learning(student: nn.Module, train: str | Sequence[str]) -> Iterator[None]:
         for parameter, flag in flags.items():
             parameter.grad = None
             if parameter.dtype != dtypes[parameter] and not is_dtensor(parameter):
-                narrow = parameter.data.to(dtypes[parameter])
-                lost = (narrow == 0) & (parameter.data != 0)
-                parameter.data = narrow.masked_fill_(lost, torch.finfo(narrow.dtype).tiny)
+                parameter.data = narrowed(parameter.data, dtypes[parameter])
             parameter.requires_grad_(flag)
         for module, mode in modes.items():
             module.training = mode
