@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -97,6 +97,7 @@ def _pruned(command: Command) -> "Outcome":
         print(trained.note)
     if trained.held_out:
         print(f"Evaluated on {trained.held_out}.")
+    recovers = None if command.recover is None else _recovery(command, trained)
     if command.experts is not None:
         fewer_experts(trained.model, command.experts)  # refuses a model without experts before it is evaluated
     common: dict[str, Any] = {"include": command.include, "exclude": command.exclude, "only": command.only}
@@ -118,7 +119,8 @@ def _pruned(command: Command) -> "Outcome":
             dropping = result = prune(trained.model, trained.batches, experts=command.experts, **common)
             rows["experts dropped"] = measure()
         if result is None or command.prunes:
-            folder = command.unfinished / "repair" if command.recover is not None else command.unfinished
+            # a repair has its folder for itself; beside it are tokens and the checkpoints of a recovery
+            folder = command.unfinished if command.recover is None else command.unfinished / "repair"
             more: dict[str, Any] = {"state": folder if repair and not probe else None}
             more |= {"probe": probe, "repair": repair}
             result = prune(trained.model, trained.batches, command.sparsity, **settings, **more)
@@ -135,8 +137,8 @@ def _pruned(command: Command) -> "Outcome":
                     rows["masks alone"] = measure()
             rows["repaired" if repair else "probed" if probe else score or ""] = reached
     recovery = None
-    if command.recover is not None:
-        recovery = _recovered(command, trained, result.dense())
+    if recovers is not None:
+        recovery = recovers(result.dense())
         rows["recovered"] = measure()
     result.level.originals = Originals()  # the dense weights, which nothing reads any more
     if dropping is not None and result is not dropping:
@@ -150,12 +152,12 @@ def _pruned(command: Command) -> "Outcome":
     return replace(outcome, profile=_profile(command, result.cost, seconds, total, sampler.mean))
 
 
-def _recovered(command: Command, trained: "TrainedModel", dense: "nn.Module") -> "Recovery":
-    """The pruned model, after it has learned from the dense one."""
+def _recovery(command: Command, trained: "TrainedModel") -> "Callable[[nn.Module], Recovery]":
+    """How the pruned model will learn from the dense one; what that lacks is said before anything is pruned."""
     import torch
 
     from ..recovery.recover import training_arguments
-    from .recovering import batch_options, recovered
+    from .recovering import batch_options, recovered, training_batches
 
     if trained.training is None:
         raise ValueError(
@@ -164,7 +166,8 @@ def _recovered(command: Command, trained: "TrainedModel", dense: "nn.Module") ->
         )
     args = training_arguments(command.unfinished / "recovery", torch.device(command.device).type, seed=command.seed)
     options = batch_options(command.recover or "", trained, args, length=command.length)
-    return recovered(command, trained, dense, args, options)
+    training_batches(trained, options)
+    return lambda dense: recovered(command, trained, dense, args, options)
 
 
 @contextmanager
@@ -177,6 +180,10 @@ def _working(command: Command) -> Iterator[None]:
     try:
         with lock_folder(folder):
             yield
+    except ValueError:
+        if command.recover is not None and folder in made and not any(path.is_dir() for path in folder.iterdir()):
+            shutil.rmtree(folder, ignore_errors=True)  # tokens alone
+        raise
     finally:
         for path in made:
             with suppress(OSError):

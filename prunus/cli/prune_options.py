@@ -187,7 +187,7 @@ def source_of(command: Command) -> "ModelSource":
     if command.recover is not None:
         from ..trained.data import TokenCache
 
-        known["cache"] = TokenCache(command.unfinished / "tokens.u32", number_of(command.recover) * 10 // 9)
+        known["cache"] = TokenCache(command.unfinished, number_of(command.recover) * 10 // 9)
     return ModelSource(**known)
 
 

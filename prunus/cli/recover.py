@@ -143,7 +143,7 @@ def _loaded(command: Command, args: Any) -> "tuple[TrainedModel, nn.Module]":
                 f"{command.model} and {command.teacher} have different tokenizers, of {sizes} tokens: a student learns "
                 "from the model that it was pruned from"
             )
-    cache = TokenCache(command.unfinished / "tokens.u32", number_of(command.budget) * 10 // 9)
+    cache = TokenCache(command.unfinished, number_of(command.budget) * 10 // 9)
     known = {name: getattr(command, name) for name in OF_DATA}
     device = "cpu" if args.fsdp else str(args.device)
     source = ModelSource(str(command.model), **known, samples=1, at_most=True, cache=cache, device=device)

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
     from ..recovery import Recovery
     from ..trained.model import TrainedModel
+    from ..trained.windows import TrainingBatches
 
 LENGTH = 512  # tokens of a window, or the model's longest
 PER_STEP = 49_152  # tokens of a step, where the budget has that many steps
@@ -52,6 +53,12 @@ def batch_options(
     return BatchOptions(size, length, accumulate, steps)
 
 
+def training_batches(trained: "TrainedModel", options: BatchOptions) -> "TrainingBatches":
+    """ValueError where there are fewer samples than one pass takes."""
+    assert trained.training is not None
+    return trained.training(size=options.size, length=options.length)
+
+
 def recovered(
     command: Any, trained: "TrainedModel", teacher: "nn.Module", args: Any, options: BatchOptions
 ) -> "Recovery":
@@ -59,8 +66,8 @@ def recovered(
     from ..recovery import recover
     from ..trained.windows import in_batches
 
-    assert trained.training is not None and trained.evaluated is not None
-    batches = trained.training(size=options.size, length=options.length)
+    assert trained.evaluated is not None
+    batches = training_batches(trained, options)
     held_out = in_batches(trained.evaluated, options.size)
     names = ("lr", "hard", "train", "offload_teacher", "compile", "seed")
     how = {name: getattr(command, name) for name in names if hasattr(command, name)}

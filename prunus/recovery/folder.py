@@ -36,7 +36,7 @@ def write_recovered(
 
     Every rank calls it where weights are sharded, and the first one writes.
     """
-    tensors = whole_tensors(model)
+    tensors, dtype = whole_tensors(model), dtype_of(model)
     if torch.distributed.is_initialized() and torch.distributed.get_rank():
         torch.distributed.barrier()
         return
@@ -45,6 +45,8 @@ def write_recovered(
         if hasattr(model, "save_pretrained"):
             with quiet_transformers():
                 model.save_pretrained(part, state_dict=tensors)
+            if isinstance(dtype, torch.dtype) and (config := part / "config.json").is_file():
+                write_json(config, read_json(config) | {"dtype": str(dtype).removeprefix("torch.")})
         else:
             write(in_memory(tensors, {"format": "pt"}), WritePlan(part / PLAIN, small=False))
         if source is not None:
@@ -63,8 +65,22 @@ def whole_tensors(model: nn.Module) -> dict[str, Tensor]:
         return model.state_dict()
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-    tensors: Any = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    return tensors
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    tensors: dict[str, Any] = get_model_state_dict(model, options=options)
+    if (dtype := dtype_of(model)) not in (torch.float16, torch.bfloat16):
+        return tensors
+    return {name: narrowed(each, dtype) if each.is_floating_point() else each for name, each in tensors.items()}
+
+
+def dtype_of(model: nn.Module) -> Any:
+    """What its configuration says: sharded weights stay in float32, in which they learned."""
+    return getattr(getattr(model, "config", None), "dtype", None)
+
+
+def narrowed(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """In a dtype of 16 bits; what is not zero stays so."""
+    narrow = values.to(dtype, copy=True)
+    return narrow.masked_fill_((narrow == 0) & (values != 0), torch.finfo(dtype).tiny)
 
 
 def _facts(

@@ -5,7 +5,7 @@ import math
 import tempfile
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from ..oneshot.blocks import blocks_of
 from ..oneshot.progress import Progress, progress_line
 from ..oneshot.samples import digest
 from ..ranks import is_dtensor, local
+from .folder import narrowed, write_recovered
 from .loss import Distillation, Figures
 from .plan import Plan
 from .result import Point, Recovery
@@ -94,7 +95,7 @@ def recover(
         data = Batches(batches, held_out, seed)
         if state is not None:
             stack.enter_context(_without_empty_folders(Path(state)))
-        stack.enter_context(_learning(student, train))
+        dtypes = stack.enter_context(_learning(student, train))
         how = _arguments(args, student, steps, accumulate, bf16, state, seed)
         distillation = Distillation(student, None, hard)
         if dense is not None:
@@ -111,10 +112,8 @@ def recover(
             stack.enter_context(compiled_blocks(student, dense))
         if state is not None:
             trainer.resumed_from = _resumed(Path(state), _settings(trainer, data, lr, train, seed))
-        recovery = _run(trainer, began)
+        recovery = _run(trainer, dtypes, began)
     if out is not None:
-        from .folder import write_recovered
-
         source = Path(getattr(student, "name_or_path", None) or "")
         beside = source if (source / "config.json").is_file() else None
         write_recovered(out, student, recovery, source=beside, unfinished=unfinished)
@@ -186,8 +185,11 @@ def _without_empty_folders(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _learning(student: nn.Module, train: str | Sequence[str]) -> Iterator[None]:
-    """What ``train`` names learns, in float32; then flags and dtypes are as before, and no kept weight is zero."""
+def _learning(student: nn.Module, train: str | Sequence[str]) -> Iterator[dict[nn.Parameter, torch.dtype]]:
+    """What ``train`` names learns, in float32; then flags and dtypes are as before, and no kept weight is zero.
+
+    Yields the dtypes that parameters had.
+    """
     globs = [train] if isinstance(train, str) else list(train)
     named = {plain_name(name): p for name, p in student.named_parameters()}
     check_patterns(globs, named)
@@ -200,7 +202,7 @@ def _learning(student: nn.Module, train: str | Sequence[str]) -> Iterator[None]:
             parameter.requires_grad_(learns)
             if learns and parameter.dtype in (torch.float16, torch.bfloat16):
                 parameter.data = parameter.data.float()
-        yield
+        yield dtypes
     finally:
         for name, value in wrapping.items():
             vars(student).pop(name, None)
@@ -209,9 +211,7 @@ def _learning(student: nn.Module, train: str | Sequence[str]) -> Iterator[None]:
         for parameter, flag in flags.items():
             parameter.grad = None
             if parameter.dtype != dtypes[parameter] and not is_dtensor(parameter):
-                narrow = parameter.data.to(dtypes[parameter])
-                lost = (narrow == 0) & (parameter.data != 0)
-                parameter.data = narrow.masked_fill_(lost, torch.finfo(narrow.dtype).tiny)
+                parameter.data = narrowed(parameter.data, dtypes[parameter])
             parameter.requires_grad_(flag)
         for module, mode in modes.items():
             module.training = mode
@@ -337,7 +337,7 @@ def _resumed(folder: Path, settings: dict[str, Any]) -> str | None:
     return None
 
 
-def _run(trainer: "RecoveryTrainer", began: float) -> Recovery:
+def _run(trainer: "RecoveryTrainer", dtypes: Mapping[nn.Parameter, torch.dtype], began: float) -> Recovery:
     from ..export.huggingface import quiet_transformers
     from .recovery_trainer import State
 
@@ -350,6 +350,11 @@ def _run(trainer: "RecoveryTrainer", began: float) -> Recovery:
         if trainer.best.step != trainer.state.global_step:
             trainer.best.restore_(trainer.learning)
         trainer.fill_kept_zeros_()
+        after = trainer.figures[trainer.best.step].figures
+        if narrow := [p for p in trainer.learning if p.dtype != dtypes.get(p, p.dtype)]:
+            for parameter in narrow:  # what the model is rounded to is what is measured
+                parameter.data = narrowed(parameter.data, dtypes[parameter]).to(parameter.dtype)
+            after, _ = trainer.measure(trainer.model_wrapped)
     except BaseException:
         if trainer.initial is not None:
             trainer.initial.restore_(trainer.learning)
@@ -367,12 +372,11 @@ def _run(trainer: "RecoveryTrainer", began: float) -> Recovery:
     if trainer.is_sharded:
         num_zeros = num_zeros.to(trainer.args.device)
         torch.distributed.all_reduce(num_zeros)
-    figures = {step: measured.figures for step, measured in trainer.figures.items()}
     notes = [trainer.distillation.note] if trainer.distillation.note else []
     assert isinstance(initial, State)
     return Recovery(
-        before=figures[0],
-        after=figures[trainer.best.step],
+        before=trainer.figures[0].figures,
+        after=after,
         teacher=trainer.teacher_figures,
         lr=plan.chosen,
         lr_reason=plan.reason,

@@ -23,6 +23,7 @@ except ImportError as error:
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 
 from ..eligible import plain_name
@@ -186,6 +187,9 @@ class RecoveryTrainer(Trainer):
         if num_ranks > 1:
             torch.distributed.all_reduce(total)
         model.train(mode)
+        for module in model.modules():  # the outermost one leaves its weights whole, and states are those of shards
+            if isinstance(module, FSDPModule):
+                module.reshard()
         return figures_of(total, self.distillation.teacher is not None)
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:

@@ -1,5 +1,6 @@
 """Samples for a trained model: windows of tokens or of text, or named arrays, to calibrate and to evaluate on."""
 
+import hashlib
 import inspect
 import zipfile
 from collections.abc import Sequence
@@ -78,9 +79,9 @@ class TokenFile:
 
 @dataclass(frozen=True)
 class TokenCache:
-    """A file for the tokens of a text that is too long for memory, at most about ``most`` of them."""
+    """Files for the tokens of texts that are too long for memory, at most about ``most`` of them."""
 
-    path: Path
+    folder: Path
     most: int
 
     def read(self, text: Path, folder: Path, gguf_file: str | None) -> TokenFile:
@@ -88,9 +89,11 @@ class TokenCache:
         tokenizer, notes = tokenizer_of(folder, gguf_file), list[str]()
         if tokenizer is None:
             raise ValueError(f"{folder} has no tokenizer that transformers reads, so {text} must be given as tokens")
-        if not self.path.is_file():
-            write_tokens(text, tokenizer, self.path, self.most, note=notes.append)
-        return TokenFile(text, read_tokens(self.path), start_of(tokenizer), notes)
+        known = hashlib.sha256(repr((str(text.resolve()), self.most, len(tokenizer))).encode()).hexdigest()
+        path = self.folder / f"tokens-{known[:16]}.u32"
+        if not path.is_file():
+            write_tokens(text, tokenizer, path, self.most, note=notes.append)
+        return TokenFile(text, read_tokens(path), start_of(tokenizer), notes)
 
 
 def read_token_files(

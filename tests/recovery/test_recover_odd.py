@@ -233,3 +233,40 @@ def test_odd_input_is_refused_in_one_line(teacher, said, change):
     with pytest.raises(ValueError, match=said) as refused:
         recover(pruned(teacher), **options)
     assert "\n" not in str(refused.value)
+
+
+@pytest.fixture
+def folders(teacher, tmp_path):
+    """A dense model with a tokenizer, and a text of about 4,000 tokens."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = [chr(97 + i // 26) + chr(97 + i % 26) for i in range(60)]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate([*words, "?"])}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    teacher.save_pretrained(tmp_path / "dense")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?").save_pretrained(tmp_path / "dense")
+    (tmp_path / "text.txt").write_text(" ".join(words[i * i % 60] for i in range(4000)))
+    (tmp_path / "short.txt").write_text(" ".join(words * 8))
+    return tmp_path
+
+
+def test_one_command_prunes_and_recovers_text_and_refuses_too_little_of_it_before(folders, capsys):
+    from prunus.cli import main
+
+    out, command = folders / "out", ["prune", str(folders / "dense"), "--sparsity", "0.5", "--recover", "4k"]
+    with pytest.raises(SystemExit):
+        main([*command, "--text", str(folders / "short.txt"), "--out", str(out)])
+    assert "fewer than a batch" in capsys.readouterr().err
+    assert {path.name for path in folders.iterdir()} == {"dense", "text.txt", "short.txt"}
+    main([*command, "--text", str(folders / "text.txt"), "--out", str(out)])
+    assert "zeros kept" in capsys.readouterr().out
+    assert {path.name for path in folders.iterdir()} == {"dense", "text.txt", "short.txt", "out"}
+
+
+def test_tokens_that_are_kept_are_those_of_their_text(folders):
+    from prunus.trained.data import TokenCache
+
+    cache = TokenCache(folders, 10_000)
+    lengths = [len(cache.read(folders / name, folders / "dense", None).ids) for name in ("text.txt", "short.txt")]
+    assert lengths == [4000, 480]
