@@ -17,7 +17,7 @@ from prunus.lab.models import GPT
 from prunus.oneshot.distance import output_of
 from prunus.ops.machine import device_of, wait_for
 from prunus.recovery.loss import Distillation
-from prunus.recovery.recover import compiled_blocks
+from prunus.recovery.student_teacher import compiled_blocks
 from prunus.recovery.teacher import Teacher
 
 from .benchmark import Benchmark, Measured, RecordTable, Row

@@ -156,7 +156,7 @@ def _recovery(command: Command, trained: "TrainedModel") -> "Callable[[nn.Module
     """How the pruned model will learn from the dense one; what that lacks is said before anything is pruned."""
     import torch
 
-    from ..recovery.recover import training_arguments
+    from ..recovery.training_options import training_arguments
     from .recovering import batch_options, recovered, training_batches
 
     if trained.training is None:

@@ -68,7 +68,3 @@ class Plan:
         first, length, lr = self.phase(step)
         done, warm_up = step - first, max(1, round(WARM_UP * length))
         return lr * min((done + 1) / warm_up, (length - done) / max(1, length - warm_up))
-
-    def batch_of(self, step: int) -> int:
-        """The number of the batch that ``step`` reads: trials and the run begin with the same ones."""
-        return step - self.phase(step)[0]

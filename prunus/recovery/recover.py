@@ -1,30 +1,27 @@
 """``recover``: a pruned, shrunk or quantised model learns from the dense one."""
 
-import copy
 import math
-import tempfile
 import time
-import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from ..eligible import check_patterns, matches, plain_name, unwrapped_model
-from ..files.json_file import read_json, write_json
-from ..oneshot.blocks import blocks_of
+from ..eligible import unwrapped_model
 from ..oneshot.progress import Progress, progress_line
-from ..oneshot.samples import digest
-from ..ranks import is_dtensor, local
+from ..ranks import local
 from .folder import narrowed, write_recovered
 from .loss import Distillation, Figures
 from .plan import Plan
 from .result import Point, Recovery
+from .resuming import last_checkpoint, settings_of, without_empty_folders
 from .step_batches import HELD_OUT, Batches, Steps, random_kept
-from .teacher import Teacher, weights_of
+from .student_teacher import check_apart, check_values, compiled_blocks, learning, loaded, warn_if_whole
+from .teacher import Teacher
+from .training_options import completed
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -32,8 +29,6 @@ if TYPE_CHECKING:
     from .recovery_trainer import RecoveryTrainer
 
 EVALUATIONS, SAVES = 5, 10  # of a run
-OF_ACCELERATE = ("forward", "_original_forward", "_is_accelerate_prepared")  # which it sets on a model
-SETTINGS = "settings.json"  # in the folder of checkpoints: what they belong to
 
 
 def recover(
@@ -82,26 +77,26 @@ def recover(
         if state is None:
             state = unfinished = out.with_name(f".{out.name}.unfinished")
     student = unwrapped_model(model)
-    _check_values(student)
+    check_values(student)
     hard = 1.0 if teacher is None and not hard else hard
-    dense = _loaded(teacher)
+    dense = loaded(teacher)
     if dense is not None:
-        _check_values(dense)
-        _check_apart(student, dense)
+        check_values(dense)
+        check_apart(student, dense)
     plan = Plan(steps, lr)
     began = time.perf_counter()
     with ExitStack() as stack:
         stack.enter_context(random_kept(seed, {p.device for p in student.parameters() if p.is_cuda}))
         data = Batches(batches, held_out, seed)
         if state is not None:
-            stack.enter_context(_without_empty_folders(Path(state)))
-        dtypes = stack.enter_context(_learning(student, train))
-        how = _arguments(args, student, steps, accumulate, bf16, state, seed)
+            stack.enter_context(without_empty_folders(Path(state)))
+        dtypes = stack.enter_context(learning(student, train))
+        how = completed(args, student, steps, accumulate, bf16, state, seed)
         distillation = Distillation(student, None, hard)
         if dense is not None:
             distillation.teacher = Teacher(dense, how.device, offload=offload_teacher)
             stack.enter_context(distillation.teacher.open(place=not how.fsdp))
-            _warn_if_whole(student, dense)
+            warn_if_whole(student, dense)
         trainer = _trainer(student, how, distillation, plan, data, evaluations)
         report = stack.enter_context(progress_line(progress if how.process_index == 0 else False, "recover"))
         if report is not None:
@@ -111,7 +106,7 @@ def recover(
         if compile:
             stack.enter_context(compiled_blocks(student, dense))
         if state is not None:
-            trainer.resumed_from = _resumed(Path(state), _settings(trainer, data, lr, train, seed))
+            trainer.resumed_from = last_checkpoint(Path(state), settings_of(trainer, data, lr, train, seed))
         recovery = _run(trainer, dtypes, began)
     if out is not None:
         source = Path(getattr(student, "name_or_path", None) or "")
@@ -130,136 +125,6 @@ def _check_numbers(steps: int, lr: float | None, hard: float, accumulate: int, e
         raise ValueError(f"hard, the weight of the labels' cross-entropy, must be 0 or more, got {hard!r}")
 
 
-def _check_values(model: nn.Module) -> None:
-    if any(getattr(module, "is_packed", False) for module in model.modules()):
-        raise ValueError("the model's layers are sparse and cannot learn: call unsparsify_(model) first")
-    for name, parameter in model.named_parameters():
-        if parameter.is_meta:
-            raise ValueError(f"{name} is on the meta device and has no values; load the weights first")
-
-
-def _loaded(teacher: nn.Module | str | Path | None) -> nn.Module | None:
-    if isinstance(teacher, str | Path):
-        from ..export.huggingface import load_any_model
-
-        return load_any_model(Path(teacher))
-    if teacher is not None and not isinstance(teacher, nn.Module):
-        raise ValueError(
-            f"teacher is a model, a folder or None, got {type(teacher).__name__}; for a Result, give result.dense()"
-        )
-    return None if teacher is None else unwrapped_model(teacher)
-
-
-def _check_apart(student: nn.Module, teacher: nn.Module) -> None:
-    own = {local(p).untyped_storage().data_ptr(): name for name, p in student.named_parameters() if p.numel()}
-    for parameter in teacher.parameters():
-        if parameter.numel() and (name := own.get(local(parameter).untyped_storage().data_ptr())):
-            raise ValueError(
-                f"teacher and student share {name}, so the teacher would learn too; give result.dense(), or a model "
-                "that was loaded by itself"
-            )
-
-
-def _warn_if_whole(student: nn.Module, teacher: nn.Module) -> None:
-    """A student that is neither sparse nor smaller."""
-    sizes = [sum(p.numel() for p in each.parameters()) for each in (student, teacher)]
-    has_zeros = any(not bool(local(p).detach().all()) for p in student.parameters() if p.ndim > 1)
-    if sizes[0] >= sizes[1] and not has_zeros:
-        warnings.warn(
-            "the student has no zeros and as many weights as its teacher: nothing was pruned, or its zeros were "
-            "filled; give the pruned model",
-            stacklevel=3,
-        )
-
-
-@contextmanager
-def _without_empty_folders(folder: Path) -> Iterator[None]:
-    """Folders that are made for this one go if nothing was written."""
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
-    try:
-        yield
-    finally:
-        for path in made:
-            with suppress(OSError):
-                path.rmdir()
-
-
-@contextmanager
-def _learning(student: nn.Module, train: str | Sequence[str]) -> Iterator[dict[nn.Parameter, torch.dtype]]:
-    """What ``train`` names learns, in float32; then flags and dtypes are as before, and no kept weight is zero.
-
-    Yields the dtypes that parameters had.
-    """
-    globs = [train] if isinstance(train, str) else list(train)
-    named = {plain_name(name): p for name, p in student.named_parameters()}
-    check_patterns(globs, named)
-    flags, dtypes = ({p: getattr(p, name) for p in named.values()} for name in ("requires_grad", "dtype"))
-    modes = {module: module.training for module in student.modules()}
-    wrapping = {name: vars(student).get(name) for name in OF_ACCELERATE}
-    try:
-        for name, parameter in named.items():
-            learns = parameter.is_floating_point() and (not globs or matches(name, globs))
-            parameter.requires_grad_(learns)
-            if learns and parameter.dtype in (torch.float16, torch.bfloat16):
-                parameter.data = parameter.data.float()
-        yield dtypes
-    finally:
-        for name, value in wrapping.items():
-            vars(student).pop(name, None)
-            if value is not None:
-                vars(student)[name] = value
-        for parameter, flag in flags.items():
-            parameter.grad = None
-            if parameter.dtype != dtypes[parameter] and not is_dtensor(parameter):
-                parameter.data = narrowed(parameter.data, dtypes[parameter])
-            parameter.requires_grad_(flag)
-        for module, mode in modes.items():
-            module.training = mode
-
-
-def _arguments(
-    args: "TrainingArguments | None",
-    student: nn.Module,
-    steps: int,
-    accumulate: int,
-    bf16: bool | None,
-    state: str | Path | None,
-    seed: int,
-) -> Any:
-    """The Trainer's settings: those given, with what this function decides."""
-    if args is None:
-        device = next(student.parameters()).device
-        args = training_arguments(state or tempfile.gettempdir(), device.type, bf16, seed)
-    else:
-        args = copy.copy(args)
-        args.bf16 = args.bf16 if bf16 is None else bf16
-        args.output_dir = args.output_dir if state is None else str(state)
-    args.max_steps, args.gradient_accumulation_steps = steps, accumulate
-    args.max_grad_norm = 0.0  # the optimizer's own step clips, where gradients are masked
-    args.eval_strategy, args.save_strategy = "no", "no" if state is None else "steps"
-    args.save_steps, args.save_total_limit, args.load_best_model_at_end = steps, 1, False
-    args.logging_nan_inf_filter, args.disable_tqdm, args.remove_unused_columns = False, True, False
-    if args.fsdp_plugin_args:  # whole states are gathered for the folder at the end alone
-        plugin: Any = dict(args.fsdp_plugin_args)
-        args.fsdp_plugin_args = plugin | {"state_dict_type": "SHARDED_STATE_DICT"}
-    args.ignore_data_skip = True  # the batches of a step are known without reading those before it
-    return args
-
-
-def training_arguments(
-    folder: str | Path, device: str, bf16: bool | None = None, seed: int = 0, **more: Any
-) -> "TrainingArguments":
-    """Settings of the Trainer for one process a device; products are in bfloat16 on GPUs that have it."""
-    try:
-        from transformers import TrainingArguments
-    except ImportError as error:
-        raise ImportError("prunus.recover needs transformers and accelerate: pip install prunus[hf]") from error
-    is_mixed = device == "cuda" and torch.cuda.is_bf16_supported() if bf16 is None else bf16
-    args = TrainingArguments(str(folder), use_cpu=device == "cpu", bf16=is_mixed, report_to="none", seed=seed, **more)
-    args._n_gpu = min(1, args.n_gpu)
-    return args
-
-
 def _trainer(
     student: nn.Module, args: Any, distillation: Distillation, plan: Plan, data: Batches, evaluations: int
 ) -> "RecoveryTrainer":
@@ -272,69 +137,6 @@ def _trainer(
     steps = Steps(data, plan, args.gradient_accumulation_steps, args.process_index, args.world_size)
     when = {"evaluate_at": spread(evaluations), "save_at": spread(SAVES)}
     return RecoveryTrainer(student, args, distillation, plan, steps, data.held_out, **when, report=lambda step: None)
-
-
-@contextmanager
-def compiled_blocks(*models: nn.Module | None) -> Iterator[None]:
-    """Blocks of the models compiled: equal ones share a graph."""
-    blocks: list[nn.Module] = []
-    for model in models:
-        if model is not None:
-            blocks += blocks_of(model, weights_of(model))
-    try:
-        for block in blocks:
-            block.compile()
-        yield
-    finally:
-        for block in blocks:
-            block._compiled_call_impl = None
-
-
-def _settings(trainer: "RecoveryTrainer", data: Batches, lr: float | None, train: Any, seed: int) -> dict[str, Any]:
-    """What a run that goes on must have in common with the one that began."""
-    student, teacher = trainer.distillation.student, trainer.distillation.teacher
-    return {
-        "steps": trainer.plan.steps,
-        "lr": lr,
-        "hard": trainer.distillation.hard,
-        "train": [train] if isinstance(train, str) else list(train),
-        "seed": seed,
-        "accumulate": trainer.args.gradient_accumulation_steps,
-        "held_out": digest(data.held_out),
-        "student": fingerprint(student),
-        "teacher": None if teacher is None else fingerprint(teacher.model),
-    }
-
-
-def fingerprint(model: nn.Module) -> str:
-    """A digest of some values of every parameter, by which another model is noticed."""
-    names = [name for name, _ in model.named_parameters()]
-    values = [p.detach().reshape(-1)[:: max(1, p.numel() // 64)].float().cpu() for p in model.parameters()]
-    return digest([names, values])
-
-
-def _resumed(folder: Path, settings: dict[str, Any]) -> str | None:
-    """The last complete checkpoint in the folder, if there is one; ValueError where it is of another run."""
-    path = folder / SETTINGS
-    if path.is_file():
-        known = read_json(path)
-        if other := [name for name, value in settings.items() if known.get(name) != value]:
-            raise ValueError(
-                f"{folder} holds a run with another {other[0]} ({known.get(other[0])}, now {settings[other[0]]}); "
-                "go on with the same, or remove the folder to begin anew"
-            )
-    else:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_json(path, settings)
-    steps = sorted((int(p.name.partition("-")[2]) for p in folder.glob("checkpoint-*") if p.is_dir()), reverse=True)
-    for step in steps:
-        state = folder / f"checkpoint-{step}" / "trainer_state.json"
-        try:
-            if read_json(state)["global_step"] == step:
-                return str(state.parent)
-        except (ValueError, KeyError, OSError):  # killed while it was written
-            continue
-    return None
 
 
 def _run(trainer: "RecoveryTrainer", dtypes: Mapping[nn.Parameter, torch.dtype], began: float) -> Recovery:

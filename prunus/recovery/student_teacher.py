@@ -1,0 +1,108 @@
+"""Student and teacher before a recovery: what is refused, what learns, and in which dtype."""
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ..eligible import check_patterns, matches, plain_name, unwrapped_model
+from ..oneshot.blocks import blocks_of
+from ..ranks import is_dtensor, local
+from .folder import narrowed
+from .teacher import weights_of
+
+OF_ACCELERATE = ("forward", "_original_forward", "_is_accelerate_prepared")  # which it sets on a model
+
+
+def check_values(model: nn.Module) -> None:
+    if any(getattr(module, "is_packed", False) for module in model.modules()):
+        raise ValueError("the model's layers are sparse and cannot learn: call unsparsify_(model) first")
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise ValueError(f"{name} is on the meta device and has no values; load the weights first")
+
+
+def loaded(teacher: nn.Module | str | Path | None) -> nn.Module | None:
+    if isinstance(teacher, str | Path):
+        from ..export.huggingface import load_any_model
+
+        return load_any_model(Path(teacher))
+    if teacher is not None and not isinstance(teacher, nn.Module):
+        raise ValueError(
+            f"teacher is a model, a folder or None, got {type(teacher).__name__}; for a Result, give result.dense()"
+        )
+    return None if teacher is None else unwrapped_model(teacher)
+
+
+def check_apart(student: nn.Module, teacher: nn.Module) -> None:
+    own = {local(p).untyped_storage().data_ptr(): name for name, p in student.named_parameters() if p.numel()}
+    for parameter in teacher.parameters():
+        if parameter.numel() and (name := own.get(local(parameter).untyped_storage().data_ptr())):
+            raise ValueError(
+                f"teacher and student share {name}, so the teacher would learn too; give result.dense(), or a model "
+                "that was loaded by itself"
+            )
+
+
+def warn_if_whole(student: nn.Module, teacher: nn.Module) -> None:
+    """A student that is neither sparse nor smaller."""
+    sizes = [sum(p.numel() for p in each.parameters()) for each in (student, teacher)]
+    has_zeros = any(not bool(local(p).detach().all()) for p in student.parameters() if p.ndim > 1)
+    if sizes[0] >= sizes[1] and not has_zeros:
+        warnings.warn(
+            "the student has no zeros and as many weights as its teacher: nothing was pruned, or its zeros were "
+            "filled; give the pruned model",
+            stacklevel=3,
+        )
+
+
+@contextmanager
+def learning(student: nn.Module, train: str | Sequence[str]) -> Iterator[dict[nn.Parameter, torch.dtype]]:
+    """What ``train`` names learns, in float32; then flags and dtypes are as before, and no kept weight is zero.
+
+    Yields the dtypes that parameters had.
+    """
+    globs = [train] if isinstance(train, str) else list(train)
+    named = {plain_name(name): p for name, p in student.named_parameters()}
+    check_patterns(globs, named)
+    flags, dtypes = ({p: getattr(p, name) for p in named.values()} for name in ("requires_grad", "dtype"))
+    modes = {module: module.training for module in student.modules()}
+    wrapping = {name: vars(student).get(name) for name in OF_ACCELERATE}
+    try:
+        for name, parameter in named.items():
+            learns = parameter.is_floating_point() and (not globs or matches(name, globs))
+            parameter.requires_grad_(learns)
+            if learns and parameter.dtype in (torch.float16, torch.bfloat16):
+                parameter.data = parameter.data.float()
+        yield dtypes
+    finally:
+        for name, value in wrapping.items():
+            vars(student).pop(name, None)
+            if value is not None:
+                vars(student)[name] = value
+        for parameter, flag in flags.items():
+            parameter.grad = None
+            if parameter.dtype != dtypes[parameter] and not is_dtensor(parameter):
+                parameter.data = narrowed(parameter.data, dtypes[parameter])
+            parameter.requires_grad_(flag)
+        for module, mode in modes.items():
+            module.training = mode
+
+
+@contextmanager
+def compiled_blocks(*models: nn.Module | None) -> Iterator[None]:
+    """Blocks of the models compiled: equal ones share a graph."""
+    blocks: list[nn.Module] = []
+    for model in models:
+        if model is not None:
+            blocks += blocks_of(model, weights_of(model))
+    try:
+        for block in blocks:
+            block.compile()
+        yield
+    finally:
+        for block in blocks:
+            block._compiled_call_impl = None
