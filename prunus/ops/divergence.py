@@ -30,13 +30,14 @@ class RowLosses(NamedTuple):
 def divergence_reference(logits: Tensor, expected: Tensor, labels: Tensor) -> RowLosses:
     """The losses of logits (row, class) beside expected ones, with a label for each row."""
     log_q, log_p = _log_probabilities(logits, expected)
-    return _losses(log_q, log_p, labels)
+    return _losses(log_q, log_p, log_p.exp(), labels)
 
 
 def divergence_reference_(logits: Tensor, expected: Tensor, labels: Tensor, soft: Tensor, hard: Tensor) -> RowLosses:
     """The losses; ``logits`` becomes the gradient. ``soft`` and ``hard`` have a number for each row."""
     log_q, log_p = _log_probabilities(logits, expected)
-    losses, q, p = _losses(log_q, log_p, labels), log_q.exp(), log_p.exp()
+    q, p = log_q.exp(), log_p.exp()
+    losses = _losses(log_q, log_p, p, labels)
     hard = hard.where(labels != IGNORED, 0)
     gradient = (q * (soft + hard)[:, None]).sub_(p * soft[:, None])
     gradient.scatter_add_(1, _index(labels), -hard[:, None])
@@ -52,8 +53,7 @@ def _log_probabilities(*logits: Tensor) -> list[Tensor]:
     return [each - each.exp().sum(-1, keepdim=True).log() for each in shifted]
 
 
-def _losses(log_q: Tensor, log_p: Tensor, labels: Tensor) -> RowLosses:
-    p = log_p.exp()
+def _losses(log_q: Tensor, log_p: Tensor, p: Tensor, labels: Tensor) -> RowLosses:
     terms = (p * (log_p - log_q)).masked_fill_(p == 0, 0)  # which 0 * (-inf - -inf) is not
     entropies = (-each.gather(1, _index(labels))[:, 0] for each in (log_q, log_p))
     return RowLosses(terms.sum(-1), *(each.where(labels != IGNORED, 0) for each in entropies))
