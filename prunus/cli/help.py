@@ -21,18 +21,18 @@ GROUPS = {
         "running": "precision parallel compile device eval_every eval_size save_every log_every track",
     },
     "prune": {
-        "usual": "out text tokens batches sparsity recover score scope samples device layers",
+        "usual": "out text tokens batches sparsity recover score scope samples device",
         "calibration": "eval_text eval_tokens eval_batches token_type start_token calibrate length eval_windows seed",
         "selection": "experts allocate include exclude only",
         "repair": "no_repair targets damping tune",
         "probe": "probe tau order reduction zero_gradient repair_probe",
-        "output": "plot push private",
+        "output": "layers plot push private",
         "running": "batch gguf_file dtype offload checkpointing profile",
     },
     "recover": {
-        "usual": "teacher out text tokens batches budget device",
-        "learning": "lr hard train length batch step_tokens seed",
-        "held-out data": "eval_text eval_tokens eval_batches eval_windows",
+        "usual": "teacher out text tokens batches budget lr hard seed device",
+        "learning": "train length batch step_tokens",
+        "evaluation": "eval_text eval_tokens eval_batches eval_windows",
         "running": "parallel offload_teacher compile bf16 token_type start_token",
     },
     "study": {
