@@ -55,6 +55,7 @@ MAY_IMPORT = CORE | {
 HEAVY = {
     "triton": ("ops/_triton", "sparse/_triton"),
     "accelerate": ("recovery/recovery_trainer",),
+    "safetensors": ("recovery/recovery_trainer",),
     "transformers": ("export/huggingface", "recovery/", "sparse/decoder", "sparse/attention", "sparse/advise"),
     "huggingface_hub": ("export/hub",),
     "matplotlib": ("plot",),

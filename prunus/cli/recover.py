@@ -56,7 +56,7 @@ class Command:
     compile: Flag = False  # compile the blocks of both models
     bf16: bool | None = None  # products in bfloat16; by default on GPUs that have them
     seed: int = 0  # order of the windows
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto takes a GPU where there is one
 
     @property
     def unfinished(self) -> Path:

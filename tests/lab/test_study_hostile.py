@@ -74,9 +74,9 @@ def mutate(path, draw):
 @pytest.mark.parametrize("kind", ["whole", "slim"])
 def test_a_changed_file_is_read_or_refused(kind, studies, tmp_path, monkeypatch):
     """By every reader, on a copy with one file changed for each seed."""
-    study, (template, fixed) = studies / kind, report_page._template()
+    study, (template, fixed) = studies / kind, report_page._template(has_charts=True)
     small = template, fixed | {"scripts": []}  # without four megabytes that no field is in
-    monkeypatch.setattr(report_page, "_template", lambda: small)
+    monkeypatch.setattr(report_page, "_template", lambda has_charts: small)
     files = [path.relative_to(study) for path in sorted(study.rglob("*.json*"))]
     for seed in range(120):
         draw, copy = random.Random(seed), tmp_path / f"copy{seed}"
