@@ -65,6 +65,10 @@ class Command:
 
 
 def run(command: Command) -> None:
+    if _is_written(command):  # killed after the result was in its place
+        shutil.rmtree(command.unfinished, ignore_errors=True)
+        print(f"{command.out}: was written already")
+        return
     check(command)
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # those of transformers, between ours
     from ..files.lock import lock_folder
@@ -91,11 +95,24 @@ def run(command: Command) -> None:
             if made and is_first and not any(command.unfinished.glob("checkpoint-*")):
                 shutil.rmtree(command.unfinished, ignore_errors=True)
             raise
-        settings = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(command).items()}
+        settings = _settings(command)
         where = {"source": command.model, "unfinished": command.unfinished}
         write_recovered(command.out, trained.model, recovery, settings=settings, **where)
     if is_first:
         print(*str(recovery).splitlines(), f"{command.out}: written")
+
+
+def _settings(command: Command) -> dict[str, Any]:
+    values = asdict(command) | {"train": list(command.train)}
+    return {key: str(value) if isinstance(value, Path) else value for key, value in values.items()}
+
+
+def _is_written(command: Command) -> bool:
+    """Whether this command has written its result, and only its folder to work in is left to remove."""
+    from ..files.json_file import read_json
+
+    path = command.out / "recovery.json"
+    return command.unfinished.is_dir() and path.is_file() and read_json(path).get("settings") == _settings(command)
 
 
 def check(command: Command) -> None:

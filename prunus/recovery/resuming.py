@@ -39,7 +39,7 @@ def settings_of(trainer: "RecoveryTrainer", data: Batches, lr: float | None, tra
         "train": [train] if isinstance(train, str) else list(train),
         "seed": seed,
         "accumulate": trainer.args.gradient_accumulation_steps,
-        "held_out": digest(data.held_out),
+        "held_out": None if data.is_split else digest(data.held_out),  # which ranks then have their own of
         "student": sampled_digest(student),
         "teacher": None if teacher is None else sampled_digest(teacher.model),
     }

@@ -71,6 +71,11 @@ def test_the_folder_is_complete_and_every_zero_is_where_it_was(made, tmp_path, c
     assert figures["after"]["kl"] < figures["before"]["kl"] and figures["settings"]["budget"] == "400"
     assert "- recovery: " in (tmp_path / "out" / "README.md").read_text()
 
+    (tmp_path / ".out.unfinished").mkdir()  # as a kill leaves it right after the folder is in its place
+    recover(made, tmp_path / "out")
+    assert "was written already" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
 
 def test_pruning_and_recovery_in_one_command(made, tmp_path, capsys):
     data = ("--text", made / "corpus", "--samples", 8, "--length", 12, "--eval-windows", 6)
