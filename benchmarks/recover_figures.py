@@ -159,7 +159,7 @@ def _curves(models: Sequence[ModelFigures]) -> str:
     for model in models:
         key = "accuracy" if model.metric == "accuracy" else "perplexity"
         for way, level in ((way, level) for way in WAYS for level in model.levels if WAYS[way].has_teacher):
-            rows = [row for row in model.rows.get((way, level), {}).values() if "curve" in row]
+            rows = [*model.rows.get((way, level), {}).values()]
             if not rows:
                 continue
             curves = [[_figure(point, key) for point in row["curve"]] for row in rows]

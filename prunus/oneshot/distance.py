@@ -24,9 +24,6 @@ from torch.nn import functional as F
 
 from ..ops.divergence import divergence, divergence_
 from .forward import first_tensor
-from .head import Head as Head
-from .head import head_divergence as head_divergence
-from .head import head_qualities as head_qualities
 from .samples import Tree
 
 

@@ -19,7 +19,7 @@ from ..ops.wide_products import add_product_, wide_products
 
 LOGITS = 512 << 20  # bytes of logits at a time: three fourths are the student's, since fewer parts are faster for it
 ROWS = 128  # tokens of a part are a multiple of it
-ALIGNED = 64  # classes: GPUs multiply several times faster where their number is a multiple
+ALIGNED = 64  # classes: GPUs multiply faster where their number is a multiple
 
 
 @dataclass(frozen=True)

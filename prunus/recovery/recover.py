@@ -141,7 +141,6 @@ def _trainer(
 
 def _run(trainer: "RecoveryTrainer", dtypes: Mapping[nn.Parameter, torch.dtype], began: float) -> Recovery:
     from ..export.huggingface import quiet_transformers
-    from .recovery_trainer import State
 
     try:
         with quiet_transformers():
@@ -175,7 +174,7 @@ def _run(trainer: "RecoveryTrainer", dtypes: Mapping[nn.Parameter, torch.dtype],
         num_zeros = num_zeros.to(trainer.args.device)
         torch.distributed.all_reduce(num_zeros)
     notes = [trainer.distillation.note] if trainer.distillation.note else []
-    assert isinstance(initial, State)
+    assert initial is not None
     return Recovery(
         before=trainer.figures[0].figures,
         after=after,
