@@ -1,0 +1,98 @@
+"""Tensors without some of their slices, in the places of whole ones, until the whole ones come back."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .units import Number, UnitLayer, home_of
+
+MISSING = object()  # an attribute that is not there
+
+
+@dataclass
+class _Cut:
+    """A tensor, and the smaller one that takes its place in a module: without the places ``drop`` along ``dim``."""
+
+    home: dict[str, Any]  # parameters or buffers of the module
+    key: str
+    dim: int
+    keep: Tensor
+    drop: Tensor
+    whole: Tensor
+    small: Tensor
+    removed: Tensor | None = None  # in main memory, while the small one is in place
+
+    def apply_(self) -> None:
+        whole = self.whole.data
+        self.removed = whole.index_select(self.dim, self.drop.to(whole.device)).cpu()
+        self.small.data = whole.index_select(self.dim, self.keep.to(whole.device))
+        self.whole.data = whole.new_empty(0)
+        self.home[self.key] = self.small
+
+    def undo_(self) -> None:
+        assert self.removed is not None
+        small, shape = self.small.data, list(self.small.shape)
+        shape[self.dim] += len(self.drop)
+        whole = small.new_empty(shape)
+        for places, values in ((self.keep, small), (self.drop, self.removed)):
+            whole.index_copy_(self.dim, places.to(small.device), values.to(small.device))
+        self.whole.data, self.removed = whole, None
+        self.small.data = small.new_zeros(()).expand(small.shape)  # its shape, without its memory
+        self.home[self.key] = self.whole
+
+
+@dataclass(repr=False)
+class Cuts:
+    """What makes a model smaller, and whole again bit for bit. What was removed is in main memory."""
+
+    _cuts: list[_Cut] = field(default_factory=list)
+    _numbers: list[tuple[Any, str, Any, Any]] = field(default_factory=list)  # owner, attribute, before and after
+    is_applied: bool = False
+
+    @staticmethod
+    def of(model: nn.Module, drop: Mapping[tuple[str, int], Tensor], numbers: Iterable[Number]) -> "Cuts":
+        """Without the places ``drop``, by name of a tensor and dimension, and with new numbers; not applied yet."""
+        cuts, now = Cuts(), {}
+        for (name, dim), places in drop.items():
+            home, key = home_of(model, name)
+            whole = now.get(name, home[key])
+            small = whole.detach().new_empty(0)
+            if isinstance(whole, nn.Parameter):
+                small = nn.Parameter(small, whole.requires_grad)
+            stays = torch.ones(whole.shape[dim] if name not in now else home[key].shape[dim], dtype=torch.bool)
+            stays[places] = False
+            keep, gone = stays.nonzero().squeeze(1), (~stays).nonzero().squeeze(1)
+            cuts._cuts.append(_Cut(home, key, dim, keep, gone, whole, small))
+            now[name] = small
+        cuts._numbers = [(owner, key, getattr(owner, key, MISSING), after) for owner, key, after in numbers]
+        return cuts
+
+    @staticmethod
+    def of_units(model: nn.Module, gone: Mapping[UnitLayer, Tensor], numbers: Iterable[Number]) -> "Cuts":
+        """Without the units ``gone`` of each layer, by their numbers."""
+        drop: dict[tuple[str, int], list[Tensor]] = {}
+        for layer, units in gone.items():
+            for name, slices in layer.slices.items():
+                drop.setdefault((name, slices.dim), []).append(slices.places[units].flatten())
+        return Cuts.of(model, {where: torch.cat(places) for where, places in drop.items()}, numbers)
+
+    def apply_(self) -> None:
+        """Cut, unless it is cut already."""
+        if not self.is_applied:
+            for cut in self._cuts:
+                cut.apply_()
+            for owner, key, _, after in self._numbers:
+                setattr(owner, key, after)
+        self.is_applied = True
+
+    def undo_(self) -> None:
+        """Put everything back, bit for bit."""
+        if self.is_applied:
+            for cut in reversed(self._cuts):
+                cut.undo_()
+            for owner, key, before, _ in reversed(self._numbers):
+                delattr(owner, key) if before is MISSING else setattr(owner, key, before)
+        self.is_applied = False

@@ -1,0 +1,71 @@
+"""Units of a model: neurons and head groups, and which places of which tensors belong to each of them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from torch import Tensor, nn
+
+Kind = Literal["neurons", "heads"]
+Number = tuple[Any, str, Any]  # a module or configuration, its attribute, and the new value
+
+
+@dataclass(frozen=True, eq=False)
+class Slices:
+    """The places along ``dim`` of a tensor that belong to each unit: (units, places), all different."""
+
+    dim: int
+    places: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class UnitLayer:
+    """The units whose outputs one weight reads: neurons of an MLP, or head groups of an attention.
+
+    A head group is a key and value head with the query heads that read it. Layers of one ``field`` must keep equally
+    many units: it is a field of the configuration, or the consumer's name where each layer has a width of its own.
+    """
+
+    kind: Kind
+    field: str
+    consumer: str  # name of the weight
+    slices: Mapping[str, Slices]  # by name of a parameter or buffer; the consumer is among them
+
+    @property
+    def num(self) -> int:
+        return len(self.slices[self.consumer].places)
+
+    def weights_per_unit(self, model: nn.Module) -> int:
+        """Elements of matrices that go with one unit."""
+        tensors = {name: tensor_of(model, name) for name in self.slices}
+        return sum(
+            tensor.numel() // tensor.shape[self.slices[name].dim] * self.slices[name].places.shape[1]
+            for name, tensor in tensors.items()
+            if tensor.ndim > 1
+        )
+
+
+class Plan(Protocol):
+    """Which units a model has, and what else says their number."""
+
+    @property
+    def layers(self) -> Sequence[UnitLayer]: ...
+
+    @property
+    def reasons(self) -> Mapping[Kind, str]:
+        """Why units of a kind cannot go, where they cannot: sentences."""
+
+    def numbers(self, left: Mapping[str, int]) -> list[Number]:
+        """Attributes of modules and configurations that change where ``left`` units of each field stay."""
+
+
+def home_of(model: nn.Module, name: str) -> tuple[dict[str, Any], str]:
+    """Where a module holds a parameter or buffer, and its name there."""
+    path, _, key = name.rpartition(".")
+    module = model.get_submodule(path)
+    return (module._parameters if key in module._parameters else module._buffers), key
+
+
+def tensor_of(model: nn.Module, name: str) -> Tensor:
+    home, key = home_of(model, name)
+    return home[key]
