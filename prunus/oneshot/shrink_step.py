@@ -22,7 +22,7 @@ from .step import Change, LayerRepair, Layers
 from .structured import UnitScore, cheapest
 
 DAMPING = 0.01
-STEPS = 10  # of conjugate gradients, where weights of the layer are zero already
+STEPS = 30  # of conjugate gradients, where weights of the layer are zero already
 
 
 @dataclass(frozen=True)
@@ -87,11 +87,12 @@ class Shrink:
             scaled = problem.scaled()
             if problem.unseen is not None:
                 scaled.masked_fill_(problem.unseen, 0)  # removing an input that is always zero costs nothing
-            return cheapest(scaled, inverse, places, num)
+            units, costs = cheapest(scaled, inverse, places, num)
+            return units if bool(costs.isfinite().all()) else None
 
     def _changes(self, problem: Problem, moments: Moments, places: Tensor, gone: Tensor) -> dict[str, Change] | None:
-        units = torch.ones(len(places), dtype=torch.bool, device=places.device).index_fill_(0, gone, False)
-        keep = torch.ones_like(problem.scale, dtype=torch.bool).index_fill_(0, places[gone].flatten(), False)
+        """The layers without some units; None where the Gram matrix needs more damping."""
+        keep = _all_but(places[gone].flatten(), len(problem.scale))
         support = problem.live & keep
         best = mask = problem.masked(support)
         if self.refit and len(gone):
@@ -99,22 +100,33 @@ class Shrink:
                 if (values := _refit(problem, keep)) is None:
                     return None
                 best = least_squares(problem, support, values, STEPS)
-        shifts = problem.split(_bias(problem, best.weight, moments, self.targets))
+                if not bool(problem.live.all()):  # weights of a pruned model are nearer than a refit without its zeros
+                    best = problem.better(best, least_squares(problem, support, problem.scaled(), STEPS), mask)
+        shifts, units = problem.split(self._shift(problem, best.weight, moments)), _all_but(gone, len(places))
         return {
             name: replace(change, bias=shifts[name], units=units)
             for name, change in changes_of(problem, mask, best).items()
         }
 
+    def _shift(self, problem: Problem, weight: Tensor, moments: Moments) -> Tensor:
+        """``W mean(x_d) - W' mean(x)``: biases that rise by it keep the mean outputs as they were."""
+        dtype, wanted = problem.weight.dtype, moments.mean
+        if self.targets == "dense" and moments.dense_mean is not None:
+            wanted = moments.dense_mean
+        assert moments.mean is not None and wanted is not None
+        return problem.weight @ wanted.to(dtype) - weight @ moments.mean.to(dtype)
+
     def _by_norm(self, weights: Mapping[str, Tensor], places: Tensor, num: int) -> dict[str, Change]:
         """For layers that no token reached: the columns of smallest norm go, and nothing is refitted."""
         weight = torch.cat([weight.float() for weight in weights.values()])
         gone = _smallest(weight.square().sum(0), places, num)
-        units = torch.ones(len(places), dtype=torch.bool, device=places.device).index_fill_(0, gone, False)
-        columns, repair = places[gone].flatten(), LayerRepair(not_repaired="no sample reached it")
-        return {
-            name: Change((weight != 0).index_fill_(1, columns, False), repair=repair, units=units)
-            for name, weight in weights.items()
-        }
+        keep, units = _all_but(places[gone].flatten(), weight.shape[1]), _all_but(gone, len(places))
+        repair = LayerRepair(not_repaired="no sample reached it")
+        return {name: Change((weight != 0) & keep, repair=repair, units=units) for name, weight in weights.items()}
+
+
+def _all_but(gone: Tensor, num: int) -> Tensor:
+    return torch.ones(num, dtype=torch.bool, device=gone.device).index_fill_(0, gone, False)
 
 
 def _smallest(scores: Tensor, places: Tensor, num: int) -> Tensor:
@@ -130,13 +142,3 @@ def _refit(problem: Problem, keep: Tensor) -> Tensor | None:
         return None
     solution = torch.cholesky_solve(problem.targets[:, columns].T, factor).T
     return torch.zeros_like(problem.weight).index_copy_(1, columns, solution)
-
-
-def _bias(problem: Problem, weight: Tensor, moments: Moments, targets: Literal["own", "dense"]) -> Tensor:
-    """``W mean(x_d) - W' mean(x)``: added to the biases, the mean outputs stay as they were."""
-    assert moments.mean is not None
-    is_own = targets == "own" or moments.dense_mean is None
-    wanted = moments.mean if is_own else moments.dense_mean
-    assert wanted is not None
-    dtype = problem.weight.dtype
-    return problem.weight @ wanted.to(dtype) - weight @ moments.mean.to(dtype)
