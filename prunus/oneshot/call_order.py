@@ -1,6 +1,8 @@
 """The order in which a pass calls the modules of a model, and what their tensors are."""
 
+import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,11 +13,26 @@ from ..input_statistics import eagerly
 from .calibration import Calibration
 from .forward import outputs
 from .layers import Reader
-from .units import Slices
+from .units import Slices, UnitLayer
 
 INPUTS = ("in_features", "in_channels", "nx")
 OUTPUTS = ("out_features", "out_channels", "nf")
 Count = tuple[nn.Module, str, int]  # a module, its attribute, and how much of it belongs to each unit
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Units that a model may have; ``layout`` tells it from others of the same tensors."""
+
+    layer: UnitLayer
+    counts: Sequence[Count]
+    layout: str = ""
+
+    @property
+    def pattern(self) -> str:
+        """What equal blocks share: the names of its tensors without numbers of blocks."""
+        names = [re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in self.layer.slices]
+        return " ".join([self.layer.kind, self.layout, *names])
 
 
 @dataclass(frozen=True)
@@ -37,9 +54,8 @@ class Calls:
         model, order = calibration.model, []
         leaves = {module: path for path, module in model.named_modules() if next(module.children(), None) is None}
         handles = [module.register_forward_pre_hook(lambda m, _: order.append(m)) for module in leaves]
-        device = calibration.device
         try:
-            with torch.random.fork_rng([device] if device.type == "cuda" else []), eagerly():
+            with eagerly():
                 outputs(model, calibration.batch(next(calibration.samples.chunks(1))))
         finally:
             for handle in handles:

@@ -1,11 +1,10 @@
-"""Units of a model that has no configuration: neurons of MLPs and inner channels of convolution blocks.
+"""Units of a model that has no configuration: neurons of MLPs, inner channels of convolution blocks, heads.
 
 A pass shows the order in which layers are called. Layers that follow each other and fit in size are candidates, and a
 check decides: the model without some of the units must compute what it does where nothing reads them. So the channels
 of a residual stream, which other layers read too, stay.
 """
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -14,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from .calibration import Calibration
-from .call_order import Calls, Count
+from .call_order import Calls, Candidate, Count
+from .plain_heads import HEADS, head_candidates
 from .unit_check import is_right
 from .units import Kind, Number, Slices, UnitLayer
 
@@ -34,34 +34,32 @@ class PlainPlan:
         return [(module, key, num * left[name]) for name in left for module, key, num in self.counts[name]]
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """Units that a model may have; ``layout`` tells it from others of the same tensors."""
-
-    layer: UnitLayer
-    counts: Sequence[Count]
-    layout: str = ""
-
-    @property
-    def pattern(self) -> str:
-        """What equal blocks share: the names of its tensors without numbers of blocks."""
-        names = [re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in self.layer.slices]
-        return " ".join([self.layer.kind, self.layout, *names])
-
-
 def plain_plan(calibration: Calibration) -> PlainPlan:
     """The units of the model: candidates come from its calls on the first sample, on which they are tried too."""
-    with nullcontext() if calibration.is_open else calibration.open():
+    model, device = calibration.model, calibration.device
+    with (
+        nullcontext() if calibration.is_open else calibration.open(),
+        torch.random.fork_rng([device] if device.type == "cuda" else []),
+    ):
         calibration.check_model()
         calls = Calls.of(calibration)
-        taken = _right(calibration, list(_neurons(calls)))
+        heads = list(head_candidates(model, calls))
+        taken = _right(calibration, [*heads, *_neurons(calls)])
     plan = _plan(sorted(taken, key=lambda candidate: calls.place_of(candidate.layer.consumer)))
-    why: dict[Kind, str] = {
-        "neurons": f"no layer of {type(calibration.model).__name__} is the only reader of another layer's outputs",
-    }
     kinds = {layer.kind for layer in plan.layers}
-    plan.reasons.update({kind: reason for kind, reason in why.items() if kind not in kinds})
+    plan.reasons.update({kind: reason for kind, reason in _reasons(model, bool(heads)).items() if kind not in kinds})
     return plan
+
+
+def _reasons(model: nn.Module, has_candidates: bool) -> dict[Kind, str]:
+    """Why there are no units of a kind, if there are none."""
+    name = type(model).__name__
+    heads = f"no module of {name} counts its heads ({', '.join(HEADS[:-1])}) beside layers for query, key and value"
+    if any(isinstance(module, nn.MultiheadAttention) for module in model.modules()):
+        heads = "nn.MultiheadAttention ties the number of heads to its width"
+    if has_candidates:
+        heads = f"the attention of {name} does not compute the same with fewer heads: it ties their number to its width"
+    return {"neurons": f"no layer of {name} is the only reader of another layer's outputs", "heads": heads}
 
 
 def _plan(candidates: Sequence[Candidate]) -> PlainPlan:
