@@ -1,0 +1,115 @@
+"""Whether units can be cut from a model: what is left must compute what the model does where nothing reads them.
+
+Units are chosen at random, different ones in each layer. First their columns of the consumer are set to zero, and what
+produces them is made several times larger, which nothing may notice; then they are cut. Wrong places, position biases
+that layers share and norms over all units give other outputs.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ..input_statistics import eagerly
+from .built_twice import unlike
+from .calibration import Calibration
+from .cut import Cuts
+from .forward import outputs
+from .resources import FAILURES, is_out_of_memory
+from .samples import Chunk, Tree
+from .units import Number, UnitLayer, tensor_of
+
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}  # of a norm; others are 16-bit types
+LARGER = -3.0  # a product of two producers stays within 16-bit types
+Traces = dict[str, list[Tensor]]  # outputs of consumers, call by call, and of the model
+
+
+@dataclass(frozen=True)
+class UnitCheck:
+    """A model and the one sample that every check runs on."""
+
+    model: nn.Module
+    sample: Tree
+    offload: torch.device | None
+
+    def fault(self, layers: Sequence[UnitLayer], num_gone: int, numbers: Sequence[Number], less: nn.Module) -> str:
+        """What is wrong where ``num_gone`` units of each layer are cut; empty where nothing is. The model stays whole.
+
+        ``less`` is the model that the new configuration builds.
+        """
+        rng = torch.Generator().manual_seed(0)
+        gone = {layer: torch.randperm(layer.num, generator=rng)[:num_gone] for layer in layers}
+        try:
+            with _unread(self.model, gone):
+                wanted = self._traces(layers)
+            cuts = Cuts.of_units(self.model, gone, numbers)
+            try:
+                cuts.apply_()
+                if name := unlike(self.model, less):
+                    return f"{name} has not the shape that the class builds"
+                traces = self._traces(layers)
+            finally:
+                cuts.undo_()
+        except FAILURES as error:
+            if is_out_of_memory(error):
+                raise
+            return f"the smaller model fails: {' '.join(str(error).split())[:120]}"
+        return _difference(wanted, traces)
+
+    def _traces(self, layers: Sequence[UnitLayer]) -> Traces:
+        """Outputs of the layers' consumers and of the model; the last name is empty."""
+        calibration, traces = Calibration(self.model, [self.sample], offload=self.offload), {}
+        devices = [self.offload] if self.offload is not None and self.offload.type == "cuda" else None
+        with ExitStack() as stack:
+            for layer in layers:
+                module, seen = self.model.get_submodule(layer.consumer.rpartition(".")[0]), []
+                traces[layer.consumer] = seen
+                hook = module.register_forward_hook(lambda *given, seen=seen: seen.extend(_tensors(given[-1])))
+                stack.callback(hook.remove)
+            stack.enter_context(torch.random.fork_rng(devices))
+            stack.enter_context(calibration.open())
+            stack.enter_context(eagerly())
+            stack.enter_context(torch.no_grad())
+            torch.manual_seed(0)
+            traces[""] = list(_tensors(outputs(self.model, calibration.batch(Chunk(0, 0, 1)))))
+        return traces
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    tree = list(tree.values()) if isinstance(tree, Mapping) else tree
+    for leaf in pytree.tree_leaves(tree):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            yield leaf.detach().to("cpu", torch.float64 if leaf.dtype == torch.float64 else torch.float32, copy=True)
+
+
+def _difference(wanted: Traces, traces: Traces) -> str:
+    for name, tensors in wanted.items():
+        if len(tensors) != len(traces[name]):
+            return f"{name or 'the model'} gives another number of outputs"
+        for one, other in zip(tensors, traces[name], strict=True):
+            tolerance = TOLERANCE.get(one.dtype, 0.1)
+            if one.shape != other.shape or not (one - other).norm() <= tolerance * one.norm():
+                return f"the outputs of {name.rpartition('.')[0] or 'the model'} are others"
+    return ""
+
+
+@contextmanager
+def _unread(model: nn.Module, gone: Mapping[UnitLayer, Tensor]) -> Iterator[None]:
+    """The model with units that no consumer reads, and that are larger than they were."""
+    saved: list[tuple[Tensor, int, Tensor, Tensor]] = []
+    try:
+        for layer, units in gone.items():
+            for name, slices in layer.slices.items():
+                tensor = tensor_of(model, name).data
+                places = slices.places[units].flatten().to(tensor.device)
+                values = tensor.index_select(slices.dim, places)
+                saved.append((tensor, slices.dim, places, values.cpu()))
+                tensor.index_copy_(slices.dim, places, values * (0.0 if name == layer.consumer else LARGER))
+        yield
+    finally:
+        for tensor, dim, places, values in reversed(saved):
+            tensor.index_copy_(dim, places, values.to(tensor.device))
