@@ -4,6 +4,7 @@ No family has code of its own: fields of the configuration say how many units th
 them hold the units, and a check on one sample decides where in a fused weight each unit lies.
 """
 
+import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from .calibration import Calibration
 from .layers import Reader
 from .unit_check import UnitCheck
 from .unit_layouts import layouts, places_of
-from .units import Kind, Number, Slices, UnitLayer
+from .units import Kind, Number, Slices, UnitLayer, role
 
 # names of the fields that count neurons, heads, and key and value heads, in all configurations of transformers
 NEURONS = re.compile(
@@ -65,8 +66,10 @@ class ConfigPlan:
         return changed_numbers(self.model, built(self.model, {}, "its own numbers"), built(self.model, values, said))
 
     def allowed(self, path: str) -> list[int]:
-        """Numbers of units that the configuration takes; one that is left out of them is refused."""
+        """Numbers of units that may stay: of heads, some configurations take only divisors of the width."""
         one = self.fields[path]
+        if one.kind == "neurons":
+            return list(range(1, one.num + 1))
         return [left for left in range(1, one.num + 1) if left == one.num or not _refusal(self.model, one.values(left))]
 
 
@@ -77,7 +80,7 @@ def config_plan(calibration: Calibration) -> ConfigPlan:
     """
     model = calibration.model
     _check_model(model)
-    offload = calibration.offload and calibration.offload.device
+    offload = None if calibration.offload is None else calibration.offload.device
     check = UnitCheck(model, calibration.samples.tree(next(calibration.samples.chunks(1))), offload)
     same = built(model, {}, "its own configuration")
     if name := unlike(model, same):
@@ -107,6 +110,11 @@ def _reason(model: nn.Module, kind: Kind, said: list[str]) -> str:
         return said[0]
     if kind == "neurons":
         return f"no field of the configuration of {name} says how many neurons a layer has; remove heads or layers"
+    return _tied(model)
+
+
+def _tied(model: nn.Module) -> str:
+    name = type(model).__name__
     return f"{name} ties the size of its heads to its width, so that fewer heads do not make it smaller; {INSTEAD}"
 
 
@@ -126,28 +134,35 @@ def _check_model(model: Any) -> None:
 def _unit_fields(model: Any, same: nn.Module) -> Iterator[UnitField]:
     """Fields that may count units, of a configuration and of those inside it."""
     for prefix, config in configs(model.config):
-        values = {key: value for key, value in vars(config).items() if value is None or type(value) is int}
-        for key, value in values.items():
+        arguments = _arguments(type(config))
+        fields = {key: vars(config)[key] for key in arguments if key in vars(config)}
+        for key, num in fields.items():
             if NEURONS.fullmatch(key):
-                num = _implied(model, same, prefix + key) if value is None else value
-                if num > 1:
+                num = _implied(model, same, prefix + key) if num is None else num
+                if type(num) is int and num > 1:
                     yield UnitField("neurons", prefix + key, num)
-        kv = [key for key in KEY_VALUE_HEADS if (values.get(key) or 0) > 1]
-        for key, num in values.items():
-            if HEADS.fullmatch(key) and key not in KEY_VALUE_HEADS and (num or 0) > 1:
-                yield from _head_fields(config, prefix, key, [one for one in kv if num % values[one] == 0])
+        numbers = {key: num for key, num in fields.items() if type(num) is int and num > 1}
+        for key, num in numbers.items():
+            if HEADS.fullmatch(key) and key not in KEY_VALUE_HEADS:
+                groups = (one for one in KEY_VALUE_HEADS if num % numbers.get(one, num + 1) == 0)
+                yield _head_field(config, prefix, key, next(groups, None))
 
 
-def _head_fields(config: Any, prefix: str, key: str, kv: Sequence[str]) -> Iterator[UnitField]:
+def _arguments(kind: type) -> list[str]:
+    """What the classes of a configuration are made from; what they compute does not come back from a folder."""
+    inits = [base.__init__ for base in kind.__mro__ if "__init__" in vars(base)]
+    return list(dict.fromkeys(key for init in inits for key in inspect.signature(init).parameters))
+
+
+def _head_field(config: Any, prefix: str, key: str, groups: str | None) -> UnitField:
     num, width, size = getattr(config, key), getattr(config, "hidden_size", None), getattr(config, "head_dim", None)
     fixed = {} if size or type(width) is not int else {f"{prefix}head_dim": width // num}
     size = size or next(iter(fixed.values()), 1)
-    if not kv:
-        yield UnitField("heads", prefix + key, num, {}, fixed, size)
-    for one in kv:
-        num_groups = getattr(config, one)
-        group = num // num_groups
-        yield UnitField("heads", prefix + one, num_groups, {prefix + key: group}, fixed, size, group)
+    if groups is None:
+        return UnitField("heads", prefix + key, num, {}, fixed, size)
+    num_groups = getattr(config, groups)
+    group = num // num_groups
+    return UnitField("heads", prefix + groups, num_groups, {prefix + key: group}, fixed, size, group)
 
 
 def _implied(model: nn.Module, same: nn.Module, path: str) -> int:
@@ -219,8 +234,9 @@ def _dims(model: nn.Module, same: nn.Module, less: nn.Module, one: UnitField, le
             continue
         size, after = tensor.shape[changed[0]], smaller[name].shape[changed[0]]
         if len(changed) > 1 or size * left != after * one.num or size % one.num:
-            raise ValueError(f"{one.path} counts no equal parts of {name}, {list(tensor.shape)}; {INSTEAD}")
-        if tensor.ndim == 3 and not _is_layer(model, name):
+            why = "" if one.kind == "neurons" else ", or the size of its heads changes with their number"
+            raise ValueError(f"{one.path} counts no equal parts of {name}, {list(tensor.shape)}{why}; {INSTEAD}")
+        if one.kind == "neurons" and tensor.ndim == 3 and not _is_layer(model, name):
             raise ValueError(f"{name} stacks experts, whose neurons stay; remove experts instead")
         dims[name] = changed[0]
     return dims
@@ -234,6 +250,8 @@ def _is_layer(model: nn.Module, name: str) -> bool:
 def _owners(model: nn.Module, dims: Mapping[str, int], one: UnitField) -> dict[str, str]:
     """By name of a tensor, the consumer whose units it holds: the one with which it shares the longest path."""
     consumers = [name for name, dim in dims.items() if _is_layer(model, name) and _reads(model, name, dim)]
+    if not consumers and one.kind == "heads":
+        raise ValueError(_tied(model))
     if not consumers:
         raise ValueError(f"no layer of {type(model).__name__} reads the units that {one.path} counts; {INSTEAD}")
     persistent, places = set(model.state_dict()), _num_places(model)
@@ -272,12 +290,6 @@ def _num_places(model: nn.Module) -> dict[str, int]:
     return {name: held[id(tensor)] for name, tensor in tensors_of(model).items()}
 
 
-def _role(name: str) -> str:
-    """What the module of a tensor is in every layer alike."""
-    path, _, key = name.rpartition(".")
-    return re.sub(r"\d+", "*", path if key in ("weight", "bias") else name)
-
-
 def _candidates(
     model: nn.Module, dims: Mapping[str, int], owners: Mapping[str, str], one: UnitField
 ) -> Iterator[list[UnitLayer]]:
@@ -285,10 +297,10 @@ def _candidates(
     tensors, choices = tensors_of(model), {}
     for name, dim in dims.items():
         size = tensors[name].shape[dim] // one.num
-        choices[_role(name)] = layouts(size, one.head_size, one.group_size)
+        choices[role(name)] = layouts(size, one.head_size, one.group_size)
     for parts in product(*choices.values()):
-        by_role = {role: places_of(one.num, part) for role, part in zip(choices, parts, strict=True)}
+        by_role = {one_role: places_of(one.num, part) for one_role, part in zip(choices, parts, strict=True)}
         slices: dict[str, dict[str, Slices]] = {}
         for name, consumer in owners.items():
-            slices.setdefault(consumer, {})[name] = Slices(dims[name], by_role[_role(name)])
+            slices.setdefault(consumer, {})[name] = Slices(dims[name], by_role[role(name)])
         yield [UnitLayer(one.kind, one.path, consumer, held) for consumer, held in slices.items()]

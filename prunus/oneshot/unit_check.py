@@ -21,7 +21,7 @@ from .cut import Cuts
 from .forward import outputs
 from .resources import FAILURES, is_out_of_memory
 from .samples import Chunk, Tree
-from .units import Number, UnitLayer, tensor_of
+from .units import Number, UnitLayer, role, tensor_of
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}  # of a norm; others are 16-bit types
 LARGER = -3.0  # a product of two producers stays within 16-bit types
@@ -46,6 +46,8 @@ class UnitCheck:
         try:
             with _unread(self.model, gone):
                 wanted = self._traces(layers)
+            if name := _unreached(wanted):
+                return f"the first sample does not reach {name}"
             cuts = Cuts.of_units(self.model, gone, numbers)
             try:
                 cuts.apply_()
@@ -63,7 +65,7 @@ class UnitCheck:
     def _traces(self, layers: Sequence[UnitLayer]) -> Traces:
         """Outputs of the layers' consumers and of the model; the last name is empty."""
         calibration, traces = Calibration(self.model, [self.sample], offload=self.offload), {}
-        devices = [self.offload] if self.offload is not None and self.offload.type == "cuda" else None
+        devices = [calibration.device] if calibration.device.type == "cuda" else []
         with ExitStack() as stack:
             for layer in layers:
                 module, seen = self.model.get_submodule(layer.consumer.rpartition(".")[0]), []
@@ -74,7 +76,6 @@ class UnitCheck:
             stack.enter_context(calibration.open())
             stack.enter_context(eagerly())
             stack.enter_context(torch.no_grad())
-            torch.manual_seed(0)
             traces[""] = list(_tensors(outputs(self.model, calibration.batch(Chunk(0, 0, 1)))))
         return traces
 
@@ -84,6 +85,12 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
     for leaf in pytree.tree_leaves(tree):
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
             yield leaf.detach().to("cpu", torch.float64 if leaf.dtype == torch.float64 else torch.float32, copy=True)
+
+
+def _unreached(traces: Traces) -> str:
+    """A consumer that ran in no layer; of experts, some may get no token of one sample."""
+    reached = {role(name) for name, seen in traces.items() if seen}
+    return next((name for name in traces if role(name) not in reached), "")
 
 
 def _difference(wanted: Traces, traces: Traces) -> str:
