@@ -103,20 +103,27 @@ def fewer_layers(model: Any, blocks: Sequence[nn.Module]) -> FewerLayers:
     same = _built(model, config)
     _check_built(model, same)
     lists, reasons = {}, []
-    for found in _fields(config, {len(module) for module in _lists(model).values()}):
+    for counts in _fields(config, {len(module) for module in _lists(model).values()}):
         try:
-            names = _shorter(model, same, found)
+            names = _shorter(model, same, counts)
         except ValueError as error:
             reasons.append(str(error))
             continue
         if len(names) > 1:
-            reasons.append(f"{found} says the length of {len(names)} lists, {names[0]} to {names[-1]}: no blocks")
+            reasons.append(f"a layer is in {len(names)} lists, {names[0]} to {names[-1]}, and no module of its own")
         elif names:
-            lists.setdefault(names[0], BlockList(names[0], len(_lists(same)[names[0]]), found))
+            lists.setdefault(names[0], BlockList(names[0], len(_lists(same)[names[0]]), counts))
     if not lists:
-        why = reasons[0] if reasons else "no list of blocks becomes shorter with the number of layers in its config"
+        why = reasons[0] if reasons else "its config sets the length of no list of blocks; one may run many times"
         raise ValueError(f"no layer of {type(model).__name__} can be removed: {why}")
-    return FewerLayers(model, [*lists.values()], same)
+    return FewerLayers(model, _apart([*lists.values()]), same)
+
+
+def _apart(lists: list[BlockList]) -> list[BlockList]:
+    """Lists of which none is in another: blocks of stages go before stages, and blocks before what is in them."""
+    of_stages = {blocks.name for blocks in lists if blocks.field is not None and blocks.field.place is not None}
+    lists = [blocks for blocks in lists if not any(name.startswith(f"{blocks.name}.") for name in of_stages)]
+    return [a for a in lists if not any(a.name.startswith(f"{b.name}.") for b in lists)]
 
 
 def _lists(model: nn.Module) -> dict[str, Any]:
@@ -168,6 +175,11 @@ def _shorten(config: Any, blocks: BlockList, gone: Collection[int]) -> None:
         elif "layer" in other and _are_indices(value, blocks.num):
             setattr(inner, other, type(value)(kept.index(i) for i in value if i in kept))
     setattr(inner, key, len(kept))
+    stages = getattr(inner, "stage_names", None) or ()  # of backbones: what comes before the blocks, and each of them
+    if len(stages) == blocks.num + 1:
+        inner.stage_names = stages[: len(kept) + 1]
+        if inner.out_features == stages[-1:]:
+            inner.out_features = inner.stage_names[-1:]
 
 
 def _are_indices(value: Any, num: int) -> bool:
@@ -177,10 +189,10 @@ def _are_indices(value: Any, num: int) -> bool:
 
 
 def _built(model: Any, config: Any) -> Any:
-    """The model that a configuration builds, without memory for its weights."""
+    """The model that a configuration builds once it was saved and loaded, without memory for its weights."""
     try:
-        with torch.device("meta"):
-            return type(model)(deepcopy(config))
+        with torch.device("meta"), torch.random.fork_rng(devices=[]):
+            return type(model)(type(config).from_dict(deepcopy(config.to_dict())))
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
         raise ValueError(f"{type(model).__name__} cannot be built from the changed configuration: {reason}") from error
@@ -198,12 +210,12 @@ def _check_built(model: nn.Module, same: nn.Module) -> None:
             raise ValueError(f"{name} has not the shape that the model's config says; no layer can be removed")
 
 
-def _shorter(model: nn.Module, same: Any, found: _Field) -> list[str]:
+def _shorter(model: nn.Module, same: Any, counts: _Field) -> list[str]:
     """Names of the lists that are one shorter where the field is one less."""
-    value = getattr(_inner(same.config, found.path), found.key)
-    num = value if found.place is None else value[found.place]
+    value = getattr(_inner(same.config, counts.path), counts.key)
+    num = value if counts.place is None else value[counts.place]
     config = deepcopy(same.config)
-    _shorten(config, BlockList("", num, found), [num - 1])
+    _shorten(config, BlockList("", num, counts), [num - 1])
     less = _lists(_built(model, config))
     return [
         name for name, module in _lists(same).items() if name in less and len(less[name]) == len(module) - 1 == num - 1
@@ -231,12 +243,17 @@ def _names(same: nn.Module, gone: Gone) -> dict[str, str]:
     return names
 
 
+def _kind(module: nn.Module | None) -> tuple[str, str]:
+    """Its class by name: parametrizations make a class for each module."""
+    return type(module).__module__, type(module).__qualname__
+
+
 def _difference(same: nn.Module, less: nn.Module, names: Mapping[str, str]) -> str:
     """In what the modules that stay are not those that the class builds; empty where they are."""
     built = dict(less.named_modules(remove_duplicate=False))
     for old, new in names.items():
         module, other = same.get_submodule(old), built.pop(new, None)
-        if type(module) is not type(other):
+        if _kind(module) != _kind(other):
             return f"{old} is {type(module).__name__}, but its new configuration builds {type(other).__name__} there"
         for kind in ("_parameters", "_buffers"):
             shapes = [{k: v if v is None else v.shape for k, v in getattr(m, kind).items()} for m in (module, other)]
