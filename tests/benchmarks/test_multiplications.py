@@ -1,8 +1,8 @@
 """Multiplications of a model are those of the formulas on paper, and go with the units that go."""
 
 import torch
-from toys import Conv1D
 from torch import nn
+from toys import Conv1D
 
 from benchmarks.multiplications import multiplications
 from prunus.lab.data import ImageShape
