@@ -1,11 +1,13 @@
-"""Whether a plan of units is right: a model without some units computes what it does where nothing reads them.
+"""Whether units can be cut from a model: what is left must compute what the model does where nothing reads them.
 
-The consumers' columns of the units are zeroed and the model runs; then the units are cut and it runs again. A tensor
-that was forgotten, a wrong layout, a norm over all units, and a second reader all show as a difference.
+Units are chosen at random, different ones in each layer. First their columns of the consumer are set to zero, and what
+produces them is made several times larger, which nothing may notice; then they are cut. Wrong places, position biases
+that layers share and norms over all units give other outputs.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,104 +15,139 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..input_statistics import eagerly
+from .built_twice import unlike
 from .calibration import Calibration
 from .cut import Cuts
-from .forward import outputs, swapped
-from .layers import Reader
-from .resources import is_out_of_memory
-from .units import Number, UnitLayer, tensor_of
+from .forward import outputs
+from .resources import FAILURES, is_out_of_memory
+from .samples import Chunk, Tree
+from .units import Number, UnitLayer, role, tensor_of
 
-# relative: sums without their zeros round differently, and layers after them magnify it; a wrong plan is of order 1
-TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
-Numbers = Callable[[Mapping[str, int]], Iterable[Number]]
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}  # relative to a norm
+COARSE = 0.1  # for 16-bit types; what is wrong gives a difference of order 1
+LARGER = -3.0  # a product of two producers stays within 16-bit types
+Gone = Mapping[UnitLayer, Tensor]  # units that go, by their numbers
+Traces = dict[str, list[Tensor]]  # outputs of consumers, call by call, and of the model
 
 
-def is_right(calibration: Calibration, layers: Sequence[UnitLayer], numbers: Numbers) -> bool:
-    """Whether these layers can lose any units: tried with one unit of each, then with a quarter, drawn at random.
+def drawn(layers: Iterable[UnitLayer], num: int) -> Gone:
+    """Units at random, different ones in each layer."""
+    rng = torch.Generator().manual_seed(0)  # torch's draws belong to the user
+    return {layer: torch.randperm(layer.num, generator=rng)[:num] for layer in layers}
 
-    ``numbers`` are those of the plan. One unit alone shows heads that a reshape would mix up, where more may fit.
-    """
-    by_field: dict[str, list[int]] = {}
-    for layer in layers:
-        by_field.setdefault(layer.field, []).append(layer.num)
-    if any(len(set(nums)) > 1 or nums[0] < 2 for nums in by_field.values()):
+
+@dataclass(frozen=True)
+class UnitCheck:
+    """A model and the one sample that every check runs on."""
+
+    model: nn.Module
+    sample: Tree
+    offload: torch.device | None
+
+    @staticmethod
+    def of(calibration: Calibration) -> "UnitCheck":
+        offload = calibration.offload.device if calibration.offload else None
+        return UnitCheck(calibration.model, calibration.samples.tree(Chunk(0, 0, 1)), offload)
+
+    def fault(self, gone: Gone, numbers: Sequence[Number], less: nn.Module | None = None) -> str:
+        """What is wrong where the units ``gone`` are cut; empty where nothing is. The model stays whole.
+
+        ``less`` is the model that a new configuration builds, where there is one.
+        """
+        try:
+            with _unread(self.model, gone):
+                wanted = self._traces(gone)
+            if name := _unreached(wanted):
+                return f"the first sample does not reach {name}"
+            cuts = Cuts.of_units(self.model, gone, numbers)
+            try:
+                cuts.apply_()
+                if less is not None and (name := unlike(self.model, less)):
+                    return f"{name} has not the shape that the class builds"
+                traces = self._traces(gone)
+            finally:
+                cuts.undo_()
+        except FAILURES as error:
+            if is_out_of_memory(error):
+                raise
+            return f"the smaller model fails: {' '.join(str(error).split())[:120]}"
+        return _difference(wanted, traces, max(TOLERANCE.get(p.dtype, COARSE) for p in self.model.parameters()))
+
+    def _traces(self, layers: Iterable[UnitLayer]) -> Traces:
+        """Outputs of the layers' consumers and of the model; the last name is empty."""
+        calibration, traces = Calibration(self.model, [self.sample], offload=self.offload), {}
+        devices = [calibration.device] if calibration.device.type == "cuda" else []
+        with ExitStack() as stack:
+            for layer in layers:
+                module = self.model.get_submodule(layer.consumer.rpartition(".")[0])
+                traces[layer.consumer] = seen = []
+                stack.callback(module.register_forward_hook(_appending(seen)).remove)
+            stack.enter_context(torch.random.fork_rng(devices))
+            stack.enter_context(calibration.open())
+            stack.enter_context(eagerly())
+            stack.enter_context(torch.no_grad())
+            traces[""] = list(_tensors(outputs(self.model, calibration.batch(Chunk(0, 0, 1)))))
+        return traces
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    tree = list(tree.values()) if isinstance(tree, Mapping) else tree
+    for leaf in pytree.tree_leaves(tree):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            yield leaf.detach().to("cpu", torch.float64)
+
+
+def _appending(seen: list[Tensor]) -> Callable[..., None]:
+    """A hook that stores what a layer adds to its bias, which may be large."""
+
+    def hook(module: nn.Module, args: Any, output: Tensor) -> None:
+        bias = module._parameters.get("bias")
+        seen.extend(_tensors(output if bias is None or output.shape[-1:] != bias.shape else output - bias))
+
+    return hook
+
+
+def _unreached(traces: Traces) -> str:
+    """A consumer that ran in no layer; of experts, some may get no token of one sample."""
+    reached = {role(name) for name, seen in traces.items() if seen}
+    return next((name for name in traces if role(name) not in reached), "")
+
+
+def _difference(wanted: Traces, traces: Traces, tolerance: float) -> str:
+    for name, tensors in wanted.items():
+        if len(tensors) != len(traces[name]):
+            return f"{name or 'the model'} gives another number of outputs"
+        for one, other in zip(tensors, traces[name], strict=True):
+            if one.shape != other.shape or not _are_near(one, other, tolerance):
+                where = name.rpartition(".")[0] or "the model"
+                return f"the outputs of {where} change, as where a norm reads all units or layers share a bias"
+    return ""
+
+
+def _are_near(one: Tensor, other: Tensor, tolerance: float) -> bool:
+    """Norms are compared, not elements: rounding may send a few tokens to other experts."""
+    finite = one.isfinite()  # logits of what is forbidden are not
+    if not torch.equal(finite, other.isfinite()):
         return False
-    limit = max(TOLERANCE.get(p.dtype, 0.0) for p in calibration.model.parameters())
-    for share in (0.0, 0.25):
-        rng = torch.Generator().manual_seed(0)  # torch's draws belong to the user
-        num_gone = {field: max(1, int(share * nums[0])) for field, nums in by_field.items()}
-        gone = {layer: torch.randperm(layer.num, generator=rng)[: num_gone[layer.field]] for layer in layers}
-        left = {field: nums[0] - num_gone[field] for field, nums in by_field.items()}
-        if not difference(calibration, gone, numbers(left)) <= limit:
-            return False
-    return True
+    one, other = one[finite], other[finite]
+    return bool((one - other).norm() <= tolerance * one.norm())
 
 
-@torch.no_grad()
-def difference(calibration: Calibration, gone: Mapping[UnitLayer, Tensor], numbers: Iterable[Number]) -> float:
-    """How far the model without the units ``gone`` is from the one whose consumers' columns of them are zero.
-
-    The largest difference, on the first sample, of an output of the model or an input of a consumer, relative to the
-    largest value there; inf where the cut model does not run. The calibration is open; the model is as before at the
-    end. Inputs of consumers show what outputs hide, where a layer adds little to them.
-    """
-    model = calibration.model
-    zeroed = {}
-    for layer, units in gone.items():
-        weight, slices = tensor_of(model, layer.consumer), layer.slices[layer.consumer]
-        places = slices.places[units].flatten().to(weight.device)
-        zeroed[weight] = zeroed.get(weight, weight.data).index_fill(slices.dim, places, 0)
-    cuts = Cuts.of_units(model, gone, numbers)
+@contextmanager
+def _unread(model: nn.Module, gone: Gone) -> Iterator[None]:
+    """The model with units that no consumer reads, and that are larger than they were."""
+    saved: list[tuple[Tensor, int, Tensor, Tensor]] = []
     try:
-        cuts.apply_()
-        values = _seen(calibration, gone, is_cut=True)
-    except Exception as error:  # what a forward raises for shapes that do not fit is not known
-        if is_out_of_memory(error):
-            raise
-        return float("inf")
-    finally:
-        cuts.undo_()
-    with swapped(zeroed):
-        expected = _seen(calibration, gone, is_cut=False)
-    if [value.shape for value in values] != [value.shape for value in expected]:
-        return float("inf")
-    return max((_distance(a, b) for a, b in zip(values, expected, strict=True)), default=float("inf"))
-
-
-def _seen(calibration: Calibration, gone: Mapping[UnitLayer, Tensor], is_cut: bool) -> list[Tensor]:
-    """Outputs of the model for the first sample, and what its consumers read of the units that stay."""
-    model, device, inputs = calibration.model, calibration.device, []
-
-    def hook(dim: int, drop: Tensor | None) -> Callable[..., None]:
-        def see(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            x = next(iter(args or kwargs.values()))
-            if drop is not None:
-                stays = torch.ones(x.shape[dim], dtype=torch.bool)
-                stays[drop] = False
-                x = x.index_select(dim, stays.nonzero().squeeze(1).to(x.device))
-            inputs.append(x.cpu() if calibration.offload else x.clone())
-
-        return see
-
-    with ExitStack() as stack:
-        # a model that draws at random draws the same in both passes
-        stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
-        stack.enter_context(eagerly())
         for layer, units in gone.items():
-            path, _, key = layer.consumer.rpartition(".")
-            reader = Reader(model.get_submodule(path), key)
-            if reader.is_known and not reader.is_attention:
-                drop = None if is_cut else layer.slices[layer.consumer].places[units].flatten()
-                see = hook(1 - tensor_of(model, layer.consumer).ndim, drop)
-                stack.callback(reader.module.register_forward_pre_hook(see, with_kwargs=True).remove)
-        output = outputs(model, calibration.batch(next(calibration.samples.chunks(1))))
-    leaves = pytree.tree_leaves(list(output.values()) if isinstance(output, Mapping) else output)
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()] + inputs
-
-
-def _distance(value: Tensor, expected: Tensor) -> float:
-    """The largest difference of two elements, relative to the largest finite one expected; inf where one is NaN."""
-    apart = (value.double() - expected.double()).abs().masked_fill(value == expected, 0).nan_to_num(torch.inf)
-    if not apart.any():
-        return 0.0
-    return float(apart.max() / expected.double().abs().masked_fill(~expected.isfinite(), 0).max())
+            for name, slices in layer.slices.items():
+                tensor = tensor_of(model, name).data
+                places = slices.places[units].flatten().to(tensor.device)
+                if tensor.ndim < 2:  # a variance that is negative gives NaN
+                    continue
+                values = tensor.index_select(slices.dim, places)
+                saved.append((tensor, slices.dim, places, values.cpu()))
+                tensor.index_copy_(slices.dim, places, values * (0.0 if name == layer.consumer else LARGER))
+        yield
+    finally:
+        for tensor, dim, places, values in reversed(saved):
+            tensor.index_copy_(dim, places, values.to(tensor.device))
