@@ -100,7 +100,7 @@ def _difference(wanted: Traces, traces: Traces) -> str:
         for one, other in zip(tensors, traces[name], strict=True):
             tolerance = TOLERANCE.get(one.dtype, 0.1)
             if one.shape != other.shape or not (one - other).norm() <= tolerance * one.norm():
-                return f"the outputs of {name.rpartition('.')[0] or 'the model'} are others"
+                return f"without some, the outputs of {name.rpartition('.')[0] or 'the model'} change"
     return ""
 
 
