@@ -73,7 +73,7 @@ class ConfigPlan:
         one = self.fields[path]
         if one.kind == "neurons":
             return list(range(1, one.num + 1))
-        return [left for left in range(1, one.num + 1) if left == one.num or not _refusal(self.model, one.values(left))]
+        return [left for left in range(1, one.num + 1) if left == one.num or _takes(self.model, one.values(left))]
 
 
 def config_plan(calibration: Calibration) -> ConfigPlan:
@@ -82,6 +82,7 @@ def config_plan(calibration: Calibration) -> ConfigPlan:
     The model is as before at the end. ValueError where its configuration does not say what it is.
     """
     model = calibration.model
+    assert not calibration.is_open, "its blocks may be on another device"
     _check_model(model)
     offload = None if calibration.offload is None else calibration.offload.device
     check = UnitCheck(model, calibration.samples.tree(next(calibration.samples.chunks(1))), offload)
@@ -105,7 +106,7 @@ def config_plan(calibration: Calibration) -> ConfigPlan:
             layers += of_field
     kinds = {layer.kind for layer in layers}
     reasons: dict[Kind, str] = {}
-    for kind in refused.keys() - kinds:
+    for kind in (kind for kind in refused if kind not in kinds):
         other = _tied(model) if kind in counted and kind == "heads" else _uncounted(model, kind)
         reasons[kind] = f"{next(iter(refused[kind].values()), other)}; {INSTEAD[kind]}"
     return ConfigPlan(model, fields, layers, reasons, refused)
@@ -180,13 +181,13 @@ def _implied(model: nn.Module, same: nn.Module, path: str) -> int:
     return 0
 
 
-def _refusal(model: Any, values: Mapping[str, Any]) -> str:
-    """What the configuration says against some values."""
+def _takes(model: Any, values: Mapping[str, Any]) -> bool:
+    """Whether the configuration can have these values."""
     try:
         new_config(model, values)
-    except Exception as error:
-        return " ".join(str(error).split())[:200]
-    return ""
+    except Exception:  # what a class may raise is not known
+        return False
+    return True
 
 
 def _fewer(model: Any, one: UnitField) -> tuple[int, nn.Module]:
@@ -194,12 +195,13 @@ def _fewer(model: Any, one: UnitField) -> tuple[int, nn.Module]:
     numbers = [one.num - max(1, one.num // 4), one.num // 2, one.num - 1]
     if one.kind == "heads":
         numbers = list(range(one.num - 1, 0, -1))
-    refusal = ""
+    refusals: list[ValueError] = []
     for left in dict.fromkeys(numbers):
-        refusal = refusal or _refusal(model, one.values(left))
-        if not _refusal(model, one.values(left)):
+        try:
             return left, built(model, one.values(left), f"{one.path} {left}")
-    raise ValueError(f"{type(model).__name__} takes no other {one.path} than {one.num}: {refusal}")
+        except ValueError as error:
+            refusals.append(error)
+    raise refusals[0]
 
 
 def _layers_of(check: UnitCheck, same: nn.Module, one: UnitField) -> list[UnitLayer]:

@@ -80,19 +80,28 @@ class Cuts:
         return Cuts.of(model, {where: torch.cat(places) for where, places in drop.items()}, numbers)
 
     def apply_(self) -> None:
-        """Cut, unless it is cut already."""
-        if not self.is_applied:
+        """Cut, unless it is cut already; on an exception, as where memory runs out, everything is as before."""
+        if self.is_applied:
+            return
+        self.is_applied = True
+        try:
             for cut in self._cuts:
                 cut.apply_()
             for owner, key, _, after in self._numbers:
                 setattr(owner, key, after)
-        self.is_applied = True
+        except BaseException:
+            self.undo_()
+            raise
 
     def undo_(self) -> None:
         """Put everything back, bit for bit."""
         if self.is_applied:
             for cut in reversed(self._cuts):
-                cut.undo_()
+                if cut.home[cut.key] is cut.small:
+                    cut.undo_()
             for owner, key, before, _ in reversed(self._numbers):
-                delattr(owner, key) if before is MISSING else setattr(owner, key, before)
+                if before is not MISSING:
+                    setattr(owner, key, before)
+                elif hasattr(owner, key):
+                    delattr(owner, key)
         self.is_applied = False
