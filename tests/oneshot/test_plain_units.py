@@ -4,6 +4,20 @@ from copy import deepcopy
 
 import pytest
 import torch
+from plain_attentions import (
+    HEADS,
+    WIDTH,
+    AllHeadNorm,
+    Block,
+    EmbedDim,
+    Fused,
+    Grouped,
+    Lucid,
+    NanoGPT,
+    PositionBias,
+    Timm,
+    Torch,
+)
 from plain_models import (
     Between,
     Gated,
@@ -87,6 +101,26 @@ REFUSED = {
 }  # fmt: skip
 
 
+ATTENTIONS = {
+    "[q|k|v]": (Fused, "proj"),
+    "by head": (lambda: Fused("by head"), "proj"),
+    "as wide as the stream": (lambda: Fused(dim=3), "proj"),
+    "timm": (Timm, "proj"),
+    "embed_dim": (EmbedDim, "out_proj"),
+    "groups": (Grouped, "wo"),
+    "groups with a layer for keys and values": (lambda: Grouped(True), "wo"),
+    "pairs in groups": (lambda: Grouped(True, 4, 2), "wo"),
+    "lucidrains": (Lucid, "to_out.0"),
+    "position biases": (PositionBias, "proj"),
+}
+TIED = {
+    "timm before": lambda: Timm(is_old=True),
+    "nanoGPT": NanoGPT,
+    "a norm over all heads": AllHeadNorm,
+    "torch": Torch,
+}
+
+
 def made(name, models=MODELS, dtype=torch.float64):
     torch.manual_seed(3)
     model, x = models[name]()
@@ -142,6 +176,67 @@ def test_a_model_cut_by_the_plan_computes_what_it_does_where_nothing_reads_the_u
             assert module.num_features == len(module.weight) == len(module.running_var)
     cuts.undo_()
     assert torch.equal(model(x), dense)
+
+
+def with_attention(attention, dtype=torch.float64):
+    """A model of two blocks, and tokens for it."""
+    torch.manual_seed(1)
+    return nn.Sequential(Block(attention()), Block(attention())).to(dtype).eval(), torch.randn(2, 7, WIDTH, dtype=dtype)
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_heads_go_with_all_that_belongs_to_them_whatever_the_layout(name):
+    attention, consumer = ATTENTIONS[name]
+    model, x = with_attention(attention)
+    before = snapshot(model)
+    plan = plain_plan(Calibration(model, [x]))
+    assert_same(before, snapshot(model))
+    names = [f"{block}.attention.{consumer}" if part else f"{block}.mlp.2" for block in (0, 1) for part in (1, 0)]
+    assert [layer.consumer for layer in plan.layers] == [f"{name}.weight" for name in names]
+    assert [layer.kind for layer in plan.layers] == ["heads", "neurons"] * 2
+    gone, left = some_units(plan)
+    expected = zeroed(model, gone)(x)
+    Cuts.of_units(model, gone, plan.numbers(left)).apply_()
+    torch.testing.assert_close(model(x), expected)
+    for layer in plan.layers:
+        assert (
+            model.get_parameter(layer.consumer).shape[1]
+            == left[layer.field] * layer.slices[layer.consumer].places[0].numel()
+        )
+
+
+@pytest.mark.parametrize("name", TIED)
+def test_heads_that_are_tied_to_the_width_or_mixed_stay_and_a_line_says_so(name):
+    model, x = with_attention(TIED[name])
+    plan = plain_plan(Calibration(model, [x]))
+    assert {layer.kind for layer in plan.layers} == {"neurons"}
+    assert list(plan.reasons) == ["heads"]
+    assert "width" in plan.reasons["heads"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", ["[q|k|v]", "by head"])
+def test_the_layout_is_known_where_heads_add_little_to_the_outputs(name, dtype):
+    model, x = with_attention(ATTENTIONS[name][0], dtype)
+    for block in model:
+        with torch.no_grad():
+            block.attention.proj.weight.mul_(1e-4)
+    layer = plain_plan(Calibration(model, [x])).layers[0]
+    first = layer.slices["0.attention.qkv.weight"].places[0].tolist()
+    assert first == (list(range(15)) if name == "by head" else [*range(5), *range(20, 25), *range(40, 45)])
+
+
+def test_blocks_may_lose_different_numbers_of_heads():
+    model, x = with_attention(Fused)
+    plan = plain_plan(Calibration(model, [x]))
+    heads = [layer for layer in plan.layers if layer.kind == "heads"]
+    gone = {heads[0]: torch.tensor([0, 2, 3]), heads[1]: torch.tensor([1])}
+    expected = zeroed(model, gone)(x)
+    Cuts.of_units(
+        model, gone, plan.numbers({layer.field: HEADS - len(units) for layer, units in gone.items()})
+    ).apply_()
+    torch.testing.assert_close(model(x), expected)
+    assert [block.attention.num_heads for block in model] == [1, 3]
 
 
 @pytest.mark.parametrize("name", REFUSED)
