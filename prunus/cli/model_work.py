@@ -1,5 +1,6 @@
 """What ``prunus prune`` and ``prunus shrink`` both do: load, keep others out, measure, recover, write and publish."""
 
+import os
 import shlex
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .console import print
-from .model_options import ModelCommand, source_of
+from .model_options import ModelCommand, check_places, source_of
 
 if TYPE_CHECKING:
     import torch
@@ -23,19 +24,25 @@ if TYPE_CHECKING:
 Recover = Callable[["nn.Module"], "Recovery"]  # from the dense model
 
 
-def is_written(command: ModelCommand) -> bool:
-    """Whether this command was killed after its result was in its place; what it had left to do is done then."""
+def is_to_do(command: ModelCommand, check: Callable[[Any], None]) -> bool:
+    """Check the options; nothing is to do where the command was killed after its result was in its place."""
+    check_places(command)
+    if _is_written(command):
+        shutil.rmtree(command.unfinished, ignore_errors=True)
+        print(f"{command.out}: was written already")
+        publish(command)
+        return False
+    check(command)
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # those of transformers, between ours
+    return True
+
+
+def _is_written(command: ModelCommand) -> bool:
+    """Whether this command has written its result, and only its folder to work in is left to remove."""
     from ..files.json_file import read_json
 
     path = command.out / "result.json"
-    if not (command.unfinished.is_dir() and path.is_file()):
-        return False
-    if read_json(path).get("settings") != settings_of(command):
-        return False
-    shutil.rmtree(command.unfinished, ignore_errors=True)
-    print(f"{command.out}: was written already")
-    publish(command)
-    return True
+    return command.unfinished.is_dir() and path.is_file() and read_json(path).get("settings") == settings_of(command)
 
 
 @contextmanager
@@ -133,8 +140,9 @@ def write_folder(command: ModelCommand, trained: "TrainedModel", figures: Mappin
     from ..files.atomic import new_folder
     from ..files.json_file import write_json
 
-    figures = plain({"settings": settings_of(command), "held_out": trained.held_out} | dict(figures))
-    known = {name: figures[name] for name in ("layers", "rows", "settings")} | {"command": command_line(command)}
+    about = {"command": command_line(command), "settings": settings_of(command), "held_out": trained.held_out}
+    figures = plain(about | dict(figures))
+    known = {name: figures[name] for name in ("command", "layers", "rows", "settings")}
     card = CardFacts(command.out.name, source=command.model, repo=command.push, **known, **facts)
     with new_folder(command.out, inside=command.unfinished) as part:
         trained.save(part)

@@ -1,15 +1,13 @@
 """``prunus prune``: prunes, compares and writes; the options are beside it."""
 
-import os
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from .console import print
-from .model_options import check_places
 from .model_work import (
     Measure,
     cost_figures,
-    is_written,
+    is_to_do,
     loaded,
     patterns_of,
     print_written,
@@ -26,11 +24,8 @@ if TYPE_CHECKING:
 
 
 def run(command: Command) -> None:
-    check_places(command)
-    if is_written(command):
+    if not is_to_do(command, check):
         return
-    check(command)
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # those of transformers, between ours
     from .prune_tables import print_profile, print_result
 
     with working(command):

@@ -1,6 +1,5 @@
 """``prunus shrink``: an ordinary smaller model of the same class, compared with the dense one and written."""
 
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -8,8 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import tyro
 
 from .console import print
-from .model_options import ModelCommand, check_model_options, check_places
-from .model_work import Measure, cost_figures, is_written, loaded, print_written, publish, working, write_folder
+from .model_options import ModelCommand, check_model_options
+from .model_work import Measure, cost_figures, is_to_do, loaded, print_written, publish, working, write_folder
 
 if TYPE_CHECKING:
     from ..oneshot import ShrinkResult
@@ -48,11 +47,8 @@ class Command(ModelCommand):
 
 
 def run(command: Command) -> None:
-    check_places(command)
-    if is_written(command):
+    if not is_to_do(command, check):
         return
-    check(command)
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # those of transformers, between ours
     from .shrink_tables import print_result
 
     with working(command):

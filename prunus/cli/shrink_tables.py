@@ -68,7 +68,8 @@ def _layers(layers: Sequence[ShrunkLayer], *, every_one: bool) -> Table:
     table = _table(f"relative error of the outputs of {which}", *headings)
     for layer in shown:
         errors = ("" if error is None else f"{error:.4f}" for error in (layer.mask_error, layer.error))
-        table.add_row(layer.name, layer.kind, f"{len(layer.kept):,} of {layer.num:,}", *errors)
+        units = {"heads": "head groups"}.get(layer.kind, layer.kind)
+        table.add_row(layer.name, units, f"{len(layer.kept):,} of {layer.num:,}", *errors)
     return table
 
 

@@ -71,7 +71,8 @@ def facts_of_files(part: Path, shapes: Mapping[str, tuple[int, ...]], rows: Sequ
         errors = {kind: pruned[name].get(kind) for kind in ("mask_error", "error")} if of_prunable else {}
         layers.append({"name": name, "num_weights": total, "num_pruned": zeros, "sparsity": zeros / total, **errors})
     compared = {name: row for name, row in compared.items() if isinstance(row, dict)}
-    return {"layers": layers, "rows": compared, "settings": settings, "of_prunable": of_prunable}
+    about = {"settings": settings, "command": str(known.get("command") or "")}
+    return {"layers": layers, "rows": compared, "of_prunable": of_prunable, **about}
 
 
 def write_card(folder: Path, facts: CardFacts) -> None:
