@@ -5,8 +5,9 @@ from typing import Any
 
 YES = "yes"
 ONE_SHOT = ("magnitude", "wanda", "fisher")
-CHECKS = ("training", *ONE_SHOT, "repair", "export", "doctor", "sparse run")
-COLUMNS = ("training", "one-shot", "repair", "export", "doctor", "sparse run")
+SHRINKS = ("layers",)
+CHECKS = ("training", *ONE_SHOT, "repair", "export", "doctor", "sparse run", *SHRINKS)
+COLUMNS = ("training", "one-shot", "repair", "export", "doctor", "sparse run", *SHRINKS)
 HEAD = """\
 # Which models are supported
 
@@ -20,6 +21,7 @@ treated differently, and *no* where it failed; the reasons stand below the table
 - **export**: `save_model`, `save_pretrained`, `prunus export --check`; what is loaded is equal, and so are its outputs.
 - **doctor**: `prunus doctor` finds the folders healthy.
 - **sparse run**: `sparsify_`, then the same outputs.
+- **layers**: a model of five layers loses one; plain `from_pretrained` loads the folder, with equal outputs.
 
 The last columns say which share of all parameters is prunable, and which other matrices stay dense by default, with
 their number. Norms and biases are never pruned.
@@ -58,7 +60,9 @@ def version_key(version: str) -> list[int]:
 def cell(found: Mapping[str, Any], column: str) -> str:
     if found.get("missing") or "not built" in found:
         return "–"
-    texts = [found[check] for check in (ONE_SHOT if column == "one-shot" else (column,))]
+    texts = [found.get(check, "–") for check in (ONE_SHOT if column == "one-shot" else (column,))]
+    if "–" in texts:
+        return "–"
     if not all(text.startswith(YES) for text in texts):
         return "no"
     return YES if all(text == YES for text in texts) else "part"

@@ -44,8 +44,8 @@ def test_a_cell_says_yes_only_where_the_check_held():
     }}})  # fmt: skip
     rows = [line for line in shown.splitlines() if line.startswith("| ")][1:]
     assert rows == [
-        "| good | `A` | yes | yes | yes | yes | yes | yes | not there | 50% | embedding or head 2 |",
-        "| bad | `B` | yes | no | yes | yes | yes | yes | same | 50% | nothing |",
-        "| half | `C` | yes | yes | part | yes | yes | yes | not built | 50% | nothing |",
+        "| good | `A` | yes | yes | yes | yes | yes | yes | yes | not there | 50% | embedding or head 2 |",
+        "| bad | `B` | yes | no | yes | yes | yes | yes | yes | same | 50% | nothing |",
+        "| half | `C` | yes | yes | part | yes | yes | yes | yes | not built | 50% | nothing |",
     ]
     assert "- bad, wanda: ValueError: no inputs" in shown and "- half, repair: yes; 1 of 2 is not" in shown
