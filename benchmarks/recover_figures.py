@@ -9,9 +9,10 @@ from pathlib import Path
 from prunus.lab.study.tables import markdown_table
 
 from .benchmark import Record, Row
-from .recover_study import EVALUATIONS, STARTS, WAYS, WHAT
-from .repair_figures import ModelFigures, figures_of, level_name, outcome_of
-from .study import gains
+from .learning import EVALUATIONS
+from .recover_study import STARTS, WAYS, WHAT
+from .repair_figures import ModelFigures, figures_of, outcome_of
+from .study import gains, level_name
 
 BASE = "recover"  # the way that others are compared with
 TITLES = {start: title for start, (title, _) in STARTS.items()} | {name: way.title for name, way in WAYS.items()}
