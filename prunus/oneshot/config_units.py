@@ -18,7 +18,7 @@ from ..ranks import is_dtensor
 from .built_twice import built, changed_numbers, configs, new_config, tensors_of, unlike
 from .calibration import Calibration
 from .layers import Reader
-from .unit_check import UnitCheck
+from .unit_check import UnitCheck, drawn
 from .unit_layouts import layouts, places_of
 from .units import Kind, Number, Slices, UnitLayer, role
 
@@ -65,11 +65,11 @@ class ConfigPlan:
         said = " and ".join(f"{key} {value}" for key, value in values.items())
         return changed_numbers(self.model, built(self.model, {}, "its own numbers"), built(self.model, values, said))
 
-    def allowed(self, path: str) -> list[int]:
-        """Numbers of units that may stay: of heads, some configurations take only divisors of the width."""
-        one = self.fields[path]
+    def allowed(self, field: str) -> Sequence[int]:
+        """How many units may stay: of heads, some configurations take only divisors of the width."""
+        one = self.fields[field]
         if one.kind == "neurons":
-            return list(range(1, one.num + 1))
+            return range(1, one.num + 1)
         return [left for left in range(1, one.num + 1) if left == one.num or not _refusal(self.model, one.values(left))]
 
 
@@ -80,8 +80,7 @@ def config_plan(calibration: Calibration) -> ConfigPlan:
     """
     model = calibration.model
     _check_model(model)
-    offload = None if calibration.offload is None else calibration.offload.device
-    check = UnitCheck(model, calibration.samples.tree(next(calibration.samples.chunks(1))), offload)
+    check = UnitCheck.of(calibration)
     same = built(model, {}, "its own configuration")
     if name := unlike(model, same):
         raise ValueError(f"{name} has not the shape that the model's config says; which units it has is not clear")
@@ -211,7 +210,7 @@ def _layers_of(check: UnitCheck, same: nn.Module, one: UnitField) -> list[UnitLa
     numbers = changed_numbers(model, same, less)
     faults: dict[str, None] = {}
     for layers in islice(_candidates(model, dims, owners, one), MOST_LAYOUTS):
-        fault = check.fault(layers, one.num - left, numbers, less)
+        fault = check.fault(drawn(dict.fromkeys(layers, one.num - left)), numbers, less)
         if not fault:
             return layers
         faults[fault] = None

@@ -69,6 +69,15 @@ class DroppedLayers:
             self._numbers.undo_()
         self.is_applied = False
 
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """While this is open, the model has all its layers."""
+        self.undo_()
+        try:
+            yield
+        finally:
+            self.apply_()
+
 
 def _fill(module: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
     module._modules.clear()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .calibration import Calibration
 from .call_order import Calls, Candidate, Count
 from .plain_heads import HEADS, head_candidates
-from .unit_check import is_right
+from .unit_check import UnitCheck, drawn
 from .units import Kind, Number, Slices, UnitLayer
 
 # attributes that count the channels of a norm, an activation or a depthwise convolution
@@ -29,6 +29,9 @@ class PlainPlan:
     layers: list[UnitLayer]
     reasons: dict[Kind, str]
     counts: dict[str, Sequence[Count]]  # by field
+
+    def allowed(self, field: str) -> Sequence[int]:
+        return range(1, next(layer.num for layer in self.layers if layer.field == field) + 1)
 
     def numbers(self, left: Mapping[str, int]) -> list[Number]:
         return [(module, key, num * left[name]) for name in left for module, key, num in self.counts[name]]
@@ -69,11 +72,12 @@ def _plan(candidates: Sequence[Candidate]) -> PlainPlan:
 
 def _right(calibration: Calibration, candidates: Sequence[Candidate]) -> list[Candidate]:
     """Candidates that pass the check together; those of equal blocks are tried at once, then one by one."""
+    check = UnitCheck.of(calibration)
 
     def fit(*some: Candidate) -> bool:
         plan = _plan(some)
         cut = [(name, slices.dim) for layer in plan.layers for name, slices in layer.slices.items()]
-        return len(set(cut)) == len(cut) and is_right(calibration, plan.layers, plan.numbers)
+        return len(set(cut)) == len(cut) and all(_fits(check, plan, share) for share in (0.0, 0.25))
 
     by_pattern: dict[str, list[Candidate]] = {}
     for candidate in candidates:
@@ -90,6 +94,15 @@ def _right(calibration: Calibration, candidates: Sequence[Candidate]) -> list[Ca
     for candidate in right:
         together += [candidate] if fit(*together, candidate) else []
     return together
+
+
+def _fits(check: UnitCheck, plan: PlainPlan, share: float) -> bool:
+    """Whether a share of the units can go; one of each alone shows heads that a reshape would mix up."""
+    if any(layer.num < 2 for layer in plan.layers):
+        return False
+    gone = drawn({layer: max(1, int(share * layer.num)) for layer in plan.layers})
+    left = {layer.field: layer.num - len(units) for layer, units in gone.items()}
+    return not check.fault(gone, plan.numbers(left))
 
 
 def _neurons(calls: Calls) -> Iterator[Candidate]:

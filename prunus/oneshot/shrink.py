@@ -15,8 +15,8 @@ from .calibration import Calibration
 from .config_units import config_plan
 from .cut import Cuts
 from .drop_experts import ExpertLayer, drop_experts_
-from .drop_layers import DroppedLayers, drop_layers_, num_layers
-from .fewer_experts import has_config
+from .drop_layers import DroppedLayers, drop_layers_
+from .fewer_layers import fewer_layers
 from .journal import Folder, Journal
 from .layers import matrix_layout
 from .level import Level
@@ -27,9 +27,10 @@ from .progress import Progress, progress_line
 from .resources import Cost
 from .samples import check_batches
 from .shrink_result import Mixture, ShrinkResult, ShrunkLayer, Size
+from .shrink_step import Shrink
 from .step import Change, Layers
-from .structured import Shrink, UnitScore
-from .unit_check import check_cut
+from .structured import UnitScore
+from .unit_check import UnitCheck
 from .units import Plan, UnitLayer
 from .widths import Removed, Wanted, Widths, num_removed
 
@@ -123,7 +124,8 @@ class Shrinking:
         removals: list[DroppedLayers | Cuts] = []
         dropped, experts, cost = None, list[ExpertLayer](), Cost()
         if wanted.layers is not None:
-            dropped = drop_layers_(calibration, num_removed("layers", wanted.layers, num_layers(calibration)), progress)
+            calibration.meter.begin(progress, 0)
+            dropped = drop_layers_(calibration, num_removed("layers", wanted.layers, _num_layers(calibration)))
             removals.append(dropped)
             self._undo.append(dropped.undo_)
             calibration = self._calibration()
@@ -156,12 +158,13 @@ class Shrinking:
         widths = Widths(calibration.model, plan, calibration.weights)
         left = widths.by_hand(wanted) if wanted.size is None else widths.of_size(wanted.size * before.weights, wanted)
         changed = [layer for layer in plan.layers if left.get(layer.field, layer.num) < layer.num]
+        numbers = plan.numbers(left)  # refuses numbers that the class does not take
         calibration = self._calibration([layer.consumer for layer in changed])
         level = self._solved(calibration, changed, left, dropped, progress)
         self._undo.append(level.undo_)
         gone = {layer: (~level.units[layer.consumer]).nonzero().squeeze(1) for layer in changed}
-        numbers = plan.numbers(left)
-        check_cut(calibration, gone, numbers)
+        if fault := UnitCheck.of(calibration).fault(gone, numbers):
+            raise ValueError(f"{type(calibration.model).__name__} cannot be shrunk so: {fault}")
         cuts = Cuts.of_units(calibration.model, gone, numbers)
         cuts.apply_()
         return level, cuts, [_shrunk(layer, level) for layer in changed]
@@ -182,7 +185,7 @@ class Shrinking:
         step = Shrink(places, nums, self.score, self.refit, self.targets, calibration.clock)
         level, journal, tuning = Level(weights, {}), None, self.tuning
         if self.state is not None:
-            settings = {"left": dict(left), "targets": self.targets, "tuning": tuning}
+            settings: dict[str, Any] = {"left": dict(left), "targets": self.targets, "tuning": tuning}
             settings["samples"] = calibration.samples.digest()
             journal = Journal(self.state, settings, calibration.weights, "shrink")
         num_steps = len(weights)
@@ -211,7 +214,12 @@ class Shrinking:
 
 def plan_of(calibration: Calibration) -> Plan:
     """The units of a model: from its configuration, or from how its layers follow on one another."""
-    return config_plan(calibration) if has_config(calibration.model) else plain_plan(calibration)
+    is_configured = hasattr(getattr(calibration.model, "config", None), "to_dict")
+    return config_plan(calibration) if is_configured else plain_plan(calibration)
+
+
+def _num_layers(calibration: Calibration) -> int:
+    return fewer_layers(calibration.model, calibration.blocks).num
 
 
 def _size(calibration: Calibration) -> Size:
@@ -240,7 +248,7 @@ def _measured(work: Shrinking, wanted: Wanted, progress: Progress | None) -> Shr
     """Try mixtures of depth and width, each tuned for a short time, and keep the one nearest to the dense model."""
     if wanted.size is None or wanted.layers is not None:
         raise ValueError("split='measured' divides a size into depth and width; give size= and no layers=")
-    num = num_layers(work._calibration())
+    num = _num_layers(work._calibration())
     most = min(num - 1, int((1 - wanted.size) * num))
     mixtures = []
     for depth in sorted({round(most * part / MIXTURES) for part in range(MIXTURES + 1)}):

@@ -83,7 +83,7 @@ class ShrinkResult(ChangedModel):
                 differ = " and more" if len(nums) > 1 else ""
                 words.append(f"{gone:,} of {num:,} {one} a layer{differ}")
         if self.dropped is not None:
-            words.append(str(self.dropped))
+            words.append(f"{self.dropped.num_dropped} of {self.dropped.num_layers} layers")
         if self.experts:
             gone, num = len(self.experts[0].dropped), len(self.experts[0].importance)
             words.append(f"{gone} of {num} experts a layer")

@@ -5,7 +5,7 @@ produces them is made several times larger, which nothing may notice; then they 
 that layers share and norms over all units give other outputs.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -30,10 +30,10 @@ Gone = Mapping[UnitLayer, Tensor]  # units that go, by their numbers
 Traces = dict[str, list[Tensor]]  # outputs of consumers, call by call, and of the model
 
 
-def drawn(layers: Iterable[UnitLayer], num: int) -> Gone:
-    """Units at random, different ones in each layer."""
+def drawn(nums: Mapping[UnitLayer, int]) -> Gone:
+    """So many units of each layer at random, different ones in each."""
     rng = torch.Generator().manual_seed(0)  # torch's draws belong to the user
-    return {layer: torch.randperm(layer.num, generator=rng)[:num] for layer in layers}
+    return {layer: torch.randperm(layer.num, generator=rng)[:num] for layer, num in nums.items()}
 
 
 @dataclass(frozen=True)

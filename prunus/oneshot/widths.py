@@ -90,6 +90,12 @@ class Widths:
                 left[field] = num - num_removed(kind, removed, num)
                 if kind == "neurons":
                     left[field] = _rounded(left[field], num, wanted.multiple)
+                elif left[field] not in (allowed := self.plan.allowed(field)):
+                    removable = ", ".join(str(num - one) for one in allowed[:-1]) or "none"
+                    raise ValueError(
+                        f"{num - left[field]} of {num} head groups cannot go: the class takes no such number with its "
+                        f"width; numbers that can go: {removable}"
+                    )
         return left
 
     def of_size(self, most: float, wanted: Wanted) -> dict[str, int]:
@@ -99,7 +105,7 @@ class Widths:
             return {}
         if not any(self.nums.values()):
             raise ValueError(" ".join(self.plan.reasons.values()))
-        heads = {field: max(1, round(most / num_now * num)) for field, num in self.nums["heads"].items()}
+        heads = {field: self._nearest(field, most / num_now * num) for field, num in self.nums["heads"].items()}
         free, multiple = self.nums["neurons"], wanted.multiple
         if not free:
             free, heads, multiple = self.nums["heads"], {}, 1
@@ -116,6 +122,11 @@ class Widths:
                 f"{num_now:,} weights would still be there, and {int(most):,} may; give a larger size, or layers= too"
             )
         return left(shares[at - 1])
+
+    def _nearest(self, field: str, wanted: float) -> int:
+        """The number of head groups that may stay which is nearest to ``wanted`` when that is rounded."""
+        allowed = self.plan.allowed(field)
+        return min(reversed(allowed), key=lambda num: abs(num - round(wanted)))
 
     def _check(self, kind: Kind) -> None:
         if not self.nums[kind]:
