@@ -1,4 +1,4 @@
-"""The tables of ``docs/evidence/shrink.md`` from the records of the commands ``shrink-study``, ``-time`` and ``-speed``."""
+"""The tables of ``docs/evidence/shrink.md`` from the records of ``shrink-study``, ``shrink-time`` and its speed."""
 
 import json
 import math
@@ -121,7 +121,8 @@ def _peers(models: Sequence[ModelFigures]) -> str:
     headings = ["model and level", "best of the others", "adds", "best with our refit", "adds"]
     headings += [f"{title_of(way).strip('*')} adds" for way in OURS] + ["smallest of all"]
     lines = []
-    for model, level in [(model, level) for model in models for level in model.levels]:
+    pairs = [(model, level) for model in models for level in model.levels]
+    for model, level in pairs:
         peer = best_of(model, PEERS, level)
         refit = best_of(model, [way for way in WAYS if way.endswith("-refit")], level)
         if peer is None:
