@@ -29,7 +29,10 @@ NEURONS = re.compile(
 HEADS = re.compile(r"(num_)?((en|de)coder_)?(num_)?(attention_heads|heads)|n_heads?")
 KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "kv_n_heads", "multi_query_group_num")
 MOST_LAYOUTS = 32  # that are tried
-INSTEAD = "remove neurons or layers instead"
+INSTEAD: dict[Kind, str] = {
+    "neurons": "remove heads, experts or layers instead",
+    "heads": "remove neurons or layers instead",
+}
 
 
 @dataclass(frozen=True)
@@ -50,13 +53,13 @@ class UnitField:
 
 @dataclass(frozen=True)
 class ConfigPlan:
-    """Which units a model has. ``left_out`` has fields whose units cannot go, and why."""
+    """Which units a model has. ``left_out`` has fields of each kind whose units cannot go, and why."""
 
     model: Any
     fields: Mapping[str, UnitField]
     layers: Sequence[UnitLayer]
     reasons: Mapping[Kind, str]
-    left_out: Mapping[str, str]
+    left_out: Mapping[Kind, Mapping[str, str]]
 
     def numbers(self, left: Mapping[str, int]) -> list[Number]:
         """Attributes of modules and configurations that change where ``left`` units of each field stay."""
@@ -70,7 +73,7 @@ class ConfigPlan:
         one = self.fields[field]
         if one.kind == "neurons":
             return range(1, one.num + 1)
-        return [left for left in range(1, one.num + 1) if left == one.num or not _refusal(self.model, one.values(left))]
+        return [left for left in range(1, one.num + 1) if left == one.num or _takes(self.model, one.values(left))]
 
 
 def config_plan(calibration: Calibration) -> ConfigPlan:
@@ -79,6 +82,7 @@ def config_plan(calibration: Calibration) -> ConfigPlan:
     The model is as before at the end. ValueError where its configuration does not say what it is.
     """
     model = calibration.model
+    assert not calibration.is_open, "its blocks may be on another device"
     _check_model(model)
     check = UnitCheck.of(calibration)
     same = built(model, {}, "its own configuration")
@@ -87,7 +91,9 @@ def config_plan(calibration: Calibration) -> ConfigPlan:
     fields: dict[str, UnitField] = {}
     layers: list[UnitLayer] = []
     refused: dict[Kind, dict[str, str]] = {"neurons": {}, "heads": {}}
+    counted: set[Kind] = set()
     for one in _unit_fields(model, same):
+        counted.add(one.kind)
         try:
             of_field = _layers_of(check, same, one)
         except ValueError as error:
@@ -98,23 +104,20 @@ def config_plan(calibration: Calibration) -> ConfigPlan:
             fields[one.path] = one
             layers += of_field
     kinds = {layer.kind for layer in layers}
-    reasons = {kind: _reason(model, kind, list(refused[kind].values())) for kind in refused if kind not in kinds}
-    left_out = {path: said for of_kind in refused.values() for path, said in of_kind.items()}
-    return ConfigPlan(model, fields, layers, reasons, left_out)
+    reasons: dict[Kind, str] = {}
+    for kind in (kind for kind in refused if kind not in kinds):
+        other = _tied(model) if kind in counted and kind == "heads" else _uncounted(model, kind)
+        reasons[kind] = f"{next(iter(refused[kind].values()), other)}; {INSTEAD[kind]}"
+    return ConfigPlan(model, fields, layers, reasons, refused)
 
 
-def _reason(model: nn.Module, kind: Kind, said: list[str]) -> str:
-    name = type(model).__name__
-    if said:
-        return said[0]
-    if kind == "neurons":
-        return f"no field of the configuration of {name} says how many neurons a layer has; remove heads or layers"
-    return _tied(model)
+def _uncounted(model: nn.Module, kind: Kind) -> str:
+    return f"no field of the configuration of {type(model).__name__} says how many {kind} a layer has"
 
 
 def _tied(model: nn.Module) -> str:
     name = type(model).__name__
-    return f"{name} ties the size of its heads to its width, so that fewer heads do not make it smaller; {INSTEAD}"
+    return f"{name} ties the size of its heads to its width, so that fewer heads do not make it smaller"
 
 
 def _check_model(model: Any) -> None:
@@ -177,13 +180,13 @@ def _implied(model: nn.Module, same: nn.Module, path: str) -> int:
     return 0
 
 
-def _refusal(model: Any, values: Mapping[str, Any]) -> str:
-    """What the configuration says against some values."""
+def _takes(model: Any, values: Mapping[str, Any]) -> bool:
+    """Whether the configuration can have these values."""
     try:
         new_config(model, values)
-    except Exception as error:
-        return " ".join(str(error).split())[:200]
-    return ""
+    except Exception:  # what a class may raise is not known
+        return False
+    return True
 
 
 def _fewer(model: Any, one: UnitField) -> tuple[int, nn.Module]:
@@ -191,12 +194,13 @@ def _fewer(model: Any, one: UnitField) -> tuple[int, nn.Module]:
     numbers = [one.num - max(1, one.num // 4), one.num // 2, one.num - 1]
     if one.kind == "heads":
         numbers = list(range(one.num - 1, 0, -1))
-    refusal = ""
+    refusals: list[ValueError] = []
     for left in dict.fromkeys(numbers):
-        refusal = refusal or _refusal(model, one.values(left))
-        if not _refusal(model, one.values(left)):
+        try:
             return left, built(model, one.values(left), f"{one.path} {left}")
-    raise ValueError(f"{type(model).__name__} takes no other {one.path} than {one.num}: {refusal}; {INSTEAD}")
+        except ValueError as error:
+            refusals.append(error)
+    raise refusals[0]
 
 
 def _layers_of(check: UnitCheck, same: nn.Module, one: UnitField) -> list[UnitLayer]:
@@ -208,16 +212,14 @@ def _layers_of(check: UnitCheck, same: nn.Module, one: UnitField) -> list[UnitLa
         return []
     owners = _owners(model, dims, one)
     numbers = changed_numbers(model, same, less)
-    faults: dict[str, None] = {}
+    faults: list[str] = []
     for layers in islice(_candidates(model, dims, owners, one), MOST_LAYOUTS):
         fault = check.fault(drawn(dict.fromkeys(layers, one.num - left)), numbers, less)
         if not fault:
             return layers
-        faults[fault] = None
-    raise ValueError(
-        f"{one.kind} of {type(model).__name__} cannot go by {one.path} "
-        f"({len(faults)} layouts of its weights were tried): {next(iter(faults))}"
-    )
+        faults.append(fault)
+    tried = "" if len(faults) == 1 else f" ({len(faults)} layouts of the weights were tried)"
+    raise ValueError(f"{one.kind} of {type(model).__name__} cannot be cut one by one: {faults[0]}{tried}")
 
 
 def _dims(model: nn.Module, same: nn.Module, less: nn.Module, one: UnitField, left: int) -> dict[str, int]:
@@ -234,9 +236,9 @@ def _dims(model: nn.Module, same: nn.Module, less: nn.Module, one: UnitField, le
         size, after = tensor.shape[changed[0]], smaller[name].shape[changed[0]]
         if len(changed) > 1 or size * left != after * one.num or size % one.num:
             why = "" if one.kind == "neurons" else ", or the size of its heads changes with their number"
-            raise ValueError(f"{one.path} counts no equal parts of {name}, {list(tensor.shape)}{why}; {INSTEAD}")
+            raise ValueError(f"{one.path} counts no equal parts of {name}, {list(tensor.shape)}{why}")
         if one.kind == "neurons" and tensor.ndim == 3 and not _is_layer(model, name):
-            raise ValueError(f"{name} stacks experts, whose neurons stay; remove experts instead")
+            raise ValueError(f"{name} stacks experts, whose neurons stay")
         dims[name] = changed[0]
     return dims
 
@@ -252,7 +254,7 @@ def _owners(model: nn.Module, dims: Mapping[str, int], one: UnitField) -> dict[s
     if not consumers and one.kind == "heads":
         raise ValueError(_tied(model))
     if not consumers:
-        raise ValueError(f"no layer of {type(model).__name__} reads the units that {one.path} counts; {INSTEAD}")
+        raise ValueError(f"no layer of {type(model).__name__} reads the units that {one.path} counts")
     persistent, places = set(model.state_dict()), _num_places(model)
     owners = {}
     for name in dims:
@@ -262,7 +264,7 @@ def _owners(model: nn.Module, dims: Mapping[str, int], one: UnitField) -> dict[s
             raise ValueError(f"{name} follows {one.path}, but of which layer is not clear: {' or '.join(nearest[:2])}")
         if places[name] > 1 or name not in persistent:
             why = "is shared by several layers" if name in persistent else "is computed and not stored"
-            raise ValueError(f"{name} follows {one.path}, but {why}; {INSTEAD}")
+            raise ValueError(f"{name} follows {one.path}, but {why}")
         owners[name] = name if name in consumers else nearest[0]
     return owners
 

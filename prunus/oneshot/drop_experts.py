@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any
 
 import torch
@@ -58,12 +57,10 @@ class DroppedExperts:
 
 
 def drop_experts_(calibration: Calibration, fraction: float) -> DroppedExperts:
-    """Drop ``round(fraction * E)`` of the E experts of each layer: those that are least important on the samples.
+    """Drop a number or fraction of the experts of each layer: those that are least important on the samples.
 
     Where routing first chooses among groups of experts, each group loses as many. Of equal experts the first goes.
     """
-    if isinstance(fraction, bool) or not isinstance(fraction, Real) or not 0 < fraction < 1:
-        raise ValueError(f"experts is the fraction of them to drop, above 0 and below 1, got {fraction!r}")
     plan = fewer_experts(calibration.model, float(fraction))
     with calibration.open(), eagerly(), torch.no_grad():
         importance = _Importance(calibration, plan)

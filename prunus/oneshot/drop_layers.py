@@ -135,6 +135,7 @@ class _Choice:
         with self.calibration.open(), torch.no_grad():
             self.calibration.check_model()
             self._see_blocks()
+            self.generates = self._can_generate()
             size = calibration.batch_size or SIZE.get(calibration.device.type, 4)
             self.size = size if self.calibration.can_batch() else 1
 
@@ -160,6 +161,7 @@ class _Choice:
         self.distance = distance_of(first, self.calibration.samples.stacks[0].tree, problem)
         if often := [name for (name, _), block in blocks.items() if len(calls[block]) > 1]:
             raise ValueError(f"the blocks of {often[0]} run more than once in a pass, so that none can be removed")
+        blocks = {where: block for where, block in blocks.items() if any(p.ndim > 1 for p in block.parameters())}
         self.stubs = {where: (block, stub) for where, block in blocks.items() for stub in calls[block] if stub}
         if not self.stubs:
             raise ValueError(
@@ -191,6 +193,21 @@ class _Choice:
         args, named = arguments(self.calibration.model, batch)
         named = {key: value for key, value in named.items() if key != "use_cache"}
         return output_of(self.calibration.model(*args, **named))
+
+    def _can_generate(self) -> bool:
+        """Whether it generates a token with its cache, whose layers the class may count in its own way."""
+        model: Any = self.calibration.model
+        if not (hasattr(model, "can_generate") and model.can_generate()):
+            return False
+        args, named = arguments(model, self.first)
+        named = {key: value for key, value in named.items() if key not in ("use_cache", "decoder_input_ids")}
+        try:
+            model.generate(*args, **named, max_new_tokens=2, min_new_tokens=2, do_sample=False, pad_token_id=0)
+        except FAILURES as error:
+            if is_out_of_memory(error):
+                raise
+            return False
+        return True
 
     @contextmanager
     def _without(self, places: Collection[Place]) -> Iterator[None]:
@@ -259,6 +276,8 @@ class _Choice:
         try:
             with self.calibration.open(), torch.no_grad():
                 same, as_called = self._output(self.first), self._output_as_called(self.first)
+                if self.generates and not self._can_generate():
+                    return "generate fails without it, since its class counts layers in another way"
         except FAILURES as error:
             if is_out_of_memory(error):
                 raise

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from .units import Number
 
 COUNTS = re.compile("layer|depth|block")  # in the names of fields that may say how many blocks there are
-PERIODS = re.compile(
-    "period|interval|offset|every|freq|first_k|_step|window_layers|sparse"
-)  # of which layers are which
+PLACES = re.compile("layers|indices|indexes")  # of lists that hold numbers of layers
+PERIODS = re.compile("period|interval|offset|every|freq|first_k|_step|window_layers|sparse")  # which layer is which
 PLAIN = (bool, int, float, str, list, tuple, type(None))
 Gone = Mapping[str, Collection[int]]  # by name of a list of blocks, which of them go
 
@@ -53,10 +52,6 @@ class FewerLayers:
     _same: nn.Module | None = field(default=None, repr=False)  # as the configuration builds it
 
     @property
-    def num(self) -> int:
-        return sum(blocks.num for blocks in self.lists)
-
-    @property
     def periods(self) -> str:
         """What the configuration says about layers by their numbers, to end a sentence."""
         configs = _configs(getattr(self.model, "config", None))
@@ -81,8 +76,10 @@ class FewerLayers:
             raise ValueError(reason + self.periods)
         numbers: list[Number] = []
         seen: set[int] = set()
+        modules = dict(self.model.named_modules())
         for old, new in names.items():
             own = self.model.get_submodule(old)
+            _check_computed(old, own, modules.get(new) if new != old else None)
             _compare(own, self._same.get_submodule(old), less.get_submodule(new), numbers, seen)
         return numbers
 
@@ -169,10 +166,11 @@ def _shorten(config: Any, blocks: BlockList, gone: Collection[int]) -> None:
         values[place] = len(kept)
         setattr(inner, key, values)
         return
-    for other, value in list(vars(inner).items()):
+    public = {other: value for other, value in vars(inner).items() if not other.startswith("_")}
+    for other, value in public.items():
         if isinstance(value, list | tuple) and len(value) == blocks.num:
             setattr(inner, other, type(value)(value[i] for i in kept))
-        elif "layer" in other and _are_indices(value, blocks.num):
+        elif PLACES.search(other) and _are_indices(value, blocks.num):
             setattr(inner, other, type(value)(kept.index(i) for i in value if i in kept))
     setattr(inner, key, len(kept))
     stages = getattr(inner, "stage_names", None) or ()  # of backbones: what comes before the blocks, and each of them
@@ -262,15 +260,22 @@ def _difference(same: nn.Module, less: nn.Module, names: Mapping[str, str]) -> s
     return f"the new configuration builds {next(iter(built))} too" if built else ""
 
 
+def _check_computed(name: str, own: nn.Module, other: nn.Module | None) -> None:
+    """Refuse to move a module to the place of another where their class computes buffers that no folder holds."""
+    for key in own._non_persistent_buffers_set if other is not None else ():
+        a, b = (module._buffers.get(key) for module in (own, other) if module is not None)
+        if a is not None and b is not None and not torch.equal(a, b):
+            raise ValueError(f"{name}.{key} is computed from the number of the layer")
+
+
 def _compare(own: Any, same: Any, less: Any, numbers: list[Number], seen: set[int]) -> None:
     """Collect the attributes that differ between two modules or configurations, and those of configurations in them."""
     if id(own) in seen:
         return
     seen.add(id(own))
-    values = vars(less)
-    for key, value in vars(same).items():
-        other = values.get(key)
-        if hasattr(value, "to_dict") and hasattr(other, "to_dict"):
-            _compare(vars(own).get(key), value, other, numbers, seen)
+    for key in vars(same).keys() & vars(less).keys() & vars(own).keys():
+        before, value, other = (vars(each)[key] for each in (own, same, less))
+        if all(hasattr(each, "to_dict") for each in (before, value, other)):
+            _compare(before, value, other, numbers, seen)
         elif isinstance(value, PLAIN) and isinstance(other, PLAIN) and value != other:
             numbers.append((own, key, other))

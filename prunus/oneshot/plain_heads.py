@@ -4,7 +4,8 @@ A unit is a head of keys and values with the heads of queries that read it. Size
 query, key and value in one orders them, nor which attributes its module reads: each way is a candidate of its own.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import product
 
 import torch
@@ -19,6 +20,7 @@ GROUPS = ("num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads", "num_key_value_
 
 def head_candidates(model: nn.Module, calls: Calls) -> Iterator[Candidate]:
     """Of modules with an attribute that counts heads, the innermost first."""
+    names = {tensor: name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     for module in reversed([*model.modules()]):
         counts = {key: value for key, value in vars(module).items() if type(value) is int and value > 1}
         num = next((counts[key] for key in HEADS if key in counts), 0)
@@ -31,17 +33,25 @@ def head_candidates(model: nn.Module, calls: Calls) -> Iterator[Candidate]:
             dim, rest = divmod(calls.num_inputs(consumer), num)
             for producers in (layers[place - n : place] for n in (1, 2, 3) if n <= place and not rest):
                 if sum(map(calls.num_outputs, producers)) == (num + 2 * num_groups) * dim:
-                    yield from _Attention(model, calls, module, num, num_groups, dim).candidates(producers, consumer)
+                    attention = _Attention(calls, module, names, num, num_groups, dim)
+                    yield from attention.candidates(producers, consumer)
 
 
+@dataclass(frozen=True)
 class _Attention:
     """A module with ``num`` heads of queries, ``num_groups`` of keys and values, and ``dim`` channels in each."""
 
-    def __init__(self, model: nn.Module, calls: Calls, module: nn.Module, num: int, num_groups: int, dim: int) -> None:
-        self.calls, self.module = calls, module
-        self.num, self.num_groups, self.dim = num, num_groups, dim
-        self.num_queries = num // num_groups  # heads of a group
-        self.names = {tensor: name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    calls: Calls
+    module: nn.Module
+    names: Mapping[Tensor, str]  # of the model's tensors
+    num: int
+    num_groups: int
+    dim: int
+
+    @property
+    def num_queries(self) -> int:
+        """Heads of queries in a group."""
+        return self.num // self.num_groups
 
     def candidates(self, producers: Sequence[nn.Module], consumer: nn.Module) -> Iterator[Candidate]:
         calls, name, width = self.calls, self.calls.layers[consumer].name, self.num_queries * self.dim
@@ -75,8 +85,8 @@ class _Attention:
         counts = [(self.module, key, self.num_queries) for key in HEADS if values.get(key) == self.num]
         counts += [(self.module, key, 1) for key in GROUPS if values.get(key) == self.num_groups]
         widths = {self.num * self.dim: self.num_queries * self.dim, self.num_groups * self.dim: self.dim}
-        others = [(self.module, key, widths[value]) for key, value in values.items() if value in widths]
-        others = [other for other in others if other not in counts and other[1] not in (*HEADS, *GROUPS)]
+        others = {key: widths[value] for key, value in values.items() if value in widths}
+        others = [(self.module, key, width) for key, width in others.items() if key not in HEADS + GROUPS]
         yield counts
         if others:
             yield counts + others
@@ -86,7 +96,7 @@ class _Attention:
     def _layouts(self, producer: nn.Module) -> Iterator[Tensor]:
         """Rows of each group, (group, row), where a layer computes some of query, key and value."""
         q, rows = self.num_queries, torch.arange(self.calls.num_outputs(producer))
-        for parts in ((q,), (1,), (q, 1, 1), (1, 1)):  # heads of a group in each
+        for parts in dict.fromkeys([(q,), (1,), (q, 1, 1), (1, 1)]):  # heads of a group in each
             if len(rows) == sum(parts) * self.num_groups * self.dim:
                 sizes = [part * self.num_groups * self.dim for part in parts]
                 yield torch.cat([part.view(self.num_groups, -1) for part in rows.split(sizes)], 1)
