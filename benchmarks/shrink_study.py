@@ -97,7 +97,7 @@ class ShrinkQuality(LearningStudy):
     ways: tuple[WayName, ...] = ("solved", "tuned")  # how models are made smaller
     recover: tuple[WayName, ...] = ()  # which of them learn afterwards
     levels: tuple[str, ...] = ("25", "50")  # what is removed: percent, or a share as 1/3
-    of: Literal["units", "weights", "multiplications"] = "weights"  # of neurons and head groups, or of the blocks'
+    of: Literal["weights", "multiplications"] = "weights"  # of the blocks
     texts: bool = False  # write texts with the dense model and with those that have learned
 
     def runs(self) -> dict[tuple[str, str], list[Learning]]:
@@ -204,8 +204,6 @@ class Smaller:
             return Wanted(layers=share)
         if way.split == "measured" or self.options.of == "weights":
             return Wanted(size=1 - share)
-        if self.options.of == "units":
-            return Wanted(neurons=share, heads=share)
         if images is None:
             raise ValueError("--of multiplications is for models that read images")
         return Wanted(neurons=neurons_for(self.trained.model, images, share_of(level)))
