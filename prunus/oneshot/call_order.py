@@ -54,8 +54,11 @@ class Calls:
         model, order = calibration.model, []
         leaves = {module: path for path, module in model.named_modules() if next(module.children(), None) is None}
         handles = [module.register_forward_pre_hook(lambda m, _: order.append(m)) for module in leaves]
+        device = calibration.device
         try:
-            with eagerly():
+            with torch.random.fork_rng([device] if device.type == "cuda" else []), calibration.open(), eagerly():
+                calibration.check_model()
+                order.clear()
                 outputs(model, calibration.batch(next(calibration.samples.chunks(1))))
         finally:
             for handle in handles:

@@ -6,7 +6,6 @@ of a residual stream, which other layers read too, stay.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -39,18 +38,13 @@ class PlainPlan:
 
 def plain_plan(calibration: Calibration) -> PlainPlan:
     """The units of the model: candidates come from its calls on the first sample, on which they are tried too."""
-    model, device = calibration.model, calibration.device
-    with (
-        nullcontext() if calibration.is_open else calibration.open(),
-        torch.random.fork_rng([device] if device.type == "cuda" else []),
-    ):
-        calibration.check_model()
-        calls = Calls.of(calibration)
-        heads = list(head_candidates(model, calls))
-        taken = _right(calibration, [*heads, *_neurons(calls)])
-    plan = _plan(sorted(taken, key=lambda candidate: calls.place_of(candidate.layer.consumer)))
-    kinds = {layer.kind for layer in plan.layers}
-    plan.reasons.update({kind: reason for kind, reason in _reasons(model, bool(heads)).items() if kind not in kinds})
+    assert not calibration.is_open, "its blocks may be on another device"
+    calls = Calls.of(calibration)
+    heads = list(head_candidates(calibration.model, calls))
+    right = _right(UnitCheck.of(calibration), [*heads, *_neurons(calls)])
+    plan = _plan(sorted(right, key=lambda candidate: calls.place_of(candidate.layer.consumer)))
+    kinds, reasons = {layer.kind for layer in plan.layers}, _reasons(calibration.model, bool(heads))
+    plan.reasons.update({kind: reason for kind, reason in reasons.items() if kind not in kinds})
     return plan
 
 
@@ -70,9 +64,8 @@ def _plan(candidates: Sequence[Candidate]) -> PlainPlan:
     return PlainPlan([candidate.layer for candidate in candidates], {}, counts)
 
 
-def _right(calibration: Calibration, candidates: Sequence[Candidate]) -> list[Candidate]:
+def _right(check: UnitCheck, candidates: Sequence[Candidate]) -> list[Candidate]:
     """Candidates that pass the check together; those of equal blocks are tried at once, then one by one."""
-    check = UnitCheck.of(calibration)
 
     def fit(*some: Candidate) -> bool:
         plan = _plan(some)

@@ -219,7 +219,7 @@ def plan_of(calibration: Calibration) -> Plan:
 
 
 def _num_layers(calibration: Calibration) -> int:
-    return fewer_layers(calibration.model, calibration.blocks).num
+    return sum(blocks.num for blocks in fewer_layers(calibration.model, calibration.blocks).lists)
 
 
 def _size(calibration: Calibration) -> Size:

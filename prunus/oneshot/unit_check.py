@@ -5,7 +5,7 @@ produces them is made several times larger, which nothing may notice; then they 
 that layers share and norms over all units give other outputs.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,7 @@ from .built_twice import unlike
 from .calibration import Calibration
 from .cut import Cuts
 from .forward import outputs
-from .resources import FAILURES, is_out_of_memory
+from .resources import is_out_of_memory
 from .samples import Chunk, Tree
 from .units import Number, UnitLayer, role, tensor_of
 
@@ -54,31 +54,32 @@ class UnitCheck:
 
         ``less`` is the model that a new configuration builds, where there is one.
         """
+        cuts = Cuts.of_units(self.model, gone, numbers)
         try:
-            with _unread(self.model, gone):
-                wanted = self._traces(gone)
-            if name := _unreached(wanted):
-                return f"the first sample does not reach {name}"
-            cuts = Cuts.of_units(self.model, gone, numbers)
-            try:
-                cuts.apply_()
-                if less is not None and (name := unlike(self.model, less)):
-                    return f"{name} has not the shape that the class builds"
-                traces = self._traces(gone)
-            finally:
-                cuts.undo_()
-        except FAILURES as error:
+            cuts.apply_()
+            if less is not None and (name := unlike(self.model, less)):
+                return f"{name} has not the shape that the class builds"
+            traces = self._traces(gone)
+        except Exception as error:  # what a forward raises for shapes that do not fit is not known
             if is_out_of_memory(error):
                 raise
             return f"the smaller model fails: {' '.join(str(error).split())[:120]}"
+        finally:
+            cuts.undo_()
+        with _unread(self.model, gone):
+            wanted = self._traces(gone)
+        if name := _unreached(wanted):
+            return f"the first sample does not reach {name}"
         return _difference(wanted, traces, max(TOLERANCE.get(p.dtype, COARSE) for p in self.model.parameters()))
 
-    def _traces(self, layers: Iterable[UnitLayer]) -> Traces:
+    def _traces(self, layers: Collection[UnitLayer]) -> Traces:
         """Outputs of the layers' consumers and of the model; the last name is empty."""
         calibration, traces = Calibration(self.model, [self.sample], offload=self.offload), {}
         devices = [calibration.device] if calibration.device.type == "cuda" else []
+        # a consumer that writes units of another layer loses outputs itself; who reads those is traced
+        written = {name for layer in layers for name in layer.slices if name != layer.consumer}
         with ExitStack() as stack:
-            for layer in layers:
+            for layer in (layer for layer in layers if layer.consumer not in written):
                 module = self.model.get_submodule(layer.consumer.rpartition(".")[0])
                 traces[layer.consumer] = seen = []
                 stack.callback(module.register_forward_hook(_appending(seen)).remove)
@@ -126,8 +127,8 @@ def _difference(wanted: Traces, traces: Traces, tolerance: float) -> str:
 
 def _are_near(one: Tensor, other: Tensor, tolerance: float) -> bool:
     """Norms are compared, not elements: rounding may send a few tokens to other experts."""
-    finite = one.isfinite()  # logits of what is forbidden are not
-    if not torch.equal(finite, other.isfinite()):
+    finite = one.isfinite()  # logits of what is forbidden are infinite
+    if one.isnan().any() or not torch.equal(finite, other.isfinite()):
         return False
     one, other = one[finite], other[finite]
     return bool((one - other).norm() <= tolerance * one.norm())

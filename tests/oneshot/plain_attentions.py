@@ -121,7 +121,7 @@ class PositionBias(Fused):
 
     def forward(self, x):
         q, k, v = (by_head(part, self.num_heads) for part in self.qkv(x).chunk(3, -1))
-        bias = self.table.T[:, None, : x.shape[1]]
+        bias = self.table.transpose(0, 1)[:, None, : x.shape[1]]
         attention = (q @ k.transpose(-2, -1) * self.logit_scale + bias).softmax(-1)
         return x + self.proj((attention @ v).transpose(1, 2).flatten(2))
 

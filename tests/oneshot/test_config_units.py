@@ -305,7 +305,7 @@ def test_numbers_that_the_configuration_refuses_are_not_allowed():
     assert plan.allowed("num_key_value_heads") == [1, 2, 3]
     plan = plan_of(model, text())
     assert plan.allowed("num_key_value_heads") == [1, 2, 3, 4, 6]  # divisors of the width
-    assert plan.allowed("intermediate_size") == list(range(1, 25))
+    assert plan.allowed("intermediate_size") == range(1, 25)
     with pytest.raises(ValueError, match="cannot be built with num_key_value_heads 5"):
         plan.numbers({"num_key_value_heads": 5})
     assert plan.numbers({"num_key_value_heads": 6, "intermediate_size": 24}) == []
