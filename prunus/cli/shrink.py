@@ -94,7 +94,7 @@ def _shrunk(command: Command) -> "Outcome":
     """The model, shrunk, tuned and recovered where that was asked for, and measured after each step."""
     import torch
 
-    from ..oneshot.cut import Cuts
+    from ..oneshot.cuts import Cuts
     from ..oneshot.originals import Originals
     from .shrink_tables import Outcome
 

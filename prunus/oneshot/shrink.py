@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..input_statistics import eagerly
 from .calibration import Calibration
 from .config_units import config_plan
-from .cut import Cuts
+from .cuts import Cuts
 from .drop_experts import ExpertLayer, drop_experts_
 from .drop_layers import DroppedLayers, drop_layers_
 from .fewer_layers import fewer_layers

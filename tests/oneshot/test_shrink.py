@@ -178,7 +178,8 @@ def test_what_cannot_be_done_is_refused_in_one_line_and_nothing_changes(how, lin
 
 
 def test_a_class_that_ties_heads_to_its_width_says_so_and_names_what_can_go():
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=64, n_positions=32, n_embd=16, n_layer=2, n_head=2)).eval()
+    config = transformers.GPT2Config(vocab_size=64, n_positions=32, n_embd=16, n_layer=2, n_head=2)
+    model = transformers.GPT2LMHeadModel(config).eval()
     with pytest.raises(ValueError, match="neurons"):
         shrink(model, [text()], heads=1)
     result = shrink(model, [text()], size=0.8)
