@@ -67,9 +67,9 @@ def measure_repair(model: Any, tokens: Tensor, repair: prunus.Repair, offload: t
     row, result = measured_cost(
         lambda: prune(model, [tokens], SPARSITY, repair=repair, offload=offload), offload or tokens.device
     )
+    parts, sparsity = {part: result.cost.parts[part] for part in PARTS if part in result.cost.parts}, result.sparsity
     result.undo_()
-    parts = {part: result.cost.parts[part] for part in PARTS if part in result.cost.parts}
-    return row | parts | {"other": row["seconds"] - sum(parts.values()), "sparsity": result.sparsity}
+    return row | parts | {"other": row["seconds"] - sum(parts.values()), "sparsity": sparsity}
 
 
 def measured_cost(call: Callable[[], Changed], device: torch.device) -> tuple[Row, Changed]:

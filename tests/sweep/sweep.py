@@ -79,7 +79,8 @@ def sweep(name: str, only: Sequence[str] = CHECKS) -> dict[str, Any]:
             "export": lambda: _exported(model, batch, Path(folder)),
             "doctor": lambda: _examined(Path(folder)),
             "sparse run": lambda: _run_sparse(model, build(name, TABLE), batch),
-            **{kind: lambda kind=kind: _cut(build(name, TABLE), batch, kind, Path(folder)) for kind in ("neurons", "heads")},
+            "neurons": lambda: _cut(build(name, TABLE), batch, "neurons", Path(folder)),
+            "heads": lambda: _cut(build(name, TABLE), batch, "heads", Path(folder)),
         }
         for check, run in checks.items():
             if check not in only:
