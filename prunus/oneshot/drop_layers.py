@@ -1,8 +1,8 @@
 """Whole layers that go: one at a time, that without which the model's outputs change least."""
 
 import math
-from collections.abc import Collection, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from dataclasses import dataclass, field
 from numbers import Integral
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .blocks import SAME, Stream, is_chain, is_near
 from .calibration import ROUNDING, Calibration
-from .cut import Cuts
+from .cuts import Cuts
 from .distance import distance_of, output_of
 from .fewer_layers import BlockList, FewerLayers, fewer_layers, new_keys
 from .forward import arguments, outputs, replaced
@@ -67,6 +67,15 @@ class DroppedLayers:
                 _fill(module, before)
             self._numbers.undo_()
         self.is_applied = False
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """While this is open, the model has all its layers."""
+        self.undo_()
+        try:
+            yield
+        finally:
+            self.apply_()
 
 
 def _fill(module: nn.Module, blocks: Mapping[str, nn.Module]) -> None:

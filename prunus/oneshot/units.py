@@ -1,5 +1,6 @@
 """Units of a model: neurons and head groups, and which places of which tensors belong to each of them."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -55,6 +56,9 @@ class Plan(Protocol):
     def reasons(self) -> Mapping[Kind, str]:
         """Why units of a kind cannot go, where they cannot: sentences."""
 
+    def allowed(self, field: str) -> Sequence[int]:
+        """How many units of a field may stay, in order; the last is all of them."""
+
     def numbers(self, left: Mapping[str, int]) -> list[Number]:
         """Attributes of modules and configurations that change where ``left`` units of each field stay."""
 
@@ -69,3 +73,9 @@ def home_of(model: nn.Module, name: str) -> tuple[dict[str, Any], str]:
 def tensor_of(model: nn.Module, name: str) -> Tensor:
     home, key = home_of(model, name)
     return home[key]
+
+
+def role(name: str) -> str:
+    """What the module of a tensor is in every layer alike: its name without numbers."""
+    path, _, key = name.rpartition(".")
+    return re.sub(r"\d+", "*", path if key in ("weight", "bias") else name)

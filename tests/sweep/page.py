@@ -5,7 +5,7 @@ from typing import Any
 
 YES = "yes"
 ONE_SHOT = ("magnitude", "wanda", "fisher")
-SHRINKS = ("layers",)
+SHRINKS = ("neurons", "heads", "layers")
 CHECKS = ("training", *ONE_SHOT, "repair", "export", "doctor", "sparse run", *SHRINKS)
 COLUMNS = ("training", "one-shot", "repair", "export", "doctor", "sparse run", *SHRINKS)
 HEAD = """\
@@ -21,6 +21,8 @@ treated differently, and *no* where it failed; the reasons stand below the table
 - **export**: `save_model`, `save_pretrained`, `prunus export --check`; what is loaded is equal, and so are its outputs.
 - **doctor**: `prunus doctor` finds the folders healthy.
 - **sparse run**: `sparsify_`, then the same outputs.
+- **neurons**, **heads**: a quarter of them cut, different ones in each layer; the outputs are those of the model in
+  which nothing reads them, and those of the folder that plain `from_pretrained` loads.
 - **layers**: a model of five layers loses one; plain `from_pretrained` loads the folder, with equal outputs.
 
 The last columns say which share of all parameters is prunable, and which other matrices stay dense by default, with
@@ -60,8 +62,8 @@ def version_key(version: str) -> list[int]:
 def cell(found: Mapping[str, Any], column: str) -> str:
     if found.get("missing") or "not built" in found:
         return "–"
-    texts = [found.get(check, "–") for check in (ONE_SHOT if column == "one-shot" else (column,))]
-    if "–" in texts:
+    texts = [found.get(check) for check in (ONE_SHOT if column == "one-shot" else (column,))]
+    if None in texts:
         return "–"
     if not all(text.startswith(YES) for text in texts):
         return "no"
@@ -76,7 +78,8 @@ def _compared(newest: Mapping[str, Any], older: Mapping[str, Any]) -> str:
         return "not there"
     if "not built" in older:
         return "not built"
-    cells = {column: (cell(newest, column), cell(older, column)) for column in COLUMNS}
+    checks = [column for column in COLUMNS if column == "one-shot" or column in older]
+    cells = {column: (cell(newest, column), cell(older, column)) for column in checks}
     return "; ".join(f"{column} {now}" for column, (was, now) in cells.items() if was != now) or "same"
 
 

@@ -1,9 +1,9 @@
-"""Every family of the table through training, one-shot pruning, repair, export, the doctor and the sparse run.
+"""Every family of the table through training, one-shot pruning, repair, export, the doctor, sparse runs and cuts.
 
 ``python tests/sweep/sweep.py`` writes what held and what did not to ``docs/evidence/support.json``, and from that the
-page ``support.md`` beside it; ``--only`` runs a few families anew, ``--resume`` those that a sweep which was ended has
-left, and ``--page`` writes the page alone. A second version of transformers, in a folder of its own before the path
-(PYTHONPATH), adds a record beside the first.
+page ``support.md`` beside it; ``--only`` runs a few families anew, ``--checks`` a few checks, ``--resume`` the families
+that a sweep which was ended has left, and ``--page`` writes the page alone. A second version of transformers, in a
+folder of its own before the path (PYTHONPATH), adds a record beside the first.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import redirect_stdout
 from copy import deepcopy
@@ -42,7 +42,10 @@ from prunus.cli import main as prunus_command  # noqa: E402
 from prunus.doctor import examine  # noqa: E402
 from prunus.eligible import eligible  # noqa: E402
 from prunus.oneshot.calibration import Calibration  # noqa: E402
+from prunus.oneshot.config_units import config_plan  # noqa: E402
+from prunus.oneshot.cuts import Cuts  # noqa: E402
 from prunus.oneshot.drop_layers import drop_layers_  # noqa: E402
+from prunus.oneshot.units import tensor_of  # noqa: E402
 from prunus.sparse.linear import sparsify_  # noqa: E402
 from prunus.sparsity_report import report  # noqa: E402
 
@@ -52,7 +55,7 @@ LONGEST = 200  # characters of a reason
 State = dict[str, Tensor]
 
 
-def sweep(name: str) -> dict[str, Any]:
+def sweep(name: str, only: Sequence[str] = CHECKS) -> dict[str, Any]:
     """What each check of a family came to: ``yes``, or why not."""
     kind, _, inputs = TABLE[name]
     if not hasattr(transformers, kind):
@@ -76,8 +79,11 @@ def sweep(name: str) -> dict[str, Any]:
             "export": lambda: _exported(model, batch, Path(folder)),
             "doctor": lambda: _examined(Path(folder)),
             "sparse run": lambda: _run_sparse(model, build(name, TABLE), batch),
+            **{kind: lambda kind=kind: _cut(build(name, TABLE), batch, kind, Path(folder)) for kind in ("neurons", "heads")},
         }
         for check, run in checks.items():
+            if check not in only:
+                continue
             torch.manual_seed(0)
             try:
                 found[check] = run()
@@ -241,6 +247,48 @@ def _run_sparse(model: nn.Module, sparse: nn.Module, batch: State) -> str:
     return f"{YES}; {left.total()} of {len(pruned)} run dense: {kinds}" if left else YES
 
 
+@torch.no_grad()
+def _cut(model: nn.Module, batch: State, kind: str, folder: Path) -> str:
+    """A quarter of the units, different ones in each layer, to an ordinary folder; then they come back."""
+    before = deepcopy(model.state_dict())
+    plan = config_plan(Calibration(model, [batch]))
+    if kind in plan.reasons:
+        return f"no: {plan.reasons[kind]}"[:LONGEST]
+    layers = [layer for layer in plan.layers if layer.kind == kind]
+    most = {layer.field: layer.num - max(1, layer.num // 4) for layer in layers}
+    left = {field: max(num for num in plan.allowed(field) if num <= most[field]) for field in most}
+    gone = {layer: torch.randperm(layer.num)[left[layer.field] :] for layer in layers}
+    wanted = _unread_outputs(model, batch, gone)
+    cuts = Cuts.of_units(model, gone, plan.numbers(left))
+    cuts.apply_()
+    model.save_pretrained(folder / kind)
+    loaded, said = type(model).from_pretrained(folder / kind, output_loading_info=True)
+    assert not said["missing_keys"] and not said["unexpected_keys"], f"keys that are missing or left over: {said}"
+    assert_equal_models(loaded, model, batch)
+    for a, b in zip(_tensors(model(**batch)), wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4, equal_nan=True)
+    _check_undo(model, cuts, before)
+    stays = [f"{field} cannot be cut: {reason}" for field, reason in plan.left_out[kind].items()]
+    return f"{YES}; {'; '.join(stays)}"[:LONGEST] if stays else YES
+
+
+def _unread_outputs(model: nn.Module, batch: State, gone: dict[Any, Tensor]) -> list[Tensor]:
+    """What a model gives where its consumers do not read some units."""
+    consumers = {layer: tensor_of(model, layer.consumer) for layer in gone}
+    whole = {weight: weight.clone() for weight in consumers.values()}
+    for layer, units in gone.items():
+        slices = layer.slices[layer.consumer]
+        consumers[layer].index_fill_(slices.dim, slices.places[units].flatten(), 0)
+    outputs = _tensors(model(**batch))
+    for weight, values in whole.items():
+        weight.copy_(values)
+    return outputs
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(_plain(output)) if torch.is_tensor(leaf)]
+
+
 def _start(threads: int = 1) -> None:
     torch.set_num_threads(threads)
     transformers.logging.set_verbosity_error()
@@ -250,6 +298,7 @@ def _start(threads: int = 1) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", metavar="FAMILY", help="families to run anew; all others stay")
+    parser.add_argument("--checks", nargs="*", default=CHECKS, choices=CHECKS, help="checks to run anew")
     parser.add_argument("--resume", action="store_true", help="run the families that the record lacks")
     parser.add_argument("--out", type=Path, default=RECORDS / "support.json")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
@@ -258,12 +307,14 @@ def main() -> None:
     record = json.loads(given.out.read_text()) if given.out.is_file() else {}
     if not given.page:
         began, version = time.monotonic(), transformers.__version__
-        known = record.get(version, {}).get("families", {}) if given.only or given.resume else {}
-        names = given.only or [name for name in TABLE if name not in known]
+        is_part = given.only or given.resume or given.checks is not CHECKS
+        known = record.get(version, {}).get("families", {}) if is_part else {}
+        names = given.only or [name for name in TABLE if not given.resume or name not in known]
         with ProcessPoolExecutor(given.jobs, get_context("spawn"), _start) as pool:
-            futures = {pool.submit(sweep, name): name for name in names}
+            futures = {pool.submit(sweep, name, given.checks): name for name in names}
             for future in as_completed(futures):
-                known[futures[future]] = found = future.result()
+                found = future.result()
+                known[futures[future]] = known.get(futures[future], {}) | found
                 odd = {check: text for check in CHECKS if not (text := found.get(check, YES)).startswith(YES)}
                 print(f"{len(known)}/{len(TABLE)} {futures[future]} {odd or ''}", flush=True)
                 families = {name: known[name] for name in TABLE if name in known}

@@ -1,0 +1,154 @@
+"""Whether units can be cut from a model: what is left must compute what the model does where nothing reads them.
+
+Units are chosen at random, different ones in each layer. First their columns of the consumer are set to zero, and what
+produces them is made several times larger, which nothing may notice; then they are cut. Wrong places, position biases
+that layers share and norms over all units give other outputs.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ..input_statistics import eagerly
+from .built_twice import unlike
+from .calibration import Calibration
+from .cuts import Cuts
+from .forward import outputs
+from .resources import is_out_of_memory
+from .samples import Chunk, Tree
+from .units import Number, UnitLayer, role, tensor_of
+
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}  # relative to a norm
+COARSE = 0.1  # for 16-bit types; what is wrong gives a difference of order 1
+LARGER = -3.0  # a product of two producers stays within 16-bit types
+Gone = Mapping[UnitLayer, Tensor]  # units that go, by their numbers
+Traces = dict[str, list[Tensor]]  # outputs of consumers, call by call, and of the model
+
+
+def drawn(nums: Mapping[UnitLayer, int]) -> Gone:
+    """So many units of each layer at random, different ones in each."""
+    rng = torch.Generator().manual_seed(0)  # torch's draws belong to the user
+    return {layer: torch.randperm(layer.num, generator=rng)[:num] for layer, num in nums.items()}
+
+
+@dataclass(frozen=True)
+class UnitCheck:
+    """A model and the one sample that every check runs on."""
+
+    model: nn.Module
+    sample: Tree
+    offload: torch.device | None
+
+    @staticmethod
+    def of(calibration: Calibration) -> "UnitCheck":
+        offload = calibration.offload.device if calibration.offload else None
+        return UnitCheck(calibration.model, calibration.samples.tree(Chunk(0, 0, 1)), offload)
+
+    def fault(self, gone: Gone, numbers: Sequence[Number], less: nn.Module | None = None) -> str:
+        """What is wrong where the units ``gone`` are cut; empty where nothing is. The model stays whole.
+
+        ``less`` is the model that a new configuration builds, where there is one.
+        """
+        cuts = Cuts.of_units(self.model, gone, numbers)
+        try:
+            cuts.apply_()
+            if less is not None and (name := unlike(self.model, less)):
+                return f"{name} has not the shape that the class builds"
+            traces = self._traces(gone)
+        except Exception as error:  # what a forward raises for shapes that do not fit is not known
+            if is_out_of_memory(error):
+                raise
+            return f"the smaller model fails: {' '.join(str(error).split())[:120]}"
+        finally:
+            cuts.undo_()
+        with _unread(self.model, gone):
+            wanted = self._traces(gone)
+        if name := _unreached(wanted):
+            return f"the first sample does not reach {name}"
+        return _difference(wanted, traces, max(TOLERANCE.get(p.dtype, COARSE) for p in self.model.parameters()))
+
+    def _traces(self, layers: Collection[UnitLayer]) -> Traces:
+        """Outputs of the layers' consumers and of the model; the last name is empty."""
+        calibration, traces = Calibration(self.model, [self.sample], offload=self.offload), {}
+        devices = [calibration.device] if calibration.device.type == "cuda" else []
+        # a consumer that writes units of another layer loses outputs itself; who reads those is traced
+        written = {name for layer in layers for name in layer.slices if name != layer.consumer}
+        with ExitStack() as stack:
+            for layer in (layer for layer in layers if layer.consumer not in written):
+                module = self.model.get_submodule(layer.consumer.rpartition(".")[0])
+                traces[layer.consumer] = seen = []
+                stack.callback(module.register_forward_hook(_appending(seen)).remove)
+            stack.enter_context(torch.random.fork_rng(devices))
+            stack.enter_context(calibration.open())
+            stack.enter_context(eagerly())
+            stack.enter_context(torch.no_grad())
+            traces[""] = list(_tensors(outputs(self.model, calibration.batch(Chunk(0, 0, 1)))))
+        return traces
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    tree = list(tree.values()) if isinstance(tree, Mapping) else tree
+    for leaf in pytree.tree_leaves(tree):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            yield leaf.detach().to("cpu", torch.float64)
+
+
+def _appending(seen: list[Tensor]) -> Callable[..., None]:
+    """A hook that stores what a layer adds to its bias, which may be large."""
+
+    def hook(module: nn.Module, args: Any, output: Tensor) -> None:
+        bias = module._parameters.get("bias")
+        seen.extend(_tensors(output if bias is None or output.shape[-1:] != bias.shape else output - bias))
+
+    return hook
+
+
+def _unreached(traces: Traces) -> str:
+    """A consumer that ran in no layer; of experts, some may get no token of one sample."""
+    reached = {role(name) for name, seen in traces.items() if seen}
+    return next((name for name in traces if role(name) not in reached), "")
+
+
+def _difference(wanted: Traces, traces: Traces, tolerance: float) -> str:
+    for name, tensors in wanted.items():
+        if len(tensors) != len(traces[name]):
+            return f"{name or 'the model'} gives another number of outputs"
+        for one, other in zip(tensors, traces[name], strict=True):
+            if one.shape != other.shape or not _are_near(one, other, tolerance):
+                where = name.rpartition(".")[0] or "the model"
+                return f"the outputs of {where} change, as where a norm reads all units or layers share a bias"
+    return ""
+
+
+def _are_near(one: Tensor, other: Tensor, tolerance: float) -> bool:
+    """Norms are compared, not elements: rounding may send a few tokens to other experts."""
+    finite = one.isfinite()  # logits of what is forbidden are infinite
+    if one.isnan().any() or not torch.equal(finite, other.isfinite()):
+        return False
+    one, other = one[finite], other[finite]
+    return bool((one - other).norm() <= tolerance * one.norm())
+
+
+@contextmanager
+def _unread(model: nn.Module, gone: Gone) -> Iterator[None]:
+    """The model with units that no consumer reads, and that are larger than they were."""
+    saved: list[tuple[Tensor, int, Tensor, Tensor]] = []
+    try:
+        for layer, units in gone.items():
+            for name, slices in layer.slices.items():
+                tensor = tensor_of(model, name).data
+                places = slices.places[units].flatten().to(tensor.device)
+                if tensor.ndim < 2:  # a variance that is negative gives NaN
+                    continue
+                values = tensor.index_select(slices.dim, places)
+                saved.append((tensor, slices.dim, places, values.cpu()))
+                tensor.index_copy_(slices.dim, places, values * (0.0 if name == layer.consumer else LARGER))
+        yield
+    finally:
+        for tensor, dim, places, values in reversed(saved):
+            tensor.index_copy_(dim, places, values.to(tensor.device))
