@@ -84,11 +84,10 @@ def config_plan(calibration: Calibration) -> ConfigPlan:
     model = calibration.model
     assert not calibration.is_open, "its blocks may be on another device"
     _check_model(model)
-    offload = None if calibration.offload is None else calibration.offload.device
-    check = UnitCheck(model, calibration.samples.tree(next(calibration.samples.chunks(1))), offload)
     same = built(model, {}, "its own configuration")
     if name := unlike(model, same):
         raise ValueError(f"{name} has not the shape that the model's config says; which units it has is not clear")
+    check = UnitCheck.of(calibration)
     fields: dict[str, UnitField] = {}
     layers: list[UnitLayer] = []
     refused: dict[Kind, dict[str, str]] = {"neurons": {}, "heads": {}}
