@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..input_statistics import eagerly, one_by_one
 from .calibration import Calibration
+from .cut import Cuts
 from .fewer_experts import FewerExperts, fewer_experts
 from .forward import outputs
 from .samples import Chunk, mask_of
@@ -37,46 +38,12 @@ class ExpertLayer:
         return tuple(expert for expert in range(len(self.importance)) if expert not in self.dropped)
 
 
-@dataclass
-class _Cut:
-    """A tensor with a slice for each expert along ``dim``, and the smaller one that takes its place in a module."""
-
-    home: dict[str, Any]  # parameters or buffers of the module
-    key: str
-    dim: int
-    keep: Tensor
-    drop: Tensor
-    whole: Tensor
-    small: Tensor
-    removed: Tensor | None = None  # in main memory, while the small one is in place
-
-    def apply_(self) -> None:
-        whole = self.whole.data
-        self.removed = whole.index_select(self.dim, self.drop.to(whole.device)).cpu()
-        self.small.data = whole.index_select(self.dim, self.keep.to(whole.device))
-        self.whole.data = whole.new_empty(0)
-        self.home[self.key] = self.small
-
-    def undo_(self) -> None:
-        assert self.removed is not None
-        small, shape = self.small.data, list(self.small.shape)
-        shape[self.dim] += len(self.drop)
-        whole = small.new_empty(shape)
-        for experts, values in ((self.keep, small), (self.drop, self.removed)):
-            whole.index_copy_(self.dim, experts.to(small.device), values.to(small.device))
-        self.whole.data, self.removed = whole, None
-        self.small.data = small.new_zeros(()).expand(small.shape)  # its shape, without its memory
-        self.home[self.key] = self.whole
-
-
 @dataclass(repr=False)
 class DroppedExperts:
     """Which experts of each layer went, and why. What was removed is in main memory, so that it can come back."""
 
     layers: list[ExpertLayer]
-    _cuts: list[_Cut] = field(default_factory=list)
-    _numbers: list[tuple[Any, str, Any, Any]] = field(default_factory=list)  # owner, attribute, before and after
-    is_applied: bool = False
+    _cuts: Cuts = field(default_factory=Cuts)
 
     def __repr__(self) -> str:
         return f"DroppedExperts({self.num_dropped:,} of {self.num_experts:,} in {len(self.layers)} layers)"
@@ -89,23 +56,17 @@ class DroppedExperts:
     def num_dropped(self) -> int:
         return sum(len(layer.dropped) for layer in self.layers)
 
+    @property
+    def is_applied(self) -> bool:
+        return self._cuts.is_applied
+
     def apply_(self) -> None:
         """Drop the experts, unless they are dropped already."""
-        if not self.is_applied:
-            for cut in self._cuts:
-                cut.apply_()
-            for owner, key, _, after in self._numbers:
-                setattr(owner, key, after)
-        self.is_applied = True
+        self._cuts.apply_()
 
     def undo_(self) -> None:
         """Put the experts back, bit for bit."""
-        if self.is_applied:
-            for cut in self._cuts:
-                cut.undo_()
-            for owner, key, before, _ in self._numbers:
-                setattr(owner, key, before)
-        self.is_applied = False
+        self._cuts.undo_()
 
 
 def drop_experts_(calibration: Calibration, fraction: float) -> DroppedExperts:
@@ -126,19 +87,9 @@ def drop_experts_(calibration: Calibration, fraction: float) -> DroppedExperts:
 
 def without_experts(model: nn.Module, plan: FewerExperts, layers: Sequence[ExpertLayer]) -> DroppedExperts:
     """What takes the place of the model's tensors and numbers where the dropped experts are gone; not applied yet."""
-    dropped, by_name = DroppedExperts(list(layers)), {layer.name: layer for layer in layers}
-    for name, (layer, dim) in plan.slices.items():
-        path, _, key = name.rpartition(".")
-        module = model.get_submodule(path)
-        home: dict[str, Any] = module._parameters if key in module._parameters else module._buffers
-        whole = home[key]
-        small = whole.detach().new_empty(0)
-        if isinstance(whole, nn.Parameter):
-            small = nn.Parameter(small, whole.requires_grad)
-        keep, drop = torch.tensor(by_name[layer].kept), torch.tensor(by_name[layer].dropped)
-        dropped._cuts.append(_Cut(home, key, dim, keep, drop, whole, small))
-    dropped._numbers = [(owner, key, getattr(owner, key), after) for owner, key, after in plan.numbers]
-    return dropped
+    dropped = {layer.name: torch.tensor(layer.dropped) for layer in layers}
+    drop = {(name, dim): dropped[layer] for name, (layer, dim) in plan.slices.items()}
+    return DroppedExperts(list(layers), Cuts.of(model, drop, plan.numbers))
 
 
 class _Importance:
