@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -18,6 +19,7 @@ PROMPT, NEW = 16, 32  # tokens to begin with, and to write
 ROUNDS = 5  # each model is timed once in every round
 SECONDS = 0.2  # at least, of one timing
 LONGEST = 60.0  # seconds after which no other round begins
+SLOW = 10.0  # seconds after which a text ends
 
 
 @dataclass(frozen=True)
@@ -34,11 +36,11 @@ def compare_speed(model: nn.Module, batches: Iterable[Any], states: Mapping[str,
 
     A state is called to bring the model into it. The last one stays.
     """
-    unit, run = _work(model, batches)
     seconds: dict[str, list[float]] = {name: [] for name in states}
     mode, began = model.training, time.perf_counter()
     model.eval()
     try:
+        unit, run = _work(model, batches)
         for number in range(ROUNDS):
             if number and time.perf_counter() - began > LONGEST:
                 break
@@ -70,14 +72,15 @@ def _work(model: Any, batches: Iterable[Any]) -> tuple[str, Callable[[], int]]:
         longest = getattr(text_config(model), "max_position_embeddings", None) or PROMPT + NEW
         num_new = max(1, min(NEW, longest - 1))
         prompt = ids[:, : max(1, min(PROMPT, longest - num_new))]
-        how = GenerationConfig(do_sample=False, max_new_tokens=num_new, min_new_tokens=num_new, pad_token_id=0)
 
-        def write() -> int:
-            mask = torch.ones_like(prompt)
-            written = model.generate(prompt, attention_mask=mask, generation_config=how).cpu()
-            return written.shape[1] - prompt.shape[1]
+        def write(num: int) -> int:
+            how = GenerationConfig(do_sample=False, max_new_tokens=num, min_new_tokens=num, pad_token_id=0)
+            text = model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=how).cpu()
+            return text.shape[1] - prompt.shape[1]
 
-        return "tokens", write
+        began = time.perf_counter()
+        write(1)
+        return "tokens", partial(write, max(1, min(num_new, int(SLOW / (time.perf_counter() - began)))))
 
     def read() -> int:
         outputs(model, sample)
