@@ -121,9 +121,9 @@ def save(figure: Figure, path: Path) -> None:
         figure.savefig(path, dpi=200, metadata={"Software": None})
 
 
-def layers_svg(layers: Sequence[Mapping[str, Any]]) -> str:
+def layers_svg(layers: Sequence[Mapping[str, Any]], title: str = "sparsity of each layer") -> str:
     """The chart of layers as SVG, or nothing where matplotlib is not installed."""
-    return svg(layers_chart(layers)) if find_spec("matplotlib") else ""
+    return svg(layers_chart(layers, title)) if find_spec("matplotlib") else ""
 
 
 def finite(value: Any) -> float | None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..input_statistics import eagerly, one_by_one
 from .calibration import Calibration
-from .cut import Cuts
+from .cuts import Cuts
 from .fewer_experts import FewerExperts, fewer_experts
 from .forward import outputs
 from .samples import Chunk, mask_of

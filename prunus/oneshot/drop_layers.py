@@ -1,8 +1,8 @@
 """Whole layers that go: one at a time, that without which the model's outputs change least."""
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from dataclasses import dataclass, field
 from numbers import Integral
@@ -10,20 +10,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-from .blocks import SAME, STUB, Stream, is_chain, is_near
+from .blocks import SAME, Stream, is_chain, is_near
 from .calibration import ROUNDING, Calibration
-from .cut import Cuts
+from .cuts import Cuts
 from .distance import distance_of, output_of
 from .fewer_layers import BlockList, FewerLayers, fewer_layers, new_keys
 from .forward import arguments, outputs, replaced
 from .resources import FAILURES, is_out_of_memory
 from .samples import Chunk, Samples, Stack, Tree, mask_of, rows
+from .skipped import Place, seen_blocks
 
 NUM_SAMPLES = 16  # that decide
 SIZE = {"cpu": 4, "cuda": 16}  # samples of a pass
-Place = tuple[str, int]  # a list of blocks, and one of them
 
 
 @dataclass(repr=False)
@@ -140,35 +139,19 @@ class _Choice:
             self.size = size if self.calibration.can_batch() else 1
 
     def _see_blocks(self) -> None:
-        """Run the first sample, and find an identity for each block whose output has the form of its input."""
-        blocks = {(part.name, i): block for part in self.plan.lists for i, block in enumerate(self.plan.modules(part))}
-        _check_shared(blocks)
-        calls: dict[nn.Module, list[_Identity | None]] = {block: [] for block in blocks.values()}
-
-        def seen(block: nn.Module) -> Callable[..., Tree]:
-            own = block.forward
-
-            def forward(*args: Any, **kwargs: Any) -> Tree:
-                output = own(*args, **kwargs)
-                calls[block].append(_Identity.of(args, kwargs, output))
-                return output
-
-            return forward
-
-        with replaced({block: seen(block) for block in calls}):  # some models call forward, so that hooks do not run
-            first = outputs(self.calibration.model, self.first)
-        problem = getattr(getattr(self.calibration.model, "config", None), "problem_type", None)
-        self.distance = distance_of(first, self.calibration.samples.stacks[0].tree, problem)
-        if often := [name for (name, _), block in blocks.items() if len(calls[block]) > 1]:
-            raise ValueError(f"the blocks of {often[0]} run more than once in a pass, so that none can be removed")
-        blocks = {where: block for where, block in blocks.items() if any(p.ndim > 1 for p in block.parameters())}
-        self.stubs = {where: (block, stub) for where, block in blocks.items() for stub in calls[block] if stub}
-        if not self.stubs:
+        """Run the first sample, and find the blocks that can be skipped and the lists that hold them."""
+        model, lists = self.calibration.model, self.plan.lists
+        with seen_blocks({(part.name, i): b for part in lists for i, b in enumerate(self.plan.modules(part))}) as skips:
+            first = outputs(model, self.first)
+        if not skips:
             raise ValueError(
-                f"no layer of {type(self.plan.model).__name__} can be removed: no block of {self.plan.lists[0].name} "
-                "that the samples reach returns a tensor of the shape of its input"
+                f"no layer of {type(model).__name__} can be removed: no block of {lists[0].name} that samples reach "
+                "returns a tensor of the shape of its input"
             )
-        self.lists = [part for part in self.plan.lists if any(name == part.name for name, _ in self.stubs)]
+        self.skips = skips
+        problem = getattr(getattr(model, "config", None), "problem_type", None)
+        self.distance = distance_of(first, self.calibration.samples.stacks[0].tree, problem)
+        self.lists = [part for part in lists if any(name == part.name for name, _ in skips)]
         self.is_chain = {part.name: self._is_chain(part, output_of(first)) for part in self.lists}
 
     def _is_chain(self, part: BlockList, expected: Tensor) -> bool:
@@ -182,7 +165,7 @@ class _Choice:
     @property
     def most(self) -> int:
         """How many blocks can go, if the class can be built without any of them."""
-        names = [name for name, _ in self.stubs]
+        names = [name for name, _ in self.skips]
         return sum(min(names.count(part.name), part.num - 1) for part in self.lists)
 
     def _output(self, batch: Tree) -> Tensor:
@@ -209,16 +192,14 @@ class _Choice:
             return False
         return True
 
-    @contextmanager
-    def _without(self, places: Collection[Place]) -> Iterator[None]:
-        with replaced(dict(self.stubs[where] for where in places)):
-            yield
+    def _without(self, places: Collection[Place]) -> AbstractContextManager[None]:
+        return replaced(dict(self.skips[where] for where in places))
 
     def remove_one(self) -> None:
         """The next block: the nearest outputs among those whose removal the class can build."""
         names = [name for name, _ in self.gone]
         full = {part.name for part in self.lists if names.count(part.name) == part.num - 1}
-        self._sums = {where: 0.0 for where in self.stubs if where not in self.gone and where[0] not in full}
+        self._sums = {where: 0.0 for where in self.skips if where not in self.gone and where[0] not in full}
         with self.calibration.open(), torch.no_grad(), self.calibration.reading(f"layer {len(self.gone) + 1}"):
             self.calibration.visit(self.size, self._pass, self._add)
         reasons = []
@@ -241,25 +222,26 @@ class _Choice:
         with self._without(self.gone):
             for part in self.lists:
                 stream = Stream(self.plan.modules(part), Samples([Stack(batch, chunk.size)]))
-                for place in range(part.num):
-                    where = part.name, place
-                    if where in self._sums:
-                        with stream.starting_at(place if self.is_chain[part.name] else 0, whole):
-                            parts.append((where, share * self._distance(where, batch, expected)))
-                    if self.is_chain[part.name] and place < part.num - 1:
-                        stream.advance(place, lambda _: self._output(batch), lambda act: act(whole))
+                start = 0
+                for where in (where for where in self._sums if where[0] == part.name):
+                    while self.is_chain[part.name] and start < where[1]:
+                        stream.advance(start, lambda _: self._output(batch), lambda act: act(whole))
+                        start += 1
+                    with stream.starting_at(start, whole):
+                        parts.append((where, share * self._distance(where, batch, expected)))
         self.calibration.cost.forwards += chunk.size * (1 + len(parts))
         return parts
 
     def _distance(self, where: Place, batch: Tree, expected: Tensor) -> float:
-        """Infinite where the model does not run without this block."""
+        """Infinite where the model does not run without this block, or not to finite numbers."""
         try:
             with self._without([where]):
-                return self.distance(self._output(batch), expected, mask_of(batch)).double().item()
+                distance = self.distance(self._output(batch), expected, mask_of(batch)).double().item()
         except FAILURES as error:
             if is_out_of_memory(error):
                 raise
             return math.inf
+        return distance if math.isfinite(distance) else math.inf
 
     def _add(self, part: tuple[Place, float]) -> None:
         self._sums[part[0]] += part[1]
@@ -291,54 +273,6 @@ class _Choice:
 
 def _is_near(output: Tensor, expected: Tensor, tolerances: Mapping[torch.dtype, float]) -> bool:
     return output.shape == expected.shape and is_near(output, expected, tolerances.get(output.dtype, 1e-2))
-
-
-class _Identity:
-    """A forward that returns its first input, in the form of what the block returns."""
-
-    def __init__(self, sources: list[int | str | None], spec: Any) -> None:
-        self.sources, self.spec = sources, spec
-        setattr(self, STUB, True)
-
-    @staticmethod
-    def of(args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Tree) -> "_Identity | None":
-        """None where the first tensor of the output has not the shape of the first input."""
-        given: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
-        leaves, spec = pytree.tree_flatten(output)
-        first = next(iter(given), None)
-        sources = [_source(given, place, leaf) for place, leaf in enumerate(leaves)]
-        number = next((i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)), None)
-        if number is None or first is None or leaves[number].shape != _shape(given[first]):
-            return None
-        sources[number] = first
-        return _Identity(sources, spec)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Tree:
-        given: dict[int | str | None, Any] = {**dict(enumerate(args)), **kwargs}
-        return pytree.tree_unflatten([given.get(source) for source in self.sources], self.spec)
-
-
-def _source(given: Mapping[int | str, Any], place: int, leaf: Any) -> int | str | None:
-    """The input that a block returns: the very same, or that at its place if it has its shape."""
-    if leaf is None:
-        return None
-    same = [key for key, value in given.items() if value is leaf]
-    at_place = [key for i, (key, value) in enumerate(given.items()) if i == place and _shape(value) == _shape(leaf)]
-    return next(iter([*same, *at_place]), None)
-
-
-def _shape(value: Any) -> Any:
-    return value.shape if isinstance(value, Tensor) else None
-
-
-def _check_shared(modules: Mapping[Place, nn.Module]) -> None:
-    """Refuse blocks that share weights: removing one would save nothing."""
-    owners: dict[Tensor, Place] = {}
-    for where, module in modules.items():
-        for parameter in module.parameters():
-            if owners.setdefault(parameter, where) != where:
-                (a, i), (b, j) = owners[parameter], where
-                raise ValueError(f"{a}.{i} and {b}.{j} share weights, so that no layer can be removed")
 
 
 def _few(samples: Samples, num: int) -> Samples:

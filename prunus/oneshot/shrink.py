@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..input_statistics import eagerly
 from .calibration import Calibration
 from .config_units import config_plan
-from .cut import Cuts
+from .cuts import Cuts
 from .drop_experts import ExpertLayer, drop_experts_
 from .drop_layers import DroppedLayers, drop_layers_
 from .fewer_layers import fewer_layers
@@ -219,7 +219,7 @@ def plan_of(calibration: Calibration) -> Plan:
 
 
 def _num_layers(calibration: Calibration) -> int:
-    return fewer_layers(calibration.model, calibration.blocks).num
+    return sum(blocks.num for blocks in fewer_layers(calibration.model, calibration.blocks).lists)
 
 
 def _size(calibration: Calibration) -> Size:

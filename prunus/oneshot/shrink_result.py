@@ -8,7 +8,7 @@ from torch import nn
 
 from ..plot import Figure, layers_chart, notebook_html
 from .changed import ChangedModel
-from .cut import Cuts
+from .cuts import Cuts
 from .drop_experts import ExpertLayer
 from .drop_layers import DroppedLayers
 from .units import Kind

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from ..input_statistics import eagerly
 from .built_twice import unlike
 from .calibration import Calibration
-from .cut import Cuts
+from .cuts import Cuts
 from .forward import outputs
 from .resources import is_out_of_memory
 from .samples import Chunk, Tree

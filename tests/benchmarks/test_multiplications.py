@@ -8,7 +8,7 @@ from benchmarks.multiplications import multiplications
 from prunus.lab.data import ImageShape
 from prunus.lab.models import build
 from prunus.oneshot.calibration import Calibration
-from prunus.oneshot.cut import Cuts
+from prunus.oneshot.cuts import Cuts
 from prunus.oneshot.plain_units import plain_plan
 
 STEM, WITHIN, ACROSS, HEAD = 3 * 16 * 9 * 32**2, 16 * 16 * 9 * 32**2, 16 * 32 * 9 * 16**2, 64 * 10

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTra
 from prunus.oneshot import cut
 from prunus.oneshot.calibration import Calibration
 from prunus.oneshot.config_units import config_plan
-from prunus.oneshot.cut import Cuts
+from prunus.oneshot.cuts import Cuts
 from prunus.oneshot.unit_check import UnitCheck
 from prunus.oneshot.unit_layouts import layouts, places_of
 from prunus.oneshot.units import tensor_of

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from prunus.oneshot.cut import Cuts
+from prunus.oneshot.cuts import Cuts
 
 LAST = torch.channels_last
 

@@ -39,7 +39,7 @@ from toys import Conv1D
 from prunus.lab.data import ImageShape, TokenShape
 from prunus.lab.models import build
 from prunus.oneshot.calibration import Calibration
-from prunus.oneshot.cut import Cuts
+from prunus.oneshot.cuts import Cuts
 from prunus.oneshot.plain_units import plain_plan
 from prunus.oneshot.unit_check import UnitCheck
 from prunus.oneshot.units import Slices, UnitLayer

@@ -32,7 +32,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 import torch  # noqa: E402
 import transformers  # noqa: E402
 from families import assert_equal_models, build  # noqa: E402
-from page import CHECKS, ONE_SHOT, UNITS, YES, page, version_key  # noqa: E402
+from page import CHECKS, ONE_SHOT, YES, page, version_key  # noqa: E402
 from table import TABLE  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.utils import _pytree as pytree  # noqa: E402
@@ -43,7 +43,7 @@ from prunus.doctor import examine  # noqa: E402
 from prunus.eligible import eligible  # noqa: E402
 from prunus.oneshot.calibration import Calibration  # noqa: E402
 from prunus.oneshot.config_units import config_plan  # noqa: E402
-from prunus.oneshot.cut import Cuts  # noqa: E402
+from prunus.oneshot.cuts import Cuts  # noqa: E402
 from prunus.oneshot.drop_layers import drop_layers_  # noqa: E402
 from prunus.oneshot.units import tensor_of  # noqa: E402
 from prunus.sparse.linear import sparsify_  # noqa: E402
@@ -79,7 +79,7 @@ def sweep(name: str, only: Sequence[str] = CHECKS) -> dict[str, Any]:
             "export": lambda: _exported(model, batch, Path(folder)),
             "doctor": lambda: _examined(Path(folder)),
             "sparse run": lambda: _run_sparse(model, build(name, TABLE), batch),
-            **{kind: lambda kind=kind: _cut(build(name, TABLE), batch, kind, Path(folder)) for kind in UNITS},
+            **{kind: lambda kind=kind: _cut(build(name, TABLE), batch, kind, Path(folder)) for kind in ("neurons", "heads")},
         }
         for check, run in checks.items():
             if check not in only:

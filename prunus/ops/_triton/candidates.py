@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import bits
 from ..lazy import sortable
 from .bracket import CLUSTER, sample_kernel
-from .cut import ALIGN, BLOCK, SAMPLED, Workspace, check_finite, launch_pass, offsets_of, workspace
+from .cuts import ALIGN, BLOCK, SAMPLED, Workspace, check_finite, launch_pass, offsets_of, workspace
 from .cut_state import HI, LO, NOT_FINITE, num_copies
 from .launch import launch
 from .scores import read_by, scores_of

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import bits
 from ..lazy import Lazy
-from .cut import check_finite
+from .cuts import check_finite
 from .launch import launch
 from .scores import find_tile, is_strange, packed, read_by, scores_of, sortable
 from .tensor_table import COLUMNS, FIRST, LIVE, OUT, TILE, is_live, locate, readable
