@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from prunus import BlockTuning
 from prunus.lab.models import Basic, PadShortcut
 from prunus.oneshot.calibration import Calibration
-from prunus.oneshot.cut import Cuts
+from prunus.oneshot.cuts import Cuts
 from prunus.oneshot.shrink import Shrinking, Split, Targets, plan_of, shrink
 from prunus.oneshot.shrink_result import ShrinkResult
 from prunus.oneshot.structured import UNIT_SCORES, RandomScore
@@ -265,7 +265,7 @@ def smallest_share(left: Callable[[int], int], dense: int, removed: Fraction) ->
 
 
 def left_alone(model: nn.Module) -> list[nn.Module]:
-    """What Torch-Pruning is told to leave: classes, and where shortcuts pad, which it cannot follow, all but inner ones."""
+    """Layers whose outputs stay: classes, and all but inner ones where shortcuts pad, which it cannot follow."""
     inner = {block.conv1 for block in model.modules() if isinstance(block, Basic)}
     pads = any(isinstance(module, PadShortcut) for module in model.modules())
     convolutions = [module for module in model.modules() if isinstance(module, nn.Conv2d) and module not in inner]
