@@ -7,7 +7,7 @@ is on disk after every figure, and records of one model become one table of ``sh
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
 from importlib import metadata
@@ -155,20 +155,27 @@ def continued(model: Any, tokenizer: Any, prompt: str) -> str:
 
 # How a model is made smaller
 
-SIZES = ("weights", "parameters", "num_bytes", "multiplications", "removed")  # of a row, which learning leaves
+SIZES = (
+    "weights",
+    "weights_before",
+    "parameters",
+    "num_bytes",
+    "multiplications",
+    "removed",
+)  # of a row, which learning leaves
 
 
-@dataclass
+@dataclass(frozen=True)
 class Smaller:
     """One trained model, made smaller for a while."""
 
     options: ShrinkQuality
     trained: TrainedModel
     seed: int
-    device: torch.device = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.device = torch.device(self.options.device)
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.options.device)
 
     @contextmanager
     def by(self, name: str, level: str) -> Iterator[Row]:
@@ -267,9 +274,8 @@ def smallest_share(left: Callable[[int], int], dense: int, removed: Fraction) ->
 def left_alone(model: nn.Module) -> list[nn.Module]:
     """Layers whose outputs stay: classes, and all but inner ones where shortcuts pad, which it cannot follow."""
     inner = {block.conv1 for block in model.modules() if isinstance(block, Basic)}
-    pads = any(isinstance(module, PadShortcut) for module in model.modules())
-    convolutions = [module for module in model.modules() if isinstance(module, nn.Conv2d) and module not in inner]
-    return [module for module in model.modules() if isinstance(module, nn.Linear)] + (convolutions if pads else [])
+    kinds = nn.Linear, *[nn.Conv2d for module in model.modules() if isinstance(module, PadShortcut)]
+    return [module for module in model.modules() if isinstance(module, kinds) and module not in inner]
 
 
 def torch_pruned_(

@@ -13,6 +13,8 @@ from benchmarks import shrink_study as study
 from benchmarks.__main__ import main
 from benchmarks.shrink_figures import GOALS, best_of, increase, parts, read_figures
 from benchmarks.study import level_name, share_of
+from prunus.lab.run import Run
+from prunus.lab.trainer import train
 
 pytest.importorskip("accelerate")
 STUDIES = page.Path(page.__file__).parents[1] / "studies"
@@ -37,7 +39,7 @@ def test_every_score_removes_as_much_with_and_without_a_refit_and_what_learns_st
     main([*llama, "--levels", "1/2", "--ways", *ways, "--recover", "solved", "--steps", "2"])
     dense, *rows = records(tmp_path)
     assert dense["way"] == "dense" and [row["way"] for row in rows] == [*ways, "solved-recover"]
-    assert len({row["weights"] for row in rows}) == 1 and {row["weights_before"] for row in rows[:-1]} == {1920}
+    assert len({row["weights"] for row in rows}) == 1 and {row["weights_before"] for row in rows} == {1920}
     assert 0.4 * 1920 < rows[0]["weights"] <= 0.5 * 1920
     assert rows[-1]["before_value"] == rows[-2]["value"] and rows[-1]["steps"] == 2
 
@@ -64,9 +66,7 @@ def test_a_killed_study_continues(llama, tmp_path, monkeypatch):
 
 
 def test_texts_are_written_by_the_dense_model_and_by_those_that_learned(llama, tmp_path, monkeypatch):
-    tokenizer = SimpleNamespace(decode=lambda ids, **options: f"{len(ids)} tokens")
-    tokenizer_of = lambda *where: Words(tokenizer.decode)  # noqa: E731
-    monkeypatch.setattr(study, "tokenizer_of", tokenizer_of)
+    monkeypatch.setattr(study, "tokenizer_of", lambda *where: Words())
     monkeypatch.setattr(study, "NEW_TOKENS", 5)
     main([*llama, "--levels", "50", "--recover", "norm", "--ways", "norm", "--steps", "1", "--texts"])
     texts = {row["way"]: row.get("texts") for row in records(tmp_path)}
@@ -75,13 +75,13 @@ def test_texts_are_written_by_the_dense_model_and_by_those_that_learned(llama, t
 
 
 class Words:
-    """A tokenizer of three tokens."""
-
-    def __init__(self, decode):
-        self.decode = decode
+    """A tokenizer that reads three tokens in everything."""
 
     def __call__(self, prompt, **options):
         return SimpleNamespace(input_ids=torch.tensor([[1, 2, 3]]))
+
+    def decode(self, ids, **options):
+        return f"{len(ids)} tokens"
 
 
 def test_channels_go_until_the_multiplications_are_few_enough(small_images, tmp_path):
@@ -91,6 +91,21 @@ def test_channels_go_until_the_multiplications_are_few_enough(small_images, tmp_
     assert len(rows) >= 2 and dense["metric"] == "accuracy"
     for row in rows:
         assert 0.4 < row["multiplications"] / dense["multiplications"] <= 0.5
+
+
+@pytest.mark.slow
+def test_checkpoints_of_texts_and_of_images_are_shrunk_and_learn(small_images, tmp_path):
+    text = {"model": "gpt2-tiny", "width": 64, "layers": 2, "context": 16}
+    images = {"model": "resnet20", "data": small_images[-1]}
+    for name, which, of in (("text", text, "weights"), ("images", images, "multiplications")):
+        folder = tmp_path / name
+        train(Run(**which, steps=2, batch=4, eval_size=8, score="none", out=folder / "dense-0"))
+        command = ["shrink-study", "--model", str(folder / "dense-{seed}"), *SIZES, "--of", of, "--levels", "50"]
+        main([*command, "--recover", "tuned", "--ways", "wanda", "--steps", "2", "--results", str(folder / "results")])
+        rows = records(folder)
+        assert [row["way"] for row in rows] == ["dense", "wanda", "tuned", "tuned-recover"]
+        assert {row["metric"] for row in rows} == {"accuracy" if of == "multiplications" else "perplexity"}
+        assert of == "multiplications" or {row["removed"][0] for row in rows[1:]} == {"128 of 256 neurons a layer"}
 
 
 @pytest.mark.parametrize("removed", [Fraction(1, 1000), Fraction(1, 3), Fraction(1, 2), Fraction(9, 10)])
