@@ -19,13 +19,8 @@ from .built_twice import unlike
 from .calibration import Calibration
 from .cuts import Cuts
 from .forward import outputs
-<<<<<<< HEAD
 from .resources import is_out_of_memory
-from .samples import Chunk, Tree
-=======
-from .resources import FAILURES, is_out_of_memory
 from .samples import Chunk, Tree, num_tokens, shortened
->>>>>>> h-plan
 from .units import Number, UnitLayer, role, tensor_of
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}  # relative to a norm
@@ -52,10 +47,6 @@ class UnitCheck:
 
     @staticmethod
     def of(calibration: Calibration) -> "UnitCheck":
-<<<<<<< HEAD
-        offload = calibration.offload.device if calibration.offload else None
-        return UnitCheck(calibration.model, calibration.samples.tree(Chunk(0, 0, 1)), offload)
-=======
         """On the first sample, or its first tokens; ValueError where the model cannot read it."""
         with calibration.open(), eagerly():
             calibration.check_model()
@@ -63,10 +54,6 @@ class UnitCheck:
         sample = shortened(sample, NUM_TOKENS) if num_tokens(sample) > NUM_TOKENS else sample
         offload = None if calibration.offload is None else calibration.offload.device
         return UnitCheck(calibration.model, sample, offload)
-
-    def fault(self, layers: Sequence[UnitLayer], num_gone: int, numbers: Sequence[Number], less: nn.Module) -> str:
-        """What is wrong where ``num_gone`` units of each layer are cut; empty where nothing is. The model stays whole.
->>>>>>> h-plan
 
     def fault(self, gone: Gone, numbers: Sequence[Number], less: nn.Module | None = None) -> str:
         """What is wrong where the units ``gone`` are cut; empty where nothing is. The model stays whole.
@@ -146,14 +133,9 @@ def _difference(wanted: Traces, traces: Traces, tolerance: float) -> str:
 
 def _are_near(one: Tensor, other: Tensor, tolerance: float) -> bool:
     """Norms are compared, not elements: rounding may send a few tokens to other experts."""
-<<<<<<< HEAD
+    one, other = one.double(), other.double()
     finite = one.isfinite()  # logits of what is forbidden are infinite
     if one.isnan().any() or not torch.equal(finite, other.isfinite()):
-=======
-    one, other = one.double(), other.double()
-    finite = one.isfinite()  # logits of what is forbidden are not
-    if not torch.equal(finite, other.isfinite()):
->>>>>>> h-plan
         return False
     one, other = one[finite], other[finite]
     return bool((one - other).norm() <= tolerance * one.norm())
