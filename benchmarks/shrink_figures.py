@@ -78,7 +78,7 @@ def _goals(models: Sequence[ModelFigures]) -> str:
     by_name, lines = {model.name: model for model in models}, []
     for goal in GOALS:
         model = by_name.get(goal.model)
-        best = model and best_of(model, goal.ways, goal.level)
+        best = best_of(model, goal.ways, goal.level) if model else None
         name, wish = f"{goal.model}, {level_name(goal.level)}", _wish(goal)
         if model is None or best is None:
             lines.append([name, "", title_of(goal.ways[0]), "", "", wish, "**not measured**"])

@@ -97,7 +97,6 @@ class ShrunkSpeed(Benchmark):
         settings = {"weights": "Llama-3.2-1B's shape", "blocks": self.blocks, "prompt": PROMPT}
         settings |= {"new_tokens": self.new_tokens, "repeat": self.repeat}
         dense, ids = random_llama(LLAMA_1B, self.blocks, (max(self.batches), PROMPT), device_of(self.device))
-        dense.requires_grad_(False)
         dense.generation_config.eos_token_id = None
         models = {"dense": dense} | dict(self._shrunk(dense, ids))
         rows: list[Row] = []

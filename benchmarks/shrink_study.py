@@ -7,7 +7,7 @@ is on disk after every figure, and records of one model become one table of ``sh
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
 from importlib import metadata
@@ -18,10 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from prunus import BlockTuning
-from prunus.oneshot.shrink import Shrinking, Split, Targets, shrink
+from prunus.lab.models import Basic, PadShortcut
+from prunus.oneshot.calibration import Calibration
+from prunus.oneshot.cuts import Cuts
+from prunus.oneshot.shrink import Shrinking, Split, Targets, plan_of, shrink
 from prunus.oneshot.shrink_result import ShrinkResult
 from prunus.oneshot.structured import UNIT_SCORES, RandomScore
-from prunus.oneshot.widths import Wanted
+from prunus.oneshot.widths import Wanted, Widths
 from prunus.trained.data import tokenizer_of
 from prunus.trained.model import TrainedModel
 
@@ -152,20 +155,27 @@ def continued(model: Any, tokenizer: Any, prompt: str) -> str:
 
 # How a model is made smaller
 
-SIZES = ("weights", "parameters", "num_bytes", "multiplications", "removed")  # of a row, which learning leaves
+SIZES = (
+    "weights",
+    "weights_before",
+    "parameters",
+    "num_bytes",
+    "multiplications",
+    "removed",
+)  # of a row, which learning leaves
 
 
-@dataclass
+@dataclass(frozen=True)
 class Smaller:
     """One trained model, made smaller for a while."""
 
     options: ShrinkQuality
     trained: TrainedModel
     seed: int
-    device: torch.device = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.device = torch.device(self.options.device)
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.options.device)
 
     @contextmanager
     def by(self, name: str, level: str) -> Iterator[Row]:
@@ -231,19 +241,21 @@ def row_of(result: ShrinkResult) -> Row:
 
 
 def neurons_for(model: nn.Module, images: Tensor, removed: Fraction) -> float:
-    """The smallest share of inner channels without which the model has that share of multiplications less.
-
-    Widths do not depend on which channels go, so that these are found by norm, on a few images.
-    """
-    work = Shrinking(model, [images], score=UNIT_SCORES["norm"], refit=False)
+    """The smallest share of inner channels without which the model has that share of multiplications less."""
+    calibration = Calibration(model, [images])
+    plan = plan_of(calibration)
+    widths = Widths(model, plan, calibration.weights)
 
     @cache
     def left(thousandths: int) -> int:
-        result = work.run(Wanted(neurons=thousandths / 1000))
+        stay = widths.by_hand(Wanted(neurons=thousandths / 1000))
+        gone = {layer: torch.arange(stay[layer.field], layer.num) for layer in plan.layers if layer.field in stay}
+        cuts = Cuts.of_units(model, gone, plan.numbers(stay))  # how many go counts, not which
         try:
+            cuts.apply_()
             return multiplications(model, images[:1])
         finally:
-            result.undo_()
+            cuts.undo_()
 
     return smallest_share(left, multiplications(model, images[:1]), removed) / 1000
 
@@ -259,6 +271,13 @@ def smallest_share(left: Callable[[int], int], dense: int, removed: Fraction) ->
     return low
 
 
+def left_alone(model: nn.Module) -> list[nn.Module]:
+    """Layers whose outputs stay: classes, and all but inner ones where shortcuts pad, which it cannot follow."""
+    inner = {block.conv1 for block in model.modules() if isinstance(block, Basic)}
+    kinds = nn.Linear, *[nn.Conv2d for module in model.modules() if isinstance(module, PadShortcut)]
+    return [module for module in model.modules() if isinstance(module, kinds) and module not in inner]
+
+
 def torch_pruned_(
     model: nn.Module, images: Tensor, removed: Fraction, count: Callable[[nn.Module, Tensor], int]
 ) -> Callable[[], None]:
@@ -269,13 +288,12 @@ def torch_pruned_(
     import torch_pruning
 
     def prune_(model: nn.Module, thousandths: int) -> nn.Module:
-        linear = [module for module in model.modules() if isinstance(module, nn.Linear)]  # the classes stay
         torch_pruning.pruner.MagnitudePruner(
             model,
             images[:1],
             importance=torch_pruning.importance.MagnitudeImportance(p=2),
             pruning_ratio=thousandths / 1000,
-            ignored_layers=linear,
+            ignored_layers=left_alone(model),
         ).step()
         return model
 

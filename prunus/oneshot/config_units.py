@@ -4,51 +4,28 @@ No family has code of its own: fields of the configuration say how many units th
 them hold the units, and a check on one sample decides where in a fused weight each unit lies.
 """
 
-import inspect
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import islice, product
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from torch import nn
 
 from ..eligible import outputs_of
 from ..ranks import is_dtensor
-from .built_twice import built, changed_numbers, configs, new_config, tensors_of, unlike
+from .built_twice import built, changed_numbers, new_config, tensors_of, unlike
 from .calibration import Calibration
 from .layers import Reader
 from .unit_check import UnitCheck, drawn
-from .unit_layouts import layouts, places_of
-from .units import Kind, Number, Slices, UnitLayer, role
+from .unit_fields import UnitField, fewer, unit_fields
+from .unit_layouts import candidates
+from .units import Kind, Number, UnitLayer
 
-# names of the fields that count neurons, heads, and key and value heads, in all configurations of transformers
-NEURONS = re.compile(
-    r"(.*_)?(intermediate_size(_mlp)?|ffn_dim|ffn_hidden_size|d_?ff|n_inner|d_inner|hidden_dim|mlp_dim)"
-)
-HEADS = re.compile(r"(num_)?((en|de)coder_)?(num_)?(attention_heads|heads)|n_heads?")
-KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "kv_n_heads", "multi_query_group_num")
 MOST_LAYOUTS = 32  # that are tried
 INSTEAD: dict[Kind, str] = {
     "neurons": "remove heads, experts or layers instead",
     "heads": "remove neurons or layers instead",
 }
-
-
-@dataclass(frozen=True)
-class UnitField:
-    """A field of the configuration that counts units, and others that change with it."""
-
-    kind: Kind
-    path: str
-    num: int
-    beside: Mapping[str, int] = field(default_factory=dict)  # by path: how many of these a unit has
-    fixed: Mapping[str, int] = field(default_factory=dict)  # by path: a size that is written out
-    head_size: int = 1
-    group_size: int = 1
-
-    def values(self, left: int) -> dict[str, int]:
-        return {self.path: left, **{path: num * left for path, num in self.beside.items()}, **self.fixed}
 
 
 @dataclass(frozen=True)
@@ -64,16 +41,16 @@ class ConfigPlan:
     def numbers(self, left: Mapping[str, int]) -> list[Number]:
         """Attributes of modules and configurations that change where ``left`` units of each field stay."""
         fields = {path: self.fields[path] for path, num in left.items() if num != self.fields[path].num}
-        values = {key: value for path, one in fields.items() for key, value in one.values(left[path]).items()}
+        values = {key: value for path, field in fields.items() for key, value in field.values(left[path]).items()}
         said = " and ".join(f"{key} {value}" for key, value in values.items())
         return changed_numbers(self.model, built(self.model, {}, "its own numbers"), built(self.model, values, said))
 
     def allowed(self, field: str) -> Sequence[int]:
         """How many units may stay: of heads, some configurations take only divisors of the width."""
-        one = self.fields[field]
-        if one.kind == "neurons":
-            return range(1, one.num + 1)
-        return [left for left in range(1, one.num + 1) if left == one.num or _takes(self.model, one.values(left))]
+        known = self.fields[field]
+        if known.kind == "neurons":
+            return range(1, known.num + 1)
+        return [left for left in range(1, known.num + 1) if left == known.num or _takes(self.model, known.values(left))]
 
 
 def config_plan(calibration: Calibration) -> ConfigPlan:
@@ -84,24 +61,24 @@ def config_plan(calibration: Calibration) -> ConfigPlan:
     model = calibration.model
     assert not calibration.is_open, "its blocks may be on another device"
     _check_model(model)
-    check = UnitCheck.of(calibration)
     same = built(model, {}, "its own configuration")
     if name := unlike(model, same):
         raise ValueError(f"{name} has not the shape that the model's config says; which units it has is not clear")
+    check = UnitCheck.of(calibration)
     fields: dict[str, UnitField] = {}
     layers: list[UnitLayer] = []
     refused: dict[Kind, dict[str, str]] = {"neurons": {}, "heads": {}}
     counted: set[Kind] = set()
-    for one in _unit_fields(model, same):
-        counted.add(one.kind)
+    for field in unit_fields(model, same):
+        counted.add(field.kind)
         try:
-            of_field = _layers_of(check, same, one)
+            of_field = _layers_of(check, same, field)
         except ValueError as error:
-            refused[one.kind].setdefault(one.path, str(error))
+            refused[field.kind].setdefault(field.path, str(error))
             continue
         taken = {name for layer in layers for name in layer.slices}
         if of_field and not any(name in taken for layer in of_field for name in layer.slices):
-            fields[one.path] = one
+            fields[field.path] = field
             layers += of_field
     kinds = {layer.kind for layer in layers}
     reasons: dict[Kind, str] = {}
@@ -133,53 +110,6 @@ def _check_model(model: Any) -> None:
             raise ValueError(f"{key} is sharded over ranks; shrink the whole model in one process, then shard it")
 
 
-def _unit_fields(model: Any, same: nn.Module) -> Iterator[UnitField]:
-    """Fields that may count units, of a configuration and of those inside it."""
-    for prefix, config in configs(model.config):
-        arguments = _arguments(type(config))
-        fields = {key: vars(config)[key] for key in arguments if key in vars(config)}
-        for key, num in fields.items():
-            if NEURONS.fullmatch(key):
-                num = _implied(model, same, prefix + key) if num is None else num
-                if type(num) is int and num > 1:
-                    yield UnitField("neurons", prefix + key, num)
-        numbers = {key: num for key, num in fields.items() if type(num) is int and num > 1}
-        for key, num in numbers.items():
-            if HEADS.fullmatch(key) and key not in KEY_VALUE_HEADS:
-                groups = (one for one in KEY_VALUE_HEADS if num % numbers.get(one, num + 1) == 0)
-                yield _head_field(config, prefix, key, next(groups, None))
-
-
-def _arguments(kind: type) -> list[str]:
-    """What the classes of a configuration are made from; what they compute does not come back from a folder."""
-    inits = [base.__init__ for base in kind.__mro__ if "__init__" in vars(base)]
-    return list(dict.fromkeys(key for init in inits for key in inspect.signature(init).parameters))
-
-
-def _head_field(config: Any, prefix: str, key: str, groups: str | None) -> UnitField:
-    num, width, size = getattr(config, key), getattr(config, "hidden_size", None), getattr(config, "head_dim", None)
-    fixed = {} if size or type(width) is not int else {f"{prefix}head_dim": width // num}
-    size = size or next(iter(fixed.values()), 1)
-    if groups is None:
-        return UnitField("heads", prefix + key, num, {}, fixed, size)
-    num_groups = getattr(config, groups)
-    group = num // num_groups
-    return UnitField("heads", prefix + groups, num_groups, {prefix + key: group}, fixed, size, group)
-
-
-def _implied(model: nn.Module, same: nn.Module, path: str) -> int:
-    """The number that a class takes where a field has none; 0 where nothing follows the field."""
-    try:
-        few, more = (tensors_of(built(model, {path: num}, f"{path} {num}")) for num in (8, 16))
-    except ValueError:
-        return 0
-    for name, tensor in tensors_of(same).items():
-        for dim, size in enumerate(tensor.shape):
-            if name in few and name in more and (step := more[name].shape[dim] - few[name].shape[dim]) > 0:
-                return 8 * size // step
-    return 0
-
-
 def _takes(model: Any, values: Mapping[str, Any]) -> bool:
     """Whether the configuration can have these values."""
     try:
@@ -189,55 +119,41 @@ def _takes(model: Any, values: Mapping[str, Any]) -> bool:
     return True
 
 
-def _fewer(model: Any, one: UnitField) -> tuple[int, nn.Module]:
-    """The model with fewer units of a field, and their number: the largest that the class takes."""
-    numbers = [one.num - max(1, one.num // 4), one.num // 2, one.num - 1]
-    if one.kind == "heads":
-        numbers = list(range(one.num - 1, 0, -1))
-    refusals: list[ValueError] = []
-    for left in dict.fromkeys(numbers):
-        try:
-            return left, built(model, one.values(left), f"{one.path} {left}")
-        except ValueError as error:
-            refusals.append(error)
-    raise refusals[0]
-
-
-def _layers_of(check: UnitCheck, same: nn.Module, one: UnitField) -> list[UnitLayer]:
+def _layers_of(check: UnitCheck, same: nn.Module, field: UnitField) -> list[UnitLayer]:
     """Layers whose units a field counts, none where no tensor follows it; ValueError where they cannot go."""
     model = check.model
-    left, less = _fewer(model, one)
-    dims = _dims(model, same, less, one, left)
+    left, less = fewer(model, field)
+    dims = _dims(model, same, less, field, left)
     if not dims:
         return []
-    owners = _owners(model, dims, one)
+    owners = _owners(model, dims, field)
     numbers = changed_numbers(model, same, less)
     faults: list[str] = []
-    for layers in islice(_candidates(model, dims, owners, one), MOST_LAYOUTS):
-        fault = check.fault(drawn(dict.fromkeys(layers, one.num - left)), numbers, less)
+    for layers in islice(candidates(model, dims, owners, field), MOST_LAYOUTS):
+        fault = check.fault(drawn(dict.fromkeys(layers, field.num - left)), numbers, less)
         if not fault:
             return layers
         faults.append(fault)
     tried = "" if len(faults) == 1 else f" ({len(faults)} layouts of the weights were tried)"
-    raise ValueError(f"{one.kind} of {type(model).__name__} cannot be cut one by one: {faults[0]}{tried}")
+    raise ValueError(f"{field.kind} of {type(model).__name__} cannot be cut one by field: {faults[0]}{tried}")
 
 
-def _dims(model: nn.Module, same: nn.Module, less: nn.Module, one: UnitField, left: int) -> dict[str, int]:
+def _dims(model: nn.Module, same: nn.Module, less: nn.Module, field: UnitField, left: int) -> dict[str, int]:
     """By name of a tensor that follows the field, the dimension that has equally many places for each unit."""
     own, smaller = tensors_of(same), tensors_of(less)
     if set(own) != set(smaller):
         name = next(iter(set(own) ^ set(smaller)))
-        raise ValueError(f"with fewer {one.path}, {type(model).__name__} has other tensors: {name}")
+        raise ValueError(f"with fewer {field.path}, {type(model).__name__} has other tensors: {name}")
     dims = {}
     for name, tensor in own.items():
         changed = [dim for dim, size in enumerate(tensor.shape) if size != smaller[name].shape[dim]]
         if not changed:
             continue
         size, after = tensor.shape[changed[0]], smaller[name].shape[changed[0]]
-        if len(changed) > 1 or size * left != after * one.num or size % one.num:
-            why = "" if one.kind == "neurons" else ", or the size of its heads changes with their number"
-            raise ValueError(f"{one.path} counts no equal parts of {name}, {list(tensor.shape)}{why}")
-        if one.kind == "neurons" and tensor.ndim == 3 and not _is_layer(model, name):
+        if len(changed) > 1 or size * left != after * field.num or size % field.num:
+            why = "" if field.kind == "neurons" else ", or the size of its heads changes with their number"
+            raise ValueError(f"{field.path} counts no equal parts of {name}, {list(tensor.shape)}{why}")
+        if field.kind == "neurons" and tensor.ndim == 3 and not _is_layer(model, name):
             raise ValueError(f"{name} stacks experts, whose neurons stay")
         dims[name] = changed[0]
     return dims
@@ -248,23 +164,25 @@ def _is_layer(model: nn.Module, name: str) -> bool:
     return key == "weight" and Reader(model.get_submodule(path)).is_known
 
 
-def _owners(model: nn.Module, dims: Mapping[str, int], one: UnitField) -> dict[str, str]:
+def _owners(model: nn.Module, dims: Mapping[str, int], field: UnitField) -> dict[str, str]:
     """By name of a tensor, the consumer whose units it holds: the one with which it shares the longest path."""
     consumers = [name for name, dim in dims.items() if _is_layer(model, name) and _reads(model, name, dim)]
-    if not consumers and one.kind == "heads":
+    if not consumers and field.kind == "heads":
         raise ValueError(_tied(model))
     if not consumers:
-        raise ValueError(f"no layer of {type(model).__name__} reads the units that {one.path} counts")
+        raise ValueError(f"no layer of {type(model).__name__} reads the units that {field.path} counts")
     persistent, places = set(model.state_dict()), _num_places(model)
     owners = {}
     for name in dims:
         shared = {consumer: _shared(name, consumer) for consumer in consumers}
         nearest = [consumer for consumer in consumers if shared[consumer] == max(shared.values())]
         if name not in consumers and len(nearest) > 1:
-            raise ValueError(f"{name} follows {one.path}, but of which layer is not clear: {' or '.join(nearest[:2])}")
+            raise ValueError(
+                f"{name} follows {field.path}, but of which layer is not clear: {' or '.join(nearest[:2])}"
+            )
         if places[name] > 1 or name not in persistent:
             why = "is shared by several layers" if name in persistent else "is computed and not stored"
-            raise ValueError(f"{name} follows {one.path}, but {why}")
+            raise ValueError(f"{name} follows {field.path}, but {why}")
         owners[name] = name if name in consumers else nearest[0]
     return owners
 
@@ -289,19 +207,3 @@ def _num_places(model: nn.Module) -> dict[str, int]:
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             held[id(tensor)] = held.get(id(tensor), 0) + 1
     return {name: held[id(tensor)] for name, tensor in tensors_of(model).items()}
-
-
-def _candidates(
-    model: nn.Module, dims: Mapping[str, int], owners: Mapping[str, str], one: UnitField
-) -> Iterator[list[UnitLayer]]:
-    """Layers of units, in every layout that the weights of the same role may have."""
-    tensors, choices = tensors_of(model), {}
-    for name, dim in dims.items():
-        size = tensors[name].shape[dim] // one.num
-        choices[role(name)] = layouts(size, one.head_size, one.group_size)
-    for parts in product(*choices.values()):
-        by_role = {one_role: places_of(one.num, part) for one_role, part in zip(choices, parts, strict=True)}
-        slices: dict[str, dict[str, Slices]] = {}
-        for name, consumer in owners.items():
-            slices.setdefault(consumer, {})[name] = Slices(dims[name], by_role[role(name)])
-        yield [UnitLayer(one.kind, one.path, consumer, held) for consumer, held in slices.items()]

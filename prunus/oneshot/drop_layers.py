@@ -113,7 +113,7 @@ def without_layers(plan: FewerLayers, gone: Collection[Place]) -> DroppedLayers:
     numbers = Cuts.of(plan.model, {}, plan.numbers(places))
     dropped = DroppedLayers([], _numbers=numbers)
     for name, place in gone:
-        dropped.names.append(f"{name}.{[*plan.model.get_submodule(name)._modules][place]}")
+        dropped.names.append(f"{name}.{[*plan.model.get_submodule(name)._modules][place]}".removeprefix("."))
     for name, out in places.items():
         module = plan.model.get_submodule(name)
         before: dict[str, Any] = dict(module._modules)

@@ -70,7 +70,10 @@ def _right(check: UnitCheck, candidates: Sequence[Candidate]) -> list[Candidate]
     def fit(*some: Candidate) -> bool:
         plan = _plan(some)
         cut = [(name, slices.dim) for layer in plan.layers for name, slices in layer.slices.items()]
-        return len(set(cut)) == len(cut) and all(_fits(check, plan, share) for share in (0.0, 0.25))
+        if len(set(cut)) < len(cut) or any(layer.num < 2 for layer in plan.layers):
+            return False
+        one, quarter = ([max(1, int(share * layer.num)) for layer in plan.layers] for share in (0.0, 0.25))
+        return _fits(check, plan, one) and (quarter == one or _fits(check, plan, quarter))
 
     by_pattern: dict[str, list[Candidate]] = {}
     for candidate in candidates:
@@ -89,11 +92,9 @@ def _right(check: UnitCheck, candidates: Sequence[Candidate]) -> list[Candidate]
     return together
 
 
-def _fits(check: UnitCheck, plan: PlainPlan, share: float) -> bool:
-    """Whether a share of the units can go; one of each alone shows heads that a reshape would mix up."""
-    if any(layer.num < 2 for layer in plan.layers):
-        return False
-    gone = drawn({layer: max(1, int(share * layer.num)) for layer in plan.layers})
+def _fits(check: UnitCheck, plan: PlainPlan, nums: Sequence[int]) -> bool:
+    """Whether so many units of each layer can go; one of each alone shows heads that a reshape would mix up."""
+    gone = drawn(dict(zip(plan.layers, nums, strict=True)))
     left = {layer.field: layer.num - len(units) for layer, units in gone.items()}
     return not check.fault(gone, plan.numbers(left))
 

@@ -20,11 +20,12 @@ from .calibration import Calibration
 from .cuts import Cuts
 from .forward import outputs
 from .resources import is_out_of_memory
-from .samples import Chunk, Tree
+from .samples import Chunk, Tree, num_tokens, shortened
 from .units import Number, UnitLayer, role, tensor_of
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}  # relative to a norm
 COARSE = 0.1  # for 16-bit types; what is wrong gives a difference of order 1
+NUM_TOKENS = 64  # of a sample are enough
 LARGER = -3.0  # a product of two producers stays within 16-bit types
 Gone = Mapping[UnitLayer, Tensor]  # units that go, by their numbers
 Traces = dict[str, list[Tensor]]  # outputs of consumers, call by call, and of the model
@@ -46,8 +47,13 @@ class UnitCheck:
 
     @staticmethod
     def of(calibration: Calibration) -> "UnitCheck":
-        offload = calibration.offload.device if calibration.offload else None
-        return UnitCheck(calibration.model, calibration.samples.tree(Chunk(0, 0, 1)), offload)
+        """On the first sample, or its first tokens; ValueError where the model cannot read it."""
+        with calibration.open(), eagerly():
+            calibration.check_model()
+        sample = calibration.samples.tree(next(calibration.samples.chunks(1)))
+        sample = shortened(sample, NUM_TOKENS) if num_tokens(sample) > NUM_TOKENS else sample
+        offload = None if calibration.offload is None else calibration.offload.device
+        return UnitCheck(calibration.model, sample, offload)
 
     def fault(self, gone: Gone, numbers: Sequence[Number], less: nn.Module | None = None) -> str:
         """What is wrong where the units ``gone`` are cut; empty where nothing is. The model stays whole.
@@ -95,7 +101,7 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
     tree = list(tree.values()) if isinstance(tree, Mapping) else tree
     for leaf in pytree.tree_leaves(tree):
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
-            yield leaf.detach().to("cpu", torch.float64)
+            yield leaf.detach().to("cpu", copy=True)
 
 
 def _appending(seen: list[Tensor]) -> Callable[..., None]:
@@ -127,6 +133,7 @@ def _difference(wanted: Traces, traces: Traces, tolerance: float) -> str:
 
 def _are_near(one: Tensor, other: Tensor, tolerance: float) -> bool:
     """Norms are compared, not elements: rounding may send a few tokens to other experts."""
+    one, other = one.double(), other.double()
     finite = one.isfinite()  # logits of what is forbidden are infinite
     if one.isnan().any() or not torch.equal(finite, other.isfinite()):
         return False

@@ -1,9 +1,14 @@
 """Where the places of one unit may lie along a dimension of a fused weight: shapes do not say it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from .built_twice import tensors_of
+from .unit_fields import UnitField
+from .units import Slices, UnitLayer, role
 
 
 def places_of(num: int, parts: Sequence[int]) -> Tensor:
@@ -27,3 +32,19 @@ def layouts(size: int, head_size: int = 1, group_size: int = 1) -> list[tuple[in
     equal = [(size // num,) * num for num in (3, 2, num_heads) if num_heads % num == 0]
     unequal = [grouped] if sum(grouped) == size else []
     return list(dict.fromkeys([*unequal, (size,), *equal]))
+
+
+def candidates(
+    model: nn.Module, dims: Mapping[str, int], owners: Mapping[str, str], field: UnitField
+) -> Iterator[list[UnitLayer]]:
+    """Layers of units, in every layout that the weights of the same role may have."""
+    tensors, choices = tensors_of(model), {}
+    for name, dim in dims.items():
+        size = tensors[name].shape[dim] // field.num
+        choices[role(name)] = layouts(size, field.head_size, field.group_size)
+    for parts in product(*choices.values()):
+        by_role = {name: places_of(field.num, part) for name, part in zip(choices, parts, strict=True)}
+        slices: dict[str, dict[str, Slices]] = {}
+        for name, consumer in owners.items():
+            slices.setdefault(consumer, {})[name] = Slices(dims[name], by_role[role(name)])
+        yield [UnitLayer(field.kind, field.path, consumer, held) for consumer, held in slices.items()]

@@ -8,6 +8,8 @@ import torch
 
 from benchmarks.__main__ import main
 from benchmarks.page import tables
+from prunus.lab.data.batches import ImageShape
+from prunus.lab.models import RESNETS, resnet
 
 
 @pytest.fixture
@@ -46,3 +48,39 @@ def small_shape():
     """That of a random Llama."""
     shape = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48}
     return shape | {"num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+@pytest.fixture
+def small_images(tmp_path):
+    """Options that name a ResNet-20 with random weights and a few images in the files of CIFAR-10."""
+    draw, folder = np.random.default_rng(0), tmp_path / "images"
+    folder.mkdir()
+    for name in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"):
+        rows = draw.integers(0, 256, (8, 3073), dtype=np.uint8)
+        rows[:, 0] %= 10
+        rows.tofile(folder / f"{name}.bin")
+    torch.manual_seed(0)
+    model = resnet(RESNETS["resnet20"], ImageShape(3, 32, 10))
+    torch.save({"state_dict": model.state_dict()}, folder / "resnet.th")
+    return ["--model", str(folder / "resnet.th"), "--images", str(folder)]
+
+
+@pytest.fixture
+def write_study(tmp_path):
+    """Writes a record of a study: figures (way, level, steps, seed) -> value."""
+
+    def write(what, values, *, model="GPT-51M", metric="perplexity", name="a", settings=(), row=lambda values: {}):
+        rows = []
+        for (way, level, steps, seed), value in values.items():
+            one = {"seed": seed, "way": way, "level": level, "steps": steps, "metric": metric, "value": value}
+            if steps:
+                point = {"kl": 0.1, "loss": 2.0, "accuracy": 0.5}
+                one |= {"lr": 1e-3, "tokens": 100, "curve": [point] * 7, "teacher": point}
+            rows.append(one | {"seconds": 2.0} | row(one))
+        about = {"weights": model, "about": "", "device": "cpu", "samples": 4, "batch": 2, "held_out": 3}
+        about |= {"unit": "windows", **dict(settings)}
+        made = {"machine": "a machine", "python": "3", "versions": {"torch": "2"}, "commit": "abc"}
+        record = {"what": what, "date": "2026-01-01", "environment": made, "settings": about, "rows": rows}
+        (tmp_path / f"{name}.json").write_text(json.dumps(record))
+
+    return write

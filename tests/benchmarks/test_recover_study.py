@@ -1,6 +1,7 @@
 """The study of recovery: small models go the same way, a killed study continues, and the page draws the records."""
 
 import json
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,8 +11,7 @@ from benchmarks import learning
 from benchmarks import recover_study as study
 from benchmarks.__main__ import main
 from benchmarks.recover_figures import GOALS, above, parts, read_figures
-from prunus.lab.data.batches import ImageShape, token_data
-from prunus.lab.models import RESNETS, resnet
+from prunus.lab.data.batches import token_data
 from prunus.lab.run import Run
 from prunus.lab.trainer import train
 
@@ -70,16 +70,8 @@ def test_a_model_of_transformers_learns_from_token_files(small_llama, tmp_path):
     assert [row["way"] for row in records(tmp_path)] == ["dense", "repair", "recover"]
 
 
-def test_images_learn_from_crops_and_flips(tmp_path):
-    draw = np.random.default_rng(0)
-    for name in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"):
-        rows = draw.integers(0, 256, (8, 3073), dtype=np.uint8)
-        rows[:, 0] %= 10
-        rows.tofile(tmp_path / f"{name}.bin")
-    torch.manual_seed(0)
-    model = resnet(RESNETS["resnet20"], ImageShape(3, 32, 10))
-    torch.save({"state_dict": model.state_dict()}, tmp_path / "resnet.th")
-    command = ["recover-study", "--model", str(tmp_path / "resnet.th"), "--images", str(tmp_path), *SIZES]
+def test_images_learn_from_crops_and_flips(small_images, tmp_path):
+    command = ["recover-study", *small_images, *SIZES]
     command += ["--levels", "80", "--seeds", "0", "--steps", "2", "--ways", "magnitude-recover"]
     main([*command, "--results", str(tmp_path / "results")])
     dense, start, row = records(tmp_path)
@@ -98,54 +90,38 @@ def test_held_out_windows_follow_the_evaluated_ones_and_batches_depend_on_the_se
 # The page
 
 
-def write(folder, values, *, model="GPT-51M", metric="perplexity", name="a"):
-    """A record of figures (way, level, steps, seed) -> value."""
-    rows = []
-    for (way, level, steps, seed), value in values.items():
-        row = {"seed": seed, "way": way, "level": level, "steps": steps, "metric": metric, "value": value}
-        row |= {"zeros": 8, "num_weights": 10, "seconds": 2.0}
-        if steps:
-            point = {"kl": 0.1, "loss": 2.0, "accuracy": 0.5}
-            row |= {"zeros_before": 8, "lr": 1e-3, "tokens": 100, "curve": [point] * 7, "teacher": point}
-        rows.append(row)
-    settings = {
-        "weights": model,
-        "about": "",
-        "device": "cpu",
-        "samples": 4,
-        "batch": 2,
-        "held_out": 3,
-        "unit": "windows",
-    }
-    made = {"machine": "a machine", "python": "3", "versions": {"torch": "2"}, "commit": "abc"}
-    record = {"what": study.WHAT, "date": "2026-01-01", "environment": made, "settings": settings, "rows": rows}
-    (folder / f"{name}.json").write_text(json.dumps(record))
+@pytest.fixture
+def write(write_study):
+    def rows(row):
+        return {"zeros": 8, "num_weights": 10} | ({"zeros_before": 8} if row["steps"] else {})
+
+    return partial(write_study, study.WHAT, row=rows)
 
 
-def test_each_student_is_compared_with_the_dense_model_of_its_seed(tmp_path):
-    write(tmp_path, {("dense", "", 0, 0): 50.0, ("dense", "", 0, 1): 60.0})
-    write(tmp_path, {("recover", "80", 9, 0): 51.0, ("recover", "80", 9, 1): 60.6}, name="b")
+def test_each_student_is_compared_with_the_dense_model_of_its_seed(write, tmp_path):
+    write({("dense", "", 0, 0): 50.0, ("dense", "", 0, 1): 60.0})
+    write({("recover", "80", 9, 0): 51.0, ("recover", "80", 9, 1): 60.6}, name="b")
     (model,) = read_figures(tmp_path)
     assert above(model, "recover", "80") == pytest.approx(0.015)
     goals = parts(tmp_path)["goals"]
     assert "+1.5% | +1.8% | met |" in goals and goals.count("**not measured**") == len(GOALS) - 1
 
 
-def test_goals_are_missed_by_shares_and_points(tmp_path):
-    write(tmp_path, {("dense", "", 0, 0): 50.0, ("repair", "50", 0, 0): 52.0, ("recover", "50", 9, 0): 51.0})
+def test_goals_are_missed_by_shares_and_points(write, tmp_path):
+    write({("dense", "", 0, 0): 50.0, ("repair", "50", 0, 0): 52.0, ("recover", "50", 9, 0): 51.0})
     images = {("dense", "", 0, 0): 0.92, ("recover", "80", 9, 0): 0.9}
-    write(tmp_path, images, model="ResNet-20", metric="accuracy", name="b")
+    write(images, model="ResNet-20", metric="accuracy", name="b")
     text = {("dense", "", 0, 0): 38.0, ("recover", "70", 9, 0): 55.0}
-    write(tmp_path, text, model="SmolLM2-135M", name="c")
+    write(text, model="SmolLM2-135M", name="c")
     goals = parts(tmp_path)["goals"]
     assert "| 52.00 | +4.0% | 51.00 | +2.0% | +0.2% | **missed by 1.8 points** |" in goals
     assert "-2.00 points | 91.3% | **missed by 1.3 points** |" in goals and "| 50 | **missed by 10.0%** |" in goals
 
 
-def test_the_longest_runs_stand_in_the_tables_and_shorter_ones_beside_them(tmp_path):
+def test_the_longest_runs_stand_in_the_tables_and_shorter_ones_beside_them(write, tmp_path):
     values = {("dense", "", 0, 0): 50.0, ("control", "", 9, 0): 48.0, ("repair", "80", 0, 0): 60.0}
     values |= {("recover", "80", steps, 0): value for steps, value in ((3, 58.0), (9, 52.0), (27, 51.0))}
-    write(tmp_path, values | {("hard", "80", 27, 0): 50.49})
+    write(values | {("hard", "80", 27, 0): 50.49})
     drawn = parts(tmp_path)
     assert "| repaired, recovered | 51.00 | 27 | 0.001 | 2.0 |" in drawn["models"]
     assert "| GPT-51M, 80 % | 60.00 | 3 steps: 58.00; 9 steps: 52.00; 27 steps: 51.00 |" in drawn["budgets"]
