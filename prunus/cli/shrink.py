@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ..oneshot import ShrinkResult
     from ..trained.model import ModelSource, TrainedModel
     from ..trained.speed import Speed
-    from .shrink_tables import Outcome
+    from .shrink_tables import ShrinkOutcome
 
 WANTED = ("size", "neurons", "heads", "layers", "experts", "multiple")
 
@@ -90,13 +90,13 @@ def _no_checkpoint(source: "ModelSource") -> "TrainedModel | None":
     return None
 
 
-def _shrunk(command: Command) -> "Outcome":
+def _shrunk(command: Command) -> "ShrinkOutcome":
     """The model, shrunk, tuned and recovered where that was asked for, and measured after each step."""
     import torch
 
     from ..oneshot.cuts import Cuts
     from ..oneshot.originals import Originals
-    from .shrink_tables import Outcome
+    from .shrink_tables import ShrinkOutcome
 
     trained, recover = loaded(command, _no_checkpoint)
     model, device = trained.model, torch.device(command.device)
@@ -126,7 +126,7 @@ def _shrunk(command: Command) -> "Outcome":
         recovery = recover(result.dense())
         rows["recovered"] = row()
     result.level.originals, result.cuts, result.removals = Originals(), Cuts(), ()  # of the dense model
-    return Outcome(trained, result, rows, speed, recovery)
+    return ShrinkOutcome(trained, result, rows, speed, recovery)
 
 
 def _result(command: Command, trained: "TrainedModel", device: Any, state: str, **wanted: Any) -> "ShrinkResult":
@@ -149,7 +149,7 @@ def _speed(trained: "TrainedModel", result: "ShrinkResult") -> "Speed | None":
         return None
 
 
-def _figures(outcome: "Outcome") -> dict[str, Any]:
+def _figures(outcome: "ShrinkOutcome") -> dict[str, Any]:
     result = outcome.result
     layers = []
     for layer in result.layers:

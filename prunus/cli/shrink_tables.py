@@ -17,7 +17,7 @@ WORST = 5  # layers that are shown unless all are
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ShrinkOutcome:
     """A model that was shrunk, and the figures."""
 
     model: TrainedModel
@@ -27,7 +27,7 @@ class Outcome:
     recovery: Recovery | None = None
 
 
-def print_result(outcome: Outcome, *, every_layer: bool) -> None:
+def print_result(outcome: ShrinkOutcome, *, every_layer: bool) -> None:
     """Tables of sizes, layers and experts that lost something, and models."""
     result, console = outcome.result, wide_console()
     print(f"Removed: {', '.join(result.removed)}.")
@@ -48,7 +48,7 @@ def _table(title: str, *headings: str) -> Table:
     return table
 
 
-def _sizes(outcome: Outcome) -> Table:
+def _sizes(outcome: ShrinkOutcome) -> Table:
     before, after = outcome.result.before, outcome.result.after
     table = _table("size", "", "dense", "shrunk", "ratio")
     for key, text in SIZES.items():
@@ -90,7 +90,7 @@ def _experts(layers: Sequence[ExpertLayer], *, every_one: bool) -> Table:
     return table
 
 
-def _models(outcome: Outcome) -> Table:
+def _models(outcome: ShrinkOutcome) -> Table:
     rows, metric = outcome.rows, outcome.model.metric
     sparse = ["sparsity"] if any(row["sparsity"] for row in rows.values()) else []
     table = _table("on held-out data", "model", "parameters", *sparse, metric)
