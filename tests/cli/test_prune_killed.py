@@ -40,7 +40,7 @@ def found(out):
     tensors = load_file(out / "model.safetensors")
     return result["rows"], result["layers"], {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
 
-print(json.dumps(torture(sys.argv[2].split()[0], Victim(args, found), home, 200, random.Random(0), goal=12)))
+print(json.dumps(torture("prune", Victim(args, found), home, 200, random.Random(0), goal=12)))
 """
 
 
