@@ -54,6 +54,7 @@ def _check_removed(name: str, value: Removed) -> None:
 
 def num_removed(name: str, wanted: float, num: int) -> int:
     """How many of ``num`` go; at least one stays."""
+    _check_removed(name, wanted)
     removed = int(wanted) if isinstance(wanted, Integral) else round(wanted * num)
     if removed >= num:
         raise ValueError(f"{name}={wanted:g} removes {removed} of {num}, and none would stay; give a smaller one")
